@@ -1,0 +1,252 @@
+//! What users ask for and what they are told: plain data, the same in flags, TOML, QMP and `--json`.
+
+use std::os::fd::RawFd;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Kind of image behind a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// A file or block device, byte for byte.
+    #[default]
+    Raw,
+    /// Discards writes, reads nothing (the guest's buffer stays as it is): for measuring.
+    Null,
+    /// Memory of the daemon; gone with it.
+    Ram,
+}
+
+/// Whether the page cache is passed by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direct {
+    /// O_DIRECT where the file system has it.
+    #[default]
+    Auto,
+    /// O_DIRECT, or an error.
+    On,
+    /// Through the page cache.
+    Off,
+}
+
+/// When a write is on stable storage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cache {
+    /// When the guest's flush completes.
+    #[default]
+    Writeback,
+    /// When the write completes; the guest is told that there is no cache.
+    Writethrough,
+    /// Never waited for: flushes complete at once. Data is lost with the host's power.
+    Unsafe,
+}
+
+/// A disk: the backend of exports.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DiskSpec {
+    /// Unique among disks.
+    pub name: String,
+    /// Kind of image.
+    #[serde(default)]
+    pub format: Format,
+    /// The image; `raw` needs it, the others have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<PathBuf>,
+    /// Bytes, a multiple of 512; needed by `null` and `ram`. `raw` takes it from the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
+    /// Refuse writes, open the image read-only.
+    #[serde(default)]
+    pub readonly: bool,
+    /// Whether the page cache is passed by.
+    #[serde(default)]
+    pub direct: Direct,
+    /// When a write is on stable storage.
+    #[serde(default)]
+    pub cache: Cache,
+    /// Lock the image as QEMU does; off only where the file system cannot.
+    #[serde(default = "yes")]
+    pub locking: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// On how many workers an export starts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Workers {
+    /// All queues on worker 0.
+    #[default]
+    Default,
+    /// A new worker for each queue.
+    PerQueue,
+    /// So many new workers, queues dealt out in turn.
+    #[serde(untagged)]
+    Count(u32),
+}
+
+/// Kind of device an export is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExportKind {
+    /// A disk for a VMM, over a UNIX socket.
+    #[default]
+    VhostUserBlk,
+}
+
+/// An export: a device as its user sees it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct ExportSpec {
+    /// Kind of device.
+    #[serde(rename = "type")]
+    pub kind: ExportKind,
+    /// Unique among exports.
+    pub name: String,
+    /// Name of the disk served.
+    pub disk: String,
+    /// Where to listen; made by us and removed at the end. Exclusive with `fd`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<PathBuf>,
+    /// An inherited socket, listening (socket activation) or connected (the export ends with its peer).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fd: Option<RawFd>,
+    /// Virtqueues offered, 1..=256; absent: one for each online CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// On how many workers it starts.
+    #[serde(default)]
+    pub workers: Workers,
+    /// Refuse the guest's writes (always so for a read-only disk).
+    #[serde(default)]
+    pub readonly: bool,
+    /// What GET_ID returns, at most 20 bytes; absent: the disk's name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Logical block size told to the guest, a power of two in 512..=4096; absent: what the disk needs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_size: Option<u32>,
+    /// Bound of adaptive polling for the workers made for this export, µs; absent: the daemon's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub poll_us: Option<u32>,
+}
+
+/// A worker to be made.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct WorkerSpec {
+    /// Shown in lists and, cut to 15 bytes, as the thread's name; absent: `worker-ID`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// CPUs it may run on; empty: all of the daemon's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cpu: Vec<usize>,
+    /// -20..=19; absent: the daemon's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nice: Option<i32>,
+    /// Bound of adaptive polling, µs, 0: never poll; absent: the daemon's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub poll_us: Option<u32>,
+}
+
+/// A disk as it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DiskInfo {
+    /// What was asked for.
+    #[serde(flatten)]
+    pub spec: DiskSpec,
+    /// Bytes now.
+    pub size_bytes: u64,
+    /// Whether the page cache is passed by.
+    pub direct_in_use: bool,
+    /// How requests reach it: `ring`, `inline` (memory-backed file), `memory`, `none`.
+    pub path: String,
+    /// Exports that use it.
+    pub exports: Vec<String>,
+}
+
+/// A worker as it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct WorkerInfo {
+    /// Never reused while the daemon lives.
+    pub id: u32,
+    /// Its name.
+    pub name: String,
+    /// `user`; `kernel` for workers of the in-kernel engine.
+    pub kind: String,
+    /// Thread id.
+    pub tid: i32,
+    /// CPUs it may run on.
+    pub cpu: Vec<usize>,
+    /// Its nice value.
+    pub nice: i32,
+    /// Bound of adaptive polling, µs.
+    pub poll_us: u32,
+    /// Its queues, `export:index`.
+    pub queues: Vec<String>,
+    /// CPU time used, µs.
+    pub cpu_time_us: u64,
+    /// Times it slept.
+    pub sleeps: u64,
+    /// Requests completed while attached here.
+    pub requests: u64,
+}
+
+/// A queue as it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct QueueInfo {
+    /// Name of its export.
+    pub export: String,
+    /// Index within the export.
+    pub index: u16,
+    /// Id of the worker it is attached to.
+    pub worker: u32,
+    /// `stopped` (the guest does not use it), `running`, `broken` (the guest misused it).
+    pub state: String,
+    /// Descriptors, 0 while stopped.
+    pub size: u16,
+    /// Whether it is a packed virtqueue.
+    pub packed: bool,
+    /// Requests taken and not completed.
+    pub in_flight: u32,
+    /// Times it was attached.
+    pub generation: u32,
+    /// Requests completed.
+    pub requests: u64,
+    /// Requests completed with an error.
+    pub errors: u64,
+    /// Bytes read by the guest.
+    pub read_bytes: u64,
+    /// Bytes written by the guest.
+    pub write_bytes: u64,
+    /// Kicks seen.
+    pub kicks: u64,
+    /// Notifications sent.
+    pub notifications: u64,
+}
+
+/// An export as it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ExportInfo {
+    /// What was asked for.
+    #[serde(flatten)]
+    pub spec: ExportSpec,
+    /// `user` or `kernel`.
+    pub engine: String,
+    /// Whether a front-end is connected.
+    pub connected: bool,
+    /// Virtio features agreed on, by name.
+    pub features: Vec<String>,
+    /// Its queues.
+    pub queue_list: Vec<QueueInfo>,
+}
