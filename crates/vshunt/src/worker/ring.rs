@@ -1,0 +1,256 @@
+//! A worker's io_uring: what queues and backends may do with it.
+//!
+//! Owned by one worker thread; nothing here is shared. Operations are pushed and go to the kernel in one
+//! `io_uring_enter` a batch. Each carries a [`Token`], with which its completion finds its queue again.
+//! What must never happen: memory named by a pushed operation going away before its completion came.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+
+/// Operations pushed between two enters; more are sent by an extra enter.
+pub const SQ_ENTRIES: u32 = 256;
+/// Completions that fit before the kernel has to park them on its overflow list.
+pub const CQ_ENTRIES: u32 = 1024;
+/// Fixed files a worker can hold: each disk takes at most two.
+pub const FIXED_FILES: u32 = 256;
+
+/// Widths of [`Token`]'s parts; together they fill `user_data`.
+const SLOT_BITS: u32 = 16;
+const OP_BITS: u32 = 8;
+const INDEX_BITS: u32 = 16;
+const GENERATION_BITS: u32 = 24;
+const _: () = assert!(SLOT_BITS + OP_BITS + INDEX_BITS + GENERATION_BITS == 64);
+const _: () = assert!(crate::MAX_QUEUE_SIZE as u32 <= 1 << SLOT_BITS);
+
+/// Names one operation: which queue of this worker, which of its slots, which step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Token {
+    /// The queue's place among the worker's queues.
+    pub index: u16,
+    /// Low bits of that place's use count: a completion for a queue that left is told apart.
+    pub generation: u32,
+    /// The queue's own: which slot.
+    pub slot: u16,
+    /// The queue's own: which kind of operation.
+    pub op: u8,
+}
+
+impl Token {
+    /// Largest generation; counting goes on from 0 after it.
+    pub const GENERATION_MAX: u32 = (1 << GENERATION_BITS) - 1;
+
+    /// Packs into `user_data`.
+    #[inline]
+    pub fn pack(self) -> u64 {
+        debug_assert!(self.generation <= Self::GENERATION_MAX);
+        u64::from(self.slot)
+            | u64::from(self.op) << SLOT_BITS
+            | u64::from(self.index) << (SLOT_BITS + OP_BITS)
+            | u64::from(self.generation) << (SLOT_BITS + OP_BITS + INDEX_BITS)
+    }
+
+    /// The reverse of [`pack`](Self::pack).
+    #[inline]
+    pub fn unpack(data: u64) -> Self {
+        Self {
+            slot: data as u16,
+            op: (data >> SLOT_BITS) as u8,
+            index: (data >> (SLOT_BITS + OP_BITS)) as u16,
+            generation: (data >> (SLOT_BITS + OP_BITS + INDEX_BITS)) as u32,
+        }
+    }
+
+    /// The same queue, another slot and operation.
+    #[inline]
+    pub fn with(self, slot: u16, op: u8) -> Self {
+        Self { slot, op, ..self }
+    }
+}
+
+/// A file known to a ring: fixed where there was room, else the plain descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RingFile {
+    /// Index among the ring's registered files.
+    Fixed(u32),
+    /// A plain descriptor.
+    Plain(RawFd),
+}
+
+/// Applies an opcode constructor to a [`RingFile`] of either kind.
+#[macro_export]
+macro_rules! on_file {
+    ($file:expr, |$fd:ident| $make:expr) => {
+        match $file {
+            $crate::worker::RingFile::Fixed(i) => {
+                let $fd = io_uring::types::Fixed(i);
+                $make
+            }
+            $crate::worker::RingFile::Plain(f) => {
+                let $fd = io_uring::types::Fd(f);
+                $make
+            }
+        }
+    };
+}
+
+/// One io_uring with its registered files.
+pub struct Ring {
+    uring: IoUring,
+    /// By descriptor: fixed index and how many queues asked for it.
+    files: HashMap<RawFd, FixedFile>,
+    free: Vec<u32>,
+    /// Pushed and not yet completed, for draining.
+    pending: u64,
+}
+
+struct FixedFile {
+    index: Option<u32>,
+    users: u32,
+    /// Keeps the descriptor open (and its number ours) while the ring knows it.
+    _keep: Arc<dyn AsRawFd + Send + Sync>,
+}
+
+impl Ring {
+    /// A ring for the calling thread, which alone may use it.
+    pub fn new() -> io::Result<Self> {
+        let uring = IoUring::builder()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .setup_submit_all()
+            .setup_cqsize(CQ_ENTRIES)
+            .build(SQ_ENTRIES)?;
+        let free = match uring.submitter().register_files_sparse(FIXED_FILES) {
+            Ok(()) => (0..FIXED_FILES).rev().collect(),
+            Err(_) => Vec::new(),
+        };
+        Ok(Self { uring, files: HashMap::new(), free, pending: 0 })
+    }
+
+    /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
+    pub fn know(&mut self, file: &Arc<dyn AsRawFd + Send + Sync>) -> RingFile {
+        let fd = file.as_raw_fd();
+        let (free, uring) = (&mut self.free, &self.uring);
+        let known = self.files.entry(fd).or_insert_with(|| {
+            let index =
+                free.pop().filter(|&i| uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1));
+            FixedFile { index, users: 0, _keep: file.clone() }
+        });
+        known.users += 1;
+        known.index.map_or(RingFile::Plain(fd), RingFile::Fixed)
+    }
+
+    /// Undoes one [`know`](Self::know).
+    pub fn forget(&mut self, fd: RawFd) {
+        let Some(known) = self.files.get_mut(&fd) else { return };
+        known.users -= 1;
+        if known.users > 0 {
+            return;
+        }
+        if let Some(FixedFile { index: Some(i), .. }) = self.files.remove(&fd)
+            && self.uring.submitter().register_files_update(i, &[-1]).is_ok()
+        {
+            self.free.push(i);
+        }
+    }
+
+    /// Queues an operation for the next enter.
+    ///
+    /// # Safety
+    /// Every buffer that `entry` names stays valid until its completion was taken; the queue that pushes it
+    /// upholds this by not leaving its worker, nor dropping its memory table, with operations in flight.
+    #[inline]
+    pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        let entry = entry.user_data(token.pack());
+        self.pending += 1;
+        loop {
+            // SAFETY: the caller's promise is passed on.
+            if unsafe { self.uring.submission().push(&entry) }.is_ok() {
+                return;
+            }
+            if let Err(e) = self.uring.submit() {
+                // EBUSY/EAGAIN: the kernel is short of room until completions are taken, which enter with
+                // GETEVENTS moves to its overflow list. Anything else cannot happen on a live ring.
+                let _ = self.uring.submitter().submit_and_wait(0);
+                debug_assert!(matches!(e.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR)));
+            }
+        }
+    }
+
+    /// Asks for a completion on each event of a pollable file, until [`cancel`](Self::cancel)led.
+    /// Edge by edge: an eventfd need not be read.
+    pub fn poll(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).multi(true).build();
+        // SAFETY: a poll names no memory.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Ends the operation with that token; it completes, with -ECANCELED if it was still under way.
+    /// The cancellation itself is silent.
+    pub fn cancel(&mut self, token: Token) {
+        let entry = opcode::AsyncCancel::new(token.pack())
+            .build()
+            .flags(squeue::Flags::SKIP_SUCCESS)
+            .user_data(IGNORE);
+        self.push_ignored(&entry);
+    }
+
+    fn push_ignored(&mut self, entry: &squeue::Entry) {
+        loop {
+            // SAFETY: such entries name no memory.
+            if unsafe { self.uring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            let _ = self.uring.submit();
+        }
+    }
+
+    /// Operations pushed and not completed.
+    pub fn pending(&self) -> u64 {
+        self.pending
+    }
+
+    /// Whether an enter would bring anything: something pushed, completed, or ready to complete.
+    #[inline]
+    pub(super) fn has_events(&mut self) -> bool {
+        if !self.uring.completion().is_empty() {
+            return true;
+        }
+        self.uring.submission().taskrun()
+    }
+
+    #[inline]
+    pub(super) fn has_pushed(&mut self) -> bool {
+        !self.uring.submission().is_empty()
+    }
+
+    /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
+    pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
+        match self.uring.submitter().submit_and_wait(usize::from(wait)) {
+            Ok(_) => Ok(()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Takes completions that are there into `into`: token, result, whether more will follow.
+    #[inline]
+    pub(super) fn reap(&mut self, into: &mut Vec<(Token, i32)>) {
+        for cqe in self.uring.completion() {
+            if cqe.user_data() == IGNORE {
+                continue;
+            }
+            if !cqueue::more(cqe.flags()) {
+                self.pending -= 1;
+            }
+            into.push((Token::unpack(cqe.user_data()), cqe.result()));
+        }
+    }
+}
+
+/// `user_data` of operations whose completion nobody waits for: a token with every bit set, which no queue has.
+const IGNORE: u64 = u64::MAX;
