@@ -1,0 +1,2 @@
+//! stand-in until control lands
+fn main() {}
