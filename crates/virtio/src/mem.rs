@@ -12,6 +12,7 @@ use std::sync::Arc;
 pub const MAX_REGIONS: usize = 509;
 
 /// One piece of guest memory that is mapped here.
+#[derive(Clone)]
 pub struct Region {
     /// Guest-physical address of the first byte.
     pub guest_addr: u64,
