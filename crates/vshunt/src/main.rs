@@ -1,2 +1,0 @@
-//! stand-in until control lands
-fn main() {}
