@@ -36,7 +36,9 @@ pub(super) fn open_soon(spec: &DiskSpec) -> Arc<Disk> {
     loop {
         match Disk::open(spec) {
             Ok(disk) => return disk,
-            Err(e) if e.kind() == ErrorKind::Busy && std::time::Instant::now() < until => std::thread::yield_now(),
+            Err(e) if e.kind() == ErrorKind::Busy && std::time::Instant::now() < until => {
+                std::thread::yield_now()
+            }
             Err(e) => panic!("{e}"),
         }
     }
@@ -52,17 +54,25 @@ pub(super) struct LoopDevice(pub(super) PathBuf);
 impl LoopDevice {
     /// `None`, and a line that says why, where this machine or user cannot have one.
     pub(super) fn new(file: &Path, sector: u32) -> Option<Self> {
+        Self::with(file, &["--sector-size", &sector.to_string()])
+    }
+
+    /// With flags of losetup.
+    pub(super) fn with(file: &Path, flags: &[&str]) -> Option<Self> {
         if !is_root() {
             eprintln!("skipped: block devices, because loop devices need root");
             return None;
         }
-        let out = Command::new("losetup").args(["--sector-size", &sector.to_string(), "--show", "-f"]).arg(file).output();
+        let out = Command::new("losetup").args(flags).args(["--show", "-f"]).arg(file).output();
         match out {
             Ok(out) if out.status.success() => {
                 Some(Self(PathBuf::from(String::from_utf8(out.stdout).unwrap().trim().to_owned())))
             }
             Ok(out) => {
-                eprintln!("skipped: block devices, because losetup says {}", String::from_utf8_lossy(&out.stderr));
+                eprintln!(
+                    "skipped: block devices, because losetup says {}",
+                    String::from_utf8_lossy(&out.stderr)
+                );
                 None
             }
             Err(e) => {
@@ -270,7 +280,8 @@ impl Fuzz {
         for ask in &asks {
             let range = ask.offset as usize..(ask.offset + ask.len) as usize;
             // SAFETY: as above.
-            let bytes = || ask.segments.iter().flat_map(|&(p, n)| (0..n).map(move |i| unsafe { p.add(i).read() }));
+            let bytes =
+                || ask.segments.iter().flat_map(|&(p, n)| (0..n).map(move |i| unsafe { p.add(i).read() }));
             match ask.op {
                 Op::Read => assert!(bytes().eq(self.model[range].iter().copied()), "read at {}", ask.offset),
                 Op::Write => self.model[range].iter_mut().zip(bytes()).for_each(|(m, b)| *m = b),
@@ -290,7 +301,11 @@ impl Fuzz {
 fn fuzz(what: &str, spec: &DiskSpec, seed: u64, grain: u64) {
     let mut rig = Rig::new(spec);
     let size = rig.disk().size_bytes();
-    eprintln!("{what}: path {}, direct {}, seed {seed}, grain {grain}", rig.disk().path(), rig.disk().direct_in_use());
+    eprintln!(
+        "{what}: path {}, direct {}, seed {seed}, grain {grain}",
+        rig.disk().path(),
+        rig.disk().direct_in_use()
+    );
     let mut fuzz = Fuzz::new(seed, size, grain);
     for _ in 0..150 {
         fuzz.batch(&mut rig);
@@ -373,7 +388,7 @@ fn null_completes_and_leaves_the_buffer() {
 #[test]
 fn ram_refuses_what_is_not_mapped() {
     let mut rig = Rig::new(&memory_spec(Format::Ram, 4096));
-    for offset in [4096, 8192, 1 << 30, 1 << 41, u64::MAX - 511, u64::MAX & !511] {
+    for offset in [4096, 8192, 1 << 30, 1 << 41, !511] {
         assert_eq!(rig.write(offset, &[1; 512]), -libc::EIO, "{offset}");
         assert_eq!(rig.run(Ask::new(Op::WriteZeroes { unmap: true }, offset, 1 << 63)), -libc::EIO);
     }

@@ -133,7 +133,17 @@ fn qemu_guests_and_vshunt_refuse_each_other() {
     let (write, read) = (raw_spec(&path), reader(&raw_spec(&path)));
     let guest = |more: &str| {
         let mut c = Command::new("qemu-system-x86_64");
-        c.args(["-S", "-display", "none", "-serial", "none", "-monitor", "none", "-machine", "q35,accel=tcg"]);
+        c.args([
+            "-S",
+            "-display",
+            "none",
+            "-serial",
+            "none",
+            "-monitor",
+            "none",
+            "-machine",
+            "q35,accel=tcg",
+        ]);
         c.arg("-drive").arg(format!("file={},format=raw,if=virtio{more}", path.display()));
         c
     };

@@ -22,7 +22,9 @@ fn pattern(len: usize) -> Vec<u8> {
 
 /// Files by both drivers, with O_DIRECT and without.
 fn everywhere(mut test: impl FnMut(&str, &DiskSpec)) {
-    for (parent, direct) in [("/dev/shm", Direct::Auto), ("/var/tmp", Direct::Auto), ("/var/tmp", Direct::Off)] {
+    for (parent, direct) in
+        [("/dev/shm", Direct::Auto), ("/var/tmp", Direct::Auto), ("/var/tmp", Direct::Off)]
+    {
         let dir = scratch(parent);
         let spec = DiskSpec { direct, ..raw_spec(&image(&dir, "disk.img", SIZE)) };
         test(&format!("{parent}, direct {direct:?}"), &spec);
@@ -394,9 +396,17 @@ fn what_is_no_image_is_refused() {
     fails(&raw_spec(dir.path()), Invalid, &["is a directory"]);
     fails(&raw_spec("/dev/zero".as_ref()), Invalid, &["/dev/zero is a character device"]);
     fails(&raw_spec(&image(&dir, "empty", 0)), Invalid, &["empty has 0 bytes", "truncate -s 10G"]);
-    fails(&raw_spec(&image(&dir, "odd", 1025)), Invalid, &["odd has 1025 bytes", "truncate -s 1536 /var/tmp/"]);
+    fails(
+        &raw_spec(&image(&dir, "odd", 1025)),
+        Invalid,
+        &["odd has 1025 bytes", "truncate -s 1536 /var/tmp/"],
+    );
     let good = raw_spec(&image(&dir, "good", 4096));
-    fails(&DiskSpec { size: Some(512), ..good.clone() }, Invalid, &["good has 4096 bytes, not 512", "leave out size="]);
+    fails(
+        &DiskSpec { size: Some(512), ..good.clone() },
+        Invalid,
+        &["good has 4096 bytes, not 512", "leave out size="],
+    );
     open_soon(&DiskSpec { size: Some(4096), ..good.clone() });
 
     let fifo = file("fifo");
@@ -441,8 +451,7 @@ fn what_can_only_be_read_says_so() {
         assert!(e.contains("readonly=on") && e.contains(wanted), "{e}");
         open_soon(&DiskSpec { readonly: true, ..raw_spec(path) });
     };
-    if let Some(device) = LoopDevice::new(&path, 512) {
-        assert!(std::process::Command::new("blockdev").arg("--setro").arg(&device.0).status().unwrap().success());
+    if let Some(device) = LoopDevice::with(&path, &["--read-only"]) {
         fails(&device.0, "is a read-only device");
     }
     std::thread::scope(|s| {
