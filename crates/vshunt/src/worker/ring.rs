@@ -266,3 +266,18 @@ pub(super) struct Completion {
 
 /// `user_data` of operations whose completion nobody waits for: a token with every bit set, which no queue has.
 const IGNORE: u64 = u64::MAX;
+
+#[cfg(test)]
+impl Ring {
+    /// For tests of what pushes operations: hands each completion to `take` until nothing is under way.
+    pub(crate) fn run_until_idle(&mut self, mut take: impl FnMut(&mut Self, Token, i32)) {
+        let mut taken = Vec::new();
+        while self.pending > 0 {
+            self.enter(true).expect("io_uring_enter");
+            self.reap(&mut taken);
+            for (token, res) in taken.drain(..) {
+                take(self, token, res);
+            }
+        }
+    }
+}
