@@ -4,7 +4,9 @@
 //! is bound to the export's `socket`; to control if it is named `control` or bound to the control path.
 //! Called once, on the main thread, before other threads are.
 
+use std::ffi::OsStr;
 use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::net::{SocketAddrUnix, getsockname};
@@ -37,7 +39,7 @@ fn inherit(fd: RawFd, name: String) -> Inherited {
 
 fn bound_path(fd: &OwnedFd) -> Option<PathBuf> {
     let address = SocketAddrUnix::try_from(getsockname(fd).ok()?).ok()?;
-    address.path().map(|p| PathBuf::from(std::ffi::OsStr::new(&*p.to_string_lossy())))
+    address.path().map(|p| PathBuf::from(OsStr::from_bytes(p.to_bytes())))
 }
 
 impl Inherited {
@@ -122,6 +124,11 @@ mod tests {
         assert!(check_fd(-1).is_err());
         assert!(check_fd(999_999).unwrap_err().to_string().contains("is not open"));
         let file = std::fs::File::open("/dev/null").unwrap();
-        assert!(check_fd(std::os::fd::AsRawFd::as_raw_fd(&file)).unwrap_err().to_string().contains("is no socket"));
+        assert!(
+            check_fd(std::os::fd::AsRawFd::as_raw_fd(&file))
+                .unwrap_err()
+                .to_string()
+                .contains("is no socket")
+        );
     }
 }

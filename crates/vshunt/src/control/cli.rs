@@ -11,7 +11,8 @@ use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
 /// Where the daemon listens when nothing is said, for root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
 
-const ABOUT: &str = "Virtual disks served by many queues and many workers: any queue, any worker, at any time";
+const ABOUT: &str =
+    "Virtual disks served by many queues and many workers: any queue, any worker, at any time";
 
 const AFTER: &str = "\
 Exit status:
@@ -64,7 +65,9 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Worker(WorkerCommand),
     /// Move a queue to a worker, while its I/O runs
-    #[command(after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:3 fast --timeout 500ms")]
+    #[command(
+        after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:3 fast --timeout 500ms"
+    )]
     Attach(AttachArgs),
     /// Add, remove and list disks
     #[command(subcommand)]
@@ -185,7 +188,9 @@ pub(crate) struct ServeArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum WorkerCommand {
     /// Make a worker; prints its id
-    #[command(after_long_help = "Examples:\n  vshunt worker new --cpu 2\n  id=$(vshunt worker new --name fast)")]
+    #[command(
+        after_long_help = "Examples:\n  vshunt worker new --cpu 2\n  id=$(vshunt worker new --name fast)"
+    )]
     New(WorkerArgs),
     /// List workers
     List(ListArgs),
@@ -301,7 +306,7 @@ pub(crate) enum ExportCommand {
         vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock,queues=4")]
     Add {
         /// The export
-        #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<ExportSpec>)]
+        #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<Box<ExportSpec>>)]
         export: Box<ExportSpec>,
     },
     /// Remove an export

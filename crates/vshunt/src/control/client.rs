@@ -40,7 +40,10 @@ impl fmt::Display for ClientError {
         match self {
             Self::Unreachable { path, source } => {
                 let path = path.display();
-                write!(f, "no vshunt answers on {path} ({source}); is the daemon up, and is this its --control?")
+                write!(
+                    f,
+                    "no vshunt answers on {path} ({source}); is the daemon up, and is this its --control?"
+                )
             }
             Self::Refused { desc, .. } => f.write_str(desc),
             Self::Broken(why) => f.write_str(why),

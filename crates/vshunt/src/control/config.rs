@@ -175,7 +175,10 @@ mod tests {
         assert_eq!(setup.disks, [flag("name=d0,format=ram,size=1.5G"), flag("name=d1,file=/a,readonly=on")]);
         let flag = |text| keyval::parse::<WorkerSpec>(text).unwrap();
         assert_eq!(setup.workers, [flag("cpu=2-3,nice=-5"), flag("cpu=4")]);
-        assert_eq!((setup.exports[0].workers, setup.exports[1].workers), (Workers::PerQueue, Workers::Count(3)));
+        assert_eq!(
+            (setup.exports[0].workers, setup.exports[1].workers),
+            (Workers::PerQueue, Workers::Count(3))
+        );
         assert_eq!(setup.disks[0].format, Format::Ram);
     }
 

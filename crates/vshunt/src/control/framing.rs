@@ -200,7 +200,10 @@ mod tests {
         let long = format!("{{\"a\": \"{}\"}}\n{{}}", "x".repeat(2 * MESSAGE_BYTES_MAX));
         assert_eq!(frames([long.as_bytes()]), [Frame::Error("message is longer than 1 MiB"), message("{}")]);
         let deep = format!("{}\n{{}}", "[".repeat(5000));
-        assert_eq!(frames([deep.as_bytes()]), [Frame::Error("JSON parse error, nested too deeply"), message("{}")]);
+        assert_eq!(
+            frames([deep.as_bytes()]),
+            [Frame::Error("JSON parse error, nested too deeply"), message("{}")]
+        );
         let deepest = format!("{}{}", "[".repeat(NESTING_MAX as usize), "]".repeat(NESTING_MAX as usize));
         assert_eq!(frames([deepest.as_bytes()]), [message(&deepest)]);
     }
@@ -232,7 +235,8 @@ mod tests {
         fn any_brackets_and_quotes(text in "[]\\[{}'\",:\\\\ \na1]{0,200}") {
             for frame in frames([text.as_bytes()]) {
                 if let Frame::Message(m) = frame {
-                    prop_assert!(m.starts_with(['{', '[']) && m.ends_with(['}', ']']));
+                    let bracketed = m.starts_with(['{', '[']) && m.ends_with(['}', ']']);
+                    prop_assert!(bracketed, "{}", m);
                 }
             }
         }

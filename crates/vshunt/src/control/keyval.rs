@@ -124,7 +124,9 @@ fn split(text: &str) -> Result<Vec<(String, String)>, KeyvalError> {
             return Err(KeyvalError("a key is missing; write key=value,key=value".into()));
         }
         let Some(after) = rest[end..].strip_prefix('=') else {
-            return Err(KeyvalError(format!("`{key}` has no value; write {key}=… (a comma in a value is `,,`)")));
+            return Err(KeyvalError(format!(
+                "`{key}` has no value; write {key}=… (a comma in a value is `,,`)"
+            )));
         };
         if pairs.iter().any(|(k, _)| k == key) {
             return Err(KeyvalError(format!("key `{key}` is given twice")));
@@ -298,7 +300,10 @@ struct Cpus(std::vec::IntoIter<usize>);
 impl<'de> SeqAccess<'de> for Cpus {
     type Error = KeyvalError;
 
-    fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, KeyvalError> {
+    fn next_element_seed<T: DeserializeSeed<'de>>(
+        &mut self,
+        seed: T,
+    ) -> Result<Option<T::Value>, KeyvalError> {
         self.0.next().map(|cpu| seed.deserialize(cpu.into_deserializer())).transpose()
     }
 }

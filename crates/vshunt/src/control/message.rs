@@ -63,7 +63,9 @@ impl Request {
         let id = members.remove("id");
         let fail = |desc: String| Err((id.clone(), QmpError::generic(desc)));
         if members.contains_key("exec-oob") {
-            return fail("QMP input member 'exec-oob' is not possible: this server has no capability oob".into());
+            return fail(
+                "QMP input member 'exec-oob' is not possible: this server has no capability oob".into(),
+            );
         }
         let command = match members.remove("execute") {
             Some(Value::String(command)) => command,
@@ -156,10 +158,26 @@ mod tests {
             ("{\"execute\": }", None, "JSON parse error, "),
             ("[1]", None, "QMP input must be a JSON object"),
             ("{\"id\": 3}", Some(json!(3)), "QMP input lacks member 'execute'"),
-            ("{\"execute\": 1, \"id\": \"x\"}", Some(json!("x")), "QMP input member 'execute' must be a string"),
-            ("{\"execute\": \"a\", \"arguments\": []}", None, "QMP input member 'arguments' must be an object"),
-            ("{\"execute\": \"a\", \"foo\": 1, \"id\": null}", Some(Value::Null), "QMP input member 'foo' is unexpected"),
-            ("{\"exec-oob\": \"a\", \"id\": 1}", Some(json!(1)), "QMP input member 'exec-oob' is not possible"),
+            (
+                "{\"execute\": 1, \"id\": \"x\"}",
+                Some(json!("x")),
+                "QMP input member 'execute' must be a string",
+            ),
+            (
+                "{\"execute\": \"a\", \"arguments\": []}",
+                None,
+                "QMP input member 'arguments' must be an object",
+            ),
+            (
+                "{\"execute\": \"a\", \"foo\": 1, \"id\": null}",
+                Some(Value::Null),
+                "QMP input member 'foo' is unexpected",
+            ),
+            (
+                "{\"exec-oob\": \"a\", \"id\": 1}",
+                Some(json!(1)),
+                "QMP input member 'exec-oob' is not possible",
+            ),
         ];
         for (text, want_id, want) in cases {
             let (id, e) = Request::parse(text).unwrap_err();
@@ -179,7 +197,10 @@ mod tests {
     #[test]
     fn lines_are_ascii_and_end_with_crlf() {
         let text = reply(Some(json!("é😀")), Err(QmpError::command_not_found("x")));
-        assert!(text.is_ascii() && text.ends_with("}\r\n") && text.contains("\\u00e9\\ud83d\\ude00"), "{text}");
+        assert!(
+            text.is_ascii() && text.ends_with("}\r\n") && text.contains("\\u00e9\\ud83d\\ude00"),
+            "{text}"
+        );
         let back: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(back, json!({"error": {"class": "CommandNotFound", "desc": "x"}, "id": "é😀"}));
     }

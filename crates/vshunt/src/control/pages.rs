@@ -61,7 +61,9 @@ mod tests {
     fn a_page_for_every_command() {
         let dir = tempfile::tempdir().unwrap();
         write_man(dir.path()).unwrap();
-        for name in ["vshunt", "vshunt-serve", "vshunt-worker", "vshunt-worker-new", "vshunt-qmp", "vshunt-blk"] {
+        for name in
+            ["vshunt", "vshunt-serve", "vshunt-worker", "vshunt-worker-new", "vshunt-qmp", "vshunt-blk"]
+        {
             let text = std::fs::read_to_string(dir.path().join(format!("{name}.1"))).unwrap();
             assert!(text.contains(".TH "), "{name}");
         }

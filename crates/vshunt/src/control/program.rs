@@ -64,10 +64,7 @@ pub(crate) fn main(args: &[OsString]) -> Outcome {
     if args.iter().skip(1).any(|a| a == "--print-capabilities") {
         return print(CAPABILITIES);
     }
-    let cli = match BlkCli::try_parse_from(args).or_else(clap_failure) {
-        Ok(cli) => cli,
-        Err(failure) => return Err(failure),
-    };
+    let cli = BlkCli::try_parse_from(args).or_else(clap_failure)?;
     let ends_with = cli.fd.map(|_| NAME.to_owned());
     let manner = Manner { program: "vshunt-blk", log: cli.log, ends_with };
     serve(setup(cli)?, &manner)

@@ -130,7 +130,9 @@ impl Node {
                 None => Direct::Auto,
             },
             cache: match (cache.no_flush, node.writethrough) {
-                (Some(true), Some(true)) => return refuse("'no-flush' and 'writethrough' exclude each other"),
+                (Some(true), Some(true)) => {
+                    return refuse("'no-flush' and 'writethrough' exclude each other");
+                }
                 (Some(true), _) => Cache::Unsafe,
                 (_, Some(true)) => Cache::Writethrough,
                 _ => Cache::Writeback,
@@ -291,9 +293,7 @@ pub(crate) fn block_export_del(context: &Context, arguments: Arguments) -> Answe
 
 pub(crate) fn query_block_exports(context: &Context, arguments: Arguments) -> Answer {
     arguments.read::<Nothing>()?;
-    let info = |e: crate::export::spec::ExportInfo| {
-        json!({ "id": e.spec.name, "type": e.spec.kind, "node-name": e.spec.disk, "shutting-down": false })
-    };
+    let info = |e: crate::export::spec::ExportInfo| json!({ "id": e.spec.name, "type": e.spec.kind, "node-name": e.spec.disk, "shutting-down": false });
     Ok(context.daemon.exports().into_iter().map(info).collect())
 }
 

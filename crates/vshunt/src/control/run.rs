@@ -56,7 +56,9 @@ fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Valu
     };
     let value = client.execute(command, arguments)?;
     serde_json::from_value(value).map_err(|e| {
-        Failure::Failed(format!("the daemon's answer to {command} is not understood ({e}); is it another version?"))
+        Failure::Failed(format!(
+            "the daemon's answer to {command} is not understood ({e}); is it another version?"
+        ))
     })
 }
 

@@ -78,8 +78,7 @@ impl Serving {
         let mut serving = Self { daemon, server, control, pidfile: None, down: false };
         serving.fill(setup)?;
         if let Some(control) = &serving.control {
-            let listener =
-                control.listener().map_err(|e| Error::io("cannot use the control socket", e))?;
+            let listener = control.listener().map_err(|e| Error::io("cannot use the control socket", e))?;
             serving.server.listen(listener)?;
         }
         Ok(serving)

@@ -287,9 +287,9 @@ impl Session<'_> {
             (true, true) => Err(QmpError::command_not_found(
                 "Capabilities negotiation is already complete, command ignored",
             )),
-            (false, false) => Err(QmpError::command_not_found(
-                "Expecting capabilities negotiation with 'qmp_capabilities'",
-            )),
+            (false, false) => {
+                Err(QmpError::command_not_found("Expecting capabilities negotiation with 'qmp_capabilities'"))
+            }
             (false, true) => {
                 negotiate(&request)?;
                 self.negotiated.store(true, Ordering::Release);
@@ -307,7 +307,9 @@ fn negotiate(request: &Request) -> Result<(), QmpError> {
                 return Err(QmpError::generic(format!("capability {} is not offered", list[0])));
             }
             _ => {
-                return Err(QmpError::generic(format!("arguments of 'qmp_capabilities': unexpected `{name}`")));
+                return Err(QmpError::generic(format!(
+                    "arguments of 'qmp_capabilities': unexpected `{name}`"
+                )));
             }
         }
     }

@@ -174,7 +174,8 @@ mod tests {
 
     #[test]
     fn sizes_and_cpus_are_short() {
-        let cases = [(0, "0"), (1023, "1023"), (1024, "1K"), (1536, "1.5K"), (3 << 29, "1.5G"), (1 << 41, "2T")];
+        let cases =
+            [(0, "0"), (1023, "1023"), (1024, "1K"), (1536, "1.5K"), (3 << 29, "1.5G"), (1 << 41, "2T")];
         for (bytes, want) in cases {
             assert_eq!(size(bytes), want);
         }

@@ -68,7 +68,8 @@ fn disks_and_exports_of_ours() {
     let (context, _) = context();
     call(&context, "disk-add", json!({ "name": "d0", "format": "ram", "size": 1 << 20 })).unwrap();
     let socket = dir.path().join("s");
-    let export = json!({ "type": "vhost-user-blk", "name": "vm0", "disk": "d0", "socket": socket, "queues": 2 });
+    let export =
+        json!({ "type": "vhost-user-blk", "name": "vm0", "disk": "d0", "socket": socket, "queues": 2 });
     call(&context, "export-add", export).unwrap();
     assert!(refused(&context, "disk-remove", json!({ "name": "d0" })).contains("d0"));
     let list = call(&context, "query-exports", json!({})).unwrap();
@@ -98,7 +99,8 @@ fn the_shapes_of_blockdev_add() {
     assert_eq!(disk(&context, "f").file.as_ref(), Some(&image));
     call(&context, "blockdev-del", json!({ "node-name": "f" })).unwrap();
 
-    let nested = json!({ "driver": "file", "filename": image, "locking": "off", "cache": { "direct": false } });
+    let nested =
+        json!({ "driver": "file", "filename": image, "locking": "off", "cache": { "direct": false } });
     let raw = json!({
         "driver": "raw", "node-name": "r", "file": nested, "cache": { "direct": true, "no-flush": true }
     });
@@ -124,7 +126,10 @@ fn what_blockdev_add_refuses() {
         (json!({ "driver": "qcow2", "node-name": "a" }), "unknown variant `qcow2`"),
         (json!({ "driver": "raw", "node-name": "a", "file": "b" }), "nodes do not stack here"),
         (json!({ "driver": "file", "node-name": "a", "filename": "x", "discard": "ignore" }), "discards"),
-        (json!({ "driver": "file", "node-name": "a", "filename": "x", "detect-zeroes": "on" }), "detect-zeroes"),
+        (
+            json!({ "driver": "file", "node-name": "a", "filename": "x", "detect-zeroes": "on" }),
+            "detect-zeroes",
+        ),
         (json!({ "driver": "file", "node-name": "a", "filename": "x", "size": 512 }), "its own size"),
         (json!({ "driver": "null-co", "node-name": "a", "foo": 1 }), "unknown field `foo`"),
     ];

@@ -15,7 +15,8 @@ fn export(text: &str) -> Result<ExportSpec, String> {
 
 #[test]
 fn a_disk_with_everything() {
-    let d = disk("name=d0,file=/a,,b=c.img,format=raw,readonly=on,direct=off,cache=unsafe,locking=no").unwrap();
+    let d =
+        disk("name=d0,file=/a,,b=c.img,format=raw,readonly=on,direct=off,cache=unsafe,locking=no").unwrap();
     assert_eq!(d.name, "d0");
     assert_eq!(d.file.as_deref(), Some(Path::new("/a,b=c.img")));
     assert!(d.readonly && !d.locking);
@@ -30,7 +31,10 @@ fn an_export_with_everything() {
         "type=vhost-user-blk,name=vm0,disk=d0,socket=/s,queues=4,workers=per-queue,serial=S,block-size=4K,poll-us=0",
     )
     .unwrap();
-    assert_eq!((e.queues, e.workers, e.block_size, e.poll_us), (Some(4), Workers::PerQueue, Some(4096), Some(0)));
+    assert_eq!(
+        (e.queues, e.workers, e.block_size, e.poll_us),
+        (Some(4), Workers::PerQueue, Some(4096), Some(0))
+    );
     let e = export("type=vhost-user-blk,name=vm0,disk=d0,workers=3,fd=7").unwrap();
     assert_eq!((e.workers, e.fd, e.queues), (Workers::Count(3), Some(7), None));
 }
@@ -44,7 +48,10 @@ fn a_worker_and_its_cpus() {
 #[test]
 fn what_is_wrong_is_named() {
     let cases = [
-        ("name=d0,fil=x", "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking"),
+        (
+            "name=d0,fil=x",
+            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking",
+        ),
         ("file=x", "key `name` is missing"),
         ("name=d0,readonly", "`readonly` has no value; write readonly=… (a comma in a value is `,,`)"),
         ("name=d0,readonly=maybe", "key `readonly`: `maybe` is neither on nor off"),
@@ -67,12 +74,33 @@ fn what_is_wrong_is_named() {
 
 #[test]
 fn sizes() {
-    let good =
-        [("0", 0), ("512", 512), ("4k", 4096), ("1G", 1 << 30), ("1.5G", 3 << 29), ("0.25M", 1 << 18), ("2T", 2 << 40), ("7B", 7)];
+    let good = [
+        ("0", 0),
+        ("512", 512),
+        ("4k", 4096),
+        ("1G", 1 << 30),
+        ("1.5G", 3 << 29),
+        ("0.25M", 1 << 18),
+        ("2T", 2 << 40),
+        ("7B", 7),
+    ];
     for (text, want) in good {
         assert_eq!(parse_size(text), Ok(want), "{text}");
     }
-    for text in ["", "G", "1.G", ".5G", "-1", "1X", "1GB", "1e3", " 1", "1.0000000000001", "99999999999999999999", "16777217T"] {
+    for text in [
+        "",
+        "G",
+        "1.G",
+        ".5G",
+        "-1",
+        "1X",
+        "1GB",
+        "1e3",
+        " 1",
+        "1.0000000000001",
+        "99999999999999999999",
+        "16777217T",
+    ] {
         assert!(parse_size(text).is_err(), "{text}");
     }
 }
