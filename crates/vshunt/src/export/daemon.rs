@@ -15,7 +15,7 @@ use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Settings of the daemon.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Bound of polling for workers that have none of their own, µs.
     pub poll_us: u32,
@@ -53,6 +53,15 @@ pub enum Event {
         index: u16,
         /// Where it is now.
         worker: WorkerId,
+    },
+    /// A guest misused a ring; it stands until the guest resets it.
+    QueueBroken {
+        /// The export.
+        export: String,
+        /// The queue's index.
+        index: u16,
+        /// What the guest did.
+        reason: String,
     },
     /// A worker was made.
     WorkerNew {
@@ -102,7 +111,17 @@ impl Observer for Watch {
     fn connected(&self, yes: bool) {
         let name = self.name.clone();
         if let Some(daemon) = self.daemon.upgrade() {
-            daemon.tell(&if yes { Event::ExportConnected { name } } else { Event::ExportDisconnected { name } });
+            daemon.tell(&if yes {
+                Event::ExportConnected { name }
+            } else {
+                Event::ExportDisconnected { name }
+            });
+        }
+    }
+
+    fn queue_broken(&self, index: u16, reason: &str) {
+        if let Some(daemon) = self.daemon.upgrade() {
+            daemon.tell(&Event::QueueBroken { export: self.name.clone(), index, reason: reason.to_owned() });
         }
     }
 
@@ -119,7 +138,7 @@ impl Observer for Watch {
 
 impl Daemon {
     /// A daemon with worker 0 and nothing else.
-    pub fn new(options: &Options) -> Result<Arc<Self>> {
+    pub fn new(options: Options) -> Result<Arc<Self>> {
         let workers = Workers::new(options.poll_us)?;
         workers.create(None, &Settings::default())?;
         Ok(Arc::new_cyclic(|this| Self {
@@ -228,7 +247,7 @@ impl Daemon {
             )));
         }
         let watch = Watch { name: name.clone(), daemon: self.this.clone() };
-        let export = Export::create(spec, disk.clone(), &self.workers, Box::new(watch))?;
+        let export = Export::create(spec, disk.clone(), &self.workers, Arc::new(watch))?;
         state.exports.insert(name, Arc::new(export));
         Ok(())
     }
@@ -283,7 +302,8 @@ impl Daemon {
     /// All workers, by id.
     pub fn workers(&self) -> Vec<WorkerInfo> {
         let queues = self.queues();
-        let on = |id| queues.iter().filter(move |q| q.worker == id).map(|q| format!("{}:{}", q.export, q.index));
+        let on =
+            |id| queues.iter().filter(move |q| q.worker == id).map(|q| format!("{}:{}", q.export, q.index));
         let states = self.workers.states();
         states
             .into_iter()

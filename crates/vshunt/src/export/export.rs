@@ -34,7 +34,7 @@ impl Export {
         mut spec: ExportSpec,
         disk: Arc<Disk>,
         workers: &Arc<Workers>,
-        observer: Box<dyn Observer>,
+        observer: Arc<dyn Observer>,
     ) -> Result<Self> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
         spec.queues = Some(queues);
@@ -67,7 +67,7 @@ impl Export {
         socket: Socket,
         disk: Arc<Disk>,
         workers: &Arc<Workers>,
-        observer: Box<dyn Observer>,
+        observer: Arc<dyn Observer>,
         own_workers: &mut Vec<WorkerId>,
     ) -> Result<(VhostUser, Arc<QueueSet>, bool)> {
         let count = spec.queues.unwrap_or(1);
@@ -159,26 +159,37 @@ impl Export {
 fn check(spec: &ExportSpec, queues: u16, disk: &Disk) -> Result<()> {
     let name = &spec.name;
     if queues == 0 || queues > MAX_QUEUES {
-        return Err(Error::invalid(format!("export {name}: queues={queues} is out of range; 1 to {MAX_QUEUES} is possible")));
+        return Err(Error::invalid(format!(
+            "export {name}: queues={queues} is out of range; 1 to {MAX_QUEUES} is possible"
+        )));
     }
     if spec.workers == Spread::Count(0) {
-        return Err(Error::invalid(format!("export {name}: workers=0 would serve nothing; give 1 or more, or per-queue")));
+        return Err(Error::invalid(format!(
+            "export {name}: workers=0 would serve nothing; give 1 or more, or per-queue"
+        )));
     }
     if let Some(serial) = &spec.serial
         && serial.len() > SERIAL_MAX
     {
-        return Err(Error::invalid(format!("export {name}: the serial has {} bytes; {SERIAL_MAX} is the most", serial.len())));
+        return Err(Error::invalid(format!(
+            "export {name}: the serial has {} bytes; {SERIAL_MAX} is the most",
+            serial.len()
+        )));
     }
     if let Some(size) = spec.block_size {
         let least = disk.limits().block_size;
         if !size.is_power_of_two() || !(512..=4096).contains(&size) {
-            return Err(Error::invalid(format!("export {name}: block-size={size} is not one of 512, 1024, 2048, 4096")));
+            return Err(Error::invalid(format!(
+                "export {name}: block-size={size} is not one of 512, 1024, 2048, 4096"
+            )));
         }
         if size < least {
             return Err(Error::invalid(format!("export {name}: the disk needs block-size={least} at least")));
         }
         if disk.size_bytes() % u64::from(size) != 0 {
-            return Err(Error::invalid(format!("export {name}: the disk's size is no multiple of block-size={size}")));
+            return Err(Error::invalid(format!(
+                "export {name}: the disk's size is no multiple of block-size={size}"
+            )));
         }
     }
     Ok(())
@@ -193,7 +204,12 @@ fn open_socket(spec: &ExportSpec) -> Result<Socket> {
 }
 
 /// Which worker each queue starts on; new ones are made as the spec asks.
-fn homes(spec: &ExportSpec, queues: u16, workers: &Workers, own: &mut Vec<WorkerId>) -> Result<Vec<WorkerId>> {
+fn homes(
+    spec: &ExportSpec,
+    queues: u16,
+    workers: &Workers,
+    own: &mut Vec<WorkerId>,
+) -> Result<Vec<WorkerId>> {
     let count = match spec.workers {
         Spread::Default => return Ok(vec![0; queues.into()]),
         Spread::PerQueue => u32::from(queues),

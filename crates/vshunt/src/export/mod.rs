@@ -8,3 +8,5 @@ mod tests;
 
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
 pub use export::MAX_QUEUES;
+
+pub use crate::worker::DEFAULT_POLL_US;

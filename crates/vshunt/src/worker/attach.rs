@@ -9,10 +9,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use super::WorkerId;
 use super::pool::Workers;
 use super::queue::{Queue, QueueStats, State};
 use super::thread::{Mail, Shared};
-use super::WorkerId;
 use crate::error::{Error, Result};
 
 /// Names a queue to workers, over all exports.
@@ -48,7 +48,13 @@ pub struct QueueSet {
 impl QueueSet {
     /// Queues of the export `name`, the first at home on the first of `homes` and so on.
     pub fn new(name: &str, workers: &Arc<Workers>, homes: &[WorkerId]) -> Result<Self> {
-        let mut set = Self { name: name.to_owned(), workers: workers.clone(), slots: vec![], stats: vec![], homes: vec![] };
+        let mut set = Self {
+            name: name.to_owned(),
+            workers: workers.clone(),
+            slots: vec![],
+            stats: vec![],
+            homes: vec![],
+        };
         for &worker in homes {
             // On an error, dropping the set unsettles those before.
             let mail = workers.settle(worker)?;

@@ -10,8 +10,8 @@ use std::thread::JoinHandle;
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use super::thread::{POLL_US_MAX, Shared, Worker};
 use super::WorkerId;
+use super::thread::{POLL_US_MAX, Shared, Worker};
 use crate::error::{Error, Result};
 
 /// Workers that live at the same time. Far above what one host has CPUs for; it keeps a runaway script from
@@ -235,7 +235,9 @@ fn spawn_error(id: WorkerId, e: io::Error) -> Error {
 
 fn ring_error(id: WorkerId, e: io::Error) -> Error {
     let hint = match e.raw_os_error() {
-        Some(libc::ENOSYS) | Some(libc::EPERM) => "; io_uring is missing or switched off (sysctl kernel.io_uring_disabled)",
+        Some(libc::ENOSYS) | Some(libc::EPERM) => {
+            "; io_uring is missing or switched off (sysctl kernel.io_uring_disabled)"
+        }
         Some(libc::EINVAL) => "; Linux 6.1 or newer is needed",
         Some(libc::ENOMEM) => "; raise the limit of locked memory (ulimit -l)",
         _ => "",
@@ -257,12 +259,15 @@ fn apply(tid: i32, settings: &Settings) -> Result<()> {
         let mut set = CpuSet::new();
         for &cpu in &settings.cpu {
             if cpu >= CpuSet::MAX_CPU {
-                return Err(Error::invalid(format!("there is no CPU {cpu}; see /sys/devices/system/cpu/online")));
+                return Err(Error::invalid(format!(
+                    "there is no CPU {cpu}; see /sys/devices/system/cpu/online"
+                )));
             }
             set.set(cpu);
         }
         sched_setaffinity(pid, &set).map_err(|e| {
-            let hint = if e == rustix::io::Errno::INVAL { " (is the CPU online, and in our cpuset?)" } else { "" };
+            let hint =
+                if e == rustix::io::Errno::INVAL { " (is the CPU online, and in our cpuset?)" } else { "" };
             Error::io(format!("cannot pin a worker to CPU {:?}{hint}", settings.cpu), e.into())
         })?;
     }
@@ -279,9 +284,8 @@ fn apply(tid: i32, settings: &Settings) -> Result<()> {
 
 fn state(id: WorkerId, e: &Entry) -> WorkerState {
     let pid = Pid::from_raw(e.tid);
-    let cpu = sched_getaffinity(pid).map_or(Vec::new(), |set| {
-        (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
-    });
+    let cpu = sched_getaffinity(pid)
+        .map_or(Vec::new(), |set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect());
     WorkerState {
         id,
         name: e.name.clone(),
@@ -303,4 +307,3 @@ fn cpu_time_us(tid: i32) -> u64 {
         .and_then(|s| s.split_whitespace().next()?.parse::<u64>().ok())
         .map_or(0, |ns| ns / 1000)
 }
-

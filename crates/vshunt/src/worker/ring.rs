@@ -25,7 +25,6 @@ const INDEX_BITS: u32 = 16;
 const GENERATION_BITS: u32 = 24;
 const _: () = assert!(SLOT_BITS + OP_BITS + INDEX_BITS + GENERATION_BITS == 64);
 
-
 /// Names one operation: which queue of this worker, which of its slots, which step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
@@ -136,8 +135,9 @@ impl Ring {
         let fd = file.as_raw_fd();
         let (free, uring) = (&mut self.free, &self.uring);
         let known = self.files.entry(fd).or_insert_with(|| {
-            let index =
-                free.pop().filter(|&i| uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1));
+            let index = free
+                .pop()
+                .filter(|&i| uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1));
             FixedFile { index, users: 0, _keep: file.clone() }
         });
         known.users += 1;

@@ -111,7 +111,8 @@ impl Queue for TestQueue {
             }
             let slot = self.free.pop().unwrap();
             self.slots[slot as usize] = request;
-            let time = if self.hold.is_zero() { Duration::from_micros(u64::from(request % 128)) } else { self.hold };
+            let time =
+                if self.hold.is_zero() { Duration::from_micros(u64::from(request % 128)) } else { self.hold };
             self.times[slot as usize] = types::Timespec::from(time);
             let entry = opcode::Timeout::new(&self.times[slot as usize]).build();
             // SAFETY: the timespec lies in a boxed slice that lives as long as the queue, which rests first.
@@ -143,7 +144,8 @@ impl Queue for TestQueue {
     }
 
     fn has_work(&self) -> bool {
-        self.line.taken.load(Ordering::Relaxed) < self.line.offered.load(Ordering::Acquire) && !self.free.is_empty()
+        self.line.taken.load(Ordering::Relaxed) < self.line.offered.load(Ordering::Acquire)
+            && !self.free.is_empty()
     }
 
     fn wake(&mut self) {

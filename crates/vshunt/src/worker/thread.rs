@@ -458,7 +458,8 @@ impl Poll {
     fn slept(&mut self, time: Duration, bound: Duration) {
         let bound_ns = bound.as_nanos() as u64;
         if time <= bound {
-            self.window_ns = (self.window_ns * 2).clamp(POLL_STEP_NS, bound_ns.max(POLL_STEP_NS)).min(bound_ns);
+            self.window_ns =
+                (self.window_ns * 2).clamp(POLL_STEP_NS, bound_ns.max(POLL_STEP_NS)).min(bound_ns);
         } else if time > bound * 4 {
             self.window_ns /= 2;
             if self.window_ns < POLL_STEP_NS {

@@ -73,7 +73,9 @@ impl BlkDevice {
         let features = self.features.load(Relaxed);
         // 5.2.5: without FLUSH, or with CONFIG_WCE and writeback = 0, a completed write is to be stable.
         let switched_off = features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0 && !self.writeback.load(Relaxed);
-        let through = features & bit(VIRTIO_BLK_F_FLUSH) == 0 || switched_off || self.disk.cache() == Cache::Writethrough;
+        let through = features & bit(VIRTIO_BLK_F_FLUSH) == 0
+            || switched_off
+            || self.disk.cache() == Cache::Writethrough;
         self.shared.writethrough.store(through && self.disk.cache() != Cache::Unsafe, Relaxed);
     }
 }
@@ -143,7 +145,10 @@ impl Device for BlkDevice {
     }
 
     fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<(), String> {
-        if offset as usize != BLK_CONFIG_WRITEBACK_AT || bytes.len() != 1 || self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0 {
+        if offset as usize != BLK_CONFIG_WRITEBACK_AT
+            || bytes.len() != 1
+            || self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0
+        {
             return Err(format!(
                 "the guest writes {} bytes at {offset} of the configuration space; only writeback is writable",
                 bytes.len()

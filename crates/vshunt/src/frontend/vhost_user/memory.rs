@@ -35,13 +35,13 @@ impl Mapping {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: a new mapping where the kernel likes; no existing memory is touched.
-        let base = unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags, file.as_fd(), 0) }?;
+        let base =
+            unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags, file.as_fd(), 0) }?;
         let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: the range was mapped just now. Guests' memory does not belong into our core dumps.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
         Ok(Arc::new(Self { base, len }))
     }
-
 
     /// The byte at `offset`, which the caller checked to lie inside.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
@@ -83,7 +83,10 @@ pub(super) fn map_region(region: &VhostUserMemoryRegion, file: &File) -> io::Res
 
 /// A memfd of `len` zero bytes, for the in-flight region.
 pub(super) fn shared_file(name: &str, len: u64) -> io::Result<File> {
-    let fd = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING)?;
+    let fd = rustix::fs::memfd_create(
+        name,
+        rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING,
+    )?;
     let file = File::from(fd);
     file.set_len(len)?;
     rustix::fs::fcntl_add_seals(

@@ -76,6 +76,8 @@ pub enum Socket {
 pub trait Observer: Send + Sync {
     /// A front-end came or went.
     fn connected(&self, yes: bool);
+    /// A guest misused a ring. Called on the queue's worker: it must return at once.
+    fn queue_broken(&self, index: u16, reason: &str);
     /// The one connection is over.
     fn ended(&self);
 }
@@ -91,7 +93,7 @@ struct Inner {
     name: String,
     device: Arc<dyn Device>,
     queues: Arc<QueueSet>,
-    observer: Box<dyn Observer>,
+    observer: Arc<dyn Observer>,
     stopping: AtomicBool,
     stop: OwnedFd,
     connected: AtomicBool,
@@ -109,7 +111,7 @@ impl VhostUser {
         socket: Socket,
         device: Arc<dyn Device>,
         queues: Arc<QueueSet>,
-        observer: Box<dyn Observer>,
+        observer: Arc<dyn Observer>,
     ) -> Result<Self> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::io(format!("cannot serve {name}"), e.into()))?;
@@ -213,7 +215,8 @@ impl Inner {
             if self.stopping.load(Relaxed) {
                 return false;
             }
-            let mut fds = [PollFd::new(&self.stop, PollFlags::IN), PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+            let mut fds =
+                [PollFd::new(&self.stop, PollFlags::IN), PollFd::from_borrowed_fd(fd, PollFlags::IN)];
             match poll(&mut fds, None) {
                 Ok(_) if !fds[1].revents().is_empty() => return !self.stopping.load(Relaxed),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -235,6 +238,7 @@ impl Inner {
             self.device.clone(),
             self.queues.clone(),
             self.features.clone(),
+            self.observer.clone(),
         )));
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
         let ended = loop {

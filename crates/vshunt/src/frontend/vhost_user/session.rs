@@ -9,11 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
-    VhostUserMemoryRegion, VhostUserSharedMsg, VhostUserShMemConfig, VhostUserSingleMemoryRegion,
-    VhostUserVringAddrFlags, VhostUserVringState,
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
 };
-use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures};
+use vhost::vhost_user::{
+    Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
+};
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::log::DirtyLog;
@@ -21,7 +23,7 @@ use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::{DeviceRing, MAX_QUEUE_SIZE, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 
 use super::memory::{Mapping, map_region, shared_file};
-use super::{Device, VringParts};
+use super::{Device, Observer, VringParts};
 use crate::queue;
 use crate::worker::{QueueSet, State};
 
@@ -69,6 +71,7 @@ pub(super) struct Session {
     queues: Arc<QueueSet>,
     /// Features agreed on, for `status` to read.
     agreed: Arc<AtomicU64>,
+    observer: Arc<dyn Observer>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     status: u64,
@@ -80,7 +83,13 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn new(name: &str, device: Arc<dyn Device>, queues: Arc<QueueSet>, agreed: Arc<AtomicU64>) -> Self {
+    pub(super) fn new(
+        name: &str,
+        device: Arc<dyn Device>,
+        queues: Arc<QueueSet>,
+        agreed: Arc<AtomicU64>,
+        observer: Arc<dyn Observer>,
+    ) -> Self {
         let vrings = (0..queues.len()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
         device.negotiated(0);
@@ -89,6 +98,7 @@ impl Session {
             device,
             queues,
             agreed,
+            observer,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
@@ -166,7 +176,9 @@ impl Session {
         let mut ring = match self.map_ring(vring, addrs) {
             Some(ring) => ring,
             None => {
-                tracing::warn!("{}:{index}: the ring lies outside of the guest's memory", self.name);
+                let reason = "the ring lies outside of the guest's memory";
+                tracing::warn!("{}:{index}: {reason}", self.name);
+                self.observer.queue_broken(index as u16, reason);
                 self.queues.stats(index as u16).set_state(State::Broken);
                 if let Some(err) = &err {
                     let _ = rustix::io::write(err, &1u64.to_ne_bytes());
@@ -186,6 +198,7 @@ impl Session {
         let (log, used) = self.logs(addrs);
         ring.set_used_log(used);
         let bell = clone_fd(call.as_ref())?.filter(|_| tracked);
+        let observer = self.observer.clone();
         let queue = self.device.queue(VringParts {
             vring: ring,
             mem: self.mem.clone(),
@@ -196,6 +209,7 @@ impl Session {
             log,
             stats: self.queues.stats(index as u16).clone(),
             name: format!("{}:{index}", self.name),
+            on_broken: Box::new(move |reason| observer.queue_broken(index as u16, reason)),
         });
         self.vrings[index].running = true;
         self.queues.stats(index as u16).size.store(self.vrings[index].size, Relaxed);
@@ -233,8 +247,9 @@ impl Session {
             return Err(Error::InvalidParam);
         }
         // SAFETY: inside the mapping, which is kept by the Inflight itself.
-        let inflight =
-            unsafe { Inflight::new(area.map.at(offset), len, area.queue_size, self.packed(), area.map.clone()) };
+        let inflight = unsafe {
+            Inflight::new(area.map.at(offset), len, area.queue_size, self.packed(), area.map.clone())
+        };
         inflight.map(Some).map_err(|e| self.bad_inflight(index, &e))
     }
 
@@ -246,11 +261,10 @@ impl Session {
     /// Where a ring's writes are to be marked now, buffers and its own areas.
     fn logs(&self, addrs: UserAddrs) -> (Option<Arc<DirtyLog>>, Option<UsedLog>) {
         let Some(log) = self.log.clone().filter(|_| self.logging()) else { return (None, None) };
-        let used = addrs.log.zip(self.mem.user_to_guest(addrs.desc)).map(|(device_addr, desc_addr)| UsedLog {
-            log: log.clone(),
-            device_addr,
-            desc_addr,
-        });
+        let used = addrs
+            .log
+            .zip(self.mem.user_to_guest(addrs.desc))
+            .map(|(device_addr, desc_addr)| UsedLog { log: log.clone(), device_addr, desc_addr });
         (Some(log), used)
     }
 
@@ -466,7 +480,10 @@ impl VhostUserBackendReqHandlerMut for Session {
                 Ok(())
             }
             _ => {
-                tracing::warn!("{}: protocol features never offered are acknowledged: {features:#x}", self.name);
+                tracing::warn!(
+                    "{}: protocol features never offered are acknowledged: {features:#x}",
+                    self.name
+                );
                 Err(Error::InvalidParam)
             }
         }

@@ -65,6 +65,8 @@ pub struct Parts {
     pub stats: Arc<QueueStats>,
     /// Name for messages, `export:index`.
     pub name: String,
+    /// Told once when the guest broke the ring.
+    pub on_broken: Box<dyn Fn(&str) + Send>,
 }
 
 /// Whether the kick's poll is on the ring.
@@ -110,6 +112,7 @@ pub struct BlkQueue {
     stats: Arc<QueueStats>,
     // Fixed.
     name: String,
+    on_broken: Box<dyn Fn(&str) + Send>,
 }
 
 // SAFETY: the raw pointers (ring areas, status bytes, data segments) lead into mappings that `mem` and the
@@ -146,6 +149,7 @@ impl BlkQueue {
             shared,
             stats: parts.stats,
             name: parts.name,
+            on_broken: parts.on_broken,
         }
     }
 
@@ -165,7 +169,11 @@ impl BlkQueue {
     fn break_off(&mut self, reason: &dyn std::fmt::Display) {
         self.broken = true;
         self.stats.set_state(State::Broken);
-        tracing::warn!("queue {} is broken by its guest: {reason}; it stands until the guest resets it", self.name);
+        tracing::warn!(
+            "queue {} is broken by its guest: {reason}; it stands until the guest resets it",
+            self.name
+        );
+        (self.on_broken)(&reason.to_string());
         if let Some(err) = &self.err {
             let _ = rustix::io::write(err, &1u64.to_ne_bytes());
         }

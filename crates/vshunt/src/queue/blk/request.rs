@@ -55,7 +55,11 @@ impl BlkQueue {
             VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
                 let write = request.kind == VIRTIO_BLK_T_OUT;
                 let fua = write && self.shared.writethrough.load(Relaxed);
-                io.reset(if write { Op::Write } else { Op::Read }, request.sector.wrapping_mul(SECTOR_SIZE), fua);
+                io.reset(
+                    if write { Op::Write } else { Op::Read },
+                    request.sector.wrapping_mul(SECTOR_SIZE),
+                    fua,
+                );
                 if write && self.shared.readonly {
                     return Err(-libc::EROFS);
                 }
@@ -121,7 +125,11 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
     if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 || (discard && flags != 0) {
         return Err(-libc::EOPNOTSUPP);
     }
-    let op = if discard { Op::Discard } else { Op::WriteZeroes { unmap: flags & VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 } };
+    let op = if discard {
+        Op::Discard
+    } else {
+        Op::WriteZeroes { unmap: flags & VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 }
+    };
     Ok((op, range))
 }
 
