@@ -206,6 +206,8 @@ pub struct Io {
     pub(super) aside: bool,
     /// Ways to do it that were tried in vain: bits of `raw::Ways`.
     pub(super) tried: u8,
+    /// Times in a row that an operation was issued again without having moved anything.
+    pub(super) retries: u8,
     /// Bytes that the operation under way asks for, where that is not told by the segments.
     pub(super) asked: u32,
     pub(super) bounce: Option<AlignedBuf>,
@@ -223,6 +225,7 @@ impl Default for Io {
             stage: Stage::Idle,
             aside: false,
             tried: 0,
+            retries: 0,
             asked: 0,
             bounce: None,
         }

@@ -3,8 +3,8 @@
 //! Called by a block queue, on the worker's thread. A request is an [`Io`] in the queue's slot; [`start`](DiskHandle::start)
 //! begins it and [`resume`](DiskHandle::resume) goes on with it at each completion, until the step is [`Step::Done`].
 //! Nothing here blocks on a device, takes a lock or allocates on that way. (Two exceptions, both by design: files in
-//! memory are read and written at once, see [`raw`]; and guests with unaligned buffers make a bounce buffer be
-//! allocated, see [`bounce`].)
+//! memory are read and written at once, see `raw`; and guests with unaligned buffers make a bounce buffer be
+//! allocated, see `bounce`.)
 //!
 //! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
 //! queue on one worker uses of it.

@@ -407,6 +407,8 @@ fn ram_reads_zeroes_where_it_grew() {
     assert_eq!(rig.read(0, 512), [7; 512]);
     assert_eq!(rig.read(512, 9216), [0; 9216]);
     assert_eq!(rig.write((64 << 20) - 512, &[8; 512]), 0);
+    let e = Disk::open(&memory_spec(Format::Ram, 1 << 62)).err().expect("there is no such address space");
+    assert!(e.to_string().contains("cannot map 4611686018427387904 bytes for disk d"), "{e}");
     let e = rig.disk().resize(1 << 62).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Limit);
     assert_eq!(rig.disk().size_bytes(), 64 << 20);

@@ -37,6 +37,8 @@ pub(super) use open::open;
 const SEGMENTS_MAX: usize = 1024;
 /// Most bytes that one read or write moves (the kernel's MAX_RW_COUNT), for any page size.
 const TRANSFER_BYTES_MAX: u64 = 0x7fff_0000;
+/// How often an operation that was interrupted or told to come again does so before its request fails.
+const RETRIES_MAX: u8 = 100;
 /// Zeroes written at once where there is no better way. They are all the kernel's one page of zeroes.
 const ZERO_BYTES: usize = 1 << 20;
 
@@ -156,6 +158,7 @@ impl Raw {
     #[inline]
     fn begin(&self, io: &mut Io, pool: &Pool) -> Next {
         io.done = 0;
+        io.retries = 0;
         match io.op {
             Op::Read | Op::Write => self.transfer(io, pool),
             Op::Flush | Op::Discard | Op::WriteZeroes { .. } => self.begin_other(io),
@@ -188,7 +191,11 @@ impl Raw {
     /// [`after`](Self::after) but for the one result that nearly all requests have.
     fn after_other(&self, io: &mut Io, pool: &Pool, res: i32) -> Next {
         let stage = io.stage;
-        if matches!(-res, libc::EINTR | libc::EAGAIN) && stage != Stage::DiscardCommand {
+        if matches!(-res, libc::EINTR | libc::EAGAIN)
+            && stage != Stage::DiscardCommand
+            && io.retries < RETRIES_MAX
+        {
+            io.retries += 1;
             return Next::Issue;
         }
         match stage {
@@ -196,6 +203,7 @@ impl Raw {
             Stage::Sync => self.after_sync(res),
             Stage::ZeroWrite if res > 0 => {
                 io.done += u64::from(res as u32);
+                io.retries = 0;
                 self.zero_write(io)
             }
             Stage::ZeroWrite => Next::Done(if res < 0 { res } else { -libc::EIO }),
@@ -261,14 +269,18 @@ impl Raw {
             }
             return Next::Done(res);
         }
-        let n = u64::from(res as u32).min(io.iov.left_bytes());
-        if let (Stage::Bounce, Op::Read, Some(buf)) = (io.stage, io.op, &io.bounce) {
-            // SAFETY: the kernel has written the first `n` bytes of the buffer, and is done with it; the segments are
-            // valid by `IoVecs::push`.
-            unsafe { io.iov.scatter(buf.ptr(), n.min(u64::from(io.asked))) };
+        let mut n = u64::from(res as u32).min(io.iov.left_bytes());
+        if let (Stage::Bounce, Some(buf)) = (io.stage, &io.bounce) {
+            n = n.min(u64::from(io.asked));
+            if io.op == Op::Read {
+                // SAFETY: the kernel has written the first `n` bytes of the buffer, which has `asked`, and is done
+                // with it; the segments are valid by `IoVecs::push`.
+                unsafe { io.iov.scatter(buf.ptr(), n) };
+            }
         }
         io.iov.advance(n);
         io.done += n;
+        io.retries = 0;
         if io.iov.left_bytes() == 0 {
             return Next::Done(0);
         }

@@ -1,5 +1,8 @@
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::process::Command;
+
+use tempfile::TempDir;
 
 use super::*;
 use crate::backend::block::tests::{Ask, LoopDevice, Rig, image, is_root, open_soon, raw_spec, scratch};
@@ -96,6 +99,9 @@ fn errors_end_a_request_and_a_write_of_nothing_is_one() {
     let mut data = vec![1; 8192];
     for (told, wanted) in [(0, -libc::EIO), (-libc::ENOSPC, -libc::ENOSPC), (-libc::EIO, -libc::EIO)] {
         assert_eq!(rig.run_with(&[Ask::with(Op::Write, 0, &mut data)], |_, _| told), [wanted]);
+    }
+    for told in [-libc::EAGAIN, -libc::EINTR] {
+        assert_eq!(rig.run_with(&[Ask::with(Op::Write, 0, &mut data)], |_, _| told), [told], "without end");
     }
     // The next one is not affected.
     assert_eq!(rig.write(0, &[2; 4096]), 0);
@@ -328,7 +334,7 @@ fn devices_discard_by_the_block_layers_command() {
     assert!(e.to_string().contains("4194304 bytes and cannot be resized to 8388608"), "{e}");
     assert_eq!(rig.disk().size_bytes(), SIZE);
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(SIZE * 2).unwrap();
-    assert!(std::process::Command::new("losetup").arg("-c").arg(&device.0).status().unwrap().success());
+    assert!(Command::new("losetup").arg("-c").arg(&device.0).status().unwrap().success());
     rig.disk().resize(SIZE * 2).unwrap();
     assert_eq!(rig.disk().size_bytes(), SIZE * 2);
 }
@@ -410,7 +416,7 @@ fn what_is_no_image_is_refused() {
     open_soon(&DiskSpec { size: Some(4096), ..good.clone() });
 
     let fifo = file("fifo");
-    let made = std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
+    let made = Command::new("mkfifo").arg(&fifo).status().unwrap();
     assert!(made.success());
     fails(&raw_spec(&fifo), Invalid, &["is a FIFO"]);
     fails(&DiskSpec { readonly: true, ..raw_spec(&fifo) }, Invalid, &["is a FIFO"]);
@@ -420,6 +426,13 @@ fn what_is_no_image_is_refused() {
     open_soon(&raw_spec(&file("link")));
     symlink(file("loop"), file("loop")).unwrap();
     fails(&raw_spec(&file("loop")), Io, &["cannot open"]);
+
+    // A program that runs.
+    fs::copy("/bin/sleep", file("program")).unwrap();
+    let mut child = Command::new(file("program")).arg("60").spawn().unwrap();
+    fails(&raw_spec(&file("program")), ErrorKind::Busy, &["program is a program that runs"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
 
     // Permissions, as somebody whom they stop. A thread of its own, for its user id does not come back.
     let good = good.clone();
@@ -454,25 +467,71 @@ fn what_can_only_be_read_says_so() {
     if let Some(device) = LoopDevice::with(&path, &["--read-only"]) {
         fails(&device.0, "is a read-only device");
     }
+    in_own_mounts(|mount| {
+        mount(&["--bind", dir.path().to_str().unwrap()], &dir);
+        mount(&["-o", "remount,ro,bind"], &dir);
+        fails(&path, "Read-only file system");
+    });
+}
+
+/// Runs `f` on a thread with mounts of its own, which go with it. It is given `mount`, with arguments and the place.
+fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
+    let mount = |args: &[&str], dir: &TempDir| {
+        // The child is made by this thread and so shares its namespace.
+        let done = Command::new("mount").args(args).arg(dir.path()).status().unwrap().success();
+        if !done {
+            eprintln!("skipped: what needs mount {args:?}");
+        }
+        done
+    };
     std::thread::scope(|s| {
         s.spawn(|| {
-            // A mount namespace of this thread's own; the mount goes with it.
             // SAFETY: a call without memory; CLONE_NEWNS of one thread leaves the others as they are.
             if unsafe { libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) } != 0 {
-                eprintln!("skipped: read-only file systems: {}", std::io::Error::last_os_error());
+                eprintln!("skipped: what needs mounts: {}", std::io::Error::last_os_error());
                 return;
             }
-            let mount = |args: &[&str]| {
-                // The child is made by this thread and so shares its namespace.
-                let done = std::process::Command::new("mount").args(args).arg(dir.path()).status();
-                assert!(done.unwrap().success(), "mount {args:?}");
-            };
-            let made = std::process::Command::new("mount").args(["--make-rprivate", "/"]).status();
-            assert!(made.unwrap().success());
-            mount(&["--bind", dir.path().to_str().unwrap()]);
-            mount(&["-o", "remount,ro,bind"]);
-            fails(&path, "Read-only file system");
+            let made = Command::new("mount").args(["--make-rprivate", "/"]).status();
+            assert!(made.unwrap().success(), "what is mounted now would be everybody's");
+            f(&mount);
         });
+    });
+}
+
+#[test]
+fn file_systems_in_memory_that_can_less_than_tmpfs() {
+    if !is_root() {
+        eprintln!("skipped: ramfs and hugetlbfs, which need root to mount");
+        return;
+    }
+    let dir = scratch("/dev/shm");
+    in_own_mounts(|mount| {
+        // No fallocate, and no O_DIRECT.
+        if mount(&["-t", "ramfs", "none"], &dir) {
+            let spec = raw_spec(&image(&dir, "disk.img", SIZE));
+            let e = Disk::open(&DiskSpec { direct: Direct::On, ..spec.clone() }).err();
+            if let Some(e) = e {
+                assert_eq!(e.kind(), ErrorKind::Unsupported);
+                assert!(e.to_string().contains("disk.img cannot be used with direct=on"), "{e}");
+            }
+            let mut rig = Rig::new(&spec);
+            assert_eq!((rig.disk().path(), rig.disk().direct_in_use()), ("inline", false));
+            assert!(!rig.disk().limits().can_discard && rig.disk().limits().can_zero);
+            assert_eq!(rig.write(0, &pattern(1 << 21)), 0);
+            assert_eq!(rig.run(Ask::new(Op::Discard, 0, 4096)), 0);
+            assert_eq!(rig.run(Ask::new(Op::WriteZeroes { unmap: true }, 4096, (1 << 20) + 512)), 0);
+            let mut wanted = pattern(1 << 21);
+            wanted[4096..(1 << 20) + 4608].fill(0);
+            assert!(rig.read(0, 1 << 21) == wanted);
+        }
+        if mount(&["-t", "hugetlbfs", "none"], &dir) {
+            let spec = raw_spec(&image(&dir, "disk.img", 2 << 20));
+            let e = Disk::open(&spec).err().expect("it cannot be written");
+            assert_eq!(e.kind(), ErrorKind::Unsupported);
+            assert!(e.to_string().contains("is on a hugetlbfs") && e.to_string().contains("tmpfs"), "{e}");
+            let mut rig = Rig::new(&DiskSpec { readonly: true, ..spec });
+            assert_eq!(rig.read(512, 4096), [0; 4096]);
+        }
     });
 }
 
