@@ -192,6 +192,8 @@ fn a_failed_start_leaves_nothing() {
     assert_eq!((code, out.as_str()), (1, ""));
     assert!(err.starts_with("vshunt: ") && err.contains("missing.img"), "{err}");
     let export = "type=vhost-user-blk,name=e,disk=d,fd=77";
+    let (code, _, err) = run(&["--control", "c", "--export", "type=vhost-user-blk,name=e,disk=d,fd=3"]);
+    assert!(code == 1 && err.contains("fd 3 is not open"), "{err}");
     let (code, _, err) = run(&["--control", "c", RAM[0], "name=d,format=ram,size=1M", "--export", export]);
     assert!(code == 1 && err.contains("fd 77 is not open"), "{err}");
     let (code, _, err) = run(&["--control", "c", "--pidfile", "no/such/dir/pid"]);
