@@ -275,8 +275,8 @@ impl Ring {
         while self.pending > 0 {
             self.enter(true).expect("io_uring_enter");
             self.reap(&mut taken);
-            for (token, res) in taken.drain(..) {
-                take(self, token, res);
+            for Completion { token, result, .. } in taken.drain(..) {
+                take(self, token, result);
             }
         }
     }

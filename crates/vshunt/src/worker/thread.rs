@@ -36,6 +36,9 @@ const MAIL_INDEX: u16 = u16::MAX;
 /// Queues a worker can have: places are 16 bits, one is the mailbox.
 pub(super) const PLACES_MAX: usize = MAIL_INDEX as usize;
 
+/// What is done with a queue on its worker.
+pub(super) type Visitor = Box<dyn FnOnce(&mut dyn Queue) + Send>;
+
 /// What control asks of a worker. Each is answered, at the latest when the mailbox is dropped.
 pub(super) enum Mail {
     /// Attach, step 3 to 4: from now on this queue is yours.
@@ -45,7 +48,7 @@ pub(super) enum Mail {
     /// The time for a release is over: if it is not given back yet, go on. Answers whether it goes on here.
     Keep { id: QueueId, done: SyncSender<bool> },
     /// Calls a function with the queue, between two turns.
-    Visit { id: QueueId, f: Box<dyn FnOnce(&mut dyn Queue) + Send>, done: SyncSender<()> },
+    Visit { id: QueueId, f: Visitor, done: SyncSender<()> },
     /// No queue is left: end.
     Stop,
 }

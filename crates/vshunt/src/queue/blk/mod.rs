@@ -41,8 +41,10 @@ pub struct BlkShared {
     pub readonly: bool,
     /// A write completes only when it is stable: the guest was told of no cache, or switched it off.
     pub writethrough: AtomicBool,
-    /// Largest DISCARD and WRITE_ZEROES, in sectors, as the configuration space says.
+    /// Largest WRITE_ZEROES, in sectors, as the configuration space says.
     pub max_zero_sectors: u32,
+    /// Largest DISCARD, likewise.
+    pub max_discard_sectors: u32,
 }
 
 /// What a started ring brings with it.
