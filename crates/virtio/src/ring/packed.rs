@@ -168,6 +168,13 @@ impl PackedRing {
         (turn == self.avail.avail_flags()).then_some(word)
     }
 
+    /// Whether the driver gave the slot at `pos` to us.
+    fn is_avail(&self, pos: Pos) -> bool {
+        // SAFETY: as in `load_avail`; a position's slot lies inside of the ring.
+        let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
+        (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
+    }
+
     #[inline]
     pub(super) fn has_avail(&self) -> bool {
         self.taken < self.size && self.load_avail().is_some()
@@ -365,16 +372,19 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn enable_kick(&mut self) -> bool {
+    pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
+        let mut ahead = 0;
         if self.event_idx {
-            self.set_event(self.avail.to_bits(), EVENT_DESC);
+            ahead = count.clamp(1, self.size) - 1;
+            self.set_event(self.avail.advance(ahead, self.size).to_bits(), EVENT_DESC);
         } else {
             self.set_event(0, EVENT_ENABLE);
         }
         // A full barrier between the request for a kick and the look at the ring; the driver has its like between its
         // flags and the look at our request.
         fence(Ordering::SeqCst);
-        self.has_avail()
+        let last = self.avail.advance(ahead, self.size);
+        self.taken + ahead < self.size && self.is_avail(last)
     }
 
     /// Writes the device's event suppression structure, both halves at once.
