@@ -128,11 +128,12 @@ impl World {
             heads.push(chain.head);
         }
         let half = heads.len() / 2;
-        // Out of order, in two batches.
+        // Out of order; one by one, so that a used element that was never published would be found, or in two batches.
+        let singly = replays.len().is_multiple_of(2);
         heads.rotate_left(half);
         for (i, head) in heads.iter().enumerate() {
             ring.push(*head, 8);
-            if i == half {
+            if singly || i == half {
                 let _ = ring.publish();
                 self.poll();
             }
