@@ -43,6 +43,14 @@ enum Command {
     Workers(WorkersArgs),
 }
 
+/// A list of CPUs: one value for clap, which would take a bare `Vec` for several.
+#[derive(Clone, Debug, PartialEq)]
+struct Cpus(Vec<usize>);
+
+fn cpus(text: &str) -> std::result::Result<Cpus, String> {
+    parse_cpus(text).map(Cpus)
+}
+
 #[derive(Args)]
 struct Connection {
     /// The server's vhost-user socket
@@ -73,8 +81,8 @@ struct Connection {
     #[arg(long, default_value_t = 0, alias = "poll-us", value_name = "MICROSECONDS")]
     spin_us: u64,
     /// CPUs for the load threads, in turn, such as 0,2-3
-    #[arg(long, value_parser = parse_cpus, value_name = "CPUS")]
-    pin: Option<Vec<usize>>,
+    #[arg(long, value_parser = cpus, value_name = "CPUS")]
+    pin: Option<Cpus>,
     /// The server's process, for its CPU time [default: who listens on the socket]
     #[arg(long, value_name = "PID")]
     server_pid: Option<u32>,
@@ -208,7 +216,7 @@ impl Connection {
             iodepth: self.iodepth,
             threads: self.threads.unwrap_or(usize::from(self.queues)),
             spin: Duration::from_micros(self.spin_us),
-            pin: self.pin.clone().unwrap_or_default(),
+            pin: self.pin.clone().map(|cpus| cpus.0).unwrap_or_default(),
             interval: if self.quiet {
                 Duration::from_secs(1 << 30)
             } else {
@@ -319,7 +327,7 @@ mod tests {
             panic!("blk")
         };
         assert_eq!((args.bs, args.rwmixread, args.ios), (8192, 70, Some(1000)));
-        assert_eq!(args.connection.pin, Some(vec![0, 1]));
+        assert_eq!(args.connection.pin, Some(Cpus(vec![0, 1])));
         assert_eq!(args.connection.reconnect, Some(Duration::from_secs(30)));
         assert!(Cli::try_parse_from("vshunt-bench blk --socket s --ios 1 --size 4k".split(' ')).is_err());
     }
