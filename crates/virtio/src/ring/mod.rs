@@ -11,6 +11,7 @@
 mod chain;
 mod packed;
 mod split;
+mod walk;
 
 pub use chain::{Chain, ChainFault, Head, Seg};
 pub use packed::PackedRing;

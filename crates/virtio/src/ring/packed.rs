@@ -10,10 +10,11 @@ use crate::inflight::{Inflight, InflightError, PackedTrack, Replay};
 use crate::mem::GuestMemory;
 use crate::raw;
 
-use super::chain::{Gather, RawDesc, Walker};
+use super::chain::RawDesc;
+use super::walk::{Careful, Fast, Walker};
 use super::{
-    Broken, Chain, ChainFault, DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE,
-    DESC_LEN, Head, RingAddrs, RingError, RingFeatures, UsedLog, need_event,
+    Broken, Chain, DESC_F_AVAIL, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Head, RingAddrs,
+    RingError, RingFeatures, UsedLog, need_event,
 };
 
 /// Event suppression flags (2.8.10): notify always, never, or at one descriptor.
@@ -178,56 +179,99 @@ impl PackedRing {
             return Ok(false);
         }
         let Some(word) = self.load_avail() else { return Ok(false) };
-        match self.inflight {
-            None => self.take::<false>(mem, chain, word)?,
-            Some(_) => self.take::<true>(mem, chain, word)?,
+        let taken = match self.inflight {
+            None => self.fast::<false>(mem, chain, word)?,
+            Some(_) => self.fast::<true>(mem, chain, word)?,
+        };
+        if !taken {
+            self.careful(mem, chain)?;
         }
         Ok(true)
     }
 
-    /// Walks the chain at the available position, whose first descriptor's `word` was read already.
+    /// Takes the chain at the available position, whose first descriptor's `word` was read already. False if it is
+    /// odd; nothing is taken then.
     #[inline(always)]
-    fn take<const TRACK: bool>(
+    fn fast<const TRACK: bool>(
         &mut self,
         mem: &GuestMemory,
         chain: &mut Chain,
         word: u64,
-    ) -> Result<(), Broken> {
-        let limit = self.size - self.taken;
+    ) -> Result<bool, Broken> {
         let (desc, size) = (self.addrs.desc, self.size);
-        let mut gather = Gather::new(&mut self.walker, mem, chain);
+        let mut fast = Fast::new(&mut self.walker, mem, chain);
+        let mut pos = self.avail;
+        let mut left = size - self.taken;
         if TRACK && let Some(track) = &mut self.inflight {
             track.begin();
         }
-        let mut pos = self.avail;
-        let mut descs = 0u16;
         // SAFETY: the available position is below the size; the ring stays mapped and aligned.
         let addr = unsafe { raw::get_u64(desc.add(pos.slot as usize * DESC_LEN)) };
         let mut d = RawDesc { addr, word };
         loop {
-            descs += 1;
+            left -= 1;
             pos = pos.advance(1, size);
             if TRACK && let Some(track) = &mut self.inflight {
                 track.note(d);
             }
-            add(&mut gather, d);
+            if !fast.packed(d) {
+                return Ok(false);
+            }
             if d.top() & DESC_F_NEXT == 0 {
                 break;
             }
-            if descs == limit {
-                // The chain's end, and with it the buffer id and the next chain, cannot be known.
-                return Err(Broken::Endless { slot: self.avail.slot });
+            if left == 0 {
+                return Ok(false);
             }
             // SAFETY: `advance` keeps the slot below the size. The acquire in `load_avail` orders this load: a driver
             // gives a chain by its first descriptor's flags, so the flags of the others need no look.
             d = unsafe { RawDesc::read(desc.add(pos.slot as usize * DESC_LEN)) };
         }
-        chain.head = Head { id: d.mid(), descs };
+        let head = Head::new(d.mid(), size - self.taken - left);
+        fast.finish(chain, head);
+        self.took::<TRACK>(head, pos)?;
+        Ok(true)
+    }
+
+    /// Takes a chain that is odd.
+    #[cold]
+    #[inline(never)]
+    fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain) -> Result<(), Broken> {
+        let mut walk = Careful::new(&mut self.walker, mem, chain);
+        let mut pos = self.avail;
+        let mut left = self.size - self.taken;
+        if let Some(track) = &mut self.inflight {
+            track.begin();
+        }
+        let id = loop {
+            // SAFETY: as in `fast`; nothing that it read is used here.
+            let d = unsafe { RawDesc::read(self.addrs.desc.add(pos.slot as usize * DESC_LEN)) };
+            left -= 1;
+            pos = pos.advance(1, self.size);
+            if let Some(track) = &mut self.inflight {
+                track.note(d);
+            }
+            walk.packed(d);
+            if d.top() & DESC_F_NEXT == 0 {
+                break d.mid();
+            }
+            if left == 0 {
+                // Where the chain ends, and with it the buffer id and the next chain, cannot be known.
+                return Err(Broken::Endless { slot: self.avail.slot });
+            }
+        };
+        chain.head = Head::new(id, self.size - self.taken - left);
+        self.took::<true>(chain.head, pos)
+    }
+
+    /// The chain up to `pos` is ours.
+    #[inline(always)]
+    fn took<const TRACK: bool>(&mut self, head: Head, pos: Pos) -> Result<(), Broken> {
         if TRACK && let Some(track) = &mut self.inflight {
-            track.take(chain.head)?;
+            track.take(head)?;
         }
         self.avail = pos;
-        self.taken += descs;
+        self.taken += head.descs;
         Ok(())
     }
 
@@ -377,25 +421,11 @@ impl PackedRing {
         replay: &Replay,
         chain: &mut Chain,
     ) -> Result<(), Broken> {
-        let mut gather = Gather::new(&mut self.walker, mem, chain);
+        let mut walk = Careful::new(&mut self.walker, mem, chain);
         if let Some(track) = &self.inflight {
-            track.each_desc(replay, |d| add(&mut gather, d))?;
+            track.each_desc(replay, |d| walk.packed(d))?;
         }
         chain.head = replay.head();
         Ok(())
-    }
-}
-
-/// Adds one descriptor of the ring to a chain.
-#[inline(always)]
-fn add(gather: &mut Gather<'_>, d: RawDesc) {
-    let flags = d.top();
-    if flags & DESC_F_INDIRECT == 0 {
-        gather.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
-    } else {
-        gather.indirect_packed(d.addr, d.len());
-        if flags & DESC_F_NEXT != 0 {
-            gather.fault(ChainFault::Indirect);
-        }
     }
 }

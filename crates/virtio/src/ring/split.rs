@@ -9,11 +9,8 @@ use crate::inflight::{Inflight, InflightError, Replay, SplitTrack};
 use crate::mem::GuestMemory;
 use crate::raw;
 
-use super::chain::{Gather, RawDesc, Walker};
-use super::{
-    Broken, Chain, ChainFault, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, RingAddrs,
-    RingFeatures, UsedLog, need_event,
-};
+use super::walk::{Careful, Fast, Walker};
+use super::{Broken, Chain, Head, RingAddrs, RingFeatures, UsedLog, need_event};
 
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`.
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
@@ -117,38 +114,25 @@ impl SplitRing {
         if head > self.mask {
             return Err(Broken::Head { head, size: self.size() });
         }
-        let (desc, mask) = (self.addrs.desc, self.mask);
-        let mut gather = Gather::new(&mut self.walker, mem, chain);
-        let (mut index, mut descs) = (head, 0u16);
-        loop {
-            // SAFETY: `index` is at most `mask`, so inside of the descriptor table, which is aligned to 16.
-            let d = unsafe { RawDesc::read(desc.add(index as usize * DESC_LEN)) };
-            let flags = d.mid();
-            descs += 1;
-            if flags & DESC_F_INDIRECT == 0 {
-                gather.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
-            } else {
-                gather.indirect_split(d.addr, d.len());
-                if flags & DESC_F_NEXT != 0 {
-                    gather.fault(ChainFault::Indirect);
-                    break;
-                }
-            }
-            if flags & DESC_F_NEXT == 0 {
-                break;
-            }
-            index = d.top();
-            if index > mask {
-                gather.fault(ChainFault::Addr);
-                break;
-            }
-            if descs > mask {
-                gather.fault(ChainFault::Loop);
-                break;
-            }
+        let (desc, size) = (self.addrs.desc, self.size() as usize);
+        let mut fast = Fast::new(&mut self.walker, mem, chain);
+        // SAFETY: the descriptor table has `size` descriptors, stays mapped and is aligned to 16 (`DeviceRing::new`).
+        if let Some(descs) = unsafe { fast.split(desc, size, head) } {
+            fast.finish(chain, Head::new(head, descs));
+        } else {
+            self.careful(mem, chain, head);
         }
-        chain.head = Head { id: head, descs };
         Ok(())
+    }
+
+    /// Walks a chain that is odd; `head` is below the size.
+    #[cold]
+    #[inline(never)]
+    fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain, head: u16) {
+        let (desc, size) = (self.addrs.desc, self.size() as usize);
+        // SAFETY: as in `pop_head`.
+        let descs = unsafe { Careful::new(&mut self.walker, mem, chain).split(desc, size, head) };
+        chain.head = Head::new(head, descs);
     }
 
     #[inline]
