@@ -171,6 +171,11 @@ impl Wire {
         Ok(Self { stream, timeout, reply_ack: false })
     }
 
+    /// Takes over a connected socket; what a test that plays the server has from its listener.
+    pub fn from_stream(stream: UnixStream, timeout: Duration) -> Self {
+        Self { stream, timeout, reply_ack: false }
+    }
+
     /// The socket, to wait for its end.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
