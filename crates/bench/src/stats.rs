@@ -8,7 +8,7 @@ use hdrhistogram::Histogram;
 const LATENCY_NS_MAX: u64 = 60_000_000_000;
 
 /// Requests of one direction: how many, how large, how long.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Ops {
     /// Requests completed.
     pub ios: u64,
@@ -18,6 +18,13 @@ pub struct Ops {
     /// A run of equal latencies not yet recorded: requests of one batch mostly are equal.
     run_ns: u64,
     run: u64,
+}
+
+impl std::fmt::Debug for Ops {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Not the histogram: it has tens of thousands of counters.
+        f.debug_struct("Ops").field("ios", &self.ios).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
 }
 
 impl Default for Ops {

@@ -78,9 +78,11 @@ fn verified_load() {
 #[test]
 fn a_lost_write_is_found() {
     let model = Model::start("lost", SECTORS);
-    model.behaviour().lose_write_in.store(9000, Ordering::Release);
+    model.behaviour().lose_write_in.store(1500, Ordering::Release);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
-    let error = load::run(&mut disk, &plan(), &mut Silent).unwrap_err();
+    // Each block once: nothing writes over what was lost.
+    let plan = Plan { rw: Rw::Write, ios: Some(3000), ..plan() };
+    let error = load::run(&mut disk, &plan, &mut Silent).unwrap_err();
     assert_eq!((error.kind(), error.exit_code()), (Kind::Verify, 1));
     assert!(error.to_string().contains("expected generation"), "{error}");
 }
