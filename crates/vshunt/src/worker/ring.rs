@@ -12,11 +12,11 @@ use std::sync::Arc;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 
 /// Operations pushed between two enters; more are sent by an extra enter.
-pub const SQ_ENTRIES: u32 = 256;
+const SQ_ENTRIES: u32 = 256;
 /// Completions that fit before the kernel has to park them on its overflow list.
-pub const CQ_ENTRIES: u32 = 1024;
+const CQ_ENTRIES: u32 = 1024;
 /// Fixed files a worker can hold: each disk takes at most two.
-pub const FIXED_FILES: u32 = 256;
+const FIXED_FILES: u32 = 256;
 
 /// Widths of [`Token`]'s parts; together they fill `user_data`.
 const SLOT_BITS: u32 = 16;
@@ -24,7 +24,6 @@ const OP_BITS: u32 = 8;
 const INDEX_BITS: u32 = 16;
 const GENERATION_BITS: u32 = 24;
 const _: () = assert!(SLOT_BITS + OP_BITS + INDEX_BITS + GENERATION_BITS == 64);
-const _: () = assert!(crate::MAX_QUEUE_SIZE as u32 <= 1 << SLOT_BITS);
 
 /// Names one operation: which queue of this worker, which of its slots, which step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,8 +135,9 @@ impl Ring {
         let fd = file.as_raw_fd();
         let (free, uring) = (&mut self.free, &self.uring);
         let known = self.files.entry(fd).or_insert_with(|| {
-            let index =
-                free.pop().filter(|&i| uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1));
+            let index = free
+                .pop()
+                .filter(|&i| uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1));
             FixedFile { index, users: 0, _keep: file.clone() }
         });
         known.users += 1;
@@ -237,20 +237,47 @@ impl Ring {
         }
     }
 
-    /// Takes completions that are there into `into`: token, result, whether more will follow.
+    /// Takes the completions that are there into `into`.
     #[inline]
-    pub(super) fn reap(&mut self, into: &mut Vec<(Token, i32)>) {
+    pub(super) fn reap(&mut self, into: &mut Vec<Completion>) {
         for cqe in self.uring.completion() {
             if cqe.user_data() == IGNORE {
                 continue;
             }
-            if !cqueue::more(cqe.flags()) {
+            let more = cqueue::more(cqe.flags());
+            if !more {
                 self.pending -= 1;
             }
-            into.push((Token::unpack(cqe.user_data()), cqe.result()));
+            into.push(Completion { token: Token::unpack(cqe.user_data()), result: cqe.result(), more });
         }
     }
 }
 
+/// News of one operation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Completion {
+    /// The one it was pushed with.
+    pub(super) token: Token,
+    /// As the kernel gave it.
+    pub(super) result: i32,
+    /// Whether the operation goes on.
+    pub(super) more: bool,
+}
+
 /// `user_data` of operations whose completion nobody waits for: a token with every bit set, which no queue has.
 const IGNORE: u64 = u64::MAX;
+
+#[cfg(test)]
+impl Ring {
+    /// For tests of what pushes operations: hands each completion to `take` until nothing is under way.
+    pub(crate) fn run_until_idle(&mut self, mut take: impl FnMut(&mut Self, Token, i32)) {
+        let mut taken = Vec::new();
+        while self.pending > 0 {
+            self.enter(true).expect("io_uring_enter");
+            self.reap(&mut taken);
+            for (token, res) in taken.drain(..) {
+                take(self, token, res);
+            }
+        }
+    }
+}

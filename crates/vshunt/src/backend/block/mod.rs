@@ -2,16 +2,36 @@
 //!
 //! Called by a block queue, on the worker's thread. A request is an [`Io`] in the queue's slot; [`start`](DiskHandle::start)
 //! begins it and [`resume`](DiskHandle::resume) goes on with it at each completion, until the step is [`Step::Done`].
-//! Nothing here blocks on a device, takes a lock or allocates on that way.
+//! Nothing here blocks on a device, takes a lock or allocates on that way. (Two exceptions, both by design: files in
+//! memory are read and written at once, see `raw`; and guests with unaligned buffers make a bounce buffer be
+//! allocated, see `bounce`.)
+//!
+//! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
+//! queue on one worker uses of it.
 
+mod bounce;
+mod io;
 mod lock;
 mod memory;
 mod raw;
 
-use std::io;
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::worker::{Ring, Token};
+use crate::error::{Error, Result};
+use crate::export::spec::{Cache, Direct, DiskSpec, Format};
+use crate::worker::{Ring, RingFile, Token};
+
+use bounce::Pool;
+pub use io::{Io, IoVecs};
+use memory::Ram;
+use raw::Raw;
+
+/// The unit of sizes and offsets: a disk's size is a multiple of it, whatever its logical block size (virtio 1.3,
+/// 5.2.4: capacity is in 512-byte sectors).
+pub const SECTOR_BYTES: u64 = 512;
 
 /// What a request asks of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,3 +59,299 @@ pub enum Step {
     /// An operation with the request's token is on the ring; call `resume` with its result.
     Wait,
 }
+
+/// What a guest is told about a disk. Lengths are in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Logical block size, a power of two in 512..=4096.
+    pub block_size: u32,
+    /// log2 of the logical blocks in a physical one.
+    pub physical_block_exp: u8,
+    /// Requests of multiples of it are not read-modify-write; 0: unknown.
+    pub min_io: u32,
+    /// The size that the device likes best; 0: unknown.
+    pub opt_io: u32,
+    /// Longest discard; 0 where there is none.
+    pub max_discard_bytes: u64,
+    /// What a discard is best aligned to.
+    pub discard_align: u32,
+    /// Whether discards give anything back. Where not they succeed all the same, without effect.
+    pub can_discard: bool,
+    /// Whether WriteZeroes is possible: on every disk that can be written.
+    pub can_zero: bool,
+    /// Whether seeks take time.
+    pub rotational: bool,
+}
+
+impl Limits {
+    /// Most that one discard or WriteZeroes of virtio can name: 2^32 - 1 sectors; kept to whole physical blocks.
+    const DISCARD_BYTES_MAX: u64 = (u32::MAX as u64 * SECTOR_BYTES) & !4095;
+
+    fn memory(readonly: bool) -> Self {
+        Self {
+            block_size: 512,
+            physical_block_exp: 3,
+            min_io: 4096,
+            opt_io: 0,
+            max_discard_bytes: if readonly { 0 } else { Self::DISCARD_BYTES_MAX },
+            discard_align: 4096,
+            can_discard: !readonly,
+            can_zero: !readonly,
+            rotational: false,
+        }
+    }
+}
+
+/// A disk, shared by exports and workers.
+pub struct Disk {
+    // Control, fixed at open.
+    kind: Kind,
+    readonly: bool,
+    cache: Cache,
+    limits: Limits,
+    // Any thread.
+    size_bytes: AtomicU64,
+}
+
+enum Kind {
+    /// Completes at once. Reads leave the guest's buffer as it is, like QEMU's `null-co` with `read-zeroes=off`.
+    Null,
+    Ram(Ram),
+    Raw(Raw),
+}
+
+/// Keeps a descriptor open while a ring knows it.
+type SharedFile = Arc<dyn AsRawFd + Send + Sync>;
+
+impl Disk {
+    /// Opens the disk that `spec` describes, and locks its image unless told not to.
+    ///
+    /// # Errors
+    /// Each names the disk or the file, and the remedy: `NotFound` without an image, `Invalid` where size, kind of
+    /// file or a setting is wrong, `Busy` if the image is locked by another, `Unsupported` if O_DIRECT is asked for
+    /// and cannot be had, `Io` for other refusals of the system.
+    pub fn open(spec: &DiskSpec) -> Result<Arc<Self>> {
+        let (kind, size_bytes, limits) = match spec.format {
+            Format::Raw => {
+                let (raw, size_bytes, limits) = raw::open(spec)?;
+                (Kind::Raw(raw), size_bytes, limits)
+            }
+            Format::Null => (Kind::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
+            Format::Ram => {
+                let size_bytes = memory_size(spec)?;
+                (Kind::Ram(Ram::new(&spec.name, size_bytes)?), size_bytes, Limits::memory(spec.readonly))
+            }
+        };
+        Ok(Arc::new(Self {
+            kind,
+            readonly: spec.readonly,
+            cache: spec.cache,
+            limits,
+            size_bytes: AtomicU64::new(size_bytes),
+        }))
+    }
+
+    /// Its size now, bytes; a positive multiple of 512.
+    #[inline]
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    /// Looks up the size anew, which another may have changed (`truncate`, `lvextend`), and returns it.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open) for a size; the size known before is kept then.
+    pub fn refresh(&self) -> Result<u64> {
+        if let Kind::Raw(raw) = &self.kind {
+            self.size_bytes.store(raw.read_size()?, Ordering::Release);
+        }
+        Ok(self.size_bytes())
+    }
+
+    /// Changes the size to `size_bytes`, a positive multiple of 512. What a disk grows by reads as zeroes.
+    ///
+    /// Before a disk shrinks its queues have to be drained: a write under way beyond the new end would make an image
+    /// file longer again. (Memory stays valid in any case.) One resize at a time.
+    ///
+    /// # Errors
+    /// `Invalid` for a size that is no multiple of 512 and for an image opened read-only, `Unsupported` for a block
+    /// device that has not that size already, `Limit` where memory cannot grow so far, `Io` for refusals of the system.
+    pub fn resize(&self, size_bytes: u64) -> Result<()> {
+        check_size(size_bytes)
+            .map_err(|why| Error::invalid(format!("a disk cannot get {size_bytes} bytes: {why}")))?;
+        let old = self.size_bytes();
+        if size_bytes < old {
+            // First the word, then the deed: who reads the size meanwhile stays within what is there.
+            self.size_bytes.store(size_bytes, Ordering::Release);
+        }
+        let resized = match &self.kind {
+            Kind::Null => Ok(()),
+            Kind::Ram(ram) => ram.resize(old, size_bytes),
+            Kind::Raw(raw) => raw.resize(size_bytes, self.readonly),
+        };
+        self.size_bytes.store(if resized.is_ok() { size_bytes } else { old }, Ordering::Release);
+        resized
+    }
+
+    /// Waits until everything written is on stable storage. Blocks: for control, never for a worker.
+    ///
+    /// # Errors
+    /// The system's; what was written before may be lost then.
+    pub fn sync(&self) -> std::io::Result<()> {
+        match &self.kind {
+            Kind::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether writes are refused.
+    pub fn readonly(&self) -> bool {
+        self.readonly
+    }
+
+    /// When a write is on stable storage. Under [`Cache::Writethrough`] every write counts as `fua`, under
+    /// [`Cache::Unsafe`] none, whatever the request says.
+    pub fn cache(&self) -> Cache {
+        self.cache
+    }
+
+    /// What to tell a guest.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Whether the image is open with O_DIRECT.
+    pub fn direct_in_use(&self) -> bool {
+        matches!(&self.kind, Kind::Raw(raw) if raw.direct_in_use())
+    }
+
+    /// How requests reach it: `ring`, `inline` (a file in memory), `memory` or `none`.
+    pub fn path(&self) -> &'static str {
+        match &self.kind {
+            Kind::Null => "none",
+            Kind::Ram(_) => "memory",
+            Kind::Raw(raw) if raw.inline() => "inline",
+            Kind::Raw(_) => "ring",
+        }
+    }
+
+    /// Makes it usable by one queue of the worker that owns `ring`; on that worker's thread.
+    pub fn attach(self: &Arc<Self>, ring: &mut Ring) -> DiskHandle {
+        let known = match &self.kind {
+            Kind::Raw(raw) if !raw.inline() => {
+                let file = ring.know(raw.file());
+                RingFiles { file, aside: raw.aside().map_or(file, |f| ring.know(f)) }
+            }
+            _ => RingFiles { file: RingFile::Plain(-1), aside: RingFile::Plain(-1) },
+        };
+        DiskHandle { disk: self.clone(), files: known, pool: Pool::default() }
+    }
+}
+
+/// A raw image's descriptors in one ring.
+#[derive(Clone, Copy)]
+struct RingFiles {
+    file: RingFile,
+    /// Through the page cache, for what O_DIRECT refuses; the same as `file` where there is none.
+    aside: RingFile,
+}
+
+/// A disk as one worker's queue uses it: made and used on that worker's thread, with that worker's ring and no other.
+pub struct DiskHandle {
+    disk: Arc<Disk>,
+    files: RingFiles,
+    pool: Pool,
+}
+
+impl DiskHandle {
+    /// Begins a request. On [`Step::Wait`] an operation with `token` is on the ring; its result goes to
+    /// [`resume`](Self::resume). `io` stays where it is until [`Step::Done`], and so does the memory that its segments
+    /// name ([`IoVecs::push`]).
+    #[inline]
+    pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+        match &self.disk.kind {
+            Kind::Null => Step::Done(0),
+            Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
+            Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
+            Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
+        }
+    }
+
+    /// Goes on with a request after its operation on the ring completed with `res`.
+    #[inline]
+    pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+        match &self.disk.kind {
+            Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
+            // The others are never under way; a completion that says otherwise is not ours.
+            Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
+        }
+    }
+
+    /// Undoes [`Disk::attach`], on the same thread, with no request under way.
+    pub fn detach(self, ring: &mut Ring) {
+        if let Kind::Raw(raw) = &self.disk.kind
+            && !raw.inline()
+        {
+            ring.forget(raw.file().as_raw_fd());
+            if let Some(aside) = raw.aside() {
+                ring.forget(aside.as_raw_fd());
+            }
+        }
+    }
+
+    /// The disk.
+    #[inline]
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+}
+
+/// The size of a disk without an image, and that nothing is asked for which only an image has.
+fn memory_size(spec: &DiskSpec) -> Result<u64> {
+    let (name, format) = (&spec.name, if spec.format == Format::Null { "null" } else { "ram" });
+    if let Some(file) = &spec.file {
+        return Err(Error::invalid(format!(
+            "disk {name} has format {format}, which has no image: leave out file={} or use format=raw",
+            file.display()
+        )));
+    }
+    if spec.direct == Direct::On {
+        return Err(Error::invalid(format!(
+            "disk {name} has format {format}, which has no page cache: leave out direct=on"
+        )));
+    }
+    let Some(size) = spec.size else {
+        return Err(Error::invalid(format!(
+            "disk {name} has format {format}, which needs a size: add size=1G, say"
+        )));
+    };
+    check_size(size).map_err(|why| Error::invalid(format!("disk {name} cannot have {size} bytes: {why}")))?;
+    Ok(size)
+}
+
+/// Why a size cannot be a disk's.
+fn check_size(size_bytes: u64) -> Result<(), String> {
+    if size_bytes == 0 {
+        return Err("it has to be at least 512".to_owned());
+    }
+    if size_bytes > i64::MAX as u64 {
+        return Err("that is more than a file can have".to_owned());
+    }
+    if !size_bytes.is_multiple_of(SECTOR_BYTES) {
+        let up = size_bytes.next_multiple_of(SECTOR_BYTES);
+        return Err(format!("not a multiple of 512; {up} is"));
+    }
+    Ok(())
+}
+
+fn shared(file: &Arc<File>) -> SharedFile {
+    file.clone()
+}
+
+/// The errno of the last system call, negative.
+fn last_errno() -> i32 {
+    -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,354 @@
+//! virtio-blk formats (Virtio 1.3, 5.2): feature bits, request types, status codes, the configuration space, and
+//! cutting a request's header and status byte off its data.
+//!
+//! Called by the block queue for each request. A driver may split header and data at will (2.7.4, 5.2.6.2): nothing
+//! here assumes that a buffer starts or ends where a field does.
+
+use crate::raw;
+use crate::ring::{Chain, Seg};
+
+/// The largest size of a segment is in `size_max`.
+pub const VIRTIO_BLK_F_SIZE_MAX: u32 = 1;
+/// The largest number of segments is in `seg_max`.
+pub const VIRTIO_BLK_F_SEG_MAX: u32 = 2;
+/// Geometry is given.
+pub const VIRTIO_BLK_F_GEOMETRY: u32 = 4;
+/// The disk is read-only.
+pub const VIRTIO_BLK_F_RO: u32 = 5;
+/// The block size is in `blk_size`.
+pub const VIRTIO_BLK_F_BLK_SIZE: u32 = 6;
+/// [`VIRTIO_BLK_T_FLUSH`] is supported.
+pub const VIRTIO_BLK_F_FLUSH: u32 = 9;
+/// Topology is given.
+pub const VIRTIO_BLK_F_TOPOLOGY: u32 = 10;
+/// The driver can switch the cache between write-back and write-through.
+pub const VIRTIO_BLK_F_CONFIG_WCE: u32 = 11;
+/// There are `num_queues` queues.
+pub const VIRTIO_BLK_F_MQ: u32 = 12;
+/// [`VIRTIO_BLK_T_DISCARD`] is supported.
+pub const VIRTIO_BLK_F_DISCARD: u32 = 13;
+/// [`VIRTIO_BLK_T_WRITE_ZEROES`] is supported.
+pub const VIRTIO_BLK_F_WRITE_ZEROES: u32 = 14;
+/// [`VIRTIO_BLK_T_GET_LIFETIME`] is supported.
+pub const VIRTIO_BLK_F_LIFETIME: u32 = 15;
+/// [`VIRTIO_BLK_T_SECURE_ERASE`] is supported.
+pub const VIRTIO_BLK_F_SECURE_ERASE: u32 = 16;
+/// The device is zoned.
+pub const VIRTIO_BLK_F_ZONED: u32 = 17;
+
+/// Read.
+pub const VIRTIO_BLK_T_IN: u32 = 0;
+/// Write.
+pub const VIRTIO_BLK_T_OUT: u32 = 1;
+/// Make what was written stable.
+pub const VIRTIO_BLK_T_FLUSH: u32 = 4;
+/// Read the device's id string.
+pub const VIRTIO_BLK_T_GET_ID: u32 = 8;
+/// Read the device's wear.
+pub const VIRTIO_BLK_T_GET_LIFETIME: u32 = 10;
+/// Forget sectors.
+pub const VIRTIO_BLK_T_DISCARD: u32 = 11;
+/// Write zeroes.
+pub const VIRTIO_BLK_T_WRITE_ZEROES: u32 = 13;
+/// Erase sectors for good.
+pub const VIRTIO_BLK_T_SECURE_ERASE: u32 = 14;
+
+/// Done.
+pub const VIRTIO_BLK_S_OK: u8 = 0;
+/// Failed, by the device or the driver.
+pub const VIRTIO_BLK_S_IOERR: u8 = 1;
+/// The request's type is not supported.
+pub const VIRTIO_BLK_S_UNSUPP: u8 = 2;
+
+/// Flag of a [`Range`]: sectors may be deallocated.
+pub const VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP: u32 = 1;
+
+/// Bytes of a request's header.
+pub const BLK_HDR_LEN: usize = 16;
+/// Bytes of the string that [`VIRTIO_BLK_T_GET_ID`] reads, padded with zeroes.
+pub const BLK_ID_LEN: usize = 20;
+/// Bytes of one [`Range`].
+pub const BLK_RANGE_LEN: usize = 16;
+/// Bytes of a sector: the unit of `sector` and `capacity`, whatever `blk_size` is.
+pub const SECTOR_SIZE: u64 = 512;
+
+/// The device configuration space up to and without `zoned` (5.2.4). Numbers are in the host's order here and
+/// little-endian in [`as_bytes`](Self::as_bytes).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlkConfig {
+    /// Size in sectors of 512 bytes.
+    pub capacity: u64,
+    /// Largest segment in bytes.
+    pub size_max: u32,
+    /// Most segments in a request.
+    pub seg_max: u32,
+    /// Geometry: cylinders.
+    pub cylinders: u16,
+    /// Geometry: heads.
+    pub heads: u8,
+    /// Geometry: sectors a track.
+    pub sectors: u8,
+    /// Block size in bytes.
+    pub blk_size: u32,
+    /// Topology: logical blocks in a physical one, as a power of two.
+    pub physical_block_exp: u8,
+    /// Topology: logical block where the first physical one starts.
+    pub alignment_offset: u8,
+    /// Topology: smallest good I/O size in logical blocks.
+    pub min_io_size: u16,
+    /// Topology: best I/O size in logical blocks.
+    pub opt_io_size: u32,
+    /// 0 write-through, 1 write-back.
+    pub writeback: u8,
+    /// Not used.
+    pub unused0: u8,
+    /// Request queues.
+    pub num_queues: u16,
+    /// Most sectors in a discard range.
+    pub max_discard_sectors: u32,
+    /// Most ranges in a discard.
+    pub max_discard_seg: u32,
+    /// What a discard range is to be aligned to, in sectors.
+    pub discard_sector_alignment: u32,
+    /// Most sectors in a write-zeroes range.
+    pub max_write_zeroes_sectors: u32,
+    /// Most ranges in a write-zeroes.
+    pub max_write_zeroes_seg: u32,
+    /// 1 if write-zeroes may deallocate.
+    pub write_zeroes_may_unmap: u8,
+    /// Not used.
+    pub unused1: [u8; 3],
+    /// Most sectors in a secure-erase range.
+    pub max_secure_erase_sectors: u32,
+    /// Most ranges in a secure erase.
+    pub max_secure_erase_seg: u32,
+    /// What a secure-erase range is to be aligned to, in sectors.
+    pub secure_erase_sector_alignment: u32,
+}
+
+/// Bytes of [`BlkConfig`].
+pub const BLK_CONFIG_LEN: usize = size_of::<BlkConfig>();
+/// The offset of `writeback`, the one field that a driver writes.
+pub const BLK_CONFIG_WRITEBACK_AT: usize = std::mem::offset_of!(BlkConfig, writeback);
+const _: () = assert!(BLK_CONFIG_LEN == 72 && BLK_CONFIG_WRITEBACK_AT == 32);
+
+impl BlkConfig {
+    /// The configuration space as the driver reads it.
+    pub fn as_bytes(&self) -> [u8; BLK_CONFIG_LEN] {
+        let mut bytes = [0; BLK_CONFIG_LEN];
+        let mut at = 0;
+        let mut put = |field: &[u8]| {
+            bytes[at..at + field.len()].copy_from_slice(field);
+            at += field.len();
+        };
+        put(&self.capacity.to_le_bytes());
+        put(&self.size_max.to_le_bytes());
+        put(&self.seg_max.to_le_bytes());
+        put(&self.cylinders.to_le_bytes());
+        put(&[self.heads, self.sectors]);
+        put(&self.blk_size.to_le_bytes());
+        put(&[self.physical_block_exp, self.alignment_offset]);
+        put(&self.min_io_size.to_le_bytes());
+        put(&self.opt_io_size.to_le_bytes());
+        put(&[self.writeback, self.unused0]);
+        put(&self.num_queues.to_le_bytes());
+        put(&self.max_discard_sectors.to_le_bytes());
+        put(&self.max_discard_seg.to_le_bytes());
+        put(&self.discard_sector_alignment.to_le_bytes());
+        put(&self.max_write_zeroes_sectors.to_le_bytes());
+        put(&self.max_write_zeroes_seg.to_le_bytes());
+        put(&[self.write_zeroes_may_unmap]);
+        put(&self.unused1);
+        put(&self.max_secure_erase_sectors.to_le_bytes());
+        put(&self.max_secure_erase_seg.to_le_bytes());
+        put(&self.secure_erase_sector_alignment.to_le_bytes());
+        bytes
+    }
+}
+
+/// A request's header (5.2.6, `struct virtio_blk_req`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// `VIRTIO_BLK_T_*`.
+    pub kind: u32,
+    /// I/O priority, reserved.
+    pub ioprio: u32,
+    /// First sector.
+    pub sector: u64,
+}
+
+impl Header {
+    /// Parses the header's bytes.
+    #[inline]
+    pub fn parse(bytes: [u8; BLK_HDR_LEN]) -> Self {
+        let all = u128::from_le_bytes(bytes);
+        Self { kind: all as u32, ioprio: (all >> 32) as u32, sector: (all >> 64) as u64 }
+    }
+
+    /// The header's bytes.
+    #[inline]
+    pub fn to_bytes(self) -> [u8; BLK_HDR_LEN] {
+        (u128::from(self.kind) | u128::from(self.ioprio) << 32 | u128::from(self.sector) << 64).to_le_bytes()
+    }
+}
+
+/// One range of a discard, write-zeroes or secure erase (5.2.6, `struct virtio_blk_discard_write_zeroes`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// First sector.
+    pub sector: u64,
+    /// Number of sectors.
+    pub num_sectors: u32,
+    /// [`VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`], the rest reserved.
+    pub flags: u32,
+}
+
+impl Range {
+    /// Parses a range's bytes.
+    pub fn parse(bytes: [u8; BLK_RANGE_LEN]) -> Self {
+        let all = u128::from_le_bytes(bytes);
+        Self { sector: all as u64, num_sectors: (all >> 64) as u32, flags: (all >> 96) as u32 }
+    }
+}
+
+/// A request whose header was read and whose data was cut out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// `VIRTIO_BLK_T_*`, or something unknown.
+    pub kind: u32,
+    /// First sector.
+    pub sector: u64,
+    /// Whether the data is written by the device: for reads, ids, and what is unknown.
+    pub writable: bool,
+    /// Bytes of data.
+    pub data_len: u64,
+    /// Where the status goes: the last device-writable byte.
+    pub status: *mut u8,
+}
+
+// SAFETY: as for `Seg`: whoever writes the status answers for it.
+unsafe impl Send for Request {}
+
+/// Why a request cannot be carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("bad request: {reason}")]
+pub struct BadRequest {
+    /// Where [`VIRTIO_BLK_S_IOERR`] can be reported, if anywhere.
+    pub status: Option<*mut u8>,
+    /// What is wrong.
+    pub reason: BadReason,
+}
+
+// SAFETY: as for `Seg`: whoever writes the status answers for it.
+unsafe impl Send for BadRequest {}
+// SAFETY: it is only data.
+unsafe impl Sync for BadRequest {}
+
+/// What is wrong with a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadReason {
+    /// The chain is faulty.
+    #[error(transparent)]
+    Chain(crate::ring::ChainFault),
+    /// Fewer device-readable bytes than a header.
+    #[error("no room for a header")]
+    Header,
+    /// No device-writable byte.
+    #[error("no room for a status")]
+    Status,
+}
+
+/// Whether a request's data is device-readable.
+const fn reads_data(kind: u32) -> bool {
+    matches!(
+        kind,
+        VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES | VIRTIO_BLK_T_SECURE_ERASE
+    )
+}
+
+/// Reads the header off `chain`, finds the status byte, and puts the data's segments into `data`, which is cleared
+/// first. Allocates nothing once `data` is warm. Buffers of the direction that the request's type has no use for are
+/// ignored.
+///
+/// `chain` must come from [`DeviceRing::pop`](crate::ring::DeviceRing::pop) or its like, and the memory that it was
+/// popped with must be alive: its segments are followed.
+///
+/// # Errors
+/// The chain is faulty, or has no room for a header or status.
+#[inline]
+pub fn split_request(chain: &Chain, data: &mut Vec<Seg>) -> Result<Request, BadRequest> {
+    data.clear();
+    let (readable, writable) = chain.segs.split_at(chain.readable.min(chain.segs.len()));
+    let status = last_byte(writable);
+    if let Some(fault) = chain.fault {
+        return Err(BadRequest { status, reason: BadReason::Chain(fault) });
+    }
+    let Some((header, rest, first)) = take_header(readable) else {
+        return Err(BadRequest { status, reason: BadReason::Header });
+    };
+    let Some(status) = status else {
+        return Err(BadRequest { status: None, reason: BadReason::Status });
+    };
+    let mut data_len = 0u64;
+    let mut add = |seg: Seg| {
+        if seg.len != 0 {
+            data_len += u64::from(seg.len);
+            data.push(seg);
+        }
+    };
+    let reads = reads_data(header.kind);
+    if reads {
+        add(first);
+        rest.iter().copied().for_each(add);
+    } else {
+        // All but the last byte; `status` says that there is one.
+        let end = writable.iter().rposition(|seg| seg.len != 0).unwrap_or(0);
+        for (i, &seg) in writable.iter().enumerate().take(end + 1) {
+            add(Seg { len: seg.len - u32::from(i == end), ..seg });
+        }
+    }
+    Ok(Request { kind: header.kind, sector: header.sector, writable: !reads, data_len, status })
+}
+
+/// The last byte of some segments.
+#[inline]
+fn last_byte(segs: &[Seg]) -> Option<*mut u8> {
+    let seg = segs.iter().rev().find(|seg| seg.len != 0)?;
+    // SAFETY: the last of the segment's bytes; the ring checked all of them.
+    Some(unsafe { seg.ptr.add(seg.len as usize - 1) })
+}
+
+/// Gathers the header: it, the segments after the one where it ends, and what is left of that one.
+#[inline]
+fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
+    let (&seg, rest) = segs.split_first()?;
+    if seg.len as usize >= BLK_HDR_LEN && seg.ptr.addr().is_multiple_of(8) {
+        // SAFETY: sixteen bytes of guest memory, aligned to 8.
+        let (word, sector) = unsafe { (raw::get_u64(seg.ptr), raw::get_u64(seg.ptr.add(8))) };
+        let header = Header { kind: word as u32, ioprio: (word >> 32) as u32, sector };
+        return Some((header, rest, cut(seg, BLK_HDR_LEN)));
+    }
+    let mut bytes = [0; BLK_HDR_LEN];
+    let mut have = 0;
+    for (i, &seg) in segs.iter().enumerate() {
+        let take = (seg.len as usize).min(BLK_HDR_LEN - have);
+        // SAFETY: `take` bytes of the segment, which is guest memory.
+        unsafe { raw::copy_out(seg.ptr, &mut bytes[have..have + take]) };
+        have += take;
+        if have == BLK_HDR_LEN {
+            return Some((Header::parse(bytes), &segs[i + 1..], cut(seg, take)));
+        }
+    }
+    None
+}
+
+/// A segment without its first `count` bytes, of which it has as many.
+#[inline]
+fn cut(seg: Seg, count: usize) -> Seg {
+    // SAFETY: at most one past the segment's end.
+    Seg { ptr: unsafe { seg.ptr.add(count) }, len: seg.len - count as u32 }
+}
+
+#[cfg(test)]
+mod tests;

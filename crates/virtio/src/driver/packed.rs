@@ -1,0 +1,219 @@
+//! Packed virtqueues, driver side (Virtio 1.3, 2.8).
+
+use std::sync::atomic::{Ordering, fence};
+
+use crate::raw;
+use crate::ring::{
+    DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, EVENT_DESC,
+    EVENT_DISABLE, EVENT_ENABLE, Pos, RingAddrs, RingFeatures, need_event,
+};
+
+use super::{DriverSeg, Full, Indirect, Used};
+
+const WORD: usize = 8;
+const FLAGS: usize = 14;
+
+/// The driver side of a packed virtqueue.
+#[derive(Debug)]
+pub struct PackedDriver {
+    addrs: RingAddrs,
+    size: u16,
+    event_idx: bool,
+    /// Free buffer ids, a list through `next`.
+    free_id: u16,
+    free: u16,
+    /// Where the next chain goes.
+    avail: Pos,
+    /// Where the first staged chain is, and the flags of its first descriptor: written last of all.
+    published: Pos,
+    first_flags: u16,
+    staged: u16,
+    /// Where the next used descriptor will be.
+    used: Pos,
+    next: Vec<u16>,
+    /// For an id in flight: slots of its chain, else 0; and the cookie.
+    descs: Vec<u16>,
+    cookies: Vec<u16>,
+}
+
+// SAFETY: the addresses are the ring's alone on the driver side (`DriverRing::new`), on whichever thread it is.
+unsafe impl Send for PackedDriver {}
+
+impl PackedDriver {
+    pub(super) fn new(size: u16, features: RingFeatures, addrs: RingAddrs) -> Self {
+        let start = Pos { slot: 0, wrap: true };
+        Self {
+            addrs,
+            size,
+            event_idx: features.event_idx,
+            free_id: 0,
+            free: size,
+            avail: start,
+            published: start,
+            first_flags: 0,
+            staged: 0,
+            used: start,
+            next: (1..=size).collect(),
+            descs: vec![0; size as usize],
+            cookies: vec![0; size as usize],
+        }
+    }
+
+    #[inline]
+    pub(super) fn add(
+        &mut self,
+        segs: &[DriverSeg],
+        indirect: Option<Indirect>,
+        cookie: u16,
+    ) -> Result<(), Full> {
+        let id = self.free_id;
+        let descs = match indirect {
+            Some(table) if segs.len() > 1 => {
+                if segs.len() > table.cap as usize || self.free == 0 {
+                    return Err(Full);
+                }
+                for (i, seg) in segs.iter().enumerate() {
+                    let write = if seg.writable { DESC_F_WRITE } else { 0 };
+                    // SAFETY: below the table's capacity; `Indirect` is the caller's promise.
+                    unsafe {
+                        let desc = table.ptr.add(i * DESC_LEN);
+                        raw::put_u64(desc, seg.addr);
+                        raw::put_u64(desc.add(WORD), u64::from(seg.len) | u64::from(write) << 48);
+                    }
+                }
+                self.slot(table.addr, (segs.len() * DESC_LEN) as u32, id, DESC_F_INDIRECT, true);
+                1
+            }
+            _ => {
+                if segs.is_empty() || segs.len() > self.free as usize {
+                    return Err(Full);
+                }
+                for (i, seg) in segs.iter().enumerate() {
+                    let write = if seg.writable { DESC_F_WRITE } else { 0 };
+                    let next = if i + 1 < segs.len() { DESC_F_NEXT } else { 0 };
+                    self.slot(seg.addr, seg.len, id, write | next, i == 0);
+                }
+                segs.len() as u16
+            }
+        };
+        self.staged += descs;
+        self.free -= descs;
+        self.free_id = self.next[id as usize];
+        self.descs[id as usize] = descs;
+        self.cookies[id as usize] = cookie;
+        Ok(())
+    }
+
+    /// Fills the next slot; holds back the flags of the batch's very first one.
+    #[inline(always)]
+    fn slot(&mut self, addr: u64, len: u32, id: u16, flags: u16, head: bool) {
+        let flags = flags | self.avail.avail_flags();
+        // SAFETY: positions stay below the size; the descriptor ring is mapped and these slots are ours to write.
+        unsafe {
+            let desc = self.addrs.desc.add(self.avail.slot as usize * DESC_LEN);
+            raw::put_u64(desc, addr);
+            raw::put_u32(desc.add(WORD), len);
+            raw::put_u16(desc.add(WORD + 4), id);
+            if head && self.staged == 0 {
+                self.first_flags = flags;
+            } else {
+                // The device looks at chains in order, and the first of the batch still stops it.
+                raw::put_u16(desc.add(FLAGS), flags);
+            }
+        }
+        self.avail = self.avail.advance(1, self.size);
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        if self.staged == 0 {
+            return false;
+        }
+        let staged = std::mem::take(&mut self.staged);
+        // Release: all that belongs to the batch is seen before its first flags.
+        // SAFETY: positions stay below the size; the areas stay mapped and aligned (`DriverRing::new`).
+        let event = unsafe {
+            let flags = self.addrs.desc.add(self.published.slot as usize * DESC_LEN + FLAGS);
+            raw::store_u16(flags, self.first_flags, Ordering::Release);
+            // A full barrier between the flags and the device's wish for a kick, the twin of the one in `enable_kick`.
+            fence(Ordering::SeqCst);
+            raw::load_u32(self.addrs.device, Ordering::Relaxed)
+        };
+        self.published = self.avail;
+        match (event >> 16) as u16 {
+            EVENT_DISABLE => false,
+            EVENT_DESC if self.event_idx => {
+                let at = Pos::from_bits(event as u16);
+                let new = self.avail;
+                let slot = if at.wrap == new.wrap { at.slot } else { at.slot.wrapping_sub(self.size) };
+                need_event(slot, new.slot, new.slot.wrapping_sub(staged))
+            }
+            _ => true,
+        }
+    }
+
+    #[inline]
+    pub(super) fn has_used(&self) -> bool {
+        self.load_used().is_some()
+    }
+
+    /// Length and id of the next used descriptor, if it is there.
+    #[inline(always)]
+    fn load_used(&self) -> Option<u64> {
+        // Acquire: the data behind it is seen after the flags; length and id come in the same load.
+        // SAFETY: the position is below the size; the ring stays mapped and aligned.
+        let word = unsafe {
+            let desc = self.addrs.desc.add(self.used.slot as usize * DESC_LEN);
+            raw::load_u64(desc.add(WORD), Ordering::Acquire)
+        };
+        let turn = (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED);
+        (self.free < self.size && turn == self.used.used_flags()).then_some(word)
+    }
+
+    #[inline]
+    pub(super) fn poll(&mut self) -> Option<Used> {
+        let word = self.load_used()?;
+        let (len, id, flags) = (word as u32, (word >> 32) as u16, (word >> 48) as u16);
+        // Where the next one is cannot be known after an id that is not in flight: the ring stands still.
+        let descs = self.descs.get(id as usize).copied().filter(|&descs| descs != 0)?;
+        self.descs[id as usize] = 0;
+        self.used = self.used.advance(descs, self.size);
+        self.next[id as usize] = self.free_id;
+        self.free_id = id;
+        self.free += descs;
+        // Without the flag the length means nothing (2.8.6).
+        let len = if flags & DESC_F_WRITE != 0 { len } else { 0 };
+        Some(Used { cookie: self.cookies[id as usize], len })
+    }
+
+    #[inline]
+    pub(super) fn disable_notify(&mut self) {
+        self.set_event(0, EVENT_DISABLE);
+    }
+
+    #[inline]
+    pub(super) fn enable_notify(&mut self) -> bool {
+        if self.event_idx {
+            self.set_event(self.used.to_bits(), EVENT_DESC);
+        } else {
+            self.set_event(0, EVENT_ENABLE);
+        }
+        // A full barrier between the wish and the look at the ring, the twin of the one in the device's `publish`.
+        fence(Ordering::SeqCst);
+        self.has_used()
+    }
+
+    /// Writes the driver's event suppression structure, both halves at once.
+    #[inline]
+    fn set_event(&mut self, at: u16, flags: u16) {
+        // SAFETY: the structure is ours, mapped and aligned to 4.
+        unsafe {
+            raw::store_u32(self.addrs.driver, u32::from(at) | u32::from(flags) << 16, Ordering::Relaxed)
+        };
+    }
+
+    #[inline]
+    pub(super) fn free_descs(&self) -> u16 {
+        self.free
+    }
+}

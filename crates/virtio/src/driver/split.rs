@@ -1,0 +1,216 @@
+//! Split virtqueues, driver side (Virtio 1.3, 2.7).
+
+use std::sync::atomic::{Ordering, fence};
+
+use crate::raw;
+use crate::ring::{
+    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, RingAddrs, RingFeatures, need_event,
+};
+
+use super::{DriverSeg, Full, Indirect, Used};
+
+const IDX: usize = 2;
+const ELEMS: usize = 4;
+const USED_LEN: usize = 8;
+/// `VIRTQ_AVAIL_F_NO_INTERRUPT`, and `VIRTQ_USED_F_NO_NOTIFY`.
+const SUPPRESS: u16 = 1;
+
+/// The driver side of a split virtqueue.
+#[derive(Debug)]
+pub struct SplitDriver {
+    addrs: RingAddrs,
+    mask: u16,
+    event_idx: bool,
+    free_head: u16,
+    free: u16,
+    /// The next available index to fill; `published..next_avail` is staged.
+    next_avail: u16,
+    published: u16,
+    /// The next used index to look at.
+    next_used: u16,
+    /// Links of the free list and of chains: what the device cannot overwrite.
+    next: Vec<u16>,
+    /// For a head in flight: descriptors of its chain, else 0; and the cookie.
+    descs: Vec<u16>,
+    cookies: Vec<u16>,
+}
+
+// SAFETY: the addresses are the ring's alone on the driver side (`DriverRing::new`), on whichever thread it is.
+unsafe impl Send for SplitDriver {}
+
+impl SplitDriver {
+    pub(super) fn new(size: u16, features: RingFeatures, addrs: RingAddrs) -> Self {
+        Self {
+            addrs,
+            mask: size - 1,
+            event_idx: features.event_idx,
+            free_head: 0,
+            free: size,
+            next_avail: 0,
+            published: 0,
+            next_used: 0,
+            next: (1..=size).collect(),
+            descs: vec![0; size as usize],
+            cookies: vec![0; size as usize],
+        }
+    }
+
+    #[inline]
+    pub(super) fn add(
+        &mut self,
+        segs: &[DriverSeg],
+        indirect: Option<Indirect>,
+        cookie: u16,
+    ) -> Result<(), Full> {
+        let head = self.free_head;
+        let descs = match indirect {
+            Some(table) if segs.len() > 1 => {
+                if segs.len() > table.cap as usize || self.free == 0 {
+                    return Err(Full);
+                }
+                for (i, seg) in segs.iter().enumerate() {
+                    // SAFETY: below the table's capacity; `Indirect` is the caller's promise.
+                    unsafe { write_desc(table.ptr, i as u16, seg, i as u16 + 1, i + 1 < segs.len()) };
+                }
+                let len = (segs.len() * DESC_LEN) as u32;
+                // SAFETY: the free list holds indices below the size; the table is mapped (`DriverRing::new`).
+                unsafe { put_desc(self.addrs.desc, head, table.addr, len, DESC_F_INDIRECT, 0) };
+                self.free_head = self.next[head as usize];
+                1
+            }
+            _ => {
+                if segs.is_empty() || segs.len() > self.free as usize {
+                    return Err(Full);
+                }
+                let mut index = head;
+                for (i, seg) in segs.iter().enumerate() {
+                    let next = self.next[index as usize];
+                    // SAFETY: as above.
+                    unsafe { write_desc(self.addrs.desc, index, seg, next, i + 1 < segs.len()) };
+                    index = next;
+                }
+                self.free_head = index;
+                segs.len() as u16
+            }
+        };
+        self.free -= descs;
+        self.descs[head as usize] = descs;
+        self.cookies[head as usize] = cookie;
+        let slot = (self.next_avail & self.mask) as usize;
+        // SAFETY: the slot is below the size; the available ring is ours and mapped.
+        unsafe { raw::put_u16(self.addrs.driver.add(ELEMS + 2 * slot), head) };
+        self.next_avail = self.next_avail.wrapping_add(1);
+        Ok(())
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        let (old, new) = (self.published, self.next_avail);
+        if old == new {
+            return false;
+        }
+        // Release: descriptors and ring entries are seen before the index.
+        // SAFETY: the rings stay mapped and aligned (`DriverRing::new`); event fields are within `ring_sizes`.
+        unsafe {
+            raw::store_u16(self.addrs.driver.add(IDX), new, Ordering::Release);
+            self.published = new;
+            // A full barrier between our index and the device's wish for a kick, the twin of the one in `enable_kick`.
+            fence(Ordering::SeqCst);
+            if self.event_idx {
+                let at = ELEMS + USED_LEN * (self.mask as usize + 1);
+                need_event(raw::load_u16(self.addrs.device.add(at), Ordering::Relaxed), new, old)
+            } else {
+                raw::load_u16(self.addrs.device, Ordering::Relaxed) & SUPPRESS == 0
+            }
+        }
+    }
+
+    #[inline]
+    pub(super) fn has_used(&self) -> bool {
+        // Acquire: the elements and the data behind them are seen after the index.
+        // SAFETY: the used ring stays mapped and aligned.
+        unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) != self.next_used }
+    }
+
+    #[inline]
+    pub(super) fn poll(&mut self) -> Option<Used> {
+        while self.has_used() {
+            let slot = (self.next_used & self.mask) as usize;
+            // SAFETY: the slot is below the size.
+            let (id, len) = unsafe {
+                let elem = self.addrs.device.add(ELEMS + USED_LEN * slot);
+                (raw::get_u32(elem), raw::get_u32(elem.add(4)))
+            };
+            self.next_used = self.next_used.wrapping_add(1);
+            let Some(descs) = self.descs.get_mut(id as usize) else { continue };
+            let descs = std::mem::take(descs);
+            if descs == 0 {
+                continue;
+            }
+            // The chain goes back on the free list as it is.
+            let head = id as u16;
+            let last = (1..descs).fold(head, |index, _| self.next[index as usize]);
+            self.next[last as usize] = self.free_head;
+            self.free_head = head;
+            self.free += descs;
+            return Some(Used { cookie: self.cookies[head as usize], len });
+        }
+        None
+    }
+
+    #[inline]
+    pub(super) fn disable_notify(&mut self) {
+        if !self.event_idx {
+            // SAFETY: the available ring is ours and mapped.
+            unsafe { raw::store_u16(self.addrs.driver, SUPPRESS, Ordering::Relaxed) };
+        }
+    }
+
+    #[inline]
+    pub(super) fn enable_notify(&mut self) -> bool {
+        // SAFETY: the available ring is ours and mapped; the event field is within `ring_sizes`.
+        unsafe {
+            if self.event_idx {
+                let at = ELEMS + 2 * (self.mask as usize + 1);
+                raw::store_u16(self.addrs.driver.add(at), self.next_used, Ordering::Relaxed);
+            } else {
+                raw::store_u16(self.addrs.driver, 0, Ordering::Relaxed);
+            }
+        }
+        // A full barrier between the wish and the look at the index, the twin of the one in the device's `publish`.
+        fence(Ordering::SeqCst);
+        self.has_used()
+    }
+
+    #[inline]
+    pub(super) fn free_descs(&self) -> u16 {
+        self.free
+    }
+}
+
+/// Writes a descriptor for a buffer.
+///
+/// # Safety
+/// As [`put_desc`].
+#[inline(always)]
+unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, more: bool) {
+    let write = if seg.writable { DESC_F_WRITE } else { 0 };
+    let (flags, next) = if more { (write | DESC_F_NEXT, next) } else { (write, 0) };
+    // SAFETY: the caller's.
+    unsafe { put_desc(table, index, seg.addr, seg.len, flags, next) };
+}
+
+/// Writes a descriptor.
+///
+/// # Safety
+/// `table` is writable for `16 * (index + 1)` bytes and aligned to 8.
+#[inline(always)]
+unsafe fn put_desc(table: *mut u8, index: u16, addr: u64, len: u32, flags: u16, next: u16) {
+    let word = u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48;
+    // SAFETY: the caller's.
+    unsafe {
+        let desc = table.add(index as usize * DESC_LEN);
+        raw::put_u64(desc, addr);
+        raw::put_u64(desc.add(8), word);
+    }
+}

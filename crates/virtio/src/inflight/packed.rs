@@ -1,0 +1,392 @@
+//! The packed ring's part of the region: copies of the descriptors, in lists, because the ring's own are overwritten.
+//!
+//! Free entries form a list from `free_head`; a request is a list of `num` entries from its head entry. The fields
+//! named `old_*` are what holds until the batch being published is through.
+//!
+//! Narrower than the specification's steps, and compatible with them:
+//! - `free_head` and `old_free_head` lie in one aligned word and are stored at once when a request is taken, so that it
+//!   is in flight wholly or not at all. The used and old used positions share a word too, so that a batch which ends
+//!   a lap cannot be seen with the new slot and the old wrap counter.
+//! - The ring writes the flags of all used descriptors but the batch's first before it publishes. If it dies there,
+//!   those flags would look valid as soon as the successor publishes anything. Recovery turns them back.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::raw;
+use crate::ring::{Broken, DESC_F_AVAIL, DESC_F_USED, DESC_LEN, Head, Pos, RawDesc};
+
+use super::{Inflight, InflightError, Replay, VERSION};
+
+// QueueRegionPacked
+/// `version`, `desc_num`, `free_head`, `old_free_head`: 16 bits each.
+const LISTS_AT: usize = 8;
+/// `used_idx`, `old_used_idx`: 16 bits; `used_wrap_counter`, `old_used_wrap_counter`: 8 bits; padding.
+const POSITIONS_AT: usize = 16;
+pub(super) const HEADER_LEN: usize = 32;
+
+// DescStatePacked
+const INFLIGHT_AT: usize = 0;
+const NEXT_AT: usize = 2;
+const LAST_AT: usize = 4;
+const NUM_AT: usize = 6;
+const COUNTER_AT: usize = 8;
+/// `id`, `flags`: 16 bits; `len`: 32 bits.
+const ID_AT: usize = 16;
+const FLAGS_AT: usize = 18;
+const LEN_AT: usize = 20;
+const ADDR_AT: usize = 24;
+pub(super) const ENTRY_LEN: usize = 32;
+
+/// Buffer ids that a driver may choose from.
+const IDS: usize = 1 << 16;
+
+/// Tracks one packed ring. What decides is kept here; the region is only written to after recovery.
+#[derive(Debug)]
+pub(crate) struct PackedTrack {
+    base: *mut u8,
+    queue_size: u16,
+    counter: u64,
+    /// First free entry; `queue_size` or more if there is none.
+    free_head: u16,
+    old_free_head: u16,
+    free_count: u16,
+    used: Pos,
+    /// The lists' links, as in the region.
+    next: Vec<u16>,
+    /// For a head entry: its list's last entry and length.
+    last: Vec<u16>,
+    num: Vec<u16>,
+    /// The head entry of the request with a buffer id, plus one; 0 for none. Mostly untouched zero pages.
+    entry_of_id: Vec<u16>,
+    /// Descriptors of the chain being taken.
+    noted: Vec<RawDesc>,
+    /// Head entries that were pushed and not yet published.
+    staged: Vec<u16>,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// What recovery found.
+pub(crate) struct Recovered {
+    pub(crate) track: PackedTrack,
+    pub(crate) replays: Vec<Replay>,
+    /// Where the next used descriptor goes.
+    pub(crate) used: Pos,
+    /// Slots of the requests in flight.
+    pub(crate) taken: u16,
+}
+
+impl PackedTrack {
+    /// Takes the region over, for a ring of `size` descriptors at `desc` that otherwise would go on at `used`. Can be
+    /// killed and done again at any point.
+    ///
+    /// # Safety
+    /// `desc` is a packed descriptor ring of `size` slots, mapped, aligned to 16, with no other device on it.
+    pub(crate) unsafe fn recover(
+        inflight: Inflight,
+        size: u16,
+        desc: *mut u8,
+        used: Pos,
+    ) -> Result<Recovered, InflightError> {
+        inflight.fits(size, true)?;
+        let Inflight { base, queue_size, fresh, keep, .. } = inflight;
+        let n = queue_size as usize;
+        let mut track = Self {
+            base,
+            queue_size,
+            counter: 0,
+            free_head: 0,
+            old_free_head: 0,
+            free_count: queue_size,
+            used,
+            next: (1..=queue_size).collect(),
+            last: vec![0; n],
+            num: vec![0; n],
+            entry_of_id: vec![0; IDS],
+            noted: Vec::with_capacity(size as usize),
+            staged: Vec::with_capacity(size as usize),
+            _keep: keep,
+        };
+        if fresh {
+            track.format();
+            return Ok(Recovered { track, replays: Vec::new(), used, taken: 0 });
+        }
+        // SAFETY: the caller's promise.
+        let used = unsafe { track.settle(size, desc)? };
+        let replays = track.list(size)?;
+        let taken = replays.iter().map(|r| r.head.descs).sum();
+        // SAFETY: the caller's promise.
+        unsafe { unuse(desc, size, used, taken) };
+        Ok(Recovered { track, replays, used, taken })
+    }
+
+    /// The state of a descriptor.
+    #[inline(always)]
+    fn entry(&self, index: u16) -> *mut u8 {
+        debug_assert!(index < self.queue_size);
+        // SAFETY: callers pass indices below the queue size, for which `Inflight::new` checked the length.
+        unsafe { self.base.add(HEADER_LEN + ENTRY_LEN * index as usize) }
+    }
+
+    /// Stores the heads of both free lists, with the constants beside them.
+    #[inline]
+    fn store_lists(&mut self, old_free_head: u16) {
+        self.old_free_head = old_free_head;
+        let fields = [VERSION, self.queue_size, self.free_head, old_free_head];
+        let word = fields.iter().rev().fold(0, |word, &field| word << 16 | u64::from(field));
+        // SAFETY: inside of the region and aligned to 8, as `Inflight::new` checked.
+        unsafe { raw::store_u64(self.base.add(LISTS_AT), word, Ordering::Release) };
+    }
+
+    /// Stores both used positions.
+    #[inline]
+    fn store_positions(&mut self, used: Pos, old: Pos) {
+        let word = u64::from(used.slot)
+            | u64::from(old.slot) << 16
+            | u64::from(used.wrap) << 32
+            | u64::from(old.wrap) << 40;
+        // SAFETY: as in `store_lists`.
+        unsafe { raw::store_u64(self.base.add(POSITIONS_AT), word, Ordering::Release) };
+    }
+
+    /// Writes an empty region; the word with the version last, which makes it count.
+    fn format(&mut self) {
+        for index in 0..self.queue_size {
+            let entry = self.entry(index);
+            // SAFETY: inside of the region.
+            unsafe {
+                for word in (0..ENTRY_LEN).step_by(8) {
+                    raw::put_u64(entry.add(word), 0);
+                }
+                raw::put_u16(entry.add(NEXT_AT), index + 1);
+            }
+        }
+        // SAFETY: inside of the region.
+        unsafe {
+            raw::put_u64(self.base, 0);
+            raw::put_u64(self.base.add(24), 0);
+        }
+        self.store_positions(self.used, self.used);
+        self.store_lists(0);
+    }
+
+    /// "When reconnecting", first half: the batch that was being published is through, or never was.
+    ///
+    /// # Safety
+    /// As [`recover`](Self::recover).
+    unsafe fn settle(&mut self, size: u16, desc: *mut u8) -> Result<Pos, InflightError> {
+        // SAFETY: inside of the region.
+        let (lists, positions) =
+            unsafe { (raw::get_u64(self.base.add(LISTS_AT)), raw::get_u64(self.base.add(POSITIONS_AT))) };
+        let (free_head, old_free_head) = ((lists >> 32) as u16, (lists >> 48) as u16);
+        let mut used = Pos { slot: positions as u16, wrap: (positions >> 32) as u8 != 0 };
+        let old = Pos { slot: (positions >> 16) as u16, wrap: (positions >> 40) as u8 != 0 };
+        if used.slot >= size || old.slot >= size {
+            return Err(InflightError::Damaged("a used position is outside of the ring"));
+        }
+        self.free_head = free_head;
+        // Through, if the slot was used in its lap, or even made available again since.
+        // SAFETY: the slot is below the size; the rest is the caller's promise.
+        let through =
+            used != old && unsafe { slot_flags(desc, old) & DESC_F_USED == old.used_flags() & DESC_F_USED };
+        if !through {
+            used = old;
+            self.free_head = old_free_head;
+        }
+        self.used = used;
+        self.store_lists(self.free_head);
+        self.store_positions(used, used);
+        Ok(used)
+    }
+
+    /// Second half: what is not free and marked is in flight.
+    fn list(&mut self, size: u16) -> Result<Vec<Replay>, InflightError> {
+        let n = self.queue_size;
+        let mut seen = vec![false; n as usize];
+        for index in 0..n {
+            // SAFETY: inside of the region.
+            self.next[index as usize] = unsafe { raw::get_u16(self.entry(index).add(NEXT_AT)) };
+        }
+        self.free_count = 0;
+        let mut index = self.free_head;
+        while index < n {
+            if std::mem::replace(&mut seen[index as usize], true) {
+                return Err(InflightError::Damaged("the free list loops"));
+            }
+            // SAFETY: inside of the region.
+            unsafe { raw::put_u8(self.entry(index).add(INFLIGHT_AT), 0) };
+            self.free_count += 1;
+            index = self.next[index as usize];
+        }
+        let (mut found, mut taken) = (Vec::new(), 0u16);
+        for entry in 0..n {
+            let at = self.entry(entry);
+            // SAFETY: inside of the region.
+            let (inflight, counter, num) = unsafe {
+                let inflight = at.add(INFLIGHT_AT).read_volatile();
+                (inflight, raw::get_u64(at.add(COUNTER_AT)), raw::get_u16(at.add(NUM_AT)))
+            };
+            if inflight != 1 {
+                continue;
+            }
+            if num == 0 || num > size - taken {
+                return Err(InflightError::Damaged("requests are longer than the ring"));
+            }
+            taken += num;
+            let (mut last, mut index) = (entry, entry);
+            for _ in 0..num {
+                if index >= n || std::mem::replace(&mut seen[index as usize], true) {
+                    return Err(InflightError::Damaged("two lists share an entry"));
+                }
+                (last, index) = (index, self.next[index as usize]);
+            }
+            self.last[entry as usize] = last;
+            self.num[entry as usize] = num;
+            // SAFETY: inside of the region; `last` was checked on the way.
+            let id = unsafe { raw::get_u16(self.entry(last).add(ID_AT)) };
+            self.entry_of_id[id as usize] = entry + 1;
+            found.push((counter, Replay { head: Head { id, descs: num }, entry }));
+        }
+        found.sort_by_key(|&(counter, _)| counter);
+        self.counter = found.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
+        Ok(found.into_iter().map(|(_, replay)| replay).collect())
+    }
+
+    /// A chain starts.
+    #[inline]
+    pub(crate) fn begin(&mut self) {
+        self.noted.clear();
+    }
+
+    /// The next descriptor of the chain being taken.
+    #[inline]
+    pub(crate) fn note(&mut self, d: RawDesc) {
+        self.noted.push(d);
+    }
+
+    /// A request was taken: the descriptors noted since [`begin`](Self::begin).
+    pub(crate) fn take(&mut self, head: Head) -> Result<(), Broken> {
+        let num = self.noted.len() as u16;
+        if num == 0 || num > self.free_count {
+            // A driver that never gives an id twice at a time cannot get here.
+            return Err(Broken::Overcommitted);
+        }
+        let entry = self.free_head;
+        let (mut last, mut free) = (entry, entry);
+        for d in &self.noted {
+            let at = self.entry(free);
+            // SAFETY: inside of the region: the free list has `free_count` entries below the queue size.
+            unsafe {
+                raw::put_u16(at.add(ID_AT), d.mid());
+                raw::put_u16(at.add(FLAGS_AT), d.top());
+                raw::put_u32(at.add(LEN_AT), d.len());
+                raw::put_u64(at.add(ADDR_AT), d.addr);
+            }
+            (last, free) = (free, self.next[free as usize]);
+        }
+        let at = self.entry(entry);
+        // SAFETY: inside of the region.
+        unsafe {
+            raw::put_u16(at.add(LAST_AT), last);
+            raw::put_u16(at.add(NUM_AT), num);
+            raw::put_u64(at.add(COUNTER_AT), self.counter);
+            raw::put_u8(at.add(INFLIGHT_AT), 1);
+        }
+        self.counter = self.counter.wrapping_add(1);
+        self.last[entry as usize] = last;
+        self.num[entry as usize] = num;
+        self.free_count -= num;
+        self.free_head = free;
+        self.entry_of_id[head.id as usize] = entry + 1;
+        // Until here the head entry is in the free list and recovery clears its mark; from here it is in flight.
+        self.store_lists(free);
+        Ok(())
+    }
+
+    /// A request will be in the next batch.
+    #[inline]
+    pub(crate) fn stage(&mut self, id: u16) {
+        if let Some(entry) = std::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) {
+            self.staged.push(entry);
+        }
+    }
+
+    /// Frees the batch's entries for the case that the batch gets through: the used position is to be `used`.
+    pub(crate) fn before_publish(&mut self, used: Pos) {
+        for &entry in &self.staged {
+            let last = self.last[entry as usize];
+            self.next[last as usize] = self.free_head;
+            // SAFETY: inside of the region: both are entries of a request that was taken.
+            unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
+            self.free_head = entry;
+            self.free_count += self.num[entry as usize];
+        }
+        self.store_lists(self.old_free_head);
+        self.store_positions(used, self.used);
+    }
+
+    /// The batch is through.
+    pub(crate) fn after_publish(&mut self, used: Pos) {
+        for &entry in &self.staged {
+            // SAFETY: inside of the region.
+            unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
+        }
+        self.staged.clear();
+        self.used = used;
+        self.store_lists(self.free_head);
+        self.store_positions(used, used);
+    }
+
+    /// Hands out the descriptors of a request in flight, in order.
+    pub(crate) fn each_desc(&self, replay: &Replay, mut f: impl FnMut(RawDesc)) -> Result<(), Broken> {
+        let broken = Broken::Inflight { entry: replay.entry };
+        let mut index = replay.entry;
+        for _ in 0..replay.head.descs {
+            if index >= self.queue_size {
+                return Err(broken);
+            }
+            let at = self.entry(index);
+            // SAFETY: inside of the region.
+            f(unsafe {
+                let id_flags = u64::from(raw::get_u32(at.add(ID_AT)));
+                RawDesc {
+                    addr: raw::get_u64(at.add(ADDR_AT)),
+                    word: u64::from(raw::get_u32(at.add(LEN_AT))) | id_flags << 32,
+                }
+            });
+            index = self.next[index as usize];
+        }
+        Ok(())
+    }
+}
+
+/// The flags of a slot.
+///
+/// # Safety
+/// As [`PackedTrack::recover`]; the slot is below the ring's size.
+unsafe fn slot_flags(desc: *mut u8, at: Pos) -> u16 {
+    // SAFETY: the caller's.
+    unsafe { raw::load_u16(desc.add(at.slot as usize * DESC_LEN + 14), Ordering::Acquire) }
+}
+
+/// Turns used descriptors that were written and never published back into available ones. They lie between the used
+/// and the available position, where the driver has not looked yet.
+///
+/// # Safety
+/// As [`PackedTrack::recover`]; `from` lies in the ring.
+unsafe fn unuse(desc: *mut u8, size: u16, from: Pos, count: u16) {
+    const TURN: u16 = DESC_F_AVAIL | DESC_F_USED;
+    let mut at = from;
+    for _ in 0..count {
+        // SAFETY: `advance` keeps the slot below the size; the rest is the caller's promise.
+        unsafe {
+            let flags = slot_flags(desc, at);
+            if flags & TURN == at.used_flags() {
+                let flags = flags & !TURN | at.avail_flags();
+                raw::put_u16(desc.add(at.slot as usize * DESC_LEN + 14), flags);
+            }
+        }
+        at = at.advance(1, size);
+    }
+}

@@ -1,0 +1,72 @@
+//! The dirty page log that a front-end shares while it migrates the guest (vhost-user, "Migration").
+//!
+//! Marked by queues on any worker at any time, read and cleared by the front-end: every mark is an atomic OR.
+//! A mark comes after the store that it stands for: the reader clears a bit and then copies the page, so that a
+//! mark that came first could be cleared with the page still old.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering, fence};
+
+/// Bytes of guest memory that one bit stands for (`VHOST_LOG_PAGE`).
+pub const LOG_PAGE_SIZE: u64 = 4096;
+
+/// One bit a page of guest-physical memory, from address 0 up; least significant bit first.
+pub struct DirtyLog {
+    base: *mut u8,
+    size: usize,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the log is only touched by atomic operations, and what keeps it mapped is Send + Sync.
+unsafe impl Send for DirtyLog {}
+// SAFETY: as for Send.
+unsafe impl Sync for DirtyLog {}
+
+impl fmt::Debug for DirtyLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DirtyLog").field("base", &self.base).field("size", &self.size).finish_non_exhaustive()
+    }
+}
+
+impl DirtyLog {
+    /// A log of `size` bytes at `base`.
+    ///
+    /// # Safety
+    /// `base..base + size` stays mapped for reading and writing for as long as `keep` lives, and all who write
+    /// there at the same time do so atomically.
+    pub unsafe fn new(base: *mut u8, size: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { base, size, _keep: keep }
+    }
+
+    /// Marks every page that has a byte in the range. Pages past the end of the log are ignored.
+    pub fn mark(&self, guest_addr: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        let pages = (self.size as u64).saturating_mul(8);
+        let first = guest_addr / LOG_PAGE_SIZE;
+        let last = guest_addr.saturating_add(len - 1) / LOG_PAGE_SIZE;
+        if first >= pages {
+            return;
+        }
+        // The stores that are logged come before the bit, also for a reader on a weakly ordered machine.
+        fence(Ordering::Release);
+        let mut page = first;
+        let end = last.min(pages - 1) + 1;
+        while page < end {
+            // All bits of one byte at once.
+            let in_byte = (8 - page % 8).min(end - page);
+            let mask = ((1u16 << in_byte) - 1) << (page % 8);
+            // SAFETY: `page` is below `pages`, so its byte is below `size`; the mapping is `new`'s caller's.
+            let byte = unsafe { AtomicU8::from_ptr(self.base.add((page / 8) as usize)) };
+            // Not read first: a bit that is set may be cleared by the reader before our store is seen.
+            byte.fetch_or(mask as u8, Ordering::Release);
+            page += in_byte;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,242 @@
+//! Guest memory: a flat, sorted, immutable table of regions and the ways from one address space to another.
+//!
+//! Built by the frontend whenever the memory table changes; shared as `Arc<GuestMemory>`, read by every worker
+//! without a lock. It maps nothing: the owner of a mapping rides along in [`Region::keep`].
+//! What must never happen: a pointer handed out for a range that is not wholly inside the regions.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// Regions at most: what the kernel's vhost accepts by default (`max_mem_regions`) with room for QEMU's own.
+pub const MAX_REGIONS: usize = 509;
+
+/// One piece of guest memory that is mapped here.
+#[derive(Clone)]
+pub struct Region {
+    /// Guest-physical address of the first byte.
+    pub guest_addr: u64,
+    /// The front-end's virtual address of the first byte.
+    pub user_addr: u64,
+    /// Length in bytes; not zero.
+    pub size: u64,
+    /// Where `guest_addr` lies in this process.
+    pub host: *mut u8,
+    /// Owner of the mapping; dropped with the table.
+    pub keep: Arc<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region")
+            .field("guest_addr", &format_args!("{:#x}", self.guest_addr))
+            .field("user_addr", &format_args!("{:#x}", self.user_addr))
+            .field("size", &format_args!("{:#x}", self.size))
+            .field("host", &self.host)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Why a table was refused, or a range is not guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemError {
+    /// A region has no bytes.
+    #[error("the region at guest address {guest_addr:#x} is empty")]
+    Empty {
+        /// First byte of the region.
+        guest_addr: u64,
+    },
+    /// A region ends past the end of an address space.
+    #[error("the region at guest address {guest_addr:#x} runs past the end of an address space")]
+    Overflow {
+        /// First byte of the region.
+        guest_addr: u64,
+    },
+    /// Two regions share guest addresses.
+    #[error("two regions overlap at guest address {guest_addr:#x}")]
+    Overlap {
+        /// First byte of the later one.
+        guest_addr: u64,
+    },
+    /// More regions than [`MAX_REGIONS`].
+    #[error("{0} regions, the table holds {MAX_REGIONS}")]
+    TooMany(usize),
+    /// A range is not, or not wholly, inside the regions.
+    #[error("guest range {guest_addr:#x}, {len} bytes, is outside of guest memory")]
+    Outside {
+        /// First byte of the range.
+        guest_addr: u64,
+        /// Length of the range in bytes.
+        len: u64,
+    },
+}
+
+/// Which region was hit last: one a queue, so that a queue's neighbouring buffers translate in a few instructions.
+/// A stale value is harmless.
+#[derive(Default, Clone, Copy, Debug)]
+pub struct Hit(usize);
+
+/// What a translation needs to know of a region; one cache line holds two.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Flat {
+    guest: u64,
+    size: u64,
+    host: *mut u8,
+}
+
+impl Flat {
+    /// Contains nothing, not even a range of no bytes.
+    pub(crate) const NONE: Flat = Flat { guest: 0, size: 0, host: std::ptr::null_mut() };
+
+    /// The host address of the whole range, if it is in here.
+    #[inline(always)]
+    pub(crate) fn find(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
+        let offset = guest_addr.wrapping_sub(self.guest);
+        if offset < self.size && len <= self.size - offset {
+            // SAFETY: `offset` is inside of the region, whose mapping `GuestMemory::new`'s caller answers for.
+            Some(unsafe { self.host.add(offset as usize) })
+        } else {
+            None
+        }
+    }
+}
+
+/// An immutable snapshot of the guest's memory, sorted by guest address.
+#[derive(Debug)]
+pub struct GuestMemory {
+    flat: Vec<Flat>,
+    regions: Vec<Region>,
+}
+
+// SAFETY: the pointers are only handed out, never followed here, and `keep`, which owns what they point to, is
+// itself Send + Sync. The table does not change after it was made.
+unsafe impl Send for GuestMemory {}
+// SAFETY: as for Send.
+unsafe impl Sync for GuestMemory {}
+
+impl GuestMemory {
+    /// Makes a table of `regions`, in any order.
+    ///
+    /// # Errors
+    /// A region that is empty, overlaps another one or runs past an address space; more than [`MAX_REGIONS`].
+    ///
+    /// # Safety
+    /// Each region's `host..host + size` stays mapped for reading and writing for as long as its `keep` lives.
+    pub unsafe fn new(mut regions: Vec<Region>) -> Result<Self, MemError> {
+        if regions.len() > MAX_REGIONS {
+            return Err(MemError::TooMany(regions.len()));
+        }
+        regions.sort_by_key(|r| r.guest_addr);
+        let mut end = 0u64;
+        for r in &regions {
+            let guest_addr = r.guest_addr;
+            if r.size == 0 {
+                return Err(MemError::Empty { guest_addr });
+            }
+            let overflow = MemError::Overflow { guest_addr };
+            if isize::try_from(r.size).is_err()
+                || r.user_addr.checked_add(r.size).is_none()
+                || (r.host.addr() as u64).checked_add(r.size).is_none()
+            {
+                return Err(overflow);
+            }
+            if guest_addr < end {
+                return Err(MemError::Overlap { guest_addr });
+            }
+            end = guest_addr.checked_add(r.size).ok_or(overflow)?;
+        }
+        let flat = regions.iter().map(|r| Flat { guest: r.guest_addr, size: r.size, host: r.host }).collect();
+        Ok(Self { flat, regions })
+    }
+
+    /// A guest without memory: nothing translates.
+    pub fn empty() -> Self {
+        Self { flat: Vec::new(), regions: Vec::new() }
+    }
+
+    /// The regions, sorted by guest address.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// The host address of a range that lies whole inside one region. A range of no bytes must still start inside.
+    #[inline]
+    pub fn translate(&self, hit: &mut Hit, guest_addr: u64, len: u64) -> Option<*mut u8> {
+        if let Some(ptr) = self.window(*hit).find(guest_addr, len) {
+            return Some(ptr);
+        }
+        self.lookup(hit, guest_addr)?.find(guest_addr, len)
+    }
+
+    /// The region that `hit` stands for; an empty one if there is none.
+    #[inline(always)]
+    pub(crate) fn window(&self, hit: Hit) -> Flat {
+        self.flat.get(hit.0).copied().unwrap_or(Flat::NONE)
+    }
+
+    /// The region around `guest_addr`; remembers it.
+    #[cold]
+    pub(crate) fn lookup(&self, hit: &mut Hit, guest_addr: u64) -> Option<Flat> {
+        let index = self.flat.partition_point(|f| f.guest <= guest_addr).checked_sub(1)?;
+        let flat = self.flat[index];
+        flat.find(guest_addr, 0)?;
+        *hit = Hit(index);
+        Some(flat)
+    }
+
+    /// Hands out a range that may run over adjoining regions, piece by piece and in order. A range of no bytes has
+    /// no pieces.
+    ///
+    /// # Errors
+    /// Some byte is outside; pieces that were handed out by then are to be ignored.
+    pub fn translate_each(
+        &self,
+        hit: &mut Hit,
+        guest_addr: u64,
+        len: u64,
+        mut f: impl FnMut(*mut u8, usize),
+    ) -> Result<(), MemError> {
+        let outside = MemError::Outside { guest_addr, len };
+        guest_addr.checked_add(len).ok_or(outside)?;
+        let (mut at, mut left) = (guest_addr, len);
+        while left > 0 {
+            let mut flat = self.window(*hit);
+            if flat.find(at, 0).is_none() {
+                flat = self.lookup(hit, at).ok_or(outside)?;
+            }
+            let ptr = flat.find(at, 0).ok_or(outside)?;
+            let piece = left.min(flat.size - (at - flat.guest));
+            f(ptr, piece as usize);
+            at += piece;
+            left -= piece;
+        }
+        Ok(())
+    }
+
+    /// The host address of a range of the front-end's virtual addresses, whole inside one region.
+    pub fn user_to_host(&self, user_addr: u64, len: u64) -> Option<*mut u8> {
+        self.regions
+            .iter()
+            .find_map(|r| Flat { guest: r.user_addr, size: r.size, host: r.host }.find(user_addr, len))
+    }
+
+    /// The guest address of one of the front-end's virtual addresses.
+    pub fn user_to_guest(&self, user_addr: u64) -> Option<u64> {
+        self.regions.iter().find_map(|r| {
+            let offset = user_addr.checked_sub(r.user_addr)?;
+            (offset < r.size).then(|| r.guest_addr + offset)
+        })
+    }
+
+    /// The guest address of a byte at `host` in this process.
+    pub fn host_to_guest(&self, host: *const u8) -> Option<u64> {
+        self.regions.iter().find_map(|r| {
+            let offset = (host.addr() as u64).checked_sub(r.host.addr() as u64)?;
+            (offset < r.size).then(|| r.guest_addr + offset)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

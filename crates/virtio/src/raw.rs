@@ -1,0 +1,94 @@
+//! Accesses to memory that another party writes at the same time: the guest, or the process that survives us.
+//!
+//! Called by the rings, the in-flight region and the drivers, on the thread that owns the queue. Every access is
+//! volatile or atomic, so that the compiler neither repeats, nor invents, nor reorders it against its like.
+//! Alignment is the caller's: ring areas are checked when a ring is made, tables of the guest when they are met.
+
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+macro_rules! accessors {
+    ($($int:ty, $atomic:ty, $get:ident, $put:ident, $load:ident, $store:ident;)*) => { $(
+        /// One plain volatile load.
+        ///
+        /// # Safety
+        /// `ptr` is readable and aligned.
+        #[inline(always)]
+        #[allow(dead_code, reason = "one family for all widths")]
+        pub(crate) unsafe fn $get(ptr: *const u8) -> $int {
+            // SAFETY: the caller's.
+            unsafe { ptr.cast::<$int>().read_volatile() }
+        }
+
+        /// One plain volatile store.
+        ///
+        /// # Safety
+        /// `ptr` is writable and aligned.
+        #[inline(always)]
+        #[allow(dead_code, reason = "one family for all widths")]
+        pub(crate) unsafe fn $put(ptr: *mut u8, value: $int) {
+            // SAFETY: the caller's.
+            unsafe { ptr.cast::<$int>().write_volatile(value) }
+            crash_point();
+        }
+
+        /// One atomic load.
+        ///
+        /// # Safety
+        /// `ptr` is readable, writable and aligned.
+        #[inline(always)]
+        #[allow(dead_code, reason = "one family for all widths")]
+        pub(crate) unsafe fn $load(ptr: *mut u8, order: Ordering) -> $int {
+            // SAFETY: the caller's.
+            unsafe { <$atomic>::from_ptr(ptr.cast()) }.load(order)
+        }
+
+        /// One atomic store.
+        ///
+        /// # Safety
+        /// `ptr` is writable and aligned.
+        #[inline(always)]
+        #[allow(dead_code, reason = "one family for all widths")]
+        pub(crate) unsafe fn $store(ptr: *mut u8, value: $int, order: Ordering) {
+            // SAFETY: the caller's.
+            unsafe { <$atomic>::from_ptr(ptr.cast()) }.store(value, order);
+            crash_point();
+        }
+    )* };
+}
+
+accessors! {
+    u16, AtomicU16, get_u16, put_u16, load_u16, store_u16;
+    u32, AtomicU32, get_u32, put_u32, load_u32, store_u32;
+    u64, AtomicU64, get_u64, put_u64, load_u64, store_u64;
+}
+
+/// One volatile store of a byte.
+///
+/// # Safety
+/// `ptr` is writable.
+#[inline(always)]
+pub(crate) unsafe fn put_u8(ptr: *mut u8, value: u8) {
+    // SAFETY: the caller's.
+    unsafe { ptr.write_volatile(value) }
+    crash_point();
+}
+
+/// Copies `dst.len()` bytes out of foreign memory, each read once, whatever the alignment.
+///
+/// # Safety
+/// `src` is readable for `dst.len()` bytes.
+#[inline]
+pub(crate) unsafe fn copy_out(src: *const u8, dst: &mut [u8]) {
+    for (i, byte) in dst.iter_mut().enumerate() {
+        // SAFETY: `i` is below the length that the caller answers for.
+        *byte = unsafe { src.add(i).read_volatile() };
+    }
+}
+
+/// In tests: the process may die here, right after a store.
+#[cfg(not(test))]
+#[inline(always)]
+fn crash_point() {}
+
+#[cfg(test)]
+use crate::testing::crash_point;

@@ -1,0 +1,401 @@
+//! Packed virtqueues, device side (Virtio 1.3, 2.8).
+//!
+//! Called by the queue's worker. Driver and device write the same descriptor ring; the flags `AVAIL` and `USED` against
+//! a wrap counter say whose turn a slot is. Used descriptors go where the next unused slot is, and skip as many slots as
+//! their chain had.
+
+use std::sync::atomic::{Ordering, fence};
+
+use crate::inflight::{Inflight, InflightError, PackedTrack, Replay};
+use crate::mem::GuestMemory;
+use crate::raw;
+
+use super::chain::{Gather, RawDesc, Walker};
+use super::{
+    Broken, Chain, ChainFault, DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE,
+    DESC_LEN, Head, RingAddrs, RingError, RingFeatures, UsedLog, need_event,
+};
+
+/// Event suppression flags (2.8.10): notify always, never, or at one descriptor.
+pub(crate) const EVENT_ENABLE: u16 = 0;
+/// Never.
+pub(crate) const EVENT_DISABLE: u16 = 1;
+/// At the descriptor that the structure names; only with `VIRTIO_RING_F_EVENT_IDX`.
+pub(crate) const EVENT_DESC: u16 = 2;
+
+/// Offset of `len`, `id` and `flags`, 8 bytes, in a descriptor.
+const WORD: usize = 8;
+/// Offset of `flags` in a descriptor.
+const FLAGS: usize = 14;
+
+/// A position on a packed ring: a slot, and the wrap counter of the lap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pos {
+    pub(crate) slot: u16,
+    pub(crate) wrap: bool,
+}
+
+impl Pos {
+    /// From `slot | wrap << 15`.
+    pub(crate) const fn from_bits(bits: u16) -> Self {
+        Self { slot: bits & 0x7fff, wrap: bits >> 15 != 0 }
+    }
+
+    /// As `slot | wrap << 15`.
+    #[inline(always)]
+    pub(crate) const fn to_bits(self) -> u16 {
+        self.slot | (self.wrap as u16) << 15
+    }
+
+    /// `count` slots further, at most one lap.
+    #[inline(always)]
+    #[must_use]
+    pub(crate) const fn advance(self, count: u16, size: u16) -> Self {
+        let slot = self.slot + count;
+        if slot >= size { Self { slot: slot - size, wrap: !self.wrap } } else { Self { slot, ..self } }
+    }
+
+    /// Slots from here to `to`, which is at most one lap ahead.
+    const fn distance(self, to: Self, size: u16) -> u16 {
+        if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { size - self.slot + to.slot }
+    }
+
+    /// The `AVAIL` and `USED` flags of a slot that is used in this lap.
+    #[inline(always)]
+    pub(crate) const fn used_flags(self) -> u16 {
+        if self.wrap { DESC_F_AVAIL | DESC_F_USED } else { 0 }
+    }
+
+    /// The `AVAIL` and `USED` flags of a slot that was made available in this lap.
+    #[inline(always)]
+    pub(crate) const fn avail_flags(self) -> u16 {
+        if self.wrap { DESC_F_AVAIL } else { DESC_F_USED }
+    }
+}
+
+/// The device side of a packed virtqueue.
+#[derive(Debug)]
+pub struct PackedRing {
+    addrs: RingAddrs,
+    size: u16,
+    event_idx: bool,
+    /// Where the next chain starts.
+    avail: Pos,
+    /// Where the next used descriptor goes.
+    used: Pos,
+    /// Where the first staged used descriptor is; equal to `used` if nothing is staged.
+    published: Pos,
+    /// Flags of the first staged descriptor: written last of all.
+    first_flags: u16,
+    /// Slots that are staged.
+    staged: u16,
+    /// Slots that were taken and not yet pushed. A driver can make slots available over and over; with this the
+    /// positions cannot overtake each other.
+    taken: u16,
+    /// Notify with the next publish, whatever the driver says.
+    notify_due: bool,
+    walker: Walker,
+    inflight: Option<Box<PackedTrack>>,
+    log: Option<UsedLog>,
+}
+
+// SAFETY: the addresses are the ring's alone on the device side (`DeviceRing::new`), on whichever thread it is.
+unsafe impl Send for PackedRing {}
+
+impl PackedRing {
+    /// # Safety
+    /// As [`super::DeviceRing::new`], which also checked size and alignment.
+    pub(super) unsafe fn new(
+        size: u16,
+        features: RingFeatures,
+        addrs: RingAddrs,
+        base: u32,
+    ) -> Result<Self, RingError> {
+        let mut avail = Pos::from_bits(base as u16);
+        // SAFETY: the slot is below the size, the descriptor ring mapped and aligned by the caller's promise.
+        let written = |slot: u16| unsafe {
+            let flags = addrs.desc.add(slot as usize * DESC_LEN + FLAGS);
+            raw::load_u16(flags, Ordering::Relaxed) & DESC_F_USED != 0
+        };
+        // In the lap of wrap counter 0 at slot 0, some slot must have been used in the lap before.
+        if base == 0 && !(0..size).any(written) {
+            avail.wrap = true;
+        }
+        let used = if base >> 16 == 0 { avail } else { Pos::from_bits((base >> 16) as u16) };
+        let taken = used.distance(avail, size);
+        if avail.slot >= size || used.slot >= size || taken > size {
+            return Err(RingError::Base(base));
+        }
+        Ok(Self {
+            addrs,
+            size,
+            event_idx: features.event_idx,
+            avail,
+            used,
+            published: used,
+            first_flags: 0,
+            staged: 0,
+            taken,
+            notify_due: false,
+            walker: Walker::new(features.indirect),
+            inflight: None,
+            log: None,
+        })
+    }
+
+    #[inline(always)]
+    pub(super) fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// The descriptor at a slot.
+    #[inline(always)]
+    fn slot(&self, slot: u16) -> *mut u8 {
+        debug_assert!(slot < self.size);
+        // SAFETY: positions stay below the size (`Pos::advance`), so this is inside of the descriptor ring.
+        unsafe { self.addrs.desc.add(slot as usize * DESC_LEN) }
+    }
+
+    /// Length, id and flags of the slot where the next chain starts, if the driver gave it to us.
+    #[inline(always)]
+    fn load_avail(&self) -> Option<u64> {
+        // One load for the three fields: a single-copy atomic access cannot see the flags, which the driver stores
+        // last, without the rest. Acquire: nor can later loads miss the address and the chain's other descriptors.
+        // SAFETY: the descriptor ring stays mapped and is aligned to 16 (`DeviceRing::new`).
+        let word = unsafe { raw::load_u64(self.slot(self.avail.slot).add(WORD), Ordering::Acquire) };
+        let turn = (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED);
+        (turn == self.avail.avail_flags()).then_some(word)
+    }
+
+    #[inline]
+    pub(super) fn has_avail(&self) -> bool {
+        self.taken < self.size && self.load_avail().is_some()
+    }
+
+    #[inline]
+    pub(super) fn pop(&mut self, mem: &GuestMemory, chain: &mut Chain) -> Result<bool, Broken> {
+        if self.taken >= self.size {
+            return Ok(false);
+        }
+        let Some(word) = self.load_avail() else { return Ok(false) };
+        match self.inflight {
+            None => self.take::<false>(mem, chain, word)?,
+            Some(_) => self.take::<true>(mem, chain, word)?,
+        }
+        Ok(true)
+    }
+
+    /// Walks the chain at the available position, whose first descriptor's `word` was read already.
+    #[inline(always)]
+    fn take<const TRACK: bool>(
+        &mut self,
+        mem: &GuestMemory,
+        chain: &mut Chain,
+        word: u64,
+    ) -> Result<(), Broken> {
+        let limit = self.size - self.taken;
+        let (desc, size) = (self.addrs.desc, self.size);
+        let mut gather = Gather::new(&mut self.walker, mem, chain);
+        if TRACK && let Some(track) = &mut self.inflight {
+            track.begin();
+        }
+        let mut pos = self.avail;
+        let mut descs = 0u16;
+        // SAFETY: the available position is below the size; the ring stays mapped and aligned.
+        let addr = unsafe { raw::get_u64(desc.add(pos.slot as usize * DESC_LEN)) };
+        let mut d = RawDesc { addr, word };
+        loop {
+            descs += 1;
+            pos = pos.advance(1, size);
+            if TRACK && let Some(track) = &mut self.inflight {
+                track.note(d);
+            }
+            add(&mut gather, d);
+            if d.top() & DESC_F_NEXT == 0 {
+                break;
+            }
+            if descs == limit {
+                // The chain's end, and with it the buffer id and the next chain, cannot be known.
+                return Err(Broken::Endless { slot: self.avail.slot });
+            }
+            // SAFETY: `advance` keeps the slot below the size. The acquire in `load_avail` orders this load: a driver
+            // gives a chain by its first descriptor's flags, so the flags of the others need no look.
+            d = unsafe { RawDesc::read(desc.add(pos.slot as usize * DESC_LEN)) };
+        }
+        chain.head = Head { id: d.mid(), descs };
+        if TRACK && let Some(track) = &mut self.inflight {
+            track.take(chain.head)?;
+        }
+        self.avail = pos;
+        self.taken += descs;
+        Ok(())
+    }
+
+    #[inline]
+    pub(super) fn push(&mut self, head: Head, written: u32) {
+        let write = if written != 0 { DESC_F_WRITE } else { 0 };
+        let flags = self.used.used_flags() | write;
+        let slot = self.slot(self.used.slot);
+        // SAFETY: inside of the descriptor ring; slots from the used to the available position are ours to write.
+        unsafe {
+            // The address stays: a driver does not look at it. Length and id as one word, without the flags.
+            raw::put_u32(slot.add(WORD), written);
+            raw::put_u16(slot.add(WORD + 4), head.id);
+            if self.staged == 0 {
+                self.first_flags = flags;
+            } else {
+                // The driver looks at used descriptors in order, and the first of the batch still stops it.
+                raw::put_u16(slot.add(FLAGS), flags);
+            }
+        }
+        // A chain of no or too many slots does not come from `pop`.
+        let descs = head.descs.clamp(1, self.size);
+        self.used = self.used.advance(descs, self.size);
+        self.staged = self.staged.saturating_add(descs);
+        self.taken = self.taken.saturating_sub(descs);
+        if let Some(track) = &mut self.inflight {
+            track.stage(head.id);
+        }
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        if self.staged == 0 {
+            return false;
+        }
+        let (old, new, staged) = (self.published, self.used, std::mem::take(&mut self.staged));
+        if let Some(track) = &mut self.inflight {
+            track.before_publish(new);
+        }
+        // Release: the batch's other descriptors, this one's length and id, and what the device wrote to the buffers,
+        // are seen before the flags that the driver waits for.
+        // SAFETY: inside of the descriptor ring, which is aligned to 16.
+        unsafe { raw::store_u16(self.slot(old.slot).add(FLAGS), self.first_flags, Ordering::Release) };
+        self.published = new;
+        // A full barrier between the flags and the driver's event suppression structure: the driver stores the latter
+        // and then looks at the flags again, so one of the two sees the other (2.8.10).
+        fence(Ordering::SeqCst);
+        if self.inflight.is_some() || self.log.is_some() {
+            self.after_publish(old, staged, new);
+        }
+        let due = std::mem::take(&mut self.notify_due);
+        due | self.wants_notification(staged, new)
+    }
+
+    /// What only a tracked or logged queue does.
+    #[cold]
+    fn after_publish(&mut self, old: Pos, staged: u16, new: Pos) {
+        if let Some(track) = &mut self.inflight {
+            track.after_publish(new);
+        }
+        if let Some(UsedLog { log, desc_addr, .. }) = &self.log {
+            // The slots between used descriptors were not written; marking them too costs nothing.
+            let count = usize::from(staged.min(self.size));
+            let to_end = count.min((self.size - old.slot) as usize);
+            let at = |slot: usize| desc_addr.wrapping_add((DESC_LEN * slot) as u64);
+            log.mark(at(old.slot as usize), (DESC_LEN * to_end) as u64);
+            log.mark(at(0), (DESC_LEN * (count - to_end)) as u64);
+        }
+    }
+
+    #[inline(always)]
+    fn wants_notification(&self, staged: u16, new: Pos) -> bool {
+        // Position and flags in one load, so that they belong together.
+        // SAFETY: the driver's event suppression structure stays mapped and is aligned to 4.
+        let event = unsafe { raw::load_u32(self.addrs.driver, Ordering::Relaxed) };
+        match (event >> 16) as u16 & 3 {
+            EVENT_DISABLE => false,
+            EVENT_DESC if self.event_idx => {
+                let at = Pos::from_bits(event as u16);
+                // On the scale of this lap, a slot of the lap before is one ring less.
+                let slot = if at.wrap == new.wrap { at.slot } else { at.slot.wrapping_sub(self.size) };
+                need_event(slot, new.slot, new.slot.wrapping_sub(staged))
+            }
+            _ => true,
+        }
+    }
+
+    #[inline]
+    pub(super) fn disable_kick(&mut self) {
+        self.set_event(0, EVENT_DISABLE);
+    }
+
+    #[inline]
+    pub(super) fn enable_kick(&mut self) -> bool {
+        if self.event_idx {
+            self.set_event(self.avail.to_bits(), EVENT_DESC);
+        } else {
+            self.set_event(0, EVENT_ENABLE);
+        }
+        // A full barrier between the request for a kick and the look at the ring; the driver has its like between its
+        // flags and the look at our request.
+        fence(Ordering::SeqCst);
+        self.has_avail()
+    }
+
+    /// Writes the device's event suppression structure, both halves at once.
+    #[inline]
+    fn set_event(&mut self, at: u16, flags: u16) {
+        // SAFETY: the structure stays mapped and is aligned to 4.
+        unsafe {
+            raw::store_u32(self.addrs.device, u32::from(at) | u32::from(flags) << 16, Ordering::Relaxed)
+        };
+        if let Some(UsedLog { log, device_addr, .. }) = &self.log {
+            log.mark(*device_addr, 4);
+        }
+    }
+
+    pub(super) fn base(&self) -> u32 {
+        u32::from(self.avail.to_bits()) | u32::from(self.published.to_bits()) << 16
+    }
+
+    pub(super) fn used_index(&self) -> u16 {
+        self.published.to_bits()
+    }
+
+    pub(super) fn set_used_log(&mut self, log: Option<UsedLog>) {
+        self.log = log;
+    }
+
+    pub(super) fn set_inflight(&mut self, inflight: Inflight) -> Result<Vec<Replay>, InflightError> {
+        // SAFETY: the descriptor ring has `size` slots, stays mapped and is ours (`DeviceRing::new`).
+        let recovered =
+            unsafe { PackedTrack::recover(inflight, self.size, self.addrs.desc, self.published)? };
+        self.used = recovered.used;
+        self.published = recovered.used;
+        self.taken = recovered.taken;
+        self.avail = recovered.used.advance(recovered.taken, self.size);
+        self.staged = 0;
+        self.notify_due = true;
+        self.inflight = Some(Box::new(recovered.track));
+        Ok(recovered.replays)
+    }
+
+    pub(super) fn replay(
+        &mut self,
+        mem: &GuestMemory,
+        replay: &Replay,
+        chain: &mut Chain,
+    ) -> Result<(), Broken> {
+        let mut gather = Gather::new(&mut self.walker, mem, chain);
+        if let Some(track) = &self.inflight {
+            track.each_desc(replay, |d| add(&mut gather, d))?;
+        }
+        chain.head = replay.head();
+        Ok(())
+    }
+}
+
+/// Adds one descriptor of the ring to a chain.
+#[inline(always)]
+fn add(gather: &mut Gather<'_>, d: RawDesc) {
+    let flags = d.top();
+    if flags & DESC_F_INDIRECT == 0 {
+        gather.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
+    } else {
+        gather.indirect_packed(d.addr, d.len());
+        if flags & DESC_F_NEXT != 0 {
+            gather.fault(ChainFault::Indirect);
+        }
+    }
+}

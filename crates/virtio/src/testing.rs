@@ -1,0 +1,3 @@
+//! Help for this crate's tests.
+
+pub(crate) fn crash_point() {}

@@ -1,0 +1,270 @@
+//! A request as a backend sees it.
+//!
+//! Lives in a queue's slot, on the worker's thread. The queue fills it in; the backend uses up its segments and keeps
+//! its own progress in it. What must never happen: an [`Io`] moved or dropped while an operation of its is under way,
+//! for the kernel holds addresses inside it.
+
+use libc::iovec;
+
+use super::Op;
+use super::bounce::AlignedBuf;
+
+/// Segments kept without a heap allocation: what most requests have.
+const INLINE_SEGMENTS: usize = 2;
+
+/// The data segments of a request: host addresses of guest memory.
+///
+/// The backend takes segments off the front as bytes are transferred: after a request nothing is left of them but,
+/// for the next one, the room.
+pub struct IoVecs {
+    inline: [iovec; INLINE_SEGMENTS],
+    /// All segments, once there are more than fit in `inline`; its capacity is kept from request to request.
+    spill: Vec<iovec>,
+    /// Segments pushed.
+    count: usize,
+    /// Segments used up; the one after them may have been cut at its front.
+    first: usize,
+    left_bytes: u64,
+}
+
+// SAFETY: the addresses are only followed between `DiskHandle::start` and the end of the request, by the thread that
+// the queue is attached to; who pushes them (`push`'s contract) keeps them valid on whichever thread that is.
+unsafe impl Send for IoVecs {}
+
+impl Default for IoVecs {
+    fn default() -> Self {
+        Self { inline: [NO_SEGMENT; INLINE_SEGMENTS], spill: Vec::new(), count: 0, first: 0, left_bytes: 0 }
+    }
+}
+
+const NO_SEGMENT: iovec = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+
+impl IoVecs {
+    /// Adds a segment of `len` bytes at `ptr`; an empty one is left out.
+    ///
+    /// # Safety
+    /// From `DiskHandle::start` until the request is [`Step::Done`](super::Step::Done), `ptr..ptr + len` is mapped
+    /// and may be written (for a read) or read (for a write) by us and by the kernel. The memory may be changed by
+    /// others meanwhile: it is only ever copied as bytes or handed to the kernel. And the [`Io`] that these segments
+    /// belong to neither moves nor is dropped in that time.
+    #[inline]
+    pub unsafe fn push(&mut self, ptr: *mut u8, len: usize) {
+        if len == 0 {
+            return;
+        }
+        let segment = iovec { iov_base: ptr.cast(), iov_len: len };
+        if self.count < INLINE_SEGMENTS {
+            self.inline[self.count] = segment;
+        } else {
+            if self.count == INLINE_SEGMENTS {
+                self.spill.clear();
+                self.spill.extend_from_slice(&self.inline);
+            }
+            self.spill.push(segment);
+        }
+        self.count += 1;
+        self.left_bytes += len as u64;
+    }
+
+    /// Forgets all segments and keeps the room.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.count = 0;
+        self.first = 0;
+        self.left_bytes = 0;
+    }
+
+    /// Bytes that the segments still name.
+    #[inline]
+    pub fn left_bytes(&self) -> u64 {
+        self.left_bytes
+    }
+
+    /// The segments that are left.
+    #[inline]
+    pub(super) fn left(&self) -> &[iovec] {
+        if self.count <= INLINE_SEGMENTS {
+            &self.inline[self.first..self.count]
+        } else {
+            &self.spill[self.first..]
+        }
+    }
+
+    /// Whether every segment begins on a multiple of `base_mask + 1` and is a multiple of `len_mask + 1` long.
+    #[inline]
+    pub(super) fn aligned(&self, base_mask: usize, len_mask: usize) -> bool {
+        self.left().iter().all(|s| (s.iov_base.addr() & base_mask) | (s.iov_len & len_mask) == 0)
+    }
+
+    /// Uses up `n` bytes, which must be there.
+    #[inline]
+    pub(super) fn advance(&mut self, mut n: u64) {
+        debug_assert!(n <= self.left_bytes);
+        self.left_bytes -= n;
+        let segments =
+            if self.count <= INLINE_SEGMENTS { &mut self.inline[..self.count] } else { &mut self.spill[..] };
+        while n > 0 {
+            let s = &mut segments[self.first];
+            if n < s.iov_len as u64 {
+                s.iov_base = s.iov_base.wrapping_byte_add(n as usize);
+                s.iov_len -= n as usize;
+                return;
+            }
+            n -= s.iov_len as u64;
+            self.first += 1;
+        }
+    }
+
+    /// Calls `f` with address and length of what makes up the first `n` bytes left, and with their offset among them.
+    #[inline]
+    fn for_first(&self, n: u64, mut f: impl FnMut(*mut u8, usize, usize)) {
+        debug_assert!(n <= self.left_bytes);
+        let mut at = 0;
+        for s in self.left() {
+            let len = (n - at).min(s.iov_len as u64);
+            if len == 0 {
+                return;
+            }
+            f(s.iov_base.cast(), len as usize, at as usize);
+            at += len;
+        }
+    }
+
+    /// Copies the first `n` bytes left to `to`.
+    ///
+    /// # Safety
+    /// `to` has room for `n` bytes, which nothing else uses; the segments are valid as `push` was promised.
+    #[inline]
+    pub(super) unsafe fn gather(&self, to: *mut u8, n: u64) {
+        // SAFETY: `for_first` stays within the segments and within n; guest memory may change under the copy,
+        // which then has either of its bytes.
+        self.for_first(n, |ptr, len, at| unsafe { std::ptr::copy(ptr, to.add(at), len) });
+    }
+
+    /// Copies `n` bytes from `from` to the first bytes left.
+    ///
+    /// # Safety
+    /// `from` has `n` bytes; the segments are valid as `push` was promised.
+    #[inline]
+    pub(super) unsafe fn scatter(&self, from: *const u8, n: u64) {
+        // SAFETY: as in `gather`.
+        self.for_first(n, |ptr, len, at| unsafe { std::ptr::copy(from.add(at), ptr, len) });
+    }
+
+    /// Fills all that is left with zeroes and uses it up.
+    ///
+    /// # Safety
+    /// The segments are valid as `push` was promised.
+    pub(super) unsafe fn zero_rest(&mut self) {
+        // SAFETY: as in `gather`.
+        self.for_first(self.left_bytes, |ptr, len, _| unsafe { std::ptr::write_bytes(ptr, 0, len) });
+        self.advance(self.left_bytes);
+    }
+}
+
+/// What the operation under way is, for the one who takes its result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Nothing is under way.
+    #[default]
+    Idle,
+    /// A read or write straight between file and segments.
+    Transfer,
+    /// A read or write by way of the aligned buffer.
+    Bounce,
+    /// The last step: data to stable storage.
+    Sync,
+    /// A discard by the block layer's own command.
+    DiscardCommand,
+    /// A discard by punching a hole.
+    DiscardPunch,
+    /// Zeroes by punching a hole.
+    ZeroPunch,
+    /// Zeroes by FALLOC_FL_ZERO_RANGE.
+    ZeroRange,
+    /// Zeroes written out.
+    ZeroWrite,
+}
+
+/// One request; lives in the queue's slot and does not move while an operation is under way.
+pub struct Io {
+    /// What is asked.
+    pub op: Op,
+    /// Where on the disk, bytes; a multiple of 512. The queue has checked that `offset + len` is within the disk.
+    pub offset: u64,
+    /// How much, bytes; a multiple of 512. For a read or write what the segments add up to ([`Io::push`] counts).
+    pub len: u64,
+    /// A write (or WriteZeroes) is to be on stable storage when it is done.
+    pub fua: bool,
+    /// The segments of a read or write.
+    pub iov: IoVecs,
+
+    /// Bytes done.
+    pub(super) done: u64,
+    pub(super) stage: Stage,
+    /// The operation goes through the descriptor that is not O_DIRECT.
+    pub(super) aside: bool,
+    /// Ways to do it that were tried in vain: bits of `raw::Ways`.
+    pub(super) tried: u8,
+    /// Times in a row that an operation was issued again without having moved anything.
+    pub(super) retries: u8,
+    /// Bytes that the operation under way asks for, where that is not told by the segments.
+    pub(super) asked: u32,
+    pub(super) bounce: Option<AlignedBuf>,
+}
+
+impl Default for Io {
+    fn default() -> Self {
+        Self {
+            op: Op::Flush,
+            offset: 0,
+            len: 0,
+            fua: false,
+            iov: IoVecs::default(),
+            done: 0,
+            stage: Stage::Idle,
+            aside: false,
+            tried: 0,
+            retries: 0,
+            asked: 0,
+            bounce: None,
+        }
+    }
+}
+
+impl Io {
+    /// Makes it a new request, with no segments and of no length.
+    #[inline]
+    pub fn reset(&mut self, op: Op, offset: u64, fua: bool) {
+        debug_assert_eq!(self.stage, Stage::Idle, "a request's slot was reused before its completion");
+        self.op = op;
+        self.offset = offset;
+        self.len = 0;
+        self.fua = fua;
+        self.iov.clear();
+    }
+
+    /// Adds a data segment and counts it into `len`.
+    ///
+    /// # Safety
+    /// That of [`IoVecs::push`].
+    #[inline]
+    pub unsafe fn push(&mut self, ptr: *mut u8, len: usize) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.iov.push(ptr, len) };
+        self.len += len as u64;
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        if self.stage != Stage::Idle {
+            // The kernel may still write to the buffer: losing it is the lesser evil.
+            std::mem::forget(self.bounce.take());
+            debug_assert!(std::thread::panicking(), "a request was dropped before its completion");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+use super::*;
+
+/// Pushes parts of `memory`.
+fn segments(memory: &mut [u8], parts: &[(usize, usize)]) -> IoVecs {
+    let mut iov = IoVecs::default();
+    for &(at, len) in parts {
+        assert!(at + len <= memory.len());
+        // SAFETY: within `memory`, which outlives the segments in each test.
+        unsafe { iov.push(memory.as_mut_ptr().add(at), len) };
+    }
+    iov
+}
+
+fn lens(iov: &IoVecs) -> Vec<usize> {
+    iov.left().iter().map(|s| s.iov_len).collect()
+}
+
+#[test]
+fn segments_keep_their_order_inline_and_spilled() {
+    let mut memory = [0; 64];
+    for n in 0..6 {
+        let parts: Vec<_> = (0..n).map(|i| (i * 10, i + 1)).collect();
+        let iov = segments(&mut memory, &parts);
+        assert_eq!(lens(&iov), (1..=n).collect::<Vec<_>>());
+        assert_eq!(iov.left_bytes(), (n * (n + 1) / 2) as u64);
+    }
+}
+
+#[test]
+fn empty_segments_are_left_out() {
+    let mut memory = [0; 8];
+    let iov = segments(&mut memory, &[(0, 0), (1, 2), (3, 0), (3, 1), (4, 0), (4, 4)]);
+    assert_eq!(lens(&iov), [2, 1, 4]);
+}
+
+#[test]
+fn advance_cuts_at_every_byte() {
+    let mut memory = [0; 32];
+    let parts = [(0, 3), (8, 1), (16, 5), (24, 2)];
+    for count in 1..=parts.len() {
+        let total: u64 = parts[..count].iter().map(|p| p.1 as u64).sum();
+        for first in 0..=total {
+            for second in 0..=total - first {
+                let mut iov = segments(&mut memory, &parts[..count]);
+                iov.advance(first);
+                iov.advance(second);
+                assert_eq!(iov.left_bytes(), total - first - second);
+                assert_eq!(lens(&iov).iter().sum::<usize>() as u64, iov.left_bytes());
+                assert!(iov.left().iter().all(|s| s.iov_len > 0));
+            }
+        }
+    }
+}
+
+#[test]
+fn copies_follow_the_segments_from_where_they_stand() {
+    let mut memory: Vec<u8> = (0..32).collect();
+    let parts = [(0, 3), (8, 1), (16, 5)];
+    let mut iov = segments(&mut memory, &parts);
+    let mut out = [0xff; 9];
+    iov.advance(1);
+    // SAFETY: `out` has the room, `memory` is there.
+    unsafe { iov.gather(out.as_mut_ptr(), 8) };
+    assert_eq!(out, [1, 2, 8, 16, 17, 18, 19, 20, 0xff]);
+    let from = [100, 101, 102, 103, 104, 105];
+    // SAFETY: `from` has 6 bytes.
+    unsafe { iov.scatter(from.as_ptr(), 6) };
+    iov.advance(6);
+    // SAFETY: `memory` is there.
+    unsafe { iov.zero_rest() };
+    assert_eq!(iov.left_bytes(), 0);
+    drop(iov);
+    assert_eq!(&memory[..4], [0, 100, 101, 3]);
+    assert_eq!(&memory[7..10], [7, 102, 9]);
+    assert_eq!(&memory[15..22], [15, 103, 104, 105, 0, 0, 21]);
+}
+
+#[test]
+fn alignment_counts_base_and_length_of_each_segment() {
+    let base = std::ptr::without_provenance_mut::<u8>(4096);
+    let check = |parts: &[(usize, usize)]| {
+        let mut iov = IoVecs::default();
+        for &(at, len) in parts {
+            // SAFETY: these are never followed.
+            unsafe { iov.push(base.wrapping_add(at), len) };
+        }
+        iov.aligned(3, 511)
+    };
+    assert!(check(&[(0, 512), (4, 1024)]));
+    assert!(!check(&[(0, 512), (2, 1024)]));
+    assert!(!check(&[(0, 100), (4, 412)]));
+}
+
+#[test]
+fn a_slot_used_again_has_no_old_segments() {
+    let mut memory = [0; 64];
+    let mut io = Io::default();
+    for n in [5, 1, 2, 3, 0, 4] {
+        io.reset(Op::Read, 512, false);
+        for i in 0..n {
+            // SAFETY: within `memory`.
+            unsafe { io.push(memory.as_mut_ptr().wrapping_add(i), 1) };
+        }
+        assert_eq!((io.len, io.iov.left().len()), (n as u64, n));
+    }
+}
+
+#[test]
+#[cfg(debug_assertions)]
+fn a_request_dropped_under_way_shows() {
+    let mut io = Io::default();
+    io.stage = Stage::Transfer;
+    assert!(std::panic::catch_unwind(move || drop(io)).is_err());
+}

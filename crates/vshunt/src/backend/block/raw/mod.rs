@@ -1,0 +1,401 @@
+//! `raw`: a file or block device, byte for byte.
+//!
+//! A request is a small state machine (`begin`, `after`) that says which operation is next, kept in its [`Io`]. It has
+//! two drivers:
+//!
+//! - `ring`: the operation goes to the worker's io_uring, straight between guest memory and file. Everything but:
+//! - `inline`: a file in memory (tmpfs, ramfs, hugetlbfs). io_uring would hand it to another thread, which costs
+//!   tens of times what the copy does; so the system call is made at once.
+//!
+//! Most requests are one operation. What needs more: short transfers (resumed where they ended; a read at the file's
+//! end gives zeroes), more segments than one call takes, buffers that O_DIRECT refuses, zeroing by ways that the file
+//! system may not have, and syncing afterwards.
+//!
+//! What must never happen: a flush that succeeds after one that failed, when the page cache is in use. The kernel
+//! reports a failed write-back once and then takes the page for clean; so the failure is remembered here.
+
+mod inline;
+mod open;
+mod probe;
+mod ring;
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+
+use super::bounce::Pool;
+use super::io::Stage;
+use super::memory::Mapping;
+use super::{Io, Op, SECTOR_BYTES, SharedFile, Step};
+use crate::error::{Error, Result};
+
+pub(super) use open::open;
+
+/// Most segments that one readv or writev takes (the kernel's UIO_MAXIOV).
+const SEGMENTS_MAX: usize = 1024;
+/// Most bytes that one read or write moves (the kernel's MAX_RW_COUNT), for any page size.
+const TRANSFER_BYTES_MAX: u64 = 0x7fff_0000;
+/// How often an operation that was interrupted or told to come again does so before its request fails.
+const RETRIES_MAX: u8 = 100;
+/// Zeroes written at once where there is no better way. They are all the kernel's one page of zeroes.
+const ZERO_BYTES: usize = 1 << 20;
+
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// Ways to discard and zero, as bits: those that a disk may have, and those that a request has tried in vain.
+mod way {
+    /// BLOCK_URING_CMD_DISCARD.
+    pub(super) const COMMAND: u8 = 1;
+    /// FALLOC_FL_PUNCH_HOLE.
+    pub(super) const PUNCH: u8 = 2;
+    /// FALLOC_FL_ZERO_RANGE.
+    pub(super) const ZERO_RANGE: u8 = 4;
+}
+
+/// When data is made stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Durable {
+    /// By flushes, and where a request says so.
+    Asked,
+    /// With each write.
+    Always,
+    /// Never: flushes are done at once.
+    Never,
+}
+
+/// An open image.
+pub(super) struct Raw {
+    // Control, fixed at open.
+    path: PathBuf,
+    file: Arc<File>,
+    known: SharedFile,
+    /// The same file through the page cache, for requests that O_DIRECT refuses.
+    ///
+    /// The two are coherent: the kernel writes dirty pages of a range back before it reads or writes that range
+    /// directly, and throws its pages away after a direct write. That leaves requests under way at the same time. The
+    /// page cache works on whole pages, and a request through it could bring back what a direct one has just written
+    /// next to it; so there is a second descriptor only where a block of O_DIRECT is at least a page. Then two such
+    /// requests overlap, and a guest does not rely on the order of those. (Read-ahead, which makes larger units of the
+    /// page cache, is switched off on this descriptor.)
+    aside: Option<SharedFile>,
+    block_device: bool,
+    /// Masks of what O_DIRECT demands; 0 without O_DIRECT.
+    memory_mask: usize,
+    offset_mask: u64,
+    direct: bool,
+    inline: bool,
+    durable: Durable,
+    readonly: bool,
+    zeroes: Mapping,
+    // Any thread.
+    /// Bits of [`way`] that have not been found missing.
+    ways: AtomicU8,
+    /// The errno of a flush that failed while the page cache was in use; 0: none did.
+    flush_failed: AtomicI32,
+}
+
+/// What a request does next.
+enum Next {
+    /// Nothing: 0, or a negative errno.
+    Done(i32),
+    /// The operation that its stage names.
+    Issue,
+}
+
+impl Raw {
+    pub(super) fn inline(&self) -> bool {
+        self.inline
+    }
+
+    pub(super) fn direct_in_use(&self) -> bool {
+        self.direct
+    }
+
+    pub(super) fn file(&self) -> &SharedFile {
+        &self.known
+    }
+
+    pub(super) fn aside(&self) -> Option<&SharedFile> {
+        self.aside.as_ref()
+    }
+
+    fn fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    pub(super) fn read_size(&self) -> Result<u64> {
+        open::image_size(&self.file, &self.path, self.block_device)
+    }
+
+    pub(super) fn sync_now(&self) -> std::io::Result<()> {
+        self.file.sync_data()
+    }
+
+    pub(super) fn resize(&self, size_bytes: u64, readonly: bool) -> Result<()> {
+        let path = self.path.display();
+        if self.block_device {
+            let now = self.read_size()?;
+            if now == size_bytes {
+                return Ok(());
+            }
+            return Err(Error::unsupported(format!(
+                "{path} is a block device of {now} bytes and cannot be resized to {size_bytes} from here; resize the \
+                 device (lvextend, blockdev, ...) and then ask for the size that it has"
+            )));
+        }
+        if readonly {
+            return Err(Error::invalid(format!("{path} is open with readonly=on and cannot be resized")));
+        }
+        self.file
+            .set_len(size_bytes)
+            .map_err(|e| Error::io(format_args!("cannot resize {path} to {size_bytes} bytes"), e))
+    }
+
+    /// The first operation of a request.
+    #[inline]
+    fn begin(&self, io: &mut Io, pool: &Pool) -> Next {
+        io.done = 0;
+        io.retries = 0;
+        match io.op {
+            Op::Read | Op::Write => self.transfer(io, pool),
+            Op::Flush | Op::Discard | Op::WriteZeroes { .. } => self.begin_other(io),
+        }
+    }
+
+    #[cold]
+    fn begin_other(&self, io: &mut Io) -> Next {
+        io.tried = 0;
+        match io.op {
+            Op::Flush if self.readonly || self.durable == Durable::Never => Next::Done(0),
+            Op::Flush => self.sync(io),
+            _ if self.readonly => Next::Done(-libc::EROFS),
+            Op::Discard => self.discard(io),
+            _ => self.zero(io),
+        }
+    }
+
+    /// What follows on the result of the operation under way.
+    #[inline]
+    fn after(&self, io: &mut Io, pool: &Pool, res: i32) -> Next {
+        if io.stage == Stage::Transfer && i64::from(res) == io.iov.left_bytes() as i64 {
+            io.iov.advance(res as u64);
+            io.stage = Stage::Idle;
+            return Next::Done(0);
+        }
+        self.after_other(io, pool, res)
+    }
+
+    /// [`after`](Self::after) but for the one result that nearly all requests have.
+    fn after_other(&self, io: &mut Io, pool: &Pool, res: i32) -> Next {
+        let stage = io.stage;
+        if matches!(-res, libc::EINTR | libc::EAGAIN)
+            && stage != Stage::DiscardCommand
+            && io.retries < RETRIES_MAX
+        {
+            io.retries += 1;
+            return Next::Issue;
+        }
+        match stage {
+            Stage::Transfer | Stage::Bounce => self.after_transfer(io, pool, res),
+            Stage::Sync => self.after_sync(res),
+            Stage::ZeroWrite if res > 0 => {
+                io.done += u64::from(res as u32);
+                io.retries = 0;
+                self.zero_write(io)
+            }
+            Stage::ZeroWrite => Next::Done(if res < 0 { res } else { -libc::EIO }),
+            Stage::ZeroPunch | Stage::ZeroRange if res == 0 => self.zeroed(io),
+            Stage::DiscardCommand | Stage::DiscardPunch if res == 0 => Next::Done(0),
+            Stage::DiscardCommand => self.without(io, way::COMMAND, res),
+            Stage::DiscardPunch | Stage::ZeroPunch => self.without(io, way::PUNCH, res),
+            Stage::ZeroRange => self.without(io, way::ZERO_RANGE, res),
+            Stage::Idle => Next::Done(-libc::EIO),
+        }
+    }
+
+    /// Ends a request: what it borrowed goes back.
+    #[inline]
+    fn end(&self, io: &mut Io, pool: &Pool, res: i32) -> Step {
+        io.stage = Stage::Idle;
+        if let Some(buf) = io.bounce.take() {
+            pool.give(buf);
+        }
+        Step::Done(res)
+    }
+
+    /// The next read or write for the segments that are left.
+    #[inline]
+    fn transfer(&self, io: &mut Io, pool: &Pool) -> Next {
+        let left = io.iov.left_bytes();
+        if left == 0 {
+            return Next::Done(0);
+        }
+        io.stage = Stage::Transfer;
+        io.aside = false;
+        if self.direct {
+            if ((io.offset + io.done) | left) & self.offset_mask != 0 {
+                io.aside = true;
+            } else if !io.iov.aligned(self.memory_mask, self.offset_mask as usize) {
+                return self.bounce(io, pool);
+            }
+        }
+        Next::Issue
+    }
+
+    #[cold]
+    fn bounce(&self, io: &mut Io, pool: &Pool) -> Next {
+        if io.bounce.is_none() {
+            io.bounce = pool.take(io.iov.left_bytes());
+        }
+        let Some(buf) = &io.bounce else { return Next::Done(-libc::ENOMEM) };
+        io.stage = Stage::Bounce;
+        io.asked = io.iov.left_bytes().min(buf.len() as u64) as u32;
+        if io.op == Op::Write {
+            // SAFETY: the buffer is this request's alone and has room for `asked` bytes, of which there are as many;
+            // the segments are valid by `IoVecs::push`.
+            unsafe { io.iov.gather(buf.ptr(), u64::from(io.asked)) };
+        }
+        Next::Issue
+    }
+
+    fn after_transfer(&self, io: &mut Io, pool: &Pool, res: i32) -> Next {
+        if res < 0 {
+            if self.cached() && io.op == Op::Write && res == -libc::EIO && self.stable(io) {
+                // It may be the failed write-back of something else, reported here and nowhere else.
+                self.flush_failed.store(res, Ordering::Relaxed);
+            }
+            return Next::Done(res);
+        }
+        let mut n = u64::from(res as u32).min(io.iov.left_bytes());
+        if let (Stage::Bounce, Some(buf)) = (io.stage, &io.bounce) {
+            n = n.min(u64::from(io.asked));
+            if io.op == Op::Read {
+                // SAFETY: the kernel has written the first `n` bytes of the buffer, which has `asked`, and is done
+                // with it; the segments are valid by `IoVecs::push`.
+                unsafe { io.iov.scatter(buf.ptr(), n) };
+            }
+        }
+        io.iov.advance(n);
+        io.done += n;
+        io.retries = 0;
+        if io.iov.left_bytes() == 0 {
+            return Next::Done(0);
+        }
+        // Through O_DIRECT a transfer ends within a sector only at the end of the file.
+        let ended = n == 0 || (self.direct && !io.aside && !n.is_multiple_of(SECTOR_BYTES));
+        match io.op {
+            _ if !ended => self.transfer(io, pool),
+            Op::Read => {
+                // SAFETY: the segments are valid by `IoVecs::push`.
+                unsafe { io.iov.zero_rest() };
+                Next::Done(0)
+            }
+            _ => Next::Done(-libc::EIO),
+        }
+    }
+
+    /// Whether the data of a write is to be stable when it is done.
+    #[inline]
+    fn stable(&self, io: &Io) -> bool {
+        match self.durable {
+            Durable::Asked => io.fua,
+            Durable::Always => true,
+            Durable::Never => false,
+        }
+    }
+
+    /// Flags of the write that is next.
+    #[inline]
+    fn write_flags(&self, io: &Io) -> i32 {
+        if self.stable(io) { libc::RWF_DSYNC } else { 0 }
+    }
+
+    /// Whether data may be in the page cache that is not on the device.
+    fn cached(&self) -> bool {
+        !self.direct || self.aside.is_some()
+    }
+
+    fn sync(&self, io: &mut Io) -> Next {
+        match self.flush_failed.load(Ordering::Relaxed) {
+            0 => {
+                io.stage = Stage::Sync;
+                Next::Issue
+            }
+            errno => Next::Done(errno),
+        }
+    }
+
+    fn after_sync(&self, res: i32) -> Next {
+        if res < 0 && self.cached() {
+            self.flush_failed.store(res, Ordering::Relaxed);
+        }
+        Next::Done(res)
+    }
+
+    fn has(&self, io: &Io, way: u8) -> bool {
+        self.ways.load(Ordering::Relaxed) & !io.tried & way != 0
+    }
+
+    /// The best way to discard that is left.
+    fn discard(&self, io: &mut Io) -> Next {
+        io.stage = match () {
+            () if io.len == 0 => return Next::Done(0),
+            () if self.has(io, way::COMMAND) => Stage::DiscardCommand,
+            () if self.has(io, way::PUNCH) => Stage::DiscardPunch,
+            // A discard is a hint: a device may do nothing (virtio 1.3, 5.2.6.2).
+            () => return Next::Done(0),
+        };
+        Next::Issue
+    }
+
+    /// The best way to zero that is left.
+    fn zero(&self, io: &mut Io) -> Next {
+        let Op::WriteZeroes { unmap } = io.op else { return Next::Done(-libc::EIO) };
+        io.stage = match () {
+            () if io.len == 0 => return Next::Done(0),
+            () if unmap && self.has(io, way::PUNCH) => Stage::ZeroPunch,
+            () if self.has(io, way::ZERO_RANGE) => Stage::ZeroRange,
+            // A file gets a hole even if space was to be kept: what counts is that it reads as zeroes, and soon.
+            () if !self.block_device && self.has(io, way::PUNCH) => Stage::ZeroPunch,
+            () => return self.zero_write(io),
+        };
+        Next::Issue
+    }
+
+    /// A way failed: the next one, or the failure if it has another reason than that the way is not there.
+    fn without(&self, io: &mut Io, way: u8, res: i32) -> Next {
+        match -res {
+            libc::EOPNOTSUPP | libc::ENOTTY | libc::ENOSYS => {
+                self.ways.fetch_and(!way, Ordering::Relaxed);
+            }
+            // EINVAL may be about this range only: less than a block of the device.
+            libc::EINVAL => {}
+            libc::EINTR | libc::EAGAIN if way == way::COMMAND => {}
+            _ => return Next::Done(res),
+        }
+        io.tried |= way;
+        if io.op == Op::Discard { self.discard(io) } else { self.zero(io) }
+    }
+
+    /// The next piece of zeroes to write.
+    fn zero_write(&self, io: &mut Io) -> Next {
+        let left = io.len - io.done.min(io.len);
+        if left == 0 {
+            return self.zeroed(io);
+        }
+        io.stage = Stage::ZeroWrite;
+        io.asked = left.min(self.zeroes.len() as u64) as u32;
+        io.aside = self.direct && ((io.offset + io.done) | u64::from(io.asked)) & self.offset_mask != 0;
+        Next::Issue
+    }
+
+    fn zeroed(&self, io: &mut Io) -> Next {
+        if self.stable(io) && !self.inline { self.sync(io) } else { Next::Done(0) }
+    }
+}
+
+#[cfg(test)]
+mod tests;

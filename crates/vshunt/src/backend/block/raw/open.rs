@@ -1,0 +1,284 @@
+//! Opening a raw image: on a control thread, before there are requests.
+
+use std::fmt::Display;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU8};
+
+use rustix::mm::ProtFlags;
+
+use super::probe::{self, Device, Memory};
+use super::{Durable, Raw, ZERO_BYTES, way};
+use crate::backend::block::memory::Mapping;
+use crate::backend::block::{Limits, SharedFile, check_size, lock, shared};
+use crate::error::{Error, Result};
+use crate::export::spec::{Cache, Direct, DiskSpec};
+
+/// Opens, locks and probes the image of `spec`.
+pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
+    let Some(path) = &spec.file else {
+        return Err(Error::invalid(format!(
+            "disk {} has format raw, which needs an image: add file=PATH",
+            spec.name
+        )));
+    };
+    let shown = path.display();
+    // Looked at before it is opened, for opening a FIFO waits and opening some devices does things.
+    check_kind(path, &std::fs::metadata(path).map_err(|e| open_error(path, spec.readonly, e))?)?;
+    let (file, direct) = open_file(path, spec)?;
+    let meta = file.metadata().map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?;
+    check_kind(path, &meta)?;
+    let block_device = meta.file_type().is_block_device();
+    if block_device && !spec.readonly && probe::device_readonly(&file) {
+        return Err(Error::invalid(format!("{shown} is a read-only device: add readonly=on")));
+    }
+    if spec.locking {
+        lock::lock(&file, path, spec.readonly)?;
+    }
+    let size_bytes = image_size(&file, path, block_device)?;
+    if spec.size.is_some_and(|s| s != size_bytes) {
+        return Err(Error::invalid(format!(
+            "{shown} has {size_bytes} bytes, not {}: the size of a raw disk is taken from the file, leave out size=",
+            spec.size.unwrap_or(0)
+        )));
+    }
+    let memory = match block_device {
+        true => Memory::No,
+        false => probe::memory(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?,
+    };
+    if memory == Memory::Hugetlbfs && !spec.readonly {
+        return Err(Error::unsupported(format!(
+            "{shown} is on a hugetlbfs, whose files cannot be written by write(2): put it on a tmpfs \
+             (mount -t tmpfs -o huge=always ...), or add readonly=on"
+        )));
+    }
+    let device = if block_device {
+        Some(
+            probe::device(&file)
+                .map_err(|e| Error::io(format_args!("cannot ask {shown} for its block size"), e))?,
+        )
+    } else {
+        None
+    };
+    let inline = memory != Memory::No;
+    let Aligned { file, direct, memory_mask, offset_mask, aside } =
+        align(file, direct, inline, &device, path, spec)?;
+    let punches = match &device {
+        _ if spec.readonly => false,
+        Some(_) => true,
+        None => probe::punches_holes(&file, size_bytes),
+    };
+    let limits = limits(&meta, device.as_ref(), spec.readonly, punches);
+    let zeroes =
+        Mapping::new(ZERO_BYTES, ProtFlags::READ).map_err(|e| Error::io("cannot map a page of zeroes", e))?;
+    let mut ways = way::ZERO_RANGE;
+    if punches {
+        ways |= way::PUNCH;
+    }
+    if block_device {
+        ways |= way::COMMAND;
+    }
+    let file = Arc::new(file);
+    let raw = Raw {
+        path: path.clone(),
+        known: shared(&file),
+        file,
+        aside,
+        block_device,
+        memory_mask,
+        offset_mask,
+        direct,
+        inline,
+        durable: match spec.cache {
+            Cache::Writeback => Durable::Asked,
+            Cache::Writethrough => Durable::Always,
+            Cache::Unsafe => Durable::Never,
+        },
+        readonly: spec.readonly,
+        zeroes,
+        ways: AtomicU8::new(ways),
+        flush_failed: AtomicI32::new(0),
+    };
+    Ok((raw, size_bytes, limits))
+}
+
+/// The size of an image: a positive multiple of 512.
+pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result<u64> {
+    let size = if block_device { probe::device_size(file) } else { file.metadata().map(|m| m.len()) };
+    let size =
+        size.map_err(|e| Error::io(format_args!("cannot ask for the size of {}", path.display()), e))?;
+    check_size(size).map_err(|why| {
+        let path = path.display();
+        let remedy = match size {
+            _ if block_device => "choose another device".to_owned(),
+            0 => format!("make it longer: truncate -s 10G {path}, say"),
+            _ => format!("truncate -s {} {path}", size.next_multiple_of(512)),
+        };
+        Error::invalid(format!("{path} has {size} bytes, which is no size of a disk: {why}; {remedy}"))
+    })?;
+    Ok(size)
+}
+
+fn check_kind(path: &Path, meta: &Metadata) -> Result<()> {
+    let kind = meta.file_type();
+    let what = match () {
+        () if kind.is_file() || kind.is_block_device() => return Ok(()),
+        () if kind.is_dir() => "a directory",
+        () if kind.is_char_device() => "a character device",
+        () if kind.is_fifo() => "a FIFO",
+        () if kind.is_socket() => "a socket",
+        () => "something else",
+    };
+    Err(Error::invalid(format!("{} is {what}; an image is a file or a block device", path.display())))
+}
+
+/// Opens the image, with O_DIRECT if it can be had and is wanted.
+fn open_file(path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
+    if spec.direct == Direct::Off {
+        return open_with(path, spec.readonly, 0)
+            .map(|f| (f, false))
+            .map_err(|e| open_error(path, spec.readonly, e));
+    }
+    match open_with(path, spec.readonly, libc::O_DIRECT) {
+        Ok(file) => Ok((file, true)),
+        Err(e) if e.raw_os_error() != Some(libc::EINVAL) => Err(open_error(path, spec.readonly, e)),
+        Err(_) if spec.direct == Direct::On => Err(no_direct(path, "its file system has no O_DIRECT")),
+        Err(_) => match open_with(path, spec.readonly, 0) {
+            Ok(file) => Ok((file, false)),
+            Err(e) => Err(open_error(path, spec.readonly, e)),
+        },
+    }
+}
+
+fn open_with(path: &Path, readonly: bool, flags: i32) -> io::Result<File> {
+    OpenOptions::new().read(true).write(!readonly).custom_flags(flags | libc::O_NOCTTY).open(path)
+}
+
+fn no_direct(path: &Path, why: impl Display) -> Error {
+    Error::unsupported(format!("{} cannot be used with direct=on: {why}; use direct=auto", path.display()))
+}
+
+fn open_error(path: &Path, readonly: bool, e: io::Error) -> Error {
+    let path = path.display();
+    match e.raw_os_error() {
+        Some(libc::ENOENT) => Error::not_found(format!(
+            "there is no image {path}; truncate -s 10G {path} would make one of 10 GiB"
+        )),
+        Some(libc::EROFS) if !readonly => Error::io(
+            format_args!("cannot open {path} for writing (add readonly=on to serve it read-only)"),
+            e,
+        ),
+        Some(libc::EACCES | libc::EPERM) if !readonly => Error::io(
+            format_args!(
+                "cannot open {path} for reading and writing (if it may only be read, add readonly=on)"
+            ),
+            e,
+        ),
+        Some(libc::ETXTBSY) => {
+            Error::busy(format!("{path} is a program that runs; add readonly=on, or choose a disk image"))
+        }
+        _ => Error::io(format_args!("cannot open {path}"), e),
+    }
+}
+
+/// A file and what its O_DIRECT demands.
+struct Aligned {
+    file: File,
+    direct: bool,
+    memory_mask: usize,
+    offset_mask: u64,
+    aside: Option<SharedFile>,
+}
+
+/// Finds out what O_DIRECT demands, and opens a second descriptor or gives O_DIRECT up where that is too much.
+fn align(
+    file: File,
+    direct: bool,
+    inline: bool,
+    device: &Option<Device>,
+    path: &Path,
+    spec: &DiskSpec,
+) -> Result<Aligned> {
+    // Files in memory ignore O_DIRECT, and take any alignment.
+    let buffered = |file| Aligned { file, direct: false, memory_mask: 0, offset_mask: 0, aside: None };
+    if inline {
+        return Ok(buffered(file));
+    }
+    if !direct {
+        return Ok(buffered(file));
+    }
+    let logical_block = device.as_ref().map_or(512, |d| d.logical_block);
+    // SAFETY: a call without memory.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
+    let why = match probe::direct_align(&file, logical_block) {
+        None => "its file system has no O_DIRECT for it".to_owned(),
+        Some((_, offset)) if offset > 512 && offset < page => {
+            // See `Raw::aside` for why these two do not go together.
+            format!(
+                "it takes O_DIRECT in units of {offset} bytes only, less than this system's pages of {page}"
+            )
+        }
+        Some((memory, _)) if memory > super::super::bounce::BOUNCE_ALIGN => {
+            format!("it takes O_DIRECT with memory aligned to {memory} bytes only")
+        }
+        Some((memory, offset)) => {
+            let aside = if offset > 512 { Some(open_aside(&file, path, spec)?) } else { None };
+            return Ok(Aligned { file, direct, memory_mask: memory - 1, offset_mask: offset - 1, aside });
+        }
+    };
+    if spec.direct == Direct::On {
+        return Err(no_direct(path, why));
+    }
+    // The same open file, so that its locks stay.
+    rustix::fs::fcntl_setfl(&file, rustix::fs::OFlags::empty())
+        .map_err(|e| Error::io(format_args!("cannot leave O_DIRECT for {}", path.display()), e.into()))?;
+    Ok(buffered(file))
+}
+
+/// Opens the same file once more, through the page cache.
+fn open_aside(file: &File, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
+    let second = open_with(path, spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
+    let identity = |f: &File| f.metadata().map(|m| (m.dev(), m.ino(), m.rdev()));
+    match (identity(file), identity(&second)) {
+        (Ok(a), Ok(b)) if a == b => {}
+        _ => {
+            let path = path.display();
+            return Err(Error::busy(format!(
+                "{path} was replaced by another file while it was opened; try again"
+            )));
+        }
+    }
+    // SAFETY: a call without memory. That it may fail does no harm: it is about read-ahead.
+    unsafe { libc::posix_fadvise(second.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+    Ok(shared(&Arc::new(second)))
+}
+
+fn limits(meta: &Metadata, device: Option<&Device>, readonly: bool, punches: bool) -> Limits {
+    let power = |n: u32, or: u32| if n.is_power_of_two() { n } else { or };
+    let (logical, physical, min_io, opt_io, discard, discard_max) = match device {
+        Some(d) => (d.logical_block, d.physical_block, d.min_io, d.opt_io, d.discard_align, d.discard_max),
+        None => {
+            let block = u32::try_from(meta.blksize()).unwrap_or(4096);
+            (512, block, block, 0, block, u64::MAX)
+        }
+    };
+    let block_size = power(logical, 512).clamp(512, 4096);
+    let physical = power(physical, 4096).max(block_size);
+    let discard_align = power(discard, block_size).max(block_size);
+    let can_discard = !readonly && punches && discard_max > 0;
+    Limits {
+        block_size,
+        physical_block_exp: (physical / block_size).ilog2() as u8,
+        min_io: min_io.max(block_size),
+        opt_io,
+        max_discard_bytes: if can_discard { Limits::DISCARD_BYTES_MAX } else { 0 },
+        discard_align,
+        can_discard,
+        can_zero: !readonly,
+        rotational: device.is_some_and(|d| d.rotational),
+    }
+}

@@ -1,0 +1,3 @@
+//! Backends: what is served. A disk is a block backend.
+
+pub mod block;

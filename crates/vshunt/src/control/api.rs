@@ -1,0 +1,229 @@
+//! The commands of the control socket: one table of names, arguments and what each does.
+//!
+//! Run on the reader thread of the client that asked; a command blocks that client only. Those that QEMU's storage
+//! daemon has are in `qemu.rs`. The arguments of ours are the spec types as they are.
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use super::message::{self, QmpError};
+use super::qemu;
+use crate::export::Daemon;
+use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+
+/// How long an attach waits for in-flight requests when the client names no time.
+pub(crate) const ATTACH_TIMEOUT_MS: u64 = 10_000;
+
+/// Longest time an attach may be given: a client's thread is not to be parked for ever.
+const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
+
+/// Why the daemon ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// A signal, by number.
+    Signal(i32),
+    /// The command `quit`.
+    Quit,
+    /// The one export of `vshunt-blk --fd` has lost its peer.
+    PeerGone,
+}
+
+/// What a command may act on.
+#[derive(Clone)]
+pub(crate) struct Context {
+    pub(crate) daemon: Arc<Daemon>,
+    pub(crate) stop: Sender<Stop>,
+}
+
+/// The arguments of a command under way.
+pub(crate) struct Arguments {
+    command: &'static str,
+    members: Map<String, Value>,
+}
+
+impl Arguments {
+    /// All members as `T`; a member that `T` does not know is an error.
+    pub(crate) fn read<T: DeserializeOwned>(self) -> Result<T, QmpError> {
+        let Self { command, members } = self;
+        serde_json::from_value(Value::Object(members))
+            .map_err(|e| QmpError::generic(format!("arguments of '{command}': {e}")))
+    }
+
+    /// Takes one member out, for commands whose other members are a spec.
+    fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, QmpError> {
+        let command = self.command;
+        let value = self
+            .members
+            .remove(name)
+            .ok_or_else(|| QmpError::generic(format!("arguments of '{command}': missing field `{name}`")))?;
+        serde_json::from_value(value)
+            .map_err(|e| QmpError::generic(format!("arguments of '{command}': `{name}`: {e}")))
+    }
+}
+
+type Answer = Result<Value, QmpError>;
+
+/// One command.
+pub(crate) struct Command {
+    /// Its name on the wire.
+    pub(crate) name: &'static str,
+    /// Its arguments in short, for the help; `[x]` may be left out.
+    pub(crate) arguments: &'static str,
+    run: fn(&Context, Arguments) -> Answer,
+}
+
+const fn command(
+    name: &'static str,
+    arguments: &'static str,
+    run: fn(&Context, Arguments) -> Answer,
+) -> Command {
+    Command { name, arguments, run }
+}
+
+/// Every command after negotiation.
+pub(crate) const COMMANDS: &[Command] = &[
+    command("block-export-add", qemu::BLOCK_EXPORT_ADD, qemu::block_export_add),
+    command("block-export-del", "id [mode: safe|hard]", qemu::block_export_del),
+    command("block_resize", "node-name size", qemu::block_resize),
+    command("blockdev-add", qemu::BLOCKDEV_ADD, qemu::blockdev_add),
+    command("blockdev-del", "node-name", qemu::blockdev_del),
+    command("disk-add", "name [format file size readonly direct cache locking]", disk_add),
+    command("disk-remove", "name", disk_remove),
+    command(
+        "export-add",
+        "type name disk socket [queues workers readonly serial block-size poll-us]",
+        export_add,
+    ),
+    command("export-remove", "name [force]", export_remove),
+    command("query-block-exports", "", qemu::query_block_exports),
+    command("query-commands", "", query_commands),
+    command("query-disks", "", |c, a| list(a, || c.daemon.disks())),
+    command("query-exports", "", |c, a| list(a, || c.daemon.exports())),
+    command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
+    command("query-queues", "", |c, a| list(a, || c.daemon.queues())),
+    command("query-version", "", |_, a| a.read::<Nothing>().map(|_| message::version())),
+    command("query-workers", "", |c, a| list(a, || c.daemon.workers())),
+    command("queue-attach", "export index worker [timeout-ms]", queue_attach),
+    command("quit", "", quit),
+    command("worker-free", "id", worker_free),
+    command("worker-new", "[name cpu nice poll-us]", worker_new),
+    command("worker-set", "id [name cpu nice poll-us]", worker_set),
+];
+
+/// Runs the command called `name`.
+pub(crate) fn run(context: &Context, name: &str, members: Map<String, Value>) -> Answer {
+    let Some(command) = COMMANDS.iter().find(|c| c.name == name) else {
+        return Err(QmpError::command_not_found(format!("The command {name} has not been found")));
+    };
+    (command.run)(context, Arguments { command: command.name, members })
+}
+
+/// The answer of a command that returns nothing.
+pub(crate) fn done<T>(_: T) -> Value {
+    json!({})
+}
+
+/// No arguments.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Nothing {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Named {
+    name: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ExportRemove {
+    name: String,
+    #[serde(default)]
+    force: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WorkerId {
+    id: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct QueueAttach {
+    export: String,
+    index: u16,
+    worker: u32,
+    timeout_ms: Option<u64>,
+}
+
+fn list<T: Serialize>(arguments: Arguments, get: impl FnOnce() -> Vec<T>) -> Answer {
+    arguments.read::<Nothing>()?;
+    serde_json::to_value(get()).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+}
+
+fn disk_add(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.disk_add(arguments.read::<DiskSpec>()?)?))
+}
+
+fn disk_remove(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.disk_remove(&arguments.read::<Named>()?.name)?))
+}
+
+fn export_add(context: &Context, arguments: Arguments) -> Answer {
+    let spec: ExportSpec = arguments.read()?;
+    if spec.fd.is_some() {
+        return Err(QmpError::generic(qemu::NO_FD));
+    }
+    Ok(done(context.daemon.export_add(spec)?))
+}
+
+fn export_remove(context: &Context, arguments: Arguments) -> Answer {
+    let ExportRemove { name, force } = arguments.read()?;
+    Ok(done(context.daemon.export_remove(&name, force)?))
+}
+
+fn worker_new(context: &Context, arguments: Arguments) -> Answer {
+    let id = context.daemon.worker_new(arguments.read::<WorkerSpec>()?)?;
+    Ok(json!({ "id": id }))
+}
+
+fn worker_set(context: &Context, mut arguments: Arguments) -> Answer {
+    let id = arguments.take("id")?;
+    Ok(done(context.daemon.worker_set(id, arguments.read()?)?))
+}
+
+fn worker_free(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.worker_free(arguments.read::<WorkerId>()?.id)?))
+}
+
+fn queue_attach(context: &Context, arguments: Arguments) -> Answer {
+    let QueueAttach { export, index, worker, timeout_ms } = arguments.read()?;
+    let timeout_ms = timeout_ms.unwrap_or(ATTACH_TIMEOUT_MS);
+    if timeout_ms > ATTACH_TIMEOUT_MS_MAX {
+        return Err(QmpError::generic(format!("timeout-ms is at most {ATTACH_TIMEOUT_MS_MAX}")));
+    }
+    let timeout = Duration::from_millis(timeout_ms);
+    Ok(done(context.daemon.queue_attach(&export, index, worker, timeout)?))
+}
+
+fn query_commands(_: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    Ok(COMMANDS.iter().map(|c| json!({ "name": c.name })).collect())
+}
+
+fn quit(context: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    // The receiver is gone only when the daemon is ending already, which is what was asked for.
+    let _ = context.stop.send(Stop::Quit);
+    Ok(json!({}))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,367 @@
+//! The command line: every flag, its help, its man page and its completion come from this table.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+
+use super::keyval;
+use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+
+/// Where the daemon listens when nothing is said, for root.
+const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
+
+const ABOUT: &str =
+    "Virtual disks served by many queues and many workers: any queue, any worker, at any time";
+
+const AFTER: &str = "\
+Exit status:
+  0  done
+  1  failed; the message says why
+  2  usage: the command line or the configuration file is wrong
+  3  no daemon answers on the control socket
+
+Environment:
+  VSHUNT_CONTROL  the control socket, where -c/--control is not given
+
+Examples:
+  vshunt serve --disk name=d0,file=disk.img --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt status
+  vshunt attach vm0:3 $(vshunt worker new --cpu 2)";
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(name = "vshunt", version, about = ABOUT, after_long_help = AFTER, max_term_width = 100)]
+#[command(arg_required_else_help = true)]
+pub(crate) struct Cli {
+    /// Control socket of the daemon [default: $VSHUNT_CONTROL, or /run/vshunt.sock for root, or
+    /// $XDG_RUNTIME_DIR/vshunt.sock]
+    #[arg(short, long, global = true, value_name = "SOCKET")]
+    pub(crate) control: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct LogArgs {
+    /// Log more to stderr: -v what happens, -vv details
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+    /// Log errors only
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve disks until a signal or `vshunt quit` ends it
+    #[command(long_about = SERVE, after_long_help = SERVE_AFTER)]
+    Serve(Box<ServeArgs>),
+    /// Show disks, exports, queues and workers
+    Status(ListArgs),
+    /// Make, list, change and free workers
+    #[command(subcommand)]
+    Worker(WorkerCommand),
+    /// Move a queue to a worker, while its I/O runs
+    #[command(
+        after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:3 fast --timeout 500ms"
+    )]
+    Attach(AttachArgs),
+    /// Add, remove and list disks
+    #[command(subcommand)]
+    Disk(DiskCommand),
+    /// Add, remove and list exports
+    #[command(subcommand)]
+    Export(ExportCommand),
+    /// Change the size of a disk; its guests are told
+    #[command(after_long_help = "Examples:\n  vshunt resize d0 2G")]
+    Resize {
+        /// Name of the disk
+        disk: String,
+        /// New size in bytes, or with K, M, G or T
+        #[arg(value_parser = keyval::parse_size)]
+        size: u64,
+    },
+    /// End the daemon; returns when it has let go of everything
+    Quit,
+    /// Send a command of the control protocol (QMP) and print what it returns as JSON
+    #[command(after_long_help = super::pages::qmp_help())]
+    Qmp {
+        /// Name of the command
+        command: String,
+        /// Its arguments, a JSON object
+        #[arg(value_name = "ARGUMENTS")]
+        arguments: Option<String>,
+    },
+    /// Write the man pages into a directory
+    Man {
+        /// Where to; made if it is not there
+        directory: PathBuf,
+    },
+    /// Print the completions for a shell
+    #[command(after_long_help = "Examples:\n  vshunt completions bash >/etc/bash_completion.d/vshunt")]
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const SERVE: &str = "\
+Serve disks until a signal or `vshunt quit` ends it.
+
+Disks, exports and workers come from flags, from a configuration file, or later over the control socket. The daemon \
+stays in the foreground and prints nothing on success, except one line if stderr is a terminal. SIGTERM, SIGINT and \
+SIGHUP end it cleanly, with status 0; a signal that was ignored at its start stays ignored.
+
+A list is key=value,key=value; a comma inside a value is written `,,`. Booleans are on|off|yes|no|true|false. Sizes \
+take K, M, G and T, powers of 1024.
+
+Disk keys: name, file, format=raw|null|ram, size, readonly=on|off, direct=auto|on|off, \
+cache=writeback|writethrough|unsafe, locking=on|off.
+
+Export keys: type=vhost-user-blk, name, disk, socket or fd, queues, workers=default|per-queue|N, readonly=on|off, \
+serial, block-size, poll-us.
+
+Worker keys: name, cpu (as for taskset: 2-3,,6), nice, poll-us. Worker 0 is there always.";
+
+const SERVE_AFTER: &str = "\
+Configuration file:
+  The same keys in TOML; flags add to it. Paths are relative to the working directory, as those of flags are.
+    control = \"/run/vm.sock\"      # also: pidfile, poll-us, and control = false for --no-control
+    [[disk]]
+    name = \"d0\"
+    file = \"/var/lib/vm/d0.img\"
+    [[worker]]
+    cpu = \"2-3\"
+    [[export]]
+    type = \"vhost-user-blk\"
+    name = \"vm0\"
+    disk = \"d0\"
+    socket = \"/run/vm0.sock\"
+    workers = \"per-queue\"
+
+Socket activation:
+  A socket that systemd passes (LISTEN_FDS) serves the export whose name or socket is its FileDescriptorName=, or
+  whose socket it is bound to; one named `control`, or bound to the control path, is the control socket.
+
+Examples:
+  vshunt serve --disk name=d0,file=disk.img \\
+      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock,queues=4,workers=per-queue
+  vshunt serve --config /etc/vshunt/vm.toml --control /run/vm.sock --pidfile /run/vm.pid
+  vshunt serve --disk name=m,format=ram,size=1G --worker name=fast,cpu=2-3,nice=-5 --no-control \\
+      --export type=vhost-user-blk,name=vm0,disk=m,socket=/tmp/vm0.sock";
+
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct ServeArgs {
+    /// A disk; may be repeated
+    #[arg(long = "disk", value_name = "KEY=VALUE,…", value_parser = keyval::parse::<DiskSpec>)]
+    pub(crate) disks: Vec<DiskSpec>,
+    /// An export of a disk; may be repeated
+    #[arg(long = "export", value_name = "KEY=VALUE,…", value_parser = keyval::parse::<ExportSpec>)]
+    pub(crate) exports: Vec<ExportSpec>,
+    /// A worker besides worker 0; may be repeated
+    #[arg(long = "worker", value_name = "KEY=VALUE,…", value_parser = keyval::parse::<WorkerSpec>)]
+    pub(crate) workers: Vec<WorkerSpec>,
+    /// Bound of adaptive polling of workers that name none, in microseconds; 0 never polls
+    #[arg(long, value_name = "N")]
+    pub(crate) poll_us: Option<u32>,
+    /// Read disks, exports and workers from a TOML file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Have no control socket
+    #[arg(long, conflicts_with = "control")]
+    pub(crate) no_control: bool,
+    /// Write the process id to a file, once everything is served
+    #[arg(long, value_name = "FILE")]
+    pub(crate) pidfile: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum WorkerCommand {
+    /// Make a worker; prints its id
+    #[command(
+        after_long_help = "Examples:\n  vshunt worker new --cpu 2\n  id=$(vshunt worker new --name fast)"
+    )]
+    New(WorkerArgs),
+    /// List workers
+    List(ListArgs),
+    /// Free a worker that has no queues
+    Free {
+        /// Its id or name
+        worker: String,
+    },
+    /// Change a worker; what is not given stays
+    #[command(after_long_help = "Examples:\n  vshunt worker set 2 --cpu 4-5 --poll-us 0")]
+    Set {
+        /// Its id or name
+        worker: String,
+        #[command(flatten)]
+        change: WorkerArgs,
+    },
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct WorkerArgs {
+    /// CPUs it may run on, for example 2, 0-3 or 0-1,6
+    #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
+    cpu: Option<Cpus>,
+    /// Nice value, -20 to 19
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    nice: Option<i32>,
+    /// Bound of adaptive polling in microseconds; 0 never polls
+    #[arg(long, value_name = "N")]
+    poll_us: Option<u32>,
+    /// Name in lists, and of its thread
+    #[arg(long)]
+    name: Option<String>,
+}
+
+/// A newtype, since clap takes a bare `Vec` for an option that may be repeated.
+#[derive(Clone, Debug)]
+struct Cpus(Vec<usize>);
+
+fn parse_cpus(text: &str) -> Result<Cpus, keyval::KeyvalError> {
+    keyval::parse_cpus(text).map(Cpus)
+}
+
+impl WorkerArgs {
+    pub(crate) fn into_spec(self) -> WorkerSpec {
+        let cpu = self.cpu.map(|c| c.0).unwrap_or_default();
+        WorkerSpec { name: self.name, cpu, nice: self.nice, poll_us: self.poll_us }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AttachArgs {
+    /// The queue, EXPORT:INDEX
+    #[arg(value_parser = parse_queue)]
+    pub(crate) queue: QueueName,
+    /// Id or name of the worker
+    pub(crate) worker: String,
+    /// How long in-flight requests may take to finish; after it the queue stays where it was
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration)]
+    pub(crate) timeout: Duration,
+}
+
+/// A queue as users name it: `vm0:3`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct QueueName {
+    pub(crate) export: String,
+    pub(crate) index: u16,
+}
+
+fn parse_queue(text: &str) -> Result<QueueName, String> {
+    let parts = text.rsplit_once(':').and_then(|(export, index)| Some((export, index.parse().ok()?)));
+    match parts {
+        Some((export, index)) if !export.is_empty() => Ok(QueueName { export: export.to_owned(), index }),
+        _ => Err(format!("`{text}` is no queue; write EXPORT:INDEX, for example vm0:3")),
+    }
+}
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let bad = || format!("`{text}` is no time; write for example 10s, 500ms or 2m");
+    let unit = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let number: u64 = text[..unit].parse().map_err(|_| bad())?;
+    let factor_ms = match &text[unit..] {
+        "ms" => 1,
+        "" | "s" => 1_000,
+        "m" => 60_000,
+        _ => return Err(bad()),
+    };
+    number.checked_mul(factor_ms).map(Duration::from_millis).ok_or_else(bad)
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DiskCommand {
+    /// Add a disk
+    #[command(after_long_help = "The keys are those of `vshunt serve --disk`.\n\nExamples:\n  \
+        vshunt disk add name=d1,file=disk.img,readonly=on")]
+    Add {
+        /// The disk
+        #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<DiskSpec>)]
+        disk: DiskSpec,
+    },
+    /// Remove a disk that is not exported
+    Remove {
+        /// Name of the disk
+        name: String,
+    },
+    /// List disks
+    List(ListArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportCommand {
+    /// Export a disk
+    #[command(after_long_help = "The keys are those of `vshunt serve --export`.\n\nExamples:\n  \
+        vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock,queues=4")]
+    Add {
+        /// The export
+        #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<Box<ExportSpec>>)]
+        export: Box<ExportSpec>,
+    },
+    /// Remove an export
+    Remove {
+        /// Name of the export
+        name: String,
+        /// Disconnect its front-end, if one is connected
+        #[arg(long)]
+        force: bool,
+    },
+    /// List exports
+    List(ListArgs),
+}
+
+/// The control socket: `given`, else the environment's, else the user's default.
+pub(crate) fn control_path(given: Option<&PathBuf>) -> Option<PathBuf> {
+    let from = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    given.cloned().or_else(|| from("VSHUNT_CONTROL")).or_else(|| {
+        if rustix::process::geteuid().is_root() {
+            return Some(PathBuf::from(SOCKET_OF_ROOT));
+        }
+        from("XDG_RUNTIME_DIR").map(|d| d.join("vshunt.sock"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_table_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn negative_and_listed_values() {
+        let cli = Cli::try_parse_from(["vshunt", "worker", "new", "--nice", "-5", "--cpu", "0-1,3"]).unwrap();
+        let Command::Worker(WorkerCommand::New(args)) = cli.command else { panic!("{:?}", cli.command) };
+        let spec = args.into_spec();
+        assert_eq!((spec.nice, spec.cpu), (Some(-5), vec![0, 1, 3]));
+    }
+
+    #[test]
+    fn queues_and_times() {
+        assert_eq!(parse_queue("a:b:3"), Ok(QueueName { export: "a:b".into(), index: 3 }));
+        for text in ["vm0", ":1", "vm0:", "vm0:x", "vm0:70000"] {
+            assert!(parse_queue(text).is_err(), "{text}");
+        }
+        for (text, ms) in [("10s", 10_000), ("500ms", 500), ("2m", 120_000), ("3", 3_000)] {
+            assert_eq!(parse_duration(text), Ok(Duration::from_millis(ms)), "{text}");
+        }
+        for text in ["", "s", "1h", "-1s", "1.5s", "99999999999999999999m", "999999999999999999m"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! The configuration file, and how flags add to it.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use toml::{Table, Value};
+
+use super::cli::ServeArgs;
+use super::{Failure, Outcome, keyval};
+use crate::error::Error;
+use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+
+/// What the user said about the control socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Control {
+    /// Nothing: where it always is.
+    #[default]
+    Default,
+    /// There.
+    At(PathBuf),
+    /// None at all.
+    Off,
+}
+
+/// All that `vshunt serve` is to do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Setup {
+    pub(crate) control: Control,
+    pub(crate) pidfile: Option<PathBuf>,
+    pub(crate) poll_us: Option<u32>,
+    pub(crate) disks: Vec<DiskSpec>,
+    pub(crate) workers: Vec<WorkerSpec>,
+    pub(crate) exports: Vec<ExportSpec>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct File {
+    control: Option<Value>,
+    pidfile: Option<PathBuf>,
+    poll_us: Option<u32>,
+    #[serde(default)]
+    disk: Vec<Table>,
+    #[serde(default)]
+    worker: Vec<Table>,
+    #[serde(default)]
+    export: Vec<Table>,
+}
+
+/// Puts file and flags together. Lists add up, the file's first; of single settings the flag's counts.
+pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup> {
+    let mut setup = match &args.config {
+        Some(path) => read(path)?,
+        None => Setup::default(),
+    };
+    setup.disks.extend(args.disks);
+    setup.workers.extend(args.workers);
+    setup.exports.extend(args.exports);
+    setup.pidfile = args.pidfile.or(setup.pidfile);
+    setup.poll_us = args.poll_us.or(setup.poll_us);
+    setup.control = match (control, args.no_control) {
+        (_, true) => Control::Off,
+        (Some(path), _) => Control::At(path),
+        (None, false) => setup.control,
+    };
+    if setup.control == Control::Off && setup.exports.is_empty() {
+        return Err(Failure::Usage("nothing to do: no --export, and no control socket to add one".into()));
+    }
+    Ok(setup)
+}
+
+fn read(path: &Path) -> Outcome<Setup> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| Error::io(format!("cannot read configuration {}", path.display()), e))?;
+    parse(&text).map_err(|why| Failure::Usage(format!("{}: {}", path.display(), why.trim_end())))
+}
+
+fn parse(text: &str) -> Result<Setup, String> {
+    let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
+    let control = match file.control {
+        None => Control::Default,
+        Some(Value::String(path)) => Control::At(path.into()),
+        Some(Value::Boolean(false)) => Control::Off,
+        Some(_) => return Err("control: give the path of a socket, or false for none".into()),
+    };
+    Ok(Setup {
+        control,
+        pidfile: file.pidfile,
+        poll_us: file.poll_us,
+        disks: tables("disk", file.disk)?,
+        workers: tables("worker", file.worker)?,
+        exports: tables("export", file.export)?,
+    })
+}
+
+fn tables<T: DeserializeOwned>(kind: &str, tables: Vec<Table>) -> Result<Vec<T>, String> {
+    let mut out = Vec::with_capacity(tables.len());
+    for (at, mut table) in tables.into_iter().enumerate() {
+        let name = match table.get("name").and_then(Value::as_str) {
+            Some(name) => format!("{kind} {name}"),
+            None => format!("{kind} number {}", at + 1),
+        };
+        spell_out(&mut table).map_err(|why| format!("{name}: {why}"))?;
+        let item = T::deserialize(table).map_err(|e| format!("{name}: {}", e.message()))?;
+        out.push(item);
+    }
+    Ok(out)
+}
+
+/// Text that flags may use for sizes and CPU lists is good in the file too.
+fn spell_out(table: &mut Table) -> Result<(), String> {
+    for (key, value) in table.iter_mut() {
+        let Value::String(text) = value else { continue };
+        let in_key = |why: keyval::KeyvalError| format!("{key}: {why}");
+        match key.as_str() {
+            "size" | "block-size" => {
+                let size = keyval::parse_size(text).map_err(in_key)?;
+                let size = i64::try_from(size).map_err(|_| format!("{key}: `{text}` is too large"))?;
+                *value = Value::Integer(size);
+            }
+            "cpu" => {
+                let cpus = keyval::parse_cpus(text).map_err(in_key)?;
+                *value = cpus.into_iter().map(|c| c as i64).collect::<Vec<_>>().into();
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::spec::{Format, Workers};
+
+    const WHOLE: &str = r#"
+        control = "/run/c"
+        pidfile = "/run/p"
+        poll-us = 7
+        [[disk]]
+        name = "d0"
+        format = "ram"
+        size = "1.5G"
+        [[disk]]
+        name = "d1"
+        file = "/a"
+        readonly = true
+        [[worker]]
+        cpu = "2-3"
+        nice = -5
+        [[worker]]
+        cpu = [4]
+        [[export]]
+        type = "vhost-user-blk"
+        name = "vm0"
+        disk = "d0"
+        socket = "/s"
+        workers = "per-queue"
+        [[export]]
+        type = "vhost-user-blk"
+        name = "vm1"
+        disk = "d0"
+        socket = "/t"
+        workers = 3
+        block-size = 4096
+    "#;
+
+    #[test]
+    fn it_says_what_flags_say() {
+        let setup = parse(WHOLE).unwrap();
+        assert_eq!(setup.control, Control::At("/run/c".into()));
+        assert_eq!((setup.pidfile, setup.poll_us), (Some("/run/p".into()), Some(7)));
+        let flag = |text| keyval::parse::<DiskSpec>(text).unwrap();
+        assert_eq!(setup.disks, [flag("name=d0,format=ram,size=1.5G"), flag("name=d1,file=/a,readonly=on")]);
+        let flag = |text| keyval::parse::<WorkerSpec>(text).unwrap();
+        assert_eq!(setup.workers, [flag("cpu=2-3,nice=-5"), flag("cpu=4")]);
+        assert_eq!(
+            (setup.exports[0].workers, setup.exports[1].workers),
+            (Workers::PerQueue, Workers::Count(3))
+        );
+        assert_eq!(setup.disks[0].format, Format::Ram);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let cases = [
+            ("[[disk]]\nname = \"d\"\nfil = 1", "disk d: unknown field `fil`"),
+            ("[[disk]]\nfile = \"x\"", "disk number 1: missing field `name`"),
+            ("[[disk]]\nname = \"d\"\nsize = \"1X\"", "disk d: size: `1X` is not a size"),
+            ("[[worker]]\ncpu = \"x\"", "worker number 1: cpu: `x`"),
+            ("[[export]]\nname = \"e\"\ndisk = \"d\"", "export e: missing field `type`"),
+            ("control = true", "control: give the path"),
+            ("disks = 1", "unknown field `disks`"),
+            ("[[disk", "TOML parse error"),
+        ];
+        for (text, want) in cases {
+            let why = parse(text).unwrap_err();
+            assert!(why.contains(want), "{text}: {why}");
+        }
+    }
+
+    #[test]
+    fn flags_add_and_win() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vm.toml");
+        std::fs::write(&path, WHOLE).unwrap();
+        let args = ServeArgs {
+            config: Some(path),
+            disks: vec![DiskSpec { name: "d2".into(), ..Default::default() }],
+            poll_us: Some(0),
+            ..Default::default()
+        };
+        let setup = setup(Some("/c".into()), args.clone()).unwrap();
+        assert_eq!(setup.disks.len(), 3);
+        assert_eq!((setup.poll_us, setup.control), (Some(0), Control::At("/c".into())));
+        let off = ServeArgs { no_control: true, ..args };
+        assert_eq!(super::setup(None, off).unwrap().control, Control::Off);
+        let nothing = ServeArgs { no_control: true, ..Default::default() };
+        assert!(matches!(super::setup(None, nothing), Err(Failure::Usage(_))));
+    }
+}

@@ -1,0 +1,43 @@
+//! The daemon's events as clients see them.
+
+use serde_json::{Value, json};
+
+use super::api::Stop;
+use super::message;
+use crate::export::Event;
+
+/// Name and data of an event. `BLOCK_EXPORT_DELETED` is QEMU's; the others are ours.
+fn name_and_data(event: &Event) -> (&'static str, Value) {
+    match event {
+        Event::ExportConnected { name } => ("EXPORT_CONNECTED", json!({ "name": name })),
+        Event::ExportDisconnected { name } => ("EXPORT_DISCONNECTED", json!({ "name": name })),
+        Event::ExportDeleted { name } => ("BLOCK_EXPORT_DELETED", json!({ "id": name })),
+        Event::QueueAttached { export, index, worker } => {
+            ("QUEUE_ATTACHED", json!({ "export": export, "index": index, "worker": worker }))
+        }
+        Event::QueueBroken { export, index, reason } => {
+            ("QUEUE_BROKEN", json!({ "export": export, "index": index, "reason": reason }))
+        }
+        Event::WorkerNew { id } => ("WORKER_CREATED", json!({ "id": id })),
+        Event::WorkerFreed { id } => ("WORKER_FREED", json!({ "id": id })),
+        Event::DiskResized { name, size_bytes } => {
+            ("DISK_RESIZED", json!({ "name": name, "size-bytes": size_bytes }))
+        }
+    }
+}
+
+/// The line for an event of the daemon.
+pub(crate) fn line(event: &Event) -> String {
+    let (name, data) = name_and_data(event);
+    message::event(name, data)
+}
+
+/// QEMU's SHUTDOWN: sent once, before anything is taken down.
+pub(crate) fn shutdown_line(stop: Stop) -> String {
+    let reason = match stop {
+        Stop::Signal(_) => "host-signal",
+        Stop::Quit => "host-qmp-quit",
+        Stop::PeerGone => "guest-shutdown",
+    };
+    message::event("SHUTDOWN", json!({ "guest": stop == Stop::PeerGone, "reason": reason }))
+}

@@ -1,0 +1,129 @@
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::export::spec::{Cache, Direct, DiskSpec, ExportSpec, Format, WorkerSpec, Workers};
+
+fn disk(text: &str) -> Result<DiskSpec, String> {
+    parse(text).map_err(|e: KeyvalError| e.to_string())
+}
+
+fn export(text: &str) -> Result<ExportSpec, String> {
+    parse(text).map_err(|e: KeyvalError| e.to_string())
+}
+
+#[test]
+fn a_disk_with_everything() {
+    let d =
+        disk("name=d0,file=/a,,b=c.img,format=raw,readonly=on,direct=off,cache=unsafe,locking=no").unwrap();
+    assert_eq!(d.name, "d0");
+    assert_eq!(d.file.as_deref(), Some(Path::new("/a,b=c.img")));
+    assert!(d.readonly && !d.locking);
+    assert_eq!((d.direct, d.cache), (Direct::Off, Cache::Unsafe));
+    let d = disk("name=m,format=ram,size=1.5G").unwrap();
+    assert_eq!((d.format, d.size, d.locking), (Format::Ram, Some(3 << 29), true));
+}
+
+#[test]
+fn an_export_with_everything() {
+    let e = export(
+        "type=vhost-user-blk,name=vm0,disk=d0,socket=/s,queues=4,workers=per-queue,serial=S,block-size=4K,poll-us=0",
+    )
+    .unwrap();
+    assert_eq!(
+        (e.queues, e.workers, e.block_size, e.poll_us),
+        (Some(4), Workers::PerQueue, Some(4096), Some(0))
+    );
+    let e = export("type=vhost-user-blk,name=vm0,disk=d0,workers=3,fd=7").unwrap();
+    assert_eq!((e.workers, e.fd, e.queues), (Workers::Count(3), Some(7), None));
+}
+
+#[test]
+fn a_worker_and_its_cpus() {
+    let w: WorkerSpec = parse("name=x,cpu=2-3,,6,nice=-5,poll-us=20").unwrap();
+    assert_eq!((w.cpu, w.nice, w.poll_us), (vec![2, 3, 6], Some(-5), Some(20)));
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let cases = [
+        (
+            "name=d0,fil=x",
+            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking",
+        ),
+        ("file=x", "key `name` is missing"),
+        ("name=d0,readonly", "`readonly` has no value; write readonly=… (a comma in a value is `,,`)"),
+        ("name=d0,readonly=maybe", "key `readonly`: `maybe` is neither on nor off"),
+        ("name=d0,direct=yes", "key `direct`: `yes` is none of auto, on, off"),
+        ("name=d0,name=d1", "key `name` is given twice"),
+        ("name=d0,", "a key is missing; write key=value,key=value"),
+        ("", "a key is missing; write key=value,key=value"),
+        ("name=d0,size=1.3K", "key `size`: `1.3K` is not a whole number of bytes"),
+    ];
+    for (text, want) in cases {
+        assert_eq!(disk(text).unwrap_err(), want, "{text}");
+    }
+    let base = "type=vhost-user-blk,name=a,disk=d";
+    let why = export(&format!("{base},workers=many")).unwrap_err();
+    assert_eq!(why, "key `workers`: wants default, per-queue or a number");
+    assert!(export(&format!("{base},queues=1K")).unwrap_err().contains("is not a number"));
+    assert!(export(&format!("{base},queues=70000")).unwrap_err().contains("key `queues`"));
+    assert!(export("name=a,disk=d").unwrap_err().contains("key `type` is missing"));
+}
+
+#[test]
+fn sizes() {
+    let good = [
+        ("0", 0),
+        ("512", 512),
+        ("4k", 4096),
+        ("1G", 1 << 30),
+        ("1.5G", 3 << 29),
+        ("0.25M", 1 << 18),
+        ("2T", 2 << 40),
+        ("7B", 7),
+    ];
+    for (text, want) in good {
+        assert_eq!(parse_size(text), Ok(want), "{text}");
+    }
+    for text in [
+        "",
+        "G",
+        "1.G",
+        ".5G",
+        "-1",
+        "1X",
+        "1GB",
+        "1e3",
+        " 1",
+        "1.0000000000001",
+        "99999999999999999999",
+        "16777217T",
+    ] {
+        assert!(parse_size(text).is_err(), "{text}");
+    }
+}
+
+#[test]
+fn cpus() {
+    assert_eq!(parse_cpus("3,0-1,1").unwrap(), [0, 1, 3]);
+    for text in ["", "a", "3-1", "1-", "0-99999999999", "1,,2", "-1"] {
+        assert!(parse_cpus(text).is_err(), "{text}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_text_is_read_or_refused(text in ".{0,60}") {
+        let _ = disk(&text);
+        let _ = export(&text);
+        let _ = parse_size(&text);
+    }
+
+    #[test]
+    fn an_escaped_value_comes_back(value in "[ -~é]{1,30}") {
+        let d = disk(&format!("name={},format=null", value.replace(',', ",,"))).unwrap();
+        prop_assert_eq!(d.name, value);
+    }
+}

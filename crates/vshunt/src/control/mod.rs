@@ -1,0 +1,129 @@
+//! The control side: command line, configuration file, QMP server and client, signals, service manager.
+//!
+//! Called by `main`; calls `export` and nothing below it. It never sees a request. The command line is sugar: what a
+//! subcommand does, it does over the socket, so any other client can do it.
+
+mod activation;
+mod api;
+mod cli;
+pub mod client;
+mod config;
+mod events;
+pub mod framing;
+mod keyval;
+mod log;
+mod message;
+mod pages;
+mod program;
+mod qemu;
+mod run;
+mod serve;
+mod server;
+mod show;
+mod signals;
+mod socket;
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::error::Error;
+use client::ClientError;
+
+/// How a program ends that did not succeed; the exit code, and the sentence for stderr.
+#[derive(Debug)]
+enum Failure {
+    /// Exit code 1.
+    Failed(String),
+    /// Exit code 2: the command line or the configuration file is wrong.
+    Usage(String),
+    /// Exit code 3: no daemon answers.
+    Unreachable(String),
+    /// Whoever read our output has gone: nothing to say, and nobody to say it to.
+    OutputClosed,
+}
+
+impl Failure {
+    fn code(&self) -> u8 {
+        match self {
+            Self::Failed(_) => 1,
+            Self::Usage(_) => 2,
+            Self::Unreachable(_) => 3,
+            Self::OutputClosed => 0,
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(why),
+            Self::OutputClosed => Ok(()),
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(e: Error) -> Self {
+        Self::Failed(e.to_string())
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(e: ClientError) -> Self {
+        match e {
+            ClientError::Unreachable { .. } => Self::Unreachable(e.to_string()),
+            _ => Self::Failed(e.to_string()),
+        }
+    }
+}
+
+type Outcome<T = ()> = Result<T, Failure>;
+
+/// The program: `vshunt`, or `vshunt-blk` if that is what it was started as.
+pub fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    let name = args.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default().to_string_lossy();
+    let (name, outcome) = if name.starts_with("vshunt-blk") {
+        ("vshunt-blk", program::main(&args))
+    } else {
+        ("vshunt", parse_cli(&args).and_then(run::run))
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            let text = failure.to_string();
+            if !text.is_empty() {
+                let _ = writeln!(io::stderr(), "{name}: {}", text.trim_end());
+            }
+            ExitCode::from(failure.code())
+        }
+    }
+}
+
+fn parse_cli(args: &[OsString]) -> Outcome<cli::Cli> {
+    cli::Cli::try_parse_from(args).or_else(clap_failure)
+}
+
+/// Help and version are successes that clap reports as errors; the rest is usage.
+fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
+    if !e.use_stderr() {
+        return Err(print(&e.render().to_string()).err().unwrap_or(Failure::OutputClosed));
+    }
+    let text = e.render().to_string();
+    Err(Failure::Usage(text.strip_prefix("error: ").unwrap_or(&text).to_owned()))
+}
+
+/// Writes an answer to stdout.
+fn print(text: &str) -> Outcome {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(Failure::OutputClosed),
+        Err(e) => Err(Failure::Failed(format!("cannot write to stdout: {e}"))),
+    }
+}

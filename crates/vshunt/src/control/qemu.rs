@@ -1,0 +1,340 @@
+//! Commands that QEMU's storage daemon has, with its argument names and its defaults, put onto disks and exports.
+//!
+//! Where QEMU has a member that changes what the guest sees and we have no such thing, the command fails and says
+//! so; members that choose QEMU's own machinery (`aio`) are read and make no difference.
+//! Defaults differ from `disk-add`/`export-add` where QEMU's do: `writable` is false, `num-queues` is 1,
+//! `logical-block-size` is 512. One does not: without `cache.direct` the page cache is passed by where possible,
+//! which no guest can tell.
+
+use std::path::PathBuf;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::api::{Arguments, Context, Nothing, done};
+use super::message::QmpError;
+use crate::export::spec::{Cache, Direct, DiskInfo, DiskSpec, ExportKind, ExportSpec, Format, Workers};
+
+/// Arguments of `blockdev-add` for the help.
+pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|file|host_device|null-co|ram, node-name [filename | file: {…}] \
+     [size read-only cache: {direct no-flush} locking writethrough]";
+
+/// Arguments of `block-export-add` for the help.
+pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name addr: {type: unix, path} \
+     [writable num-queues logical-block-size workers serial poll-us]";
+
+/// Said to a client that names a file descriptor.
+pub(crate) const NO_FD: &str = "a file descriptor cannot be named over the control socket; \
+     give a socket's path, or pass fd=N to `vshunt serve --export`";
+
+/// What null-co has when no size is given (QEMU: 1 GiB).
+const NULL_SIZE_DEFAULT: u64 = 1 << 30;
+
+type Answer = Result<Value, QmpError>;
+
+fn refuse<T>(why: impl Into<String>) -> Result<T, QmpError> {
+    Err(QmpError::generic(why))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+enum Driver {
+    #[serde(rename = "raw")]
+    Raw,
+    #[serde(rename = "file")]
+    File,
+    #[serde(rename = "host_device")]
+    HostDevice,
+    #[serde(rename = "null-co", alias = "null-aio")]
+    Null,
+    #[serde(rename = "ram")]
+    Ram,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct CacheMembers {
+    direct: Option<bool>,
+    no_flush: Option<bool>,
+}
+
+/// QEMU: on, off, auto. What `auto` means there (lock where the system can) is what we do for on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum OnOffAuto {
+    On,
+    Off,
+    Auto,
+}
+
+/// A node of QEMU's graph. `raw` over a protocol node is one disk here.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Node {
+    driver: Driver,
+    node_name: Option<String>,
+    filename: Option<PathBuf>,
+    file: Option<Child>,
+    size: Option<u64>,
+    read_only: Option<bool>,
+    auto_read_only: Option<bool>,
+    cache: Option<CacheMembers>,
+    locking: Option<OnOffAuto>,
+    discard: Option<String>,
+    detect_zeroes: Option<String>,
+    /// Ours: true is `cache=writethrough` of a disk.
+    writethrough: Option<bool>,
+    /// QEMU's choice of system interface; there is one here.
+    #[serde(rename = "aio")]
+    _aio: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+enum Child {
+    Name(String),
+    Node(Box<Node>),
+}
+
+impl Node {
+    fn into_disk(self) -> Result<DiskSpec, QmpError> {
+        let Some(name) = self.node_name.clone() else {
+            return refuse("'node-name' is missing; the disk's name is taken from it");
+        };
+        let node = self.with_child()?;
+        if node.auto_read_only == Some(true) {
+            return refuse("'auto-read-only' is not possible; use read-only");
+        }
+        if !matches!(node.discard.as_deref(), None | Some("unmap" | "on")) {
+            return refuse("discards are always passed on; leave 'discard' out or set it to unmap");
+        }
+        if !matches!(node.detect_zeroes.as_deref(), None | Some("off")) {
+            return refuse("'detect-zeroes' is not possible; leave it out");
+        }
+        let (format, size) = match node.driver {
+            Driver::Null => (Format::Null, Some(node.size.unwrap_or(NULL_SIZE_DEFAULT))),
+            Driver::Ram => (Format::Ram, node.size),
+            _ if node.filename.is_none() => return refuse("'filename' is missing"),
+            _ if node.size.is_some() => return refuse("a file has its own size; leave 'size' out"),
+            _ => (Format::Raw, None),
+        };
+        let cache = node.cache.unwrap_or_default();
+        Ok(DiskSpec {
+            name,
+            format,
+            file: node.filename,
+            size,
+            readonly: node.read_only.unwrap_or(false),
+            direct: match cache.direct {
+                Some(true) => Direct::On,
+                Some(false) => Direct::Off,
+                None => Direct::Auto,
+            },
+            cache: match (cache.no_flush, node.writethrough) {
+                (Some(true), Some(true)) => {
+                    return refuse("'no-flush' and 'writethrough' exclude each other");
+                }
+                (Some(true), _) => Cache::Unsafe,
+                (_, Some(true)) => Cache::Writethrough,
+                _ => Cache::Writeback,
+            },
+            locking: node.locking != Some(OnOffAuto::Off),
+        })
+    }
+
+    /// The protocol node under `raw`, with what it did not say itself inherited.
+    fn with_child(mut self) -> Result<Self, QmpError> {
+        match (self.driver, self.file.take()) {
+            (_, None) => Ok(self),
+            (Driver::Raw, Some(Child::Node(child))) if self.filename.is_some() || child.file.is_some() => {
+                refuse("'file' of driver raw must be the one node that names a file or null-co")
+            }
+            (Driver::Raw, Some(Child::Node(child))) => {
+                let child = *child;
+                let inherited = self.cache.unwrap_or_default();
+                let cache = child.cache.unwrap_or_default();
+                Ok(Self {
+                    read_only: self.read_only.or(child.read_only),
+                    auto_read_only: self.auto_read_only.or(child.auto_read_only),
+                    cache: Some(CacheMembers {
+                        direct: cache.direct.or(inherited.direct),
+                        no_flush: cache.no_flush.or(inherited.no_flush),
+                    }),
+                    size: self.size.or(child.size),
+                    discard: child.discard.or(self.discard),
+                    detect_zeroes: self.detect_zeroes.or(child.detect_zeroes),
+                    writethrough: self.writethrough.or(child.writethrough),
+                    ..child
+                })
+            }
+            (Driver::Raw, Some(Child::Name(name))) => refuse(format!(
+                "nodes do not stack here: give the members of {name} inside 'file', or export {name} itself"
+            )),
+            (_, Some(_)) => refuse("'file' belongs to driver raw only"),
+        }
+    }
+}
+
+pub(crate) fn blockdev_add(context: &Context, arguments: Arguments) -> Answer {
+    let disk = arguments.read::<Node>()?.into_disk()?;
+    Ok(done(context.daemon.disk_add(disk)?))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct NodeName {
+    node_name: String,
+}
+
+pub(crate) fn blockdev_del(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.disk_remove(&arguments.read::<NodeName>()?.node_name)?))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Resize {
+    node_name: String,
+    size: u64,
+}
+
+pub(crate) fn block_resize(context: &Context, arguments: Arguments) -> Answer {
+    let Resize { node_name, size } = arguments.read()?;
+    Ok(done(context.daemon.disk_resize(&node_name, size)?))
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "lowercase", deny_unknown_fields)]
+enum Address {
+    Unix { path: PathBuf },
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct BlockExport {
+    #[serde(rename = "type")]
+    kind: ExportKind,
+    id: String,
+    node_name: String,
+    addr: Value,
+    #[serde(default)]
+    writable: bool,
+    #[serde(default)]
+    writethrough: bool,
+    num_queues: Option<u16>,
+    logical_block_size: Option<u32>,
+    iothread: Option<Value>,
+    #[serde(default)]
+    fixed_iothread: bool,
+    #[serde(default)]
+    workers: Workers,
+    serial: Option<String>,
+    poll_us: Option<u32>,
+}
+
+impl BlockExport {
+    fn into_export(self, disks: &[DiskInfo]) -> Result<ExportSpec, QmpError> {
+        if self.iothread.is_some() || self.fixed_iothread {
+            return refuse("iothreads are workers here: set 'workers', or use worker-new and queue-attach");
+        }
+        let disk = disks.iter().find(|d| d.spec.name == self.node_name);
+        if self.writethrough && disk.is_some_and(|d| d.spec.cache != Cache::Writethrough) {
+            return refuse(format!(
+                "'writethrough' belongs to the disk: add {} with \"writethrough\": true",
+                self.node_name
+            ));
+        }
+        if self.addr["type"] == "fd" {
+            return refuse(NO_FD);
+        }
+        let socket = match serde_json::from_value(self.addr) {
+            Ok(Address::Unix { path }) => path,
+            Err(e) => return refuse(format!("'addr': {e}")),
+        };
+        Ok(ExportSpec {
+            kind: self.kind,
+            name: self.id,
+            disk: self.node_name,
+            socket: Some(socket),
+            fd: None,
+            queues: Some(self.num_queues.unwrap_or(1)),
+            workers: self.workers,
+            readonly: !self.writable,
+            serial: self.serial,
+            block_size: Some(self.logical_block_size.unwrap_or(512)),
+            poll_us: self.poll_us,
+        })
+    }
+}
+
+pub(crate) fn block_export_add(context: &Context, arguments: Arguments) -> Answer {
+    let export = arguments.read::<BlockExport>()?.into_export(&context.daemon.disks())?;
+    Ok(done(context.daemon.export_add(export)?))
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum RemoveMode {
+    #[default]
+    Safe,
+    Hard,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BlockExportDel {
+    id: String,
+    #[serde(default)]
+    mode: RemoveMode,
+}
+
+pub(crate) fn block_export_del(context: &Context, arguments: Arguments) -> Answer {
+    let BlockExportDel { id, mode } = arguments.read()?;
+    Ok(done(context.daemon.export_remove(&id, mode == RemoveMode::Hard)?))
+}
+
+pub(crate) fn query_block_exports(context: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    let info = |e: crate::export::spec::ExportInfo| json!({ "id": e.spec.name, "type": e.spec.kind, "node-name": e.spec.disk, "shutting-down": false });
+    Ok(context.daemon.exports().into_iter().map(info).collect())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Flat {
+    /// QEMU: leave backing chains out. There are none.
+    #[serde(rename = "flat")]
+    _flat: Option<bool>,
+}
+
+pub(crate) fn query_named_block_nodes(context: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Flat>()?;
+    Ok(context.daemon.disks().into_iter().map(block_device_info).collect())
+}
+
+/// The members of QEMU's BlockDeviceInfo that mean something here.
+fn block_device_info(disk: DiskInfo) -> Value {
+    let driver = match disk.spec.format {
+        Format::Raw => "raw",
+        Format::Null => "null-co",
+        Format::Ram => "ram",
+    };
+    let file = match &disk.spec.file {
+        Some(path) => path.to_string_lossy().into_owned(),
+        None => format!("{driver}:"),
+    };
+    json!({
+        "node-name": disk.spec.name,
+        "drv": driver,
+        "ro": disk.spec.readonly,
+        "file": file,
+        "cache": {
+            "writeback": disk.spec.cache != Cache::Writethrough,
+            "direct": disk.direct_in_use,
+            "no-flush": disk.spec.cache == Cache::Unsafe,
+        },
+        "encrypted": false,
+        "detect_zeroes": "off",
+        "backing_file_depth": 0,
+        "write_threshold": 0,
+        "image": { "filename": file, "format": driver, "virtual-size": disk.size_bytes },
+    })
+}

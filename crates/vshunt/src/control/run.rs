@@ -1,0 +1,209 @@
+//! What each subcommand does: `serve` here, the rest as commands over the control socket.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use super::cli::{self, AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, WorkerCommand};
+use super::client::Client;
+use super::config;
+use super::serve::{Manner, serve};
+use super::{Failure, Outcome, pages, print, show};
+use crate::export::spec::{DiskSpec, ExportSpec, WorkerInfo};
+
+/// How long `quit` waits for the daemon to take everything down.
+const QUIT_TIME: Duration = Duration::from_secs(60);
+
+pub(crate) fn run(cli: Cli) -> Outcome {
+    let control = cli.control;
+    let connect = || connect(control.as_ref());
+    match cli.command {
+        Command::Serve(args) => {
+            let manner = Manner { program: "vshunt", log: cli.log, ends_with: None };
+            serve(config::setup(control, *args)?, &manner)
+        }
+        Command::Status(args) => status(&mut connect()?, args),
+        Command::Worker(command) => worker(&mut connect()?, command),
+        Command::Attach(args) => attach(&mut connect()?, args),
+        Command::Disk(command) => disk(&mut connect()?, command),
+        Command::Export(command) => export(&mut connect()?, command),
+        Command::Resize { disk, size } => {
+            send(&mut connect()?, "block_resize", json!({ "node-name": disk, "size": size }))
+        }
+        Command::Quit => quit(connect()?),
+        Command::Qmp { command, arguments } => {
+            let arguments = parse_arguments(arguments.as_deref())?;
+            print_json(&connect()?.execute(&command, arguments)?)
+        }
+        Command::Man { directory } => pages::write_man(&directory),
+        Command::Completions { shell } => print(&pages::completions(shell)),
+    }
+}
+
+fn connect(control: Option<&PathBuf>) -> Outcome<Client> {
+    let path = cli::control_path(control).ok_or_else(|| {
+        Failure::Usage("which daemon? give -c SOCKET, or set VSHUNT_CONTROL or XDG_RUNTIME_DIR".into())
+    })?;
+    Ok(Client::connect(&path)?)
+}
+
+fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Value) -> Outcome<T> {
+    let Value::Object(arguments) = arguments else {
+        return Err(Failure::Failed(format!("arguments of {command} are no object")));
+    };
+    let value = client.execute(command, arguments)?;
+    serde_json::from_value(value).map_err(|e| {
+        Failure::Failed(format!(
+            "the daemon's answer to {command} is not understood ({e}); is it another version?"
+        ))
+    })
+}
+
+fn send(client: &mut Client, command: &str, arguments: Value) -> Outcome {
+    call::<Value>(client, command, arguments).map(drop)
+}
+
+fn to_value(spec: &impl Serialize) -> Outcome<Value> {
+    serde_json::to_value(spec).map_err(|e| Failure::Usage(format!("cannot be written as JSON: {e}")))
+}
+
+fn parse_arguments(text: Option<&str>) -> Outcome<Map<String, Value>> {
+    match text.map(serde_json::from_str) {
+        None => Ok(Map::new()),
+        Some(Ok(Value::Object(map))) => Ok(map),
+        Some(Ok(_)) => Err(Failure::Usage("ARGUMENTS is not a JSON object".into())),
+        Some(Err(e)) => Err(Failure::Usage(format!("ARGUMENTS is not JSON: {e}"))),
+    }
+}
+
+fn print_json(value: &Value) -> Outcome {
+    print(&format!("{value:#}\n"))
+}
+
+fn query(client: &mut Client, command: &str) -> Outcome<Value> {
+    call(client, command, json!({}))
+}
+
+/// One list, as JSON or as the table that `table` makes of it.
+fn list<T: DeserializeOwned>(
+    client: &mut Client,
+    command: &str,
+    args: ListArgs,
+    table: fn(&[T]) -> String,
+) -> Outcome {
+    match args.json {
+        true => print_json(&query(client, command)?),
+        false => print(&table(&call::<Vec<T>>(client, command, json!({}))?)),
+    }
+}
+
+fn status(client: &mut Client, args: ListArgs) -> Outcome {
+    if args.json {
+        return print_json(&json!({
+            "disks": query(client, "query-disks")?,
+            "exports": query(client, "query-exports")?,
+            "queues": query(client, "query-queues")?,
+            "workers": query(client, "query-workers")?,
+        }));
+    }
+    let none = || json!({});
+    let text = [
+        show::disks(&call::<Vec<_>>(client, "query-disks", none())?),
+        show::exports(&call::<Vec<_>>(client, "query-exports", none())?),
+        show::queues(&call::<Vec<_>>(client, "query-queues", none())?),
+        show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
+    ];
+    print(&text.join("\n"))
+}
+
+fn worker(client: &mut Client, command: WorkerCommand) -> Outcome {
+    match command {
+        WorkerCommand::New(args) => {
+            let made: Value = call(client, "worker-new", to_value(&args.into_spec())?)?;
+            print(&format!("{}\n", made["id"]))
+        }
+        WorkerCommand::List(args) => list(client, "query-workers", args, show::workers),
+        WorkerCommand::Free { worker } => {
+            let id = worker_id(client, &worker)?;
+            send(client, "worker-free", json!({ "id": id }))
+        }
+        WorkerCommand::Set { worker, change } => {
+            let mut arguments = to_value(&change.into_spec())?;
+            if arguments.as_object().is_some_and(Map::is_empty) {
+                return Err(Failure::Usage(
+                    "nothing to change; give --cpu, --nice, --poll-us or --name".into(),
+                ));
+            }
+            arguments["id"] = worker_id(client, &worker)?.into();
+            send(client, "worker-set", arguments)
+        }
+    }
+}
+
+/// The id that `text` is, or the id of the one worker of that name.
+fn worker_id(client: &mut Client, text: &str) -> Outcome<u32> {
+    if let Ok(id) = text.parse() {
+        return Ok(id);
+    }
+    let workers: Vec<WorkerInfo> = call(client, "query-workers", json!({}))?;
+    let mut named = workers.iter().filter(|w| w.name == text);
+    match (named.next(), named.next()) {
+        (Some(worker), None) => Ok(worker.id),
+        (None, _) => Err(Failure::Failed(format!("there is no worker {text}; see `vshunt worker list`"))),
+        _ => Err(Failure::Failed(format!("several workers are named {text}; use an id"))),
+    }
+}
+
+fn attach(client: &mut Client, args: AttachArgs) -> Outcome {
+    let worker = worker_id(client, &args.worker)?;
+    let arguments = json!({
+        "export": args.queue.export,
+        "index": args.queue.index,
+        "worker": worker,
+        "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
+    });
+    send(client, "queue-attach", arguments)
+}
+
+fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
+    match command {
+        DiskCommand::Add { disk } => {
+            let disk = DiskSpec { file: absolute(disk.file)?, ..disk };
+            send(client, "disk-add", to_value(&disk)?)
+        }
+        DiskCommand::Remove { name } => send(client, "disk-remove", json!({ "name": name })),
+        DiskCommand::List(args) => list(client, "query-disks", args, show::disks),
+    }
+}
+
+fn export(client: &mut Client, command: ExportCommand) -> Outcome {
+    match command {
+        ExportCommand::Add { export } => {
+            let export = ExportSpec { socket: absolute(export.socket.clone())?, ..*export };
+            send(client, "export-add", to_value(&export)?)
+        }
+        ExportCommand::Remove { name, force } => {
+            send(client, "export-remove", json!({ "name": name, "force": force }))
+        }
+        ExportCommand::List(args) => list(client, "query-exports", args, show::exports),
+    }
+}
+
+/// A path as the user means it, whatever the daemon's working directory is.
+fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
+    let absolute = |p: PathBuf| {
+        std::path::absolute(&p).map_err(|e| Failure::Usage(format!("{}: {e}", Path::display(&p))))
+    };
+    path.map(absolute).transpose()
+}
+
+fn quit(mut client: Client) -> Outcome {
+    client.execute("quit", Map::new())?;
+    match client.wait_closed(QUIT_TIME) {
+        true => Ok(()),
+        false => Err(Failure::Failed("the daemon was told to quit and has not ended yet".into())),
+    }
+}

@@ -1,0 +1,203 @@
+//! The daemon's life: set up, serve, take down. Runs on the main thread.
+//!
+//! Set-up: 1 block signals, 2 take inherited sockets, 3 hold the control socket, 4 make the daemon and bind its
+//! events, 5 disks, workers, exports, 6 accept control clients, 7 pidfile, tell the service manager.
+//! The end: 1 tell the service manager and clients, 2 remove exports and workers, 3 remove control socket and
+//! pidfile, 4 close connections. A client that sees its connection end finds nothing left.
+//! An error in set-up takes down what was set up before it.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use sd_notify::NotifyState;
+
+use super::activation::{self, Inherited};
+use super::api::{Context, Stop};
+use super::cli::{self, LogArgs};
+use super::config::{Control, Setup};
+use super::server::Server;
+use super::socket::ControlSocket;
+use super::{Failure, Outcome, events, log, signals};
+use crate::error::{Error, Result};
+use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options};
+
+/// What differs between `vshunt serve` and `vshunt-blk`.
+pub(crate) struct Manner {
+    /// Name in messages.
+    pub(crate) program: &'static str,
+    pub(crate) log: LogArgs,
+    /// End when this export has been deleted: its one connection has.
+    pub(crate) ends_with: Option<String>,
+}
+
+/// Serves `setup` until told to stop.
+pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
+    let blocked = signals::block()?;
+    log::start(manner.program, manner.log.verbose, manner.log.quiet);
+    let (stop, stopped) = channel();
+    signals::forward(blocked, stop.clone())?;
+    let inherited = activation::take()?;
+    let mut serving = Serving::set_up(setup, inherited, manner, stop)?;
+    serving.announce(manner);
+    let reason = wait(&stopped);
+    tracing::info!(?reason, "ending");
+    serving.take_down(reason);
+    Ok(())
+}
+
+fn wait(stopped: &Receiver<Stop>) -> Stop {
+    // A sender lives in the signal thread for as long as the process does.
+    stopped.recv().unwrap_or(Stop::Quit)
+}
+
+struct Serving {
+    daemon: Arc<Daemon>,
+    server: Server,
+    control: Option<ControlSocket>,
+    pidfile: Option<Pidfile>,
+    down: bool,
+}
+
+impl Serving {
+    fn set_up(
+        mut setup: Setup,
+        mut inherited: Vec<Inherited>,
+        manner: &Manner,
+        stop: Sender<Stop>,
+    ) -> Outcome<Self> {
+        let control = control_socket(&setup.control, &mut inherited)?;
+        for fd in setup.exports.iter().filter_map(|e| e.fd) {
+            activation::check_fd(fd)?;
+        }
+        activation::give_to_exports(&mut inherited, &mut setup.exports);
+        let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
+        let server = Server::new(Context { daemon: Arc::clone(&daemon), stop: stop.clone() })?;
+        bind_events(&daemon, &server, stop, manner.ends_with.clone());
+        let mut serving = Self { daemon, server, control, pidfile: None, down: false };
+        serving.fill(setup)?;
+        if let Some(control) = &serving.control {
+            let listener = control.listener().map_err(|e| Error::io("cannot use the control socket", e))?;
+            serving.server.listen(listener)?;
+        }
+        Ok(serving)
+    }
+
+    fn fill(&mut self, setup: Setup) -> Result<()> {
+        for disk in setup.disks {
+            self.daemon.disk_add(disk)?;
+        }
+        for worker in setup.workers {
+            self.daemon.worker_new(worker)?;
+        }
+        for export in setup.exports {
+            self.daemon.export_add(export)?;
+        }
+        self.pidfile = setup.pidfile.map(Pidfile::write).transpose()?;
+        Ok(())
+    }
+
+    /// Tells the service manager, the log and a terminal that all is up.
+    fn announce(&self, manner: &Manner) {
+        let mut parts: Vec<String> = self.daemon.exports().iter().map(where_served).collect();
+        if let Some(control) = &self.control {
+            parts.push(format!("control on {}", control.shown()));
+        }
+        let text = parts.join(", ");
+        notify(&[NotifyState::Ready, NotifyState::Status(&text)]);
+        tracing::info!("serving {text}");
+        let mut stderr = std::io::stderr();
+        if stderr.is_terminal() && manner.log.verbose == 0 && !manner.log.quiet {
+            let _ = writeln!(stderr, "{}: serving {text}", manner.program);
+        }
+    }
+
+    fn take_down(&mut self, reason: Stop) {
+        self.down = true;
+        notify(&[NotifyState::Stopping, NotifyState::Status("ending")]);
+        self.server.broadcast(events::shutdown_line(reason));
+        self.daemon.shutdown();
+        if let Some(control) = &mut self.control {
+            control.remove();
+        }
+        self.pidfile = None;
+        self.server.stop();
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        if !self.down {
+            self.daemon.shutdown();
+        }
+    }
+}
+
+fn where_served(export: &crate::export::spec::ExportInfo) -> String {
+    let spec = &export.spec;
+    match (&spec.socket, spec.fd) {
+        (Some(path), _) => format!("{} on {}", spec.name, path.display()),
+        (None, Some(fd)) => format!("{} on fd {fd}", spec.name),
+        (None, None) => spec.name.clone(),
+    }
+}
+
+fn notify(states: &[NotifyState<'_>]) {
+    if let Err(e) = sd_notify::notify(states) {
+        tracing::debug!("cannot tell the service manager: {e}");
+    }
+}
+
+fn bind_events(daemon: &Daemon, server: &Server, stop: Sender<Stop>, ends_with: Option<String>) {
+    let server = server.clone();
+    daemon.on_event(Box::new(move |event| {
+        tracing::info!("{event:?}");
+        server.broadcast(events::line(event));
+        if let Event::ExportDeleted { name } = event
+            && ends_with.as_ref() == Some(name)
+        {
+            let _ = stop.send(Stop::PeerGone);
+        }
+    }));
+}
+
+fn control_socket(wanted: &Control, inherited: &mut Vec<Inherited>) -> Outcome<Option<ControlSocket>> {
+    let path = match wanted {
+        Control::Off => return Ok(None),
+        Control::At(path) => Some(path.clone()),
+        Control::Default => cli::control_path(None),
+    };
+    if let Some(fd) = activation::take_control(inherited, path.as_deref()) {
+        return Ok(Some(ControlSocket::inherited(fd)));
+    }
+    match path {
+        Some(path) => Ok(Some(ControlSocket::bind(&path)?)),
+        None => Err(Failure::Usage(
+            "no place for the control socket (XDG_RUNTIME_DIR is not set); \
+             give --control SOCKET or --no-control"
+                .into(),
+        )),
+    }
+}
+
+/// A pidfile that goes with the daemon.
+struct Pidfile(PathBuf);
+
+impl Pidfile {
+    fn write(path: PathBuf) -> Result<Self> {
+        let failed = |e| Error::io(format!("cannot write pidfile {}", path.display()), e);
+        write_pid(&path).map_err(failed)?;
+        Ok(Self(path))
+    }
+}
+
+fn write_pid(path: &Path) -> std::io::Result<()> {
+    std::fs::write(path, format!("{}\n", std::process::id()))
+}
+
+impl Drop for Pidfile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}

@@ -1,0 +1,196 @@
+//! Tables for people: plain columns, two spaces apart, numbers to the right.
+
+use std::fmt::Write as _;
+
+use crate::export::spec::{Cache, DiskInfo, ExportInfo, ExportKind, Format, QueueInfo, WorkerInfo};
+
+/// A column's title; one that begins with `>` holds numbers.
+type Title = &'static str;
+
+fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let head = titles.map(|t| t.trim_start_matches('>').to_owned());
+    let rows: Vec<[String; N]> = std::iter::once(head).chain(rows).collect();
+    let width = |at: usize| rows.iter().map(|r| r[at].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let mut out = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for ((cell, title), width) in row.iter().zip(titles).zip(widths) {
+            let _ = match title.starts_with('>') {
+                true => write!(line, "{cell:>width$}  "),
+                false => write!(line, "{cell:<width$}  "),
+            };
+        }
+        out.push_str(line.trim_end());
+        out.push('\n');
+    }
+    out
+}
+
+/// A thing that is not there.
+fn or_dash(text: String) -> String {
+    if text.is_empty() { "-".to_owned() } else { text }
+}
+
+pub(crate) fn disks(disks: &[DiskInfo]) -> String {
+    table(
+        ["DISK", "FORMAT", ">SIZE", "MODE", "PATH", "EXPORTS", "FILE"],
+        disks.iter().map(|d| {
+            let format = match d.spec.format {
+                Format::Raw => "raw",
+                Format::Null => "null",
+                Format::Ram => "ram",
+            };
+            [
+                d.spec.name.clone(),
+                format.to_owned(),
+                size(d.size_bytes),
+                mode(d),
+                d.path.clone(),
+                or_dash(d.exports.join(",")),
+                or_dash(d.spec.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default()),
+            ]
+        }),
+    )
+}
+
+/// What of a disk differs from the usual: `ro`, `direct`, `writethrough`, `unsafe`.
+fn mode(disk: &DiskInfo) -> String {
+    let words = [
+        (disk.spec.readonly, "ro"),
+        (!disk.spec.readonly, "rw"),
+        (disk.direct_in_use, "direct"),
+        (disk.spec.cache == Cache::Writethrough, "writethrough"),
+        (disk.spec.cache == Cache::Unsafe, "unsafe"),
+    ];
+    let words: Vec<&str> = words.iter().filter(|(on, _)| *on).map(|(_, word)| *word).collect();
+    words.join(",")
+}
+
+pub(crate) fn exports(exports: &[ExportInfo]) -> String {
+    table(
+        ["EXPORT", "TYPE", "DISK", "MODE", "STATE", ">QUEUES", "ENGINE", "SOCKET"],
+        exports.iter().map(|e| {
+            let kind = match e.spec.kind {
+                ExportKind::VhostUserBlk => "vhost-user-blk",
+            };
+            let socket = match (&e.spec.socket, e.spec.fd) {
+                (Some(path), _) => path.display().to_string(),
+                (None, Some(fd)) => format!("fd {fd}"),
+                (None, None) => "-".to_owned(),
+            };
+            [
+                e.spec.name.clone(),
+                kind.to_owned(),
+                e.spec.disk.clone(),
+                if e.spec.readonly { "ro" } else { "rw" }.to_owned(),
+                if e.connected { "connected" } else { "waiting" }.to_owned(),
+                e.queue_list.len().to_string(),
+                e.engine.clone(),
+                socket,
+            ]
+        }),
+    )
+}
+
+pub(crate) fn queues(queues: &[QueueInfo]) -> String {
+    table(
+        ["QUEUE", ">WORKER", "STATE", ">SIZE", ">IN-FLIGHT", ">REQUESTS", ">ERRORS", ">READ", ">WRITTEN"],
+        queues.iter().map(|q| {
+            [
+                format!("{}:{}", q.export, q.index),
+                q.worker.to_string(),
+                q.state.clone(),
+                q.size.to_string(),
+                q.in_flight.to_string(),
+                q.requests.to_string(),
+                q.errors.to_string(),
+                size(q.read_bytes),
+                size(q.write_bytes),
+            ]
+        }),
+    )
+}
+
+pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
+    table(
+        [">WORKER", "NAME", "KIND", "CPU", ">NICE", ">POLL-US", ">REQUESTS", ">CPU-TIME", "QUEUES"],
+        workers.iter().map(|w| {
+            [
+                w.id.to_string(),
+                w.name.clone(),
+                w.kind.clone(),
+                or_dash(cpus(&w.cpu)),
+                w.nice.to_string(),
+                w.poll_us.to_string(),
+                w.requests.to_string(),
+                format!("{:.2}s", w.cpu_time_us as f64 / 1e6),
+                or_dash(w.queues.join(",")),
+            ]
+        }),
+    )
+}
+
+/// Bytes in the largest unit that leaves at least 1, with one digit after the point where it is not whole.
+fn size(bytes: u64) -> String {
+    const UNITS: [(u32, &str); 4] = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
+    for (shift, unit) in UNITS {
+        if bytes >= 1 << shift {
+            let whole = bytes >> shift;
+            if bytes == whole << shift {
+                return format!("{whole}{unit}");
+            }
+            return format!("{:.1}{unit}", bytes as f64 / (1u64 << shift) as f64);
+        }
+    }
+    bytes.to_string()
+}
+
+/// CPU numbers as taskset has them: `0-3,6`.
+fn cpus(list: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &cpu in list {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == cpu => *last = cpu,
+            _ => runs.push((cpu, cpu)),
+        }
+    }
+    let text = |&(first, last): &(usize, usize)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    runs.iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [["a".to_owned(), "1".to_owned()], ["long-é".to_owned(), "100".to_owned()]];
+        assert_eq!(table(["N", ">NUM"], rows.into_iter()), "N       NUM\na         1\nlong-é  100\n");
+    }
+
+    #[test]
+    fn sizes_and_cpus_are_short() {
+        let cases =
+            [(0, "0"), (1023, "1023"), (1024, "1K"), (1536, "1.5K"), (3 << 29, "1.5G"), (1 << 41, "2T")];
+        for (bytes, want) in cases {
+            assert_eq!(size(bytes), want);
+        }
+        assert_eq!(cpus(&[0, 1, 2, 3, 6, 8, 9]), "0-3,6,8-9");
+        assert_eq!(cpus(&[]), "");
+    }
+
+    #[test]
+    fn what_the_daemon_tells_can_be_read_back() {
+        let daemon = crate::export::Daemon::new(crate::export::Options { poll_us: 0 }).unwrap();
+        let spec = "name=d,format=null,size=1G";
+        daemon.disk_add(crate::control::keyval::parse(spec).unwrap()).unwrap();
+        let text = serde_json::to_string(&daemon.disks()).unwrap();
+        let back: Vec<DiskInfo> = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, daemon.disks());
+        assert!(disks(&back).contains("null"));
+    }
+}

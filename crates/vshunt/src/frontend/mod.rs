@@ -1,0 +1,3 @@
+//! Frontends: the protocol side of an export. They negotiate, build queues, and tear them down.
+
+pub mod vhost_user;

@@ -1,0 +1,170 @@
+//! virtio-blk behind a socket: features, configuration space, queues (Virtio 1.3, section 5.2).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+use virtio::blk::{
+    BLK_CONFIG_WRITEBACK_AT, BlkConfig, SECTOR_SIZE, VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE,
+    VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
+    VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
+};
+use virtio::features::{
+    VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1, VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, bit,
+};
+
+use super::{Device, VringParts};
+use crate::backend::block::Disk;
+use crate::export::spec::Cache;
+use crate::queue::blk::{BlkQueue, BlkShared, SERIAL_MAX};
+use crate::worker::Queue;
+
+/// Data segments of one request: a descriptor table of the usual 128 less header and status.
+const SEG_MAX: u32 = 126;
+/// Largest DISCARD and WRITE_ZEROES, sectors: 2 GiB, so that one does not keep its worker's ring for long.
+const ZERO_SECTORS_MAX: u32 = 1 << 22;
+
+/// A disk as a guest's device.
+pub struct BlkDevice {
+    disk: Arc<Disk>,
+    queues: u16,
+    block_size: u32,
+    readonly: bool,
+    shared: Arc<BlkShared>,
+    /// What the guest agreed on; decides with `writeback` how writes complete.
+    features: AtomicU64,
+    /// The configuration space's byte: 1 write-back, 0 write-through.
+    writeback: AtomicBool,
+}
+
+impl BlkDevice {
+    /// A device of `queues` virtqueues. `block_size` 0 stands for the disk's own.
+    pub fn new(disk: Arc<Disk>, queues: u16, block_size: u32, serial: &str, readonly: bool) -> Self {
+        let mut id = [0; SERIAL_MAX];
+        let n = serial.len().min(SERIAL_MAX);
+        id[..n].copy_from_slice(&serial.as_bytes()[..n]);
+        let readonly = readonly || disk.readonly();
+        let shared = BlkShared {
+            disk: disk.clone(),
+            serial: id,
+            readonly,
+            writethrough: AtomicBool::new(true),
+            max_zero_sectors: ZERO_SECTORS_MAX,
+        };
+        let block_size = if block_size == 0 { disk.limits().block_size } else { block_size };
+        let device = Self {
+            queues,
+            block_size,
+            readonly,
+            shared: Arc::new(shared),
+            features: AtomicU64::new(0),
+            writeback: AtomicBool::new(true),
+            disk,
+        };
+        device.reset();
+        device
+    }
+
+    /// Whether the guest's writes are refused.
+    pub fn readonly(&self) -> bool {
+        self.readonly
+    }
+
+    fn update(&self) {
+        let features = self.features.load(Relaxed);
+        // 5.2.5: without FLUSH, or with CONFIG_WCE and writeback = 0, a completed write is to be stable.
+        let switched_off = features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0 && !self.writeback.load(Relaxed);
+        let through = features & bit(VIRTIO_BLK_F_FLUSH) == 0
+            || switched_off
+            || self.disk.cache() == Cache::Writethrough;
+        self.shared.writethrough.store(through && self.disk.cache() != Cache::Unsafe, Relaxed);
+    }
+}
+
+impl Device for BlkDevice {
+    fn features(&self) -> u64 {
+        let limits = self.disk.limits();
+        let mut features = bit(VIRTIO_F_VERSION_1)
+            | bit(VIRTIO_RING_F_INDIRECT_DESC)
+            | bit(VIRTIO_RING_F_EVENT_IDX)
+            | bit(VIRTIO_F_RING_PACKED)
+            | bit(VIRTIO_BLK_F_FLUSH)
+            | bit(VIRTIO_BLK_F_BLK_SIZE)
+            | bit(VIRTIO_BLK_F_TOPOLOGY)
+            | bit(VIRTIO_BLK_F_SEG_MAX);
+        if self.queues > 1 {
+            features |= bit(VIRTIO_BLK_F_MQ);
+        }
+        if self.readonly {
+            features |= bit(VIRTIO_BLK_F_RO);
+        } else {
+            if self.disk.cache() == Cache::Writeback {
+                features |= bit(VIRTIO_BLK_F_CONFIG_WCE);
+            }
+            if limits.can_discard {
+                features |= bit(VIRTIO_BLK_F_DISCARD);
+            }
+            if limits.can_zero {
+                features |= bit(VIRTIO_BLK_F_WRITE_ZEROES);
+            }
+        }
+        features
+    }
+
+    fn negotiated(&self, features: u64) {
+        self.features.store(features, Relaxed);
+        self.update();
+    }
+
+    fn reset(&self) {
+        self.writeback.store(self.disk.cache() != Cache::Writethrough, Relaxed);
+        self.update();
+    }
+
+    fn config(&self) -> Vec<u8> {
+        let limits = self.disk.limits();
+        let mut config = BlkConfig::default();
+        config.capacity = self.disk.size_bytes() / SECTOR_SIZE;
+        config.seg_max = SEG_MAX;
+        config.blk_size = self.block_size;
+        config.physical_block_exp = limits.physical_block_exp;
+        config.min_io_size = limits.min_io.try_into().unwrap_or(0);
+        config.opt_io_size = limits.opt_io;
+        config.writeback = self.writeback.load(Relaxed).into();
+        config.num_queues = self.queues;
+        if limits.can_discard {
+            config.max_discard_sectors = ZERO_SECTORS_MAX;
+            config.max_discard_seg = 1;
+            config.discard_sector_alignment = (limits.discard_align / SECTOR_SIZE as u32).max(1);
+        }
+        if limits.can_zero {
+            config.max_write_zeroes_sectors = ZERO_SECTORS_MAX;
+            config.max_write_zeroes_seg = 1;
+            config.write_zeroes_may_unmap = 1;
+        }
+        config.as_bytes().to_vec()
+    }
+
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<(), String> {
+        if offset as usize != BLK_CONFIG_WRITEBACK_AT
+            || bytes.len() != 1
+            || self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0
+        {
+            return Err(format!(
+                "the guest writes {} bytes at {offset} of the configuration space; only writeback is writable",
+                bytes.len()
+            ));
+        }
+        let writeback = bytes[0] != 0;
+        if !writeback && self.writeback.load(Relaxed) {
+            // What was written before the switch is not covered by it, and the guest flushes no more.
+            self.disk.sync().map_err(|e| format!("cannot flush before the cache is switched off: {e}"))?;
+        }
+        self.writeback.store(writeback, Relaxed);
+        self.update();
+        Ok(())
+    }
+
+    fn queue(&self, parts: VringParts) -> Box<dyn Queue> {
+        Box::new(BlkQueue::new(parts, self.shared.clone()))
+    }
+}

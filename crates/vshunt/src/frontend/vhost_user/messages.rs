@@ -1,0 +1,121 @@
+//! The messages that crate `vhost` has no arm for, read and answered by hand: status, the back-end's channel,
+//! the log's eventfd. (vhost-user specification, "Front-end message types".)
+
+use std::io::{self, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
+
+const SET_LOG_FD: u32 = 7;
+const SET_BACKEND_REQ_FD: u32 = 21;
+const SET_STATUS: u32 = 39;
+const GET_STATUS: u32 = 40;
+
+/// Back-end message: the configuration space changed; no payload.
+const CONFIG_CHANGE_MSG: u32 = 2;
+
+const HEADER_LEN: usize = 12;
+const BODY_LEN: usize = 8;
+const FLAG_VERSION: u32 = 1;
+const FLAG_VERSION_MASK: u32 = 3;
+const FLAG_REPLY: u32 = 1 << 2;
+const FLAG_NEED_REPLY: u32 = 1 << 3;
+
+/// A message that we handle ourselves.
+pub(super) enum Own {
+    /// Device status as the guest sets it; 0 is a reset.
+    SetStatus(u64),
+    /// What is the device status?
+    GetStatus,
+    /// The channel for messages to the front-end.
+    BackendChannel(OwnedFd),
+    /// An eventfd for the dirty log, which nobody reads any more: taken and closed.
+    LogFd,
+}
+
+/// The message and what its answer needs.
+pub(super) struct OwnMessage {
+    pub(super) what: Own,
+    code: u32,
+    need_reply: bool,
+}
+
+/// Whether the next message is one of ours; does not consume it. Blocks until a message begins.
+pub(super) fn next_is_own(stream: &UnixStream) -> io::Result<bool> {
+    let mut code = [0u8; 4];
+    let (n, _) = recv(stream, &mut code, RecvFlags::PEEK | RecvFlags::WAITALL)?;
+    let code = u32::from_ne_bytes(code);
+    Ok(n == 4 && matches!(code, SET_LOG_FD | SET_BACKEND_REQ_FD | SET_STATUS | GET_STATUS))
+}
+
+/// Reads such a message.
+pub(super) fn read_own(stream: &UnixStream) -> io::Result<OwnMessage> {
+    let mut header = [0u8; HEADER_LEN];
+    let fd = recv_all(stream, &mut header)?;
+    let word = |i: usize| u32::from_ne_bytes(header[i..i + 4].try_into().expect("4 bytes"));
+    let (code, flags, size) = (word(0), word(4), word(8) as usize);
+    let mut body = [0u8; BODY_LEN];
+    if flags & FLAG_VERSION_MASK != FLAG_VERSION || flags & FLAG_REPLY != 0 || size > BODY_LEN {
+        return Err(malformed(code));
+    }
+    let fd = recv_all(stream, &mut body[..size])?.or(fd);
+    let what = match (code, size) {
+        (SET_STATUS, BODY_LEN) => Own::SetStatus(u64::from_ne_bytes(body)),
+        (GET_STATUS, 0) => Own::GetStatus,
+        // QEMU sends no payload with this one; others send an empty u64.
+        (SET_BACKEND_REQ_FD, _) => Own::BackendChannel(fd.ok_or_else(|| malformed(code))?),
+        (SET_LOG_FD, _) => Own::LogFd,
+        _ => return Err(malformed(code)),
+    };
+    Ok(OwnMessage { what, code, need_reply: flags & FLAG_NEED_REPLY != 0 })
+}
+
+/// Answers a [`Own::GetStatus`], or acknowledges another if the front-end asked for that.
+pub(super) fn answer(mut stream: &UnixStream, to: &OwnMessage, value: u64) -> io::Result<()> {
+    if !to.need_reply && !matches!(to.what, Own::GetStatus) {
+        return Ok(());
+    }
+    let mut reply = [0u8; HEADER_LEN + BODY_LEN];
+    reply[..4].copy_from_slice(&to.code.to_ne_bytes());
+    reply[4..8].copy_from_slice(&(FLAG_VERSION | FLAG_REPLY).to_ne_bytes());
+    reply[8..12].copy_from_slice(&(BODY_LEN as u32).to_ne_bytes());
+    reply[12..].copy_from_slice(&value.to_ne_bytes());
+    stream.write_all(&reply)
+}
+
+/// Tells the front-end that the configuration space changed.
+pub(super) fn config_changed(channel: &OwnedFd) -> io::Result<()> {
+    let mut message = [0u8; HEADER_LEN];
+    message[..4].copy_from_slice(&CONFIG_CHANGE_MSG.to_ne_bytes());
+    message[4..8].copy_from_slice(&FLAG_VERSION.to_ne_bytes());
+    let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
+    rustix::net::send(channel, &message, flags)?;
+    Ok(())
+}
+
+fn malformed(code: u32) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("message {code} is malformed"))
+}
+
+/// Fills `buf`, and keeps the last descriptor that came along.
+fn recv_all(stream: &UnixStream, buf: &mut [u8]) -> io::Result<Option<OwnedFd>> {
+    let (mut done, mut fd) = (0, None);
+    while done < buf.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut iov = [IoSliceMut::new(&mut buf[done..])];
+        let got = recvmsg(stream.as_fd(), &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        if got.bytes == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        done += got.bytes;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                fd = fds.last().or(fd);
+            }
+        }
+    }
+    Ok(fd)
+}

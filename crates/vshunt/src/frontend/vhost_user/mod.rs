@@ -1,0 +1,338 @@
+//! vhost-user: a device for a VMM over a UNIX socket.
+//!
+//! One thread an export: it listens, and serves one front-end after the other. It never sees a request; rings
+//! that the guest starts become queues on workers. A front-end that misbehaves loses its connection, nobody
+//! else anything. What must never happen: guest memory unmapped, or an answer to GET_VRING_BASE sent, while a
+//! request is in flight.
+
+pub mod blk;
+mod memory;
+mod messages;
+mod session;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtocolFeatures};
+
+use self::messages::{Own, answer, next_is_own, read_own};
+use self::session::Session;
+use crate::error::{Error, Result};
+use crate::queue;
+use crate::worker::{Queue, QueueSet};
+
+/// What we offer of the protocol. REPLY_ACK is crate `vhost`'s own doing.
+const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::LOG_SHMFD)
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::BACKEND_REQ)
+    .union(VhostUserProtocolFeatures::CONFIG)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    .union(VhostUserProtocolFeatures::RESET_DEVICE)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    .union(VhostUserProtocolFeatures::STATUS);
+
+/// The session thread's stack: messages are small, and only pages that it touched count.
+const STACK_BYTES: usize = 256 << 10;
+
+/// What a started ring is made of; see [`queue::blk::Parts`].
+pub type VringParts = queue::blk::Parts;
+
+/// The kind of device behind a socket. Called by the session thread; `config` by any.
+pub trait Device: Send + Sync {
+    /// Virtio features offered.
+    fn features(&self) -> u64;
+    /// The guest agreed on these (0: none yet).
+    fn negotiated(&self, features: u64);
+    /// The guest reset the device.
+    fn reset(&self);
+    /// The configuration space.
+    fn config(&self) -> Vec<u8>;
+    /// The guest writes to the configuration space. The error says what it may not.
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> std::result::Result<(), String>;
+    /// The queue of a ring that starts.
+    fn queue(&self, parts: VringParts) -> Box<dyn Queue>;
+}
+
+/// Where the front-end comes from.
+pub enum Socket {
+    /// We listen; the path, if it is ours to remove.
+    Listening(UnixListener, Option<PathBuf>),
+    /// One connection, with which the export ends.
+    Connected(UnixStream),
+}
+
+/// What an export wants to know of its socket.
+pub trait Observer: Send + Sync {
+    /// A front-end came or went.
+    fn connected(&self, yes: bool);
+    /// A guest misused a ring. Called on the queue's worker: it must return at once.
+    fn queue_broken(&self, index: u16, reason: &str);
+    /// The one connection is over.
+    fn ended(&self);
+}
+
+/// A served socket.
+pub struct VhostUser {
+    inner: Arc<Inner>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    path: Option<PathBuf>,
+}
+
+struct Inner {
+    name: String,
+    device: Arc<dyn Device>,
+    queues: Arc<QueueSet>,
+    observer: Arc<dyn Observer>,
+    stopping: AtomicBool,
+    stop: OwnedFd,
+    connected: AtomicBool,
+    features: Arc<AtomicU64>,
+    /// The connection, to be shut down by others; guards nothing else.
+    stream: Mutex<Option<UnixStream>>,
+    /// The channel to the front-end; held for one send.
+    channel: Mutex<Option<OwnedFd>>,
+}
+
+impl VhostUser {
+    /// Begins to serve; the queues' homes are in `queues`.
+    pub fn start(
+        name: &str,
+        socket: Socket,
+        device: Arc<dyn Device>,
+        queues: Arc<QueueSet>,
+        observer: Arc<dyn Observer>,
+    ) -> Result<Self> {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::io(format!("cannot serve {name}"), e.into()))?;
+        let inner = Arc::new(Inner {
+            name: name.to_owned(),
+            device,
+            queues,
+            observer,
+            stopping: AtomicBool::new(false),
+            stop,
+            connected: AtomicBool::new(false),
+            features: Arc::default(),
+            stream: Mutex::new(None),
+            channel: Mutex::new(None),
+        });
+        let theirs = inner.clone();
+        let path = match &socket {
+            Socket::Listening(_, path) => path.clone(),
+            Socket::Connected(_) => None,
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("vu-{name}").chars().take(15).collect())
+            .stack_size(STACK_BYTES)
+            .spawn(move || theirs.serve(socket))
+            .map_err(|e| Error::io(format!("cannot start the session thread of {name}"), e))?;
+        Ok(Self { inner, thread: Mutex::new(Some(thread)), path })
+    }
+
+    /// Whether a front-end is connected.
+    pub fn connected(&self) -> bool {
+        self.inner.connected.load(Relaxed)
+    }
+
+    /// Features that the guest agreed on.
+    pub fn features(&self) -> u64 {
+        self.inner.features.load(Relaxed)
+    }
+
+    /// Tells the front-end that the configuration space changed, if it listens.
+    pub fn config_changed(&self) {
+        let channel = self.inner.channel.lock().expect("no holder panics");
+        if let Some(channel) = &*channel
+            && let Err(e) = messages::config_changed(channel)
+        {
+            tracing::warn!("{}: the front-end was not told of the change: {e}", self.inner.name);
+        }
+    }
+
+    /// Disconnects, drains, removes the socket. Idempotent; returns when all is over.
+    pub fn stop(&self) {
+        self.inner.stopping.store(true, Relaxed);
+        let _ = rustix::io::write(&self.inner.stop, &1u64.to_ne_bytes());
+        if let Some(stream) = &*self.inner.stream.lock().expect("no holder panics") {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        let thread = self.thread.lock().expect("no holder panics").take();
+        if let Some(thread) = thread {
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+            if let Some(path) = &self.path {
+                let _ = std::fs::remove_file(path);
+            }
+        }
+    }
+}
+
+impl Drop for VhostUser {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Inner {
+    /// The session thread.
+    fn serve(&self, socket: Socket) {
+        match socket {
+            Socket::Connected(stream) => self.session(stream),
+            Socket::Listening(listener, _) => {
+                while self.wait(listener.as_fd()) {
+                    match listener.accept() {
+                        Ok((stream, _)) => self.session(stream),
+                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                        Err(e) => {
+                            tracing::error!("{}: cannot take a connection: {e}", self.name);
+                            std::thread::sleep(std::time::Duration::from_millis(100));
+                        }
+                    }
+                }
+                return;
+            }
+        }
+        if !self.stopping.load(Relaxed) {
+            self.observer.ended();
+        }
+    }
+
+    /// Waits until `fd` is readable; false if the export is to end.
+    fn wait(&self, fd: std::os::fd::BorrowedFd<'_>) -> bool {
+        loop {
+            if self.stopping.load(Relaxed) {
+                return false;
+            }
+            let mut fds =
+                [PollFd::new(&self.stop, PollFlags::IN), PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) if !fds[1].revents().is_empty() => return !self.stopping.load(Relaxed),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Serves one front-end until it goes, misbehaves, or the export ends.
+    fn session(&self, stream: UnixStream) {
+        let _ = stream.set_nonblocking(false);
+        let Ok(ours) = stream.try_clone() else { return };
+        *self.stream.lock().expect("no holder panics") = stream.try_clone().ok();
+        self.connected.store(true, Relaxed);
+        self.observer.connected(true);
+        tracing::info!("{}: a front-end is connected", self.name);
+        let session = Arc::new(Mutex::new(Session::new(
+            &self.name,
+            self.device.clone(),
+            self.queues.clone(),
+            self.features.clone(),
+            self.observer.clone(),
+        )));
+        let mut handler = BackendReqHandler::from_stream(stream, session.clone());
+        let ended = loop {
+            if !self.wait(ours.as_fd()) {
+                break None;
+            }
+            if let Err(e) = self.message(&ours, &session, &mut handler) {
+                break Some(e);
+            }
+        };
+        match ended {
+            None => {}
+            Some(VhostError::Disconnected) => tracing::info!("{}: the front-end went", self.name),
+            Some(_) if self.stopping.load(Relaxed) => {}
+            Some(e) => tracing::warn!("{}: the front-end's connection is closed: {e}", self.name),
+        }
+        session.lock().expect("no holder panics").stop_all();
+        *self.channel.lock().expect("no holder panics") = None;
+        *self.stream.lock().expect("no holder panics") = None;
+        self.connected.store(false, Relaxed);
+        self.observer.connected(false);
+    }
+
+    fn message(
+        &self,
+        stream: &UnixStream,
+        session: &Mutex<Session>,
+        handler: &mut BackendReqHandler<Mutex<Session>>,
+    ) -> std::result::Result<(), VhostError> {
+        if !next_is_own(stream).map_err(VhostError::SocketError)? {
+            return handler.handle_request();
+        }
+        let message = read_own(stream).map_err(VhostError::SocketError)?;
+        let mut value = 0;
+        match &message.what {
+            Own::SetStatus(status) => session.lock().expect("no holder panics").set_status(*status),
+            Own::GetStatus => value = session.lock().expect("no holder panics").status(),
+            Own::BackendChannel(fd) => {
+                let fd = fd.try_clone().map_err(VhostError::SocketError)?;
+                *self.channel.lock().expect("no holder panics") = Some(fd);
+            }
+            Own::LogFd => {}
+        }
+        answer(stream, &message, value).map_err(VhostError::SocketError)
+    }
+}
+
+/// A listening socket at `path`. A socket left by a daemon that died is replaced; anything else there is an
+/// error that says so.
+pub fn listen(path: &Path) -> Result<Socket> {
+    let shown = path.display();
+    match std::fs::symlink_metadata(path) {
+        Ok(meta) if !meta.file_type().is_socket() => {
+            return Err(Error::exists(format!(
+                "{shown} exists and is not a socket; remove it or choose another path"
+            )));
+        }
+        Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => {
+                return Err(Error::busy(format!("another process listens on {shown}; choose another path")));
+            }
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+                std::fs::remove_file(path)
+                    .map_err(|e| Error::io(format!("cannot remove the stale socket {shown}"), e))?;
+            }
+            Err(e) => return Err(Error::io(format!("cannot tell whether {shown} is in use"), e)),
+        },
+        Err(_) => {}
+    }
+    let listener = UnixListener::bind(path).map_err(|e| {
+        let hint = match e.kind() {
+            io::ErrorKind::NotFound => " (does its folder exist?)",
+            io::ErrorKind::InvalidInput => " (a socket's path has at most 107 bytes)",
+            _ => "",
+        };
+        Error::io(format!("cannot listen on {shown}{hint}"), e)
+    })?;
+    listener.set_nonblocking(true).map_err(|e| Error::io(format!("cannot listen on {shown}"), e))?;
+    Ok(Socket::Listening(listener, Some(path.to_owned())))
+}
+
+/// An inherited socket: listening (socket activation) or connected (`--fd`).
+pub fn adopt(fd: RawFd) -> Result<Socket> {
+    let bad = |e: io::Error| Error::io(format!("file descriptor {fd} is no UNIX stream socket"), e);
+    // SAFETY: fcntl on a number that may be no descriptor fails with EBADF and does nothing else.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(bad(io::Error::last_os_error()));
+    }
+    // SAFETY: it is open (checked above) and was passed to this process to be its own.
+    let owned = unsafe { OwnedFd::from_raw_fd(fd) };
+    if rustix::net::sockopt::socket_acceptconn(&owned).map_err(|e| bad(e.into()))? {
+        let listener = UnixListener::from(owned);
+        listener.set_nonblocking(true).map_err(bad)?;
+        return Ok(Socket::Listening(listener, None));
+    }
+    Ok(Socket::Connected(UnixStream::from(owned)))
+}

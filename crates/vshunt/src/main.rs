@@ -1,0 +1,7 @@
+//! The `vshunt` program; started under a name that begins with `vshunt-blk`, it is that program instead.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    vshunt::control::main()
+}

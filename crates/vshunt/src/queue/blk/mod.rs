@@ -1,0 +1,364 @@
+//! A virtio-blk queue: requests from a virtqueue, to a disk, and back.
+//!
+//! Made by `frontend` when the guest starts a ring, then owned by one worker at a time. A request sits in a
+//! fixed slot from [`take`](Queue::take) until its status byte is written; then its used element is staged and
+//! [`publish`](Queue::publish) shows the whole batch. What must never happen: a request completed twice or
+//! never, or guest memory touched after [`at_rest`](Queue::at_rest) said that all is over.
+
+mod request;
+#[cfg(test)]
+mod tests;
+
+use std::any::Any;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use virtio::inflight::Replay;
+use virtio::log::DirtyLog;
+use virtio::mem::GuestMemory;
+use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
+
+use super::Vring;
+use crate::backend::block::{Disk, DiskHandle, Io, Step};
+use crate::worker::{Queue, QueueStats, Ring, State, Token};
+
+/// Operations of a token.
+const OP_KICK: u8 = 1;
+const OP_IO: u8 = 2;
+/// Requests that complete at once before the guest is shown them, so that it works on while we do.
+const PUBLISH_EVERY: u32 = 16;
+/// What GET_ID returns at most (Virtio 1.3, 5.2.6).
+pub const SERIAL_MAX: usize = 20;
+
+/// What an export's queues share; the frontend may change the atomic parts at any time.
+pub struct BlkShared {
+    /// The backend.
+    pub disk: Arc<Disk>,
+    /// What GET_ID returns, padded with zeroes.
+    pub serial: [u8; SERIAL_MAX],
+    /// The guest's writes are refused.
+    pub readonly: bool,
+    /// A write completes only when it is stable: the guest was told of no cache, or switched it off.
+    pub writethrough: AtomicBool,
+    /// Largest DISCARD and WRITE_ZEROES, in sectors, as the configuration space says.
+    pub max_zero_sectors: u32,
+}
+
+/// What a started ring brings with it.
+pub struct Parts {
+    /// Device side of the virtqueue, in-flight region attached.
+    pub vring: DeviceRing,
+    /// The guest's memory as of now.
+    pub mem: Arc<GuestMemory>,
+    /// Requests that were in flight when a former daemon died, oldest first.
+    pub replays: Vec<Replay>,
+    /// The guest's kicks.
+    pub kick: OwnedFd,
+    /// Notifies the guest; none: it polls.
+    pub call: Option<OwnedFd>,
+    /// Tells the front-end that the ring broke.
+    pub err: Option<OwnedFd>,
+    /// Where writes to guest memory are marked while it migrates.
+    pub log: Option<Arc<DirtyLog>>,
+    /// Counters.
+    pub stats: Arc<QueueStats>,
+    /// Name for messages, `export:index`.
+    pub name: String,
+    /// Told once when the guest broke the ring.
+    pub on_broken: Box<dyn Fn(&str) + Send>,
+}
+
+/// Whether the kick's poll is on the ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Listen {
+    Off,
+    On,
+    /// Cancelled, its last completion yet to come; `again`: armed anew meanwhile.
+    Ending {
+        again: bool,
+    },
+}
+
+/// A request under way. Its buffers are the guest's; `io` names them until the step is done.
+struct Slot {
+    io: Io,
+    status: *mut u8,
+    head: Head,
+}
+
+/// One virtqueue of a disk.
+pub struct BlkQueue {
+    // The owning worker's.
+    vring: DeviceRing,
+    mem: Arc<GuestMemory>,
+    chain: Chain,
+    data: Vec<Seg>,
+    slots: Box<[Slot]>,
+    free: Vec<u16>,
+    handle: Option<DiskHandle>,
+    listen: Listen,
+    staged: u32,
+    replays: Vec<Replay>,
+    broken: bool,
+    log: Option<Arc<DirtyLog>>,
+    /// While there is a log: where the request of each slot may write.
+    noted: Box<[Vec<Seg>]>,
+    kick: OwnedFd,
+    call: Option<OwnedFd>,
+    err: Option<OwnedFd>,
+    // Any thread's.
+    shared: Arc<BlkShared>,
+    stats: Arc<QueueStats>,
+    // Fixed.
+    name: String,
+    on_broken: Box<dyn Fn(&str) + Send>,
+}
+
+// SAFETY: the raw pointers (ring areas, status bytes, data segments) lead into mappings that `mem` and the
+// vring's owner keep alive wherever the queue goes; nothing in it is tied to a thread but `handle`, which is
+// None while it moves (`leave`).
+unsafe impl Send for BlkQueue {}
+
+impl BlkQueue {
+    /// A queue that is not yet on a worker.
+    pub fn new(parts: Parts, shared: Arc<BlkShared>) -> Self {
+        let size = parts.vring.size();
+        let slots = (0..size)
+            .map(|_| Slot { io: Io::default(), status: std::ptr::null_mut(), head: Head { id: 0, descs: 0 } })
+            .collect();
+        let mut replays = parts.replays;
+        replays.reverse();
+        Self {
+            vring: parts.vring,
+            mem: parts.mem,
+            chain: Chain::default(),
+            data: Vec::with_capacity(16),
+            slots,
+            free: (0..size).rev().collect(),
+            handle: None,
+            listen: Listen::Off,
+            staged: 0,
+            replays,
+            broken: false,
+            noted: noted(size, parts.log.as_ref()),
+            log: parts.log,
+            kick: parts.kick,
+            call: parts.call,
+            err: parts.err,
+            shared,
+            stats: parts.stats,
+            name: parts.name,
+            on_broken: parts.on_broken,
+        }
+    }
+
+    fn in_flight(&self) -> u32 {
+        (self.slots.len() - self.free.len()) as u32
+    }
+
+    fn notify(&mut self) {
+        if let Some(call) = &self.call {
+            // A full counter (EAGAIN) is a notification too.
+            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+            QueueStats::add(&self.stats.notifications, 1);
+        }
+    }
+
+    /// The guest broke the ring: nothing more is taken, the front-end is told, other queues go on.
+    fn break_off(&mut self, reason: &dyn std::fmt::Display) {
+        self.broken = true;
+        self.stats.set_state(State::Broken);
+        tracing::warn!(
+            "queue {} is broken by its guest: {reason}; it stands until the guest resets it",
+            self.name
+        );
+        (self.on_broken)(&reason.to_string());
+        if let Some(err) = &self.err {
+            let _ = rustix::io::write(err, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Takes what a former daemon left in flight, before anything new.
+    fn replay(&mut self, ring: &mut Ring, place: Token) -> u32 {
+        let mut taken = 0;
+        while let Some(replay) = self.replays.pop() {
+            match self.vring.replay(&self.mem, &replay, &mut self.chain) {
+                Ok(()) => {
+                    self.begin(ring, place);
+                    taken += 1;
+                }
+                Err(broken) => {
+                    self.break_off(&broken);
+                    self.replays.clear();
+                }
+            }
+        }
+        taken
+    }
+
+    fn arm_kick(&mut self, ring: &mut Ring, place: Token) {
+        match self.listen {
+            Listen::Off => {
+                ring.poll(self.kick.as_raw_fd(), place.with(0, OP_KICK));
+                self.listen = Listen::On;
+            }
+            Listen::Ending { .. } => self.listen = Listen::Ending { again: true },
+            Listen::On => {}
+        }
+    }
+
+    fn kicked(&mut self, ring: &mut Ring, token: Token, more: bool) {
+        QueueStats::add(&self.stats.kicks, 1);
+        if more {
+            return;
+        }
+        let again = matches!(self.listen, Listen::On | Listen::Ending { again: true });
+        self.listen = Listen::Off;
+        if again {
+            self.arm_kick(ring, token);
+        }
+    }
+
+    #[inline]
+    fn flight_changed(&self) {
+        self.stats.in_flight.store(self.in_flight(), Relaxed);
+    }
+}
+
+impl Vring for BlkQueue {
+    fn base(&self) -> u32 {
+        self.vring.base()
+    }
+
+    fn set_call(&mut self, call: Option<OwnedFd>) {
+        self.call = call;
+        // Whoever waits on the new descriptor may have missed a notification sent to the old one.
+        self.notify();
+    }
+
+    fn set_err(&mut self, err: Option<OwnedFd>) {
+        self.err = err;
+    }
+
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {
+        debug_assert_eq!(self.in_flight(), 0);
+        self.vring.set_used_log(used);
+        self.noted = noted(self.vring.size(), log.as_ref());
+        self.log = log;
+    }
+}
+
+impl Queue for BlkQueue {
+    fn arm(&mut self, ring: &mut Ring, place: Token) {
+        if self.handle.is_none() {
+            self.handle = Some(self.shared.disk.attach(ring));
+        }
+        self.arm_kick(ring, place);
+    }
+
+    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+        if self.broken {
+            return 0;
+        }
+        let mut taken = 0;
+        if !self.replays.is_empty() {
+            taken += self.replay(ring, place);
+        }
+        while taken < budget && !self.free.is_empty() {
+            match self.vring.pop(&self.mem, &mut self.chain) {
+                Ok(true) => self.begin(ring, place),
+                Ok(false) => break,
+                Err(broken) => {
+                    self.break_off(&broken);
+                    break;
+                }
+            }
+            taken += 1;
+            if self.staged >= PUBLISH_EVERY {
+                self.publish();
+            }
+        }
+        self.flight_changed();
+        taken
+    }
+
+    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+        match token.op {
+            OP_IO => {
+                let slot = &mut self.slots[token.slot as usize];
+                let Some(handle) = &self.handle else { return 0 };
+                match handle.resume(ring, &mut slot.io, token, result) {
+                    Step::Wait => 0,
+                    Step::Done(result) => {
+                        self.finish(token.slot, result);
+                        self.flight_changed();
+                        1
+                    }
+                }
+            }
+            _ => {
+                self.kicked(ring, token, more);
+                0
+            }
+        }
+    }
+
+    fn publish(&mut self) {
+        if self.staged > 0 {
+            self.staged = 0;
+            if self.vring.publish() {
+                self.notify();
+            }
+        }
+    }
+
+    fn has_work(&self) -> bool {
+        // With every slot taken, more can only come from a guest that offers descriptors twice: not before
+        // a completion.
+        !self.broken && !self.free.is_empty() && (self.vring.has_avail() || !self.replays.is_empty())
+    }
+
+    fn wake(&mut self) {
+        self.vring.disable_kick();
+    }
+
+    fn sleep(&mut self) -> bool {
+        !self.broken && self.vring.enable_kick() && !self.free.is_empty()
+    }
+
+    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+        match self.listen {
+            Listen::On => {
+                ring.cancel(place.with(0, OP_KICK));
+                self.listen = Listen::Ending { again: false };
+            }
+            Listen::Ending { .. } => self.listen = Listen::Ending { again: false },
+            Listen::Off => {}
+        }
+    }
+
+    fn at_rest(&self) -> bool {
+        self.in_flight() == 0 && self.listen == Listen::Off
+    }
+
+    fn leave(&mut self, ring: &mut Ring) {
+        if let Some(handle) = self.handle.take() {
+            handle.detach(ring);
+        }
+    }
+
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+fn noted(size: u16, log: Option<&Arc<DirtyLog>>) -> Box<[Vec<Seg>]> {
+    if log.is_some() { (0..size).map(|_| Vec::new()).collect() } else { Box::default() }
+}
+
+impl Drop for BlkQueue {
+    fn drop(&mut self) {
+        debug_assert!(self.at_rest(), "{} dropped with requests in flight", self.name);
+    }
+}

@@ -1,0 +1,23 @@
+//! Workers: OS threads with one io_uring each, and the queues attached to them.
+//!
+//! Knows no virtio, no FUSE, no image format: a [`Queue`] is all it sees. [`Workers`] makes and frees them
+//! (called by control, under its own lock), [`QueueSet`] moves queues between them, `thread` is what runs
+//! on a worker. What must never happen: a queue on two workers, or an operation in flight for a queue that
+//! left its worker.
+
+mod attach;
+mod pool;
+mod queue;
+mod ring;
+#[cfg(test)]
+mod tests;
+mod thread;
+
+pub use attach::QueueSet;
+pub use pool::{MAX_WORKERS, Settings, WorkerState, Workers};
+pub use queue::{Queue, QueueStats, State};
+pub use ring::{Ring, RingFile, Token};
+pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
+
+/// Names a worker; never reused while the daemon lives.
+pub type WorkerId = u32;

@@ -1,0 +1,309 @@
+//! The workers of a daemon: made, set, listed and freed by control, while I/O runs.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+use rustix::process::{Pid, getpriority_process, setpriority_process};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use super::WorkerId;
+use super::thread::{POLL_US_MAX, Shared, Worker};
+use crate::error::{Error, Result};
+
+/// Workers that live at the same time. Far above what one host has CPUs for; it keeps a runaway script from
+/// eating the machine, as RLIMIT_NPROC does for the user.
+pub const MAX_WORKERS: usize = 1024;
+/// A worker's stack: the loop is flat, and only pages that it touched count.
+const STACK_BYTES: usize = 256 << 10;
+/// Longest thread name that the kernel keeps.
+const THREAD_NAME_MAX: usize = 15;
+
+/// Settings of a worker; `None` leaves a thing as it is.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// CPUs it may run on; empty: no change.
+    pub cpu: Vec<usize>,
+    /// -20..=19.
+    pub nice: Option<i32>,
+    /// Bound of polling, µs.
+    pub poll_us: Option<u32>,
+}
+
+/// A worker as it is.
+#[derive(Clone, Debug)]
+pub struct WorkerState {
+    /// Its id.
+    pub id: WorkerId,
+    /// Its name.
+    pub name: String,
+    /// Thread id.
+    pub tid: i32,
+    /// CPUs it may run on.
+    pub cpu: Vec<usize>,
+    /// Its nice value.
+    pub nice: i32,
+    /// Bound of polling, µs.
+    pub poll_us: u32,
+    /// CPU time used, µs.
+    pub cpu_time_us: u64,
+    /// Times it slept.
+    pub sleeps: u64,
+    /// Requests completed here.
+    pub requests: u64,
+    /// Queues it has.
+    pub queues: u32,
+}
+
+struct Entry {
+    name: String,
+    tid: i32,
+    shared: Arc<Shared>,
+    /// Queues whose home it is, running or not: such a worker is not freed.
+    homes: u32,
+    thread: JoinHandle<()>,
+}
+
+/// All workers. Its lock guards the list alone and is held for look-ups and thread creation, never while
+/// waiting for a worker.
+pub struct Workers {
+    list: Mutex<List>,
+    default_poll_us: u32,
+}
+
+struct List {
+    next: WorkerId,
+    by_id: BTreeMap<WorkerId, Entry>,
+}
+
+impl Workers {
+    /// No workers yet. `default_poll_us` is for those made without a bound of their own.
+    pub fn new(default_poll_us: u32) -> Result<Arc<Self>> {
+        check_poll(default_poll_us)?;
+        let list = Mutex::new(List { next: 0, by_id: BTreeMap::new() });
+        Ok(Arc::new(Self { list, default_poll_us }))
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().expect("no holder panics")
+    }
+
+    /// Makes a worker; returns its id when it is ready to take queues.
+    pub fn create(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
+        let poll_us = settings.poll_us.unwrap_or(self.default_poll_us);
+        check_poll(poll_us)?;
+        let mut list = self.list();
+        if list.by_id.len() >= MAX_WORKERS {
+            return Err(Error::limit(format!(
+                "there are {MAX_WORKERS} workers already, which is the most; free one with 'worker free ID'"
+            )));
+        }
+        let id = list.next;
+        let name = name.unwrap_or_else(|| format!("worker-{id}"));
+        let shared =
+            Arc::new(Shared::new(poll_us).map_err(|e| Error::io(format!("cannot make worker {id}"), e))?);
+        let (ready, is_ready) = sync_channel::<io::Result<i32>>(1);
+        let theirs = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name(thread_name(&name))
+            .stack_size(STACK_BYTES)
+            .spawn(move || body(theirs, &ready))
+            .map_err(|e| spawn_error(id, e))?;
+        let tid = match is_ready.recv() {
+            Ok(Ok(tid)) => tid,
+            Ok(Err(e)) => return Err(ring_error(id, e)),
+            Err(_) => return Err(Error::limit(format!("worker {id} ended before it began"))),
+        };
+        if let Err(e) = apply(tid, settings) {
+            shared.send(super::thread::Mail::Stop);
+            let _ = thread.join();
+            return Err(e);
+        }
+        list.next += 1;
+        list.by_id.insert(id, Entry { name, tid, shared, homes: 0, thread });
+        tracing::info!(id, tid, "worker made");
+        Ok(id)
+    }
+
+    /// Ends a worker that no queue calls its home. [`Busy`](crate::error::Kind::Busy) otherwise.
+    pub fn free(&self, id: WorkerId) -> Result<()> {
+        let entry = {
+            let mut list = self.list();
+            let homes = list.by_id.get(&id).ok_or_else(|| unknown(id))?.homes;
+            if homes > 0 {
+                return Err(Error::busy(format!(
+                    "worker {id} has {homes} queue{}; attach {} to another worker first",
+                    if homes == 1 { "" } else { "s" },
+                    if homes == 1 { "it" } else { "them" },
+                )));
+            }
+            list.by_id.remove(&id).expect("seen above")
+        };
+        entry.shared.send(super::thread::Mail::Stop);
+        let _ = entry.thread.join();
+        tracing::info!(id, "worker freed");
+        Ok(())
+    }
+
+    /// Changes a worker while it runs.
+    pub fn set(&self, id: WorkerId, settings: &Settings) -> Result<()> {
+        let list = self.list();
+        let entry = list.by_id.get(&id).ok_or_else(|| unknown(id))?;
+        if let Some(us) = settings.poll_us {
+            check_poll(us)?;
+        }
+        apply(entry.tid, settings)?;
+        if let Some(us) = settings.poll_us {
+            entry.shared.poll_us.store(us, Relaxed);
+        }
+        Ok(())
+    }
+
+    /// All workers, by id.
+    pub fn states(&self) -> Vec<WorkerState> {
+        let list = self.list();
+        list.by_id.iter().map(|(&id, e)| state(id, e)).collect()
+    }
+
+    /// Whether there is such a worker.
+    pub fn check(&self, id: WorkerId) -> Result<()> {
+        self.list().by_id.get(&id).map(|_| ()).ok_or_else(|| unknown(id))
+    }
+
+    /// Makes a worker the home of one more queue, and says where its mail goes.
+    pub(super) fn settle(&self, id: WorkerId) -> Result<Arc<Shared>> {
+        let mut list = self.list();
+        let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        if entry.homes as usize >= super::thread::PLACES_MAX {
+            return Err(Error::limit(format!("worker {id} has as many queues as it can have")));
+        }
+        entry.homes += 1;
+        Ok(entry.shared.clone())
+    }
+
+    /// Undoes one [`settle`](Self::settle).
+    pub(super) fn unsettle(&self, id: WorkerId) {
+        if let Some(entry) = self.list().by_id.get_mut(&id) {
+            debug_assert!(entry.homes > 0);
+            entry.homes = entry.homes.saturating_sub(1);
+        }
+    }
+}
+
+fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>>) {
+    let mut worker = match Worker::new(shared) {
+        Ok(worker) => worker,
+        Err(e) => {
+            let _ = ready.send(Err(e));
+            return;
+        }
+    };
+    let _ = ready.send(Ok(rustix::thread::gettid().as_raw_nonzero().get()));
+    if let Err(e) = worker.run() {
+        // Its queues cannot be given back safely with operations in flight: end as kill -9 would, so that
+        // the in-flight region brings the requests back after a restart.
+        tracing::error!("a worker's io_uring failed ({e}); ending at once");
+        std::process::abort();
+    }
+}
+
+fn unknown(id: WorkerId) -> Error {
+    Error::not_found(format!("there is no worker {id}; 'worker list' shows those that are there"))
+}
+
+fn check_poll(us: u32) -> Result<()> {
+    if us > POLL_US_MAX {
+        return Err(Error::invalid(format!("poll-us {us} is too long; the most is {POLL_US_MAX}")));
+    }
+    Ok(())
+}
+
+fn spawn_error(id: WorkerId, e: io::Error) -> Error {
+    if e.raw_os_error() != Some(libc::EAGAIN) {
+        return Error::io(format!("cannot start worker {id}"), e);
+    }
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nproc).current;
+    let limit = limit.map_or("no limit".to_owned(), |n| n.to_string());
+    Error::limit(format!(
+        "cannot start worker {id}: the system allows no more threads (RLIMIT_NPROC is {limit}); \
+         free a worker or raise the limit (ulimit -u, LimitNPROC=)"
+    ))
+}
+
+fn ring_error(id: WorkerId, e: io::Error) -> Error {
+    let hint = match e.raw_os_error() {
+        Some(libc::ENOSYS) | Some(libc::EPERM) => {
+            "; io_uring is missing or switched off (sysctl kernel.io_uring_disabled)"
+        }
+        Some(libc::EINVAL) => "; Linux 6.1 or newer is needed",
+        Some(libc::ENOMEM) => "; raise the limit of locked memory (ulimit -l)",
+        _ => "",
+    };
+    Error::io(format!("worker {id} cannot have an io_uring{hint}"), e)
+}
+
+fn thread_name(name: &str) -> String {
+    let mut end = name.len().min(THREAD_NAME_MAX);
+    while !name.is_char_boundary(end) {
+        end -= 1;
+    }
+    name[..end].replace('\0', "_")
+}
+
+fn apply(tid: i32, settings: &Settings) -> Result<()> {
+    let pid = Pid::from_raw(tid);
+    if !settings.cpu.is_empty() {
+        let mut set = CpuSet::new();
+        for &cpu in &settings.cpu {
+            if cpu >= CpuSet::MAX_CPU {
+                return Err(Error::invalid(format!(
+                    "there is no CPU {cpu}; see /sys/devices/system/cpu/online"
+                )));
+            }
+            set.set(cpu);
+        }
+        sched_setaffinity(pid, &set).map_err(|e| {
+            let hint =
+                if e == rustix::io::Errno::INVAL { " (is the CPU online, and in our cpuset?)" } else { "" };
+            Error::io(format!("cannot pin a worker to CPU {:?}{hint}", settings.cpu), e.into())
+        })?;
+    }
+    if let Some(nice) = settings.nice {
+        if !(-20..=19).contains(&nice) {
+            return Err(Error::invalid(format!("nice {nice} is out of range; -20 to 19 is possible")));
+        }
+        setpriority_process(pid, nice).map_err(|e| {
+            Error::io(format!("cannot set nice {nice} (below 0 needs CAP_SYS_NICE or RLIMIT_NICE)"), e.into())
+        })?;
+    }
+    Ok(())
+}
+
+fn state(id: WorkerId, e: &Entry) -> WorkerState {
+    let pid = Pid::from_raw(e.tid);
+    let cpu = sched_getaffinity(pid)
+        .map_or(Vec::new(), |set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect());
+    WorkerState {
+        id,
+        name: e.name.clone(),
+        tid: e.tid,
+        cpu,
+        nice: getpriority_process(pid).unwrap_or(0),
+        poll_us: e.shared.poll_us.load(Relaxed),
+        cpu_time_us: cpu_time_us(e.tid),
+        sleeps: e.shared.sleeps.load(Relaxed),
+        requests: e.shared.requests.load(Relaxed),
+        queues: e.shared.queues.load(Relaxed),
+    }
+}
+
+/// A thread's CPU time, µs (proc(5), /proc/pid/task/tid/schedstat: the first field is ns on CPU).
+fn cpu_time_us(tid: i32) -> u64 {
+    std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat"))
+        .ok()
+        .and_then(|s| s.split_whitespace().next()?.parse::<u64>().ok())
+        .map_or(0, |ns| ns / 1000)
+}

@@ -1,0 +1,103 @@
+//! What a worker asks of a queue, and what it counts about it.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
+
+use super::ring::{Ring, Token};
+
+/// One source of requests. `Send`, not `Sync`: its state moves with it from worker to worker.
+///
+/// All methods run on the worker's thread and return at once. `place` is this queue's [`Token`] on that
+/// worker; operations carry it with the queue's own slot and op.
+pub trait Queue: Send {
+    /// Attach, step 4: begins to listen for work. The worker then looks at the queue once in any case.
+    fn arm(&mut self, ring: &mut Ring, place: Token);
+
+    /// Takes up to `budget` requests and starts them. Returns how many were taken.
+    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32;
+
+    /// An operation of this queue is over, or has news and will have `more`. Returns the requests it completed.
+    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32;
+
+    /// Makes completions visible and notifies the other side if it asked; once a batch.
+    fn publish(&mut self);
+
+    /// A cheap look whether there is something to take.
+    fn has_work(&self) -> bool;
+
+    /// Asks the other side not to kick: this queue will be looked at without.
+    fn wake(&mut self);
+
+    /// Asks the other side to kick from now on. True: there is work already, so do not sleep.
+    fn sleep(&mut self) -> bool;
+
+    /// Attach, step 2: takes nothing more, ends its polls and reads. In-flight requests go on.
+    fn disarm(&mut self, ring: &mut Ring, place: Token);
+
+    /// Whether nothing of this queue is under way on the ring any more.
+    fn at_rest(&self) -> bool;
+
+    /// Leaves the ring: gives back registered files. Called at rest, right before the queue moves.
+    fn leave(&mut self, ring: &mut Ring);
+
+    /// For whoever made the queue and changes it by [`QueueSet::visit`](super::QueueSet::visit).
+    fn as_any(&mut self) -> &mut dyn Any;
+}
+
+/// Whether a queue is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum State {
+    /// Its user does not use it (now).
+    Stopped = 0,
+    /// Attached to a worker and served.
+    Running = 1,
+    /// Its user broke the protocol; served again after it is stopped and started.
+    Broken = 2,
+}
+
+/// Counters of one queue. Written by the owning worker alone (plain adds), read by anyone.
+#[derive(Debug, Default)]
+pub struct QueueStats {
+    /// A [`State`].
+    state: AtomicU8,
+    /// Size of the ring, 0 before its first start; set by whoever starts it.
+    pub size: AtomicU16,
+    /// Requests taken and not completed.
+    pub in_flight: AtomicU32,
+    /// Requests completed.
+    pub requests: AtomicU64,
+    /// Requests completed with an error.
+    pub errors: AtomicU64,
+    /// Bytes that went to the guest.
+    pub read_bytes: AtomicU64,
+    /// Bytes that came from the guest.
+    pub write_bytes: AtomicU64,
+    /// Kicks seen.
+    pub kicks: AtomicU64,
+    /// Notifications sent.
+    pub notifications: AtomicU64,
+}
+
+impl QueueStats {
+    /// Adds to a counter that only the calling thread writes: no locked instruction.
+    #[inline]
+    pub fn add(counter: &AtomicU64, n: u64) {
+        counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
+    }
+
+    /// Whether the queue is in use.
+    pub fn state(&self) -> State {
+        match self.state.load(Relaxed) {
+            0 => State::Stopped,
+            1 => State::Running,
+            _ => State::Broken,
+        }
+    }
+
+    /// The one setter of the state.
+    pub fn set_state(&self, to: State) {
+        tracing::trace!(from = ?self.state(), ?to, "queue state");
+        self.state.store(to as u8, Relaxed);
+    }
+}

@@ -1,0 +1,363 @@
+//! Workers without virtio: a queue of numbered requests, attached here and there by a seeded program, must
+//! complete each exactly once.
+
+use std::any::Any;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
+use std::time::Duration;
+
+use io_uring::{opcode, types};
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::*;
+use crate::error::Kind;
+
+const OP_KICK: u8 = 1;
+const OP_WORK: u8 = 2;
+const SLOTS: u16 = 64;
+
+/// What the two sides of a test queue share: the "ring".
+struct Line {
+    kick: OwnedFd,
+    /// Requests offered so far, and what became of each.
+    offered: AtomicU32,
+    done: Vec<AtomicU8>,
+    wants_kick: AtomicBool,
+    taken: AtomicU32,
+}
+
+impl Line {
+    fn new(requests: usize) -> Arc<Self> {
+        Arc::new(Self {
+            kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
+            offered: AtomicU32::new(0),
+            done: (0..requests).map(|_| AtomicU8::new(0)).collect(),
+            wants_kick: AtomicBool::new(true),
+            taken: AtomicU32::new(0),
+        })
+    }
+
+    fn offer(&self, n: u32) {
+        self.offered.fetch_add(n, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if self.wants_kick.load(Ordering::Relaxed) {
+            rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    fn wait_done(&self) {
+        let limit = std::time::Instant::now() + Duration::from_secs(30);
+        while self.done.iter().any(|d| d.load(Ordering::Acquire) == 0) {
+            assert!(std::time::Instant::now() < limit, "a request was lost, or a wake-up");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        assert!(self.done.iter().all(|d| d.load(Ordering::Acquire) == 1), "completed more than once");
+    }
+}
+
+#[derive(PartialEq, Clone, Copy)]
+enum Listen {
+    Off,
+    On,
+    Ending(bool),
+}
+
+/// The device side. Each third request completes at once, the others by an operation of up to some 100 µs.
+struct TestQueue {
+    line: Arc<Line>,
+    slots: Vec<u32>,
+    times: Box<[types::Timespec]>,
+    free: Vec<u16>,
+    listen: Listen,
+    staged: Vec<u32>,
+    hold: Duration,
+}
+
+impl TestQueue {
+    fn boxed(line: &Arc<Line>, hold: Duration) -> Box<dyn Queue> {
+        Box::new(Self {
+            line: line.clone(),
+            slots: vec![0; SLOTS.into()],
+            times: vec![types::Timespec::new(); SLOTS.into()].into(),
+            free: (0..SLOTS).collect(),
+            listen: Listen::Off,
+            staged: Vec::new(),
+            hold,
+        })
+    }
+}
+
+impl Queue for TestQueue {
+    fn arm(&mut self, ring: &mut Ring, place: Token) {
+        match self.listen {
+            Listen::Off => {
+                ring.poll(self.line.kick.as_raw_fd(), place.with(0, OP_KICK));
+                self.listen = Listen::On;
+            }
+            Listen::Ending(_) => self.listen = Listen::Ending(true),
+            Listen::On => {}
+        }
+    }
+
+    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+        let mut n = 0;
+        while n < budget && !self.free.is_empty() && self.has_work() {
+            let request = self.line.taken.fetch_add(1, Ordering::Relaxed);
+            n += 1;
+            if request.is_multiple_of(3) && self.hold.is_zero() {
+                self.staged.push(request);
+                continue;
+            }
+            let slot = self.free.pop().unwrap();
+            self.slots[slot as usize] = request;
+            let time =
+                if self.hold.is_zero() { Duration::from_micros(u64::from(request % 128)) } else { self.hold };
+            self.times[slot as usize] = types::Timespec::from(time);
+            let entry = opcode::Timeout::new(&self.times[slot as usize]).build();
+            // SAFETY: the timespec lies in a boxed slice that lives as long as the queue, which rests first.
+            unsafe { ring.push(entry, place.with(slot, OP_WORK)) };
+        }
+        n
+    }
+
+    fn complete(&mut self, ring: &mut Ring, token: Token, _result: i32, more: bool) -> u32 {
+        if token.op == OP_WORK {
+            self.staged.push(self.slots[token.slot as usize]);
+            self.free.push(token.slot);
+            return 1;
+        }
+        if !more {
+            let again = matches!(self.listen, Listen::On | Listen::Ending(true));
+            self.listen = Listen::Off;
+            if again {
+                self.arm(ring, token);
+            }
+        }
+        0
+    }
+
+    fn publish(&mut self) {
+        for request in self.staged.drain(..) {
+            self.line.done[request as usize].fetch_add(1, Ordering::Release);
+        }
+    }
+
+    fn has_work(&self) -> bool {
+        self.line.taken.load(Ordering::Relaxed) < self.line.offered.load(Ordering::Acquire)
+            && !self.free.is_empty()
+    }
+
+    fn wake(&mut self) {
+        self.line.wants_kick.store(false, Ordering::Relaxed);
+    }
+
+    fn sleep(&mut self) -> bool {
+        self.line.wants_kick.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        self.has_work()
+    }
+
+    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+        match self.listen {
+            Listen::On => {
+                ring.cancel(place.with(0, OP_KICK));
+                self.listen = Listen::Ending(false);
+            }
+            Listen::Ending(_) => self.listen = Listen::Ending(false),
+            Listen::Off => {}
+        }
+    }
+
+    fn at_rest(&self) -> bool {
+        self.free.len() == usize::from(SLOTS) && self.listen == Listen::Off
+    }
+
+    fn leave(&mut self, _ring: &mut Ring) {}
+
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl Drop for TestQueue {
+    fn drop(&mut self) {
+        assert!(self.at_rest() && self.staged.is_empty());
+    }
+}
+
+/// xorshift64*: a seeded program must not depend on anything else.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % n
+    }
+}
+
+fn pool(poll_us: u32) -> Arc<Workers> {
+    let workers = Workers::new(poll_us).unwrap();
+    assert_eq!(workers.create(None, &Settings::default()).unwrap(), 0);
+    workers
+}
+
+/// A seeded program of offers, attaches, stops, starts, new and freed workers over 6 queues.
+fn program(seed: u64, poll_us: u32) {
+    const QUEUES: u16 = 6;
+    const REQUESTS: u32 = 3000;
+    let workers = pool(poll_us);
+    let set = QueueSet::new("t", &workers, &[0; QUEUES as usize]).unwrap();
+    let lines: Vec<_> = (0..QUEUES).map(|_| Line::new(REQUESTS as usize)).collect();
+    for (i, line) in lines.iter().enumerate() {
+        set.start(i as u16, TestQueue::boxed(line, Duration::ZERO));
+    }
+    let mut random = Random(seed);
+    let mut ids = vec![0];
+    let mut left = [REQUESTS; QUEUES as usize];
+    while left.iter().any(|&n| n > 0) {
+        let q = random.below(QUEUES.into()) as usize;
+        match random.below(12) {
+            0..7 => {
+                let n = left[q].min(1 + random.below(60) as u32);
+                lines[q].offer(n);
+                left[q] -= n;
+            }
+            7 | 8 => {
+                let to = ids[random.below(ids.len() as u64) as usize];
+                set.attach(q as u16, to, Duration::from_secs(10)).unwrap();
+                assert_eq!(set.home(q as u16).0, to);
+            }
+            9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
+            10 if ids.len() > 1 => {
+                let at = random.below(ids.len() as u64) as usize;
+                let busy = (0..QUEUES).any(|i| set.home(i).0 == ids[at]);
+                match workers.free(ids[at]) {
+                    Ok(()) => {
+                        assert!(!busy);
+                        ids.swap_remove(at);
+                    }
+                    Err(e) => assert!(busy && e.kind() == Kind::Busy),
+                }
+            }
+            11 => {
+                if let Some(queue) = set.stop(q as u16) {
+                    set.start(q as u16, queue);
+                }
+            }
+            _ => {}
+        }
+    }
+    for (i, line) in lines.iter().enumerate() {
+        line.wait_done();
+        assert!(set.stop(i as u16).is_some());
+    }
+    drop(set);
+    for id in ids {
+        workers.free(id).unwrap();
+    }
+}
+
+#[test]
+fn any_queue_any_worker_any_time() {
+    for seed in 1..=12 {
+        program(seed * 0x9e37_79b9, [0, 50, 5][seed as usize % 3]);
+    }
+}
+
+#[test]
+fn step_2_out_of_time_leaves_the_queue_where_it_was() {
+    let workers = pool(0);
+    let other = workers.create(None, &Settings::default()).unwrap();
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    let line = Line::new(4);
+    set.start(0, TestQueue::boxed(&line, Duration::from_millis(300)));
+    line.offer(2);
+    std::thread::sleep(Duration::from_millis(50));
+    let error = set.attach(0, other, Duration::from_millis(20)).unwrap_err();
+    assert_eq!(error.kind(), Kind::Busy);
+    assert_eq!(set.home(0), (0, 1));
+    line.offer(2);
+    line.wait_done();
+    set.attach(0, other, Duration::from_secs(5)).unwrap();
+    assert_eq!(set.home(0), (other, 2));
+    drop(set.stop(0));
+}
+
+#[test]
+fn a_kick_between_release_and_attach_is_not_lost() {
+    let workers = pool(0);
+    let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
+    let set = Arc::new(QueueSet::new("t", &workers, &[0]).unwrap());
+    let line = Line::new(2000);
+    set.start(0, TestQueue::boxed(&line, Duration::ZERO));
+    let mover = {
+        let set = set.clone();
+        std::thread::spawn(move || {
+            for i in 0..400 {
+                set.attach(0, ids[i % 2], Duration::from_secs(10)).unwrap();
+            }
+        })
+    };
+    for _ in 0..2000 {
+        line.offer(1);
+        std::thread::sleep(Duration::from_micros(20));
+    }
+    mover.join().unwrap();
+    line.wait_done();
+    drop(set.stop(0));
+}
+
+#[test]
+fn visits_happen_on_the_worker() {
+    let workers = pool(0);
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    assert!(!set.visit(0, |_| unreachable!()));
+    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    let tid = workers.states()[0].tid;
+    let (send, receive) = std::sync::mpsc::channel();
+    assert!(set.visit(0, move |_| send.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap()));
+    assert_eq!(receive.recv().unwrap(), tid);
+    drop(set.stop(0));
+}
+
+#[test]
+fn settings_are_checked_and_shown() {
+    let workers = pool(7);
+    let cpu = workers.states()[0].cpu[0];
+    let spec = Settings { cpu: vec![cpu], nice: Some(5), poll_us: Some(0) };
+    let id = workers.create(Some("a name that is too long for a thread".into()), &spec).unwrap();
+    let state = &workers.states()[1];
+    assert_eq!((state.id, &state.cpu, state.nice, state.poll_us), (id, &vec![cpu], 5, 0));
+    let bad = |s: Settings| workers.set(id, &s).unwrap_err().kind();
+    assert_eq!(bad(Settings { poll_us: Some(POLL_US_MAX + 1), ..Default::default() }), Kind::Invalid);
+    assert_eq!(bad(Settings { nice: Some(20), ..Default::default() }), Kind::Invalid);
+    assert_eq!(bad(Settings { cpu: vec![100_000], ..Default::default() }), Kind::Invalid);
+    assert_eq!(workers.free(99).unwrap_err().kind(), Kind::NotFound);
+    workers.free(id).unwrap();
+    assert_eq!(workers.set(id, &Settings::default()).unwrap_err().kind(), Kind::NotFound);
+    assert_ne!(workers.create(None, &Settings::default()).unwrap(), id, "ids are not used again");
+}
+
+#[test]
+fn an_idle_worker_sleeps() {
+    let workers = pool(POLL_US_MAX);
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    std::thread::sleep(Duration::from_millis(100));
+    let before = workers.states()[0].clone();
+    std::thread::sleep(Duration::from_millis(300));
+    let after = workers.states()[0].clone();
+    assert_eq!(after.sleeps, before.sleeps, "nothing woke it");
+    drop(set.stop(0));
+}
+
+#[test]
+fn tokens_pack_whole() {
+    let token = Token { index: 0xfffe, generation: Token::GENERATION_MAX, slot: 0xffff, op: 0xff };
+    assert_eq!(Token::unpack(token.pack()), token);
+    let token = Token { index: 1, generation: 2, slot: 3, op: 4 };
+    assert_eq!(Token::unpack(token.pack()), token);
+}

@@ -1,0 +1,470 @@
+//! What runs on a worker: the loop that takes requests, enters the ring, completes, publishes, and sleeps.
+//!
+//! One turn: mail → take from each awake queue → one enter for all that was pushed → completions →
+//! publish. A queue is *awake* while its other side is asked not to kick; the worker then looks at it each
+//! turn. With nothing to do the worker polls for a bounded, adapted time, then asks all queues to kick and
+//! sleeps in the ring.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::attach::QueueId;
+use super::queue::{Queue, QueueStats};
+use super::ring::{Completion, Ring, Token};
+
+/// Requests taken from one queue before its neighbours have their turn.
+pub const BUDGET: u32 = 64;
+/// Bound of adaptive polling where nobody sets one, µs: a little more than a guest's wake-up takes.
+pub const DEFAULT_POLL_US: u32 = 50;
+/// Largest bound of polling, µs: more would be a busy loop.
+pub const POLL_US_MAX: u32 = 10_000;
+/// Turns without work after which one queue among busy ones is asked to kick again.
+const QUIET_TURNS: u32 = 256;
+/// Requests a wake-up or poll brings from which on polling does not pay: whoever sends such batches is
+/// busy itself and does not wait for us.
+const POLL_BATCH_MAX: u64 = 16;
+/// Smallest polling window that is tried, µs.
+const POLL_STEP_NS: u64 = 4_000;
+/// Polls between two looks at the clock.
+const POLLS_A_LOOK: u32 = 16;
+/// The mailbox's place; queues have the ones below.
+const MAIL_INDEX: u16 = u16::MAX;
+/// Queues a worker can have: places are 16 bits, one is the mailbox.
+pub(super) const PLACES_MAX: usize = MAIL_INDEX as usize;
+
+/// What control asks of a worker. Each is answered, at the latest when the mailbox is dropped.
+pub(super) enum Mail {
+    /// Attach, step 3 to 4: from now on this queue is yours.
+    Attach { id: QueueId, queue: Box<dyn Queue>, stats: Arc<QueueStats>, done: SyncSender<()> },
+    /// Attach, step 1: drain the queue and give it back.
+    Release { id: QueueId, to: SyncSender<Box<dyn Queue>> },
+    /// The time for a release is over: if it is not given back yet, go on. Answers whether it goes on here.
+    Keep { id: QueueId, done: SyncSender<bool> },
+    /// Calls a function with the queue, between two turns.
+    Visit { id: QueueId, f: Box<dyn FnOnce(&mut dyn Queue) + Send>, done: SyncSender<()> },
+    /// No queue is left: end.
+    Stop,
+}
+
+/// What a worker shares with control.
+pub(super) struct Shared {
+    /// Guards the letters alone; held for a push or a swap.
+    letters: Mutex<Vec<Mail>>,
+    /// Whether there are letters: what a polling worker looks at.
+    has_mail: AtomicBool,
+    /// Wakes a sleeping worker.
+    bell: OwnedFd,
+    /// Bound of polling, µs; set by control at any time.
+    pub(super) poll_us: AtomicU32,
+    /// Written by the worker alone.
+    pub(super) sleeps: AtomicU64,
+    pub(super) requests: AtomicU64,
+    pub(super) queues: AtomicU32,
+}
+
+impl Shared {
+    pub(super) fn new(poll_us: u32) -> io::Result<Self> {
+        Ok(Self {
+            letters: Mutex::new(Vec::new()),
+            has_mail: AtomicBool::new(false),
+            bell: rustix::event::eventfd(
+                0,
+                rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
+            )?,
+            poll_us: AtomicU32::new(poll_us),
+            sleeps: AtomicU64::new(0),
+            requests: AtomicU64::new(0),
+            queues: AtomicU32::new(0),
+        })
+    }
+
+    pub(super) fn send(&self, mail: Mail) {
+        self.letters.lock().expect("no holder panics").push(mail);
+        self.has_mail.store(true, Ordering::Release);
+        // Cannot fail: the counter would have to reach 2^64 - 1.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+}
+
+enum Phase {
+    Active,
+    Draining(SyncSender<Box<dyn Queue>>),
+}
+
+struct Place {
+    id: QueueId,
+    queue: Box<dyn Queue>,
+    token: Token,
+    phase: Phase,
+    stats: Arc<QueueStats>,
+    awake: bool,
+    /// Turns since it had work.
+    quiet: u32,
+    /// Has something to publish or was completed into this turn.
+    touched: bool,
+}
+
+/// A worker's state; lives on its thread.
+pub(super) struct Worker {
+    ring: Ring,
+    shared: Arc<Shared>,
+    places: Vec<Option<Place>>,
+    /// Use counts of the places, so that a completion finds only the queue it belongs to.
+    generations: Vec<u32>,
+    awake: Vec<u16>,
+    draining: Vec<u16>,
+    touched: Vec<u16>,
+    completions: Vec<Completion>,
+    poll: Poll,
+    stopping: bool,
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>) -> io::Result<Self> {
+        let mut ring = Ring::new()?;
+        ring.poll(shared.bell.as_raw_fd(), Self::mail_token());
+        Ok(Self {
+            ring,
+            shared,
+            places: Vec::new(),
+            generations: Vec::new(),
+            awake: Vec::new(),
+            draining: Vec::new(),
+            touched: Vec::new(),
+            completions: Vec::with_capacity(256),
+            poll: Poll::default(),
+            stopping: false,
+        })
+    }
+
+    fn mail_token() -> Token {
+        Token { index: MAIL_INDEX, generation: 0, slot: 0, op: 0 }
+    }
+
+    /// Runs until told to stop. An error is one of `io_uring_enter` itself, after which nothing can be served.
+    pub(super) fn run(&mut self) -> io::Result<()> {
+        while !self.stopping {
+            let busy = self.turn()?;
+            if !busy && !self.stopping {
+                self.rest()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One turn. Whether there was anything to do.
+    fn turn(&mut self) -> io::Result<bool> {
+        let mut busy = false;
+        if self.shared.has_mail.load(Ordering::Acquire) {
+            self.read_mail();
+            busy = true;
+        }
+        let mut requests = self.take();
+        if self.ring.has_pushed() || self.ring.has_events() {
+            self.ring.enter(false)?;
+            requests += self.complete();
+            busy = true;
+        }
+        self.publish();
+        if !self.draining.is_empty() {
+            self.hand_back();
+        }
+        if requests > 0 {
+            self.poll.found(requests);
+        }
+        Ok(busy || requests > 0)
+    }
+
+    /// Takes from each awake queue, a budget each. Returns requests taken.
+    fn take(&mut self) -> u64 {
+        let mut taken = 0;
+        let mut i = 0;
+        while let Some(&index) = self.awake.get(i) {
+            let Some(place) = &mut self.places[index as usize] else {
+                self.awake.swap_remove(i);
+                continue;
+            };
+            if place.queue.has_work() {
+                place.quiet = 0;
+                let n = place.queue.take(&mut self.ring, place.token, BUDGET);
+                taken += u64::from(n);
+                if !place.touched {
+                    place.touched = true;
+                    self.touched.push(index);
+                }
+            } else {
+                place.quiet += 1;
+                if place.quiet > QUIET_TURNS && self.awake.len() > 1 {
+                    place.quiet = 0;
+                    if !place.queue.sleep() {
+                        place.awake = false;
+                        self.awake.swap_remove(i);
+                        continue;
+                    }
+                }
+            }
+            i += 1;
+        }
+        taken
+    }
+
+    /// Gives completions to their queues. Returns requests completed.
+    fn complete(&mut self) -> u64 {
+        let mut done = 0;
+        let mut completions = std::mem::take(&mut self.completions);
+        self.ring.reap(&mut completions);
+        for &Completion { token, result, more } in &completions {
+            if token.index == MAIL_INDEX {
+                // The flag tells what came; the bell is never read, each ring of it is an edge.
+                if !more {
+                    self.ring.poll(self.shared.bell.as_raw_fd(), Self::mail_token());
+                }
+                continue;
+            }
+            let Some(Some(place)) = self.places.get_mut(token.index as usize) else { continue };
+            if place.token.generation != token.generation {
+                continue;
+            }
+            done += u64::from(place.queue.complete(&mut self.ring, token, result, more));
+            if !place.touched {
+                place.touched = true;
+                self.touched.push(token.index);
+            }
+            Self::rouse(place, token.index, &mut self.awake);
+        }
+        completions.clear();
+        self.completions = completions;
+        if done > 0 {
+            QueueStats::add(&self.shared.requests, done);
+        }
+        done
+    }
+
+    fn rouse(place: &mut Place, index: u16, awake: &mut Vec<u16>) {
+        place.quiet = 0;
+        if !place.awake && matches!(place.phase, Phase::Active) {
+            place.awake = true;
+            place.queue.wake();
+            awake.push(index);
+        }
+    }
+
+    fn publish(&mut self) {
+        for index in self.touched.drain(..) {
+            if let Some(place) = &mut self.places[index as usize] {
+                place.touched = false;
+                place.queue.publish();
+            }
+        }
+    }
+
+    /// Polls for a while, then sleeps, unless work turns up.
+    fn rest(&mut self) -> io::Result<()> {
+        let bound = Duration::from_micros(u64::from(self.shared.poll_us.load(Ordering::Relaxed)));
+        let window = self.poll.window(bound);
+        if !window.is_zero() && self.spin(window) {
+            return Ok(());
+        }
+        let mut work = false;
+        for &index in &self.awake {
+            if let Some(place) = &mut self.places[index as usize] {
+                work |= place.queue.sleep();
+            }
+        }
+        if work {
+            for &index in &self.awake {
+                if let Some(place) = &mut self.places[index as usize] {
+                    place.queue.wake();
+                }
+            }
+            return Ok(());
+        }
+        for index in self.awake.drain(..) {
+            if let Some(place) = &mut self.places[index as usize] {
+                place.awake = false;
+            }
+        }
+        if self.shared.has_mail.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        QueueStats::add(&self.shared.sleeps, 1);
+        let before = Instant::now();
+        self.ring.enter(true)?;
+        self.poll.slept(before.elapsed(), bound);
+        let done = self.complete();
+        self.publish();
+        self.poll.found(done);
+        if !self.draining.is_empty() {
+            self.hand_back();
+        }
+        Ok(())
+    }
+
+    /// Looks for work without sleeping, `window` long. Whether there is some.
+    fn spin(&mut self, window: Duration) -> bool {
+        let start = Instant::now();
+        loop {
+            for _ in 0..POLLS_A_LOOK {
+                for &index in &self.awake {
+                    if let Some(place) = &self.places[index as usize]
+                        && place.queue.has_work()
+                    {
+                        return true;
+                    }
+                }
+                if self.ring.has_events() || self.shared.has_mail.load(Ordering::Relaxed) {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if start.elapsed() >= window {
+                return false;
+            }
+        }
+    }
+
+    fn read_mail(&mut self) {
+        self.shared.has_mail.store(false, Ordering::Relaxed);
+        // The lock's acquire orders the store above before whatever is sent after this take.
+        let letters = std::mem::take(&mut *self.shared.letters.lock().expect("no holder panics"));
+        for mail in letters {
+            match mail {
+                Mail::Attach { id, queue, stats, done } => {
+                    self.attach(id, queue, stats);
+                    let _ = done.send(());
+                }
+                Mail::Release { id, to } => self.release(id, to),
+                Mail::Keep { id, done } => {
+                    let _ = done.send(self.keep(id));
+                }
+                Mail::Visit { id, f, done } => {
+                    if let Some(index) = self.find(id) {
+                        let place = self.places[index].as_mut().expect("found");
+                        f(place.queue.as_mut());
+                        Self::rouse(place, index as u16, &mut self.awake);
+                    }
+                    let _ = done.send(());
+                }
+                Mail::Stop => self.stopping = true,
+            }
+        }
+    }
+
+    fn find(&self, id: QueueId) -> Option<usize> {
+        self.places.iter().position(|p| p.as_ref().is_some_and(|p| p.id == id))
+    }
+
+    /// Attach, step 4.
+    fn attach(&mut self, id: QueueId, queue: Box<dyn Queue>, stats: Arc<QueueStats>) {
+        let index = self.places.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.places.push(None);
+            self.generations.push(0);
+            self.places.len() - 1
+        });
+        let generation = &mut self.generations[index];
+        *generation = if *generation == Token::GENERATION_MAX { 0 } else { *generation + 1 };
+        let token = Token { index: index as u16, generation: *generation, slot: 0, op: 0 };
+        let mut place =
+            Place { id, queue, token, phase: Phase::Active, stats, awake: false, quiet: 0, touched: false };
+        place.queue.arm(&mut self.ring, token);
+        Self::rouse(&mut place, index as u16, &mut self.awake);
+        self.places[index] = Some(place);
+        self.count();
+    }
+
+    /// Attach, step 2.
+    fn release(&mut self, id: QueueId, to: SyncSender<Box<dyn Queue>>) {
+        let Some(index) = self.find(id) else { return };
+        let place = self.places[index].as_mut().expect("found");
+        place.queue.disarm(&mut self.ring, place.token);
+        place.phase = Phase::Draining(to);
+        place.awake = false;
+        self.awake.retain(|&i| usize::from(i) != index);
+        self.draining.push(index as u16);
+    }
+
+    /// A release came to nothing in its time: the queue goes on here, unless it was just given back.
+    fn keep(&mut self, id: QueueId) -> bool {
+        let Some(index) = self.find(id) else { return false };
+        let place = self.places[index].as_mut().expect("found");
+        if !matches!(place.phase, Phase::Draining(_)) {
+            return true;
+        }
+        place.phase = Phase::Active;
+        self.draining.retain(|&i| usize::from(i) != index);
+        place.queue.arm(&mut self.ring, place.token);
+        Self::rouse(place, index as u16, &mut self.awake);
+        true
+    }
+
+    /// Gives back the queues whose drain is over.
+    fn hand_back(&mut self) {
+        let mut i = 0;
+        while let Some(&index) = self.draining.get(i) {
+            let slot = &mut self.places[index as usize];
+            if !slot.as_ref().is_some_and(|p| p.queue.at_rest()) {
+                i += 1;
+                continue;
+            }
+            self.draining.swap_remove(i);
+            let Some(mut place) = slot.take() else { continue };
+            place.queue.publish();
+            place.queue.leave(&mut self.ring);
+            debug_assert_eq!(place.stats.in_flight.load(Ordering::Relaxed), 0);
+            if let Phase::Draining(to) = place.phase {
+                // The receiver waits, or sends Keep before it goes; a closed channel would drop the queue.
+                let _ = to.send(place.queue);
+            }
+            self.count();
+        }
+    }
+
+    fn count(&self) {
+        let n = self.places.iter().flatten().count();
+        self.shared.queues.store(n as u32, Ordering::Relaxed);
+    }
+}
+
+/// How long polling is worth it: grows while sleeps turn out short, shrinks while they turn out long.
+#[derive(Default)]
+struct Poll {
+    window_ns: u64,
+    /// Requests since the last rest.
+    batch: u64,
+    /// A smoothed batch: 8 × requests a rest.
+    batch_avg8: u64,
+}
+
+impl Poll {
+    fn found(&mut self, requests: u64) {
+        self.batch += requests;
+    }
+
+    /// How long to poll now.
+    fn window(&mut self, bound: Duration) -> Duration {
+        self.batch_avg8 = self.batch_avg8 - self.batch_avg8 / 8 + self.batch;
+        self.batch = 0;
+        if self.batch_avg8 / 8 >= POLL_BATCH_MAX {
+            return Duration::ZERO;
+        }
+        Duration::from_nanos(self.window_ns).min(bound)
+    }
+
+    /// The worker slept that long.
+    fn slept(&mut self, time: Duration, bound: Duration) {
+        let bound_ns = bound.as_nanos() as u64;
+        if time <= bound {
+            self.window_ns =
+                (self.window_ns * 2).clamp(POLL_STEP_NS, bound_ns.max(POLL_STEP_NS)).min(bound_ns);
+        } else if time > bound * 4 {
+            self.window_ns /= 2;
+            if self.window_ns < POLL_STEP_NS {
+                self.window_ns = 0;
+            }
+        }
+    }
+}

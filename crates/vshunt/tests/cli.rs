@@ -1,0 +1,333 @@
+//! The program as its users see it: commands, messages, exit codes, signals, sockets. No data path is needed.
+
+mod common;
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use common::{Daemon, output, vshunt, wait, wait_for};
+use serde_json::json;
+
+const RAM: [&str; 2] = ["--disk", "name=d0,format=ram,size=1M"];
+
+/// The program under its other name.
+fn vshunt_blk() -> Command {
+    let mut command = vshunt();
+    command.arg0("/usr/libexec/vshunt-blk");
+    command
+}
+
+/// An image of `size` bytes.
+fn image(dir: &std::path::Path, size: u64) -> String {
+    let path = dir.join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+/// Has `command` inherit `fd` under the number `to`.
+fn pass(command: &mut Command, fd: OwnedFd, to: i32) {
+    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of the child only.
+    unsafe {
+        command.pre_exec(move || {
+            let rc = match fd.as_raw_fd() == to {
+                true => libc::fcntl(to, libc::F_SETFD, 0),
+                false => libc::dup2(fd.as_raw_fd(), to),
+            };
+            if rc < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+        });
+    }
+}
+
+#[test]
+fn help_and_version_succeed_and_nothing_is_usage() {
+    let (code, out, err) = output(vshunt().arg("--help"));
+    assert_eq!((code, err.as_str()), (0, ""));
+    assert!(out.contains("Exit status:") && out.contains("attach"), "{out}");
+    assert_eq!(output(vshunt().arg("--version")).1, concat!("vshunt ", env!("CARGO_PKG_VERSION"), "\n"));
+    for args in [&["serve", "--help"][..], &["worker", "new", "--help"], &["qmp", "--help"]] {
+        let (code, out, _) = output(vshunt().args(args));
+        assert!(code == 0 && out.contains("Examples:"), "{args:?}");
+    }
+    assert_eq!(output(&mut vshunt()).0, 2);
+}
+
+#[test]
+fn usage_is_2_and_names_the_key() {
+    let cases: [(&[&str], &str); 7] = [
+        (&["frobnicate"], "unrecognized subcommand 'frobnicate'"),
+        (&["serve", "--disk", "name=d,fil=x"], "unknown key `fil`; the keys are name, format, file"),
+        (&["serve", "--export", "name=e,disk=d"], "key `type` is missing"),
+        (&["serve", "--no-control"], "nothing to do"),
+        (&["serve", "--no-control", "--control", "/x"], "cannot be used with"),
+        (&["-c", "/x", "attach", "vm0", "2"], "write EXPORT:INDEX"),
+        (&["-c", "/x", "qmp", "query-disks", "[]"], "not a JSON object"),
+    ];
+    for (args, want) in cases {
+        let (code, out, err) = output(vshunt().args(args));
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}: {err}");
+        assert!(err.starts_with("vshunt: ") && err.contains(want), "{args:?}: {err}");
+    }
+}
+
+#[test]
+fn no_daemon_is_3() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("none");
+    for _ in 0..2 {
+        let (code, _, err) = output(vshunt().arg("-c").arg(&socket).arg("status"));
+        assert_eq!(code, 3);
+        assert!(err.contains("no vshunt answers on") && err.contains("none"), "{err}");
+        // Once there is nothing, once there is a socket that nobody listens on.
+        drop(UnixListener::bind(&socket));
+    }
+    let (code, _, err) = output(vshunt().env("VSHUNT_CONTROL", &socket).args(["worker", "list"]));
+    assert_eq!(code, 3, "{err}");
+}
+
+#[test]
+fn a_daemon_is_set_up_asked_and_ended() {
+    let args = [RAM[0], RAM[1], "--worker", "name=fast,poll-us=5"];
+    let export = ["--export", "type=vhost-user-blk,name=vm0,disk=d0,socket=vm0.sock,queues=2"];
+    let mut daemon = Daemon::start(&[&args[..], &export[..], &["--pidfile", "pid"]].concat());
+    let mode = std::fs::metadata(&daemon.control).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let pid = std::fs::read_to_string(daemon.path().join("pid")).unwrap();
+    assert_eq!(pid, format!("{}\n", daemon.child.id()));
+
+    let status = daemon.ok(&["status"]);
+    for word in ["DISK", "d0", "EXPORT", "vm0", "vm0:1", "WORKER", "fast"] {
+        assert!(status.contains(word), "{word}: {status}");
+    }
+    let status = daemon.json(&["status", "--json"]);
+    assert_eq!(status["disks"][0]["size-bytes"], 1 << 20);
+    assert_eq!(status["exports"][0]["queues"], 2);
+    assert_eq!(status["workers"][1]["poll-us"], 5);
+
+    let id = daemon.ok(&["worker", "new", "--name", "x"]);
+    let id = id.trim_end();
+    assert_eq!(id.parse::<u32>().unwrap().to_string(), id);
+    daemon.ok(&["attach", "vm0:1", id, "--timeout", "5s"]);
+    assert_eq!(daemon.json(&["qmp", "query-queues"])[1]["worker"].to_string(), id);
+    daemon.ok(&["attach", "vm0:1", "fast"]);
+    daemon.ok(&["worker", "set", "x", "--poll-us", "0"]);
+    assert_eq!(daemon.json(&["worker", "list", "--json"])[2]["poll-us"], 0);
+    daemon.ok(&["worker", "free", id]);
+
+    daemon.ok(&["disk", "add", "name=d1,format=null,size=1G"]);
+    daemon.ok(&["export", "add", "type=vhost-user-blk,name=vm1,disk=d1,socket=vm1.sock,queues=1"]);
+    let exports = daemon.json(&["export", "list", "--json"]);
+    let socket = daemon.path().canonicalize().unwrap().join("vm1.sock");
+    assert_eq!(exports[1]["socket"], json!(socket), "paths are the client's");
+    daemon.ok(&["resize", "d0", "2M"]);
+    assert_eq!(daemon.json(&["disk", "list", "--json"])[0]["size-bytes"], 2 << 20);
+    daemon.ok(&["export", "remove", "vm1", "--force"]);
+    daemon.ok(&["disk", "remove", "d1"]);
+
+    daemon.ok(&["quit"]);
+    assert!(!daemon.control.exists() && !daemon.path().join("pid").exists(), "quit returns when all is gone");
+    assert_eq!(daemon.end(), (0, String::new(), String::new()));
+}
+
+#[test]
+fn what_the_daemon_refuses_is_1() {
+    let daemon = Daemon::start(&RAM);
+    let cases: [(&[&str], &str); 8] = [
+        (&["disk", "remove", "nope"], "nope"),
+        (&["disk", "add", "name=d0,format=ram,size=1M"], "d0"),
+        (&["worker", "free", "77"], "77"),
+        (&["worker", "free", "nobody"], "there is no worker nobody"),
+        (&["attach", "vm0:0", "0"], "vm0"),
+        (&["export", "add", "type=vhost-user-blk,name=e,disk=nope,socket=s"], "nope"),
+        (&["export", "add", "type=vhost-user-blk,name=e,disk=d0,fd=0"], "file descriptor"),
+        (&["qmp", "no-such"], "The command no-such has not been found"),
+    ];
+    for (args, want) in cases {
+        let err = daemon.fails(1, args);
+        assert!(err.contains(want), "{args:?}: {err}");
+    }
+    assert!(daemon.fails(2, &["worker", "set", "0"]).contains("nothing to change"));
+}
+
+#[test]
+fn signals_end_it_cleanly() {
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        let mut daemon = Daemon::start(&RAM);
+        daemon.signal(signal);
+        assert_eq!(daemon.end(), (0, String::new(), String::new()), "signal {signal}");
+        assert!(!daemon.control.exists());
+    }
+}
+
+#[test]
+fn the_control_socket_is_taken_from_nobody() {
+    let mut first = Daemon::start(&[]);
+    let control = first.control.to_str().unwrap().to_owned();
+    let (code, _, err) = output(vshunt().args(["serve", "--control", &control]));
+    assert_eq!(code, 1);
+    assert!(err.contains("another vshunt answers on"), "{err}");
+    first.ok(&["status"]);
+    first.signal(libc::SIGKILL);
+    wait(&mut first.child);
+    assert!(first.control.exists(), "killed, it leaves its socket");
+    let mut next = vshunt().args(["serve", "--control", &control]).spawn().unwrap();
+    wait_for("the next daemon", || output(vshunt().args(["-c", &control, "status"])).0 == 0);
+    assert_eq!(output(vshunt().args(["-c", &control, "quit"])).0, 0);
+    assert_eq!(wait(&mut next), 0);
+
+    let file = first.path().join("file");
+    std::fs::write(&file, "precious").unwrap();
+    let (code, _, err) = output(vshunt().arg("serve").arg("--control").arg(&file));
+    assert!(code == 1 && err.contains("is no socket"), "{err}");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
+}
+
+#[test]
+fn a_failed_start_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| output(vshunt().arg("serve").args(args).current_dir(&dir));
+    let (code, out, err) = run(&["--control", "c", "--disk", "name=d,file=missing.img"]);
+    assert_eq!((code, out.as_str()), (1, ""));
+    assert!(err.starts_with("vshunt: ") && err.contains("missing.img"), "{err}");
+    let export = "type=vhost-user-blk,name=e,disk=d,fd=77";
+    let (code, _, err) = run(&["--control", "c", RAM[0], "name=d,format=ram,size=1M", "--export", export]);
+    assert!(code == 1 && err.contains("fd 77 is not open"), "{err}");
+    let (code, _, err) = run(&["--control", "c", "--pidfile", "no/such/dir/pid"]);
+    assert!(code == 1 && err.contains("pidfile"), "{err}");
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+}
+
+#[test]
+fn a_configuration_file_says_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("vm.toml");
+    let text = "[[disk]]\nname = \"c0\"\nformat = \"ram\"\nsize = \"1M\"\n[[worker]]\nname = \"w\"\n";
+    std::fs::write(&config, text).unwrap();
+    let daemon = Daemon::start(&[RAM[0], RAM[1], "--config", config.to_str().unwrap()]);
+    let mut names: Vec<String> = daemon
+        .json(&["disk", "list", "--json"])
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|d| d["name"].as_str().unwrap().to_owned())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["c0", "d0"]);
+    std::fs::write(&config, "[[disk]]\nname = \"c0\"\nfil = 1\n").unwrap();
+    let (code, _, err) = output(vshunt().arg("serve").arg("--config").arg(&config));
+    assert!(code == 2 && err.contains("disk c0: unknown field `fil`"), "{err}");
+    let (code, _, err) = output(vshunt().args(["serve", "--config", "/no/such.toml"]));
+    assert!(code == 1 && err.contains("/no/such.toml"), "{err}");
+}
+
+#[test]
+fn the_service_manager_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    let mut daemon = Daemon::start_with(&RAM, |c| {
+        c.env("NOTIFY_SOCKET", &path);
+    });
+    let mut bytes = [0; 4096];
+    let mut next = || {
+        let count = socket.recv(&mut bytes).unwrap();
+        String::from_utf8_lossy(&bytes[..count]).into_owned()
+    };
+    let ready = next();
+    assert!(ready.contains("READY=1") && ready.contains("STATUS="), "{ready}");
+    daemon.ok(&["quit"]);
+    assert!(next().contains("STOPPING=1"));
+    assert_eq!(daemon.end().0, 0);
+}
+
+#[test]
+fn sockets_of_the_service_manager_are_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("control");
+    let listener = UnixListener::bind(&path).unwrap();
+    // A shell sets LISTEN_PID to what becomes the daemon's own id.
+    let script = format!("LISTEN_PID=$$ exec {} serve", env!("CARGO_BIN_EXE_vshunt"));
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", &script])
+        .env("LISTEN_FDS", "1")
+        .env("LISTEN_FDNAMES", "control")
+        .stdin(Stdio::null());
+    pass(&mut command, listener.try_clone().unwrap().into(), 3);
+    let mut child = command.spawn().unwrap();
+    let (code, _, err) = output(vshunt().arg("-c").arg(&path).arg("quit"));
+    assert_eq!(code, 0, "{err}");
+    assert_eq!(wait(&mut child), 0);
+    assert!(path.exists(), "the socket is the service manager's");
+}
+
+#[test]
+fn vshunt_blk_prints_its_capabilities_whatever_else_is_said() {
+    let (code, out, err) = output(vshunt_blk().args(["--fd=x", "--print-capabilities", "--frobnicate"]));
+    assert_eq!((code, err.as_str()), (0, ""));
+    assert_eq!(out, "{\"type\":\"block\",\"features\":[\"read-only\",\"blk-file\"]}\n");
+    let (code, _, err) = output(vshunt_blk().arg("--blk-file=/x"));
+    assert!(code == 2 && err.starts_with("vshunt-blk: "), "{err}");
+}
+
+#[test]
+fn vshunt_blk_ends_with_its_peer() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), 1 << 20);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut command = vshunt_blk();
+    command.args(["--fd=3", "--read-only", &format!("--blk-file={image}")]).stdin(Stdio::null());
+    pass(&mut command, theirs.into(), 3);
+    let mut child = command.spawn().unwrap();
+    // The parent's copy of the child's end is in `command`.
+    drop(command);
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert!(child.try_wait().unwrap().is_none(), "it serves for as long as the peer is there");
+    drop(ours);
+    assert_eq!(wait(&mut child), 0);
+}
+
+#[test]
+fn vshunt_blk_listens_and_obeys_sigterm() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), 1 << 20);
+    let control = dir.path().join("c");
+    let mut command = vshunt_blk();
+    command.arg(format!("--socket-path={}", dir.path().join("s").display()));
+    command.args([&format!("--blk-file={image}"), "--num-queues=2", "-c"]).arg(&control);
+    let mut child = command.spawn().unwrap();
+    let status = || output(vshunt().arg("-c").arg(&control).args(["export", "list", "--json"]));
+    wait_for("vshunt-blk", || status().0 == 0);
+    let exports: serde_json::Value = serde_json::from_str(&status().1).unwrap();
+    assert_eq!(exports[0]["queues"], 2);
+    // SAFETY: a child of ours that was not reaped.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    assert_eq!(wait(&mut child), 0);
+    assert!(!control.exists());
+}
+
+#[test]
+fn man_pages_and_completions() {
+    let dir = tempfile::tempdir().unwrap();
+    let man = dir.path().join("man");
+    assert_eq!(output(vshunt().arg("man").arg(&man)).0, 0);
+    assert!(man.join("vshunt-worker-new.1").exists() && man.join("vshunt-blk.1").exists());
+    let (code, out, _) = output(vshunt().args(["completions", "bash"]));
+    assert!(code == 0 && out.contains("_vshunt"));
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let mut fds = [0; 2];
+    // SAFETY: `fds` has room for the two descriptors, which are ours on success.
+    let (read, write) = unsafe {
+        assert_eq!(libc::pipe2(fds.as_mut_ptr(), libc::O_CLOEXEC), 0);
+        (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1]))
+    };
+    drop(read);
+    let mut child = vshunt().args(["completions", "zsh"]).stdout(Stdio::from(write)).spawn().unwrap();
+    assert_eq!(wait(&mut child), 0);
+}

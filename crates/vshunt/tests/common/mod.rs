@@ -1,0 +1,124 @@
+//! A daemon to test against, and commands for it.
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longest that anything here may take.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The program, with nothing of the environment that it looks at.
+pub(crate) fn vshunt() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+    for name in
+        ["VSHUNT_CONTROL", "XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "JOURNAL_STREAM"]
+    {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// Runs to its end.
+pub(crate) fn output(command: &mut Command) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command.stdin(Stdio::null()).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (status.code().unwrap_or(-1), text(stdout), text(stderr))
+}
+
+/// Waits until `what` holds.
+pub(crate) fn wait_for(name: &str, mut what: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !what() {
+        assert!(start.elapsed() < PATIENCE, "{name} did not come about");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Waits for the end of `child`; its exit code.
+pub(crate) fn wait(child: &mut Child) -> i32 {
+    let mut code = None;
+    wait_for("the end of the process", || {
+        code = child.try_wait().unwrap();
+        code.is_some()
+    });
+    code.and_then(|c| c.code()).unwrap_or(-1)
+}
+
+/// `vshunt serve` in a directory of its own; killed when dropped.
+pub(crate) struct Daemon {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) child: Child,
+    pub(crate) control: PathBuf,
+}
+
+impl Daemon {
+    pub(crate) fn start(args: &[&str]) -> Self {
+        Self::start_with(args, |_| {})
+    }
+
+    pub(crate) fn start_with(args: &[&str], change: impl FnOnce(&mut Command)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let control = dir.path().join("c.sock");
+        let mut command = vshunt();
+        command.arg("serve").args(args).arg("--control").arg(&control).current_dir(&dir);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        change(&mut command);
+        let child = command.spawn().unwrap();
+        let mut daemon = Self { dir, child, control };
+        let control = daemon.control.clone();
+        wait_for("the daemon", || {
+            assert!(daemon.child.try_wait().unwrap().is_none(), "the daemon ended early");
+            output(vshunt().arg("-c").arg(&control).args(["qmp", "query-version"])).0 == 0
+        });
+        daemon
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A client's command.
+    pub(crate) fn run(&self, args: &[&str]) -> (i32, String, String) {
+        output(vshunt().arg("-c").arg(&self.control).args(args).current_dir(&self.dir))
+    }
+
+    /// A client's command that succeeds; what it printed.
+    pub(crate) fn ok(&self, args: &[&str]) -> String {
+        let (code, out, err) = self.run(args);
+        assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
+        out
+    }
+
+    /// A client's command that fails with `code`; what it said.
+    pub(crate) fn fails(&self, code: i32, args: &[&str]) -> String {
+        let (got, out, err) = self.run(args);
+        assert_eq!((got, out.as_str()), (code, ""), "{args:?}: {err}");
+        assert!(err.starts_with("vshunt: ") && err.ends_with('\n'), "{err:?}");
+        err
+    }
+
+    pub(crate) fn json(&self, args: &[&str]) -> serde_json::Value {
+        serde_json::from_str(&self.ok(args)).unwrap()
+    }
+
+    pub(crate) fn signal(&self, signal: i32) {
+        // SAFETY: a child of ours that was not reaped, so the id is still its.
+        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    /// Waits for the end; exit code, stdout and stderr.
+    pub(crate) fn end(&mut self) -> (i32, String, String) {
+        let code = wait(&mut self.child);
+        let out = std::io::read_to_string(self.child.stdout.take().unwrap()).unwrap();
+        let err = std::io::read_to_string(self.child.stderr.take().unwrap()).unwrap();
+        (code, out, err)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,51 @@
+"""Drives a vshunt control socket with QEMU's own client library (PyPI: qemu.qmp). Run by qmp_py.rs."""
+
+import asyncio
+import sys
+
+from qemu.qmp import ExecuteError, QMPClient
+from qemu.qmp.events import EventListener
+
+
+async def refused(qmp, command, arguments, error_class):
+    try:
+        await qmp.execute(command, arguments)
+    except ExecuteError as error:
+        assert error.error.class_ == error_class, error.error
+    else:
+        raise AssertionError(f"{command} was expected to fail")
+
+
+async def main(path):
+    qmp = QMPClient("test")
+    await qmp.connect(path)
+    version = await qmp.execute("query-version")
+    assert version["package"].startswith("vshunt "), version
+    names = {command["name"] for command in await qmp.execute("query-commands")}
+    assert {"queue-attach", "block-export-add", "quit"} <= names, names
+
+    with qmp.listener("WORKER_CREATED") as created:
+        made = await qmp.execute("worker-new", {"name": "é😀"})
+        event = await asyncio.wait_for(created.get(), 10)
+        assert event["data"] == made, event
+    workers = await qmp.execute("query-workers")
+    assert workers[-1]["name"] == "é😀", workers
+
+    await qmp.execute("blockdev-add", {"driver": "null-co", "node-name": "n0", "size": 1 << 20})
+    nodes = await qmp.execute("query-named-block-nodes")
+    assert [node["node-name"] for node in nodes] == ["n0"], nodes
+    await refused(qmp, "blockdev-del", {"node-name": "n1"}, "DeviceNotFound")
+    await refused(qmp, "blockdev-del", {"name": "n0"}, "GenericError")
+    await refused(qmp, "no-such-command", {}, "CommandNotFound")
+    await qmp.execute("blockdev-del", {"node-name": "n0"})
+
+    shutdown = EventListener("SHUTDOWN")
+    qmp.register_listener(shutdown)
+    await qmp.execute("quit")
+    event = await asyncio.wait_for(shutdown.get(), 10)
+    assert event["data"]["reason"] == "host-qmp-quit", event
+    await qmp.disconnect()
+    print("all good")
+
+
+asyncio.run(main(sys.argv[1]))
