@@ -287,3 +287,16 @@ class Repeating:
         self._thread.join()
         if self.error:
             raise self.error
+
+
+class Pace:
+    """Spreads `turns` over `seconds`, whatever each takes by itself."""
+
+    def __init__(self, turns, seconds):
+        self.start = time.monotonic()
+        self.each = seconds / turns
+        self.turn = 0
+
+    def wait(self):
+        self.turn += 1
+        time.sleep(max(0.0, self.start + self.turn * self.each - time.monotonic()))
