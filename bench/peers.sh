@@ -60,6 +60,7 @@ make_mounts() {
 
 make_programs() {
   cp /etc/resolv.conf "$root/etc/resolv.conf" 2>/dev/null || true
+  # shellcheck disable=SC2016 # expanded inside
   in_root "$root" 'apt-get update -q
     apt-get install -y -q --no-install-recommends qemu-utils qemu-system-common libblkio-dev \
       build-essential dpkg-dev pkgconf libaio-dev zlib1g-dev
@@ -78,8 +79,10 @@ use_chroot() {
   [ "$(id -u)" = 0 ] || { [ ! -d "$root" ] || say "note=not root: the peers in $root cannot be used"; return 1; }
   if [ ! -x "$root$chroot_fio" ]; then
     [ "${VSHUNT_NO_INSTALL:-}" != 1 ] || { say "note=VSHUNT_NO_INSTALL=1: nothing set up in $dir"; return 1; }
-    [ -e /etc/debian_version ] && command -v apt-get >/dev/null ||
-      { say "note=not Debian: peers are not set up here, only looked for in PATH"; return 1; }
+    if [ ! -e /etc/debian_version ] || ! command -v apt-get >/dev/null; then
+      say "note=not Debian: peers are not set up here, only looked for in PATH"
+      return 1
+    fi
     echo "bench: setting up the peers in $dir: about ten minutes and 2 GB, once"
     [ -e "$root/etc/debian_version" ] || make_base || { say "note=set-up failed: no base system in $root"; return 1; }
   fi
