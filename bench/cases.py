@@ -16,10 +16,15 @@ from client import Client, ClientError, Hung, Job
 from report import Cell, Target
 from server import Server, StartError
 
+# A run may take its own time again and this (connecting and leaving take a second); then it hangs.
+GRACE_S, GRACE_QUICK_S = 10, 5
+SHAPES = ("1:1", "32:1", "128:1", "128:4")
+READS = [f"rr:{shape}" for shape in SHAPES]
+READS_WRITES = [f"{rw}:{shape}" for rw in ("rr", "rw") for shape in SHAPES]
 NULL_BYTES = 4 << 30
 RAM_BYTES = 1 << 30
 PEER, PEER_URING, HOST = "storage daemon", "daemon, io_uring", "host fio"
-OURS, NO_POLL, ONE, EACH = "vshunt", "poll-us=0", "one worker", "per-queue"
+OURS, NO_POLL, ONE, EACH = "vshunt", "vshunt poll-us=0", "vshunt one worker", "vshunt per-queue"
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Bench:
         half = len(cpus) // 2
         self.pinned = bool(options.pin and half)
         self.client_cpus, self.server_cpus = (cpus[:half], cpus[half:]) if self.pinned else (None, None)
-        self.client = Client(tools, options.time, self.client_cpus)
+        self.client = Client(tools, options.time, GRACE_QUICK_S if options.quick else GRACE_S, self.client_cpus)
         self.hangs = 0
 
     def server(self, name, argv, sock="s"):
@@ -106,6 +111,8 @@ class Bench:
         """Depth 1 measures wake-ups: with both conditions, if the machine lets us choose."""
         both = can_be_awake() and not self.o.awake
         for text in texts:
+            if self.o.jobs and text not in self.o.jobs:
+                continue
             job = Job.parse(text, self.o.awake)
             yield job
             if both and job.depth == 1:
@@ -140,7 +147,8 @@ class Bench:
                 out.write("== status\n")
                 out.flush()
                 subprocess.run([self.tools.vshunt, "-c", control, "status", "--json"], stdout=out, stderr=out, timeout=5)
-        self.report.note(f"{case} {job}: {contestant.name}: hung; where its threads stood: {path}")
+        self.report.note(f"{case} {job}: {contestant.name}: hung; "
+                         f"it said: {server.said()!r}; where the threads stood: {path}")
 
     def loads(self, case, jobs, contestants, base, targets, path=None):
         jobs = list(jobs)
@@ -180,7 +188,7 @@ def null(b):
         Contestant(OURS, lambda q: vshunt(b.tools, disk, q)),
         Contestant(NO_POLL, lambda q: vshunt(b.tools, disk, q, poll_us=0)),
         Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True))
-    jobs = list(b.jobs(["rr:1:1", "rr:32:1", "rr:128:1", "rr:128:4"]))
+    jobs = list(b.jobs(READS))
     targets = []
     for job in jobs:
         deep = job.depth == 128
@@ -206,7 +214,7 @@ def tmpfs(b):
             Contestant(OURS, lambda q: vshunt(b.tools, disk, q, "per-queue")),
             Contestant(NO_POLL, lambda q: vshunt(b.tools, disk, q, "per-queue", poll_us=0)),
             Contestant(ONE, lambda q: vshunt(b.tools, disk, q), many=True))
-        jobs = list(b.jobs(f"{rw}:{shape}" for rw in ("rr", "rw") for shape in ("1:1", "32:1", "128:1", "128:4")))
+        jobs = list(b.jobs(READS_WRITES))
         targets = []
         for job in jobs:
             if job.depth == 1:
@@ -245,7 +253,7 @@ def ext4(b):
             Contestant(PEER_URING, lambda q: daemon_file(b.tools, path, "io_uring", q)),
             Contestant(OURS, lambda q: vshunt(b.tools, disk, q)),
             Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True))
-        jobs = list(b.jobs(f"{rw}:{shape}" for rw in ("rr", "rw") for shape in ("1:1", "32:1", "128:1", "128:4")))
+        jobs = list(b.jobs(READS_WRITES))
         targets = [Target(str(job), OURS, HOST, "iops", 0.95 if job.depth == 1 else 0.97) for job in jobs]
         b.loads("ext4", jobs, takers, HOST, targets, path)
     b.report.seed(seed.PEERS_EXT4, seed.VHOST_BLK_SSD)

@@ -11,8 +11,6 @@ from server import child_setup, end
 
 RW = {"rr": "randread", "rw": "randwrite"}
 QUEUE_SIZE = 512  # three descriptors a request: 128 deep fits
-# A run may take its own time again and this; then it hangs. Connecting and leaving take a second.
-GRACE_S = 10
 
 
 class ClientError(Exception):
@@ -43,10 +41,11 @@ class Job:
 
 
 class Client:
-    """The program that makes the load. `tools` is run.py's; cpus None: anywhere."""
+    """The program that makes the load. `tools` is run.py's; cpus None: anywhere. A run that takes more than twice
+    its time and `grace_s` hangs."""
 
-    def __init__(self, tools, time_s, cpus):
-        self.tools, self.time_s, self.cpus = tools, time_s, cpus
+    def __init__(self, tools, time_s, grace_s, cpus):
+        self.tools, self.time_s, self.grace_s, self.cpus = tools, time_s, grace_s, cpus
 
     def load_socket(self, job, server, on_hang):
         """-> {'iops', 'ios', 'p50_us', 'p99_us', 'cpu_us'}: cpu_us is the server's CPU time an I/O."""
@@ -80,7 +79,7 @@ class Client:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    text=True, preexec_fn=child_setup(cpus))
         try:
-            out, err = process.communicate(timeout=2 * self.time_s + GRACE_S)
+            out, err = process.communicate(timeout=2 * self.time_s + self.grace_s)
         except subprocess.TimeoutExpired:
             on_hang(process.pid)
             raise Hung from None

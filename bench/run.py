@@ -44,6 +44,7 @@ def arguments():
                                        "VSHUNT_NO_INSTALL=1, set nothing up.")
     p.add_argument("--quick", action="store_true", help="one repetition of one second: whether it works, not how fast it is")
     p.add_argument("--only", metavar="CASE", action="append", default=[], help=f"{', '.join(CASES)}; may be repeated, or a list with commas")
+    p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","), help="of null, tmpfs and ext4 only these rows, such as rr:1:1,rw:128:4")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3)")
     p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4)")
     p.add_argument("--json", metavar="FILE", help="every run's figures, too")
@@ -58,6 +59,8 @@ def arguments():
     o.only = [c for text in o.only for c in text.split(",") if c] or list(CASES)
     if unknown := [c for c in o.only if c not in CASES]:
         p.error(f"no case {unknown[0]}; there are {', '.join(CASES)}")
+    if unknown := [j for j in o.jobs or () if j not in cases.READS_WRITES]:
+        p.error(f"no job {unknown[0]}; there are {', '.join(cases.READS_WRITES)}")
     if o.json:  # now, not after half an hour
         try:
             open(o.json, "a").close()
@@ -130,7 +133,7 @@ def header(o, b, report):
         report.line(f"{name:<10} {version}" if len(name) <= 10 else f"{name} {version}")
     report.line(f"client     {'fio, libblkio, waiting in the kernel' if b.tools.fio_blkio else 'vshunt-bench'}")
     placed = f"servers on CPUs {b.server_cpus}, clients on {b.client_cpus}, the host's fio on all" if b.pinned else "where the kernel likes"
-    held = "held at 0 in every run" if o.awake else "as it is, but held at 0 in rows that say awake"
+    held = "held at 0 in every run" if o.awake else "as it is" + (", but held at 0 in rows that say awake" if cases.can_be_awake() else "")
     report.line(f"condition  the same for all: placed {placed}; cpu_dma_latency {held}")
     report.line(f"runs       {o.reps} of {o.time} s each, a fresh server for each, contestants in turn; job = random read|write:depth:queues")
     if o.pin and not b.pinned:
