@@ -272,10 +272,12 @@ impl Worker {
         });
         let start = Instant::now();
         let plan = self.pace.plan(start, bound, steady);
-        if let Plan::Poll(window) = plan
-            && self.spin(window)
-        {
-            return Ok(());
+        if let Plan::Poll(window) = plan {
+            let found = self.spin(window);
+            self.pace.polled(found, Instant::now(), window, bound);
+            if found {
+                return Ok(());
+            }
         }
         let (after, limit) = match plan {
             Plan::Gather { requests, limit } => (requests, Some(limit)),
