@@ -121,8 +121,8 @@ fn a_daemon_is_set_up_asked_and_ended() {
     let exports = daemon.json(&["export", "list", "--json"]);
     let socket = daemon.path().canonicalize().unwrap().join("vm1.sock");
     assert_eq!(exports[1]["socket"], json!(socket), "paths are the client's");
-    daemon.ok(&["resize", "d0", "2M"]);
-    assert_eq!(daemon.json(&["disk", "list", "--json"])[0]["size-bytes"], 2 << 20);
+    daemon.ok(&["resize", "d1", "2G"]);
+    assert_eq!(daemon.json(&["disk", "list", "--json"])[1]["size-bytes"], 2u64 << 30);
     daemon.ok(&["export", "remove", "vm1", "--force"]);
     daemon.ok(&["disk", "remove", "d1"]);
 
@@ -192,6 +192,17 @@ fn a_failed_start_leaves_nothing() {
     assert_eq!((code, out.as_str()), (1, ""));
     assert!(err.starts_with("vshunt: ") && err.contains("missing.img"), "{err}");
     let export = "type=vhost-user-blk,name=e,disk=d,fd=77";
+    let mut command = vshunt();
+    command.args(["serve", "--control", "c", "--export", "type=vhost-user-blk,name=e,disk=d,fd=3"]);
+    let close = || {
+        // SAFETY: in the child only, where nothing of ours relies on the descriptor.
+        unsafe { libc::close(3) };
+        Ok(())
+    };
+    // SAFETY: between fork and exec; close is async-signal-safe.
+    unsafe { command.pre_exec(close) };
+    let (code, _, err) = output(command.current_dir(&dir));
+    assert!(code == 1 && err.contains("fd 3 is not open"), "{err}");
     let (code, _, err) = run(&["--control", "c", RAM[0], "name=d,format=ram,size=1M", "--export", export]);
     assert!(code == 1 && err.contains("fd 77 is not open"), "{err}");
     let (code, _, err) = run(&["--control", "c", "--pidfile", "no/such/dir/pid"]);

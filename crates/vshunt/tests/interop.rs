@@ -171,7 +171,7 @@ fn interop(packed: bool) {
         .unwrap();
     let mut transport = connect(socket.to_str().unwrap(), packed);
     let config = transport.get_config().unwrap();
-    assert_eq!(u64::from(config.capacity.to_native()) * 512, DISK_BYTES);
+    assert_eq!(config.capacity.to_native() * 512, DISK_BYTES);
     let memory = Shared::new(QUEUES * DEPTH * BLOCK);
     transport.map_mem_region(memory.ptr as usize, memory.len, memory.fd.as_raw_fd(), 0).unwrap();
     let queues = VirtioBlkQueue::<usize>::setup_queues(&mut *transport, QUEUES, 64).unwrap();
@@ -196,7 +196,6 @@ fn interop(packed: bool) {
     let (transport, memory) = (&*transport, Memory(&memory));
     std::thread::scope(|scope| {
         for (index, queue) in queues.into_iter().enumerate() {
-            let memory = memory;
             scope.spawn(move || drive(transport, index, queue, memory.get()));
         }
     });

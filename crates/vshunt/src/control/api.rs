@@ -14,11 +14,8 @@ use serde_json::{Map, Value, json};
 
 use super::message::{self, QmpError};
 use super::qemu;
-use crate::export::Daemon;
 use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
-
-/// How long an attach waits for in-flight requests when the client names no time.
-pub(crate) const ATTACH_TIMEOUT_MS: u64 = 10_000;
+use crate::export::{ATTACH_TIMEOUT, Daemon};
 
 /// Longest time an attach may be given: a client's thread is not to be parked for ever.
 const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
@@ -205,7 +202,7 @@ fn worker_free(context: &Context, arguments: Arguments) -> Answer {
 
 fn queue_attach(context: &Context, arguments: Arguments) -> Answer {
     let QueueAttach { export, index, worker, timeout_ms } = arguments.read()?;
-    let timeout_ms = timeout_ms.unwrap_or(ATTACH_TIMEOUT_MS);
+    let timeout_ms = timeout_ms.unwrap_or(ATTACH_TIMEOUT.as_millis() as u64);
     if timeout_ms > ATTACH_TIMEOUT_MS_MAX {
         return Err(QmpError::generic(format!("timeout-ms is at most {ATTACH_TIMEOUT_MS_MAX}")));
     }

@@ -25,7 +25,8 @@ Environment:
   VSHUNT_CONTROL  the control socket, where -c/--control is not given
 
 Examples:
-  vshunt serve --disk name=d0,file=disk.img --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt serve --disk name=d0,file=disk.img \\
+      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
   vshunt status
   vshunt attach vm0:3 $(vshunt worker new --cpu 2)";
 
@@ -34,8 +35,9 @@ Examples:
 #[command(name = "vshunt", version, about = ABOUT, after_long_help = AFTER, max_term_width = 100)]
 #[command(arg_required_else_help = true)]
 pub(crate) struct Cli {
-    /// Control socket of the daemon [default: $VSHUNT_CONTROL, or /run/vshunt.sock for root, or
-    /// $XDG_RUNTIME_DIR/vshunt.sock]
+    /// Control socket of the daemon
+    ///
+    /// Without it: $VSHUNT_CONTROL, else /run/vshunt.sock for root, else $XDG_RUNTIME_DIR/vshunt.sock.
     #[arg(short, long, global = true, value_name = "SOCKET")]
     pub(crate) control: Option<PathBuf>,
     #[command(flatten)]
@@ -118,25 +120,31 @@ pub(crate) struct ListArgs {
 const SERVE: &str = "\
 Serve disks until a signal or `vshunt quit` ends it.
 
-Disks, exports and workers come from flags, from a configuration file, or later over the control socket. The daemon \
-stays in the foreground and prints nothing on success, except one line if stderr is a terminal. SIGTERM, SIGINT and \
-SIGHUP end it cleanly, with status 0; a signal that was ignored at its start stays ignored.
+Disks, exports and workers come from flags, from a configuration file, or later over the control
+socket. The daemon stays in the foreground and prints nothing on success, except one line if stderr
+is a terminal. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
+at its start stays ignored.
 
-A list is key=value,key=value; a comma inside a value is written `,,`. Booleans are on|off|yes|no|true|false. Sizes \
-take K, M, G and T, powers of 1024.
+The control socket has mode 0600. Its place is that of --control, else of the configuration file,
+else of VSHUNT_CONTROL, else the default; --no-control has none. A daemon that answers there already
+is an error; the socket of one that is gone is replaced.
 
-Disk keys: name, file, format=raw|null|ram, size, readonly=on|off, direct=auto|on|off, \
+A list is key=value,key=value; a comma inside a value is written `,,`. Booleans are
+on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.
+
+Disk keys: name, file, format=raw|null|ram, size, readonly=on|off, direct=auto|on|off,
 cache=writeback|writethrough|unsafe, locking=on|off.
 
-Export keys: type=vhost-user-blk, name, disk, socket or fd, queues, workers=default|per-queue|N, readonly=on|off, \
-serial, block-size, poll-us.
+Export keys: type=vhost-user-blk, name, disk, socket or fd, queues, workers=default|per-queue|N,
+readonly=on|off, serial, block-size, poll-us.
 
 Worker keys: name, cpu (as for taskset: 2-3,,6), nice, poll-us. Worker 0 is there always.";
 
 const SERVE_AFTER: &str = "\
 Configuration file:
-  The same keys in TOML; flags add to it. Paths are relative to the working directory, as those of flags are.
-    control = \"/run/vm.sock\"      # also: pidfile, poll-us, and control = false for --no-control
+  The same keys in TOML; flags add to it. Paths are relative to the working
+  directory, as those of flags are.
+    control = \"/run/vm.sock\"  # or false; pidfile and poll-us go here too
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -150,14 +158,16 @@ Configuration file:
     workers = \"per-queue\"
 
 Socket activation:
-  A socket that systemd passes (LISTEN_FDS) serves the export whose name or socket is its FileDescriptorName=, or
-  whose socket it is bound to; one named `control`, or bound to the control path, is the control socket.
+  A socket that systemd passes (LISTEN_FDS) serves the export whose name or
+  socket is its FileDescriptorName=, or whose socket it is bound to. One that
+  is named `control`, or bound to the control path, is the control socket.
 
 Examples:
   vshunt serve --disk name=d0,file=disk.img \\
-      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock,queues=4,workers=per-queue
-  vshunt serve --config /etc/vshunt/vm.toml --control /run/vm.sock --pidfile /run/vm.pid
-  vshunt serve --disk name=m,format=ram,size=1G --worker name=fast,cpu=2-3,nice=-5 --no-control \\
+      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid
+  vshunt serve --disk name=m,format=ram,size=1G --no-control \\
+      --worker name=fast,cpu=2-3,nice=-5 \\
       --export type=vhost-user-blk,name=vm0,disk=m,socket=/tmp/vm0.sock";
 
 #[derive(Clone, Debug, Default, Args)]
@@ -283,7 +293,7 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
 #[derive(Debug, Subcommand)]
 pub(crate) enum DiskCommand {
     /// Add a disk
-    #[command(after_long_help = "The keys are those of `vshunt serve --disk`.\n\nExamples:\n  \
+    #[command(after_long_help = "Keys:\n  Those of `vshunt serve --disk`.\n\nExamples:\n  \
         vshunt disk add name=d1,file=disk.img,readonly=on")]
     Add {
         /// The disk
@@ -302,8 +312,8 @@ pub(crate) enum DiskCommand {
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {
     /// Export a disk
-    #[command(after_long_help = "The keys are those of `vshunt serve --export`.\n\nExamples:\n  \
-        vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock,queues=4")]
+    #[command(after_long_help = "Keys:\n  Those of `vshunt serve --export`.\n\nExamples:\n  \
+        vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock")]
     Add {
         /// The export
         #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<Box<ExportSpec>>)]

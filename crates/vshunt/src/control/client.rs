@@ -42,7 +42,7 @@ impl fmt::Display for ClientError {
                 let path = path.display();
                 write!(
                     f,
-                    "no vshunt answers on {path} ({source}); is the daemon up, and is this its --control?"
+                    "no vshunt answers on {path}: {source}; is the daemon up, and is this its --control?"
                 )
             }
             Self::Refused { desc, .. } => f.write_str(desc),

@@ -26,9 +26,10 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
     }
 }
 
-/// The line for an event of the daemon.
+/// The line for an event of the daemon; what clients are told is logged too.
 pub(crate) fn line(event: &Event) -> String {
     let (name, data) = name_and_data(event);
+    tracing::info!("{name} {data}");
     message::event(name, data)
 }
 

@@ -18,12 +18,19 @@ pub(crate) fn start(program: &'static str, verbose: u8, quiet: bool) {
         (_, 2) => LevelFilter::DEBUG,
         _ => LevelFilter::TRACE,
     };
-    let journal = std::env::var_os("JOURNAL_STREAM").is_some();
+    let journal = stderr_is_journal();
     let _ = tracing_subscriber::fmt()
         .with_max_level(level)
         .with_writer(io::stderr)
         .event_format(Lines { program, journal })
         .try_init();
+}
+
+/// Whether stderr is the stream that JOURNAL_STREAM describes (systemd.exec(5)). The variable alone does not say so:
+/// a shell under systemd hands it on to programs whose stderr is a terminal.
+fn stderr_is_journal() -> bool {
+    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
+    rustix::fs::fstat(io::stderr()).is_ok_and(|s| stream == format!("{}:{}", s.st_dev, s.st_ino))
 }
 
 /// `vshunt: warning: what happened name=value`, or with sd-daemon(3)'s priority before it.

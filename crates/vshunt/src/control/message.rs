@@ -205,6 +205,22 @@ mod tests {
         assert_eq!(back, json!({"error": {"class": "CommandNotFound", "desc": "x"}, "id": "é😀"}));
     }
 
+    proptest::proptest! {
+        #[test]
+        fn any_text_is_a_request_or_an_error(text in "[{}\\[\\]:,'\"execut idargmnsé0-9]{0,80}") {
+            let _ = Request::parse(&text);
+        }
+
+        #[test]
+        fn ids_and_strings_come_back(id in ".{0,20}", argument in ".{0,40}") {
+            let text = json!({ "execute": "a", "arguments": { "b": argument }, "id": id }).to_string();
+            let request = Request::parse(&text).unwrap();
+            proptest::prop_assert_eq!(&request.arguments["b"], &json!(argument));
+            let back: Value = serde_json::from_str(&reply(request.id, Ok(json!(argument)))).unwrap();
+            proptest::prop_assert_eq!(back, json!({ "return": argument, "id": id }));
+        }
+    }
+
     #[test]
     fn an_event_has_its_time() {
         let e: Value = serde_json::from_str(&event("A", json!({"b": 1}))).unwrap();

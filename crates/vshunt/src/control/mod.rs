@@ -115,7 +115,10 @@ fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
         return Err(print(&e.render().to_string()).err().unwrap_or(Failure::OutputClosed));
     }
     let text = e.render().to_string();
-    Err(Failure::Usage(text.strip_prefix("error: ").unwrap_or(&text).to_owned()))
+    // The usage and the hint at --help that clap adds bury the sentence that matters.
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let end = ["\n\nUsage:", "\n\nFor more information"].iter().filter_map(|t| text.find(t)).min();
+    Err(Failure::Usage(text[..end.unwrap_or(text.len())].to_owned()))
 }
 
 /// Writes an answer to stdout.

@@ -11,6 +11,9 @@ use super::cli::Cli;
 use super::program::BlkCli;
 use super::{Failure, Outcome, api};
 
+/// Widest line of a list in a page: an indented one fits a terminal of 80.
+const COLUMNS: usize = 70;
+
 /// Writes one page for each command: vshunt.1, vshunt-serve.1, vshunt-worker-new.1, … and vshunt-blk.1.
 pub(crate) fn write_man(directory: &Path) -> Outcome {
     let failed = |e: std::io::Error| {
@@ -30,7 +33,39 @@ fn write_pages(command: &Command, directory: &Path) -> std::io::Result<()> {
         write_pages(child, directory)?;
     }
     let source = concat!("vshunt ", env!("CARGO_PKG_VERSION"));
-    Man::new(command.clone()).source(source).manual("vshunt manual").generate_to(directory).map(drop)
+    let man = Man::new(command.clone()).source(source).manual("vshunt manual");
+    let mut page = Vec::new();
+    man.render_title(&mut page)?;
+    man.render_name_section(&mut page)?;
+    man.render_synopsis_section(&mut page)?;
+    man.render_description_section(&mut page)?;
+    if command.get_arguments().any(|a| !a.is_hide_set()) {
+        man.render_options_section(&mut page)?;
+    }
+    if command.has_subcommands() {
+        man.render_subcommands_section(&mut page)?;
+    }
+    if let Some(text) = command.get_after_long_help() {
+        page.extend_from_slice(sections(&text.to_string()).as_bytes());
+    }
+    std::fs::write(directory.join(man.get_filename()), page)
+}
+
+/// The paragraphs after the options as sections of a page, their lines as they are: a line `Heading:` at the margin
+/// begins one.
+fn sections(text: &str) -> String {
+    let mut out = String::new();
+    for line in text.lines() {
+        let heading = line.strip_suffix(':').filter(|h| !h.starts_with(' '));
+        let line = match heading {
+            Some(heading) => format!(".fi\n.SH {}\n.nf", heading.to_uppercase()),
+            // Every line that is not empty has an indent, so none can be taken for a request.
+            None => line.replace('\\', "\\e").replace('-', "\\-"),
+        };
+        let _ = writeln!(out, "{line}");
+    }
+    out.push_str(".fi\n");
+    out
 }
 
 /// The completions of `vshunt` for `shell`.
@@ -42,9 +77,17 @@ pub(crate) fn completions(shell: Shell) -> String {
 
 /// What `vshunt qmp --help` adds: every command with its arguments.
 pub(crate) fn qmp_help() -> String {
-    let mut text = String::from("Commands and their arguments; those in brackets may be left out:\n");
+    let mut text = String::from("Commands:\n  Those arguments in brackets may be left out.\n");
     for command in api::COMMANDS {
-        let _ = writeln!(text, "  {} {}", command.name, command.arguments);
+        let mut line = format!("  {}", command.name);
+        for word in command.arguments.split_whitespace() {
+            if line.len() + 1 + word.len() > COLUMNS {
+                let _ = writeln!(text, "{line}");
+                line = "     ".to_owned();
+            }
+            let _ = write!(line, " {word}");
+        }
+        let _ = writeln!(text, "{line}");
     }
     text.push_str(
         "\nExamples:\n  vshunt qmp query-queues\n  \
@@ -68,7 +111,8 @@ mod tests {
             assert!(text.contains(".TH "), "{name}");
         }
         let main = std::fs::read_to_string(dir.path().join("vshunt.1")).unwrap();
-        assert!(main.contains("no daemon answers"));
+        assert!(main.contains(".SH EXIT STATUS") && main.contains("no daemon answers"));
+        assert!(!main.contains(".SH EXTRA"));
         assert!(!dir.path().join("vshunt-help.1").exists());
     }
 

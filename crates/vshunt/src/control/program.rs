@@ -22,8 +22,9 @@ const CAPABILITIES: &str = "{\"type\":\"block\",\"features\":[\"read-only\",\"bl
 const NAME: &str = "blk";
 
 const AFTER: &str = "\
-It stays in the foreground and ends on SIGTERM. With --fd it also ends when its peer does.
-Exit status: 0 done, 1 failed, 2 usage.
+End:
+  It stays in the foreground and ends on SIGTERM. With --fd it also ends when
+  its peer does. Exit status: 0 done, 1 failed, 2 usage.
 
 Examples:
   vshunt-blk --socket-path=/tmp/vm0.sock --blk-file=disk.img --num-queues=4

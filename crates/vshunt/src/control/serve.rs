@@ -34,6 +34,8 @@ pub(crate) struct Manner {
 
 /// Serves `setup` until told to stop.
 pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
+    // First of all: a descriptor that was not passed could be one of our own a moment later.
+    check_fds(&setup)?;
     let blocked = signals::block()?;
     log::start(manner.program, manner.log.verbose, manner.log.quiet);
     let (stop, stopped) = channel();
@@ -44,6 +46,18 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     let reason = wait(&stopped);
     tracing::info!(?reason, "ending");
     serving.take_down(reason);
+    Ok(())
+}
+
+fn check_fds(setup: &Setup) -> Result<()> {
+    let mut seen = Vec::new();
+    for fd in setup.exports.iter().filter_map(|e| e.fd) {
+        activation::check_fd(fd)?;
+        if seen.contains(&fd) {
+            return Err(Error::invalid(format!("fd {fd} is given to two exports; each needs its own")));
+        }
+        seen.push(fd);
+    }
     Ok(())
 }
 
@@ -68,9 +82,6 @@ impl Serving {
         stop: Sender<Stop>,
     ) -> Outcome<Self> {
         let control = control_socket(&setup.control, &mut inherited)?;
-        for fd in setup.exports.iter().filter_map(|e| e.fd) {
-            activation::check_fd(fd)?;
-        }
         activation::give_to_exports(&mut inherited, &mut setup.exports);
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
         let server = Server::new(Context { daemon: Arc::clone(&daemon), stop: stop.clone() })?;
@@ -152,7 +163,6 @@ fn notify(states: &[NotifyState<'_>]) {
 fn bind_events(daemon: &Daemon, server: &Server, stop: Sender<Stop>, ends_with: Option<String>) {
     let server = server.clone();
     daemon.on_event(Box::new(move |event| {
-        tracing::info!("{event:?}");
         server.broadcast(events::line(event));
         if let Event::ExportDeleted { name } = event
             && ends_with.as_ref() == Some(name)

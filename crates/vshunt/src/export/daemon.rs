@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
-use super::export::Export;
+use super::life::Export;
 use super::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};

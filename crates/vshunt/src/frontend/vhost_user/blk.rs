@@ -43,12 +43,14 @@ impl BlkDevice {
         let n = serial.len().min(SERIAL_MAX);
         id[..n].copy_from_slice(&serial.as_bytes()[..n]);
         let readonly = readonly || disk.readonly();
+        let discard = u32::try_from(disk.limits().max_discard_bytes / SECTOR_SIZE).ok();
         let shared = BlkShared {
             disk: disk.clone(),
             serial: id,
             readonly,
             writethrough: AtomicBool::new(true),
             max_zero_sectors: ZERO_SECTORS_MAX,
+            max_discard_sectors: discard.unwrap_or(ZERO_SECTORS_MAX).min(ZERO_SECTORS_MAX),
         };
         let block_size = if block_size == 0 { disk.limits().block_size } else { block_size };
         let device = Self {
@@ -122,17 +124,21 @@ impl Device for BlkDevice {
 
     fn config(&self) -> Vec<u8> {
         let limits = self.disk.limits();
-        let mut config = BlkConfig::default();
-        config.capacity = self.disk.size_bytes() / SECTOR_SIZE;
-        config.seg_max = SEG_MAX;
-        config.blk_size = self.block_size;
-        config.physical_block_exp = limits.physical_block_exp;
-        config.min_io_size = limits.min_io.try_into().unwrap_or(0);
-        config.opt_io_size = limits.opt_io;
-        config.writeback = self.writeback.load(Relaxed).into();
-        config.num_queues = self.queues;
+        // Ours are bytes; the guest's are logical blocks, whose size the export may have raised (5.2.4).
+        let physical = limits.block_size << limits.physical_block_exp;
+        let mut config = BlkConfig {
+            capacity: self.disk.size_bytes() / SECTOR_SIZE,
+            seg_max: SEG_MAX,
+            blk_size: self.block_size,
+            physical_block_exp: (physical / self.block_size).max(1).ilog2() as u8,
+            min_io_size: (limits.min_io / self.block_size).try_into().unwrap_or(0),
+            opt_io_size: limits.opt_io / self.block_size,
+            writeback: self.writeback.load(Relaxed).into(),
+            num_queues: self.queues,
+            ..BlkConfig::default()
+        };
         if limits.can_discard {
-            config.max_discard_sectors = ZERO_SECTORS_MAX;
+            config.max_discard_sectors = self.shared.max_discard_sectors;
             config.max_discard_seg = 1;
             config.discard_sector_alignment = (limits.discard_align / SECTOR_SIZE as u32).max(1);
         }

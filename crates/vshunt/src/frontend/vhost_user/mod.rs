@@ -233,6 +233,10 @@ impl Inner {
         self.connected.store(true, Relaxed);
         self.observer.connected(true);
         tracing::info!("{}: a front-end is connected", self.name);
+        #[allow(
+            clippy::arc_with_non_send_sync,
+            reason = "crate vhost wants an Arc; it never leaves this thread"
+        )]
         let session = Arc::new(Mutex::new(Session::new(
             &self.name,
             self.device.clone(),

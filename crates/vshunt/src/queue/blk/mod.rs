@@ -41,8 +41,10 @@ pub struct BlkShared {
     pub readonly: bool,
     /// A write completes only when it is stable: the guest was told of no cache, or switched it off.
     pub writethrough: AtomicBool,
-    /// Largest DISCARD and WRITE_ZEROES, in sectors, as the configuration space says.
+    /// Largest WRITE_ZEROES, in sectors, as the configuration space says.
     pub max_zero_sectors: u32,
+    /// Largest DISCARD, likewise.
+    pub max_discard_sectors: u32,
 }
 
 /// What a started ring brings with it.
@@ -323,8 +325,9 @@ impl Queue for BlkQueue {
         self.vring.disable_kick();
     }
 
-    fn sleep(&mut self) -> bool {
-        !self.broken && self.vring.enable_kick() && !self.free.is_empty()
+    fn sleep(&mut self, after: u32) -> bool {
+        let after = u16::try_from(after).unwrap_or(u16::MAX);
+        !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }
 
     fn disarm(&mut self, ring: &mut Ring, place: Token) {

@@ -86,7 +86,12 @@ impl BlkQueue {
                 if self.shared.readonly {
                     return Err(-libc::EROFS);
                 }
-                if range.num_sectors > self.shared.max_zero_sectors {
+                let most = if op == Op::Discard {
+                    self.shared.max_discard_sectors
+                } else {
+                    self.shared.max_zero_sectors
+                };
+                if range.num_sectors > most {
                     return Err(-libc::EINVAL);
                 }
                 let fua = op != Op::Discard && self.shared.writethrough.load(Relaxed);
@@ -109,7 +114,7 @@ impl BlkQueue {
 fn in_bounds(sector: u64, len: u64, size: u64) -> Result<(), i32> {
     let start = sector.checked_mul(SECTOR_SIZE).ok_or(-libc::EINVAL)?;
     let end = start.checked_add(len).ok_or(-libc::EINVAL)?;
-    if end > size || len % SECTOR_SIZE != 0 { Err(-libc::EINVAL) } else { Ok(()) }
+    if end > size || !len.is_multiple_of(SECTOR_SIZE) { Err(-libc::EINVAL) } else { Ok(()) }
 }
 
 /// The one range of a DISCARD or WRITE_ZEROES (we offer max_*_seg = 1).

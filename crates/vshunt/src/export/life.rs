@@ -1,6 +1,5 @@
 //! One export's life: create, serve, remove.
 
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -186,7 +185,7 @@ fn check(spec: &ExportSpec, queues: u16, disk: &Disk) -> Result<()> {
         if size < least {
             return Err(Error::invalid(format!("export {name}: the disk needs block-size={least} at least")));
         }
-        if disk.size_bytes() % u64::from(size) != 0 {
+        if !disk.size_bytes().is_multiple_of(u64::from(size)) {
             return Err(Error::invalid(format!(
                 "export {name}: the disk's size is no multiple of block-size={size}"
             )));
@@ -198,7 +197,7 @@ fn check(spec: &ExportSpec, queues: u16, disk: &Disk) -> Result<()> {
 fn open_socket(spec: &ExportSpec) -> Result<Socket> {
     match (&spec.socket, spec.fd) {
         (Some(path), None) => listen(path),
-        (None, Some(fd)) => adopt(fd as RawFd),
+        (None, Some(fd)) => adopt(fd),
         _ => Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name))),
     }
 }
