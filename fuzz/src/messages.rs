@@ -38,7 +38,12 @@ fn world() -> &'static World {
         let socket = std::env::temp_dir().join(format!("vshunt-fuzz-{}.sock", std::process::id()));
         let daemon = Daemon::new(Options::default()).expect("a daemon");
         daemon
-            .disk_add(DiskSpec { name: "d".into(), format: Format::Ram, size: Some(1 << 20), ..Default::default() })
+            .disk_add(DiskSpec {
+                name: "d".into(),
+                format: Format::Ram,
+                size: Some(1 << 20),
+                ..Default::default()
+            })
             .expect("a disk");
         let export = ExportSpec {
             name: "e".into(),
@@ -147,7 +152,13 @@ impl Peer {
     fn poke(&self, at: usize, bytes: &[u8]) {
         if at + bytes.len() <= RAM {
             // SAFETY: inside of the mapping. The back-end's workers read there meanwhile, as they do with a guest.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (self.world.map as *mut u8).add(at), bytes.len()) }
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    bytes.as_ptr(),
+                    (self.world.map as *mut u8).add(at),
+                    bytes.len(),
+                )
+            }
         }
     }
 
@@ -202,7 +213,8 @@ impl Peer {
             let mut bytes = Vec::from(if bend & 3 == i as u8 + 1 { b.u64() } else { addr }.to_le_bytes());
             let len = if bend & 4 != 0 { u32::from(b.u16()) } else { len };
             bytes.extend_from_slice(&len.to_le_bytes());
-            let flags = if bend & 8 != 0 { u16::from(b.u8() & 7) } else { flags | if i == 1 { 2 } else { 0 } };
+            let flags =
+                if bend & 8 != 0 { u16::from(b.u8() & 7) } else { flags | if i == 1 { 2 } else { 0 } };
             bytes.extend_from_slice(&flags.to_le_bytes());
             bytes.extend_from_slice(&(i as u16 + 1).to_le_bytes());
             self.poke(at + 16 * i, &bytes);

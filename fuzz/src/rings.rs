@@ -123,7 +123,7 @@ impl Guest {
             1 => u64::MAX - u64::from(b.u8()),
             kind => {
                 let (start, len) = DATA[usize::from(kind) % 3];
-                start + b.below(len + 16) as u64
+                start.wrapping_add(b.below(len + 16) as u64)
             }
         }
     }
@@ -201,7 +201,10 @@ impl Guest {
                 continue;
             }
             let len = seg.len as usize;
-            assert!(self.blocks.iter().any(|b| b.holds(seg.ptr, len)), "segment {i} outside of guest memory: {seg:?}");
+            assert!(
+                self.blocks.iter().any(|b| b.holds(seg.ptr, len)),
+                "segment {i} outside of guest memory: {seg:?}"
+            );
             // SAFETY: inside of a block, as just asserted.
             unsafe {
                 let last = seg.ptr.add(len - 1).read_volatile();
@@ -279,22 +282,29 @@ pub fn rings(data: &[u8]) {
                 let head = taken.swap_remove(b.below(taken.len()));
                 ring.push(head, b.u32());
             }
-            11 => drop(ring.publish()),
+            11 => {
+                let _ = ring.publish();
+            }
             12 => match b.u8() % 4 {
                 0 => ring.disable_kick(),
-                1 => drop(ring.enable_kick()),
-                2 => drop(ring.enable_kick_after(b.u16() % size + 1)),
-                _ => drop((ring.has_avail(), ring.base(), ring.used_index())),
+                1 => {
+                    let _ = ring.enable_kick();
+                }
+                2 => {
+                    let _ = ring.enable_kick_after(b.u16() % size + 1);
+                }
+                _ => {
+                    let _ = (ring.has_avail(), ring.base(), ring.used_index());
+                }
             },
             13 => {
                 let (addr, len) = (guest.address(&mut b), u64::from(b.u16()));
                 if let Some(ptr) = guest.memory.translate(&mut hit, addr, len) {
                     assert!(len == 0 || guest.blocks.iter().any(|k| k.holds(ptr, len as usize)));
                 }
-                let whole = guest.memory.translate_each(&mut hit, addr, len, |ptr, n| {
+                let _ = guest.memory.translate_each(&mut hit, addr, len, |ptr, n| {
                     assert!(guest.blocks.iter().any(|k| k.holds(ptr, n)));
                 });
-                drop(whole);
                 guest.log.mark(addr, len);
             }
             14 => {
