@@ -164,11 +164,6 @@ impl Arena {
         unsafe { self.host(guest).cast::<u16>().write_unaligned(value) };
     }
 
-    pub(crate) fn get_u64(&self, guest: u64) -> u64 {
-        // SAFETY: as above.
-        unsafe { self.host(guest).cast::<u64>().read_unaligned() }
-    }
-
     /// A copy of all bytes.
     pub(crate) fn bytes(&self, guest: u64, len: usize) -> Vec<u8> {
         // SAFETY: inside of a region by the tests.

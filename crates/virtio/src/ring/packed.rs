@@ -168,6 +168,13 @@ impl PackedRing {
         (turn == self.avail.avail_flags()).then_some(word)
     }
 
+    /// Whether the driver gave the slot at `pos` to us.
+    fn is_avail(&self, pos: Pos) -> bool {
+        // SAFETY: as in `load_avail`; a position's slot lies inside of the ring.
+        let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
+        (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
+    }
+
     #[inline]
     pub(super) fn has_avail(&self) -> bool {
         self.taken < self.size && self.load_avail().is_some()
@@ -198,38 +205,29 @@ impl PackedRing {
         chain: &mut Chain,
         word: u64,
     ) -> Result<bool, Broken> {
-        let (desc, size) = (self.addrs.desc, self.size);
+        let (desc, slot) = (self.addrs.desc, self.avail.slot as usize);
+        let limit = self.size - self.taken;
         let mut fast = Fast::new(&mut self.walker, mem, chain);
-        let mut pos = self.avail;
-        let mut left = size - self.taken;
         if TRACK && let Some(track) = &mut self.inflight {
             track.begin();
         }
         // SAFETY: the available position is below the size; the ring stays mapped and aligned.
-        let addr = unsafe { raw::get_u64(desc.add(pos.slot as usize * DESC_LEN)) };
-        let mut d = RawDesc { addr, word };
-        loop {
-            left -= 1;
-            pos = pos.advance(1, size);
-            if TRACK && let Some(track) = &mut self.inflight {
-                track.note(d);
-            }
-            if !fast.packed(d) {
-                return Ok(false);
-            }
-            if d.top() & DESC_F_NEXT == 0 {
-                break;
-            }
-            if left == 0 {
-                return Ok(false);
-            }
-            // SAFETY: `advance` keeps the slot below the size. The acquire in `load_avail` orders this load: a driver
-            // gives a chain by its first descriptor's flags, so the flags of the others need no look.
-            d = unsafe { RawDesc::read(desc.add(pos.slot as usize * DESC_LEN)) };
-        }
-        let head = Head::new(d.mid(), size - self.taken - left);
+        let addr = unsafe { raw::get_u64(desc.add(slot * DESC_LEN)) };
+        let first = RawDesc { addr, word };
+        // The acquire in `load_avail` orders the loads of the chain's other descriptors: a driver gives a chain by its
+        // first descriptor's flags, so that the turn flags of the others need no look.
+        // SAFETY: as above.
+        let walked = unsafe {
+            fast.packed(desc, self.size.into(), slot, limit, first, |d| {
+                if TRACK && let Some(track) = &mut self.inflight {
+                    track.note(d);
+                }
+            })
+        };
+        let Some((id, descs)) = walked else { return Ok(false) };
+        let head = Head::new(id, descs);
         fast.finish(chain, head);
-        self.took::<TRACK>(head, pos)?;
+        self.took::<TRACK>(head)?;
         Ok(true)
     }
 
@@ -261,16 +259,16 @@ impl PackedRing {
             }
         };
         chain.head = Head::new(id, self.size - self.taken - left);
-        self.took::<true>(chain.head, pos)
+        self.took::<true>(chain.head)
     }
 
-    /// The chain up to `pos` is ours.
+    /// The chain at the available position is ours.
     #[inline(always)]
-    fn took<const TRACK: bool>(&mut self, head: Head, pos: Pos) -> Result<(), Broken> {
+    fn took<const TRACK: bool>(&mut self, head: Head) -> Result<(), Broken> {
         if TRACK && let Some(track) = &mut self.inflight {
             track.take(head)?;
         }
-        self.avail = pos;
+        self.avail = self.avail.advance(head.descs, self.size);
         self.taken += head.descs;
         Ok(())
     }
@@ -365,16 +363,19 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn enable_kick(&mut self) -> bool {
+    pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
+        let mut ahead = 0;
         if self.event_idx {
-            self.set_event(self.avail.to_bits(), EVENT_DESC);
+            ahead = count.clamp(1, self.size) - 1;
+            self.set_event(self.avail.advance(ahead, self.size).to_bits(), EVENT_DESC);
         } else {
             self.set_event(0, EVENT_ENABLE);
         }
         // A full barrier between the request for a kick and the look at the ring; the driver has its like between its
         // flags and the look at our request.
         fence(Ordering::SeqCst);
-        self.has_avail()
+        let last = self.avail.advance(ahead, self.size);
+        self.taken + ahead < self.size && self.is_avail(last)
     }
 
     /// Writes the device's event suppression structure, both halves at once.

@@ -215,17 +215,20 @@ impl SplitRing {
     }
 
     #[inline]
-    pub(super) fn enable_kick(&mut self) -> bool {
+    pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
+        let mut ahead = 0;
         if self.event_idx {
-            // `avail_event` follows the used ring (2.7.8).
-            self.set_control(ELEMS + USED_LEN * self.size() as usize, self.next_avail);
+            ahead = count.clamp(1, self.size()) - 1;
+            // `avail_event` follows the used ring (2.7.8); the kick comes when the index passes it (2.7.7.2).
+            let event = self.next_avail.wrapping_add(ahead);
+            self.set_control(ELEMS + USED_LEN * self.size() as usize, event);
         } else {
             self.set_control(0, 0);
         }
         // A full barrier between the request for a kick and the look at the index; the driver has its like between its
         // index and the look at our request.
         fence(Ordering::SeqCst);
-        self.has_avail()
+        self.load_avail().wrapping_sub(self.next_avail) > ahead
     }
 
     /// Writes one of the two 16-bit fields of the used ring that steer the driver.

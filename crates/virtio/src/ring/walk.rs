@@ -194,17 +194,70 @@ impl<'a> Fast<'a> {
         self.buffer(d.addr, d.len()).then_some(())
     }
 
-    /// Adds one descriptor of a packed ring; false if it is odd.
+    /// Walks a packed chain that starts with `d`, read from `slot`, within `limit` slots: its buffer id and how many
+    /// slots it takes up, or nothing if it is odd. `note` sees each descriptor.
+    ///
+    /// # Safety
+    /// `desc` is readable for `size` descriptors and aligned to 8; `slot` is below `size`.
+    #[inline(always)]
+    pub(super) unsafe fn packed(
+        &mut self,
+        desc: *const u8,
+        size: usize,
+        mut slot: usize,
+        limit: u16,
+        mut d: RawDesc,
+        mut note: impl FnMut(RawDesc),
+    ) -> Option<(u16, u16)> {
+        note(d);
+        if d.top() & DESC_F_INDIRECT != 0 {
+            let whole = d.top() & DESC_F_NEXT == 0 && self.packed_table(d);
+            return whole.then(|| (d.mid(), 1));
+        }
+        let mut left = limit;
+        // Goes to the slot after the descriptor that was added.
+        macro_rules! follow {
+            () => {
+                left -= 1;
+                if left == 0 {
+                    return None;
+                }
+                slot += 1;
+                if slot == size {
+                    slot = 0;
+                }
+                // SAFETY: `slot` is below `size`: the caller's promise.
+                d = unsafe { RawDesc::read(desc.add(slot * DESC_LEN)) };
+                note(d);
+            };
+        }
+        while d.top() & KIND == DESC_F_NEXT {
+            if !self.buffer(d.addr, d.len()) {
+                return None;
+            }
+            follow!();
+        }
+        if d.top() & DESC_F_WRITE != 0 {
+            self.writable = self.next;
+            while d.top() & KIND == DESC_F_NEXT | DESC_F_WRITE {
+                if !self.buffer(d.addr, d.len()) {
+                    return None;
+                }
+                follow!();
+            }
+            if d.top() & KIND != DESC_F_WRITE {
+                return None;
+            }
+        } else if d.top() & KIND != 0 {
+            return None;
+        }
+        self.buffer(d.addr, d.len()).then(|| (d.mid(), limit - left + 1))
+    }
+
+    /// Adds the buffers of an indirect table; false if it is odd.
     #[inline(always)]
     #[must_use]
-    pub(super) fn packed(&mut self, d: RawDesc) -> bool {
-        let flags = d.top();
-        if flags & DESC_F_INDIRECT == 0 {
-            return self.packed_buffer(d);
-        }
-        if flags & DESC_F_NEXT != 0 {
-            return false;
-        }
+    fn packed_table(&mut self, d: RawDesc) -> bool {
         let Some((table, count)) = self.table(d.addr, d.len()) else { return false };
         (0..count).all(|index| {
             // SAFETY: `index` is below `count`; `Self::table` answers for the table.
@@ -213,7 +266,7 @@ impl<'a> Fast<'a> {
         })
     }
 
-    /// Adds one buffer of a packed ring or table; false if it is odd.
+    /// Adds one buffer of a packed ring's table; false if it is odd.
     #[inline(always)]
     #[must_use]
     fn packed_buffer(&mut self, d: RawDesc) -> bool {

@@ -152,7 +152,7 @@ impl Queue for TestQueue {
         self.line.wants_kick.store(false, Ordering::Relaxed);
     }
 
-    fn sleep(&mut self) -> bool {
+    fn sleep(&mut self, _after: u32) -> bool {
         self.line.wants_kick.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.has_work()
