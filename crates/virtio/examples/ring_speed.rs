@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
+use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::mem::{GuestMemory, Region};
 use virtio::ring::{Chain, DeviceRing, Head, RingAddrs, RingFeatures};
 use virtio_queue::{Queue, QueueT};
@@ -160,7 +161,7 @@ fn serve(ring: &mut DeviceRing, mem: &GuestMemory, chain: &mut Chain, heads: &mu
     black_box(ring.publish());
 }
 
-fn ours(guest: &Guest, features: RingFeatures) -> Cost {
+fn ours(guest: &Guest, features: RingFeatures, tracked: bool) -> Cost {
     let (size, base) = match (features.packed, features.indirect) {
         (true, false) => (3 * CHAINS as u16, 0x8000_8000),
         (true, true) => (CHAINS as u16, 0x8000_8000),
@@ -173,6 +174,14 @@ fn ours(guest: &Guest, features: RingFeatures) -> Cost {
     }
     // SAFETY: the areas lie in the guest, which outlives the ring; no one else uses them.
     let mut ring = unsafe { DeviceRing::new(size, features, guest.addrs(), base) }.expect("a good ring");
+    let mut region = vec![0u64; inflight_queue_size(size, features.packed) / 8];
+    if tracked {
+        let (ptr, len) = (region.as_mut_ptr().cast(), region.len() * 8);
+        // SAFETY: the region outlives the ring.
+        let inflight = unsafe { Inflight::new(ptr, len, size, features.packed, Arc::new(())) };
+        let replays = ring.set_inflight(inflight.expect("a fresh region")).expect("a region that fits");
+        assert!(replays.is_empty());
+    }
     let (mut chain, mut heads) = (Chain::new(), [Head::default(); BATCH]);
     // SAFETY: the available index lies in the guest.
     let avail = unsafe { AtomicU16::from_ptr(guest.addrs().driver.add(2).cast()) };
@@ -230,13 +239,15 @@ fn main() {
     println!("ns a request: 3 descriptors, batches of {BATCH}, device side only; median (best)");
     for event_idx in [false, true] {
         for indirect in [false, true] {
-            let of = |packed| ours(&guest, RingFeatures { indirect, event_idx, packed });
+            let of = |packed, tracked| ours(&guest, RingFeatures { indirect, event_idx, packed }, tracked);
             println!(
-                "{:<10}{:<10} split {}   packed {}   virtio-queue (split) {}",
+                "{:<9}{:<10} split {}  packed {}  in-flight tracked: split {}  packed {}  virtio-queue, split {}",
                 if indirect { "indirect" } else { "direct" },
                 if event_idx { "event_idx" } else { "" },
-                of(false),
-                of(true),
+                of(false, false),
+                of(true, false),
+                of(false, true),
+                of(true, true),
                 virtio_queue(&guest, indirect, event_idx),
             );
         }

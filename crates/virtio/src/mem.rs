@@ -95,8 +95,7 @@ impl Flat {
     pub(crate) fn find(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
         let offset = guest_addr.wrapping_sub(self.guest);
         if offset < self.size && len <= self.size - offset {
-            // SAFETY: `offset` is inside of the region, whose mapping `GuestMemory::new`'s caller answers for.
-            Some(unsafe { self.host.add(offset as usize) })
+            Some(self.host.wrapping_add(offset as usize))
         } else {
             None
         }

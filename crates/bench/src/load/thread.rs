@@ -40,7 +40,11 @@ pub(super) struct Shared {
 #[derive(Default)]
 struct Roll {
     running: usize,
+    /// Threads parked for the present `epoch`.
     parked: usize,
+    /// Grows with each PARK: a thread that slept through a whole life of a server between two of them must look at its
+    /// rings again.
+    epoch: u64,
     error: Option<Error>,
 }
 
@@ -78,21 +82,28 @@ impl Shared {
         self.roll().error.take()
     }
 
-    /// Lets parked threads go on, to do what `control` says now.
-    pub(super) fn resume(&self, control: u8) {
-        let _roll = self.roll();
+    /// Says what all threads are to do from now on. They must be woken if they may sleep on their queues.
+    pub(super) fn order(&self, control: u8) {
+        let mut roll = self.roll();
         self.control.store(control, Ordering::Release);
+        if control == PARK {
+            roll.epoch += 1;
+            roll.parked = 0;
+        }
         self.resume.notify_all();
     }
 
     fn park(&self) {
         let mut roll = self.roll();
+        let epoch = roll.epoch;
         roll.parked += 1;
         self.tell();
-        while self.control.load(Ordering::Acquire) == PARK {
+        while self.control.load(Ordering::Acquire) == PARK && roll.epoch == epoch {
             roll = self.resume.wait(roll).unwrap_or_else(|e| e.into_inner());
         }
-        roll.parked -= 1;
+        if roll.epoch == epoch {
+            roll.parked -= 1;
+        }
     }
 
     fn end(&self, error: Option<Error>) {

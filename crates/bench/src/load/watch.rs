@@ -112,7 +112,7 @@ impl Watch<'_> {
 
     /// Sets what all threads are to do, and wakes them.
     fn tell(&self, control: u8) {
-        self.shared.resume(control);
+        self.shared.order(control);
         self.rings.iter().for_each(RingParts::wake);
     }
 

@@ -280,17 +280,19 @@ impl Worker {
             Plan::Gather { requests, limit } => (requests, Some(limit)),
             Plan::Sleep | Plan::Poll(_) => (1, None),
         };
-        if self.ask_for_kicks(after) || self.shared.has_mail.load(Ordering::Acquire) {
+        if self.ask_for_kicks(after) {
             return Ok(());
         }
-        QueueStats::add(&self.shared.sleeps, 1);
-        let before = Instant::now();
-        let woken = self.ring.wait(limit)?;
-        self.pace.slept(before, Instant::now(), woken, bound);
-        if !woken {
+        let mut slept = Ok(());
+        if !self.shared.has_mail.load(Ordering::Acquire) {
+            QueueStats::add(&self.shared.sleeps, 1);
+            let before = Instant::now();
+            slept = self.ring.wait(limit).map(|woken| self.pace.slept(before, Instant::now(), woken, bound));
+        }
+        if after > 1 {
             self.look_at_all();
         }
-        Ok(())
+        slept
     }
 
     /// Asks the other side of each awake queue to kick, once `after` requests are there. True: so many are
@@ -319,7 +321,7 @@ impl Worker {
         work
     }
 
-    /// After a sleep that ended by its limit: fewer requests than were asked for may be there, without a kick.
+    /// After a sleep for which more than one request was asked for: on each queue fewer may be there, without a kick.
     fn look_at_all(&mut self) {
         for index in std::mem::take(&mut self.asleep) {
             if let Some(place) = &mut self.places[index as usize] {
