@@ -86,6 +86,29 @@ fn the_write_cache_is_switched_while_it_runs() {
 }
 
 #[test]
+fn the_switched_off_cache_survives_a_pause() {
+    // QEMU pauses a machine by GET_VRING_BASE and status 0, and says nothing of the cache when it goes on.
+    let rig = Rig::ram(MIB, 1);
+    for options in layouts() {
+        let mut client = rig.connect("e", options);
+        client.disk.session().write_config_bytes(32, &[0]).unwrap();
+        client.write(0, &[1; 512]);
+        let base = client.disk.stop_queue(0).unwrap();
+        let features = client.disk.session().features();
+        client.disk.session().set_status(0).unwrap();
+        client.disk.session().set_features(features).unwrap();
+        client.disk.start_queue(0, base).unwrap();
+        client.write(0, &[2; 512]);
+        assert_eq!(client.disk.session().read_config().unwrap().writeback, 0);
+        drop(client);
+        // Nor does a connection that breaks switch it on again.
+        let mut client = rig.connect("e", small());
+        assert_eq!(client.disk.config().writeback, 0);
+        client.disk.session().reset_device().unwrap();
+    }
+}
+
+#[test]
 fn what_the_guest_may_not_write_is_refused_and_the_device_goes_on() {
     let rig = Rig::ram(MIB, 1);
     let mut client = rig.connect("e", small());

@@ -184,7 +184,7 @@ fn the_second_connection_waits_for_the_first_to_go() {
     assert!(!signalled(&fd, Duration::from_millis(50)), "two front-ends are served at a time");
     drop(client);
     assert_eq!(second.recv().unwrap().code, Code::GetFeatures as u32);
-    drop(second);
+    drop((second, fd));
     for _ in 0..20 {
         serves(&rig, "e");
     }
@@ -229,6 +229,13 @@ fn a_device_is_reset_and_used_anew() {
                         machine.session.stop_ring(q).unwrap();
                     }
                     machine.session.reset_device().unwrap();
+                }
+                // A reset keeps the memory table; a driver that tells all of it anew takes it back first.
+                let memory = machine.memory.clone();
+                for region in memory.regions() {
+                    let payload = Payload::new().u64(0).u64(region.guest_addr).u64(region.size);
+                    let payload = payload.u64(region.user_addr()).u64(0);
+                    machine.session.wire().tell(Code::RemMemReg, &payload, &[]).unwrap();
                 }
                 machine.renew();
                 machine.start().unwrap();

@@ -54,7 +54,7 @@ pub trait Device: Send + Sync {
     fn features(&self) -> u64;
     /// The guest agreed on these (0: none yet).
     fn negotiated(&self, features: u64);
-    /// The guest reset the device.
+    /// The device is as new (RESET_DEVICE).
     fn reset(&self);
     /// The configuration space.
     fn config(&self) -> Vec<u8>;

@@ -65,6 +65,16 @@ struct InflightArea {
     queue_size: u16,
 }
 
+impl InflightArea {
+    /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
+    /// stood is not to outlive a reset.
+    fn clear(&self) {
+        let len = self.map.len() - self.offset;
+        // SAFETY: inside of the mapping, since the offset is (`set_inflight_fd`); rings, which alone use it, are gone.
+        unsafe { self.map.at(self.offset).write_bytes(0, len) };
+    }
+}
+
 /// See the module.
 pub(super) struct Session {
     name: String,
@@ -121,7 +131,8 @@ impl Session {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
-    /// SET_STATUS; 0 resets the device.
+    /// SET_STATUS; 0 resets the rings. Not what the guest chose in the configuration space: QEMU writes 0 whenever
+    /// a virtual machine is paused, too, and tells nothing of that space when it goes on.
     pub(super) fn set_status(&mut self, status: u64) {
         self.status = status;
         if status == 0 {
@@ -138,12 +149,15 @@ impl Session {
 
     fn reset(&mut self) {
         self.stop_all();
+        self.status = 0;
         for vring in &mut self.vrings {
             vring.kick = None;
             vring.base = 0;
             vring.enabled = false;
         }
-        self.device.reset();
+        if let Some(area) = &self.inflight {
+            area.clear();
+        }
     }
 
     fn packed(&self) -> bool {
@@ -342,6 +356,7 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn reset_device(&mut self) -> Result<()> {
         self.reset();
+        self.device.reset();
         Ok(())
     }
 
@@ -556,8 +571,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         if self.vrings.iter().any(|v| v.running) {
             return Err(refuse("the in-flight region changes while rings run"));
         }
-        let end = area.mmap_offset.checked_add(area.mmap_size);
-        let end = end.ok_or_else(|| refuse("the in-flight region has no end"))?;
+        let end = area.mmap_offset.checked_add(area.mmap_size).filter(|_| area.mmap_size > 0);
+        let end = end.ok_or_else(|| refuse("the in-flight region has no end or no bytes"))?;
         let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
         self.inflight = Some(InflightArea {
             map,
