@@ -183,7 +183,7 @@ impl Worker {
 
     /// Takes from each awake queue, a budget each. Returns requests taken.
     fn take(&mut self) -> u64 {
-        let mut taken = 0;
+        let (mut taken, mut done) = (0, 0);
         let mut i = 0;
         while let Some(&index) = self.awake.get(i) {
             let Some(place) = &mut self.places[index as usize] else {
@@ -192,8 +192,12 @@ impl Worker {
             };
             if place.queue.has_work() {
                 place.quiet = 0;
+                let before = place.stats.in_flight.load(Ordering::Relaxed);
                 let n = place.queue.take(&mut self.ring, place.token, BUDGET);
+                let after = place.stats.in_flight.load(Ordering::Relaxed);
                 taken += u64::from(n);
+                // What is not in flight now was completed at once.
+                done += u64::from((before + n).saturating_sub(after));
                 if !place.touched {
                     place.touched = true;
                     self.touched.push(index);
@@ -210,6 +214,9 @@ impl Worker {
                 }
             }
             i += 1;
+        }
+        if done > 0 {
+            QueueStats::add(&self.shared.requests, done);
         }
         taken
     }
@@ -270,11 +277,14 @@ impl Worker {
         let steady = self.awake.iter().all(|&i| {
             self.places[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
         });
-        let plan = self.pace.plan(Instant::now(), bound, steady);
-        if let Plan::Poll(window) = plan
-            && self.spin(window)
-        {
-            return Ok(());
+        let start = Instant::now();
+        let plan = self.pace.plan(start, bound, steady);
+        if let Plan::Poll(window) = plan {
+            let found = self.spin(window);
+            self.pace.polled(found, Instant::now(), window, bound);
+            if found {
+                return Ok(());
+            }
         }
         let (after, limit) = match plan {
             Plan::Gather { requests, limit } => (requests, Some(limit)),
@@ -286,8 +296,7 @@ impl Worker {
         let mut slept = Ok(());
         if !self.shared.has_mail.load(Ordering::Acquire) {
             QueueStats::add(&self.shared.sleeps, 1);
-            let before = Instant::now();
-            slept = self.ring.wait(limit).map(|woken| self.pace.slept(before, Instant::now(), woken, bound));
+            slept = self.ring.wait(limit).map(|woken| self.pace.slept(start, Instant::now(), woken, bound));
         }
         if after > 1 {
             self.look_at_all();
