@@ -1,7 +1,7 @@
 //! The configuration space (Virtio 1.3, 5.2.4), and what can be changed there.
 
-use vshunt_bench::driver::{feature, protocol};
 use vshunt_bench::Kind;
+use vshunt_bench::driver::{feature, protocol};
 
 use super::rig::{Backing, MIB, Rig, layouts, small};
 
@@ -28,7 +28,8 @@ fn seg_max_segments_are_taken() {
     let segs = c.disk.config().seg_max as usize;
     use vshunt_bench::driver::{DriverSeg, request};
     c.arena.write(0, &super::rig::header(request::IN, 0));
-    let at = |offset: usize, len, writable| DriverSeg { addr: c.arena.guest() + offset as u64, len, writable };
+    let at =
+        |offset: usize, len, writable| DriverSeg { addr: c.arena.guest() + offset as u64, len, writable };
     let mut chain = vec![at(0, 16, false)];
     chain.extend((0..segs).map(|i| at(4096 + i * 1024, 512, true)));
     chain.push(at(64, 1, true));

@@ -67,7 +67,8 @@ fn a_copy_by_the_log_is_whole() {
         let log = Log::new(&machine.memory);
         start_logging(&mut machine, &log);
         // What the device writes from here on is marked; so the copy begins after the switch.
-        let (guest, len) = (machine.memory.regions()[0].guest_addr, machine.memory.regions()[0].size as usize);
+        let (guest, len) =
+            (machine.memory.regions()[0].guest_addr, machine.memory.regions()[0].size as usize);
         let all = machine.memory.area(guest, len).unwrap();
         let mut copy = all.to_vec();
         let mut carry = |pages: BTreeSet<u64>| {
@@ -90,7 +91,10 @@ fn a_copy_by_the_log_is_whole() {
             let device = &parts.device;
             // The driver writes nothing in the device area; in a packed ring it does in the descriptors.
             let at = (device.guest() - guest) as usize;
-            assert!(copy[at..at + device.len()] == device.to_vec(), "{options:?}: used ring or event structure");
+            assert!(
+                copy[at..at + device.len()] == device.to_vec(),
+                "{options:?}: used ring or event structure"
+            );
         }
     }
 }
@@ -148,7 +152,8 @@ fn logging_goes_on_and_off_under_load() {
 #[test]
 fn a_log_that_covers_too_little_is_refused() {
     let rig = Rig::ram(MIB, 1);
-    for (size, offset, truncate) in [(4096u64, 0u64, false), (0, 0, false), (1 << 20, 1 << 62, false), (1 << 20, 0, true)]
+    for (size, offset, truncate) in
+        [(4096u64, 0u64, false), (0, 0, false), (1 << 20, 1 << 62, false), (1 << 20, 0, true)]
     {
         let mut client = rig.connect("e", small());
         let log = Log::new(client.disk.memory());

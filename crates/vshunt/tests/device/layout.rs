@@ -19,7 +19,8 @@ impl Guest {
     fn pieces(&self, addr: u64, len: usize, mut f: impl FnMut(u64, usize, usize)) {
         let (mut at, mut done) = (addr, 0);
         while done < len {
-            let region = self.memory.regions().iter().find(|r| at >= r.guest_addr && at < r.guest_addr + r.size);
+            let region =
+                self.memory.regions().iter().find(|r| at >= r.guest_addr && at < r.guest_addr + r.size);
             let region = region.expect("inside of guest memory");
             let n = (len - done).min((region.guest_addr + region.size - at) as usize);
             f(at, done, n);
@@ -136,12 +137,14 @@ fn program(backing: Backing, rounds: usize) {
         let guest = Guest { memory: c.disk.memory().clone(), base: 0x1_0000_0000, len: 316 << 10 };
         for round in 0..rounds {
             let indirect = options.indirect && rng.chance(60);
-            let shape = (usize::from(if indirect { options.indirect_cap } else { options.queue_size }), indirect);
+            let shape =
+                (usize::from(if indirect { options.indirect_cap } else { options.queue_size }), indirect);
             let most = if rng.chance(80) { 16 } else { 200 };
             let sectors = 1 + rng.below(most);
             let sector = rng.below(SECTORS - sectors + 1);
             let (at, len) = (sector as usize * 512, sectors as usize * 512);
-            let context = format!("{backing:?} {options:?} round {round}: sector {sector}, {sectors} sectors");
+            let context =
+                format!("{backing:?} {options:?} round {round}: sector {sector}, {sectors} sectors");
             match rng.below(10) {
                 0..4 => {
                     let bytes = rng.bytes(len);
@@ -201,13 +204,14 @@ fn every_byte_a_buffer() {
     let rig = Rig::ram(MIB, 1);
     for packed in [false, true] {
         for indirect in [false, true] {
-            let options =
-                Options { packed, queue_size: 1024, indirect_cap: 1024, ..super::rig::small() };
+            let options = Options { packed, queue_size: 1024, indirect_cap: 1024, ..super::rig::small() };
             let mut c = rig.connect("e", options);
             let fill = |c: &Client, at: usize, bytes: &[u8]| c.arena.write(at, bytes);
             let bytes: Vec<u8> = (0..512).map(|i| (i * 7 % 253) as u8).collect();
             let ones = |c: &Client, at: u64, n: u64, writable| {
-                (0..n).map(|i| DriverSeg { addr: c.arena.guest() + at + i, len: 1, writable }).collect::<Vec<_>>()
+                (0..n)
+                    .map(|i| DriverSeg { addr: c.arena.guest() + at + i, len: 1, writable })
+                    .collect::<Vec<_>>()
             };
             // 16 + 512 + 1 buffers; then read back into as many.
             fill(&c, 0, &[&header(request::OUT, 9)[..], &bytes].concat());

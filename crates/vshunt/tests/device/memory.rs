@@ -17,7 +17,8 @@ fn single(region: &Region) -> Payload {
 }
 
 fn extra(n: u64) -> Arc<Memory> {
-    let specs: Vec<_> = (0..n).map(|i| RegionSpec { guest_addr: EXTRA_BASE + i * 8192, size: 4096 }).collect();
+    let specs: Vec<_> =
+        (0..n).map(|i| RegionSpec { guest_addr: EXTRA_BASE + i * 8192, size: 4096 }).collect();
     Memory::new(&specs).unwrap()
 }
 
@@ -55,7 +56,8 @@ fn a_region_that_does_not_fit_changes_nothing() {
     let load = machine.load(0);
     let (guest, size) = (machine.memory.regions()[0].guest_addr, machine.memory.regions()[0].size);
     // Overlaps: the start, the end, inside, around.
-    for (at, len) in [(guest - 4096, 8192), (guest + size - 4096, 8192), (guest + 4096, 4096), (guest, size)] {
+    for (at, len) in [(guest - 4096, 8192), (guest + size - 4096, 8192), (guest + 4096, 4096), (guest, size)]
+    {
         let over = Memory::new(&[RegionSpec { guest_addr: at, size: len }]).unwrap();
         let region = &over.regions()[0];
         let e = machine.session.wire().tell(Code::AddMemReg, &single(region), &[region.fd()]).unwrap_err();

@@ -8,13 +8,11 @@ use std::time::Duration;
 use vshunt::export::Event;
 use vshunt_bench::Kind;
 use vshunt_bench::driver::{
-    Code, NEED_REPLY, Options, Payload, RingSetup, SECTOR, VERSION, Wire, feature, fresh_base, packed_base, protocol,
-    request, status,
+    Code, NEED_REPLY, Options, Payload, RingSetup, SECTOR, VERSION, Wire, feature, fresh_base, packed_base,
+    protocol, request, status,
 };
 
-use super::rig::{
-    LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, signalled, small, wait_for,
-};
+use super::rig::{LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, signalled, small, wait_for};
 
 /// Whether the server has closed the connection.
 fn closed(wire: &mut Wire) -> bool {
@@ -64,7 +62,8 @@ fn protocol_features_never_offered_are_refused() {
     let offered = wire.ask_u64(Code::GetProtocolFeatures).unwrap();
     assert_eq!(offered, protocol::OURS);
     for bit in [4, 6, 7, 8, 10, 11, 14, 17, 18, 40] {
-        let e = wire.tell(Code::SetProtocolFeatures, &Payload::new().u64(offered | 1 << bit), &[]).unwrap_err();
+        let e =
+            wire.tell(Code::SetProtocolFeatures, &Payload::new().u64(offered | 1 << bit), &[]).unwrap_err();
         assert!(e.to_string().contains("refused"), "{bit}: {e}");
     }
     client.write(0, &[1; 512]);
@@ -75,8 +74,9 @@ fn refused_messages_are_answered_and_the_device_goes_on() {
     let rig = Rig::ram(MIB, 2);
     let mut client = rig.connect("e", Options { queues: 2, ..small() });
     let pair = |a: u32, b: u32| Payload::new().u32(a).u32(b);
-    let file = std::fs::File::open("/dev/null").unwrap();
-    let region = |payload: Payload, guest: u64, size: u64| payload.u64(guest).u64(size).u64(0x7000_0000).u64(0);
+    let file = new_eventfd();
+    let region =
+        |payload: Payload, guest: u64, size: u64| payload.u64(guest).u64(size).u64(0x7000_0000).u64(0);
     let cases = [
         (Code::SetVringNum, pair(2, 64), false),
         (Code::SetVringNum, pair(0, 0), false),

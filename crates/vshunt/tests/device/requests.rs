@@ -98,7 +98,8 @@ fn get_id_short_and_long() {
         // Split over buffers.
         c.arena.write(0, &super::rig::header(request::GET_ID, 0));
         let at = |offset: u64, len, writable| DriverSeg { addr: c.arena.guest() + offset, len, writable };
-        let segs = [at(0, 16, false), at(100, 1, true), at(200, 7, true), at(300, 12, true), at(400, 1, true)];
+        let segs =
+            [at(0, 16, false), at(100, 1, true), at(200, 7, true), at(300, 12, true), at(400, 1, true)];
         let cookie = c.disk.submit(0, &segs, false).unwrap();
         assert_eq!(c.disk.wait_for(0, Some(cookie)).unwrap().len, 21);
         let part = |offset, len| c.arena.part(offset, len).to_vec();
@@ -173,9 +174,10 @@ fn more_than_the_maximum_on_a_large_disk() {
     let rig = Rig::ram(1 << 40, 1);
     let mut c = rig.connect("e", small());
     let config = *c.disk.config();
-    for (kind, max) in
-        [(request::DISCARD, config.max_discard_sectors), (request::WRITE_ZEROES, config.max_write_zeroes_sectors)]
-    {
+    for (kind, max) in [
+        (request::DISCARD, config.max_discard_sectors),
+        (request::WRITE_ZEROES, config.max_write_zeroes_sectors),
+    ] {
         assert!(max >= 2048);
         assert_eq!(c.status(kind, 0, &range(9, max, 0), 0), status::OK);
         assert_eq!(c.status(kind, 0, &range(9, max + 1, 0), 0), status::IOERR);

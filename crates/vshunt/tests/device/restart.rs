@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, protocol, request, status};
+use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
 use vshunt_bench::load::{self, Plan, Rw, Silent};
 use vshunt_bench::{Disk, Kind};
 
-use super::rig::{ARENA, Client, MIB, PATIENCE, Rig, Rng, header, layouts, shapes, small, wait_for};
+use super::rig::{Client, MIB, PATIENCE, Rig, Rng, header, layouts, shapes, small, wait_for};
 
 /// `vshunt serve`, killed when dropped.
 struct Server {
@@ -156,7 +156,8 @@ fn damaged_inflight_regions_are_refused() {
             let size = region.size as usize;
             for _ in 0..1 + rng.below(6) {
                 let (at, n) = (12 + rng.below(size as u64 - 16), 1 + rng.below(4));
-                let bytes = if rng.chance(50) { vec![rng.below(3) as u8; n as usize] } else { rng.bytes(n as usize) };
+                let bytes =
+                    if rng.chance(50) { vec![rng.below(3) as u8; n as usize] } else { rng.bytes(n as usize) };
                 std::os::unix::fs::FileExt::write_all_at(&file, &bytes, at).unwrap();
             }
             let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
@@ -204,6 +205,5 @@ fn inflight_regions_of_wrong_size_are_refused() {
             assert_eq!(e.kind(), Kind::Lost);
         }
     }
-    assert!(ARENA > 0 && protocol::INFLIGHT_SHMFD > 0);
     rig.connect("e", small()).write(0, &[1; 512]);
 }

@@ -48,7 +48,7 @@ impl Rng {
 
     /// Below `n`.
     pub(crate) fn below(&mut self, n: u64) -> u64 {
-        (u128::from(self.next()) * u128::from(n) >> 64) as u64
+        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
     }
 
     pub(crate) fn chance(&mut self, percent: u64) -> bool {
@@ -359,6 +359,13 @@ impl Machine {
         self.parts = self.queues.iter().flatten().map(|q| q.parts().clone()).collect();
     }
 
+    /// The same for one ring.
+    pub(crate) fn renew_one(&mut self, q: u16) {
+        let queue = Queue::new(&self.memory, q, self.shape).unwrap();
+        self.parts[usize::from(q)] = queue.parts().clone();
+        self.queues[usize::from(q)] = Some(queue);
+    }
+
     pub(crate) fn take_queue(&mut self, q: u16) -> Queue {
         self.queues[usize::from(q)].take().expect("nobody else drives it")
     }
@@ -506,7 +513,11 @@ fn drive(
             while !queue.has_used() && since.elapsed() < PATIENCE {
                 queue.wait(PATIENCE, never.as_fd());
             }
-            assert!(queue.has_used(), "queue {index}: no completion for {PATIENCE:?}: {:?}", queue.next_used());
+            assert!(
+                queue.has_used(),
+                "queue {index}: no completion for {PATIENCE:?}: {:?}",
+                queue.next_used()
+            );
         }
         while let Some(completion) = queue.poll().unwrap() {
             let slot = completion.cookie;

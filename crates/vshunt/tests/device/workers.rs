@@ -26,7 +26,8 @@ fn queues_move_under_full_load_by_several_threads() {
                     scope.spawn(move || {
                         let mut rng = Rng::from(thread);
                         for _ in 0..60 {
-                            let (q, w) = (rng.below(QUEUES.into()) as u16, rng.below(u64::from(extra) + 1) as u32);
+                            let (q, w) =
+                                (rng.below(QUEUES.into()) as u16, rng.below(u64::from(extra) + 1) as u32);
                             daemon.queue_attach("e", q, w, PATIENCE).unwrap();
                         }
                     });
@@ -72,7 +73,9 @@ fn attach_to_what_is_not_there_changes_nothing() {
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
     let mut machine = Machine::connect(&rig.socket("e"), Options { queues: 2, ..small() });
     let load = [machine.load(0), machine.load(1)];
-    for (export, queue, worker) in [("e", 0, 77), ("e", 2, 0), ("e", u16::MAX, 0), ("x", 0, 0), ("e", 1, u32::MAX)] {
+    for (export, queue, worker) in
+        [("e", 0, 77), ("e", 2, 0), ("e", u16::MAX, 0), ("x", 0, 0), ("e", 1, u32::MAX)]
+    {
         let e = rig.daemon.queue_attach(export, queue, worker, PATIENCE).unwrap_err();
         assert_eq!(e.kind(), Kind::NotFound, "{export}:{queue} to {worker}: {e}");
     }

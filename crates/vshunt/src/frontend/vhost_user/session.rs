@@ -23,7 +23,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::{DeviceRing, MAX_QUEUE_SIZE, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 
-use super::memory::{Mapping, map_region, shared_file};
+use super::memory::{Mapping, is_eventfd, map_region, shared_file};
 use super::{Device, Observer, VringParts};
 use crate::queue;
 use crate::worker::{QueueSet, State};
@@ -170,7 +170,9 @@ impl Session {
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring> {
         let count = self.vrings.len();
-        self.vrings.get_mut(index as usize).ok_or_else(|| refuse(format!("there is no queue {index} of {count}")))
+        self.vrings
+            .get_mut(index as usize)
+            .ok_or_else(|| refuse(format!("there is no queue {index} of {count}")))
     }
 
     /// Stops a ring; its base is where it came to.
@@ -246,9 +248,9 @@ impl Session {
         let features = RingFeatures::from_bits(self.features);
         let sizes = ring_sizes(vring.size, features);
         let at = |addr, len: usize| {
-            self.mem
-                .user_to_host(addr, len as u64)
-                .ok_or_else(|| format!("{len} bytes of the ring at {addr:#x} lie outside of the guest's memory"))
+            self.mem.user_to_host(addr, len as u64).ok_or_else(|| {
+                format!("{len} bytes of the ring at {addr:#x} lie outside of the guest's memory")
+            })
         };
         let areas = RingAddrs {
             desc: at(addrs.desc, sizes.desc)?,
@@ -340,6 +342,11 @@ fn clone_fd(fd: Option<&OwnedFd>) -> Result<Option<OwnedFd>> {
 /// connection ends.
 fn refuse(why: impl Into<String>) -> Error {
     Error::ReqHandlerError(io::Error::other(why.into()))
+}
+
+/// A ring's kick, call or error descriptor.
+fn eventfd(file: File) -> Result<OwnedFd> {
+    if is_eventfd(&file) { Ok(file.into()) } else { Err(refuse("a ring's descriptor is no eventfd")) }
 }
 
 const NOT_OURS: Error = Error::InvalidOperation("this device has no such thing");
@@ -471,15 +478,17 @@ impl VhostUserBackendReqHandlerMut for Session {
             return Err(refuse("a ring without a kick would have to be polled for ever"));
         };
         self.vring(index.into())?;
+        let fd = eventfd(fd)?;
         // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
         self.stop(index.into());
-        self.vring(index.into())?.kick = Some(fd.into());
+        self.vring(index.into())?.kick = Some(fd);
         self.start(index.into())
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.call = fd.map(Into::into);
+        vring.call = fd;
         if vring.running {
             let call = clone_fd(vring.call.as_ref())?;
             self.queues.visit(index.into(), move |q| {
@@ -492,8 +501,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.err = fd.map(Into::into);
+        vring.err = fd;
         if vring.running {
             let err = clone_fd(vring.err.as_ref())?;
             self.queues.visit(index.into(), move |q| {
