@@ -168,11 +168,15 @@ impl Daemon {
     /// Opens a disk.
     pub fn disk_add(&self, spec: DiskSpec) -> Result<()> {
         check_name("disk", &spec.name)?;
-        let mut state = self.state();
-        if state.disks.contains_key(&spec.name) {
-            return Err(Error::exists(format!("there is a disk {} already", spec.name)));
-        }
+        let check = |state: &Maps| match state.disks.contains_key(&spec.name) {
+            true => Err(Error::exists(format!("there is a disk {} already", spec.name))),
+            false => Ok(()),
+        };
+        check(&self.state())?;
+        // Without the lock: it may wait for the image.
         let disk = Disk::open(&spec)?;
+        let mut state = self.state();
+        check(&state)?;
         state.disks.insert(spec.name.clone(), (spec, disk));
         Ok(())
     }

@@ -9,13 +9,19 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// First byte of the permissions in use.
 const USED_BASE: i64 = 100;
 /// First byte of the permissions not granted to others.
 const DENIED_BASE: i64 = 200;
+
+/// How long another's lock is waited for. A process that was killed goes on holding its locks until its io_uring has
+/// ended what was under way. Waiting for that is also what keeps its last writes off those of its successor.
+const PATIENCE: Duration = Duration::from_secs(2);
+const RETRY: Duration = Duration::from_millis(10);
 
 /// What an image is used for; the values are bit numbers of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +35,22 @@ enum Permission {
 }
 use Permission::{ConsistentRead, Resize, Write};
 
-/// Takes the locks of a writer or reader of the image, or says who is in the way.
+/// Takes the locks of a writer or reader of the image, or says who is in the way. Blocks for a while if somebody is.
 pub(super) fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        match try_lock(file, path, readonly) {
+            Err(e) if e.kind() == Kind::Busy && start.elapsed() < PATIENCE => {
+                // Ours go meanwhile: two that wait for each other would both wait in vain.
+                release(file);
+                std::thread::sleep(RETRY);
+            }
+            result => return result,
+        }
+    }
+}
+
+fn try_lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     // Write before resize: it makes the better message.
     let used: &[Permission] = if readonly { &[ConsistentRead] } else { &[Write, Resize, ConsistentRead] };
     let denied = [Write, Resize];
@@ -110,6 +130,13 @@ fn hold(file: &File, at: i64) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Lets go of all locks on the file.
+fn release(file: &File) {
+    let all = libc::flock { l_len: 0, ..one_byte(libc::F_UNLCK, 0) };
+    // SAFETY: F_OFD_SETLK reads a struct flock, which outlives the call.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &all) };
 }
 
 /// Whether a write lock on one byte would fail: somebody else holds a lock of any kind there.

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
@@ -79,6 +79,13 @@ pub(super) fn map_region(region: &VhostUserMemoryRegion, file: &File) -> io::Res
         host: mapping.at(offset),
         keep: mapping,
     })
+}
+
+/// Whether a descriptor is an eventfd; of others we could wait for ever, or never, or block in a write.
+pub(super) fn is_eventfd(fd: impl AsFd) -> bool {
+    let link = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+    // Without /proc it cannot be told.
+    std::fs::read_link(link).map_or(true, |target| target.as_os_str() == "anon_inode:[eventfd]")
 }
 
 /// A memfd of `len` zero bytes, for the in-flight region.

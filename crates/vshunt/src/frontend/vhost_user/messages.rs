@@ -8,8 +8,11 @@ use std::os::unix::net::UnixStream;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
 
+const SET_LOG_BASE: u32 = 6;
 const SET_LOG_FD: u32 = 7;
+const GET_VRING_BASE: u32 = 11;
 const SET_BACKEND_REQ_FD: u32 = 21;
+const GET_INFLIGHT_FD: u32 = 31;
 const SET_STATUS: u32 = 39;
 const GET_STATUS: u32 = 40;
 
@@ -42,12 +45,33 @@ pub(super) struct OwnMessage {
     need_reply: bool,
 }
 
-/// Whether the next message is one of ours; does not consume it. Blocks until a message begins.
-pub(super) fn next_is_own(stream: &UnixStream) -> io::Result<bool> {
-    let mut code = [0u8; 4];
-    let (n, _) = recv(stream, &mut code, RecvFlags::PEEK | RecvFlags::WAITALL)?;
-    let code = u32::from_ne_bytes(code);
-    Ok(n == 4 && matches!(code, SET_LOG_FD | SET_BACKEND_REQ_FD | SET_STATUS | GET_STATUS))
+/// The next message's header, not consumed.
+#[derive(Clone, Copy)]
+pub(super) struct Next {
+    code: u32,
+    flags: u32,
+}
+
+impl Next {
+    /// Waits until a message begins. One that the peer does not finish is `None`.
+    pub(super) fn peek(stream: &UnixStream) -> io::Result<Option<Self>> {
+        let mut bytes = [0u8; 8];
+        let (n, _) = recv(stream, &mut bytes, RecvFlags::PEEK | RecvFlags::WAITALL)?;
+        let word = |i: usize| u32::from_ne_bytes(bytes[i..i + 4].try_into().expect("4 bytes"));
+        Ok((n == bytes.len()).then(|| Self { code: word(0), flags: word(4) }))
+    }
+
+    /// Whether the message is one of ours.
+    pub(super) fn is_own(self) -> bool {
+        matches!(self.code, SET_LOG_FD | SET_BACKEND_REQ_FD | SET_STATUS | GET_STATUS)
+    }
+
+    /// Whether the front-end is told when the message is refused, where acknowledgements were agreed on. Those with
+    /// an answer of their own have no way to say no.
+    pub(super) fn is_acknowledged(self) -> bool {
+        self.flags & FLAG_NEED_REPLY != 0
+            && !matches!(self.code, SET_LOG_BASE | GET_VRING_BASE | GET_INFLIGHT_FD)
+    }
 }
 
 /// Reads such a message.

@@ -25,7 +25,7 @@ use std::thread::JoinHandle;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtocolFeatures};
 
-use self::messages::{Own, answer, next_is_own, read_own};
+use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
 use crate::error::{Error, Result};
 use crate::queue;
@@ -54,7 +54,7 @@ pub trait Device: Send + Sync {
     fn features(&self) -> u64;
     /// The guest agreed on these (0: none yet).
     fn negotiated(&self, features: u64);
-    /// The guest reset the device.
+    /// The device is as new (RESET_DEVICE).
     fn reset(&self);
     /// The configuration space.
     fn config(&self) -> Vec<u8>;
@@ -272,8 +272,18 @@ impl Inner {
         session: &Mutex<Session>,
         handler: &mut BackendReqHandler<Mutex<Session>>,
     ) -> std::result::Result<(), VhostError> {
-        if !next_is_own(stream).map_err(VhostError::SocketError)? {
-            return handler.handle_request();
+        let next = Next::peek(stream).map_err(VhostError::SocketError)?;
+        if !next.is_some_and(Next::is_own) {
+            return match handler.handle_request() {
+                Err(VhostError::ReqHandlerError(e))
+                    if next.is_some_and(Next::is_acknowledged)
+                        && session.lock().expect("no holder panics").acknowledges() =>
+                {
+                    tracing::warn!("{}: a message is refused: {e}", self.name);
+                    Ok(())
+                }
+                result => result,
+            };
         }
         let message = read_own(stream).map_err(VhostError::SocketError)?;
         let mut value = 0;

@@ -4,6 +4,7 @@
 //! it is then a queue on a worker and comes back, drained, before anything that it leans on goes away.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -22,7 +23,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::{DeviceRing, MAX_QUEUE_SIZE, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 
-use super::memory::{Mapping, map_region, shared_file};
+use super::memory::{Mapping, is_eventfd, map_region, shared_file};
 use super::{Device, Observer, VringParts};
 use crate::queue;
 use crate::worker::{QueueSet, State};
@@ -62,6 +63,16 @@ struct InflightArea {
     offset: usize,
     queues: u16,
     queue_size: u16,
+}
+
+impl InflightArea {
+    /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
+    /// stood is not to outlive a reset.
+    fn clear(&self) {
+        let len = self.map.len() - self.offset;
+        // SAFETY: inside of the mapping, since the offset is (`set_inflight_fd`); rings, which alone use it, are gone.
+        unsafe { self.map.at(self.offset).write_bytes(0, len) };
+    }
 }
 
 /// See the module.
@@ -115,7 +126,13 @@ impl Session {
         self.status
     }
 
-    /// SET_STATUS; 0 resets the device.
+    /// Whether refused messages are answered by a word, so that the front-end may go on.
+    pub(super) fn acknowledges(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    /// SET_STATUS; 0 resets the rings. Not what the guest chose in the configuration space: QEMU writes 0 whenever
+    /// a virtual machine is paused, too, and tells nothing of that space when it goes on.
     pub(super) fn set_status(&mut self, status: u64) {
         self.status = status;
         if status == 0 {
@@ -132,12 +149,15 @@ impl Session {
 
     fn reset(&mut self) {
         self.stop_all();
+        self.status = 0;
         for vring in &mut self.vrings {
             vring.kick = None;
             vring.base = 0;
             vring.enabled = false;
         }
-        self.device.reset();
+        if let Some(area) = &self.inflight {
+            area.clear();
+        }
     }
 
     fn packed(&self) -> bool {
@@ -149,7 +169,10 @@ impl Session {
     }
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring> {
-        self.vrings.get_mut(index as usize).ok_or(Error::InvalidParam)
+        let count = self.vrings.len();
+        self.vrings
+            .get_mut(index as usize)
+            .ok_or_else(|| refuse(format!("there is no queue {index} of {count}")))
     }
 
     /// Stops a ring; its base is where it came to.
@@ -174,16 +197,14 @@ impl Session {
         let call = clone_fd(vring.call.as_ref())?;
         let err = clone_fd(vring.err.as_ref())?;
         let mut ring = match self.map_ring(vring, addrs) {
-            Some(ring) => ring,
-            None => {
-                let reason = "the ring lies outside of the guest's memory";
-                tracing::warn!("{}:{index}: {reason}", self.name);
-                self.observer.queue_broken(index as u16, reason);
+            Ok(ring) => ring,
+            Err(reason) => {
+                self.observer.queue_broken(index as u16, &reason);
                 self.queues.stats(index as u16).set_state(State::Broken);
                 if let Some(err) = &err {
                     let _ = rustix::io::write(err, &1u64.to_ne_bytes());
                 }
-                return Err(Error::InvalidParam);
+                return Err(refuse(format!("queue {index} cannot start: {reason}")));
             }
         };
         let mut replays = Vec::new();
@@ -222,10 +243,15 @@ impl Session {
         Ok(())
     }
 
-    fn map_ring(&self, vring: &Vring, addrs: UserAddrs) -> Option<DeviceRing> {
+    /// The error says what is wrong with the ring.
+    fn map_ring(&self, vring: &Vring, addrs: UserAddrs) -> std::result::Result<DeviceRing, String> {
         let features = RingFeatures::from_bits(self.features);
         let sizes = ring_sizes(vring.size, features);
-        let at = |addr, len: usize| self.mem.user_to_host(addr, len as u64);
+        let at = |addr, len: usize| {
+            self.mem.user_to_host(addr, len as u64).ok_or_else(|| {
+                format!("{len} bytes of the ring at {addr:#x} lie outside of the guest's memory")
+            })
+        };
         let areas = RingAddrs {
             desc: at(addrs.desc, sizes.desc)?,
             driver: at(addrs.driver, sizes.driver)?,
@@ -233,7 +259,7 @@ impl Session {
         };
         // SAFETY: the areas lie in regions that the memory table keeps mapped; the queue holds that table for
         // as long as it has the ring, and one ring index runs at most once.
-        unsafe { DeviceRing::new(vring.size, features, areas, vring.base) }.ok()
+        unsafe { DeviceRing::new(vring.size, features, areas, vring.base) }.map_err(|e| e.to_string())
     }
 
     fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
@@ -244,7 +270,7 @@ impl Session {
         let len = inflight_queue_size(area.queue_size, self.packed());
         let offset = area.offset + index * len;
         if offset + len > area.map.len() {
-            return Err(Error::InvalidParam);
+            return Err(self.bad_inflight(index, &"it ends before this queue's part"));
         }
         // SAFETY: inside the mapping, which is kept by the Inflight itself.
         let inflight = unsafe {
@@ -254,8 +280,7 @@ impl Session {
     }
 
     fn bad_inflight(&self, index: usize, e: &dyn std::fmt::Display) -> Error {
-        tracing::warn!("{}:{index}: the in-flight region is not usable: {e}", self.name);
-        Error::InvalidParam
+        refuse(format!("queue {index} cannot start: {e}"))
     }
 
     /// Where a ring's writes are to be marked now, buffers and its own areas.
@@ -268,24 +293,28 @@ impl Session {
         (Some(log), used)
     }
 
-    /// Changes the memory table between a stop and a start of the rings that run.
-    fn remap(&mut self, change: impl FnOnce(&mut Vec<Region>) -> Result<()>) -> Result<()> {
-        let running: Vec<usize> = (0..self.vrings.len()).filter(|&i| self.vrings[i].running).collect();
-        for &index in &running {
-            self.stop(index);
-        }
-        let mut regions = std::mem::take(&mut self.regions);
-        let changed = change(&mut regions);
-        self.regions = regions;
-        changed?;
+    /// Changes the memory table between a stop and a start of the rings that run: whole, or not at all.
+    ///
+    /// Rings that wait for memory start, too. With `strict`, one that ran and lies outside of the new table is an
+    /// error; without, it waits: front-ends replace a region by removing it and adding another.
+    fn remap(&mut self, strict: bool, change: impl FnOnce(&mut Vec<Region>) -> Result<()>) -> Result<()> {
+        let mut regions = self.regions.clone();
+        change(&mut regions)?;
         // SAFETY: each region's `keep` is the mapping that `host` points into.
-        self.mem = Arc::new(unsafe { GuestMemory::new(self.regions.clone()) }.map_err(|e| {
-            tracing::warn!("{}: the memory table is not usable: {e}", self.name);
-            Error::InvalidParam
-        })?);
+        let mem = unsafe { GuestMemory::new(regions.clone()) };
+        let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
+        let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
+        self.stop_all();
+        (self.regions, self.mem) = (regions, mem);
         let mut result = Ok(());
-        for index in running {
-            result = result.and(self.start(index));
+        for (index, ran) in running.into_iter().enumerate() {
+            let vring = &self.vrings[index];
+            let lies_within = vring.addrs.is_some_and(|addrs| self.map_ring(vring, addrs).is_ok());
+            if lies_within || (ran && strict) {
+                result = result.and(self.start(index));
+            } else if ran {
+                tracing::info!("{}:{index} waits for the memory that it lies in", self.name);
+            }
         }
         result
     }
@@ -309,6 +338,17 @@ fn clone_fd(fd: Option<&OwnedFd>) -> Result<Option<OwnedFd>> {
     fd.map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)
 }
 
+/// Refuses a message: the front-end is told if it asked for acknowledgements and may go on then; else its
+/// connection ends.
+fn refuse(why: impl Into<String>) -> Error {
+    Error::ReqHandlerError(io::Error::other(why.into()))
+}
+
+/// A ring's kick, call or error descriptor.
+fn eventfd(file: File) -> Result<OwnedFd> {
+    if is_eventfd(&file) { Ok(file.into()) } else { Err(refuse("a ring's descriptor is no eventfd")) }
+}
+
 const NOT_OURS: Error = Error::InvalidOperation("this device has no such thing");
 
 impl VhostUserBackendReqHandlerMut for Session {
@@ -323,6 +363,7 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn reset_device(&mut self) -> Result<()> {
         self.reset();
+        self.device.reset();
         Ok(())
     }
 
@@ -333,13 +374,12 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_features(&mut self, features: u64) -> Result<()> {
         let unknown = features & !self.get_features()?;
         if unknown != 0 {
-            tracing::warn!("{}: the front-end acknowledges features never offered: {unknown:#x}", self.name);
-            return Err(Error::InvalidParam);
+            return Err(refuse(format!("features {unknown:#x} were never offered")));
         }
         let changed = features ^ self.features;
         if changed & !(F_LOG_ALL | F_PROTOCOL) != 0 {
             if self.vrings.iter().any(|v| v.running) {
-                return Err(Error::InvalidOperation("features change while rings run"));
+                return Err(refuse("features change while rings run"));
             }
             self.device.negotiated(features);
         }
@@ -367,7 +407,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         for (region, file) in table.iter().zip(&files) {
             mapped.push(map_region(region, file).map_err(Error::ReqHandlerError)?);
         }
-        self.remap(|regions| {
+        self.remap(true, |regions| {
             *regions = mapped;
             Ok(())
         })?;
@@ -377,10 +417,13 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
         let packed = self.packed();
         let vring = self.vring(index)?;
-        let size = u16::try_from(num).map_err(|_| Error::InvalidParam)?;
+        let size = u16::try_from(num).unwrap_or(0);
         // Virtio 1.3, 2.7: split ring sizes are powers of two; packed ones are not bound to that (2.8).
-        if size == 0 || size > MAX_QUEUE_SIZE || (!packed && !size.is_power_of_two()) || vring.running {
-            return Err(Error::InvalidParam);
+        if size == 0 || size > MAX_QUEUE_SIZE || (!packed && !size.is_power_of_two()) {
+            return Err(refuse(format!("queue {index} cannot have {num} descriptors")));
+        }
+        if vring.running {
+            return Err(refuse("the ring's size changes while the ring runs"));
         }
         vring.size = size;
         Ok(())
@@ -402,7 +445,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             // Only the log may change under a running ring (live migration switches it on and off).
             let old = vring.addrs.expect("a running ring has addresses");
             if (old.desc, old.driver, old.device) != (addrs.desc, addrs.driver, addrs.device) {
-                return Err(Error::InvalidOperation("ring addresses change while the ring runs"));
+                return Err(refuse("ring addresses change while the ring runs"));
             }
             vring.addrs = Some(addrs);
             self.update_log();
@@ -415,7 +458,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         let vring = self.vring(index)?;
         if vring.running {
-            return Err(Error::InvalidOperation("the base changes while the ring runs"));
+            return Err(refuse("the base changes while the ring runs"));
         }
         vring.base = base;
         Ok(())
@@ -432,18 +475,20 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let Some(fd) = fd else {
-            return Err(Error::InvalidOperation("a ring without a kick would have to be polled for ever"));
+            return Err(refuse("a ring without a kick would have to be polled for ever"));
         };
         self.vring(index.into())?;
+        let fd = eventfd(fd)?;
         // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
         self.stop(index.into());
-        self.vring(index.into())?.kick = Some(fd.into());
+        self.vring(index.into())?.kick = Some(fd);
         self.start(index.into())
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.call = fd.map(Into::into);
+        vring.call = fd;
         if vring.running {
             let call = clone_fd(vring.call.as_ref())?;
             self.queues.visit(index.into(), move |q| {
@@ -456,8 +501,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.err = fd.map(Into::into);
+        vring.err = fd;
         if vring.running {
             let err = clone_fd(vring.err.as_ref())?;
             self.queues.visit(index.into(), move |q| {
@@ -479,13 +525,7 @@ impl VhostUserBackendReqHandlerMut for Session {
                 self.protocol = bits;
                 Ok(())
             }
-            _ => {
-                tracing::warn!(
-                    "{}: protocol features never offered are acknowledged: {features:#x}",
-                    self.name
-                );
-                Err(Error::InvalidParam)
-            }
+            _ => Err(refuse(format!("not all of the protocol features {features:#x} were offered"))),
         }
     }
 
@@ -514,10 +554,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        self.device.set_config(offset, bytes).map_err(|e| {
-            tracing::warn!("{}: {e}", self.name);
-            Error::InvalidParam
-        })
+        self.device.set_config(offset, bytes).map_err(refuse)
     }
 
     fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {
@@ -529,11 +566,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        if asked.num_queues == 0 || usize::from(asked.num_queues) > self.vrings.len() {
-            return Err(Error::InvalidParam);
-        }
-        if asked.queue_size == 0 || asked.queue_size > MAX_QUEUE_SIZE {
-            return Err(Error::InvalidParam);
+        let (queues, size) = (asked.num_queues, asked.queue_size);
+        if queues == 0 || usize::from(queues) > self.vrings.len() || size == 0 || size > MAX_QUEUE_SIZE {
+            return Err(refuse(format!("there is no in-flight region for {queues} queues of {size}")));
         }
         let len = inflight_queue_size(asked.queue_size, self.packed()) * usize::from(asked.num_queues);
         let file = shared_file("vshunt-inflight", len as u64).map_err(Error::ReqHandlerError)?;
@@ -544,9 +579,10 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_inflight_fd(&mut self, area: &VhostUserInflight, file: File) -> Result<()> {
         if self.vrings.iter().any(|v| v.running) {
-            return Err(Error::InvalidOperation("the in-flight region changes while rings run"));
+            return Err(refuse("the in-flight region changes while rings run"));
         }
-        let end = area.mmap_offset.checked_add(area.mmap_size).ok_or(Error::InvalidParam)?;
+        let end = area.mmap_offset.checked_add(area.mmap_size).filter(|_| area.mmap_size > 0);
+        let end = end.ok_or_else(|| refuse("the in-flight region has no end or no bytes"))?;
         let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
         self.inflight = Some(InflightArea {
             map,
@@ -568,7 +604,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         _postcopy: Option<bool>,
     ) -> Result<Option<u64>> {
         let region = map_region(region, &file).map_err(Error::ReqHandlerError)?;
-        self.remap(|regions| {
+        self.remap(false, |regions| {
             regions.push(region);
             Ok(())
         })?;
@@ -577,10 +613,10 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
         let (guest, user, size) = (region.guest_phys_addr, region.user_addr, region.memory_size);
-        self.remap(|regions| {
+        self.remap(false, |regions| {
             let before = regions.len();
             regions.retain(|r| (r.guest_addr, r.user_addr, r.size) != (guest, user, size));
-            if regions.len() == before { Err(Error::InvalidParam) } else { Ok(()) }
+            if regions.len() == before { Err(refuse("there is no such memory region")) } else { Ok(()) }
         })
     }
 
@@ -602,17 +638,14 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let end = log.mmap_offset.checked_add(log.mmap_size).ok_or(Error::InvalidParam)?;
+        let end = log.mmap_offset.checked_add(log.mmap_size).filter(|_| log.mmap_size > 0);
+        let end = end.ok_or_else(|| refuse("the dirty log has no end or no bytes"))?;
         let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
-        if log.mmap_size == 0 {
-            return Err(Error::InvalidParam);
-        }
         let covered = log.mmap_size.saturating_mul(8 * LOG_PAGE_BYTES);
         if let Some(last) = self.regions.iter().map(|r| r.guest_addr + r.size).max()
             && covered < last
         {
-            tracing::warn!("{}: the dirty log covers {covered:#x} of {last:#x} bytes of memory", self.name);
-            return Err(Error::InvalidParam);
+            return Err(refuse(format!("the dirty log covers {covered:#x} of {last:#x} bytes of memory")));
         }
         // SAFETY: inside the mapping, which the log keeps.
         let log =

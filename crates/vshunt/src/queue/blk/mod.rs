@@ -28,6 +28,9 @@ const OP_KICK: u8 = 1;
 const OP_IO: u8 = 2;
 /// Requests that complete at once before the guest is shown them, so that it works on while we do.
 const PUBLISH_EVERY: u32 = 16;
+/// Data of the requests taken in one turn from which on the neighbours have theirs: a backend in memory copies it
+/// before it returns.
+const TURN_BYTES: u64 = 4 << 20;
 /// What GET_ID returns at most (Virtio 1.3, 5.2.6).
 pub const SERIAL_MAX: usize = 20;
 
@@ -101,6 +104,8 @@ pub struct BlkQueue {
     handle: Option<DiskHandle>,
     listen: Listen,
     staged: u32,
+    /// Data of the requests taken this turn.
+    turn_bytes: u64,
     replays: Vec<Replay>,
     broken: bool,
     log: Option<Arc<DirtyLog>>,
@@ -141,6 +146,7 @@ impl BlkQueue {
             handle: None,
             listen: Listen::Off,
             staged: 0,
+            turn_bytes: 0,
             replays,
             broken: false,
             noted: noted(size, parts.log.as_ref()),
@@ -210,15 +216,19 @@ impl BlkQueue {
         }
     }
 
-    fn kicked(&mut self, ring: &mut Ring, token: Token, more: bool) {
+    fn kicked(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) {
         QueueStats::add(&self.stats.kicks, 1);
         if more {
             return;
         }
-        let again = matches!(self.listen, Listen::On | Listen::Ending { again: true });
-        self.listen = Listen::Off;
-        if again {
-            self.arm_kick(ring, token);
+        let listen = std::mem::replace(&mut self.listen, Listen::Off);
+        // What is no eventfd may fail for good, or be ready for good: armed again and again it would keep us busy.
+        let over = i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL);
+        let useless = if result < 0 { result != -libc::ECANCELED } else { result & over != 0 };
+        match listen {
+            Listen::On if useless => self.break_off(&"its kick descriptor cannot be waited for"),
+            Listen::On | Listen::Ending { again: true } => self.arm_kick(ring, token),
+            Listen::Ending { again: false } | Listen::Off => {}
         }
     }
 
@@ -264,10 +274,11 @@ impl Queue for BlkQueue {
             return 0;
         }
         let mut taken = 0;
+        self.turn_bytes = 0;
         if !self.replays.is_empty() {
             taken += self.replay(ring, place);
         }
-        while taken < budget && !self.free.is_empty() {
+        while taken < budget && self.turn_bytes < TURN_BYTES && !self.free.is_empty() {
             match self.vring.pop(&self.mem, &mut self.chain) {
                 Ok(true) => self.begin(ring, place),
                 Ok(false) => break,
@@ -300,7 +311,7 @@ impl Queue for BlkQueue {
                 }
             }
             _ => {
-                self.kicked(ring, token, more);
+                self.kicked(ring, token, result, more);
                 0
             }
         }

@@ -39,6 +39,7 @@ impl BlkQueue {
             return self.finish(index, errno);
         }
         let slot = &mut self.slots[index as usize];
+        self.turn_bytes += slot.io.len;
         let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
         match handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
             Step::Wait => {}

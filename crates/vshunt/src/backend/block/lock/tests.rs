@@ -48,6 +48,20 @@ fn a_failed_open_leaves_no_lock() {
     open_soon(&spec);
 }
 
+/// As the locks of a killed process go: a little after it.
+#[test]
+fn a_lock_that_goes_is_waited_for() {
+    let dir = scratch("/var/tmp");
+    let spec = raw_spec(&image(&dir, "disk.img", 1 << 20));
+    let held = Disk::open(&spec).unwrap();
+    let goes = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        drop(held);
+    });
+    Disk::open(&spec).unwrap();
+    goes.join().unwrap();
+}
+
 /// A QEMU program that has the image open until it is dropped.
 struct Holder(Child);
 

@@ -1,0 +1,209 @@
+//! The daemon dies at any moment and is started again: the guest notices a pause, and every request is done once.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
+use vshunt_bench::load::{self, Plan, Rw, Silent};
+use vshunt_bench::{Disk, Kind};
+
+use super::rig::{Client, MIB, PATIENCE, Rig, Rng, header, layouts, shapes, small, wait_for};
+
+/// `vshunt serve`, killed when dropped.
+struct Server {
+    child: Child,
+}
+
+impl Server {
+    fn start(dir: &Path, file: &Path) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+        for name in ["VSHUNT_CONTROL", "XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID"] {
+            command.env_remove(name);
+        }
+        let disk = format!("name=d,file={}", file.display());
+        let export = format!("type=vhost-user-blk,name=e,disk=d,socket={},queues=2", socket(dir).display());
+        command.args(["serve", "--disk", &disk, "--export", &export, "--control"]).arg(dir.join("c.sock"));
+        let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        Self { child: command.spawn().unwrap() }
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn socket(dir: &Path) -> PathBuf {
+    dir.join("e.sock")
+}
+
+fn image(dir: &Path) -> PathBuf {
+    let file = dir.join("d.img");
+    std::fs::File::create(&file).unwrap().set_len(16 * MIB).unwrap();
+    file
+}
+
+fn connect(dir: &Path, options: &Options) -> Disk {
+    wait_for("the server", || Disk::connect(socket(dir), options.clone()).ok())
+}
+
+#[test]
+fn verified_load_over_many_deaths() {
+    let mut rng = Rng::new();
+    for (i, options) in shapes().into_iter().enumerate() {
+        let dir = tempfile::tempdir_in(if i % 2 == 0 { "/var/tmp" } else { "/dev/shm" }).unwrap();
+        let file = image(dir.path());
+        let mut server = Server::start(dir.path(), &file);
+        let mut disk = connect(dir.path(), &Options { queues: 2, ..options.clone() });
+        let plan = Plan {
+            rw: Rw::Randrw,
+            iodepth: 16,
+            runtime: Some(Duration::from_millis(900)),
+            verify: true,
+            flush_every: 50,
+            reconnect: Some(PATIENCE),
+            stale_packed_base: rng.chance(50),
+            ..Plan::default()
+        };
+        let runner = std::thread::spawn(move || load::run(&mut disk, &plan, &mut Silent));
+        let mut deaths = 0;
+        while deaths < 5 && !runner.is_finished() {
+            std::thread::sleep(Duration::from_millis(20 + rng.below(100)));
+            server.kill();
+            deaths += 1;
+            server = Server::start(dir.path(), &file);
+        }
+        let outcome = runner.join().unwrap();
+        let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
+        let outcome = outcome.unwrap_or_else(|e| panic!("{options:?} after {deaths} deaths: {e}\n{log}"));
+        assert!(outcome.reconnects > 0 && outcome.ios() > 100, "{options:?}: {outcome:?}");
+        assert!(!log.contains("panicked"), "{log}");
+    }
+}
+
+/// Requests put on a ring while no server is there, and taken up by the next.
+#[test]
+fn what_was_offered_while_the_server_was_dead_is_done_once() {
+    for options in layouts() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let file = image(dir.path());
+        let server = Server::start(dir.path(), &file);
+        let mut client = Client::new(connect(dir.path(), &options));
+        client.write(0, &[1; 512]);
+        server.kill();
+        client.arena.write(0, &header(request::IN, 0));
+        let base = client.arena.guest();
+        let at = |offset: u64, len, writable| DriverSeg { addr: base + offset, len, writable };
+        let mut cookies = Vec::new();
+        for i in 0..8 {
+            let segs = [at(0, 16, false), at(4096 + i * 512, 512, true), at(64 + i, 1, true)];
+            cookies.push(client.disk.submit(0, &segs, false).unwrap());
+        }
+        for _ in 0..3 {
+            let server = Server::start(dir.path(), &file);
+            client.disk.reconnect(PATIENCE).unwrap();
+            if cookies.is_empty() {
+                client.write(0, &[1; 512]);
+            }
+            for cookie in cookies.drain(..) {
+                assert_eq!(client.disk.wait_for(0, Some(cookie)).unwrap().len, 513);
+            }
+            server.kill();
+        }
+        assert_eq!(client.arena.part(4096, 8 * 512).to_vec(), [1; 8 * 512]);
+        assert_eq!(client.arena.part(64, 8).to_vec(), [status::OK; 8]);
+    }
+}
+
+/// The front-end hands over a region that is not what it should be: refused with a reason, and no harm done.
+#[test]
+fn damaged_inflight_regions_are_refused() {
+    let mut rng = Rng::new();
+    let rig = Rig::ram(MIB, 1);
+    for options in layouts() {
+        // Of a version not known, of another size, features not known.
+        for (at, bytes) in [(8usize, &[2u8, 0][..]), (8, &[0xff, 0xff]), (10, &[1, 0]), (0, &[1])] {
+            let mut machine = super::rig::Machine::open(&rig.socket("e"), options.clone());
+            machine.start().unwrap();
+            let load = machine.load(0);
+            load.progress(10);
+            load.end();
+            machine.session.stop_ring(0).unwrap();
+            let region = machine.session.inflight().unwrap();
+            let file = std::fs::File::from(region.fd.try_clone().unwrap());
+            std::os::unix::fs::FileExt::write_all_at(&file, bytes, at as u64).unwrap();
+            let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
+            let e = machine.session.set_ring(&ring, false).unwrap_err();
+            assert!(e.to_string().contains("refused"), "{at} {bytes:x?}: {e}");
+            assert_eq!(rig.queue("e", 0).state, "stopped");
+        }
+        // Garbage everywhere else: whatever comes of it, the daemon lives.
+        for _ in 0..200 {
+            let mut machine = super::rig::Machine::open(&rig.socket("e"), options.clone());
+            machine.start().unwrap();
+            machine.session.stop_ring(0).unwrap();
+            let region = machine.session.inflight().unwrap();
+            let file = std::fs::File::from(region.fd.try_clone().unwrap());
+            let size = region.size as usize;
+            for _ in 0..1 + rng.below(6) {
+                let (at, n) = (12 + rng.below(size as u64 - 16), 1 + rng.below(4));
+                let bytes =
+                    if rng.chance(50) { vec![rng.below(3) as u8; n as usize] } else { rng.bytes(n as usize) };
+                std::os::unix::fs::FileExt::write_all_at(&file, &bytes, at).unwrap();
+            }
+            let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
+            let _ = machine.session.set_ring(&ring, false);
+            machine.parts[0].kick();
+        }
+        let mut client = rig.connect("e", options);
+        client.write(0, &[1; 512]);
+    }
+}
+
+#[test]
+fn inflight_regions_of_wrong_size_are_refused() {
+    let rig = Rig::ram(MIB, 1);
+    for options in layouts() {
+        let size = options.queue_size;
+        for (mmap_size, offset, queues, queue_size) in [
+            (64u64, 0u64, 1u16, size), // shorter than the queue needs
+            (1 << 20, 0, 1, size),     // longer than the file
+            (0, 0, 1, size),
+            (4096, u64::MAX - 4095, 1, size),
+            (2048, 3, 1, size), // misaligned
+            (4096, 0, 1, 5000),
+        ] {
+            let mut machine = super::rig::Machine::open(&rig.socket("e"), options.clone());
+            let features = machine.session.features();
+            machine.session.set_features(features).unwrap();
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(4096).unwrap();
+            let payload = Payload::new().u64(mmap_size).u64(offset).u16(queues).u16(queue_size).u32(0);
+            let fd = std::os::fd::AsFd::as_fd(&file);
+            let first = machine.session.wire().tell(Code::SetInflightFd, &payload, &[fd]);
+            let told = first.and_then(|()| {
+                let region = &machine.memory.clone();
+                let region = &region.regions()[0];
+                let payload = Payload::new().u64(0).u64(region.guest_addr).u64(region.size);
+                let payload = payload.u64(region.user_addr()).u64(0);
+                machine.session.wire().tell(Code::AddMemReg, &payload, &[region.fd()])?;
+                let parts = machine.parts[0].clone();
+                let ring = vshunt_bench::driver::RingSetup { parts: &parts, base: 0 };
+                machine.session.set_ring(&ring, false)?;
+                machine.session.enable(0, true)
+            });
+            let e = told.expect_err(&format!("{mmap_size} {offset} {queue_size}"));
+            assert_eq!(e.kind(), Kind::Lost);
+        }
+    }
+    rig.connect("e", small()).write(0, &[1; 512]);
+}
