@@ -9,13 +9,22 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// First byte of the permissions in use.
 const USED_BASE: i64 = 100;
 /// First byte of the permissions not granted to others.
 const DENIED_BASE: i64 = 200;
+
+/// How long to wait for a lock. A process that was killed with io_uring requests under way keeps its files, and so
+/// its locks, until the kernel has ended those requests: 40–90 ms after the process is gone, longer on a slow disk.
+/// Waiting is also what keeps its last writes from landing on top of ours.
+const LINGER: Duration = Duration::from_secs(2);
+/// Between two looks.
+const LINGER_STEP: Duration = Duration::from_millis(10);
 
 /// What an image is used for; the values are bit numbers of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +38,22 @@ enum Permission {
 }
 use Permission::{ConsistentRead, Resize, Write};
 
-/// Takes the locks of a writer or reader of the image, or says who is in the way.
+/// Takes the locks of a writer or reader of the image, or says who is in the way after [`LINGER`].
 pub(super) fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
+    let end = Instant::now() + LINGER;
+    loop {
+        match try_lock(file, path, readonly) {
+            Err(e) if e.kind() == Kind::Busy && Instant::now() < end => {
+                // Not in the way of others meanwhile.
+                release(file);
+                thread::sleep(LINGER_STEP);
+            }
+            result => return result,
+        }
+    }
+}
+
+fn try_lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     // Write before resize: it makes the better message.
     let used: &[Permission] = if readonly { &[ConsistentRead] } else { &[Write, Resize, ConsistentRead] };
     let denied = [Write, Resize];
@@ -110,6 +133,14 @@ fn hold(file: &File, at: i64) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Lets go of every byte. A failure shows at the next lock.
+fn release(file: &File) {
+    let mut lock = one_byte(libc::F_UNLCK, USED_BASE);
+    lock.l_len = 2 * (DENIED_BASE - USED_BASE);
+    // SAFETY: F_OFD_SETLK reads a struct flock, which outlives the call.
+    let _ = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) };
 }
 
 /// Whether a write lock on one byte would fail: somebody else holds a lock of any kind there.
