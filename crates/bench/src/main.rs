@@ -1,2 +1,5 @@
 //! `vshunt-bench`: loads a vhost-user-blk socket the way a guest would.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    vshunt_bench::cli::main()
+}

@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Regions at most: what the kernel's vhost accepts by default (`max_mem_regions`) with room for QEMU's own.
 pub const MAX_REGIONS: usize = 509;
@@ -94,17 +95,24 @@ impl Flat {
     pub(crate) fn find(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
         let offset = guest_addr.wrapping_sub(self.guest);
         if offset < self.size && len <= self.size - offset {
-            // SAFETY: `offset` is inside of the region, whose mapping `GuestMemory::new`'s caller answers for.
-            Some(unsafe { self.host.add(offset as usize) })
+            Some(self.host.wrapping_add(offset as usize))
         } else {
             None
         }
     }
 }
 
+/// The id of the next table. It does not come round within the life of a process.
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 /// An immutable snapshot of the guest's memory, sorted by guest address.
 #[derive(Debug)]
 pub struct GuestMemory {
+    /// Differs from every other table's, also from those that are gone: what was cached of one is not used for another.
+    id: u64,
     flat: Vec<Flat>,
     regions: Vec<Region>,
 }
@@ -147,12 +155,12 @@ impl GuestMemory {
             end = guest_addr.checked_add(r.size).ok_or(overflow)?;
         }
         let flat = regions.iter().map(|r| Flat { guest: r.guest_addr, size: r.size, host: r.host }).collect();
-        Ok(Self { flat, regions })
+        Ok(Self { id: next_id(), flat, regions })
     }
 
     /// A guest without memory: nothing translates.
     pub fn empty() -> Self {
-        Self { flat: Vec::new(), regions: Vec::new() }
+        Self { id: next_id(), flat: Vec::new(), regions: Vec::new() }
     }
 
     /// The regions, sorted by guest address.
@@ -166,23 +174,32 @@ impl GuestMemory {
         if let Some(ptr) = self.window(*hit).find(guest_addr, len) {
             return Some(ptr);
         }
-        self.lookup(hit, guest_addr)?.find(guest_addr, len)
+        *hit = self.region_of(guest_addr);
+        self.window(*hit).find(guest_addr, len)
+    }
+
+    /// See the field.
+    #[inline(always)]
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The region that has `guest_addr`; an empty one if none has.
+    #[inline]
+    pub(crate) fn window_of(&self, guest_addr: u64) -> Flat {
+        self.window(self.region_of(guest_addr))
     }
 
     /// The region that `hit` stands for; an empty one if there is none.
     #[inline(always)]
-    pub(crate) fn window(&self, hit: Hit) -> Flat {
+    fn window(&self, hit: Hit) -> Flat {
         self.flat.get(hit.0).copied().unwrap_or(Flat::NONE)
     }
 
-    /// The region around `guest_addr`; remembers it.
-    #[cold]
-    pub(crate) fn lookup(&self, hit: &mut Hit, guest_addr: u64) -> Option<Flat> {
-        let index = self.flat.partition_point(|f| f.guest <= guest_addr).checked_sub(1)?;
-        let flat = self.flat[index];
-        flat.find(guest_addr, 0)?;
-        *hit = Hit(index);
-        Some(flat)
+    /// Which region has `guest_addr`; if none has, any other value.
+    #[inline]
+    fn region_of(&self, guest_addr: u64) -> Hit {
+        Hit(self.flat.partition_point(|f| f.guest <= guest_addr).saturating_sub(1))
     }
 
     /// Hands out a range that may run over adjoining regions, piece by piece and in order. A range of no bytes has
@@ -203,7 +220,8 @@ impl GuestMemory {
         while left > 0 {
             let mut flat = self.window(*hit);
             if flat.find(at, 0).is_none() {
-                flat = self.lookup(hit, at).ok_or(outside)?;
+                *hit = self.region_of(at);
+                flat = self.window(*hit);
             }
             let ptr = flat.find(at, 0).ok_or(outside)?;
             let piece = left.min(flat.size - (at - flat.guest));

@@ -11,6 +11,7 @@
 mod chain;
 mod packed;
 mod split;
+mod walk;
 
 pub use chain::{Chain, ChainFault, Head, Seg};
 pub use packed::PackedRing;
@@ -288,7 +289,16 @@ impl DeviceRing {
     #[inline]
     #[must_use = "true: there is work, and no kick may come for it"]
     pub fn enable_kick(&mut self) -> bool {
-        each!(self, r => r.enable_kick())
+        self.enable_kick_after(1)
+    }
+
+    /// Asks for a kick once `count` more requests are there (packed: descriptors; at least 1, at most the ring's size).
+    /// True: so many are there already. A driver that stops short of `count` does not kick: whoever asks for more than
+    /// one has to look by itself after a while. Without `VIRTIO_RING_F_EVENT_IDX` every `count` is 1.
+    #[inline]
+    #[must_use = "true: there is work, and no kick may come for it"]
+    pub fn enable_kick_after(&mut self, count: u16) -> bool {
+        each!(self, r => r.enable_kick_after(count))
     }
 
     /// Where the ring stands, as `VHOST_USER_GET_VRING_BASE` wants it; see [`new`](Self::new).

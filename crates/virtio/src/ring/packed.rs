@@ -10,10 +10,11 @@ use crate::inflight::{Inflight, InflightError, PackedTrack, Replay};
 use crate::mem::GuestMemory;
 use crate::raw;
 
-use super::chain::{Gather, RawDesc, Walker};
+use super::chain::RawDesc;
+use super::walk::{Careful, Fast, Walker};
 use super::{
-    Broken, Chain, ChainFault, DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE,
-    DESC_LEN, Head, RingAddrs, RingError, RingFeatures, UsedLog, need_event,
+    Broken, Chain, DESC_F_AVAIL, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Head, RingAddrs,
+    RingError, RingFeatures, UsedLog, need_event,
 };
 
 /// Event suppression flags (2.8.10): notify always, never, or at one descriptor.
@@ -167,6 +168,13 @@ impl PackedRing {
         (turn == self.avail.avail_flags()).then_some(word)
     }
 
+    /// Whether the driver gave the slot at `pos` to us.
+    fn is_avail(&self, pos: Pos) -> bool {
+        // SAFETY: as in `load_avail`; a position's slot lies inside of the ring.
+        let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
+        (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
+    }
+
     #[inline]
     pub(super) fn has_avail(&self) -> bool {
         self.taken < self.size && self.load_avail().is_some()
@@ -178,56 +186,90 @@ impl PackedRing {
             return Ok(false);
         }
         let Some(word) = self.load_avail() else { return Ok(false) };
-        match self.inflight {
-            None => self.take::<false>(mem, chain, word)?,
-            Some(_) => self.take::<true>(mem, chain, word)?,
+        let taken = match self.inflight {
+            None => self.fast::<false>(mem, chain, word)?,
+            Some(_) => self.fast::<true>(mem, chain, word)?,
+        };
+        if !taken {
+            self.careful(mem, chain)?;
         }
         Ok(true)
     }
 
-    /// Walks the chain at the available position, whose first descriptor's `word` was read already.
+    /// Takes the chain at the available position, whose first descriptor's `word` was read already. False if it is
+    /// odd; nothing is taken then.
     #[inline(always)]
-    fn take<const TRACK: bool>(
+    fn fast<const TRACK: bool>(
         &mut self,
         mem: &GuestMemory,
         chain: &mut Chain,
         word: u64,
-    ) -> Result<(), Broken> {
+    ) -> Result<bool, Broken> {
+        let (desc, slot) = (self.addrs.desc, self.avail.slot as usize);
         let limit = self.size - self.taken;
-        let (desc, size) = (self.addrs.desc, self.size);
-        let mut gather = Gather::new(&mut self.walker, mem, chain);
+        let mut fast = Fast::new(&mut self.walker, mem, chain);
         if TRACK && let Some(track) = &mut self.inflight {
             track.begin();
         }
-        let mut pos = self.avail;
-        let mut descs = 0u16;
         // SAFETY: the available position is below the size; the ring stays mapped and aligned.
-        let addr = unsafe { raw::get_u64(desc.add(pos.slot as usize * DESC_LEN)) };
-        let mut d = RawDesc { addr, word };
-        loop {
-            descs += 1;
-            pos = pos.advance(1, size);
-            if TRACK && let Some(track) = &mut self.inflight {
+        let addr = unsafe { raw::get_u64(desc.add(slot * DESC_LEN)) };
+        let first = RawDesc { addr, word };
+        // The acquire in `load_avail` orders the loads of the chain's other descriptors: a driver gives a chain by its
+        // first descriptor's flags, so that the turn flags of the others need no look.
+        // SAFETY: as above.
+        let walked = unsafe {
+            fast.packed(desc, self.size.into(), slot, limit, first, |d| {
+                if TRACK && let Some(track) = &mut self.inflight {
+                    track.note(d);
+                }
+            })
+        };
+        let Some((id, descs)) = walked else { return Ok(false) };
+        let head = Head::new(id, descs);
+        fast.finish(chain, head);
+        self.took::<TRACK>(head)?;
+        Ok(true)
+    }
+
+    /// Takes a chain that is odd.
+    #[cold]
+    #[inline(never)]
+    fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain) -> Result<(), Broken> {
+        let mut walk = Careful::new(&mut self.walker, mem, chain);
+        let mut pos = self.avail;
+        let mut left = self.size - self.taken;
+        if let Some(track) = &mut self.inflight {
+            track.begin();
+        }
+        let id = loop {
+            // SAFETY: as in `fast`; nothing that it read is used here.
+            let d = unsafe { RawDesc::read(self.addrs.desc.add(pos.slot as usize * DESC_LEN)) };
+            left -= 1;
+            pos = pos.advance(1, self.size);
+            if let Some(track) = &mut self.inflight {
                 track.note(d);
             }
-            add(&mut gather, d);
+            walk.packed(d);
             if d.top() & DESC_F_NEXT == 0 {
-                break;
+                break d.mid();
             }
-            if descs == limit {
-                // The chain's end, and with it the buffer id and the next chain, cannot be known.
+            if left == 0 {
+                // Where the chain ends, and with it the buffer id and the next chain, cannot be known.
                 return Err(Broken::Endless { slot: self.avail.slot });
             }
-            // SAFETY: `advance` keeps the slot below the size. The acquire in `load_avail` orders this load: a driver
-            // gives a chain by its first descriptor's flags, so the flags of the others need no look.
-            d = unsafe { RawDesc::read(desc.add(pos.slot as usize * DESC_LEN)) };
-        }
-        chain.head = Head { id: d.mid(), descs };
+        };
+        chain.head = Head::new(id, self.size - self.taken - left);
+        self.took::<true>(chain.head)
+    }
+
+    /// The chain at the available position is ours.
+    #[inline(always)]
+    fn took<const TRACK: bool>(&mut self, head: Head) -> Result<(), Broken> {
         if TRACK && let Some(track) = &mut self.inflight {
-            track.take(chain.head)?;
+            track.take(head)?;
         }
-        self.avail = pos;
-        self.taken += descs;
+        self.avail = self.avail.advance(head.descs, self.size);
+        self.taken += head.descs;
         Ok(())
     }
 
@@ -321,16 +363,19 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn enable_kick(&mut self) -> bool {
+    pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
+        let mut ahead = 0;
         if self.event_idx {
-            self.set_event(self.avail.to_bits(), EVENT_DESC);
+            ahead = count.clamp(1, self.size) - 1;
+            self.set_event(self.avail.advance(ahead, self.size).to_bits(), EVENT_DESC);
         } else {
             self.set_event(0, EVENT_ENABLE);
         }
         // A full barrier between the request for a kick and the look at the ring; the driver has its like between its
         // flags and the look at our request.
         fence(Ordering::SeqCst);
-        self.has_avail()
+        let last = self.avail.advance(ahead, self.size);
+        self.taken + ahead < self.size && self.is_avail(last)
     }
 
     /// Writes the device's event suppression structure, both halves at once.
@@ -377,25 +422,11 @@ impl PackedRing {
         replay: &Replay,
         chain: &mut Chain,
     ) -> Result<(), Broken> {
-        let mut gather = Gather::new(&mut self.walker, mem, chain);
+        let mut walk = Careful::new(&mut self.walker, mem, chain);
         if let Some(track) = &self.inflight {
-            track.each_desc(replay, |d| add(&mut gather, d))?;
+            track.each_desc(replay, |d| walk.packed(d))?;
         }
         chain.head = replay.head();
         Ok(())
-    }
-}
-
-/// Adds one descriptor of the ring to a chain.
-#[inline(always)]
-fn add(gather: &mut Gather<'_>, d: RawDesc) {
-    let flags = d.top();
-    if flags & DESC_F_INDIRECT == 0 {
-        gather.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
-    } else {
-        gather.indirect_packed(d.addr, d.len());
-        if flags & DESC_F_NEXT != 0 {
-            gather.fault(ChainFault::Indirect);
-        }
     }
 }

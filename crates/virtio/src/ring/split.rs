@@ -9,11 +9,8 @@ use crate::inflight::{Inflight, InflightError, Replay, SplitTrack};
 use crate::mem::GuestMemory;
 use crate::raw;
 
-use super::chain::{Gather, RawDesc, Walker};
-use super::{
-    Broken, Chain, ChainFault, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, RingAddrs,
-    RingFeatures, UsedLog, need_event,
-};
+use super::walk::{Careful, Fast, Walker};
+use super::{Broken, Chain, Head, RingAddrs, RingFeatures, UsedLog, need_event};
 
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`.
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
@@ -117,38 +114,25 @@ impl SplitRing {
         if head > self.mask {
             return Err(Broken::Head { head, size: self.size() });
         }
-        let (desc, mask) = (self.addrs.desc, self.mask);
-        let mut gather = Gather::new(&mut self.walker, mem, chain);
-        let (mut index, mut descs) = (head, 0u16);
-        loop {
-            // SAFETY: `index` is at most `mask`, so inside of the descriptor table, which is aligned to 16.
-            let d = unsafe { RawDesc::read(desc.add(index as usize * DESC_LEN)) };
-            let flags = d.mid();
-            descs += 1;
-            if flags & DESC_F_INDIRECT == 0 {
-                gather.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
-            } else {
-                gather.indirect_split(d.addr, d.len());
-                if flags & DESC_F_NEXT != 0 {
-                    gather.fault(ChainFault::Indirect);
-                    break;
-                }
-            }
-            if flags & DESC_F_NEXT == 0 {
-                break;
-            }
-            index = d.top();
-            if index > mask {
-                gather.fault(ChainFault::Addr);
-                break;
-            }
-            if descs > mask {
-                gather.fault(ChainFault::Loop);
-                break;
-            }
+        let (desc, size) = (self.addrs.desc, self.size() as usize);
+        let mut fast = Fast::new(&mut self.walker, mem, chain);
+        // SAFETY: the descriptor table has `size` descriptors, stays mapped and is aligned to 16 (`DeviceRing::new`).
+        if let Some(descs) = unsafe { fast.split(desc, size, head) } {
+            fast.finish(chain, Head::new(head, descs));
+        } else {
+            self.careful(mem, chain, head);
         }
-        chain.head = Head { id: head, descs };
         Ok(())
+    }
+
+    /// Walks a chain that is odd; `head` is below the size.
+    #[cold]
+    #[inline(never)]
+    fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain, head: u16) {
+        let (desc, size) = (self.addrs.desc, self.size() as usize);
+        // SAFETY: as in `pop_head`.
+        let descs = unsafe { Careful::new(&mut self.walker, mem, chain).split(desc, size, head) };
+        chain.head = Head::new(head, descs);
     }
 
     #[inline]
@@ -231,17 +215,20 @@ impl SplitRing {
     }
 
     #[inline]
-    pub(super) fn enable_kick(&mut self) -> bool {
+    pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
+        let mut ahead = 0;
         if self.event_idx {
-            // `avail_event` follows the used ring (2.7.8).
-            self.set_control(ELEMS + USED_LEN * self.size() as usize, self.next_avail);
+            ahead = count.clamp(1, self.size()) - 1;
+            // `avail_event` follows the used ring (2.7.8); the kick comes when the index passes it (2.7.7.2).
+            let event = self.next_avail.wrapping_add(ahead);
+            self.set_control(ELEMS + USED_LEN * self.size() as usize, event);
         } else {
             self.set_control(0, 0);
         }
         // A full barrier between the request for a kick and the look at the index; the driver has its like between its
         // index and the look at our request.
         fence(Ordering::SeqCst);
-        self.has_avail()
+        self.load_avail().wrapping_sub(self.next_avail) > ahead
     }
 
     /// Writes one of the two 16-bit fields of the used ring that steer the driver.

@@ -1,1 +1,437 @@
+//! Our driver against our device, random programs against a model; packed bases; the log.
 
+mod faults;
+mod hostile;
+mod oracle;
+mod threads;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::*;
+use crate::driver::{DriverRing, DriverSeg, Indirect};
+use crate::log::LOG_PAGE_SIZE;
+use crate::testing::{Arena, Rng, all_features, iterations};
+
+const RING: u64 = 0x10_0000;
+const TABLES: u64 = 0x11_0000;
+const BUFFERS: u64 = 0x20_0000;
+
+pub(super) fn arena() -> Arena {
+    Arena::new(&[(RING, 0x4_0000), (BUFFERS, 0x1_0000), (BUFFERS + 0x1_0000, 0x1_0000)])
+}
+
+/// A driver and a device on one ring, and what is known of both.
+struct Pair {
+    arena: Arena,
+    driver: DriverRing,
+    device: DeviceRing,
+    size: u16,
+    features: RingFeatures,
+    cookie: u16,
+    /// Added, not yet published; then visible to the device; then taken; then pushed; then published.
+    added: Vec<(u16, Vec<DriverSeg>)>,
+    visible: VecDeque<(u16, Vec<DriverSeg>)>,
+    taken: Vec<(u16, Head)>,
+    pushed: Vec<(u16, u32)>,
+    done: VecDeque<(u16, u32)>,
+    tables: Vec<u64>,
+    device_sleeps: bool,
+    driver_sleeps: bool,
+    chain: Chain,
+    completed: u64,
+}
+
+impl Pair {
+    fn new(size: u16, features: RingFeatures) -> Self {
+        let arena = arena();
+        let (addrs, _) = arena.ring(RING, size, features);
+        let base = if features.packed { 0x8000_8000 } else { 0 };
+        // SAFETY: the arena has both rings' areas; it goes last.
+        let (driver, device) = unsafe {
+            let driver = DriverRing::new(size, features, addrs);
+            (driver, DeviceRing::new(size, features, addrs, base).unwrap())
+        };
+        Self {
+            arena,
+            driver,
+            device,
+            size,
+            features,
+            cookie: 0,
+            added: Vec::new(),
+            visible: VecDeque::new(),
+            taken: Vec::new(),
+            pushed: Vec::new(),
+            done: VecDeque::new(),
+            tables: (0..size).map(|i| TABLES + u64::from(i) * 128).collect(),
+            device_sleeps: false,
+            driver_sleeps: false,
+            chain: Chain::new(),
+            completed: 0,
+        }
+    }
+
+    fn add(&mut self, rng: &mut Rng) {
+        let count = 1 + rng.below(5) as usize;
+        let readable = rng.below(count as u64 + 1) as usize;
+        let segs: Vec<_> = (0..count)
+            .map(|i| DriverSeg {
+                // Some run over the border of the two adjoining regions, some are empty.
+                addr: BUFFERS + rng.below(0x1_f000),
+                len: if rng.one_in(8) { 0 } else { 1 + rng.below(0x1000) as u32 },
+                writable: i >= readable,
+            })
+            .collect();
+        let table = if self.features.indirect && rng.one_in(2) { self.tables.last().copied() } else { None };
+        let indirect = table.map(|addr| Indirect { ptr: self.arena.host(addr), addr, cap: 8 });
+        let free = self.driver.free_descs();
+        let need = if indirect.is_some() && count > 1 { 1 } else { count as u16 };
+        let cookie = self.cookie;
+        assert_eq!(self.driver.add(&segs, indirect, cookie).is_ok(), need <= free, "{need} of {free}");
+        if need <= free {
+            if indirect.is_some() && count > 1 {
+                // Read when the request is taken, which is in order: a ring full of tables in turn is enough.
+                self.tables.rotate_right(1);
+            }
+            self.cookie = self.cookie.wrapping_add(1);
+            self.added.push((cookie, segs));
+        }
+    }
+
+    fn driver_publish(&mut self) {
+        let kick = self.driver.publish();
+        let any = !self.added.is_empty();
+        self.visible.extend(self.added.drain(..));
+        assert!(any || !kick);
+        if self.device_sleeps && any {
+            assert!(kick, "lost kick: the device sleeps");
+        }
+        self.device_sleeps &= !kick;
+    }
+
+    fn pop(&mut self) {
+        assert_eq!(self.device.has_avail(), !self.visible.is_empty());
+        let got = self.device.pop(&self.arena.mem, &mut self.chain).unwrap();
+        let Some((cookie, segs)) = self.visible.pop_front() else {
+            assert!(!got);
+            return;
+        };
+        assert!(got);
+        assert_eq!(self.chain.fault, None);
+        let bytes = |segs: &[Seg]| -> Vec<usize> {
+            segs.iter().flat_map(|s| s.ptr.addr()..s.ptr.addr() + s.len as usize).collect()
+        };
+        let wanted = |writable| -> Vec<usize> {
+            segs.iter()
+                .filter(|s| s.writable == writable)
+                .flat_map(|s| (0..s.len).map(|i| self.arena.host(s.addr + u64::from(i)).addr()))
+                .collect()
+        };
+        let (readable, writable) = self.chain.segs.split_at(self.chain.readable);
+        if !cfg!(miri) || self.completed.is_multiple_of(8) {
+            assert_eq!(bytes(readable), wanted(false));
+            assert_eq!(bytes(writable), wanted(true));
+        }
+        self.taken.push((cookie, self.chain.head));
+    }
+
+    fn push(&mut self, rng: &mut Rng) {
+        if self.taken.is_empty() {
+            return;
+        }
+        let index = if rng.one_in(2) { 0 } else { rng.below(self.taken.len() as u64) as usize };
+        let (cookie, head) = self.taken.remove(index);
+        let written = rng.below(3) as u32 * 1000;
+        self.device.push(head, written);
+        self.pushed.push((cookie, written));
+    }
+
+    fn device_publish(&mut self) {
+        assert_eq!(self.driver.has_used(), !self.done.is_empty());
+        let notify = self.device.publish();
+        let any = !self.pushed.is_empty();
+        self.done.extend(self.pushed.drain(..));
+        assert!(any || !notify);
+        if self.driver_sleeps && any {
+            assert!(notify, "lost notification: the driver sleeps");
+        }
+        self.driver_sleeps &= !notify;
+    }
+
+    fn poll(&mut self) {
+        let used = self.driver.poll().map(|u| (u.cookie, u.len));
+        assert_eq!(used, self.done.pop_front());
+        self.completed += u64::from(used.is_some());
+    }
+
+    fn step(&mut self, rng: &mut Rng) {
+        match rng.below(12) {
+            0..=2 => (0..1 + rng.below(4)).for_each(|_| self.add(rng)),
+            3 => self.driver_publish(),
+            4..=5 if !self.device_sleeps => (0..1 + rng.below(8)).for_each(|_| self.pop()),
+            6 => (0..1 + rng.below(4)).for_each(|_| self.push(rng)),
+            7 => self.device_publish(),
+            8..=9 if !self.driver_sleeps => (0..1 + rng.below(8)).for_each(|_| self.poll()),
+            10 => match rng.below(2) {
+                0 => {
+                    self.device.disable_kick();
+                    self.device_sleeps = false;
+                }
+                _ => {
+                    let ready = self.device.enable_kick();
+                    assert_eq!(ready, !self.visible.is_empty());
+                    self.device_sleeps = !ready;
+                }
+            },
+            11 => match rng.below(2) {
+                0 => {
+                    self.driver.disable_notify();
+                    self.driver_sleeps = false;
+                }
+                _ => {
+                    let ready = self.driver.enable_notify();
+                    assert_eq!(ready, !self.done.is_empty());
+                    self.driver_sleeps = !ready;
+                }
+            },
+            _ => {}
+        }
+        // Whoever gets a hint while asleep would have woken first.
+        if self.device_sleeps && rng.one_in(16) {
+            self.device_sleeps = false;
+        }
+        if self.driver_sleeps && rng.one_in(16) {
+            self.driver_sleeps = false;
+        }
+    }
+
+    fn drain(&mut self, rng: &mut Rng) {
+        self.driver_publish();
+        while !self.visible.is_empty() || !self.taken.is_empty() {
+            self.pop();
+            self.push(rng);
+        }
+        self.device_publish();
+        while !self.done.is_empty() {
+            self.poll();
+        }
+        self.poll();
+        assert_eq!(self.driver.free_descs(), self.size);
+    }
+}
+
+#[test]
+fn random_programs_complete_each_request_once() {
+    for (i, features) in all_features().enumerate() {
+        let sizes: &[u16] = if features.packed { &[1, 2, 3, 5, 7, 8, 16] } else { &[1, 2, 4, 8, 16] };
+        for &size in sizes {
+            for seed in 0..4 {
+                let mut rng = Rng(seed << 32 | (i as u64) << 16 | u64::from(size));
+                let mut pair = Pair::new(size, features);
+                for _ in 0..iterations(400) {
+                    // A sleeping side that is asked to do something has been woken by other means.
+                    pair.step(&mut rng);
+                }
+                pair.drain(&mut rng);
+                pair.arena.check_guards();
+            }
+        }
+    }
+}
+
+#[test]
+fn indices_wrap_around_16_bits() {
+    if cfg!(miri) {
+        return;
+    }
+    for features in all_features() {
+        let mut rng = Rng(7);
+        let mut pair = Pair::new(4, features);
+        let seg = DriverSeg { addr: BUFFERS, len: 16, writable: false };
+        // Random sleeping through two laps of the indices, with one or two requests a round.
+        while pair.completed < 140_000 {
+            for _ in 0..1 + rng.below(2) {
+                if pair.driver.add(&[seg], None, pair.cookie).is_ok() {
+                    pair.added.push((pair.cookie, vec![seg]));
+                    pair.cookie = pair.cookie.wrapping_add(1);
+                }
+            }
+            if rng.one_in(2) {
+                pair.device_sleeps = !pair.device.enable_kick();
+            }
+            pair.driver_publish();
+            pair.device_sleeps = false;
+            while !pair.visible.is_empty() {
+                pair.pop();
+                pair.push(&mut rng);
+            }
+            if rng.one_in(2) {
+                pair.driver_sleeps = !pair.driver.enable_notify();
+            }
+            pair.device_publish();
+            pair.driver_sleeps = false;
+            while !pair.done.is_empty() {
+                pair.poll();
+            }
+        }
+    }
+}
+
+#[test]
+fn suppressed_notifications_are_not_sent() {
+    for features in all_features() {
+        let mut pair = Pair::new(8, features);
+        let seg = DriverSeg { addr: BUFFERS, len: 16, writable: true };
+        pair.device.disable_kick();
+        pair.driver.disable_notify();
+        let mut sent = 0;
+        for round in 0..20 {
+            pair.driver.add(&[seg], None, round).unwrap();
+            sent += u32::from(pair.driver.publish());
+            assert!(pair.device.pop(&pair.arena.mem, &mut pair.chain).unwrap());
+            pair.device.push(pair.chain.head, 16);
+            sent += u32::from(pair.device.publish());
+            assert_eq!(pair.driver.poll().unwrap().cookie, round);
+        }
+        // Split with event indices says "not now" by not moving them: the first of each still goes out.
+        let allowed = if features.event_idx && !features.packed { 2 } else { 0 };
+        assert_eq!(sent, allowed, "{features:?}");
+    }
+}
+
+#[test]
+fn a_ring_goes_on_from_its_base() {
+    for features in all_features() {
+        let mut rng = Rng(3);
+        let mut pair = Pair::new(8, features);
+        for _ in 0..iterations(50) {
+            for _ in 0..1 + rng.below(3) {
+                pair.add(&mut rng);
+            }
+            pair.drain(&mut rng);
+            let (addrs, _) = pair.arena.ring(RING, 8, features);
+            let base = pair.device.base();
+            // SAFETY: the old ring is gone with the assignment.
+            pair.device = unsafe { DeviceRing::new(8, features, addrs, base) }.unwrap();
+            if features.packed && base & 0xffff != 0 {
+                // A front-end that knows only the lower half.
+                // SAFETY: as above.
+                pair.device = unsafe { DeviceRing::new(8, features, addrs, base & 0xffff) }.unwrap();
+            }
+            assert_eq!(pair.device.base(), base);
+        }
+    }
+}
+
+#[test]
+fn base_zero_of_a_packed_ring_is_fresh_unless_a_lap_was_made() {
+    let features = RingFeatures { packed: true, ..Default::default() };
+    let mut pair = Pair::new(4, features);
+    let (addrs, _) = pair.arena.ring(RING, 4, features);
+    let seg = DriverSeg { addr: BUFFERS, len: 16, writable: true };
+    // Requests that wait on a fresh ring do not count as a lap.
+    pair.driver.add(&[seg], None, 0).unwrap();
+    let _ = pair.driver.publish();
+    // SAFETY: the old ring is gone with the assignment.
+    pair.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
+    assert_eq!(pair.device.base(), 0x8000_8000);
+    for round in 0..4 {
+        assert!(pair.device.pop(&pair.arena.mem, &mut pair.chain).unwrap());
+        pair.device.push(pair.chain.head, 16);
+        let _ = pair.device.publish();
+        assert_eq!(pair.driver.poll().unwrap().cookie, round);
+        if round < 3 {
+            pair.driver.add(&[seg], None, round + 1).unwrap();
+            let _ = pair.driver.publish();
+        }
+    }
+    assert_eq!(pair.device.base(), 0);
+    // SAFETY: as above.
+    pair.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
+    assert_eq!(pair.device.base(), 0);
+    pair.driver.add(&[seg], None, 9).unwrap();
+    let _ = pair.driver.publish();
+    assert!(pair.device.pop(&pair.arena.mem, &mut pair.chain).unwrap());
+}
+
+#[test]
+fn bad_sizes_bases_and_alignments_are_refused() {
+    let arena = arena();
+    let packed = RingFeatures { packed: true, ..Default::default() };
+    let split = RingFeatures::default();
+    let (addrs, _) = arena.ring(RING, 8, split);
+    // SAFETY: the arena outlives the rings.
+    let new =
+        |size, features, addrs, base| unsafe { DeviceRing::new(size, features, addrs, base) }.map(|_| ());
+    for (size, features) in [(0, split), (0, packed), (6, split), (2048, split), (1025, packed)] {
+        assert_eq!(new(size, features, addrs, 0), Err(RingError::Size(size)));
+    }
+    assert_eq!(new(6, packed, addrs, 0x8006_8000), Err(RingError::Base(0x8006_8000)));
+    assert_eq!(new(6, packed, addrs, 0x8001_0002), Err(RingError::Base(0x8001_0002)));
+    for (name, odd) in [
+        ("descriptor", RingAddrs { desc: addrs.desc.wrapping_add(8), ..addrs }),
+        ("driver", RingAddrs { driver: addrs.driver.wrapping_add(1), ..addrs }),
+        ("device", RingAddrs { device: addrs.device.wrapping_add(2), ..addrs }),
+    ] {
+        assert_eq!(new(8, split, odd, 0), Err(RingError::Misaligned(name)));
+    }
+}
+
+/// Used-ring writes, and only they, are found in the log.
+#[test]
+fn the_log_has_what_the_ring_wrote() {
+    for features in all_features() {
+        let size = if features.packed { 700 } else { 1024 };
+        let mut pair = Pair::new(size, features);
+        let (_, guest) = pair.arena.ring(RING, size, features);
+        let pages = (0x4_0000 / LOG_PAGE_SIZE) as usize;
+        let first = (RING / LOG_PAGE_SIZE) as usize;
+        let mut bits = vec![0u64; (first + pages).div_ceil(64)];
+        // SAFETY: the vector outlives the ring's use of the log.
+        let log = Arc::new(unsafe { DirtyLog::new(bits.as_mut_ptr().cast(), bits.len() * 8, Arc::new(())) });
+        pair.device.set_used_log(Some(UsedLog { log, device_addr: guest[2], desc_addr: guest[0] }));
+        let bits = bits.as_mut_ptr();
+        let mut rng = Rng(11);
+        let mut marked_any = false;
+        for _ in 0..iterations(300) {
+            for _ in 0..rng.below(40) {
+                pair.add(&mut rng);
+            }
+            pair.driver_publish();
+            let before = pair.arena.bytes(RING, 0x4_0000);
+            for _ in 0..rng.below(40) {
+                pair.pop();
+                pair.push(&mut rng);
+            }
+            // Written and not published is not marked; count from here only what publish adds.
+            pair.device_publish();
+            if rng.one_in(3) {
+                pair.device.disable_kick();
+            }
+            if rng.one_in(3) {
+                let _ = pair.device.enable_kick();
+            }
+            let after = pair.arena.bytes(RING, 0x4_0000);
+            for page in 0..pages {
+                let range = page * 4096..page * 4096 + 4096;
+                let bit = first + page;
+                // SAFETY: the vector is alive, and the ring idle.
+                let word = unsafe { &mut *bits.add(bit / 64) };
+                let marked = *word >> (bit % 64) & 1 != 0;
+                assert!(
+                    marked || before[range.clone()] == after[range],
+                    "{features:?}: page {page} is missing"
+                );
+                marked_any |= marked;
+                *word &= !(1 << (bit % 64));
+            }
+            while !pair.done.is_empty() {
+                pair.poll();
+            }
+            pair.device_sleeps = false;
+        }
+        assert!(marked_any);
+        pair.device.set_used_log(None);
+    }
+}

@@ -6,6 +6,7 @@
 //! left its worker.
 
 mod attach;
+mod pace;
 mod pool;
 mod queue;
 mod ring;

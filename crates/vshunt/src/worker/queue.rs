@@ -28,8 +28,9 @@ pub trait Queue: Send {
     /// Asks the other side not to kick: this queue will be looked at without.
     fn wake(&mut self);
 
-    /// Asks the other side to kick from now on. True: there is work already, so do not sleep.
-    fn sleep(&mut self) -> bool;
+    /// Asks the other side to kick once `after` requests (1 or more) are there; where that cannot be said, at
+    /// the first. True: so many are there already, so do not sleep.
+    fn sleep(&mut self, after: u32) -> bool;
 
     /// Attach, step 2: takes nothing more, ends its polls and reads. In-flight requests go on.
     fn disarm(&mut self, ring: &mut Ring, place: Token);

@@ -237,6 +237,19 @@ impl Ring {
         }
     }
 
+    /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
+    pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
+        let Some(limit) = limit else { return self.enter(true).map(|()| true) };
+        let time = types::Timespec::from(limit);
+        let args = types::SubmitArgs::new().timespec(&time);
+        match self.uring.submitter().submit_with_args(1, &args) {
+            Ok(_) => Ok(true),
+            Err(e) if e.raw_os_error() == Some(libc::ETIME) => Ok(false),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => Ok(true),
+            Err(e) => Err(e),
+        }
+    }
+
     /// Takes the completions that are there into `into`.
     #[inline]
     pub(super) fn reap(&mut self, into: &mut Vec<Completion>) {

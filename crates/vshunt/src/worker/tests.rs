@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering, fence};
 use std::time::Duration;
 
 use io_uring::{opcode, types};
@@ -23,7 +23,8 @@ struct Line {
     /// Requests offered so far, and what became of each.
     offered: AtomicU32,
     done: Vec<AtomicU8>,
-    wants_kick: AtomicBool,
+    /// The count of offered requests at which to kick.
+    kick_at: AtomicU32,
     taken: AtomicU32,
 }
 
@@ -33,15 +34,16 @@ impl Line {
             kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
             offered: AtomicU32::new(0),
             done: (0..requests).map(|_| AtomicU8::new(0)).collect(),
-            wants_kick: AtomicBool::new(true),
+            kick_at: AtomicU32::new(1),
             taken: AtomicU32::new(0),
         })
     }
 
     fn offer(&self, n: u32) {
-        self.offered.fetch_add(n, Ordering::Release);
+        let old = self.offered.fetch_add(n, Ordering::Release);
         fence(Ordering::SeqCst);
-        if self.wants_kick.load(Ordering::Relaxed) {
+        let at = self.kick_at.load(Ordering::Relaxed);
+        if old < at && old + n >= at {
             rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
         }
     }
@@ -72,11 +74,17 @@ struct TestQueue {
     listen: Listen,
     staged: Vec<u32>,
     hold: Duration,
+    /// All requests complete at once.
+    inline: bool,
 }
 
 impl TestQueue {
     fn boxed(line: &Arc<Line>, hold: Duration) -> Box<dyn Queue> {
-        Box::new(Self {
+        Box::new(Self::new(line, hold))
+    }
+
+    fn new(line: &Arc<Line>, hold: Duration) -> Self {
+        Self {
             line: line.clone(),
             slots: vec![0; SLOTS.into()],
             times: vec![types::Timespec::new(); SLOTS.into()].into(),
@@ -84,7 +92,8 @@ impl TestQueue {
             listen: Listen::Off,
             staged: Vec::new(),
             hold,
-        })
+            inline: false,
+        }
     }
 }
 
@@ -105,7 +114,7 @@ impl Queue for TestQueue {
         while n < budget && !self.free.is_empty() && self.has_work() {
             let request = self.line.taken.fetch_add(1, Ordering::Relaxed);
             n += 1;
-            if request.is_multiple_of(3) && self.hold.is_zero() {
+            if self.inline || (request.is_multiple_of(3) && self.hold.is_zero()) {
                 self.staged.push(request);
                 continue;
             }
@@ -149,13 +158,14 @@ impl Queue for TestQueue {
     }
 
     fn wake(&mut self) {
-        self.line.wants_kick.store(false, Ordering::Relaxed);
+        self.line.kick_at.store(u32::MAX, Ordering::Relaxed);
     }
 
-    fn sleep(&mut self) -> bool {
-        self.line.wants_kick.store(true, Ordering::Relaxed);
+    fn sleep(&mut self, after: u32) -> bool {
+        let taken = self.line.taken.load(Ordering::Relaxed);
+        self.line.kick_at.store(taken + after, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        self.has_work()
+        self.line.offered.load(Ordering::Acquire) >= taken + after && !self.free.is_empty()
     }
 
     fn disarm(&mut self, ring: &mut Ring, place: Token) {
@@ -308,6 +318,43 @@ fn a_kick_between_release_and_attach_is_not_lost() {
     mover.join().unwrap();
     line.wait_done();
     drop(set.stop(0));
+}
+
+/// Senders that wait for their answers, several on one worker, which lets requests gather: whoever stops short of
+/// the number that is waited for is found all the same.
+#[test]
+fn gathering_leaves_nobody_waiting() {
+    const REQUESTS: u32 = 40_000;
+    const DEPTH: u32 = 8;
+    let workers = pool(0);
+    let set = QueueSet::new("t", &workers, &[0; 4]).unwrap();
+    let lines: Vec<_> = (0..4).map(|_| Line::new(REQUESTS as usize)).collect();
+    for (i, line) in lines.iter().enumerate() {
+        let mut queue = TestQueue::new(line, Duration::ZERO);
+        queue.inline = true;
+        set.start(i as u16, Box::new(queue));
+    }
+    std::thread::scope(|scope| {
+        for line in &lines {
+            scope.spawn(|| {
+                for first in (0..REQUESTS).step_by(DEPTH as usize) {
+                    for _ in 0..DEPTH {
+                        line.offer(1);
+                    }
+                    let start = std::time::Instant::now();
+                    let last = (first + DEPTH - 1) as usize;
+                    while line.done[last].load(Ordering::Acquire) == 0 {
+                        assert!(start.elapsed() < Duration::from_secs(10), "request {last} was left lying");
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
+    });
+    for i in 0..4 {
+        lines[i as usize].wait_done();
+        drop(set.stop(i));
+    }
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::attach::QueueId;
+use super::pace::{Pace, Plan};
 use super::queue::{Queue, QueueStats};
 use super::ring::{Completion, Ring, Token};
 
@@ -24,11 +25,6 @@ pub const DEFAULT_POLL_US: u32 = 50;
 pub const POLL_US_MAX: u32 = 10_000;
 /// Turns without work after which one queue among busy ones is asked to kick again.
 const QUIET_TURNS: u32 = 256;
-/// Requests a wake-up or poll brings from which on polling does not pay: whoever sends such batches is
-/// busy itself and does not wait for us.
-const POLL_BATCH_MAX: u64 = 16;
-/// Smallest polling window that is tried, µs.
-const POLL_STEP_NS: u64 = 4_000;
 /// Polls between two looks at the clock.
 const POLLS_A_LOOK: u32 = 16;
 /// The mailbox's place; queues have the ones below.
@@ -119,10 +115,12 @@ pub(super) struct Worker {
     /// Use counts of the places, so that a completion finds only the queue it belongs to.
     generations: Vec<u32>,
     awake: Vec<u16>,
+    /// Those that went to sleep together last.
+    asleep: Vec<u16>,
     draining: Vec<u16>,
     touched: Vec<u16>,
     completions: Vec<Completion>,
-    poll: Poll,
+    pace: Pace,
     stopping: bool,
 }
 
@@ -136,10 +134,11 @@ impl Worker {
             places: Vec::new(),
             generations: Vec::new(),
             awake: Vec::new(),
+            asleep: Vec::new(),
             draining: Vec::new(),
             touched: Vec::new(),
             completions: Vec::with_capacity(256),
-            poll: Poll::default(),
+            pace: Pace::new(),
             stopping: false,
         })
     }
@@ -177,7 +176,7 @@ impl Worker {
             self.hand_back();
         }
         if requests > 0 {
-            self.poll.found(requests);
+            self.pace.found(requests);
         }
         Ok(busy || requests > 0)
     }
@@ -203,7 +202,7 @@ impl Worker {
                 place.quiet += 1;
                 if place.quiet > QUIET_TURNS && self.awake.len() > 1 {
                     place.quiet = 0;
-                    if !place.queue.sleep() {
+                    if !place.queue.sleep(1) {
                         place.awake = false;
                         self.awake.swap_remove(i);
                         continue;
@@ -268,43 +267,67 @@ impl Worker {
     /// Polls for a while, then sleeps, unless work turns up.
     fn rest(&mut self) -> io::Result<()> {
         let bound = Duration::from_micros(u64::from(self.shared.poll_us.load(Ordering::Relaxed)));
-        let window = self.poll.window(bound);
-        if !window.is_zero() && self.spin(window) {
+        let steady = self.awake.iter().all(|&i| {
+            self.places[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
+        });
+        let plan = self.pace.plan(Instant::now(), bound, steady);
+        if let Plan::Poll(window) = plan
+            && self.spin(window)
+        {
             return Ok(());
         }
+        let (after, limit) = match plan {
+            Plan::Gather { requests, limit } => (requests, Some(limit)),
+            Plan::Sleep | Plan::Poll(_) => (1, None),
+        };
+        if self.ask_for_kicks(after) {
+            return Ok(());
+        }
+        let mut slept = Ok(());
+        if !self.shared.has_mail.load(Ordering::Acquire) {
+            QueueStats::add(&self.shared.sleeps, 1);
+            let before = Instant::now();
+            slept = self.ring.wait(limit).map(|woken| self.pace.slept(before, Instant::now(), woken, bound));
+        }
+        if after > 1 {
+            self.look_at_all();
+        }
+        slept
+    }
+
+    /// Asks the other side of each awake queue to kick, once `after` requests are there. True: so many are
+    /// there on one of them, so the worker stays up.
+    fn ask_for_kicks(&mut self, after: u32) -> bool {
+        let share = (after / self.awake.len().max(1) as u32).max(1);
         let mut work = false;
         for &index in &self.awake {
             if let Some(place) = &mut self.places[index as usize] {
-                work |= place.queue.sleep();
+                work |= place.queue.sleep(share);
             }
         }
-        if work {
-            for &index in &self.awake {
-                if let Some(place) = &mut self.places[index as usize] {
+        for &index in &self.awake {
+            if let Some(place) = &mut self.places[index as usize] {
+                if work {
                     place.queue.wake();
+                } else {
+                    place.awake = false;
                 }
             }
-            return Ok(());
         }
-        for index in self.awake.drain(..) {
+        if !work {
+            self.asleep.clear();
+            self.asleep.append(&mut self.awake);
+        }
+        work
+    }
+
+    /// After a sleep for which more than one request was asked for: on each queue fewer may be there, without a kick.
+    fn look_at_all(&mut self) {
+        for index in std::mem::take(&mut self.asleep) {
             if let Some(place) = &mut self.places[index as usize] {
-                place.awake = false;
+                Self::rouse(place, index, &mut self.awake);
             }
         }
-        if self.shared.has_mail.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        QueueStats::add(&self.shared.sleeps, 1);
-        let before = Instant::now();
-        self.ring.enter(true)?;
-        self.poll.slept(before.elapsed(), bound);
-        let done = self.complete();
-        self.publish();
-        self.poll.found(done);
-        if !self.draining.is_empty() {
-            self.hand_back();
-        }
-        Ok(())
     }
 
     /// Looks for work without sleeping, `window` long. Whether there is some.
@@ -429,45 +452,5 @@ impl Worker {
     fn count(&self) {
         let n = self.places.iter().flatten().count();
         self.shared.queues.store(n as u32, Ordering::Relaxed);
-    }
-}
-
-/// How long polling is worth it: grows while sleeps turn out short, shrinks while they turn out long.
-#[derive(Default)]
-struct Poll {
-    window_ns: u64,
-    /// Requests since the last rest.
-    batch: u64,
-    /// A smoothed batch: 8 × requests a rest.
-    batch_avg8: u64,
-}
-
-impl Poll {
-    fn found(&mut self, requests: u64) {
-        self.batch += requests;
-    }
-
-    /// How long to poll now.
-    fn window(&mut self, bound: Duration) -> Duration {
-        self.batch_avg8 = self.batch_avg8 - self.batch_avg8 / 8 + self.batch;
-        self.batch = 0;
-        if self.batch_avg8 / 8 >= POLL_BATCH_MAX {
-            return Duration::ZERO;
-        }
-        Duration::from_nanos(self.window_ns).min(bound)
-    }
-
-    /// The worker slept that long.
-    fn slept(&mut self, time: Duration, bound: Duration) {
-        let bound_ns = bound.as_nanos() as u64;
-        if time <= bound {
-            self.window_ns =
-                (self.window_ns * 2).clamp(POLL_STEP_NS, bound_ns.max(POLL_STEP_NS)).min(bound_ns);
-        } else if time > bound * 4 {
-            self.window_ns /= 2;
-            if self.window_ns < POLL_STEP_NS {
-                self.window_ns = 0;
-            }
-        }
     }
 }

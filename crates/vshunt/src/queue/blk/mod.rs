@@ -325,8 +325,9 @@ impl Queue for BlkQueue {
         self.vring.disable_kick();
     }
 
-    fn sleep(&mut self) -> bool {
-        !self.broken && self.vring.enable_kick() && !self.free.is_empty()
+    fn sleep(&mut self, after: u32) -> bool {
+        let after = u16::try_from(after).unwrap_or(u16::MAX);
+        !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }
 
     fn disarm(&mut self, ring: &mut Ring, place: Token) {

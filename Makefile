@@ -1,0 +1,42 @@
+# The one front door. `make` alone says what there is.
+
+PREFIX  ?= /usr/local
+DESTDIR ?=
+CARGO   ?= cargo
+export CARGO
+
+.DEFAULT_GOAL := help
+.PHONY: help build run test bench lint soak fuzz install clean
+
+help: ## what there is
+	@echo 'vshunt: virtual disks served by many queues and many workers'
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/\1\t\2/p' Makefile | while IFS='	' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+build: ## the programs, optimised, in target/release
+	$(CARGO) build --release --workspace --locked
+
+run: build ## a minute's tour: a disk served, driven, its queues moved under load; no root, no QEMU
+	scripts/run
+
+test: ## every test; as root on Debian installs what is missing (VSHUNT_NO_INSTALL=1: does not)
+	scripts/test
+
+bench: build ## the comparison tables
+	scripts/bench
+
+lint: ## rustfmt, clippy, cargo-deny, the dependency arrows
+	scripts/test --only lint
+
+soak: ## the long forms of the tests: SOAK_MINUTES (60) of each
+	scripts/soak
+
+fuzz: ## every fuzz target for FUZZ_SECONDS (600)
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} scripts/fuzz
+
+install: build ## programs, man pages, completions, units; PREFIX=/usr/local DESTDIR=
+	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
+
+clean: ## remove what was built
+	$(CARGO) clean
+	rm -rf fuzz/target

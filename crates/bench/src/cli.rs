@@ -1,0 +1,334 @@
+//! The command line: what `vshunt-bench` is told, and exit codes 0 ok, 1 failed, 2 usage, 3 cannot connect.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::driver::{Disk, Options};
+use crate::error::{Result, fail};
+use crate::load::{self, Plan, Rw};
+use crate::report::{Live, Rings, Summary};
+use crate::units::{parse_cpus, parse_size, parse_time};
+use crate::verify::StateFile;
+use crate::workers;
+
+const EXAMPLES: &str = "\
+Examples:
+  vshunt-bench blk --socket /run/vm0.sock --rw randread --bs 4k --iodepth 128 --queues 4 --runtime 5s
+  vshunt-bench blk --socket /run/vm0.sock --rw randrw --verify --ios 1000000 --state /tmp/vm0.state
+  vshunt-bench blk --socket /run/vm0.sock --rw randwrite --verify --reconnect 30s --runtime 1m
+  vshunt-bench verify --socket /run/vm0.sock --state /tmp/vm0.state
+  vshunt-bench workers --jobs 1,2,4 --runtime 3s
+
+Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 cannot connect.";
+
+/// Load generator for vhost-user-blk sockets: a guest driver without a guest.
+#[derive(Parser)]
+#[command(version, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Load a socket and say how fast it answers
+    #[command(after_help = EXAMPLES)]
+    Blk(Box<BlkArgs>),
+    /// Read back everything that a run with --verify --state wrote, and check it
+    Verify(Box<VerifyArgs>),
+    /// Compare one worker with many, beside the table that started this project
+    Workers(WorkersArgs),
+}
+
+/// A list of CPUs: one value for clap, which would take a bare `Vec` for several.
+#[derive(Clone, Debug, PartialEq)]
+struct Cpus(Vec<usize>);
+
+fn cpus(text: &str) -> std::result::Result<Cpus, String> {
+    parse_cpus(text).map(Cpus)
+}
+
+#[derive(Args)]
+struct Connection {
+    /// The server's vhost-user socket
+    #[arg(long, short)]
+    socket: PathBuf,
+    /// Queues to set up
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    queues: u16,
+    /// Descriptors a queue
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u16).range(3..=32768))]
+    queue_size: u16,
+    /// Requests kept outstanding on each queue
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
+    iodepth: u16,
+    /// Load threads; queues are dealt to them in turn [default: one a queue]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Packed rings instead of split ones
+    #[arg(long)]
+    packed: bool,
+    /// Do not use indirect descriptors
+    #[arg(long)]
+    no_indirect: bool,
+    /// Do not use the event index: notify and be notified more often
+    #[arg(long)]
+    no_event_idx: bool,
+    /// Look for completions this many microseconds before sleeping on the eventfd
+    #[arg(long, default_value_t = 0, alias = "poll-us", value_name = "MICROSECONDS")]
+    spin_us: u64,
+    /// CPUs for the load threads, in turn, such as 0,2-3
+    #[arg(long, value_parser = cpus, value_name = "CPUS")]
+    pin: Option<Cpus>,
+    /// The server's process, for its CPU time [default: who listens on the socket]
+    #[arg(long, value_name = "PID")]
+    server_pid: Option<u32>,
+    /// If the server dies, wait this long for it to come back, and go on
+    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    reconnect: Option<Duration>,
+    /// How long an answer of the server may take
+    #[arg(long, value_parser = parse_time, default_value = "10s", value_name = "TIME")]
+    timeout: Duration,
+    /// Time between live figures on stderr
+    #[arg(long, value_parser = parse_time, default_value = "1s", value_name = "TIME")]
+    interval: Duration,
+    /// No live figures
+    #[arg(long, short)]
+    quiet: bool,
+    /// The result as JSON on stdout
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct BlkArgs {
+    #[command(flatten)]
+    connection: Connection,
+    /// Access pattern
+    #[arg(long, value_enum, default_value = "randread")]
+    rw: Rw,
+    /// Percent of reads in the mixed patterns
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
+    rwmixread: u8,
+    /// Bytes a request, a multiple of 512
+    #[arg(long, default_value = "4k", value_parser = parse_size, value_name = "SIZE")]
+    bs: u64,
+    /// How long to run [default: 5s, if neither --ios nor --size is given]
+    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    runtime: Option<Duration>,
+    /// Requests to make, over all queues
+    #[arg(long, conflicts_with = "size", value_name = "N")]
+    ios: Option<u64>,
+    /// Bytes to read or write, over all queues
+    #[arg(long, value_parser = parse_size)]
+    size: Option<u64>,
+    /// First byte of the disk to use
+    #[arg(long, default_value = "0", value_parser = parse_size, value_name = "SIZE")]
+    offset: u64,
+    /// Bytes of the disk to use from there [default: all]
+    #[arg(long, value_parser = parse_size, value_name = "SIZE")]
+    range: Option<u64>,
+    /// Stamp what is written, check what is read, read all of it back at the end
+    #[arg(long)]
+    verify: bool,
+    /// Leave what was written in this file, for `vshunt-bench verify`
+    #[arg(long, requires = "verify", value_name = "FILE")]
+    state: Option<PathBuf>,
+    /// For random offsets and for the stamps of --verify
+    #[arg(long, default_value_t = 1)]
+    seed: u32,
+    /// Flush after every so many writes of a queue
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    flush_every: u32,
+}
+
+#[derive(Args)]
+struct VerifyArgs {
+    #[command(flatten)]
+    connection: Connection,
+    /// What `blk --verify --state` left
+    #[arg(long, value_name = "FILE")]
+    state: PathBuf,
+}
+
+#[derive(Args)]
+struct WorkersArgs {
+    /// Queues to compare at, each driven by a thread of its own
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,12,16")]
+    jobs: Vec<u16>,
+    /// The vshunt program [default: beside this one, then in PATH]
+    #[arg(long, value_name = "PATH")]
+    vshunt: Option<PathBuf>,
+    /// Backends to compare on
+    #[arg(long, value_delimiter = ',', default_value = "null,ram")]
+    formats: Vec<String>,
+    /// Access pattern
+    #[arg(long, value_enum, default_value = "randrw")]
+    rw: Rw,
+    /// Each measurement's length
+    #[arg(long, value_parser = parse_time, default_value = "3s", value_name = "TIME")]
+    runtime: Duration,
+    /// The table as JSON on stdout
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Blk(args) => blk(*args),
+        Command::Verify(args) => verify(*args),
+        Command::Workers(args) => compare_workers(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vshunt-bench: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+impl Connection {
+    fn options(&self, block: u64) -> Options {
+        Options {
+            queues: self.queues,
+            queue_size: self.queue_size,
+            packed: self.packed,
+            indirect: !self.no_indirect,
+            event_idx: !self.no_event_idx,
+            // Header, data, status.
+            indirect_cap: 3,
+            // A page more each, for alignment.
+            buffer_bytes: u64::from(self.queues) * (u64::from(self.iodepth) * block + 8192),
+            timeout: self.timeout,
+            ..Options::default()
+        }
+    }
+
+    fn plan(&self, block: u64) -> Result<Plan> {
+        let block = u32::try_from(block).ok().filter(|&b| b > 0 && b <= 64 << 20);
+        Ok(Plan {
+            block: block.ok_or_else(|| fail!(Usage, "--bs must be 512 to 64M"))?,
+            iodepth: self.iodepth,
+            threads: self.threads.unwrap_or(usize::from(self.queues)),
+            spin: Duration::from_micros(self.spin_us),
+            pin: self.pin.clone().map(|cpus| cpus.0).unwrap_or_default(),
+            interval: if self.quiet {
+                Duration::from_secs(1 << 30)
+            } else {
+                self.interval.max(Duration::from_millis(50))
+            },
+            server_pid: self.server_pid,
+            reconnect: self.reconnect,
+            ..Plan::default()
+        })
+    }
+}
+
+fn rings(disk: &mut Disk, packed: bool) -> Rings {
+    let features = disk.session().features();
+    let has = |bit: u64| features & bit != 0;
+    Rings {
+        queues: disk.queue_count(),
+        packed,
+        indirect: has(crate::driver::feature::INDIRECT_DESC),
+        event_idx: has(crate::driver::feature::EVENT_IDX),
+    }
+}
+
+fn blk(args: BlkArgs) -> Result<()> {
+    let connection = &args.connection;
+    let ios = args.ios.or(args.size.map(|size| size.div_ceil(args.bs.max(1))));
+    let plan = Plan {
+        rw: args.rw,
+        read_percent: args.rwmixread,
+        runtime: args.runtime.or(ios.is_none().then_some(Duration::from_secs(5))),
+        ios,
+        offset: args.offset,
+        range: args.range,
+        verify: args.verify,
+        state: args.state.clone(),
+        seed: args.seed,
+        flush_every: args.flush_every,
+        ..connection.plan(args.bs)?
+    };
+    let mut disk = Disk::connect(&connection.socket, connection.options(args.bs))?;
+    let mut live = Live::new();
+    let result = load::run(&mut disk, &plan, &mut live);
+    live.finish();
+    show(&plan, rings(&mut disk, connection.packed), &result?, connection.json)
+}
+
+fn verify(args: VerifyArgs) -> Result<()> {
+    let connection = &args.connection;
+    let state = StateFile::load(&args.state)?;
+    let block = u64::from(state.block);
+    let plan = Plan { rw: Rw::Read, ..connection.plan(block)? };
+    let mut disk = Disk::connect(&connection.socket, connection.options(block))?;
+    let mut live = Live::new();
+    let result = load::verify(&mut disk, &plan, state, &mut live);
+    live.finish();
+    let blocks = result?.verified_blocks.unwrap_or(0);
+    if connection.json {
+        println!("{}", serde_json::json!({ "verified_blocks": blocks }));
+    } else {
+        println!("verified: {blocks} blocks read back, all as written");
+    }
+    Ok(())
+}
+
+fn show(plan: &Plan, rings: Rings, outcome: &load::Outcome, json: bool) -> Result<()> {
+    let summary = Summary::new(plan, rings, outcome);
+    if json {
+        let text = serde_json::to_string_pretty(&summary);
+        println!("{}", text.map_err(|e| fail!(System, "cannot write the result as JSON: {e}"))?);
+    } else {
+        print!("{}", summary.table());
+    }
+    Ok(())
+}
+
+fn compare_workers(args: WorkersArgs) -> Result<()> {
+    let request = workers::Request {
+        jobs: args.jobs,
+        vshunt: args.vshunt,
+        formats: args.formats,
+        rw: args.rw,
+        runtime: args.runtime,
+    };
+    let table = workers::compare(&request)?;
+    if args.json {
+        println!("{table:#}", table = table.json());
+    } else {
+        print!("{}", table.text());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_full_line_is_understood() {
+        let line = "vshunt-bench blk --socket s --rw randrw --rwmixread 70 --bs 8k --iodepth 64 --queues 2 --threads 1 \
+                    --ios 1000 --verify --packed --spin-us 20 --pin 0-1 --reconnect 30 --interval 500ms";
+        let Command::Blk(args) = Cli::parse_from(line.split_ascii_whitespace()).command else {
+            panic!("blk")
+        };
+        assert_eq!((args.bs, args.rwmixread, args.ios), (8192, 70, Some(1000)));
+        assert_eq!(args.connection.pin, Some(Cpus(vec![0, 1])));
+        assert_eq!(args.connection.reconnect, Some(Duration::from_secs(30)));
+        assert!(Cli::try_parse_from("vshunt-bench blk --socket s --ios 1 --size 4k".split(' ')).is_err());
+    }
+}

@@ -1,0 +1,99 @@
+//! A guest driver without a guest: connection, memory, virtqueues and block requests over vhost-user.
+//!
+//! [`Disk`] is the synchronous face for tests; [`crate::load`] takes the same parts and drives them from many threads.
+//! The connection and everything that is set up belong to one thread; a [`Queue`] to whoever drives it.
+
+mod channel;
+mod config;
+mod disk;
+mod log;
+mod memory;
+mod queue;
+mod session;
+mod wire;
+
+use std::ops::Deref;
+use std::time::Duration;
+
+pub use self::channel::BackendChannel;
+pub use self::config::{CONFIG_LEN, Config, feature, request, status};
+pub use self::disk::Disk;
+pub(crate) use self::disk::status_name;
+pub use self::log::{DirtyLog, MissedPage};
+pub use self::memory::{Area, DEFAULT_BASE, Memory, PAGE, Region, RegionSpec};
+pub use self::queue::{Completion, Queue, QueueShape, RingParts};
+pub use self::session::{InflightRegion, Session, packed_base, split_base};
+pub use self::wire::{Code, Message, NEED_REPLY, Payload, REPLY, VERSION, Wire, protocol};
+pub use virtio::driver::DriverSeg;
+
+/// Bytes of a sector, the unit of every address in a block request.
+pub const SECTOR: u64 = 512;
+
+/// How to connect.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Queues to set up.
+    pub queues: u16,
+    /// Descriptors a queue.
+    pub queue_size: u16,
+    /// Ask for packed rings; an error if they are not offered.
+    pub packed: bool,
+    /// Take indirect descriptors if offered.
+    pub indirect: bool,
+    /// Take EVENT_IDX if offered.
+    pub event_idx: bool,
+    /// Descriptors of the indirect table that each slot has.
+    pub indirect_cap: u16,
+    /// Guest memory; empty: one region that fits.
+    pub regions: Vec<RegionSpec>,
+    /// Bytes of guest memory for buffers, beside rings and slots, if `regions` is empty.
+    pub buffer_bytes: u64,
+    /// How long an answer, or a request of the synchronous calls, may take.
+    pub timeout: Duration,
+    /// Virtio feature bits to refuse although offered.
+    pub refuse_features: u64,
+    /// Protocol feature bits to refuse although offered.
+    pub refuse_protocol: u64,
+    /// After a reconnect tell packed rings' bases as QEMU does: those of the last start, long stale.
+    pub stale_packed_base: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            queues: 1,
+            queue_size: 256,
+            packed: false,
+            indirect: true,
+            event_idx: true,
+            indirect_cap: 64,
+            regions: Vec::new(),
+            buffer_bytes: 16 << 20,
+            timeout: Duration::from_secs(10),
+            refuse_features: 0,
+            refuse_protocol: 0,
+            stale_packed_base: false,
+        }
+    }
+}
+
+/// A ring and where the server is to take it up.
+#[derive(Clone, Copy, Debug)]
+pub struct RingSetup<'a> {
+    /// The ring.
+    pub parts: &'a RingParts,
+    /// As SET_VRING_BASE has it.
+    pub base: u32,
+}
+
+impl Deref for RingSetup<'_> {
+    type Target = RingParts;
+    fn deref(&self) -> &RingParts {
+        self.parts
+    }
+}
+
+/// The base of a fresh ring: packed rings begin with both wrap counters set.
+pub fn fresh_base(packed: bool) -> u32 {
+    if packed { packed_base(0, true) } else { 0 }
+}

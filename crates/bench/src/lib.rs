@@ -1,0 +1,18 @@
+//! A guest driver without a guest, and what is built on it: load, verification, comparison tables.
+//!
+//! Tests of the server use [`driver::Disk`]; the binary `vshunt-bench` is [`cli`] over [`load`] and [`workers`].
+//! Nothing in here knows the server's code: it speaks vhost-user and virtio-blk from their specifications, and the
+//! ring code of the `virtio` crate's driver side.
+
+pub mod cli;
+pub mod driver;
+pub mod error;
+pub mod load;
+pub mod report;
+pub mod stats;
+pub mod units;
+pub mod verify;
+pub mod workers;
+
+pub use driver::{Disk, Options};
+pub use error::{Error, Kind, Result};

@@ -1,0 +1,353 @@
+//! One queue under load: takes completions, checks them, and keeps the queue filled to its depth.
+//!
+//! Owned by one load thread for the length of a phase. Nothing here allocates or takes a lock once it is made.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::pattern::Pattern;
+use super::{Plan, SECTOR};
+use crate::driver::{Area, Queue, request, status};
+use crate::error::{Error, Kind, Result, fail};
+use crate::stats::{Ops, now_ns};
+use crate::verify::{Partition, Stamp, check_sectors, write_sectors};
+
+/// Neighbours tried if a block that is to be written has a write outstanding already.
+const PROBES: usize = 8;
+
+/// What a lane tells the watching thread, once a batch.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(super) struct LaneGauge {
+    /// Requests completed.
+    pub(super) done: AtomicU64,
+    /// Bytes of data completed.
+    pub(super) bytes: AtomicU64,
+    /// Requests outstanding.
+    pub(super) outstanding: AtomicU64,
+    /// While parked: the vring base that continues the ring.
+    pub(super) base: AtomicU64,
+}
+
+/// Where requests come from.
+pub(super) enum Source {
+    /// The load.
+    Load(Pattern),
+    /// Reading back all that was written: index of the next block of the partition to look at.
+    Readback(usize),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Op {
+    Read,
+    Write,
+    Flush,
+}
+
+/// A request in a slot.
+#[derive(Clone, Copy)]
+struct InFlight {
+    start_ns: u64,
+    block: u64,
+    op: Op,
+    /// Verified reads: the oldest generation that may be found; 0: not checked.
+    lowest: u32,
+}
+
+/// One queue under load.
+pub(super) struct Lane<'a> {
+    pub(super) queue: &'a mut Queue,
+    gauge: &'a LaneGauge,
+    data: Area,
+    block_bytes: u32,
+    depth: u16,
+    source: Source,
+    partition: Option<&'a mut Partition>,
+    seed: u32,
+    /// Requests that may still be submitted.
+    quota: u64,
+    flush_every: u32,
+    writes_since_flush: u32,
+    in_flight: Vec<InFlight>,
+    outstanding: u16,
+    reads: Ops,
+    writes: Ops,
+    flushes: Ops,
+}
+
+/// What a lane counted.
+#[derive(Default)]
+pub(super) struct Counted {
+    pub(super) reads: Ops,
+    pub(super) writes: Ops,
+    pub(super) flushes: Ops,
+}
+
+/// A lane's share of the work.
+pub(super) struct Share<'a> {
+    pub(super) source: Source,
+    pub(super) partition: Option<&'a mut Partition>,
+    pub(super) quota: u64,
+}
+
+impl<'a> Lane<'a> {
+    /// A lane over `queue`, with `data` cut into one block a slot.
+    pub(super) fn new(
+        queue: &'a mut Queue,
+        gauge: &'a LaneGauge,
+        data: Area,
+        plan: &Plan,
+        share: Share<'a>,
+    ) -> Self {
+        let size = usize::from(queue.parts().size);
+        assert!(
+            data.len() >= size.min(usize::from(plan.iodepth)) * plan.block as usize,
+            "buffers for every slot"
+        );
+        let idle = InFlight { start_ns: 0, block: 0, op: Op::Flush, lowest: 0 };
+        Self {
+            queue,
+            gauge,
+            data,
+            block_bytes: plan.block,
+            depth: plan.iodepth,
+            source: share.source,
+            partition: share.partition,
+            seed: plan.seed,
+            quota: share.quota,
+            flush_every: plan.flush_every,
+            writes_since_flush: 0,
+            in_flight: vec![idle; size],
+            outstanding: 0,
+            reads: Ops::default(),
+            writes: Ops::default(),
+            flushes: Ops::default(),
+        }
+    }
+
+    /// Takes every completion that is there; how many.
+    pub(super) fn reap(&mut self) -> Result<u32> {
+        let mut count = 0;
+        let mut now = 0;
+        while let Some(completion) = self.queue.poll()? {
+            if count == 0 {
+                now = now_ns();
+            }
+            count += 1;
+            self.finish(completion.cookie, now)?;
+        }
+        if count > 0 {
+            let ios = self.reads.ios + self.writes.ios + self.flushes.ios;
+            self.gauge.done.store(ios, Ordering::Relaxed);
+            self.gauge.bytes.store(self.reads.bytes + self.writes.bytes, Ordering::Relaxed);
+        }
+        Ok(count)
+    }
+
+    #[inline]
+    fn finish(&mut self, slot: u16, now: u64) -> Result<()> {
+        let InFlight { start_ns, block, op, lowest } = self.in_flight[usize::from(slot)];
+        let status = self.queue.status(slot);
+        if status != status::OK {
+            return Err(self.failed(op, block, status));
+        }
+        let latency = now.saturating_sub(start_ns);
+        match op {
+            Op::Read => {
+                if lowest != 0 {
+                    self.check(slot, block, lowest)?;
+                }
+                self.reads.record(self.block_bytes, latency);
+            }
+            Op::Write => {
+                if let Some(partition) = &mut self.partition {
+                    partition.end_write(block);
+                }
+                self.writes.record(self.block_bytes, latency);
+            }
+            Op::Flush => self.flushes.record(0, latency),
+        }
+        self.queue.give_slot(slot);
+        self.outstanding -= 1;
+        Ok(())
+    }
+
+    #[cold]
+    fn failed(&self, op: Op, block: u64, status: u8) -> Error {
+        let what = match op {
+            Op::Read => "read",
+            Op::Write => "write",
+            Op::Flush => "flush",
+        };
+        fail!(
+            Io,
+            "{what} of {} bytes at sector {} on queue {} failed: {}",
+            self.block_bytes,
+            self.sector(block),
+            self.queue.parts().index,
+            crate::driver::status_name(status)
+        )
+    }
+
+    fn check(&mut self, slot: u16, block: u64, lowest: u32) -> Result<()> {
+        let Some(partition) = &mut self.partition else { return Ok(()) };
+        let generation = partition.newest(block);
+        let stamp = Stamp { sector: self.sector(block), generation, seed: self.seed };
+        let sectors = self.block_bytes as usize / SECTOR as usize;
+        let at = self.buffer(slot).1;
+        // SAFETY: the slot's buffer has `block_bytes` bytes, mapped as long as `data` lives.
+        let checked = unsafe { check_sectors(at, stamp, lowest, sectors) };
+        checked.map_err(|mismatch| {
+            let queue = self.queue.parts().index;
+            Error::new(
+                Kind::Verify,
+                format!("verification failed on queue {queue}, block {block}: {mismatch}"),
+            )
+        })
+    }
+
+    #[inline]
+    fn sector(&self, block: u64) -> u64 {
+        block * (u64::from(self.block_bytes) / SECTOR)
+    }
+
+    /// The slot's buffer: guest address and address here. Slots are taken last in, first out, so that only the first
+    /// `depth` are ever in use.
+    #[inline]
+    fn buffer(&self, slot: u16) -> (u64, *mut u8) {
+        let offset = usize::from(slot) * self.block_bytes as usize;
+        debug_assert!(offset + self.block_bytes as usize <= self.data.len());
+        // SAFETY: slots below the depth have buffers (see `new`); free slots are handed out lowest first and at most
+        // `depth` are out.
+        (self.data.guest() + offset as u64, unsafe { self.data.host().add(offset) })
+    }
+
+    /// Submits until the depth is reached, the work is done, or the ring is full; publishes the batch.
+    pub(super) fn fill(&mut self) {
+        let before = self.outstanding;
+        let mut now = 0;
+        while self.outstanding < self.depth && self.quota > 0 {
+            let Some(slot) = self.queue.take_slot() else { break };
+            let Some((op, block)) = self.next_op() else {
+                self.queue.give_slot(slot);
+                break;
+            };
+            let lowest = self.prepare(slot, op, block);
+            // Latency does not include making up the data of this request or of others before it.
+            if now == 0 || self.partition.is_some() {
+                now = now_ns();
+            }
+            self.in_flight[usize::from(slot)] = InFlight { start_ns: now, block, op, lowest };
+            let data = (self.buffer(slot).0, if op == Op::Flush { 0 } else { self.block_bytes });
+            let (kind, sector) = match op {
+                Op::Read => (request::IN, self.sector(block)),
+                Op::Write => (request::OUT, self.sector(block)),
+                Op::Flush => (request::FLUSH, 0),
+            };
+            if !self.queue.stage(slot, kind, sector, data) {
+                self.take_back(slot, op, block);
+                break;
+            }
+            self.outstanding += 1;
+            self.quota -= 1;
+        }
+        if self.outstanding != before {
+            self.queue.publish();
+            self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Relaxed);
+        }
+    }
+
+    /// What to do next; `None` if there is nothing now.
+    #[inline]
+    fn next_op(&mut self) -> Option<(Op, u64)> {
+        let pattern = match &mut self.source {
+            Source::Load(pattern) => pattern,
+            Source::Readback(cursor) => {
+                let partition = self.partition.as_deref()?;
+                let index = partition.next_written(*cursor)?;
+                *cursor = index + 1;
+                return Some((Op::Read, partition.first() + index as u64));
+            }
+        };
+        if self.flush_every != 0 && self.writes_since_flush >= self.flush_every {
+            self.writes_since_flush = 0;
+            return Some((Op::Flush, 0));
+        }
+        let (mut block, is_read) = pattern.advance();
+        if is_read {
+            return Some((Op::Read, block));
+        }
+        self.writes_since_flush += 1;
+        let Some(partition) = &mut self.partition else { return Some((Op::Write, block)) };
+        for _ in 0..PROBES {
+            if partition.begin_write(block).is_some() {
+                return Some((Op::Write, block));
+            }
+            block = pattern.after(block);
+        }
+        // All neighbours are being written: their turn comes when something completes.
+        self.writes_since_flush -= 1;
+        None
+    }
+
+    /// Puts the data of a write into its slot's buffer; says what a read may find at the oldest.
+    #[inline]
+    fn prepare(&mut self, slot: u16, op: Op, block: u64) -> u32 {
+        let Some(partition) = &mut self.partition else { return 0 };
+        match op {
+            Op::Flush => 0,
+            Op::Read => partition.settled(block),
+            Op::Write => {
+                let generation = partition.newest(block);
+                let stamp = Stamp { sector: self.sector(block), generation, seed: self.seed };
+                let at = self.buffer(slot).1;
+                // SAFETY: the slot's buffer has `block_bytes` bytes and is aligned to them; the slot is not
+                // outstanding, so the device does not look at it.
+                unsafe { write_sectors(at, stamp, self.block_bytes as usize / SECTOR as usize) };
+                0
+            }
+        }
+    }
+
+    /// The ring had no room for a request that was prepared: as if it had never been drawn.
+    #[cold]
+    fn take_back(&mut self, slot: u16, op: Op, block: u64) {
+        if let (Op::Write, Some(partition)) = (op, &mut self.partition) {
+            partition.cancel_write(block);
+        }
+        if let Source::Readback(cursor) = &mut self.source {
+            *cursor -= 1;
+        }
+        self.queue.give_slot(slot);
+    }
+
+    /// Submits nothing more.
+    pub(super) fn stop(&mut self) {
+        self.quota = 0;
+    }
+
+    /// Whether nothing is outstanding and nothing more will come.
+    pub(super) fn is_finished(&self) -> bool {
+        self.outstanding == 0
+            && (self.quota == 0 || matches!(self.source, Source::Readback(c) if self.no_more(c)))
+    }
+
+    fn no_more(&self, cursor: usize) -> bool {
+        self.partition.as_deref().is_none_or(|p| p.next_written(cursor).is_none())
+    }
+
+    /// Whether completions may come.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.outstanding > 0
+    }
+
+    /// Notes where the ring stands, for whoever hands it to a new server. All completions must have been taken.
+    pub(super) fn note_base(&self) {
+        self.gauge.base.store(u64::from(self.queue.base_after_loss()), Ordering::Release);
+        self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Release);
+    }
+
+    /// What was counted.
+    pub(super) fn counted(self) -> Counted {
+        Counted { reads: self.reads, writes: self.writes, flushes: self.flushes }
+    }
+}

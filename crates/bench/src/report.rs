@@ -1,0 +1,313 @@
+//! What is shown: live figures on stderr, the result as a table or as JSON on stdout.
+//!
+//! The keys of the JSON are an interface: they may be added to, never renamed (see [`Summary`]).
+
+use std::fmt::Write as _;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+use crate::load::{Outcome, Plan, Progress, Tick};
+use crate::stats::Ops;
+use crate::units::{show_nanos, show_rate, show_size};
+
+/// The machine that a figure was measured on.
+#[derive(Clone, Debug, Serialize)]
+pub struct Machine {
+    /// CPUs that this process may run on.
+    pub cpus: usize,
+    /// `uname -r`.
+    pub kernel: String,
+}
+
+impl Machine {
+    /// This one.
+    pub fn here() -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+        Self { cpus, kernel }
+    }
+}
+
+/// Latencies in nanoseconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Latency {
+    /// Mean.
+    pub mean: f64,
+    /// Median.
+    pub p50: u64,
+    /// 99 of 100 stayed below.
+    pub p99: u64,
+    /// 999 of 1000 stayed below.
+    pub p999: u64,
+    /// The longest.
+    pub max: u64,
+}
+
+/// Requests of one kind.
+#[derive(Clone, Debug, Serialize)]
+pub struct Direction {
+    /// Requests completed.
+    pub ios: u64,
+    /// Bytes of their data.
+    pub bytes: u64,
+    /// Requests a second.
+    pub iops: f64,
+    /// MiB a second.
+    pub mib_per_s: f64,
+    /// Latencies, nanoseconds.
+    pub latency_ns: Latency,
+}
+
+/// CPU time.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Cpu {
+    /// Seconds.
+    pub seconds: f64,
+    /// Microseconds a request.
+    pub us_per_io: f64,
+}
+
+/// A run: the JSON of `vshunt-bench blk --json`, key by key.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// `read`, `write`, `rw`, `randread`, `randwrite`, `randrw`.
+    pub rw: String,
+    /// Bytes a request.
+    pub block_bytes: u32,
+    /// Requests outstanding a queue.
+    pub iodepth: u16,
+    /// Queues.
+    pub queues: u16,
+    /// Load threads.
+    pub threads: usize,
+    /// `split` or `packed`.
+    pub ring: &'static str,
+    /// Whether indirect descriptors were used.
+    pub indirect: bool,
+    /// Whether EVENT_IDX was used.
+    pub event_idx: bool,
+    /// How long it took.
+    pub seconds: f64,
+    /// Requests of all kinds a second.
+    pub iops: f64,
+    /// MiB of data a second.
+    pub mib_per_s: f64,
+    /// Reads.
+    pub read: Direction,
+    /// Writes.
+    pub write: Direction,
+    /// Flushes.
+    pub flush: Direction,
+    /// The load threads' CPU time.
+    pub client_cpu: Cpu,
+    /// The server's CPU time; null if it cannot be known.
+    pub server_cpu: Option<Cpu>,
+    /// Blocks read back and found right; null without `--verify`.
+    pub verified_blocks: Option<u64>,
+    /// How often the server died and came back.
+    pub reconnects: u32,
+    /// Milliseconds that it was away at the longest.
+    pub outage_ms_max: f64,
+    /// The machine.
+    pub machine: Machine,
+}
+
+/// How the rings were negotiated.
+#[derive(Clone, Copy, Debug)]
+pub struct Rings {
+    /// Queues.
+    pub queues: u16,
+    /// Packed rings.
+    pub packed: bool,
+    /// Indirect descriptors.
+    pub indirect: bool,
+    /// EVENT_IDX.
+    pub event_idx: bool,
+}
+
+impl Summary {
+    /// Puts a run's figures together.
+    pub fn new(plan: &Plan, rings: Rings, outcome: &Outcome) -> Self {
+        let seconds = outcome.elapsed.as_secs_f64().max(1e-9);
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20) / seconds;
+        let direction = |ops: &Ops| Direction {
+            ios: ops.ios,
+            bytes: ops.bytes,
+            iops: ops.ios as f64 / seconds,
+            mib_per_s: mib(ops.bytes),
+            latency_ns: Latency {
+                mean: ops.mean_ns(),
+                p50: ops.quantile_ns(0.5),
+                p99: ops.quantile_ns(0.99),
+                p999: ops.quantile_ns(0.999),
+                max: ops.max_ns(),
+            },
+        };
+        let cpu = |time: Duration| Cpu {
+            seconds: time.as_secs_f64(),
+            us_per_io: time.as_secs_f64() * 1e6 / outcome.ios().max(1) as f64,
+        };
+        Self {
+            rw: plan.rw.name().into(),
+            block_bytes: plan.block,
+            iodepth: plan.iodepth,
+            queues: rings.queues,
+            threads: plan.threads.clamp(1, usize::from(rings.queues)),
+            ring: if rings.packed { "packed" } else { "split" },
+            indirect: rings.indirect,
+            event_idx: rings.event_idx,
+            seconds,
+            iops: outcome.iops(),
+            mib_per_s: mib(outcome.reads.bytes + outcome.writes.bytes),
+            read: direction(&outcome.reads),
+            write: direction(&outcome.writes),
+            flush: direction(&outcome.flushes),
+            client_cpu: cpu(outcome.client_cpu),
+            server_cpu: outcome.server_cpu.map(cpu),
+            verified_blocks: outcome.verified_blocks,
+            reconnects: outcome.reconnects,
+            outage_ms_max: outcome.outage.as_secs_f64() * 1e3,
+            machine: Machine::here(),
+        }
+    }
+
+    /// The table for people.
+    pub fn table(&self) -> String {
+        let mut out = String::new();
+        let size = show_size(u64::from(self.block_bytes));
+        let on = |yes: bool, what: &str| if yes { format!(", {what}") } else { String::new() };
+        let _ = writeln!(
+            out,
+            "{} {size}, depth {} on {} queues by {} threads, {} ring{}{}, {:.2} s",
+            self.rw,
+            self.iodepth,
+            self.queues,
+            self.threads,
+            self.ring,
+            on(self.indirect, "indirect"),
+            on(self.event_idx, "event index"),
+            self.seconds
+        );
+        let _ = writeln!(
+            out,
+            "{:<7}{:>10}{:>11}{:>12}{:>12}{:>12}{:>12}",
+            "", "IOPS", "MiB/s", "p50", "p99", "p99.9", "max"
+        );
+        for (name, d) in [("read", &self.read), ("write", &self.write), ("flush", &self.flush)] {
+            if d.ios == 0 {
+                continue;
+            }
+            let l = &d.latency_ns;
+            let [p50, p99, p999, max] = [l.p50, l.p99, l.p999, l.max].map(show_nanos);
+            let (iops, mib) = (show_rate(d.iops), format!("{:.1}", d.mib_per_s));
+            let _ = writeln!(out, "{name:<7}{iops:>10}{mib:>11}{p50:>12}{p99:>12}{p999:>12}{max:>12}");
+        }
+        let cpu = |cpu: Cpu| format!("{:.2} s, {:.3} µs a request", cpu.seconds, cpu.us_per_io);
+        let server = self.server_cpu.map_or("unknown (give --server-pid)".into(), cpu);
+        let _ = writeln!(out, "CPU: client {}; server {server}", cpu(self.client_cpu));
+        if let Some(blocks) = self.verified_blocks {
+            let _ = writeln!(out, "verified: {blocks} blocks read back, all as written");
+        }
+        if self.reconnects > 0 {
+            let _ =
+                writeln!(out, "reconnects: {}, at most {:.0} ms away", self.reconnects, self.outage_ms_max);
+        }
+        let _ = writeln!(out, "machine: {} CPUs, Linux {}", self.machine.cpus, self.machine.kernel);
+        out
+    }
+}
+
+/// Live figures: a bar on a terminal, a line each interval elsewhere.
+pub struct Live {
+    bar: Option<ProgressBar>,
+    by_time: bool,
+    cpu: Option<Duration>,
+    ios: u64,
+}
+
+impl Default for Live {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Live {
+    /// To stderr, as it is.
+    pub fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{prefix} {bar:20} {msg}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar
+        });
+        Self { bar, by_time: false, cpu: None, ios: 0 }
+    }
+
+    /// Clears the bar away.
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Progress for Live {
+    fn phase(&mut self, name: &str, runtime: Option<Duration>, ios: Option<u64>) {
+        (self.by_time, self.cpu, self.ios) = (runtime.is_some(), None, 0);
+        if let Some(bar) = &self.bar {
+            bar.set_prefix(name.to_owned());
+            bar.set_length(runtime.map(|t| t.as_millis() as u64).or(ios).unwrap_or(0));
+            bar.set_position(0);
+        }
+    }
+
+    fn tick(&mut self, tick: &Tick) {
+        let mut line = format!("{:>8} IOPS {:>8.1} MiB/s", show_rate(tick.iops), tick.mib_per_s);
+        if let (Some(before), Some(now)) = (self.cpu, tick.server_cpu) {
+            let ios = tick.ios.saturating_sub(self.ios).max(1);
+            let _ =
+                write!(line, "  server {:.2} µs a request", (now - before).as_secs_f64() * 1e6 / ios as f64);
+        }
+        (self.cpu, self.ios) = (tick.server_cpu, tick.ios);
+        match &self.bar {
+            Some(bar) => {
+                bar.set_position(if self.by_time { tick.elapsed.as_millis() as u64 } else { tick.ios });
+                bar.set_message(line);
+            }
+            None => eprintln!("{:>6.1} s {line}", tick.elapsed.as_secs_f64()),
+        }
+    }
+
+    fn note(&mut self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None => eprintln!("{text}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_summary_adds_up() {
+        let mut outcome = Outcome { elapsed: Duration::from_secs(2), ..Outcome::default() };
+        let mut reads = Ops::default();
+        (0..1000).for_each(|_| reads.record(4096, 20_000));
+        outcome.reads.add(&mut reads);
+        outcome.client_cpu = Duration::from_millis(1);
+        let rings = Rings { queues: 2, packed: false, indirect: true, event_idx: true };
+        let summary = Summary::new(&Plan::default(), rings, &outcome);
+        assert_eq!((summary.iops, summary.threads, summary.client_cpu.us_per_io), (500.0, 2, 1.0));
+        let table = summary.table();
+        assert!(table.contains("20.0 µs") && table.contains("unknown"), "{table}");
+        assert!(!table.contains("write"), "{table}");
+        let json = serde_json::to_value(&summary).unwrap();
+        assert_eq!(json["read"]["ios"], 1000);
+        assert!(json["server_cpu"].is_null());
+    }
+}

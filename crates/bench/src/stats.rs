@@ -1,0 +1,158 @@
+//! Counts, latencies and CPU time.
+
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+
+/// Latencies above this (one minute) are counted as this.
+const LATENCY_NS_MAX: u64 = 60_000_000_000;
+
+/// Requests of one direction: how many, how large, how long.
+#[derive(Clone)]
+pub struct Ops {
+    /// Requests completed.
+    pub ios: u64,
+    /// Bytes of their data.
+    pub bytes: u64,
+    latency: Histogram<u64>,
+    /// A run of equal latencies not yet recorded: requests of one batch mostly are equal.
+    run_ns: u64,
+    run: u64,
+}
+
+impl std::fmt::Debug for Ops {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Not the histogram: it has tens of thousands of counters.
+        f.debug_struct("Ops").field("ios", &self.ios).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Default for Ops {
+    fn default() -> Self {
+        let latency =
+            Histogram::new_with_bounds(1, LATENCY_NS_MAX, 3).expect("constant bounds that are valid");
+        Self { ios: 0, bytes: 0, latency, run_ns: 0, run: 0 }
+    }
+}
+
+impl Ops {
+    /// Counts one request.
+    #[inline]
+    pub fn record(&mut self, bytes: u32, latency_ns: u64) {
+        self.ios += 1;
+        self.bytes += u64::from(bytes);
+        if latency_ns != self.run_ns {
+            self.settle();
+            self.run_ns = latency_ns;
+        }
+        self.run += 1;
+    }
+
+    fn settle(&mut self) {
+        if self.run > 0 {
+            // Cannot fail: the value is within bounds by the clamp.
+            let _ = self.latency.record_n(self.run_ns.clamp(1, LATENCY_NS_MAX), self.run);
+            self.run = 0;
+        }
+    }
+
+    /// Adds what another queue counted.
+    pub fn add(&mut self, other: &mut Ops) {
+        self.settle();
+        other.settle();
+        self.ios += other.ios;
+        self.bytes += other.bytes;
+        // Cannot fail: both have the same bounds.
+        let _ = self.latency.add(&other.latency);
+    }
+
+    /// Nanoseconds below which this share (0 to 1) of the requests stayed; 0 if there were none.
+    pub fn quantile_ns(&self, share: f64) -> u64 {
+        debug_assert_eq!(self.run, 0, "asked before the counts of all queues were added up");
+        self.latency.value_at_quantile(share)
+    }
+
+    /// Mean latency, nanoseconds.
+    pub fn mean_ns(&self) -> f64 {
+        self.latency.mean()
+    }
+
+    /// Longest latency, nanoseconds.
+    pub fn max_ns(&self) -> u64 {
+        self.latency.max()
+    }
+}
+
+/// User and system time of a process, as far as it can be known.
+pub fn process_cpu(pid: u32) -> Option<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Fields are counted after the command's name, which may hold anything but ends at the last parenthesis.
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(11);
+    let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
+    Some(Duration::from_secs_f64(ticks as f64 / rustix::param::clock_ticks_per_second() as f64))
+}
+
+/// CPU time of the calling thread.
+pub fn thread_cpu() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Nanoseconds of the monotonic clock; by the vDSO, some 25 ns.
+#[inline]
+pub fn now_ns() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// The server's CPU time through all the processes that it is while a run lasts.
+#[derive(Debug, Default)]
+pub struct ServerCpu {
+    pid: Option<u32>,
+    last: Option<Duration>,
+    sum: Duration,
+    known: bool,
+}
+
+impl ServerCpu {
+    /// Begins to watch `pid`.
+    pub fn watch(&mut self, pid: Option<u32>) {
+        self.pid = pid;
+        self.last = pid.and_then(process_cpu);
+        self.known |= self.last.is_some();
+    }
+
+    /// Looks; the total so far, or `None` if no process could ever be looked at.
+    pub fn sample(&mut self) -> Option<Duration> {
+        if let (Some(last), Some(now)) = (self.last, self.pid.and_then(process_cpu)) {
+            self.sum += now.saturating_sub(last);
+            self.last = Some(now);
+        }
+        self.known.then_some(self.sum)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_two_queues() {
+        let (mut a, mut b) = (Ops::default(), Ops::default());
+        (0..990).for_each(|_| a.record(4096, 10_000));
+        (0..10).for_each(|_| b.record(4096, 5_000_000));
+        let mut all = Ops::default();
+        all.add(&mut a);
+        all.add(&mut b);
+        assert_eq!((all.ios, all.bytes), (1000, 4_096_000));
+        assert!((9_990..=10_010).contains(&all.quantile_ns(0.5)));
+        assert!(all.quantile_ns(0.999) > 4_900_000);
+        assert!((4_990_000..=5_010_000).contains(&all.max_ns()));
+    }
+
+    #[test]
+    fn our_own_cpu_time_is_known() {
+        assert!(process_cpu(std::process::id()).is_some());
+        assert!(process_cpu(u32::MAX).is_none());
+    }
+}

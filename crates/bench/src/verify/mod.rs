@@ -1,0 +1,163 @@
+//! What is written, and what may be read back.
+//!
+//! Each 512-byte sector of a block says which sector it is, by which write (generation) and from which seed, filled up
+//! with numbers that follow from these three, and closed by a checksum. So a sector found can be named even if it lies
+//! in the wrong place, and compared in full against what it should be.
+//!
+//! A block has at most one write outstanding. A read that ran beside writes may find any of their generations, or,
+//! since nobody promises that a sector is written in one piece, words of several; never anything else.
+
+mod state;
+
+use std::fmt;
+
+pub use self::state::{Partition, StateFile};
+
+/// Bytes of a sector.
+pub const SECTOR: usize = 512;
+/// 64-bit words of a sector.
+const WORDS: usize = SECTOR / 8;
+/// The first word of every sector written here.
+const MAGIC: u64 = u64::from_le_bytes(*b"vshuntV1");
+
+/// What a sector should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// Absolute sector number.
+    pub sector: u64,
+    /// Which write of its block: 1 is the first.
+    pub generation: u32,
+    /// The run's seed.
+    pub seed: u32,
+}
+
+impl Stamp {
+    /// The sector's contents.
+    fn words(&self) -> [u64; WORDS] {
+        let mut words = [0; WORDS];
+        words[0] = MAGIC;
+        words[1] = self.sector;
+        words[2] = u64::from(self.generation) | u64::from(self.seed) << 32;
+        let mut state = mix(words[1] ^ words[2].rotate_left(17));
+        for word in &mut words[3..WORDS - 1] {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            *word = state ^ state >> 29;
+        }
+        words[WORDS - 1] = checksum(&words[..WORDS - 1]);
+        words
+    }
+}
+
+/// The finalizer of splitmix64: every bit of the input reaches every bit of the output.
+pub(crate) fn mix(mut z: u64) -> u64 {
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+fn checksum(words: &[u64]) -> u64 {
+    words
+        .iter()
+        .fold(0x9e37_79b9_7f4a_7c15, |sum, &w| (sum.rotate_left(5) ^ w).wrapping_mul(0x2545_f491_4f6c_dd1d))
+}
+
+/// Writes the contents of the sectors from `stamp` on to `at`.
+///
+/// # Safety
+/// `at..at + 512 * sectors` is writable and aligned to 8; others may read it meanwhile.
+pub unsafe fn write_sectors(at: *mut u8, stamp: Stamp, sectors: usize) {
+    for i in 0..sectors {
+        let words = Stamp { sector: stamp.sector + i as u64, ..stamp }.words();
+        // SAFETY: within the range that the caller answers for.
+        unsafe { std::ptr::copy_nonoverlapping(words.as_ptr().cast(), at.add(i * SECTOR), SECTOR) };
+    }
+}
+
+/// Checks the sectors from `stamp.sector` on at `at`: each must be of a generation in `lowest..=stamp.generation`.
+///
+/// # Errors
+/// The first sector that is none of them.
+///
+/// # Safety
+/// `at..at + 512 * sectors` is readable; others may write it meanwhile (it is copied out first).
+pub unsafe fn check_sectors(
+    at: *const u8,
+    stamp: Stamp,
+    lowest: u32,
+    sectors: usize,
+) -> Result<(), Box<Mismatch>> {
+    for i in 0..sectors {
+        let mut found = [0; WORDS];
+        // SAFETY: within the range that the caller answers for; `found` is ours.
+        unsafe { std::ptr::copy_nonoverlapping(at.add(i * SECTOR), found.as_mut_ptr().cast(), SECTOR) };
+        check_words(&found, Stamp { sector: stamp.sector + i as u64, ..stamp }, lowest)?;
+    }
+    Ok(())
+}
+
+fn check_words(found: &[u64; WORDS], newest: Stamp, lowest: u32) -> Result<(), Box<Mismatch>> {
+    let generation = found[2] as u32;
+    if (lowest..=newest.generation).contains(&generation)
+        && *found == (Stamp { generation, ..newest }).words()
+    {
+        return Ok(());
+    }
+    let candidates = lowest..=newest.generation;
+    // A handful at most: a read does not live through more than a few writes of its block.
+    if lowest < newest.generation && newest.generation - lowest < 16 {
+        let all: Vec<_> = candidates.map(|generation| Stamp { generation, ..newest }.words()).collect();
+        if (0..WORDS).all(|w| all.iter().any(|words| words[w] == found[w])) {
+            return Ok(());
+        }
+    }
+    Err(Box::new(Mismatch { expected: newest, lowest, found: *found }))
+}
+
+/// A sector that is not what it should be.
+#[derive(Clone, Debug)]
+pub struct Mismatch {
+    /// What it should be, at its newest.
+    pub expected: Stamp,
+    /// The oldest generation that would do.
+    pub lowest: u32,
+    /// What it is.
+    pub found: [u64; WORDS],
+}
+
+impl Mismatch {
+    fn describe_found(&self) -> String {
+        let found = &self.found;
+        if found.iter().all(|&w| w == 0) {
+            return "zeroes".into();
+        }
+        if found[0] != MAGIC {
+            return format!(
+                "data that no run of vshunt-bench wrote (first bytes {:016x})",
+                found[0].swap_bytes()
+            );
+        }
+        let stamp = Stamp { sector: found[1], generation: found[2] as u32, seed: (found[2] >> 32) as u32 };
+        let whole = *found == stamp.words();
+        let name = format!("sector {}, generation {}, seed {}", stamp.sector, stamp.generation, stamp.seed);
+        if whole {
+            return name;
+        }
+        let expected = stamp.words();
+        let at = (0..WORDS).find(|&w| found[w] != expected[w]).unwrap_or(0) * 8;
+        format!("{name}, but torn or damaged from byte {at} on (its checksum fails)")
+    }
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Stamp { sector, generation, seed } = self.expected;
+        write!(f, "sector {sector}: expected generation ")?;
+        if self.lowest < generation {
+            write!(f, "{} to ", self.lowest)?;
+        }
+        write!(f, "{generation} of seed {seed}, found {}", self.describe_found())
+    }
+}
+
+#[cfg(test)]
+mod tests;

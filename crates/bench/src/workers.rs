@@ -1,0 +1,394 @@
+//! The comparison that started the project: one worker, a worker a queue, and workers attached while I/O runs.
+//!
+//! Starts a `vshunt serve` for each figure and ends it again; drives it as [`crate::load`] does.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::driver::{Disk, Options};
+use crate::error::{Error, Kind, Result, fail};
+use crate::load::{self, Plan, Progress, Rw, Tick};
+use crate::report::Machine;
+use crate::units::show_rate;
+
+/// Queues of the server; jobs are at most as many.
+const QUEUES: u16 = 16;
+/// Requests outstanding a queue, and in all, as the seed's author had it.
+const DEPTH: u16 = 128;
+const DEPTH_ALL: u16 = 1024;
+/// How long a server may take to listen.
+const START: Duration = Duration::from_secs(10);
+/// Load with one worker before others are attached.
+const BEFORE_ATTACH: Duration = Duration::from_millis(300);
+
+/// Jobs of the seed's table.
+const SEED_JOBS: [u16; 6] = [1, 2, 4, 8, 12, 16];
+/// Thousand IOPS of the seed's table (vhost-scsi, VM with 16 vCPUs, 4k randrw, depth 128); 0 where it has none.
+const SEED: [(&str, [u32; 6]); 4] = [
+    ("one worker", [84, 492, 510, 0, 0, 0]),
+    ("a worker a queue", [184, 380, 744, 1422, 2256, 2434]),
+    ("one worker, batching", [494, 520, 0, 0, 0, 0]),
+    ("a worker a queue, batching", [496, 878, 1542, 2436, 2304, 2590]),
+];
+
+/// What to compare.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Numbers of queues.
+    pub jobs: Vec<u16>,
+    /// The vshunt program; `None`: beside this one, else from PATH.
+    pub vshunt: Option<PathBuf>,
+    /// Backends: `null`, `ram`.
+    pub formats: Vec<String>,
+    /// Access pattern.
+    pub rw: Rw,
+    /// Each measurement's length.
+    pub runtime: Duration,
+}
+
+/// How queues are given to workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    One,
+    PerQueue,
+    Attached,
+}
+
+impl Mode {
+    const ALL: [Self; 3] = [Self::One, Self::PerQueue, Self::Attached];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::One => "one worker",
+            Self::PerQueue => "a worker a queue",
+            Self::Attached => "attached while running",
+        }
+    }
+}
+
+/// One figure.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    /// Queues.
+    pub jobs: u16,
+    /// Requests a second.
+    pub iops: f64,
+    /// The server's CPU time a request, microseconds; null if unknown.
+    pub server_us_per_io: Option<f64>,
+    /// Median latency, nanoseconds.
+    pub p50_ns: u64,
+}
+
+/// One row: a backend and a way to give queues to workers.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// Backend.
+    pub format: String,
+    /// Which workers.
+    pub workers: String,
+    /// One figure a number of jobs.
+    pub figures: Vec<Figure>,
+}
+
+/// The comparison's result.
+#[derive(Clone, Debug, Serialize)]
+pub struct Table {
+    /// Where it was measured.
+    pub machine: Machine,
+    /// Access pattern.
+    pub rw: String,
+    /// Seconds a figure.
+    pub seconds: f64,
+    /// Our rows.
+    pub rows: Vec<Row>,
+}
+
+/// Measures everything asked for; says on stderr what it is at.
+pub fn compare(request: &Request) -> Result<Table> {
+    if let Some(bad) = request.jobs.iter().find(|&&j| j == 0 || j > QUEUES) {
+        return Err(fail!(Usage, "--jobs {bad}: use 1 to {QUEUES}"));
+    }
+    let vshunt = program(request.vshunt.as_deref())?;
+    let mut rows = Vec::new();
+    let total = request.formats.len() * Mode::ALL.len() * request.jobs.len();
+    let mut at = 0;
+    for format in &request.formats {
+        for mode in Mode::ALL {
+            let mut figures = Vec::new();
+            for &jobs in &request.jobs {
+                at += 1;
+                eprint!("{at}/{total} {format}, {}, {jobs} jobs: ", mode.name());
+                let figure =
+                    measure(&vshunt, request, format, mode, jobs).inspect_err(|_| eprintln!("failed"))?;
+                eprintln!("{} IOPS", show_rate(figure.iops));
+                figures.push(figure);
+            }
+            rows.push(Row { format: format.clone(), workers: mode.name().into(), figures });
+        }
+    }
+    let seconds = request.runtime.as_secs_f64();
+    Ok(Table { machine: Machine::here(), rw: request.rw.name().into(), seconds, rows })
+}
+
+/// Where the vshunt program is.
+fn program(given: Option<&Path>) -> Result<PathBuf> {
+    if let Some(path) = given {
+        return match path.is_file() {
+            true => Ok(path.to_owned()),
+            false => Err(fail!(Usage, "--vshunt {}: no such file", path.display())),
+        };
+    }
+    let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name("vshunt"));
+    let in_path = std::env::var_os("PATH")
+        .into_iter()
+        .flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
+    let candidates = beside.into_iter().chain(in_path.map(|dir| dir.join("vshunt")));
+    let found = candidates.into_iter().find(|path| path.is_file());
+    found.ok_or_else(|| fail!(Usage, "no vshunt program beside this one or in PATH: give --vshunt PATH"))
+}
+
+/// A server of ours, ended when dropped.
+struct Server {
+    child: Child,
+    vshunt: PathBuf,
+    dir: PathBuf,
+}
+
+impl Server {
+    fn start(vshunt: &Path, format: &str, mode: Mode) -> Result<Self> {
+        let dir = std::env::temp_dir().join(format!("vshunt-bench-{}", std::process::id()));
+        std::fs::create_dir_all(&dir)
+            .map_err(|e| Error::with(Kind::System, format!("cannot make {}", dir.display()), e))?;
+        let workers = if mode == Mode::PerQueue { ",workers=per-queue" } else { "" };
+        let socket = dir.join("vm0.sock");
+        let _ = std::fs::remove_file(&socket);
+        let export = format!(
+            "type=vhost-user-blk,name=vm0,disk=d0,socket={},queues={QUEUES}{workers}",
+            socket.display()
+        );
+        let child = Command::new(vshunt)
+            .args([
+                "serve",
+                "--disk",
+                &format!("name=d0,format={format},size=4G"),
+                "--export",
+                &export,
+                "--control",
+            ])
+            .arg(dir.join("control.sock"))
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|e| Error::with(Kind::System, format!("cannot start {}", vshunt.display()), e))?;
+        let mut server = Self { child, vshunt: vshunt.to_owned(), dir };
+        server.wait_for(&socket)?;
+        Ok(server)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.join("vm0.sock")
+    }
+
+    fn wait_for(&mut self, socket: &Path) -> Result<()> {
+        let deadline = Instant::now() + START;
+        while !socket.exists() {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(fail!(
+                    Connect,
+                    "vshunt serve ended at once ({status}); its message stands above"
+                ));
+            }
+            if Instant::now() > deadline {
+                return Err(fail!(Connect, "vshunt serve did not make its socket within {START:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Runs the CLI against the server's control socket; what it printed.
+    fn control(&self, args: &[&str]) -> Result<String> {
+        let output =
+            Command::new(&self.vshunt).arg("-c").arg(self.dir.join("control.sock")).args(args).output();
+        let output = output.map_err(|e| Error::with(Kind::System, "cannot run vshunt", e))?;
+        if !output.status.success() {
+            let why = String::from_utf8_lossy(&output.stderr);
+            return Err(fail!(System, "vshunt {} failed: {}", args.join(" "), why.trim()));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// A worker for each queue but the first, which stays where it is.
+    fn attach_workers(&self, jobs: u16) -> Result<()> {
+        for queue in 1..jobs {
+            let printed = self.control(&["worker", "new"])?;
+            let id = printed.split(|c: char| !c.is_ascii_digit()).find(|word| !word.is_empty());
+            let id = id.ok_or_else(|| fail!(System, "vshunt worker new printed no id but {printed:?}"))?;
+            self.control(&["attach", &format!("vm0:{queue}"), id])?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// Counts only what was done after all workers were attached.
+struct Since<'a> {
+    ready: &'a AtomicBool,
+    first: Option<Tick>,
+    last: Option<Tick>,
+}
+
+impl Progress for Since<'_> {
+    fn phase(&mut self, _: &str, _: Option<Duration>, _: Option<u64>) {}
+    fn tick(&mut self, tick: &Tick) {
+        if self.ready.load(Ordering::Acquire) {
+            self.first.get_or_insert(*tick);
+            self.last = Some(*tick);
+        }
+    }
+    fn note(&mut self, text: &str) {
+        eprintln!("{text}");
+    }
+}
+
+fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16) -> Result<Figure> {
+    let server = Server::start(vshunt, format, mode)?;
+    let iodepth = DEPTH.min(DEPTH_ALL / jobs);
+    let mut plan = Plan {
+        rw: request.rw,
+        iodepth,
+        runtime: Some(request.runtime),
+        server_pid: Some(server.child.id()),
+        ..Plan::default()
+    };
+    let options = Options {
+        queues: jobs,
+        indirect_cap: 3,
+        buffer_bytes: u64::from(jobs) * (u64::from(iodepth) * u64::from(plan.block) + 8192),
+        ..Options::default()
+    };
+    let mut disk = Disk::connect(server.socket(), options)?;
+    if mode != Mode::Attached {
+        let outcome = load::run(&mut disk, &plan, &mut load::Silent)?;
+        let server_us_per_io =
+            outcome.server_cpu.map(|cpu| cpu.as_secs_f64() * 1e6 / outcome.ios().max(1) as f64);
+        let p50_ns = outcome.reads.quantile_ns(0.5).max(outcome.writes.quantile_ns(0.5));
+        return Ok(Figure { jobs, iops: outcome.iops(), server_us_per_io, p50_ns });
+    }
+    // Long enough that the part after attaching is as long as other measurements.
+    plan.runtime = Some(request.runtime + BEFORE_ATTACH + Duration::from_millis(100) * u32::from(jobs));
+    plan.interval = Duration::from_millis(100);
+    let ready = AtomicBool::new(false);
+    let mut since = Since { ready: &ready, first: None, last: None };
+    let (outcome, attached) = std::thread::scope(|scope| {
+        let attach = scope.spawn(|| {
+            std::thread::sleep(BEFORE_ATTACH);
+            let attached = server.attach_workers(jobs);
+            ready.store(true, Ordering::Release);
+            attached
+        });
+        let outcome = load::run(&mut disk, &plan, &mut since);
+        (outcome, attach.join().expect("the attaching thread panicked"))
+    });
+    attached?;
+    let outcome = outcome?;
+    let (Some(first), Some(last)) = (since.first, since.last) else {
+        return Err(fail!(
+            System,
+            "attaching {jobs} workers took longer than the measurement: use a longer --runtime"
+        ));
+    };
+    let seconds = (last.elapsed - first.elapsed).as_secs_f64();
+    let ios = (last.ios - first.ios).max(1);
+    let cpu = last.server_cpu.zip(first.server_cpu).map(|(b, a)| (b - a).as_secs_f64() * 1e6 / ios as f64);
+    let p50_ns = outcome.reads.quantile_ns(0.5).max(outcome.writes.quantile_ns(0.5));
+    Ok(Figure { jobs, iops: ios as f64 / seconds.max(1e-3), server_us_per_io: cpu, p50_ns })
+}
+
+impl Table {
+    /// As JSON: `machine`, `rw`, `seconds`, `rows` of `format`, `workers` and `figures`, and the seed's rows in `seed`.
+    pub fn json(&self) -> serde_json::Value {
+        let mut value = serde_json::to_value(self).unwrap_or_default();
+        value["seed"] = SEED.iter().map(|(name, kiops)| seed_row(name, kiops)).collect();
+        value
+    }
+
+    /// As text: our rows, then the seed's, at the same jobs.
+    pub fn text(&self) -> String {
+        let jobs: Vec<u16> =
+            self.rows.first().map(|r| r.figures.iter().map(|f| f.jobs).collect()).unwrap_or_default();
+        let mut out = String::new();
+        let _ = writeln!(
+            out,
+            "4k {}, depth {DEPTH} a queue, at most {DEPTH_ALL} in all, {:.0} s a figure; {} CPUs, Linux {}; IOPS:",
+            self.rw, self.seconds, self.machine.cpus, self.machine.kernel
+        );
+        let _ = write!(out, "{:<34}", "jobs");
+        for job in &jobs {
+            let _ = write!(out, "{job:>9}");
+        }
+        out.push('\n');
+        for row in &self.rows {
+            let _ = write!(out, "{:<34}", format!("{}, {}", row.format, row.workers));
+            for figure in &row.figures {
+                let _ = write!(out, "{:>9}", show_rate(figure.iops));
+            }
+            out.push('\n');
+        }
+        for (name, kiops) in SEED {
+            let _ = write!(out, "{:<34}", format!("seed, {name}"));
+            for job in &jobs {
+                let at = SEED_JOBS.iter().position(|j| j == job).map_or(0, |i| kiops[i]);
+                let cell = if at == 0 { "–".into() } else { format!("{at}k") };
+                let _ = write!(out, "{cell:>9}");
+            }
+            out.push('\n');
+        }
+        out.push_str(
+            "The seed was measured on a VM with 16 vCPUs: compare shapes and ratios, not numbers.\n",
+        );
+        out
+    }
+}
+
+fn seed_row(name: &str, kiops: &[u32; 6]) -> serde_json::Value {
+    let figures = SEED_JOBS.iter().zip(kiops).filter(|(_, k)| **k > 0);
+    let figures: Vec<_> =
+        figures.map(|(jobs, k)| serde_json::json!({ "jobs": jobs, "iops": k * 1000 })).collect();
+    serde_json::json!({ "workers": name, "figures": figures })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_stands_beside_the_seed() {
+        let figure = Figure { jobs: 2, iops: 1.5e6, server_us_per_io: None, p50_ns: 0 };
+        let row = Row { format: "null".into(), workers: "one worker".into(), figures: vec![figure] };
+        let table = Table { machine: Machine::here(), rw: "randrw".into(), seconds: 3.0, rows: vec![row] };
+        let text = table.text();
+        assert!(text.contains("1.50M") && text.contains("492k"), "{text}");
+        assert_eq!(table.json()["seed"][0]["figures"][1]["iops"], 492_000);
+    }
+}

@@ -1,0 +1,462 @@
+//! Walking descriptors into host segments, shared by both layouts.
+//!
+//! Called by the rings for each request. What must never happen: a segment outside of guest memory, or a walk without
+//! an end.
+//!
+//! There are two walkers. [`Fast`] takes what sane drivers send and gives up, with nothing kept, on everything else:
+//! faults, buffers that run over a region's end, empty buffers. Its state is a few integers that live in registers.
+//! [`Careful`] then walks the chain anew from its first descriptor. Each of them reads a field once, and what the first
+//! one read is forgotten, so that a driver that writes in between gains nothing.
+
+use crate::mem::{Flat, GuestMemory, Hit};
+use crate::raw;
+
+use super::chain::{Chain, ChainFault, Head, RawDesc, Seg};
+use super::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, MAX_QUEUE_SIZE};
+
+/// Descriptors of one chain at most: a ring full, and one table.
+const MAX_DESCS: usize = 2 * MAX_QUEUE_SIZE as usize;
+
+/// Bytes of an indirect table at most.
+const MAX_TABLE_LEN: usize = MAX_QUEUE_SIZE as usize * DESC_LEN;
+
+/// Segments of one chain at most. Enough for each descriptor to run over one region's end; without a limit, a descriptor
+/// could be as many segments as there are regions.
+const MAX_SEGS: usize = 2 * MAX_DESCS;
+
+/// What a ring keeps between chains so that walking is cheap.
+#[derive(Debug)]
+pub(super) struct Walker {
+    /// The memory table that `window` is of.
+    mem_id: u64,
+    /// The region of the last hit.
+    window: Flat,
+    indirect: bool,
+    /// A copy of an indirect table that is misaligned or runs over a region's end.
+    table: Vec<u64>,
+}
+
+impl Walker {
+    /// `indirect`: whether indirect descriptors were negotiated.
+    pub(super) fn new(indirect: bool) -> Self {
+        Self { mem_id: 0, window: Flat::NONE, indirect, table: Vec::new() }
+    }
+}
+
+/// The walker of sane chains. None of its methods lets its address escape, so that its fields stay in registers.
+pub(super) struct Fast<'a> {
+    mem: &'a GuestMemory,
+    walker: &'a mut Walker,
+    /// The walker's.
+    window: Flat,
+    /// The chain's segments: room for [`MAX_DESCS`], written up to `next`.
+    segs: *mut Seg,
+    next: *mut Seg,
+    /// Where the device-writable ones start, once there is one.
+    writable: *mut Seg,
+}
+
+impl<'a> Fast<'a> {
+    #[inline(always)]
+    pub(super) fn new(walker: &'a mut Walker, mem: &'a GuestMemory, chain: &mut Chain) -> Self {
+        if chain.segs.capacity() < MAX_DESCS {
+            warm_up(&mut chain.segs);
+        }
+        if walker.mem_id != mem.id() {
+            cold();
+            walker.mem_id = mem.id();
+            walker.window = Flat::NONE;
+        }
+        let window = walker.window;
+        let segs = chain.segs.as_mut_ptr();
+        Self { mem, walker, window, segs, next: segs, writable: std::ptr::null_mut() }
+    }
+
+    /// How many segments there are up to `end`.
+    #[inline(always)]
+    fn count(&self, end: *mut Seg) -> usize {
+        (end.addr() - self.segs.addr()) / size_of::<Seg>()
+    }
+
+    /// Ends: `chain`, the same that was given to [`new`](Self::new), has its segments.
+    #[inline(always)]
+    pub(super) fn finish(self, chain: &mut Chain, head: Head) {
+        chain.head = head;
+        chain.fault = None;
+        let writable = if self.writable.is_null() { self.next } else { self.writable };
+        chain.readable = self.count(writable);
+        // SAFETY: the segments before `next` were written, and `new` reserved memory for them.
+        unsafe { chain.segs.set_len(self.count(self.next)) };
+    }
+
+    /// The host address of a range in one region.
+    #[inline(always)]
+    fn find(&mut self, addr: u64, len: u32) -> Option<*mut u8> {
+        let found = self.window.find(addr, len.into());
+        if found.is_some() {
+            return found;
+        }
+        cold();
+        self.window = self.mem.window_of(addr);
+        self.walker.window = self.window;
+        self.window.find(addr, len.into())
+    }
+
+    /// Adds one buffer; false if it is not in one region. A chain has at most [`MAX_DESCS`] of them.
+    #[inline(always)]
+    #[must_use]
+    fn buffer(&mut self, addr: u64, len: u32) -> bool {
+        let Some(ptr) = self.find(addr, len) else { return false };
+        debug_assert!(self.count(self.next) < MAX_DESCS);
+        // SAFETY: `new` reserved memory for all descriptors that a chain can have.
+        unsafe {
+            self.next.write(Seg { ptr, len });
+            self.next = self.next.add(1);
+        }
+        true
+    }
+
+    /// Where an indirect table can be read, and how many descriptors it has; if it is not odd.
+    #[inline(always)]
+    fn table(&mut self, addr: u64, len: u32) -> Option<(*const u8, usize)> {
+        let len_ok = (DESC_LEN..=MAX_TABLE_LEN).contains(&(len as usize));
+        if !self.walker.indirect || !(len as usize).is_multiple_of(DESC_LEN) || !len_ok {
+            return None;
+        }
+        let ptr = self.find(addr, len)?;
+        ptr.addr().is_multiple_of(8).then_some((ptr.cast_const(), len as usize / DESC_LEN))
+    }
+
+    /// Walks a split chain: how many descriptors of the ring it takes up, or nothing if it is odd.
+    ///
+    /// # Safety
+    /// `desc` is readable for `size` descriptors and aligned to 8; `head` is below `size`.
+    #[inline(always)]
+    pub(super) unsafe fn split(&mut self, desc: *const u8, size: usize, head: u16) -> Option<u16> {
+        // SAFETY: the caller's promise.
+        let d = unsafe { RawDesc::read(desc.add(head as usize * DESC_LEN)) };
+        if d.mid() & DESC_F_INDIRECT == 0 {
+            // SAFETY: the caller's promise.
+            unsafe { self.split_list(desc, size, d)? };
+            return Some(self.count(self.next) as u16);
+        }
+        if d.mid() & DESC_F_NEXT != 0 {
+            return None;
+        }
+        let (table, count) = self.table(d.addr, d.len())?;
+        // SAFETY: `Self::table` answers for `count` descriptors, of which there is at least one.
+        unsafe {
+            self.split_list(table, count, RawDesc::read(table))?;
+        }
+        Some(1)
+    }
+
+    /// Walks a list of split descriptors that starts with `d`, from `table`, the ring's or an indirect one.
+    ///
+    /// # Safety
+    /// `table` is readable for `count` descriptors and aligned to 8.
+    #[inline(always)]
+    unsafe fn split_list(&mut self, table: *const u8, count: usize, mut d: RawDesc) -> Option<()> {
+        // Each descriptor becomes one segment, so that this ends a list that goes round.
+        let last = self.segs.wrapping_add(count);
+        // Follows the link of the last descriptor that was added.
+        macro_rules! follow {
+            () => {
+                let index = d.top() as usize;
+                if index >= count || self.next == last {
+                    return None;
+                }
+                // SAFETY: `index` is below `count`: the caller's promise.
+                d = unsafe { RawDesc::read(table.add(index * DESC_LEN)) };
+            };
+        }
+        // A loop for each direction: what kind a descriptor is and whether it is the last costs one branch.
+        while d.mid() & KIND == DESC_F_NEXT {
+            if !self.buffer(d.addr, d.len()) {
+                return None;
+            }
+            follow!();
+        }
+        if d.mid() & DESC_F_WRITE != 0 {
+            self.writable = self.next;
+            while d.mid() & KIND == DESC_F_NEXT | DESC_F_WRITE {
+                if !self.buffer(d.addr, d.len()) {
+                    return None;
+                }
+                follow!();
+            }
+            if d.mid() & KIND != DESC_F_WRITE {
+                return None;
+            }
+        } else if d.mid() & KIND != 0 {
+            return None;
+        }
+        self.buffer(d.addr, d.len()).then_some(())
+    }
+
+    /// Walks a packed chain that starts with `d`, read from `slot`, within `limit` slots: its buffer id and how many
+    /// slots it takes up, or nothing if it is odd. `note` sees each descriptor.
+    ///
+    /// # Safety
+    /// `desc` is readable for `size` descriptors and aligned to 8; `slot` is below `size`.
+    #[inline(always)]
+    pub(super) unsafe fn packed(
+        &mut self,
+        desc: *const u8,
+        size: usize,
+        mut slot: usize,
+        limit: u16,
+        mut d: RawDesc,
+        mut note: impl FnMut(RawDesc),
+    ) -> Option<(u16, u16)> {
+        note(d);
+        if d.top() & DESC_F_INDIRECT != 0 {
+            let whole = d.top() & DESC_F_NEXT == 0 && self.packed_table(d);
+            return whole.then(|| (d.mid(), 1));
+        }
+        let mut left = limit;
+        // Goes to the slot after the descriptor that was added.
+        macro_rules! follow {
+            () => {
+                left -= 1;
+                if left == 0 {
+                    return None;
+                }
+                slot += 1;
+                if slot == size {
+                    slot = 0;
+                }
+                // SAFETY: `slot` is below `size`: the caller's promise.
+                d = unsafe { RawDesc::read(desc.add(slot * DESC_LEN)) };
+                note(d);
+            };
+        }
+        while d.top() & KIND == DESC_F_NEXT {
+            if !self.buffer(d.addr, d.len()) {
+                return None;
+            }
+            follow!();
+        }
+        if d.top() & DESC_F_WRITE != 0 {
+            self.writable = self.next;
+            while d.top() & KIND == DESC_F_NEXT | DESC_F_WRITE {
+                if !self.buffer(d.addr, d.len()) {
+                    return None;
+                }
+                follow!();
+            }
+            if d.top() & KIND != DESC_F_WRITE {
+                return None;
+            }
+        } else if d.top() & KIND != 0 {
+            return None;
+        }
+        self.buffer(d.addr, d.len()).then(|| (d.mid(), limit - left + 1))
+    }
+
+    /// Adds the buffers of an indirect table; false if it is odd.
+    #[inline(always)]
+    #[must_use]
+    fn packed_table(&mut self, d: RawDesc) -> bool {
+        let Some((table, count)) = self.table(d.addr, d.len()) else { return false };
+        (0..count).all(|index| {
+            // SAFETY: `index` is below `count`; `Self::table` answers for the table.
+            let d = unsafe { RawDesc::read(table.add(index * DESC_LEN)) };
+            d.top() & DESC_F_INDIRECT == 0 && self.packed_buffer(d)
+        })
+    }
+
+    /// Adds one buffer of a packed ring's table; false if it is odd.
+    #[inline(always)]
+    #[must_use]
+    fn packed_buffer(&mut self, d: RawDesc) -> bool {
+        if d.top() & DESC_F_WRITE != 0 {
+            if self.writable.is_null() {
+                self.writable = self.next;
+            }
+        } else if !self.writable.is_null() {
+            return false;
+        }
+        self.buffer(d.addr, d.len())
+    }
+}
+
+/// What decides how a split descriptor is taken.
+const KIND: u16 = DESC_F_NEXT | DESC_F_WRITE | DESC_F_INDIRECT;
+
+/// Gives a chain's segments room for any sane chain.
+#[cold]
+#[inline(never)]
+fn warm_up(segs: &mut Vec<Seg>) {
+    segs.clear();
+    segs.reserve(MAX_DESCS);
+}
+
+/// Marks the way that calls it as unlikely.
+#[cold]
+#[inline(always)]
+fn cold() {}
+
+/// The walker of odd chains: finds out what is wrong, and goes on as far as is safe.
+pub(super) struct Careful<'a> {
+    chain: &'a mut Chain,
+    mem: &'a GuestMemory,
+    walker: &'a mut Walker,
+    hit: Hit,
+}
+
+impl<'a> Careful<'a> {
+    /// Starts afresh: `chain` is cleared.
+    pub(super) fn new(walker: &'a mut Walker, mem: &'a GuestMemory, chain: &'a mut Chain) -> Self {
+        chain.segs.clear();
+        chain.readable = 0;
+        chain.fault = None;
+        Self { chain, mem, walker, hit: Hit::default() }
+    }
+
+    /// Notes what is wrong; the first fault stays.
+    fn fault(&mut self, fault: ChainFault) {
+        self.chain.fault.get_or_insert(fault);
+    }
+
+    /// Adds one buffer.
+    fn buffer(&mut self, addr: u64, len: u32, write: bool) {
+        let Self { chain, mem, hit, .. } = self;
+        let before = chain.segs.len();
+        if len == 0 {
+            // Nothing to read or write, so the address does not matter either.
+            return;
+        }
+        if !write && chain.readable != before {
+            return self.fault(ChainFault::Order);
+        }
+        let mut fits = true;
+        let walked = mem.translate_each(hit, addr, u64::from(len), |ptr, piece| {
+            // A piece is no longer than `len`, which is 32 bits wide.
+            match chain.segs.len() < MAX_SEGS {
+                true => chain.segs.push(Seg { ptr, len: piece as u32 }),
+                false => fits = false,
+            }
+        });
+        if walked.is_err() || !fits {
+            chain.segs.truncate(before);
+            self.fault(if fits { ChainFault::Addr } else { ChainFault::TooLong });
+        } else if !write {
+            chain.readable = chain.segs.len();
+        }
+    }
+
+    /// Copies an indirect table to where it can be read, and says how many descriptors it has.
+    fn table(&mut self, addr: u64, len: u32) -> Option<usize> {
+        let count = len as usize / DESC_LEN;
+        if !self.walker.indirect || count == 0 || !(len as usize).is_multiple_of(DESC_LEN) {
+            self.fault(ChainFault::Indirect);
+            return None;
+        }
+        if count > MAX_QUEUE_SIZE as usize {
+            self.fault(ChainFault::TooLong);
+            return None;
+        }
+        let table = &mut self.walker.table;
+        table.clear();
+        table.resize(len as usize / 8, 0);
+        // SAFETY: the vector owns `len` bytes (`len` is a multiple of 16), and any bytes make a u64.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(table.as_mut_ptr().cast::<u8>(), len as usize) };
+        let mut done = 0;
+        let walked = self.mem.translate_each(&mut self.hit, addr, u64::from(len), |ptr, piece| {
+            // SAFETY: `translate_each` gave `piece` bytes of guest memory, mapped as `GuestMemory::new` demands.
+            unsafe { raw::copy_out(ptr, &mut bytes[done..done + piece]) };
+            done += piece;
+        });
+        if walked.is_err() {
+            self.fault(ChainFault::Addr);
+            return None;
+        }
+        Some(count)
+    }
+
+    /// A descriptor of the copied table.
+    fn table_desc(&self, index: usize) -> RawDesc {
+        RawDesc { addr: self.walker.table[2 * index], word: self.walker.table[2 * index + 1] }
+    }
+
+    /// Walks a split chain (2.7.5): how many descriptors of the ring it takes up.
+    ///
+    /// # Safety
+    /// `desc` is readable for `size` descriptors and aligned to 8; `head` is below `size`.
+    pub(super) unsafe fn split(&mut self, desc: *const u8, size: usize, head: u16) -> u16 {
+        let mut index = head as usize;
+        let mut descs = 0;
+        loop {
+            // SAFETY: `index` is below `size`: the caller's promise.
+            let d = unsafe { RawDesc::read(desc.add(index * DESC_LEN)) };
+            let flags = d.mid();
+            descs += 1;
+            if flags & DESC_F_INDIRECT == 0 {
+                self.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
+            } else {
+                self.split_table(d.addr, d.len());
+                if flags & DESC_F_NEXT != 0 {
+                    self.fault(ChainFault::Indirect);
+                    break;
+                }
+            }
+            if flags & DESC_F_NEXT == 0 {
+                break;
+            }
+            index = d.top() as usize;
+            if index >= size {
+                self.fault(ChainFault::Addr);
+                break;
+            }
+            if descs as usize == size {
+                self.fault(ChainFault::Loop);
+                break;
+            }
+        }
+        descs
+    }
+
+    /// Walks a split ring's indirect table (2.7.5.3): a chain of its own, linked by `next`.
+    fn split_table(&mut self, addr: u64, len: u32) {
+        let Some(count) = self.table(addr, len) else { return };
+        let mut index = 0;
+        for _ in 0..count {
+            let d = self.table_desc(index);
+            let flags = d.mid();
+            if flags & DESC_F_INDIRECT != 0 {
+                self.fault(ChainFault::Indirect);
+            } else {
+                self.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
+            }
+            if flags & DESC_F_NEXT == 0 {
+                return;
+            }
+            index = d.top() as usize;
+            if index >= count {
+                return self.fault(ChainFault::Addr);
+            }
+        }
+        self.fault(ChainFault::Loop);
+    }
+
+    /// Adds one descriptor of a packed ring. An indirect table (2.8.8) is all in order, and only the write flag means
+    /// anything in there. A table in the middle of a chain is not walked, which bounds the chain.
+    pub(super) fn packed(&mut self, d: RawDesc) {
+        let flags = d.top();
+        if flags & DESC_F_INDIRECT == 0 {
+            return self.buffer(d.addr, d.len(), flags & DESC_F_WRITE != 0);
+        }
+        if flags & DESC_F_NEXT != 0 {
+            return self.fault(ChainFault::Indirect);
+        }
+        for index in 0..self.table(d.addr, d.len()).unwrap_or(0) {
+            let d = self.table_desc(index);
+            if d.top() & DESC_F_INDIRECT != 0 {
+                self.fault(ChainFault::Indirect);
+            } else {
+                self.buffer(d.addr, d.len(), d.top() & DESC_F_WRITE != 0);
+            }
+        }
+    }
+}

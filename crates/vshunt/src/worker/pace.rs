@@ -1,0 +1,152 @@
+//! How a worker rests: whether it polls, for how long, and whether it lets requests gather before it is woken.
+//!
+//! Polling is for other sides that wait for each answer: it saves them the worker's wake-up. The window grows while
+//! sleeps turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing.
+//!
+//! Gathering is for other sides that send so fast that they do not wait: a wake-up for each request or two would cost
+//! both more than the request. Then the worker asks to be kicked after as many requests as come in [`GATHER_NS`], and
+//! sleeps with a limit, should they not come. When the limit ends it, the other side did wait: gathering is off for a
+//! while, each time longer.
+
+use std::time::{Duration, Instant};
+
+/// Requests that a rest brings on average from which on polling does not pay.
+const POLL_BATCH_MAX: f64 = 16.0;
+/// Smallest polling window that is tried.
+const POLL_STEP_NS: u64 = 4_000;
+/// Time in which requests may gather: about what waking a thread on a halted CPU takes.
+const GATHER_NS: f64 = 24_000.0;
+/// Longest sleep while they gather.
+const GATHER_LIMIT: Duration = Duration::from_micros(72);
+/// Fewer than this are not worth gathering.
+const GATHER_MIN: u32 = 6;
+/// More than this are not waited for: half of what most queues hold.
+const GATHER_MAX: u32 = 64;
+/// How long gathering is off after it failed: from, to.
+const HOLD_MIN: Duration = Duration::from_millis(1);
+const HOLD_MAX: Duration = Duration::from_secs(1);
+/// Gatherings in a row that succeed before more are asked for.
+const STREAK: u32 = 64;
+/// Weight of the past in averages over rests.
+const KEEP: f64 = 0.875;
+
+/// What to do with nothing to do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Plan {
+    /// Look for work that long, then sleep.
+    Poll(Duration),
+    /// Sleep until kicked.
+    Sleep,
+    /// Sleep until so many requests are there, or for so long.
+    Gather {
+        /// Over all queues.
+        requests: u32,
+        /// Then look.
+        limit: Duration,
+    },
+}
+
+/// See the module. Belongs to one worker.
+pub(super) struct Pace {
+    /// Polling window, ns.
+    window_ns: u64,
+    /// Requests since the last rest began.
+    batch: u64,
+    /// When it began.
+    last: Instant,
+    /// Averages over rests: requests, and ns from one to the next.
+    batch_avg: f64,
+    cycle_avg_ns: f64,
+    /// Requests that may gather.
+    most: u32,
+    streak: u32,
+    hold: Duration,
+    held_until: Instant,
+    gathering: bool,
+}
+
+impl Pace {
+    pub(super) fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            window_ns: 0,
+            batch: 0,
+            last: now,
+            batch_avg: 0.0,
+            cycle_avg_ns: 1e9,
+            most: GATHER_MAX,
+            streak: 0,
+            hold: HOLD_MIN,
+            held_until: now,
+            gathering: false,
+        }
+    }
+
+    /// Requests were taken or completed.
+    pub(super) fn found(&mut self, requests: u64) {
+        self.batch += requests;
+    }
+
+    /// How to rest now. `bound` is the longest that may be polled; `steady`: nothing is in flight, so that only
+    /// the other side can bring work.
+    pub(super) fn plan(&mut self, now: Instant, bound: Duration, steady: bool) -> Plan {
+        let cycle = now.duration_since(self.last).as_nanos() as f64;
+        self.batch_avg = self.batch_avg * KEEP + self.batch as f64 * (1.0 - KEEP);
+        self.cycle_avg_ns = self.cycle_avg_ns * KEEP + cycle.min(1e9) * (1.0 - KEEP);
+        let last_batch = std::mem::take(&mut self.batch);
+        self.last = now;
+        self.gathering = false;
+        if steady && now >= self.held_until {
+            // `found` counts an inline request once.
+            let requests = (self.batch_avg / self.cycle_avg_ns * GATHER_NS) as u32;
+            let requests = requests.min(self.most);
+            if requests >= GATHER_MIN && last_batch > 0 {
+                self.gathering = true;
+                return Plan::Gather { requests, limit: GATHER_LIMIT };
+            }
+        }
+        if bound.is_zero() || self.window_ns == 0 || self.batch_avg >= POLL_BATCH_MAX {
+            return Plan::Sleep;
+        }
+        Plan::Poll(Duration::from_nanos(self.window_ns).min(bound))
+    }
+
+    /// The worker slept from `before` to `now`, and was woken or came to its limit.
+    pub(super) fn slept(&mut self, before: Instant, now: Instant, woken: bool, bound: Duration) {
+        if self.gathering {
+            self.gathered(woken, now);
+            return;
+        }
+        let time = now.duration_since(before);
+        let bound_ns = bound.as_nanos() as u64;
+        if time <= bound {
+            self.window_ns = (self.window_ns * 2).max(POLL_STEP_NS).min(bound_ns);
+        } else if time > bound * 4 {
+            self.window_ns /= 2;
+            if self.window_ns < POLL_STEP_NS {
+                self.window_ns = 0;
+            }
+        }
+    }
+
+    fn gathered(&mut self, woken: bool, now: Instant) {
+        if woken {
+            self.streak += 1;
+            if self.streak >= STREAK {
+                self.streak = 0;
+                self.hold = HOLD_MIN;
+                self.most = (self.most * 2).min(GATHER_MAX);
+            }
+            return;
+        }
+        self.streak = 0;
+        self.most = (self.most / 2).max(GATHER_MIN);
+        if self.most == GATHER_MIN {
+            self.held_until = now + self.hold;
+            self.hold = (self.hold * 2).min(HOLD_MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,36 @@
+# shellcheck shell=bash
+# What the scripts share; sourced after `set -euo pipefail`.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CARGO=${CARGO:-cargo}
+# shellcheck disable=SC2034
+TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
+CACHE=${VSHUNT_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vshunt}
+PATH=$PATH:/usr/sbin:/sbin:$HOME/.cargo/bin:$CACHE/tools/bin
+
+die() {
+    echo "${0##*/}: $*" >&2
+    exit 1
+}
+
+# A heading; bold on a terminal.
+heading() {
+    if [ -t 1 ]; then printf '\n\033[1m%s\033[0m\n' "$*"; else printf '\n%s\n' "$*"; fi
+}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+debian_root() { [ "$(id -u)" = 0 ] && have apt-get && have dpkg; }
+
+have_toolchain() { have rustup && rustup toolchain list 2>/dev/null | grep -q "^$1"; }
+
+# TERM for each process id given, KILL for what does not end within three seconds. Only for our own children.
+end_children() {
+    local pid n
+    for pid in "$@"; do kill -TERM "$pid" 2>/dev/null || true; done
+    for pid in "$@"; do
+        for ((n = 0; n < 30; n++)); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
+        kill -KILL "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
+    done
+}

@@ -1,0 +1,302 @@
+"""What the black-box rigs in this folder share: temporary folders, daemons that end with the rig, and results.
+
+A rig is a program that prints one line for each thing it tests,
+
+    ok NAME
+    not ok NAME: what was seen
+    skip NAME: what is missing
+
+and exits with 0 when nothing failed. `scripts/test` adds these lines up. Python's standard library only.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Nothing that a rig waits for takes this long on two shared cores; what does, hangs.
+WAIT_S = 20.0
+
+
+class Failed(Exception):
+    """What was seen in place of what was expected."""
+
+
+class Skipped(Exception):
+    """What is missing for the test."""
+
+
+def require(condition, message):
+    """Fail the test with `message` unless `condition`."""
+    if not condition:
+        raise Failed(message)
+
+
+def wait_for(what, condition, timeout_s=WAIT_S, every_s=0.02):
+    """Wait until `condition()` is true and return its value; `what` names it in the error."""
+    end = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise Failed(f"{what}: not within {timeout_s:g} s")
+        time.sleep(every_s)
+
+
+def binary(name):
+    """Path of one of our programs, built by `make build`; VSHUNT_BIN names another folder."""
+    path = Path(os.environ.get("VSHUNT_BIN") or target_dir() / "release") / name
+    if not os.access(path, os.X_OK):
+        raise Failed(f"{path} is missing: run `make build` first, or set VSHUNT_BIN to the folder that has it")
+    return str(path)
+
+
+def target_dir():
+    """Where cargo puts what it builds."""
+    return Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
+
+
+def tool(name, package):
+    """Path of a program of the system; the test is left out where it is missing."""
+    path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")
+    if not path:
+        raise Skipped(f"{name} is missing (Debian package {package})")
+    return path
+
+
+def run(argv, timeout_s=60.0, check=True, **more):
+    """Run a program to its end; stdout and stderr are captured as text. `check`: its failure is the test's."""
+    try:
+        done = subprocess.run(
+            [str(a) for a in argv], capture_output=True, text=True, errors="replace", timeout=timeout_s, **more
+        )
+    except subprocess.TimeoutExpired as e:
+        raise Failed(f"`{' '.join(map(str, argv))}` did not end within {timeout_s:g} s") from e
+    if check and done.returncode != 0:
+        raise Failed(
+            f"`{' '.join(map(str, argv))}` ended with {done.returncode}: {done.stdout[-600:]}{done.stderr[-600:]}".strip()
+        )
+    return done
+
+
+class Child:
+    """A program running beside the rig, its output in a file; killed by pid when the rig ends."""
+
+    def __init__(self, rig, name, argv, **more):
+        self.name = name
+        self.log = rig.dir / f"{name}.log"
+        with open(self.log, "ab") as log:
+            more.setdefault("stdout", log)
+            more.setdefault("stderr", log)
+            self.process = subprocess.Popen([str(a) for a in argv], stdin=subprocess.DEVNULL, **more)
+        rig.children.append(self)
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def running(self):
+        return self.process.poll() is None
+
+    def output(self):
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s):
+        """Its exit code; the test fails when it does not end in time."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as e:
+            raise Failed(f"{self.name} did not end within {timeout_s:g} s: {self.tail()}") from e
+
+    def tail(self, lines=12):
+        """The end of its output, for error messages."""
+        return "\n".join(self.output().splitlines()[-lines:])
+
+    def kill(self):
+        """SIGKILL, and wait."""
+        if self.running():
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout_s=WAIT_S):
+        """SIGTERM; its exit code."""
+        if self.running():
+            self.process.terminate()
+        return self.wait(timeout_s)
+
+
+class Daemon:
+    """`vshunt serve` with its control socket."""
+
+    def __init__(self, rig, *arguments, name="vshunt"):
+        self.rig = rig
+        self.name = name
+        self.control = rig.dir / f"{name}.ctl"
+        self.arguments = [binary("vshunt"), "serve", *arguments, "--control", self.control]
+        self.child = None
+        self.start()
+
+    def start(self):
+        """Start it, also again after a kill, and wait until it answers."""
+        self.child = Child(self.rig, self.name, self.arguments)
+
+        def ready():
+            if not self.child.running():
+                raise Failed(f"{self.name} ended with {self.child.process.returncode}: {self.child.tail()}")
+            return self.control.exists() and self.cli("status", "--json", check=False).returncode == 0
+
+        wait_for(f"{self.name} answers on its control socket", ready)
+
+    def cli(self, *arguments, check=True, timeout_s=30.0):
+        """`vshunt -c CONTROL …`"""
+        return run([binary("vshunt"), "-c", self.control, *arguments], check=check, timeout_s=timeout_s)
+
+    def status(self):
+        """What `status --json` says."""
+        return json.loads(self.cli("status", "--json").stdout)
+
+    def worker_new(self, *arguments):
+        """The id of a new worker."""
+        text = self.cli("worker", "new", *arguments).stdout
+        require(text.strip().isdigit(), f"`worker new` printed {text!r}, not an id alone on a line")
+        return int(text)
+
+
+class Rig:
+    """One run of a rig: a private folder, what runs in it, and the results so far."""
+
+    def __init__(self, name):
+        self.name = name
+        self.children = []
+        self.failed = 0
+        self.dir = Path(tempfile.mkdtemp(prefix=f"vshunt-{name}."))
+        # A killed rig ends its children too.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda n, _: sys.exit(128 + n))
+
+    def image(self, name="disk.img", size_bytes=1 << 30, folder=None):
+        """A new sparse image."""
+        path = (folder or self.dir) / name
+        with open(path, "wb") as f:
+            f.truncate(size_bytes)
+        return path
+
+    def memory_dir(self):
+        """A folder in memory where the machine has one, removed with the rig."""
+        shm = Path("/dev/shm")
+        if not os.access(shm, os.W_OK):
+            return self.dir
+        path = Path(tempfile.mkdtemp(prefix=f"vshunt-{self.name}.", dir=shm))
+        self.memory = path
+        return path
+
+    def test(self, name, body):
+        """Run one test and print its result; true when it passed."""
+        start = time.monotonic()
+        try:
+            body()
+        except Skipped as e:
+            self.line(f"skip {name}: {one_line(e)}")
+            return False
+        except Failed as e:
+            self.failed += 1
+            self.line(f"not ok {name}: {one_line(e)}")
+            return False
+        except Exception as e:  # an error of the rig's own is a failure too
+            self.failed += 1
+            traceback.print_exc()
+            self.line(f"not ok {name}: {type(e).__name__}: {one_line(e)}")
+            return False
+        self.line(f"ok {name} ({time.monotonic() - start:.1f} s)")
+        return True
+
+    @staticmethod
+    def line(text):
+        print(text, flush=True)
+
+    def say(self, text):
+        """A line about progress; not a result."""
+        self.line(f"# {text}")
+
+    def end(self):
+        """Stop what still runs, remove the folder (kept after a failure), exit."""
+        for child in reversed(self.children):
+            child.kill()
+        if self.failed:
+            self.line(f"# the logs are in {self.dir}")
+        else:
+            shutil.rmtree(self.dir, ignore_errors=True)
+        if getattr(self, "memory", None):
+            shutil.rmtree(self.memory, ignore_errors=True)
+        sys.stdout.flush()
+
+
+def one_line(error):
+    """An error's text in one line, so that a result stays one."""
+    return " | ".join(str(error).split("\n"))
+
+
+def main(name, tests):
+    """Run `tests(rig)` as the rig `name` and exit."""
+    rig = Rig(name)
+    try:
+        tests(rig)
+    except (Failed, Skipped) as e:
+        # Outside of any test: the set-up.
+        if isinstance(e, Failed):
+            rig.failed += 1
+        rig.line(f"{'skip' if isinstance(e, Skipped) else 'not ok'} {name}: {one_line(e)}")
+    finally:
+        rig.end()
+    sys.exit(1 if rig.failed else 0)
+
+
+class Repeating:
+    """Calls `body` again and again on a thread of its own until stopped; keeps its first error."""
+
+    def __init__(self, body):
+        self.error = None
+        self.turns = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, args=(body,), daemon=True)
+        self._thread.start()
+
+    def _loop(self, body):
+        while not self._stop.is_set():
+            try:
+                body()
+            except Exception as e:
+                self.error = e
+                return
+            self.turns += 1
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join()
+        if self.error:
+            raise self.error
+
+
+class Pace:
+    """Spreads `turns` over `seconds`, whatever each takes by itself."""
+
+    def __init__(self, turns, seconds):
+        self.start = time.monotonic()
+        self.each = seconds / turns
+        self.turn = 0
+
+    def wait(self):
+        self.turn += 1
+        time.sleep(max(0.0, self.start + self.turn * self.each - time.monotonic()))

@@ -1,0 +1,184 @@
+"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user-blk disk.
+
+The guest runs a shell script, the job, and speaks to the rig through its second serial port: lines that begin
+with `@@ `. The first is `@@ ready`, the last `@@ end`; `@@ trouble …` is what its kernel complained about.
+`scripts/guest-image` makes what it boots.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+from rig import ROOT, Child, Failed, Rig, Skipped, require, run, tool, wait_for
+
+# Under TCG with four vCPUs on two shared cores; it takes 3–8 s.
+BOOT_S = 120.0
+
+
+def image():
+    """The folder with vmlinuz and initramfs; the test is left out where it cannot be made."""
+    done = subprocess.run([ROOT / "scripts/guest-image"], capture_output=True, text=True, timeout=600)
+    if done.returncode == 3:
+        raise Skipped(done.stderr.strip().splitlines()[-1])
+    if done.returncode != 0:
+        raise Failed(f"scripts/guest-image ended with {done.returncode}: {done.stderr[-600:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def qemu():
+    """QEMU and its version as (major, minor)."""
+    path = os.environ.get("VSHUNT_QEMU") or tool("qemu-system-x86_64", "qemu-system-x86")
+    text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"version (\d+)\.(\d+)", text)
+    if not found:
+        raise Failed(f"{path} --version says {text!r}")
+    return path, (int(found[1]), int(found[2]))
+
+
+def archive(path, data):
+    """A cpio archive (newc) with one file, to be put behind the initramfs."""
+
+    def entry(name, mode, content):
+        name = name.encode() + b"\0"
+        fields = (0, mode, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(name), 0)
+        head = b"070701" + b"".join(b"%08X" % f for f in fields) + name
+        return head + b"\0" * (-len(head) % 4) + content + b"\0" * (-len(content) % 4)
+
+    return entry(path, 0o100755, data) + entry("TRAILER!!!", 0, b"")
+
+
+class Guest:
+    """A guest with a disk on a vhost-user socket, running `job`."""
+
+    def __init__(self, rig, socket, job, queues=4, vcpus=4, memory_mib=640, reconnect=False, packed=False, name="guest"):
+        folder = image()
+        program, version = qemu()
+        initramfs = rig.dir / f"{name}.initramfs"
+        with open(initramfs, "wb") as f:
+            with open(f"{folder}/initramfs", "rb") as base:
+                f.write(base.read())
+            f.write(archive("job", job.encode()))
+        chardev = f"socket,id=disk,path={socket}"
+        if reconnect:
+            # The option in whole seconds went away in QEMU 10.
+            chardev += ",reconnect-ms=500" if version >= (9, 2) else ",reconnect=1"
+        self.console = rig.dir / f"{name}.console"
+        device = f"vhost-user-blk-pci,chardev=disk,num-queues={queues}"
+        if packed:
+            device += ",packed=on"
+        argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
+        # 7.2 emulates cmpxchg16b wrongly under load.
+        argv += ["-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-smp", vcpus, "-m", memory_mib]
+        argv += ["-object", f"memory-backend-memfd,id=memory,size={memory_mib}M,share=on", "-numa", "node,memdev=memory"]
+        argv += ["-kernel", f"{folder}/vmlinuz", "-initrd", initramfs]
+        argv += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"]
+        argv += ["-serial", f"file:{self.console}", "-serial", "stdio"]
+        argv += ["-chardev", chardev, "-device", device]
+        self.rig = rig
+        self.child = Child(rig, name, argv)
+
+    def lines(self):
+        """What the guest has said so far."""
+        return [line[3:].strip() for line in self.child.output().splitlines() if line.startswith("@@ ")]
+
+    def said(self, word):
+        """The rest of the line that begins with `word`, or None."""
+        for line in self.lines():
+            if line == word or line.startswith(word + " "):
+                return line[len(word) :].strip() or True
+        return None
+
+    def expect(self, word, timeout_s=BOOT_S):
+        """Wait until the guest says `word`; the rest of that line."""
+
+        def look():
+            found = self.said(word)
+            if found is None and not self.child.running():
+                raise Failed(f"the guest ended before it said {word!r}: {self.tail()}")
+            return found
+
+        try:
+            return wait_for(f"the guest says {word!r}", look, timeout_s, every_s=0.1)
+        except Failed as e:
+            raise Failed(f"{e}: {self.tail()}") from None
+
+    def end(self, timeout_s=BOOT_S):
+        """Wait for the guest's clean power-off; fails on anything its kernel complained about."""
+        self.expect("end", timeout_s)
+        code = self.child.wait(60.0)
+        if code != 0:
+            raise Failed(f"QEMU ended with {code}: {self.tail()}")
+        trouble = [line for line in self.lines() if line.startswith("trouble")]
+        if trouble:
+            raise Failed("the guest's kernel complained: " + " | ".join(trouble))
+
+    def tail(self):
+        """The end of what guest and kernel said."""
+        console = self.console.read_text(errors="replace").splitlines()[-8:] if self.console.exists() else []
+        return "\n".join([self.child.tail(10), *console])
+
+
+def fio_job(seconds, size_mib=24, folder="/mnt"):
+    """Shell: four verifying jobs for `seconds`, one pinned to each vCPU and so to each queue; says `fio CODE`."""
+    common = (
+        f"--directory={folder} --size={size_mib}M --time_based --runtime={seconds} --direct=1 --ioengine=libaio "
+        "--iodepth=8 --verify=crc32c --verify_backlog=64 --verify_fatal=1 --serialize_overlap=1 --fallocate=none "
+        "--thread --eta=never --max_latency=0"
+    )
+    jobs = " ".join(
+        f"--name=job{cpu} --cpus_allowed={cpu} --rw={rw} --bs={bs}"
+        for cpu, (rw, bs) in enumerate((("randwrite", "4k"), ("randrw", "16k"), ("randwrite", "64k"), ("write", "128k")))
+    )
+    return f"""
+say fio-start
+fio {common} {jobs} >/tmp/fio.out 2>&1
+rc=$?
+[ $rc = 0 ] || cat /tmp/fio.out
+grep -E 'issued rwts|err=' /tmp/fio.out
+say fio $rc
+"""
+
+
+def check_image(rig, image, sha):
+    """What the guest left, seen by this machine's own tools."""
+    done = run([tool("e2fsck", "e2fsprogs"), "-f", "-n", image], check=False)
+    require(done.returncode == 0, f"e2fsck -fn ended with {done.returncode}: {done.stdout}{done.stderr}")
+    copy = rig.dir / "sum"
+    run([tool("debugfs", "e2fsprogs"), "-R", f"dump /sum {copy}", image])
+    seen = run(["sha256sum", copy]).stdout.split()[0]
+    require(seen == sha, f"the guest wrote a file with sha256 {sha}, the image has {seen}")
+    copy.unlink()
+
+
+def by_hand():
+    """`scripts/guest SOCKET [JOB]`: boots a guest on a socket, shows what it says, ends with it."""
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: scripts/guest SOCKET [JOB]   (JOB: a shell script for the guest; default: fio for 10 s)")
+    job = "mkfs.ext4 -q -F /dev/vda && mount -t ext4 /dev/vda /mnt\n" + fio_job(10) + "umount /mnt\n"
+    if len(sys.argv) == 3:
+        with open(sys.argv[2]) as f:
+            job = f.read()
+    rig = Rig("guest-by-hand")
+    code = 0
+    try:
+        guest = Guest(rig, sys.argv[1], job)
+        shown = 0
+        while guest.child.running():
+            text = guest.child.output()
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+            time.sleep(0.2)
+        print(guest.child.output()[shown:], end="", flush=True)
+        guest.end()
+    except (Failed, Skipped) as e:
+        print(f"guest: {e}", file=sys.stderr)
+        code = 1
+    finally:
+        rig.end()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    by_hand()
