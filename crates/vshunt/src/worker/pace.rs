@@ -1,7 +1,7 @@
 //! How a worker rests: whether it polls, for how long, and whether it lets requests gather before it is woken.
 //!
 //! Polling is for other sides that wait for each answer: it saves them the worker's wake-up. The window grows while
-//! sleeps turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing.
+//! rests turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing.
 //!
 //! Gathering is for other sides that send so fast that they do not wait: a wake-up for each request or two would cost
 //! both more than the request. Then the worker asks to be kicked after as many requests as come in [`GATHER_NS`], and
@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 const POLL_BATCH_MAX: f64 = 16.0;
 /// Smallest polling window that is tried.
 const POLL_STEP_NS: u64 = 4_000;
+/// What our own wake-up adds to the time that a sleep took, on a halted CPU.
+const WAKE: Duration = Duration::from_micros(30);
 /// Time in which requests may gather: about what waking a thread on a halted CPU takes.
 const GATHER_NS: f64 = 24_000.0;
 /// Longest sleep while they gather.
@@ -111,17 +113,16 @@ impl Pace {
         Plan::Poll(Duration::from_nanos(self.window_ns).min(bound))
     }
 
-    /// The worker slept from `before` to `now`, and was woken or came to its limit.
-    pub(super) fn slept(&mut self, before: Instant, now: Instant, woken: bool, bound: Duration) {
+    /// The worker rested from `start` to `now`, slept at the end of that, and was woken or came to its limit.
+    pub(super) fn slept(&mut self, start: Instant, now: Instant, woken: bool, bound: Duration) {
         if self.gathering {
             self.gathered(woken, now);
             return;
         }
-        let time = now.duration_since(before);
-        let bound_ns = bound.as_nanos() as u64;
-        if time <= bound {
-            self.window_ns = (self.window_ns * 2).max(POLL_STEP_NS).min(bound_ns);
-        } else if time > bound * 4 {
+        // Would polling to its bound have found the work? What it costs where it would not is gone at once.
+        if now.duration_since(start) <= bound + WAKE {
+            self.window_ns = (self.window_ns * 2).max(POLL_STEP_NS).min(bound.as_nanos() as u64);
+        } else {
             self.window_ns /= 2;
             if self.window_ns < POLL_STEP_NS {
                 self.window_ns = 0;

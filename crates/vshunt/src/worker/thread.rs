@@ -270,7 +270,8 @@ impl Worker {
         let steady = self.awake.iter().all(|&i| {
             self.places[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
         });
-        let plan = self.pace.plan(Instant::now(), bound, steady);
+        let start = Instant::now();
+        let plan = self.pace.plan(start, bound, steady);
         if let Plan::Poll(window) = plan
             && self.spin(window)
         {
@@ -286,8 +287,7 @@ impl Worker {
         let mut slept = Ok(());
         if !self.shared.has_mail.load(Ordering::Acquire) {
             QueueStats::add(&self.shared.sleeps, 1);
-            let before = Instant::now();
-            slept = self.ring.wait(limit).map(|woken| self.pace.slept(before, Instant::now(), woken, bound));
+            slept = self.ring.wait(limit).map(|woken| self.pace.slept(start, Instant::now(), woken, bound));
         }
         if after > 1 {
             self.look_at_all();

@@ -11,7 +11,7 @@ fn rests(pace: &mut Pace, now: &mut Instant, n: u32, batch: u64, cycle: Duration
         pace.found(batch);
         *now += cycle;
         plan = pace.plan(*now, BOUND, true);
-        pace.slept(*now, *now + BOUND * 2, woken, BOUND);
+        pace.slept(*now, *now + cycle, woken, BOUND);
     }
     plan
 }
@@ -42,11 +42,12 @@ fn a_sender_that_waits_is_not_kept_waiting_for_long() {
 #[test]
 fn a_slow_sender_is_polled_or_slept_for() {
     let (mut pace, mut now) = (Pace::new(), Instant::now());
-    pace.window_ns = 20_000;
     let plan = rests(&mut pace, &mut now, 200, 1, Duration::from_micros(40), true);
-    assert_eq!(plan, Plan::Poll(Duration::from_nanos(20_000)));
+    assert_eq!(plan, Plan::Poll(BOUND), "polling would have found it");
     pace.found(1);
-    assert_eq!(pace.plan(now, Duration::ZERO, true), Plan::Sleep);
+    assert_eq!(pace.plan(now, Duration::ZERO, true), Plan::Sleep, "switched off");
+    let plan = rests(&mut pace, &mut now, 200, 1, BOUND * 3, true);
+    assert_eq!(plan, Plan::Sleep, "polling would have been in vain");
 }
 
 #[test]

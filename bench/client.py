@@ -1,0 +1,115 @@
+"""The load: one run of fio (libblkio on a socket, io_uring on a file) or of `vshunt-bench blk`, bounded in time.
+
+A job is `rr|rw : depth : queues [: block size]`, random reads or writes, one queue and one thread a fio job.
+"""
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+
+from server import child_setup, end
+
+RW = {"rr": "randread", "rw": "randwrite"}
+QUEUE_SIZE = 512  # three descriptors a request: 128 deep fits
+
+
+class ClientError(Exception):
+    """The load failed; the text is its last words."""
+
+
+class Hung(Exception):
+    """The load did not end in its time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run; `awake` holds /dev/cpu_dma_latency at 0 meanwhile."""
+    rw: str
+    depth: int
+    queues: int
+    bs: str = "4k"
+    awake: bool = False
+
+    @staticmethod
+    def parse(text, awake=False):
+        a = text.split(":")
+        return Job(a[0], int(a[1]), int(a[2]), a[3] if len(a) > 3 else "4k", awake)
+
+    def __str__(self):
+        size = "" if self.bs == "4k" else f":{self.bs}"
+        return f"{self.rw}:{self.depth}:{self.queues}{size}{' awake' if self.awake else ''}"
+
+
+class Client:
+    """The program that makes the load. `tools` is run.py's; cpus None: anywhere. A run that takes more than twice
+    its time and `grace_s` hangs."""
+
+    def __init__(self, tools, time_s, grace_s, cpus):
+        self.tools, self.time_s, self.grace_s, self.cpus = tools, time_s, grace_s, cpus
+
+    def load_socket(self, job, server, on_hang):
+        """-> {'iops', 'ios', 'p50_us', 'p99_us', 'cpu_us'}: cpu_us is the server's CPU time an I/O."""
+        before = server.cpu_s()
+        if self.tools.fio_blkio:
+            argv = [*self.tools.fio_blkio, *self._fio_args(job), "--ioengine=libblkio",
+                    "--libblkio_driver=virtio-blk-vhost-user", f"--libblkio_path={server.sock}",
+                    f"--libblkio_queue_size={QUEUE_SIZE}", "--libblkio_wait_mode=block"]
+            result = _fio_result(self._run(argv, self.cpus, on_hang))
+        else:
+            argv = [self.tools.bench, "blk", "--socket", server.sock, "--rw", RW[job.rw], "--bs", job.bs,
+                    "--iodepth", str(job.depth), "--queues", str(job.queues), "--queue-size", str(QUEUE_SIZE),
+                    "--runtime", f"{self.time_s}s", "--server-pid", str(server.pid), "--quiet", "--json"]
+            result = _bench_result(self._run(argv, self.cpus, on_hang))
+        if result["ios"]:
+            result["cpu_us"] = (server.cpu_s() - before) * 1e6 / result["ios"]
+        return result
+
+    def load_file(self, job, path):
+        """The host's own figure: fio with io_uring on the file itself, on every CPU that a server and its
+        client have together."""
+        argv = [*self.tools.fio_file, *self._fio_args(job), "--ioengine=io_uring", f"--filename={path}"]
+        return _fio_result(self._run(argv, None, lambda _: None))
+
+    def _fio_args(self, job):
+        return ["--name=j", "--output-format=json", "--direct=1", "--thread=1", f"--rw={RW[job.rw]}", f"--bs={job.bs}",
+                f"--iodepth={job.depth}", f"--numjobs={job.queues}", "--group_reporting=1", "--time_based=1",
+                f"--runtime={self.time_s}", "--norandommap=1", "--randrepeat=0", "--random_generator=tausworthe64"]
+
+    def _run(self, argv, cpus, on_hang):
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, preexec_fn=child_setup(cpus))
+        try:
+            out, err = process.communicate(timeout=2 * self.time_s + self.grace_s)
+        except subprocess.TimeoutExpired:
+            on_hang(process.pid)
+            raise Hung from None
+        finally:
+            end(process)
+        if process.returncode:
+            raise ClientError(f"status {process.returncode}: {(err + out)[-300:].strip()}")
+        return out
+
+
+def _fio_result(text):
+    start = re.search(r"^\{", text, re.M)
+    if not start:
+        raise ClientError(f"fio wrote no JSON: {text[-300:].strip()}")
+    result = {"iops": 0.0, "ios": 0, "p50_us": 0.0, "p99_us": 0.0}
+    for job in json.loads(text[start.start():])["jobs"]:
+        if job["error"]:
+            raise ClientError(f"fio: error {job['error']}")
+        for kind in ("read", "write"):
+            if job[kind]["total_ios"]:
+                percentile = job[kind]["clat_ns"].get("percentile", {})
+                result["iops"] += job[kind]["iops"]
+                result["ios"] += job[kind]["total_ios"]
+                result["p50_us"] = percentile.get("50.000000", 0) / 1e3
+                result["p99_us"] = percentile.get("99.000000", 0) / 1e3
+    return result
+
+
+def _bench_result(text):
+    summary = json.loads(text)
+    used = max(summary["read"], summary["write"], key=lambda d: d["ios"])
+    return {"iops": summary["iops"], "ios": summary["read"]["ios"] + summary["write"]["ios"],
+            "p50_us": used["latency_ns"]["p50"] / 1e3, "p99_us": used["latency_ns"]["p99"] / 1e3}

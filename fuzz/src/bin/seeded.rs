@@ -1,0 +1,63 @@
+//! The fuzz targets on stable: inputs from a seeded generator, without coverage.
+//!
+//! `seeded TARGET SECONDS [SEED]`; `seeded TARGET --input FILE` runs one input, as does `--seed N` with the one of a
+//! number that a failure named.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use vshunt_fuzz::TARGETS;
+
+/// SplitMix64: every seed gives a good sequence.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+}
+
+fn input(seed: u64) -> Vec<u8> {
+    let mut random = Random(seed);
+    let len = random.next() % 700;
+    (0..len).map(|_| random.next() as u8).collect()
+}
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let target = args.first().and_then(|name| TARGETS.iter().find(|t| t.0 == name));
+    let (Some(&(name, run)), Some(how)) = (target, args.get(1)) else {
+        eprintln!("usage: seeded rings|blk_request|messages SECONDS [SEED] | --seed SEED | --input FILE");
+        return ExitCode::from(2);
+    };
+    if how == "--input" {
+        run(&std::fs::read(&args[2]).expect("an input"));
+        return ExitCode::SUCCESS;
+    }
+    if how == "--seed" {
+        run(&input(args[2].parse().expect("a number")));
+        return ExitCode::SUCCESS;
+    }
+    let seconds = how.parse().expect("seconds, a number");
+    let mut seed: u64 = args.get(2).map_or(1, |s| s.parse().expect("a number"));
+    let first = seed;
+    let end = Instant::now() + Duration::from_secs(seconds);
+    static SEED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        default(info);
+        let seed = SEED.load(std::sync::atomic::Ordering::Relaxed);
+        eprintln!("input of seed {seed}; this one again: seeded TARGET --seed {seed}");
+    }));
+    while Instant::now() < end {
+        SEED.store(seed, std::sync::atomic::Ordering::Relaxed);
+        run(&input(seed));
+        seed += 1;
+    }
+    println!("{name}: {} inputs from seed {first}", seed - first);
+    ExitCode::SUCCESS
+}
