@@ -89,6 +89,9 @@ struct Connection {
     /// If the server dies, wait this long for it to come back, and go on
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     reconnect: Option<Duration>,
+    /// Requests that are not completed within this time, while the server is there, are an error
+    #[arg(long, value_parser = parse_time, default_value = "30s", value_name = "TIME")]
+    stall: Duration,
     /// How long an answer of the server may take
     #[arg(long, value_parser = parse_time, default_value = "10s", value_name = "TIME")]
     timeout: Duration,
@@ -224,6 +227,7 @@ impl Connection {
             },
             server_pid: self.server_pid,
             reconnect: self.reconnect,
+            stall: self.stall,
             ..Plan::default()
         })
     }

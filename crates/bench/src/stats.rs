@@ -92,6 +92,20 @@ pub fn process_cpu(pid: u32) -> Option<Duration> {
     Some(Duration::from_secs_f64(ticks as f64 / rustix::param::clock_ticks_per_second() as f64))
 }
 
+/// What a process is at, in words.
+pub fn process_state(pid: u32) -> &'static str {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
+        Some('R') => "runs",
+        Some('S' | 'I') => "sleeps",
+        Some('D') => "waits for its storage",
+        Some('Z' | 'X') => "was killed and has not ended yet",
+        Some('T' | 't') => "is stopped",
+        Some(_) => "is in a state unknown here",
+        None => "is gone",
+    }
+}
+
 /// CPU time of the calling thread.
 pub fn thread_cpu() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
@@ -154,5 +168,7 @@ mod tests {
     fn our_own_cpu_time_is_known() {
         assert!(process_cpu(std::process::id()).is_some());
         assert!(process_cpu(u32::MAX).is_none());
+        assert_ne!(process_state(std::process::id()), "is gone");
+        assert_eq!(process_state(u32::MAX), "is gone");
     }
 }

@@ -23,8 +23,8 @@ const DEPTH: u16 = 128;
 const DEPTH_ALL: u16 = 1024;
 /// How long a server may take to listen.
 const START: Duration = Duration::from_secs(10);
-/// Load with one worker before others are attached.
-const BEFORE_ATTACH: Duration = Duration::from_millis(300);
+/// Load that is not counted: memory is touched for the first time, and workers that are to be attached are not yet.
+const WARM_UP: Duration = Duration::from_millis(500);
 
 /// Jobs of the seed's table.
 const SEED_JOBS: [u16; 6] = [1, 2, 4, 8, 12, 16];
@@ -251,7 +251,7 @@ impl Drop for Server {
     }
 }
 
-/// Counts only what was done after all workers were attached.
+/// Counts only what was done after the warm-up, with all workers attached.
 struct Since<'a> {
     ready: &'a AtomicBool,
     first: Option<Tick>,
@@ -274,10 +274,13 @@ impl Progress for Since<'_> {
 fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16) -> Result<Figure> {
     let server = Server::start(vshunt, format, mode)?;
     let iodepth = DEPTH.min(DEPTH_ALL / jobs);
-    let mut plan = Plan {
+    let attaching =
+        if mode == Mode::Attached { Duration::from_millis(100) * u32::from(jobs) } else { Duration::ZERO };
+    let plan = Plan {
         rw: request.rw,
         iodepth,
-        runtime: Some(request.runtime),
+        runtime: Some(WARM_UP + attaching + request.runtime),
+        interval: Duration::from_millis(100),
         server_pid: Some(server.child.id()),
         ..Plan::default()
     };
@@ -288,22 +291,12 @@ fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16
         ..Options::default()
     };
     let mut disk = Disk::connect(server.socket(), options)?;
-    if mode != Mode::Attached {
-        let outcome = load::run(&mut disk, &plan, &mut load::Silent)?;
-        let server_us_per_io =
-            outcome.server_cpu.map(|cpu| cpu.as_secs_f64() * 1e6 / outcome.ios().max(1) as f64);
-        let p50_ns = outcome.reads.quantile_ns(0.5).max(outcome.writes.quantile_ns(0.5));
-        return Ok(Figure { jobs, iops: outcome.iops(), server_us_per_io, p50_ns });
-    }
-    // Long enough that the part after attaching is as long as other measurements.
-    plan.runtime = Some(request.runtime + BEFORE_ATTACH + Duration::from_millis(100) * u32::from(jobs));
-    plan.interval = Duration::from_millis(100);
     let ready = AtomicBool::new(false);
     let mut since = Since { ready: &ready, first: None, last: None };
     let (outcome, attached) = std::thread::scope(|scope| {
         let attach = scope.spawn(|| {
-            std::thread::sleep(BEFORE_ATTACH);
-            let attached = server.attach_workers(jobs);
+            std::thread::sleep(WARM_UP);
+            let attached = if mode == Mode::Attached { server.attach_workers(jobs) } else { Ok(()) };
             ready.store(true, Ordering::Release);
             attached
         });
@@ -315,7 +308,7 @@ fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16
     let (Some(first), Some(last)) = (since.first, since.last) else {
         return Err(fail!(
             System,
-            "attaching {jobs} workers took longer than the measurement: use a longer --runtime"
+            "nothing was left to measure after the warm-up and attaching: use a longer --runtime"
         ));
     };
     let seconds = (last.elapsed - first.elapsed).as_secs_f64();

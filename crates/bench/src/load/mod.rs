@@ -62,6 +62,8 @@ pub struct Plan {
     pub server_pid: Option<u32>,
     /// How long to wait for a server that died.
     pub reconnect: Option<Duration>,
+    /// A request that is not completed within this, while the server is there, counts as lost.
+    pub stall: Duration,
     /// See [`crate::Options::stale_packed_base`].
     pub stale_packed_base: bool,
 }
@@ -87,6 +89,7 @@ impl Default for Plan {
             interval: Duration::from_secs(1),
             server_pid: None,
             reconnect: None,
+            stall: Duration::from_secs(30),
             stale_packed_base: false,
         }
     }

@@ -10,10 +10,8 @@ use super::thread::{FAIL, PARK, RUN, STOP, Shared};
 use super::{Plan, Progress, Tick};
 use crate::driver::{Memory, RingParts, RingSetup, Session, fresh_base};
 use crate::error::{Error, Kind, Result, fail};
-use crate::stats::ServerCpu;
+use crate::stats::{ServerCpu, process_state};
 
-/// A request that is not completed within this, while the server is there, never will be.
-const STALL: Duration = Duration::from_secs(30);
 /// How often stalls are looked for.
 const LOOK: Duration = Duration::from_millis(200);
 
@@ -162,14 +160,25 @@ impl Watch<'_> {
             let outstanding = gauge.outstanding.load(Ordering::Relaxed);
             if done != moved.done || outstanding == 0 {
                 *moved = Moves { done, at: Instant::now() };
-            } else if moved.at.elapsed() > STALL {
-                return Err(fail!(
-                    Io,
-                    "queue {queue}: no completion for {STALL:?} with requests outstanding: they were lost"
-                ));
+            } else if moved.at.elapsed() > self.plan.stall {
+                return Err(self.stalled(queue, outstanding));
             }
         }
         Ok(())
+    }
+
+    #[cold]
+    fn stalled(&self, queue: usize, outstanding: u64) -> Error {
+        let server = match self.plan.server_pid.or_else(|| self.session.peer_pid()) {
+            Some(pid) => format!("its process, {pid}, {}", process_state(pid)),
+            None => "its process is unknown".into(),
+        };
+        fail!(
+            Io,
+            "queue {queue}: no completion for {:?} with {outstanding} requests outstanding: they are lost, or the \
+             server's storage hangs ({server}; the connection is open)",
+            self.plan.stall
+        )
     }
 
     fn tick(&mut self, start: Instant, last: &mut (Instant, u64, u64)) {

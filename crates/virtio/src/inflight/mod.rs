@@ -9,7 +9,7 @@
 //! host's byte order, to the byte: another back-end may have written them.
 //!
 //! Where the specification's steps leave a window, ours are narrower and still readable by its recovery; see
-//! [`packed`](self::packed).
+//! `packed.rs`.
 
 mod packed;
 mod split;

@@ -1,7 +1,9 @@
 //! How a worker rests: whether it polls, for how long, and whether it lets requests gather before it is woken.
 //!
 //! Polling is for other sides that wait for each answer: it saves them the worker's wake-up. The window grows while
-//! rests turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing.
+//! rests turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing. Where the whole
+//! window passes in vain again and again although work comes right after it, the other side shares our CPU and waits for
+//! us to leave it: polling is off for a while then, each time longer.
 //!
 //! Gathering is for other sides that send so fast that they do not wait: a wake-up for each request or two would cost
 //! both more than the request. Then the worker asks to be kicked after as many requests as come in [`GATHER_NS`], and
@@ -24,7 +26,9 @@ const GATHER_LIMIT: Duration = Duration::from_micros(72);
 const GATHER_MIN: u32 = 6;
 /// More than this are not waited for: half of what most queues hold.
 const GATHER_MAX: u32 = 64;
-/// How long gathering is off after it failed: from, to.
+/// Full windows in vain, in a row, after which polling is off for a while.
+const VAIN_MAX: u32 = 4;
+/// How long gathering or polling is off after it failed: from, to.
 const HOLD_MIN: Duration = Duration::from_millis(1);
 const HOLD_MAX: Duration = Duration::from_secs(1);
 /// Gatherings in a row that succeed before more are asked for.
@@ -52,6 +56,10 @@ pub(super) enum Plan {
 pub(super) struct Pace {
     /// Polling window, ns.
     window_ns: u64,
+    /// Full windows in vain, in a row; how long polling is off the next time, and until when it is.
+    vain: u32,
+    poll_hold: Duration,
+    poll_held_until: Instant,
     /// Requests since the last rest began.
     batch: u64,
     /// When it began.
@@ -72,6 +80,9 @@ impl Pace {
         let now = Instant::now();
         Self {
             window_ns: 0,
+            vain: 0,
+            poll_hold: HOLD_MIN,
+            poll_held_until: now,
             batch: 0,
             last: now,
             batch_avg: 0.0,
@@ -107,10 +118,27 @@ impl Pace {
                 return Plan::Gather { requests, limit: GATHER_LIMIT };
             }
         }
-        if bound.is_zero() || self.window_ns == 0 || self.batch_avg >= POLL_BATCH_MAX {
+        let held = now < self.poll_held_until;
+        if bound.is_zero() || held || self.window_ns == 0 || self.batch_avg >= POLL_BATCH_MAX {
             return Plan::Sleep;
         }
         Plan::Poll(Duration::from_nanos(self.window_ns).min(bound))
+    }
+
+    /// Whether polling for a window found work.
+    pub(super) fn polled(&mut self, found: bool, now: Instant, window: Duration, bound: Duration) {
+        if found {
+            self.vain = 0;
+            self.poll_hold = (self.poll_hold / 2).max(HOLD_MIN);
+        } else if window >= bound {
+            self.vain += 1;
+            if self.vain >= VAIN_MAX {
+                self.vain = 0;
+                self.window_ns = 0;
+                self.poll_held_until = now + self.poll_hold;
+                self.poll_hold = (self.poll_hold * 4).min(HOLD_MAX);
+            }
+        }
     }
 
     /// The worker rested from `start` to `now`, slept at the end of that, and was woken or came to its limit.
@@ -120,6 +148,9 @@ impl Pace {
             return;
         }
         // Would polling to its bound have found the work? What it costs where it would not is gone at once.
+        if now < self.poll_held_until {
+            return;
+        }
         if now.duration_since(start) <= bound + WAKE {
             self.window_ns = (self.window_ns * 2).max(POLL_STEP_NS).min(bound.as_nanos() as u64);
         } else {

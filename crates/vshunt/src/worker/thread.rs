@@ -183,7 +183,7 @@ impl Worker {
 
     /// Takes from each awake queue, a budget each. Returns requests taken.
     fn take(&mut self) -> u64 {
-        let mut taken = 0;
+        let (mut taken, mut done) = (0, 0);
         let mut i = 0;
         while let Some(&index) = self.awake.get(i) {
             let Some(place) = &mut self.places[index as usize] else {
@@ -192,8 +192,12 @@ impl Worker {
             };
             if place.queue.has_work() {
                 place.quiet = 0;
+                let before = place.stats.in_flight.load(Ordering::Relaxed);
                 let n = place.queue.take(&mut self.ring, place.token, BUDGET);
+                let after = place.stats.in_flight.load(Ordering::Relaxed);
                 taken += u64::from(n);
+                // What is not in flight now was completed at once.
+                done += u64::from((before + n).saturating_sub(after));
                 if !place.touched {
                     place.touched = true;
                     self.touched.push(index);
@@ -210,6 +214,9 @@ impl Worker {
                 }
             }
             i += 1;
+        }
+        if done > 0 {
+            QueueStats::add(&self.shared.requests, done);
         }
         taken
     }
@@ -272,10 +279,12 @@ impl Worker {
         });
         let start = Instant::now();
         let plan = self.pace.plan(start, bound, steady);
-        if let Plan::Poll(window) = plan
-            && self.spin(window)
-        {
-            return Ok(());
+        if let Plan::Poll(window) = plan {
+            let found = self.spin(window);
+            self.pace.polled(found, Instant::now(), window, bound);
+            if found {
+                return Ok(());
+            }
         }
         let (after, limit) = match plan {
             Plan::Gather { requests, limit } => (requests, Some(limit)),

@@ -57,3 +57,25 @@ fn with_requests_in_flight_nothing_gathers() {
     pace.found(2);
     assert!(!matches!(pace.plan(now + Duration::from_micros(2), BOUND, false), Plan::Gather { .. }));
 }
+
+#[test]
+fn polling_in_vain_while_work_waits_for_our_cpu_ends() {
+    let (mut pace, mut now) = (Pace::new(), Instant::now());
+    let mut spun = Duration::ZERO;
+    for _ in 0..20_000 {
+        pace.found(1);
+        let start = now;
+        now += Duration::from_micros(5);
+        if let Plan::Poll(window) = pace.plan(start, BOUND, true) {
+            now += window;
+            spun += window;
+            pace.polled(false, now, window, BOUND);
+        }
+        pace.slept(start, now, true, BOUND);
+    }
+    assert!(
+        spun < Duration::from_millis(10),
+        "{spun:?} of polling for nothing in {:?}",
+        Duration::from_millis(100)
+    );
+}

@@ -1,0 +1,62 @@
+//! The limits of workers: ours, and the owner's.
+
+mod common;
+
+use std::process::Command;
+
+use common::{output, wait_for};
+use vshunt::error::Kind;
+use vshunt::export::spec::WorkerSpec;
+use vshunt::export::{Daemon, Options};
+use vshunt::worker::MAX_WORKERS;
+
+#[test]
+fn no_more_workers_than_the_constant_says() {
+    let daemon = Daemon::new(Options::default()).unwrap();
+    for _ in 1..MAX_WORKERS {
+        daemon.worker_new(WorkerSpec::default()).unwrap();
+    }
+    let error = daemon.worker_new(WorkerSpec::default()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Limit);
+    assert!(error.to_string().contains(&MAX_WORKERS.to_string()), "{error}");
+    daemon.worker_free(17).unwrap();
+    daemon.worker_new(WorkerSpec::default()).unwrap();
+    daemon.shutdown();
+}
+
+/// RLIMIT_NPROC does not bind root, so the daemon runs as nobody.
+#[test]
+fn the_owners_limit_of_threads_is_named() {
+    let run_as = |command: &mut Command| output(command).0 == 0;
+    if !rustix::process::getuid().is_root() || !run_as(Command::new("setpriv").arg("--version")) {
+        println!("skip the_owners_limit_of_threads_is_named: needs root and setpriv (package util-linux)");
+        return;
+    }
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    rustix::fs::chmod(dir.path(), rustix::fs::Mode::from_raw_mode(0o777)).unwrap();
+    let program = dir.path().join("vshunt");
+    std::fs::copy(env!("CARGO_BIN_EXE_vshunt"), &program).unwrap();
+    let control = dir.path().join("c.sock");
+    let as_nobody = |args: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", "prlimit", "--nproc=16:16"]);
+        command.arg(&program).args(args).env("VSHUNT_CONTROL", &control);
+        command
+    };
+    let mut daemon = as_nobody(&["serve"]).spawn().unwrap();
+    wait_for("the control socket", || control.exists());
+    let mut made = 0;
+    let error = loop {
+        let (code, _, error) = output(common::vshunt().arg("-c").arg(&control).args(["worker", "new"]));
+        if code != 0 {
+            break error;
+        }
+        made += 1;
+        assert!(made < 16, "the limit does not bind");
+    };
+    assert!(error.contains("RLIMIT_NPROC is 16") && error.contains("ulimit -u"), "{error}");
+    let (code, list, _) = output(common::vshunt().arg("-c").arg(&control).args(["worker", "list"]));
+    assert!(code == 0 && list.lines().count() == made + 2, "it goes on with the workers it has: {list}");
+    assert_eq!(output(common::vshunt().arg("-c").arg(&control).arg("quit")).0, 0);
+    assert!(daemon.wait().unwrap().success());
+}
