@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use virtio::features::{VIRTIO_F_RING_PACKED, bit};
-
 use super::spec::{ExportInfo, ExportSpec, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
@@ -102,7 +100,7 @@ impl Export {
     }
 
     pub(super) fn queue_infos(&self) -> Vec<QueueInfo> {
-        let packed = self.frontend.features() & bit(VIRTIO_F_RING_PACKED) != 0;
+        let packed = self.frontend.packed();
         (0..self.queues.len())
             .map(|index| {
                 let stats = self.queues.stats(index);

@@ -24,6 +24,7 @@ use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtocolFeatures};
+use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
@@ -148,6 +149,11 @@ impl VhostUser {
     /// Features that the guest agreed on.
     pub fn features(&self) -> u64 {
         self.inner.features.load(Relaxed)
+    }
+
+    /// Whether the guest agreed on packed rings.
+    pub fn packed(&self) -> bool {
+        self.features() & bit(VIRTIO_F_RING_PACKED) != 0
     }
 
     /// Tells the front-end that the configuration space changed, if it listens.
