@@ -214,18 +214,18 @@ impl Ring {
         self.pending
     }
 
-    /// Whether an enter would bring anything: something pushed, completed, or ready to complete.
+    /// Whether completions can be taken without an enter.
     #[inline]
-    pub(super) fn has_events(&mut self) -> bool {
-        if !self.uring.completion().is_empty() {
-            return true;
-        }
-        self.uring.submission().taskrun()
+    pub(super) fn has_completions(&mut self) -> bool {
+        !self.uring.completion().is_empty()
     }
 
+    /// Whether there is something that only an enter brings on: operations pushed, completions that wait for
+    /// task work, or that did not fit.
     #[inline]
-    pub(super) fn has_pushed(&mut self) -> bool {
-        !self.uring.submission().is_empty()
+    pub(super) fn wants_enter(&mut self) -> bool {
+        let submission = self.uring.submission();
+        !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
     }
 
     /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.

@@ -24,8 +24,8 @@ use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::{DeviceRing, MAX_QUEUE_SIZE, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 
 use super::memory::{Mapping, is_eventfd, map_region, shared_file};
-use super::{Device, Observer, VringParts};
-use crate::queue;
+use super::{Device, Reports, Then, VringParts};
+use crate::queue::{self, Bell};
 use crate::worker::{QueueSet, State};
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
@@ -41,9 +41,9 @@ struct Vring {
     size: u16,
     addrs: Option<UserAddrs>,
     base: u32,
-    kick: Option<OwnedFd>,
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    kick: Option<Arc<OwnedFd>>,
+    call: Option<Arc<Bell>>,
+    err: Option<Arc<Bell>>,
     enabled: bool,
     running: bool,
 }
@@ -66,6 +66,16 @@ struct InflightArea {
 }
 
 impl InflightArea {
+    /// Whether a device initialised it before: the version that follows the 64 bits of features is not 0 then.
+    fn was_used(&self) -> bool {
+        let at = self.offset + size_of::<u64>();
+        // SAFETY: inside of the mapping, and aligned, since the mapping is and a part's offset is even by the
+        // check beside it; a front-end that writes there meanwhile only changes the answer.
+        at + 2 <= self.map.len()
+            && at.is_multiple_of(2)
+            && unsafe { self.map.at(at).cast::<u16>().read_volatile() } != 0
+    }
+
     /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
     /// stood is not to outlive a reset.
     fn clear(&self) {
@@ -82,7 +92,7 @@ pub(super) struct Session {
     queues: Arc<QueueSet>,
     /// Features agreed on, for `status` to read.
     agreed: Arc<AtomicU64>,
-    observer: Arc<dyn Observer>,
+    reports: Arc<Reports>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     status: u64,
@@ -99,7 +109,7 @@ impl Session {
         device: Arc<dyn Device>,
         queues: Arc<QueueSet>,
         agreed: Arc<AtomicU64>,
-        observer: Arc<dyn Observer>,
+        reports: Arc<Reports>,
     ) -> Self {
         let vrings = (0..queues.len()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
@@ -109,7 +119,7 @@ impl Session {
             device,
             queues,
             agreed,
-            observer,
+            reports,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
@@ -193,16 +203,15 @@ impl Session {
             return Ok(());
         }
         let (Some(kick), Some(addrs)) = (&vring.kick, vring.addrs) else { return Ok(()) };
-        let kick = kick.try_clone().map_err(Error::ReqHandlerError)?;
-        let call = clone_fd(vring.call.as_ref())?;
-        let err = clone_fd(vring.err.as_ref())?;
+        let kick = kick.clone();
+        let (call, err) = (vring.call.clone(), vring.err.clone());
         let mut ring = match self.map_ring(vring, addrs) {
             Ok(ring) => ring,
             Err(reason) => {
-                self.observer.queue_broken(index as u16, &reason);
+                self.reports.add(index as u16, &reason);
                 self.queues.stats(index as u16).set_state(State::Broken);
                 if let Some(err) = &err {
-                    let _ = rustix::io::write(err, &1u64.to_ne_bytes());
+                    err.ring();
                 }
                 return Err(refuse(format!("queue {index} cannot start: {reason}")));
             }
@@ -218,8 +227,8 @@ impl Session {
         }
         let (log, used) = self.logs(addrs);
         ring.set_used_log(used);
-        let bell = clone_fd(call.as_ref())?.filter(|_| tracked);
-        let observer = self.observer.clone();
+        let bell = call.clone().filter(|_| tracked);
+        let reports = self.reports.clone();
         let queue = self.device.queue(VringParts {
             vring: ring,
             mem: self.mem.clone(),
@@ -230,14 +239,14 @@ impl Session {
             log,
             stats: self.queues.stats(index as u16).clone(),
             name: format!("{}:{index}", self.name),
-            on_broken: Box::new(move |reason| observer.queue_broken(index as u16, reason)),
+            on_broken: Box::new(move |reason| reports.add(index as u16, reason)),
         });
         self.vrings[index].running = true;
         self.queues.stats(index as u16).size.store(self.vrings[index].size, Relaxed);
         self.queues.start(index as u16, queue);
         if let Some(bell) = bell {
             // The daemon before us may have died between publishing and notifying.
-            let _ = rustix::io::write(&bell, &1u64.to_ne_bytes());
+            bell.ring();
         }
         tracing::debug!("{}:{index} started", self.name);
         Ok(())
@@ -265,7 +274,7 @@ impl Session {
     fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
         let Some(area) = &self.inflight else { return Ok(None) };
         if index >= usize::from(area.queues) || self.vrings[index].size > area.queue_size {
-            return Ok(None);
+            return Err(self.bad_inflight(index, &"the in-flight region has no room for this queue"));
         }
         let len = inflight_queue_size(area.queue_size, self.packed());
         let offset = area.offset + index * len;
@@ -332,10 +341,6 @@ impl Session {
             }
         }
     }
-}
-
-fn clone_fd(fd: Option<&OwnedFd>) -> Result<Option<OwnedFd>> {
-    fd.map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)
 }
 
 /// Refuses a message: the front-end is told if it asked for acknowledgements and may go on then; else its
@@ -481,16 +486,16 @@ impl VhostUserBackendReqHandlerMut for Session {
         let fd = eventfd(fd)?;
         // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
         self.stop(index.into());
-        self.vring(index.into())?.kick = Some(fd);
+        self.vring(index.into())?.kick = Some(Arc::new(fd));
         self.start(index.into())
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.call = fd;
+        vring.call = fd.map(|fd| Arc::new(Bell::new(fd)));
         if vring.running {
-            let call = clone_fd(vring.call.as_ref())?;
+            let call = vring.call.clone();
             self.queues.visit(index.into(), move |q| {
                 if let Some(v) = queue::vring(q) {
                     v.set_call(call);
@@ -503,9 +508,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.err = fd;
+        vring.err = fd.map(|fd| Arc::new(Bell::new(fd)));
         if vring.running {
-            let err = clone_fd(vring.err.as_ref())?;
+            let err = vring.err.clone();
             self.queues.visit(index.into(), move |q| {
                 if let Some(v) = queue::vring(q) {
                     v.set_err(err);
@@ -554,7 +559,10 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        self.device.set_config(offset, bytes).map_err(refuse)
+        if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
+            self.queues.with_all_drained(|| self.device.settle()).map_err(refuse)?;
+        }
+        Ok(())
     }
 
     fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {
@@ -590,6 +598,9 @@ impl VhostUserBackendReqHandlerMut for Session {
             queues: area.num_queues,
             queue_size: area.queue_size,
         });
+        if self.inflight.as_ref().is_some_and(InflightArea::was_used) {
+            self.device.resumed();
+        }
         Ok(())
     }
 
