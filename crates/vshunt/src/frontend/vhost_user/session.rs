@@ -25,7 +25,7 @@ use virtio::ring::{DeviceRing, MAX_QUEUE_SIZE, RingAddrs, RingFeatures, UsedLog,
 
 use super::memory::{Mapping, is_eventfd, map_region, shared_file};
 use super::{Device, Observer, VringParts};
-use crate::queue;
+use crate::queue::{self, Bell};
 use crate::worker::{QueueSet, State};
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
@@ -201,8 +201,8 @@ impl Session {
             Err(reason) => {
                 self.observer.queue_broken(index as u16, &reason);
                 self.queues.stats(index as u16).set_state(State::Broken);
-                if let Some(err) = &err {
-                    let _ = rustix::io::write(err, &1u64.to_ne_bytes());
+                if let Some(err) = err {
+                    Bell::new(err).ring();
                 }
                 return Err(refuse(format!("queue {index} cannot start: {reason}")));
             }
@@ -237,7 +237,7 @@ impl Session {
         self.queues.start(index as u16, queue);
         if let Some(bell) = bell {
             // The daemon before us may have died between publishing and notifying.
-            let _ = rustix::io::write(&bell, &1u64.to_ne_bytes());
+            Bell::new(bell).ring();
         }
         tracing::debug!("{}:{index} started", self.name);
         Ok(())

@@ -19,7 +19,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 
-use super::Vring;
+use super::{Bell, Vring};
 use crate::backend::block::{Disk, DiskHandle, Io, Step};
 use crate::worker::{Queue, QueueStats, Ring, State, Token};
 
@@ -112,8 +112,8 @@ pub struct BlkQueue {
     /// While there is a log: where the request of each slot may write.
     noted: Box<[Vec<Seg>]>,
     kick: OwnedFd,
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    call: Option<Bell>,
+    err: Option<Bell>,
     // Any thread's.
     shared: Arc<BlkShared>,
     stats: Arc<QueueStats>,
@@ -152,8 +152,8 @@ impl BlkQueue {
             noted: noted(size, parts.log.as_ref()),
             log: parts.log,
             kick: parts.kick,
-            call: parts.call,
-            err: parts.err,
+            call: parts.call.map(Bell::new),
+            err: parts.err.map(Bell::new),
             shared,
             stats: parts.stats,
             name: parts.name,
@@ -167,8 +167,7 @@ impl BlkQueue {
 
     fn notify(&mut self) {
         if let Some(call) = &self.call {
-            // A full counter (EAGAIN) is a notification too.
-            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+            call.ring();
             QueueStats::add(&self.stats.notifications, 1);
         }
     }
@@ -183,7 +182,7 @@ impl BlkQueue {
         );
         (self.on_broken)(&reason.to_string());
         if let Some(err) = &self.err {
-            let _ = rustix::io::write(err, &1u64.to_ne_bytes());
+            err.ring();
         }
     }
 
@@ -244,13 +243,13 @@ impl Vring for BlkQueue {
     }
 
     fn set_call(&mut self, call: Option<OwnedFd>) {
-        self.call = call;
+        self.call = call.map(Bell::new);
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.
         self.notify();
     }
 
     fn set_err(&mut self, err: Option<OwnedFd>) {
-        self.err = err;
+        self.err = err.map(Bell::new);
     }
 
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {
