@@ -198,3 +198,66 @@ impl Device for BlkDevice {
         Box::new(BlkQueue::new(parts, self.shared.clone()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::spec::{DiskSpec, Format};
+
+    fn device(cache: Cache) -> BlkDevice {
+        let spec = DiskSpec {
+            name: "d".into(),
+            format: Format::Ram,
+            size: Some(1 << 20),
+            cache,
+            ..DiskSpec::default()
+        };
+        BlkDevice::new(Disk::open(&spec).unwrap(), 1, 0, "", false)
+    }
+
+    const BOTH: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
+
+    fn through(device: &BlkDevice) -> bool {
+        device.shared.writethrough.load(Relaxed)
+    }
+
+    #[test]
+    fn what_was_agreed_on_decides_how_writes_complete() {
+        let device = device(Cache::Writeback);
+        assert!(through(&device), "no guest yet");
+        for (features, expected) in [(BOTH, false), (bit(VIRTIO_BLK_F_FLUSH), false), (0, true)] {
+            device.negotiated(features);
+            assert_eq!(through(&device), expected, "{features:#x}");
+        }
+        let at = BLK_CONFIG_WRITEBACK_AT as u32;
+        assert!(device.set_config(at, &[0]).is_err(), "not agreed on");
+        device.negotiated(BOTH);
+        assert_eq!(device.set_config(at, &[0]), Ok(Then::Settle));
+        assert!(through(&device));
+        assert_eq!(device.set_config(at, &[0]), Ok(Then::Nothing));
+        assert_eq!(device.set_config(at, &[1]), Ok(Then::Nothing));
+        assert!(!through(&device));
+    }
+
+    #[test]
+    fn who_takes_over_a_guest_writes_through_until_it_knows_better() {
+        let device = device(Cache::Writeback);
+        device.negotiated(BOTH);
+        device.resumed();
+        assert!(through(&device));
+        assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(Then::Nothing));
+        assert!(!through(&device), "the guest said so");
+        device.resumed();
+        assert!(!through(&device), "and we remember");
+    }
+
+    #[test]
+    fn a_cache_that_is_not_there_is_not_offered() {
+        assert_eq!(device(Cache::Writethrough).features() & BOTH, 0);
+        assert_eq!(device(Cache::Writeback).features() & BOTH, BOTH);
+        let device = device(Cache::Unsafe);
+        assert_eq!(device.features() & BOTH, bit(VIRTIO_BLK_F_FLUSH));
+        device.negotiated(0);
+        assert!(!through(&device));
+    }
+}

@@ -9,8 +9,6 @@ pub mod blk;
 mod memory;
 mod messages;
 mod session;
-#[cfg(test)]
-mod tests;
 
 use std::io;
 use std::net::Shutdown;

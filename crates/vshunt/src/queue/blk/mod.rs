@@ -6,8 +6,6 @@
 //! never, or guest memory touched after [`at_rest`](Queue::at_rest) said that all is over.
 
 mod request;
-#[cfg(test)]
-mod tests;
 
 use std::any::Any;
 use std::os::fd::{AsRawFd, OwnedFd};
