@@ -6,6 +6,7 @@
 //! request is in flight.
 
 pub mod blk;
+mod guard;
 mod memory;
 mod messages;
 mod session;
@@ -317,7 +318,12 @@ impl Inner {
             Some(_) if self.stopping.load(Relaxed) => {}
             Some(e) => tracing::warn!("{}: the front-end's connection is closed: {e}", self.name),
         }
-        session.lock().expect("no holder panics").stop_all();
+        let mut session = session.lock().expect("no holder panics");
+        session.stop_all();
+        if session.lost_memory() {
+            tracing::warn!("{}: the front-end took memory away from under its guest", self.name);
+        }
+        drop(session);
         *self.channel.lock().expect("no holder panics") = None;
         *self.stream.lock().expect("no holder panics") = None;
         self.connected.store(false, Relaxed);

@@ -44,6 +44,12 @@ impl InflightArea {
 }
 
 impl Session {
+    /// Whether the front-end cut a file short that holds its guest's memory.
+    pub(in super::super) fn lost_memory(&self) -> bool {
+        self.regions.iter().any(|r| r.keep.downcast_ref::<Mapping>().is_some_and(Mapping::lost))
+            || self.inflight.as_ref().is_some_and(|area| area.map.lost())
+    }
+
     /// Drains and stops every ring; called when the front-end goes, too.
     pub(in super::super) fn stop_all(&mut self) {
         for index in 0..self.vrings.len() {
