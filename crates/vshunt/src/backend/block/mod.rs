@@ -196,7 +196,8 @@ impl Disk {
     /// Waits until everything written is on stable storage. Blocks: for control, never for a worker.
     ///
     /// # Errors
-    /// The system's; what was written before may be lost then.
+    /// The system's; what was written before may be lost then. With the page cache in use, that of a flush that failed
+    /// before, whoever asked for it.
     pub fn sync(&self) -> std::io::Result<()> {
         match &self.kind {
             Kind::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),

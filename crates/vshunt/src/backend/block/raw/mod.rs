@@ -130,8 +130,15 @@ impl Raw {
         open::image_size(&self.file, &self.path, self.block_device)
     }
 
+    /// See [`Disk::sync`](super::Disk::sync): as [`Op::Flush`], but it waits.
     pub(super) fn sync_now(&self) -> std::io::Result<()> {
-        self.file.sync_data()
+        match self.flush_failed.load(Ordering::Relaxed) {
+            0 => {}
+            errno => return Err(std::io::Error::from_raw_os_error(-errno)),
+        }
+        self.file.sync_data().inspect_err(|e| {
+            self.after_sync(-e.raw_os_error().unwrap_or(libc::EIO));
+        })
     }
 
     pub(super) fn resize(&self, size_bytes: u64, readonly: bool) -> Result<()> {

@@ -240,8 +240,29 @@ fn a_flush_that_failed_is_not_forgotten_while_pages_are_cached() {
         assert_eq!(rig.flush(), 0);
         assert_eq!(rig.run_with(&[Ask::new(Op::Flush, 0, 0)], |_, _| -libc::EIO), [-libc::EIO]);
         assert_eq!(rig.flush(), after);
+        // Control asks the same file.
+        assert_eq!(rig.disk().sync().err().map_or(0, |e| -e.raw_os_error().unwrap()), after);
         assert_eq!(rig.write(0, &[1; 512]), 0);
     }
+}
+
+#[test]
+fn a_sync_that_failed_is_not_forgotten_either() {
+    let dir = scratch("/var/tmp");
+    let path = image(&dir, "disk.img", SIZE);
+    let spec = DiskSpec { direct: Direct::Off, locking: false, ..raw_spec(&path) };
+    let Ok(mut disk) = Arc::try_unwrap(Disk::open(&spec).unwrap()) else { panic!("it is ours alone") };
+    let Kind::Raw(raw) = &mut disk.kind else { panic!("a raw disk") };
+    // What cannot be synced, instead of a device that fails.
+    let (pipe, _) = std::io::pipe().unwrap();
+    let good = std::mem::replace(&mut raw.file, Arc::new(File::from(std::os::fd::OwnedFd::from(pipe))));
+    let errno = disk.sync().unwrap_err().raw_os_error().unwrap();
+    let Kind::Raw(raw) = &mut disk.kind else { panic!("a raw disk") };
+    raw.file = good;
+    assert_eq!(disk.sync().unwrap_err().raw_os_error(), Some(errno));
+    let mut ring = crate::worker::Ring::new().unwrap();
+    let handle = Arc::new(disk).attach(&mut ring);
+    assert_eq!(Rig { ring, handle }.flush(), -errno);
 }
 
 /// O_DIRECT in units of a page, on a file that is asked for sectors: as on a file system on a disk with 4096-byte
