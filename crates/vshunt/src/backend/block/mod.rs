@@ -79,8 +79,6 @@ pub struct Limits {
     pub can_discard: bool,
     /// Whether WriteZeroes is possible: on every disk that can be written.
     pub can_zero: bool,
-    /// Whether seeks take time.
-    pub rotational: bool,
 }
 
 impl Limits {
@@ -97,7 +95,6 @@ impl Limits {
             discard_align: 4096,
             can_discard: !readonly,
             can_zero: !readonly,
-            rotational: false,
         }
     }
 }
@@ -155,17 +152,6 @@ impl Disk {
     #[inline]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
-    }
-
-    /// Looks up the size anew, which another may have changed (`truncate`, `lvextend`), and returns it.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open) for a size; the size known before is kept then.
-    pub fn refresh(&self) -> Result<u64> {
-        if let Kind::Raw(raw) = &self.kind {
-            self.size_bytes.store(raw.read_size()?, Ordering::Release);
-        }
-        Ok(self.size_bytes())
     }
 
     /// Changes the size to `size_bytes`, a positive multiple of 512. What a disk grows by reads as zeroes.
@@ -298,12 +284,6 @@ impl DiskHandle {
                 ring.forget(aside.as_raw_fd());
             }
         }
-    }
-
-    /// The disk.
-    #[inline]
-    pub fn disk(&self) -> &Arc<Disk> {
-        &self.disk
     }
 }
 

@@ -139,7 +139,7 @@ impl Rig {
     }
 
     pub(super) fn disk(&self) -> &Disk {
-        self.handle.disk()
+        &self.handle.disk
     }
 
     /// Runs requests side by side. `lie` may change a result on its way to the backend.

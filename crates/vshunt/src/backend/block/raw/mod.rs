@@ -126,10 +126,6 @@ impl Raw {
         self.file.as_raw_fd()
     }
 
-    pub(super) fn read_size(&self) -> Result<u64> {
-        open::image_size(&self.file, &self.path, self.block_device)
-    }
-
     /// See [`Disk::sync`](super::Disk::sync): as [`Op::Flush`], but it waits.
     pub(super) fn sync_now(&self) -> std::io::Result<()> {
         match self.flush_failed.load(Ordering::Relaxed) {
@@ -144,7 +140,7 @@ impl Raw {
     pub(super) fn resize(&self, size_bytes: u64, readonly: bool) -> Result<()> {
         let path = self.path.display();
         if self.block_device {
-            let now = self.read_size()?;
+            let now = open::image_size(&self.file, &self.path, true)?;
             if now == size_bytes {
                 return Ok(());
             }
