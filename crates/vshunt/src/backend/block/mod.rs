@@ -254,6 +254,9 @@ impl DiskHandle {
     /// Begins a request. On [`Step::Wait`] an operation with `token` is on the ring; its result goes to
     /// [`resume`](Self::resume). `io` stays where it is until [`Step::Done`], and so does the memory that its segments
     /// name ([`IoVecs::push`]).
+    ///
+    /// The caller bounds `len` of a read or write: `ram` and files in memory copy all of it before this returns, and
+    /// the worker's other queues wait meanwhile.
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         match &self.disk.kind {
