@@ -250,12 +250,14 @@ impl Raw {
 
     #[cold]
     fn bounce(&self, io: &mut Io, pool: &Pool) -> Next {
-        if io.bounce.is_none() {
-            io.bounce = pool.take(io.iov.left_bytes());
-        }
+        let (left, block) = (io.iov.left_bytes(), self.offset_mask + 1);
+        io.bounce = match io.bounce.take() {
+            Some(buf) => pool.exchange(buf, left, block),
+            None => pool.take(left, block),
+        };
         let Some(buf) = &io.bounce else { return Next::Done(-libc::ENOMEM) };
         io.stage = Stage::Bounce;
-        io.asked = io.iov.left_bytes().min(buf.len() as u64) as u32;
+        io.asked = left.min(buf.len() as u64) as u32;
         if io.op == Op::Write {
             // SAFETY: the buffer is this request's alone and has room for `asked` bytes, of which there are as many;
             // the segments are valid by `IoVecs::push`.
