@@ -2,9 +2,9 @@
 //!
 //! Called by a block queue, on the worker's thread. A request is an [`Io`] in the queue's slot; [`start`](DiskHandle::start)
 //! begins it and [`resume`](DiskHandle::resume) goes on with it at each completion, until the step is [`Step::Done`].
-//! Nothing here blocks on a device, takes a lock or allocates on that way. (Two exceptions, both by design: files in
-//! memory are read and written at once, see `raw`; and guests with unaligned buffers make a bounce buffer be
-//! allocated, see `bounce`.)
+//! Nothing here blocks on a device, takes a lock or allocates on that way. (Three exceptions, all by design: files in
+//! memory are read and written at once, see `raw`; guests with unaligned buffers make a bounce buffer be allocated, see
+//! `bounce`; and so do many requests at a time that each have many segments, see `spill`.)
 //!
 //! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
 //! queue on one worker uses of it.
@@ -14,6 +14,7 @@ mod io;
 mod lock;
 mod memory;
 mod raw;
+mod spill;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -259,22 +260,33 @@ impl DiskHandle {
     /// the worker's other queues wait meanwhile.
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
-        match &self.disk.kind {
+        let step = match &self.disk.kind {
             Kind::Null => Step::Done(0),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
-        }
+        };
+        Self::stepped(io, step)
     }
 
     /// Goes on with a request after its operation on the ring completed with `res`.
     #[inline]
     pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
-        match &self.disk.kind {
+        let step = match &self.disk.kind {
             Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
             // The others are never under way; a completion that says otherwise is not ours.
             Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
+        };
+        Self::stepped(io, step)
+    }
+
+    /// A request that is over names no memory any more, and has none for naming it.
+    #[inline]
+    fn stepped(io: &mut Io, step: Step) -> Step {
+        if let Step::Done(_) = step {
+            io.iov.clear();
         }
+        step
     }
 
     /// Undoes [`Disk::attach`], on the same thread, with no request under way.

@@ -169,6 +169,7 @@ impl Rig {
                 done[i] = Some(res);
             }
         });
+        assert!(ios.iter().all(|io| io.iov.left_bytes() == 0 && !io.iov.spilled()), "room is kept in a slot");
         done.into_iter().map(|d| d.expect("every request ends")).collect()
     }
 
