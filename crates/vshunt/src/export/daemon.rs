@@ -300,7 +300,7 @@ impl Daemon {
         if spec.name.is_some() {
             return Err(Error::invalid("a worker keeps the name that it was made with"));
         }
-        self.workers.set(id, &settings(&spec))
+        self.workers.set(id, None, &settings(&spec))
     }
 
     /// All workers, by id.
@@ -364,9 +364,7 @@ impl Daemon {
             self.tell(&Event::ExportDeleted { name });
         }
         drop(disks);
-        for worker in self.workers.states() {
-            let _ = self.workers.free(worker.id);
-        }
+        self.workers.end_all();
         let _guard = self.state();
         self.gone.notify_all();
     }
