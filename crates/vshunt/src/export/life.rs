@@ -39,10 +39,6 @@ impl Export {
         spec.queues = Some(queues);
         check(&spec, queues, &disk)?;
         let socket = open_socket(&spec)?;
-        let path = match &socket {
-            Socket::Listening(_, path) => path.clone(),
-            Socket::Connected(_) => None,
-        };
         let mut own_workers = Vec::new();
         let made = Self::serve(&spec, socket, disk, workers, observer, &mut own_workers);
         match made {
@@ -52,9 +48,6 @@ impl Export {
             Err(e) => {
                 for id in own_workers {
                     let _ = workers.free(id);
-                }
-                if let Some(path) = path {
-                    let _ = std::fs::remove_file(path);
                 }
                 Err(e)
             }
