@@ -342,3 +342,43 @@ fn a_reader_that_goes_away_is_no_failure() {
     let mut child = vshunt().args(["completions", "zsh"]).stdout(Stdio::from(write)).spawn().unwrap();
     assert_eq!(wait(&mut child), 0);
 }
+
+#[test]
+fn it_takes_as_many_open_files_as_it_may_have() {
+    let daemon = Daemon::start_with(&[], |command| {
+        // SAFETY: between fork and exec; setrlimit is async-signal-safe and is about the child only.
+        unsafe {
+            command.pre_exec(|| {
+                let limit = libc::rlimit { rlim_cur: 64, rlim_max: 512 };
+                match libc::setrlimit(libc::RLIMIT_NOFILE, &limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+    });
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", daemon.child.id())).unwrap();
+    let line = limits.lines().find(|l| l.starts_with("Max open files")).unwrap();
+    let numbers: Vec<_> = line.split_whitespace().filter_map(|w| w.parse::<u64>().ok()).collect();
+    assert_eq!(numbers, [512, 512]);
+    let error = loop {
+        let (code, _, error) = daemon.run(&["worker", "new"]);
+        if code != 0 {
+            break error;
+        }
+    };
+    assert!(error.contains("ulimit -n") && error.contains("LimitNOFILE="), "{error}");
+}
+
+#[test]
+fn a_workers_name_and_cpus_change_and_worker_0_stays() {
+    let daemon = Daemon::start(&[]);
+    let worker = |id: usize| daemon.json(&["worker", "list", "--json"])[id].clone();
+    let all = worker(0)["cpu"].clone();
+    assert_eq!(daemon.ok(&["worker", "new", "--cpu", &all[0].to_string()]), "1\n");
+    assert_eq!(worker(1)["cpu"], json!([all[0]]));
+    daemon.ok(&["worker", "set", "1", "--name", "fast", "--cpu", "all"]);
+    assert_eq!((&worker(1)["cpu"], &worker(1)["name"]), (&all, &json!("fast")));
+    daemon.ok(&["worker", "free", "fast"]);
+    assert!(daemon.fails(1, &["worker", "free", "0"]).contains("worker 0 is there always"));
+}

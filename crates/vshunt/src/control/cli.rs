@@ -138,7 +138,7 @@ cache=writeback|writethrough|unsafe, locking=on|off.
 Export keys: type=vhost-user-blk, name, disk, socket or fd, queues, workers=default|per-queue|N,
 readonly=on|off, serial, block-size, poll-us.
 
-Worker keys: name, cpu (as for taskset: 2-3,,6), nice, poll-us. Worker 0 is there always.";
+Worker keys: name, cpu (as for taskset: 2-3,,6; or all), nice, poll-us. Worker 0 is there always.";
 
 const SERVE_AFTER: &str = "\
 Configuration file:
@@ -204,13 +204,15 @@ pub(crate) enum WorkerCommand {
     New(WorkerArgs),
     /// List workers
     List(ListArgs),
-    /// Free a worker that has no queues
+    /// Free a worker that has no queues; worker 0 stays
     Free {
         /// Its id or name
         worker: String,
     },
     /// Change a worker; what is not given stays
-    #[command(after_long_help = "Examples:\n  vshunt worker set 2 --cpu 4-5 --poll-us 0")]
+    #[command(
+        after_long_help = "Examples:\n  vshunt worker set 2 --cpu 4-5 --poll-us 0\n  vshunt worker set 2 --cpu all"
+    )]
     Set {
         /// Its id or name
         worker: String,
@@ -221,7 +223,7 @@ pub(crate) enum WorkerCommand {
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct WorkerArgs {
-    /// CPUs it may run on, for example 2, 0-3 or 0-1,6
+    /// CPUs it may run on, for example 2, 0-3 or 0-1,6; all: every one that the daemon may use
     #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
     cpu: Option<Cpus>,
     /// Nice value, -20 to 19
@@ -230,7 +232,7 @@ pub(crate) struct WorkerArgs {
     /// Bound of adaptive polling in microseconds; 0 never polls
     #[arg(long, value_name = "N")]
     poll_us: Option<u32>,
-    /// Name in lists, and of its thread
+    /// Name in lists; its thread has the one that it was made with
     #[arg(long)]
     name: Option<String>,
 }
@@ -245,7 +247,7 @@ fn parse_cpus(text: &str) -> Result<Cpus, keyval::KeyvalError> {
 
 impl WorkerArgs {
     pub(crate) fn into_spec(self) -> WorkerSpec {
-        let cpu = self.cpu.map(|c| c.0).unwrap_or_default();
+        let cpu = self.cpu.map(|c| c.0);
         WorkerSpec { name: self.name, cpu, nice: self.nice, poll_us: self.poll_us }
     }
 }
@@ -358,7 +360,7 @@ mod tests {
         let cli = Cli::try_parse_from(["vshunt", "worker", "new", "--nice", "-5", "--cpu", "0-1,3"]).unwrap();
         let Command::Worker(WorkerCommand::New(args)) = cli.command else { panic!("{:?}", cli.command) };
         let spec = args.into_spec();
-        assert_eq!((spec.nice, spec.cpu), (Some(-5), vec![0, 1, 3]));
+        assert_eq!((spec.nice, spec.cpu), (Some(-5), Some(vec![0, 1, 3])));
     }
 
     #[test]

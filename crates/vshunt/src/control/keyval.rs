@@ -88,9 +88,13 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
     u64::try_from(scaled / scale).map_err(|_| too_large())
 }
 
-/// A list of CPUs as taskset has it: `2`, `0-3`, `0-1,6`.
+/// A list of CPUs as taskset has it: `2`, `0-3`, `0-1,6`. Empty for `all`.
 pub(crate) fn parse_cpus(text: &str) -> Result<Vec<usize>, KeyvalError> {
-    let bad = || KeyvalError(format!("`{text}` is not a list of CPUs; write for example 2, 0-3 or 0-1,6"));
+    let bad =
+        || KeyvalError(format!("`{text}` is not a list of CPUs; write for example 2, 0-3, 0-1,6 or all"));
+    if text == "all" {
+        return Ok(Vec::new());
+    }
     let number = |s: &str| s.parse::<usize>().ok().filter(|n| *n <= CPU_MAX).ok_or_else(bad);
     let mut cpus = Vec::new();
     for part in text.split(',') {

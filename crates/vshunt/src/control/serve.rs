@@ -1,6 +1,6 @@
 //! The daemon's life: set up, serve, take down. Runs on the main thread.
 //!
-//! Set-up: 1 block signals, 2 take inherited sockets, 3 hold the control socket, 4 make the daemon and bind its
+//! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket, 4 make the daemon and bind its
 //! events, 5 disks, workers, exports, 6 accept control clients, 7 pidfile, tell the service manager.
 //! The end: 1 tell the service manager and clients, 2 remove exports and workers, 3 remove control socket and
 //! pidfile, 4 close connections. A client that sees its connection end finds nothing left.
@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 
 use super::activation::{self, Inherited};
@@ -40,6 +41,7 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     log::start(manner.program, manner.log.verbose, manner.log.quiet);
     let (stop, stopped) = channel();
     signals::forward(blocked, stop.clone())?;
+    raise_file_limit();
     let inherited = activation::take()?;
     let mut serving = Serving::set_up(setup, inherited, manner, stop)?;
     serving.announce(manner);
@@ -47,6 +49,17 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     tracing::info!(?reason, "ending");
     serving.take_down(reason);
     Ok(())
+}
+
+/// Takes as many open files as we may have: the soft limit is low for the sake of programs that use select(2).
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if limit.current != limit.maximum
+        && let Err(e) = setrlimit(Resource::Nofile, raised)
+    {
+        tracing::warn!("cannot raise the limit of open files: {e}");
+    }
 }
 
 fn check_fds(setup: &Setup) -> Result<()> {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
-use super::life::Export;
+use super::life::{Export, removing};
 use super::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
@@ -84,12 +84,15 @@ pub enum Event {
 
 type Listener = Box<dyn Fn(&Event) + Send + Sync>;
 
-/// Disks, exports and workers of one process. Lock order: `state`, then a queue set's slot, then the workers'
-/// list. `state` guards the two maps and is never held while a queue drains.
+/// Disks, exports and workers of one process.
+///
+/// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot, then the workers'
+/// list. `state` guards the two maps and is held for look-ups alone: never while a socket, a worker or a file is
+/// opened, and never while a queue drains. A name is reserved or marked instead, see [`Phase`].
 pub struct Daemon {
     state: Mutex<Maps>,
-    /// Signalled when an export is gone.
-    gone: Condvar,
+    /// Signalled when an export has come into another phase, or is gone.
+    changed: Condvar,
     workers: Arc<Workers>,
     listeners: RwLock<Vec<Listener>>,
     this: Weak<Daemon>,
@@ -97,9 +100,34 @@ pub struct Daemon {
 
 #[derive(Default)]
 struct Maps {
-    disks: BTreeMap<String, (DiskSpec, Arc<Disk>)>,
-    exports: BTreeMap<String, Arc<Export>>,
+    disks: BTreeMap<String, Arc<DiskEntry>>,
+    exports: BTreeMap<String, ExportEntry>,
+    /// Exports that are out of the map, and listeners not told yet.
+    untold: usize,
     shut: bool,
+}
+
+struct DiskEntry {
+    spec: DiskSpec,
+    disk: Arc<Disk>,
+    /// Held over a resize, and while an export is made: resizes come one at a time, and each knows all writers.
+    turn: Mutex<()>,
+}
+
+struct ExportEntry {
+    disk: String,
+    readonly: bool,
+    phase: Phase,
+}
+
+/// An export's life. Its name and its disk are in use from the first phase to the end of the last.
+#[derive(Clone)]
+enum Phase {
+    /// Reserved, while it is made without the lock. Not shown.
+    Making,
+    Serving(Arc<Export>),
+    /// Disconnects and drains. Shown; nobody else may remove it.
+    Removing(Arc<Export>),
 }
 
 struct Watch {
@@ -128,11 +156,20 @@ impl Observer for Watch {
     fn ended(&self) {
         // Called by the session thread, which cannot wait for itself.
         let (name, daemon) = (self.name.clone(), self.daemon.clone());
-        std::thread::spawn(move || {
-            if let Some(daemon) = daemon.upgrade() {
-                let _ = daemon.export_remove(&name, true);
+        let remove = move || {
+            if let Some(daemon) = daemon.upgrade()
+                && let Err(e) = daemon.export_remove(&name, true)
+            {
+                tracing::debug!("{e}");
             }
-        });
+        };
+        if let Err(e) = std::thread::Builder::new().name("export-end".into()).spawn(remove) {
+            // It serves nobody any more, and goes with the next remove or the daemon.
+            tracing::error!(
+                "export {}: its peer went, and no thread can be had to remove it: {e}",
+                self.name
+            );
+        }
     }
 }
 
@@ -143,7 +180,7 @@ impl Daemon {
         workers.create(None, &Settings::default())?;
         Ok(Arc::new_cyclic(|this| Self {
             state: Mutex::default(),
-            gone: Condvar::new(),
+            changed: Condvar::new(),
             workers,
             listeners: RwLock::default(),
             this: this.clone(),
@@ -165,47 +202,65 @@ impl Daemon {
         }
     }
 
+    fn wait<'a>(&self, state: MutexGuard<'a, Maps>) -> MutexGuard<'a, Maps> {
+        self.changed.wait(state).expect("no holder panics")
+    }
+
     /// Opens a disk.
     pub fn disk_add(&self, spec: DiskSpec) -> Result<()> {
         check_name("disk", &spec.name)?;
         let check = |state: &Maps| match state.disks.contains_key(&spec.name) {
             true => Err(Error::exists(format!("there is a disk {} already", spec.name))),
-            false => Ok(()),
+            false => state.check_up(),
         };
         check(&self.state())?;
         // Without the lock: it may wait for the image.
         let disk = Disk::open(&spec)?;
         let mut state = self.state();
         check(&state)?;
-        state.disks.insert(spec.name.clone(), (spec, disk));
+        let name = spec.name.clone();
+        state.disks.insert(name, Arc::new(DiskEntry { spec, disk, turn: Mutex::default() }));
         Ok(())
     }
 
     /// Closes a disk that no export uses.
     pub fn disk_remove(&self, name: &str) -> Result<()> {
-        let mut state = self.state();
-        let users = state.users(name);
-        if !state.disks.contains_key(name) {
-            return Err(no_disk(name));
-        }
-        if let Some(user) = users.first() {
-            return Err(Error::busy(format!("disk {name} is in use by export {user}; remove that first")));
-        }
-        state.disks.remove(name);
+        let removed = {
+            let mut state = self.state();
+            if let Some(user) = state.users(name).first() {
+                return Err(Error::busy(format!(
+                    "disk {name} is in use by export {user}; remove that first"
+                )));
+            }
+            state.disks.remove(name).ok_or_else(|| no_disk(name))?
+        };
+        drop(removed);
         Ok(())
     }
 
     /// Gives a disk another size, or takes note of a block device's new one; guests are told.
     pub fn disk_resize(&self, name: &str, size_bytes: u64) -> Result<()> {
-        let (disk, exports): (Arc<Disk>, Vec<Arc<Export>>) = {
+        let entry = self.state().disk(name)?;
+        let _turn = entry.turn();
+        let exports: Vec<Arc<Export>> = {
             let state = self.state();
-            let (_, disk) = state.disks.get(name).ok_or_else(|| no_disk(name))?;
-            (disk.clone(), state.exports.values().filter(|e| e.spec.disk == name).cloned().collect())
+            state.still(&entry)?;
+            // None is being made: that takes the disk's turn.
+            state
+                .exports
+                .values()
+                .filter(|e| e.disk == name)
+                .filter_map(|e| e.phase.export().cloned())
+                .collect()
         };
+        for export in &exports {
+            export.check_size(size_bytes)?;
+        }
+        let disk = &entry.disk;
         // A write in flight beyond a new, nearer end would make the image longer again.
         let writer = exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes());
         match writer {
-            Some(export) => export.queue_set().with_all_drained(|| disk.resize(size_bytes))?,
+            Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
             None => disk.resize(size_bytes)?,
         }
         for export in exports {
@@ -218,89 +273,109 @@ impl Daemon {
     /// All disks, by name.
     pub fn disks(&self) -> Vec<DiskInfo> {
         let state = self.state();
-        let info = |(spec, disk): &(DiskSpec, Arc<Disk>)| DiskInfo {
-            spec: spec.clone(),
-            size_bytes: disk.size_bytes(),
-            direct_in_use: disk.direct_in_use(),
-            path: disk.path().to_owned(),
-            exports: state.users(&spec.name),
+        let info = |entry: &Arc<DiskEntry>| DiskInfo {
+            spec: entry.spec.clone(),
+            size_bytes: entry.disk.size_bytes(),
+            direct_in_use: entry.disk.direct_in_use(),
+            path: entry.disk.path().to_owned(),
+            exports: state.users(&entry.spec.name),
         };
         state.disks.values().map(info).collect()
     }
 
-    /// Serves a disk.
+    /// Serves a disk. Waits for a resize of that disk to end.
     pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
         check_name("export", &spec.name)?;
+        let entry = self.state().disk(&spec.disk)?;
+        let _turn = entry.turn();
         let name = spec.name.clone();
-        let mut state = self.state();
-        if state.shut {
-            return Err(Error::busy("the daemon is ending"));
-        }
-        if state.exports.contains_key(&name) {
-            return Err(Error::exists(format!("there is an export {name} already")));
-        }
-        let (disk_spec, disk) = state.disks.get(&spec.disk).ok_or_else(|| no_disk(&spec.disk))?;
-        let readonly = spec.readonly || disk_spec.readonly;
-        let writer = state.exports.values().find(|e| e.spec.disk == spec.disk && !e.readonly);
-        if let Some(writer) = writer
-            && !readonly
-        {
-            return Err(Error::busy(format!(
-                "disk {} is written by export {} already; give readonly=on, or remove that export",
-                spec.disk, writer.spec.name
-            )));
-        }
+        self.state().reserve(&spec, &entry)?;
         let watch = Watch { name: name.clone(), daemon: self.this.clone() };
-        let export = Export::create(spec, disk.clone(), &self.workers, Arc::new(watch))?;
-        state.exports.insert(name, Arc::new(export));
-        Ok(())
+        let made = Export::create(spec, entry.disk.clone(), &self.workers, Arc::new(watch));
+        let mut state = self.state();
+        let result = match made {
+            Ok(export) => {
+                let reserved = state.exports.get_mut(&name).expect("what is being made stays");
+                reserved.phase = Phase::Serving(Arc::new(export));
+                Ok(())
+            }
+            Err(e) => {
+                state.exports.remove(&name);
+                Err(e)
+            }
+        };
+        self.changed.notify_all();
+        result
     }
 
-    /// Ends an export. Without `hard`, one with a front-end connected is [`Busy`](crate::error::Kind::Busy).
+    /// Ends an export; returns when it is gone. Without `hard`, one with a front-end connected is
+    /// [`Busy`](crate::error::Kind::Busy), and so is one that is being removed already.
     pub fn export_remove(&self, name: &str, hard: bool) -> Result<()> {
         let export = {
             let mut state = self.state();
-            let export = state.exports.get(name).ok_or_else(|| no_export(name))?;
-            if !hard && export.connected() {
-                return Err(Error::busy(format!(
-                    "export {name} has a front-end connected; end that, or remove it by force"
-                )));
+            loop {
+                match state.phase(name)? {
+                    Phase::Making => {}
+                    Phase::Removing(_) => return Err(removing(name)),
+                    Phase::Serving(export) if !hard && export.connected() => {
+                        return Err(Error::busy(format!(
+                            "export {name} has a front-end connected; end that, or remove it by force"
+                        )));
+                    }
+                    Phase::Serving(_) => break,
+                }
+                state = self.wait(state);
             }
-            state.exports.remove(name).expect("seen above")
+            state.mark_removing(name)
         };
-        export.remove();
-        self.tell(&Event::ExportDeleted { name: name.to_owned() });
-        let _guard = self.state();
-        self.gone.notify_all();
+        self.end(name, &export);
         Ok(())
+    }
+
+    /// Takes down an export that is marked as being removed.
+    fn end(&self, name: &str, export: &Export) {
+        export.remove();
+        {
+            let mut state = self.state();
+            state.exports.remove(name);
+            state.untold += 1;
+        }
+        // Without the lock, and when the name can be used again.
+        self.tell(&Event::ExportDeleted { name: name.to_owned() });
+        self.state().untold -= 1;
+        self.changed.notify_all();
     }
 
     /// All exports, by name.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        self.state().exports.values().map(|e| e.info()).collect()
+        self.shown().iter().map(|e| e.info()).collect()
+    }
+
+    fn shown(&self) -> Vec<Arc<Export>> {
+        self.state().exports.values().filter_map(|e| e.phase.export().cloned()).collect()
     }
 
     /// Makes a worker.
     pub fn worker_new(&self, spec: WorkerSpec) -> Result<WorkerId> {
+        check_worker_name(&spec)?;
         let settings = settings(&spec);
         let id = self.workers.create(spec.name, &settings)?;
         self.tell(&Event::WorkerNew { id });
         Ok(id)
     }
 
-    /// Ends a worker that has no queues.
+    /// Ends a worker that has no queues. Worker 0 stays.
     pub fn worker_free(&self, id: WorkerId) -> Result<()> {
         self.workers.free(id)?;
         self.tell(&Event::WorkerFreed { id });
         Ok(())
     }
 
-    /// Changes a worker; what is not given stays. A name cannot be changed.
+    /// Changes a worker, all or nothing; what is not given stays. Its thread keeps the name that it was made with.
     pub fn worker_set(&self, id: WorkerId, spec: WorkerSpec) -> Result<()> {
-        if spec.name.is_some() {
-            return Err(Error::invalid("a worker keeps the name that it was made with"));
-        }
-        self.workers.set(id, &settings(&spec))
+        check_worker_name(&spec)?;
+        let settings = settings(&spec);
+        self.workers.set(id, spec.name, &settings)
     }
 
     /// All workers, by id.
@@ -329,57 +404,151 @@ impl Daemon {
 
     /// Attaches a queue to a worker, whole or not at all, while I/O runs.
     pub fn queue_attach(&self, export: &str, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
-        let set = {
-            let state = self.state();
-            state.exports.get(export).ok_or_else(|| no_export(export))?.queue_set().clone()
-        };
-        set.attach(index, worker, timeout)?;
+        let phase = self.state().phase(export)?;
+        match phase {
+            Phase::Making => return Err(no_export(export)),
+            Phase::Removing(_) => return Err(removing(export)),
+            Phase::Serving(export) => export.with_queues(|set| set.attach(index, worker, timeout))?,
+        }
         self.tell(&Event::QueueAttached { export: export.to_owned(), index, worker });
         Ok(())
     }
 
     /// All queues of all exports.
     pub fn queues(&self) -> Vec<QueueInfo> {
-        let exports: Vec<Arc<Export>> = self.state().exports.values().cloned().collect();
-        exports.iter().flat_map(|e| e.queue_infos()).collect()
+        self.shown().iter().flat_map(|e| e.queue_infos()).collect()
     }
 
     /// Waits until no export is left.
     pub fn wait_all_gone(&self) {
         let mut state = self.state();
-        while !state.exports.is_empty() {
-            state = self.gone.wait(state).expect("no holder panics");
+        while !state.is_quiet() {
+            state = self.wait(state);
         }
     }
 
-    /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Idempotent.
+    /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Returns when that is
+    /// over, also where others began it. Idempotent.
     pub fn shutdown(&self) {
-        let (exports, disks) = {
+        let exports: Vec<(String, Arc<Export>)> = {
             let mut state = self.state();
             state.shut = true;
-            (std::mem::take(&mut state.exports), std::mem::take(&mut state.disks))
+            // None is added from here on; those being made are waited for.
+            while state.exports.values().any(|e| matches!(e.phase, Phase::Making)) {
+                state = self.wait(state);
+            }
+            let served = |(name, e): (&String, &ExportEntry)| {
+                matches!(e.phase, Phase::Serving(_)).then(|| name.clone())
+            };
+            let names: Vec<String> = state.exports.iter().filter_map(served).collect();
+            names.into_iter().map(|name| (name.clone(), state.mark_removing(&name))).collect()
         };
         for (name, export) in exports {
-            export.remove();
-            self.tell(&Event::ExportDeleted { name });
+            self.end(&name, &export);
+        }
+        self.wait_all_gone();
+        let disks = std::mem::take(&mut self.state().disks);
+        for entry in disks.values() {
+            // A resize may be under way.
+            drop(entry.turn());
         }
         drop(disks);
-        for worker in self.workers.states() {
-            let _ = self.workers.free(worker.id);
+        self.workers.end_all();
+    }
+}
+
+impl DiskEntry {
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().expect("no holder panics")
+    }
+}
+
+impl Phase {
+    /// The export, once it is made.
+    fn export(&self) -> Option<&Arc<Export>> {
+        match self {
+            Self::Making => None,
+            Self::Serving(export) | Self::Removing(export) => Some(export),
         }
-        let _guard = self.state();
-        self.gone.notify_all();
     }
 }
 
 impl Maps {
+    fn check_up(&self) -> Result<()> {
+        match self.shut {
+            true => Err(Error::busy("the daemon is ending")),
+            false => Ok(()),
+        }
+    }
+
+    fn disk(&self, name: &str) -> Result<Arc<DiskEntry>> {
+        self.disks.get(name).cloned().ok_or_else(|| no_disk(name))
+    }
+
+    /// Whether a disk whose turn was waited for is still there.
+    fn still(&self, entry: &Arc<DiskEntry>) -> Result<()> {
+        let name = &entry.spec.name;
+        match self.disks.get(name) {
+            Some(there) if Arc::ptr_eq(there, entry) => Ok(()),
+            _ => Err(no_disk(name)),
+        }
+    }
+
+    fn phase(&self, export: &str) -> Result<Phase> {
+        self.exports.get(export).map(|e| e.phase.clone()).ok_or_else(|| no_export(export))
+    }
+
+    /// Enters an export that is to be made, if it may be.
+    fn reserve(&mut self, spec: &ExportSpec, disk: &Arc<DiskEntry>) -> Result<()> {
+        self.check_up()?;
+        self.still(disk)?;
+        if self.exports.contains_key(&spec.name) {
+            return Err(Error::exists(format!("there is an export {} already", spec.name)));
+        }
+        let readonly = spec.readonly || disk.disk.readonly();
+        let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
+        if let Some((writer, _)) = writer
+            && !readonly
+        {
+            return Err(Error::busy(format!(
+                "disk {} is written by export {writer} already; give readonly=on, or remove that export",
+                spec.disk
+            )));
+        }
+        let entry = ExportEntry { disk: spec.disk.clone(), readonly, phase: Phase::Making };
+        self.exports.insert(spec.name.clone(), entry);
+        Ok(())
+    }
+
+    /// The edge from `Serving` to `Removing`; whoever takes it calls [`Daemon::end`].
+    fn mark_removing(&mut self, name: &str) -> Arc<Export> {
+        let entry = self.exports.get_mut(name).expect("the caller saw it under the same lock");
+        let Phase::Serving(export) = entry.phase.clone() else { unreachable!("seen under the same lock") };
+        entry.phase = Phase::Removing(export.clone());
+        export
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.exports.is_empty() && self.untold == 0
+    }
+
     fn users(&self, disk: &str) -> Vec<String> {
-        self.exports.values().filter(|e| e.spec.disk == disk).map(|e| e.spec.name.clone()).collect()
+        self.exports.iter().filter(|(_, e)| e.disk == disk).map(|(name, _)| name.clone()).collect()
     }
 }
 
 fn settings(spec: &WorkerSpec) -> Settings {
     Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us }
+}
+
+/// Names are taken for ids where they are numbers.
+fn check_worker_name(spec: &WorkerSpec) -> Result<()> {
+    let Some(name) = &spec.name else { return Ok(()) };
+    check_name("worker", name)?;
+    match name.parse::<WorkerId>() {
+        Ok(_) => Err(Error::invalid(format!("worker name {name:?} would be taken for an id; add a letter"))),
+        Err(_) => Ok(()),
+    }
 }
 
 fn check_name(what: &str, name: &str) -> Result<()> {

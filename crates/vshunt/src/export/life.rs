@@ -1,7 +1,7 @@
 //! One export's life: create, serve, remove.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, RwLock, RwLockReadGuard};
 
 use super::spec::{ExportInfo, ExportSpec, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
@@ -9,20 +9,26 @@ use crate::error::{Error, Result};
 use crate::frontend::vhost_user::blk::BlkDevice;
 use crate::frontend::vhost_user::{Observer, Socket, VhostUser, adopt, listen};
 use crate::queue::blk::SERIAL_MAX;
-use crate::worker::{QueueSet, Settings, State, WorkerId, Workers};
+use crate::worker::{FIRST_WORKER, QueueSet, Settings, State, WorkerId, Workers};
 
 /// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
 pub const MAX_QUEUES: u16 = 256;
 
-/// An export that is served.
+/// An export, served until it is removed. Control threads call it. Lock order: `served`, then a queue set's slot.
 pub(super) struct Export {
     pub(super) spec: ExportSpec,
     pub(super) readonly: bool,
-    frontend: VhostUser,
-    queues: Arc<QueueSet>,
+    /// None once it is removed. Read for as long as the queues are used, which may be until a drain is over;
+    /// written once, after the front-end was stopped, when no drain can last any more.
+    served: RwLock<Option<Served>>,
     /// Made for it, and freed with it.
     own_workers: Vec<WorkerId>,
     workers: Arc<Workers>,
+}
+
+struct Served {
+    frontend: VhostUser,
+    queues: Arc<QueueSet>,
 }
 
 impl Export {
@@ -36,24 +42,16 @@ impl Export {
         let queues = spec.queues.unwrap_or_else(online_cpus);
         spec.queues = Some(queues);
         check(&spec, queues, &disk)?;
+        let readonly = spec.readonly || disk.readonly();
         let socket = open_socket(&spec)?;
-        let path = match &socket {
-            Socket::Listening(_, path) => path.clone(),
-            Socket::Connected(_) => None,
-        };
         let mut own_workers = Vec::new();
-        let made = Self::serve(&spec, socket, disk, workers, observer, &mut own_workers);
-        match made {
-            Ok((frontend, queues, readonly)) => {
-                Ok(Self { spec, readonly, frontend, queues, own_workers, workers: workers.clone() })
+        match Self::serve(&spec, socket, disk, workers, observer, &mut own_workers) {
+            Ok(served) => {
+                let served = RwLock::new(Some(served));
+                Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
             }
             Err(e) => {
-                for id in own_workers {
-                    let _ = workers.free(id);
-                }
-                if let Some(path) = path {
-                    let _ = std::fs::remove_file(path);
-                }
+                free(workers, &own_workers);
                 Err(e)
             }
         }
@@ -66,91 +64,120 @@ impl Export {
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
         own_workers: &mut Vec<WorkerId>,
-    ) -> Result<(VhostUser, Arc<QueueSet>, bool)> {
+    ) -> Result<Served> {
         let count = spec.queues.unwrap_or(1);
         let homes = homes(spec, count, workers, own_workers)?;
-        let set = Arc::new(QueueSet::new(&spec.name, workers, &homes)?);
+        let queues = Arc::new(QueueSet::new(&spec.name, workers, &homes)?);
         let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
         let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
-        let readonly = device.readonly();
-        let frontend = VhostUser::start(&spec.name, socket, Arc::new(device), set.clone(), observer)?;
-        Ok((frontend, set, readonly))
+        let frontend = VhostUser::start(&spec.name, socket, Arc::new(device), queues.clone(), observer)?;
+        Ok(Served { frontend, queues })
+    }
+
+    fn served(&self) -> RwLockReadGuard<'_, Option<Served>> {
+        self.served.read().expect("no holder panics")
     }
 
     pub(super) fn connected(&self) -> bool {
-        self.frontend.connected()
+        self.served().as_ref().is_some_and(|s| s.frontend.connected())
     }
 
     pub(super) fn config_changed(&self) {
-        self.frontend.config_changed();
+        if let Some(served) = &*self.served() {
+            served.frontend.config_changed();
+        }
     }
 
-    pub(super) fn queue_set(&self) -> &Arc<QueueSet> {
-        &self.queues
+    /// Calls a function with the queues. [`Busy`](crate::error::Kind::Busy) once the export is removed.
+    pub(super) fn with_queues<R>(&self, f: impl FnOnce(&QueueSet) -> Result<R>) -> Result<R> {
+        match &*self.served() {
+            Some(served) => f(&served.queues),
+            None => Err(removing(&self.spec.name)),
+        }
+    }
+
+    /// Calls a function while nothing is in flight on any queue.
+    pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> R {
+        match &*self.served() {
+            Some(served) => served.queues.with_all_drained(f),
+            None => f(),
+        }
+    }
+
+    /// Whether a disk of that size can be this export's.
+    pub(super) fn check_size(&self, size_bytes: u64) -> Result<()> {
+        check_block_size(&self.spec, size_bytes)
     }
 
     pub(super) fn info(&self) -> ExportInfo {
+        let served = self.served();
+        let features = served.as_ref().map_or(0, |s| s.frontend.features());
         ExportInfo {
             spec: self.spec.clone(),
             engine: "user".to_owned(),
-            connected: self.connected(),
-            features: feature_names(self.frontend.features()),
-            queue_list: self.queue_infos(),
+            connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
+            features: feature_names(features),
+            queue_list: served.as_ref().map_or(Vec::new(), |s| self.list(s)),
         }
     }
 
     pub(super) fn queue_infos(&self) -> Vec<QueueInfo> {
-        let packed = self.frontend.packed();
-        (0..self.queues.len())
-            .map(|index| {
-                let stats = self.queues.stats(index);
-                let (worker, generation) = self.queues.home(index);
-                let state = match stats.state() {
-                    State::Stopped => "stopped",
-                    State::Running => "running",
-                    State::Broken => "broken",
-                };
-                QueueInfo {
-                    export: self.spec.name.clone(),
-                    index,
-                    worker,
-                    state: state.to_owned(),
-                    size: stats.size.load(Relaxed),
-                    packed,
-                    in_flight: stats.in_flight.load(Relaxed),
-                    generation,
-                    requests: stats.requests.load(Relaxed),
-                    errors: stats.errors.load(Relaxed),
-                    read_bytes: stats.read_bytes.load(Relaxed),
-                    write_bytes: stats.write_bytes.load(Relaxed),
-                    kicks: stats.kicks.load(Relaxed),
-                    notifications: stats.notifications.load(Relaxed),
-                }
-            })
-            .collect()
+        self.served().as_ref().map_or(Vec::new(), |s| self.list(s))
     }
 
-    /// Disconnects, drains, removes the socket, frees the workers made for it that have no other queue.
-    pub(super) fn remove(self: Arc<Self>) {
-        self.frontend.stop();
-        let (workers, own) = (self.workers.clone(), self.own_workers.clone());
-        // The queue set goes with the last holder; a status that is being read may be one for a moment.
-        let mut export = self;
-        loop {
-            match Arc::try_unwrap(export) {
-                Ok(last) => break drop(last),
-                Err(shared) => {
-                    export = shared;
-                    std::thread::yield_now();
-                }
-            }
-        }
-        for id in own {
-            if let Err(e) = workers.free(id) {
-                tracing::debug!("worker {id} stays: {e}");
-            }
+    fn list(&self, served: &Served) -> Vec<QueueInfo> {
+        let packed = served.frontend.packed();
+        (0..served.queues.len()).map(|index| self.queue_info(&served.queues, index, packed)).collect()
+    }
+
+    fn queue_info(&self, queues: &QueueSet, index: u16, packed: bool) -> QueueInfo {
+        let stats = queues.stats(index);
+        let (worker, generation) = queues.home(index);
+        let state = match stats.state() {
+            State::Stopped => "stopped",
+            State::Running => "running",
+            State::Broken => "broken",
+        };
+        QueueInfo {
+            export: self.spec.name.clone(),
+            index,
+            worker,
+            state: state.to_owned(),
+            size: stats.size.load(Relaxed),
+            packed,
+            in_flight: stats.in_flight.load(Relaxed),
+            generation,
+            requests: stats.requests.load(Relaxed),
+            errors: stats.errors.load(Relaxed),
+            read_bytes: stats.read_bytes.load(Relaxed),
+            write_bytes: stats.write_bytes.load(Relaxed),
+            kicks: stats.kicks.load(Relaxed),
+            notifications: stats.notifications.load(Relaxed),
         }
     }
+
+    /// 1 disconnects, drains and removes the socket, 2 waits for those who use the queues and lets the queues go,
+    /// 3 frees the workers made for it that have no other queue. Idempotent.
+    pub(super) fn remove(&self) {
+        if let Some(served) = &*self.served() {
+            served.frontend.stop();
+        }
+        let served = self.served.write().expect("no holder panics").take();
+        drop(served);
+        free(&self.workers, &self.own_workers);
+    }
+}
+
+fn free(workers: &Workers, ids: &[WorkerId]) {
+    for &id in ids {
+        if let Err(e) = workers.free(id) {
+            tracing::debug!("worker {id} stays: {e}");
+        }
+    }
+}
+
+pub(super) fn removing(name: &str) -> Error {
+    Error::busy(format!("export {name} is being removed; wait until that is over"))
 }
 
 fn check(spec: &ExportSpec, queues: u16, disk: &Disk) -> Result<()> {
@@ -183,13 +210,18 @@ fn check(spec: &ExportSpec, queues: u16, disk: &Disk) -> Result<()> {
         if size < least {
             return Err(Error::invalid(format!("export {name}: the disk needs block-size={least} at least")));
         }
-        if !disk.size_bytes().is_multiple_of(u64::from(size)) {
-            return Err(Error::invalid(format!(
-                "export {name}: the disk's size is no multiple of block-size={size}"
-            )));
-        }
     }
-    Ok(())
+    check_block_size(spec, disk.size_bytes())
+}
+
+fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
+    match spec.block_size {
+        Some(block) if !size_bytes.is_multiple_of(u64::from(block)) => Err(Error::invalid(format!(
+            "export {}: a disk of {size_bytes} bytes is no multiple of its block-size={block}",
+            spec.name
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn open_socket(spec: &ExportSpec) -> Result<Socket> {
@@ -208,7 +240,7 @@ fn homes(
     own: &mut Vec<WorkerId>,
 ) -> Result<Vec<WorkerId>> {
     let count = match spec.workers {
-        Spread::Default => return Ok(vec![0; queues.into()]),
+        Spread::Default => return Ok(vec![FIRST_WORKER; queues.into()]),
         Spread::PerQueue => u32::from(queues),
         Spread::Count(n) => n,
     };

@@ -35,7 +35,7 @@ pub enum Direct {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
-    /// When the guest's flush completes.
+    /// When the guest's flush completes; the guest may switch to the next at run time.
     #[default]
     Writeback,
     /// When the write completes; the guest is told that there is no cache.
@@ -137,16 +137,17 @@ pub struct ExportSpec {
     pub poll_us: Option<u32>,
 }
 
-/// A worker to be made.
+/// A worker to be made, or what is to change of one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct WorkerSpec {
-    /// Shown in lists and, cut to 15 bytes, as the thread's name; absent: `worker-ID`.
+    /// Shown in lists and, as the worker was made with it and cut to 15 bytes, as its thread's name; absent:
+    /// `worker-ID`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// CPUs it may run on; empty: all of the daemon's.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub cpu: Vec<usize>,
+    /// CPUs it may run on; empty: all of the daemon's, as for a new worker when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<Vec<usize>>,
     /// -20..=19; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nice: Option<i32>,
@@ -212,13 +213,13 @@ pub struct QueueInfo {
     pub worker: u32,
     /// `stopped` (the guest does not use it), `running`, `broken` (the guest misused it).
     pub state: String,
-    /// Descriptors, 0 while stopped.
+    /// Descriptors of the ring; 0 before its first start, and as it was while it is stopped.
     pub size: u16,
     /// Whether it is a packed virtqueue.
     pub packed: bool,
     /// Requests taken and not completed.
     pub in_flight: u32,
-    /// Times it was attached.
+    /// Times it was started, or moved to another worker while it ran.
     pub generation: u32,
     /// Requests completed.
     pub requests: u64,

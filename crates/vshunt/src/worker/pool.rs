@@ -7,7 +7,7 @@ use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
-use rustix::process::{Pid, getpriority_process, setpriority_process};
+use rustix::process::{Pid, getpid, getpriority_process, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::WorkerId;
@@ -22,11 +22,14 @@ const STACK_BYTES: usize = 256 << 10;
 /// Longest thread name that the kernel keeps.
 const THREAD_NAME_MAX: usize = 15;
 
+/// The worker that is there always: queues of exports that ask for no workers of their own start on it.
+pub const FIRST_WORKER: WorkerId = 0;
+
 /// Settings of a worker; `None` leaves a thing as it is.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// CPUs it may run on; empty: no change.
-    pub cpu: Vec<usize>,
+    /// CPUs it may run on; empty: all of the process's main thread.
+    pub cpu: Option<Vec<usize>>,
     /// -20..=19.
     pub nice: Option<i32>,
     /// Bound of polling, µs.
@@ -67,8 +70,8 @@ struct Entry {
     thread: JoinHandle<()>,
 }
 
-/// All workers. Its lock guards the list alone and is held for look-ups and thread creation, never while
-/// waiting for a worker.
+/// All workers. Its lock guards the list alone. It is held for look-ups and for system calls that return at once,
+/// never while a worker is waited for: neither until it has begun nor until it has ended.
 pub struct Workers {
     list: Mutex<List>,
     default_poll_us: u32,
@@ -76,6 +79,8 @@ pub struct Workers {
 
 struct List {
     next: WorkerId,
+    /// Workers on their way into the list; they count for the limit.
+    making: usize,
     by_id: BTreeMap<WorkerId, Entry>,
 }
 
@@ -83,7 +88,7 @@ impl Workers {
     /// No workers yet. `default_poll_us` is for those made without a bound of their own.
     pub fn new(default_poll_us: u32) -> Result<Arc<Self>> {
         check_poll(default_poll_us)?;
-        let list = Mutex::new(List { next: 0, by_id: BTreeMap::new() });
+        let list = Mutex::new(List { next: FIRST_WORKER, making: 0, by_id: BTreeMap::new() });
         Ok(Arc::new(Self { list, default_poll_us }))
     }
 
@@ -91,45 +96,55 @@ impl Workers {
         self.list.lock().expect("no holder panics")
     }
 
-    /// Makes a worker; returns its id when it is ready to take queues.
+    /// Makes a worker; returns its id when it is ready to take queues. An id that came to nothing is not used again.
     pub fn create(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
         let poll_us = settings.poll_us.unwrap_or(self.default_poll_us);
         check_poll(poll_us)?;
+        let wanted = Wanted::check(settings)?;
+        let id = self.reserve()?;
+        let name = name.unwrap_or_else(|| format!("worker-{id}"));
+        let made = begin(id, name, poll_us, &wanted);
         let mut list = self.list();
-        if list.by_id.len() >= MAX_WORKERS {
+        list.making -= 1;
+        let entry = made?;
+        tracing::info!(id, tid = entry.tid, "worker made");
+        list.by_id.insert(id, entry);
+        Ok(id)
+    }
+
+    fn reserve(&self) -> Result<WorkerId> {
+        let mut list = self.list();
+        if list.by_id.len() + list.making >= MAX_WORKERS {
             return Err(Error::limit(format!(
                 "there are {MAX_WORKERS} workers already, which is the most; free one with 'worker free ID'"
             )));
         }
-        let id = list.next;
-        let name = name.unwrap_or_else(|| format!("worker-{id}"));
-        let shared =
-            Arc::new(Shared::new(poll_us).map_err(|e| Error::io(format!("cannot make worker {id}"), e))?);
-        let (ready, is_ready) = sync_channel::<io::Result<i32>>(1);
-        let theirs = shared.clone();
-        let thread = std::thread::Builder::new()
-            .name(thread_name(&name))
-            .stack_size(STACK_BYTES)
-            .spawn(move || body(theirs, &ready))
-            .map_err(|e| spawn_error(id, e))?;
-        let tid = match is_ready.recv() {
-            Ok(Ok(tid)) => tid,
-            Ok(Err(e)) => return Err(ring_error(id, e)),
-            Err(_) => return Err(Error::limit(format!("worker {id} ended before it began"))),
-        };
-        if let Err(e) = apply(tid, settings) {
-            shared.send(super::thread::Mail::Stop);
-            let _ = thread.join();
-            return Err(e);
-        }
+        list.making += 1;
         list.next += 1;
-        list.by_id.insert(id, Entry { name, tid, shared, homes: 0, thread });
-        tracing::info!(id, tid, "worker made");
-        Ok(id)
+        Ok(list.next - 1)
     }
 
-    /// Ends a worker that no queue calls its home. [`Busy`](crate::error::Kind::Busy) otherwise.
+    /// Ends a worker that no queue calls its home. [`Busy`](crate::error::Kind::Busy) otherwise;
+    /// [`Unsupported`](crate::error::Kind::Unsupported) for the [`FIRST_WORKER`].
     pub fn free(&self, id: WorkerId) -> Result<()> {
+        if id == FIRST_WORKER {
+            return Err(Error::unsupported(format!(
+                "worker {id} is there always: exports without workers of their own start on it"
+            )));
+        }
+        self.end(id)
+    }
+
+    /// Ends all workers that no queue calls its home, the [`FIRST_WORKER`] too: for the daemon's end.
+    pub fn end_all(&self) {
+        for worker in self.states() {
+            if let Err(e) = self.end(worker.id) {
+                tracing::debug!("{e}");
+            }
+        }
+    }
+
+    fn end(&self, id: WorkerId) -> Result<()> {
         let entry = {
             let mut list = self.list();
             let homes = list.by_id.get(&id).ok_or_else(|| unknown(id))?.homes;
@@ -148,16 +163,21 @@ impl Workers {
         Ok(())
     }
 
-    /// Changes a worker while it runs.
-    pub fn set(&self, id: WorkerId, settings: &Settings) -> Result<()> {
-        let list = self.list();
-        let entry = list.by_id.get(&id).ok_or_else(|| unknown(id))?;
+    /// Changes a worker while it runs, and its name in lists (its thread keeps the old one): all of it or, on an
+    /// error, nothing.
+    pub fn set(&self, id: WorkerId, name: Option<String>, settings: &Settings) -> Result<()> {
         if let Some(us) = settings.poll_us {
             check_poll(us)?;
         }
-        apply(entry.tid, settings)?;
+        let wanted = Wanted::check(settings)?;
+        let mut list = self.list();
+        let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        wanted.apply(entry.tid)?;
         if let Some(us) = settings.poll_us {
             entry.shared.poll_us.store(us, Relaxed);
+        }
+        if let Some(name) = name {
+            entry.name = name;
         }
         Ok(())
     }
@@ -191,6 +211,30 @@ impl Workers {
             entry.homes = entry.homes.saturating_sub(1);
         }
     }
+}
+
+/// Starts a worker's thread and waits until it can take queues.
+fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<Entry> {
+    let cannot = |e| Error::io(format!("cannot make worker {id}{}", files_hint(&e)), e);
+    let shared = Arc::new(Shared::new(poll_us).map_err(cannot)?);
+    let (ready, is_ready) = sync_channel::<io::Result<i32>>(1);
+    let theirs = shared.clone();
+    let thread = std::thread::Builder::new()
+        .name(thread_name(&name))
+        .stack_size(STACK_BYTES)
+        .spawn(move || body(theirs, &ready))
+        .map_err(|e| spawn_error(id, e))?;
+    let tid = match is_ready.recv() {
+        Ok(Ok(tid)) => tid,
+        Ok(Err(e)) => return Err(ring_error(id, e)),
+        Err(_) => return Err(Error::limit(format!("worker {id} ended before it began"))),
+    };
+    if let Err(e) = wanted.apply(tid) {
+        shared.send(super::thread::Mail::Stop);
+        let _ = thread.join();
+        return Err(e);
+    }
+    Ok(Entry { name, tid, shared, homes: 0, thread })
 }
 
 fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>>) {
@@ -233,6 +277,13 @@ fn spawn_error(id: WorkerId, e: io::Error) -> Error {
     ))
 }
 
+fn files_hint(e: &io::Error) -> &'static str {
+    match e.raw_os_error() {
+        Some(libc::EMFILE) => " (raise the limit of open files: ulimit -n, LimitNOFILE=)",
+        _ => "",
+    }
+}
+
 fn ring_error(id: WorkerId, e: io::Error) -> Error {
     let hint = match e.raw_os_error() {
         Some(libc::ENOSYS) | Some(libc::EPERM) => {
@@ -240,7 +291,7 @@ fn ring_error(id: WorkerId, e: io::Error) -> Error {
         }
         Some(libc::EINVAL) => "; Linux 6.1 or newer is needed",
         Some(libc::ENOMEM) => "; raise the limit of locked memory (ulimit -l)",
-        _ => "",
+        _ => files_hint(&e),
     };
     Error::io(format!("worker {id} cannot have an io_uring{hint}"), e)
 }
@@ -253,39 +304,71 @@ fn thread_name(name: &str) -> String {
     name[..end].replace('\0', "_")
 }
 
-fn apply(tid: i32, settings: &Settings) -> Result<()> {
-    let pid = Pid::from_raw(tid);
-    if !settings.cpu.is_empty() {
-        let mut set = CpuSet::new();
-        for &cpu in &settings.cpu {
-            if cpu >= CpuSet::MAX_CPU {
-                return Err(Error::invalid(format!(
-                    "there is no CPU {cpu}; see /sys/devices/system/cpu/online"
-                )));
-            }
-            set.set(cpu);
-        }
-        sched_setaffinity(pid, &set).map_err(|e| {
-            let hint =
-                if e == rustix::io::Errno::INVAL { " (is the CPU online, and in our cpuset?)" } else { "" };
-            Error::io(format!("cannot pin a worker to CPU {:?}{hint}", settings.cpu), e.into())
-        })?;
-    }
-    if let Some(nice) = settings.nice {
-        if !(-20..=19).contains(&nice) {
+/// Scheduling that can be asked for: checked, so that what is left to go wrong is the system's refusal.
+struct Wanted {
+    cpu: Option<CpuSet>,
+    nice: Option<i32>,
+}
+
+impl Wanted {
+    fn check(settings: &Settings) -> Result<Self> {
+        if let Some(nice) = settings.nice
+            && !(-20..=19).contains(&nice)
+        {
             return Err(Error::invalid(format!("nice {nice} is out of range; -20 to 19 is possible")));
         }
-        setpriority_process(pid, nice).map_err(|e| {
-            Error::io(format!("cannot set nice {nice} (below 0 needs CAP_SYS_NICE or RLIMIT_NICE)"), e.into())
-        })?;
+        let cpu = settings.cpu.as_deref().map(cpu_set).transpose()?;
+        Ok(Self { cpu, nice: settings.nice })
     }
-    Ok(())
+
+    /// Both or none. The nice value comes last, since without privileges it cannot be taken back.
+    fn apply(&self, tid: i32) -> Result<()> {
+        let pid = Pid::from_raw(tid);
+        let before = sched_getaffinity(pid);
+        if let Some(set) = &self.cpu {
+            sched_setaffinity(pid, set).map_err(|e| {
+                let hint = match e {
+                    rustix::io::Errno::INVAL => " (is the CPU online, and in our cpuset?)",
+                    _ => "",
+                };
+                Error::io(format!("cannot pin a worker to CPU {:?}{hint}", cpus(set)), e.into())
+            })?;
+        }
+        if let Some(nice) = self.nice
+            && let Err(e) = setpriority_process(pid, nice)
+        {
+            if let (Some(_), Ok(before)) = (&self.cpu, before) {
+                let _ = sched_setaffinity(pid, &before);
+            }
+            let what = format!("cannot set nice {nice} (below 0 needs CAP_SYS_NICE or RLIMIT_NICE)");
+            return Err(Error::io(what, e.into()));
+        }
+        Ok(())
+    }
+}
+
+fn cpu_set(wanted: &[usize]) -> Result<CpuSet> {
+    if wanted.is_empty() {
+        return sched_getaffinity(Some(getpid()))
+            .map_err(|e| Error::io("cannot tell on which CPUs the daemon may run", e.into()));
+    }
+    let mut set = CpuSet::new();
+    for &cpu in wanted {
+        if cpu >= CpuSet::MAX_CPU {
+            return Err(Error::invalid(format!("there is no CPU {cpu}; see /sys/devices/system/cpu/online")));
+        }
+        set.set(cpu);
+    }
+    Ok(set)
+}
+
+fn cpus(set: &CpuSet) -> Vec<usize> {
+    (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
 }
 
 fn state(id: WorkerId, e: &Entry) -> WorkerState {
     let pid = Pid::from_raw(e.tid);
-    let cpu = sched_getaffinity(pid)
-        .map_or(Vec::new(), |set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect());
+    let cpu = sched_getaffinity(pid).map_or(Vec::new(), |set| cpus(&set));
     WorkerState {
         id,
         name: e.name.clone(),

@@ -242,7 +242,7 @@ fn program(seed: u64, poll_us: u32) {
             }
             9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
             10 if ids.len() > 1 => {
-                let at = random.below(ids.len() as u64) as usize;
+                let at = 1 + random.below(ids.len() as u64 - 1) as usize;
                 let busy = (0..QUEUES).any(|i| set.home(i).0 == ids[at]);
                 match workers.free(ids[at]) {
                     Ok(()) => {
@@ -265,9 +265,8 @@ fn program(seed: u64, poll_us: u32) {
         assert!(set.stop(i as u16).is_some());
     }
     drop(set);
-    for id in ids {
-        workers.free(id).unwrap();
-    }
+    workers.end_all();
+    assert!(workers.states().is_empty());
 }
 
 #[test]
@@ -374,17 +373,27 @@ fn visits_happen_on_the_worker() {
 fn settings_are_checked_and_shown() {
     let workers = pool(7);
     let cpu = workers.states()[0].cpu[0];
-    let spec = Settings { cpu: vec![cpu], nice: Some(5), poll_us: Some(0) };
+    let spec = Settings { cpu: Some(vec![cpu]), nice: Some(5), poll_us: Some(0) };
     let id = workers.create(Some("a name that is too long for a thread".into()), &spec).unwrap();
     let state = &workers.states()[1];
     assert_eq!((state.id, &state.cpu, state.nice, state.poll_us), (id, &vec![cpu], 5, 0));
-    let bad = |s: Settings| workers.set(id, &s).unwrap_err().kind();
+    let bad = |s: Settings| workers.set(id, None, &s).unwrap_err().kind();
     assert_eq!(bad(Settings { poll_us: Some(POLL_US_MAX + 1), ..Default::default() }), Kind::Invalid);
     assert_eq!(bad(Settings { nice: Some(20), ..Default::default() }), Kind::Invalid);
-    assert_eq!(bad(Settings { cpu: vec![100_000], ..Default::default() }), Kind::Invalid);
+    assert_eq!(bad(Settings { cpu: Some(vec![100_000]), ..Default::default() }), Kind::Invalid);
+    let before = (state.name.clone(), state.cpu.clone(), 5, 0);
+    let all = Settings { cpu: Some(vec![]), nice: Some(99), poll_us: Some(3) };
+    workers.set(id, Some("other".into()), &all).unwrap_err();
+    let state = workers.states().remove(1);
+    assert_eq!((state.name, state.cpu, state.nice, state.poll_us), before, "all or nothing");
+    workers.set(id, Some("other".into()), &Settings { nice: None, ..all }).unwrap();
+    let state = workers.states().remove(1);
+    assert_eq!((state.name.as_str(), state.poll_us), ("other", 3));
+    assert_eq!(state.cpu, workers.states()[0].cpu, "pinned no more");
     assert_eq!(workers.free(99).unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(workers.free(0).unwrap_err().kind(), Kind::Unsupported);
     workers.free(id).unwrap();
-    assert_eq!(workers.set(id, &Settings::default()).unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(workers.set(id, None, &Settings::default()).unwrap_err().kind(), Kind::NotFound);
     assert_ne!(workers.create(None, &Settings::default()).unwrap(), id, "ids are not used again");
 }
 

@@ -42,7 +42,7 @@ fn an_export_with_everything() {
 #[test]
 fn a_worker_and_its_cpus() {
     let w: WorkerSpec = parse("name=x,cpu=2-3,,6,nice=-5,poll-us=20").unwrap();
-    assert_eq!((w.cpu, w.nice, w.poll_us), (vec![2, 3, 6], Some(-5), Some(20)));
+    assert_eq!((w.cpu, w.nice, w.poll_us), (Some(vec![2, 3, 6]), Some(-5), Some(20)));
 }
 
 #[test]
@@ -108,6 +108,7 @@ fn sizes() {
 #[test]
 fn cpus() {
     assert_eq!(parse_cpus("3,0-1,1").unwrap(), [0, 1, 3]);
+    assert_eq!(parse::<WorkerSpec>("cpu=all").unwrap().cpu, Some(vec![]));
     for text in ["", "a", "3-1", "1-", "0-99999999999", "1,,2", "-1"] {
         assert!(parse_cpus(text).is_err(), "{text}");
     }

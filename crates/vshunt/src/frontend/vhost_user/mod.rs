@@ -10,13 +10,12 @@ mod guard;
 mod memory;
 mod messages;
 mod session;
+mod socket;
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
     Ordering::{Relaxed, SeqCst},
@@ -30,6 +29,7 @@ use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
+pub use self::socket::{Socket, adopt, listen};
 use crate::error::{Error, Result};
 use crate::queue;
 use crate::worker::{Queue, QueueSet};
@@ -81,14 +81,6 @@ pub enum Then {
     Settle,
 }
 
-/// Where the front-end comes from.
-pub enum Socket {
-    /// We listen; the path, if it is ours to remove.
-    Listening(UnixListener, Option<PathBuf>),
-    /// One connection, with which the export ends.
-    Connected(UnixStream),
-}
-
 /// What an export wants to know of its socket.
 pub trait Observer: Send + Sync {
     /// A front-end came or went.
@@ -103,7 +95,6 @@ pub trait Observer: Send + Sync {
 pub struct VhostUser {
     inner: Arc<Inner>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    path: Option<PathBuf>,
 }
 
 struct Inner {
@@ -144,16 +135,12 @@ impl VhostUser {
             channel: Mutex::new(None),
         });
         let theirs = inner.clone();
-        let path = match &socket {
-            Socket::Listening(_, path) => path.clone(),
-            Socket::Connected(_) => None,
-        };
         let thread = std::thread::Builder::new()
             .name(format!("vu-{name}").chars().take(15).collect())
             .stack_size(STACK_BYTES)
             .spawn(move || theirs.serve(socket))
             .map_err(|e| Error::io(format!("cannot start the session thread of {name}"), e))?;
-        Ok(Self { inner, thread: Mutex::new(Some(thread)), path })
+        Ok(Self { inner, thread: Mutex::new(Some(thread)) })
     }
 
     /// Whether a front-end is connected.
@@ -189,13 +176,10 @@ impl VhostUser {
             let _ = stream.shutdown(Shutdown::Both);
         }
         let thread = self.thread.lock().expect("no holder panics").take();
-        if let Some(thread) = thread {
-            if thread.thread().id() != std::thread::current().id() {
-                let _ = thread.join();
-            }
-            if let Some(path) = &self.path {
-                let _ = std::fs::remove_file(path);
-            }
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
         }
     }
 }
@@ -241,7 +225,7 @@ impl Inner {
     fn serve(&self, socket: Socket) {
         match socket {
             Socket::Connected(stream) => self.session(stream),
-            Socket::Listening(listener, _) => {
+            Socket::Listening(listener, file) => {
                 while self.wait(listener.as_fd()) {
                     match listener.accept() {
                         Ok((stream, _)) => self.session(stream),
@@ -252,6 +236,8 @@ impl Inner {
                         }
                     }
                 }
+                // Before the listener goes: see `SocketFile`.
+                drop(file);
                 return;
             }
         }
@@ -362,55 +348,4 @@ impl Inner {
         }
         answer(stream, &message, value).map_err(VhostError::SocketError)
     }
-}
-
-/// A listening socket at `path`. A socket left by a daemon that died is replaced; anything else there is an
-/// error that says so.
-pub fn listen(path: &Path) -> Result<Socket> {
-    let shown = path.display();
-    match std::fs::symlink_metadata(path) {
-        Ok(meta) if !meta.file_type().is_socket() => {
-            return Err(Error::exists(format!(
-                "{shown} exists and is not a socket; remove it or choose another path"
-            )));
-        }
-        Ok(_) => match UnixStream::connect(path) {
-            Ok(_) => {
-                return Err(Error::busy(format!("another process listens on {shown}; choose another path")));
-            }
-            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path)
-                    .map_err(|e| Error::io(format!("cannot remove the stale socket {shown}"), e))?;
-            }
-            Err(e) => return Err(Error::io(format!("cannot tell whether {shown} is in use"), e)),
-        },
-        Err(_) => {}
-    }
-    let listener = UnixListener::bind(path).map_err(|e| {
-        let hint = match e.kind() {
-            io::ErrorKind::NotFound => " (does its folder exist?)",
-            io::ErrorKind::InvalidInput => " (a socket's path has at most 107 bytes)",
-            _ => "",
-        };
-        Error::io(format!("cannot listen on {shown}{hint}"), e)
-    })?;
-    listener.set_nonblocking(true).map_err(|e| Error::io(format!("cannot listen on {shown}"), e))?;
-    Ok(Socket::Listening(listener, Some(path.to_owned())))
-}
-
-/// An inherited socket: listening (socket activation) or connected (`--fd`).
-pub fn adopt(fd: RawFd) -> Result<Socket> {
-    let bad = |e: io::Error| Error::io(format!("file descriptor {fd} is no UNIX stream socket"), e);
-    // SAFETY: fcntl on a number that may be no descriptor fails with EBADF and does nothing else.
-    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(bad(io::Error::last_os_error()));
-    }
-    // SAFETY: it is open (checked above) and was passed to this process to be its own.
-    let owned = unsafe { OwnedFd::from_raw_fd(fd) };
-    if rustix::net::sockopt::socket_acceptconn(&owned).map_err(|e| bad(e.into()))? {
-        let listener = UnixListener::from(owned);
-        listener.set_nonblocking(true).map_err(bad)?;
-        return Ok(Socket::Listening(listener, None));
-    }
-    Ok(Socket::Connected(UnixStream::from(owned)))
 }
