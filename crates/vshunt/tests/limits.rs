@@ -2,7 +2,9 @@
 
 mod common;
 
-use std::process::Command;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command};
 
 use common::{output, wait_for};
 use vshunt::error::Kind;
@@ -43,20 +45,43 @@ fn the_owners_limit_of_threads_is_named() {
         command.arg(&program).args(args).env("VSHUNT_CONTROL", &control);
         command
     };
-    let mut daemon = as_nobody(&["serve"]).spawn().unwrap();
+    let mut daemon = Ends(as_nobody(&["serve"]).spawn().unwrap());
     wait_for("the control socket", || control.exists());
+    // One connection: each new one would need a thread of the daemon's, too.
+    let stream = UnixStream::connect(&control).unwrap();
+    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    let mut ask = |command: &str| {
+        writeln!(&stream, "{{\"execute\": \"{command}\"}}").unwrap();
+        loop {
+            let line = lines.next().unwrap().unwrap();
+            if line.contains("\"return\"") || line.contains("\"error\"") {
+                return line;
+            }
+        }
+    };
+    ask("qmp_capabilities");
     let mut made = 0;
     let error = loop {
-        let (code, _, error) = output(common::vshunt().arg("-c").arg(&control).args(["worker", "new"]));
-        if code != 0 {
-            break error;
+        let answer = ask("worker-new");
+        if answer.contains("\"error\"") {
+            break answer;
         }
         made += 1;
         assert!(made < 16, "the limit does not bind");
     };
     assert!(error.contains("RLIMIT_NPROC is 16") && error.contains("ulimit -u"), "{error}");
-    let (code, list, _) = output(common::vshunt().arg("-c").arg(&control).args(["worker", "list"]));
-    assert!(code == 0 && list.lines().count() == made + 2, "it goes on with the workers it has: {list}");
-    assert_eq!(output(common::vshunt().arg("-c").arg(&control).arg("quit")).0, 0);
-    assert!(daemon.wait().unwrap().success());
+    let list = ask("query-workers");
+    assert_eq!(list.matches("\"tid\"").count(), made + 1, "it goes on with the workers it has: {list}");
+    ask("quit");
+    assert!(daemon.0.wait().unwrap().success());
+}
+
+/// Killed when a test fails.
+struct Ends(Child);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }

@@ -123,8 +123,12 @@ impl PackedRing {
             avail.wrap = true;
         }
         let used = if base >> 16 == 0 { avail } else { Pos::from_bits((base >> 16) as u16) };
+        // Before the distance, which is one between slots of the ring.
+        if avail.slot >= size || used.slot >= size {
+            return Err(RingError::Base(base));
+        }
         let taken = used.distance(avail, size);
-        if avail.slot >= size || used.slot >= size || taken > size {
+        if taken > size {
             return Err(RingError::Base(base));
         }
         Ok(Self {

@@ -3,8 +3,6 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
 
-use virtio::features::{VIRTIO_F_RING_PACKED, bit};
-
 use super::spec::{ExportInfo, ExportSpec, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
@@ -128,7 +126,7 @@ impl Export {
     }
 
     fn list(&self, served: &Served) -> Vec<QueueInfo> {
-        let packed = served.frontend.features() & bit(VIRTIO_F_RING_PACKED) != 0;
+        let packed = served.frontend.packed();
         (0..served.queues.len()).map(|index| self.queue_info(&served.queues, index, packed)).collect()
     }
 

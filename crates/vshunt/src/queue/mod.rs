@@ -10,14 +10,47 @@ use crate::worker::Queue;
 
 pub mod blk;
 
+/// An eventfd of the front-end's that we write to.
+///
+/// It must not block us: its counter may be full, by the front-end's doing. Where it is not O_NONBLOCK (and we may not
+/// make it so: the flag is shared with those who read it) we look first. A front-end that clears the flag later, and
+/// fills the counter, stops the worker that serves it; a daemon for each tenant is the remedy for that.
+pub struct Bell {
+    fd: OwnedFd,
+    nonblocking: bool,
+}
+
+impl Bell {
+    /// From an eventfd.
+    pub fn new(fd: OwnedFd) -> Self {
+        let nonblocking =
+            rustix::fs::fcntl_getfl(&fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK));
+        Self { fd, nonblocking }
+    }
+
+    /// Adds one to the counter. A full one is a notification, too.
+    #[inline]
+    pub fn ring(&self) {
+        if self.nonblocking || self.has_room() {
+            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let mut fds = [PollFd::new(&self.fd, PollFlags::OUT)];
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n == 1)
+    }
+}
+
 /// What a frontend may change of a queue that is a virtqueue, on its worker or at rest.
 pub trait Vring {
     /// Where the ring stands, as GET_VRING_BASE reports it. Only at rest.
     fn base(&self) -> u32;
     /// Replaces the descriptor that notifies the guest, and notifies once on it.
-    fn set_call(&mut self, call: Option<OwnedFd>);
+    fn set_call(&mut self, call: Option<Arc<Bell>>);
     /// Replaces the descriptor that reports a broken ring.
-    fn set_err(&mut self, err: Option<OwnedFd>);
+    fn set_err(&mut self, err: Option<Arc<Bell>>);
     /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, since a
     /// request under way was not told to note where it writes.
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);

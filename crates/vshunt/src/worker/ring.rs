@@ -135,9 +135,13 @@ impl Ring {
         let fd = file.as_raw_fd();
         let (free, uring) = (&mut self.free, &self.uring);
         let known = self.files.entry(fd).or_insert_with(|| {
-            let index = free
-                .pop()
-                .filter(|&i| uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1));
+            let index = free.pop().filter(|&i| {
+                let fixed = uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1);
+                if !fixed {
+                    free.push(i);
+                }
+                fixed
+            });
             FixedFile { index, users: 0, _keep: file.clone() }
         });
         known.users += 1;
@@ -172,13 +176,22 @@ impl Ring {
             if unsafe { self.uring.submission().push(&entry) }.is_ok() {
                 return;
             }
-            if let Err(e) = self.uring.submit() {
-                // EBUSY/EAGAIN: the kernel is short of room until completions are taken, which enter with
-                // GETEVENTS moves to its overflow list. Anything else cannot happen on a live ring.
-                let _ = self.uring.submitter().submit_and_wait(0);
-                debug_assert!(matches!(e.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR)));
-            }
+            self.make_room();
         }
+    }
+
+    /// Sends what was pushed, so that more can be.
+    #[cold]
+    fn make_room(&mut self) {
+        let Err(e) = self.uring.submit() else { return };
+        if !passing(&e) {
+            // What is on the ring can neither be served nor given back: see `pool`, where an enter fails.
+            tracing::error!("a worker's io_uring failed ({e}); ending at once");
+            std::process::abort();
+        }
+        // The kernel is short of room until completions are taken, which enter with GETEVENTS moves to its
+        // overflow list.
+        let _ = self.uring.submitter().submit_and_wait(0);
     }
 
     /// Asks for a completion on each event of a pollable file, until [`cancel`](Self::cancel)led.
@@ -205,7 +218,7 @@ impl Ring {
             if unsafe { self.uring.submission().push(entry) }.is_ok() {
                 return;
             }
-            let _ = self.uring.submit();
+            self.make_room();
         }
     }
 
@@ -214,25 +227,25 @@ impl Ring {
         self.pending
     }
 
-    /// Whether an enter would bring anything: something pushed, completed, or ready to complete.
+    /// Whether completions can be taken without an enter.
     #[inline]
-    pub(super) fn has_events(&mut self) -> bool {
-        if !self.uring.completion().is_empty() {
-            return true;
-        }
-        self.uring.submission().taskrun()
+    pub(super) fn has_completions(&mut self) -> bool {
+        !self.uring.completion().is_empty()
     }
 
+    /// Whether there is something that only an enter brings on: operations pushed, completions that wait for
+    /// task work, or that did not fit.
     #[inline]
-    pub(super) fn has_pushed(&mut self) -> bool {
-        !self.uring.submission().is_empty()
+    pub(super) fn wants_enter(&mut self) -> bool {
+        let submission = self.uring.submission();
+        !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
     }
 
     /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         match self.uring.submitter().submit_and_wait(usize::from(wait)) {
             Ok(_) => Ok(()),
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => Ok(()),
+            Err(e) if passing(&e) => Ok(()),
             Err(e) => Err(e),
         }
     }
@@ -245,7 +258,7 @@ impl Ring {
         match self.uring.submitter().submit_with_args(1, &args) {
             Ok(_) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::ETIME) => Ok(false),
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => Ok(true),
+            Err(e) if passing(&e) => Ok(true),
             Err(e) => Err(e),
         }
     }
@@ -264,6 +277,11 @@ impl Ring {
             into.push(Completion { token: Token::unpack(cqe.user_data()), result: cqe.result(), more });
         }
     }
+}
+
+/// Whether an enter that failed so may be made again.
+fn passing(e: &io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
 }
 
 /// News of one operation.
@@ -292,5 +310,63 @@ impl Ring {
                 take(self, token, result);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fixed_file_that_cannot_be_had_costs_no_place() {
+        struct Closed;
+        impl AsRawFd for Closed {
+            fn as_raw_fd(&self) -> RawFd {
+                RawFd::MAX
+            }
+        }
+        let mut ring = Ring::new().unwrap();
+        let free = ring.free.len();
+        let file: Arc<dyn AsRawFd + Send + Sync> = Arc::new(Closed);
+        assert_eq!(ring.know(&file), RingFile::Plain(RawFd::MAX));
+        assert_eq!(ring.free.len(), free);
+        ring.forget(RawFd::MAX);
+        assert_eq!(ring.free.len(), free);
+    }
+
+    #[test]
+    fn a_ring_that_takes_nothing_ends_the_process() {
+        const CHILD: &str = "VSHUNT_TEST_BROKEN_RING";
+        if std::env::var_os(CHILD).is_some() {
+            // Another thread's ring: every enter fails (EEXIST, IORING_SETUP_SINGLE_ISSUER).
+            let mut ring = Ring::new().unwrap();
+            let pushed = std::thread::spawn(move || {
+                for _ in 0..=SQ_ENTRIES {
+                    // SAFETY: a no-op names no memory.
+                    unsafe { ring.push(opcode::Nop::new().build(), Token::unpack(0)) };
+                }
+            });
+            let _ = pushed.join();
+            return;
+        }
+        use std::os::unix::process::ExitStatusExt;
+        let name = "worker::ring::tests::a_ring_that_takes_nothing_ends_the_process";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(CHILD, "1")
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if std::time::Instant::now() > until {
+                child.kill().unwrap();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        };
+        assert_eq!(status.signal(), Some(libc::SIGABRT), "{status}");
     }
 }

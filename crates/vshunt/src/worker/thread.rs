@@ -165,8 +165,13 @@ impl Worker {
             self.read_mail();
             busy = true;
         }
-        let mut requests = self.take();
-        if self.ring.has_pushed() || self.ring.has_events() {
+        let mut requests = 0;
+        if self.ring.has_completions() {
+            requests += self.complete();
+            busy = true;
+        }
+        requests += self.take();
+        if self.ring.wants_enter() {
             self.ring.enter(false)?;
             requests += self.complete();
             busy = true;
@@ -351,7 +356,10 @@ impl Worker {
                         return true;
                     }
                 }
-                if self.ring.has_events() || self.shared.has_mail.load(Ordering::Relaxed) {
+                if self.ring.has_completions()
+                    || self.ring.wants_enter()
+                    || self.shared.has_mail.load(Ordering::Relaxed)
+                {
                     return true;
                 }
                 std::hint::spin_loop();

@@ -549,6 +549,26 @@ fn a_storm_of_kicks_starves_nobody() {
     field.others_go_on();
 }
 
+/// A write to a full eventfd blocks: the worker would stand, and with it all its queues.
+#[test]
+fn a_full_call_descriptor_blocks_nobody() {
+    for options in layouts() {
+        let mut field = Field::new(&options);
+        let full = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap();
+        rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        for code in [Code::SetVringCall, Code::SetVringErr] {
+            field.machine.session.wire().tell(code, &Payload::new().u64(0), &[full.as_fd()]).unwrap();
+        }
+        let mut raw = Raw::new(&mut field.machine, 0);
+        raw.sane();
+        field.others_go_on();
+        let base = field.machine.session.stop_ring(0).unwrap();
+        field.machine.session.wire().tell(Code::SetVringNum, &Payload::new().u32(0).u32(64), &[]).unwrap();
+        assert!(base > 0);
+        field.others_go_on();
+    }
+}
+
 /// A worker that waits for, or writes to, what is no eventfd might spin or block.
 #[test]
 fn descriptors_that_are_no_eventfds_are_refused() {

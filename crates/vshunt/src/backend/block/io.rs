@@ -8,17 +8,17 @@ use libc::iovec;
 
 use super::Op;
 use super::bounce::AlignedBuf;
+use super::spill;
 
 /// Segments kept without a heap allocation: what most requests have.
 const INLINE_SEGMENTS: usize = 2;
 
 /// The data segments of a request: host addresses of guest memory.
 ///
-/// The backend takes segments off the front as bytes are transferred: after a request nothing is left of them but,
-/// for the next one, the room.
+/// The backend takes segments off the front as bytes are transferred; after a request nothing is left of them.
 pub struct IoVecs {
     inline: [iovec; INLINE_SEGMENTS],
-    /// All segments, once there are more than fit in `inline`; its capacity is kept from request to request.
+    /// All segments, once there are more than fit in `inline`; room of [`spill`], which has it back when they go.
     spill: Vec<iovec>,
     /// Segments pushed.
     count: usize,
@@ -56,9 +56,8 @@ impl IoVecs {
         if self.count < INLINE_SEGMENTS {
             self.inline[self.count] = segment;
         } else {
-            if self.count == INLINE_SEGMENTS {
-                self.spill.clear();
-                self.spill.extend_from_slice(&self.inline);
+            if self.spill.len() == self.spill.capacity() {
+                self.grow();
             }
             self.spill.push(segment);
         }
@@ -66,12 +65,28 @@ impl IoVecs {
         self.left_bytes += len as u64;
     }
 
-    /// Forgets all segments and keeps the room.
+    /// Makes room for one more than there are, in `spill`.
+    #[cold]
+    fn grow(&mut self) {
+        let old = std::mem::replace(&mut self.spill, spill::take(self.count + 1));
+        self.spill.extend_from_slice(if self.count == INLINE_SEGMENTS { &self.inline } else { &old });
+        spill::give(old);
+    }
+
+    /// Forgets all segments and gives their room back.
     #[inline]
     pub fn clear(&mut self) {
         self.count = 0;
         self.first = 0;
         self.left_bytes = 0;
+        if self.spill.capacity() > 0 {
+            spill::give(std::mem::take(&mut self.spill));
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn spilled(&self) -> bool {
+        self.spill.capacity() > 0
     }
 
     /// Bytes that the segments still name.

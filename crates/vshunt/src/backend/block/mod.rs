@@ -2,9 +2,9 @@
 //!
 //! Called by a block queue, on the worker's thread. A request is an [`Io`] in the queue's slot; [`start`](DiskHandle::start)
 //! begins it and [`resume`](DiskHandle::resume) goes on with it at each completion, until the step is [`Step::Done`].
-//! Nothing here blocks on a device, takes a lock or allocates on that way. (Two exceptions, both by design: files in
-//! memory are read and written at once, see `raw`; and guests with unaligned buffers make a bounce buffer be
-//! allocated, see `bounce`.)
+//! Nothing here blocks on a device, takes a lock or allocates on that way. (Three exceptions, all by design: files in
+//! memory are read and written at once, see `raw`; guests with unaligned buffers make a bounce buffer be allocated, see
+//! `bounce`; and so do many requests at a time that each have many segments, see `spill`.)
 //!
 //! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
 //! queue on one worker uses of it.
@@ -14,6 +14,7 @@ mod io;
 mod lock;
 mod memory;
 mod raw;
+mod spill;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -79,8 +80,6 @@ pub struct Limits {
     pub can_discard: bool,
     /// Whether WriteZeroes is possible: on every disk that can be written.
     pub can_zero: bool,
-    /// Whether seeks take time.
-    pub rotational: bool,
 }
 
 impl Limits {
@@ -97,7 +96,6 @@ impl Limits {
             discard_align: 4096,
             can_discard: !readonly,
             can_zero: !readonly,
-            rotational: false,
         }
     }
 }
@@ -157,17 +155,6 @@ impl Disk {
         self.size_bytes.load(Ordering::Acquire)
     }
 
-    /// Looks up the size anew, which another may have changed (`truncate`, `lvextend`), and returns it.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open) for a size; the size known before is kept then.
-    pub fn refresh(&self) -> Result<u64> {
-        if let Kind::Raw(raw) = &self.kind {
-            self.size_bytes.store(raw.read_size()?, Ordering::Release);
-        }
-        Ok(self.size_bytes())
-    }
-
     /// Changes the size to `size_bytes`, a positive multiple of 512. What a disk grows by reads as zeroes.
     ///
     /// Before a disk shrinks its queues have to be drained: a write under way beyond the new end would make an image
@@ -196,7 +183,8 @@ impl Disk {
     /// Waits until everything written is on stable storage. Blocks: for control, never for a worker.
     ///
     /// # Errors
-    /// The system's; what was written before may be lost then.
+    /// The system's; what was written before may be lost then. With the page cache in use, that of a flush that failed
+    /// before, whoever asked for it.
     pub fn sync(&self) -> std::io::Result<()> {
         match &self.kind {
             Kind::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
@@ -267,24 +255,38 @@ impl DiskHandle {
     /// Begins a request. On [`Step::Wait`] an operation with `token` is on the ring; its result goes to
     /// [`resume`](Self::resume). `io` stays where it is until [`Step::Done`], and so does the memory that its segments
     /// name ([`IoVecs::push`]).
+    ///
+    /// The caller bounds `len` of a read or write: `ram` and files in memory copy all of it before this returns, and
+    /// the worker's other queues wait meanwhile.
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
-        match &self.disk.kind {
+        let step = match &self.disk.kind {
             Kind::Null => Step::Done(0),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
-        }
+        };
+        Self::stepped(io, step)
     }
 
     /// Goes on with a request after its operation on the ring completed with `res`.
     #[inline]
     pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
-        match &self.disk.kind {
+        let step = match &self.disk.kind {
             Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
             // The others are never under way; a completion that says otherwise is not ours.
             Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
+        };
+        Self::stepped(io, step)
+    }
+
+    /// A request that is over names no memory any more, and has none for naming it.
+    #[inline]
+    fn stepped(io: &mut Io, step: Step) -> Step {
+        if let Step::Done(_) = step {
+            io.iov.clear();
         }
+        step
     }
 
     /// Undoes [`Disk::attach`], on the same thread, with no request under way.
@@ -297,12 +299,6 @@ impl DiskHandle {
                 ring.forget(aside.as_raw_fd());
             }
         }
-    }
-
-    /// The disk.
-    #[inline]
-    pub fn disk(&self) -> &Arc<Disk> {
-        &self.disk
     }
 }
 

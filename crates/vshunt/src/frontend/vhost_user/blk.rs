@@ -12,7 +12,7 @@ use virtio::features::{
     VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1, VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, bit,
 };
 
-use super::{Device, VringParts};
+use super::{Device, Then, VringParts};
 use crate::backend::block::Disk;
 use crate::export::spec::Cache;
 use crate::queue::blk::{BlkQueue, BlkShared, SERIAL_MAX};
@@ -34,6 +34,8 @@ pub struct BlkDevice {
     features: AtomicU64,
     /// The configuration space's byte: 1 write-back, 0 write-through.
     writeback: AtomicBool,
+    /// Whether the guest wrote that byte since we are here.
+    told: AtomicBool,
 }
 
 impl BlkDevice {
@@ -49,6 +51,7 @@ impl BlkDevice {
             serial: id,
             readonly,
             writethrough: AtomicBool::new(true),
+            unsure: AtomicBool::new(false),
             max_zero_sectors: ZERO_SECTORS_MAX,
             max_discard_sectors: discard.unwrap_or(ZERO_SECTORS_MAX).min(ZERO_SECTORS_MAX),
         };
@@ -60,6 +63,7 @@ impl BlkDevice {
             shared: Arc::new(shared),
             features: AtomicU64::new(0),
             writeback: AtomicBool::new(true),
+            told: AtomicBool::new(false),
             disk,
         };
         device.reset();
@@ -78,7 +82,11 @@ impl BlkDevice {
         let through = features & bit(VIRTIO_BLK_F_FLUSH) == 0
             || switched_off
             || self.disk.cache() == Cache::Writethrough;
-        self.shared.writethrough.store(through && self.disk.cache() != Cache::Unsafe, Relaxed);
+        if through {
+            self.shared.unsure.store(false, Relaxed);
+        }
+        let unsure = self.shared.unsure.load(Relaxed) && features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0;
+        self.shared.writethrough.store((through || unsure) && self.disk.cache() != Cache::Unsafe, Relaxed);
     }
 }
 
@@ -89,10 +97,12 @@ impl Device for BlkDevice {
             | bit(VIRTIO_RING_F_INDIRECT_DESC)
             | bit(VIRTIO_RING_F_EVENT_IDX)
             | bit(VIRTIO_F_RING_PACKED)
-            | bit(VIRTIO_BLK_F_FLUSH)
             | bit(VIRTIO_BLK_F_BLK_SIZE)
             | bit(VIRTIO_BLK_F_TOPOLOGY)
             | bit(VIRTIO_BLK_F_SEG_MAX);
+        if self.disk.cache() != Cache::Writethrough {
+            features |= bit(VIRTIO_BLK_F_FLUSH);
+        }
         if self.queues > 1 {
             features |= bit(VIRTIO_BLK_F_MQ);
         }
@@ -150,7 +160,7 @@ impl Device for BlkDevice {
         config.as_bytes().to_vec()
     }
 
-    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<(), String> {
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<Then, String> {
         if offset as usize != BLK_CONFIG_WRITEBACK_AT
             || bytes.len() != 1
             || self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0
@@ -161,16 +171,93 @@ impl Device for BlkDevice {
             ));
         }
         let writeback = bytes[0] != 0;
-        if !writeback && self.writeback.load(Relaxed) {
-            // What was written before the switch is not covered by it, and the guest flushes no more.
-            self.disk.sync().map_err(|e| format!("cannot flush before the cache is switched off: {e}"))?;
-        }
-        self.writeback.store(writeback, Relaxed);
+        self.told.store(true, Relaxed);
+        self.shared.unsure.store(false, Relaxed);
+        let was = self.writeback.swap(writeback, Relaxed);
         self.update();
-        Ok(())
+        // What was written before the switch, or is under way, is not covered by it, and the guest flushes no more.
+        Ok(if was && !writeback { Then::Settle } else { Then::Nothing })
+    }
+
+    fn settle(&self) -> Result<(), String> {
+        self.disk.sync().map_err(|e| {
+            self.writeback.store(true, Relaxed);
+            self.update();
+            format!("cannot flush what was written before the cache was switched off: {e}")
+        })
+    }
+
+    fn resumed(&self) {
+        if !self.told.load(Relaxed) {
+            self.shared.unsure.store(true, Relaxed);
+            self.update();
+        }
     }
 
     fn queue(&self, parts: VringParts) -> Box<dyn Queue> {
         Box::new(BlkQueue::new(parts, self.shared.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::spec::{DiskSpec, Format};
+
+    fn device(cache: Cache) -> BlkDevice {
+        let spec = DiskSpec {
+            name: "d".into(),
+            format: Format::Ram,
+            size: Some(1 << 20),
+            cache,
+            ..DiskSpec::default()
+        };
+        BlkDevice::new(Disk::open(&spec).unwrap(), 1, 0, "", false)
+    }
+
+    const BOTH: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
+
+    fn through(device: &BlkDevice) -> bool {
+        device.shared.writethrough.load(Relaxed)
+    }
+
+    #[test]
+    fn what_was_agreed_on_decides_how_writes_complete() {
+        let device = device(Cache::Writeback);
+        assert!(through(&device), "no guest yet");
+        for (features, expected) in [(BOTH, false), (bit(VIRTIO_BLK_F_FLUSH), false), (0, true)] {
+            device.negotiated(features);
+            assert_eq!(through(&device), expected, "{features:#x}");
+        }
+        let at = BLK_CONFIG_WRITEBACK_AT as u32;
+        assert!(device.set_config(at, &[0]).is_err(), "not agreed on");
+        device.negotiated(BOTH);
+        assert_eq!(device.set_config(at, &[0]), Ok(Then::Settle));
+        assert!(through(&device));
+        assert_eq!(device.set_config(at, &[0]), Ok(Then::Nothing));
+        assert_eq!(device.set_config(at, &[1]), Ok(Then::Nothing));
+        assert!(!through(&device));
+    }
+
+    #[test]
+    fn who_takes_over_a_guest_writes_through_until_it_knows_better() {
+        let device = device(Cache::Writeback);
+        device.negotiated(BOTH);
+        device.resumed();
+        assert!(through(&device));
+        assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(Then::Nothing));
+        assert!(!through(&device), "the guest said so");
+        device.resumed();
+        assert!(!through(&device), "and we remember");
+    }
+
+    #[test]
+    fn a_cache_that_is_not_there_is_not_offered() {
+        assert_eq!(device(Cache::Writethrough).features() & BOTH, 0);
+        assert_eq!(device(Cache::Writeback).features() & BOTH, BOTH);
+        let device = device(Cache::Unsafe);
+        assert_eq!(device.features() & BOTH, bit(VIRTIO_BLK_F_FLUSH));
+        device.negotiated(0);
+        assert!(!through(&device));
     }
 }

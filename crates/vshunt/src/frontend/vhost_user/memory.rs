@@ -10,10 +10,14 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use virtio::mem::Region;
 
+use super::guard::{Watch, watch};
+
 /// A shared mapping, unmapped when its last holder lets go.
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    /// None only while it is dropped.
+    watch: Option<Watch>,
 }
 
 // SAFETY: it owns a range of address space; access to what lies there is the business of those who hold it.
@@ -23,7 +27,8 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `len` bytes from the start of `file`, readable and writable. The file must be that long: touching
-    /// a page past its end would be a SIGBUS.
+    /// a page past its end would be a SIGBUS, against which
+    /// only a file that is cut short later is guarded.
     pub(super) fn new(file: &File, len: u64) -> io::Result<Arc<Self>> {
         let size = file.metadata()?.len();
         if len == 0 || size < len {
@@ -40,7 +45,9 @@ impl Mapping {
         let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: the range was mapped just now. Guests' memory does not belong into our core dumps.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
-        Ok(Arc::new(Self { base, len }))
+        let mut map = Self { base, len, watch: None };
+        map.watch = Some(watch(base.as_ptr(), len)?);
+        Ok(Arc::new(map))
     }
 
     /// The byte at `offset`, which the caller checked to lie inside.
@@ -48,6 +55,11 @@ impl Mapping {
         debug_assert!(offset < self.len);
         // SAFETY: inside the mapping.
         unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Whether the front-end took memory away from under it.
+    pub(super) fn lost(&self) -> bool {
+        self.watch.as_ref().is_some_and(Watch::lost)
     }
 
     /// Bytes mapped.
@@ -58,6 +70,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        self.watch = None;
         // SAFETY: mapped by `new`, and nobody holds it any more: memory tables and rings hold an Arc of it.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }

@@ -6,23 +6,26 @@
 //! request is in flight.
 
 pub mod blk;
+mod guard;
 mod memory;
 mod messages;
 mod session;
 mod socket;
-#[cfg(test)]
-mod tests;
 
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtocolFeatures};
+use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
@@ -59,16 +62,30 @@ pub trait Device: Send + Sync {
     /// The configuration space.
     fn config(&self) -> Vec<u8>;
     /// The guest writes to the configuration space. The error says what it may not.
-    fn set_config(&self, offset: u32, bytes: &[u8]) -> std::result::Result<(), String>;
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> std::result::Result<Then, String>;
+    /// [`Then::Settle`]: every request that was under way is over. The error says why the change does not hold.
+    fn settle(&self) -> std::result::Result<(), String>;
+    /// The front-end brought an in-flight region that was used before: its guest goes on where another daemon, or
+    /// a former connection, left it.
+    fn resumed(&self);
     /// The queue of a ring that starts.
     fn queue(&self, parts: VringParts) -> Box<dyn Queue>;
+}
+
+/// What a change of the configuration space needs to be whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// Nothing more.
+    Nothing,
+    /// A drain of all queues, then [`Device::settle`].
+    Settle,
 }
 
 /// What an export wants to know of its socket.
 pub trait Observer: Send + Sync {
     /// A front-end came or went.
     fn connected(&self, yes: bool);
-    /// A guest misused a ring. Called on the queue's worker: it must return at once.
+    /// A guest misused a ring.
     fn queue_broken(&self, index: u16, reason: &str);
     /// The one connection is over.
     fn ended(&self);
@@ -86,7 +103,7 @@ struct Inner {
     queues: Arc<QueueSet>,
     observer: Arc<dyn Observer>,
     stopping: AtomicBool,
-    stop: OwnedFd,
+    reports: Arc<Reports>,
     connected: AtomicBool,
     features: Arc<AtomicU64>,
     /// The connection, to be shut down by others; guards nothing else.
@@ -104,15 +121,14 @@ impl VhostUser {
         queues: Arc<QueueSet>,
         observer: Arc<dyn Observer>,
     ) -> Result<Self> {
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::io(format!("cannot serve {name}"), e.into()))?;
+        let reports = Reports::new().map_err(|e| Error::io(format!("cannot serve {name}"), e))?;
         let inner = Arc::new(Inner {
             name: name.to_owned(),
             device,
             queues,
             observer,
             stopping: AtomicBool::new(false),
-            stop,
+            reports: Arc::new(reports),
             connected: AtomicBool::new(false),
             features: Arc::default(),
             stream: Mutex::new(None),
@@ -137,6 +153,11 @@ impl VhostUser {
         self.inner.features.load(Relaxed)
     }
 
+    /// Whether the guest agreed on packed rings.
+    pub fn packed(&self) -> bool {
+        self.features() & bit(VIRTIO_F_RING_PACKED) != 0
+    }
+
     /// Tells the front-end that the configuration space changed, if it listens.
     pub fn config_changed(&self) {
         let channel = self.inner.channel.lock().expect("no holder panics");
@@ -149,8 +170,8 @@ impl VhostUser {
 
     /// Disconnects, drains, removes the socket. Idempotent; returns when all is over.
     pub fn stop(&self) {
-        self.inner.stopping.store(true, Relaxed);
-        let _ = rustix::io::write(&self.inner.stop, &1u64.to_ne_bytes());
+        self.inner.stopping.store(true, SeqCst);
+        self.inner.reports.wake();
         if let Some(stream) = &*self.inner.stream.lock().expect("no holder panics") {
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -166,6 +187,36 @@ impl VhostUser {
 impl Drop for VhostUser {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// What workers have to tell, passed to the session thread, which may log and block where a worker may not.
+struct Reports {
+    /// Guards the list alone; held for a push or a swap.
+    list: Mutex<Vec<(u16, String)>>,
+    /// Wakes the session thread, to read the list or to end.
+    bell: OwnedFd,
+}
+
+impl Reports {
+    fn new() -> io::Result<Self> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { list: Mutex::default(), bell })
+    }
+
+    /// A queue broke, for a reason. Once a start of a ring at most, so the list is bounded.
+    fn add(&self, index: u16, reason: &str) {
+        self.list.lock().expect("no holder panics").push((index, reason.to_owned()));
+        self.wake();
+    }
+
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+
+    fn take(&self) -> Vec<(u16, String)> {
+        let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
+        std::mem::take(&mut *self.list.lock().expect("no holder panics"))
     }
 }
 
@@ -198,11 +249,19 @@ impl Inner {
     /// Waits until `fd` is readable; false if the export is to end.
     fn wait(&self, fd: std::os::fd::BorrowedFd<'_>) -> bool {
         loop {
-            if self.stopping.load(Relaxed) {
+            for (index, reason) in self.reports.take() {
+                tracing::warn!(
+                    "queue {}:{index} is broken by its guest: {reason}; it stands until the guest resets it",
+                    self.name
+                );
+                self.observer.queue_broken(index, &reason);
+            }
+            // After the bell was silenced: whoever ends us sets the flag first and rings then.
+            if self.stopping.load(SeqCst) {
                 return false;
             }
             let mut fds =
-                [PollFd::new(&self.stop, PollFlags::IN), PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+                [PollFd::new(&self.reports.bell, PollFlags::IN), PollFd::from_borrowed_fd(fd, PollFlags::IN)];
             match poll(&mut fds, None) {
                 Ok(_) if !fds[1].revents().is_empty() => return !self.stopping.load(Relaxed),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -228,7 +287,7 @@ impl Inner {
             self.device.clone(),
             self.queues.clone(),
             self.features.clone(),
-            self.observer.clone(),
+            self.reports.clone(),
         )));
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
         let ended = loop {
@@ -245,7 +304,12 @@ impl Inner {
             Some(_) if self.stopping.load(Relaxed) => {}
             Some(e) => tracing::warn!("{}: the front-end's connection is closed: {e}", self.name),
         }
-        session.lock().expect("no holder panics").stop_all();
+        let mut session = session.lock().expect("no holder panics");
+        session.stop_all();
+        if session.lost_memory() {
+            tracing::warn!("{}: the front-end took memory away from under its guest", self.name);
+        }
+        drop(session);
         *self.channel.lock().expect("no holder panics") = None;
         *self.stream.lock().expect("no holder panics") = None;
         self.connected.store(false, Relaxed);

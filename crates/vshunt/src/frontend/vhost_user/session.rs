@@ -3,6 +3,8 @@
 //! All of it belongs to the session thread. A ring runs when it has memory, addresses, a kick and is enabled;
 //! it is then a queue on a worker and comes back, drained, before anything that it leans on goes away.
 
+mod rings;
+
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,15 +20,16 @@ use vhost::vhost_user::{
     Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
 };
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
-use virtio::inflight::{Inflight, inflight_queue_size};
+use virtio::inflight::inflight_queue_size;
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
-use virtio::ring::{DeviceRing, MAX_QUEUE_SIZE, RingAddrs, RingFeatures, UsedLog, ring_sizes};
+use virtio::ring::MAX_QUEUE_SIZE;
 
+use self::rings::InflightArea;
 use super::memory::{Mapping, is_eventfd, map_region, shared_file};
-use super::{Device, Observer, VringParts};
-use crate::queue;
-use crate::worker::{QueueSet, State};
+use super::{Device, Reports, Then};
+use crate::queue::{self, Bell};
+use crate::worker::QueueSet;
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
 const F_LOG_ALL: u64 = bit(virtio::features::VHOST_F_LOG_ALL);
@@ -41,9 +44,9 @@ struct Vring {
     size: u16,
     addrs: Option<UserAddrs>,
     base: u32,
-    kick: Option<OwnedFd>,
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    kick: Option<Arc<OwnedFd>>,
+    call: Option<Arc<Bell>>,
+    err: Option<Arc<Bell>>,
     enabled: bool,
     running: bool,
 }
@@ -58,23 +61,6 @@ struct UserAddrs {
     log: Option<u64>,
 }
 
-struct InflightArea {
-    map: Arc<Mapping>,
-    offset: usize,
-    queues: u16,
-    queue_size: u16,
-}
-
-impl InflightArea {
-    /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
-    /// stood is not to outlive a reset.
-    fn clear(&self) {
-        let len = self.map.len() - self.offset;
-        // SAFETY: inside of the mapping, since the offset is (`set_inflight_fd`); rings, which alone use it, are gone.
-        unsafe { self.map.at(self.offset).write_bytes(0, len) };
-    }
-}
-
 /// See the module.
 pub(super) struct Session {
     name: String,
@@ -82,7 +68,7 @@ pub(super) struct Session {
     queues: Arc<QueueSet>,
     /// Features agreed on, for `status` to read.
     agreed: Arc<AtomicU64>,
-    observer: Arc<dyn Observer>,
+    reports: Arc<Reports>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     status: u64,
@@ -99,7 +85,7 @@ impl Session {
         device: Arc<dyn Device>,
         queues: Arc<QueueSet>,
         agreed: Arc<AtomicU64>,
-        observer: Arc<dyn Observer>,
+        reports: Arc<Reports>,
     ) -> Self {
         let vrings = (0..queues.len()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
@@ -109,7 +95,7 @@ impl Session {
             device,
             queues,
             agreed,
-            observer,
+            reports,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
@@ -140,13 +126,6 @@ impl Session {
         }
     }
 
-    /// Drains and stops every ring; called when the front-end goes, too.
-    pub(super) fn stop_all(&mut self) {
-        for index in 0..self.vrings.len() {
-            self.stop(index);
-        }
-    }
-
     fn reset(&mut self) {
         self.stop_all();
         self.status = 0;
@@ -174,168 +153,6 @@ impl Session {
             .get_mut(index as usize)
             .ok_or_else(|| refuse(format!("there is no queue {index} of {count}")))
     }
-
-    /// Stops a ring; its base is where it came to.
-    fn stop(&mut self, index: usize) {
-        if !std::mem::take(&mut self.vrings[index].running) {
-            return;
-        }
-        if let Some(mut queue) = self.queues.stop(index as u16) {
-            self.vrings[index].base = queue::vring(queue.as_mut()).map_or(0, |v| v.base());
-        }
-        tracing::debug!("{}:{index} stopped", self.name);
-    }
-
-    /// Starts a ring if all that it needs is there.
-    fn start(&mut self, index: usize) -> Result<()> {
-        let vring = &self.vrings[index];
-        if vring.running || !vring.enabled || vring.size == 0 || self.mem.regions().is_empty() {
-            return Ok(());
-        }
-        let (Some(kick), Some(addrs)) = (&vring.kick, vring.addrs) else { return Ok(()) };
-        let kick = kick.try_clone().map_err(Error::ReqHandlerError)?;
-        let call = clone_fd(vring.call.as_ref())?;
-        let err = clone_fd(vring.err.as_ref())?;
-        let mut ring = match self.map_ring(vring, addrs) {
-            Ok(ring) => ring,
-            Err(reason) => {
-                self.observer.queue_broken(index as u16, &reason);
-                self.queues.stats(index as u16).set_state(State::Broken);
-                if let Some(err) = &err {
-                    let _ = rustix::io::write(err, &1u64.to_ne_bytes());
-                }
-                return Err(refuse(format!("queue {index} cannot start: {reason}")));
-            }
-        };
-        let mut replays = Vec::new();
-        let inflight = self.inflight_of(index)?;
-        let tracked = inflight.is_some();
-        if let Some(inflight) = inflight {
-            replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
-            if !replays.is_empty() {
-                tracing::info!("{}:{index}: {} requests in flight are replayed", self.name, replays.len());
-            }
-        }
-        let (log, used) = self.logs(addrs);
-        ring.set_used_log(used);
-        let bell = clone_fd(call.as_ref())?.filter(|_| tracked);
-        let observer = self.observer.clone();
-        let queue = self.device.queue(VringParts {
-            vring: ring,
-            mem: self.mem.clone(),
-            replays,
-            kick,
-            call,
-            err,
-            log,
-            stats: self.queues.stats(index as u16).clone(),
-            name: format!("{}:{index}", self.name),
-            on_broken: Box::new(move |reason| observer.queue_broken(index as u16, reason)),
-        });
-        self.vrings[index].running = true;
-        self.queues.stats(index as u16).size.store(self.vrings[index].size, Relaxed);
-        self.queues.start(index as u16, queue);
-        if let Some(bell) = bell {
-            // The daemon before us may have died between publishing and notifying.
-            let _ = rustix::io::write(&bell, &1u64.to_ne_bytes());
-        }
-        tracing::debug!("{}:{index} started", self.name);
-        Ok(())
-    }
-
-    /// The error says what is wrong with the ring.
-    fn map_ring(&self, vring: &Vring, addrs: UserAddrs) -> std::result::Result<DeviceRing, String> {
-        let features = RingFeatures::from_bits(self.features);
-        let sizes = ring_sizes(vring.size, features);
-        let at = |addr, len: usize| {
-            self.mem.user_to_host(addr, len as u64).ok_or_else(|| {
-                format!("{len} bytes of the ring at {addr:#x} lie outside of the guest's memory")
-            })
-        };
-        let areas = RingAddrs {
-            desc: at(addrs.desc, sizes.desc)?,
-            driver: at(addrs.driver, sizes.driver)?,
-            device: at(addrs.device, sizes.device)?,
-        };
-        // SAFETY: the areas lie in regions that the memory table keeps mapped; the queue holds that table for
-        // as long as it has the ring, and one ring index runs at most once.
-        unsafe { DeviceRing::new(vring.size, features, areas, vring.base) }.map_err(|e| e.to_string())
-    }
-
-    fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
-        let Some(area) = &self.inflight else { return Ok(None) };
-        if index >= usize::from(area.queues) || self.vrings[index].size > area.queue_size {
-            return Ok(None);
-        }
-        let len = inflight_queue_size(area.queue_size, self.packed());
-        let offset = area.offset + index * len;
-        if offset + len > area.map.len() {
-            return Err(self.bad_inflight(index, &"it ends before this queue's part"));
-        }
-        // SAFETY: inside the mapping, which is kept by the Inflight itself.
-        let inflight = unsafe {
-            Inflight::new(area.map.at(offset), len, area.queue_size, self.packed(), area.map.clone())
-        };
-        inflight.map(Some).map_err(|e| self.bad_inflight(index, &e))
-    }
-
-    fn bad_inflight(&self, index: usize, e: &dyn std::fmt::Display) -> Error {
-        refuse(format!("queue {index} cannot start: {e}"))
-    }
-
-    /// Where a ring's writes are to be marked now, buffers and its own areas.
-    fn logs(&self, addrs: UserAddrs) -> (Option<Arc<DirtyLog>>, Option<UsedLog>) {
-        let Some(log) = self.log.clone().filter(|_| self.logging()) else { return (None, None) };
-        let used = addrs
-            .log
-            .zip(self.mem.user_to_guest(addrs.desc))
-            .map(|(device_addr, desc_addr)| UsedLog { log: log.clone(), device_addr, desc_addr });
-        (Some(log), used)
-    }
-
-    /// Changes the memory table between a stop and a start of the rings that run: whole, or not at all.
-    ///
-    /// Rings that wait for memory start, too. With `strict`, one that ran and lies outside of the new table is an
-    /// error; without, it waits: front-ends replace a region by removing it and adding another.
-    fn remap(&mut self, strict: bool, change: impl FnOnce(&mut Vec<Region>) -> Result<()>) -> Result<()> {
-        let mut regions = self.regions.clone();
-        change(&mut regions)?;
-        // SAFETY: each region's `keep` is the mapping that `host` points into.
-        let mem = unsafe { GuestMemory::new(regions.clone()) };
-        let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
-        let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
-        self.stop_all();
-        (self.regions, self.mem) = (regions, mem);
-        let mut result = Ok(());
-        for (index, ran) in running.into_iter().enumerate() {
-            let vring = &self.vrings[index];
-            let lies_within = vring.addrs.is_some_and(|addrs| self.map_ring(vring, addrs).is_ok());
-            if lies_within || (ran && strict) {
-                result = result.and(self.start(index));
-            } else if ran {
-                tracing::info!("{}:{index} waits for the memory that it lies in", self.name);
-            }
-        }
-        result
-    }
-
-    /// Tells running queues whether and where to log, between two requests.
-    fn update_log(&mut self) {
-        for (index, vring) in self.vrings.iter().enumerate() {
-            if let (true, Some(addrs)) = (vring.running, vring.addrs) {
-                let (log, used) = self.logs(addrs);
-                self.queues.with_drained(index as u16, |q| {
-                    if let Some(v) = queue::vring(q) {
-                        v.set_log(log, used);
-                    }
-                });
-            }
-        }
-    }
-}
-
-fn clone_fd(fd: Option<&OwnedFd>) -> Result<Option<OwnedFd>> {
-    fd.map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)
 }
 
 /// Refuses a message: the front-end is told if it asked for acknowledgements and may go on then; else its
@@ -481,16 +298,16 @@ impl VhostUserBackendReqHandlerMut for Session {
         let fd = eventfd(fd)?;
         // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
         self.stop(index.into());
-        self.vring(index.into())?.kick = Some(fd);
+        self.vring(index.into())?.kick = Some(Arc::new(fd));
         self.start(index.into())
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.call = fd;
+        vring.call = fd.map(|fd| Arc::new(Bell::new(fd)));
         if vring.running {
-            let call = clone_fd(vring.call.as_ref())?;
+            let call = vring.call.clone();
             self.queues.visit(index.into(), move |q| {
                 if let Some(v) = queue::vring(q) {
                     v.set_call(call);
@@ -503,9 +320,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
-        vring.err = fd;
+        vring.err = fd.map(|fd| Arc::new(Bell::new(fd)));
         if vring.running {
-            let err = clone_fd(vring.err.as_ref())?;
+            let err = vring.err.clone();
             self.queues.visit(index.into(), move |q| {
                 if let Some(v) = queue::vring(q) {
                     v.set_err(err);
@@ -554,7 +371,10 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        self.device.set_config(offset, bytes).map_err(refuse)
+        if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
+            self.queues.with_all_drained(|| self.device.settle()).map_err(refuse)?;
+        }
+        Ok(())
     }
 
     fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {
@@ -590,6 +410,9 @@ impl VhostUserBackendReqHandlerMut for Session {
             queues: area.num_queues,
             queue_size: area.queue_size,
         });
+        if self.inflight.as_ref().is_some_and(InflightArea::was_used) {
+            self.device.resumed();
+        }
         Ok(())
     }
 

@@ -6,8 +6,6 @@
 //! never, or guest memory touched after [`at_rest`](Queue::at_rest) said that all is over.
 
 mod request;
-#[cfg(test)]
-mod tests;
 
 use std::any::Any;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -19,7 +17,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 
-use super::Vring;
+use super::{Bell, Vring};
 use crate::backend::block::{Disk, DiskHandle, Io, Step};
 use crate::worker::{Queue, QueueStats, Ring, State, Token};
 
@@ -31,6 +29,9 @@ const PUBLISH_EVERY: u32 = 16;
 /// Data of the requests taken in one turn from which on the neighbours have theirs: a backend in memory copies it
 /// before it returns.
 const TURN_BYTES: u64 = 4 << 20;
+/// Longest read or write. Descriptors may name the same memory again and again; without a bound one request could
+/// keep a worker that others share busy for minutes. Guests' block layers stay far below.
+const REQUEST_BYTES_MAX: u64 = 64 << 20;
 /// What GET_ID returns at most (Virtio 1.3, 5.2.6).
 pub const SERIAL_MAX: usize = 20;
 
@@ -44,6 +45,9 @@ pub struct BlkShared {
     pub readonly: bool,
     /// A write completes only when it is stable: the guest was told of no cache, or switched it off.
     pub writethrough: AtomicBool,
+    /// Whether that is only because we do not know what the guest chose when a former daemon served it; its
+    /// first flush says that it believes in a cache.
+    pub unsure: AtomicBool,
     /// Largest WRITE_ZEROES, in sectors, as the configuration space says.
     pub max_zero_sectors: u32,
     /// Largest DISCARD, likewise.
@@ -59,18 +63,18 @@ pub struct Parts {
     /// Requests that were in flight when a former daemon died, oldest first.
     pub replays: Vec<Replay>,
     /// The guest's kicks.
-    pub kick: OwnedFd,
+    pub kick: Arc<OwnedFd>,
     /// Notifies the guest; none: it polls.
-    pub call: Option<OwnedFd>,
+    pub call: Option<Arc<Bell>>,
     /// Tells the front-end that the ring broke.
-    pub err: Option<OwnedFd>,
+    pub err: Option<Arc<Bell>>,
     /// Where writes to guest memory are marked while it migrates.
     pub log: Option<Arc<DirtyLog>>,
     /// Counters.
     pub stats: Arc<QueueStats>,
     /// Name for messages, `export:index`.
     pub name: String,
-    /// Told once when the guest broke the ring.
+    /// Told once when the guest broke the ring; called on the worker, so it must not block (nor log).
     pub on_broken: Box<dyn Fn(&str) + Send>,
 }
 
@@ -111,9 +115,9 @@ pub struct BlkQueue {
     log: Option<Arc<DirtyLog>>,
     /// While there is a log: where the request of each slot may write.
     noted: Box<[Vec<Seg>]>,
-    kick: OwnedFd,
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    kick: Arc<OwnedFd>,
+    call: Option<Arc<Bell>>,
+    err: Option<Arc<Bell>>,
     // Any thread's.
     shared: Arc<BlkShared>,
     stats: Arc<QueueStats>,
@@ -167,8 +171,7 @@ impl BlkQueue {
 
     fn notify(&mut self) {
         if let Some(call) = &self.call {
-            // A full counter (EAGAIN) is a notification too.
-            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+            call.ring();
             QueueStats::add(&self.stats.notifications, 1);
         }
     }
@@ -177,13 +180,9 @@ impl BlkQueue {
     fn break_off(&mut self, reason: &dyn std::fmt::Display) {
         self.broken = true;
         self.stats.set_state(State::Broken);
-        tracing::warn!(
-            "queue {} is broken by its guest: {reason}; it stands until the guest resets it",
-            self.name
-        );
         (self.on_broken)(&reason.to_string());
         if let Some(err) = &self.err {
-            let _ = rustix::io::write(err, &1u64.to_ne_bytes());
+            err.ring();
         }
     }
 
@@ -243,13 +242,13 @@ impl Vring for BlkQueue {
         self.vring.base()
     }
 
-    fn set_call(&mut self, call: Option<OwnedFd>) {
+    fn set_call(&mut self, call: Option<Arc<Bell>>) {
         self.call = call;
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.
         self.notify();
     }
 
-    fn set_err(&mut self, err: Option<OwnedFd>) {
+    fn set_err(&mut self, err: Option<Arc<Bell>>) {
         self.err = err;
     }
 
@@ -277,6 +276,9 @@ impl Queue for BlkQueue {
         self.turn_bytes = 0;
         if !self.replays.is_empty() {
             taken += self.replay(ring, place);
+            if self.broken {
+                return taken;
+            }
         }
         while taken < budget && self.turn_bytes < TURN_BYTES && !self.free.is_empty() {
             match self.vring.pop(&self.mem, &mut self.chain) {

@@ -9,7 +9,7 @@ use virtio::blk::{
 };
 use virtio::ring::Seg;
 
-use super::{BlkQueue, OP_IO};
+use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX};
 use crate::backend::block::{Op, Step};
 use crate::export::spec::Cache;
 use crate::worker::{QueueStats, Ring, Token};
@@ -65,6 +65,9 @@ impl BlkQueue {
                     return Err(-libc::EROFS);
                 }
                 in_bounds(request.sector, request.data_len, disk.size_bytes())?;
+                if request.data_len > REQUEST_BYTES_MAX {
+                    return Err(-libc::EINVAL);
+                }
                 for seg in &self.data {
                     // SAFETY: translated on taking the chain; `mem` keeps it mapped until the queue rests, and
                     // the slot is boxed and reused only after its completion.
@@ -74,6 +77,10 @@ impl BlkQueue {
             }
             VIRTIO_BLK_T_FLUSH => {
                 io.reset(Op::Flush, 0, false);
+                if self.shared.unsure.load(Relaxed) {
+                    self.shared.unsure.store(false, Relaxed);
+                    self.shared.writethrough.store(false, Relaxed);
+                }
                 if disk.cache() == Cache::Unsafe || self.shared.readonly { Err(0) } else { Ok(()) }
             }
             VIRTIO_BLK_T_GET_ID => {

@@ -27,6 +27,38 @@ fn segments_keep_their_order_inline_and_spilled() {
 }
 
 #[test]
+fn room_for_long_requests_is_kept_by_the_worker_and_not_by_slots() {
+    let mut memory = [0; 1];
+    let mut iovs: Vec<_> = (0..256).map(|_| IoVecs::default()).collect();
+    for most in [3, 16, 17, 126, 128, 129, 1024] {
+        let at = memory.as_mut_ptr();
+        for iov in &mut iovs {
+            for _ in 0..most {
+                // SAFETY: never followed here.
+                unsafe { iov.push(at, 1) };
+            }
+            assert_eq!((iov.left().len(), iov.left_bytes()), (most, most as u64));
+            let room = if most <= 16 { 16 } else { most.next_power_of_two().max(128) };
+            assert_eq!(iov.spill.capacity(), room);
+        }
+        iovs.iter_mut().for_each(IoVecs::clear);
+        assert!(iovs.iter().all(|iov| iov.spill.capacity() == 0));
+        assert!(spill::kept_bytes() <= spill::KEPT_BYTES_MAX);
+    }
+    // What Linux sends needs no allocation: the room of the one before is used again, in any slot.
+    let mut rooms = std::collections::HashSet::new();
+    for iov in &mut iovs {
+        for _ in 0..126 {
+            // SAFETY: never followed here.
+            unsafe { iov.push(memory.as_mut_ptr(), 1) };
+        }
+        rooms.insert(iov.spill.as_ptr());
+        iov.clear();
+    }
+    assert_eq!(rooms.len(), 1);
+}
+
+#[test]
 fn empty_segments_are_left_out() {
     let mut memory = [0; 8];
     let iov = segments(&mut memory, &[(0, 0), (1, 2), (3, 0), (3, 1), (4, 0), (4, 4)]);

@@ -126,18 +126,21 @@ impl Raw {
         self.file.as_raw_fd()
     }
 
-    pub(super) fn read_size(&self) -> Result<u64> {
-        open::image_size(&self.file, &self.path, self.block_device)
-    }
-
+    /// See [`Disk::sync`](super::Disk::sync): as [`Op::Flush`], but it waits.
     pub(super) fn sync_now(&self) -> std::io::Result<()> {
-        self.file.sync_data()
+        match self.flush_failed.load(Ordering::Relaxed) {
+            0 => {}
+            errno => return Err(std::io::Error::from_raw_os_error(-errno)),
+        }
+        self.file.sync_data().inspect_err(|e| {
+            self.after_sync(-e.raw_os_error().unwrap_or(libc::EIO));
+        })
     }
 
     pub(super) fn resize(&self, size_bytes: u64, readonly: bool) -> Result<()> {
         let path = self.path.display();
         if self.block_device {
-            let now = self.read_size()?;
+            let now = open::image_size(&self.file, &self.path, true)?;
             if now == size_bytes {
                 return Ok(());
             }
@@ -247,12 +250,14 @@ impl Raw {
 
     #[cold]
     fn bounce(&self, io: &mut Io, pool: &Pool) -> Next {
-        if io.bounce.is_none() {
-            io.bounce = pool.take(io.iov.left_bytes());
-        }
+        let (left, block) = (io.iov.left_bytes(), self.offset_mask + 1);
+        io.bounce = match io.bounce.take() {
+            Some(buf) => pool.exchange(buf, left, block),
+            None => pool.take(left, block),
+        };
         let Some(buf) = &io.bounce else { return Next::Done(-libc::ENOMEM) };
         io.stage = Stage::Bounce;
-        io.asked = io.iov.left_bytes().min(buf.len() as u64) as u32;
+        io.asked = left.min(buf.len() as u64) as u32;
         if io.op == Op::Write {
             // SAFETY: the buffer is this request's alone and has room for `asked` bytes, of which there are as many;
             // the segments are valid by `IoVecs::push`.

@@ -279,6 +279,5 @@ fn limits(meta: &Metadata, device: Option<&Device>, readonly: bool, punches: boo
         discard_align,
         can_discard,
         can_zero: !readonly,
-        rotational: device.is_some_and(|d| d.rotational),
     }
 }

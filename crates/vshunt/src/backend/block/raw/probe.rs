@@ -71,7 +71,6 @@ pub(super) struct Device {
     /// 0: it has no discard.
     pub(super) discard_max: u64,
     pub(super) discard_align: u32,
-    pub(super) rotational: bool,
 }
 
 /// Asks a block device.
@@ -90,7 +89,6 @@ pub(super) fn device(file: &File) -> io::Result<Device> {
         // Where sysfs cannot be read, as in a sandbox, the device is believed to have it: trying does no harm.
         discard_max: read("discard_max_bytes").unwrap_or(u64::MAX),
         discard_align: small("discard_granularity").unwrap_or(0),
-        rotational: read("rotational") == Some(1),
     })
 }
 

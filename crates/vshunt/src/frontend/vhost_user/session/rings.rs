@@ -1,0 +1,220 @@
+//! Rings of a session: started when all that they need is there, stopped and drained before any of it goes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use vhost::vhost_user::{Error, Result};
+use virtio::inflight::{Inflight, inflight_queue_size};
+use virtio::log::DirtyLog;
+use virtio::mem::{GuestMemory, Region};
+use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, UsedLog, ring_sizes};
+
+use super::super::VringParts;
+use super::super::memory::Mapping;
+use super::{Session, UserAddrs, Vring, refuse};
+use crate::queue;
+use crate::worker::State;
+
+/// The region in which requests in flight are noted, one part a queue.
+pub(super) struct InflightArea {
+    pub(super) map: Arc<Mapping>,
+    pub(super) offset: usize,
+    pub(super) queues: u16,
+    pub(super) queue_size: u16,
+}
+
+impl InflightArea {
+    /// Whether a device initialised it before: the version that follows the 64 bits of features is not 0 then.
+    pub(super) fn was_used(&self) -> bool {
+        let at = self.offset + size_of::<u64>();
+        // SAFETY: inside of the mapping, and aligned, since the mapping is and a part's offset is even by the
+        // check beside it; a front-end that writes there meanwhile only changes the answer.
+        at + 2 <= self.map.len()
+            && at.is_multiple_of(2)
+            && unsafe { self.map.at(at).cast::<u16>().read_volatile() } != 0
+    }
+
+    /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
+    /// stood is not to outlive a reset.
+    pub(super) fn clear(&self) {
+        let len = self.map.len() - self.offset;
+        // SAFETY: inside of the mapping, since the offset is (`set_inflight_fd`); rings, which alone use it, are gone.
+        unsafe { self.map.at(self.offset).write_bytes(0, len) };
+    }
+}
+
+impl Session {
+    /// Whether the front-end cut a file short that holds its guest's memory.
+    pub(in super::super) fn lost_memory(&self) -> bool {
+        self.regions.iter().any(|r| r.keep.downcast_ref::<Mapping>().is_some_and(Mapping::lost))
+            || self.inflight.as_ref().is_some_and(|area| area.map.lost())
+    }
+
+    /// Drains and stops every ring; called when the front-end goes, too.
+    pub(in super::super) fn stop_all(&mut self) {
+        for index in 0..self.vrings.len() {
+            self.stop(index);
+        }
+    }
+
+    /// Stops a ring; its base is where it came to.
+    pub(super) fn stop(&mut self, index: usize) {
+        if !std::mem::take(&mut self.vrings[index].running) {
+            return;
+        }
+        if let Some(mut queue) = self.queues.stop(index as u16) {
+            self.vrings[index].base = queue::vring(queue.as_mut()).map_or(0, |v| v.base());
+        }
+        tracing::debug!("{}:{index} stopped", self.name);
+    }
+
+    /// Starts a ring if all that it needs is there.
+    pub(super) fn start(&mut self, index: usize) -> Result<()> {
+        let vring = &self.vrings[index];
+        if vring.running || !vring.enabled || vring.size == 0 || self.mem.regions().is_empty() {
+            return Ok(());
+        }
+        let (Some(kick), Some(addrs)) = (&vring.kick, vring.addrs) else { return Ok(()) };
+        let kick = kick.clone();
+        let (call, err) = (vring.call.clone(), vring.err.clone());
+        let mut ring = match self.map_ring(vring, addrs) {
+            Ok(ring) => ring,
+            Err(reason) => {
+                self.reports.add(index as u16, &reason);
+                self.queues.stats(index as u16).set_state(State::Broken);
+                if let Some(err) = &err {
+                    err.ring();
+                }
+                return Err(refuse(format!("queue {index} cannot start: {reason}")));
+            }
+        };
+        let mut replays = Vec::new();
+        let inflight = self.inflight_of(index)?;
+        let tracked = inflight.is_some();
+        if let Some(inflight) = inflight {
+            replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
+            if !replays.is_empty() {
+                tracing::info!("{}:{index}: {} requests in flight are replayed", self.name, replays.len());
+            }
+        }
+        let (log, used) = self.logs(addrs);
+        ring.set_used_log(used);
+        let bell = call.clone().filter(|_| tracked);
+        let reports = self.reports.clone();
+        let queue = self.device.queue(VringParts {
+            vring: ring,
+            mem: self.mem.clone(),
+            replays,
+            kick,
+            call,
+            err,
+            log,
+            stats: self.queues.stats(index as u16).clone(),
+            name: format!("{}:{index}", self.name),
+            on_broken: Box::new(move |reason| reports.add(index as u16, reason)),
+        });
+        self.vrings[index].running = true;
+        self.queues.stats(index as u16).size.store(self.vrings[index].size, Relaxed);
+        self.queues.start(index as u16, queue);
+        if let Some(bell) = bell {
+            // The daemon before us may have died between publishing and notifying.
+            bell.ring();
+        }
+        tracing::debug!("{}:{index} started", self.name);
+        Ok(())
+    }
+
+    /// The error says what is wrong with the ring.
+    fn map_ring(&self, vring: &Vring, addrs: UserAddrs) -> std::result::Result<DeviceRing, String> {
+        let features = RingFeatures::from_bits(self.features);
+        let sizes = ring_sizes(vring.size, features);
+        let at = |addr, len: usize| {
+            self.mem.user_to_host(addr, len as u64).ok_or_else(|| {
+                format!("{len} bytes of the ring at {addr:#x} lie outside of the guest's memory")
+            })
+        };
+        let areas = RingAddrs {
+            desc: at(addrs.desc, sizes.desc)?,
+            driver: at(addrs.driver, sizes.driver)?,
+            device: at(addrs.device, sizes.device)?,
+        };
+        // SAFETY: the areas lie in regions that the memory table keeps mapped; the queue holds that table for
+        // as long as it has the ring, and one ring index runs at most once.
+        unsafe { DeviceRing::new(vring.size, features, areas, vring.base) }.map_err(|e| e.to_string())
+    }
+
+    fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
+        let Some(area) = &self.inflight else { return Ok(None) };
+        if index >= usize::from(area.queues) || self.vrings[index].size > area.queue_size {
+            return Err(self.bad_inflight(index, &"the in-flight region has no room for this queue"));
+        }
+        let len = inflight_queue_size(area.queue_size, self.packed());
+        let offset = area.offset + index * len;
+        if offset + len > area.map.len() {
+            return Err(self.bad_inflight(index, &"it ends before this queue's part"));
+        }
+        // SAFETY: inside the mapping, which is kept by the Inflight itself.
+        let inflight = unsafe {
+            Inflight::new(area.map.at(offset), len, area.queue_size, self.packed(), area.map.clone())
+        };
+        inflight.map(Some).map_err(|e| self.bad_inflight(index, &e))
+    }
+
+    fn bad_inflight(&self, index: usize, e: &dyn std::fmt::Display) -> Error {
+        refuse(format!("queue {index} cannot start: {e}"))
+    }
+
+    /// Where a ring's writes are to be marked now, buffers and its own areas.
+    fn logs(&self, addrs: UserAddrs) -> (Option<Arc<DirtyLog>>, Option<UsedLog>) {
+        let Some(log) = self.log.clone().filter(|_| self.logging()) else { return (None, None) };
+        let used = addrs
+            .log
+            .zip(self.mem.user_to_guest(addrs.desc))
+            .map(|(device_addr, desc_addr)| UsedLog { log: log.clone(), device_addr, desc_addr });
+        (Some(log), used)
+    }
+
+    /// Changes the memory table between a stop and a start of the rings that run: whole, or not at all.
+    ///
+    /// Rings that wait for memory start, too. With `strict`, one that ran and lies outside of the new table is an
+    /// error; without, it waits: front-ends replace a region by removing it and adding another.
+    pub(super) fn remap(
+        &mut self,
+        strict: bool,
+        change: impl FnOnce(&mut Vec<Region>) -> Result<()>,
+    ) -> Result<()> {
+        let mut regions = self.regions.clone();
+        change(&mut regions)?;
+        // SAFETY: each region's `keep` is the mapping that `host` points into.
+        let mem = unsafe { GuestMemory::new(regions.clone()) };
+        let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
+        let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
+        self.stop_all();
+        (self.regions, self.mem) = (regions, mem);
+        let mut result = Ok(());
+        for (index, ran) in running.into_iter().enumerate() {
+            let vring = &self.vrings[index];
+            let lies_within = vring.addrs.is_some_and(|addrs| self.map_ring(vring, addrs).is_ok());
+            if lies_within || (ran && strict) {
+                result = result.and(self.start(index));
+            } else if ran {
+                tracing::info!("{}:{index} waits for the memory that it lies in", self.name);
+            }
+        }
+        result
+    }
+
+    /// Tells running queues whether and where to log, between two requests.
+    pub(super) fn update_log(&mut self) {
+        for (index, vring) in self.vrings.iter().enumerate() {
+            if let (true, Some(addrs)) = (vring.running, vring.addrs) {
+                let (log, used) = self.logs(addrs);
+                self.queues.with_drained(index as u16, |q| {
+                    if let Some(v) = queue::vring(q) {
+                        v.set_log(log, used);
+                    }
+                });
+            }
+        }
+    }
+}
