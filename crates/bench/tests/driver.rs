@@ -220,21 +220,3 @@ fn fewer_features_will_do() {
     assert_eq!(no_inflight.kind(), Kind::Usage);
     assert_eq!(disk.session().features() & feature::EVENT_IDX, 0);
 }
-
-/// The driver's own cost against a device that polls and does nothing; for `cargo test --release -- --ignored`.
-#[test]
-#[ignore = "a measurement"]
-fn own_cost() {
-    for packed in [false, true] {
-        let model = Model::start(&format!("cost{packed}"), SECTORS);
-        model.behaviour().null.store(true, Ordering::Release);
-        model.behaviour().refuse_protocol.store(protocol::INFLIGHT_SHMFD, Ordering::Release);
-        let options = Options { packed, indirect_cap: 3, ..Options::default() };
-        let mut disk = Disk::connect(model.path(), options).unwrap();
-        let runtime = Some(Duration::from_secs(2));
-        let plan = Plan { iodepth: 128, runtime, spin: Duration::from_millis(1), ..Plan::default() };
-        let outcome = load::run(&mut disk, &plan, &mut Silent).unwrap();
-        let cost = outcome.client_cpu.as_nanos() as f64 / outcome.ios() as f64;
-        println!("packed {packed}: {:.2}M IOPS, {cost:.0} ns of client CPU a request", outcome.iops() / 1e6);
-    }
-}
