@@ -5,15 +5,17 @@
 //! window passes in vain again and again although work comes right after it, the other side shares our CPU and waits for
 //! us to leave it: polling is off for a while then, each time longer.
 //!
-//! Gathering is for other sides that send so fast that they do not wait: a wake-up for each request or two would cost
+//! Gathering is for other sides that send so fast that they do not wait (they do not ask to be notified): a wake-up for each request or two would cost
 //! both more than the request. Then the worker asks to be kicked after as many requests as come in [`GATHER_NS`], and
 //! sleeps with a limit, should they not come. When the limit ends it, the other side did wait: gathering is off for a
 //! while, each time longer.
 
 use std::time::{Duration, Instant};
 
-/// Requests that a rest brings on average from which on polling does not pay.
+/// Requests that a rest brings on average from which on polling pays only if the other side waits for us.
 const POLL_BATCH_MAX: f64 = 16.0;
+/// Notifications a rest on average from which on the other side counts as waiting.
+const WAITS_MIN: f64 = 0.25;
 /// Smallest polling window that is tried.
 const POLL_STEP_NS: u64 = 4_000;
 /// What our own wake-up adds to the time that a sleep took, on a halted CPU.
@@ -67,6 +69,9 @@ pub(super) struct Pace {
     /// Averages over rests: requests, and ns from one to the next.
     batch_avg: f64,
     cycle_avg_ns: f64,
+    /// Likewise: rests after which the other side had to be notified.
+    waits_avg: f64,
+    notified: bool,
     /// Requests that may gather.
     most: u32,
     streak: u32,
@@ -87,6 +92,8 @@ impl Pace {
             last: now,
             batch_avg: 0.0,
             cycle_avg_ns: 1e9,
+            waits_avg: 0.0,
+            notified: false,
             most: GATHER_MAX,
             streak: 0,
             hold: HOLD_MIN,
@@ -100,6 +107,11 @@ impl Pace {
         self.batch += requests;
     }
 
+    /// The other side waited for what was completed.
+    pub(super) fn notified(&mut self) {
+        self.notified = true;
+    }
+
     /// How to rest now. `bound` is the longest that may be polled; `steady`: nothing is in flight, so that only
     /// the other side can bring work.
     pub(super) fn plan(&mut self, now: Instant, bound: Duration, steady: bool) -> Plan {
@@ -108,8 +120,11 @@ impl Pace {
         self.cycle_avg_ns = self.cycle_avg_ns * KEEP + cycle.min(1e9) * (1.0 - KEEP);
         let last_batch = std::mem::take(&mut self.batch);
         self.last = now;
+        let waited = std::mem::take(&mut self.notified);
+        self.waits_avg = self.waits_avg * KEEP + f64::from(u8::from(waited)) * (1.0 - KEEP);
+        let waits = self.waits_avg >= WAITS_MIN;
         self.gathering = false;
-        if steady && now >= self.held_until {
+        if steady && !waits && now >= self.held_until {
             // `found` counts an inline request once.
             let requests = (self.batch_avg / self.cycle_avg_ns * GATHER_NS) as u32;
             let requests = requests.min(self.most);
@@ -119,7 +134,7 @@ impl Pace {
             }
         }
         let held = now < self.poll_held_until;
-        if bound.is_zero() || held || self.window_ns == 0 || self.batch_avg >= POLL_BATCH_MAX {
+        if bound.is_zero() || held || self.window_ns == 0 || (self.batch_avg >= POLL_BATCH_MAX && !waits) {
             return Plan::Sleep;
         }
         Plan::Poll(Duration::from_nanos(self.window_ns).min(bound))

@@ -19,8 +19,9 @@ pub trait Queue: Send {
     /// An operation of this queue is over, or has news and will have `more`. Returns the requests it completed.
     fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32;
 
-    /// Makes completions visible and notifies the other side if it asked; once a batch.
-    fn publish(&mut self);
+    /// Makes completions visible and notifies the other side if it asked; once a batch. Whether it was notified since
+    /// the last call: then it waited for us.
+    fn publish(&mut self) -> bool;
 
     /// A cheap look whether there is something to take.
     fn has_work(&self) -> bool;

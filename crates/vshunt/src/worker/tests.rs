@@ -146,10 +146,11 @@ impl Queue for TestQueue {
         0
     }
 
-    fn publish(&mut self) {
+    fn publish(&mut self) -> bool {
         for request in self.staged.drain(..) {
             self.line.done[request as usize].fetch_add(1, Ordering::Release);
         }
+        false
     }
 
     fn has_work(&self) -> bool {

@@ -271,7 +271,9 @@ impl Worker {
         for index in self.touched.drain(..) {
             if let Some(place) = &mut self.places[index as usize] {
                 place.touched = false;
-                place.queue.publish();
+                if place.queue.publish() {
+                    self.pace.notified();
+                }
             }
         }
     }

@@ -108,6 +108,8 @@ pub struct BlkQueue {
     handle: Option<DiskHandle>,
     listen: Listen,
     staged: u32,
+    /// Since the worker asked last.
+    notified: bool,
     /// Data of the requests taken this turn.
     turn_bytes: u64,
     replays: Vec<Replay>,
@@ -150,6 +152,7 @@ impl BlkQueue {
             handle: None,
             listen: Listen::Off,
             staged: 0,
+            notified: false,
             turn_bytes: 0,
             replays,
             broken: false,
@@ -167,6 +170,17 @@ impl BlkQueue {
 
     fn in_flight(&self) -> u32 {
         (self.slots.len() - self.free.len()) as u32
+    }
+
+    /// Makes what is staged visible, and notifies the guest if it asked.
+    fn show(&mut self) {
+        if self.staged > 0 {
+            self.staged = 0;
+            if self.vring.publish() {
+                self.notify();
+                self.notified = true;
+            }
+        }
     }
 
     fn notify(&mut self) {
@@ -291,7 +305,7 @@ impl Queue for BlkQueue {
             }
             taken += 1;
             if self.staged >= PUBLISH_EVERY {
-                self.publish();
+                self.show();
             }
         }
         self.flight_changed();
@@ -319,13 +333,9 @@ impl Queue for BlkQueue {
         }
     }
 
-    fn publish(&mut self) {
-        if self.staged > 0 {
-            self.staged = 0;
-            if self.vring.publish() {
-                self.notify();
-            }
-        }
+    fn publish(&mut self) -> bool {
+        self.show();
+        std::mem::take(&mut self.notified)
     }
 
     fn has_work(&self) -> bool {
