@@ -123,6 +123,9 @@ fn a_daemon_is_set_up_asked_and_ended() {
     assert_eq!(exports[1]["socket"], json!(socket), "paths are the client's");
     daemon.ok(&["resize", "d1", "2G"]);
     assert_eq!(daemon.json(&["disk", "list", "--json"])[1]["size-bytes"], 2u64 << 30);
+    assert!(daemon.fails(1, &["resize", "d1", "1G"]).contains("--shrink"));
+    daemon.ok(&["resize", "--shrink", "d1", "1G"]);
+    assert_eq!(daemon.json(&["disk", "list", "--json"])[1]["size-bytes"], 1u64 << 30);
     daemon.ok(&["export", "remove", "vm1", "--force"]);
     daemon.ok(&["disk", "remove", "d1"]);
 

@@ -78,13 +78,18 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Export(ExportCommand),
     /// Change the size of a disk; its guests are told
-    #[command(after_long_help = "Examples:\n  vshunt resize d0 2G")]
+    ///
+    /// A guest's requests beyond a new, nearer end fail; what lay there is gone.
+    #[command(after_long_help = "Examples:\n  vshunt resize d0 2G\n  vshunt resize --shrink d0 512M")]
     Resize {
         /// Name of the disk
         disk: String,
         /// New size in bytes, or with K, M, G or T
         #[arg(value_parser = keyval::parse_size)]
         size: u64,
+        /// Allow a size below the present one: what lies beyond is lost
+        #[arg(long)]
+        shrink: bool,
     },
     /// End the daemon; returns when it has let go of everything
     Quit,

@@ -12,7 +12,7 @@ use super::client::Client;
 use super::config;
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, pages, print, show};
-use crate::export::spec::{DiskSpec, ExportSpec, WorkerInfo};
+use crate::export::spec::{DiskInfo, DiskSpec, ExportSpec, WorkerInfo};
 
 /// How long `quit` waits for the daemon to take everything down.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -30,9 +30,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Attach(args) => attach(&mut connect()?, args),
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command),
-        Command::Resize { disk, size } => {
-            send(&mut connect()?, "block_resize", json!({ "node-name": disk, "size": size }))
-        }
+        Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
         Command::Quit => quit(connect()?),
         Command::Qmp { command, arguments } => {
             let arguments = parse_arguments(arguments.as_deref())?;
@@ -64,6 +62,21 @@ fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Valu
 
 fn send(client: &mut Client, command: &str, arguments: Value) -> Outcome {
     call::<Value>(client, command, arguments).map(drop)
+}
+
+/// A typing error must not cost data: a smaller size has to be asked for by name.
+fn resize(client: &mut Client, disk: &str, size: u64, shrink: bool) -> Outcome {
+    let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
+    if let Some(info) = disks.iter().find(|d| d.spec.name == disk)
+        && size < info.size_bytes
+        && !shrink
+    {
+        return Err(Failure::Failed(format!(
+            "this would cut {disk} from {} to {size} bytes and lose what lies beyond; give --shrink if you mean it",
+            info.size_bytes
+        )));
+    }
+    send(client, "block_resize", json!({ "node-name": disk, "size": size }))
 }
 
 fn to_value(spec: &impl Serialize) -> Outcome<Value> {

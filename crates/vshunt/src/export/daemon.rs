@@ -258,8 +258,17 @@ impl Daemon {
         }
         let disk = &entry.disk;
         // A write in flight beyond a new, nearer end would make the image longer again.
-        let writer = exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes());
+        let old = disk.size_bytes();
+        let writer = exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < old);
         match writer {
+            // Freeing a file's blocks may take the file system seconds: the queues do not stand still for that.
+            Some(export) if disk.narrow(size_bytes)? => {
+                export.with_all_drained(|| ());
+                if let Err(e) = disk.resize(size_bytes) {
+                    disk.narrow(old)?;
+                    return Err(e);
+                }
+            }
             Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
             None => disk.resize(size_bytes)?,
         }

@@ -155,6 +155,23 @@ impl Disk {
         self.size_bytes.load(Ordering::Acquire)
     }
 
+    /// Announces that an image file will shrink: requests beyond `size_bytes` are refused from now on, so that after a
+    /// drain [`resize`](Self::resize) can cut the file while others go on. False for disks whose resize is quick.
+    ///
+    /// # Errors
+    /// Those of [`resize`](Self::resize) that can be known before; nothing is changed then.
+    pub fn narrow(&self, size_bytes: u64) -> Result<bool> {
+        check_size(size_bytes)
+            .map_err(|why| Error::invalid(format!("a disk cannot get {size_bytes} bytes: {why}")))?;
+        match &self.kind {
+            Kind::Raw(raw) if raw.can_be_cut() && !self.readonly => {
+                self.size_bytes.store(size_bytes, Ordering::Release);
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
     /// Changes the size to `size_bytes`, a positive multiple of 512. What a disk grows by reads as zeroes.
     ///
     /// Before a disk shrinks its queues have to be drained: a write under way beyond the new end would make an image

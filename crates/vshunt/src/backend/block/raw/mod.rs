@@ -137,6 +137,11 @@ impl Raw {
         })
     }
 
+    /// Whether it is a file, which another size can be given.
+    pub(super) fn can_be_cut(&self) -> bool {
+        !self.block_device
+    }
+
     pub(super) fn resize(&self, size_bytes: u64, readonly: bool) -> Result<()> {
         let path = self.path.display();
         if self.block_device {
