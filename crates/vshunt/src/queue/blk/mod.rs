@@ -25,7 +25,7 @@ use crate::worker::{Queue, QueueStats, Ring, State, Token};
 const OP_KICK: u8 = 1;
 const OP_IO: u8 = 2;
 /// Requests that complete at once before the guest is shown them, so that it works on while we do.
-const PUBLISH_EVERY: u32 = 32;
+const PUBLISH_EVERY: u32 = 16;
 /// Data of the requests taken in one turn from which on the neighbours have theirs: a backend in memory copies it
 /// before it returns.
 const TURN_BYTES: u64 = 4 << 20;
