@@ -4,6 +4,8 @@
 
 mod config;
 mod dirty_log;
+mod durability;
+mod hang;
 mod hostile;
 mod layout;
 mod memory;

@@ -11,17 +11,22 @@ use vshunt_bench::{Disk, Kind};
 use super::rig::{Client, MIB, PATIENCE, Rig, Rng, header, layouts, shapes, small, wait_for};
 
 /// `vshunt serve`, killed when dropped.
-struct Server {
+pub(super) struct Server {
     child: Child,
 }
 
 impl Server {
     fn start(dir: &Path, file: &Path) -> Self {
+        Self::start_with(dir, file, "direct=auto")
+    }
+
+    /// `keys`: more of the disk.
+    pub(super) fn start_with(dir: &Path, file: &Path, keys: &str) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
         for name in ["VSHUNT_CONTROL", "XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID"] {
             command.env_remove(name);
         }
-        let disk = format!("name=d,file={}", file.display());
+        let disk = format!("name=d,file={},{keys}", file.display());
         let export = format!("type=vhost-user-blk,name=e,disk=d,socket={},queues=2", socket(dir).display());
         command.args(["serve", "--disk", &disk, "--export", &export, "--control"]).arg(dir.join("c.sock"));
         let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).unwrap();
@@ -29,7 +34,7 @@ impl Server {
         Self { child: command.spawn().unwrap() }
     }
 
-    fn kill(mut self) {
+    pub(super) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
@@ -46,13 +51,13 @@ fn socket(dir: &Path) -> PathBuf {
     dir.join("e.sock")
 }
 
-fn image(dir: &Path) -> PathBuf {
+pub(super) fn image(dir: &Path) -> PathBuf {
     let file = dir.join("d.img");
     std::fs::File::create(&file).unwrap().set_len(16 * MIB).unwrap();
     file
 }
 
-fn connect(dir: &Path, options: &Options) -> Disk {
+pub(super) fn connect(dir: &Path, options: &Options) -> Disk {
     wait_for("the server", || Disk::connect(socket(dir), options.clone()).ok())
 }
 

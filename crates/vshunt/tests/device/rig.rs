@@ -370,6 +370,12 @@ impl Machine {
         self.queues[usize::from(q)].take().expect("nobody else drives it")
     }
 
+    /// Gives back what [`take_queue`](Self::take_queue) took, or [`Load::end`] gave.
+    pub(crate) fn put_queue(&mut self, queue: Queue) {
+        let q = usize::from(queue.parts().index);
+        self.queues[q] = Some(queue);
+    }
+
     /// Loads queue `q`, on a region of the disk of its own, until told to stop.
     pub(crate) fn load(&mut self, q: u16) -> Load {
         let queue = self.take_queue(q);
