@@ -155,9 +155,9 @@ impl Ring {
         if known.users > 0 {
             return;
         }
-        if let Some(FixedFile { index: Some(i), .. }) = self.files.remove(&fd)
-            && self.uring.submitter().register_files_update(i, &[-1]).is_ok()
-        {
+        if let Some(FixedFile { index: Some(i), .. }) = self.files.remove(&fd) {
+            // Where that fails the kernel goes on holding the file, until the next one takes its place.
+            let _ = self.uring.submitter().register_files_update(i, &[-1]);
             self.free.push(i);
         }
     }
@@ -331,6 +331,29 @@ mod tests {
         assert_eq!(ring.know(&file), RingFile::Plain(RawFd::MAX));
         assert_eq!(ring.free.len(), free);
         ring.forget(RawFd::MAX);
+        assert_eq!(ring.free.len(), free);
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_emptied_is_used_again() {
+        let open =
+            || -> Arc<dyn AsRawFd + Send + Sync> { Arc::new(std::fs::File::open("/dev/null").unwrap()) };
+        let (first, second) = (open(), open());
+        let mut ring = Ring::new().unwrap();
+        let free = ring.free.len();
+        let place = ring.know(&first);
+        assert!(matches!(place, RingFile::Fixed(_)));
+        // Another thread may not change it (EEXIST, IORING_SETUP_SINGLE_ISSUER).
+        let fd = first.as_raw_fd();
+        let mut ring = std::thread::spawn(move || {
+            ring.forget(fd);
+            ring
+        })
+        .join()
+        .unwrap();
+        assert_eq!(ring.free.len(), free);
+        assert_eq!(ring.know(&second), place);
+        ring.forget(second.as_raw_fd());
         assert_eq!(ring.free.len(), free);
     }
 
