@@ -163,6 +163,9 @@ impl VhostUser {
         let channel = self.inner.channel.lock().expect("no holder panics");
         if let Some(channel) = &*channel
             && let Err(e) = messages::config_changed(channel)
+            // One that has gone needs no telling: it asks for all of it when it comes back.
+            && e.kind() != io::ErrorKind::BrokenPipe
+            && e.kind() != io::ErrorKind::ConnectionReset
         {
             tracing::warn!("{}: the front-end was not told of the change: {e}", self.inner.name);
         }
