@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::export::spec::{Cache, DiskInfo, ExportInfo, ExportKind, Format, QueueInfo, WorkerInfo};
+use crate::export::spec::{Cache, DiskInfo, ExportInfo, ExportKind, Format, QueueInfo, WorkerInfo, cpu_list};
 
 /// A column's title; one that begins with `>` holds numbers.
 type Title = &'static str;
@@ -120,7 +120,7 @@ pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
                 w.id.to_string(),
                 w.name.clone(),
                 w.kind.clone(),
-                or_dash(cpus(&w.cpu)),
+                or_dash(cpu_list(&w.cpu)),
                 w.nice.to_string(),
                 w.poll_us.to_string(),
                 w.requests.to_string(),
@@ -146,22 +146,6 @@ fn size(bytes: u64) -> String {
     bytes.to_string()
 }
 
-/// CPU numbers as taskset has them: `0-3,6`.
-fn cpus(list: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &cpu in list {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == cpu => *last = cpu,
-            _ => runs.push((cpu, cpu)),
-        }
-    }
-    let text = |&(first, last): &(usize, usize)| match first == last {
-        true => first.to_string(),
-        false => format!("{first}-{last}"),
-    };
-    runs.iter().map(text).collect::<Vec<_>>().join(",")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -179,8 +163,8 @@ mod tests {
         for (bytes, want) in cases {
             assert_eq!(size(bytes), want);
         }
-        assert_eq!(cpus(&[0, 1, 2, 3, 6, 8, 9]), "0-3,6,8-9");
-        assert_eq!(cpus(&[]), "");
+        assert_eq!(cpu_list(&[0, 1, 2, 3, 6, 8, 9]), "0-3,6,8-9");
+        assert_eq!(cpu_list(&[]), "");
     }
 
     #[test]

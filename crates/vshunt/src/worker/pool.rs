@@ -13,6 +13,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use super::WorkerId;
 use super::thread::{POLL_US_MAX, Shared, Worker};
 use crate::error::{Error, Result};
+use crate::export::spec::cpu_list;
 
 /// Workers that live at the same time. Far above what one host has CPUs for; it keeps a runaway script from
 /// eating the machine, as RLIMIT_NPROC does for the user.
@@ -34,6 +35,24 @@ pub struct Settings {
     pub nice: Option<i32>,
     /// Bound of polling, µs.
     pub poll_us: Option<u32>,
+}
+
+impl Settings {
+    /// What is wrong with them by themselves, whatever the machine is like.
+    pub fn check(&self) -> Result<()> {
+        self.poll_us.map_or(Ok(()), check_poll)?;
+        if let Some(nice) = self.nice
+            && !(-20..=19).contains(&nice)
+        {
+            return Err(Error::invalid(format!("nice {nice} is out of range; -20 to 19 is possible")));
+        }
+        match self.cpu.iter().flatten().find(|&&cpu| cpu >= CpuSet::MAX_CPU) {
+            Some(cpu) => {
+                Err(Error::invalid(format!("there is no CPU {cpu}; see /sys/devices/system/cpu/online")))
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 /// A worker as it is.
@@ -99,7 +118,6 @@ impl Workers {
     /// Makes a worker; returns its id when it is ready to take queues. An id that came to nothing is not used again.
     pub fn create(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
         let poll_us = settings.poll_us.unwrap_or(self.default_poll_us);
-        check_poll(poll_us)?;
         let wanted = Wanted::check(settings)?;
         let id = self.reserve()?;
         let name = name.unwrap_or_else(|| format!("worker-{id}"));
@@ -166,9 +184,6 @@ impl Workers {
     /// Changes a worker while it runs, and its name in lists (its thread keeps the old one): all of it or, on an
     /// error, nothing.
     pub fn set(&self, id: WorkerId, name: Option<String>, settings: &Settings) -> Result<()> {
-        if let Some(us) = settings.poll_us {
-            check_poll(us)?;
-        }
         let wanted = Wanted::check(settings)?;
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
@@ -312,11 +327,7 @@ struct Wanted {
 
 impl Wanted {
     fn check(settings: &Settings) -> Result<Self> {
-        if let Some(nice) = settings.nice
-            && !(-20..=19).contains(&nice)
-        {
-            return Err(Error::invalid(format!("nice {nice} is out of range; -20 to 19 is possible")));
-        }
+        settings.check()?;
         let cpu = settings.cpu.as_deref().map(cpu_set).transpose()?;
         Ok(Self { cpu, nice: settings.nice })
     }
@@ -327,11 +338,13 @@ impl Wanted {
         let before = sched_getaffinity(pid);
         if let Some(set) = &self.cpu {
             sched_setaffinity(pid, set).map_err(|e| {
-                let hint = match e {
-                    rustix::io::Errno::INVAL => " (is the CPU online, and in our cpuset?)",
-                    _ => "",
-                };
-                Error::io(format!("cannot pin a worker to CPU {:?}{hint}", cpus(set)), e.into())
+                let (wanted, may) = (cpu_list(&cpus(set)), cpu_set(&[]).map(|set| cpu_list(&cpus(&set))));
+                match (e, may) {
+                    (rustix::io::Errno::INVAL, Ok(may)) => Error::unsupported(format!(
+                        "cannot pin a worker to CPU {wanted}: the daemon may use {may}"
+                    )),
+                    _ => Error::io(format!("cannot pin a worker to CPU {wanted}"), e.into()),
+                }
             })?;
         }
         if let Some(nice) = self.nice
@@ -353,12 +366,7 @@ fn cpu_set(wanted: &[usize]) -> Result<CpuSet> {
             .map_err(|e| Error::io("cannot tell on which CPUs the daemon may run", e.into()));
     }
     let mut set = CpuSet::new();
-    for &cpu in wanted {
-        if cpu >= CpuSet::MAX_CPU {
-            return Err(Error::invalid(format!("there is no CPU {cpu}; see /sys/devices/system/cpu/online")));
-        }
-        set.set(cpu);
-    }
+    wanted.iter().for_each(|&cpu| set.set(cpu));
     Ok(set)
 }
 

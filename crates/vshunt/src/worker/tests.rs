@@ -382,6 +382,10 @@ fn settings_are_checked_and_shown() {
     assert_eq!(bad(Settings { poll_us: Some(POLL_US_MAX + 1), ..Default::default() }), Kind::Invalid);
     assert_eq!(bad(Settings { nice: Some(20), ..Default::default() }), Kind::Invalid);
     assert_eq!(bad(Settings { cpu: Some(vec![100_000]), ..Default::default() }), Kind::Invalid);
+    let error =
+        workers.set(id, None, &Settings { cpu: Some(vec![1000, 1001]), ..Default::default() }).unwrap_err();
+    let may = crate::export::spec::cpu_list(&workers.states()[0].cpu);
+    assert_eq!(error.to_string(), format!("cannot pin a worker to CPU 1000-1001: the daemon may use {may}"));
     let before = (state.name.clone(), state.cpu.clone(), 5, 0);
     let all = Settings { cpu: Some(vec![]), nice: Some(99), poll_us: Some(3) };
     workers.set(id, Some("other".into()), &all).unwrap_err();
