@@ -105,6 +105,7 @@ pub struct Disk {
     // Control, fixed at open.
     kind: Kind,
     readonly: bool,
+    locked: bool,
     cache: Cache,
     limits: Limits,
     // Any thread.
@@ -122,6 +123,21 @@ enum Kind {
 type SharedFile = Arc<dyn AsRawFd + Send + Sync>;
 
 impl Disk {
+    /// What is wrong with a request for a disk by itself, whatever the machine is like.
+    pub fn check(spec: &DiskSpec) -> Result<()> {
+        match spec.format {
+            Format::Raw if spec.file.is_none() => Err(raw::no_image(spec)),
+            Format::Raw => Ok(()),
+            Format::Null | Format::Ram => memory_size(spec).map(drop),
+        }
+    }
+
+    /// Whether a disk may be asked to have that size.
+    pub fn check_size(size_bytes: u64) -> Result<()> {
+        check_size(size_bytes)
+            .map_err(|why| Error::invalid(format!("a disk cannot have {size_bytes} bytes: {why}")))
+    }
+
     /// Opens the disk that `spec` describes, and locks its image unless told not to.
     ///
     /// # Errors
@@ -143,10 +159,19 @@ impl Disk {
         Ok(Arc::new(Self {
             kind,
             readonly: spec.readonly,
+            locked: spec.locking,
             cache: spec.cache,
             limits,
             size_bytes: AtomicU64::new(size_bytes),
         }))
+    }
+
+    /// Whether a disk of `spec` cannot be opened because this one has locked the same image.
+    pub fn keeps_out(&self, spec: &DiskSpec) -> bool {
+        let (Kind::Raw(raw), Some(path), Format::Raw) = (&self.kind, &spec.file, spec.format) else {
+            return false;
+        };
+        self.locked && spec.locking && !(self.readonly && spec.readonly) && raw.is_of(path)
     }
 
     /// Its size now, bytes; a positive multiple of 512.
@@ -161,8 +186,7 @@ impl Disk {
     /// # Errors
     /// Those of [`resize`](Self::resize) that can be known before; nothing is changed then.
     pub fn narrow(&self, size_bytes: u64) -> Result<bool> {
-        check_size(size_bytes)
-            .map_err(|why| Error::invalid(format!("a disk cannot get {size_bytes} bytes: {why}")))?;
+        Self::check_size(size_bytes)?;
         match &self.kind {
             Kind::Raw(raw) if raw.can_be_cut() && !self.readonly => {
                 self.size_bytes.store(size_bytes, Ordering::Release);
@@ -181,8 +205,7 @@ impl Disk {
     /// `Invalid` for a size that is no multiple of 512 and for an image opened read-only, `Unsupported` for a block
     /// device that has not that size already, `Limit` where memory cannot grow so far, `Io` for refusals of the system.
     pub fn resize(&self, size_bytes: u64) -> Result<()> {
-        check_size(size_bytes)
-            .map_err(|why| Error::invalid(format!("a disk cannot get {size_bytes} bytes: {why}")))?;
+        Self::check_size(size_bytes)?;
         let old = self.size_bytes();
         if size_bytes < old {
             // First the word, then the deed: who reads the size meanwhile stays within what is there.

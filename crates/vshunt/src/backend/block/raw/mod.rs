@@ -21,7 +21,8 @@ mod ring;
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 
@@ -31,7 +32,7 @@ use super::memory::Mapping;
 use super::{Io, Op, SECTOR_BYTES, SharedFile, Step};
 use crate::error::{Error, Result};
 
-pub(super) use open::open;
+pub(super) use open::{no_image, open};
 
 /// Most segments that one readv or writev takes (the kernel's UIO_MAXIOV).
 const SEGMENTS_MAX: usize = 1024;
@@ -112,6 +113,14 @@ impl Raw {
 
     pub(super) fn direct_in_use(&self) -> bool {
         self.direct
+    }
+
+    /// Whether that path leads to the same image now.
+    pub(super) fn is_of(&self, path: &Path) -> bool {
+        match (std::fs::metadata(path), self.file.metadata()) {
+            (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+            _ => false,
+        }
     }
 
     pub(super) fn file(&self) -> &SharedFile {

@@ -20,12 +20,7 @@ use crate::export::spec::{Cache, Direct, DiskSpec};
 
 /// Opens, locks and probes the image of `spec`.
 pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
-    let Some(path) = &spec.file else {
-        return Err(Error::invalid(format!(
-            "disk {} has format raw, which needs an image: add file=PATH",
-            spec.name
-        )));
-    };
+    let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
     // Looked at before it is opened, for opening a FIFO waits and opening some devices does things.
     check_kind(path, &std::fs::metadata(path).map_err(|e| open_error(path, spec.readonly, e))?)?;
@@ -104,6 +99,10 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limi
         flush_failed: AtomicI32::new(0),
     };
     Ok((raw, size_bytes, limits))
+}
+
+pub(in crate::backend::block) fn no_image(spec: &DiskSpec) -> Error {
+    Error::invalid(format!("disk {} has format raw, which needs an image: add file=PATH", spec.name))
 }
 
 /// The size of an image: a positive multiple of 512.
