@@ -174,6 +174,7 @@ impl Server {
         let child = Command::new(vshunt)
             .args([
                 "serve",
+                "--quiet",
                 "--disk",
                 &format!("name=d0,format={format},size=4G"),
                 "--export",

@@ -56,8 +56,41 @@ fn help_and_version_succeed_and_nothing_is_usage() {
 
 #[test]
 fn usage_is_2_and_names_the_key() {
-    let cases: [(&[&str], &str); 7] = [
+    let ram_export = |keys: &str| format!("type=vhost-user-blk,name=e,disk=d0,{keys}");
+    let (none, many, both, sector) = (
+        ram_export("queues=0,socket=s"),
+        ram_export("queues=257,socket=s"),
+        ram_export("fd=3,socket=s"),
+        ram_export("socket=s,block-size=513"),
+    );
+    let nowhere = ram_export("queues=1");
+    let cases: [(&[&str], &str); 32] = [
+        (&["serve", "--disk", "disk.img"], "`disk.img` has no key; write name=disk,file=disk.img"),
+        (&["-c", "/x", "disk", "add", "/a/b.raw,readonly=on"], "write name=b,file=/a/b.raw"),
+        (&["serve", "--disk", "name=a:b,format=ram,size=1M"], "disk name \"a:b\" is not usable"),
+        (&["-c", "/x", "disk", "add", "name=a:b,format=ram,size=1M"], "disk name \"a:b\" is not usable"),
+        (&["serve", "--disk", "name=d,format=ram"], "needs a size"),
+        (&["serve", "--disk", "name=d,format=ram,size=1000"], "not a multiple of 512"),
+        (&["serve", "--disk", "name=d"], "needs an image"),
+        (&["serve", RAM[0], RAM[1], RAM[0], RAM[1]], "there are two of disk d0"),
+        (&["serve", "--poll-us", "9999999"], "the most is 10000"),
+        (&["serve", "--poll-us", "x"], "`x` is not a whole number in range"),
+        (&["serve", "--worker", "nice=99"], "-20 to 19 is possible"),
+        (&["serve", "--worker", "name=3"], "would be taken for an id"),
+        (&["serve", "--export", &nowhere], "disk d0, which is not there"),
+        (&["serve", RAM[0], RAM[1], "--control", "/x/y", "--export", &none], "1 to 256 is possible"),
+        (&["serve", RAM[0], RAM[1], "--export", &many], "1 to 256 is possible"),
+        (&["serve", RAM[0], RAM[1], "--export", &both], "either socket=PATH or fd=N"),
+        (&["serve", RAM[0], RAM[1], "--export", &sector], "not one of 512, 1024"),
+        (&["-c", "/x", "export", "add", &both], "either socket=PATH or fd=N"),
+        (&["-c", "/x", "worker", "new", "--nice", "99"], "-20 to 19 is possible"),
+        (&["-c", "/x", "worker", "new", "--poll-us", "9999999"], "the most is 10000"),
+        (&["-c", "/x", "worker", "new", "--name", "7"], "would be taken for an id"),
+        (&["-c", "/x", "worker", "new", "--cpu", "5000"], "there is no CPU 5000"),
+        (&["-c", "/x", "resize", "--shrink", "d0", "100"], "not a multiple of 512"),
         (&["frobnicate"], "unrecognized subcommand 'frobnicate'"),
+        (&["serve", "--disk", "name=d", "--frob"], "unexpected argument '--frob'"),
+        (&["serve", "--no-control", "--export", &nowhere], "disk d0, which is not there"),
         (&["serve", "--disk", "name=d,fil=x"], "unknown key `fil`; the keys are name, format, file"),
         (&["serve", "--export", "name=e,disk=d"], "key `type` is missing"),
         (&["serve", "--no-control"], "nothing to do"),
@@ -131,7 +164,8 @@ fn a_daemon_is_set_up_asked_and_ended() {
 
     daemon.ok(&["quit"]);
     assert!(!daemon.control.exists() && !daemon.path().join("pid").exists(), "quit returns when all is gone");
-    assert_eq!(daemon.end(), (0, String::new(), String::new()));
+    let said = format!("vshunt: serving vm0 on vm0.sock, control on {}\n", daemon.control.display());
+    assert_eq!(daemon.end(), (0, String::new(), said));
 }
 
 #[test]
@@ -159,7 +193,12 @@ fn signals_end_it_cleanly() {
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
         let mut daemon = Daemon::start(&RAM);
         daemon.signal(signal);
-        assert_eq!(daemon.end(), (0, String::new(), String::new()), "signal {signal}");
+        let (code, out, err) = daemon.end();
+        assert_eq!((code, out.as_str(), err.lines().count()), (0, "", 1), "signal {signal}");
+        assert!(
+            err.contains("serving nothing yet, control on ") && err.contains("vshunt export add"),
+            "{err}"
+        );
         assert!(!daemon.control.exists());
     }
 }
@@ -196,7 +235,15 @@ fn a_failed_start_leaves_nothing() {
     assert!(err.starts_with("vshunt: ") && err.contains("missing.img"), "{err}");
     let export = "type=vhost-user-blk,name=e,disk=d,fd=77";
     let mut command = vshunt();
-    command.args(["serve", "--control", "c", "--export", "type=vhost-user-blk,name=e,disk=d,fd=3"]);
+    command.args([
+        "serve",
+        "--control",
+        "c",
+        RAM[0],
+        RAM[1],
+        "--export",
+        "type=vhost-user-blk,name=e,disk=d0,fd=3",
+    ]);
     let close = || {
         // SAFETY: in the child only, where nothing of ours relies on the descriptor.
         unsafe { libc::close(3) };
@@ -384,4 +431,27 @@ fn a_workers_name_and_cpus_change_and_worker_0_stays() {
     assert_eq!((&worker(1)["cpu"], &worker(1)["name"]), (&all, &json!("fast")));
     daemon.ok(&["worker", "free", "fast"]);
     assert!(daemon.fails(1, &["worker", "free", "0"]).contains("worker 0 is there always"));
+}
+
+#[test]
+fn quiet_says_nothing() {
+    let mut daemon = Daemon::start(&["-q"]);
+    daemon.ok(&["quit"]);
+    assert_eq!(daemon.end(), (0, String::new(), String::new()));
+}
+
+/// A front-end whose channel for such news is closed goes, or has gone: no reason to warn.
+#[test]
+fn a_front_end_that_cannot_be_told_any_more_is_no_warning() {
+    let export = "type=vhost-user-blk,name=e,disk=d0,socket=e.sock,queues=1";
+    let mut daemon = Daemon::start(&[RAM[0], RAM[1], "--export", export]);
+    let mut disk = vshunt_bench::Disk::connect(daemon.path().join("e.sock"), Default::default()).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let fd = std::os::fd::AsFd::as_fd(&theirs);
+    disk.session().wire().tell(vshunt_bench::driver::Code::SetBackendReqFd, &[], &[fd]).unwrap();
+    drop(ours);
+    daemon.ok(&["resize", "d0", "2M"]);
+    daemon.ok(&["quit"]);
+    let (code, _, err) = daemon.end();
+    assert_eq!((code, err.lines().count()), (0, 1), "{err}");
 }

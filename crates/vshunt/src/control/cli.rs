@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 
-use super::keyval;
+use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
 use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
 
 /// Where the daemon listens when nothing is said, for root.
@@ -17,8 +17,9 @@ const ABOUT: &str =
 const AFTER: &str = "\
 Exit status:
   0  done
-  1  failed; the message says why
-  2  usage: the command line or the configuration file is wrong
+  1  failed: it was tried, and refused or went wrong; the message says why
+  2  usage: the command line or the configuration file is wrong by itself,
+     whatever is there; nothing was tried
   3  no daemon answers on the control socket
 
 Environment:
@@ -62,6 +63,7 @@ pub(crate) enum Command {
     #[command(long_about = SERVE, after_long_help = SERVE_AFTER)]
     Serve(Box<ServeArgs>),
     /// Show disks, exports, queues and workers
+    #[command(after_long_help = STATUS_AFTER)]
     Status(ListArgs),
     /// Make, list, change and free workers
     #[command(subcommand)]
@@ -85,7 +87,7 @@ pub(crate) enum Command {
         /// Name of the disk
         disk: String,
         /// New size in bytes, or with K, M, G or T
-        #[arg(value_parser = keyval::parse_size)]
+        #[arg(value_parser = disk_size)]
         size: u64,
         /// Allow a size below the present one: what lies beyond is lost
         #[arg(long)]
@@ -122,12 +124,40 @@ pub(crate) struct ListArgs {
     pub(crate) json: bool,
 }
 
+const STATUS_AFTER: &str = "\
+Columns of disks:
+  MODE   ro or rw; direct: past the page cache (O_DIRECT); writethrough or
+         unsafe: its cache, if that is not writeback
+  PATH   how requests reach it: ring, by the worker's io_uring; inline, a file
+         in memory, copied at once; memory, format ram; none, format null
+
+Columns of exports:
+  MODE   ro or rw, for the guest
+  STATE  connected: a front-end (a VMM) is there; waiting: none is
+  ENGINE user: requests are served by workers of this process
+
+Columns of queues:
+  WORKER     the worker that it is attached to
+  STATE      stopped: its guest does not use it; running; broken: its guest
+             misused it, and it stands until the guest resets it
+  SIZE       descriptors of the ring; 0 before its first start
+  IN-FLIGHT  requests taken and not completed
+  REQUESTS, ERRORS, READ, WRITTEN  since the export was added
+
+Columns of workers:
+  KIND     user: a thread of this process
+  CPU      where it may run
+  POLL-US  for how long it may poll before it sleeps, in microseconds
+  QUEUES   those attached to it, EXPORT:INDEX
+
+With --json there is more; docs/control.md explains it.";
+
 const SERVE: &str = "\
 Serve disks until a signal or `vshunt quit` ends it.
 
 Disks, exports and workers come from flags, from a configuration file, or later over the control
-socket. The daemon stays in the foreground and prints nothing on success, except one line if stderr
-is a terminal. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
+socket. The daemon stays in the foreground and says in one line on stderr what it serves where,
+unless -q is given. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
 at its start stays ignored.
 
 The control socket has mode 0600. Its place is that of --control, else of the configuration file,
@@ -178,16 +208,16 @@ Examples:
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ServeArgs {
     /// A disk; may be repeated
-    #[arg(long = "disk", value_name = "KEY=VALUE,…", value_parser = keyval::parse::<DiskSpec>)]
+    #[arg(long = "disk", value_name = "KEY=VALUE,…", value_parser = spec::<DiskSpec>)]
     pub(crate) disks: Vec<DiskSpec>,
     /// An export of a disk; may be repeated
-    #[arg(long = "export", value_name = "KEY=VALUE,…", value_parser = keyval::parse::<ExportSpec>)]
+    #[arg(long = "export", value_name = "KEY=VALUE,…", value_parser = spec::<ExportSpec>)]
     pub(crate) exports: Vec<ExportSpec>,
     /// A worker besides worker 0; may be repeated
-    #[arg(long = "worker", value_name = "KEY=VALUE,…", value_parser = keyval::parse::<WorkerSpec>)]
+    #[arg(long = "worker", value_name = "KEY=VALUE,…", value_parser = spec::<WorkerSpec>)]
     pub(crate) workers: Vec<WorkerSpec>,
     /// Bound of adaptive polling of workers that name none, in microseconds; 0 never polls
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = poll_us)]
     pub(crate) poll_us: Option<u32>,
     /// Read disks, exports and workers from a TOML file
     #[arg(long, value_name = "FILE")]
@@ -229,25 +259,17 @@ pub(crate) enum WorkerCommand {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct WorkerArgs {
     /// CPUs it may run on, for example 2, 0-3 or 0-1,6; all: every one that the daemon may use
-    #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
+    #[arg(long, value_name = "LIST", value_parser = cpus)]
     cpu: Option<Cpus>,
     /// Nice value, -20 to 19
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = nice)]
     nice: Option<i32>,
     /// Bound of adaptive polling in microseconds; 0 never polls
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = poll_us)]
     poll_us: Option<u32>,
     /// Name in lists; its thread has the one that it was made with
-    #[arg(long)]
+    #[arg(long, value_parser = worker_name)]
     name: Option<String>,
-}
-
-/// A newtype, since clap takes a bare `Vec` for an option that may be repeated.
-#[derive(Clone, Debug)]
-struct Cpus(Vec<usize>);
-
-fn parse_cpus(text: &str) -> Result<Cpus, keyval::KeyvalError> {
-    keyval::parse_cpus(text).map(Cpus)
 }
 
 impl WorkerArgs {
@@ -304,7 +326,7 @@ pub(crate) enum DiskCommand {
         vshunt disk add name=d1,file=disk.img,readonly=on")]
     Add {
         /// The disk
-        #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<DiskSpec>)]
+        #[arg(value_name = "KEY=VALUE,…", value_parser = spec::<DiskSpec>)]
         disk: DiskSpec,
     },
     /// Remove a disk that is not exported
@@ -323,7 +345,7 @@ pub(crate) enum ExportCommand {
         vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock")]
     Add {
         /// The export
-        #[arg(value_name = "KEY=VALUE,…", value_parser = keyval::parse::<Box<ExportSpec>>)]
+        #[arg(value_name = "KEY=VALUE,…", value_parser = boxed_export)]
         export: Box<ExportSpec>,
     },
     /// Remove an export

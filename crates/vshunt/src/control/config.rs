@@ -9,6 +9,7 @@ use toml::{Table, Value};
 use super::cli::ServeArgs;
 use super::{Failure, Outcome, keyval};
 use crate::error::Error;
+use crate::export::Check;
 use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
 
 /// What the user said about the control socket.
@@ -64,10 +65,30 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
         (Some(path), _) => Control::At(path),
         (None, false) => setup.control,
     };
+    check(&setup)?;
     if setup.control == Control::Off && setup.exports.is_empty() {
         return Err(Failure::Usage("nothing to do: no --export, and no control socket to add one".into()));
     }
     Ok(setup)
+}
+
+/// What is wrong with all of it together.
+fn check(setup: &Setup) -> Outcome {
+    let wrong = |why: String| Err(Failure::Usage(why));
+    if let Err(e) = (WorkerSpec { poll_us: setup.poll_us, ..WorkerSpec::default() }).check() {
+        return wrong(e.to_string());
+    }
+    let disks: Vec<&str> = setup.disks.iter().map(|d| d.name.as_str()).collect();
+    let exports: Vec<&str> = setup.exports.iter().map(|e| e.name.as_str()).collect();
+    for (kind, names) in [("disk", &disks), ("export", &exports)] {
+        if let Some((_, name)) = names.iter().enumerate().find(|&(at, name)| names[..at].contains(name)) {
+            return wrong(format!("there are two of {kind} {name}; give one another name"));
+        }
+    }
+    match setup.exports.iter().find(|e| !disks.contains(&e.disk.as_str())) {
+        Some(e) => wrong(format!("export {} is of disk {}, which is not there; add --disk", e.name, e.disk)),
+        None => Ok(()),
+    }
 }
 
 fn read(path: &Path) -> Outcome<Setup> {
@@ -94,7 +115,7 @@ fn parse(text: &str) -> Result<Setup, String> {
     })
 }
 
-fn tables<T: DeserializeOwned>(kind: &str, tables: Vec<Table>) -> Result<Vec<T>, String> {
+fn tables<T: DeserializeOwned + Check>(kind: &str, tables: Vec<Table>) -> Result<Vec<T>, String> {
     let mut out = Vec::with_capacity(tables.len());
     for (at, mut table) in tables.into_iter().enumerate() {
         let name = match table.get("name").and_then(Value::as_str) {
@@ -103,6 +124,7 @@ fn tables<T: DeserializeOwned>(kind: &str, tables: Vec<Table>) -> Result<Vec<T>,
         };
         spell_out(&mut table).map_err(|why| format!("{name}: {why}"))?;
         let item = T::deserialize(table).map_err(|e| format!("{name}: {}", e.message()))?;
+        item.check().map_err(|e| e.to_string())?;
         out.push(item);
     }
     Ok(out)

@@ -22,6 +22,7 @@ mod server;
 mod show;
 mod signals;
 mod socket;
+mod values;
 
 use std::ffi::OsString;
 use std::fmt;

@@ -13,6 +13,7 @@ use super::cli::LogArgs;
 use super::config::{Control, Setup};
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, clap_failure, print};
+use crate::export::Check;
 use crate::export::spec::{DiskSpec, ExportKind, ExportSpec};
 
 /// What `--print-capabilities` prints (VHostUserBackendCapabilities).
@@ -72,9 +73,6 @@ pub(crate) fn main(args: &[OsString]) -> Outcome {
 }
 
 fn setup(cli: BlkCli) -> Outcome<Setup> {
-    if cli.num_queues == Some(0) {
-        return Err(Failure::Usage("--num-queues is 1 at least".into()));
-    }
     let disk = DiskSpec {
         name: NAME.into(),
         file: cli.blk_file,
@@ -92,6 +90,7 @@ fn setup(cli: BlkCli) -> Outcome<Setup> {
         readonly: cli.read_only,
         ..Default::default()
     };
+    export.check().map_err(|e| Failure::Usage(e.to_string()))?;
     let control = cli.control.map_or(Control::Off, Control::At);
     Ok(Setup { control, disks: vec![disk], exports: vec![export], ..Default::default() })
 }

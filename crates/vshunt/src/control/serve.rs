@@ -6,7 +6,7 @@
 //! pidfile, 4 close connections. A client that sees its connection end finds nothing left.
 //! An error in set-up takes down what was set up before it.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -22,7 +22,7 @@ use super::server::Server;
 use super::socket::ControlSocket;
 use super::{Failure, Outcome, events, log, signals};
 use crate::error::{Error, Result};
-use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options};
+use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_socket};
 
 /// What differs between `vshunt serve` and `vshunt-blk`.
 pub(crate) struct Manner {
@@ -62,12 +62,12 @@ fn raise_file_limit() {
     }
 }
 
-fn check_fds(setup: &Setup) -> Result<()> {
+fn check_fds(setup: &Setup) -> Outcome {
     let mut seen = Vec::new();
     for fd in setup.exports.iter().filter_map(|e| e.fd) {
         activation::check_fd(fd)?;
         if seen.contains(&fd) {
-            return Err(Error::invalid(format!("fd {fd} is given to two exports; each needs its own")));
+            return Err(Failure::Usage(format!("fd {fd} is given to two exports; each needs its own")));
         }
         seen.push(fd);
     }
@@ -96,6 +96,9 @@ impl Serving {
     ) -> Outcome<Self> {
         let control = control_socket(&setup.control, &mut inherited)?;
         activation::give_to_exports(&mut inherited, &mut setup.exports);
+        for export in &setup.exports {
+            check_one_socket(export).map_err(|e| Failure::Usage(e.to_string()))?;
+        }
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
         let server = Server::new(Context { daemon: Arc::clone(&daemon), stop: stop.clone() })?;
         bind_events(&daemon, &server, stop, manner.ends_with.clone());
@@ -122,18 +125,22 @@ impl Serving {
         Ok(())
     }
 
-    /// Tells the service manager, the log and a terminal that all is up.
+    /// Tells the service manager and whoever reads stderr that all is up, and where; or what is missing.
     fn announce(&self, manner: &Manner) {
-        let mut parts: Vec<String> = self.daemon.exports().iter().map(where_served).collect();
+        let exports: Vec<String> = self.daemon.exports().iter().map(where_served).collect();
+        let mut text = match exports.is_empty() {
+            true => "serving nothing yet".to_owned(),
+            false => format!("serving {}", exports.join(", ")),
+        };
         if let Some(control) = &self.control {
-            parts.push(format!("control on {}", control.shown()));
+            text.push_str(&format!(", control on {}", control.shown()));
         }
-        let text = parts.join(", ");
+        if exports.is_empty() {
+            text.push_str("; `vshunt disk add` and `vshunt export add` give it something");
+        }
         notify(&[NotifyState::Ready, NotifyState::Status(&text)]);
-        tracing::info!("serving {text}");
-        let mut stderr = std::io::stderr();
-        if stderr.is_terminal() && manner.log.verbose == 0 && !manner.log.quiet {
-            let _ = writeln!(stderr, "{}: serving {text}", manner.program);
+        if !manner.log.quiet {
+            let _ = writeln!(std::io::stderr(), "{}: {text}", manner.program);
         }
     }
 

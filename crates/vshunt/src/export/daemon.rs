@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
+use super::check::{Check, settings};
 use super::life::{Export, removing};
 use super::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec};
 use crate::backend::block::Disk;
@@ -208,19 +209,34 @@ impl Daemon {
 
     /// Opens a disk.
     pub fn disk_add(&self, spec: DiskSpec) -> Result<()> {
-        check_name("disk", &spec.name)?;
+        spec.check()?;
         let check = |state: &Maps| match state.disks.contains_key(&spec.name) {
             true => Err(Error::exists(format!("there is a disk {} already", spec.name))),
             false => state.check_up(),
         };
         check(&self.state())?;
         // Without the lock: it may wait for the image.
+        self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
         state.disks.insert(name, Arc::new(DiskEntry { spec, disk, turn: Mutex::default() }));
         Ok(())
+    }
+
+    /// The image's lock would say that another process has it, after having waited for that to end.
+    fn check_image(&self, spec: &DiskSpec) -> Result<()> {
+        let disks: Vec<_> = self.state().disks.values().cloned().collect();
+        let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.keeps_out(spec)), &spec.file) else {
+            return Ok(());
+        };
+        let readonly = if spec.readonly { "make that readonly=on too" } else { "give both readonly=on" };
+        Err(Error::busy(format!(
+            "{} is the image of disk {} of this daemon already; export that one, or {readonly}",
+            file.display(),
+            other.spec.name
+        )))
     }
 
     /// Closes a disk that no export uses.
@@ -294,7 +310,7 @@ impl Daemon {
 
     /// Serves a disk. Waits for a resize of that disk to end.
     pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
-        check_name("export", &spec.name)?;
+        spec.check()?;
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
         let name = spec.name.clone();
@@ -366,7 +382,7 @@ impl Daemon {
 
     /// Makes a worker.
     pub fn worker_new(&self, spec: WorkerSpec) -> Result<WorkerId> {
-        check_worker_name(&spec)?;
+        spec.check()?;
         let settings = settings(&spec);
         let id = self.workers.create(spec.name, &settings)?;
         self.tell(&Event::WorkerNew { id });
@@ -382,7 +398,7 @@ impl Daemon {
 
     /// Changes a worker, all or nothing; what is not given stays. Its thread keeps the name that it was made with.
     pub fn worker_set(&self, id: WorkerId, spec: WorkerSpec) -> Result<()> {
-        check_worker_name(&spec)?;
+        spec.check()?;
         let settings = settings(&spec);
         self.workers.set(id, spec.name, &settings)
     }
@@ -544,30 +560,6 @@ impl Maps {
     fn users(&self, disk: &str) -> Vec<String> {
         self.exports.iter().filter(|(_, e)| e.disk == disk).map(|(name, _)| name.clone()).collect()
     }
-}
-
-fn settings(spec: &WorkerSpec) -> Settings {
-    Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us }
-}
-
-/// Names are taken for ids where they are numbers.
-fn check_worker_name(spec: &WorkerSpec) -> Result<()> {
-    let Some(name) = &spec.name else { return Ok(()) };
-    check_name("worker", name)?;
-    match name.parse::<WorkerId>() {
-        Ok(_) => Err(Error::invalid(format!("worker name {name:?} would be taken for an id; add a letter"))),
-        Err(_) => Ok(()),
-    }
-}
-
-fn check_name(what: &str, name: &str) -> Result<()> {
-    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
-        return Err(Error::invalid(format!(
-            "{what} name {name:?} is not usable; take 1 to 64 letters, digits, '-', '_' or '.'"
-        )));
-    }
-    Ok(())
 }
 
 fn no_disk(name: &str) -> Error {

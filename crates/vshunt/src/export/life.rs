@@ -3,12 +3,12 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
 
+use super::check::check_one_socket;
 use super::spec::{ExportInfo, ExportSpec, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::frontend::vhost_user::blk::BlkDevice;
 use crate::frontend::vhost_user::{Observer, Socket, VhostUser, adopt, listen};
-use crate::queue::blk::SERIAL_MAX;
 use crate::worker::{FIRST_WORKER, QueueSet, Settings, State, WorkerId, Workers};
 
 /// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
@@ -41,7 +41,7 @@ impl Export {
     ) -> Result<Self> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
         spec.queues = Some(queues);
-        check(&spec, queues, &disk)?;
+        check(&spec, &disk)?;
         let readonly = spec.readonly || disk.readonly();
         let socket = open_socket(&spec)?;
         let mut own_workers = Vec::new();
@@ -180,36 +180,14 @@ pub(super) fn removing(name: &str) -> Error {
     Error::busy(format!("export {name} is being removed; wait until that is over"))
 }
 
-fn check(spec: &ExportSpec, queues: u16, disk: &Disk) -> Result<()> {
-    let name = &spec.name;
-    if queues == 0 || queues > MAX_QUEUES {
+/// What is wrong with it for this disk; the rest was seen by [`Check`](super::Check).
+fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
+    let least = disk.limits().block_size;
+    if spec.block_size.is_some_and(|size| size < least) {
         return Err(Error::invalid(format!(
-            "export {name}: queues={queues} is out of range; 1 to {MAX_QUEUES} is possible"
+            "export {}: the disk needs block-size={least} at least",
+            spec.name
         )));
-    }
-    if spec.workers == Spread::Count(0) {
-        return Err(Error::invalid(format!(
-            "export {name}: workers=0 would serve nothing; give 1 or more, or per-queue"
-        )));
-    }
-    if let Some(serial) = &spec.serial
-        && serial.len() > SERIAL_MAX
-    {
-        return Err(Error::invalid(format!(
-            "export {name}: the serial has {} bytes; {SERIAL_MAX} is the most",
-            serial.len()
-        )));
-    }
-    if let Some(size) = spec.block_size {
-        let least = disk.limits().block_size;
-        if !size.is_power_of_two() || !(512..=4096).contains(&size) {
-            return Err(Error::invalid(format!(
-                "export {name}: block-size={size} is not one of 512, 1024, 2048, 4096"
-            )));
-        }
-        if size < least {
-            return Err(Error::invalid(format!("export {name}: the disk needs block-size={least} at least")));
-        }
     }
     check_block_size(spec, disk.size_bytes())
 }
@@ -225,10 +203,11 @@ fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
 }
 
 fn open_socket(spec: &ExportSpec) -> Result<Socket> {
+    check_one_socket(spec)?;
     match (&spec.socket, spec.fd) {
-        (Some(path), None) => listen(path),
+        (Some(path), _) => listen(path),
         (None, Some(fd)) => adopt(fd),
-        _ => Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name))),
+        (None, None) => unreachable!("checked above"),
     }
 }
 

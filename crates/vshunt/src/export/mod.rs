@@ -1,11 +1,13 @@
 //! Exports and what they need: disks, workers. [`Daemon`] is all that control may call.
 
+mod check;
 mod daemon;
 mod life;
 pub mod spec;
 #[cfg(test)]
 mod tests;
 
+pub use check::{Check, check_disk_size, check_one_socket};
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
 pub use life::MAX_QUEUES;
 

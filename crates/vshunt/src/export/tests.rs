@@ -233,6 +233,32 @@ fn an_export_ends_with_its_one_connection() {
 }
 
 #[test]
+fn an_image_that_another_disk_has_is_refused_at_once() {
+    let rig = Rig::new();
+    let image = rig.dir.path().join("i");
+    std::fs::File::create(&image).unwrap().set_len(MIB).unwrap();
+    std::os::unix::fs::symlink(&image, rig.dir.path().join("j")).unwrap();
+    let disk = |name: &str, file: &str, readonly| DiskSpec {
+        name: name.into(),
+        file: Some(rig.dir.path().join(file)),
+        readonly,
+        locking: true,
+        ..DiskSpec::default()
+    };
+    rig.daemon.disk_add(disk("one", "i", false)).unwrap();
+    let start = Instant::now();
+    for readonly in [false, true] {
+        let e = rig.daemon.disk_add(disk("two", "j", readonly)).unwrap_err();
+        assert!(e.kind() == Kind::Busy && e.to_string().contains("image of disk one of this daemon"), "{e}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(1), "nobody is waited for");
+    rig.daemon.disk_add(DiskSpec { locking: false, ..disk("two", "i", false) }).unwrap();
+    rig.daemon.disk_remove("one").unwrap();
+    rig.daemon.disk_add(disk("one", "i", true)).unwrap();
+    rig.daemon.disk_add(disk("three", "j", true)).unwrap();
+}
+
+#[test]
 fn what_failed_leaves_nothing() {
     let rig = Rig::new();
     let spec = ExportSpec { workers: Workers::PerQueue, poll_us: Some(u32::MAX), ..rig.spec("e") };
