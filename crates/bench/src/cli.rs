@@ -22,6 +22,8 @@ Examples:
   vshunt-bench verify --socket /run/vm0.sock --state /tmp/vm0.state
   vshunt-bench workers --jobs 1,2,4 --runtime 3s
 
+A TIME is a number with ms, s or m, such as 500ms, 10s or 2m; alone it is seconds. A SIZE is bytes, or a number with k, M or G.
+
 Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 cannot connect.";
 
 /// Load generator for vhost-user-blk sockets: a guest driver without a guest.
@@ -119,7 +121,8 @@ struct BlkArgs {
     /// Bytes a request, a multiple of 512
     #[arg(long, default_value = "4k", value_parser = parse_size, value_name = "SIZE")]
     bs: u64,
-    /// How long to run [default: 5s, if neither --ios nor --size is given]
+    /// How long to make requests, such as 10s, 500ms or 2m; a number alone is seconds [default: 5s, if neither --ios
+    /// nor --size is given]. Those outstanding then are waited for
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     runtime: Option<Duration>,
     /// Requests to make, over all queues
@@ -171,7 +174,7 @@ struct WorkersArgs {
     /// Access pattern
     #[arg(long, value_enum, default_value = "randrw")]
     rw: Rw,
-    /// Each measurement's length
+    /// Each measurement's length, such as 3s or 500ms; a number alone is seconds
     #[arg(long, value_parser = parse_time, default_value = "3s", value_name = "TIME")]
     runtime: Duration,
     /// The table as JSON on stdout

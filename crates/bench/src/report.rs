@@ -66,8 +66,8 @@ pub struct Direction {
 pub struct Cpu {
     /// Seconds.
     pub seconds: f64,
-    /// Microseconds a request.
-    pub us_per_io: f64,
+    /// Microseconds a request; null if there was none.
+    pub us_per_io: Option<f64>,
 }
 
 /// A run: the JSON of `vshunt-bench blk --json`, key by key.
@@ -148,7 +148,7 @@ impl Summary {
         };
         let cpu = |time: Duration| Cpu {
             seconds: time.as_secs_f64(),
-            us_per_io: time.as_secs_f64() * 1e6 / outcome.ios().max(1) as f64,
+            us_per_io: (outcome.ios() > 0).then(|| time.as_secs_f64() * 1e6 / outcome.ios() as f64),
         };
         Self {
             rw: plan.rw.name().into(),
@@ -205,7 +205,10 @@ impl Summary {
             let (iops, mib) = (show_rate(d.iops), format!("{:.1}", d.mib_per_s));
             let _ = writeln!(out, "{name:<7}{iops:>10}{mib:>11}{p50:>12}{p99:>12}{p999:>12}{max:>12}");
         }
-        let cpu = |cpu: Cpu| format!("{:.2} s, {:.3} µs a request", cpu.seconds, cpu.us_per_io);
+        let cpu = |cpu: Cpu| match cpu.us_per_io {
+            Some(each) => format!("{:.2} s, {each:.3} µs a request", cpu.seconds),
+            None => format!("{:.2} s", cpu.seconds),
+        };
         let server = self.server_cpu.map_or("unknown (give --server-pid)".into(), cpu);
         let _ = writeln!(out, "CPU: client {}; server {server}", cpu(self.client_cpu));
         if let Some(blocks) = self.verified_blocks {
@@ -246,6 +249,20 @@ impl Live {
         Self { bar, by_time: false, cpu: None, ios: 0 }
     }
 
+    /// The figures since the last tick.
+    fn line(&mut self, tick: &Tick) -> String {
+        let mut line = format!("{:>8} IOPS {:>8.1} MiB/s", show_rate(tick.iops), tick.mib_per_s);
+        let ios = tick.ios.saturating_sub(self.ios);
+        if ios == 0 {
+            line.push_str("  no request completed");
+        } else if let (Some(before), Some(now)) = (self.cpu, tick.server_cpu) {
+            let spent = now.saturating_sub(before).as_secs_f64();
+            let _ = write!(line, "  server {:.2} µs a request", spent * 1e6 / ios as f64);
+        }
+        (self.cpu, self.ios) = (tick.server_cpu, tick.ios);
+        line
+    }
+
     /// Clears the bar away.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
@@ -265,13 +282,7 @@ impl Progress for Live {
     }
 
     fn tick(&mut self, tick: &Tick) {
-        let mut line = format!("{:>8} IOPS {:>8.1} MiB/s", show_rate(tick.iops), tick.mib_per_s);
-        if let (Some(before), Some(now)) = (self.cpu, tick.server_cpu) {
-            let ios = tick.ios.saturating_sub(self.ios).max(1);
-            let _ =
-                write!(line, "  server {:.2} µs a request", (now - before).as_secs_f64() * 1e6 / ios as f64);
-        }
-        (self.cpu, self.ios) = (tick.server_cpu, tick.ios);
+        let line = self.line(tick);
         match &self.bar {
             Some(bar) => {
                 bar.set_position(if self.by_time { tick.elapsed.as_millis() as u64 } else { tick.ios });
@@ -302,12 +313,28 @@ mod tests {
         outcome.client_cpu = Duration::from_millis(1);
         let rings = Rings { queues: 2, packed: false, indirect: true, event_idx: true };
         let summary = Summary::new(&Plan::default(), rings, &outcome);
-        assert_eq!((summary.iops, summary.threads, summary.client_cpu.us_per_io), (500.0, 2, 1.0));
+        assert_eq!((summary.iops, summary.threads, summary.client_cpu.us_per_io), (500.0, 2, Some(1.0)));
         let table = summary.table();
         assert!(table.contains("20.0 µs") && table.contains("unknown"), "{table}");
         assert!(!table.contains("write"), "{table}");
         let json = serde_json::to_value(&summary).unwrap();
         assert_eq!(json["read"]["ios"], 1000);
         assert!(json["server_cpu"].is_null());
+        let nothing = Summary::new(&Plan::default(), rings, &Outcome::default());
+        assert!(nothing.client_cpu.us_per_io.is_none() && !nothing.table().contains("a request"));
+    }
+
+    #[test]
+    fn a_stall_has_no_cost_a_request() {
+        let mut live = Live { bar: None, by_time: true, cpu: None, ios: 0 };
+        let mut line = |ios, cpu_ms| {
+            let (iops, mib_per_s, elapsed) = (0.0, 0.0, Duration::from_secs(1));
+            let server_cpu = Some(Duration::from_millis(cpu_ms));
+            live.line(&Tick { elapsed, ios, iops, mib_per_s, server_cpu })
+        };
+        assert!(!line(1000, 10).contains("server"), "nothing to compare with");
+        assert!(line(2000, 20).contains("server 10.00 µs a request"));
+        let stalled = line(2000, 30);
+        assert!(stalled.contains("no request completed") && !stalled.contains("server"), "{stalled}");
     }
 }

@@ -220,3 +220,50 @@ fn fewer_features_will_do() {
     assert_eq!(no_inflight.kind(), Kind::Usage);
     assert_eq!(disk.session().features() & feature::EVENT_IDX, 0);
 }
+
+#[test]
+fn a_server_that_hangs_ends_the_run_soon_after_its_time() {
+    let model = Model::start("hang", SECTORS);
+    let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
+    let linger = Duration::from_millis(1500);
+    let plan = Plan { ios: None, runtime: Some(Duration::from_millis(500)), linger, verify: false, ..plan() };
+    struct Notes(Vec<String>);
+    impl load::Progress for Notes {
+        fn phase(&mut self, _: &str, _: Option<Duration>, _: Option<u64>) {}
+        fn tick(&mut self, _: &load::Tick) {}
+        fn note(&mut self, text: &str) {
+            self.0.push(text.to_owned());
+        }
+    }
+    let (start, mut notes) = (std::time::Instant::now(), Notes(Vec::new()));
+    let error = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(200));
+            model.behaviour().hang.store(true, Ordering::Release);
+        });
+        load::run(&mut disk, &plan, &mut notes).unwrap_err()
+    });
+    assert!(error.to_string().contains("no completion for 1.5s with "), "{error}");
+    assert_eq!(error.kind(), Kind::Io);
+    assert!(start.elapsed() < Duration::from_secs(10), "not the 30 s of a stall within the time");
+    assert!(matches!(&notes.0[..], [note] if note.contains("waiting for ")), "{:?}", notes.0);
+    model.behaviour().hang.store(false, Ordering::Release);
+}
+
+#[test]
+fn a_control_socket_is_told_from_a_vhost_user_one() {
+    use std::io::Write;
+    let path = std::env::temp_dir().join(format!("vshunt-bench-{}-control.sock", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        stream.write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n").unwrap();
+    });
+    let error = Disk::connect(&path, Options::default()).err().unwrap();
+    server.join().unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!((error.kind(), error.exit_code()), (Kind::Connect, 3));
+    let text = error.to_string();
+    assert!(text.contains("control socket") && text.contains("vshunt -c CONTROL status"), "{text}");
+}

@@ -251,6 +251,7 @@ impl Wire {
 
     fn lost(&self, code: Code, e: io::Error) -> Error {
         match e.kind() {
+            _ if e.get_ref().is_some_and(|e| e.is::<SpeaksQmp>()) => fail!(Lost, "{e}"),
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
                 fail!(Lost, "the server did not answer {code:?} within {:?}", self.timeout)
             }
@@ -258,6 +259,21 @@ impl Wire {
         }
     }
 }
+
+/// What listens is a control socket: its greeting came.
+#[derive(Debug)]
+struct SpeaksQmp;
+
+impl std::fmt::Display for SpeaksQmp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(
+            "this is a control socket, which speaks QMP and not vhost-user: give the socket of an export \
+             (`vshunt -c CONTROL status` lists them)",
+        )
+    }
+}
+
+impl std::error::Error for SpeaksQmp {}
 
 /// Receives one message from either channel.
 pub(crate) fn recv_message(stream: &UnixStream) -> io::Result<Message> {
@@ -278,6 +294,9 @@ pub(crate) fn recv_message(stream: &UnixStream) -> io::Result<Message> {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         got += n;
+    }
+    if header.starts_with(b"{\"QMP\"") {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, SpeaksQmp));
     }
     let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     let size = word(8) as usize;

@@ -28,6 +28,13 @@ pub(super) struct LaneGauge {
     pub(super) base: AtomicU64,
 }
 
+impl LaneGauge {
+    /// Requests outstanding, as last told.
+    pub(super) fn outstanding(&self) -> u64 {
+        self.outstanding.load(Ordering::Relaxed)
+    }
+}
+
 /// Where requests come from.
 pub(super) enum Source {
     /// The load.

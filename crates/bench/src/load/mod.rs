@@ -64,6 +64,8 @@ pub struct Plan {
     pub reconnect: Option<Duration>,
     /// A request that is not completed within this, while the server is there, counts as lost.
     pub stall: Duration,
+    /// The same for those outstanding when `runtime` is over, where that is shorter.
+    pub linger: Duration,
     /// See [`crate::Options::stale_packed_base`].
     pub stale_packed_base: bool,
 }
@@ -90,6 +92,8 @@ impl Default for Plan {
             server_pid: None,
             reconnect: None,
             stall: Duration::from_secs(30),
+            // A flush of much data takes seconds.
+            linger: Duration::from_secs(10),
             stale_packed_base: false,
         }
     }
@@ -358,6 +362,7 @@ fn phase(
         server_cpu: &mut server_cpu,
         progress,
         until,
+        over: None,
         reconnects: 0,
         outage: Duration::ZERO,
     };

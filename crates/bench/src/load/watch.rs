@@ -14,6 +14,8 @@ use crate::stats::{ServerCpu, process_state};
 
 /// How often stalls are looked for.
 const LOOK: Duration = Duration::from_millis(200);
+/// How long after the end of the time it is said what is waited for.
+const NOTE_AFTER: Duration = Duration::from_secs(1);
 
 /// What the watching thread works with.
 pub(super) struct Watch<'a> {
@@ -26,10 +28,20 @@ pub(super) struct Watch<'a> {
     pub(super) progress: &'a mut dyn Progress,
     /// Nothing is submitted after this.
     pub(super) until: Option<Instant>,
+    /// When that came.
+    pub(super) over: Option<Over>,
     /// How often the server died and came back.
     pub(super) reconnects: u32,
     /// The longest time that it was away.
     pub(super) outage: Duration,
+}
+
+/// The end of the time to submit.
+#[derive(Clone, Copy)]
+pub(super) struct Over {
+    at: Instant,
+    /// It was said what is waited for.
+    noted: bool,
 }
 
 /// When each lane last moved.
@@ -61,8 +73,10 @@ impl Watch<'_> {
             let now = Instant::now();
             if self.until.is_some_and(|until| now >= until) {
                 self.until = None;
+                self.over = Some(Over { at: now, noted: false });
                 self.tell(STOP);
             }
+            self.note_waiting();
             let gone =
                 self.wait_until(self.until.map_or(next_tick, |until| until.min(next_tick)).min(now + LOOK))?;
             if gone {
@@ -154,21 +168,38 @@ impl Watch<'_> {
         self.shared.gauges[queue].base.load(Ordering::Acquire) as u32
     }
 
+    /// A run that is longer than was asked for says why.
+    fn note_waiting(&mut self) {
+        let outstanding = || self.shared.gauges.iter().map(|g| g.outstanding()).sum::<u64>();
+        if let Some(over) = &mut self.over
+            && !over.noted
+            && over.at.elapsed() > NOTE_AFTER
+        {
+            over.noted = true;
+            self.progress
+                .note(&format!("the time is over; waiting for {} requests outstanding", outstanding()));
+        }
+    }
+
     fn look_for_stalls(&self, moves: &mut [Moves]) -> Result<()> {
         for ((queue, gauge), moved) in self.shared.gauges.iter().enumerate().zip(moves) {
             let done = gauge.done.load(Ordering::Relaxed);
-            let outstanding = gauge.outstanding.load(Ordering::Relaxed);
+            let outstanding = gauge.outstanding();
+            let (since, limit) = match self.over {
+                Some(over) => (moved.at.max(over.at), self.plan.stall.min(self.plan.linger)),
+                None => (moved.at, self.plan.stall),
+            };
             if done != moved.done || outstanding == 0 {
                 *moved = Moves { done, at: Instant::now() };
-            } else if moved.at.elapsed() > self.plan.stall {
-                return Err(self.stalled(queue, outstanding));
+            } else if since.elapsed() > limit {
+                return Err(self.stalled(queue, outstanding, limit));
             }
         }
         Ok(())
     }
 
     #[cold]
-    fn stalled(&self, queue: usize, outstanding: u64) -> Error {
+    fn stalled(&self, queue: usize, outstanding: u64, limit: Duration) -> Error {
         let server = match self.plan.server_pid.or_else(|| self.session.peer_pid()) {
             Some(pid) => format!("its process, {pid}, {}", process_state(pid)),
             None => "its process is unknown".into(),
@@ -177,7 +208,7 @@ impl Watch<'_> {
             Io,
             "queue {queue}: no completion for {:?} with {outstanding} requests outstanding: they are lost, or the \
              server's storage hangs ({server}; the connection is open)",
-            self.plan.stall
+            limit
         )
     }
 

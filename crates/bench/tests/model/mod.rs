@@ -26,6 +26,8 @@ pub(crate) struct Behaviour {
     pub(crate) lose_write_in: AtomicI64,
     /// Completes this request twice. Counts down; 0: none.
     pub(crate) twice_in: AtomicI64,
+    /// Neither takes nor completes anything.
+    pub(crate) hang: AtomicBool,
     /// Forgets to mark what it writes in the dirty log.
     pub(crate) forget_to_log: AtomicBool,
     /// Neither copies data nor shuffles nor sleeps: for the driver's own cost.

@@ -289,6 +289,10 @@ impl QueueThread {
         let memory = Arc::clone(&self.memory);
         let null = self.shared.behaviour.null.load(Ordering::Acquire);
         while !self.shared.stop.load(Ordering::Acquire) {
+            if self.shared.behaviour.hang.load(Ordering::Acquire) {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                continue;
+            }
             self.take_up_log();
             let mut taken = 0;
             while taken < 64 && self.ring.pop(&memory, &mut self.chain).expect("a sound ring") {
