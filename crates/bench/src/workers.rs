@@ -313,7 +313,10 @@ fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16
         ));
     };
     let seconds = (last.elapsed - first.elapsed).as_secs_f64();
-    let ios = (last.ios - first.ios).max(1);
+    let ios = last.ios - first.ios;
+    if ios == 0 {
+        return Err(fail!(Io, "no request completed in {seconds:.1} s of measuring: the server hangs"));
+    }
     let cpu = last.server_cpu.zip(first.server_cpu).map(|(b, a)| (b - a).as_secs_f64() * 1e6 / ios as f64);
     let p50_ns = outcome.reads.quantile_ns(0.5).max(outcome.writes.quantile_ns(0.5));
     Ok(Figure { jobs, iops: ios as f64 / seconds.max(1e-3), server_us_per_io: cpu, p50_ns })
