@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -23,11 +24,19 @@ const WRITEBACK_AT: u32 = 32;
 struct Cache(File);
 
 impl Cache {
-    /// None where the system cannot tell; the test is left out then.
+    /// None where the system cannot tell, or the file system does not (overlayfs); the test is left out then.
     fn of(image: &Path) -> Option<Self> {
-        let cache = Self(File::open(image).unwrap());
+        let cache = Self(File::options().read(true).write(true).open(image).unwrap());
         if cache.ask(0, 0).is_none() {
             println!("left out: this system has no cachestat(2)");
+            return None;
+        }
+        let write = || {
+            cache.0.write_all_at(&[0; 4096], 0).unwrap();
+            0
+        };
+        if !cache.stays(write) {
+            println!("left out: nothing that is written here is seen to be dirty");
             return None;
         }
         Some(cache)

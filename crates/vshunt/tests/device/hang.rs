@@ -26,11 +26,13 @@ const SHORT: Duration = Duration::from_millis(100);
 /// An image that answers nobody until this is dropped.
 struct Hung {
     faults: Option<OwnedFd>,
-    writer: Option<JoinHandle<()>>,
+    /// Who keeps the others off, and one of these.
+    writers: Vec<JoinHandle<()>>,
 }
 
 impl Hung {
-    /// None where this user may not have a userfaultfd; the test is left out then.
+    /// None where this user may not have a userfaultfd, or the file system lets others write meanwhile; the test is left
+    /// out then.
     fn new(image: &Path) -> Option<Self> {
         let Some(faults) = userfaultfd() else {
             println!("left out: no userfaultfd here ({})", std::io::Error::last_os_error());
@@ -44,6 +46,7 @@ impl Hung {
         register(&faults, page);
         let file = File::options().write(true).open(image).unwrap();
         let end = file.metadata().unwrap().len() - PAGE as u64;
+        let also = file.try_clone().unwrap();
         let writer = std::thread::spawn(move || {
             // SAFETY: the thread's own page, mapped until below; the kernel alone reads it, as zeroes in the end.
             let bytes = unsafe { std::slice::from_raw_parts(page as *const u8, PAGE) };
@@ -52,7 +55,14 @@ impl Hung {
             unsafe { munmap(page as *mut _, PAGE).unwrap() };
         });
         assert!(signalled(&faults, PATIENCE), "the writer faults, with the inode locked");
-        Some(Self { faults: Some(faults), writer: Some(writer) })
+        let other = std::thread::spawn(move || also.write_all_at(&[0; PAGE], end).unwrap());
+        std::thread::sleep(SHORT);
+        let hangs = !other.is_finished();
+        let hung = Self { faults: Some(faults), writers: vec![writer, other] };
+        if !hangs {
+            println!("left out: this file system writes in spite of another's page fault");
+        }
+        hangs.then_some(hung)
     }
 }
 
@@ -60,8 +70,9 @@ impl Drop for Hung {
     fn drop(&mut self) {
         // Closed, it lets the kernel answer the fault.
         self.faults = None;
-        let result = self.writer.take().map(JoinHandle::join);
-        assert!(matches!(result, Some(Ok(()))) || std::thread::panicking());
+        for writer in self.writers.drain(..) {
+            assert!(writer.join().is_ok() || std::thread::panicking());
+        }
     }
 }
 
