@@ -6,7 +6,7 @@
 //! What must never happen: guests deciding how much memory we use, or a request failing because others have it. So
 //! the more a handle holds, the shorter are the pieces that a request goes in, down to a block at a time.
 
-use std::alloc::{Layout, alloc, dealloc};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
 
@@ -33,10 +33,11 @@ pub(super) struct AlignedBuf {
 unsafe impl Send for AlignedBuf {}
 
 impl AlignedBuf {
-    fn new(len: usize) -> Option<Self> {
+    /// `None` without memory.
+    pub(super) fn new(len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len, BOUNCE_ALIGN).ok().filter(|l| l.size() > 0)?;
         // SAFETY: the layout's size is not 0.
-        let ptr = unsafe { alloc(layout) };
+        let ptr = unsafe { alloc_zeroed(layout) };
         Some(Self { ptr: NonNull::new(ptr)?, layout })
     }
 
@@ -48,6 +49,12 @@ impl AlignedBuf {
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.layout.size()
+    }
+
+    /// Its bytes, while no operation of the kernel's uses them.
+    pub(super) fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: ours alone by `&mut self`, and initialised when it was made.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr(), self.len()) }
     }
 }
 

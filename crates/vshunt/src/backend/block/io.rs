@@ -6,9 +6,9 @@
 
 use libc::iovec;
 
-use super::Op;
 use super::bounce::AlignedBuf;
 use super::spill;
+use super::{Op, SECTOR_BYTES};
 
 /// Segments kept without a heap allocation: what most requests have.
 const INLINE_SEGMENTS: usize = 2;
@@ -199,15 +199,22 @@ pub(super) enum Stage {
     ZeroRange,
     /// Zeroes written out.
     ZeroWrite,
+    /// Space by fallocate.
+    Allocate,
+    /// Another size: first the exact one, so that bytes after it are gone.
+    Cut,
+    /// Then the one in whole sectors.
+    Size,
 }
 
 /// One request; lives in the queue's slot and does not move while an operation is under way.
 pub struct Io {
     /// What is asked.
     pub op: Op,
-    /// Where on the disk, bytes; a multiple of 512. The queue has checked that `offset + len` is within the disk.
+    /// Where on the disk, bytes; a multiple of the disk's granule. The queue has checked that `offset + len` is within
+    /// the disk.
     pub offset: u64,
-    /// How much, bytes; a multiple of 512. For a read or write what the segments add up to ([`Io::push`] counts).
+    /// How much, bytes; a multiple likewise. For a read or write what the segments add up to ([`Io::push`] counts).
     pub len: u64,
     /// A write (or WriteZeroes) is to be on stable storage when it is done.
     pub fua: bool,
@@ -257,6 +264,11 @@ impl Io {
         self.len = 0;
         self.fua = fua;
         self.iov.clear();
+    }
+
+    /// The size that a [`Op::Truncate`] comes to: whole sectors, at least one.
+    pub(super) fn truncated(&self) -> u64 {
+        (self.offset + self.len).next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES)
     }
 
     /// Adds a data segment and counts it into `len`.

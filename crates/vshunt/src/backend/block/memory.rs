@@ -142,14 +142,16 @@ impl Ram {
                 unsafe { io.iov.gather(self.space.ptr().add(io.offset as usize), bytes) };
                 io.iov.advance(bytes);
             }
-            Op::Flush => {}
+            Op::Flush | Op::Allocate => {}
+            // It is done where the size is kept.
+            Op::Truncate => return -libc::EIO,
             Op::Discard | Op::WriteZeroes { .. } => self.clear(io.offset, bytes),
         }
         0
     }
 
     /// Makes accessible bytes zero; whole pages are given back.
-    fn clear(&self, offset: u64, bytes: u64) {
+    pub(super) fn clear(&self, offset: u64, bytes: u64) {
         let end = offset + bytes;
         debug_assert!(end <= self.open_bytes.load(Ordering::Relaxed));
         let (first_page, end_page) = (offset.next_multiple_of(PAGE_BYTES), end & !(PAGE_BYTES - 1));

@@ -50,6 +50,11 @@ pub enum Op {
         /// Space may be given back.
         unmap: bool,
     },
+    /// The range has its space on the disk: writes to it do not run out of it. Nothing to do where there are no holes.
+    Allocate,
+    /// The disk gets the size `offset + len`, rounded up to whole sectors; what it grows by reads as zeroes. For
+    /// exports that own the disk's size (growable ones); the caller passes on that it has changed.
+    Truncate,
 }
 
 /// How far a request came.
@@ -243,6 +248,45 @@ impl Disk {
         self.cache
     }
 
+    /// What the offset, length and memory of a request have to be multiples of, a power of two: 1 where any byte can
+    /// be had alone. (Of a guest's requests only the length and offset are sure to be multiples of 512; what it takes
+    /// beyond that, the backend does for itself.)
+    pub fn granule(&self) -> u64 {
+        match &self.kind {
+            Kind::Raw(raw) => raw.granule(),
+            Kind::Null | Kind::Ram(_) => 1,
+        }
+    }
+
+    /// Likewise for WriteZeroes.
+    pub fn zero_granule(&self) -> u64 {
+        match &self.kind {
+            Kind::Raw(raw) if !raw.can_be_cut() => u64::from(self.limits.block_size),
+            _ => 1,
+        }
+    }
+
+    /// The image itself, where it is a file or device byte for byte.
+    pub fn image(&self) -> Option<&File> {
+        match &self.kind {
+            Kind::Raw(raw) => Some(raw.image()),
+            Kind::Null | Kind::Ram(_) => None,
+        }
+    }
+
+    /// Writes bytes that need not be multiples of the [granule](Self::granule), the ones around them being read and
+    /// written back: no other write may be under way there. Blocks.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
+        match &self.kind {
+            Kind::Raw(raw) => raw.merge(offset, bytes, fua),
+            // Their granule is 1.
+            Kind::Null | Kind::Ram(_) => Err(std::io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
     /// What to tell a guest.
     pub fn limits(&self) -> Limits {
         self.limits
@@ -302,11 +346,24 @@ impl DiskHandle {
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         let step = match &self.disk.kind {
             Kind::Null => Step::Done(0),
+            Kind::Ram(ram) if io.op == Op::Truncate => Step::Done(self.resize_ram(ram, io)),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
         };
-        Self::stepped(io, step)
+        self.stepped(io, step)
+    }
+
+    #[cold]
+    fn resize_ram(&self, ram: &Ram, io: &Io) -> i32 {
+        match ram.resize(self.disk.size_bytes(), io.truncated()) {
+            Ok(()) => {
+                let end = io.offset + io.len;
+                ram.clear(end, io.truncated() - end);
+                0
+            }
+            Err(_) => -libc::ENOSPC,
+        }
     }
 
     /// Goes on with a request after its operation on the ring completed with `res`.
@@ -317,14 +374,17 @@ impl DiskHandle {
             // The others are never under way; a completion that says otherwise is not ours.
             Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
         };
-        Self::stepped(io, step)
+        self.stepped(io, step)
     }
 
     /// A request that is over names no memory any more, and has none for naming it.
     #[inline]
-    fn stepped(io: &mut Io, step: Step) -> Step {
-        if let Step::Done(_) = step {
+    fn stepped(&self, io: &mut Io, step: Step) -> Step {
+        if let Step::Done(result) = step {
             io.iov.clear();
+            if io.op == Op::Truncate && result == 0 {
+                self.disk.size_bytes.store(io.truncated(), Ordering::Release);
+            }
         }
         step
     }

@@ -6,6 +6,8 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
+mod bytes;
+
 use super::*;
 use crate::error::Kind as ErrorKind;
 
@@ -292,7 +294,7 @@ impl Fuzz {
                     let now = rig.read(ask.offset, ask.len as usize);
                     self.model[range].copy_from_slice(&now);
                 }
-                Op::Flush => {}
+                Op::Flush | Op::Allocate | Op::Truncate => {}
             }
         }
     }

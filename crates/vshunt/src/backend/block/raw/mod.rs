@@ -21,12 +21,12 @@ mod ring;
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 
-use super::bounce::Pool;
+use super::bounce::{AlignedBuf, Pool};
 use super::io::Stage;
 use super::memory::Mapping;
 use super::{Io, Op, SECTOR_BYTES, SharedFile, Step};
@@ -123,6 +123,15 @@ impl Raw {
         }
     }
 
+    /// See [`Disk::granule`](super::Disk::granule). Without O_DIRECT the page cache takes any bytes.
+    pub(super) fn granule(&self) -> u64 {
+        if self.direct { (self.offset_mask + 1).max(self.memory_mask as u64 + 1) } else { 1 }
+    }
+
+    pub(super) fn image(&self) -> &File {
+        &self.file
+    }
+
     pub(super) fn file(&self) -> &SharedFile {
         &self.known
     }
@@ -178,7 +187,7 @@ impl Raw {
         io.retries = 0;
         match io.op {
             Op::Read | Op::Write => self.transfer(io, pool),
-            Op::Flush | Op::Discard | Op::WriteZeroes { .. } => self.begin_other(io),
+            _ => self.begin_other(io),
         }
     }
 
@@ -190,8 +199,22 @@ impl Raw {
             Op::Flush => self.sync(io),
             _ if self.readonly => Next::Done(-libc::EROFS),
             Op::Discard => self.discard(io),
+            Op::Allocate => self.allocate(io),
+            Op::Truncate if self.block_device => Next::Done(-libc::EPERM),
+            Op::Truncate => {
+                io.stage = Stage::Cut;
+                Next::Issue
+            }
             _ => self.zero(io),
         }
+    }
+
+    fn allocate(&self, io: &mut Io) -> Next {
+        if self.block_device || io.len == 0 {
+            return Next::Done(0);
+        }
+        io.stage = Stage::Allocate;
+        Next::Issue
     }
 
     /// What follows on the result of the operation under way.
@@ -229,6 +252,13 @@ impl Raw {
             Stage::DiscardCommand => self.without(io, way::COMMAND, res),
             Stage::DiscardPunch | Stage::ZeroPunch => self.without(io, way::PUNCH, res),
             Stage::ZeroRange => self.without(io, way::ZERO_RANGE, res),
+            Stage::Cut if res == 0 && io.truncated() != io.offset + io.len => {
+                io.stage = Stage::Size;
+                Next::Issue
+            }
+            // A kernel before 6.9 has no such operation.
+            Stage::Cut | Stage::Size if res == -libc::EINVAL && !self.inline => self.truncate_now(io),
+            Stage::Allocate | Stage::Cut | Stage::Size => Next::Done(res.min(0)),
             Stage::Idle => Next::Done(-libc::EIO),
         }
     }
@@ -352,6 +382,53 @@ impl Raw {
             self.flush_failed.store(res, Ordering::Relaxed);
         }
         Next::Done(res)
+    }
+
+    #[cold]
+    fn truncate_now(&self, io: &Io) -> Next {
+        let size = |bytes| self.file.set_len(bytes);
+        match size(io.offset + io.len).and_then(|()| size(io.truncated())) {
+            Ok(()) => Next::Done(0),
+            Err(e) => Next::Done(-e.raw_os_error().unwrap_or(libc::EIO)),
+        }
+    }
+
+    /// See [`Disk::merge`](super::Disk::merge).
+    pub(super) fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
+        if let Some(aside) = &self.aside {
+            // The page cache merges. It is the only writer of that page now, and direct ones write it back first.
+            // SAFETY: the bytes are a slice, the descriptor is open for as long as `aside` is.
+            let n = unsafe {
+                libc::pwrite(aside.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), offset as libc::off_t)
+            };
+            if n != bytes.len() as isize {
+                return Err(if n < 0 {
+                    std::io::Error::last_os_error()
+                } else {
+                    std::io::ErrorKind::WriteZero.into()
+                });
+            }
+        } else {
+            self.merge_blocks(offset, bytes)?;
+        }
+        if fua || self.durable == Durable::Always { self.sync_now() } else { Ok(()) }
+    }
+
+    /// Whole blocks around `bytes`: read at both ends, then written.
+    fn merge_blocks(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+        let block = self.granule();
+        let (start, end) = (offset & !(block - 1), (offset + bytes.len() as u64).next_multiple_of(block));
+        let mut buf = AlignedBuf::new((end - start) as usize)
+            .ok_or(std::io::Error::from(std::io::ErrorKind::OutOfMemory))?;
+        let (whole, block) = (buf.bytes(), block as usize);
+        let last = whole.len() - block;
+        self.file.read_exact_at(&mut whole[..block], start)?;
+        if last > 0 {
+            self.file.read_exact_at(&mut whole[last..], start + last as u64)?;
+        }
+        let at = (offset - start) as usize;
+        whole[at..at + bytes.len()].copy_from_slice(bytes);
+        self.file.write_all_at(whole, start)
     }
 
     fn has(&self, io: &Io, way: u8) -> bool {
