@@ -1,0 +1,250 @@
+//! The regular file that a disk is mounted over: found or made, and removed again if it was made.
+//!
+//! Called by whoever exports a disk, from any thread and without locks of theirs: a lock is waited for, a dead mount
+//! is probed for up to a second. What must never happen: a file that was there before is removed or written to, a live
+//! mount is taken away.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, flock, openat};
+use rustix::io::Errno;
+
+use super::table::{self, Seen, look, open_path, path_of, proc_path};
+use super::umount::{self, How, Outcome};
+use super::{FS_TYPE, ROUNDS};
+use crate::error::{Error, Result};
+
+/// How long another daemon's lock is waited for. A process that was killed goes on holding its locks until its
+/// io_uring has ended what was under way.
+const PATIENCE: Duration = Duration::from_secs(2);
+const RETRY: Duration = Duration::from_millis(10);
+
+/// The regular file that is mounted over; made by us if absent, and then removed again by us, at the latest when this
+/// is dropped.
+#[derive(Debug)]
+pub struct Mountpoint {
+    /// Absolute and without symbolic links.
+    path: PathBuf,
+    /// The file itself, below the mount. Kept open so that no other file gets its inode number.
+    file: OwnedFd,
+    /// Keeps others who prepare the same file off it, from here until the mount is gone. Absent where the file system
+    /// has no locks or the file lets us neither read nor write: then there is a short race and nothing worse.
+    _lock: Option<OwnedFd>,
+    device: (u32, u32),
+    inode: u64,
+    /// Made by us and not removed yet.
+    made: AtomicBool,
+}
+
+impl Mountpoint {
+    /// Gets `path` ready for being mounted over: a symbolic link is followed, a mount that a killed vshunt left is
+    /// taken away, and a file is made where there is none.
+    ///
+    /// Fails for what is no regular file, and where something is mounted already.
+    pub fn prepare(path: &Path) -> Result<Self> {
+        let shown = path.display();
+        let (mut left_behind, mut made_inode) = (false, None);
+        for _ in 0..ROUNDS {
+            let file = match open_path(path, true) {
+                Ok(file) => file,
+                Err(Errno::NOENT) => {
+                    made_inode = make(path)?.or(made_inode);
+                    continue;
+                }
+                Err(e) => return Err(cannot_look(path, e)),
+            };
+            let seen = look(&file).map_err(|e| cannot_look(path, e))?;
+            if seen.kind == FileType::Directory {
+                return Err(Error::invalid(format!(
+                    "{shown} is a folder, and a disk's contents are one file; name a file, for example {}",
+                    path.join("disk").display()
+                )));
+            }
+            if seen.is_mount_root {
+                take_dead_away(path, &file, &seen)?;
+                left_behind = true;
+                continue;
+            }
+            if seen.kind != FileType::RegularFile {
+                return Err(Error::invalid(format!(
+                    "{shown} is {} and cannot be mounted over; name a regular file, or one that is not there yet",
+                    name_of(seen.kind)
+                )));
+            }
+            let lock = lock(path, &file)?;
+            // Others may have been here between the look and the lock.
+            let again = open_path(path, true).and_then(look);
+            if !again.is_ok_and(|s| !s.is_mount_root && is_same(&s, &seen)) {
+                continue;
+            }
+            // A killed daemon cannot tell whether the file below its mount was made by it. What it makes is empty, and
+            // an empty file that somebody else put there to be mounted over is made again whenever it is wanted.
+            let made = made_inode == Some(seen.inode) || (left_behind && seen.size_bytes == 0);
+            return Ok(Self {
+                path: path_of(&file).map_err(|e| cannot_look(path, e))?,
+                file,
+                _lock: lock,
+                device: seen.mount.device,
+                inode: seen.inode,
+                made: AtomicBool::new(made),
+            });
+        }
+        Err(Error::busy(format!(
+            "{shown} is changed by others all the time; try again, or name another file"
+        )))
+    }
+
+    /// Where it is: absolute and without symbolic links.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A path to this very file, even if it has been renamed or mounted over.
+    pub(super) fn itself(&self) -> PathBuf {
+        proc_path(&self.file)
+    }
+
+    /// Removes the file if it was made by us, and is what is at `path` now, and is still empty.
+    pub(super) fn remove(&self, path: &Path) {
+        if !self.made.load(Ordering::Relaxed) {
+            return;
+        }
+        let Ok(seen) = open_path(path, false).and_then(look) else { return };
+        let ours = (seen.mount.device, seen.inode) == (self.device, self.inode);
+        if seen.is_mount_root || !ours || seen.size_bytes != 0 {
+            return;
+        }
+        self.made.store(false, Ordering::Relaxed);
+        if let Err(e) = fs::remove_file(path) {
+            tracing::warn!("cannot remove the file {} that a disk was mounted over: {e}", path.display());
+        }
+    }
+}
+
+impl Drop for Mountpoint {
+    fn drop(&mut self) {
+        self.remove(&self.path);
+    }
+}
+
+fn is_same(a: &Seen, b: &Seen) -> bool {
+    (a.mount.device, a.inode) == (b.mount.device, b.inode)
+}
+
+/// Makes an empty file; its inode, or nothing if somebody else just made one.
+fn make(path: &Path) -> Result<Option<u64>> {
+    let shown = path.display();
+    if rustix::fs::readlinkat(CWD, path, Vec::new()).is_ok() {
+        return Err(Error::invalid(format!(
+            "{shown} is a symbolic link to nothing; make the file that it names, or remove the link"
+        )));
+    }
+    let Some(name) = path.file_name() else {
+        return Err(Error::invalid(format!("{shown:?} names no file; name one to mount over")));
+    };
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = match openat(CWD, parent, flags, Mode::empty()) {
+        Ok(folder) => folder,
+        Err(Errno::NOENT) => {
+            let parent = parent.display();
+            return Err(Error::not_found(format!(
+                "the folder of {shown} is not there; make it: mkdir -p {parent}"
+            )));
+        }
+        Err(e) => return Err(cannot_look(path, e)),
+    };
+    // For the owner alone, for whom fusermount3 wants it writable.
+    let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match openat(&folder, name, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(file) => look(file).map(|seen| Some(seen.inode)).map_err(|e| cannot_look(path, e)),
+        Err(Errno::EXIST) => Ok(None),
+        Err(e) => {
+            let hint = match e {
+                Errno::ACCESS | Errno::PERM => {
+                    " (its folder has to be writable; or make the file beforehand)"
+                }
+                Errno::ROFS => " (make the file beforehand, or name one elsewhere)",
+                _ => "",
+            };
+            Err(Error::io(format!("cannot make the file {shown} to mount over{hint}"), e.into()))
+        }
+    }
+}
+
+fn lock(path: &Path, file: &OwnedFd) -> Result<Option<OwnedFd>> {
+    let itself = proc_path(file);
+    let flags = OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let open = |access| openat(CWD, &itself, flags | access, Mode::empty());
+    let Ok(file) = open(OFlags::RDONLY).or_else(|_| open(OFlags::WRONLY)) else { return Ok(None) };
+    let start = Instant::now();
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(Some(file)),
+            Err(Errno::AGAIN) if start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
+            Err(Errno::AGAIN) => {
+                return Err(Error::busy(format!(
+                    "{} is locked (flock), by another vshunt that is about to mount there or has its mount moved away; \
+                     stop it, or name another file",
+                    path.display()
+                )));
+            }
+            Err(_) => return Ok(None),
+        }
+    }
+}
+
+/// Takes the mount away that `root` refers to, if it is one of a vshunt that is gone.
+fn take_dead_away(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
+    let shown = path.display();
+    let Some(entry) = table::entry(seen.mount.id)? else {
+        // Unmounted meanwhile: the next look tells.
+        return Ok(());
+    };
+    let source = entry.source.to_string_lossy().into_owned();
+    if entry.fs_type != FS_TYPE {
+        return Err(Error::exists(format!(
+            "something is mounted over {shown} already ({source}, type {}); unmount it (umount {shown}), or name another \
+             file",
+            entry.fs_type.to_string_lossy()
+        )));
+    }
+    if !table::is_dead(root) {
+        return Err(Error::busy(format!(
+            "another vshunt has its disk mounted over {shown} ({source}); remove that export, or name another file (if \
+             its daemon is gone: umount -l {shown})"
+        )));
+    }
+    // What is dead is held by nobody in earnest: whoever has it open only gets errors.
+    if umount::end(&entry.point, seen.mount.device, How::Detach)? == Outcome::InUse {
+        return Err(Error::busy(format!(
+            "a mount over {shown} that a killed vshunt left cannot be taken away; as root: umount -l {shown}"
+        )));
+    }
+    tracing::warn!("took away the mount of {source} over {shown}, which a killed vshunt had left");
+    Ok(())
+}
+
+fn cannot_look(path: &Path, e: Errno) -> Error {
+    let hint = match e {
+        Errno::ACCESS => " (a folder on the way to it may not be entered)",
+        Errno::LOOP => " (it is a symbolic link to itself)",
+        Errno::NOTDIR => " (something on the way to it is no folder)",
+        _ => "",
+    };
+    Error::io(format!("cannot look at {} to mount over it{hint}", path.display()), e.into())
+}
+
+fn name_of(kind: FileType) -> &'static str {
+    match kind {
+        FileType::Fifo => "a named pipe",
+        FileType::Socket => "a socket",
+        FileType::BlockDevice => "a block device",
+        FileType::CharacterDevice => "a character device",
+        _ => "no regular file",
+    }
+}
