@@ -261,6 +261,7 @@ impl BlockExport {
             serial: self.serial,
             block_size: Some(self.logical_block_size.unwrap_or(512)),
             poll_us: self.poll_us,
+            ..Default::default()
         })
     }
 }

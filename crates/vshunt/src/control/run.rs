@@ -12,7 +12,7 @@ use super::client::Client;
 use super::config;
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, pages, print, show};
-use crate::export::check_one_socket;
+use crate::export::check_one_place;
 use crate::export::spec::{DiskInfo, DiskSpec, ExportSpec, WorkerInfo};
 
 /// How long `quit` waits for the daemon to take everything down.
@@ -196,8 +196,10 @@ fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
 fn export(client: &mut Client, command: ExportCommand) -> Outcome {
     match command {
         ExportCommand::Add { export } => {
-            check_one_socket(&export).map_err(|e| Failure::Usage(e.to_string()))?;
-            let export = ExportSpec { socket: absolute(export.socket.clone())?, ..*export };
+            check_one_place(&export).map_err(|e| Failure::Usage(e.to_string()))?;
+            let (socket, mountpoint) = (export.socket.clone(), export.mountpoint.clone());
+            let (socket, mountpoint) = (absolute(socket)?, absolute(mountpoint)?);
+            let export = ExportSpec { socket, mountpoint, ..*export };
             send(client, "export-add", to_value(&export)?)
         }
         ExportCommand::Remove { name, force } => {

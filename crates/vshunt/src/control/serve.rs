@@ -22,7 +22,7 @@ use super::server::Server;
 use super::socket::ControlSocket;
 use super::{Failure, Outcome, events, log, signals};
 use crate::error::{Error, Result};
-use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_socket};
+use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
 
 /// What differs between `vshunt serve` and `vshunt-blk`.
 pub(crate) struct Manner {
@@ -97,7 +97,7 @@ impl Serving {
         let control = control_socket(&setup.control, &mut inherited)?;
         activation::give_to_exports(&mut inherited, &mut setup.exports);
         for export in &setup.exports {
-            check_one_socket(export).map_err(|e| Failure::Usage(e.to_string()))?;
+            check_one_place(export).map_err(|e| Failure::Usage(e.to_string()))?;
         }
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
         let server = Server::new(Context { daemon: Arc::clone(&daemon), stop: stop.clone() })?;
@@ -167,7 +167,7 @@ impl Drop for Serving {
 
 fn where_served(export: &crate::export::spec::ExportInfo) -> String {
     let spec = &export.spec;
-    match (&spec.socket, spec.fd) {
+    match (spec.socket.as_ref().or(spec.mountpoint.as_ref()), spec.fd) {
         (Some(path), _) => format!("{} on {}", spec.name, path.display()),
         (None, Some(fd)) => format!("{} on fd {fd}", spec.name),
         (None, None) => spec.name.clone(),

@@ -2,7 +2,9 @@
 
 use std::fmt::Write as _;
 
-use crate::export::spec::{Cache, DiskInfo, ExportInfo, ExportKind, Format, QueueInfo, WorkerInfo, cpu_list};
+use crate::export::spec::{
+    Cache, DiskInfo, ExportInfo, ExportKind, Format, MountInfo, QueueInfo, Transport, WorkerInfo, cpu_list,
+};
 
 /// A column's title; one that begins with `>` holds numbers.
 type Title = &'static str;
@@ -69,25 +71,37 @@ fn mode(disk: &DiskInfo) -> String {
 
 pub(crate) fn exports(exports: &[ExportInfo]) -> String {
     table(
-        ["EXPORT", "TYPE", "DISK", "MODE", "STATE", ">QUEUES", "ENGINE", "SOCKET"],
+        ["EXPORT", "TYPE", "DISK", "MODE", "STATE", ">QUEUES", "ENGINE", "AT"],
         exports.iter().map(|e| {
             let kind = match e.spec.kind {
                 ExportKind::VhostUserBlk => "vhost-user-blk",
+                ExportKind::Fuse => "fuse",
             };
-            let socket = match (&e.spec.socket, e.spec.fd) {
-                (Some(path), _) => path.display().to_string(),
-                (None, Some(fd)) => format!("fd {fd}"),
-                (None, None) => "-".to_owned(),
+            let at = match (&e.spec.socket, &e.spec.mountpoint, e.spec.fd) {
+                (Some(path), _, _) | (_, Some(path), _) => path.display().to_string(),
+                (None, None, Some(fd)) => format!("fd {fd}"),
+                (None, None, None) => "-".to_owned(),
+            };
+            let state = match (e.connected, e.spec.kind) {
+                (_, ExportKind::Fuse) => "mounted",
+                (true, _) => "connected",
+                (false, _) => "waiting",
+            };
+            let engine = match &e.mount {
+                Some(MountInfo { passthrough: true, .. }) => "passthrough",
+                Some(MountInfo { transport: Transport::IoUring, .. }) => "io_uring",
+                Some(_) => "dev",
+                None => &e.engine,
             };
             [
                 e.spec.name.clone(),
                 kind.to_owned(),
                 e.spec.disk.clone(),
-                if e.spec.readonly { "ro" } else { "rw" }.to_owned(),
-                if e.connected { "connected" } else { "waiting" }.to_owned(),
+                if e.spec.refuses_writes() { "ro" } else { "rw" }.to_owned(),
+                state.to_owned(),
                 e.queue_list.len().to_string(),
-                e.engine.clone(),
-                socket,
+                engine.to_owned(),
+                at,
             ]
         }),
     )

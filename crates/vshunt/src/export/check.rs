@@ -4,7 +4,7 @@
 //! asks again, for other clients of the protocol.
 
 use super::life::MAX_QUEUES;
-use super::spec::{DiskSpec, ExportSpec, WorkerSpec, Workers as Spread};
+use super::spec::{DiskSpec, ExportKind, ExportSpec, WorkerSpec, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::queue::blk::SERIAL_MAX;
@@ -35,8 +35,9 @@ impl Check for ExportSpec {
     fn check(&self) -> Result<()> {
         check_name("export", &self.name)?;
         let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", self.name)));
+        check_kind(self)?;
         if self.socket.is_some() && self.fd.is_some() {
-            return check_one_socket(self);
+            return check_one_place(self);
         }
         if let Some(queues) = self.queues
             && !(1..=MAX_QUEUES).contains(&queues)
@@ -68,14 +69,54 @@ pub fn check_disk_size(size_bytes: u64) -> Result<()> {
     Disk::check_size(size_bytes)
 }
 
-/// Whether an export has exactly one socket. In [`Check`] it may have none yet: the service manager may pass it.
+/// Whether an export has exactly one place: a socket or a mountpoint. In [`Check`] a socket may be missing: the service
+/// manager may pass it.
 ///
 /// # Errors
 /// [`Invalid`](crate::error::Kind::Invalid).
-pub fn check_one_socket(spec: &ExportSpec) -> Result<()> {
-    match spec.socket.is_some() != spec.fd.is_some() {
-        true => Ok(()),
-        false => Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name))),
+pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
+    match spec.kind {
+        ExportKind::VhostUserBlk if spec.socket.is_some() == spec.fd.is_some() => {
+            Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name)))
+        }
+        ExportKind::Fuse if spec.mountpoint.is_none() => {
+            Err(Error::invalid(format!("export {}: give mountpoint=PATH, the file to mount over", spec.name)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether what is asked for is of this kind of export.
+fn check_kind(spec: &ExportSpec) -> Result<()> {
+    let fuse = [
+        ("mountpoint", spec.mountpoint.is_some()),
+        ("writable", spec.writable.is_some()),
+        ("growable", spec.growable.is_some()),
+        ("allow-other", spec.allow_other.is_some()),
+        ("transport", spec.transport.is_some()),
+        ("passthrough", spec.passthrough.is_some()),
+    ];
+    let vhost_user = [
+        ("socket", spec.socket.is_some()),
+        ("fd", spec.fd.is_some()),
+        ("serial", spec.serial.is_some()),
+        ("block-size", spec.block_size.is_some()),
+        ("readonly", spec.readonly),
+    ];
+    let (foreign, kind, other) = match spec.kind {
+        ExportKind::VhostUserBlk => (&fuse[..], "vhost-user-blk", "fuse"),
+        ExportKind::Fuse => (&vhost_user[..], "fuse", "vhost-user-blk"),
+    };
+    let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    match foreign.iter().find(|(_, given)| *given) {
+        Some(("readonly", _)) => {
+            wrong("a mount is read-only unless writable=on is given; leave out readonly".into())
+        }
+        Some((key, _)) => wrong(format!("{key} is of type={other}, not of type={kind}; leave it out")),
+        None if spec.growable == Some(true) && spec.writable != Some(true) => {
+            wrong("growable=on needs writable=on".into())
+        }
+        None => Ok(()),
     }
 }
 

@@ -9,7 +9,7 @@ use super::life::{Export, removing};
 use super::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
-use crate::frontend::vhost_user::Observer;
+use crate::frontend::Observer;
 use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 
 /// How long an attach waits for requests in flight where nobody says.
@@ -154,8 +154,14 @@ impl Observer for Watch {
         }
     }
 
+    fn resized(&self, size_bytes: u64) {
+        if let Some(daemon) = self.daemon.upgrade() {
+            daemon.resized_by(&self.name, size_bytes);
+        }
+    }
+
     fn ended(&self) {
-        // Called by the session thread, which cannot wait for itself.
+        // Called by a session thread or worker, which cannot wait for itself.
         let (name, daemon) = (self.name.clone(), self.daemon.clone());
         let remove = move || {
             if let Some(daemon) = daemon.upgrade()
@@ -286,13 +292,32 @@ impl Daemon {
                 }
             }
             Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
-            None => disk.resize(size_bytes)?,
+            // Its users may be changing the size, too.
+            None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
+                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
+                None => disk.resize(size_bytes)?,
+            },
         }
         for export in exports {
             export.config_changed();
         }
         self.tell(&Event::DiskResized { name: name.to_owned(), size_bytes });
         Ok(())
+    }
+
+    /// The user of a growable export gave its disk another size.
+    fn resized_by(&self, export: &str, size_bytes: u64) {
+        let (name, others) = {
+            let state = self.state();
+            let Some(entry) = state.exports.get(export) else { return };
+            let others = state.exports.iter().filter(|(n, e)| e.disk == entry.disk && *n != export);
+            let others: Vec<_> = others.filter_map(|(_, e)| e.phase.export().cloned()).collect();
+            (entry.disk.clone(), others)
+        };
+        for export in others {
+            export.config_changed();
+        }
+        self.tell(&Event::DiskResized { name, size_bytes });
     }
 
     /// All disks, by name.
@@ -342,7 +367,7 @@ impl Daemon {
                 match state.phase(name)? {
                     Phase::Making => {}
                     Phase::Removing(_) => return Err(removing(name)),
-                    Phase::Serving(export) if !hard && export.connected() => {
+                    Phase::Serving(export) if !hard && export.in_use() => {
                         return Err(Error::busy(format!(
                             "export {name} has a front-end connected; end that, or remove it by force"
                         )));
@@ -353,6 +378,11 @@ impl Daemon {
             }
             state.mark_removing(name)
         };
+        if !hard && let Err(e) = export.release() {
+            self.state().exports.get_mut(name).expect("ours to remove").phase = Phase::Serving(export);
+            self.changed.notify_all();
+            return Err(e);
+        }
         self.end(name, &export);
         Ok(())
     }
@@ -530,7 +560,7 @@ impl Maps {
         if self.exports.contains_key(&spec.name) {
             return Err(Error::exists(format!("there is an export {} already", spec.name)));
         }
-        let readonly = spec.readonly || disk.disk.readonly();
+        let readonly = spec.refuses_writes() || disk.disk.readonly();
         let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
         if let Some((writer, _)) = writer
             && !readonly

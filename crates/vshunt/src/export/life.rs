@@ -3,12 +3,15 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
 
-use super::check::check_one_socket;
-use super::spec::{ExportInfo, ExportSpec, QueueInfo, Workers as Spread};
+use super::check::check_one_place;
+use super::spec::{ExportInfo, ExportKind, ExportSpec, MountInfo, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
+use crate::frontend::Observer;
+use crate::frontend::fuse::{self, Fuse};
 use crate::frontend::vhost_user::blk::BlkDevice;
-use crate::frontend::vhost_user::{Observer, Socket, VhostUser, adopt, listen};
+use crate::frontend::vhost_user::{Socket, VhostUser, adopt, listen};
+use crate::queue::fuse::abi;
 use crate::worker::{FIRST_WORKER, QueueSet, Settings, State, WorkerId, Workers};
 
 /// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
@@ -27,8 +30,65 @@ pub(super) struct Export {
 }
 
 struct Served {
-    frontend: VhostUser,
+    frontend: Frontend,
     queues: Arc<QueueSet>,
+}
+
+enum Frontend {
+    VhostUser(VhostUser),
+    Fuse(Fuse),
+}
+
+impl Frontend {
+    fn connected(&self) -> bool {
+        match self {
+            Self::VhostUser(socket) => socket.connected(),
+            Self::Fuse(_) => true,
+        }
+    }
+
+    fn config_changed(&self) {
+        match self {
+            Self::VhostUser(socket) => socket.config_changed(),
+            Self::Fuse(mount) => mount.config_changed(),
+        }
+    }
+
+    fn packed(&self) -> bool {
+        matches!(self, Self::VhostUser(socket) if socket.packed())
+    }
+
+    fn features(&self) -> Vec<String> {
+        match self {
+            Self::VhostUser(socket) => feature_names(socket.features(), &VIRTIO_NAMES),
+            Self::Fuse(mount) => feature_names(mount.features(), &INIT_NAMES),
+        }
+    }
+
+    fn mount(&self) -> Option<MountInfo> {
+        let Self::Fuse(mount) = self else { return None };
+        let plan = mount.plan().clone();
+        Some(MountInfo {
+            transport: plan.transport,
+            transport_why: plan.transport_why,
+            passthrough: plan.passthrough,
+            passthrough_why: plan.passthrough_why,
+            allow_other: mount.allow_other(),
+        })
+    }
+
+    fn stop(&self) {
+        match self {
+            Self::VhostUser(socket) => socket.stop(),
+            Self::Fuse(mount) => mount.stop(),
+        }
+    }
+}
+
+/// What is opened before anything is made.
+enum Opened {
+    Socket(Socket),
+    Mount(fuse::Plan),
 }
 
 impl Export {
@@ -40,12 +100,17 @@ impl Export {
         observer: Arc<dyn Observer>,
     ) -> Result<Self> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
-        spec.queues = Some(queues);
         check(&spec, &disk)?;
-        let readonly = spec.readonly || disk.readonly();
-        let socket = open_socket(&spec)?;
+        let readonly = spec.refuses_writes() || disk.readonly();
+        let opened = match spec.kind {
+            ExportKind::VhostUserBlk => {
+                spec.queues = Some(queues);
+                Opened::Socket(open_socket(&spec)?)
+            }
+            ExportKind::Fuse => Opened::Mount(fuse::plan(&spec, &disk, MAX_QUEUES, queues)?),
+        };
         let mut own_workers = Vec::new();
-        match Self::serve(&spec, socket, disk, workers, observer, &mut own_workers) {
+        match Self::serve(&spec, opened, disk, workers, observer, &mut own_workers) {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
                 Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
@@ -59,18 +124,27 @@ impl Export {
 
     fn serve(
         spec: &ExportSpec,
-        socket: Socket,
+        opened: Opened,
         disk: Arc<Disk>,
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
         own_workers: &mut Vec<WorkerId>,
     ) -> Result<Served> {
-        let count = spec.queues.unwrap_or(1);
+        let count = match &opened {
+            Opened::Socket(_) => spec.queues.unwrap_or(1),
+            Opened::Mount(plan) => plan.queues,
+        };
         let homes = homes(spec, count, workers, own_workers)?;
         let queues = Arc::new(QueueSet::new(&spec.name, workers, &homes)?);
-        let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
-        let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
-        let frontend = VhostUser::start(&spec.name, socket, Arc::new(device), queues.clone(), observer)?;
+        let frontend = match opened {
+            Opened::Socket(socket) => {
+                let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
+                let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
+                let device = Arc::new(device);
+                Frontend::VhostUser(VhostUser::start(&spec.name, socket, device, queues.clone(), observer)?)
+            }
+            Opened::Mount(plan) => Frontend::Fuse(Fuse::start(spec, plan, disk, &queues, observer)?),
+        };
         Ok(Served { frontend, queues })
     }
 
@@ -80,6 +154,19 @@ impl Export {
 
     pub(super) fn connected(&self) -> bool {
         self.served().as_ref().is_some_and(|s| s.frontend.connected())
+    }
+
+    /// Lets go of a mount that nobody has open, so that removing it hurts nobody.
+    pub(super) fn release(&self) -> Result<()> {
+        match &*self.served() {
+            Some(Served { frontend: Frontend::Fuse(mount), .. }) => mount.release(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a front-end would lose its device; a mount says so itself.
+    pub(super) fn in_use(&self) -> bool {
+        self.spec.kind == ExportKind::VhostUserBlk && self.connected()
     }
 
     pub(super) fn config_changed(&self) {
@@ -111,12 +198,12 @@ impl Export {
 
     pub(super) fn info(&self) -> ExportInfo {
         let served = self.served();
-        let features = served.as_ref().map_or(0, |s| s.frontend.features());
         ExportInfo {
             spec: self.spec.clone(),
             engine: "user".to_owned(),
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
-            features: feature_names(features),
+            features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),
+            mount: served.as_ref().and_then(|s| s.frontend.mount()),
             queue_list: served.as_ref().map_or(Vec::new(), |s| self.list(s)),
         }
     }
@@ -182,6 +269,20 @@ pub(super) fn removing(name: &str) -> Error {
 
 /// What is wrong with it for this disk; the rest was seen by [`Check`](super::Check).
 fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
+    let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    if spec.writable == Some(true) && disk.readonly() {
+        return wrong(format!(
+            "disk {} is read-only; leave out writable=on, or open the disk without readonly=on",
+            spec.disk
+        ));
+    }
+    let is_file = || disk.image().and_then(|i| i.metadata().ok()).is_none_or(|m| m.file_type().is_file());
+    if spec.growable == Some(true) && !is_file() {
+        return wrong(format!(
+            "disk {} is a block device, which no file can grow; leave out growable=on",
+            spec.disk
+        ));
+    }
     let least = disk.limits().block_size;
     if spec.block_size.is_some_and(|size| size < least) {
         return Err(Error::invalid(format!(
@@ -203,7 +304,7 @@ fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
 }
 
 fn open_socket(spec: &ExportSpec) -> Result<Socket> {
-    check_one_socket(spec)?;
+    check_one_place(spec)?;
     match (&spec.socket, spec.fd) {
         (Some(path), _) => listen(path),
         (None, Some(fd)) => adopt(fd),
@@ -220,11 +321,19 @@ fn homes(
 ) -> Result<Vec<WorkerId>> {
     let count = match spec.workers {
         Spread::Default => return Ok(vec![FIRST_WORKER; queues.into()]),
-        Spread::PerQueue => u32::from(queues),
+        Spread::PerQueue | Spread::PerCpu => u32::from(queues),
         Spread::Count(n) => n,
     };
-    let settings = Settings { poll_us: spec.poll_us, ..Settings::default() };
+    let mut settings = Settings { poll_us: spec.poll_us, ..Settings::default() };
+    if spec.workers == Spread::PerCpu {
+        // Who polls on the CPU of the one whom it serves keeps it from running.
+        settings.poll_us = Some(spec.poll_us.unwrap_or(0));
+    }
+    let cpus = usize::from(online_cpus());
     for i in 0..count {
+        if spec.workers == Spread::PerCpu {
+            settings.cpu = Some(vec![i as usize % cpus]);
+        }
         own.push(workers.create(Some(format!("{}/{i}", spec.name)), &settings)?);
     }
     Ok(own.iter().copied().cycle().take(queues.into()).collect())
@@ -235,9 +344,18 @@ fn online_cpus() -> u16 {
     u16::try_from(n).unwrap_or(MAX_QUEUES).min(MAX_QUEUES)
 }
 
-/// Names of the virtio and vhost-user feature bits that this device may have.
-fn feature_names(bits: u64) -> Vec<String> {
-    const NAMES: [(u32, &str); 16] = [
+/// Flags of FUSE's INIT that a mount may have.
+const INIT_NAMES: [(u64, &str); 5] = [
+    (abi::init::ASYNC_DIO, "ASYNC_DIO"),
+    (abi::init::MAX_PAGES, "MAX_PAGES"),
+    (abi::init::DIRECT_IO_ALLOW_MMAP, "DIRECT_IO_ALLOW_MMAP"),
+    (abi::init::PASSTHROUGH, "PASSTHROUGH"),
+    (abi::init::OVER_IO_URING, "OVER_IO_URING"),
+];
+
+/// Names of the virtio and vhost-user feature bits that a disk may have.
+const VIRTIO_NAMES: [(u64, &str); 16] = {
+    const BITS: [(u32, &str); 16] = [
         (2, "SEG_MAX"),
         (5, "RO"),
         (6, "BLK_SIZE"),
@@ -255,5 +373,15 @@ fn feature_names(bits: u64) -> Vec<String> {
         (34, "RING_PACKED"),
         (35, "IN_ORDER"),
     ];
-    NAMES.iter().filter(|(bit, _)| bits & (1 << bit) != 0).map(|(_, name)| (*name).to_owned()).collect()
+    let mut names = [(0, ""); 16];
+    let mut i = 0;
+    while i < BITS.len() {
+        names[i] = (1 << BITS[i].0, BITS[i].1);
+        i += 1;
+    }
+    names
+};
+
+fn feature_names(bits: u64, names: &[(u64, &str)]) -> Vec<String> {
+    names.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| (*name).to_owned()).collect()
 }

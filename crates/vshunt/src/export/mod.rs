@@ -7,7 +7,7 @@ pub mod spec;
 #[cfg(test)]
 mod tests;
 
-pub use check::{Check, check_disk_size, check_one_socket};
+pub use check::{Check, check_disk_size, check_one_place};
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
 pub use life::MAX_QUEUES;
 

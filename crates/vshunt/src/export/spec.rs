@@ -86,6 +86,8 @@ pub enum Workers {
     Default,
     /// A new worker for each queue.
     PerQueue,
+    /// A new worker for each queue, kept on one CPU: queue 0's on CPU 0 and so on, in turn.
+    PerCpu,
     /// So many new workers, queues dealt out in turn.
     #[serde(untagged)]
     Count(u32),
@@ -98,6 +100,47 @@ pub enum ExportKind {
     /// A disk for a VMM, over a UNIX socket.
     #[default]
     VhostUserBlk,
+    /// A file on the host.
+    Fuse,
+}
+
+/// Whether users other than the daemon's may use a mounted file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AllowOther {
+    /// Only the daemon's user.
+    Off,
+    /// All whom the file's permissions let, or an error.
+    On,
+    /// Where the system allows it.
+    #[default]
+    Auto,
+}
+
+/// How requests come from the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Transport {
+    /// The best that the kernel has.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    /// Descriptors of /dev/fuse, one a queue.
+    #[serde(rename = "dev")]
+    Dev,
+    /// io_uring: a queue for each CPU.
+    #[serde(rename = "io_uring", alias = "io-uring")]
+    IoUring,
+}
+
+/// Whether the kernel may read and write the image by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Passthrough {
+    /// Where it can.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
 }
 
 /// An export: a device as its user sees it.
@@ -135,6 +178,34 @@ pub struct ExportSpec {
     /// Bound of adaptive polling for the workers made for this export, µs; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
+    /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mountpoint: Option<PathBuf>,
+    /// fuse: whether the file can be written; absent: not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub writable: Option<bool>,
+    /// fuse: whether its size can be changed by writing beyond the end, and by truncating; absent: not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub growable: Option<bool>,
+    /// fuse: absent: auto.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow_other: Option<AllowOther>,
+    /// fuse: absent: auto.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<Transport>,
+    /// fuse: absent: auto.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passthrough: Option<Passthrough>,
+}
+
+impl ExportSpec {
+    /// Whether writes are refused, whatever the disk can do.
+    pub fn refuses_writes(&self) -> bool {
+        match self.kind {
+            ExportKind::VhostUserBlk => self.readonly,
+            ExportKind::Fuse => !self.writable.unwrap_or(false),
+        }
+    }
 }
 
 /// A worker to be made, or what is to change of one.
@@ -246,8 +317,11 @@ pub struct ExportInfo {
     pub engine: String,
     /// Whether a front-end is connected.
     pub connected: bool,
-    /// Virtio features agreed on, by name.
+    /// Virtio features, or flags of FUSE's INIT, agreed on, by name.
     pub features: Vec<String>,
+    /// fuse: how it is served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount: Option<MountInfo>,
     /// Its queues.
     pub queue_list: Vec<QueueInfo>,
 }
@@ -266,4 +340,22 @@ pub fn cpu_list(cpus: &[usize]) -> String {
         false => format!("{first}-{last}"),
     };
     runs.iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+/// A mount as it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MountInfo {
+    /// `dev` or `io_uring`.
+    pub transport: Transport,
+    /// Why not io_uring.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport_why: Option<String>,
+    /// Whether reads and writes go to the image within the kernel.
+    pub passthrough: bool,
+    /// Why not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passthrough_why: Option<String>,
+    /// Whether other users may use the file.
+    pub allow_other: bool,
 }

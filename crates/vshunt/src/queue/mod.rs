@@ -9,8 +9,9 @@ use virtio::ring::UsedLog;
 use crate::worker::Queue;
 
 pub mod blk;
+pub mod fuse;
 
-/// An eventfd of the front-end's that we write to.
+/// An eventfd that we write to, the front-end's mostly.
 ///
 /// It must not block us: its counter may be full, by the front-end's doing. Where it is not O_NONBLOCK (and we may not
 /// make it so: the flag is shared with those who read it) we look first. A front-end that clears the flag later, and
@@ -26,6 +27,23 @@ impl Bell {
         let nonblocking =
             rustix::fs::fcntl_getfl(&fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK));
         Self { fd, nonblocking }
+    }
+
+    /// One of our own.
+    pub fn make() -> std::io::Result<Self> {
+        use rustix::event::{EventfdFlags, eventfd};
+        Ok(Self::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Its descriptor, for those who wait on it.
+    pub fn fd(&self) -> std::os::fd::RawFd {
+        std::os::fd::AsRawFd::as_raw_fd(&self.fd)
+    }
+
+    /// Whether it was rung since the last time.
+    #[cfg(test)]
+    fn take(&self) -> bool {
+        rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
 
     /// Adds one to the counter. A full one is a notification, too.

@@ -6,8 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
 
 use super::WorkerId;
 use super::pool::Workers;
@@ -34,6 +34,22 @@ struct Slot {
     generation: u32,
 }
 
+/// What brings queues to rest that do not come to rest by themselves. Called with queues' slots held.
+pub trait Coax: Send + Sync {
+    /// Before any queue is asked for: gets ready, which may need queues that work.
+    fn begin(&self) -> std::io::Result<Box<dyn Coaxing>>;
+}
+
+/// One time of it; ends when it is dropped, with the queues back at work (or gone).
+pub trait Coaxing {
+    /// Does what queue `index`, which was told to come to rest and has not done so yet, needs for that. Called again and
+    /// again; never waits for the queue.
+    fn ask(&mut self, index: u16) -> std::io::Result<()>;
+}
+
+/// How often it is asked.
+const COAX_EVERY: Duration = Duration::from_millis(1);
+
 /// The queues of one export. Lock order: a slot, then the workers' list.
 pub struct QueueSet {
     name: String,
@@ -43,6 +59,7 @@ pub struct QueueSet {
     stats: Vec<Arc<QueueStats>>,
     /// Worker and generation, for whoever looks without waiting for a move.
     homes: Vec<AtomicU64>,
+    coax: OnceLock<Box<dyn Coax>>,
 }
 
 impl QueueSet {
@@ -54,6 +71,7 @@ impl QueueSet {
             slots: vec![],
             stats: vec![],
             homes: vec![],
+            coax: OnceLock::new(),
         };
         for &worker in homes {
             // On an error, dropping the set unsettles those before.
@@ -64,6 +82,15 @@ impl QueueSet {
             set.homes.push(AtomicU64::new(pack_home(worker, 0)));
         }
         Ok(set)
+    }
+
+    /// Sets what brings these queues to rest; once, where they need it.
+    pub fn set_coax(&self, coax: Box<dyn Coax>) {
+        let _ = self.coax.set(coax);
+    }
+
+    fn coax(&self) -> Option<std::io::Result<Box<dyn Coaxing>>> {
+        self.coax.get().map(|c| c.begin())
     }
 
     /// How many queues.
@@ -113,21 +140,31 @@ impl QueueSet {
         if !slot.running {
             return None;
         }
-        let queue = self.drain(&slot, index);
+        let queue = self.drain(&slot, index, None);
         slot.running = false;
         self.stats(index).set_state(State::Stopped);
         Some(queue)
     }
 
-    fn drain(&self, slot: &Slot, index: u16) -> Box<dyn Queue> {
+    fn drain(&self, slot: &Slot, index: u16, mut coaxing: Option<&mut dyn Coaxing>) -> Box<dyn Queue> {
         let (to, back) = sync_channel(1);
         slot.mail.send(Mail::Release { id: slot.id, to });
+        let mut warned = Instant::now();
         loop {
-            match back.recv_timeout(STOP_WARN) {
+            let step = if coaxing.is_some() { COAX_EVERY } else { STOP_WARN };
+            match back.recv_timeout(step) {
                 Ok(queue) => return queue,
                 Err(RecvTimeoutError::Timeout) => {
-                    let n = self.stats(index).in_flight.load(Relaxed);
-                    tracing::warn!("queue {}:{index} waits for {n} requests in flight", self.name);
+                    if warned.elapsed() >= STOP_WARN {
+                        warned = Instant::now();
+                        let n = self.stats(index).in_flight.load(Relaxed);
+                        tracing::warn!("queue {}:{index} waits for {n} requests in flight", self.name);
+                    }
+                    if let Some(coaxing) = &mut coaxing
+                        && let Err(e) = coaxing.ask(index)
+                    {
+                        tracing::debug!("queue {}:{index}: {e}", self.name);
+                    }
                 }
                 Err(RecvTimeoutError::Disconnected) => unreachable!("a worker gives back what it has"),
             }
@@ -140,7 +177,7 @@ impl QueueSet {
         if !slot.running {
             return false;
         }
-        let mut queue = self.drain(&slot, index);
+        let mut queue = self.drain(&slot, index, None);
         f(queue.as_mut());
         hand_over(&slot, queue, self.stats(index));
         true
@@ -150,7 +187,14 @@ impl QueueSet {
     pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> R {
         let slots: Vec<_> = (0..self.len()).map(|i| self.slot(i)).collect();
         let indexed = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
-        let queues: Vec<_> = indexed().map(|(slot, i)| self.drain(slot, i)).collect();
+        let mut coaxing = self.coax().and_then(|c| c.ok());
+        let mut queues = Vec::with_capacity(slots.len());
+        for (slot, i) in indexed() {
+            queues.push(match &mut coaxing {
+                Some(coaxing) => self.drain(slot, i, Some(coaxing.as_mut())),
+                None => self.drain(slot, i, None),
+            });
+        }
         let result = f();
         for ((slot, i), queue) in indexed().zip(queues) {
             hand_over(slot, queue, self.stats(i));
@@ -185,7 +229,19 @@ impl QueueSet {
         }
         let mail = self.workers.settle(worker)?;
         if slot.running {
-            match self.release(&slot, index, timeout) {
+            let mut coaxing = match self.coax() {
+                Some(Err(e)) => {
+                    self.workers.unsettle(worker);
+                    return Err(Error::io(format_args!("queue {}:{index} cannot be moved", self.name), e));
+                }
+                Some(Ok(coaxing)) => Some(coaxing),
+                None => None,
+            };
+            let released = match &mut coaxing {
+                Some(coaxing) => self.release(&slot, index, timeout, Some(coaxing.as_mut())),
+                None => self.release(&slot, index, timeout, None),
+            };
+            match released {
                 Ok(queue) => {
                     let old = std::mem::replace(&mut slot.mail, mail);
                     hand_over(&slot, queue, self.stats(index));
@@ -207,17 +263,37 @@ impl QueueSet {
     }
 
     /// Attach, steps 1 and 2.
-    fn release(&self, slot: &Slot, index: u16, timeout: Duration) -> Result<Box<dyn Queue>> {
+    fn release(
+        &self,
+        slot: &Slot,
+        index: u16,
+        timeout: Duration,
+        coaxing: Option<&mut dyn Coaxing>,
+    ) -> Result<Box<dyn Queue>> {
         let (to, back): (_, Receiver<Box<dyn Queue>>) = sync_channel(1);
         slot.mail.send(Mail::Release { id: slot.id, to });
-        if let Ok(queue) = back.recv_timeout(timeout) {
-            return Ok(queue);
+        let mut why = String::new();
+        match coaxing {
+            None => {
+                if let Ok(queue) = back.recv_timeout(timeout) {
+                    return Ok(queue);
+                }
+            }
+            Some(coaxing) => {
+                let until = Instant::now() + timeout;
+                while Instant::now() < until {
+                    if let Ok(queue) = back.recv_timeout(COAX_EVERY) {
+                        return Ok(queue);
+                    }
+                    why = coaxing.ask(index).map_or_else(|e| format!(" ({e})"), |()| String::new());
+                }
+            }
         }
         let (done, kept) = sync_channel(1);
         slot.mail.send(Mail::Keep { id: slot.id, done });
         if kept.recv().unwrap_or(false) {
             return Err(Error::busy(format!(
-                "queue {}:{index} still had requests in flight after {} ms and stays on worker {}; \
+                "queue {}:{index} still had requests in flight after {} ms and stays on worker {}{why}; \
                  try again, or give it more time",
                 self.name,
                 timeout.as_millis(),

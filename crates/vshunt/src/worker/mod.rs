@@ -14,7 +14,7 @@ mod ring;
 mod tests;
 mod thread;
 
-pub use attach::QueueSet;
+pub use attach::{Coax, Coaxing, QueueSet};
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers};
 pub use queue::{Queue, QueueStats, State};
 pub use ring::{Ring, RingFile, Token};

@@ -96,9 +96,9 @@ macro_rules! on_file {
     };
 }
 
-/// One io_uring with its registered files.
+/// One io_uring with its registered files. Its submission entries are wide (SQE128), as FUSE-over-io_uring needs them.
 pub struct Ring {
-    uring: IoUring,
+    uring: IoUring<squeue::Entry128>,
     /// By descriptor: fixed index and how many queues asked for it.
     files: HashMap<RawFd, FixedFile>,
     free: Vec<u32>,
@@ -116,7 +116,7 @@ struct FixedFile {
 impl Ring {
     /// A ring for the calling thread, which alone may use it.
     pub fn new() -> io::Result<Self> {
-        let uring = IoUring::builder()
+        let uring = IoUring::<squeue::Entry128>::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
             .setup_taskrun_flag()
@@ -169,6 +169,16 @@ impl Ring {
     /// upholds this by not leaving its worker, nor dropping its memory table, with operations in flight.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.push_wide(entry.into(), token) }
+    }
+
+    /// [`push`](Self::push) for an entry of 128 bytes.
+    ///
+    /// # Safety
+    /// That of [`push`](Self::push).
+    #[inline]
+    pub unsafe fn push_wide(&mut self, entry: squeue::Entry128, token: Token) {
         let entry = entry.user_data(token.pack());
         self.pending += 1;
         loop {
@@ -202,6 +212,13 @@ impl Ring {
         unsafe { self.push(entry, token) }
     }
 
+    /// Asks for one completion, when a pollable file is ready for reading.
+    pub fn poll_once(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).build();
+        // SAFETY: a poll names no memory.
+        unsafe { self.push(entry, token) }
+    }
+
     /// Ends the operation with that token; it completes, with -ECANCELED if it was still under way.
     /// The cancellation itself is silent.
     pub fn cancel(&mut self, token: Token) {
@@ -209,10 +226,10 @@ impl Ring {
             .build()
             .flags(squeue::Flags::SKIP_SUCCESS)
             .user_data(IGNORE);
-        self.push_ignored(&entry);
+        self.push_ignored(&entry.into());
     }
 
-    fn push_ignored(&mut self, entry: &squeue::Entry) {
+    fn push_ignored(&mut self, entry: &squeue::Entry128) {
         loop {
             // SAFETY: such entries name no memory.
             if unsafe { self.uring.submission().push(entry) }.is_ok() {

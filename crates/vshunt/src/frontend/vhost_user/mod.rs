@@ -30,6 +30,7 @@ use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
+use super::Observer;
 use crate::error::{Error, Result};
 use crate::queue;
 use crate::worker::{Queue, QueueSet};
@@ -79,16 +80,6 @@ pub enum Then {
     Nothing,
     /// A drain of all queues, then [`Device::settle`].
     Settle,
-}
-
-/// What an export wants to know of its socket.
-pub trait Observer: Send + Sync {
-    /// A front-end came or went.
-    fn connected(&self, yes: bool);
-    /// A guest misused a ring.
-    fn queue_broken(&self, index: u16, reason: &str);
-    /// The one connection is over.
-    fn ended(&self);
 }
 
 /// A served socket.

@@ -1,0 +1,255 @@
+//! FUSE: a disk as a regular file of the host.
+//!
+//! `plan` decides what a mount is going to be, `mount` makes it, `session` speaks the first words with the kernel, then
+//! queues serve it on workers. No thread of its own: what comes later comes to the queues. What must never happen: a
+//! mount left behind, or a caller left waiting.
+
+mod coax;
+pub mod mount;
+mod plan;
+mod session;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use self::coax::RingCoax;
+use self::mount::{AllowOther, Mount, Mountpoint, Options, clone_channel};
+pub use self::plan::{Plan, plan};
+use super::Observer;
+use crate::backend::block::{Disk, SECTOR_BYTES};
+use crate::error::{Error, Result};
+use crate::export::spec::{AllowOther as Allow, ExportSpec, Transport};
+use crate::queue::Bell;
+use crate::queue::fuse::{FuseQueue, FuseShared, Herd, Parts, Setup, Source, abi};
+use crate::worker::{Queue, QueueSet};
+
+/// A served mount.
+pub struct Fuse {
+    inner: Arc<Inner>,
+    disk: Arc<Disk>,
+    plan: Plan,
+    features: u64,
+    allow_other: bool,
+    /// Locked over the end, so that it comes once.
+    queues: Mutex<Option<Arc<QueueSet>>>,
+}
+
+struct Inner {
+    mount: Mount,
+    session: Arc<OwnedFd>,
+    backing: Option<i32>,
+    /// Its end has begun, by us or by an administrator's umount: told once.
+    ending: AtomicBool,
+    observer: Arc<dyn Observer>,
+}
+
+impl Inner {
+    /// The kernel says that the mount is gone; on a worker.
+    fn gone(&self) {
+        if !self.ending.swap(true, SeqCst) {
+            self.observer.ended();
+        }
+    }
+}
+
+impl Fuse {
+    /// Mounts and serves; the queues' homes are in `queues`, as many as the plan says.
+    ///
+    /// # Errors
+    /// The mountpoint's and the mount's, see [`mount`]; nothing is left behind then.
+    pub fn start(
+        spec: &ExportSpec,
+        mut plan: Plan,
+        disk: Arc<Disk>,
+        queues: &Arc<QueueSet>,
+        observer: Arc<dyn Observer>,
+    ) -> Result<Self> {
+        let Some(path) = &spec.mountpoint else {
+            return Err(Error::invalid(format!("export {}: mountpoint=PATH is missing", spec.name)));
+        };
+        let writable = spec.writable.unwrap_or(false);
+        let source = format!("vshunt:{}", spec.disk);
+        let options = Options {
+            source: &source,
+            readonly: !writable,
+            allow_other: match spec.allow_other.unwrap_or_default() {
+                Allow::Off => AllowOther::Off,
+                Allow::On => AllowOther::On,
+                Allow::Auto => AllowOther::Auto,
+            },
+        };
+        let at = Mountpoint::prepare(path)?;
+        let (session, mount) = mount::mount(at, &options)?;
+        let features = session::negotiate(&session, &plan)?;
+        let backing = backing(&session, &mut plan, features, &disk);
+        let allow_other = mount.allow_other();
+        let session = Arc::new(session);
+        let inner = Arc::new(Inner { mount, session, backing, ending: AtomicBool::new(false), observer });
+        let bells =
+            (0..queues.len()).map(|_| Bell::make().map(Arc::new)).collect::<std::io::Result<Vec<_>>>();
+        let bells = bells.map_err(|e| Error::io(format_args!("cannot serve {}", spec.name), e))?;
+        let watch = Arc::downgrade(&inner);
+        let setup = Setup {
+            name: spec.name.clone(),
+            disk: disk.clone(),
+            writable,
+            growable: spec.growable.unwrap_or(false),
+            backing_id: backing,
+            on_resized: Box::new(move |size_bytes| {
+                if let Some(inner) = watch.upgrade() {
+                    inner.observer.resized(size_bytes);
+                }
+            }),
+        };
+        let shared = Arc::new(FuseShared::new(setup, &bells)?);
+        let made = make_queues(spec, &plan, &inner, &shared, &bells, queues);
+        let (boxes, idle) = made.inspect_err(|_| inner.ending.store(true, SeqCst))?;
+        for (index, queue) in boxes {
+            queues.start(index, queue);
+        }
+        let this =
+            Self { inner, disk, plan, features, allow_other, queues: Mutex::new(Some(queues.clone())) };
+        this.look();
+        if let (Some(idle), Ok(meta)) = (idle, std::fs::metadata(this.inner.mount.path())) {
+            let path = this.inner.mount.path().to_owned();
+            queues.set_coax(Box::new(RingCoax { path, device: meta.dev(), idle }));
+        }
+        Ok(this)
+    }
+
+    /// Has the kernel ask for the file's attributes: before it did it takes the file for empty, and ends
+    /// asynchronous reads beyond the size that it knows.
+    fn look(&self) {
+        if let Err(e) = std::fs::metadata(self.inner.mount.path()) {
+            tracing::debug!("{}: {e}", self.inner.mount.path().display());
+        }
+    }
+
+    /// The disk has another size.
+    pub fn config_changed(&self) {
+        self.look();
+    }
+
+    /// What was decided.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Whether other users may use the file.
+    pub fn allow_other(&self) -> bool {
+        self.allow_other
+    }
+
+    /// Flags of INIT that were agreed on.
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// Unmounts, if nobody has the file open. Then, or by force, [`stop`](Self::stop) ends the rest.
+    ///
+    /// # Errors
+    /// `Busy` while files are open.
+    pub fn release(&self) -> Result<()> {
+        let before = self.inner.ending.swap(true, SeqCst);
+        self.inner.mount.unmount(false).inspect_err(|_| self.inner.ending.store(before, SeqCst))
+    }
+
+    /// Ends it: callers get errors, requests of the disk that are under way are waited for. Idempotent.
+    pub fn stop(&self) {
+        let Some(queues) = self.queues.lock().expect("no holder panics").take() else { return };
+        self.inner.ending.store(true, SeqCst);
+        if let Some(id) = self.inner.backing {
+            session::close_backing(&self.inner.session, id);
+        }
+        if let Err(e) = self.inner.mount.unmount(false).or_else(|_| self.inner.mount.unmount(true)) {
+            tracing::error!("{e}");
+        }
+        for index in 0..queues.len() {
+            drop(queues.stop(index));
+        }
+        if self.inner.backing.is_some() && !self.disk.readonly() {
+            self.settle_size();
+        }
+    }
+
+    /// The kernel wrote to the image by itself and may have made it longer, by any number of bytes.
+    fn settle_size(&self) {
+        let Some(Ok(meta)) = self.disk.image().map(std::fs::File::metadata) else { return };
+        let size = meta.size().next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES);
+        if (size != self.disk.size_bytes() || size != meta.size())
+            && let Err(e) = self.disk.resize(size)
+        {
+            tracing::warn!("{e}");
+        }
+    }
+}
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Opens the image for the kernel where the plan has passthrough, and takes it out of the plan where that fails.
+fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk) -> Option<i32> {
+    if !plan.passthrough {
+        return None;
+    }
+    let why = match disk.image() {
+        _ if features & abi::init::PASSTHROUGH == 0 => "this kernel has none (Linux 6.9)".to_owned(),
+        None => "there is no image".to_owned(),
+        Some(image) => match session::open_backing(session, image) {
+            Ok(id) => return Some(id),
+            Err(e) => format!("the kernel refused the image: {e}"),
+        },
+    };
+    plan.passthrough = false;
+    plan.passthrough_why = Some(why);
+    None
+}
+
+type Made = (Vec<(u16, Box<dyn Queue>)>, Option<Arc<[Arc<AtomicU32>]>>);
+
+/// The queues, and of ring queues the counts of entries that are with the kernel.
+fn make_queues(
+    spec: &ExportSpec,
+    plan: &Plan,
+    inner: &Arc<Inner>,
+    shared: &Arc<FuseShared>,
+    bells: &[Arc<Bell>],
+    queues: &QueueSet,
+) -> Result<Made> {
+    let count = queues.len();
+    let rings = if plan.transport == Transport::IoUring { count - 1 } else { 0 };
+    let idle: Arc<[Arc<AtomicU32>]> = (0..rings).map(|_| Arc::default()).collect();
+    // The channels are those from `rings` on: their places in the herd are their places in the export.
+    let herd = Arc::new(Herd::new(bells.to_vec()));
+    let mut made: Vec<(u16, Box<dyn Queue>)> = Vec::new();
+    for index in 0..count {
+        let source = if index < rings {
+            Source::Ring(inner.session.clone(), index, idle[usize::from(index)].clone())
+        } else {
+            let fd =
+                if index == rings { inner.session.clone() } else { Arc::new(clone_channel(&inner.session)?) };
+            Source::Channel(fd, herd.clone())
+        };
+        let watch = Arc::downgrade(inner);
+        let parts = Parts {
+            index,
+            source,
+            bell: bells[usize::from(index)].clone(),
+            stats: queues.stats(index).clone(),
+            on_gone: Box::new(move || {
+                if let Some(inner) = watch.upgrade() {
+                    inner.gone();
+                }
+            }),
+        };
+        let queue = FuseQueue::new(parts, shared.clone())
+            .map_err(|e| Error::io(format_args!("export {}: no memory for queue {index}", spec.name), e))?;
+        made.push((index, Box::new(queue)));
+    }
+    Ok((made, (rings > 0).then_some(idle)))
+}

@@ -1,0 +1,206 @@
+//! What the queues of one mount share: the disk, the file's attributes, the clerk and the gate.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
+use super::clerk::{Clerk, Desk, Task};
+use super::gate::Gate;
+use super::{Bell, Slot};
+use crate::backend::block::Disk;
+use crate::error::Result;
+
+/// Seconds and nanoseconds since 1970.
+type Time = (i64, u32);
+
+/// What a mount is, decided when it is made.
+pub struct Setup {
+    /// Name of the export.
+    pub name: String,
+    /// The backend.
+    pub disk: Arc<Disk>,
+    /// Writes are possible.
+    pub writable: bool,
+    /// The file's size may be changed by those who use it.
+    pub growable: bool,
+    /// Where the kernel is to go with reads and writes: the id that it gave for the image.
+    pub backing_id: Option<i32>,
+    /// Called with each new size that a user of the file gave it; on a thread that may wait.
+    pub on_resized: Box<dyn Fn(u64) + Send>,
+}
+
+/// See the module. Any thread's.
+pub struct FuseShared {
+    disk: Arc<Disk>,
+    clerk: Clerk,
+    gate: Arc<Gate>,
+    // Fixed.
+    pub(super) writable: bool,
+    pub(super) growable: bool,
+    pub(super) granule: u64,
+    pub(super) zero_granule: u64,
+    /// Reads are to be zeroes of ours: the disk gives none.
+    pub(super) gives_nothing: bool,
+    backing_id: Option<i32>,
+    made: Time,
+    // Attributes, as chmod and chown set them.
+    mode: AtomicU32,
+    uid: AtomicU32,
+    gid: AtomicU32,
+}
+
+impl FuseShared {
+    /// For queues with these bells.
+    ///
+    /// # Errors
+    /// No thread can be had.
+    pub fn new(setup: Setup, bells: &[Arc<Bell>]) -> Result<Self> {
+        let Setup { name, disk, writable, growable, backing_id, on_resized } = setup;
+        let gate = Arc::new(Gate::new(bells));
+        let clerk = Clerk::start(&name, disk.clone(), gate.clone(), on_resized)?;
+        let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Ok(Self {
+            clerk,
+            gate,
+            writable,
+            growable,
+            granule: disk.granule(),
+            zero_granule: disk.zero_granule(),
+            gives_nothing: disk.path() == "none",
+            backing_id,
+            made: (made.as_secs() as i64, made.subsec_nanos()),
+            mode: AtomicU32::new(if writable { 0o600 } else { 0o400 }),
+            uid: AtomicU32::new(rustix::process::getuid().as_raw()),
+            gid: AtomicU32::new(rustix::process::getgid().as_raw()),
+            disk,
+        })
+    }
+
+    pub(super) fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    pub(super) fn order(&self, desk: &Arc<Desk>, slot: u16, task: Task) {
+        self.clerk.order(desk, slot, task);
+    }
+
+    /// A user of the file gave it another size.
+    pub(super) fn resized(&self) {
+        self.clerk.tell_resized(self.disk.size_bytes());
+    }
+
+    /// A write begins; see [`Gate::enter`]. Where bytes can be written alone there is nothing to keep apart.
+    #[inline]
+    pub(super) fn enter(&self, me: u16, slot: &mut Slot) -> bool {
+        if self.granule == 1 {
+            return true;
+        }
+        slot.entered = self.gate.enter(me);
+        slot.entered
+    }
+
+    /// A write is over.
+    #[inline]
+    pub(super) fn leave(&self, me: u16, slot: &mut Slot) {
+        if std::mem::take(&mut slot.entered) {
+            self.gate.leave(me);
+        }
+    }
+
+    /// What OPEN answers: flags and the backing file.
+    pub(super) fn open(&self) -> abi::OpenOut {
+        match self.backing_id {
+            Some(backing_id) => abi::OpenOut { fh: 0, open_flags: abi::open::PASSTHROUGH, backing_id },
+            None => abi::OpenOut {
+                fh: 0,
+                open_flags: abi::open::DIRECT_IO | abi::open::PARALLEL_DIRECT_WRITES,
+                backing_id: 0,
+            },
+        }
+    }
+
+    /// chmod: permissions only, and none to write where there is no writing.
+    pub(super) fn set_mode(&self, mode: u32) {
+        let possible = if self.writable { 0o777 } else { 0o555 };
+        self.mode.store(mode & possible, Relaxed);
+    }
+
+    pub(super) fn set_owner(&self, uid: Option<u32>, gid: Option<u32>) {
+        if let Some(uid) = uid {
+            self.uid.store(uid, Relaxed);
+        }
+        if let Some(gid) = gid {
+            self.gid.store(gid, Relaxed);
+        }
+    }
+
+    /// The file's size. Where the kernel writes by itself, it may have made the image longer.
+    pub(super) fn size(&self) -> u64 {
+        let known = self.disk.size_bytes();
+        match (self.backing_id, self.disk.image()) {
+            (Some(_), Some(file)) => file.metadata().map_or(known, |m| m.size()),
+            _ => known,
+        }
+    }
+
+    pub(super) fn attr(&self) -> Attr {
+        let size = self.size();
+        let mut attr = Attr {
+            ino: ROOT_ID,
+            size,
+            blocks: size / 512,
+            mode: libc::S_IFREG | self.mode.load(Relaxed),
+            nlink: 1,
+            uid: self.uid.load(Relaxed),
+            gid: self.gid.load(Relaxed),
+            blksize: 4096,
+            ..Default::default()
+        };
+        let (mut times, made) = ([self.made; 3], self.made);
+        if let Some(Ok(meta)) = self.disk.image().map(std::fs::File::metadata) {
+            let nsec = |n: i64| u32::try_from(n).unwrap_or(0);
+            if meta.file_type().is_file() {
+                attr.blocks = meta.blocks();
+            }
+            times = [
+                (meta.atime(), nsec(meta.atime_nsec())),
+                (meta.mtime(), nsec(meta.mtime_nsec())),
+                (meta.ctime(), nsec(meta.ctime_nsec())),
+            ];
+        }
+        let seconds = |(s, _): Time| u64::try_from(s).unwrap_or(made.0 as u64);
+        (attr.atime, attr.atimensec) = (seconds(times[0]), times[0].1);
+        (attr.mtime, attr.mtimensec) = (seconds(times[1]), times[1].1);
+        (attr.ctime, attr.ctimensec) = (seconds(times[2]), times[2].1);
+        attr
+    }
+
+    /// The same as statx has it. A birth time is not known.
+    pub(super) fn statx(&self) -> Statx {
+        let attr = self.attr();
+        let time = |s: u64, n: u32| StatxTime { tv_sec: s as i64, tv_nsec: n, reserved: 0 };
+        Statx {
+            mask: libc::STATX_BASIC_STATS,
+            blksize: attr.blksize,
+            nlink: attr.nlink,
+            uid: attr.uid,
+            gid: attr.gid,
+            mode: attr.mode as u16,
+            ino: attr.ino,
+            size: attr.size,
+            blocks: attr.blocks,
+            atime: time(attr.atime, attr.atimensec),
+            mtime: time(attr.mtime, attr.mtimensec),
+            ctime: time(attr.ctime, attr.ctimensec),
+            ..Default::default()
+        }
+    }
+}
+
+/// `errno`, negative, of an error.
+pub(super) fn errno(e: &io::Error) -> i32 {
+    -e.raw_os_error().unwrap_or(libc::EIO)
+}

@@ -1,0 +1,134 @@
+//! How requests are taken: by reading a channel, or as entries of a ring that came back.
+
+use std::time::Instant;
+
+use super::abi::{self, ARGS_MAX, InHeader, Plain};
+use super::dev::{FRONT_ARGS, Taken};
+use super::{FuseQueue, Listen, OP_READABLE, TURN_BYTES, Transport};
+use crate::worker::{Ring, Token};
+
+impl FuseQueue {
+    /// Takes what is there from a channel.
+    pub(super) fn take_channel(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+        let mut taken = 0;
+        loop {
+            if taken >= budget || self.turn_bytes >= TURN_BYTES || self.gone {
+                return taken;
+            }
+            let Some(&index) = self.free.last() else {
+                self.pass();
+                return taken;
+            };
+            let Transport::Channel { channel, .. } = &self.transport else { return taken };
+            // SAFETY: the slot is free, so its buffer is nobody's.
+            match unsafe { channel.read(self.buffers.at(index), self.buffers.piece()) } {
+                Taken::Request { front, in_buffer } => {
+                    self.free.pop();
+                    taken += 1;
+                    self.burst();
+                    self.begin_front(ring, place, index, &front, in_buffer);
+                }
+                Taken::Again => {}
+                Taken::Nothing => {
+                    self.settle(ring, place);
+                    return taken;
+                }
+                Taken::Gone => self.gone(),
+            }
+        }
+    }
+
+    /// A request was taken from the channel. Where it has been so for long, another channel is called.
+    #[inline]
+    fn burst(&mut self) {
+        let Transport::Channel { herd, burst, called, .. } = &mut self.transport else { return };
+        if std::mem::take(called) {
+            herd.called(1);
+        }
+        match burst {
+            None => *burst = Some((Instant::now(), 1)),
+            Some((since, n)) => {
+                *n += 1;
+                if since.elapsed().as_micros() >= u128::from(herd.call_after_us()) {
+                    herd.call();
+                    *since = Instant::now();
+                }
+            }
+        }
+    }
+
+    /// Nothing more is there: listen, or leave that to the one who leads.
+    fn settle(&mut self, ring: &mut Ring, place: Token) {
+        let me = self.index;
+        let Transport::Channel { channel, herd, ready, listen, leads, burst, called } = &mut self.transport
+        else {
+            return;
+        };
+        *ready = false;
+        *burst = None;
+        if std::mem::take(called) {
+            herd.called(0);
+        }
+        if !*leads {
+            *leads = herd.settle(me);
+        }
+        if *leads && *listen == Listen::Off {
+            ring.poll_once(channel.fd(), place.with(0, OP_READABLE));
+            *listen = Listen::On;
+        }
+    }
+
+    /// Another channel is to lead.
+    fn pass(&mut self) {
+        if let Transport::Channel { herd, leads, ready, burst, .. } = &mut self.transport {
+            *leads = false;
+            *burst = None;
+            // Looked at again when a slot is free.
+            *ready = false;
+            herd.pass(self.index);
+        }
+    }
+
+    pub(super) fn take_ring(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+        let mut taken = 0;
+        while taken < budget && self.turn_bytes < TURN_BYTES {
+            let Transport::Ring { entries, ready, serving } = &mut self.transport else { break };
+            let Some(index) = ready.pop() else { break };
+            *serving += 1;
+            taken += 1;
+            let header = entries.header(index);
+            let Some(request) = InHeader::read(&header.in_out) else { continue };
+            self.begin(ring, place, index, &request, &header.op_in, header.ent.payload_sz as usize);
+        }
+        taken
+    }
+
+    /// Begins what a channel gave: what of the arguments is in the buffer is put behind those in front.
+    #[inline]
+    fn begin_front(&mut self, ring: &mut Ring, place: Token, index: u16, front: &[u8], in_buffer: usize) {
+        let (header, first) = front.split_at(size_of::<InHeader>());
+        let Some(header) = InHeader::read(header) else { return };
+        let mut args = [0; ARGS_MAX];
+        args[..FRONT_ARGS].copy_from_slice(first);
+        if header.opcode == abi::op::SETATTR {
+            let more = in_buffer.min(ARGS_MAX - FRONT_ARGS);
+            // SAFETY: the kernel wrote that many bytes to the slot's buffer, which is ours.
+            unsafe {
+                std::ptr::copy_nonoverlapping(self.buffers.at(index), args[FRONT_ARGS..].as_mut_ptr(), more);
+            }
+        }
+        self.begin(ring, place, index, &header, &args, in_buffer);
+    }
+
+    /// An entry of the ring came back.
+    pub(super) fn entry_back(&mut self, index: u16, result: i32) {
+        let Transport::Ring { entries, ready, .. } = &mut self.transport else { return };
+        if entries.back(index, result) {
+            ready.push(index);
+            return;
+        }
+        if matches!(-result, libc::ENOTCONN | libc::ECONNABORTED | libc::ENODEV) {
+            self.gone();
+        }
+    }
+}
