@@ -125,7 +125,7 @@ class Bench:
                 if contestant.argv is None:
                     return self.client.load_file(job, path)
                 with self.server(contestant.name, contestant.argv(job.queues)) as server:
-                    result = self.client.load_socket(job, server, lambda pid: self._autopsy(case, contestant, job, server, pid))
+                    result = self.client.load_socket(job, server, lambda pid: self.autopsy(case, contestant, job, server, pid))
                     if died := server.died():
                         raise ClientError(died)
             if server.killed:
@@ -137,11 +137,12 @@ class Bench:
             self.report.note(f"{case} {job}: {contestant.name}: {e}")
             return f"failed: {e}"
 
-    def _autopsy(self, case, contestant, job, server, client_pid):
+    def autopsy(self, case, contestant, job, server, client_pid):
+        """Of a run that hangs: where everyone stands, into a file that a note names."""
         self.hangs += 1
         name = f"hang-{os.getpid()}-{self.hangs}.txt"
         path = server.autopsy(os.path.join(self.o.results, name), [client_pid])
-        control = f"{server.sock}.control"
+        control = server.control
         if os.path.exists(control):
             with open(path, "a") as out, contextlib.suppress(subprocess.TimeoutExpired):
                 out.write("== status\n")

@@ -54,12 +54,12 @@ class Client:
             argv = [*self.tools.fio_blkio, *self._fio_args(job), "--ioengine=libblkio",
                     "--libblkio_driver=virtio-blk-vhost-user", f"--libblkio_path={server.sock}",
                     f"--libblkio_queue_size={QUEUE_SIZE}", "--libblkio_wait_mode=block"]
-            result = _fio_result(self._run(argv, self.cpus, on_hang))
+            result = fio_result(self.bounded(argv, self.cpus, on_hang))
         else:
             argv = [self.tools.bench, "blk", "--socket", server.sock, "--rw", RW[job.rw], "--bs", job.bs,
                     "--iodepth", str(job.depth), "--queues", str(job.queues), "--queue-size", str(QUEUE_SIZE),
                     "--runtime", f"{self.time_s}s", "--server-pid", str(server.pid), "--quiet", "--json"]
-            result = _bench_result(self._run(argv, self.cpus, on_hang))
+            result = _bench_result(self.bounded(argv, self.cpus, on_hang))
         if result["ios"]:
             result["cpu_us"] = (server.cpu_s() - before) * 1e6 / result["ios"]
         return result
@@ -68,14 +68,15 @@ class Client:
         """The host's own figure: fio with io_uring on the file itself, on every CPU that a server and its
         client have together."""
         argv = [*self.tools.fio_file, *self._fio_args(job), "--ioengine=io_uring", f"--filename={path}"]
-        return _fio_result(self._run(argv, None, lambda _: None))
+        return fio_result(self.bounded(argv, None, lambda _: None))
 
     def _fio_args(self, job):
         return ["--name=j", "--output-format=json", "--direct=1", "--thread=1", f"--rw={RW[job.rw]}", f"--bs={job.bs}",
                 f"--iodepth={job.depth}", f"--numjobs={job.queues}", "--group_reporting=1", "--time_based=1",
                 f"--runtime={self.time_s}", "--norandommap=1", "--randrepeat=0", "--random_generator=tausworthe64"]
 
-    def _run(self, argv, cpus, on_hang):
+    def bounded(self, argv, cpus, on_hang):
+        """-> its stdout. `on_hang(pid)` is called before a run that hangs is ended."""
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    text=True, preexec_fn=child_setup(cpus))
         try:
@@ -90,7 +91,8 @@ class Client:
         return out
 
 
-def _fio_result(text):
+def fio_result(text):
+    """fio's JSON -> {'iops', 'ios', 'p50_us', 'p99_us'}, over all jobs."""
     start = re.search(r"^\{", text, re.M)
     if not start:
         raise ClientError(f"fio wrote no JSON: {text[-300:].strip()}")

@@ -45,12 +45,13 @@ class Cell:
         values = [r["iops"] for r in self.measured()]
         return len(values) > 1 and max(values) - min(values) > SPREAD_MARKED * statistics.median(values)
 
-    def text(self, base):
+    def text(self, base, show=rate):
+        """`base`: what the ratio is to, or None; `show`: how IOPS are written."""
         iops, cpu = self.median("iops"), self.median("cpu_us")
         bad = f"hung {self.hung()}/{len(self.runs)}" if self.hung() else "failed" if len(self.measured()) < len(self.runs) else ""
         if iops is None:
             return bad or "-"
-        parts = [rate(iops) + ("~" if self.unsteady() else "")]
+        parts = [show(iops) + ("~" if self.unsteady() else "")]
         if base:
             parts.append(f"x{iops / base:.2f}")
         if cpu is not None:

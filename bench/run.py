@@ -18,11 +18,16 @@ from dataclasses import dataclass, field
 
 import cases
 import resident
+from fuse import cases as fuse
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers,
-         "idle": resident.idle, "memory": resident.memory}
+         "idle": resident.idle, "memory": resident.memory,
+         "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues}
+# Only where it is asked for: what it measures is within the others.
+EXTRA = {"fuse-seed": fuse.seeds}
+GROUPS = {"fuse": [c for c in CASES if c.startswith("fuse-")]}
 SHM_BYTES_MIN = 3 << 29
 PREFIX = "vshunt-bench."
 
@@ -32,6 +37,7 @@ class Tools:
     """The programs, each as the beginning of an argv; empty where there is none."""
     vshunt: str = ""
     bench: str = ""
+    root: str = ""
     qsd: list = field(default_factory=list)
     fio_blkio: list = field(default_factory=list)
     fio_file: list = field(default_factory=list)
@@ -43,24 +49,30 @@ def arguments():
                                 epilog="Environment: VSHUNT_PEERS, where the peers are set up (default /var/tmp/vshunt-peers); "
                                        "VSHUNT_NO_INSTALL=1, set nothing up.")
     p.add_argument("--quick", action="store_true", help="one repetition of one second: whether it works, not how fast it is")
-    p.add_argument("--only", metavar="CASE", action="append", default=[], help=f"{', '.join(CASES)}; may be repeated, or a list with commas")
-    p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","), help="of null, tmpfs and ext4 only these rows, such as rr:1:1,rw:128:4")
+    p.add_argument("--only", metavar="CASE", action="append", default=[],
+                   help=f"{', '.join([*CASES, *EXTRA])}; fuse: all that begin so; may be repeated, or a list with commas")
+    p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
+                   help="of null, tmpfs and ext4 only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3)")
-    p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4)")
+    p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse 2)")
     p.add_argument("--json", metavar="FILE", help="every run's figures, too")
     p.add_argument("--pin", action="store_true", help="servers on one half of the CPUs, clients on the other")
     p.add_argument("--awake", action="store_true", help="hold /dev/cpu_dma_latency at 0 in every run, not only in rows that say so")
     p.add_argument("--client", choices=["fio", "vshunt-bench"], help="what makes the load (fio with libblkio, where there is one)")
+    p.add_argument("--aa", action="store_true", help="fuse: the storage daemon in vshunt's place, too: how far the ratios can be trusted")
     o = p.parse_args()
     o.reps = (1 if o.quick else 3) if o.reps is None else o.reps
+    o.time_fuse = (1 if o.quick else 2) if o.time is None else o.time
     o.time = (1 if o.quick else 4) if o.time is None else o.time
     if o.reps < 1 or o.time < 1:
         p.error("--reps and --time are 1 or more")
-    o.only = [c for text in o.only for c in text.split(",") if c] or list(CASES)
-    if unknown := [c for c in o.only if c not in CASES]:
-        p.error(f"no case {unknown[0]}; there are {', '.join(CASES)}")
-    if unknown := [j for j in o.jobs or () if j not in cases.READS_WRITES]:
-        p.error(f"no job {unknown[0]}; there are {', '.join(cases.READS_WRITES)}")
+    asked = [c for text in o.only for c in text.split(",") if c] or list(CASES)
+    o.only = [c for a in asked for c in GROUPS.get(a, [a])]
+    if unknown := [c for c in o.only if c not in CASES | EXTRA]:
+        p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
+    jobs = cases.READS_WRITES + fuse.JOBS
+    if unknown := [j for j in o.jobs or () if j not in jobs]:
+        p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
     if o.json:  # now, not after half an hour
         try:
             open(o.json, "a").close()
@@ -102,7 +114,8 @@ def find_tools(o, report):
         found["note"].append("bench/peers.sh failed: see above")
     for text in found["note"]:
         report.note(text)
-    inside = ["chroot", found["root"]] if found.get("root") else []
+    tools.root = found.get("root", "")
+    inside = ["chroot", tools.root] if tools.root else []
     if found.get("qsd"):
         tools.qsd = [*inside, found["qsd"]]
         tools.versions["storage daemon"] = first_line([*tools.qsd, "--version"])
@@ -185,7 +198,7 @@ def main():
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=work))
         b = cases.Bench(o, tools, folder, shm, report)
         header(o, b, report)
-        for name, case in CASES.items():
+        for name, case in (CASES | EXTRA).items():
             if name in o.only:
                 case(b)
     report.summary()

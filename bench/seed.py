@@ -73,3 +73,61 @@ PEERS_EXT4 = {
         ["rw:128:4", "106 (7.9)", "hung", "9.6 (45)", "109 (8.9)", "105-112"],
     ],
 }
+
+PEERS_FUSE_NULL = {
+    "title": "the storage daemon's FUSE export of null: thousand IOPS; 128k: MiB/s",
+    "source": _BASELINE,
+    "columns": ["storage daemon 11.1.3, iothreads", "1", "2", "4"],
+    "rows": [
+        ["psync:rr:1:1", "21 (20)", "43 (14)", "58 (16)"],
+        ["psync:rr:1:4", "119 (7.5)", "115 (8.2)", "105 (10)"],
+        ["psync:rw:1:1", "23", "42", "57"],
+        ["psync:rw:1:4", "119", "115", "90"],
+        ["aio:rr:32:1", "19 (21)", "40 (14)", "59 (14)"],
+        ["io_uring:rr:32:4", "108 (7.7)", "132 (7.4)", "97 (11)"],
+        ["io_uring:rw:32:4", "127 (6.0)", "130 (6.5)", "121 (8.1)"],
+        ["psync:sr:1:1:128k", "1,500", "1,966", "1,801"],
+        ["psync:sr:1:4:128k", "2,365", "2,435", "1,771"],
+        ["psync:sw:1:1:128k", "1,198", "2,477", "2,586"],
+        ["psync:sw:1:4:128k", "4,891", "5,074", "4,926"],
+    ],
+}
+
+PEERS_FUSE_TMPFS = {
+    "title": "the storage daemon's FUSE export of a raw image on tmpfs: thousand IOPS",
+    "source": _BASELINE,
+    "columns": ["storage daemon 11.1.3, iothreads", "1", "4"],
+    "rows": [
+        ["psync:rr:1:1", "22 (32)", "46 (23)"],
+        ["psync:rw:1:1", "20 (30)", "46 (23)"],
+        ["psync:rr:1:4", "114 (8.7)", "76 (15)"],
+        ["psync:rw:1:4", "113 (8.7)", "120 (10)"],
+        ["aio:rr:32:1", "20", "47"],
+        ["aio:rw:32:1", "19", "45"],
+        ["io_uring:rr:32:4", "108", "80"],
+        ["io_uring:rw:32:4", "95", "84"],
+    ],
+}
+
+# QEMU's FUSE export with several queues, published with the patches: thousand IOPS, one thread and four with a
+# channel each. By (backend, pattern, engine): at 4 jobs (one thread, four), at 1 job (four, change in per cent).
+FUSE_SOURCE = "the table that started this: QEMU, fio on hardware unlike ours, one thread and four threads with a channel each"
+_FUSE_ORDER = [("s", "aio"), ("r", "aio"), ("s", "psync"), ("r", "psync")]
+_FUSE_ROWS = {
+    ("file", "r"): ([(104.7, 193.3), (111.5, 329.3), (71.0, 66.2), (41.4, 40.1)],
+                    [(264.8, 120), (143.8, 27), (49.9, -5), (10.3, -1)]),
+    ("file", "w"): ([(79.4, 219.7), (78.6, 217.2), (83.3, 92.5), (82.0, 91.9)],
+                    [(226.6, 184), (225.9, 186), (36.9, -11), (36.9, -11)]),
+    ("null", "r"): ([(260.5, 706.7), (260.1, 714.7), (291.8, 431.7), (280.1, 435.4)],
+                    [(315.2, 18), (300.5, 14), (114.2, -16), (112.5, -16)]),
+    ("null", "w"): ([(280.1, 746.9), (279.5, 749.0), (306.7, 420.7), (305.9, 419.1)],
+                    [(222.6, -21), (220.5, -23), (117.2, -18), (116.3, -18)]),
+}
+FUSE = {(backend, order + way, engine): {4: four[n], 1: one[n]}
+        for (backend, way), (four, one) in _FUSE_ROWS.items() for n, (order, engine) in enumerate(_FUSE_ORDER)}
+
+
+def fuse_text(backend, pattern, engine, jobs):
+    """A published cell, such as '104.7 -> 193.3 (+85 %)'."""
+    a, b = FUSE[backend, pattern, engine][jobs]
+    return f"{a} -> {b} ({b / a - 1:+.0%})" if jobs == 4 else f"... -> {a} ({b:+d}%)"

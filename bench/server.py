@@ -1,7 +1,7 @@
 """A server under test: started afresh, waited for until its socket listens, ended by its pid; and what
 /proc says of its CPU time and memory.
 
-Who calls it: cases.py and resident.py, one server at a time. What must never happen: a server that outlives
+Who calls it: cases.py, resident.py and fuse/, one server at a time. What must never happen: a server that outlives
 the bench (it dies with us: PR_SET_PDEATHSIG), a process ended by its name, a wait without a bound.
 """
 import ctypes
@@ -16,7 +16,7 @@ START_TIMEOUT_S = 20
 STOP_TIMEOUT_S = 5
 PR_SET_PDEATHSIG = 1
 # Loaded before any fork: between fork and exec nothing is imported.
-LIBC = ctypes.CDLL(None)
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class StartError(Exception):
@@ -61,28 +61,45 @@ def listens(path):
 
 
 class Server:
-    """argv with {sock} in it somewhere; a context manager."""
+    """argv with {sock} in it somewhere; a context manager. fuse/mount.py's mounts a file instead of listening."""
 
     def __init__(self, name, argv, sock, log_path, cpus=None):
         self.name, self.sock, self.log_path = name, sock, log_path
+        self.control = f"{sock}.control"
         self.killed = False
-        if os.path.exists(sock):
-            os.unlink(sock)
+        self._prepare()
         self._log = open(log_path, "w")
         self.process = subprocess.Popen([a.replace("{sock}", sock) for a in argv], stdin=subprocess.DEVNULL,
                                         stdout=self._log, stderr=self._log, preexec_fn=child_setup(cpus))
         self.pid = self.process.pid
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not listens(sock):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise StartError(f"{name} did not start: {self.said()}")
-            time.sleep(0.02)
+        try:
+            while not self._ready():
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise StartError(f"{name} did not start: {self.said()}")
+                time.sleep(0.02)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _prepare(self):
+        """Before the start: where it shall be is free."""
+        self._clear()
+
+    def _ready(self):
+        """Whether a client can be sent to it."""
+        return listens(self.sock)
+
+    def _clear(self):
+        """What it left behind, or one before it did."""
+        if os.path.exists(self.sock):
+            os.unlink(self.sock)
 
     def said(self):
         """The end of what it wrote."""
         with open(self.log_path, errors="replace") as f:
-            return f.read()[-400:].strip() or f"exit status {self.process.returncode}"
+            text = f.read()[-400:].strip()
+        return text or ("nothing" if self.process.poll() is None else f"exit status {self.process.returncode}")
 
     def died(self):
         """None while it runs, else a sentence."""
@@ -90,10 +107,9 @@ class Server:
         return None if code is None else f"{self.name} ended with status {code}: {self.said()}"
 
     def stop(self):
-        self.killed = not end(self.process)
+        self.killed |= not end(self.process)
         self._log.close()
-        if os.path.exists(self.sock):
-            os.unlink(self.sock)
+        self._clear()
 
     def __enter__(self):
         return self
