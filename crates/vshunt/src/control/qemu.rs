@@ -13,7 +13,10 @@ use serde_json::{Value, json};
 
 use super::api::{Arguments, Context, Nothing, done};
 use super::message::QmpError;
-use crate::export::spec::{Cache, Direct, DiskInfo, DiskSpec, ExportKind, ExportSpec, Format, Workers};
+use crate::export::spec::{
+    AllowOther, Cache, Direct, DiskInfo, DiskSpec, ExportKind, ExportSpec, Format, Passthrough, Transport,
+    Workers,
+};
 
 /// Arguments of `blockdev-add` for the help.
 pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|file|host_device|null-co|ram, node-name [filename | file: {…}] \
@@ -21,7 +24,8 @@ pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|file|host_device|null-co|ram,
 
 /// Arguments of `block-export-add` for the help.
 pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name addr: {type: unix, path} \
-     [writable num-queues logical-block-size workers serial poll-us]";
+     [writable num-queues logical-block-size workers serial poll-us]; or type: fuse, id node-name mountpoint \
+     [writable growable allow-other num-queues workers transport passthrough poll-us]";
 
 /// Said to a client that names a file descriptor.
 pub(crate) const NO_FD: &str = "a file descriptor cannot be named over the control socket; \
@@ -214,7 +218,13 @@ struct BlockExport {
     kind: ExportKind,
     id: String,
     node_name: String,
-    addr: Value,
+    addr: Option<Value>,
+    mountpoint: Option<PathBuf>,
+    growable: Option<bool>,
+    allow_other: Option<AllowOther>,
+    /// Ours: how requests come, and whether the kernel may go to the image by itself.
+    transport: Option<Transport>,
+    passthrough: Option<Passthrough>,
     #[serde(default)]
     writable: bool,
     #[serde(default)]
@@ -242,27 +252,46 @@ impl BlockExport {
                 self.node_name
             ));
         }
-        if self.addr["type"] == "fd" {
-            return refuse(NO_FD);
-        }
-        let socket = match serde_json::from_value(self.addr) {
-            Ok(Address::Unix { path }) => path,
-            Err(e) => return refuse(format!("'addr': {e}")),
-        };
-        Ok(ExportSpec {
+        let export = ExportSpec {
             kind: self.kind,
             name: self.id,
             disk: self.node_name,
-            socket: Some(socket),
-            fd: None,
-            queues: Some(self.num_queues.unwrap_or(1)),
+            queues: self.num_queues,
             workers: self.workers,
-            readonly: !self.writable,
             serial: self.serial,
-            block_size: Some(self.logical_block_size.unwrap_or(512)),
+            block_size: self.logical_block_size,
             poll_us: self.poll_us,
+            mountpoint: self.mountpoint,
+            growable: self.growable,
+            allow_other: self.allow_other,
+            transport: self.transport,
+            passthrough: self.passthrough,
             ..Default::default()
-        })
+        };
+        match (self.kind, self.addr) {
+            (ExportKind::Fuse, None) => Ok(ExportSpec { writable: Some(self.writable), ..export }),
+            (ExportKind::Fuse, Some(_)) => {
+                refuse("'addr' belongs to vhost-user-blk; a mount has a 'mountpoint'")
+            }
+            (ExportKind::VhostUserBlk, None) => refuse("'addr' is missing"),
+            (ExportKind::VhostUserBlk, Some(addr)) => Ok(ExportSpec {
+                socket: Some(socket(addr)?),
+                readonly: !self.writable,
+                queues: Some(self.num_queues.unwrap_or(1)),
+                block_size: Some(self.logical_block_size.unwrap_or(512)),
+                ..export
+            }),
+        }
+    }
+}
+
+fn socket(addr: Value) -> Result<PathBuf, QmpError> {
+    if addr["type"] == "fd" {
+        return refuse(NO_FD);
+    }
+    match serde_json::from_value(addr) {
+        Ok(Address::Unix { path }) => Ok(path),
+        Err(e) => refuse(format!("'addr': {e}")),
     }
 }
 

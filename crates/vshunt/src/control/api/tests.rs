@@ -176,6 +176,29 @@ fn the_shapes_of_block_export_add() {
 }
 
 #[test]
+fn a_mount_is_asked_for_as_of_qemu() {
+    let (context, _) = context();
+    call(&context, "blockdev-add", json!({ "driver": "null-co", "node-name": "n" })).unwrap();
+    let base = json!({ "type": "fuse", "id": "f", "node-name": "n" });
+    let with = |more: Value| {
+        let mut arguments = base.clone();
+        arguments.as_object_mut().unwrap().append(&mut more.as_object().unwrap().clone());
+        arguments
+    };
+    for (more, want) in [
+        (json!({}), "mountpoint"),
+        (json!({ "mountpoint": "/", "addr": { "type": "unix", "path": "/s" } }), "'addr' belongs to"),
+        (json!({ "mountpoint": "/nowhere/at/all", "growable": true }), "growable=on needs writable=on"),
+        (json!({ "mountpoint": "/nowhere/at/all", "serial": "x" }), "serial is of type=vhost-user-blk"),
+        (json!({ "mountpoint": "/", "writable": true, "allow-other": "auto" }), "directory"),
+    ] {
+        let why = refused(&context, "block-export-add", with(more));
+        assert!(why.contains(want), "{why}");
+    }
+    assert!(context.daemon.exports().is_empty());
+}
+
+#[test]
 fn quit_asks_the_daemon_to_end() {
     let (context, stopped) = context();
     call(&context, "quit", json!({})).unwrap();
