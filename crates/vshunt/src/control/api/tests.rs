@@ -190,7 +190,7 @@ fn a_mount_is_asked_for_as_of_qemu() {
         (json!({ "mountpoint": "/", "addr": { "type": "unix", "path": "/s" } }), "'addr' belongs to"),
         (json!({ "mountpoint": "/nowhere/at/all", "growable": true }), "growable=on needs writable=on"),
         (json!({ "mountpoint": "/nowhere/at/all", "serial": "x" }), "serial is of type=vhost-user-blk"),
-        (json!({ "mountpoint": "/", "writable": true, "allow-other": "auto" }), "directory"),
+        (json!({ "mountpoint": "/", "writable": true, "allow-other": "auto" }), "folder"),
     ] {
         let why = refused(&context, "block-export-add", with(more));
         assert!(why.contains(want), "{why}");
