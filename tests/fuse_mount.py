@@ -100,7 +100,8 @@ def mounts():
         left, right = line.split(" - ")
         fields = left.split()
         options = f"{fields[5]},{right.split()[2]}"
-        found.append((int(fields[2].split(":")[1]), fields[4], options, right.split()[0]))
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+        found.append((int(fields[2].split(":")[1]), point, options, right.split()[0]))
     return found
 
 
