@@ -194,15 +194,16 @@ class Moves:
                 self.freed += 1
 
 
-def fio_argv(mount, seconds, **more):
+def fio_argv(path, seconds, base=0):
+    """Four jobs that verify what they wrote, each in a region of its own from `base` on."""
     options = {
-        "filename": mount.path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
+        "filename": path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
         "verify_fatal": 1, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,
-        "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": 7, **more,
+        "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": 7,
     }  # fmt: skip
     argv = [r.tool("fio", "fio"), *(f"--{key}={value}" for key, value in options.items())]
     for job, (rw, bs) in enumerate((("randwrite", "4k"), ("randrw", "16k"), ("randwrite", "64k"), ("write", "128k"))):
-        argv += [f"--name=job{job}", f"--offset={job * FIO_REGION}", f"--rw={rw}", f"--bs={bs}"]
+        argv += [f"--name=job{job}", f"--offset={base + job * FIO_REGION}", f"--rw={rw}", f"--bs={bs}"]
     return argv
 
 
@@ -211,7 +212,7 @@ def fio(suite, memory, seconds):
     name = f"fio-{'memory' if memory else 'disk'}-{suite.transport}"
     image = suite.image(f"{name}.img", FIO_JOBS * FIO_REGION, memory)
     mount = m.serving(suite, name, image=image, queues=4)
-    load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount, seconds))
+    load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount.path, seconds))
     moves = None
     if not suite.peer:
         moves = Moves(suite, mount, 41)

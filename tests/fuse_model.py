@@ -40,10 +40,11 @@ def length_of(chance):
 class Walk:
     """One random sequence, done to the mount and to the model, a plain file."""
 
-    def __init__(self, mount, model, size, growable, seed, peer):
+    def __init__(self, mount, model, size, growable, seed, peer, in_kernel=False):
         self.chance = random.Random(seed)
         self.peer = peer
         self.growable = growable
+        self.in_kernel = in_kernel  # passthrough: sizes are not rounded, O_DIRECT is as the image's file system has it
         self.size = size
         self.path = mount
         self.model_path = model
@@ -56,7 +57,8 @@ class Walk:
     def reopen(self):
         for fd in self.fds:
             os.close(fd)
-        self.fds = [os.open(self.path, os.O_RDWR | more) for more in (0, 0, os.O_DSYNC, 0 if self.peer else os.O_DIRECT)]
+        direct = 0 if self.peer or self.in_kernel else os.O_DIRECT
+        self.fds = [os.open(self.path, os.O_RDWR | more) for more in (0, 0, os.O_DSYNC, direct)]
 
     def close(self):
         for fd in (*self.fds, self.model):
@@ -104,6 +106,10 @@ class Walk:
         finally:
             self.close()
 
+    def odd(self, end):
+        """Whether growing to `end` is to be left out."""
+        return self.in_kernel and end > self.size and end % SECTOR
+
     def did(self, what, offset, length):
         self.done = [*self.done[-9:], (what, offset, length)]
 
@@ -135,6 +141,8 @@ class Walk:
                     m.refused(f"step {self.step}: a write at {offset} of {self.size}", ["ENOSPC"], lambda: os.pwritev(self.fd, parts, offset))
                 return
             data = data[:fits]
+        if self.odd(offset + len(data)):
+            return
         self.did("write", offset, len(data))
         count = os.pwritev(self.fd, parts, offset)
         if count != len(data):
@@ -156,14 +164,12 @@ class Walk:
         offset, length = self.place(), length_of(self.chance)
         if not self.growable:
             length = self.clip(offset, length)
-        if not length:
-            return
         mode = m.ZERO_RANGE | self.chance.choice((0, m.KEEP_SIZE))
         if self.peer:
             mode = m.ZERO_RANGE | m.KEEP_SIZE
             length = self.clip(offset, length)
-            if not length:
-                return
+        if not length or self.odd(offset + length):
+            return
         self.did("zero" if mode & m.KEEP_SIZE else "zero-grow", offset, length)
         m.fallocate(self.fd, mode, offset, length)
         self.grown(offset + length if not mode & m.KEEP_SIZE else 0)
@@ -173,7 +179,7 @@ class Walk:
         offset, length = self.place(), length_of(self.chance)
         if not self.growable:
             length = self.clip(offset, length)
-        if length and not self.peer:
+        if length and not self.peer and not self.odd(offset + length):
             self.did("allocate", offset, length)
             m.fallocate(self.fd, 0, offset, length)
             self.grown(offset + length)
@@ -182,7 +188,7 @@ class Walk:
         if not self.growable:
             return
         size = self.chance.randrange(0, 2 * WALK_SIZE)
-        if self.peer or self.chance.random() < 0.5:
+        if self.peer or self.in_kernel or self.chance.random() < 0.5:
             size = size // SECTOR * SECTOR
         self.did("truncate", size, 0)
         os.ftruncate(self.fd, size)
