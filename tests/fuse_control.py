@@ -234,6 +234,24 @@ def off(suite):
         mount.stop()
 
 
+def defaults(suite):
+    """Nothing but what has to be said: read-only, and the transport that the kernel has."""
+    suite.ours()
+    image = suite.image("defaults.img", MIB)
+    content = m.fill(image, MIB, ((0, MIB),), 55)
+    path = suite.rig.dir / "defaults.mnt"
+    for number, enabled in enumerate(("N", "Y") if m.ENABLE_URING.exists() else ("N",)):
+        with m.Uring(suite.clock, enabled):
+            export = f"type=fuse,name=f0,disk=d0,mountpoint={path}"
+            daemon = r.Daemon(suite.rig, "--disk", f"name=d0,file={image}", "--export", export, name=f"defaults-{number}")
+            m.same(path, content, "the mount")
+            seen = told(daemon.status()["exports"][0], "transport")
+            r.require(seen in (("dev",) if enabled == "N" else ("dev", "io_uring")), f"enable_uring is {enabled}, the transport {seen}")
+            m.refused("O_RDWR", ["EROFS", "EACCES", "EPERM"], lambda: os.close(os.open(path, os.O_RDWR)))
+            r.require(daemon.child.stop() == 0, daemon.child.tail())
+            r.require(not path.exists(), f"{path} was left behind")
+
+
 def tests(suite):
     suite.test("status", lambda: status(suite))
     suite.test("resize while mounted", lambda: resize(suite))
@@ -241,6 +259,7 @@ def tests(suite):
 
 def tests_once(suite):
     t = suite.test
+    t("defaults", lambda: defaults(suite))
     t("one disk, vhost-user-blk and fuse, both writable: refused", lambda: two_writers(suite))
     t("one read-only disk, vhost-user-blk and two mounts", lambda: two_readers(suite))
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))

@@ -136,7 +136,6 @@ def killed(suite):
         r.require(str(mount.path) in text, f"taking the mountpoint over, the daemon says {text!r}")
         r.require(m.mounted(mount.path) == 1, f"{m.mounted(mount.path)} mounts lie on the mountpoint")
         whole(mount.path, completed, begun)
-    mount.existed = mount.path.exists() and not mount.path.is_symlink()
     code = mount.child.stop()
     r.require(code == 0, f"the daemon ended with {code}: {mount.child.tail()}")
     r.require(not m.mounted(mount.path), "it is still mounted")
@@ -332,10 +331,24 @@ def nobody(suite):
             made = folder / "made.mnt"
             export = f"type=fuse,name=f0,disk=d0,mountpoint={made},allow-other=on,transport=dev"
             done = r.run([*argv[:-1], export, "--control", folder / "other.ctl"], check=False, timeout_s=10)
-            r.message_of(done, "allow")
+            last = done.stderr.strip().splitlines()[-1:]  # fusermount3 may have said something before
+            r.require(done.returncode == 1 and last and last[0].startswith("vshunt") and "allow" in last[0], f"allow-other=on: {done.returncode} {done.stderr}")
             r.require(not made.exists() and not m.mounted(made), f"{made} was left behind")
     finally:
         r.run(["umount", "/dev/fuse"], check=False)
+
+
+def others(suite):
+    """allow-other: whether users but the daemon's own may so much as look."""
+    setpriv = r.tool("setpriv", "util-linux")
+    os.chmod(suite.rig.dir, 0o755)
+    for value in ("on", "off"):
+        name = f"others-{value}"
+        mount = m.serving(suite, name, image=suite.image(f"{name}.img", MIB), extra=f",allow-other={value}")
+        done = r.run([setpriv, *fuse_errors.AS_NOBODY[1:], "stat", mount.path], check=False, timeout_s=10)
+        r.require(done.returncode == (value == "off"), f"allow-other={value}: {done.returncode} {done.stdout}{done.stderr}")
+        mount.path.read_bytes()
+        mount.stop()
 
 
 def tests(suite):
@@ -353,6 +366,7 @@ def tests(suite):
 
 def tests_once(suite):
     suite.test("mounted over the image itself", lambda: over_itself(suite))
+    suite.test("allow-other", lambda: others(suite))
     suite.test("without root, by fusermount3", lambda: nobody(suite), 30)
 
 

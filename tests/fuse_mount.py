@@ -11,12 +11,13 @@ import errno
 import fcntl
 import mmap
 import os
+import random
 import re
-import shutil
 import signal
 import struct
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import rig as r
@@ -114,6 +115,18 @@ def mounted(path):
     return sum(m[1] == str(path) for m in fuse_mounts())
 
 
+def unmount(paths):
+    """Away with them, whoever uses them and whether or not anybody answers."""
+    for path in paths:
+        r.run(["umount", "-l", path], check=False)
+
+
+def place(error):
+    """Where a system call of a test failed."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name.startswith("fuse_") and f.filename != __file__]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
+
+
 def abort(connections):
     """End these connections; callers get ECONNABORTED, the server ENODEV."""
     for number in connections:
@@ -137,8 +150,7 @@ def enter():
         sys.stdout.flush()
         os.execve(argv[0], [*argv, sys.executable, "-B", *sys.argv], {**os.environ, INSIDE: "1"})
     # Other people's mounts came along as copies, which would keep them alive.
-    for _, path, _, _ in reversed(fuse_mounts()):
-        r.run(["umount", "-l", path], check=False)
+    unmount(x[1] for x in reversed(fuse_mounts()))
     if not any(m[1] == str(CONNECTIONS) for m in mounts()):
         r.run(["mount", "-t", "fusectl", "none", CONNECTIONS])
     clock = Clock()
@@ -260,17 +272,24 @@ class Suite:
             error = None
             try:
                 body()
-            except (r.Failed, OSError) as e:
+            except r.Failed as e:
                 error = e
-                if not self.clock.get()[1]:
-                    raise
+            except OSError as e:
+                error = r.Failed(f"{e}, at {place(e)}")
             finally:
                 aborts = self.clock.get()[1]
                 self.clock.put(limit=0.0)
             if aborts:
                 raise r.Failed(f"over its {limit_s:g} s: the connections were aborted" + (f" ({error})" if error else ""))
+            if error:
+                raise error
 
+        failed, children, before = self.rig.failed, len(self.rig.children), {x[1] for x in fuse_mounts()}
         self.rig.test(name, guarded)
+        if self.rig.failed > failed:  # what it started is nobody's
+            for child in self.rig.children[children:]:
+                child.kill()
+            unmount({x[1] for x in fuse_mounts()} - before)
 
     def ours(self, what="vshunt's own"):
         """Leave a test out where the peer serves."""
@@ -289,8 +308,31 @@ class Suite:
         """Whatever a failed test left: loop devices and mounts, before the daemons end."""
         for loop in self.loops:
             r.run(["losetup", "-d", loop], check=False)
-        for _, path, _, _ in reversed(fuse_mounts()):
-            r.run(["umount", "-l", path], check=False)
+        unmount(x[1] for x in reversed(fuse_mounts()))
+
+
+class Fixture:
+    """A mount that several tests share; made anew after one that failed."""
+
+    def __init__(self, suite):
+        self.suite = suite
+        self._mount = None
+        self.made = 0
+
+    @property
+    def mount(self):
+        if self._mount is None:
+            self.made += 1
+            self._mount = self.make(f"{type(self).__name__.lower()}{self.made}-{self.suite.transport}")
+        return self._mount
+
+    def test(self, name, body):
+        failed = self.suite.rig.failed
+        self.suite.test(name, body)
+        if self.suite.rig.failed > failed and self._mount:
+            self._mount.child.kill()
+            unmount([self._mount.path])
+            self._mount = None
 
 
 def serving(suite, name, **how):
@@ -363,7 +405,9 @@ class PeerMount(Mount):
 
     existed = True  # it makes no mountpoint itself
 
-    def __init__(self, suite, name, image=None, disk=None, path=None, writable=True, growable=False, direct=None, start=True, **_):
+    def __init__(
+        self, suite, name, image=None, disk=None, path=None, writable=True, growable=False, direct=None, extra="", start=True, **_
+    ):  # fmt: skip
         if image is None:
             raise r.Skipped("the peer has no such disk")
         self.suite = suite
@@ -379,6 +423,7 @@ class PeerMount(Mount):
         ]
         for on, key in ((writable, ",writable=on"), (growable, ",growable=on")):
             self.arguments[-1] += key if on else ""
+        self.arguments[-1] += extra
         self.process = None
         if start:
             self.start()
@@ -405,8 +450,6 @@ class PeerMount(Mount):
 
 def fill(path, size_bytes, islands, seed):
     """An image with data at `islands`, (offset, length), and holes elsewhere; its content."""
-    import random
-
     content = bytearray(size_bytes)
     with open(path, "r+b") as f:
         for number, (offset, length) in enumerate(islands):
@@ -435,12 +478,3 @@ def same(path, content, what, chunk=1 << 20):
 def script(text, *arguments, timeout_s=15.0):
     """Python in a process of its own: for what could hang the rig with its lock held, as a page fault does."""
     return r.run([sys.executable, "-B", "-c", text, *arguments], timeout_s=timeout_s).stdout
-
-
-def package(name, debian):
-    """A program's path; the test is left out where it is missing."""
-    return r.tool(name, debian)
-
-
-def space(path):
-    return shutil.disk_usage(path).free

@@ -63,21 +63,15 @@ def segments(path):
             found.append((data, at))
 
 
-class Fixed:
+class Fixed(m.Fixture):
     """The writable export that does not grow."""
 
-    def __init__(self, suite):
-        self.suite = suite
-        self.chance = random.Random(11)
-        self._mount = None
+    chance = random.Random(11)
 
-    @property
-    def mount(self):
-        if self._mount is None:
-            image = self.suite.image(f"fixed-{self.suite.transport}.img", SIZE)
-            self.truth = m.fill(image, SIZE, ISLANDS, 1)
-            self._mount = m.serving(self.suite, f"fixed-{self.suite.transport}", image=image)
-        return self._mount
+    def make(self, name):
+        image = self.suite.image(f"{name}.img", SIZE)
+        self.truth = m.fill(image, SIZE, ISLANDS, 1)
+        return m.serving(self.suite, name, image=image)
 
     def open(self, flags=os.O_RDWR):
         return m.Opened(self.mount.path, flags)
@@ -93,7 +87,7 @@ class Fixed:
         r.run(["cmp", self.mount.path, self.mount.image])
 
     def tests(self):
-        t = self.suite.test
+        t = self.test
         t("stat: size, kind, mode, blocks", self.stat)
         for bs, count, skip in ((1, 3000, 4095), (100, 500, 7), (513, 900, 3), (4096, 256, 0), (MIB, 32, 0)):
             t(f"dd reads, bs={bs}", lambda b=bs, c=count, s=skip: self.dd_read(b, c, s))
@@ -238,7 +232,7 @@ class Fixed:
         """Whole blocks; those of a punched hole are given back."""
         before = os.stat(self.mount.image).st_blocks
         begin = {"-p": 1, "-z": 2}[flags[0]] * MIB + len(flags) * 131072
-        r.run([m.package("fallocate", "util-linux"), *flags, "-o", begin, "-l", 65536, self.mount.path])
+        r.run([r.tool("fallocate", "util-linux"), *flags, "-o", begin, "-l", 65536, self.mount.path])
         self.wrote(begin, bytes(65536))
         with self.open(os.O_RDONLY) as fd:
             r.require(os.pread(fd, 75536, begin - 5000) == self.truth[begin - 5000 : begin + 70536], "not zeroes there, or elsewhere too")
@@ -385,7 +379,7 @@ class Fixed:
                 fcntl.ioctl(fd, 0x541B, waiting)  # FIONREAD, which the kernel itself knows of files
             except OSError as e:
                 r.require(e.errno == errno.ENOTTY, f"FIONREAD: {e}")
-        done = r.run([m.package("blockdev", "util-linux"), "--getsize64", self.mount.path], check=False, timeout_s=10)
+        done = r.run([r.tool("blockdev", "util-linux"), "--getsize64", self.mount.path], check=False, timeout_s=10)
         r.require(done.returncode == 0 or "Inappropriate ioctl" in done.stderr, f"blockdev: {done.stderr}")
 
     def xattr(self):

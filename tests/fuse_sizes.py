@@ -10,25 +10,18 @@ import rig as r
 MIB = 1 << 20
 
 
-class Growing:
+class Growing(m.Fixture):
     """The export that is writable and growable; sizes are multiples of 512."""
 
     START = MIB
 
-    def __init__(self, suite):
-        self.suite = suite
-        self._mount = None
-
-    @property
-    def mount(self):
-        if self._mount is None:
-            image = self.suite.image(f"growing-{self.suite.transport}.img", self.START)
-            self.first = bytes(m.fill(image, self.START, ((0, self.START),), 2))
-            self._mount = m.serving(self.suite, f"growing-{self.suite.transport}", image=image, growable=True)
-        return self._mount
+    def make(self, name):
+        image = self.suite.image(f"{name}.img", self.START)
+        self.first = bytes(m.fill(image, self.START, ((0, self.START),), 2))
+        return m.serving(self.suite, name, image=image, growable=True)
 
     def tests(self):
-        t = self.suite.test
+        t = self.test
         t("growable: truncate grows and shrinks", self.truncate)
         t("growable: writes beyond the end", self.write)
         t("growable: O_APPEND, O_TRUNC", self.append)
@@ -115,23 +108,16 @@ class Growing:
         self.holds(data[:307200], "dd")
 
 
-class ReadOnly:
+class ReadOnly(m.Fixture):
     """The export as it is without `writable`."""
 
-    def __init__(self, suite):
-        self.suite = suite
-        self._mount = None
-
-    @property
-    def mount(self):
-        if self._mount is None:
-            image = self.suite.image(f"readonly-{self.suite.transport}.img", MIB)
-            self.content = m.fill(image, MIB, ((0, MIB // 2),), 3)
-            self._mount = m.serving(self.suite, f"readonly-{self.suite.transport}", image=image, writable=False)
-        return self._mount
+    def make(self, name):
+        image = self.suite.image(f"{name}.img", MIB)
+        self.content = m.fill(image, MIB, ((0, MIB // 2),), 3)
+        return m.serving(self.suite, name, image=image, writable=False)
 
     def tests(self):
-        t = self.suite.test
+        t = self.test
         t("read-only: every change is refused", self.refuses)
         t("read-only: the mount says so", self.says)
         t("read-only: reads", lambda: m.same(self.mount.path, self.content, "read-only"))
