@@ -50,7 +50,7 @@ class Refusals:
         t("refused: a mountpoint that is served already", self.busy)
         t("refused: two exports on one mountpoint", self.twice)
         t("refused: no mountpoint", lambda: self.serve("mountpoint", export="type=fuse,name=f0,disk=d0"))
-        t("refused: a read-only disk, writable=on", lambda: self.serve("d0", "read-only", disk=f"name=d0,file={self.image},readonly=on", keys=",writable=on"))
+        t("refused: a read-only disk, writable=on", self.readonly)
         t("refused: growable without writable", lambda: self.serve("growable", "writable", keys=",growable=on"))
         for queues in (0, 257, 70000, "many"):
             t(f"refused: queues={queues}", lambda q=queues: self.serve("queues", q if q != "many" else "queues", keys=f",queues={q}"))
@@ -59,7 +59,8 @@ class Refusals:
             ("workers", "0"), ("writable", "maybe"), ("socket", "/tmp/no.sock"),
         ):  # fmt: skip
             t(f"refused: {key}={value}", lambda k=key, v=value: self.serve(k, keys=f",{k}={v}"))
-        t("refused: a mountpoint for vhost-user-blk", lambda: self.serve("mountpoint", export=f"type=vhost-user-blk,name=v,disk=d0,socket={self.path('v.sock')},mountpoint={self.path()}"))
+        vhost = f"type=vhost-user-blk,name=v,disk=d0,socket={self.path('v.sock')},mountpoint={self.path()}"
+        t("refused: a mountpoint for vhost-user-blk", lambda: self.serve("mountpoint", export=vhost))
         t("refused: transport=io_uring with enable_uring=N", self.no_uring)
         t("refused: /dev/fuse is missing", lambda: self.device('rm "$dev/fuse"'))
         t("refused: /dev/fuse is an empty file", lambda: self.device('rm "$dev/fuse"; : >"$dev/fuse"'))
@@ -67,6 +68,9 @@ class Refusals:
         t("refused: /dev/fuse may not be opened", self.forbidden)
         t("refused: a second export that cannot be takes the first with it", self.second)
         t("refused: what a running daemon is asked for", self.running)
+
+    def readonly(self):
+        self.serve("d0", "read-only", disk=f"name=d0,file={self.image},readonly=on", keys=",writable=on")
 
     def directory(self):
         path = self.path("folder")
@@ -122,7 +126,11 @@ class Refusals:
         image = self.suite.rig.image("nobody.img", MIB, folder)
         os.chown(image, 65534, 65534)
         program = program_for_all(self.suite)
-        script = f'set -e; d=$(mktemp -d); mount -t tmpfs dev "$d"; cp -a /dev/fuse "$d"; chmod 600 "$d/fuse"; mount --bind "$d/fuse" /dev/fuse; shift; exec {shlex.join(AS_NOBODY)} {program} "$@"'
+        script = (
+            'set -e; d=$(mktemp -d); mount -t tmpfs dev "$d"; cp -a /dev/fuse "$d"; chmod 600 "$d/fuse"; '
+            'mount --bind "$d/fuse" /dev/fuse; umount -l "$d"; rmdir "$d"; shift; '
+            f'exec {shlex.join(AS_NOBODY)} {program} "$@"'
+        )
         around = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh"]
         self.serve("/dev/fuse", disk=f"name=d0,file={image}", mountpoint=folder / "f.mnt", around=around, control=folder / "errors.ctl")
 

@@ -138,7 +138,8 @@ class Walk:
             fits = self.clip(offset, len(data))
             if fits == 0:
                 if not self.peer:
-                    m.refused(f"step {self.step}: a write at {offset} of {self.size}", ["ENOSPC"], lambda: os.pwritev(self.fd, parts, offset))
+                    what = f"step {self.step}: a write at {offset} of {self.size}"
+                    m.refused(what, ["ENOSPC"], lambda: os.pwritev(self.fd, parts, offset))
                 return
             data = data[:fits]
         if self.odd(offset + len(data)):
@@ -229,6 +230,9 @@ def neighbour(path, number, seed):
         turns += 1
         fd = chance.choice(fds)
         kind = chance.random()
+        if begin in held:
+            seen = os.pread(fd, length, begin)
+            r.require(seen == held[begin], f"turn {turns}: the {length} bytes at {begin} were lost")
         if begin in held and kind < 0.1:
             m.fallocate(fd, m.ZERO_RANGE | m.KEEP_SIZE, begin, length)
             held[begin] = bytes(length)
@@ -240,9 +244,9 @@ def neighbour(path, number, seed):
             r.require(os.pwrite(fd, data, begin) == length, "a short write")
             held[begin] = data
         seen = os.pread(fd, length, begin)
-        r.require(seen == held[begin], f"writer {number}, turn {turns}: {length} bytes at {begin} are not what was just written")
+        r.require(seen == held[begin], f"turn {turns}: {length} bytes at {begin} are not what was just written")
     for begin, data in held.items():
-        r.require(os.pread(fds[0], len(data), begin) == data, f"writer {number}: the {len(data)} bytes at {begin} were lost")
+        r.require(os.pread(fds[0], len(data), begin) == data, f"the {len(data)} bytes at {begin} were lost")
     print(turns)
 
 
@@ -318,5 +322,5 @@ def tests(suite):
 if __name__ == "__main__" and sys.argv[1:2] == ["neighbour"]:
     try:
         neighbour(Path(sys.argv[2]), *sys.argv[3:5])
-    except r.Failed as e:
-        sys.exit(str(e))
+    except (r.Failed, OSError) as e:
+        sys.exit(f"writer {sys.argv[3]}: {e}")
