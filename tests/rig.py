@@ -89,6 +89,17 @@ def run(argv, timeout_s=60.0, check=True, **more):
     return done
 
 
+def message_of(done, *words, code=(1, 2)):
+    """The error of a program of ours that failed: one sentence on stderr with these words in it."""
+    text = done.stderr.strip()
+    require(done.returncode in code, f"ended with {done.returncode}: {done.stdout}{text}")
+    require(text.startswith("vshunt"), f"not our own error: {text!r}")
+    require("panicked" not in text, text)
+    require(len(text.splitlines()) <= 3, f"an error of {len(text.splitlines())} lines: {text!r}")
+    for word in words:
+        require(str(word).lower() in text.lower(), f"the error does not say {str(word)!r}: {text!r}")
+
+
 class Child:
     """A program running beside the rig, its output in a file; killed by pid when the rig ends."""
 

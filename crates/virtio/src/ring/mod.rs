@@ -243,6 +243,15 @@ impl DeviceRing {
         each!(self, r => r.has_avail())
     }
 
+    /// Requests that were there at the last look and are not taken yet. A packed ring does not tell: 0.
+    #[inline]
+    pub fn seen_waiting(&self) -> u16 {
+        match self {
+            Self::Split(ring) => ring.seen_waiting(),
+            Self::Packed(_) => 0,
+        }
+    }
+
     /// Takes the next request, if there is one, and fills `chain` with it. A request that cannot be carried out has
     /// [`Chain::fault`] set; it is taken all the same and wants a [`push`](Self::push).
     ///

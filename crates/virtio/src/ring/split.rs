@@ -86,6 +86,11 @@ impl SplitRing {
     }
 
     #[inline]
+    pub(super) fn seen_waiting(&self) -> u16 {
+        self.seen_avail.wrapping_sub(self.next_avail)
+    }
+
+    #[inline]
     pub(super) fn pop(&mut self, mem: &GuestMemory, chain: &mut Chain) -> Result<bool, Broken> {
         if self.next_avail == self.seen_avail {
             let avail = self.load_avail();

@@ -29,9 +29,14 @@ pub trait Queue: Send {
     /// Asks the other side not to kick: this queue will be looked at without.
     fn wake(&mut self);
 
+    /// Likewise, for a worker that has nothing else to do: may cost a system call.
+    fn look(&self) -> bool {
+        self.has_work()
+    }
+
     /// Asks the other side to kick once `after` requests (1 or more) are there; where that cannot be said, at
     /// the first. True: so many are there already, so do not sleep.
-    fn sleep(&mut self, after: u32) -> bool;
+    fn sleep(&mut self, ring: &mut Ring, place: Token, after: u32) -> bool;
 
     /// Attach, step 2: takes nothing more, ends its polls and reads. In-flight requests go on.
     fn disarm(&mut self, ring: &mut Ring, place: Token);

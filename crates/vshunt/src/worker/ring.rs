@@ -104,6 +104,9 @@ pub struct Ring {
     free: Vec<u32>,
     /// Pushed and not yet completed, for draining.
     pending: u64,
+    /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
+    /// may be so late that the work is done by then; it stays up until there is work again.
+    stale: bool,
 }
 
 struct FixedFile {
@@ -127,7 +130,7 @@ impl Ring {
             Ok(()) => (0..FIXED_FILES).rev().collect(),
             Err(_) => Vec::new(),
         };
-        Ok(Self { uring, files: HashMap::new(), free, pending: 0 })
+        Ok(Self { uring, files: HashMap::new(), free, pending: 0, stale: false })
     }
 
     /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
@@ -255,16 +258,24 @@ impl Ring {
     #[inline]
     pub(super) fn wants_enter(&mut self) -> bool {
         let submission = self.uring.submission();
-        !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
+        !submission.is_empty() || (submission.taskrun() && !self.stale) || submission.cq_overflow()
+    }
+
+    /// Whether there is no telling, without an enter, if completions wait for task work.
+    pub(super) fn must_sleep(&self) -> bool {
+        self.stale
     }
 
     /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
+        let flag_alone = self.uring.submission().is_empty();
         match self.uring.submitter().submit_and_wait(usize::from(wait)) {
-            Ok(_) => Ok(()),
-            Err(e) if passing(&e) => Ok(()),
-            Err(e) => Err(e),
+            Ok(_) => {}
+            Err(e) if passing(&e) => {}
+            Err(e) => return Err(e),
         }
+        self.stale = flag_alone && !wait && !self.has_completions() && self.uring.submission().taskrun();
+        Ok(())
     }
 
     /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
@@ -272,6 +283,7 @@ impl Ring {
         let Some(limit) = limit else { return self.enter(true).map(|()| true) };
         let time = types::Timespec::from(limit);
         let args = types::SubmitArgs::new().timespec(&time);
+        self.stale = false;
         match self.uring.submitter().submit_with_args(1, &args) {
             Ok(_) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::ETIME) => Ok(false),

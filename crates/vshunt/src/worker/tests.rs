@@ -162,7 +162,7 @@ impl Queue for TestQueue {
         self.line.kick_at.store(u32::MAX, Ordering::Relaxed);
     }
 
-    fn sleep(&mut self, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
         let taken = self.line.taken.load(Ordering::Relaxed);
         self.line.kick_at.store(taken + after, Ordering::Relaxed);
         fence(Ordering::SeqCst);

@@ -174,7 +174,7 @@ impl Worker {
         if self.ring.wants_enter() {
             self.ring.enter(false)?;
             requests += self.complete();
-            busy = true;
+            busy |= !self.ring.must_sleep();
         }
         self.publish();
         if !self.draining.is_empty() {
@@ -189,13 +189,15 @@ impl Worker {
     /// Takes from each awake queue, a budget each. Returns requests taken.
     fn take(&mut self) -> u64 {
         let (mut taken, mut done) = (0, 0);
+        // With neighbours there may be no rest, in which it would be looked at.
+        let others = self.awake.len() > 1;
         let mut i = 0;
         while let Some(&index) = self.awake.get(i) {
             let Some(place) = &mut self.places[index as usize] else {
                 self.awake.swap_remove(i);
                 continue;
             };
-            if place.queue.has_work() {
+            if place.queue.has_work() || (others && place.queue.look()) {
                 place.quiet = 0;
                 let before = place.stats.in_flight.load(Ordering::Relaxed);
                 let n = place.queue.take(&mut self.ring, place.token, BUDGET);
@@ -211,7 +213,7 @@ impl Worker {
                 place.quiet += 1;
                 if place.quiet > QUIET_TURNS && self.awake.len() > 1 {
                     place.quiet = 0;
-                    if !place.queue.sleep(1) {
+                    if !place.queue.sleep(&mut self.ring, place.token, 1) {
                         place.awake = false;
                         self.awake.swap_remove(i);
                         continue;
@@ -286,7 +288,9 @@ impl Worker {
         });
         let start = Instant::now();
         let plan = self.pace.plan(start, bound, steady);
-        if let Plan::Poll(window) = plan {
+        if let Plan::Poll(window) = plan
+            && !self.ring.must_sleep()
+        {
             let found = self.spin(window);
             self.pace.polled(found, Instant::now(), window, bound);
             if found {
@@ -318,7 +322,7 @@ impl Worker {
         let mut work = false;
         for &index in &self.awake {
             if let Some(place) = &mut self.places[index as usize] {
-                work |= place.queue.sleep(share);
+                work |= place.queue.sleep(&mut self.ring, place.token, share);
             }
         }
         for &index in &self.awake {
@@ -353,7 +357,7 @@ impl Worker {
             for _ in 0..POLLS_A_LOOK {
                 for &index in &self.awake {
                     if let Some(place) = &self.places[index as usize]
-                        && place.queue.has_work()
+                        && place.queue.look()
                     {
                         return true;
                     }

@@ -29,6 +29,7 @@ use crate::worker::{Queue, QueueSet};
 pub struct Fuse {
     inner: Arc<Inner>,
     disk: Arc<Disk>,
+    name: String,
     plan: Plan,
     features: u64,
     allow_other: bool,
@@ -109,8 +110,15 @@ impl Fuse {
         for (index, queue) in boxes {
             queues.start(index, queue);
         }
-        let this =
-            Self { inner, disk, plan, features, allow_other, queues: Mutex::new(Some(queues.clone())) };
+        let this = Self {
+            inner,
+            disk,
+            name: spec.name.clone(),
+            plan,
+            features,
+            allow_other,
+            queues: Mutex::new(Some(queues.clone())),
+        };
         this.look();
         if let (Some(idle), Ok(meta)) = (idle, std::fs::metadata(this.inner.mount.path())) {
             let path = this.inner.mount.path().to_owned();
@@ -153,7 +161,10 @@ impl Fuse {
     /// `Busy` while files are open.
     pub fn release(&self) -> Result<()> {
         let before = self.inner.ending.swap(true, SeqCst);
-        self.inner.mount.unmount(false).inspect_err(|_| self.inner.ending.store(before, SeqCst))
+        self.inner.mount.unmount(false).map_err(|e| {
+            self.inner.ending.store(before, SeqCst);
+            Error::new(e.kind(), format!("export {}: {e}", self.name))
+        })
     }
 
     /// Ends it: callers get errors, requests of the disk that are under way are waited for. Idempotent.

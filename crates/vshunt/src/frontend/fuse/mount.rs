@@ -170,8 +170,8 @@ impl Mount {
                 (Outcome::InUse, false) => {
                     let path = at.display();
                     return Err(Error::busy(format!(
-                        "{path} is in use; stop its users (fuser -v {path} names them), or take it from them with \
-                         mode=hard"
+                        "{path} is in use; stop its users (fuser -v {path} names them), or take it from them by \
+                         force"
                     )));
                 }
             }
@@ -224,6 +224,17 @@ enum Refusal {
 }
 
 fn open_device() -> Result<OwnedFd> {
+    let device = open_device_file()?;
+    // Linux, Documentation/admin-guide/devices.txt: misc devices are 10, fuse is 229 of them.
+    match rustix::fs::fstat(&device) {
+        Ok(stat) if stat.st_rdev == rustix::fs::makedev(10, 229) => Ok(device),
+        _ => Err(Error::unsupported(format!(
+            "{DEVICE} is not the FUSE device; make it anew, as root: rm {DEVICE}; mknod {DEVICE} c 10 229"
+        ))),
+    }
+}
+
+fn open_device_file() -> Result<OwnedFd> {
     openat(CWD, DEVICE, OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()).map_err(|e| match e {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => Error::unsupported(format!(
             "{DEVICE} is not there, for the kernel has not loaded FUSE: modprobe fuse (for a container: --device \

@@ -24,8 +24,9 @@ use crate::worker::{Queue, QueueStats, Ring, State, Token};
 /// Operations of a token.
 const OP_KICK: u8 = 1;
 const OP_IO: u8 = 2;
-/// Requests that complete at once before the guest is shown them, so that it works on while we do.
-const PUBLISH_EVERY: u32 = 16;
+/// Requests that complete at once before the guest is shown them, so that it works on while we do: half of what waits,
+/// from here on. More at a time cost less, and more than half would have guest and server take turns.
+const SHOW_MIN: u32 = 16;
 /// Data of the requests taken in one turn from which on the neighbours have theirs: a backend in memory copies it
 /// before it returns.
 const TURN_BYTES: u64 = 4 << 20;
@@ -108,6 +109,8 @@ pub struct BlkQueue {
     handle: Option<DiskHandle>,
     listen: Listen,
     staged: u32,
+    /// How many are staged when they are shown.
+    show_at: u32,
     /// Since the worker asked last.
     notified: bool,
     /// Data of the requests taken this turn.
@@ -152,6 +155,7 @@ impl BlkQueue {
             handle: None,
             listen: Listen::Off,
             staged: 0,
+            show_at: SHOW_MIN,
             notified: false,
             turn_bytes: 0,
             replays,
@@ -304,7 +308,9 @@ impl Queue for BlkQueue {
                 }
             }
             taken += 1;
-            if self.staged >= PUBLISH_EVERY {
+            if self.staged == 1 {
+                self.show_at = (u32::from(self.vring.seen_waiting()) / 2).max(SHOW_MIN);
+            } else if self.staged >= self.show_at {
                 self.show();
             }
         }
@@ -348,7 +354,7 @@ impl Queue for BlkQueue {
         self.vring.disable_kick();
     }
 
-    fn sleep(&mut self, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
         let after = u16::try_from(after).unwrap_or(u16::MAX);
         !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }

@@ -39,6 +39,14 @@ impl Channel {
         self.fd.as_raw_fd()
     }
 
+    /// Whether something is there to take.
+    pub(super) fn is_readable(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let mut fds = [PollFd::new(&*self.fd, PollFlags::IN)];
+        // An error is news, too.
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
+    }
+
     /// Takes a request.
     ///
     /// # Safety

@@ -18,6 +18,7 @@ mod shared;
 mod take;
 
 use std::any::Any;
+use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -95,6 +96,8 @@ enum Transport {
         leads: bool,
         /// Since when it finds requests without a gap, and how many they were.
         burst: Option<(Instant, u32)>,
+        /// For how many more bursts it is taken for granted that they are of one request.
+        alone: u8,
         /// It was called by the herd, and has not looked yet.
         called: bool,
     },
@@ -138,6 +141,8 @@ pub struct FuseQueue {
     /// Requests that ended since the worker asked.
     replied: u32,
     turn_bytes: u64,
+    /// A look found the channel readable.
+    seen: Cell<bool>,
     // Any thread's.
     desk: Arc<Desk>,
     shared: Arc<FuseShared>,
@@ -168,6 +173,7 @@ impl FuseQueue {
                 listen: Listen::Off,
                 leads: false,
                 burst: None,
+                alone: 0,
                 called: false,
             },
             Source::Ring(fd, qid, idle) => Transport::Ring {
@@ -190,6 +196,7 @@ impl FuseQueue {
             deferred: Vec::new(),
             replied: 0,
             turn_bytes: 0,
+            seen: Cell::new(false),
             desk: Arc::new(Desk::new(parts.bell.clone())),
             shared,
             stats: parts.stats,
@@ -221,10 +228,15 @@ impl FuseQueue {
         }
     }
 
-    /// Ends a request: its reply is on the way, its slot can be used again.
+    /// Ends a request: its reply is on the way.
     fn release(&mut self, ring: &mut Ring, place: Token, index: u16) {
         self.replied += 1;
         QueueStats::add(&self.stats.requests, 1);
+        self.recycle(ring, place, index);
+    }
+
+    /// A slot can be used again.
+    fn recycle(&mut self, ring: &mut Ring, place: Token, index: u16) {
         match &mut self.transport {
             Transport::Channel { ready, .. } => {
                 self.free.push(index);
@@ -398,14 +410,29 @@ impl Queue for FuseQueue {
 
     fn has_work(&self) -> bool {
         match &self.transport {
-            Transport::Channel { ready, .. } => *ready && !self.gone && !self.free.is_empty(),
+            Transport::Channel { ready, .. } => {
+                (*ready || self.seen.get()) && !self.gone && !self.free.is_empty()
+            }
             Transport::Ring { ready, .. } => !ready.is_empty(),
         }
     }
 
     fn wake(&mut self) {}
 
-    fn sleep(&mut self, _after: u32) -> bool {
+    fn look(&self) -> bool {
+        match &self.transport {
+            Transport::Channel { channel, leads: true, listen: Listen::Off, .. } => {
+                if !self.has_work() && !self.gone && !self.free.is_empty() {
+                    self.seen.set(channel.is_readable());
+                }
+                self.has_work()
+            }
+            _ => self.has_work(),
+        }
+    }
+
+    fn sleep(&mut self, ring: &mut Ring, place: Token, _after: u32) -> bool {
+        self.listen(ring, place);
         self.has_work()
     }
 

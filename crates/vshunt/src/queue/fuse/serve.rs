@@ -76,8 +76,7 @@ impl FuseQueue {
             silent if is_silent(silent) => {
                 // What is under way is seen through: an answer that comes is an answer, and the disk's operation
                 // cannot be taken back.
-                self.replied -= 1;
-                self.release(ring, place, index);
+                self.recycle(ring, place, index);
             }
             _ => self.other(ring, place, index, request, args),
         }

@@ -7,10 +7,14 @@ use super::dev::{FRONT_ARGS, Taken};
 use super::{FuseQueue, Listen, OP_READABLE, TURN_BYTES, Transport};
 use crate::worker::{Ring, Token};
 
+/// Bursts of one request after which the next is taken for one, too, without a look.
+const ALONE: u8 = 16;
+
 impl FuseQueue {
     /// Takes what is there from a channel.
     pub(super) fn take_channel(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
+        self.seen.set(false);
         loop {
             if taken >= budget || self.turn_bytes >= TURN_BYTES || self.gone {
                 return taken;
@@ -27,10 +31,13 @@ impl FuseQueue {
                     taken += 1;
                     self.burst();
                     self.begin_front(ring, place, index, &front, in_buffer);
+                    if self.was_alone() {
+                        return taken;
+                    }
                 }
                 Taken::Again => {}
                 Taken::Nothing => {
-                    self.settle(ring, place);
+                    self.settle();
                     return taken;
                 }
                 Taken::Gone => self.gone(),
@@ -57,22 +64,47 @@ impl FuseQueue {
         }
     }
 
-    /// Nothing more is there: listen, or leave that to the one who leads.
-    fn settle(&mut self, ring: &mut Ring, place: Token) {
-        let me = self.index;
-        let Transport::Channel { channel, herd, ready, listen, leads, burst, called } = &mut self.transport
-        else {
+    /// Whether the request just taken is likely to be the only one there: bursts have been of one lately, as those of a
+    /// task are that waits for each reply. Then the kernel is not asked for more; it is when the worker rests.
+    fn was_alone(&mut self) -> bool {
+        let Transport::Channel { ready, leads: true, burst, alone, .. } = &mut self.transport else {
+            return false;
+        };
+        if *alone == 0 || !burst.is_some_and(|(_, n)| n == 1) {
+            return false;
+        }
+        *alone -= 1;
+        *ready = false;
+        *burst = None;
+        true
+    }
+
+    /// Nothing more is there.
+    fn settle(&mut self) {
+        let Transport::Channel { herd, ready, leads, burst, alone, called, .. } = &mut self.transport else {
             return;
         };
         *ready = false;
-        *burst = None;
+        *alone = match burst.take() {
+            Some((_, n)) if n > 1 => 0,
+            Some(_) => ALONE,
+            None => *alone,
+        };
         if std::mem::take(called) {
             herd.called(0);
         }
         if !*leads {
-            *leads = herd.settle(me);
+            *leads = herd.settle(self.index);
         }
-        if *leads && *listen == Listen::Off {
+    }
+
+    /// Asks to be told when something is there, if that is this channel's part.
+    pub(super) fn listen(&mut self, ring: &mut Ring, place: Token) {
+        if let Transport::Channel { channel, leads: true, listen, ready: false, .. } = &mut self.transport
+            && *listen == Listen::Off
+            && !self.gone
+            && !self.free.is_empty()
+        {
             ring.poll_once(channel.fd(), place.with(0, OP_READABLE));
             *listen = Listen::On;
         }

@@ -1,0 +1,375 @@
+"""How a mount ends: removed, unmounted, with its daemon, by kill -9; callers never wait for one that is gone.
+
+Run as a program (`writer …`) it writes with O_DSYNC and notes what was completed.
+"""
+
+import os
+import random
+import re
+import struct
+import sys
+import time
+from pathlib import Path
+
+import fuse_errors
+import fuse_load
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+KILLS = 5
+# Within this time callers of a killed daemon have their error.
+ERROR_S = 5.0
+
+# The writer's part of the image; fio has what lies behind it, and dd reads all of it, which takes it half a minute.
+BLOCK = 4096
+SLOTS = 512
+IMAGE_SIZE = SLOTS * BLOCK + fuse_load.FIO_JOBS * fuse_load.FIO_REGION + 512 * MIB
+
+
+def block(slot, turn):
+    return struct.pack("<QQ", slot, turn) * (BLOCK // 16)
+
+
+def writer(path, turn):
+    """Blocks with O_DSYNC until an error, each noted on stdout before and after."""
+    fd = os.open(path, os.O_RDWR | os.O_DSYNC)
+    chance, turn = random.Random(int(turn)), int(turn)
+    while True:
+        slot = chance.randrange(SLOTS)
+        turn += 1
+        os.write(1, b"begin %d %d\n" % (slot, turn))
+        try:
+            count = os.pwrite(fd, block(slot, turn), slot * BLOCK)
+        except OSError as e:
+            os.write(1, f"error {e.strerror}\n".encode())
+            sys.exit(3)
+        if count != BLOCK:
+            os.write(1, b"error: short\n")
+            sys.exit(4)
+        os.write(1, b"end %d %d\n" % (slot, turn))
+
+
+class Callers:
+    """A writer, fio and dd on a mount, to be cut off."""
+
+    def __init__(self, suite, name, path, turn):
+        self.writer = r.Child(suite.rig, f"{name}-writer", [sys.executable, "-B", __file__, "writer", path, turn])
+        self.fio = r.Child(suite.rig, f"{name}-fio", fuse_load.fio_argv(path, 120, SLOTS * BLOCK))
+        self.dd = r.Child(suite.rig, f"{name}-dd", ["dd", f"if={path}", "of=/dev/null", "bs=512", "iflag=direct"])
+        self.all = (self.writer, self.fio, self.dd)
+        self.path = path
+
+    def busy(self):
+        r.wait_for("the writer's first blocks", lambda: self.writer.output().count("end") > 20, 15)
+        r.wait_for("fio's jobs", lambda: self.opened(self.fio) >= fuse_load.FIO_JOBS or not self.fio.running(), 15)
+        time.sleep(0.1)
+        ended = [f"{c.name}: {c.tail(4)}" for c in self.all if not c.running()]
+        r.require(not ended, f"ended by themselves: {ended}")
+
+    def opened(self, child):
+        """How often a caller has it open."""
+        count = 0
+        for fd in os.listdir(f"/proc/{child.pid}/fd"):
+            try:
+                count += os.readlink(f"/proc/{child.pid}/fd/{fd}") == str(self.path)
+            except FileNotFoundError:
+                pass
+        return count
+
+    def cut_off(self, what):
+        """They get their errors in time."""
+        begin = time.monotonic()
+        for child in self.all:
+            code = child.wait(max(0.1, begin + ERROR_S - time.monotonic()))
+            r.require(code != 0, f"{child.name} saw no error of {what}")
+        r.require(self.writer.process.returncode == 3, f"the writer: {self.writer.tail(2)}")
+
+    def log(self):
+        """(slot: last completed turn), (slot: turn that was under way), the last turn."""
+        completed, begun, last = {}, {}, 0
+        for line in self.writer.output().splitlines():
+            words = line.split()
+            if words[0] == "begin":
+                begun = {int(words[1]): int(words[2])}
+                last = int(words[2])
+            elif words[0] == "end":
+                completed[int(words[1])] = int(words[2])
+                begun = {}
+        return completed, begun, last
+
+
+def whole(image, completed, begun):
+    """Every completed block is there; what was under way may be there, or half."""
+    with m.Opened(image, os.O_RDONLY) as fd:
+        for slot, turn in completed.items():
+            if slot in begun:
+                continue
+            seen = os.pread(fd, BLOCK, slot * BLOCK)
+            r.require(seen == block(slot, turn), f"block {slot}: turn {turn} was completed, {struct.unpack('<QQ', seen[:16])} is there")
+
+
+def killed(suite):
+    """kill -9 with I/O under way; the next daemon takes the mountpoint over."""
+    suite.differs("mixes up writes that come together", before=11)
+    name = f"kill-{suite.transport}"
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", IMAGE_SIZE))
+    completed, turn = {}, 0
+    chance = random.Random(61)
+    for kill in range(KILLS):
+        callers = Callers(suite, f"{name}-{kill}", mount.path, turn)
+        callers.busy()
+        time.sleep(chance.uniform(0.0, 0.3))
+        mount.child.kill()
+        callers.cut_off("a killed daemon")
+        done, begun, turn = callers.log()
+        completed.update(done)
+        whole(mount.image, completed, begun)
+        for slot in begun:
+            completed.pop(slot, None)
+        if suite.peer:  # it cannot take over
+            r.run(["umount", mount.path])
+            mount.start()
+            continue
+        m.refused("stat of a killed daemon's mount", ["ENOTCONN", "ECONNABORTED"], lambda: os.stat(mount.path))
+        said = len(mount.child.output())
+        mount.start()
+        text = mount.child.output()[said:]
+        r.require(str(mount.path) in text, f"taking the mountpoint over, the daemon says {text!r}")
+        r.require(m.mounted(mount.path) == 1, f"{m.mounted(mount.path)} mounts lie on the mountpoint")
+        whole(mount.path, completed, begun)
+    code = mount.child.stop()
+    r.require(code == 0, f"the daemon ended with {code}: {mount.child.tail()}")
+    r.require(not m.mounted(mount.path), "it is still mounted")
+    whole(mount.image, completed, {})
+
+
+def left_alone(suite):
+    """A killed daemon's mount, nobody using it, then a daemon with another image: the mountpoint is taken over."""
+    suite.ours()
+    name = f"left-{suite.transport}"
+    first = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB))
+    first.child.kill()
+    second = m.Mount(suite, f"{name}-2", image=suite.image(f"{name}-2.img", 2 * MIB), path=first.path)
+    r.require(first.path.stat().st_size == 2 * MIB, "the old mount shows")
+    code = second.child.stop()
+    r.require(code == 0 and not m.mounted(first.path), f"the end: {code}, {m.fuse_mounts()}")
+
+
+def terminated(suite, how):
+    """The daemon is told to end with I/O under way: callers get errors, it ends well and leaves nothing."""
+    if how == "quit":
+        suite.ours()
+    suite.differs("mixes up writes that come together", before=11)
+    name = f"{how}-{suite.transport}"
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", IMAGE_SIZE))
+    callers = Callers(suite, name, mount.path, 0)
+    callers.busy()
+    if how == "quit":
+        mount.cli("quit", timeout_s=15)
+    else:
+        mount.child.process.terminate()
+    code = mount.child.wait(10)
+    r.require(code == 0, f"the daemon ended with {code}: {mount.child.tail()}")
+    callers.cut_off("a daemon that ended")
+    r.require(not m.mounted(mount.path), "it is still mounted")
+    r.require(mount.path.exists() == mount.existed, f"{mount.path} was left behind")
+    completed, begun, _ = callers.log()
+    whole(mount.image, completed, begun)
+
+
+def removed(suite):
+    """export remove: refused while somebody has it open, --force cuts them off; otherwise at once."""
+    suite.ours()
+    name = f"remove-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", IMAGE_SIZE))
+    keys = mount.arguments[3]
+    with m.Opened(mount.path) as fd:
+        r.message_of(mount.cli("export", "remove", "f0", check=False, timeout_s=10), "f0", code=(1,))
+        done = mount.cli("export", "remove", "f0", check=False, timeout_s=10)
+        r.require(re.search("busy|in use|open", done.stderr, re.I), f"it does not say that somebody has it open: {done.stderr}")
+        r.require(os.pwrite(fd, b"still here", 4000) == 10 and os.pread(fd, 10, 4000) == b"still here", "it is served no more")
+        r.require(mount.export() is not None and m.mounted(mount.path) == 1, "it is gone all the same")
+    r.wait_for("it can be removed when it was closed", lambda: mount.cli("export", "remove", "f0", check=False).returncode == 0, 5)
+    gone(mount)
+    mount.cli("export", "add", keys)
+    callers = Callers(suite, name, mount.path, 0)
+    callers.busy()
+    mount.cli("export", "remove", "f0", "--force", timeout_s=15)
+    callers.cut_off("a removed export")
+    gone(mount)
+    # The disk is free again, the daemon well.
+    mount.cli("export", "add", keys)
+    with m.Opened(mount.path) as fd:
+        os.pwrite(fd, b"again", 0)
+    completed, begun, _ = callers.log()
+    mount.stop()
+    completed.pop(0, None)
+    completed.pop(4000 // BLOCK, None)
+    whole(mount.image, completed, begun)
+
+
+def gone(mount):
+    r.require(mount.export() is None, "the export is still listed")
+    r.require(not m.mounted(mount.path), f"{mount.path} is still mounted")
+    r.require(not mount.path.exists(), f"{mount.path} was left behind")
+    r.require(mount.child.running(), f"the daemon ended: {mount.child.tail()}")
+
+
+def unmounted(suite, lazily):
+    """An administrator's umount; with -l it counts when the last one has closed the file."""
+    name = f"umount{'-l' if lazily else ''}-{suite.transport}"
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", MIB))
+    if lazily:
+        with m.Opened(mount.path) as fd:
+            r.run(["umount", "-l", mount.path])
+            r.require(os.pwrite(fd, b"lazy", 0) == 4 and os.pread(fd, 4, 0) == b"lazy", "the open file is served no more")
+    else:
+        mount.path.read_bytes()
+        with m.Opened(mount.path):
+            done = r.run(["umount", mount.path], check=False)
+            r.require(done.returncode != 0 and "busy" in done.stderr, f"umount of an open file: {done.stderr}")
+        r.run(["umount", mount.path])
+    if suite.peer:
+        mount.child.stop()
+        return
+    r.wait_for("the daemon notices", lambda: mount.export() is None, 5)
+    r.wait_for("the mountpoint is removed", lambda: not mount.path.exists(), 5)
+    gone(mount)
+    cpu = cpu_time(mount.child.pid)
+    time.sleep(0.5)
+    r.require(cpu_time(mount.child.pid) - cpu < 0.2, "the daemon is busy with the mount that is gone")
+    mount.cli("export", "add", mount.arguments[3])
+    m.same(mount.path, mount.image.read_bytes(), "mounted again")
+    mount.stop()
+
+
+def cpu_time(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def aborted(suite):
+    """The connection is aborted from outside: callers get errors, the daemon goes on without the export or says why."""
+    suite.ours()
+    name = f"abort-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB))
+    m.abort([x[0] for x in m.fuse_mounts() if x[1] == str(mount.path)])
+    r.wait_for("the daemon notices", lambda: mount.export() is None, 5)
+    gone(mount)
+    r.require(mount.child.stop() == 0, mount.child.tail())
+
+
+def existing(suite):
+    """A mountpoint that was there stays, with what is in it; also one whose path needs quoting, also the image itself."""
+    suite.ours()
+    name = f"existing-{suite.transport}"
+    path = suite.rig.dir / f"{name} with space.mnt"
+    path.write_text("what was here")
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB), path=path)
+    r.require(path.stat().st_size == MIB, "the image does not show")
+    mount.existed = True
+    mount.stop()
+    r.require(path.read_text() == "what was here", "the file under the mount was changed")
+
+
+def over_itself(suite):
+    """Mounted over the image, as QEMU's storage daemon is often used: served or refused, the image survives."""
+    name = f"itself-{suite.transport}"
+    image = suite.image(f"{name}.img", MIB)
+    content = m.fill(image, MIB, ((0, MIB),), 71)
+    try:
+        mount = m.serving(suite, name, image=image, path=image)
+    except r.Failed as e:
+        r.require(str(image) in str(e) and "panicked" not in str(e), str(e))
+    else:
+        with m.Opened(image) as fd:
+            os.pwrite(fd, b"over itself", 1000)
+            content[1000:1011] = b"over itself"
+        m.same(image, content, "the mount")
+        mount.existed = True
+        mount.stop()
+    m.same(image, content, "the image afterwards")
+
+
+def nobody(suite):
+    """Without root: fusermount3 mounts and unmounts."""
+    r.tool("fusermount3", "fuse3")
+    setpriv = r.tool("setpriv", "util-linux")
+    folder = suite.rig.dir / "user"
+    folder.mkdir(mode=0o755, exist_ok=True)
+    os.chmod(suite.rig.dir, 0o755)
+    image = suite.rig.image("user.img", MIB, folder)
+    path = folder / "user.mnt"
+    path.touch()
+    for thing in (folder, image, path):
+        os.chown(thing, 65534, 65534)
+    as_user = [setpriv, *fuse_errors.AS_NOBODY[1:]]
+    device = suite.rig.dir / "fuse"
+    r.run(["cp", "-a", "/dev/fuse", device])
+    device.chmod(0o666)
+    r.run(["mount", "--bind", device, "/dev/fuse"])
+    try:
+        if suite.peer:
+            argv = [*as_user, *m.PeerMount(suite, "user", image=image, path=path, start=False).arguments]
+            child = r.Child(suite.rig, "user", argv)
+        else:
+            export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,queues=2,transport=dev"
+            argv = [*as_user, fuse_errors.program_for_all(suite), "serve", "--disk", f"name=d0,file={image}", "--export", export]
+            child = r.Child(suite.rig, "user", [*argv, "--control", folder / "user.ctl"])
+        r.wait_for("it is mounted", lambda: m.mounted(path) or not child.running(), 10)
+        r.require(child.running(), f"the daemon ended with {child.process.returncode}: {child.tail()}")
+        text = 'printf user | dd of="$0" bs=4 seek=175 conv=notrunc && dd if="$0" bs=4 skip=175 count=1'
+        done = r.run([*as_user, "sh", "-c", text, path], check=False, timeout_s=10)
+        r.require(done.stdout.strip() == "user", f"its user: {done.stdout}{done.stderr}")
+        code = child.stop()
+        r.require(code == 0, f"the daemon ended with {code}: {child.tail()}")
+        r.require(not m.mounted(path), "it is still mounted")
+        r.require(path.exists(), "the mountpoint that was there is gone")
+        with m.Opened(image, os.O_RDONLY) as fd:
+            r.require(os.pread(fd, 4, 700) == b"user", "the write is not in the image")
+        if not suite.peer:
+            made = folder / "made.mnt"
+            export = f"type=fuse,name=f0,disk=d0,mountpoint={made},allow-other=on,transport=dev"
+            done = r.run([*argv[:-1], export, "--control", folder / "other.ctl"], check=False, timeout_s=10)
+            ours = re.search("^vshunt.*allow.*$", done.stderr, re.MULTILINE)  # fusermount3 speaks for itself, too
+            r.require(done.returncode == 1 and ours, f"allow-other=on: {done.returncode} {done.stderr}")
+            r.require(not made.exists() and not m.mounted(made), f"{made} was left behind")
+    finally:
+        r.run(["umount", "/dev/fuse"], check=False)
+
+
+def others(suite):
+    """allow-other: whether users but the daemon's own may so much as look."""
+    setpriv = r.tool("setpriv", "util-linux")
+    os.chmod(suite.rig.dir, 0o755)
+    for value in ("on", "off"):
+        name = f"others-{value}"
+        mount = m.serving(suite, name, image=suite.image(f"{name}.img", MIB), extra=f",allow-other={value}")
+        done = r.run([setpriv, *fuse_errors.AS_NOBODY[1:], "stat", mount.path], check=False, timeout_s=10)
+        r.require(done.returncode == (value == "off"), f"allow-other={value}: {done.returncode} {done.stdout}{done.stderr}")
+        mount.path.read_bytes()
+        mount.stop()
+
+
+def tests(suite):
+    t = suite.test
+    t("export remove: busy while open, --force cuts off", lambda: removed(suite), 40)
+    t("SIGTERM with I/O under way", lambda: terminated(suite, "term"), 30)
+    t("quit with I/O under way", lambda: terminated(suite, "quit"), 30)
+    t("umount by an administrator", lambda: unmounted(suite, False))
+    t("umount -l by an administrator, file open", lambda: unmounted(suite, True))
+    t("connection aborted by an administrator", lambda: aborted(suite))
+    t(f"kill -9 {KILLS} times with I/O under way, mountpoint taken over", lambda: killed(suite), 90)
+    t("kill -9, then another image on the mountpoint", lambda: left_alone(suite))
+    t("a mountpoint that was there stays as it was", lambda: existing(suite))
+
+
+def tests_once(suite):
+    suite.test("mounted over the image itself", lambda: over_itself(suite))
+    suite.test("allow-other", lambda: others(suite))
+    suite.test("without root, by fusermount3", lambda: nobody(suite), 30)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["writer"]:
+    writer(*sys.argv[2:4])

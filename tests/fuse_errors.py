@@ -1,0 +1,177 @@
+"""Mounts that cannot be: a refusal that names the thing, and nothing left behind. All of it is vshunt's own."""
+
+import os
+import shlex
+
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+REFUSAL_S = 10.0
+
+
+class Refusals:
+    def __init__(self, suite):
+        self.suite = suite
+        self.number = 0
+        self._image = None
+
+    @property
+    def image(self):
+        if self._image is None:
+            self._image = self.suite.image("errors.img", MIB)
+        return self._image
+
+    def path(self, name="new.mnt"):
+        return self.suite.rig.dir / name
+
+    def serve(self, *words, mountpoint=None, keys="", disk=None, export=None, more=(), around=(), existed=False, control=None):
+        """`vshunt serve`, to be refused with these words; `around`: a program that runs it."""
+        self.suite.ours()
+        self.number += 1
+        path = mountpoint or self.path()
+        control = control or self.suite.rig.dir / f"errors{self.number}.ctl"
+        export = export or f"type=fuse,name=f0,disk=d0,mountpoint={path}{keys}"
+        argv = [r.binary("vshunt"), "serve", "--disk", disk or f"name=d0,file={self.image}", "--export", export, *more]
+        before = sorted(m.fuse_mounts())
+        done = r.run([*around, *argv, "--control", control], timeout_s=REFUSAL_S, check=False)
+        r.message_of(done, *words)
+        r.require(sorted(m.fuse_mounts()) == before, f"mounts were left: {m.fuse_mounts()}")
+        r.require(existed or not os.path.lexists(path), f"{path} was left behind")
+        r.require(not control.exists(), f"{control.name} was left behind")
+
+    def tests(self):
+        t = self.suite.test
+        t("refused: the mountpoint is a directory", self.directory)
+        t("refused: the mountpoint's parent is missing", lambda: self.serve("nowhere", mountpoint=self.path("nowhere") / "f.mnt"))
+        t("refused: the mountpoint's parent is a file", lambda: self.serve("errors.img", mountpoint=self.image / "f.mnt"))
+        t("refused: the mountpoint is a FIFO", self.fifo)
+        t("refused: the mountpoint's name is too long", lambda: self.serve("x" * 40, mountpoint=self.path("x" * 300)))
+        t("refused: a mountpoint that is served already", self.busy)
+        t("refused: two exports on one mountpoint", self.twice)
+        t("refused: no mountpoint", lambda: self.serve("mountpoint", export="type=fuse,name=f0,disk=d0"))
+        t("refused: a read-only disk, writable=on", self.readonly)
+        t("refused: growable without writable", lambda: self.serve("growable", "writable", keys=",growable=on"))
+        for queues in (0, 257, 70000, "many"):
+            t(f"refused: queues={queues}", lambda q=queues: self.serve("queues", q if q != "many" else "queues", keys=f",queues={q}"))
+        for key, value in (
+            ("colour", "red"), ("transport", "pigeon"), ("passthrough", "perhaps"), ("allow-other", "some"), ("workers", "per-moon"),
+            ("workers", "0"), ("writable", "maybe"), ("socket", "/tmp/no.sock"),
+        ):  # fmt: skip
+            t(f"refused: {key}={value}", lambda k=key, v=value: self.serve(k, keys=f",{k}={v}"))
+        vhost = f"type=vhost-user-blk,name=v,disk=d0,socket={self.path('v.sock')},mountpoint={self.path()}"
+        t("refused: a mountpoint for vhost-user-blk", lambda: self.serve("mountpoint", export=vhost))
+        t("refused: transport=io_uring with enable_uring=N", self.no_uring)
+        t("refused: /dev/fuse is missing", lambda: self.device('rm "$dev/fuse"'))
+        t("refused: /dev/fuse is an empty file", lambda: self.device('rm "$dev/fuse"; : >"$dev/fuse"'))
+        t("refused: /dev/fuse is another device", lambda: self.device('rm "$dev/fuse"; cp -a /dev/zero "$dev/fuse"'))
+        t("refused: /dev/fuse may not be opened", self.forbidden)
+        t("refused: a second export that cannot be takes the first with it", self.second)
+        t("refused: what a running daemon is asked for", self.running)
+
+    def readonly(self):
+        self.serve("d0", "read-only", disk=f"name=d0,file={self.image},readonly=on", keys=",writable=on")
+
+    def directory(self):
+        path = self.path("folder")
+        path.mkdir(exist_ok=True)
+        self.serve(path, mountpoint=path, existed=True)
+        r.require(path.is_dir() and not os.listdir(path), "the directory was touched")
+
+    def fifo(self):
+        path = self.path("fifo")
+        os.mkfifo(path)
+        self.serve(path, mountpoint=path, existed=True)
+
+    def busy(self):
+        self.suite.ours()
+        mount = m.Mount(self.suite, "busy", image=self.suite.image("busy.img", MIB))
+        self.serve(mount.path, mountpoint=mount.path, existed=True)
+        r.require(m.mounted(mount.path) == 1, f"{m.mounted(mount.path)} mounts lie there")
+        r.require(mount.path.stat().st_size == MIB, "the first daemon serves it no more")
+        mount.stop()
+
+    def twice(self):
+        other = self.suite.image("twice.img", MIB)
+        more = ["--disk", f"name=d1,file={other}", "--export", f"type=fuse,name=f1,disk=d1,mountpoint={self.path()}"]
+        self.serve(self.path(), more=more)
+
+    def second(self):
+        """All or nothing: exports that came to be before the error are undone."""
+        other = self.suite.image("second.img", MIB)
+        more = ["--disk", f"name=d1,file={other}", "--export", f"type=fuse,name=f1,disk=d1,mountpoint={self.path('nowhere')}/f.mnt"]
+        self.serve("nowhere", more=more)
+
+    def no_uring(self):
+        if not m.ENABLE_URING.exists():
+            raise r.Skipped("this kernel's FUSE has no io_uring")
+        with m.Uring(self.suite.clock, "N"):
+            self.serve("enable_uring", keys=",transport=io_uring")
+
+    def device(self, change):
+        """In a /dev that is `change`d, in a namespace of its own."""
+        script = (
+            "set -e; dev=$(mktemp -d); mount -t tmpfs dev \"$dev\"; cp -a /dev/null /dev/zero /dev/urandom /dev/fuse \"$dev\"; "
+            f"{change}; mount --move \"$dev\" /dev; rmdir \"$dev\"; exec \"$@\""
+        )
+        self.serve("/dev/fuse", around=["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh"])
+
+    def forbidden(self):
+        """As a user whom the device node says no to."""
+        self.suite.ours()
+        folder = self.suite.rig.dir / "nobody"
+        folder.mkdir(mode=0o777, exist_ok=True)
+        os.chown(folder, 65534, 65534)
+        os.chmod(self.suite.rig.dir, 0o755)
+        image = self.suite.rig.image("nobody.img", MIB, folder)
+        os.chown(image, 65534, 65534)
+        program = program_for_all(self.suite)
+        script = (
+            'set -e; d=$(mktemp -d); mount -t tmpfs dev "$d"; cp -a /dev/fuse "$d"; chmod 600 "$d/fuse"; '
+            'mount --bind "$d/fuse" /dev/fuse; umount -l "$d"; rmdir "$d"; shift; '
+            f'exec {shlex.join(AS_NOBODY)} {program} "$@"'
+        )
+        around = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh"]
+        self.serve("/dev/fuse", disk=f"name=d0,file={image}", mountpoint=folder / "f.mnt", around=around, control=folder / "errors.ctl")
+
+    def running(self):
+        """The daemon and its other export go on."""
+        self.suite.ours()
+        mount = m.Mount(self.suite, "goes-on", image=self.suite.image("goes-on.img", MIB), more=["--disk", f"name=d1,file={self.image}"])
+        folder = self.path("folder-2")
+        folder.mkdir()
+        before = m.fuse_mounts()
+        for words, keys in (
+            ((folder,), f"name=f1,disk=d1,mountpoint={folder}"),
+            ((mount.path,), f"name=f1,disk=d1,mountpoint={mount.path}"),
+            (("f0",), f"name=f0,disk=d1,mountpoint={self.path()}"),
+            (("d9",), f"name=f1,disk=d9,mountpoint={self.path()}"),
+            (("nowhere",), f"name=f1,disk=d1,mountpoint={self.path('nowhere')}/f.mnt"),
+            (("queues",), f"name=f1,disk=d1,mountpoint={self.path()},queues=0"),
+        ):
+            r.message_of(mount.cli("export", "add", f"type=fuse,{keys}", check=False, timeout_s=REFUSAL_S), *words)
+            r.require([e["name"] for e in mount.daemon.status()["exports"]] == ["f0"], "an export came to be")
+            r.require(m.fuse_mounts() == before and not self.path().exists(), f"something was left: {m.fuse_mounts()}")
+        # The disk is free for one that is right.
+        mount.cli("export", "add", f"type=fuse,name=f1,disk=d1,mountpoint={self.path()},writable=on")
+        with m.Opened(self.path()) as fd:
+            os.pwrite(fd, b"x", 0)
+        mount.stop()
+        r.require(not self.path().exists(), "the second mountpoint was left behind")
+
+
+AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+
+
+def program_for_all(suite):
+    """A copy of vshunt that every user can run; where it was built, they may not look."""
+    copy = suite.rig.dir / "vshunt"
+    if not copy.exists():
+        os.chmod(suite.rig.dir, 0o755)
+        copy.write_bytes(open(r.binary("vshunt"), "rb").read())
+        copy.chmod(0o755)
+    return copy
+
+
+def tests_once(suite):
+    Refusals(suite).tests()

@@ -1,0 +1,279 @@
+"""Those who use a disk in earnest: a file system on a loop device, QEMU's tools, fio while queues are moved."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+DISK_SIZE = 96 * MIB
+
+FIO_S = 10
+FIO_JOBS = 4
+FIO_REGION = 4 * MIB
+
+
+def checked_fs(path):
+    done = r.run([r.tool("e2fsck", "e2fsprogs"), "-f", "-n", path], check=False)
+    r.require(done.returncode == 0, f"e2fsck -fn {path.name} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr}")
+
+
+class Loop:
+    """A loop device over `path`, mounted on `folder`, for `with`."""
+
+    def __init__(self, suite, path, folder, direct=False):
+        self.suite = suite
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        losetup = r.tool("losetup", "mount")
+        done = r.run([losetup, "-f"], check=False)
+        if done.returncode != 0:
+            raise r.Skipped(f"no loop device is free: {done.stderr.strip()}")
+        done = r.run([losetup, "-f", "--show", f"--direct-io={'on' if direct else 'off'}", path])
+        self.device = done.stdout.strip()
+        suite.loops.append(self.device)
+        seen = Path(f"/sys/block/{Path(self.device).name}/loop/dio").read_text().strip()
+        if direct and seen != "1":
+            self.detach()
+            raise r.Failed(f"losetup --direct-io=on: the kernel keeps to buffered I/O on {path.name}")
+        r.run(["mount", "-t", "ext4", self.device, folder])
+
+    def detach(self):
+        r.run(["losetup", "-d", self.device])
+        self.suite.loops.remove(self.device)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        r.run(["umount", self.folder] if kind is None else ["umount", "-l", self.folder], check=kind is None)
+        self.detach()
+
+
+def file_system(suite, direct):
+    """mkfs, fsck, write through a loop device, fsck; then the image by itself."""
+    mkfs = r.tool("mkfs.ext4", "e2fsprogs")
+    if direct:
+        suite.differs("mixes up writes that come together", before=11)
+    name = f"fs-{'direct' if direct else 'buffered'}-{suite.transport}"
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", DISK_SIZE))
+    r.run([mkfs, "-q", "-F", mount.path])
+    checked_fs(mount.path)
+    folder = suite.rig.dir / f"{name}.dir"
+    data = random.Random(21).randbytes(16 * MIB)
+    with Loop(suite, mount.path, folder, direct):
+        (folder / "big").write_bytes(data)
+        for number in range(300):
+            (folder / f"small{number}").write_bytes(data[number : number + 37 * number])
+        r.run(["sync", "-f", folder])
+        for number in range(0, 300, 3):
+            (folder / f"small{number}").unlink()
+        with open(folder / "big", "r+b") as f:
+            f.seek(MIB + 5)
+            f.write(b"changed")
+            os.fsync(f.fileno())
+        shutil.copyfile(folder / "big", folder / "copy")
+        done = r.run([r.tool("fstrim", "util-linux"), folder], check=False)
+        r.require(done.returncode == 0 or "not supported" in done.stderr, f"fstrim: {done.stderr}")
+    checked_fs(mount.path)
+    data = data[: MIB + 5] + b"changed" + data[MIB + 12 :]
+
+    def holds():
+        for big in ("big", "copy"):
+            m.same(folder / big, data, "the file system")
+        for number in (1, 100, 299):
+            m.same(folder / f"small{number}", data[number : number + 37 * number], "the file system")
+        r.require(not (folder / "small3").exists(), "a removed file is there")
+
+    with Loop(suite, mount.path, folder, direct):
+        holds()
+    mount.stop()
+    checked_fs(mount.image)
+    with Loop(suite, mount.image, folder):
+        holds()
+    mount.image.unlink()
+
+
+def qemu_img(suite):
+    """compare, and convert in both directions."""
+    tool = r.tool("qemu-img", "qemu-utils")
+    name = f"img-{suite.transport}"
+    image = suite.image(f"{name}.img", 24 * MIB)
+    content = m.fill(image, 24 * MIB, ((0, 3 * MIB), (10 * MIB, 65536)), 31)
+    mount = m.serving(suite, name, image=image)
+    # The image is locked by who serves it.
+    r.run([tool, "compare", "-U", "-f", "raw", "-F", "raw", mount.path, image])
+    plain, qcow2 = suite.rig.dir / "plain.img", suite.rig.dir / "copy.qcow2"
+    r.run([tool, "convert", "-f", "raw", "-O", "raw", mount.path, plain])
+    m.same(plain, content, "converted from the mount")
+    r.run([tool, "convert", "-f", "raw", "-O", "qcow2", mount.path, qcow2])
+    r.run([tool, "compare", "-f", "raw", "-F", "qcow2", mount.path, qcow2])
+    other = suite.image("other.img", 24 * MIB)
+    content = m.fill(other, 24 * MIB, ((MIB + 512, 5 * MIB), (20 * MIB, 4 * MIB)), 32)
+    for cache in ("writeback", "none") if not suite.peer or suite.peer_version >= 11 else ("writeback",):
+        r.run([tool, "convert", "-n", "-t", cache, "-f", "raw", "-O", "raw", other, mount.path])
+        m.same(mount.path, content, f"converted to the mount, cache={cache}")
+        r.run([tool, "compare", "-T", cache, "-f", "raw", "-F", "raw", mount.path, other])
+    qemu_io = r.tool("qemu-io", "qemu-utils")
+    commands = ("write -P 7 1000 5000", "aio_write -P 8 64k 128k", "aio_flush", "read -P 7 1000 5000", "read -P 8 64k 128k", "flush")
+    done = r.run([qemu_io, "-f", "raw", "-t", "none", *(x for c in commands for x in ("-c", c)), mount.path])
+    r.require("fail" not in done.stdout, f"qemu-io: {done.stdout}")
+    mount.stop()
+
+
+def qemu_img_grows(suite):
+    """convert without -n: it makes the target anew, with the size that it needs."""
+    tool = r.tool("qemu-img", "qemu-utils")
+    suite.differs("overlooks O_TRUNC", before=11)
+    name = f"img-grow-{suite.transport}"
+    other = suite.image("source.img", 3 * MIB)
+    content = m.fill(other, 3 * MIB, ((512, MIB),), 33)
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", 9 * MIB), growable=True)
+    r.run([tool, "convert", "-f", "raw", "-O", "raw", other, mount.path])
+    m.same(mount.path, content, "converted to the mount")
+    r.run([tool, "convert", "-f", "raw", "-O", "qcow2", other, mount.path])
+    r.run([tool, "check", "-f", "qcow2", mount.path])
+    r.run([tool, "compare", "-f", "raw", "-F", "qcow2", other, mount.path])
+    r.run([tool, "resize", "-f", "qcow2", mount.path, "6M"])
+    r.run([tool, "create", "-q", "-f", "raw", mount.path, "5M"])
+    r.require(mount.path.stat().st_size == 5 * MIB, "qemu-img create made another size")
+    mount.stop()
+    r.require(mount.image.stat().st_size == 5 * MIB, "the image has another size")
+
+
+def fsx(suite):
+    """The file system exerciser, where the machine has one; Debian has none."""
+    tool = shutil.which("fsx")
+    if not tool:
+        raise r.Skipped("fsx is missing (no Debian package has it; xfstests does)")
+    name = f"fsx-{suite.transport}"
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", MIB), growable=True)
+    os.truncate(mount.path, 0)
+    # Sizes are multiples of 512: so are fsx's.
+    r.run([tool, "-N", "2000", "-S", "1", "-w", "512", "-r", "512", "-t", "512", "-l", "262144", mount.path])
+    mount.stop()
+
+
+class Moves:
+    """Queues moved between workers, workers made and freed, while fio writes and verifies."""
+
+    def __init__(self, suite, mount, seed):
+        self.mount = mount
+        self.chance = random.Random(seed)
+        self.at = {q["index"]: q["worker"] for q in mount.queues()}
+        self.workers = sorted(set(self.at.values()) | {0})
+        self.moved = self.refused = self.freed = 0
+        self.why = ""
+
+    def turn(self):
+        queue = self.chance.choice(list(self.at))
+        if self.chance.random() < 0.1 and len(self.workers) < 8:
+            self.workers.append(self.mount.daemon.worker_new())
+        others = [w for w in self.workers if w != self.at[queue]]
+        if not others:
+            self.workers.append(self.mount.daemon.worker_new())
+            return
+        to = self.chance.choice(others)
+        done = self.mount.cli("attach", f"f0:{queue}", str(to), check=False, timeout_s=15)
+        if done.returncode == 0:
+            self.at[queue] = to
+            self.moved += 1
+        else:
+            self.why = done.stderr.strip()
+            r.message_of(done, "f0", code=(1,))
+            r.require(len(self.why.split()) >= 6, f"a move was refused without a reason: {self.why!r}")
+            self.refused += 1
+        if self.chance.random() < 0.1:
+            for empty in [w for w in self.workers if w != 0 and w not in self.at.values()][:1]:
+                self.mount.cli("worker", "free", str(empty))
+                self.workers.remove(empty)
+                self.freed += 1
+
+
+def fio_argv(path, seconds, base=0):
+    """Four jobs that verify what they wrote, each in a region of its own from `base` on."""
+    options = {
+        "filename": path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
+        "verify_fatal": 1, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,
+        "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": 7,
+    }  # fmt: skip
+    argv = [r.tool("fio", "fio"), *(f"--{key}={value}" for key, value in options.items())]
+    for job, (rw, bs) in enumerate((("randwrite", "4k"), ("randrw", "16k"), ("randwrite", "64k"), ("write", "128k"))):
+        argv += [f"--name=job{job}", f"--offset={base + job * FIO_REGION}", f"--rw={rw}", f"--bs={bs}"]
+    return argv
+
+
+def fio(suite, memory, seconds):
+    suite.differs("mixes up writes that come together", before=11)
+    name = f"fio-{'memory' if memory else 'disk'}-{suite.transport}"
+    image = suite.image(f"{name}.img", FIO_JOBS * FIO_REGION, memory)
+    mount = m.serving(suite, name, image=image, queues=4)
+    load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount.path, seconds))
+    moves = None
+    if not suite.peer:
+        moves = Moves(suite, mount, 41)
+        r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()), 10)
+        end = time.monotonic() + seconds * 0.85
+        while time.monotonic() < end and load.running():
+            moves.turn()
+            time.sleep(0.03)
+        r.require(load.running(), f"fio ended before its time: {load.tail()}")
+        seen = {q["index"]: q["worker"] for q in mount.queues()}
+        r.require(seen == moves.at, f"status says that queues are at {seen}, not {moves.at}")
+        suite.rig.say(f"{suite.transport}: {moves.moved} moves, {moves.refused} refused, {moves.freed} workers freed {moves.why}")
+        r.require(moves.moved + moves.refused > 20, f"only {moves.moved + moves.refused} moves in {seconds} s")
+        # The kernel ties rings to their CPUs; a queue that reads /dev/fuse can go anywhere.
+        r.require(moves.refused == 0 or suite.transport == "io_uring", f"{moves.refused} moves were refused: {moves.why}")
+    code = load.wait(seconds + 20)
+    errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
+    r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))
+    if moves:
+        broken = [q for q in mount.queues() if q["errors"]]
+        r.require(not broken, f"requests failed: {broken}")
+    mount.stop()
+
+
+def parallel(suite):
+    """Many small callers at once: each sees its own bytes. The caller that is killed disturbs nobody."""
+    name = f"many-{suite.transport}"
+    suite.differs("mixes up writes that come together", before=11)
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", 16 * MIB), queues=4)
+    text = "for n in $(seq 20); do dd if={0} of={1} bs=4k count=64 seek=$(({2} * 64)) conv=notrunc oflag=direct 2>&1 || exit 1; done"
+    source = [suite.rig.dir / f"many.{n}" for n in range(4)]
+    for number, path in enumerate(source):
+        path.write_bytes(random.Random(number).randbytes(64 * 4096))
+    writers = [
+        r.Child(suite.rig, f"{name}.{n}", ["sh", "-c", text.format(source[n], mount.path, n)]) for n in range(4)
+    ]
+    victims = 0
+    while any(w.running() for w in writers) and victims < 30:
+        victim = subprocess.Popen(["dd", f"if={mount.path}", "of=/dev/null", "bs=1M", "iflag=direct"], stderr=subprocess.DEVNULL)
+        time.sleep(0.01)
+        victim.kill()
+        victim.wait(10)
+        victims += 1
+    for writer in writers:
+        code = writer.wait(20)
+        r.require(code == 0, f"{writer.name} ended with {code}: {writer.tail(3)}")
+    with m.Opened(mount.path, os.O_RDONLY) as fd:
+        for number, path in enumerate(source):
+            r.require(os.pread(fd, 64 * 4096, number * 64 * 4096) == path.read_bytes(), f"writer {number}'s bytes are others")
+    mount.stop()
+
+
+def tests(suite):
+    t = suite.test
+    t("ext4 on a loop device, buffered", lambda: file_system(suite, False), 40)
+    t("ext4 on a loop device, --direct-io=on", lambda: file_system(suite, True), 40)
+    t("qemu-img compare and convert, qemu-io", lambda: qemu_img(suite), 30)
+    t("qemu-img convert and create, growable", lambda: qemu_img_grows(suite), 30)
+    t("many callers, some killed", lambda: parallel(suite), 40)
+    t("fio verifies while queues move, image on a disk", lambda: fio(suite, False, FIO_S), FIO_S + 40)
+    t("fio verifies while queues move, image in memory", lambda: fio(suite, True, FIO_S // 2), FIO_S + 40)
+    t("fsx", lambda: fsx(suite), 60)

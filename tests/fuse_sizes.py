@@ -1,0 +1,147 @@
+"""Exports that grow, and exports that nobody may change."""
+
+import mmap
+import os
+import random
+
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+
+
+class Growing(m.Fixture):
+    """The export that is writable and growable; sizes are multiples of 512."""
+
+    START = MIB
+
+    def make(self, name):
+        image = self.suite.image(f"{name}.img", self.START)
+        self.first = bytes(m.fill(image, self.START, ((0, self.START),), 2))
+        return m.serving(self.suite, name, image=image, growable=True)
+
+    def tests(self):
+        t = self.test
+        t("growable: truncate grows and shrinks", self.truncate)
+        t("growable: writes beyond the end", self.write)
+        t("growable: O_APPEND, O_TRUNC", self.append)
+        t("growable: fallocate beyond the end", self.allocate)
+        t("growable: sizes are rounded up to 512", self.rounded)
+        t("growable: cp and dd without notrunc", self.copied)
+        t("growable: end", lambda: self.mount.stop())
+
+    def begin(self):
+        """The first size and content again."""
+        with m.Opened(self.mount.path) as fd:
+            os.ftruncate(fd, self.START)
+            os.pwrite(fd, self.first, 0)
+
+    def holds(self, content, what):
+        size = self.mount.path.stat().st_size
+        r.require(size == len(content), f"{what}: it has {size} bytes, not {len(content)}")
+        m.same(self.mount.path, content, what)
+        r.run(["sync", self.mount.path])
+        m.same(self.mount.image, content, what)
+
+    def truncate(self):
+        self.begin()
+        os.truncate(self.mount.path, 3 * MIB)
+        self.holds(self.first + bytes(2 * MIB), "grown")
+        os.truncate(self.mount.path, MIB // 2)
+        self.holds(self.first[: MIB // 2], "shrunk")
+        r.run(["truncate", "-s", "1M", self.mount.path])
+        self.holds(self.first[: MIB // 2] + bytes(MIB // 2), "grown again: what was cut off must not come back")
+        os.truncate(self.mount.path, 0)
+        self.holds(bytes(512), "empty, which a disk cannot be: one sector")
+
+    def write(self):
+        self.begin()
+        with m.Opened(self.mount.path) as fd:
+            r.require(os.pwrite(fd, b"a" * 8192, MIB - 4096) == 8192, "a write across the end is short")
+            self.holds(self.first[: MIB - 4096] + b"a" * 8192, "written across the end")
+            r.require(os.pwrite(fd, b"b" * 1024, 2 * MIB) == 1024, "a write beyond the end is short")
+            r.require(os.fstat(fd).st_size == 2 * MIB + 1024, f"the open file has {os.fstat(fd).st_size} bytes")
+        self.holds(self.first[: MIB - 4096] + b"a" * 8192 + bytes(MIB - 4096) + b"b" * 1024, "written beyond the end")
+
+    def append(self):
+        self.begin()
+        with m.Opened(self.mount.path, os.O_WRONLY | os.O_APPEND) as fd:
+            for turn in range(4):
+                r.require(os.write(fd, bytes([65 + turn]) * 512) == 512, "a short append")
+        self.holds(self.first + b"".join(bytes([65 + n]) * 512 for n in range(4)), "appended")
+        self.suite.differs("overlooks O_TRUNC", before=11)
+        with m.Opened(self.mount.path, os.O_WRONLY | os.O_TRUNC) as fd:
+            os.write(fd, b"t" * 1536)
+        self.holds(b"t" * 1536, "O_TRUNC")
+
+    def allocate(self):
+        self.begin()
+        with m.Opened(self.mount.path) as fd:
+            m.fallocate(fd, 0, MIB, MIB)
+            self.holds(self.first + bytes(MIB), "allocated")
+            m.fallocate(fd, m.ZERO_RANGE, 2 * MIB - 4096, 8192)
+            self.holds(self.first + bytes(MIB + 4096), "zeroed beyond the end")
+            self.suite.differs("does not support KEEP_SIZE alone")
+            m.fallocate(fd, m.KEEP_SIZE, 4 * MIB, MIB)
+            m.fallocate(fd, m.ZERO_RANGE | m.KEEP_SIZE, 2 * MIB, MIB)
+            m.fallocate(fd, m.PUNCH, 2 * MIB, MIB)
+            self.holds(self.first + bytes(MIB + 4096), "size kept")
+
+    def rounded(self):
+        self.suite.differs("rounds otherwise: what it makes of such sizes is its raw driver's")
+        self.begin()
+        os.truncate(self.mount.path, MIB + 1)
+        self.holds(self.first + bytes(512), "truncated to an odd size")
+        with m.Opened(self.mount.path) as fd:
+            r.require(os.pwrite(fd, b"o" * 100, 2 * MIB + 50) == 100, "a short write")
+        self.holds(self.first + bytes(MIB) + bytes(50) + b"o" * 100 + bytes(362), "written to an odd end")
+
+    def copied(self):
+        """What tools do to an ordinary file that exists."""
+        self.suite.differs("overlooks O_TRUNC", before=11)
+        data = random.Random(9).randbytes(700 * 1024)
+        source = self.suite.rig.dir / "copied"
+        source.write_bytes(data)
+        r.run(["cp", source, self.mount.path])
+        self.holds(data, "cp")
+        r.run(["dd", f"if={source}", f"of={self.mount.path}", "bs=100k", "count=3"])
+        self.holds(data[:307200], "dd")
+
+
+class ReadOnly(m.Fixture):
+    """The export as it is without `writable`."""
+
+    def make(self, name):
+        image = self.suite.image(f"{name}.img", MIB)
+        self.content = m.fill(image, MIB, ((0, MIB // 2),), 3)
+        return m.serving(self.suite, name, image=image, writable=False)
+
+    def tests(self):
+        t = self.test
+        t("read-only: every change is refused", self.refuses)
+        t("read-only: the mount says so", self.says)
+        t("read-only: reads", lambda: m.same(self.mount.path, self.content, "read-only"))
+        t("read-only: end", lambda: self.mount.stop())
+
+    def refuses(self):
+        path = self.mount.path
+        no = ["EROFS", "EACCES", "EPERM"]
+        self.suite.differs("refuses writing, not opening for it", before=11)
+        m.refused("O_RDWR", no, lambda: os.close(os.open(path, os.O_RDWR)))
+        m.refused("O_WRONLY", no, lambda: os.close(os.open(path, os.O_WRONLY)))
+        m.refused("truncate", no, lambda: os.truncate(path, 0))
+        with m.Opened(path, os.O_RDONLY) as fd:
+            m.refused("fallocate", no + ["EBADF"], lambda: m.fallocate(fd, m.PUNCH, 0, 4096))
+            m.refused("a shared mapping for writing", ["EACCES", "EROFS"], lambda: mmap.mmap(fd, 4096))
+        m.same(self.mount.image, self.content, "the image")
+
+    def says(self):
+        self.suite.differs("mounts read-write and checks itself", before=11)
+        options = next(x[2] for x in m.fuse_mounts() if x[1] == str(self.mount.path)).split(",")
+        r.require("ro" in options, f"the mount's options are {options}")
+        r.require(os.stat(self.mount.path).st_mode & 0o222 == 0, "the mode has write permission")
+
+
+def tests(suite):
+    Growing(suite).tests()
+    ReadOnly(suite).tests()
