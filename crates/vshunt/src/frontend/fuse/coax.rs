@@ -84,6 +84,7 @@ impl Drop for Session {
             reads.reap(until - Instant::now());
         }
         if reads.under_way > 0 {
+            tracing::debug!("{} reads of a coaxed queue are still under way", reads.under_way);
             // Ending them waits for the queue; that is not ours to do here.
             let _ = std::thread::Builder::new().name("fuse-coax-end".into()).spawn(move || drop(reads));
         }
