@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// Requests that a rest brings on average from which on polling pays only if the other side waits for us.
 const POLL_BATCH_MAX: f64 = 16.0;
+/// Requests a rest from which on it does not pay even then: a wake-up is little for so many.
+const POLL_BATCH_WAITS_MAX: f64 = 48.0;
 /// Notifications a rest on average from which on the other side counts as waiting.
 const WAITS_MIN: f64 = 0.25;
 /// Smallest polling window that is tried.
@@ -134,7 +136,8 @@ impl Pace {
             }
         }
         let held = now < self.poll_held_until;
-        if bound.is_zero() || held || self.window_ns == 0 || (self.batch_avg >= POLL_BATCH_MAX && !waits) {
+        let batch_max = if waits { POLL_BATCH_WAITS_MAX } else { POLL_BATCH_MAX };
+        if bound.is_zero() || held || self.window_ns == 0 || self.batch_avg >= batch_max {
             return Plan::Sleep;
         }
         Plan::Poll(Duration::from_nanos(self.window_ns).min(bound))
