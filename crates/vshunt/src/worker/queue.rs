@@ -29,7 +29,7 @@ pub trait Queue: Send {
     /// Asks the other side not to kick: this queue will be looked at without.
     fn wake(&mut self);
 
-    /// Likewise, for a worker that has nothing else to do: may cost a system call.
+    /// The same, more thoroughly and less often: may cost a system call.
     fn look(&self) -> bool {
         self.has_work()
     }

@@ -25,7 +25,9 @@ pub const DEFAULT_POLL_US: u32 = 50;
 pub const POLL_US_MAX: u32 = 10_000;
 /// Turns without work after which one queue among busy ones is asked to kick again.
 const QUIET_TURNS: u32 = 256;
-/// Polls between two looks at the clock.
+/// Turns without work between two thorough looks at a queue among busy ones.
+const LOOK_TURNS: u32 = 4;
+/// Polls between two looks at the clock, and thorough ones at the queues.
 const POLLS_A_LOOK: u32 = 16;
 /// The mailbox's place; queues have the ones below.
 const MAIL_INDEX: u16 = u16::MAX;
@@ -197,7 +199,7 @@ impl Worker {
                 self.awake.swap_remove(i);
                 continue;
             };
-            if place.queue.has_work() || (others && place.queue.look()) {
+            if place.queue.has_work() || (others && place.quiet % LOOK_TURNS == 0 && place.queue.look()) {
                 place.quiet = 0;
                 let before = place.stats.in_flight.load(Ordering::Relaxed);
                 let n = place.queue.take(&mut self.ring, place.token, BUDGET);
@@ -354,15 +356,12 @@ impl Worker {
     fn spin(&mut self, window: Duration) -> bool {
         let start = Instant::now();
         loop {
+            if self.any_awake(|q| q.look()) {
+                return true;
+            }
             for _ in 0..POLLS_A_LOOK {
-                for &index in &self.awake {
-                    if let Some(place) = &self.places[index as usize]
-                        && place.queue.look()
-                    {
-                        return true;
-                    }
-                }
-                if self.ring.has_completions()
+                if self.any_awake(|q| q.has_work())
+                    || self.ring.has_completions()
                     || self.ring.wants_enter()
                     || self.shared.has_mail.load(Ordering::Relaxed)
                 {
@@ -374,6 +373,10 @@ impl Worker {
                 return false;
             }
         }
+    }
+
+    fn any_awake(&self, is: impl Fn(&dyn Queue) -> bool) -> bool {
+        self.awake.iter().any(|&i| self.places[i as usize].as_ref().is_some_and(|p| is(p.queue.as_ref())))
     }
 
     fn read_mail(&mut self) {

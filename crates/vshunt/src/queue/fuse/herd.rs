@@ -3,7 +3,7 @@
 //! Every channel may read every request, so to wake them all for one would burn CPUs, and to wake them in turn would
 //! have each request wait for a sleeping worker. So one channel leads: it alone waits for requests, and it serves what
 //! comes for as long as it keeps up. Where requests still wait when it has worked for a while it calls another, which
-//! serves until nothing is left and goes idle again. A call that found nothing makes the next one later, one that
+//! serves until nothing is left and goes idle again. A call that found next to nothing makes the next one later, one that
 //! helped makes it sooner.
 //!
 //! Used by queues, on their workers' threads. What must never happen: requests waiting while no channel listens.
@@ -17,6 +17,8 @@ use super::Bell;
 /// another costs.
 const CALL_AFTER_US_MIN: u32 = 20;
 const CALL_AFTER_US_MAX: u32 = 5_000;
+/// Requests that a called channel has to find for the call to have been worth it.
+const HELP_MIN: u32 = 8;
 
 #[derive(Default)]
 struct State {
@@ -79,10 +81,10 @@ impl Herd {
         }
     }
 
-    /// A called channel found so many requests.
+    /// A called channel found so many requests before there were none.
     pub(super) fn called(&self, requests: u32) {
         let now = self.call_after_us.load(Relaxed);
-        let next = if requests == 0 { now.saturating_mul(2) } else { now / 2 };
+        let next = if requests < HELP_MIN { now.saturating_mul(2) } else { now / 2 };
         self.call_after_us.store(next.clamp(CALL_AFTER_US_MIN, CALL_AFTER_US_MAX), Relaxed);
     }
 
@@ -154,11 +156,11 @@ mod tests {
     fn calls_in_vain_come_later() {
         let herd = herd(2);
         for _ in 0..20 {
-            herd.called(0);
+            herd.called(HELP_MIN - 1);
         }
         assert_eq!(herd.call_after_us(), CALL_AFTER_US_MAX);
         for _ in 0..20 {
-            herd.called(5);
+            herd.called(HELP_MIN);
         }
         assert_eq!(herd.call_after_us(), CALL_AFTER_US_MIN);
     }

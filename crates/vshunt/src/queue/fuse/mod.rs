@@ -117,8 +117,9 @@ struct Slot {
     then: Then,
     /// Its write has entered the gate.
     entered: bool,
-    /// How much of the buffer a request's data may have been written to, since it was zero.
-    dirty: u32,
+    /// How many bytes at the buffer's start are zero, written by us: where nobody ever wrote the kernel finds its one
+    /// page of zeroes, which it copies from by a slower way.
+    zeroed: u32,
 }
 
 /// One queue of a mount.
@@ -182,7 +183,7 @@ impl FuseQueue {
                 serving: 0,
             },
         };
-        let slot = |_| Slot { io: Io::default(), unique: 0, then: Then::Nothing, entered: false, dirty: 0 };
+        let slot = |_| Slot { io: Io::default(), unique: 0, then: Then::Nothing, entered: false, zeroed: 0 };
         Ok(Self {
             transport,
             buffers,
@@ -264,8 +265,9 @@ impl FuseQueue {
                 unsafe {
                     std::ptr::copy_nonoverlapping(small.as_ptr(), self.buffers.at(index), small.len());
                 }
-                let dirty = &mut self.slots[usize::from(index)].dirty;
-                *dirty = (*dirty).max(small.len() as u32);
+                if !small.is_empty() {
+                    self.slots[usize::from(index)].zeroed = 0;
+                }
                 entries.reply(index, unique, error, small.len());
             }
         }

@@ -69,7 +69,9 @@ impl FuseQueue {
     ) {
         let slot = &mut self.slots[usize::from(index)];
         slot.unique = request.unique;
-        slot.dirty = slot.dirty.max(payload as u32);
+        if payload > 0 {
+            slot.zeroed = 0;
+        }
         match request.opcode {
             op::READ => self.read(ring, place, index, args),
             op::WRITE => self.write(ring, place, index, args, payload),
@@ -105,11 +107,11 @@ impl FuseQueue {
         let len = u64::from(size.min(TRANSFER_BYTES_MAX)).min(end.saturating_sub(offset));
         self.turn_bytes += len;
         if self.shared.gives_nothing || len == 0 {
-            let dirty = (self.slots[usize::from(index)].dirty as usize).min(self.buffers.piece());
-            if dirty > 0 {
+            let zeroed = &mut self.slots[usize::from(index)].zeroed;
+            if len > u64::from(*zeroed) {
                 // SAFETY: the slot's buffer is ours and has that many bytes.
-                unsafe { self.buffers.at(index).write_bytes(0, dirty) };
-                self.slots[usize::from(index)].dirty = 0;
+                unsafe { self.buffers.at(index).write_bytes(0, len as usize) };
+                *zeroed = len as u32;
             }
             return self.end_read(ring, place, index, 0, len as usize);
         }

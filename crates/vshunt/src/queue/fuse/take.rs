@@ -48,10 +48,7 @@ impl FuseQueue {
     /// A request was taken from the channel. Where it has been so for long, another channel is called.
     #[inline]
     fn burst(&mut self) {
-        let Transport::Channel { herd, burst, called, .. } = &mut self.transport else { return };
-        if std::mem::take(called) {
-            herd.called(1);
-        }
+        let Transport::Channel { herd, burst, .. } = &mut self.transport else { return };
         match burst {
             None => *burst = Some((Instant::now(), 1)),
             Some((since, n)) => {
@@ -85,13 +82,14 @@ impl FuseQueue {
             return;
         };
         *ready = false;
-        *alone = match burst.take() {
-            Some((_, n)) if n > 1 => 0,
-            Some(_) => ALONE,
-            None => *alone,
-        };
+        let found = burst.take().map_or(0, |(_, n)| n);
+        match found {
+            0 => {}
+            1 => *alone = ALONE,
+            _ => *alone = 0,
+        }
         if std::mem::take(called) {
-            herd.called(0);
+            herd.called(found);
         }
         if !*leads {
             *leads = herd.settle(self.index);
