@@ -170,8 +170,11 @@ on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.
 Disk keys: name, file, format=raw|null|ram, size, readonly=on|off, direct=auto|on|off,
 cache=writeback|writethrough|unsafe, locking=on|off.
 
-Export keys: type=vhost-user-blk, name, disk, socket or fd, queues, workers=default|per-queue|N,
-readonly=on|off, serial, block-size, poll-us.
+Export keys: type, name, disk, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
+each worker on one CPU, where it does not poll unless poll-us is given.
+ of type=vhost-user-blk: socket or fd, readonly=on|off, serial, block-size.
+ of type=fuse: mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
+  transport=auto|dev|io_uring, passthrough=auto|off.
 
 Worker keys: name, cpu (as for taskset: 2-3,,6; or all), nice, poll-us. Worker 0 is there always.";
 
