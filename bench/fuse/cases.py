@@ -10,8 +10,8 @@ import os
 import seed
 from cases import GRACE_QUICK_S, GRACE_S, RAM_BYTES, can_be_awake, file_system, image
 from client import Client
-from fuse import tables, verdicts
-from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field)
+from fuse import floor, tables, verdicts
+from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field)
 from fuse.load import Job
 from fuse.measure import measure
 from fuse.mount import private_namespace, uring_problem
@@ -113,20 +113,25 @@ def null(b):
     with _prepared(b, "fuse-null", "a file of 1 GiB with nothing behind it") as f:
         if f is None:
             return
-        names = [*DAEMONS.values(), DEV_1, DEV_4, PINNED, FREE]
+        # The floor runs only where it is judged; a stand-in for vshunt (--aa) is not.
+        floors = f.field.floors(None if b.o.aa else floor.compiled(b))
+        if floors:
+            b.report.line(f"  {FLOOR_LEGEND}")
+        names = [*DAEMONS.values(), DEV_1, DEV_4, PINNED, FREE, *(c.name for c in floors)]
         all_of_them = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_4, PINNED, FREE)
         two_queues = f.field.daemons(1, 4) + f.field.ours(DEV_1, DEV_4)
         large = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_2, DEV_4, PINNED)
         jobs = list(f.jobs(SEED_JOBS, awake=True))
         large_jobs = list(f.jobs(LARGE_JOBS))
         random = [j for j in jobs if j.pattern in ("rr", "rw")]
-        plan = [(j, all_of_them if j in random else two_queues) for j in jobs] + [(j, large) for j in large_jobs]
+        plan = [(j, (all_of_them if j in random else two_queues) + (floors if verdicts.has_floor(j) else [])) for j in jobs]
+        plan += [(j, large + (floors if verdicts.has_floor_large(j) else [])) for j in large_jobs]
         cells = f.measure("fuse-null", plan, NULL)
         daemons = list(DAEMONS.values())
         tables.side_by_side(f.report, random, names, daemons, cells)
         if large_jobs:
             f.report.line()
-        tables.side_by_side(f.report, large_jobs, [c.name for c in large], daemons, cells)
+        tables.side_by_side(f.report, large_jobs, [c.name for c in large + floors], daemons, cells)
         tables.seeds(f.report, "null", jobs, cells)
         f.report.seed(seed.PEERS_FUSE_NULL)
         if not f.judged():

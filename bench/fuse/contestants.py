@@ -1,4 +1,5 @@
-"""Who serves: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt with each transport and layout of workers.
+"""Who serves: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt with each transport and layout of workers, and the
+floor of /dev/fuse with 1, 2 and 4 threads.
 
 Everything that names an option of either program stands here. `disk` is a Disk, `place` where to mount.
 """
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Callable, Optional
 
 DAEMONS = {1: "daemon 1", 2: "daemon 2", 4: "daemon 4"}
+FLOORS = {1: "floor 1", 2: "floor 2", 4: "floor 4"}
 DEV_1, DEV_2, DEV_4, PINNED, FREE = "dev 1", "dev 2", "dev 4", "ring pinned", "ring free"
 PASSTHROUGH, HOST = "passthrough", "host fio"
 # What stands behind `type=fuse,...` of each. The io_uring transport has a queue for each CPU that there could be.
@@ -19,8 +21,11 @@ LAYOUTS = {
     PASSTHROUGH: "transport=dev,queues=1,growable=on,passthrough=auto",
 }
 RINGS = (PINNED, FREE)
+# The floor that a layout is held against: as many threads as it has queues.
+FLOOR_OF = {DEV_1: FLOORS[1], DEV_2: FLOORS[2], DEV_4: FLOORS[4]}
 LEGEND = ("daemon N: storage daemon with N iothreads; dev N: vshunt on /dev/fuse, N queues, a worker each; ring: vshunt over "
           "io_uring, a queue a CPU, workers pinned to theirs or free")
+FLOOR_LEGEND = "floor N: bench/fuse/floor.c, which only answers, N threads on /dev/fuse"
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,12 @@ def _vshunt(tools, layout):
     return argv
 
 
+def _floor(program, threads):
+    def argv(disk, place):
+        return [program, place.outside, str(disk.size), str(threads)]
+    return argv
+
+
 def cpus_possible():
     with open("/sys/devices/system/cpu/possible") as f:
         return int(f.read().strip().rpartition("-")[2].rpartition(",")[2]) + 1
@@ -79,6 +90,10 @@ class Field:
 
     def ours(self, *names):
         return [Contestant(n, self._argv(n)) for n in names if n not in RINGS or self.rings or self.stand_in]
+
+    def floors(self, program):
+        """`program`: floor.c compiled, or None."""
+        return [Contestant(name, _floor(program, n)) for n, name in FLOORS.items()] if program else []
 
     def host(self):
         return [Contestant(HOST, None)]

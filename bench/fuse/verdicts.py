@@ -2,21 +2,22 @@
 import os
 import statistics
 
-from fuse.contestants import DEV_1, DEV_2, DEV_4, FREE, PINNED
+from fuse.contestants import DEV_1, DEV_2, DEV_4, FLOOR_OF, FREE, PINNED
 from report import MET, MISSED, UNKNOWN, rate
 
-# What programs that do nothing else reached on null, on a machine of the class that vshunt is built on (2 vCPUs, Linux
-# 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. They say nothing on a machine with more CPUs.
+# What programs that do nothing else reached on null on another day, on a machine of the class that vshunt is built on (2
+# vCPUs, Linux 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. They say nothing on a machine with more CPUs. Layouts on
+# /dev/fuse are held against the floor of the same run instead (FLOOR_OF), and these are printed beside it.
 FLOOR_CPUS = 2
 FLOOR_SHARE = 0.9
-FLOORS = {
+FLOORS_OLDER = {
     DEV_1: {"rr": (452, 297), "rw": (385, 269)},
     DEV_4: {"rr": (203, 436), "rw": (202, 352)},
     FREE: {"rr": (343, 467), "rw": (355, 364)},
     PINNED: {"rr": (221, 509), "rw": (191, 453)},
 }
 # Reads of 128k, GB/s, the best that each reached with any number of jobs.
-FLOORS_LARGE = {DEV_1: 9.0, DEV_2: 13.2, PINNED: 4.9}
+FLOORS_LARGE_OLDER = {DEV_1: 9.0, DEV_2: 13.2, PINNED: 4.9}
 
 
 def median(cells, job, name, key="iops"):
@@ -52,32 +53,62 @@ def ratio(report, case, cells, job, ours, others, bound):
                      f"{sentence}: x{got / ref:.2f} ({us} {show(got)} to {them} {show(ref)})")
 
 
-def _floor(report, case, sentence, got, floor, show):
+def has_floor(job):
+    """Whether a job of 4k requests is one that floors are for."""
+    return job.engine == "aio" and job.pattern in ("rr", "rw") and job.depth == 64 and job.bs == "4k" and job.jobs in (1, 4)
+
+
+def has_floor_large(job):
+    return job.pattern == "sr" and job.block_bytes > 4096
+
+
+def _floor(report, case, what, got, floor, older, show):
+    """A layout on /dev/fuse against the `floor` of this run; of the `older` one only the figure is given."""
+    sentence = f"{what} at least {FLOOR_SHARE:g} of the floor with as many threads"
+    beside = f" (older measurement, {FLOOR_CPUS} CPUs: {show(older)})" if older else ""
+    if not got or not floor:
+        report.judge(case, UNKNOWN, sentence + (f": {show(got)}" if got else "") + beside)
+    else:
+        report.judge(case, MET if got >= FLOOR_SHARE * floor else MISSED,
+                     f"{sentence}: x{got / floor:.2f} ({show(got)} to {show(floor)}){beside}")
+
+
+def _floor_older(report, case, what, got, older, show):
+    """A transport whose floor is not measured here."""
+    sentence = f"{what} at least {FLOOR_SHARE:g} of the floor, {show(older)}, which is an older measurement"
     if got is None or os.cpu_count() != FLOOR_CPUS:
         why = "" if got is None else f": {show(got)}; the floor was measured on {FLOOR_CPUS} CPUs"
         report.judge(case, UNKNOWN, sentence + why)
     else:
-        report.judge(case, MET if got >= FLOOR_SHARE * floor else MISSED, f"{sentence}: x{got / floor:.2f} ({show(got)})")
+        report.judge(case, MET if got >= FLOOR_SHARE * older else MISSED, f"{sentence}: x{got / older:.2f} ({show(got)})")
 
 
 def floors(report, case, cells, jobs):
     """Of 4k requests at depth 64, each transport and layout against what a bare server of its kind reached."""
-    for job in jobs:
-        if job.engine != "aio" or job.depth != 64 or job.bs != "4k" or job.jobs not in (1, 4):
-            continue
-        for name, floor in FLOORS.items():
-            if job.pattern in floor:
-                at = 1e3 * floor[job.pattern][job.jobs == 4]
-                _floor(report, case, f"{job}: {name} at least {FLOOR_SHARE:g} of the floor, {rate(at)}",
-                       median(cells, job, name), at, rate)
+    for job in filter(has_floor, jobs):
+        for name, figures in FLOORS_OLDER.items():
+            what, got = f"{job}: {name}", median(cells, job, name)
+            older = 1e3 * figures[job.pattern][job.jobs == 4]
+            if name in FLOOR_OF:
+                _floor(report, case, what, got, median(cells, job, FLOOR_OF[name]), older, rate)
+            else:
+                _floor_older(report, case, what, got, older, rate)
 
 
 def floors_large(report, case, cells, jobs):
-    reads = [j for j in jobs if j.pattern == "sr" and j.block_bytes > 4096]
-    for name, floor in FLOORS_LARGE.items():
-        measured = [v * j.block_bytes / 1e9 for j in reads if (v := median(cells, j, name))]
-        _floor(report, case, f"128k reads: {name}, its best job, at least {FLOOR_SHARE:g} of the floor, {floor} GB/s",
-               max(measured, default=None), floor, lambda v: f"{v:.2f}GB/s")
+    """Of reads of 128k, the best job of each; which one that is depends on the number of threads."""
+    def most(name):
+        return max((v * j.block_bytes for j in filter(has_floor_large, jobs) if (v := median(cells, j, name))), default=None)
+
+    def show(bytes_per_s):
+        return f"{bytes_per_s / 1e9:.2f}GB/s"
+
+    for name in (DEV_1, DEV_2, DEV_4, PINNED):
+        what, got, older = f"128k reads: {name}, its best job,", most(name), FLOORS_LARGE_OLDER.get(name, 0) * 1e9
+        if name in FLOOR_OF:
+            _floor(report, case, what, got, most(FLOOR_OF[name]), older, show)
+        else:
+            _floor_older(report, case, what, got, older, show)
 
 
 def paired(cells, job, of, base):
