@@ -200,7 +200,7 @@ def fio_argv(path, seconds, base=0):
     """Four jobs that verify what they wrote, each in a region of its own from `base` on."""
     options = {
         "filename": path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
-        "verify_fatal": 1, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,
+        "verify_fatal": 1, "verify_state_save": 0, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,
         "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": 7,
     }  # fmt: skip
     argv = [r.tool("fio", "fio"), *(f"--{key}={value}" for key, value in options.items())]
