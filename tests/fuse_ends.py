@@ -6,6 +6,7 @@ Run as a program (`writer …`) it writes with O_DSYNC and notes what was comple
 import os
 import random
 import re
+import signal
 import struct
 import sys
 import time
@@ -166,7 +167,7 @@ def terminated(suite, how):
     callers = Callers(suite, name, mount.path, 0)
     callers.busy()
     if how == "quit":
-        mount.cli("quit", timeout_s=15)
+        mount.cli("quit", "--force", timeout_s=15)
     else:
         mount.child.process.terminate()
     code = mount.child.wait(10)
@@ -242,6 +243,23 @@ def unmounted(suite, lazily):
     mount.cli("export", "add", mount.arguments[3])
     m.same(mount.path, mount.image.read_bytes(), "mounted again")
     mount.stop()
+
+
+def asked(suite):
+    """quit does not take an open file from its users, unless told to; a signal told twice is one."""
+    suite.ours()
+    name = f"asked-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB))
+    r.wait_for("nobody has it open", lambda: mount.export()["mount"]["open-files"] == 0, 5)
+    with m.Opened(mount.path) as fd:
+        r.require(mount.export()["mount"]["open-files"] == 1, "status does not count the open file")
+        r.message_of(mount.cli("quit", check=False, timeout_s=10), "f0", "--force", code=(1,))
+        r.require(os.pwrite(fd, b"still here", 0) == 10, "it is served no more")
+    r.wait_for("it is closed", lambda: mount.export()["mount"]["open-files"] == 0, 5)
+    for _ in range(3):
+        os.kill(mount.child.pid, signal.SIGTERM)
+    r.require(mount.child.wait(10) == 0, f"it ended with {mount.child.wait(1)}")
+    r.require(not mount.path.exists() and not m.mounted(mount.path), f"{mount.path} was left behind")
 
 
 def cpu_time(pid):
@@ -357,6 +375,7 @@ def tests(suite):
     t("export remove: busy while open, --force cuts off", lambda: removed(suite), 40)
     t("SIGTERM with I/O under way", lambda: terminated(suite, "term"), 30)
     t("quit with I/O under way", lambda: terminated(suite, "quit"), 30)
+    t("quit asks before it takes an open file, a signal comes thrice", lambda: asked(suite))
     t("umount by an administrator", lambda: unmounted(suite, False))
     t("umount -l by an administrator, file open", lambda: unmounted(suite, True))
     t("connection aborted by an administrator", lambda: aborted(suite))

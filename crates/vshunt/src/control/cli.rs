@@ -94,7 +94,11 @@ pub(crate) enum Command {
         shrink: bool,
     },
     /// End the daemon; returns when it has let go of everything
-    Quit,
+    Quit {
+        /// Even while mounted files are open, whose users lose them
+        #[arg(long)]
+        force: bool,
+    },
     /// Send a command of the control protocol (QMP) and print what it returns as JSON
     #[command(after_long_help = super::pages::qmp_help())]
     Qmp {
@@ -132,16 +136,22 @@ Columns of disks:
          in memory, copied at once; memory, format ram; none, format null
 
 Columns of exports:
-  MODE   ro or rw, for the guest
-  STATE  connected: a front-end (a VMM) is there; waiting: none is
-  ENGINE user: requests are served by workers of this process
+  MODE   ro or rw, for its user
+  STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted
+  ENGINE user: requests are served by workers of this process; of a mount how
+         they come to them: dev (channels of /dev/fuse), io_uring (a queue for
+         each CPU, and a channel for what does not go by these); passthrough:
+         the kernel reads and writes the image, only the rest comes to us.
+         --json says why not another
 
 Columns of queues:
   WORKER     the worker that it is attached to
   STATE      stopped: its guest does not use it; running; broken: its guest
              misused it, and it stands until the guest resets it
-  SIZE       descriptors of the ring; 0 before its first start
-  IN-FLIGHT  requests taken and not completed
+  SIZE       descriptors of the ring; 0 before its first start; of a mount how
+             many requests can be under way
+  IN-FLIGHT  requests taken and not completed; those of memory are completed as
+             they are taken
   REQUESTS, ERRORS, READ, WRITTEN  since the export was added
 
 Columns of workers:

@@ -195,7 +195,11 @@ impl<'de> MapAccess<'de> for Pairs<'_> {
         let key = value.key;
         seed.deserialize(value).map_err(|KeyvalError(why)| {
             // The derived text for an untagged variant names a Rust type, which helps no user.
-            let why = if key == "workers" { "wants default, per-queue or a number".to_owned() } else { why };
+            let why = if key == "workers" {
+                "wants default, per-queue, per-cpu or a number".to_owned()
+            } else {
+                why
+            };
             KeyvalError(format!("key `{key}`: {why}"))
         })
     }

@@ -13,7 +13,7 @@ use super::config;
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, pages, print, show};
 use crate::export::check_one_place;
-use crate::export::spec::{DiskInfo, DiskSpec, ExportSpec, WorkerInfo};
+use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, WorkerInfo};
 
 /// How long `quit` waits for the daemon to take everything down.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -32,7 +32,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
-        Command::Quit => quit(connect()?),
+        Command::Quit { force } => quit(connect()?, force),
         Command::Qmp { command, arguments } => {
             let arguments = parse_arguments(arguments.as_deref())?;
             print_json(&connect()?.execute(&command, arguments)?)
@@ -217,7 +217,17 @@ fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
     path.map(absolute).transpose()
 }
 
-fn quit(mut client: Client) -> Outcome {
+fn quit(mut client: Client, force: bool) -> Outcome {
+    let exports: Vec<ExportInfo> = call(&mut client, "query-exports", json!({}))?;
+    let open = exports.iter().find(|e| e.mount.as_ref().is_some_and(|m| m.open_files > 0));
+    if let Some(export) = open.filter(|_| !force) {
+        let at = export.spec.mountpoint.as_ref().map(|p| p.display().to_string()).unwrap_or_default();
+        return Err(Failure::Failed(format!(
+            "export {} is in use (fuser -v {at} names its users, loop devices do not show there: losetup -j {at}); \
+             close it first, or give --force and they lose it",
+            export.spec.name
+        )));
+    }
     client.execute("quit", Map::new())?;
     match client.wait_closed(QUIT_TIME) {
         true => Ok(()),

@@ -3,9 +3,11 @@
 //! [`block`] must run before any thread is made, since threads inherit the mask; it runs first in the main thread.
 //! A signal that was ignored when the program started (nohup, a background job of a script) stays ignored.
 
+use std::io::Write as _;
 use std::mem::MaybeUninit;
 use std::sync::mpsc::Sender;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use super::api::Stop;
 use crate::error::{Error, Result};
@@ -35,21 +37,33 @@ pub(crate) fn block() -> Result<Blocked> {
     Ok(Blocked(set))
 }
 
-/// Sends each signal on as a [`Stop`]. A second one, while the first is being obeyed, ends the process at once.
+/// A signal so soon after the first is the same wish, told twice (as timeout(1) does).
+const SAME_WISH: Duration = Duration::from_secs(1);
+
+/// Sends each signal on as a [`Stop`]. Another one, while the first is being obeyed, ends the process at once.
 pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
     let run = move || {
-        let mut seen = false;
+        let mut first: Option<Instant> = None;
         loop {
             let mut signal = 0;
             // SAFETY: the set is initialised and `signal` is ours; both outlive the call.
             if unsafe { libc::sigwait(&blocked.0, &mut signal) } != 0 {
                 return;
             }
-            if seen {
-                std::process::exit(1);
+            match first {
+                None => {
+                    first = Some(Instant::now());
+                    let _ = stop.send(Stop::Signal(signal));
+                }
+                Some(then) if then.elapsed() < SAME_WISH => {}
+                Some(_) => {
+                    let _ = writeln!(
+                        std::io::stderr(),
+                        "vshunt: told to end twice and ends at once; sockets and mounts may be left"
+                    );
+                    std::process::exit(1);
+                }
             }
-            seen = true;
-            let _ = stop.send(Stop::Signal(signal));
         }
     };
     thread::Builder::new()

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use super::check::{Check, settings};
 use super::life::{Export, removing};
-use super::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec};
+use super::spec::{
+    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec,
+};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::frontend::Observer;
@@ -565,8 +567,12 @@ impl Maps {
         if let Some((writer, _)) = writer
             && !readonly
         {
+            let remedy = match spec.kind {
+                ExportKind::VhostUserBlk => "give readonly=on",
+                ExportKind::Fuse => "leave out writable=on",
+            };
             return Err(Error::busy(format!(
-                "disk {} is written by export {writer} already; give readonly=on, or remove that export",
+                "disk {} is written by export {writer} already; {remedy}, or remove that export",
                 spec.disk
             )));
         }

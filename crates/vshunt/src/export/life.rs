@@ -74,6 +74,7 @@ impl Frontend {
             passthrough: plan.passthrough,
             passthrough_why: plan.passthrough_why,
             allow_other: mount.allow_other(),
+            open_files: mount.open_files(),
         })
     }
 

@@ -358,4 +358,6 @@ pub struct MountInfo {
     pub passthrough_why: Option<String>,
     /// Whether other users may use the file.
     pub allow_other: bool,
+    /// Times that it is open now.
+    pub open_files: u32,
 }

@@ -30,6 +30,7 @@ pub struct Fuse {
     inner: Arc<Inner>,
     disk: Arc<Disk>,
     name: String,
+    opens: Arc<AtomicU32>,
     plan: Plan,
     features: u64,
     allow_other: bool,
@@ -92,11 +93,13 @@ impl Fuse {
             (0..queues.len()).map(|_| Bell::make().map(Arc::new)).collect::<std::io::Result<Vec<_>>>();
         let bells = bells.map_err(|e| Error::io(format_args!("cannot serve {}", spec.name), e))?;
         let watch = Arc::downgrade(&inner);
+        let opens = Arc::<AtomicU32>::default();
         let setup = Setup {
             name: spec.name.clone(),
             disk: disk.clone(),
             writable,
             growable: spec.growable.unwrap_or(false),
+            opens: opens.clone(),
             backing_id: backing,
             on_resized: Box::new(move |size_bytes| {
                 if let Some(inner) = watch.upgrade() {
@@ -114,6 +117,7 @@ impl Fuse {
             inner,
             disk,
             name: spec.name.clone(),
+            opens,
             plan,
             features,
             allow_other,
@@ -150,6 +154,11 @@ impl Fuse {
         self.allow_other
     }
 
+    /// Times that the file is open.
+    pub fn open_files(&self) -> u32 {
+        self.opens.load(SeqCst)
+    }
+
     /// Flags of INIT that were agreed on.
     pub fn features(&self) -> u64 {
         self.features
@@ -174,8 +183,17 @@ impl Fuse {
         if let Some(id) = self.inner.backing {
             session::close_backing(&self.inner.session, id);
         }
-        if let Err(e) = self.inner.mount.unmount(false).or_else(|_| self.inner.mount.unmount(true)) {
-            tracing::error!("{e}");
+        let path = self.inner.mount.path().display();
+        if !self.inner.mount.still_there() {
+            tracing::warn!(
+                "export {}: {path} was unmounted by somebody else, which ends the export",
+                self.name
+            );
+        } else if self.inner.mount.unmount(false).is_err() {
+            tracing::warn!("export {}: {path} is in use, and is taken from its users", self.name);
+            if let Err(e) = self.inner.mount.unmount(true) {
+                tracing::error!("{e}");
+            }
         }
         for index in 0..queues.len() {
             drop(queues.stop(index));

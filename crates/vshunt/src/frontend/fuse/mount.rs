@@ -171,7 +171,7 @@ impl Mount {
                     let path = at.display();
                     return Err(Error::busy(format!(
                         "{path} is in use; stop its users (fuser -v {path} names them), or take it from them by \
-                         force"
+                         --force"
                     )));
                 }
             }

@@ -293,7 +293,11 @@ impl FuseQueue {
                 self.end_with(ring, place, index, 0, out.bytes());
             }
             // Nothing is kept back from the disk until a file is closed.
-            op::FLUSH | op::RELEASE | op::DESTROY => self.end(ring, place, index, 0),
+            op::FLUSH | op::DESTROY => self.end(ring, place, index, 0),
+            op::RELEASE => {
+                self.shared.release();
+                self.end(ring, place, index, 0);
+            }
             op::FSYNC => {
                 let slot = &mut self.slots[usize::from(index)];
                 slot.then = Then::Done;

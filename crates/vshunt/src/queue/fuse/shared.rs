@@ -26,6 +26,8 @@ pub struct Setup {
     pub writable: bool,
     /// The file's size may be changed by those who use it.
     pub growable: bool,
+    /// Counts how often the file is open.
+    pub opens: Arc<AtomicU32>,
     /// Where the kernel is to go with reads and writes: the id that it gave for the image.
     pub backing_id: Option<i32>,
     /// Called with each new size that a user of the file gave it; on a thread that may wait.
@@ -45,6 +47,7 @@ pub struct FuseShared {
     /// Reads are to be zeroes of ours: the disk gives none.
     pub(super) gives_nothing: bool,
     backing_id: Option<i32>,
+    opens: Arc<AtomicU32>,
     made: Time,
     // Attributes, as chmod and chown set them.
     mode: AtomicU32,
@@ -58,7 +61,7 @@ impl FuseShared {
     /// # Errors
     /// No thread can be had.
     pub fn new(setup: Setup, bells: &[Arc<Bell>]) -> Result<Self> {
-        let Setup { name, disk, writable, growable, backing_id, on_resized } = setup;
+        let Setup { name, disk, writable, growable, opens, backing_id, on_resized } = setup;
         let gate = Arc::new(Gate::new(bells));
         let clerk = Clerk::start(&name, disk.clone(), gate.clone(), on_resized)?;
         let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -70,6 +73,7 @@ impl FuseShared {
             granule: disk.granule(),
             zero_granule: disk.zero_granule(),
             gives_nothing: disk.path() == "none",
+            opens,
             backing_id,
             made: (made.as_secs() as i64, made.subsec_nanos()),
             mode: AtomicU32::new(if writable { 0o600 } else { 0o400 }),
@@ -112,6 +116,7 @@ impl FuseShared {
 
     /// What OPEN answers: flags and the backing file.
     pub(super) fn open(&self) -> abi::OpenOut {
+        self.opens.fetch_add(1, Relaxed);
         match self.backing_id {
             Some(backing_id) => abi::OpenOut { fh: 0, open_flags: abi::open::PASSTHROUGH, backing_id },
             None => abi::OpenOut {
@@ -120,6 +125,11 @@ impl FuseShared {
                 backing_id: 0,
             },
         }
+    }
+
+    /// RELEASE: an open file is closed.
+    pub(super) fn release(&self) {
+        self.opens.fetch_sub(1, Relaxed);
     }
 
     /// chmod: permissions only, and none to write where there is no writing.
