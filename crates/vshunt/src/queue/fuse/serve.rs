@@ -367,7 +367,7 @@ impl FuseQueue {
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
         const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
         let FallocateIn { offset, length, mode, .. } = what;
-        let (mode, size) = (mode as i32, self.shared.disk().size_bytes());
+        let (mode, size) = (mode as i32, self.shared.size());
         let Some(end) = offset.checked_add(length) else {
             return self.end(ring, place, index, -libc::EFBIG);
         };
