@@ -177,6 +177,8 @@ impl Fuse {
         if let Err(e) = self.inner.mount.unmount(false).or_else(|_| self.inner.mount.unmount(true)) {
             tracing::error!("{e}");
         }
+        // Without its mount it may live on, for those who have the file open or in another mount namespace.
+        self.inner.mount.sever(&self.inner.session);
         for index in 0..queues.len() {
             drop(queues.stop(index));
         }
