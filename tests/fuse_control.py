@@ -176,6 +176,12 @@ def in_kernel(suite):
         del content[5 * MIB :]
         m.fallocate(fd, m.PUNCH, 4096, 8192)
         content[4096:12288] = bytes(8192)
+        # What only the kernel knows to be there: an end that it has moved by itself.
+        os.pwrite(fd, data, 7 * MIB)
+        content += bytes(2 * MIB) + data
+        m.fallocate(fd, 0, 0, 6 * MIB)
+        m.fallocate(fd, m.PUNCH, 7 * MIB, 8192)
+        content[7 * MIB : 7 * MIB + 8192] = bytes(8192)
     r.run(["dd", "if=/dev/zero", f"of={mount.path}", "bs=4096", "seek=16", "count=4", "oflag=direct", "conv=notrunc"])
     content[65536:81920] = bytes(16384)
     m.same(mount.path, content, "the mount")

@@ -260,6 +260,17 @@ def asked(suite):
         os.kill(mount.child.pid, signal.SIGTERM)
     r.require(mount.child.wait(10) == 0, f"it ended with {mount.child.wait(1)}")
     r.require(not mount.path.exists() and not m.mounted(mount.path), f"{mount.path} was left behind")
+def unmounted_then_ended(suite):
+    """umount -l, and the daemon ends with the file still open: its user gets errors, and neither hangs."""
+    suite.ours()
+    name = f"umount-l-end-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB))
+    fd = os.open(mount.path, os.O_RDWR)
+    r.run(["umount", "-l", mount.path])
+    mount.stop()
+    gone = ["ENOTCONN", "ECONNABORTED", "EIO"]
+    m.refused("a read", gone, lambda: os.pread(fd, 4, 0))
+    m.refused("the close", gone, lambda: os.close(fd))
 
 
 def cpu_time(pid):
@@ -378,6 +389,7 @@ def tests(suite):
     t("quit asks before it takes an open file, a signal comes thrice", lambda: asked(suite))
     t("umount by an administrator", lambda: unmounted(suite, False))
     t("umount -l by an administrator, file open", lambda: unmounted(suite, True))
+    t("umount -l by an administrator, file open at the end", lambda: unmounted_then_ended(suite))
     t("connection aborted by an administrator", lambda: aborted(suite))
     t(f"kill -9 {KILLS} times with I/O under way, mountpoint taken over", lambda: killed(suite), 90)
     t("kill -9, then another image on the mountpoint", lambda: left_alone(suite))

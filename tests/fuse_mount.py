@@ -2,9 +2,11 @@
 
 import ctypes
 import errno
+import mmap
 import os
 import random
 import re
+import struct
 import sys
 import time
 import traceback
@@ -33,6 +35,26 @@ def checked(code):
 
 def fallocate(fd, mode, offset, length):
     checked(libc.fallocate(fd, mode, offset, length))
+
+
+IO_SETUP, IO_DESTROY, IO_SUBMIT, IO_GETEVENTS = (0, 1, 2, 4) if os.uname().machine == "aarch64" else (206, 207, 209, 208)
+
+
+def write_async(fd, data, offset):
+    """One write by the kernel's AIO (linux/aio_abi.h), which must be whole."""
+    with mmap.mmap(-1, len(data)) as buffer:
+        buffer[:] = data
+        held = ctypes.c_char.from_buffer(buffer)
+        block = struct.pack("<QIIHhIQQqQII", 0, 0, 0, 1, 0, fd, ctypes.addressof(held), len(data), offset, 0, 0, 0)
+        block = ctypes.create_string_buffer(block, 64)
+        blocks = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+        context, event = ctypes.c_ulong(0), (ctypes.c_int64 * 4)()
+        checked(libc.syscall(IO_SETUP, 1, ctypes.byref(context)))
+        checked(libc.syscall(IO_SUBMIT, context, 1, blocks))
+        checked(libc.syscall(IO_GETEVENTS, context, 1, 1, event, None))
+        checked(libc.syscall(IO_DESTROY, context))
+        del held
+        r.require(event[2] == len(data), f"an asynchronous write of {len(data)} bytes ended with {event[2]}")
 
 
 def refused(what, errnos, call):

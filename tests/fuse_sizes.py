@@ -24,6 +24,7 @@ class Growing(m.Fixture):
         t = self.test
         t("growable: truncate grows and shrinks", self.truncate)
         t("growable: writes beyond the end", self.write)
+        t("growable: one asynchronous write of many requests beyond the end", self.write_in_pieces)
         t("growable: O_APPEND, O_TRUNC", self.append)
         t("growable: fallocate beyond the end", self.allocate)
         t("growable: sizes are rounded up to 512", self.rounded)
@@ -62,6 +63,15 @@ class Growing(m.Fixture):
             r.require(os.pwrite(fd, b"b" * 1024, 2 * MIB) == 1024, "a write beyond the end is short")
             r.require(os.fstat(fd).st_size == 2 * MIB + 1024, f"the open file has {os.fstat(fd).st_size} bytes")
         self.holds(self.first[: MIB - 4096] + b"a" * 8192 + bytes(MIB - 4096) + b"b" * 1024, "written beyond the end")
+
+    def write_in_pieces(self):
+        """The kernel sends all its requests at once: the room for one must not cut off another."""
+        for turn in range(10):
+            self.begin()
+            with m.Opened(self.mount.path, os.O_RDWR | os.O_DIRECT) as fd:
+                os.ftruncate(fd, 0)
+                m.write_async(fd, bytes([65 + turn]) * (8 * MIB), 0)
+            self.holds(bytes([65 + turn]) * (8 * MIB), "written in pieces")
 
     def append(self):
         self.begin()

@@ -225,6 +225,27 @@ impl Disk {
         resized
     }
 
+    /// Makes it `end` bytes long, in whole sectors, if it is shorter; what it grows by reads as zeroes. Whether it was
+    /// shorter. Blocks. One at a time, and none during a [`resize`](Self::resize).
+    ///
+    /// # Errors
+    /// `EPERM` for a block device, `ENOSPC` for memory, else the system's.
+    pub fn lengthen(&self, end: u64) -> std::io::Result<bool> {
+        let (old, size_bytes) = (self.size_bytes(), end.next_multiple_of(SECTOR_BYTES));
+        if size_bytes <= old {
+            return Ok(false);
+        }
+        match &self.kind {
+            Kind::Null => {}
+            Kind::Ram(ram) => {
+                ram.resize(old, size_bytes).map_err(|_| std::io::Error::from_raw_os_error(libc::ENOSPC))?
+            }
+            Kind::Raw(raw) => raw.lengthen(size_bytes)?,
+        }
+        self.size_bytes.store(size_bytes, Ordering::Release);
+        Ok(true)
+    }
+
     /// Waits until everything written is on stable storage. Blocks: for control, never for a worker.
     ///
     /// # Errors

@@ -21,8 +21,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use crate::queue::fuse::RING_ENTRIES;
 use crate::worker::{Coax, Coaxing};
 
-/// Reads that may be under way for one move.
-const READS_MAX: usize = 8 * RING_ENTRIES as usize;
+/// Reads for one queue that may be under way: some are served before it is told to come to rest.
+const QUEUE_READS_MAX: usize = 8 * RING_ENTRIES as usize;
 /// How long the end waits for its reads, which the queue answers once it goes on.
 const END_WAIT: Duration = Duration::from_secs(1);
 
@@ -42,7 +42,7 @@ impl Coax for RingCoax {
         if file.metadata()?.dev() != self.device {
             return Err(io::Error::other("something else is mounted there now"));
         }
-        let reads = Reads::new(file)?;
+        let reads = Reads::new(file, QUEUE_READS_MAX + self.idle.len() * usize::from(RING_ENTRIES))?;
         Ok(Box::new(Session { reads: Some(reads), idle: self.idle.clone() }))
     }
 }
@@ -57,7 +57,7 @@ impl Coaxing for Session {
         let (Some(idle), Some(reads)) = (self.idle.get(usize::from(index)), &mut self.reads) else {
             return Ok(());
         };
-        let n = (idle.load(Relaxed) as usize).min(READS_MAX - reads.under_way.min(READS_MAX));
+        let n = (idle.load(Relaxed) as usize).min(reads.max.saturating_sub(reads.under_way));
         if n == 0 {
             return Ok(());
         }
@@ -128,17 +128,19 @@ struct Reads {
     /// Where they read to; nobody looks at it.
     sink: Box<[u8; 512]>,
     under_way: usize,
+    /// Room: all queues may be drained together, and keep theirs.
+    max: usize,
 }
 
 impl Reads {
-    fn new(file: File) -> io::Result<Self> {
+    fn new(file: File, max: usize) -> io::Result<Self> {
         let mut context = 0u64;
         // SAFETY: the context is written to a variable of its size.
-        let made = unsafe { libc::syscall(libc::SYS_io_setup, READS_MAX as libc::c_long, &raw mut context) };
+        let made = unsafe { libc::syscall(libc::SYS_io_setup, max as libc::c_long, &raw mut context) };
         if made < 0 {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self { file, context, sink: Box::new([0; 512]), under_way: 0 })
+        Ok(Self { file, context, sink: Box::new([0; 512]), under_way: 0, max })
     }
 
     fn submit(&mut self, n: usize) -> io::Result<()> {

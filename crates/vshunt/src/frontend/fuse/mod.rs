@@ -195,6 +195,8 @@ impl Fuse {
                 tracing::error!("{e}");
             }
         }
+        // Without its mount it may live on, for those who have the file open or in another mount namespace.
+        self.inner.mount.sever(&self.inner.session);
         for index in 0..queues.len() {
             drop(queues.stop(index));
         }

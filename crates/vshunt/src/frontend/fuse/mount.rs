@@ -145,6 +145,13 @@ impl Mount {
         Ok(())
     }
 
+    /// Aborts the connection of `session`, which is this mount's, if it has not ended with the mount.
+    pub fn sever(&self, session: &OwnedFd) {
+        if let Err(e) = umount::sever(session, self.id.device) {
+            tracing::warn!("{}: cannot end its connection: {e}", self.path().display());
+        }
+    }
+
     /// Ends the mount; where it was last.
     fn end(&self, hard: bool) -> Result<PathBuf> {
         let mut how = if hard { How::Abort } else { How::Soft };

@@ -1,5 +1,6 @@
 //! What a request needs of the image and io_uring has no operation for: done by a thread of the export, so that no worker
-//! waits. Seeking data and holes, file system statistics, times, and writes of less than a block.
+//! waits. Seeking data and holes, file system statistics, times, growth, and writes of less than a
+//! block.
 //!
 //! A queue hands over a [`Task`] and goes on; its bell rings when the [`Answer`] is there.
 
@@ -54,6 +55,9 @@ pub(super) enum Task {
     Times { atime: (i64, i64), mtime: (i64, i64) },
     /// A write that is no multiple of blocks.
     Merge { offset: u64, bytes: Bytes, fua: bool },
+    /// Room for what lies before `end`. Here and one after the other, for two that the disk is to grow by may come in any
+    /// order, and the later must not cut off what the earlier made.
+    Lengthen { end: u64 },
     /// Zeroes at the ends of a range, where they are less than a block; all of it where there is no block between.
     Edges { offset: u64, len: u64, block: u64 },
 }
@@ -91,6 +95,14 @@ impl Clerk {
         let run = move || {
             for order in todo {
                 match order {
+                    Order::Task(desk, slot, Task::Lengthen { end }) => {
+                        let longer = disk.lengthen(end);
+                        let resized = matches!(longer, Ok(true));
+                        desk.put(slot, done(longer.map(drop)));
+                        if resized {
+                            on_resized(disk.size_bytes());
+                        }
+                    }
                     Order::Task(desk, slot, task) => desk.put(slot, do_task(&disk, &gate, &task)),
                     Order::Resized(size_bytes) => on_resized(size_bytes),
                 }
@@ -146,6 +158,7 @@ fn do_task(disk: &Disk, gate: &Gate, task: &Task) -> Answer {
             let bytes = unsafe { std::slice::from_raw_parts(ptr, len) };
             done(gate.closed(|| disk.merge(offset, bytes, fua)))
         }
+        Task::Lengthen { end } => done(disk.lengthen(end).map(drop)),
         Task::Edges { offset, len, block } => done(gate.closed(|| edges(disk, offset, len, block))),
     }
 }

@@ -318,13 +318,14 @@ impl FuseQueue {
         self.replied - before
     }
 
+    /// Whether nothing that is under way can ring the bell.
+    fn bell_is_over(&self) -> bool {
+        self.tasks == 0 && self.deferred.is_empty() && self.in_flight() == 0
+    }
+
     /// While it leaves: ends the poll of the bell when nothing is to come by it.
     fn end_listening(&mut self, ring: &mut Ring, place: Token) {
-        if self.bell_listen == Listen::On
-            && self.tasks == 0
-            && self.deferred.is_empty()
-            && self.in_flight() == 0
-        {
+        if self.bell_listen == Listen::On && self.bell_is_over() {
             ring.cancel(place.with(0, OP_BELL));
             self.bell_listen = Listen::Ending;
         }
@@ -393,7 +394,8 @@ impl Queue for FuseQueue {
             _ => {
                 if !more {
                     self.bell_listen = Listen::Off;
-                    if !self.leaving {
+                    // The kernel may end it by itself, and while it leaves answers may still come.
+                    if !self.leaving || !self.bell_is_over() {
                         ring.poll(self.bell.fd(), token.with(0, OP_BELL));
                         self.bell_listen = Listen::On;
                     }

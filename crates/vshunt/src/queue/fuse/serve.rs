@@ -1,8 +1,7 @@
 //! What each request of a mount means, as POSIX has it for one regular file on the disk's bytes.
 //!
 //! `begin` decides at once, or starts an operation of the disk, or orders something of the clerk; `io_done` and
-//! `answered` go on from there, until the reply. A write that makes the file longer is two operations, one after the
-//! other, in the same slot.
+//! `answered` go on from there, until the reply. A write beyond the end has the file made longer first, in the same slot.
 
 use super::abi::{
     AttrOut, FallocateIn, InHeader, IoctlIn, IoctlOut, LseekIn, LseekOut, Plain, SetattrIn, StatxOut,
@@ -153,10 +152,10 @@ impl FuseQueue {
         };
         if end > disk_end {
             if self.shared.growable {
-                return self.grow(ring, place, index, end, Then::Go(Change::Write { offset, len, fua }));
+                return self.lengthen(index, end, Change::Write { offset, len, fua });
             }
-            if offset >= disk_end && len > 0 {
-                return self.end(ring, place, index, -libc::ENOSPC);
+            if offset >= disk_end {
+                return self.end(ring, place, index, if len > 0 { -libc::ENOSPC } else { 0 });
             }
             len = (disk_end - offset) as u32;
         }
@@ -198,10 +197,17 @@ impl FuseQueue {
         self.start(ring, place, index);
     }
 
-    /// Gives the file the size `size`, and goes on with `then`.
-    fn grow(&mut self, ring: &mut Ring, place: Token, index: u16, size: u64, then: Then) {
+    /// Has the file made long enough for what lies before `end`, and goes on with `change`.
+    #[cold]
+    fn lengthen(&mut self, index: u16, end: u64, change: Change) {
+        self.slots[usize::from(index)].then = Then::Go(change);
+        self.order(index, Task::Lengthen { end });
+    }
+
+    /// Gives the file the size `size`.
+    fn truncate(&mut self, ring: &mut Ring, place: Token, index: u16, size: u64) {
         let slot = &mut self.slots[usize::from(index)];
-        slot.then = then;
+        slot.then = Then::Attr;
         slot.io.reset(Op::Truncate, size, false);
         self.start(ring, place, index);
     }
@@ -235,7 +241,6 @@ impl FuseQueue {
             }
             Then::Written { len } if result >= 0 => self.end_write(ring, place, index, len),
             Then::Attr if result >= 0 => self.end_attr(ring, place, index),
-            Then::Go(change) if result >= 0 => self.change(ring, place, index, change),
             _ => self.end(ring, place, index, result),
         }
     }
@@ -262,6 +267,7 @@ impl FuseQueue {
         match (answer, then) {
             (Answer::Done(result), _) if result < 0 => self.end(ring, place, index, result),
             (Answer::Done(_), Then::Written { len }) => self.end_write(ring, place, index, len),
+            (Answer::Done(_), Then::Go(change)) => self.change(ring, place, index, change),
             (Answer::Done(_), Then::Attr) => self.end_attr(ring, place, index),
             // The ends of a range are zero: now what is between.
             (Answer::Done(_), Then::Done) if self.slots[usize::from(index)].io.len > 0 => {
@@ -341,7 +347,7 @@ impl FuseQueue {
         if has(fattr::SIZE) {
             return match () {
                 () if !self.shared.writable => self.end(ring, place, index, -libc::EROFS),
-                () if self.shared.growable => self.grow(ring, place, index, set.size, Then::Attr),
+                () if self.shared.growable => self.truncate(ring, place, index, set.size),
                 () if set.size == self.shared.disk().size_bytes() => self.end_attr(ring, place, index),
                 () => self.end(ring, place, index, -libc::EPERM),
             };
@@ -365,7 +371,7 @@ impl FuseQueue {
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
         const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
         let FallocateIn { offset, length, mode, .. } = what;
-        let (mode, size) = (mode as i32, self.shared.disk().size_bytes());
+        let (mode, size) = (mode as i32, self.shared.size());
         let Some(end) = offset.checked_add(length) else {
             return self.end(ring, place, index, -libc::EFBIG);
         };
@@ -383,7 +389,7 @@ impl FuseQueue {
         match () {
             () if len == 0 => self.end(ring, place, index, 0),
             () if end <= size || keeps => self.change(ring, place, index, change),
-            () if self.shared.growable => self.grow(ring, place, index, end, Then::Go(change)),
+            () if self.shared.growable => self.lengthen(index, end, change),
             () => self.end(ring, place, index, -libc::ENOSPC),
         }
     }

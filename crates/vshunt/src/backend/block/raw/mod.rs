@@ -180,6 +180,14 @@ impl Raw {
             .map_err(|e| Error::io(format_args!("cannot resize {path} to {size_bytes} bytes"), e))
     }
 
+    /// See [`Disk::lengthen`](super::Disk::lengthen). Never shorter: others may have made the file longer than is known.
+    pub(super) fn lengthen(&self, size_bytes: u64) -> std::io::Result<()> {
+        if self.block_device {
+            return Err(std::io::Error::from_raw_os_error(libc::EPERM));
+        }
+        if self.file.metadata()?.size() < size_bytes { self.file.set_len(size_bytes) } else { Ok(()) }
+    }
+
     /// The first operation of a request.
     #[inline]
     fn begin(&self, io: &mut Io, pool: &Pool) -> Next {

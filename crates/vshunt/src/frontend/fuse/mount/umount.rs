@@ -4,13 +4,20 @@
 //! end there is a moment in which another may mount over it; no system call unmounts by id.
 
 use std::fs;
+use std::io::{self, Write as _};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use super::helper;
 use crate::error::{Error, Result};
+
+/// Where fusectl is mounted.
+const CONNECTIONS: &str = "/sys/fs/fuse/connections";
 
 /// How hard a mount is ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +63,46 @@ pub(super) fn end(point: &Path, device: (u32, u32), how: How) -> Result<Outcome>
 /// Where fusectl is not mounted nothing happens: the connection then ends with its descriptors.
 pub(super) fn abort((_, minor): (u32, u32)) {
     // The connection's number is the device number, and that of a mount without a device has no major part.
-    let file = format!("/sys/fs/fuse/connections/{minor}/abort");
+    let file = format!("{CONNECTIONS}/{minor}/abort");
     if let Err(e) = fs::write(&file, "1") {
         tracing::debug!("cannot abort by {file}: {e}");
     }
+}
+
+/// Aborts the connection of `session`, a mount's with this device, unless it has ended.
+pub(super) fn sever(session: &OwnedFd, (_, minor): (u32, u32)) -> io::Result<()> {
+    let ended = || {
+        let mut fds = [PollFd::new(session, PollFlags::empty())];
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
+    };
+    if ended() {
+        return Ok(());
+    }
+    let mut file = match fs::File::options().write(true).open(format!("{CONNECTIONS}/{minor}/abort")) {
+        Ok(file) => file,
+        Err(_) => open_unmounted(&format!("{minor}/abort"))?,
+    };
+    // Numbers are used again: only if ours has not ended by now is the file that of our connection.
+    if ended() { Ok(()) } else { file.write_all(b"1") }
+}
+
+/// A file of fusectl where that is mounted nowhere, for writing.
+fn open_unmounted(path: &str) -> io::Result<fs::File> {
+    let checked = |rc: libc::c_long| if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc as i32) };
+    // SAFETY: a C string; the kernel gives a new descriptor, which is ours.
+    let context = unsafe {
+        OwnedFd::from_raw_fd(checked(libc::syscall(libc::SYS_fsopen, c"fusectl".as_ptr(), 1))?)
+    };
+    // FSCONFIG_CMD_CREATE of linux/mount.h.
+    let create = 6;
+    let none = std::ptr::null::<u8>();
+    // SAFETY: this command takes no memory.
+    checked(unsafe { libc::syscall(libc::SYS_fsconfig, context.as_raw_fd(), create, none, none, 0) })?;
+    // SAFETY: a call without memory; a new descriptor, as above.
+    let root = unsafe {
+        OwnedFd::from_raw_fd(checked(libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), 1, 0))?)
+    };
+    Ok(openat(root, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?.into())
 }
 
 fn by_helper(point: &Path, lazy: bool) -> Result<Outcome> {
