@@ -260,6 +260,8 @@ def asked(suite):
         os.kill(mount.child.pid, signal.SIGTERM)
     r.require(mount.child.wait(10) == 0, f"it ended with {mount.child.wait(1)}")
     r.require(not mount.path.exists() and not m.mounted(mount.path), f"{mount.path} was left behind")
+
+
 def unmounted_then_ended(suite):
     """umount -l, and the daemon ends with the file still open: its user gets errors, and neither hangs."""
     suite.ours()

@@ -90,9 +90,8 @@ pub(super) fn sever(session: &OwnedFd, (_, minor): (u32, u32)) -> io::Result<()>
 fn open_unmounted(path: &str) -> io::Result<fs::File> {
     let checked = |rc: libc::c_long| if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc as i32) };
     // SAFETY: a C string; the kernel gives a new descriptor, which is ours.
-    let context = unsafe {
-        OwnedFd::from_raw_fd(checked(libc::syscall(libc::SYS_fsopen, c"fusectl".as_ptr(), 1))?)
-    };
+    let context =
+        unsafe { OwnedFd::from_raw_fd(checked(libc::syscall(libc::SYS_fsopen, c"fusectl".as_ptr(), 1))?) };
     // FSCONFIG_CMD_CREATE of linux/mount.h.
     let create = 6;
     let none = std::ptr::null::<u8>();
