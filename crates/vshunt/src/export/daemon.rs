@@ -277,26 +277,32 @@ impl Daemon {
                 .filter_map(|e| e.phase.export().cloned())
                 .collect()
         };
+        let disk = &entry.disk;
         for export in &exports {
             export.check_size(size_bytes)?;
+            if export.grows_by_itself() {
+                disk.learn_size();
+            }
         }
-        let disk = &entry.disk;
         // A write in flight beyond a new, nearer end would make the image longer again.
         let old = disk.size_bytes();
         let writer = exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < old);
         match writer {
             // Freeing a file's blocks may take the file system seconds: the queues do not stand still for that.
             Some(export) if disk.narrow(size_bytes)? => {
-                export.with_all_drained(|| ());
+                if let Err(e) = export.with_all_drained(|| ()) {
+                    disk.narrow(old)?;
+                    return Err(e);
+                }
                 if let Err(e) = disk.resize(size_bytes) {
                     disk.narrow(old)?;
                     return Err(e);
                 }
             }
-            Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
+            Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
             // Its users may be changing the size, too.
             None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
-                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
+                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
                 None => disk.resize(size_bytes)?,
             },
         }
@@ -324,6 +330,11 @@ impl Daemon {
 
     /// All disks, by name.
     pub fn disks(&self) -> Vec<DiskInfo> {
+        for export in self.shown().iter().filter(|e| e.grows_by_itself()) {
+            if let Ok(entry) = self.state().disk(&export.spec.disk) {
+                entry.disk.learn_size();
+            }
+        }
         let state = self.state();
         let info = |entry: &Arc<DiskEntry>| DiskInfo {
             spec: entry.spec.clone(),

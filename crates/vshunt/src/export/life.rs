@@ -170,6 +170,16 @@ impl Export {
         self.spec.kind == ExportKind::VhostUserBlk && self.connected()
     }
 
+    /// Whether the kernel changes the disk's size without asking us.
+    pub(super) fn grows_by_itself(&self) -> bool {
+        match &*self.served() {
+            Some(Served { frontend: Frontend::Fuse(mount), .. }) => {
+                mount.plan().passthrough && self.spec.growable == Some(true)
+            }
+            _ => false,
+        }
+    }
+
     pub(super) fn config_changed(&self) {
         if let Some(served) = &*self.served() {
             served.frontend.config_changed();
@@ -185,10 +195,10 @@ impl Export {
     }
 
     /// Calls a function while nothing is in flight on any queue.
-    pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> R {
+    pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
         match &*self.served() {
             Some(served) => served.queues.with_all_drained(f),
-            None => f(),
+            None => Ok(f()),
         }
     }
 
@@ -330,10 +340,12 @@ fn homes(
         // Who polls on the CPU of the one whom it serves keeps it from running.
         settings.poll_us = Some(spec.poll_us.unwrap_or(0));
     }
-    let cpus = usize::from(online_cpus());
+    let cpus = crate::worker::allowed_cpus();
     for i in 0..count {
         if spec.workers == Spread::PerCpu {
-            settings.cpu = Some(vec![i as usize % cpus]);
+            // That of the ring queue, if we may run there.
+            let own = Some(i as usize).filter(|cpu| cpus.contains(cpu));
+            settings.cpu = Some(vec![own.unwrap_or(cpus[i as usize % cpus.len()])]);
         }
         own.push(workers.create(Some(format!("{}/{i}", spec.name)), &settings)?);
     }

@@ -47,8 +47,9 @@ pub trait Coaxing {
     fn ask(&mut self, index: u16) -> std::io::Result<()>;
 }
 
-/// How often it is asked.
+/// How often it is asked, and how long one queue of several may take.
 const COAX_EVERY: Duration = Duration::from_millis(1);
+const COAX_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The queues of one export. Lock order: a slot, then the workers' list.
 pub struct QueueSet {
@@ -140,31 +141,21 @@ impl QueueSet {
         if !slot.running {
             return None;
         }
-        let queue = self.drain(&slot, index, None);
+        let queue = self.drain(&slot, index);
         slot.running = false;
         self.stats(index).set_state(State::Stopped);
         Some(queue)
     }
 
-    fn drain(&self, slot: &Slot, index: u16, mut coaxing: Option<&mut dyn Coaxing>) -> Box<dyn Queue> {
+    fn drain(&self, slot: &Slot, index: u16) -> Box<dyn Queue> {
         let (to, back) = sync_channel(1);
         slot.mail.send(Mail::Release { id: slot.id, to });
-        let mut warned = Instant::now();
         loop {
-            let step = if coaxing.is_some() { COAX_EVERY } else { STOP_WARN };
-            match back.recv_timeout(step) {
+            match back.recv_timeout(STOP_WARN) {
                 Ok(queue) => return queue,
                 Err(RecvTimeoutError::Timeout) => {
-                    if warned.elapsed() >= STOP_WARN {
-                        warned = Instant::now();
-                        let n = self.stats(index).in_flight.load(Relaxed);
-                        tracing::warn!("queue {}:{index} waits for {n} requests in flight", self.name);
-                    }
-                    if let Some(coaxing) = &mut coaxing
-                        && let Err(e) = coaxing.ask(index)
-                    {
-                        tracing::debug!("queue {}:{index}: {e}", self.name);
-                    }
+                    let n = self.stats(index).in_flight.load(Relaxed);
+                    tracing::warn!("queue {}:{index} waits for {n} requests in flight", self.name);
                 }
                 Err(RecvTimeoutError::Disconnected) => unreachable!("a worker gives back what it has"),
             }
@@ -177,29 +168,46 @@ impl QueueSet {
         if !slot.running {
             return false;
         }
-        let mut queue = self.drain(&slot, index, None);
+        let mut queue = self.drain(&slot, index);
         f(queue.as_mut());
         hand_over(&slot, queue, self.stats(index));
         true
     }
 
-    /// Calls a function while nothing is in flight on any queue.
-    pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> R {
+    /// Calls a function while nothing is in flight on any queue. An error, with nothing changed, where the queues cannot be
+    /// brought to rest.
+    pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
         let slots: Vec<_> = (0..self.len()).map(|i| self.slot(i)).collect();
         let indexed = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
-        let mut coaxing = self.coax().and_then(|c| c.ok());
+        let no_rest =
+            |e| Error::io(format_args!("the queues of export {} cannot be brought to rest", self.name), e);
+        let mut coaxing = self.coax().transpose().map_err(no_rest)?;
         let mut queues = Vec::with_capacity(slots.len());
+        let mut failed = None;
         for (slot, i) in indexed() {
-            queues.push(match &mut coaxing {
-                Some(coaxing) => self.drain(slot, i, Some(coaxing.as_mut())),
-                None => self.drain(slot, i, None),
-            });
+            let drained = match &mut coaxing {
+                Some(coaxing) => self.release(slot, i, COAX_TIMEOUT, Some(coaxing.as_mut())),
+                None => Ok(self.drain(slot, i)),
+            };
+            match drained {
+                Ok(queue) => queues.push(queue),
+                Err(e) => {
+                    failed = Some(e);
+                    break;
+                }
+            }
+        }
+        if let Some(e) = failed {
+            for ((slot, i), queue) in indexed().zip(queues) {
+                hand_over(slot, queue, self.stats(i));
+            }
+            return Err(e);
         }
         let result = f();
         for ((slot, i), queue) in indexed().zip(queues) {
             hand_over(slot, queue, self.stats(i));
         }
-        result
+        Ok(result)
     }
 
     /// Calls a function with a running queue, on its worker. False if it does not run.

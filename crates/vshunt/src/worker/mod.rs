@@ -15,7 +15,7 @@ mod tests;
 mod thread;
 
 pub use attach::{Coax, Coaxing, QueueSet};
-pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers};
+pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
 pub use queue::{Queue, QueueStats, State};
 pub use ring::{Ring, RingFile, Token};
 pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};

@@ -360,6 +360,15 @@ impl Wanted {
     }
 }
 
+/// CPUs that the daemon may run on, ascending; at least one.
+pub fn allowed_cpus() -> Vec<usize> {
+    let mut allowed = sched_getaffinity(Some(getpid())).map_or(Vec::new(), |set| cpus(&set));
+    if allowed.is_empty() {
+        allowed.push(0);
+    }
+    allowed
+}
+
 fn cpu_set(wanted: &[usize]) -> Result<CpuSet> {
     if wanted.is_empty() {
         return sched_getaffinity(Some(getpid()))

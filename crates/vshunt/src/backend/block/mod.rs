@@ -225,6 +225,14 @@ impl Disk {
         resized
     }
 
+    /// Takes note that others have made its file longer.
+    pub fn learn_size(&self) {
+        if let Some(Ok(meta)) = self.image().map(File::metadata) {
+            let there = std::os::unix::fs::MetadataExt::size(&meta).next_multiple_of(SECTOR_BYTES);
+            self.size_bytes.fetch_max(there, Ordering::AcqRel);
+        }
+    }
+
     /// Makes it `end` bytes long, in whole sectors, if it is shorter; what it grows by reads as zeroes. Whether it was
     /// shorter. Blocks. One at a time, and none during a [`resize`](Self::resize).
     ///
@@ -269,7 +277,7 @@ impl Disk {
         self.cache
     }
 
-    /// What the offset, length and memory of a request have to be multiples of, a power of two: 1 where any byte can
+    /// What the offset and length of a request have to be multiples of, a power of two: 1 where any byte can
     /// be had alone. (Of a guest's requests only the length and offset are sure to be multiples of 512; what it takes
     /// beyond that, the backend does for itself.)
     pub fn granule(&self) -> u64 {

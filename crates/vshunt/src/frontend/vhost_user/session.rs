@@ -372,7 +372,8 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
-            self.queues.with_all_drained(|| self.device.settle()).map_err(refuse)?;
+            let settled = self.queues.with_all_drained(|| self.device.settle());
+            settled.map_err(|e| refuse(e.to_string()))?.map_err(refuse)?;
         }
         Ok(())
     }

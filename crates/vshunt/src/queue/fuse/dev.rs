@@ -67,6 +67,8 @@ impl Channel {
             Some(libc::EAGAIN) => Taken::Nothing,
             // ENOENT: the one who asked gave up while it was handed over.
             Some(libc::EINTR | libc::ENOENT) => Taken::Again,
+            // It passes, and the request is still there.
+            Some(libc::ENOMEM) => Taken::Nothing,
             _ => Taken::Gone,
         }
     }

@@ -338,6 +338,9 @@ impl FuseQueue {
 
     fn setattr(&mut self, ring: &mut Ring, place: Token, index: u16, set: &SetattrIn) {
         let has = |bit| set.valid & bit != 0;
+        if !self.shared.writable {
+            return self.end(ring, place, index, -libc::EROFS);
+        }
         if has(fattr::MODE) {
             self.shared.set_mode(set.mode);
         }
@@ -346,7 +349,6 @@ impl FuseQueue {
         }
         if has(fattr::SIZE) {
             return match () {
-                () if !self.shared.writable => self.end(ring, place, index, -libc::EROFS),
                 () if self.shared.growable => self.truncate(ring, place, index, set.size),
                 () if set.size == self.shared.disk().size_bytes() => self.end_attr(ring, place, index),
                 () => self.end(ring, place, index, -libc::EPERM),

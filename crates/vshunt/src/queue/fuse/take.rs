@@ -35,7 +35,8 @@ impl FuseQueue {
                         return taken;
                     }
                 }
-                Taken::Again => {}
+                // What was handed over so far may lie in the buffer.
+                Taken::Again => self.slots[usize::from(index)].zeroed = 0,
                 Taken::Nothing => {
                     self.settle();
                     return taken;

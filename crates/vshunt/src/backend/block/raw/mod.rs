@@ -125,7 +125,7 @@ impl Raw {
 
     /// See [`Disk::granule`](super::Disk::granule). Without O_DIRECT the page cache takes any bytes.
     pub(super) fn granule(&self) -> u64 {
-        if self.direct { (self.offset_mask + 1).max(self.memory_mask as u64 + 1) } else { 1 }
+        if self.direct { self.offset_mask + 1 } else { 1 }
     }
 
     pub(super) fn image(&self) -> &File {
