@@ -40,8 +40,8 @@ def fallocate(fd, mode, offset, length):
 IO_SETUP, IO_DESTROY, IO_SUBMIT, IO_GETEVENTS = (0, 1, 2, 4) if os.uname().machine == "aarch64" else (206, 207, 209, 208)
 
 
-def write_async(fd, data, offset):
-    """One write by the kernel's AIO (linux/aio_abi.h), which must be whole."""
+def write_async(fd, data, offset, meanwhile=lambda: None):
+    """One write by the kernel's AIO (linux/aio_abi.h), which must be whole; `meanwhile` is called while it is under way."""
     with mmap.mmap(-1, len(data)) as buffer:
         buffer[:] = data
         held = ctypes.c_char.from_buffer(buffer)
@@ -51,6 +51,7 @@ def write_async(fd, data, offset):
         context, event = ctypes.c_ulong(0), (ctypes.c_int64 * 4)()
         checked(libc.syscall(IO_SETUP, 1, ctypes.byref(context)))
         checked(libc.syscall(IO_SUBMIT, context, 1, blocks))
+        meanwhile()
         checked(libc.syscall(IO_GETEVENTS, context, 1, 1, event, None))
         checked(libc.syscall(IO_DESTROY, context))
         del held

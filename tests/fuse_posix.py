@@ -136,6 +136,10 @@ class Fixed(m.Fixture):
         r.require(seen.st_nlink == 1, f"{seen.st_nlink} links")
         r.require(seen.st_blksize >= 512 or self.suite.peer, f"block size {seen.st_blksize}")
         r.require(f" {SIZE} " in r.run(["stat", self.mount.path]).stdout, "stat(1) sees another size")
+        # Asking for the birth time is a request of its own (STATX), with all the rest in its answer.
+        told = r.run(["stat", "-c", "%w %s %b %a %u", self.mount.path]).stdout.split()
+        want = ["-", str(SIZE), str(seen.st_blocks), f"{seen.st_mode & 0o777:o}", str(seen.st_uid)]
+        r.require(told == want or self.suite.peer, f"with the birth time stat says {told}, not {want}")
 
     def dd_read(self, bs, count, skip, more=()):
         out = self.suite.rig.dir / "dd.out"
@@ -376,6 +380,9 @@ class Fixed(m.Fixture):
     def ioctl(self):
         with self.open() as fd:
             numbers = {"0x1234": 0x1234, "FS_IOC_GETFLAGS": 0x80086601, "BLKDISCARD": 0x1277}
+            if not self.suite.peer:
+                size = r.run(["blockdev", "--getsize64", self.mount.path]).stdout.strip()
+                r.require(size == str(SIZE), f"blockdev --getsize64: {size}")
             for name, number in numbers.items():
                 m.refused(f"ioctl {name}", ["ENOTTY"], lambda n=number: fcntl.ioctl(fd, n, bytearray(16)))
             waiting = array.array("i", [0])

@@ -25,6 +25,7 @@ class Growing(m.Fixture):
         t("growable: truncate grows and shrinks", self.truncate)
         t("growable: writes beyond the end", self.write)
         t("growable: one asynchronous write of many requests beyond the end", self.write_in_pieces)
+        t("growable: cut while writes are under way", self.cut_under_load)
         t("growable: O_APPEND, O_TRUNC", self.append)
         t("growable: fallocate beyond the end", self.allocate)
         t("growable: sizes are rounded up to 512", self.rounded)
@@ -72,6 +73,19 @@ class Growing(m.Fixture):
                 os.ftruncate(fd, 0)
                 m.write_async(fd, bytes([65 + turn]) * (8 * MIB), 0)
             self.holds(bytes([65 + turn]) * (8 * MIB), "written in pieces")
+
+    def cut_under_load(self):
+        """Whatever order they come in, the image ends where the file does: no write that was late makes it longer."""
+        with m.Opened(self.mount.path, os.O_RDWR | os.O_DIRECT) as fd:
+            for turn in range(200):
+                os.ftruncate(fd, 4 * MIB)
+                m.write_async(fd, b"w" * MIB, 3 * MIB, lambda: os.ftruncate(fd, MIB + turn))
+                sizes = os.fstat(fd).st_size, self.mount.image.stat().st_size
+                r.require(sizes[0] == sizes[1], f"turn {turn}: the file has {sizes[0]} bytes, the image {sizes[1]}")
+                os.ftruncate(fd, MIB)
+                os.ftruncate(fd, 4 * MIB)
+                rest = self.mount.path.read_bytes()[MIB:]
+                r.require(rest == bytes(3 * MIB), f"turn {turn}: what was cut off came back")
 
     def append(self):
         self.begin()

@@ -108,11 +108,11 @@ pub enum ExportKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AllowOther {
-    /// Only the daemon's user.
+    /// Only the daemon's user; not even root.
     Off,
     /// All whom the file's permissions let, or an error.
     On,
-    /// Where the system allows it.
+    /// On where that may be asked for: by root, or with `user_allow_other` in /etc/fuse.conf. Off elsewhere.
     #[default]
     Auto,
 }

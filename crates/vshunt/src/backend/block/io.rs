@@ -6,9 +6,9 @@
 
 use libc::iovec;
 
+use super::Op;
 use super::bounce::AlignedBuf;
 use super::spill;
-use super::{Op, SECTOR_BYTES};
 
 /// Segments kept without a heap allocation: what most requests have.
 const INLINE_SEGMENTS: usize = 2;
@@ -201,10 +201,6 @@ pub(super) enum Stage {
     ZeroWrite,
     /// Space by fallocate.
     Allocate,
-    /// Another size: first the exact one, so that bytes after it are gone.
-    Cut,
-    /// Then the one in whole sectors.
-    Size,
 }
 
 /// One request; lives in the queue's slot and does not move while an operation is under way.
@@ -264,11 +260,6 @@ impl Io {
         self.len = 0;
         self.fua = fua;
         self.iov.clear();
-    }
-
-    /// The size that a [`Op::Truncate`] comes to: whole sectors, at least one.
-    pub(super) fn truncated(&self) -> u64 {
-        (self.offset + self.len).next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES)
     }
 
     /// Adds a data segment and counts it into `len`.

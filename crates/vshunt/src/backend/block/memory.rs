@@ -143,8 +143,6 @@ impl Ram {
                 io.iov.advance(bytes);
             }
             Op::Flush | Op::Allocate => {}
-            // It is done where the size is kept.
-            Op::Truncate => return -libc::EIO,
             Op::Discard | Op::WriteZeroes { .. } => self.clear(io.offset, bytes),
         }
         0

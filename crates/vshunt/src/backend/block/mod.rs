@@ -52,9 +52,6 @@ pub enum Op {
     },
     /// The range has its space on the disk: writes to it do not run out of it. Nothing to do where there are no holes.
     Allocate,
-    /// The disk gets the size `offset + len`, rounded up to whole sectors; what it grows by reads as zeroes. For
-    /// exports that own the disk's size (growable ones); the caller passes on that it has changed.
-    Truncate,
 }
 
 /// How far a request came.
@@ -233,6 +230,29 @@ impl Disk {
         }
     }
 
+    /// Ends it after `end` bytes: its size is that in whole sectors, at least one, and what was beyond reads as zeroes
+    /// should it grow again. Blocks. No write may be under way, and no other change of the size.
+    ///
+    /// # Errors
+    /// `EPERM` for a block device, `ENOSPC` for memory, else the system's.
+    pub fn truncate(&self, end: u64) -> std::io::Result<()> {
+        let (old, size_bytes) = (self.size_bytes(), end.next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES));
+        self.size_bytes.store(size_bytes.min(old), Ordering::Release);
+        let cut = match &self.kind {
+            Kind::Null => Ok(()),
+            Kind::Ram(ram) => {
+                Self::resize_ram(ram, old, size_bytes).map(|()| ram.clear(end, size_bytes - end))
+            }
+            Kind::Raw(raw) => raw.truncate(end, size_bytes),
+        };
+        self.size_bytes.store(if cut.is_ok() { size_bytes } else { old }, Ordering::Release);
+        cut
+    }
+
+    fn resize_ram(ram: &Ram, old: u64, new: u64) -> std::io::Result<()> {
+        ram.resize(old, new).map_err(|_| std::io::Error::from_raw_os_error(libc::ENOSPC))
+    }
+
     /// Makes it `end` bytes long, in whole sectors, if it is shorter; what it grows by reads as zeroes. Whether it was
     /// shorter. Blocks. One at a time, and none during a [`resize`](Self::resize).
     ///
@@ -245,9 +265,7 @@ impl Disk {
         }
         match &self.kind {
             Kind::Null => {}
-            Kind::Ram(ram) => {
-                ram.resize(old, size_bytes).map_err(|_| std::io::Error::from_raw_os_error(libc::ENOSPC))?
-            }
+            Kind::Ram(ram) => Self::resize_ram(ram, old, size_bytes)?,
             Kind::Raw(raw) => raw.lengthen(size_bytes)?,
         }
         self.size_bytes.store(size_bytes, Ordering::Release);
@@ -375,24 +393,11 @@ impl DiskHandle {
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         let step = match &self.disk.kind {
             Kind::Null => Step::Done(0),
-            Kind::Ram(ram) if io.op == Op::Truncate => Step::Done(self.resize_ram(ram, io)),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
         };
-        self.stepped(io, step)
-    }
-
-    #[cold]
-    fn resize_ram(&self, ram: &Ram, io: &Io) -> i32 {
-        match ram.resize(self.disk.size_bytes(), io.truncated()) {
-            Ok(()) => {
-                let end = io.offset + io.len;
-                ram.clear(end, io.truncated() - end);
-                0
-            }
-            Err(_) => -libc::ENOSPC,
-        }
+        Self::stepped(io, step)
     }
 
     /// Goes on with a request after its operation on the ring completed with `res`.
@@ -403,17 +408,14 @@ impl DiskHandle {
             // The others are never under way; a completion that says otherwise is not ours.
             Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
         };
-        self.stepped(io, step)
+        Self::stepped(io, step)
     }
 
     /// A request that is over names no memory any more, and has none for naming it.
     #[inline]
-    fn stepped(&self, io: &mut Io, step: Step) -> Step {
-        if let Step::Done(result) = step {
+    fn stepped(io: &mut Io, step: Step) -> Step {
+        if let Step::Done(_) = step {
             io.iov.clear();
-            if io.op == Op::Truncate && result == 0 {
-                self.disk.size_bytes.store(io.truncated(), Ordering::Release);
-            }
         }
         step
     }

@@ -294,7 +294,7 @@ impl Fuzz {
                     let now = rig.read(ask.offset, ask.len as usize);
                     self.model[range].copy_from_slice(&now);
                 }
-                Op::Flush | Op::Allocate | Op::Truncate => {}
+                Op::Flush | Op::Allocate => {}
             }
         }
     }

@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use self::coax::RingCoax;
-use self::mount::{AllowOther, Mount, Mountpoint, Options, clone_channel};
+use self::mount::{Mount, Mountpoint, Options, clone_channel};
 pub use self::plan::{Plan, plan};
 use super::Observer;
 use crate::backend::block::{Disk, SECTOR_BYTES};
 use crate::error::{Error, Result};
-use crate::export::spec::{AllowOther as Allow, ExportSpec, Transport};
+use crate::export::spec::{ExportSpec, Transport};
 use crate::queue::Bell;
-use crate::queue::fuse::{FuseQueue, FuseShared, Herd, Parts, Setup, Source, abi};
+use crate::queue::fuse::{FuseQueue, FuseShared, Herd, News, Parts, Setup, Source, abi};
 use crate::worker::{Queue, QueueSet};
 
 /// A served mount.
@@ -76,11 +76,7 @@ impl Fuse {
         let options = Options {
             source: &source,
             readonly: !writable,
-            allow_other: match spec.allow_other.unwrap_or_default() {
-                Allow::Off => AllowOther::Off,
-                Allow::On => AllowOther::On,
-                Allow::Auto => AllowOther::Auto,
-            },
+            allow_other: spec.allow_other.unwrap_or_default(),
         };
         let at = Mountpoint::prepare(path)?;
         let (session, mount) = mount::mount(at, &options)?;
@@ -101,10 +97,10 @@ impl Fuse {
             growable: spec.growable.unwrap_or(false),
             opens: opens.clone(),
             backing_id: backing,
-            on_resized: Box::new(move |size_bytes| {
-                if let Some(inner) = watch.upgrade() {
-                    inner.observer.resized(size_bytes);
-                }
+            tell: Box::new(move |news| match (watch.upgrade(), news) {
+                (Some(inner), News::Resized(size_bytes)) => inner.observer.resized(size_bytes),
+                (Some(inner), News::Broken { queue, why }) => inner.observer.queue_broken(queue, &why),
+                (None, _) => {}
             }),
         };
         let shared = Arc::new(FuseShared::new(setup, &bells)?);

@@ -25,12 +25,14 @@ use std::sync::Mutex;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
-use rustix::ioctl::{Opcode, Setter, opcode};
+use rustix::ioctl::{Opcode, Setter};
 
 pub use self::point::Mountpoint;
 use self::table::{MountId, look, open_path};
 use self::umount::{How, Outcome};
 use crate::error::{Error, Kind, Result};
+use crate::export::spec::AllowOther;
+use crate::queue::fuse::abi::DEV_IOC_CLONE;
 
 /// The kernel's side of FUSE.
 const DEVICE: &str = "/dev/fuse";
@@ -39,19 +41,7 @@ const FS_TYPE: &str = "fuse.vshunt";
 /// Looks at a path that others change at the same time, before giving up.
 const ROUNDS: u32 = 8;
 /// FUSE_DEV_IOC_CLONE of <linux/fuse.h>. Named a reading one, it takes the number of a session's descriptor.
-const CLONE: Opcode = opcode::read::<u32>(229, 0);
-
-/// Whether users other than the one who mounted may use the file (as its mode has it).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AllowOther {
-    /// Only the one who mounted; not even root.
-    Off,
-    /// Everybody whom the file's mode lets; an error where that may not be asked for.
-    On,
-    /// On where that may be asked for: by root, or with `user_allow_other` in /etc/fuse.conf. Off elsewhere.
-    #[default]
-    Auto,
-}
+const CLONE: Opcode = DEV_IOC_CLONE as Opcode;
 
 /// How to mount.
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,5 @@
 //! What a mount is going to be: decided, and refused where it cannot be, before anything is made.
 
-use std::path::Path;
-
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Passthrough, Transport};
@@ -33,21 +31,18 @@ pub struct Plan {
 pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16) -> Result<Plan> {
     let passthrough = passthrough(spec, disk);
     let wanted = spec.transport.unwrap_or_default();
-    let (transport, transport_why) = match (wanted, ring_queues(spec)) {
-        (Transport::Dev, _) => (Transport::Dev, None),
-        (Transport::IoUring, Ok(_)) => (Transport::IoUring, None),
+    let channels = spec.queues.unwrap_or(queues_default).min(queues_max);
+    let (transport, queues, transport_why) = match (wanted, ring_queues(spec)) {
+        (Transport::Dev, _) => (Transport::Dev, channels, None),
+        (Transport::IoUring, Ok(rings)) => (Transport::IoUring, rings + 1, None),
         (Transport::IoUring, Err(why)) => {
             return Err(Error::unsupported(format!("export {}: no transport=io_uring: {why}", spec.name)));
         }
         (Transport::Auto, Ok(_)) if passthrough.is_ok() => {
-            (Transport::Dev, Some("with passthrough no data goes by the queues".to_owned()))
+            (Transport::Dev, channels, Some("with passthrough no data goes by the queues".to_owned()))
         }
-        (Transport::Auto, Ok(_)) => (Transport::IoUring, None),
-        (Transport::Auto, Err(why)) => (Transport::Dev, Some(why)),
-    };
-    let queues = match transport {
-        Transport::IoUring => ring_queues(spec).map_or(1, |n| n + 1),
-        _ => spec.queues.unwrap_or(queues_default).min(queues_max),
+        (Transport::Auto, Ok(rings)) => (Transport::IoUring, rings + 1, None),
+        (Transport::Auto, Err(why)) => (Transport::Dev, channels, Some(why)),
     };
     let (passthrough, passthrough_why) = match passthrough {
         Ok(()) => (true, None),
@@ -96,9 +91,6 @@ fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     }
     if disk.cache() == crate::export::spec::Cache::Writethrough && writable {
         return Err("writes would not be stable at once, as cache=writethrough has it".to_owned());
-    }
-    if !Path::new("/sys/module/fuse").exists() {
-        return Err("there is no fuse module".to_owned());
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! What a request needs of the image and io_uring has no operation for: done by a thread of the export, so that no worker
-//! waits. Seeking data and holes, file system statistics, times, growth, and writes of less than a
-//! block.
+//! waits: seeking data and holes, file system statistics, times, other sizes, and writes of less than a block. And what is
+//! told to others, which may wait ([`News`]).
 //!
 //! A queue hands over a [`Task`] and goes on; its bell rings when the [`Answer`] is there.
 
@@ -53,8 +53,10 @@ pub(super) enum Task {
     Statfs,
     /// `futimens`; of each: seconds, nanoseconds.
     Times { atime: (i64, i64), mtime: (i64, i64) },
-    /// A write that is no multiple of blocks.
-    Merge { offset: u64, bytes: Bytes, fua: bool },
+    /// A write that is no multiple of blocks; `grow`: another may have cut the file short of it meanwhile.
+    Merge { offset: u64, bytes: Bytes, fua: bool, grow: bool },
+    /// Another end of the file, while no write is under way.
+    Truncate { end: u64 },
     /// Room for what lies before `end`. Here and one after the other, for two that the disk is to grow by may come in any
     /// order, and the later must not cut off what the earlier made.
     Lengthen { end: u64 },
@@ -72,10 +74,26 @@ pub(super) enum Answer {
     Statfs(Box<StatfsOut>),
 }
 
+/// What others want to know of a mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum News {
+    /// A user of the file gave it another size.
+    Resized(u64),
+    /// A queue lost part of its strength, or all.
+    Broken {
+        /// Index within the export.
+        queue: u16,
+        /// What happened.
+        why: String,
+    },
+}
+
+/// Told on the clerk's thread.
+pub type Tell = Box<dyn Fn(News) + Send>;
+
 enum Order {
     Task(Arc<Desk>, u16, Task),
-    /// Tell others of the new size; nobody waits for that.
-    Resized(u64),
+    Tell(News),
 }
 
 /// The thread; ends when it is dropped, with all that was ordered done.
@@ -85,26 +103,19 @@ pub(super) struct Clerk {
 }
 
 impl Clerk {
-    pub(super) fn start(
-        export: &str,
-        disk: Arc<Disk>,
-        gate: Arc<Gate>,
-        on_resized: Box<dyn Fn(u64) + Send>,
-    ) -> Result<Self> {
+    pub(super) fn start(export: &str, disk: Arc<Disk>, gate: Arc<Gate>, tell: Tell) -> Result<Self> {
         let (orders, todo) = channel::<Order>();
         let run = move || {
             for order in todo {
                 match order {
-                    Order::Task(desk, slot, Task::Lengthen { end }) => {
-                        let longer = disk.lengthen(end);
-                        let resized = matches!(longer, Ok(true));
-                        desk.put(slot, done(longer.map(drop)));
-                        if resized {
-                            on_resized(disk.size_bytes());
+                    Order::Task(desk, slot, task) => {
+                        let before = disk.size_bytes();
+                        desk.put(slot, do_task(&disk, &gate, &task));
+                        if changes_size(&task) && disk.size_bytes() != before {
+                            tell(News::Resized(disk.size_bytes()));
                         }
                     }
-                    Order::Task(desk, slot, task) => desk.put(slot, do_task(&disk, &gate, &task)),
-                    Order::Resized(size_bytes) => on_resized(size_bytes),
+                    Order::Tell(news) => tell(news),
                 }
             }
         };
@@ -119,8 +130,8 @@ impl Clerk {
         self.send(Order::Task(desk.clone(), slot, task));
     }
 
-    pub(super) fn tell_resized(&self, size_bytes: u64) {
-        self.send(Order::Resized(size_bytes));
+    pub(super) fn tell(&self, news: News) {
+        self.send(Order::Tell(news));
     }
 
     fn send(&self, order: Order) {
@@ -142,6 +153,10 @@ fn done(result: io::Result<()>) -> Answer {
     Answer::Done(result.map_or_else(|e| errno(&e), |()| 0))
 }
 
+fn changes_size(task: &Task) -> bool {
+    matches!(task, Task::Lengthen { .. } | Task::Truncate { .. } | Task::Merge { grow: true, .. })
+}
+
 fn do_task(disk: &Disk, gate: &Gate, task: &Task) -> Answer {
     match *task {
         Task::Seek { offset, size, hole } => match seek(disk, offset, size, hole) {
@@ -153,12 +168,18 @@ fn do_task(disk: &Disk, gate: &Gate, task: &Task) -> Answer {
             Err(e) => Answer::Done(errno(&e)),
         },
         Task::Times { atime, mtime } => done(times(disk, atime, mtime)),
-        Task::Merge { offset, bytes: Bytes(ptr, len), fua } => {
+        Task::Merge { offset, bytes: Bytes(ptr, len), fua, grow } => {
             // SAFETY: a request's buffer, which its queue leaves alone until we answer.
             let bytes = unsafe { std::slice::from_raw_parts(ptr, len) };
-            done(gate.closed(|| disk.merge(offset, bytes, fua)))
+            done(gate.closed(|| {
+                if grow {
+                    disk.lengthen(offset + len as u64)?;
+                }
+                disk.merge(offset, bytes, fua)
+            }))
         }
         Task::Lengthen { end } => done(disk.lengthen(end).map(drop)),
+        Task::Truncate { end } => done(gate.closed(|| disk.truncate(end))),
         Task::Edges { offset, len, block } => done(gate.closed(|| edges(disk, offset, len, block))),
     }
 }

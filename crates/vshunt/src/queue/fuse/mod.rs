@@ -26,6 +26,7 @@ use std::time::Instant;
 
 use buffer::Buffers;
 use clerk::Desk;
+pub use clerk::{News, Tell};
 use dev::Channel;
 pub use herd::Herd;
 use ring::{At, Entries};

@@ -171,7 +171,7 @@ impl FuseQueue {
                 slot.then = Then::Written { len };
                 if (offset | u64::from(len)) & (self.shared.granule - 1) != 0 {
                     let bytes = Bytes(at, len as usize);
-                    return self.order(index, Task::Merge { offset, bytes, fua });
+                    return self.order(index, Task::Merge { offset, bytes, fua, grow: self.shared.growable });
                 }
                 slot.io.reset(Op::Write, offset, fua);
                 // SAFETY: the payload is in the slot's buffer, which is the slot's until the reply.
@@ -204,14 +204,6 @@ impl FuseQueue {
         self.order(index, Task::Lengthen { end });
     }
 
-    /// Gives the file the size `size`.
-    fn truncate(&mut self, ring: &mut Ring, place: Token, index: u16, size: u64) {
-        let slot = &mut self.slots[usize::from(index)];
-        slot.then = Then::Attr;
-        slot.io.reset(Op::Truncate, size, false);
-        self.start(ring, place, index);
-    }
-
     /// Starts the slot's operation, or puts it off while the gate is closed.
     #[inline]
     pub(super) fn start(&mut self, ring: &mut Ring, place: Token, index: u16) {
@@ -220,6 +212,15 @@ impl FuseQueue {
         if writes && !self.shared.enter(self.index, slot) {
             self.deferred.push(index);
             return;
+        }
+        if self.shared.growable && slot.io.op == Op::Write {
+            let (offset, end) = (slot.io.offset, slot.io.offset + slot.io.len);
+            if end > self.shared.disk().size_bytes() {
+                // Cut since it was found to be long enough; it is not cut while we are within the gate.
+                self.shared.leave(self.index, slot);
+                let (len, fua) = (slot.io.len as u32, slot.io.fua);
+                return self.lengthen(index, end, Change::Write { offset, len, fua });
+            }
         }
         let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
         if let Step::Done(result) = handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
@@ -232,15 +233,11 @@ impl FuseQueue {
     pub(super) fn io_done(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32) {
         let slot = &mut self.slots[usize::from(index)];
         self.shared.leave(self.index, slot);
-        if slot.io.op == Op::Truncate && result == 0 {
-            self.shared.resized();
-        }
         match slot.then {
             Then::Read { skip, len } if result >= 0 => {
                 self.end_read(ring, place, index, skip as usize, len as usize);
             }
             Then::Written { len } if result >= 0 => self.end_write(ring, place, index, len),
-            Then::Attr if result >= 0 => self.end_attr(ring, place, index),
             _ => self.end(ring, place, index, result),
         }
     }
@@ -349,7 +346,10 @@ impl FuseQueue {
         }
         if has(fattr::SIZE) {
             return match () {
-                () if self.shared.growable => self.truncate(ring, place, index, set.size),
+                () if self.shared.growable => {
+                    self.slots[usize::from(index)].then = Then::Attr;
+                    self.order(index, Task::Truncate { end: set.size });
+                }
                 () if set.size == self.shared.disk().size_bytes() => self.end_attr(ring, place, index),
                 () => self.end(ring, place, index, -libc::EPERM),
             };

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
-use super::clerk::{Clerk, Desk, Task};
+use super::clerk::{Clerk, Desk, News, Task, Tell};
 use super::gate::Gate;
 use super::{Bell, Slot};
 use crate::backend::block::Disk;
@@ -30,8 +30,8 @@ pub struct Setup {
     pub opens: Arc<AtomicU32>,
     /// Where the kernel is to go with reads and writes: the id that it gave for the image.
     pub backing_id: Option<i32>,
-    /// Called with each new size that a user of the file gave it; on a thread that may wait.
-    pub on_resized: Box<dyn Fn(u64) + Send>,
+    /// Called with what others want to know; on a thread that may wait.
+    pub tell: Tell,
 }
 
 /// See the module. Any thread's.
@@ -61,9 +61,9 @@ impl FuseShared {
     /// # Errors
     /// No thread can be had.
     pub fn new(setup: Setup, bells: &[Arc<Bell>]) -> Result<Self> {
-        let Setup { name, disk, writable, growable, opens, backing_id, on_resized } = setup;
+        let Setup { name, disk, writable, growable, opens, backing_id, tell } = setup;
         let gate = Arc::new(Gate::new(bells));
-        let clerk = Clerk::start(&name, disk.clone(), gate.clone(), on_resized)?;
+        let clerk = Clerk::start(&name, disk.clone(), gate.clone(), tell)?;
         let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             clerk,
@@ -91,15 +91,15 @@ impl FuseShared {
         self.clerk.order(desk, slot, task);
     }
 
-    /// A user of the file gave it another size.
-    pub(super) fn resized(&self) {
-        self.clerk.tell_resized(self.disk.size_bytes());
+    pub(super) fn tell(&self, news: News) {
+        self.clerk.tell(news);
     }
 
-    /// A write begins; see [`Gate::enter`]. Where bytes can be written alone there is nothing to keep apart.
+    /// A write begins; see [`Gate::enter`]. There is nothing to keep apart where bytes can be written alone and the file
+    /// is not cut.
     #[inline]
     pub(super) fn enter(&self, me: u16, slot: &mut Slot) -> bool {
-        if self.granule == 1 {
+        if self.granule == 1 && !self.growable {
             return true;
         }
         slot.entered = self.gate.enter(me);

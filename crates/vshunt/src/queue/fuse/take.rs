@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::abi::{self, ARGS_MAX, InHeader, Plain};
+use super::clerk::News;
 use super::dev::{FRONT_ARGS, Taken};
 use super::{FuseQueue, Listen, OP_READABLE, TURN_BYTES, Transport};
 use crate::worker::{Ring, Token};
@@ -159,7 +160,9 @@ impl FuseQueue {
             return;
         }
         if matches!(-result, libc::ENOTCONN | libc::ECONNABORTED | libc::ENODEV) {
-            self.gone();
+            return self.gone();
         }
+        let why = format!("the kernel gave entry {index} back for good: errno {}", -result);
+        self.shared.tell(News::Broken { queue: self.index, why });
     }
 }

@@ -56,10 +56,6 @@ impl Raw {
             Stage::ZeroRange => unsafe { allocate(fd, ZERO, io) },
             // SAFETY: a call without memory.
             Stage::Allocate => unsafe { allocate(fd, libc::FALLOC_FL_KEEP_SIZE, io) },
-            // SAFETY: a call without memory.
-            Stage::Cut => unsafe { libc::ftruncate(fd, (io.offset + io.len) as off_t) as isize },
-            // SAFETY: a call without memory.
-            Stage::Size => unsafe { libc::ftruncate(fd, io.truncated() as off_t) as isize },
             // Nothing to sync; and no bounce buffers or block devices here.
             Stage::Sync => 0,
             Stage::Idle | Stage::Bounce | Stage::DiscardCommand => return -libc::EOPNOTSUPP,

@@ -180,6 +180,15 @@ impl Raw {
             .map_err(|e| Error::io(format_args!("cannot resize {path} to {size_bytes} bytes"), e))
     }
 
+    /// See [`Disk::truncate`](super::Disk::truncate): to the byte first, so that the bytes after it are gone.
+    pub(super) fn truncate(&self, end: u64, size_bytes: u64) -> std::io::Result<()> {
+        if self.block_device {
+            return Err(std::io::Error::from_raw_os_error(libc::EPERM));
+        }
+        self.file.set_len(end)?;
+        if end < size_bytes { self.file.set_len(size_bytes) } else { Ok(()) }
+    }
+
     /// See [`Disk::lengthen`](super::Disk::lengthen). Never shorter: others may have made the file longer than is known.
     pub(super) fn lengthen(&self, size_bytes: u64) -> std::io::Result<()> {
         if self.block_device {
@@ -208,11 +217,6 @@ impl Raw {
             _ if self.readonly => Next::Done(-libc::EROFS),
             Op::Discard => self.discard(io),
             Op::Allocate => self.allocate(io),
-            Op::Truncate if self.block_device => Next::Done(-libc::EPERM),
-            Op::Truncate => {
-                io.stage = Stage::Cut;
-                Next::Issue
-            }
             _ => self.zero(io),
         }
     }
@@ -260,13 +264,7 @@ impl Raw {
             Stage::DiscardCommand => self.without(io, way::COMMAND, res),
             Stage::DiscardPunch | Stage::ZeroPunch => self.without(io, way::PUNCH, res),
             Stage::ZeroRange => self.without(io, way::ZERO_RANGE, res),
-            Stage::Cut if res == 0 && io.truncated() != io.offset + io.len => {
-                io.stage = Stage::Size;
-                Next::Issue
-            }
-            // A kernel before 6.9 has no such operation.
-            Stage::Cut | Stage::Size if res == -libc::EINVAL && !self.inline => self.truncate_now(io),
-            Stage::Allocate | Stage::Cut | Stage::Size => Next::Done(res.min(0)),
+            Stage::Allocate => Next::Done(res.min(0)),
             Stage::Idle => Next::Done(-libc::EIO),
         }
     }
@@ -390,15 +388,6 @@ impl Raw {
             self.flush_failed.store(res, Ordering::Relaxed);
         }
         Next::Done(res)
-    }
-
-    #[cold]
-    fn truncate_now(&self, io: &Io) -> Next {
-        let size = |bytes| self.file.set_len(bytes);
-        match size(io.offset + io.len).and_then(|()| size(io.truncated())) {
-            Ok(()) => Next::Done(0),
-            Err(e) => Next::Done(-e.raw_os_error().unwrap_or(libc::EIO)),
-        }
     }
 
     /// See [`Disk::merge`](super::Disk::merge).

@@ -124,8 +124,6 @@ impl Raw {
                 opcode::Write::new(fd, self.zeroes.ptr(), io.asked).offset(at).build()
             }),
             Stage::Allocate => allocate(libc::FALLOC_FL_KEEP_SIZE),
-            Stage::Cut => on_file!(files.file, |fd| opcode::Ftruncate::new(fd, io.offset + io.len).build()),
-            Stage::Size => on_file!(files.file, |fd| opcode::Ftruncate::new(fd, io.truncated()).build()),
             Stage::Idle | Stage::Transfer => {
                 debug_assert!(false, "nothing to issue");
                 opcode::Nop::new().build()

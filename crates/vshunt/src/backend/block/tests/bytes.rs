@@ -23,16 +23,16 @@ fn another_size_is_whole_sectors_and_what_is_cut_off_is_gone() {
         assert_eq!(rig.write(0, &vec![7; size as usize]), 0);
         // Smaller by a bit more than sectors, bigger, nothing, and again something.
         for (to, comes_to) in [(5000, 5120), (9000, 9216), (0, 512), (4096, 4096)] {
-            assert_eq!(rig.run(Ask::new(Op::Truncate, to, 0)), 0, "{what} to {to}");
+            rig.disk().truncate(to).unwrap();
             assert_eq!(rig.disk().size_bytes(), comes_to, "{what} to {to}");
             if let Some(path) = path {
                 assert_eq!(fs::metadata(path).unwrap().len(), comes_to, "{what} to {to}");
             }
         }
         assert!(rig.read(0, 4096).iter().all(|b| *b == 0), "{what}: bytes came back");
-        assert_eq!(rig.run(Ask::new(Op::Truncate, 8192, 0)), 0);
+        rig.disk().truncate(8192).unwrap();
         assert_eq!(rig.write(0, &[7; 8192]), 0);
-        assert_eq!(rig.run(Ask::new(Op::Truncate, 5000, 0)), 0);
+        rig.disk().truncate(5000).unwrap();
         let read = rig.read(0, 5120);
         assert!(read[..5000].iter().all(|b| *b == 7), "{what}: too much is gone");
         assert!(read[5000..].iter().all(|b| *b == 0), "{what}: too little is gone");
@@ -40,21 +40,27 @@ fn another_size_is_whole_sectors_and_what_is_cut_off_is_gone() {
 }
 
 #[test]
-fn a_kernel_without_the_operation_truncates_all_the_same() {
-    let dir = scratch("/var/tmp");
-    let path = image(&dir, "d.img", 1 << 20);
-    let mut rig = Rig::new(&raw_spec(&path));
-    let res = rig.run_with(&[Ask::new(Op::Truncate, 5000, 0)], |_, _| -libc::EINVAL);
-    assert_eq!((res, rig.disk().size_bytes()), (vec![0], 5120));
-    assert_eq!(fs::metadata(&path).unwrap().len(), 5120);
+fn it_gets_longer_and_never_shorter() {
+    everywhere(|what, rig, _| {
+        let size = rig.disk().size_bytes();
+        for (end, longer, comes_to) in [(100, false, size), (size, false, size), (size + 1, true, size + 512)]
+        {
+            assert_eq!(rig.disk().lengthen(end).unwrap(), longer, "{what} to {end}");
+            assert_eq!(rig.disk().size_bytes(), comes_to, "{what} to {end}");
+        }
+        assert!(rig.read(size, 512).iter().all(|b| *b == 0), "{what}");
+    });
 }
 
 #[test]
-fn a_failed_truncate_changes_nothing() {
+fn a_device_keeps_its_size() {
     let dir = scratch("/var/tmp");
-    let mut rig = Rig::new(&raw_spec(&image(&dir, "d.img", 1 << 20)));
-    let res = rig.run_with(&[Ask::new(Op::Truncate, 5000, 0)], |_, _| -libc::EIO);
-    assert_eq!((res, rig.disk().size_bytes()), (vec![-libc::EIO], 1 << 20));
+    let Some(device) = LoopDevice::new(&image(&dir, "d.img", 64 << 10), 512) else { return };
+    let rig = Rig::new(&raw_spec(&device.0));
+    for result in [rig.disk().truncate(512), rig.disk().lengthen(1 << 20).map(drop)] {
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EPERM));
+    }
+    assert_eq!(rig.disk().size_bytes(), 64 << 10);
 }
 
 #[test]
