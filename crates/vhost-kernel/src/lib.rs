@@ -150,7 +150,8 @@ impl Vhost {
 
     fn ask<const CODE: Opcode, T: Copy>(&self, call: &str, ring: u32, mut value: T) -> Result<T> {
         // SAFETY: as in `get`; the kernel reads and writes `value` alone.
-        unsafe { ioctl(&self.file, Updater::<CODE, T>::new(&mut value)) }.map_err(failed(call, Some(ring)))?;
+        unsafe { ioctl(&self.file, Updater::<CODE, T>::new(&mut value)) }
+            .map_err(failed(call, Some(ring)))?;
         Ok(value)
     }
 
@@ -348,7 +349,8 @@ mod tests {
     #[test]
     fn a_file_that_is_no_vhost_device_is_refused() {
         let null = Vhost::open("/dev/null").unwrap();
-        for e in [null.set_owner().unwrap_err(), null.features().unwrap_err(), null.new_worker().unwrap_err()] {
+        for e in [null.set_owner().unwrap_err(), null.features().unwrap_err(), null.new_worker().unwrap_err()]
+        {
             assert_eq!(e.errno(), Errno::NOTTY, "{e}");
         }
         let too_many = vec![MemoryRegion::default(); virtio::mem::MAX_REGIONS + 1];
