@@ -438,6 +438,9 @@ static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long a
 	case VHOST_GET_VRING_WORKER:
 		return vhost_blk_worker_ioctl(blk, cmd, argp);
 	default:
+		/* The core reads a ring's index before it knows whether an ioctl has one. */
+		if (_IOC_TYPE(cmd) != VHOST_VIRTIO || _IOC_NR(cmd) >= _IOC_NR(VHOST_BLK_SET_BACKEND))
+			return -ENOTTY;
 		return vhost_blk_core_ioctl(blk, cmd, argp);
 	}
 }
