@@ -21,6 +21,7 @@ pub mod log;
 pub mod mem;
 mod raw;
 pub mod ring;
+pub mod vhost;
 
 #[cfg(test)]
 mod testing;

@@ -1,0 +1,360 @@
+//! The kernel's vhost devices from their owner's side: one file, one method an ioctl.
+//!
+//! Used by whoever owns a device: vshunt's relay and `vshunt-bench kernel`. A [`Vhost`] may be shared between threads
+//! of the owning process, as the kernel serialises the calls; the calls that stop rings wait until nothing of them is
+//! in flight. Structs and numbers are in [`virtio::vhost`].
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::ioctl::{Getter, NoArg, Opcode, Setter, Updater, ioctl};
+use virtio::vhost::*;
+
+/// A call that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The device could not be opened; the text says what to do.
+    #[error("{}", explain_open(path, *errno))]
+    Open {
+        /// The device.
+        path: PathBuf,
+        /// Why.
+        errno: Errno,
+    },
+    /// The kernel refused a call.
+    #[error("{call} failed: {}", describe(call, *errno))]
+    Call {
+        /// The ioctl's name, with its ring or worker where it has one.
+        call: String,
+        /// Why.
+        errno: Errno,
+    },
+}
+
+impl Error {
+    /// The kernel's reason.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Error::Open { errno, .. } | Error::Call { errno, .. } => *errno,
+        }
+    }
+}
+
+/// What calls return.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a device could not be opened, and what to do.
+fn explain_open(path: &Path, errno: Errno) -> String {
+    let name = path.display();
+    let module = path.file_name().map(|n| n.to_string_lossy().replace('-', "_")).unwrap_or_default();
+    match errno {
+        Errno::NOENT => format!(
+            "there is no {name}: the module {module} is not loaded or not installed; as root: modprobe {module}"
+        ),
+        // A node that udev made before the module was there.
+        Errno::NODEV | Errno::NXIO => {
+            format!("nothing stands behind {name}: load the module; as root: modprobe {module}")
+        }
+        Errno::ACCESS | Errno::PERM => format!(
+            "no permission to open {name} for reading and writing: run as root, or as a member of the group that \
+             owns it"
+        ),
+        _ => format!("cannot open {name}: {errno}"),
+    }
+}
+
+/// An errno of a call in the words of that call.
+fn describe(call: &str, errno: Errno) -> String {
+    let call = call.split(' ').next().unwrap_or(call);
+    let words = match (call, errno) {
+        (_, Errno::NOTTY) => "the device does not offer it",
+        (_, Errno::PERM) => "another process owns the device, or nobody does yet",
+        ("VHOST_SET_OWNER", Errno::BUSY) => "the device has an owner",
+        ("VHOST_BLK_SET_BACKEND", Errno::BUSY) => "the device has a backend: take that away first",
+        ("VHOST_BLK_SET_BACKEND", Errno::NOTBLK) => "the backend is not a block device",
+        ("VHOST_BLK_SET_BACKEND", Errno::ACCESS) => "the block device is not open for writing",
+        ("VHOST_BLK_SET_BACKEND", Errno::TOOBIG) => "this module does not know what is asked of the backend",
+        ("VHOST_BLK_SET_VRING", Errno::NODEV) => "the device has no backend",
+        ("VHOST_BLK_SET_VRING", Errno::FAULT) => "the ring's addresses are not in the memory table",
+        ("VHOST_FREE_WORKER", Errno::BUSY) => "rings are attached to the worker",
+        ("VHOST_FREE_WORKER" | "VHOST_ATTACH_VRING_WORKER", Errno::NODEV) => "there is no such worker",
+        ("VHOST_NEW_WORKER", Errno::FAULT) => {
+            "vhost runs in kthread mode (fork_from_owner_default=0), which has one worker"
+        }
+        ("VHOST_SET_VRING_NUM" | "VHOST_SET_VRING_BASE", Errno::BUSY) => "the ring runs: stop it first",
+        _ => return errno.to_string(),
+    };
+    format!("{words} ({errno})")
+}
+
+/// A vhost device that this process has open.
+#[derive(Debug)]
+pub struct Vhost {
+    file: File,
+}
+
+impl AsFd for Vhost {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl From<File> for Vhost {
+    fn from(file: File) -> Self {
+        Self { file }
+    }
+}
+
+fn failed(call: &str, ring: Option<u32>) -> impl FnOnce(Errno) -> Error {
+    let call = match ring {
+        Some(ring) => format!("{call} (ring {ring})"),
+        None => call.to_owned(),
+    };
+    move |errno| Error::Call { call, errno }
+}
+
+/// The number that an eventfd or its absence has in a [`VringFile`].
+fn number(fd: Option<BorrowedFd<'_>>) -> i32 {
+    fd.map_or(VHOST_FILE_UNBIND, |fd| fd.as_raw_fd())
+}
+
+impl Vhost {
+    /// Opens a device such as `/dev/vhost-blk`.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| {
+            let errno = Errno::from_io_error(&e).unwrap_or(Errno::IO);
+            Error::Open { path: path.to_owned(), errno }
+        })?;
+        Ok(Self { file })
+    }
+
+    fn none<const CODE: Opcode>(&self, call: &str) -> Result<()> {
+        // SAFETY: a private constructor for codes of `virtio::vhost` that take no argument.
+        unsafe { ioctl(&self.file, NoArg::<CODE>::new()) }.map_err(failed(call, None))
+    }
+
+    /// # Safety
+    /// `T` is what `CODE` reads, and what the kernel does by it later is allowed: see the caller.
+    unsafe fn set<const CODE: Opcode, T>(&self, call: &str, ring: Option<u32>, value: T) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { ioctl(&self.file, Setter::<CODE, T>::new(value)) }.map_err(failed(call, ring))
+    }
+
+    fn get<const CODE: Opcode, T: Copy>(&self, call: &str) -> Result<T> {
+        // SAFETY: used with codes of `virtio::vhost`, which bear the size of `T`, a struct of plain numbers.
+        unsafe { ioctl(&self.file, Getter::<CODE, T>::new()) }.map_err(failed(call, None))
+    }
+
+    fn ask<const CODE: Opcode, T: Copy>(&self, call: &str, ring: u32, mut value: T) -> Result<T> {
+        // SAFETY: as in `get`; the kernel reads and writes `value` alone.
+        unsafe { ioctl(&self.file, Updater::<CODE, T>::new(&mut value)) }
+            .map_err(failed(call, Some(ring)))?;
+        Ok(value)
+    }
+
+    /// VHOST_SET_OWNER: this process, whose memory all later addresses are of.
+    pub fn set_owner(&self) -> Result<()> {
+        self.none::<VHOST_SET_OWNER>("VHOST_SET_OWNER")
+    }
+
+    /// VHOST_RESET_OWNER: everything is forgotten.
+    pub fn reset_owner(&self) -> Result<()> {
+        self.none::<VHOST_RESET_OWNER>("VHOST_RESET_OWNER")
+    }
+
+    /// VHOST_GET_FEATURES: bits that are offered.
+    pub fn features(&self) -> Result<u64> {
+        self.get::<VHOST_GET_FEATURES, u64>("VHOST_GET_FEATURES")
+    }
+
+    /// VHOST_SET_FEATURES: bits that were taken. `VHOST_F_LOG_ALL` may change while rings run.
+    pub fn set_features(&self, bits: u64) -> Result<()> {
+        // SAFETY: a number; the memory that the log bit lets be written was promised in `set_log_base`.
+        unsafe { self.set::<VHOST_SET_FEATURES, _>("VHOST_SET_FEATURES", None, bits) }
+    }
+
+    /// VHOST_SET_MEM_TABLE.
+    ///
+    /// # Safety
+    /// From now on, until another table was set or the file closed, the kernel reads and writes the regions as the
+    /// guest's requests have it: they are shared memory to which no references exist. (That they stay mapped is not
+    /// needed: the kernel checks.)
+    pub unsafe fn set_mem_table(&self, regions: &[MemoryRegion]) -> Result<()> {
+        /// The header and its regions as the kernel reads them; 64 is its default limit, and there are more of them
+        /// only if an administrator says so.
+        #[repr(C)]
+        struct Table {
+            header: MemoryHeader,
+            regions: [MemoryRegion; virtio::mem::MAX_REGIONS],
+        }
+        let call = "VHOST_SET_MEM_TABLE";
+        let mut table = Box::new(Table {
+            header: MemoryHeader { nregions: regions.len() as u32, padding: 0 },
+            regions: [MemoryRegion::default(); virtio::mem::MAX_REGIONS],
+        });
+        let Some(room) = table.regions.get_mut(..regions.len()) else {
+            return Err(failed(call, None)(Errno::TOOBIG));
+        };
+        room.copy_from_slice(regions);
+        // SAFETY: the kernel reads as many regions as the header says, which lie behind it; the rest is the caller's
+        // promise.
+        unsafe { ioctl(&self.file, Updater::<VHOST_SET_MEM_TABLE, Table>::new(&mut table)) }
+            .map_err(failed(call, None))
+    }
+
+    /// VHOST_SET_LOG_BASE: where this process has the log mapped, a bit for each page of guest memory from 0 up.
+    ///
+    /// # Safety
+    /// As [`Vhost::set_mem_table`], for the log up to the bit of the last page of guest memory.
+    pub unsafe fn set_log_base(&self, user_addr: u64) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.set::<VHOST_SET_LOG_BASE, _>("VHOST_SET_LOG_BASE", None, user_addr) }
+    }
+
+    /// VHOST_SET_LOG_FD: an eventfd that is signalled when something was logged.
+    pub fn set_log_fd(&self, fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        // SAFETY: a file number.
+        unsafe { self.set::<VHOST_SET_LOG_FD, _>("VHOST_SET_LOG_FD", None, number(fd)) }
+    }
+
+    /// VHOST_SET_VRING_NUM: descriptors. EBUSY while the ring runs.
+    pub fn set_vring_num(&self, index: u32, num: u32) -> Result<()> {
+        let state = VringState { index, num };
+        // SAFETY: plain numbers; addresses are set by `set_vring_addr`, and checked with the size when the ring starts.
+        unsafe { self.set::<VHOST_SET_VRING_NUM, _>("VHOST_SET_VRING_NUM", Some(index), state) }
+    }
+
+    /// VHOST_SET_VRING_BASE: where the ring goes on. EBUSY while the ring runs.
+    pub fn set_vring_base(&self, index: u32, num: u32) -> Result<()> {
+        let state = VringState { index, num };
+        // SAFETY: plain numbers.
+        unsafe { self.set::<VHOST_SET_VRING_BASE, _>("VHOST_SET_VRING_BASE", Some(index), state) }
+    }
+
+    /// VHOST_GET_VRING_BASE: where a ring that was stopped goes on. Does not stop it.
+    pub fn vring_base(&self, index: u32) -> Result<u32> {
+        let state = VringState { index, num: 0 };
+        Ok(self.ask::<VHOST_GET_VRING_BASE, _>("VHOST_GET_VRING_BASE", index, state)?.num)
+    }
+
+    /// VHOST_SET_VRING_ADDR. The log bit may change while the ring runs.
+    ///
+    /// # Safety
+    /// As [`Vhost::set_mem_table`], for the ring's parts, as long as its size says.
+    pub unsafe fn set_vring_addr(&self, addr: &VringAddr) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.set::<VHOST_SET_VRING_ADDR, _>("VHOST_SET_VRING_ADDR", Some(addr.index), *addr) }
+    }
+
+    /// VHOST_SET_VRING_KICK: the guest's eventfd; none: the ring is not served.
+    pub fn set_vring_kick(&self, index: u32, fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        let file = VringFile { index, fd: number(fd) };
+        // SAFETY: a file number, of which the kernel takes a reference.
+        unsafe { self.set::<VHOST_SET_VRING_KICK, _>("VHOST_SET_VRING_KICK", Some(index), file) }
+    }
+
+    /// VHOST_SET_VRING_CALL: by which the guest is notified; may change at any time.
+    pub fn set_vring_call(&self, index: u32, fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        let file = VringFile { index, fd: number(fd) };
+        // SAFETY: as above.
+        unsafe { self.set::<VHOST_SET_VRING_CALL, _>("VHOST_SET_VRING_CALL", Some(index), file) }
+    }
+
+    /// VHOST_SET_VRING_ERR: signalled when the ring is broken.
+    pub fn set_vring_err(&self, index: u32, fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        let file = VringFile { index, fd: number(fd) };
+        // SAFETY: as above.
+        unsafe { self.set::<VHOST_SET_VRING_ERR, _>("VHOST_SET_VRING_ERR", Some(index), file) }
+    }
+
+    /// VHOST_NEW_WORKER: a worker's id. After [`Vhost::set_owner`].
+    pub fn new_worker(&self) -> Result<u32> {
+        Ok(self.get::<VHOST_NEW_WORKER, WorkerState>("VHOST_NEW_WORKER")?.worker_id)
+    }
+
+    /// VHOST_FREE_WORKER; EBUSY while rings are attached to it.
+    pub fn free_worker(&self, worker_id: u32) -> Result<()> {
+        // SAFETY: a number.
+        unsafe { self.set::<VHOST_FREE_WORKER, _>("VHOST_FREE_WORKER", None, WorkerState { worker_id }) }
+    }
+
+    /// VHOST_ATTACH_VRING_WORKER, also while the ring runs.
+    pub fn attach(&self, index: u32, worker_id: u32) -> Result<()> {
+        let value = VringWorker { index, worker_id };
+        // SAFETY: plain numbers.
+        unsafe { self.set::<VHOST_ATTACH_VRING_WORKER, _>("VHOST_ATTACH_VRING_WORKER", Some(index), value) }
+    }
+
+    /// VHOST_GET_VRING_WORKER: which worker a ring is attached to.
+    pub fn vring_worker(&self, index: u32) -> Result<u32> {
+        let value = VringWorker { index, worker_id: 0 };
+        Ok(self.ask::<VHOST_GET_VRING_WORKER, _>("VHOST_GET_VRING_WORKER", index, value)?.worker_id)
+    }
+
+    /// VHOST_NET_SET_BACKEND: the tap or socket of a ring of `/dev/vhost-net`; none stops the ring.
+    pub fn net_set_backend(&self, index: u32, fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        let file = VringFile { index, fd: number(fd) };
+        // SAFETY: a file number, of which the kernel takes a reference.
+        unsafe { self.set::<VHOST_NET_SET_BACKEND, _>("VHOST_NET_SET_BACKEND", Some(index), file) }
+    }
+
+    /// VHOST_BLK_SET_BACKEND: the block device. EBUSY if there is one already.
+    pub fn blk_set_backend(&self, disk: BorrowedFd<'_>, flags: u32, serial: &str) -> Result<()> {
+        self.blk_backend(&BlkBackend::new(disk.as_raw_fd(), flags, serial))
+    }
+
+    /// VHOST_BLK_SET_BACKEND with -1: takes the backend away; all rings are stopped first.
+    pub fn blk_clear_backend(&self) -> Result<()> {
+        self.blk_backend(&BlkBackend::new(-1, 0, ""))
+    }
+
+    /// VHOST_BLK_SET_BACKEND as it is told.
+    pub fn blk_backend(&self, backend: &BlkBackend) -> Result<()> {
+        // SAFETY: plain numbers and a file, of which the kernel takes a reference.
+        unsafe { self.set::<VHOST_BLK_SET_BACKEND, _>("VHOST_BLK_SET_BACKEND", None, *backend) }
+    }
+
+    /// VHOST_BLK_SET_VRING: starts a ring, or stops it and waits until nothing of it is in flight.
+    pub fn blk_set_vring(&self, index: u32, run: bool) -> Result<()> {
+        let state = VringState { index, num: u32::from(run) };
+        // SAFETY: plain numbers; the memory was promised in `set_mem_table` and `set_vring_addr`.
+        unsafe { self.set::<VHOST_BLK_SET_VRING, _>("VHOST_BLK_SET_VRING", Some(index), state) }
+    }
+
+    /// VHOST_BLK_GET_VRING_STATS.
+    pub fn blk_vring_stats(&self, index: u32) -> Result<BlkVringStats> {
+        let size = size_of::<BlkVringStats>() as u32;
+        let stats = BlkVringStats { size, index, ..BlkVringStats::default() };
+        self.ask::<VHOST_BLK_GET_VRING_STATS, _>("VHOST_BLK_GET_VRING_STATS", index, stats)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_say_what_to_do() {
+        let missing = Vhost::open("/nowhere/vhost-blk").unwrap_err().to_string();
+        assert!(missing.contains("modprobe vhost_blk"), "{missing}");
+        let second = failed("VHOST_BLK_SET_BACKEND", None)(Errno::BUSY).to_string();
+        assert!(second.contains("has a backend"), "{second}");
+        let worker = failed("VHOST_ATTACH_VRING_WORKER", Some(3))(Errno::NODEV).to_string();
+        assert!(worker.contains("ring 3") && worker.contains("no such worker"), "{worker}");
+    }
+
+    #[test]
+    fn a_file_that_is_no_vhost_device_is_refused() {
+        let null = Vhost::open("/dev/null").unwrap();
+        for e in [null.set_owner().unwrap_err(), null.features().unwrap_err(), null.new_worker().unwrap_err()]
+        {
+            assert_eq!(e.errno(), Errno::NOTTY, "{e}");
+        }
+        let too_many = vec![MemoryRegion::default(); virtio::mem::MAX_REGIONS + 1];
+        // SAFETY: /dev/null touches no memory.
+        assert_eq!(unsafe { null.set_mem_table(&too_many) }.unwrap_err().errno(), Errno::TOOBIG);
+    }
+}

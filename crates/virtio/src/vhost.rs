@@ -1,0 +1,264 @@
+//! What the kernel's vhost devices are told and tell: structs and ioctl numbers of `<linux/vhost.h>`,
+//! `<linux/vhost_types.h>` and of `/dev/vhost-blk` (`kmod/vhost_blk/include/uapi/linux/vhost_blk.h`).
+//!
+//! Plain data, for whoever owns a vhost file: crate `vhost-kernel` makes the calls. Layouts are asserted here and
+//! compared with the C headers by `examples/vhost_layout.rs`, which prints them.
+
+use std::mem::{offset_of, size_of};
+
+/// The type byte of all of vhost's ioctls (`VHOST_VIRTIO`).
+pub const VHOST_VIRTIO: u32 = 0xAF;
+/// Bit number in [`VringAddr::flags`]: `log_guest_addr` is valid, and what is written to the used ring is logged.
+pub const VHOST_VRING_F_LOG: u32 = 0;
+/// In [`VringFile::fd`]: none.
+pub const VHOST_FILE_UNBIND: i32 = -1;
+/// Bytes of guest memory that one bit of the log stands for, and the granule of regions.
+pub const VHOST_PAGE_SIZE: u64 = 0x1000;
+
+/// Rings of one `/dev/vhost-blk`.
+pub const VHOST_BLK_VRINGS_MAX: u32 = 64;
+/// Descriptors of one ring of `/dev/vhost-blk`.
+pub const VHOST_BLK_VRING_NUM_MAX: u32 = 1024;
+/// Bytes of the serial that `VIRTIO_BLK_T_GET_ID` answers.
+pub const VHOST_BLK_SERIAL_BYTES: usize = 20;
+/// In [`BlkBackend::flags`]: nothing is written to the backend.
+pub const VHOST_BLK_BACKEND_READONLY: u32 = 1;
+
+/// `struct vhost_vring_state`: a ring and a number.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VringState {
+    /// The ring.
+    pub index: u32,
+    /// Its size, base, or whatever the call is about.
+    pub num: u32,
+}
+
+/// `struct vhost_vring_file`: a ring and a file.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VringFile {
+    /// The ring.
+    pub index: u32,
+    /// An eventfd or a backend; [`VHOST_FILE_UNBIND`] for none.
+    pub fd: i32,
+}
+
+/// `struct vhost_vring_addr`: where a ring's parts lie in the owner's address space.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VringAddr {
+    /// The ring.
+    pub index: u32,
+    /// `1 << VHOST_VRING_F_LOG` or 0.
+    pub flags: u32,
+    /// Descriptor table.
+    pub desc_user_addr: u64,
+    /// Used ring, aligned to 4.
+    pub used_user_addr: u64,
+    /// Available ring, aligned to 2.
+    pub avail_user_addr: u64,
+    /// Guest-physical address of the used ring, for the log.
+    pub log_guest_addr: u64,
+}
+
+/// `struct vhost_worker_state`: a worker's id, from 1 up; 0 is the one that comes with the owner.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkerState {
+    /// The id.
+    pub worker_id: u32,
+}
+
+/// `struct vhost_vring_worker`: a ring and the worker that it is attached to.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VringWorker {
+    /// The ring.
+    pub index: u32,
+    /// The worker.
+    pub worker_id: u32,
+}
+
+/// `struct vhost_memory_region`: guest memory and where it lies in the owner's address space.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryRegion {
+    /// Guest-physical address, a multiple of [`VHOST_PAGE_SIZE`].
+    pub guest_phys_addr: u64,
+    /// Bytes, a multiple of [`VHOST_PAGE_SIZE`].
+    pub memory_size: u64,
+    /// Address in the owner's process.
+    pub userspace_addr: u64,
+    /// Zero.
+    pub flags_padding: u64,
+}
+
+/// `struct vhost_memory` without its regions, which follow it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryHeader {
+    /// How many regions follow.
+    pub nregions: u32,
+    /// Zero.
+    pub padding: u32,
+}
+
+/// `struct vhost_blk_backend`: what stands behind the rings.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlkBackend {
+    /// Bytes of this struct.
+    pub size: u32,
+    /// [`VHOST_BLK_BACKEND_READONLY`] or 0.
+    pub flags: u32,
+    /// A block device; -1 takes the backend away.
+    pub fd: i32,
+    /// Zero.
+    pub reserved: u32,
+    /// What `VIRTIO_BLK_T_GET_ID` answers, padded with zeroes.
+    pub serial: [u8; VHOST_BLK_SERIAL_BYTES],
+    /// Zero.
+    pub reserved2: u32,
+}
+
+impl BlkBackend {
+    /// A backend; of `serial` at most [`VHOST_BLK_SERIAL_BYTES`] are used.
+    pub fn new(fd: i32, flags: u32, serial: &str) -> Self {
+        let mut bytes = [0; VHOST_BLK_SERIAL_BYTES];
+        let len = serial.len().min(bytes.len());
+        bytes[..len].copy_from_slice(&serial.as_bytes()[..len]);
+        Self { size: size_of::<Self>() as u32, flags, fd, reserved: 0, serial: bytes, reserved2: 0 }
+    }
+}
+
+/// `struct vhost_blk_vring_stats`: what one ring did since the device was opened.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlkVringStats {
+    /// Bytes of this struct.
+    pub size: u32,
+    /// The ring.
+    pub index: u32,
+    /// Requests taken from the ring and not yet put back.
+    pub in_flight: u32,
+    /// 1 while the ring runs.
+    pub running: u32,
+    /// Requests put back, whatever their status.
+    pub requests: u64,
+    /// Of those, the ones that failed.
+    pub errors: u64,
+    /// Of those, the ones that are not supported.
+    pub unsupported: u64,
+    /// Bytes that reads brought from the backend.
+    pub read_bytes: u64,
+    /// Bytes that writes brought to it.
+    pub written_bytes: u64,
+    /// Turns that a kick of the guest began.
+    pub kicks: u64,
+    /// Times that the guest was notified.
+    pub signals: u64,
+}
+
+/// An ioctl's number, as `_IOC` makes it on x86, Arm, RISC-V and s390: direction, size, type, number.
+const fn ioc(direction: u32, nr: u32, size: usize) -> u32 {
+    direction << 30 | (size as u32) << 16 | VHOST_VIRTIO << 8 | nr
+}
+
+const fn io(nr: u32) -> u32 {
+    ioc(0, nr, 0)
+}
+
+const fn iow<T>(nr: u32) -> u32 {
+    ioc(1, nr, size_of::<T>())
+}
+
+const fn ior<T>(nr: u32) -> u32 {
+    ioc(2, nr, size_of::<T>())
+}
+
+const fn iowr<T>(nr: u32) -> u32 {
+    ioc(3, nr, size_of::<T>())
+}
+
+/// Feature bits offered, of the device and of vhost.
+pub const VHOST_GET_FEATURES: u32 = ior::<u64>(0x00);
+/// Feature bits that the guest took.
+pub const VHOST_SET_FEATURES: u32 = iow::<u64>(0x00);
+/// Makes the calling process the owner.
+pub const VHOST_SET_OWNER: u32 = io(0x01);
+/// Gives the device up and resets it.
+pub const VHOST_RESET_OWNER: u32 = io(0x02);
+/// Sets the memory table.
+pub const VHOST_SET_MEM_TABLE: u32 = iow::<MemoryHeader>(0x03);
+/// Address of the dirty log in the owner's process.
+pub const VHOST_SET_LOG_BASE: u32 = iow::<u64>(0x04);
+/// Eventfd signalled when something was logged.
+pub const VHOST_SET_LOG_FD: u32 = iow::<i32>(0x07);
+/// Makes a worker.
+pub const VHOST_NEW_WORKER: u32 = ior::<WorkerState>(0x08);
+/// Frees a worker that no ring is attached to.
+pub const VHOST_FREE_WORKER: u32 = iow::<WorkerState>(0x09);
+/// Descriptors of a ring.
+pub const VHOST_SET_VRING_NUM: u32 = iow::<VringState>(0x10);
+/// Addresses of a ring.
+pub const VHOST_SET_VRING_ADDR: u32 = iow::<VringAddr>(0x11);
+/// Where a ring begins.
+pub const VHOST_SET_VRING_BASE: u32 = iow::<VringState>(0x12);
+/// Where a ring goes on.
+pub const VHOST_GET_VRING_BASE: u32 = iowr::<VringState>(0x12);
+/// Attaches a ring to a worker.
+pub const VHOST_ATTACH_VRING_WORKER: u32 = iow::<VringWorker>(0x15);
+/// Which worker a ring is attached to.
+pub const VHOST_GET_VRING_WORKER: u32 = iowr::<VringWorker>(0x16);
+/// Eventfd by which the guest kicks.
+pub const VHOST_SET_VRING_KICK: u32 = iow::<VringFile>(0x20);
+/// Eventfd by which the guest is notified.
+pub const VHOST_SET_VRING_CALL: u32 = iow::<VringFile>(0x21);
+/// Eventfd that is signalled when a ring is broken.
+pub const VHOST_SET_VRING_ERR: u32 = iow::<VringFile>(0x22);
+/// Microseconds that a device polls a ring before it sleeps.
+pub const VHOST_SET_VRING_BUSYLOOP_TIMEOUT: u32 = iow::<VringState>(0x23);
+/// `/dev/vhost-net`: the socket or tap of a ring; none stops it.
+pub const VHOST_NET_SET_BACKEND: u32 = iow::<VringFile>(0x30);
+/// `/dev/vhost-blk`: sets the backend or takes it away.
+pub const VHOST_BLK_SET_BACKEND: u32 = iow::<BlkBackend>(0xE0);
+/// `/dev/vhost-blk`: starts or stops a ring.
+pub const VHOST_BLK_SET_VRING: u32 = iow::<VringState>(0xE1);
+/// `/dev/vhost-blk`: reads a ring's counters.
+pub const VHOST_BLK_GET_VRING_STATS: u32 = iowr::<BlkVringStats>(0xE2);
+
+// No struct has padding that the compiler chose: the sums of their fields are their sizes.
+const _: () = assert!(size_of::<VringState>() == 8 && size_of::<VringFile>() == 8);
+const _: () = assert!(size_of::<VringAddr>() == 40 && offset_of!(VringAddr, desc_user_addr) == 8);
+const _: () = assert!(size_of::<WorkerState>() == 4 && size_of::<VringWorker>() == 8);
+const _: () = assert!(size_of::<MemoryRegion>() == 32 && size_of::<MemoryHeader>() == 8);
+const _: () = assert!(size_of::<BlkBackend>() == 40 && offset_of!(BlkBackend, reserved2) == 36);
+const _: () = assert!(size_of::<BlkVringStats>() == 72 && offset_of!(BlkVringStats, requests) == 16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As a C compiler says of the headers; `examples/vhost_layout.rs` has the others checked by one.
+    #[test]
+    fn numbers_are_those_of_the_headers() {
+        assert_eq!(VHOST_GET_FEATURES, 0x8008_af00);
+        assert_eq!(VHOST_SET_OWNER, 0x0000_af01);
+        assert_eq!(VHOST_SET_MEM_TABLE, 0x4008_af03);
+        assert_eq!(VHOST_SET_LOG_FD, 0x4004_af07);
+        assert_eq!(VHOST_SET_VRING_ADDR, 0x4028_af11);
+        assert_eq!(VHOST_GET_VRING_BASE, 0xc008_af12);
+        assert_eq!(VHOST_NEW_WORKER, 0x8004_af08);
+        assert_eq!(VHOST_ATTACH_VRING_WORKER, 0x4008_af15);
+        assert_eq!(VHOST_BLK_SET_BACKEND, 0x4028_afe0);
+        assert_eq!(VHOST_BLK_GET_VRING_STATS, 0xc048_afe2);
+    }
+
+    #[test]
+    fn a_long_serial_is_cut() {
+        let backend = BlkBackend::new(3, 0, "0123456789abcdefghijklm");
+        assert_eq!(&backend.serial, b"0123456789abcdefghij");
+        assert_eq!(backend.size, 40);
+    }
+}
