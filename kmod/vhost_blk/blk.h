@@ -22,6 +22,7 @@
 #include <linux/bio.h>
 #include <linux/blkdev.h>
 #include <linux/llist.h>
+#include <linux/sched/signal.h>
 #include <linux/uio.h>
 #include <linux/wait.h>
 #include <linux/virtio_blk.h>
@@ -266,6 +267,15 @@ bool vhost_blk_in_bounds(struct block_device *bdev, u64 sector, u64 sectors);
 int vhost_blk_ranges_parse(struct vhost_blk_req *req, struct iov_iter *data);
 bool vhost_blk_range_step(struct vhost_blk_req *req);
 void vhost_blk_ranges_free(struct vhost_blk_req *req);
+
+/*
+ * Whether this worker runs for the last time. It is a thread of its owner; the core lets it run
+ * what is queued once more after it has taken the signal, which is not pending any more then.
+ */
+static inline bool vhost_blk_owner_dies(void)
+{
+	return fatal_signal_pending(current) || (current->signal->flags & SIGNAL_GROUP_EXIT);
+}
 
 /* A bio of the request failed, or could not be made. Any context. */
 static inline void vhost_blk_req_fail(struct vhost_blk_req *req, blk_status_t error)

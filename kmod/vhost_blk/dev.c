@@ -169,7 +169,7 @@ static int vhost_blk_disk_set(struct vhost_blk *blk, const struct vhost_blk_back
 		return -EBADF;
 	err = vhost_blk_disk_check(file, readonly);
 	/* We go past the page cache: nothing in it may be newer than the disk. */
-	if (!err && !readonly)
+	if (!err)
 		err = sync_blockdev(file_bdev(file));
 	if (err) {
 		fput(file);
@@ -334,6 +334,8 @@ static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 		goto out;
 	/* The same for all rings; changes under vhost_dev.mutex only. */
 	now = vhost_blk_acked(&blk->rings[0].vq);
+	if (features == now)
+		goto out;
 	err = -EBUSY;
 	if (((features ^ now) & ~BIT_ULL(VHOST_F_LOG_ALL)) && vhost_blk_any_started(blk))
 		goto out;

@@ -10,7 +10,6 @@
  * The guest's pages are pinned for as long as the device works on them, and given back when the
  * request ends, which every request does exactly once.
  */
-#include <linux/sched/signal.h>
 #include <linux/slab.h>
 
 #include "blk.h"
@@ -419,7 +418,7 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 		/*
 		 * Pages are not pinned for a task that is to die. That is no fault of the disk's.
 		 */
-		req->lost = fatal_signal_pending(current);
+		req->lost = vhost_blk_owner_dies();
 	}
 	req->busy = true;
 	WRITE_ONCE(ring->in_flight, ring->in_flight + 1);

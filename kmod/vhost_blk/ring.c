@@ -10,7 +10,6 @@
  * vhost_worker.killed), and what is queued then never runs. So a drain waits for bios, not for the
  * worker, and finishes requests itself.
  */
-#include <linux/sched/signal.h>
 #include <linux/slab.h>
 #include <linux/virtio_ring.h>
 
@@ -194,7 +193,7 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 		 * An owner that dies takes nothing: its next life, or its successor, finds it in
 		 * the ring.
 		 */
-		if (fatal_signal_pending(current))
+		if (vhost_blk_owner_dies())
 			break;
 		got = vhost_blk_take(ring);
 		if (got < 0)
@@ -295,6 +294,7 @@ int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 	struct vhost_blk_req *reqs;
 	int err = 0;
 
+	BUILD_BUG_ON(VHOST_BLK_VRING_NUM_MAX > UIO_MAXIOV);
 	/* It changes under vhost_dev.mutex only. */
 	if (vq->num > VHOST_BLK_VRING_NUM_MAX)
 		return -EINVAL;
@@ -349,6 +349,7 @@ void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why)
 {
 	mutex_lock(&ring->vq.mutex);
 	ring->hold &= ~why;
+	ring->requeued = true;
 	mutex_unlock(&ring->vq.mutex);
 	vhost_poll_queue(&ring->vq.poll);
 }
