@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
+use virtio::vhost::VHOST_BLK_VRINGS_MAX;
 
 use crate::error::{Error, Kind, Result, fail};
 use crate::rng::XorShift;
@@ -35,6 +36,8 @@ struct Mover<'a> {
     workers: Vec<u32>,
     /// By ring: its worker.
     rings: Vec<u32>,
+    /// The worker of the rings that the device has beside those: it cannot be freed.
+    kept: Option<u32>,
     moves: Moves,
 }
 
@@ -46,14 +49,20 @@ fn oops(e: vhost_kernel::Error) -> Error {
 ///
 /// # Errors
 /// A call failed that had to succeed, or the other way round.
-pub fn run(vhost: &Vhost, rings: u16, seed: u32, pause: Duration, stop: &AtomicBool) -> Result<Moves> {
+pub fn run(vhost: &Vhost, queues: u16, seed: u32, pause: Duration, stop: &AtomicBool) -> Result<Moves> {
     let rings: Vec<u32> =
-        (0..u32::from(rings)).map(|ring| vhost.vring_worker(ring).map_err(oops)).collect::<Result<_>>()?;
+        (0..u32::from(queues)).map(|ring| vhost.vring_worker(ring).map_err(oops)).collect::<Result<_>>()?;
+    // All rings of a device begin at the worker that comes with its owner, also those that nobody uses.
+    let kept = match u32::from(queues) {
+        VHOST_BLK_VRINGS_MAX.. => None,
+        unused => Some(vhost.vring_worker(unused).map_err(oops)?),
+    };
     let mut workers = rings.clone();
+    workers.extend(kept);
     workers.sort_unstable();
     workers.dedup();
     let rng = XorShift::new(u64::from(seed), 3000);
-    let mut mover = Mover { vhost, rng, workers, rings, moves: Moves::default() };
+    let mut mover = Mover { vhost, rng, workers, rings, kept, moves: Moves::default() };
     while !stop.load(Ordering::Acquire) {
         mover.step()?;
         std::thread::sleep(pause);
@@ -95,7 +104,7 @@ impl Mover<'_> {
     fn free(&mut self) -> Result<()> {
         let at = self.rng.below(self.workers.len() as u64) as usize;
         let id = self.workers[at];
-        let used = self.rings.contains(&id);
+        let used = self.rings.contains(&id) || self.kept == Some(id);
         match (self.vhost.free_worker(id), used) {
             (Ok(()), false) => {
                 self.workers.swap_remove(at);
@@ -107,8 +116,6 @@ impl Mover<'_> {
                 Ok(())
             }
             (Ok(()), true) => Err(fail!(Io, "worker {id} was freed although rings are attached to it")),
-            // Rings that this run did not set up stay with the worker that all begin with.
-            (Err(e), false) if e.errno() == Errno::BUSY && self.moves.made == 0 => Ok(()),
             (Err(e), _) => Err(oops(e)),
         }
     }

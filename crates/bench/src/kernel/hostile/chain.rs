@@ -54,6 +54,8 @@ pub(super) struct Draft {
     pub(super) offer: Offer,
     /// Where the status byte should be, if it is in the arena.
     pub(super) status: Option<u64>,
+    /// Header and status are where they have to be: if it is answered, then by a status.
+    pub(super) has_status: bool,
 }
 
 /// What chains are made from.
@@ -66,6 +68,8 @@ pub(super) struct Source<'a> {
     pub(super) size: u16,
     pub(super) capacity: u64,
     pub(super) indirect: bool,
+    /// This chain is made of sound descriptors; what they mean may be nonsense still.
+    pub(super) tame: bool,
 }
 
 impl Source<'_> {
@@ -75,9 +79,10 @@ impl Source<'_> {
 
     /// An address of data: mostly in the arena, else nowhere, at its end, or where an owner has no business.
     pub(super) fn address(&mut self) -> u64 {
-        let data = self.arena.len() - TABLES;
+        // The upper half takes what long segments reach over.
+        let data = self.arena.len() / 2 - TABLES;
         let inside = self.arena.guest() + (TABLES as u64) + self.rng.below(data as u64);
-        match self.rng.below(32) {
+        match if self.tame { 6 + self.rng.below(26) } else { self.rng.below(32) } {
             0 => self.rng.draw(),
             1 => u64::MAX - self.rng.below(300),
             2 => 0xffff_8880_0000_0000 + self.rng.below(1 << 30),
@@ -90,12 +95,12 @@ impl Source<'_> {
     }
 
     pub(super) fn len(&mut self) -> u32 {
-        match self.rng.below(24) {
+        match if self.tame { 3 + self.rng.below(21) } else { self.rng.below(24) } {
             0 => 0,
             1 => self.rng.draw() as u32,
             2 => self.pick(&[u32::MAX, 1 << 31, 0x7fff_ffff, 0xffff_f000, 1 << 30]),
-            3 => self.pick(&[1 << 20, 4 << 20, (1 << 20) - 1]),
-            4..=6 => self.rng.below(1025) as u32,
+            3 => self.pick(&[1 << 20, (1 << 20) - 1, 1 << 19]),
+            4..=6 => 1 + self.rng.below(1025) as u32,
             7 => 1,
             _ => 512 * (1 + self.rng.below(16)) as u32,
         }
@@ -145,7 +150,7 @@ impl Source<'_> {
     }
 
     /// A request, more or less: header, data, status; in the order of a list.
-    fn request(&mut self, most: usize) -> (Vec<Desc>, Option<u64>) {
+    fn request(&mut self, most: usize) -> (Vec<Desc>, Option<u64>, bool) {
         let header = self.header();
         let writes = !self.rng.one_in(3);
         let count = match self.rng.below(12) {
@@ -154,10 +159,11 @@ impl Source<'_> {
             2 => most,
             _ => 1 + self.rng.below(6) as usize,
         };
+        let mut sound = self.tame;
         let header_len = if self.rng.one_in(12) { self.rng.below(200) as u32 } else { 16 };
         let mut descs = vec![Desc { addr: header, len: header_len, flags: 0, next: 0 }];
         for _ in 0..count {
-            let flags = if writes != self.rng.one_in(40) { WRITE } else { 0 };
+            let flags = if writes != (!self.tame && self.rng.one_in(40)) { WRITE } else { 0 };
             let (addr, len) = (self.address(), self.len());
             descs.push(Desc { addr, len, flags, next: 0 });
         }
@@ -165,17 +171,18 @@ impl Source<'_> {
         if !self.rng.one_in(12) {
             let flags = if self.rng.one_in(16) { 0 } else { WRITE };
             let addr = self.address();
-            let len = if self.rng.one_in(8) { self.rng.below(40) as u32 } else { 1 };
+            let len = if self.rng.one_in(8) { u32::from(self.tame) + self.rng.below(40) as u32 } else { 1 };
             descs.push(Desc { addr, len, flags, next: 0 });
             let last = addr.wrapping_add(u64::from(len.max(1)) - 1);
             let offset = last.wrapping_sub(self.arena.guest());
             status = (flags == WRITE && len > 0 && offset < self.arena.len() as u64).then_some(last);
         }
-        if self.rng.one_in(24) {
+        sound &= header_len >= 16 && status.is_some();
+        if !self.tame && self.rng.one_in(12) {
             let (a, b) = (self.rng.below(descs.len() as u64), self.rng.below(descs.len() as u64));
             descs.swap(a as usize, b as usize);
         }
-        (descs, status)
+        (descs, status, sound)
     }
 
     /// Something wrong with a list of linked descriptors.
@@ -199,20 +206,21 @@ impl Source<'_> {
     fn as_table(&mut self, descs: &[Desc]) -> Vec<Desc> {
         let room = TABLES / 16 - descs.len();
         let at = self.rng.below(room as u64) as usize * 16 + if self.rng.one_in(16) { 8 } else { 0 };
-        let at = at.min(TABLES - 16 * descs.len());
+        let at = if self.tame { at & !15 } else { at.min(TABLES - 16 * descs.len()) };
         for (i, desc) in descs.iter().enumerate() {
             self.arena.write(at + 16 * i, &desc.bytes());
         }
         let whole = (descs.len() * 16) as u32;
-        let len = match self.rng.below(16) {
+        let len = match if self.tame { 4 } else { self.rng.below(16) } {
             0 => self.len(),
             1 => 0,
             2 => whole - 1,
             3 => whole + 16 * self.rng.below(2000) as u32,
             _ => whole,
         };
-        let addr = if self.rng.one_in(24) { self.address() } else { self.arena.guest() + at as u64 };
-        let flags = match self.rng.below(16) {
+        let addr =
+            if !self.tame && self.rng.one_in(24) { self.address() } else { self.arena.guest() + at as u64 };
+        let flags = match if self.tame { 2 } else { self.rng.below(16) } {
             0 => INDIRECT | WRITE,
             1 => INDIRECT | NEXT,
             _ => INDIRECT,
@@ -222,22 +230,25 @@ impl Source<'_> {
 
     /// The next chain.
     pub(super) fn draft(&mut self) -> Draft {
+        self.tame = !self.rng.one_in(3);
         let most = if self.rng.one_in(8) { usize::from(self.size).min(1000) } else { 30 };
-        let table = self.rng.one_in(2) && (self.indirect || self.rng.one_in(8));
+        let table = self.rng.one_in(2) && (self.indirect || !self.tame && self.rng.one_in(8));
         let fits = if table { most } else { most.min(usize::from(self.size)).saturating_sub(2) };
-        let (mut descs, status) = self.request(fits);
+        let (mut descs, status, has_status) = self.request(fits);
         let last = descs.len() - 1;
         for (i, desc) in descs[..last].iter_mut().enumerate() {
             desc.next = i as u16 + 1;
             desc.flags |= NEXT;
         }
         let limit = if table { descs.len() as u16 } else { self.size };
-        self.damage(&mut descs, limit);
+        if !self.tame {
+            self.damage(&mut descs, limit);
+        }
         if table {
             descs = self.as_table(&descs);
         }
         descs.truncate(usize::from(self.size));
-        let mut offer = match self.rng.below(40) {
+        let mut offer = match if self.tame { 39 } else { self.rng.below(20) } {
             0 => Offer::Again(2 + self.rng.below(6) as u16),
             1 => Offer::Jump(self.rng.below(2 * u64::from(self.size) + 2) as u16),
             2 => Offer::Jump(self.rng.draw() as u16),
@@ -248,7 +259,7 @@ impl Source<'_> {
             let at = self.rng.below(descs.len() as u64) as usize;
             descs[at].addr = self.pick(&self.rings.clone()) + 16 * self.rng.below(8);
         }
-        let head = match self.rng.below(60) {
+        let head = match if self.tame { 59 } else { self.rng.below(30) } {
             0 => self.size,
             1 => self.rng.draw() as u16,
             _ => 0,
@@ -257,7 +268,7 @@ impl Source<'_> {
         if head != 0 && offer == Offer::Once {
             offer = Offer::AtTheRing;
         }
-        Draft { descs, head, offer, status }
+        Draft { descs, head, offer, status, has_status }
     }
 }
 
@@ -278,6 +289,7 @@ mod tests {
                 size: 64,
                 capacity: 2048,
                 indirect: true,
+                tame: false,
             };
             (0..3000).map(|_| source.draft()).collect::<Vec<_>>()
         };
@@ -293,6 +305,6 @@ mod tests {
         assert!(share(|c| c.offer == Offer::Once) > 2000);
         assert!(share(|c| matches!(c.offer, Offer::Again(_) | Offer::Jump(_))) > 50);
         assert!(share(|c| c.descs[0].flags & INDIRECT != 0) > 500);
-        assert!(share(|c| c.status.is_none()) > 200 && share(|c| c.status.is_some()) > 1000);
+        assert!(share(|c| c.status.is_none()) > 200 && share(|c| c.has_status) > 1000);
     }
 }

@@ -97,7 +97,9 @@ impl Ring {
     /// Tells, and asks to be told of the next answer.
     fn publish(&self) {
         let event = 4 + 2 * usize::from(self.parts.size);
-        self.parts.driver.store_u16(event, self.used);
+        if event + 2 <= self.parts.driver.len() {
+            self.parts.driver.store_u16(event, self.used);
+        }
         self.parts.driver.store_u16(2, self.avail);
         self.parts.kick();
     }
@@ -146,6 +148,7 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
         size: parts[0].size,
         capacity,
         indirect: kernel.features() & feature::INDIRECT_DESC != 0,
+        tame: false,
     };
     let (beat, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let rings = parts.into_iter().map(|parts| Ring { parts, avail: 0, used: 0 }).collect();
@@ -224,7 +227,8 @@ impl Hostile<'_> {
             Offer::Jump(by) => ring.avail = ring.avail.wrapping_add(by),
         }
         ring.publish();
-        if self.source.rng.one_in(4) {
+        let meddled = !self.source.tame && self.source.rng.one_in(3);
+        if meddled {
             self.meddle(q, draft.descs.len());
         }
         if draft.offer != Offer::Once {
@@ -246,6 +250,12 @@ impl Hostile<'_> {
                     status::OK => self.counts.ok += 1,
                     status::IOERR => self.counts.io_error += 1,
                     status::UNSUPP => self.counts.unsupported += 1,
+                    other if draft.has_status && !meddled => {
+                        return Err(fail!(
+                            Io,
+                            "the device put it back with status {other:#x}, although it has room for one"
+                        ));
+                    }
                     _ => self.counts.no_status += 1,
                 }
                 Ok(())
