@@ -15,14 +15,17 @@
 #error "vhost_blk: Linux 6.12 or newer is needed"
 #endif
 
-/* Lengths of up to 1,024 segments of 4 GiB are added up in a size_t, counters are read without a lock. */
+/*
+ * Lengths of up to 1,024 segments of 4 GiB are added up in a size_t, counters are read without a
+ * lock.
+ */
 #ifndef CONFIG_64BIT
 #error "vhost_blk: 64-bit kernels only"
 #endif
 
 /*
- * Pins what an iterator over the owner's memory describes into a bio, as much as it holds, whole blocks only. Since 6.18
- * the caller says what a block is.
+ * Pins what an iterator over the owner's memory describes into a bio, as much as it holds, whole
+ * blocks only. Since 6.18 the caller says what a block is.
  */
 static inline int vhost_blk_pin(struct bio *bio, struct iov_iter *data, unsigned int block_mask)
 {
