@@ -38,7 +38,8 @@ export PATH=/bin HOME=/ TERM=dumb
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t tmpfs tmp /tmp
-mount -t debugfs debug /sys/kernel/debug 2>/dev/null
+mount -t debugfs debug /sys/kernel/debug
+mount -t tracefs trace /sys/kernel/tracing
 mount -t configfs config /sys/kernel/config 2>/dev/null
 mkdir -p /dev/shm
 mount -t tmpfs shm /dev/shm
@@ -71,6 +72,18 @@ fails() {
     case $said in *"$words"*) ;; *) echo "failed otherwise: $said"; return 1 ;; esac
 }
 
+# What the module allocated and did not free, by the owners that slub_debug notes; then it is unloaded.
+leaves_nothing() {
+    [ -e /sys/kernel/debug/slab/kmalloc-64/alloc_traces ] || { echo "slub_debug is off"; return 1; }
+    for cache in /sys/kernel/debug/slab/*/alloc_traces; do
+        if grep -q '\[vhost_blk\]' $cache; then
+            echo "$cache: $(grep -B 2 -A 3 '\[vhost_blk\]' $cache | head -n 12)"
+            return 1
+        fi
+    done
+    rmmod vhost_blk
+}
+
 say ready
 . /job
 # Poison and red zones of what is still allocated, too.
@@ -82,9 +95,11 @@ poweroff -f
 """
 
 
-def kernel(command="fetch", timeout_s=900):
+def kernel(command="fetch", timeout_s=900, **environment):
     """What `scripts/kernel COMMAND` prints last; the test is left out where the machine lacks something."""
-    done = subprocess.run([r.ROOT / "scripts/kernel", command], capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        [r.ROOT / "scripts/kernel", command], capture_output=True, text=True, timeout=timeout_s, env=os.environ | environment
+    )
     if done.returncode == 3:
         raise r.Skipped((done.stderr.strip().splitlines() or ["?"])[-1])
     if done.returncode != 0:
@@ -261,8 +276,3 @@ class Vm:
             r.require(self.results, "the job had no results")
 
         self.rig.test(f"kernel: {self.name}: the kernel's log is clean", judge)
-
-
-def environment(name):
-    """A path from the environment, or None."""
-    return os.environ.get(name) or None

@@ -3,8 +3,11 @@
  * Disks that fail or are slow; the rig makes them: `fault-medium` (scsi_debug with unreadable sectors 0x1234 to 0x123d),
  * `fault-some` (a disk that fails now and then), `fault-slow` (a second a request).
  */
-#include <string.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -148,7 +151,89 @@ static void slow_kill(const struct vb_args *args)
 	}
 }
 
+/* block_bio_queue says what the block layer was asked for, before it is split or merged. */
+#define TRACE	"/sys/kernel/tracing/"
+
+static void tracing(const char *file, const char *text)
+{
+	int fd = open(file, O_WRONLY | O_TRUNC | O_CLOEXEC);
+
+	require(fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text), "%s: %s", file, strerror(errno));
+	close(fd);
+}
+
+/*
+ * How a request reaches the disk: the flags of the bios that it became, as the kernel's trace shows them. A leading F is
+ * a flush before, one behind the W a write that is stable when it ends.
+ */
+static void flags_of(struct vb_ring *ring, struct vb_buffer *buffer, uint32_t type, size_t bytes, char *flags, size_t room)
+{
+	char line[512];
+	FILE *trace;
+
+	tracing(TRACE "trace", "\n");
+	tracing(TRACE "events/block/block_bio_queue/enable", "1");
+	require(do_request(ring, buffer, type, 64, bytes) == VIRTIO_BLK_S_OK, "type %u failed", type);
+	tracing(TRACE "events/block/block_bio_queue/enable", "0");
+	trace = fopen(TRACE "trace", "re");
+	require(trace, "no trace");
+	flags[0] = 0;
+	while (fgets(line, sizeof(line), trace)) {
+		char *at = strstr(line, "block_bio_queue: "), what[16];
+
+		if (at && sscanf(at, "block_bio_queue: %*s %15s", what) == 1)
+			snprintf(flags + strlen(flags), room - strlen(flags), "%s ", what);
+	}
+	fclose(trace);
+}
+
+/* How many bios have flags that begin so. */
+static unsigned int begin_with(const char *flags, const char *prefix)
+{
+	unsigned int count = 0;
+
+	for (; flags; flags = strchr(flags, ' ') ? strchr(flags, ' ') + 1 : NULL)
+		count += !strncmp(flags, prefix, strlen(prefix));
+	return count;
+}
+
+/* Writes that are stable when the request ends: each by itself, or all by a flush after them. */
+static bool stable(const char *flags)
+{
+	return begin_with(flags, "W") + begin_with(flags, "F") &&
+	       (begin_with(flags, "F") || begin_with(flags, "WF") == begin_with(flags, "W"));
+}
+
+/* Without VIRTIO_BLK_F_FLUSH an OUT is stable when it is answered; with it, a FLUSH makes it so, and only that. */
+static void durable(const struct vb_args *args)
+{
+	struct vb_buffer buffer;
+	struct vb_ring ring;
+	struct vb_dev dev;
+	char flags[256];
+
+	for (unsigned int flush = 0; flush < 2; flush++) {
+		vb_prepare(&dev, args, flush ? 1ull << VIRTIO_BLK_F_FLUSH : 0);
+		vb_backend(&dev, 0);
+		ring_init(&ring, &dev, 0, 64);
+		ring_start(&ring);
+		buffer = buffer_new(&dev, 0, 1 << 20, 4096);
+		/* One bio's worth and more: all of it, also what ends first. */
+		for (size_t bytes = 4096; bytes <= 1 << 20; bytes <<= 4) {
+			flags_of(&ring, &buffer, VIRTIO_BLK_T_OUT, bytes, flags, sizeof(flags));
+			require(begin_with(flags, "W"), "OUT of %zu bytes: the disk saw no write, but %s", bytes, flags);
+			require(stable(flags) == !flush, "OUT of %zu bytes, %s: the disk saw %s", bytes,
+				flush ? "FLUSH negotiated" : "no FLUSH", flags);
+		}
+		flags_of(&ring, &buffer, VIRTIO_BLK_T_FLUSH, 0, flags, sizeof(flags));
+		require(begin_with(flags, "F"), "FLUSH: the disk saw %s", flags);
+		ring_stop(&ring);
+		vb_close(&dev);
+	}
+}
+
 const struct vb_case cases_fault[] = {
+	{ "durable", "write-through without FLUSH, write-back with it", durable, 30 },
 	{ "fault-medium", "sectors that cannot be read", bad_sectors, 60 },
 	{ "fault-medium", "verified load over sectors that cannot be read", some_fail, 60 },
 	{ "fault-some", "verified load on a disk that fails now and then", some_fail, 60 },
