@@ -46,6 +46,15 @@ class Fuse:
             if awake and can_be_awake() and not self.b.o.awake and job.depth == job.jobs == 1:
                 yield Job.parse(text, True)
 
+    def floors(self):
+        """Those that can be had; none where vshunt has a stand-in (--aa), which is not judged."""
+        if self.b.o.aa:
+            return []
+        channels = self.field.floors(floor.compiled(self.b, "floor.c", "/dev/fuse"))
+        if not self.field.rings:
+            return channels
+        return channels + self.field.floors_ring(floor.compiled(self.b, "floor_uring.c", "FUSE over io_uring"))
+
     def judged(self):
         """Whether targets are to be judged; their heading."""
         if not self.b.o.aa:
@@ -113,8 +122,7 @@ def null(b):
     with _prepared(b, "fuse-null", "a file of 1 GiB with nothing behind it") as f:
         if f is None:
             return
-        # The floor runs only where it is judged; a stand-in for vshunt (--aa) is not.
-        floors = f.field.floors(None if b.o.aa else floor.compiled(b))
+        floors = f.floors()
         if floors:
             b.report.line(f"  {FLOOR_LEGEND}")
         names = [*DAEMONS.values(), DEV_1, DEV_4, PINNED, FREE, *(c.name for c in floors)]
@@ -124,14 +132,16 @@ def null(b):
         jobs = list(f.jobs(SEED_JOBS, awake=True))
         large_jobs = list(f.jobs(LARGE_JOBS))
         random = [j for j in jobs if j.pattern in ("rr", "rw")]
+        # A floor runs only where it is judged.
         plan = [(j, (all_of_them if j in random else two_queues) + (floors if verdicts.has_floor(j) else [])) for j in jobs]
-        plan += [(j, large + (floors if verdicts.has_floor_large(j) else [])) for j in large_jobs]
+        floors_large = [c for c in floors if c.name in verdicts.FLOORS_LARGE]
+        plan += [(j, large + (floors_large if verdicts.has_floor_large(j) else [])) for j in large_jobs]
         cells = f.measure("fuse-null", plan, NULL)
         daemons = list(DAEMONS.values())
         tables.side_by_side(f.report, random, names, daemons, cells)
         if large_jobs:
             f.report.line()
-        tables.side_by_side(f.report, large_jobs, [c.name for c in large + floors], daemons, cells)
+        tables.side_by_side(f.report, large_jobs, [c.name for c in large + floors_large], daemons, cells)
         tables.seeds(f.report, "null", jobs, cells)
         f.report.seed(seed.PEERS_FUSE_NULL)
         if not f.judged():
