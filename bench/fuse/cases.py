@@ -11,7 +11,8 @@ import seed
 from cases import GRACE_QUICK_S, GRACE_S, RAM_BYTES, can_be_awake, file_system, image
 from client import Client
 from fuse import floor, tables, verdicts
-from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field)
+from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FLOOR_OF, FREE, HOST, LEGEND, PASSTHROUGH, PINNED,
+                              Disk, Field)
 from fuse.load import Job
 from fuse.measure import measure
 from fuse.mount import private_namespace, uring_problem
@@ -117,6 +118,12 @@ def _file(b, name, kind):
         yield Disk(size, path)
 
 
+def _with_floors(takers, floors):
+    """Each layout's floor right after it: what is compared is measured one after the other."""
+    of = {c.name: c for c in floors}
+    return [c for taker in takers for c in (taker, of.get(FLOOR_OF.get(taker.name))) if c]
+
+
 def null(b):
     """No storage: only the kernel's FUSE, the transport and the wake-ups."""
     with _prepared(b, "fuse-null", "a file of 1 GiB with nothing behind it") as f:
@@ -125,23 +132,21 @@ def null(b):
         floors = f.floors()
         if floors:
             b.report.line(f"  {FLOOR_LEGEND}")
-        names = [*DAEMONS.values(), DEV_1, DEV_4, PINNED, FREE, *(c.name for c in floors)]
         all_of_them = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_4, PINNED, FREE)
         two_queues = f.field.daemons(1, 4) + f.field.ours(DEV_1, DEV_4)
         large = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_2, DEV_4, PINNED)
         jobs = list(f.jobs(SEED_JOBS, awake=True))
         large_jobs = list(f.jobs(LARGE_JOBS))
         random = [j for j in jobs if j.pattern in ("rr", "rw")]
-        # A floor runs only where it is judged.
-        plan = [(j, (all_of_them if j in random else two_queues) + (floors if verdicts.has_floor(j) else [])) for j in jobs]
-        floors_large = [c for c in floors if c.name in verdicts.FLOORS_LARGE]
-        plan += [(j, large + (floors_large if verdicts.has_floor_large(j) else [])) for j in large_jobs]
+        with_floors, large_with_floors = _with_floors(all_of_them, floors), _with_floors(large, floors)
+        plan = [(j, with_floors if verdicts.has_floor(j) else all_of_them if j in random else two_queues) for j in jobs]
+        plan += [(j, large_with_floors if verdicts.has_floor_large(j) else large) for j in large_jobs]
         cells = f.measure("fuse-null", plan, NULL)
         daemons = list(DAEMONS.values())
-        tables.side_by_side(f.report, random, names, daemons, cells)
+        tables.side_by_side(f.report, random, [c.name for c in with_floors], daemons, cells)
         if large_jobs:
             f.report.line()
-        tables.side_by_side(f.report, large_jobs, [c.name for c in large + floors_large], daemons, cells)
+        tables.side_by_side(f.report, large_jobs, [c.name for c in large_with_floors], daemons, cells)
         tables.seeds(f.report, "null", jobs, cells)
         f.report.seed(seed.PEERS_FUSE_NULL)
         if not f.judged():

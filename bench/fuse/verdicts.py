@@ -5,9 +5,8 @@ from fuse.contestants import DEV_1, DEV_2, DEV_4, FLOOR_OF, FREE, PINNED
 from report import MET, MISSED, UNKNOWN, rate
 
 FLOOR_SHARE = 0.9
-# Layouts that are judged by reads of 128k, and their floors.
+# Layouts that are judged by reads of 128k.
 LARGE = (DEV_1, DEV_2, DEV_4, PINNED)
-FLOORS_LARGE = [FLOOR_OF[name] for name in LARGE]
 # What programs that do nothing else reached on null on another day, on a machine of the class that vshunt is built on (2
 # vCPUs, Linux 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. Printed beside the floor of the run; they decide nothing.
 FLOOR_CPUS = 2
@@ -63,24 +62,32 @@ def has_floor_large(job):
     return job.pattern == "sr" and job.block_bytes > 4096
 
 
-def _floor(report, case, what, got, floor, older, show):
-    """A layout against the `floor` of this run; of the `older` one only the figure is given."""
+def paired(cells, job, of, base):
+    """The median of the ratios within each repetition: what was measured side by side is compared side by side."""
+    runs = [cells[str(job), n].runs if (str(job), n) in cells else [] for n in (of, base)]
+    ratios = [a["iops"] / b["iops"] for a, b in zip(*runs) if isinstance(a, dict) and isinstance(b, dict) and b["iops"]]
+    return statistics.median(ratios) if ratios else None
+
+
+def _floor(report, case, what, ratio, figures, older):
+    """A layout against the floor of this run. `figures`: what both reached, as text; `older`: likewise, or None."""
     sentence = f"{what} at least {FLOOR_SHARE:g} of its floor"
-    beside = f" (older measurement, {FLOOR_CPUS} CPUs: {show(older)})" if older else ""
-    if not got or not floor:
-        report.judge(case, UNKNOWN, sentence + (f": {show(got)}" if got else "") + beside)
+    beside = f" (older measurement, {FLOOR_CPUS} CPUs: {older})" if older else ""
+    if ratio is None:
+        report.judge(case, UNKNOWN, sentence + beside)
     else:
-        report.judge(case, MET if got >= FLOOR_SHARE * floor else MISSED,
-                     f"{sentence}: x{got / floor:.2f} ({show(got)} to {show(floor)}){beside}")
+        report.judge(case, MET if ratio >= FLOOR_SHARE else MISSED, f"{sentence}: x{ratio:.2f} ({' to '.join(figures)}){beside}")
 
 
 def floors(report, case, cells, jobs):
-    """Of 4k requests at depth 64, each transport and layout against what a bare server of its kind reached."""
+    """Of 4k requests at depth 64, each layout against what a bare server of its kind reached: the median of the ratios
+    within each repetition."""
     for job in filter(has_floor, jobs):
         for name, figures in FLOORS_OLDER.items():
-            what, got = f"{job}: {name}", median(cells, job, name)
-            older = 1e3 * figures[job.pattern][job.jobs == 4]
-            _floor(report, case, what, got, median(cells, job, FLOOR_OF[name]), older, rate)
+            pair = [cells.get((str(job), n)) for n in (name, FLOOR_OF[name])]
+            ratio = paired(cells, job, name, FLOOR_OF[name])
+            shares = [rate(c.median("iops")) + ("~" if c.unsteady() else "") for c in pair] if ratio else []
+            _floor(report, case, f"{job}: {name}", ratio, shares, rate(1e3 * figures[job.pattern][job.jobs == 4]))
 
 
 def floors_large(report, case, cells, jobs):
@@ -92,15 +99,10 @@ def floors_large(report, case, cells, jobs):
         return f"{bytes_per_s / 1e9:.2f}GB/s"
 
     for name in LARGE:
-        what, older = f"128k reads: {name}, its best job,", FLOORS_LARGE_OLDER.get(name, 0) * 1e9
-        _floor(report, case, what, most(name), most(FLOOR_OF[name]), older, show)
-
-
-def paired(cells, job, of, base):
-    """The median of the ratios within each repetition: what was measured side by side is compared side by side."""
-    runs = [cells[str(job), n].runs if (str(job), n) in cells else [] for n in (of, base)]
-    ratios = [a["iops"] / b["iops"] for a, b in zip(*runs) if isinstance(a, dict) and isinstance(b, dict) and b["iops"]]
-    return statistics.median(ratios) if ratios else None
+        got, floor, older = most(name), most(FLOOR_OF[name]), FLOORS_LARGE_OLDER.get(name)
+        ratio = got / floor if got and floor else None
+        _floor(report, case, f"128k reads: {name}, its best job,", ratio, [show(v) for v in (got, floor) if v],
+               older and show(older * 1e9))
 
 
 def loss(report, case, cells, job, of, base, loss_max):
