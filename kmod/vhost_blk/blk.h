@@ -34,7 +34,7 @@
 /*
  * A turn's budget, after which the worker looks at its other rings. One large request uses it up.
  */
-#define VHOST_BLK_TURN_REQUESTS	64
+#define VHOST_BLK_TURN_REQUESTS	256
 #define VHOST_BLK_TURN_BYTES	SZ_1M
 
 /*
@@ -116,7 +116,7 @@ struct vhost_blk_range {
  * @type: VIRTIO_BLK_T_*.
  * @status: VIRTIO_BLK_S_*, unless a bio failed.
  * @bounced: its data goes through pages of ours.
- * @retried: the step of @ranges under way is done another way, since the device refused the first.
+ * @offloaded: the device was told to write zeroes by itself.
  * @written: bytes of the guest's buffers that a success fills, without the status.
  * @data_bytes: data of an IN or OUT.
  * @status_at: the status byte, in the owner's memory; NULL if the chain has no room for one.
@@ -147,7 +147,7 @@ struct vhost_blk_req {
 	bool lost;
 	bool flush_after;
 	bool bounced;
-	bool retried;
+	bool offloaded;
 	u8 status;
 	u32 type;
 	u32 written;

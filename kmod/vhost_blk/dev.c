@@ -333,7 +333,7 @@ static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 	if (err)
 		goto out;
 	/* The same for all rings; changes under vhost_dev.mutex only. */
-	now = vhost_blk_acked(&blk->rings[0].vq);
+	now = blk->rings[0].vq.acked_features;
 	if (features == now)
 		goto out;
 	err = -EBUSY;
@@ -345,7 +345,7 @@ static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 	err = vhost_blk_pause(blk);
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX && !err; i++) {
 		mutex_lock(&blk->rings[i].vq.mutex);
-		vhost_blk_ack(&blk->rings[i].vq, features);
+		blk->rings[i].vq.acked_features = features;
 		mutex_unlock(&blk->rings[i].vq.mutex);
 	}
 	vhost_blk_resume(blk);

@@ -134,10 +134,10 @@ static struct bio *vhost_blk_step_bio(struct vhost_blk_req *req, struct vhost_bl
 {
 	struct block_device *bdev = vhost_blk_bdev(req);
 	struct bio *bio = NULL;
-	int err;
+	int err = 0;
 
 	if (req->type == VIRTIO_BLK_T_DISCARD)
-		err = __blkdev_issue_discard(bdev, range->sector, req->step, GFP_KERNEL, &bio);
+		__blkdev_issue_discard(bdev, range->sector, req->step, GFP_KERNEL, &bio);
 	else
 		err = __blkdev_issue_zeroout(bdev, range->sector, req->step, GFP_KERNEL, &bio,
 					     range->unmap ? 0 : BLKDEV_ZERO_NOUNMAP);
@@ -162,17 +162,13 @@ bool vhost_blk_range_step(struct vhost_blk_req *req)
 		return false;
 	if (req->error) {
 		/*
-		 * A device may learn that it cannot write zeroes only when it is told to; then
-		 * pages of them are.
+		 * A device may learn that it cannot write zeroes only when it is told to, and fails
+		 * that in its own way; then pages of zeroes are written.
 		 */
-		if (req->type != VIRTIO_BLK_T_WRITE_ZEROES || req->retried ||
-		    req->error != BLK_STS_NOTSUPP ||
-		    bdev_write_zeroes_sectors(vhost_blk_bdev(req)))
+		if (!req->offloaded || bdev_write_zeroes_sectors(vhost_blk_bdev(req)))
 			return false;
-		req->retried = true;
 		req->error = BLK_STS_OK;
 	} else {
-		req->retried = false;
 		range->sector += req->step;
 		range->sectors -= req->step;
 	}
@@ -182,6 +178,8 @@ bool vhost_blk_range_step(struct vhost_blk_req *req)
 		req->range_at = ++range;
 	}
 	req->step = vhost_blk_step_sectors(req, range);
+	req->offloaded = req->type == VIRTIO_BLK_T_WRITE_ZEROES &&
+			 bdev_write_zeroes_sectors(vhost_blk_bdev(req));
 	bio = vhost_blk_step_bio(req, range);
 	if (!bio)
 		return false;

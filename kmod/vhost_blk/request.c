@@ -321,7 +321,6 @@ static void vhost_blk_req_reset(struct vhost_blk_req *req, struct vhost_blk_ring
 	req->lost = false;
 	req->flush_after = false;
 	req->bounced = false;
-	req->retried = false;
 	req->status = VIRTIO_BLK_S_OK;
 	req->type = U32_MAX;
 	req->written = 0;

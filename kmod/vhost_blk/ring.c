@@ -121,7 +121,7 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 		WRITE_ONCE(ring->in_flight, ring->in_flight - 1);
 	}
 	if (count) {
-		if (vhost_add_used_n(vq, vq->heads, count))
+		if (vhost_blk_add_used(vq, count))
 			vhost_blk_break(ring);
 		vhost_blk_signal(ring);
 	}
@@ -165,7 +165,7 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 		 * Two requests by one name: the guest could not tell which is done, and the slot is
 		 * in use.
 		 */
-		vhost_discard_vq_desc(vq, 1);
+		vhost_blk_put_back(vq);
 		vq_err(vq, "Head %d is in flight already\n", head);
 		vhost_blk_break(ring);
 		return -EAGAIN;
@@ -173,7 +173,7 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 	req->head = head;
 	bytes = vhost_blk_req_begin(ring, req, out, in, log_num);
 	if (bytes < 0) {
-		vhost_discard_vq_desc(vq, 1);
+		vhost_blk_put_back(vq);
 		return -EAGAIN;
 	}
 	return bytes;
