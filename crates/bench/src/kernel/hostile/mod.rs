@@ -16,7 +16,7 @@ use crate::driver::{
     Area, DEFAULT_BASE, Disk, Kernel, Options, PAGE, RegionSpec, RingParts, RingSetup, feature, request,
     status,
 };
-use crate::error::{Error, Kind, Result, fail};
+use crate::error::{Error, Result, fail};
 use crate::rng::XorShift;
 
 /// Where the arena's region begins, far from that of the rings; and the guard's, far from both.
@@ -314,7 +314,7 @@ impl Hostile<'_> {
     }
 
     fn stats(&self, q: usize) -> Result<virtio::vhost::BlkVringStats> {
-        self.kernel.vhost().blk_vring_stats(q as u32).map_err(|e| Error::new(Kind::System, e.to_string()))
+        self.kernel.handle().stats(q as u16)
     }
 
     #[cold]
