@@ -192,6 +192,31 @@ def in_kernel(suite):
     m.same(image, content, "the image afterwards")
 
 
+def in_kernel_resize(suite):
+    """The kernel has made the image longer by itself; then a command gives it a size."""
+    suite.ours()
+    image = suite.image("pass-resize.img", MIB)
+    mount = m.Mount(suite, "pass-resize", image=image, growable=True, passthrough="auto")
+    r.require(passthrough(mount.export())[0], "passthrough is off")
+
+    def sizes():
+        return os.fstat(fd).st_size, image.stat().st_size, mount.daemon.status()["disks"][0]["size-bytes"]
+
+    with m.Opened(mount.path) as fd:
+        os.pwrite(fd, b"k" * MIB, 7 * MIB)
+        done = mount.cli("resize", "d0", str(4 * MIB), check=False)
+        r.require(done.returncode != 0 and "shrink" in done.stderr, f"a shorter end than the kernel's: {done.stderr!r}")
+        r.require(sizes() == (8 * MIB,) * 3, f"a refused resize: {sizes()}")
+        mount.cli("resize", "d0", str(9 * MIB))
+        r.require(sizes() == (9 * MIB,) * 3, f"resized to 9 MiB: {sizes()}")
+        r.require(os.pread(fd, 2 * MIB, 7 * MIB) == b"k" * MIB + bytes(MIB), "it reads something else")
+        mount.cli("resize", "--shrink", "d0", str(2 * MIB))
+        r.require(sizes() == (2 * MIB,) * 3, f"shrunk to 2 MiB: {sizes()}")
+        os.pwrite(fd, b"l", 3 * MIB)
+        r.require(os.pread(fd, 2 * MIB, 2 * MIB) == bytes(MIB) + b"l", "what was cut off came back")
+    mount.stop()
+
+
 def in_kernel_odd(suite):
     """An odd end that the kernel wrote by itself: the image can be served again."""
     suite.ours()
@@ -266,5 +291,6 @@ def tests_once(suite):
     t("one read-only disk, vhost-user-blk and two mounts", lambda: two_readers(suite))
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
     t("passthrough: random operations", lambda: in_kernel_walk(suite), 40)
+    t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))
     t("passthrough: an odd end", lambda: in_kernel_odd(suite))
     t("passthrough: off with a reason", lambda: off(suite))

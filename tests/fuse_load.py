@@ -4,7 +4,9 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -239,6 +241,87 @@ def fio(suite, memory, seconds):
     mount.stop()
 
 
+# One read, 128k from the place of that number, when told to.
+READER = """import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print("open", flush=True)
+sys.stdin.readline()
+sys.exit(len(os.pread(fd, 131072, int(sys.argv[2]) * 131072)) != 131072)"""
+
+
+def interrupted(suite):
+    """Callers killed while their requests are with the backend: the kernel sends INTERRUPT for each. The requests go on, and
+    their slots serve others afterwards."""
+    suite.ours()
+    name = f"interrupt-{suite.transport}"
+    image = suite.image(f"{name}.img", 8 * MIB)
+    content = m.fill(image, 8 * MIB, ((0, 8 * MIB),), 61)
+    # A backend that can be held up: the image is itself a file that another daemon serves, and that one is stopped.
+    below = r.Daemon(
+        suite.rig, "--disk", f"name=b,file={image}", "--export",
+        f"type=fuse,name=g0,disk=b,mountpoint={suite.rig.dir / name}.below,transport=dev,passthrough=off", name=f"{name}-below",
+    )  # fmt: skip
+    mount = m.serving(suite, name, disk=f"file={suite.rig.dir / name}.below,readonly=on", writable=False)
+    callers = [
+        subprocess.Popen(
+            [sys.executable, "-B", "-c", READER, mount.path, str(n)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )
+        for n in range(24)
+    ]
+    for caller in callers:
+        r.require(caller.stdout.readline() == b"open\n", "a caller cannot open the file")
+    os.kill(below.child.pid, signal.SIGSTOP)
+    try:
+        for caller in callers:
+            caller.stdin.write(b"go\n")
+            caller.stdin.flush()
+        r.wait_for("requests are under way", lambda: sum(q["in-flight"] for q in mount.queues()) >= 24, 10)
+        for caller in callers[::2]:
+            caller.kill()
+        for caller in callers[1::4]:
+            caller.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        seen = sum(q["in-flight"] for q in mount.queues())
+        r.require(seen >= 24, f"{24 - seen} requests were given up while the backend had their buffers")
+    finally:
+        os.kill(below.child.pid, signal.SIGCONT)
+    codes = [caller.wait(10) for caller in callers]
+    r.require(all(code == -signal.SIGKILL for code in codes[::2]), f"killed callers ended with {codes[::2]}")
+    r.require(all(code == 0 for code in codes[3::4]), f"callers that nobody killed ended with {codes[3::4]}")
+    r.wait_for("nothing is under way", lambda: sum(q["in-flight"] for q in mount.queues()) == 0, 10)
+    m.same(mount.path, content, "the mount")
+    mount.stop()
+    r.require(below.child.stop() == 0, below.child.tail())
+
+
+def resized(suite):
+    """The disk grows and shrinks beyond fio's regions, whose I/O goes on and stays right."""
+    suite.ours()
+    name = f"fio-resize-{suite.transport}"
+    least = FIO_JOBS * FIO_REGION
+    mount = m.serving(suite, name, image=suite.image(f"{name}.img", least), queues=4)
+    load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount.path, FIO_S // 2))
+    r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()), 10)
+    turns, size = 0, least
+    end = time.monotonic() + FIO_S * 0.4
+    with m.Opened(mount.path) as fd:
+        while time.monotonic() < end and load.running():
+            size = least if size > least else 2 * least + turns * 512
+            mount.cli("resize", "--shrink", "d0", str(size))
+            r.require(os.fstat(fd).st_size == size == mount.image.stat().st_size, f"turn {turns}: not {size} bytes")
+            if size > least:
+                r.require(os.pread(fd, MIB, size - MIB) == bytes(MIB), f"turn {turns}: what was cut off came back")
+                r.require(os.pwrite(fd, b"c" * MIB, size - MIB) == MIB, "a short write")
+            turns += 1
+    r.require(load.running() and turns > 4, f"{turns} resizes; fio: {load.tail()}")
+    code = load.wait(FIO_S + 20)
+    errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
+    r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))
+    mount.stop()
+    r.require(mount.image.stat().st_size == size, "the image has another size")
+
+
 def parallel(suite):
     """Many small callers at once: each sees its own bytes. The caller that is killed disturbs nobody."""
     name = f"many-{suite.transport}"
@@ -276,4 +359,6 @@ def tests(suite):
     t("many callers, some killed", lambda: parallel(suite), 40)
     t("fio verifies while queues move, image on a disk", lambda: fio(suite, False, FIO_S), FIO_S + 40)
     t("fio verifies while queues move, image in memory", lambda: fio(suite, True, FIO_S // 2), FIO_S + 40)
+    t("INTERRUPT: callers killed while the backend has their requests", lambda: interrupted(suite), 40)
+    t("fio verifies while the disk is resized", lambda: resized(suite), FIO_S + 40)
     t("fsx", lambda: fsx(suite), 60)

@@ -123,6 +123,20 @@ def static(path, package):
     return data
 
 
+def with_libraries(programs):
+    """Entries for programs that need libraries, name: path, as the machine's loader finds these."""
+    entries, folders = {}, set()
+    for name, path in programs.items():
+        entries[f"bin/{name}"] = Path(path).read_bytes()
+        listed = r.run([r.tool("ldd", "libc-bin"), path]).stdout
+        for library in re.findall(r"(/\S+) \(0x", listed):
+            entries[library.lstrip("/")] = Path(library).read_bytes()
+    for path in entries:
+        folders.update(str(folder) for folder in Path(path).parents if str(folder) not in (".", "bin"))
+    yield from ((folder, 0o040755, b"") for folder in sorted(folders))
+    yield from ((path, 0o100755, data) for path, data in entries.items())
+
+
 class Modules:
     """The kernel's own modules, with what they need of one another, and ours."""
 
@@ -192,21 +206,24 @@ def of_another_kernel(module):
 class Base:
     """What every VM of a run boots: kernel and initramfs without a job."""
 
-    def __init__(self, rig, folder, modules, programs):
+    def __init__(self, rig, folder, modules, programs, more=()):
         self.kernel = f"{folder}/vmlinuz"
         self.initramfs = rig.dir / "initramfs"
         entries = [(name, 0o040755, b"") for name in ("bin", "dev", "proc", "sys", "tmp", "mnt", "modules", "host")]
         entries += [("init", 0o100755, INIT.encode())]
         entries += [("bin/busybox", 0o100755, static(r.tool("busybox", "busybox-static"), "busybox-static"))]
         entries += [(f"bin/{name}", 0o100755, data) for name, data in programs.items()]
-        data = vm.cpio([*entries, *modules.entries()])
+        data = vm.cpio([*entries, *more, *modules.entries()])
         self.initramfs.write_bytes(data + b"\0" * (-len(data) % 512))
 
 
 class Vm:
-    """One VM running `job`; its results become the rig's."""
+    """One VM running `job`; its results become the rig's.
 
-    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=()):
+    counting: its clock is the number of instructions executed, one a nanosecond, and nothing looks for faults, so that
+    CPU time is a count of instructions (one vCPU)."""
+
+    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False):
         program, _ = vm.qemu()
         self.rig, self.name = rig, name
         self.console = rig.dir / f"{name}.console"
@@ -214,12 +231,13 @@ class Vm:
         initramfs.write_bytes(base.initramfs.read_bytes() + vm.archive("job", job.encode()))
         argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
         # 7.2 emulates cmpxchg16b wrongly under load.
-        argv += ["-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-smp", vcpus, "-m", memory_mib]
+        accel = ["-accel", "tcg,thread=single", "-icount", "shift=0"] if counting else ["-accel", "tcg,thread=multi"]
+        argv += [*accel, "-cpu", "qemu64,-cx16", "-smp", 1 if counting else vcpus, "-m", memory_mib]
         argv += ["-kernel", base.kernel, "-initrd", initramfs]
         argv += [
             "-append",
             "console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off "
-            "slub_debug=FZPU kfence.sample_interval=20 softlockup_panic=0",
+            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20 softlockup_panic=0"),
         ]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
         self.child = r.Child(rig, name, argv)

@@ -34,7 +34,7 @@
 /*
  * A turn's budget, after which the worker looks at its other rings. One large request uses it up.
  */
-#define VHOST_BLK_TURN_REQUESTS	64
+#define VHOST_BLK_TURN_REQUESTS	256
 #define VHOST_BLK_TURN_BYTES	SZ_1M
 
 /*

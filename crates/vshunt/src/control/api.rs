@@ -94,7 +94,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("disk-remove", "name", disk_remove),
     command(
         "export-add",
-        "type name disk socket [queues workers readonly serial block-size poll-us]",
+        "type name disk socket [queues workers readonly serial block-size poll-us engine]",
         export_add,
     ),
     command("export-remove", "name [force]", export_remove),
@@ -109,7 +109,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("queue-attach", "export index worker [timeout-ms]", queue_attach),
     command("quit", "", quit),
     command("worker-free", "id", worker_free),
-    command("worker-new", "[name cpu nice poll-us]", worker_new),
+    command("worker-new", "[name cpu nice poll-us kind export]", worker_new),
     command("worker-set", "id [name cpu nice poll-us]", worker_set),
 ];
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
-use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, WorkerKind, WorkerSpec};
 
 /// Where the daemon listens when nothing is said, for root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
@@ -138,8 +138,8 @@ Columns of disks:
 Columns of exports:
   MODE   ro or rw, for its user
   STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted
-  ENGINE user: requests are served by workers of this process; of a mount how
-         they come to them: dev (channels of /dev/fuse), io_uring (a queue for
+  ENGINE user: requests are served by workers of this process; kernel: by the
+         kernel (/dev/vhost-blk) and its workers; of a mount how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
          each CPU, and a channel for what does not go by these); passthrough:
          the kernel reads and writes the image, only the rest comes to us.
          --json says why not another
@@ -155,7 +155,8 @@ Columns of queues:
   REQUESTS, ERRORS, READ, WRITTEN  since the export was added
 
 Columns of workers:
-  KIND     user: a thread of this process
+  KIND     user: a thread of this process; kernel: one of the kernel's, for the
+           queues of one export
   CPU      where it may run
   POLL-US  for how long it may poll before it sleeps, in microseconds
   QUEUES   those attached to it, EXPORT:INDEX
@@ -182,11 +183,13 @@ cache=writeback|writethrough|unsafe, locking=on|off.
 
 Export keys: type, name, disk, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
 each worker on one CPU, where it does not poll unless poll-us is given.
- of type=vhost-user-blk: socket or fd, readonly=on|off, serial, block-size.
+ of type=vhost-user-blk: socket or fd, readonly=on|off, serial, block-size,
+  engine=user|kernel|auto: who serves it; kernel needs the module vhost_blk and a block device or raw file.
  of type=fuse: mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
   transport=auto|dev|io_uring, passthrough=auto|off.
 
-Worker keys: name, cpu (as for taskset: 2-3,,6; or all), nice, poll-us. Worker 0 is there always.";
+Worker keys: name, cpu (as for taskset: 2-3,,6; or all), nice, poll-us. Worker 0 is there always.
+ kind=kernel,export=NAME: a worker of the kernel, for an export with engine=kernel.";
 
 const SERVE_AFTER: &str = "\
 Configuration file:
@@ -247,9 +250,10 @@ pub(crate) struct ServeArgs {
 pub(crate) enum WorkerCommand {
     /// Make a worker; prints its id
     #[command(
-        after_long_help = "Examples:\n  vshunt worker new --cpu 2\n  id=$(vshunt worker new --name fast)"
+        after_long_help = "Examples:\n  vshunt worker new --cpu 2\n  id=$(vshunt worker new --name fast)\n  \
+            vshunt worker new --kind kernel --export vm0"
     )]
-    New(WorkerArgs),
+    New(NewWorkerArgs),
     /// List workers
     List(ListArgs),
     /// Free a worker that has no queues; worker 0 stays
@@ -267,6 +271,31 @@ pub(crate) enum WorkerCommand {
         #[command(flatten)]
         change: WorkerArgs,
     },
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct NewWorkerArgs {
+    /// Who runs it: this process (user), or the kernel, for an export with engine=kernel
+    #[arg(long, value_enum, default_value = "user")]
+    kind: Kind,
+    /// The export whose queues a worker of the kernel can have
+    #[arg(long, value_name = "NAME")]
+    export: Option<String>,
+    #[command(flatten)]
+    settings: WorkerArgs,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Kind {
+    User,
+    Kernel,
+}
+
+impl NewWorkerArgs {
+    pub(crate) fn into_spec(self) -> WorkerSpec {
+        let kind = (self.kind == Kind::Kernel).then_some(WorkerKind::Kernel);
+        WorkerSpec { kind, export: self.export, ..self.settings.into_spec() }
+    }
 }
 
 #[derive(Clone, Debug, Args)]
@@ -288,7 +317,7 @@ pub(crate) struct WorkerArgs {
 impl WorkerArgs {
     pub(crate) fn into_spec(self) -> WorkerSpec {
         let cpu = self.cpu.map(|c| c.0);
-        WorkerSpec { name: self.name, cpu, nice: self.nice, poll_us: self.poll_us }
+        WorkerSpec { name: self.name, cpu, nice: self.nice, poll_us: self.poll_us, ..WorkerSpec::default() }
     }
 }
 

@@ -115,11 +115,17 @@ impl Serving {
         for disk in setup.disks {
             self.daemon.disk_add(disk)?;
         }
-        for worker in setup.workers {
+        // A worker of the kernel is of an export; the others are there first, for lists to show them in the order given.
+        let (of_exports, workers): (Vec<_>, Vec<_>) =
+            setup.workers.into_iter().partition(|w| w.export.is_some());
+        for worker in workers {
             self.daemon.worker_new(worker)?;
         }
         for export in setup.exports {
             self.daemon.export_add(export)?;
+        }
+        for worker in of_exports {
+            self.daemon.worker_new(worker)?;
         }
         self.pidfile = setup.pidfile.map(Pidfile::write).transpose()?;
         Ok(())

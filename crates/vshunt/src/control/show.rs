@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 
 use crate::export::spec::{
-    Cache, DiskInfo, ExportInfo, ExportKind, Format, MountInfo, QueueInfo, Transport, WorkerInfo, cpu_list,
+    Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, MountInfo, QueueInfo, Transport, WorkerInfo,
+    WorkerKind, cpu_list,
 };
 
 /// A column's title; one that begins with `>` holds numbers.
@@ -91,7 +92,8 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 Some(MountInfo { passthrough: true, .. }) => "passthrough",
                 Some(MountInfo { transport: Transport::IoUring, .. }) => "io_uring",
                 Some(_) => "dev",
-                None => &e.engine,
+                None if e.engine == Engine::Kernel => "kernel",
+                None => "user",
             };
             [
                 e.spec.name.clone(),
@@ -133,7 +135,11 @@ pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
             [
                 w.id.to_string(),
                 w.name.clone(),
-                w.kind.clone(),
+                match w.kind {
+                    WorkerKind::User => "user",
+                    WorkerKind::Kernel => "kernel",
+                }
+                .to_owned(),
                 or_dash(cpu_list(&w.cpu)),
                 w.nice.to_string(),
                 w.poll_us.to_string(),

@@ -4,7 +4,7 @@
 //! asks again, for other clients of the protocol.
 
 use super::life::MAX_QUEUES;
-use super::spec::{DiskSpec, ExportKind, ExportSpec, WorkerSpec, Workers as Spread};
+use super::spec::{DiskSpec, ExportKind, ExportSpec, WorkerKind, WorkerSpec, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::queue::blk::SERIAL_MAX;
@@ -27,6 +27,20 @@ impl Check for DiskSpec {
 impl Check for WorkerSpec {
     fn check(&self) -> Result<()> {
         check_worker_name(self.name.as_deref())?;
+        match (self.kind.unwrap_or_default(), &self.export) {
+            (WorkerKind::Kernel, None) => {
+                return Err(Error::invalid(
+                    "a worker of the kernel is of one export; name it: export=NAME (--export NAME)",
+                ));
+            }
+            (WorkerKind::User, Some(export)) => {
+                return Err(Error::invalid(format!(
+                    "a worker of this process is of no export; leave out {export}, or give kind=kernel"
+                )));
+            }
+            (WorkerKind::Kernel, Some(_)) => settings(self).check_kernel()?,
+            (WorkerKind::User, None) => {}
+        }
         settings(self).check()
     }
 }
@@ -102,6 +116,7 @@ fn check_kind(spec: &ExportSpec) -> Result<()> {
         ("serial", spec.serial.is_some()),
         ("block-size", spec.block_size.is_some()),
         ("readonly", spec.readonly),
+        ("engine", spec.engine.is_some()),
     ];
     let (foreign, kind, other) = match spec.kind {
         ExportKind::VhostUserBlk => (&fuse[..], "vhost-user-blk", "fuse"),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::check::{Check, settings};
 use super::life::{Export, removing};
 use super::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerSpec,
+    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
@@ -102,7 +102,7 @@ pub struct Daemon {
 }
 
 #[derive(Default)]
-struct Maps {
+pub(super) struct Maps {
     disks: BTreeMap<String, Arc<DiskEntry>>,
     exports: BTreeMap<String, ExportEntry>,
     /// Exports that are out of the map, and listeners not told yet.
@@ -110,9 +110,9 @@ struct Maps {
     shut: bool,
 }
 
-struct DiskEntry {
+pub(super) struct DiskEntry {
     spec: DiskSpec,
-    disk: Arc<Disk>,
+    pub(super) disk: Arc<Disk>,
     /// Held over a resize, and while an export is made: resizes come one at a time, and each knows all writers.
     turn: Mutex<()>,
 }
@@ -196,7 +196,7 @@ impl Daemon {
         }))
     }
 
-    fn state(&self) -> MutexGuard<'_, Maps> {
+    pub(super) fn state(&self) -> MutexGuard<'_, Maps> {
         self.state.lock().expect("no holder panics")
     }
 
@@ -205,7 +205,7 @@ impl Daemon {
         self.listeners.write().expect("no holder panics").push(f);
     }
 
-    fn tell(&self, event: &Event) {
+    pub(super) fn tell(&self, event: &Event) {
         for listener in self.listeners.read().expect("no holder panics").iter() {
             listener(event);
         }
@@ -262,79 +262,9 @@ impl Daemon {
         Ok(())
     }
 
-    /// Gives a disk another size, or takes note of a block device's new one; guests are told.
-    pub fn disk_resize(&self, name: &str, size_bytes: u64) -> Result<()> {
-        let entry = self.state().disk(name)?;
-        let _turn = entry.turn();
-        let exports: Vec<Arc<Export>> = {
-            let state = self.state();
-            state.still(&entry)?;
-            // None is being made: that takes the disk's turn.
-            state
-                .exports
-                .values()
-                .filter(|e| e.disk == name)
-                .filter_map(|e| e.phase.export().cloned())
-                .collect()
-        };
-        let disk = &entry.disk;
-        for export in &exports {
-            export.check_size(size_bytes)?;
-            if export.grows_by_itself() {
-                disk.learn_size();
-            }
-        }
-        // A write in flight beyond a new, nearer end would make the image longer again.
-        let old = disk.size_bytes();
-        let writer = exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < old);
-        match writer {
-            // Freeing a file's blocks may take the file system seconds: the queues do not stand still for that.
-            Some(export) if disk.narrow(size_bytes)? => {
-                if let Err(e) = export.with_all_drained(|| ()) {
-                    disk.narrow(old)?;
-                    return Err(e);
-                }
-                if let Err(e) = disk.resize(size_bytes) {
-                    disk.narrow(old)?;
-                    return Err(e);
-                }
-            }
-            Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
-            // Its users may be changing the size, too.
-            None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
-                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
-                None => disk.resize(size_bytes)?,
-            },
-        }
-        for export in exports {
-            export.config_changed();
-        }
-        self.tell(&Event::DiskResized { name: name.to_owned(), size_bytes });
-        Ok(())
-    }
-
-    /// The user of a growable export gave its disk another size.
-    fn resized_by(&self, export: &str, size_bytes: u64) {
-        let (name, others) = {
-            let state = self.state();
-            let Some(entry) = state.exports.get(export) else { return };
-            let others = state.exports.iter().filter(|(n, e)| e.disk == entry.disk && *n != export);
-            let others: Vec<_> = others.filter_map(|(_, e)| e.phase.export().cloned()).collect();
-            (entry.disk.clone(), others)
-        };
-        for export in others {
-            export.config_changed();
-        }
-        self.tell(&Event::DiskResized { name, size_bytes });
-    }
-
     /// All disks, by name.
     pub fn disks(&self) -> Vec<DiskInfo> {
-        for export in self.shown().iter().filter(|e| e.grows_by_itself()) {
-            if let Ok(entry) = self.state().disk(&export.spec.disk) {
-                entry.disk.learn_size();
-            }
-        }
+        self.learn_sizes();
         let state = self.state();
         let info = |entry: &Arc<DiskEntry>| DiskInfo {
             spec: entry.spec.clone(),
@@ -419,7 +349,7 @@ impl Daemon {
         self.shown().iter().map(|e| e.info()).collect()
     }
 
-    fn shown(&self) -> Vec<Arc<Export>> {
+    pub(super) fn shown(&self) -> Vec<Arc<Export>> {
         self.state().exports.values().filter_map(|e| e.phase.export().cloned()).collect()
     }
 
@@ -427,7 +357,13 @@ impl Daemon {
     pub fn worker_new(&self, spec: WorkerSpec) -> Result<WorkerId> {
         spec.check()?;
         let settings = settings(&spec);
-        let id = self.workers.create(spec.name, &settings)?;
+        let id = match &spec.export {
+            None => self.workers.create(spec.name, &settings)?,
+            Some(export) => {
+                let serving = self.serving(export)?;
+                serving.with_queues(|queues| queues.new_kernel_worker(export, spec.name, &settings))?
+            }
+        };
         self.tell(&Event::WorkerNew { id });
         Ok(id)
     }
@@ -443,6 +379,9 @@ impl Daemon {
     pub fn worker_set(&self, id: WorkerId, spec: WorkerSpec) -> Result<()> {
         spec.check()?;
         let settings = settings(&spec);
+        if spec.kind.is_some() || spec.export.is_some() {
+            return Err(Error::invalid("who runs a worker, and for which export, cannot be changed"));
+        }
         self.workers.set(id, spec.name, &settings)
     }
 
@@ -458,7 +397,8 @@ impl Daemon {
                 queues: on(w.id).collect(),
                 id: w.id,
                 name: w.name,
-                kind: "user".to_owned(),
+                kind: if w.kernel_of.is_some() { WorkerKind::Kernel } else { WorkerKind::User },
+                export: w.kernel_of,
                 tid: w.tid,
                 cpu: w.cpu,
                 nice: w.nice,
@@ -472,14 +412,18 @@ impl Daemon {
 
     /// Attaches a queue to a worker, whole or not at all, while I/O runs.
     pub fn queue_attach(&self, export: &str, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
-        let phase = self.state().phase(export)?;
-        match phase {
-            Phase::Making => return Err(no_export(export)),
-            Phase::Removing(_) => return Err(removing(export)),
-            Phase::Serving(export) => export.with_queues(|set| set.attach(index, worker, timeout))?,
-        }
+        self.serving(export)?.with_queues(|queues| queues.attach(index, worker, timeout))?;
         self.tell(&Event::QueueAttached { export: export.to_owned(), index, worker });
         Ok(())
+    }
+
+    fn serving(&self, export: &str) -> Result<Arc<Export>> {
+        let phase = self.state().phase(export)?;
+        match phase {
+            Phase::Making => Err(no_export(export)),
+            Phase::Removing(_) => Err(removing(export)),
+            Phase::Serving(export) => Ok(export),
+        }
     }
 
     /// All queues of all exports.
@@ -526,7 +470,7 @@ impl Daemon {
 }
 
 impl DiskEntry {
-    fn turn(&self) -> MutexGuard<'_, ()> {
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().expect("no holder panics")
     }
 }
@@ -549,7 +493,7 @@ impl Maps {
         }
     }
 
-    fn disk(&self, name: &str) -> Result<Arc<DiskEntry>> {
+    pub(super) fn disk(&self, name: &str) -> Result<Arc<DiskEntry>> {
         self.disks.get(name).cloned().ok_or_else(|| no_disk(name))
     }
 
@@ -560,6 +504,20 @@ impl Maps {
             Some(there) if Arc::ptr_eq(there, entry) => Ok(()),
             _ => Err(no_disk(name)),
         }
+    }
+
+    /// The exports of a disk whose turn was waited for and which is still there.
+    pub(super) fn exports_of(&self, disk: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
+        self.still(disk)?;
+        let of = self.exports.values().filter(|e| e.disk == disk.spec.name);
+        Ok(of.filter_map(|e| e.phase.export().cloned()).collect())
+    }
+
+    /// The disk of an export, and the other exports of that disk.
+    pub(super) fn disk_and_others(&self, export: &str) -> Option<(String, Vec<Arc<Export>>)> {
+        let disk = &self.exports.get(export)?.disk;
+        let others = self.exports.iter().filter(|(name, e)| e.disk == *disk && *name != export);
+        Some((disk.clone(), others.filter_map(|(_, e)| e.phase.export().cloned()).collect()))
     }
 
     fn phase(&self, export: &str) -> Result<Phase> {

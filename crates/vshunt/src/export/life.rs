@@ -4,13 +4,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
 
 use super::check::check_one_place;
-use super::spec::{ExportInfo, ExportKind, ExportSpec, MountInfo, QueueInfo, Workers as Spread};
+use super::spec::{Engine, ExportInfo, ExportKind, ExportSpec, MountInfo, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
-use crate::frontend::Observer;
 use crate::frontend::fuse::{self, Fuse};
+use crate::frontend::kernel::{self, KernelQueues};
 use crate::frontend::vhost_user::blk::BlkDevice;
 use crate::frontend::vhost_user::{Socket, VhostUser, adopt, listen};
+use crate::frontend::{Observer, Queues};
 use crate::queue::fuse::abi;
 use crate::worker::{FIRST_WORKER, QueueSet, Settings, State, WorkerId, Workers};
 
@@ -31,7 +32,9 @@ pub(super) struct Export {
 
 struct Served {
     frontend: Frontend,
-    queues: Arc<QueueSet>,
+    queues: Queues,
+    /// Why not the kernel, where that was left to us.
+    engine_why: Option<String>,
 }
 
 enum Frontend {
@@ -88,8 +91,14 @@ impl Frontend {
 
 /// What is opened before anything is made.
 enum Opened {
-    Socket(Socket),
+    Socket(Socket, Server),
     Mount(fuse::Plan),
+}
+
+/// Who is to serve the rings of a socket.
+enum Server {
+    User { why: Option<String> },
+    Kernel(kernel::Plan),
 }
 
 impl Export {
@@ -106,7 +115,8 @@ impl Export {
         let opened = match spec.kind {
             ExportKind::VhostUserBlk => {
                 spec.queues = Some(queues);
-                Opened::Socket(open_socket(&spec)?)
+                let server = server(&spec, &disk, queues)?;
+                Opened::Socket(open_socket(&spec)?, server)
             }
             ExportKind::Fuse => Opened::Mount(fuse::plan(&spec, &disk, MAX_QUEUES, queues)?),
         };
@@ -131,22 +141,34 @@ impl Export {
         observer: Arc<dyn Observer>,
         own_workers: &mut Vec<WorkerId>,
     ) -> Result<Served> {
-        let count = match &opened {
-            Opened::Socket(_) => spec.queues.unwrap_or(1),
-            Opened::Mount(plan) => plan.queues,
+        let mut user_queues = |count| -> Result<Arc<QueueSet>> {
+            let homes = homes(spec, count, workers, own_workers)?;
+            Ok(Arc::new(QueueSet::new(&spec.name, workers, &homes)?))
         };
-        let homes = homes(spec, count, workers, own_workers)?;
-        let queues = Arc::new(QueueSet::new(&spec.name, workers, &homes)?);
-        let frontend = match opened {
-            Opened::Socket(socket) => {
+        match opened {
+            Opened::Socket(socket, server) => {
+                let count = spec.queues.unwrap_or(1);
                 let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
                 let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
-                let device = Arc::new(device);
-                Frontend::VhostUser(VhostUser::start(&spec.name, socket, device, queues.clone(), observer)?)
+                let (queues, device, engine_why) = match server {
+                    Server::User { why } => (Queues::User(user_queues(count)?), device, why),
+                    Server::Kernel(plan) => {
+                        let set = KernelQueues::new(&spec.name, plan, count, serial, workers)?;
+                        spread_kernel(spec, &set)?;
+                        let device = device.served_by_kernel(set.features());
+                        (Queues::Kernel(set), device, None)
+                    }
+                };
+                let socket =
+                    VhostUser::start(&spec.name, socket, Arc::new(device), queues.clone(), observer)?;
+                Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_why })
             }
-            Opened::Mount(plan) => Frontend::Fuse(Fuse::start(spec, plan, disk, &queues, observer)?),
-        };
-        Ok(Served { frontend, queues })
+            Opened::Mount(plan) => {
+                let set = user_queues(plan.queues)?;
+                let mount = Fuse::start(spec, plan, disk, &set, observer)?;
+                Ok(Served { frontend: Frontend::Fuse(mount), queues: Queues::User(set), engine_why: None })
+            }
+        }
     }
 
     fn served(&self) -> RwLockReadGuard<'_, Option<Served>> {
@@ -182,12 +204,22 @@ impl Export {
 
     pub(super) fn config_changed(&self) {
         if let Some(served) = &*self.served() {
+            if let Some(kernel) = served.queues.kernel()
+                && let Err(e) = kernel.resized()
+            {
+                tracing::error!("export {}: {e}", self.spec.name);
+            }
             served.frontend.config_changed();
         }
     }
 
+    /// Whether the kernel serves it.
+    pub(super) fn is_kernel(&self) -> bool {
+        self.served().as_ref().is_some_and(|s| s.queues.kernel().is_some())
+    }
+
     /// Calls a function with the queues. [`Busy`](crate::error::Kind::Busy) once the export is removed.
-    pub(super) fn with_queues<R>(&self, f: impl FnOnce(&QueueSet) -> Result<R>) -> Result<R> {
+    pub(super) fn with_queues<R>(&self, f: impl FnOnce(&Queues) -> Result<R>) -> Result<R> {
         match &*self.served() {
             Some(served) => f(&served.queues),
             None => Err(removing(&self.spec.name)),
@@ -211,7 +243,8 @@ impl Export {
         let served = self.served();
         ExportInfo {
             spec: self.spec.clone(),
-            engine: "user".to_owned(),
+            engine: if self.is_kernel() { Engine::Kernel } else { Engine::User },
+            engine_why: served.as_ref().and_then(|s| s.engine_why.clone()),
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),
             mount: served.as_ref().and_then(|s| s.frontend.mount()),
@@ -228,7 +261,7 @@ impl Export {
         (0..served.queues.len()).map(|index| self.queue_info(&served.queues, index, packed)).collect()
     }
 
-    fn queue_info(&self, queues: &QueueSet, index: u16, packed: bool) -> QueueInfo {
+    fn queue_info(&self, queues: &Queues, index: u16, packed: bool) -> QueueInfo {
         let stats = queues.stats(index);
         let (worker, generation) = queues.home(index);
         let state = match stats.state() {
@@ -312,6 +345,48 @@ fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// Who serves the rings of a socket, and all that it takes.
+fn server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<Server> {
+    let asked = spec.engine.unwrap_or_default();
+    if asked == Engine::User {
+        return Ok(Server::User { why: None });
+    }
+    match (kernel::plan(spec, disk, queues), asked) {
+        (Ok(plan), _) => Ok(Server::Kernel(plan)),
+        (Err(why), Engine::Auto) => {
+            tracing::info!("export {}: not served by the kernel: {why}", spec.name);
+            Ok(Server::User { why: Some(why) })
+        }
+        (Err(why), _) => {
+            Err(Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name)))
+        }
+    }
+}
+
+/// Deals the queues out to new workers of the kernel, as the spec asks. The first is there; all go with the device.
+fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
+    let queues = set.len();
+    let count = match spec.workers {
+        Spread::Default => return Ok(()),
+        Spread::PerQueue | Spread::PerCpu => u32::from(queues),
+        Spread::Count(n) => n,
+    };
+    let mut ids = vec![set.first_worker()];
+    for i in 1..count {
+        ids.push(set.new_worker(Some(format!("{}/{i}", spec.name)), &Settings::default())?);
+    }
+    if spec.workers == Spread::PerCpu {
+        let cpus = crate::worker::allowed_cpus();
+        for (i, &id) in ids.iter().enumerate() {
+            set.pin(id, cpus[i % cpus.len()])?;
+        }
+    }
+    for (index, &id) in (0..queues).zip(ids.iter().cycle()) {
+        set.attach(index, id)?;
+    }
+    Ok(())
 }
 
 fn open_socket(spec: &ExportSpec) -> Result<Socket> {

@@ -3,6 +3,7 @@
 mod check;
 mod daemon;
 mod life;
+mod resize;
 pub mod spec;
 #[cfg(test)]
 mod tests;

@@ -104,6 +104,30 @@ pub enum ExportKind {
     Fuse,
 }
 
+/// Who serves an export's requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// Workers of this process.
+    #[default]
+    User,
+    /// The kernel (`/dev/vhost-blk`), or an error.
+    Kernel,
+    /// The kernel where it can.
+    Auto,
+}
+
+/// Who runs a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WorkerKind {
+    /// This process.
+    #[default]
+    User,
+    /// The kernel, for one export.
+    Kernel,
+}
+
 /// Whether users other than the daemon's may use a mounted file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -178,6 +202,9 @@ pub struct ExportSpec {
     /// Bound of adaptive polling for the workers made for this export, µs; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
+    /// vhost-user-blk: who serves it; absent: user.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<Engine>,
     /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mountpoint: Option<PathBuf>,
@@ -212,6 +239,12 @@ impl ExportSpec {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct WorkerSpec {
+    /// Who runs it; absent: user. Only of one to be made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<WorkerKind>,
+    /// The export whose queues a worker of the kernel can have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub export: Option<String>,
     /// Shown in lists and, as the worker was made with it and cut to 15 bytes, as its thread's name; absent:
     /// `worker-ID`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -252,8 +285,11 @@ pub struct WorkerInfo {
     pub id: u32,
     /// Its name.
     pub name: String,
-    /// `user`; `kernel` for workers of the in-kernel engine.
-    pub kind: String,
+    /// Who runs it.
+    pub kind: WorkerKind,
+    /// The one export whose queues a worker of the kernel can have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub export: Option<String>,
     /// Thread id.
     pub tid: i32,
     /// CPUs it may run on.
@@ -314,7 +350,10 @@ pub struct ExportInfo {
     #[serde(flatten)]
     pub spec: ExportSpec,
     /// `user` or `kernel`.
-    pub engine: String,
+    pub engine: Engine,
+    /// Why not the kernel, where that was left to us.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_why: Option<String>,
     /// Whether a front-end is connected.
     pub connected: bool,
     /// Virtio features, or flags of FUSE's INIT, agreed on, by name.

@@ -1,8 +1,12 @@
 //! Frontends: the protocol side of an export. They negotiate, build queues, and tear them down.
 
 pub mod fuse;
+pub mod kernel;
+mod queues;
 pub mod socket_file;
 pub mod vhost_user;
+
+pub use queues::Queues;
 
 /// What an export wants to know of its frontend. Called on any thread, workers too: none of it may block.
 pub trait Observer: Send + Sync {

@@ -46,6 +46,11 @@ impl Bell {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
 
+    /// Its descriptor, for those to whom it is handed over.
+    pub fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.fd)
+    }
+
     /// Adds one to the counter. A full one is a notification, too.
     #[inline]
     pub fn ring(&self) {

@@ -6,6 +6,7 @@
 //! left its worker.
 
 mod attach;
+mod kernel;
 mod pace;
 mod pool;
 mod queue;
@@ -15,6 +16,7 @@ mod tests;
 mod thread;
 
 pub use attach::{Coax, Coaxing, QueueSet};
+pub use kernel::KernelWorker;
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
 pub use queue::{Queue, QueueStats, State};
 pub use ring::{Ring, RingFile, Token};

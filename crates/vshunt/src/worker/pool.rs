@@ -11,6 +11,7 @@ use rustix::process::{Pid, getpid, getpriority_process, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::WorkerId;
+use super::kernel::KernelWorker;
 use super::thread::{POLL_US_MAX, Shared, Worker};
 use crate::error::{Error, Result};
 use crate::export::spec::cpu_list;
@@ -38,6 +39,14 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Why a worker of the in-kernel engine cannot have them, if it cannot.
+    pub fn check_kernel(&self) -> Result<()> {
+        match self.poll_us {
+            None => Ok(()),
+            Some(_) => Err(Error::unsupported("workers of the kernel engine do not poll; leave out poll-us")),
+        }
+    }
+
     /// What is wrong with them by themselves, whatever the machine is like.
     pub fn check(&self) -> Result<()> {
         self.poll_us.map_or(Ok(()), check_poll)?;
@@ -62,6 +71,8 @@ pub struct WorkerState {
     pub id: WorkerId,
     /// Its name.
     pub name: String,
+    /// The export that it is of, if it is one of the in-kernel engine.
+    pub kernel_of: Option<String>,
     /// Thread id.
     pub tid: i32,
     /// CPUs it may run on.
@@ -76,17 +87,33 @@ pub struct WorkerState {
     pub sleeps: u64,
     /// Requests completed here.
     pub requests: u64,
-    /// Queues it has.
-    pub queues: u32,
 }
 
 struct Entry {
     name: String,
     tid: i32,
-    shared: Arc<Shared>,
+    kind: Kind,
     /// Queues whose home it is, running or not: such a worker is not freed.
     homes: u32,
-    thread: JoinHandle<()>,
+}
+
+/// Who runs it.
+enum Kind {
+    User { shared: Arc<Shared>, thread: JoinHandle<()> },
+    Kernel(Arc<dyn KernelWorker>),
+}
+
+impl Kind {
+    fn end(self) -> Result<()> {
+        match self {
+            Self::User { shared, thread } => {
+                shared.send(super::thread::Mail::Stop);
+                let _ = thread.join();
+                Ok(())
+            }
+            Self::Kernel(worker) => worker.free(),
+        }
+    }
 }
 
 /// All workers. Its lock guards the list alone. It is held for look-ups and for system calls that return at once,
@@ -128,6 +155,40 @@ impl Workers {
         tracing::info!(id, tid = entry.tid, "worker made");
         list.by_id.insert(id, entry);
         Ok(id)
+    }
+
+    /// Takes in a worker that the kernel makes: `make` is told its id and name and has the kernel's thread id to give.
+    pub fn adopt(
+        &self,
+        name: Option<String>,
+        settings: &Settings,
+        make: impl FnOnce(WorkerId) -> Result<(i32, Arc<dyn KernelWorker>)>,
+    ) -> Result<WorkerId> {
+        settings.check_kernel()?;
+        let wanted = Wanted::check(settings)?;
+        let id = self.reserve()?;
+        let made = make(id).and_then(|(tid, worker)| match wanted.apply(tid) {
+            Ok(()) => Ok((tid, worker)),
+            Err(e) => {
+                let _ = worker.free();
+                Err(e)
+            }
+        });
+        let mut list = self.list();
+        list.making -= 1;
+        let (tid, worker) = made?;
+        tracing::info!(id, tid, "kernel worker made");
+        let name = name.unwrap_or_else(|| format!("worker-{id}"));
+        list.by_id.insert(id, Entry { name, tid, kind: Kind::Kernel(worker), homes: 0 });
+        Ok(id)
+    }
+
+    /// Forgets the workers of an export whose device is gone, which went with it.
+    pub fn forget(&self, export: &str) {
+        self.list().by_id.retain(|_, e| match &e.kind {
+            Kind::Kernel(worker) => worker.export() != export,
+            Kind::User { .. } => true,
+        });
     }
 
     fn reserve(&self) -> Result<WorkerId> {
@@ -175,8 +236,7 @@ impl Workers {
             }
             list.by_id.remove(&id).expect("seen above")
         };
-        entry.shared.send(super::thread::Mail::Stop);
-        let _ = entry.thread.join();
+        entry.kind.end()?;
         tracing::info!(id, "worker freed");
         Ok(())
     }
@@ -187,9 +247,12 @@ impl Workers {
         let wanted = Wanted::check(settings)?;
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        if let Kind::Kernel(_) = entry.kind {
+            settings.check_kernel()?;
+        }
         wanted.apply(entry.tid)?;
-        if let Some(us) = settings.poll_us {
-            entry.shared.poll_us.store(us, Relaxed);
+        if let (Some(us), Kind::User { shared, .. }) = (settings.poll_us, &entry.kind) {
+            shared.poll_us.store(us, Relaxed);
         }
         if let Some(name) = name {
             entry.name = name;
@@ -212,15 +275,43 @@ impl Workers {
     pub(super) fn settle(&self, id: WorkerId) -> Result<Arc<Shared>> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        let shared = match &entry.kind {
+            Kind::User { shared, .. } => shared.clone(),
+            Kind::Kernel(worker) => {
+                let export = worker.export();
+                return Err(Error::unsupported(format!(
+                    "worker {id} is the kernel's, for queues of export {export} only; 'worker new' makes one of this \
+                     process"
+                )));
+            }
+        };
         if entry.homes as usize >= super::thread::PLACES_MAX {
             return Err(Error::limit(format!("worker {id} has as many queues as it can have")));
         }
         entry.homes += 1;
-        Ok(entry.shared.clone())
+        Ok(shared)
+    }
+
+    /// Makes a worker of the in-kernel engine the home of one more queue of its export.
+    pub fn settle_kernel(&self, id: WorkerId, export: &str) -> Result<()> {
+        let mut list = self.list();
+        let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        let of = match &entry.kind {
+            Kind::Kernel(worker) if worker.export() == export => {
+                entry.homes += 1;
+                return Ok(());
+            }
+            Kind::Kernel(worker) => format!("the kernel's for export {}", worker.export()),
+            Kind::User { .. } => "of this process".to_owned(),
+        };
+        Err(Error::unsupported(format!(
+            "worker {id} is {of}; queues of export {export} are served by the kernel: \
+             'worker new --kind kernel --export {export}' makes a worker for them"
+        )))
     }
 
     /// Undoes one [`settle`](Self::settle).
-    pub(super) fn unsettle(&self, id: WorkerId) {
+    pub fn unsettle(&self, id: WorkerId) {
         if let Some(entry) = self.list().by_id.get_mut(&id) {
             debug_assert!(entry.homes > 0);
             entry.homes = entry.homes.saturating_sub(1);
@@ -249,7 +340,7 @@ fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<En
         let _ = thread.join();
         return Err(e);
     }
-    Ok(Entry { name, tid, shared, homes: 0, thread })
+    Ok(Entry { name, tid, kind: Kind::User { shared, thread }, homes: 0 })
 }
 
 fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>>) {
@@ -386,18 +477,32 @@ fn cpus(set: &CpuSet) -> Vec<usize> {
 fn state(id: WorkerId, e: &Entry) -> WorkerState {
     let pid = Pid::from_raw(e.tid);
     let cpu = sched_getaffinity(pid).map_or(Vec::new(), |set| cpus(&set));
+    let (kernel_of, poll_us, sleeps, requests) = match &e.kind {
+        Kind::User { shared, .. } => {
+            let (sleeps, requests) = (shared.sleeps.load(Relaxed), shared.requests.load(Relaxed));
+            (None, shared.poll_us.load(Relaxed), sleeps, requests)
+        }
+        Kind::Kernel(worker) => (Some(worker.export().to_owned()), 0, sleeps(e.tid), worker.requests()),
+    };
     WorkerState {
         id,
         name: e.name.clone(),
+        kernel_of,
         tid: e.tid,
         cpu,
         nice: getpriority_process(pid).unwrap_or(0),
-        poll_us: e.shared.poll_us.load(Relaxed),
+        poll_us,
         cpu_time_us: cpu_time_us(e.tid),
-        sleeps: e.shared.sleeps.load(Relaxed),
-        requests: e.shared.requests.load(Relaxed),
-        queues: e.shared.queues.load(Relaxed),
+        sleeps,
+        requests,
     }
+}
+
+/// How often a thread slept (proc(5), /proc/pid/task/tid/status).
+fn sleeps(tid: i32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap_or_default();
+    let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    count.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
 }
 
 /// A thread's CPU time, µs (proc(5), /proc/pid/task/tid/schedstat: the first field is ns on CPU).

@@ -23,6 +23,13 @@ const SEG_MAX: u32 = 126;
 /// Largest DISCARD and WRITE_ZEROES, sectors: 2 GiB, so that one does not keep its worker's ring for long.
 const ZERO_SECTORS_MAX: u32 = 1 << 22;
 
+/// Features that say something of the configuration space alone.
+const CONFIG_ONLY: u64 = bit(VIRTIO_BLK_F_BLK_SIZE)
+    | bit(VIRTIO_BLK_F_TOPOLOGY)
+    | bit(VIRTIO_BLK_F_SEG_MAX)
+    | bit(VIRTIO_BLK_F_MQ)
+    | bit(VIRTIO_BLK_F_RO);
+
 /// A disk as a guest's device.
 pub struct BlkDevice {
     disk: Arc<Disk>,
@@ -30,6 +37,8 @@ pub struct BlkDevice {
     block_size: u32,
     readonly: bool,
     shared: Arc<BlkShared>,
+    /// What whoever serves it has of the features that a device like this one offers.
+    offered: u64,
     /// What the guest agreed on; decides with `writeback` how writes complete.
     features: AtomicU64,
     /// The configuration space's byte: 1 write-back, 0 write-through.
@@ -61,6 +70,7 @@ impl BlkDevice {
             block_size,
             readonly,
             shared: Arc::new(shared),
+            offered: u64::MAX,
             features: AtomicU64::new(0),
             writeback: AtomicBool::new(true),
             told: AtomicBool::new(false),
@@ -68,6 +78,12 @@ impl BlkDevice {
         };
         device.reset();
         device
+    }
+
+    /// The same, where the kernel takes its requests and has these features.
+    pub fn served_by_kernel(mut self, features: u64) -> Self {
+        self.offered = features | CONFIG_ONLY;
+        self
     }
 
     /// Whether the guest's writes are refused.
@@ -119,7 +135,7 @@ impl Device for BlkDevice {
                 features |= bit(VIRTIO_BLK_F_WRITE_ZEROES);
             }
         }
-        features
+        features & self.offered
     }
 
     fn negotiated(&self, features: u64) {

@@ -30,10 +30,10 @@ use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
-use super::Observer;
+use super::{Observer, Queues};
 use crate::error::{Error, Result};
 use crate::queue;
-use crate::worker::{Queue, QueueSet};
+use crate::worker::Queue;
 
 /// What we offer of the protocol. REPLY_ACK is crate `vhost`'s own doing.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
@@ -91,7 +91,7 @@ pub struct VhostUser {
 struct Inner {
     name: String,
     device: Arc<dyn Device>,
-    queues: Arc<QueueSet>,
+    queues: Queues,
     observer: Arc<dyn Observer>,
     stopping: AtomicBool,
     reports: Arc<Reports>,
@@ -109,7 +109,7 @@ impl VhostUser {
         name: &str,
         socket: Socket,
         device: Arc<dyn Device>,
-        queues: Arc<QueueSet>,
+        queues: Queues,
         observer: Arc<dyn Observer>,
     ) -> Result<Self> {
         let reports = Reports::new().map_err(|e| Error::io(format!("cannot serve {name}"), e))?;
@@ -254,12 +254,24 @@ impl Inner {
             if self.stopping.load(SeqCst) {
                 return false;
             }
-            let mut fds =
-                [PollFd::new(&self.reports.bell, PollFlags::IN), PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+            let mut fds = vec![
+                PollFd::new(&self.reports.bell, PollFlags::IN),
+                PollFd::from_borrowed_fd(fd, PollFlags::IN),
+            ];
+            let alarms = (0..self.queues.len()).filter_map(|index| self.queues.alarm(index));
+            fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
             match poll(&mut fds, None) {
-                Ok(_) if !fds[1].revents().is_empty() => return !self.stopping.load(Relaxed),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return false,
+            }
+            let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            for (index, _) in (0u16..).zip(&rung[2..]).filter(|(_, rung)| **rung) {
+                if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(index)) {
+                    self.reports.add(index, "the kernel finds its ring or its addresses wrong");
+                }
+            }
+            if rung[1] {
+                return !self.stopping.load(Relaxed);
             }
         }
     }

@@ -28,8 +28,8 @@ use virtio::ring::MAX_QUEUE_SIZE;
 use self::rings::InflightArea;
 use super::memory::{Mapping, is_eventfd, map_region, shared_file};
 use super::{Device, Reports, Then};
+use crate::frontend::Queues;
 use crate::queue::{self, Bell};
-use crate::worker::QueueSet;
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
 const F_LOG_ALL: u64 = bit(virtio::features::VHOST_F_LOG_ALL);
@@ -65,7 +65,7 @@ struct UserAddrs {
 pub(super) struct Session {
     name: String,
     device: Arc<dyn Device>,
-    queues: Arc<QueueSet>,
+    queues: Queues,
     /// Features agreed on, for `status` to read.
     agreed: Arc<AtomicU64>,
     reports: Arc<Reports>,
@@ -83,7 +83,7 @@ impl Session {
     pub(super) fn new(
         name: &str,
         device: Arc<dyn Device>,
-        queues: Arc<QueueSet>,
+        queues: Queues,
         agreed: Arc<AtomicU64>,
         reports: Arc<Reports>,
     ) -> Self {
@@ -136,6 +136,16 @@ impl Session {
         }
         if let Some(area) = &self.inflight {
             area.clear();
+        }
+    }
+
+    /// What we offer of the protocol. The kernel notes nowhere what it has in flight.
+    fn offered(&self) -> VhostUserProtocolFeatures {
+        match self.queues {
+            Queues::User(_) => super::PROTOCOL_FEATURES,
+            Queues::Kernel(_) => {
+                super::PROTOCOL_FEATURES.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+            }
         }
     }
 
@@ -199,6 +209,11 @@ impl VhostUserBackendReqHandlerMut for Session {
                 return Err(refuse("features change while rings run"));
             }
             self.device.negotiated(features);
+        }
+        if let Some(kernel) = self.queues.kernel()
+            && changed & !F_PROTOCOL != 0
+        {
+            kernel.set_features(features).map_err(refuse)?;
         }
         self.features = features;
         self.agreed.store(features, Relaxed);
@@ -306,14 +321,18 @@ impl VhostUserBackendReqHandlerMut for Session {
         let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
         vring.call = fd.map(|fd| Arc::new(Bell::new(fd)));
-        if vring.running {
-            let call = vring.call.clone();
-            self.queues.visit(index.into(), move |q| {
+        if !vring.running {
+            return Ok(());
+        }
+        let call = vring.call.clone();
+        match &self.queues {
+            Queues::Kernel(kernel) => return kernel.set_call(index.into(), call).map_err(refuse),
+            Queues::User(set) => set.visit(index.into(), move |q| {
                 if let Some(v) = queue::vring(q) {
                     v.set_call(call);
                 }
-            });
-        }
+            }),
+        };
         Ok(())
     }
 
@@ -321,24 +340,30 @@ impl VhostUserBackendReqHandlerMut for Session {
         let fd = fd.map(eventfd).transpose()?;
         let vring = self.vring(index.into())?;
         vring.err = fd.map(|fd| Arc::new(Bell::new(fd)));
-        if vring.running {
-            let err = vring.err.clone();
-            self.queues.visit(index.into(), move |q| {
-                if let Some(v) = queue::vring(q) {
-                    v.set_err(err);
-                }
-            });
+        if !vring.running {
+            return Ok(());
+        }
+        let err = vring.err.clone();
+        match &self.queues {
+            Queues::Kernel(kernel) => kernel.set_err(index.into(), err),
+            Queues::User(set) => {
+                set.visit(index.into(), move |q| {
+                    if let Some(v) = queue::vring(q) {
+                        v.set_err(err);
+                    }
+                });
+            }
         }
         Ok(())
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(super::PROTOCOL_FEATURES)
+        Ok(self.offered())
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
         match VhostUserProtocolFeatures::from_bits(features) {
-            Some(bits) if super::PROTOCOL_FEATURES.contains(bits) => {
+            Some(bits) if self.offered().contains(bits) => {
                 self.protocol = bits;
                 Ok(())
             }
@@ -418,7 +443,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(MAX_REGIONS as u64)
+        Ok(self.queues.kernel().map_or(MAX_REGIONS as u64, |kernel| kernel.regions_max()))
     }
 
     fn add_mem_region(
@@ -471,9 +496,14 @@ impl VhostUserBackendReqHandlerMut for Session {
         {
             return Err(refuse(format!("the dirty log covers {covered:#x} of {last:#x} bytes of memory")));
         }
+        let at = map.at(log.mmap_offset as usize);
+        if let Some(kernel) = self.queues.kernel() {
+            // SAFETY: it covers the guest's memory (above), and `self.log` keeps the mapping until another log was told
+            // or, when the session ends, features without logging.
+            unsafe { kernel.set_log_base(at) }.map_err(refuse)?;
+        }
         // SAFETY: inside the mapping, which the log keeps.
-        let log =
-            unsafe { DirtyLog::new(map.at(log.mmap_offset as usize), log.mmap_size as usize, map.clone()) };
+        let log = unsafe { DirtyLog::new(at, log.mmap_size as usize, map.clone()) };
         self.log = Some(Arc::new(log));
         self.update_log();
         Ok(())
@@ -484,5 +514,10 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.stop_all();
         self.agreed.store(0, Relaxed);
+        if let Some(kernel) = self.queues.kernel()
+            && let Err(e) = kernel.set_features(0).and_then(|()| kernel.set_memory(&GuestMemory::empty()))
+        {
+            tracing::warn!("{}: the kernel still knows of a guest that went: {e}", self.name);
+        }
     }
 }

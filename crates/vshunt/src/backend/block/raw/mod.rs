@@ -88,6 +88,9 @@ pub(super) struct Raw {
     offset_mask: u64,
     direct: bool,
     inline: bool,
+    /// The file's system waits within the call that asks it, whatever io_uring says (FUSE): a thread of the kernel's is to do
+    /// that, not the worker.
+    offload: bool,
     durable: Durable,
     readonly: bool,
     zeroes: Mapping,

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicI32, AtomicU8};
 
 use rustix::mm::ProtFlags;
 
-use super::probe::{self, Device, Memory};
+use super::probe::{self, Device, Place};
 use super::{Durable, Raw, ZERO_BYTES, way};
 use crate::backend::block::memory::Mapping;
 use crate::backend::block::{Limits, SharedFile, check_size, lock, shared};
@@ -41,11 +41,11 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limi
             spec.size.unwrap_or(0)
         )));
     }
-    let memory = match block_device {
-        true => Memory::No,
-        false => probe::memory(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?,
+    let place = match block_device {
+        true => Place::Disk,
+        false => probe::place(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?,
     };
-    if memory == Memory::Hugetlbfs && !spec.readonly {
+    if place == Place::Hugetlbfs && !spec.readonly {
         return Err(Error::unsupported(format!(
             "{shown} is on a hugetlbfs, whose files cannot be written by write(2): put it on a tmpfs \
              (mount -t tmpfs -o huge=always ...), or add readonly=on"
@@ -59,7 +59,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limi
     } else {
         None
     };
-    let inline = memory != Memory::No;
+    let inline = matches!(place, Place::Tmpfs | Place::Hugetlbfs);
     let Aligned { file, direct, memory_mask, offset_mask, aside } =
         align(file, direct, inline, &device, path, spec)?;
     let punches = match &device {
@@ -88,6 +88,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limi
         offset_mask,
         direct,
         inline,
+        offload: place == Place::Fuse,
         durable: match spec.cache {
             Cache::Writeback => Durable::Asked,
             Cache::Writethrough => Durable::Always,

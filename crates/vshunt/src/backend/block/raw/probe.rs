@@ -16,21 +16,26 @@ const BLKROGET: libc::Ioctl = if NONE_BIT { 0x2000_125e } else { 0x125e };
 /// Whether `_IO` is marked by a bit of its own (MIPS, PowerPC, SPARC).
 const NONE_BIT: bool = libc::BLKSSZGET & 0x2000_0000 != 0;
 
-/// Which file systems keep files in memory.
+/// What decides how a file is best asked for its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Memory {
-    No,
-    /// tmpfs and ramfs.
+pub(super) enum Place {
+    /// A device, or a file on one.
+    Disk,
+    /// A file in memory: tmpfs and ramfs.
     Tmpfs,
+    /// A file in memory that cannot be written by write(2).
     Hugetlbfs,
+    /// A file that a program serves; virtiofs, too.
+    Fuse,
 }
 
-/// Whether the file is in memory, by its file system's magic number (linux/magic.h).
-pub(super) fn memory(file: &File) -> io::Result<Memory> {
+/// Where a file is, by its file system's magic number (linux/magic.h).
+pub(super) fn place(file: &File) -> io::Result<Place> {
     Ok(match rustix::fs::fstatfs(file)?.f_type as u32 {
-        0x0102_1994 | 0x8584_58f6 => Memory::Tmpfs,
-        0x9584_58f6 => Memory::Hugetlbfs,
-        _ => Memory::No,
+        0x0102_1994 | 0x8584_58f6 => Place::Tmpfs,
+        0x9584_58f6 => Place::Hugetlbfs,
+        0x6573_5546 => Place::Fuse,
+        _ => Place::Disk,
     })
 }
 

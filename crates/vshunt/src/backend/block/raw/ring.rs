@@ -61,6 +61,7 @@ impl Raw {
             }
             _ => self.other(files, io),
         };
+        let entry = if self.offload { entry.flags(squeue::Flags::ASYNC) } else { entry };
         // SAFETY: the entry names segments (valid until the request is done, by `IoVecs::push`), their array or the
         // bounce buffer (in `io`, which does not move and is not dropped until then, by the same promise), or the
         // page of zeroes (of the disk, to which the handle holds a reference until the queue has drained).

@@ -1,5 +1,6 @@
 //! Rings of a session: started when all that they need is there, stopped and drained before any of it goes.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -12,8 +13,10 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 use super::super::VringParts;
 use super::super::memory::Mapping;
 use super::{Session, UserAddrs, Vring, refuse};
+use crate::frontend::Queues;
+use crate::frontend::kernel::{KernelQueues, RingSetup};
 use crate::queue;
-use crate::worker::State;
+use crate::worker::{QueueSet, State};
 
 /// The region in which requests in flight are noted, one part a queue.
 pub(super) struct InflightArea {
@@ -62,8 +65,14 @@ impl Session {
         if !std::mem::take(&mut self.vrings[index].running) {
             return;
         }
-        if let Some(mut queue) = self.queues.stop(index as u16) {
-            self.vrings[index].base = queue::vring(queue.as_mut()).map_or(0, |v| v.base());
+        let base = match &self.queues {
+            Queues::User(set) => {
+                set.stop(index as u16).map(|mut queue| queue::vring(queue.as_mut()).map_or(0, |v| v.base()))
+            }
+            Queues::Kernel(kernel) => kernel.stop(index as u16),
+        };
+        if let Some(base) = base {
+            self.vrings[index].base = base;
         }
         tracing::debug!("{}:{index} stopped", self.name);
     }
@@ -74,20 +83,27 @@ impl Session {
         if vring.running || !vring.enabled || vring.size == 0 || self.mem.regions().is_empty() {
             return Ok(());
         }
-        let (Some(kick), Some(addrs)) = (&vring.kick, vring.addrs) else { return Ok(()) };
-        let kick = kick.clone();
+        let (Some(kick), Some(addrs)) = (vring.kick.clone(), vring.addrs) else { return Ok(()) };
+        match self.queues.clone() {
+            Queues::User(set) => self.start_user(index, addrs, kick, &set)?,
+            Queues::Kernel(kernel) => self.start_kernel(index, addrs, &kick, &kernel)?,
+        }
+        self.vrings[index].running = true;
+        tracing::debug!("{}:{index} started", self.name);
+        Ok(())
+    }
+
+    /// Gives the ring to a worker, as a queue.
+    fn start_user(
+        &mut self,
+        index: usize,
+        addrs: UserAddrs,
+        kick: Arc<OwnedFd>,
+        queues: &QueueSet,
+    ) -> Result<()> {
+        let vring = &self.vrings[index];
         let (call, err) = (vring.call.clone(), vring.err.clone());
-        let mut ring = match self.map_ring(vring, addrs) {
-            Ok(ring) => ring,
-            Err(reason) => {
-                self.reports.add(index as u16, &reason);
-                self.queues.stats(index as u16).set_state(State::Broken);
-                if let Some(err) = &err {
-                    err.ring();
-                }
-                return Err(refuse(format!("queue {index} cannot start: {reason}")));
-            }
-        };
+        let mut ring = self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
         let mut replays = Vec::new();
         let inflight = self.inflight_of(index)?;
         let tracked = inflight.is_some();
@@ -109,19 +125,58 @@ impl Session {
             call,
             err,
             log,
-            stats: self.queues.stats(index as u16).clone(),
+            stats: queues.stats(index as u16).clone(),
             name: format!("{}:{index}", self.name),
             on_broken: Box::new(move |reason| reports.add(index as u16, reason)),
         });
-        self.vrings[index].running = true;
-        self.queues.stats(index as u16).size.store(self.vrings[index].size, Relaxed);
-        self.queues.start(index as u16, queue);
+        queues.stats(index as u16).size.store(vring.size, Relaxed);
+        queues.start(index as u16, queue);
         if let Some(bell) = bell {
             // The daemon before us may have died between publishing and notifying.
             bell.ring();
         }
-        tracing::debug!("{}:{index} started", self.name);
         Ok(())
+    }
+
+    /// Hands the ring over to the kernel.
+    fn start_kernel(
+        &mut self,
+        index: usize,
+        addrs: UserAddrs,
+        kick: &OwnedFd,
+        kernel: &KernelQueues,
+    ) -> Result<()> {
+        let vring = &self.vrings[index];
+        // For its checks alone.
+        self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
+        let setup = self.setup(vring, addrs, kick);
+        // SAFETY: its parts were found to lie in the guest's memory, which the kernel has the same table of (`remap`).
+        unsafe { kernel.start(index as u16, setup) }.map_err(|reason| self.unusable(index, &reason))?;
+        Ok(())
+    }
+
+    /// What the kernel is told of a ring, which was mapped before.
+    fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
+        let at = |addr| self.mem.user_to_host(addr, 1).expect("the whole part lies within");
+        RingSetup {
+            size: vring.size,
+            base: vring.base,
+            parts: [at(addrs.desc), at(addrs.driver), at(addrs.device)],
+            log: addrs.log.filter(|_| self.logging()),
+            kick,
+            call: vring.call.clone(),
+            err: vring.err.clone(),
+        }
+    }
+
+    /// A ring that cannot start: told to all who want to know.
+    fn unusable(&self, index: usize, reason: &str) -> Error {
+        self.reports.add(index as u16, reason);
+        self.queues.stats(index as u16).set_state(State::Broken);
+        if let Some(err) = &self.vrings[index].err {
+            err.ring();
+        }
+        refuse(format!("queue {index} cannot start: {reason}"))
     }
 
     /// The error says what is wrong with the ring.
@@ -190,6 +245,9 @@ impl Session {
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
         self.stop_all();
+        if let Some(kernel) = self.queues.kernel() {
+            kernel.set_memory(&mem).map_err(|e| refuse(format!("the memory table is not usable: {e}")))?;
+        }
         (self.regions, self.mem) = (regions, mem);
         let mut result = Ok(());
         for (index, ran) in running.into_iter().enumerate() {
@@ -207,13 +265,23 @@ impl Session {
     /// Tells running queues whether and where to log, between two requests.
     pub(super) fn update_log(&mut self) {
         for (index, vring) in self.vrings.iter().enumerate() {
-            if let (true, Some(addrs)) = (vring.running, vring.addrs) {
-                let (log, used) = self.logs(addrs);
-                self.queues.with_drained(index as u16, |q| {
-                    if let Some(v) = queue::vring(q) {
-                        v.set_log(log, used);
+            let (true, Some(addrs), Some(kick)) = (vring.running, vring.addrs, &vring.kick) else { continue };
+            match &self.queues {
+                Queues::User(set) => {
+                    let (log, used) = self.logs(addrs);
+                    set.with_drained(index as u16, |q| {
+                        if let Some(v) = queue::vring(q) {
+                            v.set_log(log, used);
+                        }
+                    });
+                }
+                Queues::Kernel(kernel) => {
+                    let setup = self.setup(vring, addrs, kick);
+                    // SAFETY: as when it was started.
+                    if let Err(e) = unsafe { kernel.set_addresses(index as u16, &setup) } {
+                        self.reports.add(index as u16, &format!("its writes cannot be logged: {e}"));
                     }
-                });
+                }
             }
         }
     }

@@ -1,0 +1,74 @@
+//! A disk gets another size: by control, by the user of a growable mount, or by the kernel under passthrough.
+//!
+//! Called by control threads, and by a mount's clerk. What must never happen: a write in flight beyond a new, nearer end
+//! that makes the image longer again.
+
+use std::sync::Arc;
+
+use super::daemon::{Daemon, Event};
+use super::life::Export;
+use crate::backend::block::Disk;
+use crate::error::Result;
+
+impl Daemon {
+    /// Gives a disk another size, or takes note of a block device's new one; guests are told.
+    pub fn disk_resize(&self, name: &str, size_bytes: u64) -> Result<()> {
+        let entry = self.state().disk(name)?;
+        let _turn = entry.turn();
+        // None is being made: that takes the disk's turn.
+        let exports = self.state().exports_of(&entry)?;
+        let disk = &entry.disk;
+        for export in &exports {
+            export.check_size(size_bytes)?;
+            if export.grows_by_itself() {
+                disk.learn_size();
+            }
+        }
+        match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
+            Some(writer) => shrink(disk, writer, size_bytes)?,
+            // Its users may be changing the size, too.
+            None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
+                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
+                None => disk.resize(size_bytes)?,
+            },
+        }
+        for export in exports {
+            export.config_changed();
+        }
+        self.tell(&Event::DiskResized { name: name.to_owned(), size_bytes });
+        Ok(())
+    }
+
+    /// The user of a growable export gave its disk another size.
+    pub(super) fn resized_by(&self, export: &str, size_bytes: u64) {
+        let Some((name, others)) = self.state().disk_and_others(export) else { return };
+        for export in others {
+            export.config_changed();
+        }
+        self.tell(&Event::DiskResized { name, size_bytes });
+    }
+
+    /// Takes note of the sizes that the kernel may have changed without asking us.
+    pub(super) fn learn_sizes(&self) {
+        for export in self.shown().iter().filter(|e| e.grows_by_itself()) {
+            if let Ok(entry) = self.state().disk(&export.spec.disk) {
+                entry.disk.learn_size();
+            }
+        }
+    }
+}
+
+/// With nothing in flight beyond the new end. Freeing a file's blocks may take the file system seconds: where it can, the
+/// disk is narrowed first, and the queues do not stand still while it is cut.
+fn shrink(disk: &Disk, writer: &Arc<Export>, size_bytes: u64) -> Result<()> {
+    let old = disk.size_bytes();
+    // The kernel's requests do not ask us how large the disk is.
+    if writer.is_kernel() || !disk.narrow(size_bytes)? {
+        return writer.with_all_drained(|| disk.resize(size_bytes))?;
+    }
+    if let Err(e) = writer.with_all_drained(|| ()).and_then(|()| disk.resize(size_bytes)) {
+        disk.narrow(old)?;
+        return Err(e);
+    }
+    Ok(())
+}

@@ -1,0 +1,202 @@
+//! Workers of the kernel engine: vhost tasks of one device, and which queue is on which.
+//!
+//! The kernel makes one with the device's owner and others when asked, and names them by small numbers of the device's
+//! own; to users they have ids in the list of all workers. They are threads of our process, so that pinning them,
+//! their nice value and their CPU time are as for any thread.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+
+use rustix::io::Errno;
+use vhost_kernel::Vhost;
+
+use crate::error::{Error, Result};
+use crate::worker::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
+
+/// The number of the worker that comes with the owner.
+const DEFAULT: u32 = 0;
+
+/// The device's workers and what its queues count. `list` guards itself and the order in which counters are read; it is
+/// held for calls that return at once.
+pub(super) struct Tasks {
+    export: String,
+    device: Arc<Vhost>,
+    first: OnceLock<WorkerId>,
+    list: Mutex<List>,
+    stats: Vec<Arc<QueueStats>>,
+}
+
+#[derive(Default)]
+struct List {
+    /// The kernel's numbers of our ids.
+    numbers: BTreeMap<WorkerId, u32>,
+    /// Requests completed, by our ids.
+    done: BTreeMap<WorkerId, u64>,
+    /// Where each queue is, and how much of what it completed is in `done`.
+    queues: Vec<(WorkerId, u64)>,
+}
+
+struct Task {
+    tasks: Weak<Tasks>,
+    export: String,
+    id: WorkerId,
+    number: u32,
+}
+
+impl KernelWorker for Task {
+    fn export(&self) -> &str {
+        &self.export
+    }
+
+    fn free(&self) -> Result<()> {
+        let Some(tasks) = self.tasks.upgrade() else { return Ok(()) };
+        tasks
+            .device
+            .free_worker(self.number)
+            .map_err(|e| Error::unsupported(format!("worker {} cannot be freed: {e}", self.id)))?;
+        let mut list = tasks.list();
+        list.numbers.remove(&self.id);
+        list.done.remove(&self.id);
+        Ok(())
+    }
+
+    fn requests(&self) -> u64 {
+        let Some(tasks) = self.tasks.upgrade() else { return 0 };
+        (0..tasks.stats.len()).for_each(|i| tasks.count(i as u16));
+        tasks.list().done.get(&self.id).copied().unwrap_or(0)
+    }
+}
+
+/// Makes us the device's owner, which makes its first worker.
+pub(super) fn begin(
+    export: &str,
+    device: &Arc<Vhost>,
+    queues: u16,
+    workers: &Arc<Workers>,
+) -> Result<Arc<Tasks>> {
+    let tasks = Arc::new(Tasks {
+        export: export.to_owned(),
+        device: device.clone(),
+        first: OnceLock::new(),
+        list: Mutex::default(),
+        stats: (0..queues).map(|_| Arc::default()).collect(),
+    });
+    let owner = || device.set_owner().map(|()| DEFAULT);
+    let first = adopt(&tasks, workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
+    tasks.list().queues = vec![(first, 0); queues.into()];
+    let _ = tasks.first.set(first);
+    Ok(tasks)
+}
+
+/// Makes another one.
+pub(super) fn make(
+    tasks: &Arc<Tasks>,
+    workers: &Workers,
+    name: Option<String>,
+    settings: &Settings,
+) -> Result<WorkerId> {
+    adopt(tasks, workers, name, settings, || tasks.device.new_worker())
+}
+
+fn adopt(
+    tasks: &Arc<Tasks>,
+    workers: &Workers,
+    name: Option<String>,
+    settings: &Settings,
+    call: impl FnOnce() -> vhost_kernel::Result<u32>,
+) -> Result<WorkerId> {
+    workers.adopt(name, settings, |id| {
+        let before = vhost_threads();
+        let number = call().map_err(|e| cannot(&tasks.export, &e))?;
+        let new = vhost_threads().difference(&before).copied().next();
+        // In kthread mode it is no thread of ours.
+        let tid = new.ok_or_else(|| {
+            let _ = tasks.device.free_worker(number);
+            Error::unsupported(format!(
+                "export {}: the kernel's workers are not threads of this process (vhost's \
+                 fork_from_owner_default=0); set it to 1, or take engine=user",
+                tasks.export
+            ))
+        })?;
+        let mut list = tasks.list();
+        list.numbers.insert(id, number);
+        list.done.insert(id, 0);
+        drop(list);
+        let (tasks, export) = (Arc::downgrade(tasks), tasks.export.clone());
+        Ok((tid, Arc::new(Task { tasks, export, id, number }) as Arc<dyn KernelWorker>))
+    })
+}
+
+fn cannot(export: &str, e: &vhost_kernel::Error) -> Error {
+    match e.errno() {
+        Errno::NOMEM | Errno::AGAIN => Error::limit(format!(
+            "export {export}: the kernel makes no more workers ({e}); free one, or raise the limit of threads \
+             (ulimit -u, LimitNPROC=)"
+        )),
+        _ => Error::unsupported(format!("export {export}: {e}")),
+    }
+}
+
+/// Threads of this process that the kernel made because this thread asked: `vhost-TID`.
+fn vhost_threads() -> BTreeSet<i32> {
+    let name = format!("vhost-{}", rustix::thread::gettid());
+    let is_one = |tid: &i32| {
+        fs::read_to_string(format!("/proc/self/task/{tid}/comm")).is_ok_and(|comm| comm.trim_end() == name)
+    };
+    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    tasks.filter_map(|t| t.file_name().to_str()?.parse().ok()).filter(is_one).collect()
+}
+
+impl Tasks {
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().expect("no holder panics")
+    }
+
+    /// The worker that came with the device.
+    pub(super) fn first(&self) -> WorkerId {
+        *self.first.get().expect("set before anyone else has it")
+    }
+
+    pub(super) fn stats(&self, index: u16) -> &Arc<QueueStats> {
+        &self.stats[usize::from(index)]
+    }
+
+    /// Brings a queue's counters up to date, and its worker's.
+    pub(super) fn count(&self, index: u16) {
+        // Within the lock: what was read first is entered first.
+        let mut list = self.list();
+        let Ok(now) = self.device.blk_vring_stats(index.into()) else { return };
+        let stats = self.stats(index);
+        stats.in_flight.store(now.in_flight, Relaxed);
+        stats.requests.store(now.requests, Relaxed);
+        stats.errors.store(now.errors + now.unsupported, Relaxed);
+        stats.read_bytes.store(now.read_bytes, Relaxed);
+        stats.write_bytes.store(now.written_bytes, Relaxed);
+        stats.kicks.store(now.kicks, Relaxed);
+        stats.notifications.store(now.signals, Relaxed);
+        let List { done, queues, .. } = &mut *list;
+        // None yet while the device is made.
+        let Some((worker, counted)) = queues.get_mut(usize::from(index)) else { return };
+        if let Some(done) = done.get_mut(worker) {
+            *done += now.requests.saturating_sub(*counted);
+        }
+        *counted = now.requests;
+    }
+
+    /// Attaches a queue, which the caller has locked.
+    pub(super) fn attach(&self, index: u16, worker: WorkerId) -> Result<()> {
+        self.count(index);
+        let number = self.list().numbers.get(&worker).copied();
+        let gone = || Error::not_found(format!("there is no worker {worker}"));
+        self.device.attach(index.into(), number.ok_or_else(gone)?).map_err(|e| {
+            Error::unsupported(format!(
+                "queue {}:{index} cannot be attached to worker {worker}: {e}",
+                self.export
+            ))
+        })?;
+        self.list().queues[usize::from(index)].0 = worker;
+        Ok(())
+    }
+}
