@@ -2,7 +2,7 @@
 //!
 //! Every channel may read every request, so to wake them all for one would burn CPUs, and to wake them in turn would
 //! have each request wait for a sleeping worker. So one channel leads: it alone waits for requests, and it serves what
-//! comes for as long as it keeps up. Where requests still wait when it has worked for a while it calls another, which
+//! comes for as long as it keeps up. Where others wait beside the one in hand when it has worked for a while it calls another, which
 //! serves until nothing is left and goes idle again. A call that found next to nothing makes the next one later, one that
 //! helped makes it sooner.
 //!

@@ -47,16 +47,20 @@ impl FuseQueue {
         }
     }
 
-    /// A request was taken from the channel. Where it has been so for long, another channel is called.
+    /// A request was taken from the channel. Where it has been so for long another channel is called, if there is work for
+    /// it: something waits while the request just taken is not answered. A single task that waits for each reply, however
+    /// quickly it comes back, never makes that so.
     #[inline]
     fn burst(&mut self) {
-        let Transport::Channel { herd, burst, .. } = &mut self.transport else { return };
+        let Transport::Channel { herd, burst, channel, .. } = &mut self.transport else { return };
         match burst {
             None => *burst = Some((Instant::now(), 1)),
             Some((since, n)) => {
                 *n += 1;
                 if since.elapsed().as_micros() >= u128::from(herd.call_after_us()) {
-                    herd.call();
+                    if channel.is_readable() {
+                        herd.call();
+                    }
                     *since = Instant::now();
                 }
             }
