@@ -114,6 +114,19 @@ impl AsFd for TapQueue {
 }
 
 impl TapQueue {
+    /// Of a file that was joined just now. Detached, where that can be.
+    fn new(file: File, name: &str, multi_queue: bool) -> Result<Self> {
+        let queue = Self { file, name: name.to_owned(), multi_queue, attached: Mutex::new(true) };
+        queue.detach()?;
+        Ok(queue)
+    }
+
+    /// For all queues of its tap.
+    fn set_offloads(&self, offloads: Offloads) -> Result<()> {
+        ifreq::set_number(&self.file, ifreq::TUNSETOFFLOAD, offloads.bits().into())
+            .map_err(|e| Error::io(format!("tap {} cannot have {offloads:?}", self.name), e))
+    }
+
     /// Lets frames come to this queue. Idempotent.
     ///
     /// # Errors
@@ -184,14 +197,15 @@ impl Tap {
         }
         let file = open_tun()?;
         let multi_queue = join_first(&file, name, index.is_some())?;
-        let mut tap =
-            Self { name: name.to_owned(), made: index.is_none(), multi_queue, uso: false, links, state: Mutex::new(State { queues: Vec::new(), header: HEADER_SHORT, offloads: Offloads::default() }) };
-        let first = tap.queue(file)?;
-        tap.state().queues.push(first);
+        let first = Arc::new(TapQueue::new(file, name, multi_queue)?);
+        let with_uso = Offloads { csum: true, uso: true, ..Offloads::default() };
+        let uso = first.set_offloads(with_uso).is_ok();
+        first.set_offloads(Offloads::default())?;
+        // The header that an adopted one has is not known.
+        let state = State { queues: vec![first], header: 0, offloads: Offloads::default() };
+        let made = index.is_none();
+        let tap = Self { name: name.to_owned(), made, multi_queue, uso, links, state: Mutex::new(state) };
         tap.set_header(HEADER_SHORT)?;
-        let uso = Offloads { csum: true, uso: true, ..Offloads::default() };
-        tap.uso = tap.apply(tap.state().queues[0].as_fd(), uso).is_ok();
-        tap.apply(tap.state().queues[0].as_fd(), Offloads::default())?;
         tap.queues(queues)?;
         if tap.made {
             tap.links
@@ -242,17 +256,9 @@ impl Tap {
         while state.queues.len() < usize::from(count) {
             let file = open_tun()?;
             ifreq::join(&file, name, flags(true)).map_err(|e| explain(name, e, true))?;
-            state.queues.push(self.queue(file)?);
+            state.queues.push(Arc::new(TapQueue::new(file, name, true)?));
         }
         Ok(state.queues[..usize::from(count)].to_vec())
-    }
-
-    /// A queue of a file that was joined just now, detached.
-    fn queue(&self, file: File) -> Result<Arc<TapQueue>> {
-        let attached = Mutex::new(true);
-        let queue = TapQueue { file, name: self.name.clone(), multi_queue: self.multi_queue, attached };
-        queue.detach()?;
-        Ok(Arc::new(queue))
     }
 
     /// Sets how long the header before each frame is: [`HEADER_SHORT`] or [`HEADER_LONG`]. For all queues.
@@ -261,6 +267,9 @@ impl Tap {
     /// The kernel's.
     pub fn set_header(&self, bytes: u32) -> Result<()> {
         let mut state = self.state();
+        if state.header == bytes {
+            return Ok(());
+        }
         ifreq::set_int(state.queues[0].as_fd(), ifreq::TUNSETVNETHDRSZ, bytes as i32)
             .map_err(|e| Error::io(format!("tap {} cannot have headers of {bytes} bytes", self.name), e))?;
         state.header = bytes;
@@ -274,15 +283,10 @@ impl Tap {
     pub fn set_offloads(&self, offloads: Offloads) -> Result<()> {
         let mut state = self.state();
         if state.offloads != offloads {
-            self.apply(state.queues[0].as_fd(), offloads)?;
+            state.queues[0].set_offloads(offloads)?;
             state.offloads = offloads;
         }
         Ok(())
-    }
-
-    fn apply(&self, queue: BorrowedFd<'_>, offloads: Offloads) -> Result<()> {
-        ifreq::set_number(queue, ifreq::TUNSETOFFLOAD, offloads.bits().into())
-            .map_err(|e| Error::io(format!("tap {} cannot have offloads {offloads:?}", self.name), e))
     }
 
     /// Bytes of the longest IP packet.
@@ -303,7 +307,9 @@ impl Tap {
         check_mtu(mtu)?;
         self.links.set_mtu(name, mtu).map_err(|e| match e.raw_os_error() {
             Some(libc::EPERM) => Error::io(
-                format!("tap {name} cannot be given an MTU without CAP_NET_ADMIN; run as root, or leave out mtu"),
+                format!(
+                    "tap {name} cannot be given an MTU without CAP_NET_ADMIN; run as root, or leave out mtu"
+                ),
                 e,
             ),
             _ => Error::io(format!("tap {name} cannot be given an MTU of {mtu}"), e),
@@ -320,7 +326,9 @@ impl Tap {
         let parts = [IoSlice::new(&header[..state.header as usize]), IoSlice::new(frame)];
         match rustix::io::writev(&*state.queues[0], &parts) {
             Ok(_) => Ok(()),
-            Err(e) => Err(Error::io(format!("tap {} does not take a frame (is it up?)", self.name), e.into())),
+            Err(e) => {
+                Err(Error::io(format!("tap {} does not take a frame (is it up?)", self.name), e.into()))
+            }
         }
     }
 
@@ -360,7 +368,9 @@ pub fn check_name(name: &str) -> Result<()> {
 pub fn check_mtu(mtu: u32) -> Result<()> {
     match (MTU_MIN..=MTU_MAX).contains(&mtu) {
         true => Ok(()),
-        false => Err(Error::invalid(format!("mtu={mtu} is out of range; {MTU_MIN} to {MTU_MAX} is possible"))),
+        false => {
+            Err(Error::invalid(format!("mtu={mtu} is out of range; {MTU_MIN} to {MTU_MAX} is possible")))
+        }
     }
 }
 
@@ -431,7 +441,9 @@ fn busy(name: &str) -> Error {
 fn has_carrier(name: &str, index: i32) -> bool {
     let dir = Path::new("/sys/class/net").join(name);
     let read = |file| std::fs::read_to_string(dir.join(file)).unwrap_or_default();
-    read("ifindex").trim() == index.to_string() && !read("tun_flags").is_empty() && read("carrier").trim() == "1"
+    read("ifindex").trim() == index.to_string()
+        && !read("tun_flags").is_empty()
+        && read("carrier").trim() == "1"
 }
 
 /// The line of `name` in /proc/net/dev.
