@@ -6,12 +6,12 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run test bench lint soak fuzz install clean
+.PHONY: help build run test test-kernel bench lint soak fuzz install clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/\1\t\2/p' Makefile | while IFS='	' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1\t\2/p' Makefile | while IFS='	' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 build: ## the programs, optimised, in target/release
 	$(CARGO) build --release --workspace --locked
@@ -21,6 +21,9 @@ run: build ## a minute's tour: a disk served, driven, its queues moved under loa
 
 test: ## every test; as root on Debian installs what is missing (VSHUNT_NO_INSTALL=1: does not)
 	scripts/test
+
+test-kernel: ## the kernel module alone: on a stock kernel in VMs, about four minutes
+	scripts/test --only kernel
 
 bench: build ## the comparison tables
 	scripts/bench

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 import cases
+import kernel
 import resident
 from fuse import cases as fuse
 from report import Report, machine
@@ -24,7 +25,8 @@ from report import Report, machine
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers,
          "idle": resident.idle, "memory": resident.memory,
-         "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues}
+         "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
+         "kernel": kernel.case}
 # Only where it is asked for: what it measures is within the others.
 EXTRA = {"fuse-seed": fuse.seeds}
 GROUPS = {"fuse": [c for c in CASES if c.startswith("fuse-")]}

@@ -37,8 +37,8 @@ def qemu():
     return path, (int(found[1]), int(found[2]))
 
 
-def archive(path, data):
-    """A cpio archive (newc) with one file, to be put behind the initramfs."""
+def cpio(entries):
+    """A cpio archive (newc) of (name, mode, content); can be put behind another one."""
 
     def entry(name, mode, content):
         name = name.encode() + b"\0"
@@ -46,7 +46,12 @@ def archive(path, data):
         head = b"070701" + b"".join(b"%08X" % f for f in fields) + name
         return head + b"\0" * (-len(head) % 4) + content + b"\0" * (-len(content) % 4)
 
-    return entry(path, 0o100755, data) + entry("TRAILER!!!", 0, b"")
+    return b"".join(entry(*one) for one in entries) + entry("TRAILER!!!", 0, b"")
+
+
+def archive(path, data):
+    """A cpio archive with one file, to be put behind the initramfs."""
+    return cpio([(path, 0o100755, data)])
 
 
 class Guest:

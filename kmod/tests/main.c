@@ -110,6 +110,7 @@ static void judge(const struct vb_case *test, pid_t pid, int said, long pinned_b
 			return;
 		}
 	}
+	kill(-pid, SIGKILL);
 	got = read(said, text + strlen(text), TEXT_BYTES - strlen(text) - 1);
 	if (got > 0)
 		return;
@@ -142,10 +143,13 @@ static bool run(const struct vb_case *test, const struct vb_args *args)
 	fflush(stdout);
 	pid = fork();
 	if (!pid) {
+		/* A group, so that what a case leaves behind ends with it. */
+		setpgid(0, 0);
 		dup2(said[1], 2);
 		test->body(args);
 		_exit(0);
 	}
+	fcntl(said[0], F_SETFL, O_NONBLOCK);
 	close(said[1]);
 	memset(text, 0, sizeof(text));
 	judge(test, pid, said[0], before, text);
@@ -154,9 +158,10 @@ static bool run(const struct vb_case *test, const struct vb_args *args)
 		if (*at == '\n')
 			*at = '|';
 	if (text[0])
-		printf("not ok %s: %s: %s\n", test->group, test->name, text);
+		printf("not ok %s on %s: %s: %s\n", test->group, args->disk, test->name, text);
 	else
-		printf("ok %s: %s (%llu ms)\n", test->group, test->name, (unsigned long long)(now_ms() - begin));
+		printf("ok %s on %s: %s (%llu ms)\n", test->group, args->disk, test->name,
+		       (unsigned long long)(now_ms() - begin));
 	fflush(stdout);
 	return !text[0];
 }

@@ -4,7 +4,8 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 
 // linux/loop.h
 const LOOP_SET_CAPACITY: libc::c_ulong = 0x4C07;
@@ -65,12 +66,14 @@ impl LoopDevice {
             .write(true)
             .open(at)
             .map_err(|e| format!("cannot open {at}: {e}"))?;
+        // What tools show for it.
+        let name = std::fs::read_link(format!("/proc/self/fd/{}", image.as_raw_fd())).unwrap_or_default();
         let mut flags = LO_FLAGS_AUTOCLEAR;
         flags |= if readonly { LO_FLAGS_READ_ONLY } else { 0 };
         flags |= if direct { LO_FLAGS_DIRECT_IO } else { 0 };
         for _ in 0..TRIES {
             let (file, path) = free(&control, readonly)?;
-            match configure(&file, image, flags, block_size) {
+            match configure(&file, image, &name, flags, block_size) {
                 Ok(()) => return Ok(Self { file, path }),
                 Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
                 Err(e) => return Err(format!("cannot set up {}: {e}", path.display())),
@@ -112,13 +115,15 @@ fn free(control: &File, readonly: bool) -> Result<(File, PathBuf), String> {
     file.map(|file| (file, path.clone())).map_err(|e| format!("cannot open {}: {e}", path.display()))
 }
 
-fn configure(device: &File, image: &File, flags: u32, block_size: u32) -> io::Result<()> {
+fn configure(device: &File, image: &File, name: &Path, flags: u32, block_size: u32) -> io::Result<()> {
     // SAFETY: plain numbers and bytes, for which zero is a value.
     let mut config: LoopConfig = unsafe { std::mem::zeroed() };
     config.fd = image.as_raw_fd() as u32;
     config.block_size = block_size;
     config.info.flags = flags;
-    config.info.file_name[..6].copy_from_slice(b"vshunt");
+    for (to, from) in config.info.file_name[..LO_NAME_SIZE - 1].iter_mut().zip(name.as_os_str().as_bytes()) {
+        *to = *from;
+    }
     // SAFETY: the kernel reads the struct and keeps nothing of it but a reference to the file.
     match unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &config) } {
         0 => Ok(()),

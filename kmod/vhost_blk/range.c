@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * vhost_blk: DISCARD and WRITE_ZEROES.
+ *
+ * Their ranges can be as large as the disk, and where a device cannot write zeroes by itself the block layer writes
+ * pages of them. So they go step by step, each begun when the one before has ended, like any completion in the worker:
+ * it stays free for its rings, and what is in flight stays small.
+ */
+#include <linux/slab.h>
+
+#include "blk.h"
+
+/* Bios of a step, if the device does each at once; else bytes of zeroes. */
+#define VHOST_BLK_STEP_BIOS	64
+#define VHOST_BLK_STEP_BYTES	SZ_16M
+
+static struct block_device *vhost_blk_bdev(struct vhost_blk_req *req)
+{
+	return req->ring->blk->disk.bdev;
+}
+
+static void vhost_blk_range_end_io(struct bio *bio)
+{
+	struct vhost_blk_req *req = bio->bi_private;
+
+	if (unlikely(bio->bi_status))
+		vhost_blk_req_fail(req, bio->bi_status);
+	bio_put(bio);
+	vhost_blk_req_put(req);
+}
+
+/* One range as the driver gives it. */
+static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_range *range, struct iov_iter *data)
+{
+	struct block_device *bdev = vhost_blk_bdev(req);
+	unsigned int blocks = (bdev_logical_block_size(bdev) >> SECTOR_SHIFT) - 1;
+	struct virtio_blk_discard_write_zeroes given;
+	u32 flags;
+
+	if (!copy_from_iter_full(&given, sizeof(given), data))
+		return -EFAULT;
+	range->sector = le64_to_cpu(given.sector);
+	range->sectors = le32_to_cpu(given.num_sectors);
+	flags = le32_to_cpu(given.flags);
+	/* 5.2.6.2: flags that are not known, and unmap on a discard, are not supported. */
+	if (flags & ~VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP)
+		return -EOPNOTSUPP;
+	range->unmap = flags;
+	if (range->unmap && req->type == VIRTIO_BLK_T_DISCARD)
+		return -EOPNOTSUPP;
+	if (!vhost_blk_in_bounds(bdev, range->sector, range->sectors) || ((range->sector | range->sectors) & blocks))
+		return -EINVAL;
+	return 0;
+}
+
+/**
+ * vhost_blk_ranges_parse - reads the ranges of a DISCARD or WRITE_ZEROES, before anything is done for one of them
+ * @req: the request.
+ * @data: what follows its header.
+ *
+ * Return: 0, -EOPNOTSUPP, or what else is wrong with them.
+ */
+int vhost_blk_ranges_parse(struct vhost_blk_req *req, struct iov_iter *data)
+{
+	bool discard = req->type == VIRTIO_BLK_T_DISCARD;
+	struct vhost_blk_disk *disk = &req->ring->blk->disk;
+	struct vhost_virtqueue *vq = &req->ring->vq;
+	size_t bytes = iov_iter_count(data);
+	unsigned int i, num = bytes / sizeof(struct virtio_blk_discard_write_zeroes);
+	int err;
+
+	if (!vhost_has_feature(vq, discard ? VIRTIO_BLK_F_DISCARD : VIRTIO_BLK_F_WRITE_ZEROES))
+		return -EOPNOTSUPP;
+	if (discard && !bdev_max_discard_sectors(disk->bdev))
+		return -EOPNOTSUPP;
+	if (!bytes || bytes % sizeof(struct virtio_blk_discard_write_zeroes) ||
+	    bytes > VHOST_BLK_RANGES_MAX * sizeof(struct virtio_blk_discard_write_zeroes))
+		return -EINVAL;
+	req->ranges = &req->range;
+	if (num > 1) {
+		req->ranges = kmalloc_array(num, sizeof(*req->ranges), GFP_KERNEL_ACCOUNT);
+		if (!req->ranges)
+			return -ENOMEM;
+	}
+	for (i = 0; i < num; i++) {
+		err = vhost_blk_range_parse(req, &req->ranges[i], data);
+		if (err)
+			return err;
+	}
+	if (disk->readonly || bdev_read_only(disk->bdev))
+		return -EROFS;
+	req->range_at = req->ranges;
+	req->ranges_left = num;
+	req->step = 0;
+	/* What is discarded reads as anything, before and after a crash. */
+	req->flush_after = !discard && !vhost_has_feature(vq, VIRTIO_BLK_F_FLUSH);
+	return 0;
+}
+
+void vhost_blk_ranges_free(struct vhost_blk_req *req)
+{
+	if (req->ranges != &req->range)
+		kfree(req->ranges);
+	req->ranges = NULL;
+	req->ranges_left = 0;
+}
+
+/* Sectors of the next step of a range. */
+static sector_t vhost_blk_step_sectors(struct vhost_blk_req *req, struct vhost_blk_range *range)
+{
+	struct block_device *bdev = vhost_blk_bdev(req);
+	sector_t block = bdev_logical_block_size(bdev) >> SECTOR_SHIFT;
+	sector_t most;
+
+	if (req->type == VIRTIO_BLK_T_DISCARD)
+		most = bdev_max_discard_sectors(bdev);
+	else
+		most = bdev_write_zeroes_sectors(bdev);
+	if (most)
+		most *= VHOST_BLK_STEP_BIOS;
+	else
+		most = VHOST_BLK_STEP_BYTES >> SECTOR_SHIFT;
+	most = max(round_down(most, block), block);
+	return min(range->sectors, most);
+}
+
+/* The bios of @req->step sectors, all but the last one submitted. NULL: there is an error. */
+static struct bio *vhost_blk_step_bio(struct vhost_blk_req *req, struct vhost_blk_range *range)
+{
+	struct block_device *bdev = vhost_blk_bdev(req);
+	struct bio *bio = NULL;
+	int err;
+
+	if (req->type == VIRTIO_BLK_T_DISCARD)
+		err = __blkdev_issue_discard(bdev, range->sector, req->step, GFP_KERNEL, &bio);
+	else
+		err = __blkdev_issue_zeroout(bdev, range->sector, req->step, GFP_KERNEL, &bio,
+					     range->unmap ? 0 : BLKDEV_ZERO_NOUNMAP);
+	if (!bio || err)
+		vhost_blk_req_fail(req, err ? errno_to_blk_status(err) : BLK_STS_IOERR);
+	return bio;
+}
+
+/**
+ * vhost_blk_range_step - goes on with the ranges of a request
+ * @req: the request, with a count in @req->pending that is the caller's; the ring's mutex is held.
+ *
+ * Return: true if something is on its way; false if all is done, or nothing can be done and the request has an error,
+ * or it has no ranges.
+ */
+bool vhost_blk_range_step(struct vhost_blk_req *req)
+{
+	struct vhost_blk_range *range = req->range_at;
+	struct bio *bio;
+
+	if (!req->ranges_left)
+		return false;
+	if (req->error) {
+		/* A device may learn that it cannot write zeroes only when it is told to; then pages of them are. */
+		if (req->type != VIRTIO_BLK_T_WRITE_ZEROES || req->error != BLK_STS_NOTSUPP || req->retried ||
+		    bdev_write_zeroes_sectors(vhost_blk_bdev(req)))
+			return false;
+		req->retried = true;
+		req->error = BLK_STS_OK;
+	} else {
+		req->retried = false;
+		range->sector += req->step;
+		range->sectors -= req->step;
+	}
+	while (!range->sectors) {
+		if (!--req->ranges_left)
+			return false;
+		req->range_at = ++range;
+	}
+	req->step = vhost_blk_step_sectors(req, range);
+	bio = vhost_blk_step_bio(req, range);
+	if (!bio)
+		return false;
+	bio->bi_private = req;
+	bio->bi_end_io = vhost_blk_range_end_io;
+	atomic_inc(&req->pending);
+	submit_bio(bio);
+	return true;
+}

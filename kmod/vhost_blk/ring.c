@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * vhost_blk: a ring's life.
+ *
+ * Turns are taken by the vhost worker that the ring is attached to. Completions come from any context and are put on a
+ * lockless list, which the worker takes whole: one store of the used index and one look at whether the guest wants to
+ * be told, for as many as there are.
+ *
+ * The worker may be dead: a SIGKILL of the owner ends the vhost workers first (struct vhost_worker.killed), and what is
+ * queued then never runs. So a drain waits for bios, not for the worker, and finishes requests itself.
+ */
+#include <linux/sched/signal.h>
+#include <linux/slab.h>
+#include <linux/virtio_ring.h>
+
+#include "blk.h"
+
+static struct vhost_blk_ring *vhost_blk_ring_of(struct vhost_virtqueue *vq)
+{
+	return container_of(vq, struct vhost_blk_ring, vq);
+}
+
+/* What the owner reads without the lock; those who write hold the ring's mutex. */
+static void vhost_blk_count(__u64 *counter, u64 by)
+{
+	WRITE_ONCE(*counter, *counter + by);
+}
+
+/**
+ * vhost_blk_break - takes nothing more from a ring that cannot be understood
+ * @ring: the ring, its mutex held.
+ *
+ * It stands until the owner stops it; what is in flight is finished.
+ */
+void vhost_blk_break(struct vhost_blk_ring *ring)
+{
+	ring->hold |= VHOST_BLK_HOLD_BROKEN;
+}
+
+/*
+ * As vhost_signal() does it, which does not say whether it did: the guest asks for interrupts by a flag or, with
+ * EVENT_IDX, by the index that it waits for.
+ */
+static bool vhost_blk_signal_wanted(struct vhost_virtqueue *vq)
+{
+	__virtio16 word;
+	u16 old, new;
+	bool valid;
+
+	/* The used index before the word that the guest wrote before it looked at the used index. */
+	smp_mb();
+	if (!vhost_has_feature(vq, VIRTIO_RING_F_EVENT_IDX)) {
+		if (get_user(word, &vq->avail->flags))
+			return true;
+		return !(word & cpu_to_vhost16(vq, VRING_AVAIL_F_NO_INTERRUPT));
+	}
+	old = vq->signalled_used;
+	valid = vq->signalled_used_valid;
+	new = vq->last_used_idx;
+	vq->signalled_used = new;
+	vq->signalled_used_valid = true;
+	if (!valid || get_user(word, (__virtio16 __user *)&vq->avail->ring[vq->num]))
+		return true;
+	return vring_need_event(vhost16_to_cpu(vq, word), new, old);
+}
+
+static void vhost_blk_signal(struct vhost_blk_ring *ring)
+{
+	struct vhost_virtqueue *vq = &ring->vq;
+
+	if (vq->call_ctx.ctx && vhost_blk_signal_wanted(vq)) {
+		eventfd_signal(vq->call_ctx.ctx);
+		vhost_blk_count(&ring->stats.signals, 1);
+	}
+}
+
+static void vhost_blk_account(struct vhost_blk_ring *ring, struct vhost_blk_req *req)
+{
+	struct vhost_blk_vring_stats *stats = &ring->stats;
+
+	vhost_blk_count(&stats->requests, 1);
+	if (req->status == VIRTIO_BLK_S_IOERR)
+		vhost_blk_count(&stats->errors, 1);
+	else if (req->status == VIRTIO_BLK_S_UNSUPP)
+		vhost_blk_count(&stats->unsupported, 1);
+	else if (req->type == VIRTIO_BLK_T_IN)
+		vhost_blk_count(&stats->read_bytes, req->data_bytes);
+	else if (req->type == VIRTIO_BLK_T_OUT)
+		vhost_blk_count(&stats->written_bytes, req->data_bytes);
+}
+
+/*
+ * Finishes what is done, under the ring's mutex. @tell: the guest's memory is there to be written to, and current->mm
+ * is the owner's.
+ */
+static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
+{
+	struct vhost_virtqueue *vq = &ring->vq;
+	struct llist_node *list = llist_del_all(&ring->done);
+	struct vhost_blk_req *req, *next;
+	unsigned int count = 0;
+	u32 used_len;
+
+	if (!list)
+		return;
+	/* In the order in which they ended. */
+	list = llist_reverse_order(list);
+	llist_for_each_entry_safe(req, next, list, done) {
+		if (!vhost_blk_req_end(req, tell, &used_len))
+			continue;
+		if (tell && !req->lost) {
+			/* The array has UIO_MAXIOV entries, more than a ring has requests. */
+			vq->heads[count].id = cpu_to_vhost32(vq, req->head);
+			vq->heads[count].len = cpu_to_vhost32(vq, used_len);
+			count++;
+			vhost_blk_account(ring, req);
+		}
+		req->busy = false;
+		WRITE_ONCE(ring->in_flight, ring->in_flight - 1);
+	}
+	if (count) {
+		if (vhost_add_used_n(vq, vq->heads, count))
+			vhost_blk_break(ring);
+		vhost_blk_signal(ring);
+	}
+	if (ring->stalled) {
+		ring->stalled = false;
+		ring->requeued = true;
+		vhost_poll_queue(&vq->poll);
+	}
+	if (!ring->in_flight && waitqueue_active(&ring->drained))
+		wake_up(&ring->drained);
+}
+
+/* Takes one request. Returns its bytes of data, -EAGAIN when there is none to take, now or for good. */
+static int vhost_blk_take(struct vhost_blk_ring *ring)
+{
+	struct vhost_virtqueue *vq = &ring->vq;
+	struct vhost_blk_req *req;
+	unsigned int out, in, log_num = 0;
+	int head, bytes;
+
+	head = vhost_get_vq_desc(vq, vq->iov, ARRAY_SIZE(vq->iov), &out, &in,
+				 vhost_has_feature(vq, VHOST_F_LOG_ALL) ? vq->log : NULL, &log_num);
+	if (head < 0) {
+		/* The core has signalled the error. */
+		vhost_blk_break(ring);
+		return -EAGAIN;
+	}
+	if (head == vq->num) {
+		/* From here on the guest kicks; what it added while we looked away is seen now. */
+		if (!vhost_enable_notify(vq->dev, vq))
+			return -EAGAIN;
+		vhost_disable_notify(vq->dev, vq);
+		return 0;
+	}
+	req = &ring->reqs[head];
+	if (req->busy) {
+		/* Two requests by one name: the guest could not tell which is done, and the slot is in use. */
+		vhost_discard_vq_desc(vq, 1);
+		vq_err(vq, "Head %d is in flight already\n", head);
+		vhost_blk_break(ring);
+		return -EAGAIN;
+	}
+	req->head = head;
+	bytes = vhost_blk_req_begin(ring, req, out, in, log_num);
+	if (bytes < 0) {
+		vhost_discard_vq_desc(vq, 1);
+		return -EAGAIN;
+	}
+	return bytes;
+}
+
+/* A budget's worth of requests, under one plug. */
+static void vhost_blk_take_some(struct vhost_blk_ring *ring)
+{
+	struct vhost_virtqueue *vq = &ring->vq;
+	struct blk_plug plug;
+	int count = 0, bytes = 0, got;
+
+	blk_start_plug(&plug);
+	vhost_disable_notify(vq->dev, vq);
+	for (;;) {
+		/* An owner that dies takes nothing: its next life, or its successor, finds it in the ring. */
+		if (fatal_signal_pending(current))
+			break;
+		got = vhost_blk_take(ring);
+		if (got < 0)
+			break;
+		count++;
+		bytes += got;
+		if (vhost_exceeds_weight(vq, count, bytes)) {
+			ring->requeued = true;
+			break;
+		}
+	}
+	blk_finish_plug(&plug);
+}
+
+/*
+ * A worker's turn at a ring, under its mutex. Completions that come while it lasts are seen at its end, so nobody need
+ * wake the worker for them.
+ */
+static void vhost_blk_turn(struct vhost_blk_ring *ring, bool take)
+{
+	WRITE_ONCE(ring->in_turn, true);
+	if (take)
+		vhost_blk_take_some(ring);
+	vhost_blk_reap(ring, true);
+	WRITE_ONCE(ring->in_turn, false);
+	/* Pairs with llist_add() in vhost_blk_req_done(): one of the two sees the other. */
+	smp_mb();
+	if (!llist_empty(&ring->done))
+		vhost_vq_work_queue(&ring->vq, &ring->done_work);
+}
+
+static void vhost_blk_kick(struct vhost_work *work)
+{
+	struct vhost_virtqueue *vq = container_of(work, struct vhost_virtqueue, poll.work);
+	struct vhost_blk_ring *ring = vhost_blk_ring_of(vq);
+	bool take;
+
+	mutex_lock(&vq->mutex);
+	take = ring->reqs && !ring->hold;
+	if (take && !ring->requeued)
+		vhost_blk_count(&ring->stats.kicks, 1);
+	ring->requeued = false;
+	vhost_blk_turn(ring, take);
+	mutex_unlock(&vq->mutex);
+}
+
+static void vhost_blk_done(struct vhost_work *work)
+{
+	struct vhost_blk_ring *ring = container_of(work, struct vhost_blk_ring, done_work);
+
+	mutex_lock(&ring->vq.mutex);
+	vhost_blk_turn(ring, false);
+	mutex_unlock(&ring->vq.mutex);
+}
+
+/**
+ * vhost_blk_req_done - a request has no bio in flight: hands it over to whoever finishes it
+ * @req: the request; from here on not the caller's, and its slot may be gone at once.
+ *
+ * Context: any. What is touched after the hand-over is the ring's, which lives until an RCU grace period after the
+ * drain has passed.
+ */
+void vhost_blk_req_done(struct vhost_blk_req *req)
+{
+	struct vhost_blk_ring *ring = req->ring;
+
+	rcu_read_lock();
+	if (llist_add(&req->done, &ring->done) && !READ_ONCE(ring->in_turn))
+		vhost_vq_work_queue(&ring->vq, &ring->done_work);
+	/* llist_add() orders this after the add; the waiter looks at the list after it is on the queue. */
+	if (waitqueue_active(&ring->drained))
+		wake_up(&ring->drained);
+	rcu_read_unlock();
+}
+
+void vhost_blk_ring_init(struct vhost_blk *blk, struct vhost_blk_ring *ring)
+{
+	ring->blk = blk;
+	ring->vq.handle_kick = vhost_blk_kick;
+	init_llist_head(&ring->done);
+	vhost_work_init(&ring->done_work, vhost_blk_done);
+	init_waitqueue_head(&ring->drained);
+}
+
+/**
+ * vhost_blk_ring_start - starts a ring
+ * @ring: the ring, stopped. The caller holds vhost_dev.mutex.
+ *
+ * Return: 0, -EINVAL: more descriptors than we serve, -EFAULT: its addresses are not in the memory table.
+ */
+int vhost_blk_ring_start(struct vhost_blk_ring *ring)
+{
+	struct vhost_virtqueue *vq = &ring->vq;
+	struct vhost_blk_req *reqs;
+	int err = 0;
+
+	/* It changes under vhost_dev.mutex only. */
+	if (vq->num > VHOST_BLK_VRING_NUM_MAX)
+		return -EINVAL;
+	reqs = kvcalloc(vq->num, sizeof(*reqs), GFP_KERNEL_ACCOUNT);
+	if (!reqs)
+		return -ENOMEM;
+	mutex_lock(&vq->mutex);
+	if (!vhost_vq_is_setup(vq)) {
+		err = -EFAULT;
+		goto out;
+	}
+	vhost_vq_set_backend(vq, ring);
+	err = vhost_vq_init_access(vq);
+	if (err) {
+		vhost_vq_set_backend(vq, NULL);
+		goto out;
+	}
+	swap(ring->reqs, reqs);
+	ring->num = vq->num;
+	ring->hold = 0;
+	ring->stalled = false;
+	WRITE_ONCE(ring->stats.running, 1);
+out:
+	mutex_unlock(&vq->mutex);
+	kvfree(reqs);
+	/* A kick that came before. */
+	if (!err)
+		vhost_poll_queue(&vq->poll);
+	return err;
+}
+
+/**
+ * vhost_blk_ring_hold - has a ring take nothing more
+ * @ring: the ring.
+ * @why: VHOST_BLK_HOLD_*.
+ *
+ * No turn that takes is under way when this returns.
+ */
+void vhost_blk_ring_hold(struct vhost_blk_ring *ring, unsigned int why)
+{
+	mutex_lock(&ring->vq.mutex);
+	ring->hold |= why;
+	mutex_unlock(&ring->vq.mutex);
+}
+
+/**
+ * vhost_blk_ring_unhold - has it take again, if nothing else holds it, what is there
+ * @ring: the ring.
+ * @why: VHOST_BLK_HOLD_*.
+ */
+void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why)
+{
+	mutex_lock(&ring->vq.mutex);
+	ring->hold &= ~why;
+	mutex_unlock(&ring->vq.mutex);
+	vhost_poll_queue(&ring->vq.poll);
+}
+
+/**
+ * vhost_blk_drain - waits until nothing of a held ring is in flight
+ * @ring: the ring, held, so that it takes nothing new. The caller holds vhost_dev.mutex.
+ * @how: see there.
+ *
+ * Return: 0, or -EINTR: a fatal signal came; the ring is held still, and its worker, if it lives, goes on.
+ */
+int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
+{
+	unsigned int left;
+
+	ring->late = true;
+	for (;;) {
+		mutex_lock(&ring->vq.mutex);
+		vhost_blk_reap(ring, how != VHOST_BLK_DRAIN_DROP);
+		left = ring->in_flight;
+		mutex_unlock(&ring->vq.mutex);
+		if (!left)
+			return 0;
+		/* The worker may finish requests just as well, hence the second condition. */
+		if (how == VHOST_BLK_DRAIN_DROP)
+			wait_event(ring->drained, !llist_empty(&ring->done) || !READ_ONCE(ring->in_flight));
+		else if (wait_event_killable(ring->drained,
+					     !llist_empty(&ring->done) || !READ_ONCE(ring->in_flight)))
+			return -EINTR;
+	}
+}
+
+/**
+ * vhost_blk_ring_stop - stops a ring
+ * @ring: the ring, in any state. The caller holds vhost_dev.mutex.
+ * @how: how to drain it.
+ *
+ * Return: 0, or -EINTR: a fatal signal came; it takes nothing any more, but is not stopped.
+ */
+int vhost_blk_ring_stop(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
+{
+	struct vhost_virtqueue *vq = &ring->vq;
+	struct vhost_blk_req *reqs = NULL;
+	int err;
+
+	if (!ring->reqs)
+		return 0;
+	vhost_blk_ring_hold(ring, VHOST_BLK_HOLD_STOP);
+	err = vhost_blk_drain(ring, how);
+	if (err)
+		return err;
+	mutex_lock(&vq->mutex);
+	swap(ring->reqs, reqs);
+	vhost_vq_set_backend(vq, NULL);
+	WRITE_ONCE(ring->stats.running, 0);
+	mutex_unlock(&vq->mutex);
+	kvfree(reqs);
+	return 0;
+}

@@ -1,0 +1,296 @@
+"""A VM for the kernel module: a stock Debian kernel under TCG, busybox, its own modules and ours, static programs.
+
+`scripts/kernel` fetches the kernel and builds our module. A VM runs a shell script, the job, and speaks through its
+second serial port: lines `ok NAME` and `not ok NAME: why` are results, which the rig prints as its own; `@@ end` is the
+last. The first port is the kernel's console; what a healthy kernel does not say there is a failure of its own.
+
+The stock kernel has neither KASAN nor lockdep nor kmemleak, and Debian has no kernel with them (its -dbg packages are
+symbols alone). What it does have is on: slub_debug with poison, red zones and owners for every cache, KFENCE, hardened
+lists and user copies, refcount warnings, the detectors of soft lockups, stalls and hung tasks.
+"""
+
+import lzma
+import os
+import re
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import rig as r
+import vm
+
+BOOT_S = 90.0
+# What a kernel says when something is wrong.
+TROUBLE = re.compile(
+    r"BUG[: ]|WARNING: |Oops|general protection|Unable to handle|KFENCE|KASAN|refcount_t|possible (recursive |circular )?lock"
+    r"|INFO: (task|rcu)|blocked for more|soft lockup|rcu.*(stall|detected)|Call Trace|scheduling while atomic|bad page"
+    r"|Redzone|Poison overwritten|Object already free|Objects remaining|still has objects|slab error|Kernel panic"
+    r"|sleeping function|list_(add|del) corruption|stack-protector|usercopy|unreferenced object|Out of memory"
+)
+# Bits of /proc/sys/kernel/tainted that a module from outside of the tree sets: it is one, and it is not signed.
+TAINT_OURS = 1 << 12 | 1 << 13
+
+INIT = """#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+/bin/busybox --install -s /bin
+export PATH=/bin HOME=/ TERM=dumb
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t tmpfs tmp /tmp
+mount -t debugfs debug /sys/kernel/debug
+mount -t tracefs trace /sys/kernel/tracing
+mount -t configfs config /sys/kernel/config 2>/dev/null
+mkdir -p /dev/shm
+mount -t tmpfs shm /dev/shm
+stty -F /dev/ttyS1 raw -echo 2>/dev/null
+exec </dev/null >/dev/ttyS1 2>&1
+echo 20 >/proc/sys/kernel/hung_task_timeout_secs
+
+say() { echo "@@ $*"; }
+
+# A module with what it needs; the rest are its parameters.
+need() {
+    module=$1
+    shift
+    for d in $(sed -n "s/^$module: //p" /modules/needs); do [ -d /sys/module/$d ] || insmod /modules/$d.ko; done
+    insmod /modules/$module.ko "$@"
+}
+
+# result NAME COMMAND...: a case that holds when the command succeeds; what it prints is why not.
+result() {
+    name=$1
+    shift
+    if why=$("$@" 2>&1); then echo "ok $name"; else echo "not ok $name: $(echo "$why" | tr '\\n' '|')"; fi
+}
+
+# fails WORDS COMMAND...: the command must fail and say this.
+fails() {
+    words=$1
+    shift
+    if said=$("$@" 2>&1); then echo "did not fail: $*"; return 1; fi
+    case $said in *"$words"*) ;; *) echo "failed otherwise: $said"; return 1 ;; esac
+}
+
+# What the module allocated and did not free, by the owners that slub_debug notes; then it is unloaded.
+leaves_nothing() {
+    [ -e /sys/kernel/debug/slab/kmalloc-64/alloc_traces ] || { echo "slub_debug is off"; return 1; }
+    for cache in /sys/kernel/debug/slab/*/alloc_traces; do
+        if grep -q '\[vhost_blk\]' $cache; then
+            echo "$cache: $(grep -B 2 -A 3 '\[vhost_blk\]' $cache | head -n 12)"
+            return 1
+        fi
+    done
+    rmmod vhost_blk
+}
+
+say ready
+. /job
+# Poison and red zones of what is still allocated, too.
+for cache in /sys/kernel/slab/*/validate; do echo 1 >$cache 2>/dev/null; done
+say tainted $(cat /proc/sys/kernel/tainted)
+say end
+sync
+poweroff -f
+"""
+
+
+def kernel(command="fetch", timeout_s=900, **environment):
+    """What `scripts/kernel COMMAND` prints last; the test is left out where the machine lacks something."""
+    done = subprocess.run(
+        [r.ROOT / "scripts/kernel", command], capture_output=True, text=True, timeout=timeout_s, env=os.environ | environment
+    )
+    if done.returncode == 3:
+        raise r.Skipped((done.stderr.strip().splitlines() or ["?"])[-1])
+    if done.returncode != 0:
+        raise r.Failed(f"scripts/kernel {command} ended with {done.returncode}: {done.stderr[-1500:]}")
+    return (done.stdout.strip().splitlines() or [""])[-1]
+
+
+def static(path, package):
+    """The bytes of a program that needs no library."""
+    with open(path, "rb") as f:
+        data = f.read()
+    if b"/ld-linux" in data[:4096]:
+        raise r.Skipped(f"{path} is not static (Debian package {package})")
+    return data
+
+
+def with_libraries(programs):
+    """Entries for programs that need libraries, name: path, as the machine's loader finds these."""
+    entries, folders = {}, set()
+    for name, path in programs.items():
+        entries[f"bin/{name}"] = Path(path).read_bytes()
+        listed = r.run([r.tool("ldd", "libc-bin"), path]).stdout
+        for library in re.findall(r"(/\S+) \(0x", listed):
+            entries[library.lstrip("/")] = Path(library).read_bytes()
+    for path in entries:
+        folders.update(str(folder) for folder in Path(path).parents if str(folder) not in (".", "bin"))
+    yield from ((folder, 0o040755, b"") for folder in sorted(folders))
+    yield from ((path, 0o100755, data) for path, data in entries.items())
+
+
+class Modules:
+    """The kernel's own modules, with what they need of one another, and ours."""
+
+    def __init__(self, folder):
+        self.files = {}
+        for path in (Path(folder) / "lib/modules").rglob("*.ko*"):
+            self.files[path.name.split(".ko")[0].replace("-", "_")] = path
+        self.data = {}
+        self.order = {}
+
+    def add(self, name, data=None):
+        """Adds a module, `data` when it is not the kernel's, and what it needs; False where there is none."""
+        if name in self.data:
+            return True
+        if data is None:
+            if name not in self.files:
+                return False
+            data = self.files[name].read_bytes()
+            if self.files[name].suffix == ".xz":
+                data = lzma.decompress(data)
+        self.data[name] = data
+        before = []
+        for needed in depends(data):
+            # What is built in is no file.
+            if self.add(needed):
+                before += [*self.order[needed], needed]
+        self.order[name] = list(dict.fromkeys(before))
+        return True
+
+    def entries(self):
+        needs = "".join(f"{name}: {' '.join(order)}\n" for name, order in self.order.items())
+        yield "modules/needs", 0o100644, needs.encode()
+        for name, data in self.data.items():
+            yield f"modules/{name}.ko", 0o100644, data
+
+
+def depends(module):
+    """The names after `depends=` of a module's .modinfo."""
+    found = re.search(rb"\0depends=([^\0]*)\0", b"\0" + section(module, b".modinfo") + b"\0")
+    return [name.replace("-", "_") for name in found[1].decode().split(",") if name] if found else []
+
+
+def section(data, wanted):
+    """A section of a 64-bit little-endian ELF file; empty where there is none."""
+    table, size, count, names = struct.unpack_from("<Q", data, 40) + struct.unpack_from("<HHH", data, 58)
+    heads = [struct.unpack_from("<IIQQQQ", data, table + n * size) for n in range(count)]
+    for head in heads:
+        start = heads[names][4] + head[0]
+        if data[start : data.index(b"\0", start)] == wanted:
+            return data[head[4] : head[4] + head[5]]
+    return b""
+
+
+def of_another_kernel(module):
+    """The module as if it had been built for another kernel: all its symbol versions are others.
+
+    Where symbols have versions the kernel does not compare its release with the module's."""
+    versions = section(module, b"__versions")
+    # A CRC in 8 bytes and a name in 56, of each symbol.
+    others = b"".join(
+        bytes([versions[at] ^ 0xFF]) + versions[at + 1 : at + 64] for at in range(0, len(versions), 64)
+    )
+    r.require(versions and module.count(versions) == 1, "the module has no symbol versions")
+    return module.replace(versions, others)
+
+
+class Base:
+    """What every VM of a run boots: kernel and initramfs without a job."""
+
+    def __init__(self, rig, folder, modules, programs, more=()):
+        self.kernel = f"{folder}/vmlinuz"
+        self.initramfs = rig.dir / "initramfs"
+        entries = [(name, 0o040755, b"") for name in ("bin", "dev", "proc", "sys", "tmp", "mnt", "modules", "host")]
+        entries += [("init", 0o100755, INIT.encode())]
+        entries += [("bin/busybox", 0o100755, static(r.tool("busybox", "busybox-static"), "busybox-static"))]
+        entries += [(f"bin/{name}", 0o100755, data) for name, data in programs.items()]
+        data = vm.cpio([*entries, *more, *modules.entries()])
+        self.initramfs.write_bytes(data + b"\0" * (-len(data) % 512))
+
+
+class Vm:
+    """One VM running `job`; its results become the rig's.
+
+    counting: its clock is the number of instructions executed, one a nanosecond, and nothing looks for faults, so that
+    CPU time is a count of instructions (one vCPU)."""
+
+    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False):
+        program, _ = vm.qemu()
+        self.rig, self.name = rig, name
+        self.console = rig.dir / f"{name}.console"
+        initramfs = rig.dir / f"{name}.initramfs"
+        initramfs.write_bytes(base.initramfs.read_bytes() + vm.archive("job", job.encode()))
+        argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
+        # 7.2 emulates cmpxchg16b wrongly under load.
+        accel = ["-accel", "tcg,thread=single", "-icount", "shift=0"] if counting else ["-accel", "tcg,thread=multi"]
+        argv += [*accel, "-cpu", "qemu64,-cx16", "-smp", 1 if counting else vcpus, "-m", memory_mib]
+        argv += ["-kernel", base.kernel, "-initrd", initramfs]
+        argv += [
+            "-append",
+            "console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off "
+            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20 softlockup_panic=0"),
+        ]
+        argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
+        self.child = r.Child(rig, name, argv)
+        self.shown = 0
+        self.results = 0
+
+    def show(self):
+        """Prints the results that came since the last time."""
+        lines = self.child.output().splitlines(keepends=True)
+        for line in lines[self.shown :]:
+            if not line.endswith("\n"):
+                break
+            self.shown += 1
+            line = line.strip()
+            if line.startswith("ok "):
+                self.rig.line(f"ok kernel: {line[3:]}")
+            elif line.startswith("not ok "):
+                self.rig.failed += 1
+                self.rig.line(f"not ok kernel: {line[7:]}")
+            elif line.startswith("skip "):
+                self.rig.line(f"skip kernel: {line[5:]}")
+            elif line and not line.startswith("@@ "):
+                self.rig.say(f"{self.name}: {line}")
+            self.results += line.startswith(("ok ", "not ok "))
+
+    def said(self, word):
+        """The rest of the line `@@ WORD …`, or None."""
+        found = re.search(rf"^@@ {re.escape(word)}(?: (.*?))?\r?$", self.child.output(), re.M)
+        return found and (found[1] or "")
+
+    def finish(self, timeout_s, expected=()):
+        """Waits for the end, prints results as they come; then what the kernel said, as a result of its own.
+
+        `expected` is what it may say, as expressions: faults that the job makes."""
+        end = time.monotonic() + timeout_s + BOOT_S
+        while self.child.running() and time.monotonic() < end:
+            self.show()
+            time.sleep(0.1)
+        hung = self.child.running()
+        if hung:
+            self.child.kill()
+        self.show()
+
+        def judge():
+            console = self.console.read_text(errors="replace") if self.console.exists() else ""
+            trouble = [line for line in console.splitlines() if TROUBLE.search(line)]
+            trouble = [line for line in trouble if not any(re.search(e, line) for e in expected)]
+            tail = "\n".join(console.splitlines()[-40:])
+            if hung:
+                self.rig.line(tail)
+                raise r.Failed(f"did not end within {timeout_s + BOOT_S:g} s and was killed; the console's end is above")
+            if trouble:
+                at = console.index(trouble[0])
+                self.rig.line(console[max(0, at - 400) : at + 5000])
+                raise r.Failed(f"the kernel complained, see above: {trouble[0].strip()}")
+            if self.said("end") is None:
+                self.rig.line(tail)
+                raise r.Failed(f"the VM ended before its job did: {self.child.tail(5)}")
+            taint = int(self.said("tainted") or 0) & ~TAINT_OURS
+            r.require(taint == 0, f"the kernel is tainted: {taint:#x}")
+            r.require(self.results, "the job had no results")
+
+        self.rig.test(f"kernel: {self.name}: the kernel's log is clean", judge)
