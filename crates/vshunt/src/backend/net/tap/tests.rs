@@ -231,7 +231,7 @@ fn frames_come_to_queues_that_are_attached() {
         queues[0].attach().unwrap();
         queues[1].attach().unwrap();
         assert!(receive(&queues[1]).is_none(), "what waited is dropped");
-        assert!(tap.counters().unwrap().to_guest_packets >= 2);
+        assert!(tap.counters().unwrap().to_guest_packets >= 1);
     });
 }
 
