@@ -11,7 +11,8 @@ import seed
 from cases import GRACE_QUICK_S, GRACE_S, RAM_BYTES, can_be_awake, file_system, image
 from client import Client
 from fuse import floor, tables, verdicts
-from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field)
+from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FLOOR_OF, FREE, HOST, LEGEND, PASSTHROUGH, PINNED,
+                              Disk, Field)
 from fuse.load import Job
 from fuse.measure import measure
 from fuse.mount import private_namespace, uring_problem
@@ -45,6 +46,15 @@ class Fuse:
             yield job
             if awake and can_be_awake() and not self.b.o.awake and job.depth == job.jobs == 1:
                 yield Job.parse(text, True)
+
+    def floors(self):
+        """Those that can be had; none where vshunt has a stand-in (--aa), which is not judged."""
+        if self.b.o.aa:
+            return []
+        channels = self.field.floors(floor.compiled(self.b, "floor.c", "/dev/fuse"))
+        if not self.field.rings:
+            return channels
+        return channels + self.field.floors_ring(floor.compiled(self.b, "floor_uring.c", "FUSE over io_uring"))
 
     def judged(self):
         """Whether targets are to be judged; their heading."""
@@ -108,30 +118,35 @@ def _file(b, name, kind):
         yield Disk(size, path)
 
 
+def _with_floors(takers, floors):
+    """Each layout's floor right after it: what is compared is measured one after the other."""
+    of = {c.name: c for c in floors}
+    return [c for taker in takers for c in (taker, of.get(FLOOR_OF.get(taker.name))) if c]
+
+
 def null(b):
     """No storage: only the kernel's FUSE, the transport and the wake-ups."""
     with _prepared(b, "fuse-null", "a file of 1 GiB with nothing behind it") as f:
         if f is None:
             return
-        # The floor runs only where it is judged; a stand-in for vshunt (--aa) is not.
-        floors = f.field.floors(None if b.o.aa else floor.compiled(b))
+        floors = f.floors()
         if floors:
             b.report.line(f"  {FLOOR_LEGEND}")
-        names = [*DAEMONS.values(), DEV_1, DEV_4, PINNED, FREE, *(c.name for c in floors)]
         all_of_them = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_4, PINNED, FREE)
         two_queues = f.field.daemons(1, 4) + f.field.ours(DEV_1, DEV_4)
         large = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_2, DEV_4, PINNED)
         jobs = list(f.jobs(SEED_JOBS, awake=True))
         large_jobs = list(f.jobs(LARGE_JOBS))
         random = [j for j in jobs if j.pattern in ("rr", "rw")]
-        plan = [(j, (all_of_them if j in random else two_queues) + (floors if verdicts.has_floor(j) else [])) for j in jobs]
-        plan += [(j, large + (floors if verdicts.has_floor_large(j) else [])) for j in large_jobs]
+        with_floors, large_with_floors = _with_floors(all_of_them, floors), _with_floors(large, floors)
+        plan = [(j, with_floors if verdicts.has_floor(j) else all_of_them if j in random else two_queues) for j in jobs]
+        plan += [(j, large_with_floors if verdicts.has_floor_large(j) else large) for j in large_jobs]
         cells = f.measure("fuse-null", plan, NULL)
         daemons = list(DAEMONS.values())
-        tables.side_by_side(f.report, random, names, daemons, cells)
+        tables.side_by_side(f.report, random, [c.name for c in with_floors], daemons, cells)
         if large_jobs:
             f.report.line()
-        tables.side_by_side(f.report, large_jobs, [c.name for c in large + floors], daemons, cells)
+        tables.side_by_side(f.report, large_jobs, [c.name for c in large_with_floors], daemons, cells)
         tables.seeds(f.report, "null", jobs, cells)
         f.report.seed(seed.PEERS_FUSE_NULL)
         if not f.judged():

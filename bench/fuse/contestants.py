@@ -1,5 +1,5 @@
 """Who serves: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt with each transport and layout of workers, and the
-floor of /dev/fuse with 1, 2 and 4 threads.
+floors: of /dev/fuse with 1, 2 and 4 threads, of io_uring with threads pinned and free.
 
 Everything that names an option of either program stands here. `disk` is a Disk, `place` where to mount.
 """
@@ -9,6 +9,7 @@ from typing import Callable, Optional
 
 DAEMONS = {1: "daemon 1", 2: "daemon 2", 4: "daemon 4"}
 FLOORS = {1: "floor 1", 2: "floor 2", 4: "floor 4"}
+FLOORS_RING = {"pinned": "floor pinned", "free": "floor free"}
 DEV_1, DEV_2, DEV_4, PINNED, FREE = "dev 1", "dev 2", "dev 4", "ring pinned", "ring free"
 PASSTHROUGH, HOST = "passthrough", "host fio"
 # What stands behind `type=fuse,...` of each. The io_uring transport has a queue for each CPU that there could be.
@@ -21,11 +22,14 @@ LAYOUTS = {
     PASSTHROUGH: "transport=dev,queues=1,growable=on,passthrough=auto",
 }
 RINGS = (PINNED, FREE)
-# The floor that a layout is held against: as many threads as it has queues.
-FLOOR_OF = {DEV_1: FLOORS[1], DEV_2: FLOORS[2], DEV_4: FLOORS[4]}
+# The floor that a layout is held against: the same transport, as many threads as it has queues, placed alike.
+FLOOR_OF = {DEV_1: FLOORS[1], DEV_2: FLOORS[2], DEV_4: FLOORS[4], PINNED: FLOORS_RING["pinned"], FREE: FLOORS_RING["free"]}
+# For whom the kernel has to allow FUSE over io_uring.
+OVER_URING = (*RINGS, *FLOORS_RING.values())
 LEGEND = ("daemon N: storage daemon with N iothreads; dev N: vshunt on /dev/fuse, N queues, a worker each; ring: vshunt over "
           "io_uring, a queue a CPU, workers pinned to theirs or free")
-FLOOR_LEGEND = "floor N: bench/fuse/floor.c, which only answers, N threads on /dev/fuse"
+FLOOR_LEGEND = ("floors only answer: floor N, bench/fuse/floor.c, N threads on /dev/fuse; floor pinned and free, "
+                "bench/fuse/floor_uring.c, over io_uring, placed as ring pinned and free")
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ def _vshunt(tools, layout):
     return argv
 
 
-def _floor(program, threads):
+def _floor(program, *how):
     def argv(disk, place):
-        return [program, place.outside, str(disk.size), str(threads)]
+        return [program, place.outside, str(disk.size), *how]
     return argv
 
 
@@ -93,7 +97,12 @@ class Field:
 
     def floors(self, program):
         """`program`: floor.c compiled, or None."""
-        return [Contestant(name, _floor(program, n)) for n, name in FLOORS.items()] if program else []
+        return [Contestant(name, _floor(program, str(n))) for n, name in FLOORS.items()] if program else []
+
+    def floors_ring(self, program):
+        """`program`: floor_uring.c compiled, or None."""
+        cpus = str(cpus_possible())
+        return [Contestant(name, _floor(program, cpus, how)) for how, name in FLOORS_RING.items()] if program else []
 
     def host(self):
         return [Contestant(HOST, None)]

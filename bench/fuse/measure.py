@@ -7,7 +7,7 @@ import contextlib
 
 from cases import awake
 from client import ClientError, Hung
-from fuse.contestants import RINGS
+from fuse.contestants import OVER_URING
 from fuse.load import load
 from fuse.mount import MountServer, Place, uring_enabled
 from report import Cell
@@ -44,7 +44,7 @@ def _run(b, client, case, contestant, job, disk):
             stack.enter_context(awake(job.awake))
             if contestant.argv is None:
                 return load(client, job, disk.path, disk.size)
-            stack.enter_context(uring_enabled(contestant.name in RINGS))
+            stack.enter_context(uring_enabled(contestant.name in OVER_URING))
             place = Place(b.tools.root, b.work)
             server = stack.enter_context(MountServer(contestant.name, contestant.argv(disk, place), place))
 

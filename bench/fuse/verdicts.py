@@ -1,15 +1,15 @@
 """The FUSE targets: ratios to the best of the others, the floor of each transport, and what more queues may cost."""
-import os
 import statistics
 
 from fuse.contestants import DEV_1, DEV_2, DEV_4, FLOOR_OF, FREE, PINNED
 from report import MET, MISSED, UNKNOWN, rate
 
-# What programs that do nothing else reached on null on another day, on a machine of the class that vshunt is built on (2
-# vCPUs, Linux 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. They say nothing on a machine with more CPUs. Layouts on
-# /dev/fuse are held against the floor of the same run instead (FLOOR_OF), and these are printed beside it.
-FLOOR_CPUS = 2
 FLOOR_SHARE = 0.9
+# Layouts that are judged by reads of 128k.
+LARGE = (DEV_1, DEV_2, DEV_4, PINNED)
+# What programs that do nothing else reached on null on another day, on a machine of the class that vshunt is built on (2
+# vCPUs, Linux 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. Printed beside the floor of the run; they decide nothing.
+FLOOR_CPUS = 2
 FLOORS_OLDER = {
     DEV_1: {"rr": (452, 297), "rw": (385, 269)},
     DEV_4: {"rr": (203, 436), "rw": (202, 352)},
@@ -62,37 +62,32 @@ def has_floor_large(job):
     return job.pattern == "sr" and job.block_bytes > 4096
 
 
-def _floor(report, case, what, got, floor, older, show):
-    """A layout on /dev/fuse against the `floor` of this run; of the `older` one only the figure is given."""
-    sentence = f"{what} at least {FLOOR_SHARE:g} of the floor with as many threads"
-    beside = f" (older measurement, {FLOOR_CPUS} CPUs: {show(older)})" if older else ""
-    if not got or not floor:
-        report.judge(case, UNKNOWN, sentence + (f": {show(got)}" if got else "") + beside)
-    else:
-        report.judge(case, MET if got >= FLOOR_SHARE * floor else MISSED,
-                     f"{sentence}: x{got / floor:.2f} ({show(got)} to {show(floor)}){beside}")
+def paired(cells, job, of, base):
+    """The median of the ratios within each repetition: what was measured side by side is compared side by side."""
+    runs = [cells[str(job), n].runs if (str(job), n) in cells else [] for n in (of, base)]
+    ratios = [a["iops"] / b["iops"] for a, b in zip(*runs) if isinstance(a, dict) and isinstance(b, dict) and b["iops"]]
+    return statistics.median(ratios) if ratios else None
 
 
-def _floor_older(report, case, what, got, older, show):
-    """A transport whose floor is not measured here."""
-    sentence = f"{what} at least {FLOOR_SHARE:g} of the floor, {show(older)}, which is an older measurement"
-    if got is None or os.cpu_count() != FLOOR_CPUS:
-        why = "" if got is None else f": {show(got)}; the floor was measured on {FLOOR_CPUS} CPUs"
-        report.judge(case, UNKNOWN, sentence + why)
+def _floor(report, case, what, ratio, figures, older):
+    """A layout against the floor of this run. `figures`: what both reached, as text; `older`: likewise, or None."""
+    sentence = f"{what} at least {FLOOR_SHARE:g} of its floor"
+    beside = f" (older measurement, {FLOOR_CPUS} CPUs: {older})" if older else ""
+    if ratio is None:
+        report.judge(case, UNKNOWN, sentence + beside)
     else:
-        report.judge(case, MET if got >= FLOOR_SHARE * older else MISSED, f"{sentence}: x{got / older:.2f} ({show(got)})")
+        report.judge(case, MET if ratio >= FLOOR_SHARE else MISSED, f"{sentence}: x{ratio:.2f} ({' to '.join(figures)}){beside}")
 
 
 def floors(report, case, cells, jobs):
-    """Of 4k requests at depth 64, each transport and layout against what a bare server of its kind reached."""
+    """Of 4k requests at depth 64, each layout against what a bare server of its kind reached: the median of the ratios
+    within each repetition."""
     for job in filter(has_floor, jobs):
         for name, figures in FLOORS_OLDER.items():
-            what, got = f"{job}: {name}", median(cells, job, name)
-            older = 1e3 * figures[job.pattern][job.jobs == 4]
-            if name in FLOOR_OF:
-                _floor(report, case, what, got, median(cells, job, FLOOR_OF[name]), older, rate)
-            else:
-                _floor_older(report, case, what, got, older, rate)
+            pair = [cells.get((str(job), n)) for n in (name, FLOOR_OF[name])]
+            ratio = paired(cells, job, name, FLOOR_OF[name])
+            shares = [rate(c.median("iops")) + ("~" if c.unsteady() else "") for c in pair] if ratio else []
+            _floor(report, case, f"{job}: {name}", ratio, shares, rate(1e3 * figures[job.pattern][job.jobs == 4]))
 
 
 def floors_large(report, case, cells, jobs):
@@ -103,19 +98,11 @@ def floors_large(report, case, cells, jobs):
     def show(bytes_per_s):
         return f"{bytes_per_s / 1e9:.2f}GB/s"
 
-    for name in (DEV_1, DEV_2, DEV_4, PINNED):
-        what, got, older = f"128k reads: {name}, its best job,", most(name), FLOORS_LARGE_OLDER.get(name, 0) * 1e9
-        if name in FLOOR_OF:
-            _floor(report, case, what, got, most(FLOOR_OF[name]), older, show)
-        else:
-            _floor_older(report, case, what, got, older, show)
-
-
-def paired(cells, job, of, base):
-    """The median of the ratios within each repetition: what was measured side by side is compared side by side."""
-    runs = [cells[str(job), n].runs if (str(job), n) in cells else [] for n in (of, base)]
-    ratios = [a["iops"] / b["iops"] for a, b in zip(*runs) if isinstance(a, dict) and isinstance(b, dict) and b["iops"]]
-    return statistics.median(ratios) if ratios else None
+    for name in LARGE:
+        got, floor, older = most(name), most(FLOOR_OF[name]), FLOORS_LARGE_OLDER.get(name)
+        ratio = got / floor if got and floor else None
+        _floor(report, case, f"128k reads: {name}, its best job,", ratio, [show(v) for v in (got, floor) if v],
+               older and show(older * 1e9))
 
 
 def loss(report, case, cells, job, of, base, loss_max):

@@ -4,14 +4,16 @@
  *
  * dev.c      the misc device: open, release, ioctls. In the owner's context, under vhost_dev.mutex.
  * ring.c     a ring's life: start, turns of its worker, completions, drain, stop.
- * request.c  a request: header, data, status; from the chain to bios, from their end to the used ring.
+ * request.c  a request: header, data, status; from the chain to bios, from their end to the used
+ * ring.
  * range.c    DISCARD and WRITE_ZEROES.
  *
- * A request's way: kick -> worker -> vhost_blk_turn -> vhost_blk_req_begin -> submit_bio ... end_io (any context)
- * -> ring->done, lockless -> worker -> vhost_blk_reap -> status, dirty log, used ring, signal.
+ * A request's way: kick -> worker -> vhost_blk_turn -> vhost_blk_req_begin -> submit_bio ... end_io
+ * (any context) -> ring->done, lockless -> worker -> vhost_blk_reap -> status, dirty log, used
+ * ring, signal.
  *
- * Lock order: vhost_dev.mutex, a vhost worker's mutex (the core's), vhost_virtqueue.mutex. Nobody holds two rings'.
- * What writes the guest's memory holds the ring's mutex.
+ * Lock order: vhost_dev.mutex, a vhost worker's mutex (the core's), vhost_virtqueue.mutex. Nobody
+ * holds two rings'. What writes the guest's memory holds the ring's mutex.
  */
 #ifndef _VHOST_BLK_H
 #define _VHOST_BLK_H
@@ -20,6 +22,7 @@
 #include <linux/bio.h>
 #include <linux/blkdev.h>
 #include <linux/llist.h>
+#include <linux/sched/signal.h>
 #include <linux/uio.h>
 #include <linux/wait.h>
 #include <linux/virtio_blk.h>
@@ -28,20 +31,28 @@
 #include "vhost.h"
 #include "compat.h"
 
-/* A turn's budget, after which the worker looks at its other rings. One large request uses it up. */
-#define VHOST_BLK_TURN_REQUESTS	64
+/*
+ * A turn's budget, after which the worker looks at its other rings. One large request uses it up.
+ */
+#define VHOST_BLK_TURN_REQUESTS	256
 #define VHOST_BLK_TURN_BYTES	SZ_1M
 
 /*
- * The largest data of a request, and of all that a ring has in flight unless it is one. What stands for it in kernel
- * memory (a bio_vec a page, 1/256) is what a guest could otherwise make grow without end.
+ * The largest data of a request, and of all that a ring has in flight unless it is one. What stands
+ * for it in kernel memory (a bio_vec a page, 1/256) is what a guest could otherwise make grow
+ * without end.
  */
 #define VHOST_BLK_DATA_MAX	SZ_256M
 
-/* The same for data that the device cannot reach where it is: that is copied, through kernel pages. */
+/*
+ * The same for data that the device cannot reach where it is: that is copied, through kernel pages.
+ */
 #define VHOST_BLK_BOUNCE_MAX	SZ_4M
 
-/* Pages of the bio that is part of each request, and the most of another one, which just fits into a page then. */
+/*
+ * Pages of the bio that is part of each request, and the most of another one, which just fits into
+ * a page then.
+ */
 #define VHOST_BLK_INLINE_VECS	8
 #define VHOST_BLK_BIO_VECS	224
 
@@ -105,7 +116,7 @@ struct vhost_blk_range {
  * @type: VIRTIO_BLK_T_*.
  * @status: VIRTIO_BLK_S_*, unless a bio failed.
  * @bounced: its data goes through pages of ours.
- * @retried: the step of @ranges under way is done another way, since the device refused the first.
+ * @offloaded: the device was told to write zeroes by itself.
  * @written: bytes of the guest's buffers that a success fills, without the status.
  * @data_bytes: data of an IN or OUT.
  * @status_at: the status byte, in the owner's memory; NULL if the chain has no room for one.
@@ -117,7 +128,8 @@ struct vhost_blk_range {
  * @ranges_left: how many are not done, with that one.
  * @step: sectors of it that are on their way.
  * @range: room for one.
- * @log: guest-physical ranges that it may write, @log_inline or allocated. Only while the log is on.
+ * @log: guest-physical ranges that it may write, @log_inline or allocated. Only while the log is
+ *	on.
  * @log_num: how many, or 0.
  * @log_bytes: how many bytes of them.
  * @log_inline: room for few.
@@ -135,7 +147,7 @@ struct vhost_blk_req {
 	bool lost;
 	bool flush_after;
 	bool bounced;
-	bool retried;
+	bool offloaded;
 	u8 status;
 	u32 type;
 	u32 written;
@@ -165,8 +177,9 @@ struct vhost_blk_req {
 
 /**
  * struct vhost_blk_ring - a virtqueue
- * @vq: the core's part. @vq.private_data is set from the start until the last request is back: so long the core
- *	checks what the owner changes, and we may write through the addresses that it checked.
+ * @vq: the core's part. @vq.private_data is set from the start until the last request is back: so
+ *	long the core checks what the owner changes, and we may write through the addresses that it
+ *	checked.
  * @blk: the device.
  *
  * Under @vq.mutex, changed under vhost_dev.mutex too:
@@ -187,7 +200,8 @@ struct vhost_blk_req {
  *
  * Any context:
  * @done: requests whose bios are done.
- * @in_turn: somebody holds @vq.mutex who looks at @done afterwards, so @done_work need not be queued.
+ * @in_turn: somebody holds @vq.mutex who looks at @done afterwards, so @done_work need not be
+ *	queued.
  * @done_work: takes @done.
  * @drained: who waits for @in_flight to be zero, and takes @done itself if the worker is dead.
  */
@@ -230,8 +244,10 @@ struct vhost_blk {
 
 /* How vhost_blk_drain waits, and what becomes of what is done. */
 enum vhost_blk_drain {
-	VHOST_BLK_DRAIN_KILLABLE,	/* the owner asks: the guest is told; a fatal signal ends the wait */
-	VHOST_BLK_DRAIN_DROP,		/* no memory to write to any more: resources are given back, nothing else */
+	/* The owner asks: the guest is told; a fatal signal ends the wait. */
+	VHOST_BLK_DRAIN_KILLABLE,
+	/* No memory to write to any more: resources are given back, nothing else. */
+	VHOST_BLK_DRAIN_DROP,
 };
 
 void vhost_blk_ring_init(struct vhost_blk *blk, struct vhost_blk_ring *ring);
@@ -242,8 +258,8 @@ void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why);
 int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how);
 void vhost_blk_break(struct vhost_blk_ring *ring);
 
-int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, unsigned int out, unsigned int in,
-			unsigned int log_num);
+int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, unsigned int out,
+			unsigned int in, unsigned int log_num);
 bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len);
 void vhost_blk_req_done(struct vhost_blk_req *req);
 bool vhost_blk_in_bounds(struct block_device *bdev, u64 sector, u64 sectors);
@@ -251,6 +267,15 @@ bool vhost_blk_in_bounds(struct block_device *bdev, u64 sector, u64 sectors);
 int vhost_blk_ranges_parse(struct vhost_blk_req *req, struct iov_iter *data);
 bool vhost_blk_range_step(struct vhost_blk_req *req);
 void vhost_blk_ranges_free(struct vhost_blk_req *req);
+
+/*
+ * Whether this worker runs for the last time. It is a thread of its owner; the core lets it run
+ * what is queued once more after it has taken the signal, which is not pending any more then.
+ */
+static inline bool vhost_blk_owner_dies(void)
+{
+	return fatal_signal_pending(current) || (current->signal->flags & SIGNAL_GROUP_EXIT);
+}
 
 /* A bio of the request failed, or could not be made. Any context. */
 static inline void vhost_blk_req_fail(struct vhost_blk_req *req, blk_status_t error)

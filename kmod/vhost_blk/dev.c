@@ -2,8 +2,8 @@
 /*
  * vhost_blk: the misc device /dev/vhost-blk. Its ioctls are described in uapi/linux/vhost_blk.h.
  *
- * All here runs in the context of whoever holds the file, most of it under vhost_dev.mutex. Only the owner, the process
- * whose memory the rings are in, may change anything.
+ * All here runs in the context of whoever holds the file, most of it under vhost_dev.mutex. Only
+ * the owner, the process whose memory the rings are in, may change anything.
  */
 #include <linux/compat.h>
 #include <linux/file.h>
@@ -16,15 +16,19 @@
 
 #include "blk.h"
 
-/* What is honoured, whatever the disk; the owner offers the guest what its configuration space bears out. */
-static const u64 vhost_blk_features = BIT_ULL(VIRTIO_F_VERSION_1) | BIT_ULL(VIRTIO_F_ANY_LAYOUT) |
-				      BIT_ULL(VIRTIO_RING_F_INDIRECT_DESC) | BIT_ULL(VIRTIO_RING_F_EVENT_IDX) |
-				      BIT_ULL(VHOST_F_LOG_ALL) | BIT_ULL(VIRTIO_BLK_F_SIZE_MAX) |
-				      BIT_ULL(VIRTIO_BLK_F_SEG_MAX) | BIT_ULL(VIRTIO_BLK_F_GEOMETRY) |
-				      BIT_ULL(VIRTIO_BLK_F_RO) | BIT_ULL(VIRTIO_BLK_F_BLK_SIZE) |
-				      BIT_ULL(VIRTIO_BLK_F_FLUSH) | BIT_ULL(VIRTIO_BLK_F_TOPOLOGY) |
-				      BIT_ULL(VIRTIO_BLK_F_MQ) | BIT_ULL(VIRTIO_BLK_F_DISCARD) |
-				      BIT_ULL(VIRTIO_BLK_F_WRITE_ZEROES);
+/*
+ * What is honoured, whatever the disk; the owner offers the guest what its configuration space
+ * bears out.
+ */
+static const u64 vhost_blk_features =
+	BIT_ULL(VIRTIO_F_VERSION_1) | BIT_ULL(VIRTIO_F_ANY_LAYOUT) |
+	BIT_ULL(VIRTIO_RING_F_INDIRECT_DESC) | BIT_ULL(VIRTIO_RING_F_EVENT_IDX) |
+	BIT_ULL(VHOST_F_LOG_ALL) |
+	BIT_ULL(VIRTIO_BLK_F_SIZE_MAX) | BIT_ULL(VIRTIO_BLK_F_SEG_MAX) |
+	BIT_ULL(VIRTIO_BLK_F_GEOMETRY) | BIT_ULL(VIRTIO_BLK_F_RO) |
+	BIT_ULL(VIRTIO_BLK_F_BLK_SIZE) | BIT_ULL(VIRTIO_BLK_F_FLUSH) |
+	BIT_ULL(VIRTIO_BLK_F_TOPOLOGY) | BIT_ULL(VIRTIO_BLK_F_MQ) |
+	BIT_ULL(VIRTIO_BLK_F_DISCARD) | BIT_ULL(VIRTIO_BLK_F_WRITE_ZEROES);
 
 static struct vhost_blk_ring *vhost_blk_ring_at(struct vhost_blk *blk, u32 index)
 {
@@ -33,7 +37,8 @@ static struct vhost_blk_ring *vhost_blk_ring_at(struct vhost_blk *blk, u32 index
 	return &blk->rings[array_index_nospec(index, VHOST_BLK_VRINGS_MAX)];
 }
 
-static struct vhost_blk_ring *vhost_blk_ring_from_user(struct vhost_blk *blk, const void __user *argp)
+static struct vhost_blk_ring *vhost_blk_ring_from_user(struct vhost_blk *blk,
+						       const void __user *argp)
 {
 	struct vhost_blk_ring *ring;
 	u32 index;
@@ -45,7 +50,10 @@ static struct vhost_blk_ring *vhost_blk_ring_from_user(struct vhost_blk *blk, co
 	return ring ?: ERR_PTR(-EINVAL);
 }
 
-/* Stops all rings, at once rather than one by one. Under vhost_dev.mutex, or with nobody else there. */
+/*
+ * Stops all rings, at once rather than one by one. Under vhost_dev.mutex, or with nobody else
+ * there.
+ */
 static int vhost_blk_stop_all(struct vhost_blk *blk, enum vhost_blk_drain how)
 {
 	int i, err = 0;
@@ -60,8 +68,8 @@ static int vhost_blk_stop_all(struct vhost_blk *blk, enum vhost_blk_drain how)
 }
 
 /*
- * No ring runs: waits until no work of any ring is queued, and none will be, since whoever ended a request has left
- * vhost_blk_req_done().
+ * No ring runs: waits until no work of any ring is queued, and none will be, since whoever ended a
+ * request has left vhost_blk_req_done().
  */
 static void vhost_blk_quiesce(struct vhost_blk *blk)
 {
@@ -97,16 +105,20 @@ static int vhost_blk_open(struct inode *inode, struct file *file)
 		vhost_blk_ring_init(blk, &blk->rings[i]);
 		blk->vqs[i] = &blk->rings[i].vq;
 	}
-	/* As many segments as the core's arrays in each vhost_virtqueue have, and a legal chain on 1,024 descriptors. */
-	vhost_dev_init(&blk->dev, blk->vqs, VHOST_BLK_VRINGS_MAX, UIO_MAXIOV, VHOST_BLK_TURN_REQUESTS,
-		       VHOST_BLK_TURN_BYTES, true, NULL);
+	/*
+	 * As many segments as the core's arrays in each vhost_virtqueue have, and a legal chain on
+	 * 1,024 descriptors.
+	 */
+	vhost_dev_init(&blk->dev, blk->vqs, VHOST_BLK_VRINGS_MAX, UIO_MAXIOV,
+		       VHOST_BLK_TURN_REQUESTS, VHOST_BLK_TURN_BYTES, true, NULL);
 	file->private_data = blk;
 	return 0;
 }
 
 /*
- * Nobody else has the file. Nothing is told to the guest: the memory is not ours to write to (the owner may be dead, and
- * this its exit), and rings whose device goes away are reset. What the device works on is waited for, for its pages.
+ * Nobody else has the file. Nothing is told to the guest: the memory is not ours to write to (the
+ * owner may be dead, and this its exit), and rings whose device goes away are reset. What the
+ * device works on is waited for, for its pages.
  */
 static int vhost_blk_release(struct inode *inode, struct file *file)
 {
@@ -157,7 +169,7 @@ static int vhost_blk_disk_set(struct vhost_blk *blk, const struct vhost_blk_back
 		return -EBADF;
 	err = vhost_blk_disk_check(file, readonly);
 	/* We go past the page cache: nothing in it may be newer than the disk. */
-	if (!err && !readonly)
+	if (!err)
 		err = sync_blockdev(file_bdev(file));
 	if (err) {
 		fput(file);
@@ -230,7 +242,10 @@ out:
 	return err;
 }
 
-/* Whoever has the file may read counters: they are of no memory, and the owner's other processes are its monitors. */
+/*
+ * Whoever has the file may read counters: they are of no memory, and the owner's other processes
+ * are its monitors.
+ */
 static long vhost_blk_get_vring_stats(struct vhost_blk *blk, void __user *argp)
 {
 	struct vhost_blk_vring_stats stats, *from;
@@ -301,8 +316,8 @@ static bool vhost_blk_any_started(struct vhost_blk *blk)
 }
 
 /*
- * While rings run only the dirty log can be switched, and that on drained rings: a request that was taken before does
- * not know what it writes, and would write it after the switch.
+ * While rings run only the dirty log can be switched, and that on drained rings: a request that was
+ * taken before does not know what it writes, and would write it after the switch.
  */
 static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 {
@@ -318,7 +333,9 @@ static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 	if (err)
 		goto out;
 	/* The same for all rings; changes under vhost_dev.mutex only. */
-	now = vhost_blk_acked(&blk->rings[0].vq);
+	now = blk->rings[0].vq.acked_features;
+	if (features == now)
+		goto out;
 	err = -EBUSY;
 	if (((features ^ now) & ~BIT_ULL(VHOST_F_LOG_ALL)) && vhost_blk_any_started(blk))
 		goto out;
@@ -328,7 +345,7 @@ static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 	err = vhost_blk_pause(blk);
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX && !err; i++) {
 		mutex_lock(&blk->rings[i].vq.mutex);
-		vhost_blk_ack(&blk->rings[i].vq, features);
+		blk->rings[i].vq.acked_features = features;
 		mutex_unlock(&blk->rings[i].vq.mutex);
 	}
 	vhost_blk_resume(blk);
@@ -364,8 +381,8 @@ out:
 }
 
 /*
- * The core moves a ring without a kick and without a backend from one worker to another without looking at what is
- * queued; of a ring that was just stopped that may be a completion.
+ * The core moves a ring without a kick and without a backend from one worker to another without
+ * looking at what is queued; of a ring that was just stopped that may be a completion.
  */
 static long vhost_blk_worker_ioctl(struct vhost_blk *blk, unsigned int cmd, void __user *argp)
 {
@@ -439,7 +456,8 @@ static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long a
 		return vhost_blk_worker_ioctl(blk, cmd, argp);
 	default:
 		/* The core reads a ring's index before it knows whether an ioctl has one. */
-		if (_IOC_TYPE(cmd) != VHOST_VIRTIO || _IOC_NR(cmd) >= _IOC_NR(VHOST_BLK_SET_BACKEND))
+		if (_IOC_TYPE(cmd) != VHOST_VIRTIO ||
+		    _IOC_NR(cmd) >= _IOC_NR(VHOST_BLK_SET_BACKEND))
 			return -ENOTTY;
 		return vhost_blk_core_ioctl(blk, cmd, argp);
 	}

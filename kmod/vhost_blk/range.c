@@ -2,9 +2,10 @@
 /*
  * vhost_blk: DISCARD and WRITE_ZEROES.
  *
- * Their ranges can be as large as the disk, and where a device cannot write zeroes by itself the block layer writes
- * pages of them. So they go step by step, each begun when the one before has ended, like any completion in the worker:
- * it stays free for its rings, and what is in flight stays small.
+ * Their ranges can be as large as the disk, and where a device cannot write zeroes by itself the
+ * block layer writes pages of them. So they go step by step, each begun when the one before has
+ * ended, like any completion in the worker: it stays free for its rings, and what is in flight
+ * stays small.
  */
 #include <linux/slab.h>
 
@@ -30,7 +31,8 @@ static void vhost_blk_range_end_io(struct bio *bio)
 }
 
 /* One range as the driver gives it. */
-static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_range *range, struct iov_iter *data)
+static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_range *range,
+				 struct iov_iter *data)
 {
 	struct block_device *bdev = vhost_blk_bdev(req);
 	unsigned int blocks = (bdev_logical_block_size(bdev) >> SECTOR_SHIFT) - 1;
@@ -48,13 +50,16 @@ static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_ran
 	range->unmap = flags;
 	if (range->unmap && req->type == VIRTIO_BLK_T_DISCARD)
 		return -EOPNOTSUPP;
-	if (!vhost_blk_in_bounds(bdev, range->sector, range->sectors) || ((range->sector | range->sectors) & blocks))
+	if (!vhost_blk_in_bounds(bdev, range->sector, range->sectors))
+		return -EINVAL;
+	if ((range->sector | range->sectors) & blocks)
 		return -EINVAL;
 	return 0;
 }
 
 /**
- * vhost_blk_ranges_parse - reads the ranges of a DISCARD or WRITE_ZEROES, before anything is done for one of them
+ * vhost_blk_ranges_parse - reads the ranges of a DISCARD or WRITE_ZEROES, before anything is done
+ * for one of them
  * @req: the request.
  * @data: what follows its header.
  *
@@ -129,10 +134,10 @@ static struct bio *vhost_blk_step_bio(struct vhost_blk_req *req, struct vhost_bl
 {
 	struct block_device *bdev = vhost_blk_bdev(req);
 	struct bio *bio = NULL;
-	int err;
+	int err = 0;
 
 	if (req->type == VIRTIO_BLK_T_DISCARD)
-		err = __blkdev_issue_discard(bdev, range->sector, req->step, GFP_KERNEL, &bio);
+		__blkdev_issue_discard(bdev, range->sector, req->step, GFP_KERNEL, &bio);
 	else
 		err = __blkdev_issue_zeroout(bdev, range->sector, req->step, GFP_KERNEL, &bio,
 					     range->unmap ? 0 : BLKDEV_ZERO_NOUNMAP);
@@ -145,8 +150,8 @@ static struct bio *vhost_blk_step_bio(struct vhost_blk_req *req, struct vhost_bl
  * vhost_blk_range_step - goes on with the ranges of a request
  * @req: the request, with a count in @req->pending that is the caller's; the ring's mutex is held.
  *
- * Return: true if something is on its way; false if all is done, or nothing can be done and the request has an error,
- * or it has no ranges.
+ * Return: true if something is on its way; false if all is done, or nothing can be done and the
+ *	request has an error, or it has no ranges.
  */
 bool vhost_blk_range_step(struct vhost_blk_req *req)
 {
@@ -156,14 +161,14 @@ bool vhost_blk_range_step(struct vhost_blk_req *req)
 	if (!req->ranges_left)
 		return false;
 	if (req->error) {
-		/* A device may learn that it cannot write zeroes only when it is told to; then pages of them are. */
-		if (req->type != VIRTIO_BLK_T_WRITE_ZEROES || req->error != BLK_STS_NOTSUPP || req->retried ||
-		    bdev_write_zeroes_sectors(vhost_blk_bdev(req)))
+		/*
+		 * A device may learn that it cannot write zeroes only when it is told to, and fails
+		 * that in its own way; then pages of zeroes are written.
+		 */
+		if (!req->offloaded || bdev_write_zeroes_sectors(vhost_blk_bdev(req)))
 			return false;
-		req->retried = true;
 		req->error = BLK_STS_OK;
 	} else {
-		req->retried = false;
 		range->sector += req->step;
 		range->sectors -= req->step;
 	}
@@ -173,6 +178,8 @@ bool vhost_blk_range_step(struct vhost_blk_req *req)
 		req->range_at = ++range;
 	}
 	req->step = vhost_blk_step_sectors(req, range);
+	req->offloaded = req->type == VIRTIO_BLK_T_WRITE_ZEROES &&
+			 bdev_write_zeroes_sectors(vhost_blk_bdev(req));
 	bio = vhost_blk_step_bio(req, range);
 	if (!bio)
 		return false;

@@ -2,14 +2,14 @@
 /*
  * vhost_blk: a request (Virtio 1.3, 5.2.6).
  *
- * Begun by the worker in a turn, ended by it or by a drain, always under the ring's mutex; its bios end in any context.
- * Header, data and status lie in the chain as the driver likes: nothing here assumes that a buffer starts or ends where
- * a field does. Every address, length and number is the guest's.
+ * Begun by the worker in a turn, ended by it or by a drain, always under the ring's mutex; its bios
+ * end in any context. Header, data and status lie in the chain as the driver likes: nothing here
+ * assumes that a buffer starts or ends where a field does. Every address, length and number is the
+ * guest's.
  *
- * The guest's pages are pinned for as long as the device works on them, and given back when the request ends, which
- * every request does exactly once.
+ * The guest's pages are pinned for as long as the device works on them, and given back when the
+ * request ends, which every request does exactly once.
  */
-#include <linux/sched/signal.h>
 #include <linux/slab.h>
 
 #include "blk.h"
@@ -45,10 +45,12 @@ static void vhost_blk_end_io(struct bio *bio)
 }
 
 /*
- * The request's first bio is part of it, if it is small. Others are allocated without a mempool: they go back when the
- * worker ends the request, and a worker that waits in a mempool for itself would wait for ever.
+ * The request's first bio is part of it, if it is small. Others are allocated without a mempool:
+ * they go back when the worker ends the request, and a worker that waits in a mempool for itself
+ * would wait for ever.
  */
-static struct vhost_blk_bio *vhost_blk_bio_new(struct vhost_blk_req *req, unsigned int vecs, blk_opf_t opf)
+static struct vhost_blk_bio *vhost_blk_bio_new(struct vhost_blk_req *req, unsigned int vecs,
+					       blk_opf_t opf)
 {
 	struct bio_vec *table = req->vecs;
 	struct vhost_blk_bio *b = &req->first;
@@ -114,17 +116,22 @@ static int vhost_blk_bounce_back(struct vhost_blk_req *req)
 	struct bvec_iter_all iter;
 	struct vhost_blk_bio *b;
 	struct bio_vec *vec;
+	size_t len;
 
 	for (b = req->bios; b; b = b->next) {
 		bio_for_each_segment_all(vec, &b->bio, iter) {
-			if (copy_page_to_iter(vec->bv_page, 0, vec->bv_len, &req->bounce_to) != vec->bv_len)
+			len = vec->bv_len;
+			if (copy_page_to_iter(vec->bv_page, 0, len, &req->bounce_to) != len)
 				return -EFAULT;
 		}
 	}
 	return 0;
 }
 
-/* Makes the data into bios and submits them. On an error those that were submitted are waited for as always. */
+/*
+ * Makes the data into bios and submits them. On an error those that were submitted are waited for
+ * as always.
+ */
 static int vhost_blk_submit(struct vhost_blk_req *req, struct iov_iter *data, sector_t sector)
 {
 	bool write = req->type == VIRTIO_BLK_T_OUT;
@@ -137,10 +144,10 @@ static int vhost_blk_submit(struct vhost_blk_req *req, struct iov_iter *data, se
 
 	while (iov_iter_count(data)) {
 		if (req->bounced)
-			vecs = min_t(size_t, DIV_ROUND_UP(iov_iter_count(data), PAGE_SIZE), VHOST_BLK_BIO_VECS);
+			vecs = DIV_ROUND_UP(iov_iter_count(data), PAGE_SIZE);
 		else
 			vecs = iov_iter_npages(data, VHOST_BLK_BIO_VECS);
-		b = vhost_blk_bio_new(req, vecs, opf);
+		b = vhost_blk_bio_new(req, min(vecs, VHOST_BLK_BIO_VECS), opf);
 		if (!b)
 			return -ENOMEM;
 		if (req->bounced)
@@ -151,7 +158,10 @@ static int vhost_blk_submit(struct vhost_blk_req *req, struct iov_iter *data, se
 			vhost_blk_bio_free(req, b);
 			return err;
 		}
-		/* Stable before it is answered: by itself if it is one bio, else by one flush after all of them. */
+		/*
+		 * Stable before it is answered: by itself if it is one bio, else by one flush after
+		 * all of them.
+		 */
 		if (req->flush_after && !req->bios && !iov_iter_count(data)) {
 			b->bio.bi_opf |= REQ_FUA;
 			req->flush_after = false;
@@ -192,8 +202,8 @@ static bool vhost_blk_has_room(struct vhost_blk_ring *ring, size_t bytes, bool b
 }
 
 /*
- * IN and OUT. Returns 0 if all of it is on its way, a negative errno if not, and VHOST_BLK_STALLED, without a trace, if
- * it has to wait for others of its ring.
+ * IN and OUT. Returns 0 if all of it is on its way, a negative errno if not, and VHOST_BLK_STALLED,
+ * without a trace, if it has to wait for others of its ring.
  */
 static int vhost_blk_rw(struct vhost_blk_req *req, struct iov_iter *data, u64 sector)
 {
@@ -206,7 +216,9 @@ static int vhost_blk_rw(struct vhost_blk_req *req, struct iov_iter *data, u64 se
 
 	if (write && (ring->blk->disk.readonly || bdev_read_only(bdev)))
 		return -EROFS;
-	if ((bytes & (SECTOR_SIZE - 1)) || !vhost_blk_in_bounds(bdev, sector, sectors) || bytes > VHOST_BLK_DATA_MAX)
+	if ((bytes & (SECTOR_SIZE - 1)) || bytes > VHOST_BLK_DATA_MAX)
+		return -EINVAL;
+	if (!vhost_blk_in_bounds(bdev, sector, sectors))
 		return -EINVAL;
 	if ((sector | sectors) & blocks)
 		return -EINVAL;
@@ -241,7 +253,7 @@ static void vhost_blk_flush(struct vhost_blk_req *req)
 
 static int vhost_blk_get_id(struct vhost_blk_req *req, struct iov_iter *data)
 {
-	size_t len = min(iov_iter_count(data), (size_t)VHOST_BLK_SERIAL_BYTES);
+	size_t len = min_t(size_t, iov_iter_count(data), VHOST_BLK_SERIAL_BYTES);
 
 	if (copy_to_iter(req->ring->blk->disk.serial, len, data) != len)
 		return -EFAULT;
@@ -250,8 +262,8 @@ static int vhost_blk_get_id(struct vhost_blk_req *req, struct iov_iter *data)
 }
 
 /*
- * Keeps what a request may write, for when it has been written. @whole: all that the chain lets us write, not only the
- * status byte, which is its last one.
+ * Keeps what a request may write, for when it has been written. @whole: all that the chain lets us
+ * write, not only the status byte, which is its last one.
  */
 static int vhost_blk_log_keep(struct vhost_blk_req *req, unsigned int num, bool whole, size_t bytes)
 {
@@ -309,7 +321,6 @@ static void vhost_blk_req_reset(struct vhost_blk_req *req, struct vhost_blk_ring
 	req->lost = false;
 	req->flush_after = false;
 	req->bounced = false;
-	req->retried = false;
 	req->status = VIRTIO_BLK_S_OK;
 	req->type = U32_MAX;
 	req->written = 0;
@@ -325,8 +336,8 @@ static void vhost_blk_req_reset(struct vhost_blk_req *req, struct vhost_blk_ring
 }
 
 /* Does what the header says. @data: what follows the header; @in: the device-writable segments. */
-static int vhost_blk_dispatch(struct vhost_blk_req *req, u64 sector, struct iov_iter *data, struct iovec *in,
-			      unsigned int in_num, size_t in_len)
+static int vhost_blk_dispatch(struct vhost_blk_req *req, u64 sector, struct iov_iter *data,
+			      struct iovec *in, unsigned int in_num, size_t in_len)
 {
 	struct iov_iter to;
 	int err;
@@ -363,13 +374,13 @@ static int vhost_blk_dispatch(struct vhost_blk_req *req, u64 sector, struct iov_
  * @in: device-writable ones after them.
  * @log_num: entries of @ring->vq.log, one for each writable descriptor; 0 if the log is off.
  *
- * Whatever is wrong with the request becomes its status. A chain without a writable byte has no room for one: nothing
- * is done for it, and it goes back with length 0, so that the ring goes on.
+ * Whatever is wrong with the request becomes its status. A chain without a writable byte has no
+ * room for one: nothing is done for it, and it goes back with length 0, so that the ring goes on.
  *
  * Return: bytes of data; -EAGAIN: not begun, has to wait until others of the ring have ended.
  */
-int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, unsigned int out, unsigned int in,
-			unsigned int log_num)
+int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, unsigned int out,
+			unsigned int in, unsigned int log_num)
 {
 	struct vhost_virtqueue *vq = &ring->vq;
 	struct iovec *in_iov = vq->iov + out;
@@ -403,8 +414,10 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 	}
 	if (err) {
 		req->status = vhost_blk_status(err);
-		/* Pages are not pinned for a task that is to die. That is no fault of the disk's. */
-		req->lost = fatal_signal_pending(current);
+		/*
+		 * Pages are not pinned for a task that is to die. That is no fault of the disk's.
+		 */
+		req->lost = vhost_blk_owner_dies();
 	}
 	req->busy = true;
 	WRITE_ONCE(ring->in_flight, ring->in_flight + 1);
@@ -430,7 +443,10 @@ static bool vhost_blk_req_goes_on(struct vhost_blk_req *req)
 	return true;
 }
 
-/* The status, and the dirty log, which covers whatever part of the data was written. Returns the used length. */
+/*
+ * The status, and the dirty log, which covers whatever part of the data was written. Returns the
+ * used length.
+ */
 static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 {
 	struct vhost_virtqueue *vq = &req->ring->vq;
@@ -439,7 +455,9 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 		return 0;
 	if (put_user(req->status, req->status_at))
 		vq_err(vq, "Cannot write a status to %p\n", req->status_at);
-	if (req->log_num && vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0)
+	/* Not for nothing: of more bytes than it is told ranges of, the core makes a BUG. */
+	if (req->log_num &&
+	    vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0)
 		vq_err(vq, "Cannot write the dirty log\n");
 	return 1 + (req->status == VIRTIO_BLK_S_OK ? req->written : 0);
 }
@@ -456,13 +474,15 @@ bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len)
 {
 	struct vhost_blk_ring *ring = req->ring;
 
-	if (tell && !req->error && req->bounce_segs && req->status == VIRTIO_BLK_S_OK && vhost_blk_bounce_back(req))
+	bool good = tell && req->status == VIRTIO_BLK_S_OK;
+
+	if (good && !req->error && req->bounce_segs && vhost_blk_bounce_back(req))
 		vhost_blk_req_fail(req, BLK_STS_IOERR);
 	vhost_blk_bios_free(req);
-	if (tell && req->status == VIRTIO_BLK_S_OK && vhost_blk_req_goes_on(req))
+	if (good && vhost_blk_req_goes_on(req))
 		return false;
-	if (req->error && req->status == VIRTIO_BLK_S_OK)
-		req->status = req->error == BLK_STS_NOTSUPP ? VIRTIO_BLK_S_UNSUPP : VIRTIO_BLK_S_IOERR;
+	if (good && req->error)
+		req->status = vhost_blk_status(blk_status_to_errno(req->error));
 
 	ring->data_bytes -= req->data_bytes;
 	if (req->bounced)

@@ -2,14 +2,14 @@
 /*
  * vhost_blk: a ring's life.
  *
- * Turns are taken by the vhost worker that the ring is attached to. Completions come from any context and are put on a
- * lockless list, which the worker takes whole: one store of the used index and one look at whether the guest wants to
- * be told, for as many as there are.
+ * Turns are taken by the vhost worker that the ring is attached to. Completions come from any
+ * context and are put on a lockless list, which the worker takes whole: one store of the used index
+ * and one look at whether the guest wants to be told, for as many as there are.
  *
- * The worker may be dead: a SIGKILL of the owner ends the vhost workers first (struct vhost_worker.killed), and what is
- * queued then never runs. So a drain waits for bios, not for the worker, and finishes requests itself.
+ * The worker may be dead: a SIGKILL of the owner ends the vhost workers first (struct
+ * vhost_worker.killed), and what is queued then never runs. So a drain waits for bios, not for the
+ * worker, and finishes requests itself.
  */
-#include <linux/sched/signal.h>
 #include <linux/slab.h>
 #include <linux/virtio_ring.h>
 
@@ -38,8 +38,8 @@ void vhost_blk_break(struct vhost_blk_ring *ring)
 }
 
 /*
- * As vhost_signal() does it, which does not say whether it did: the guest asks for interrupts by a flag or, with
- * EVENT_IDX, by the index that it waits for.
+ * As vhost_signal() does it, which does not say whether it did: the guest asks for interrupts by a
+ * flag or, with EVENT_IDX, by the index that it waits for.
  */
 static bool vhost_blk_signal_wanted(struct vhost_virtqueue *vq)
 {
@@ -47,7 +47,9 @@ static bool vhost_blk_signal_wanted(struct vhost_virtqueue *vq)
 	u16 old, new;
 	bool valid;
 
-	/* The used index before the word that the guest wrote before it looked at the used index. */
+	/*
+	 * The used index before the word that the guest wrote before it looked at the used index.
+	 */
 	smp_mb();
 	if (!vhost_has_feature(vq, VIRTIO_RING_F_EVENT_IDX)) {
 		if (get_user(word, &vq->avail->flags))
@@ -90,8 +92,8 @@ static void vhost_blk_account(struct vhost_blk_ring *ring, struct vhost_blk_req 
 }
 
 /*
- * Finishes what is done, under the ring's mutex. @tell: the guest's memory is there to be written to, and current->mm
- * is the owner's.
+ * Finishes what is done, under the ring's mutex. @tell: the guest's memory is there to be written
+ * to, and current->mm is the owner's.
  */
 static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 {
@@ -119,7 +121,7 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 		WRITE_ONCE(ring->in_flight, ring->in_flight - 1);
 	}
 	if (count) {
-		if (vhost_add_used_n(vq, vq->heads, count))
+		if (vhost_blk_add_used(vq, count))
 			vhost_blk_break(ring);
 		vhost_blk_signal(ring);
 	}
@@ -128,11 +130,14 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 		ring->requeued = true;
 		vhost_poll_queue(&vq->poll);
 	}
-	if (!ring->in_flight && waitqueue_active(&ring->drained))
+	if (!ring->in_flight && wq_has_sleeper(&ring->drained))
 		wake_up(&ring->drained);
 }
 
-/* Takes one request. Returns its bytes of data, -EAGAIN when there is none to take, now or for good. */
+/*
+ * Takes one request. Returns its bytes of data, -EAGAIN when there is none to take, now or for
+ * good.
+ */
 static int vhost_blk_take(struct vhost_blk_ring *ring)
 {
 	struct vhost_virtqueue *vq = &ring->vq;
@@ -156,8 +161,11 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 	}
 	req = &ring->reqs[head];
 	if (req->busy) {
-		/* Two requests by one name: the guest could not tell which is done, and the slot is in use. */
-		vhost_discard_vq_desc(vq, 1);
+		/*
+		 * Two requests by one name: the guest could not tell which is done, and the slot is
+		 * in use.
+		 */
+		vhost_blk_put_back(vq);
 		vq_err(vq, "Head %d is in flight already\n", head);
 		vhost_blk_break(ring);
 		return -EAGAIN;
@@ -165,7 +173,7 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 	req->head = head;
 	bytes = vhost_blk_req_begin(ring, req, out, in, log_num);
 	if (bytes < 0) {
-		vhost_discard_vq_desc(vq, 1);
+		vhost_blk_put_back(vq);
 		return -EAGAIN;
 	}
 	return bytes;
@@ -181,8 +189,11 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 	blk_start_plug(&plug);
 	vhost_disable_notify(vq->dev, vq);
 	for (;;) {
-		/* An owner that dies takes nothing: its next life, or its successor, finds it in the ring. */
-		if (fatal_signal_pending(current))
+		/*
+		 * An owner that dies takes nothing: its next life, or its successor, finds it in
+		 * the ring.
+		 */
+		if (vhost_blk_owner_dies())
 			break;
 		got = vhost_blk_take(ring);
 		if (got < 0)
@@ -198,8 +209,8 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 }
 
 /*
- * A worker's turn at a ring, under its mutex. Completions that come while it lasts are seen at its end, so nobody need
- * wake the worker for them.
+ * A worker's turn at a ring, under its mutex. Completions that come while it lasts are seen at its
+ * end, so nobody need wake the worker for them.
  */
 static void vhost_blk_turn(struct vhost_blk_ring *ring, bool take)
 {
@@ -242,8 +253,8 @@ static void vhost_blk_done(struct vhost_work *work)
  * vhost_blk_req_done - a request has no bio in flight: hands it over to whoever finishes it
  * @req: the request; from here on not the caller's, and its slot may be gone at once.
  *
- * Context: any. What is touched after the hand-over is the ring's, which lives until an RCU grace period after the
- * drain has passed.
+ * Context: any. What is touched after the hand-over is the ring's, which lives until an RCU grace
+ *	period after the drain has passed.
  */
 void vhost_blk_req_done(struct vhost_blk_req *req)
 {
@@ -252,7 +263,10 @@ void vhost_blk_req_done(struct vhost_blk_req *req)
 	rcu_read_lock();
 	if (llist_add(&req->done, &ring->done) && !READ_ONCE(ring->in_turn))
 		vhost_vq_work_queue(&ring->vq, &ring->done_work);
-	/* llist_add() orders this after the add; the waiter looks at the list after it is on the queue. */
+	/*
+	 * llist_add() orders this after the add; the waiter looks at the list after it is on the
+	 * queue.
+	 */
 	if (waitqueue_active(&ring->drained))
 		wake_up(&ring->drained);
 	rcu_read_unlock();
@@ -271,7 +285,8 @@ void vhost_blk_ring_init(struct vhost_blk *blk, struct vhost_blk_ring *ring)
  * vhost_blk_ring_start - starts a ring
  * @ring: the ring, stopped. The caller holds vhost_dev.mutex.
  *
- * Return: 0, -EINVAL: more descriptors than we serve, -EFAULT: its addresses are not in the memory table.
+ * Return: 0, -EINVAL: more descriptors than we serve, -EFAULT: its addresses are not in the memory
+ *	table.
  */
 int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 {
@@ -279,6 +294,7 @@ int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 	struct vhost_blk_req *reqs;
 	int err = 0;
 
+	BUILD_BUG_ON(VHOST_BLK_VRING_NUM_MAX > UIO_MAXIOV);
 	/* It changes under vhost_dev.mutex only. */
 	if (vq->num > VHOST_BLK_VRING_NUM_MAX)
 		return -EINVAL;
@@ -333,8 +349,15 @@ void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why)
 {
 	mutex_lock(&ring->vq.mutex);
 	ring->hold &= ~why;
+	ring->requeued = true;
 	mutex_unlock(&ring->vq.mutex);
 	vhost_poll_queue(&ring->vq.poll);
+}
+
+/* The worker, if it lives, may finish requests just as well. */
+static bool vhost_blk_drain_ready(struct vhost_blk_ring *ring)
+{
+	return !llist_empty(&ring->done) || !READ_ONCE(ring->in_flight);
 }
 
 /**
@@ -342,7 +365,8 @@ void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why)
  * @ring: the ring, held, so that it takes nothing new. The caller holds vhost_dev.mutex.
  * @how: see there.
  *
- * Return: 0, or -EINTR: a fatal signal came; the ring is held still, and its worker, if it lives, goes on.
+ * Return: 0, or -EINTR: a fatal signal came; the ring is held still, and its worker, if it lives,
+ *	goes on.
  */
 int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
 {
@@ -356,11 +380,9 @@ int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
 		mutex_unlock(&ring->vq.mutex);
 		if (!left)
 			return 0;
-		/* The worker may finish requests just as well, hence the second condition. */
 		if (how == VHOST_BLK_DRAIN_DROP)
-			wait_event(ring->drained, !llist_empty(&ring->done) || !READ_ONCE(ring->in_flight));
-		else if (wait_event_killable(ring->drained,
-					     !llist_empty(&ring->done) || !READ_ONCE(ring->in_flight)))
+			wait_event(ring->drained, vhost_blk_drain_ready(ring));
+		else if (wait_event_killable(ring->drained, vhost_blk_drain_ready(ring)))
 			return -EINTR;
 	}
 }

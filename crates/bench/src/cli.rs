@@ -1,5 +1,7 @@
 //! The command line: what `vshunt-bench` is told, and exit codes 0 ok, 1 failed, 2 usage, 3 cannot connect.
 
+mod kernel;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -41,6 +43,9 @@ enum Command {
     Blk(Box<BlkArgs>),
     /// Read back everything that a run with --verify --state wrote, and check it
     Verify(Box<VerifyArgs>),
+    /// Drive the kernel's /dev/vhost-blk by ioctl, as a VMM would
+    #[command(after_help = kernel::EXAMPLES)]
+    Kernel(Box<kernel::KernelArgs>),
     /// Compare one worker with many, beside the table that started this project
     Workers(WorkersArgs),
 }
@@ -53,11 +58,28 @@ fn cpus(text: &str) -> std::result::Result<Cpus, String> {
     parse_cpus(text).map(Cpus)
 }
 
+/// A vhost-user server, and how it is driven.
 #[derive(Args)]
 struct Connection {
     /// The server's vhost-user socket
     #[arg(long, short)]
     socket: PathBuf,
+    #[command(flatten)]
+    shape: Shape,
+    /// Packed rings instead of split ones
+    #[arg(long)]
+    packed: bool,
+    /// The server's process, for its CPU time [default: who listens on the socket]
+    #[arg(long, value_name = "PID")]
+    server_pid: Option<u32>,
+    /// If the server dies, wait this long for it to come back, and go on
+    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    reconnect: Option<Duration>,
+}
+
+/// Queues and load threads, whatever the device is reached by.
+#[derive(Args)]
+struct Shape {
     /// Queues to set up
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     queues: u16,
@@ -65,14 +87,11 @@ struct Connection {
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u16).range(3..=32768))]
     queue_size: u16,
     /// Requests kept outstanding on each queue
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, alias = "depth", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
     iodepth: u16,
     /// Load threads; queues are dealt to them in turn [default: one a queue]
     #[arg(long)]
     threads: Option<usize>,
-    /// Packed rings instead of split ones
-    #[arg(long)]
-    packed: bool,
     /// Do not use indirect descriptors
     #[arg(long)]
     no_indirect: bool,
@@ -85,12 +104,6 @@ struct Connection {
     /// CPUs for the load threads, in turn, such as 0,2-3
     #[arg(long, value_parser = cpus, value_name = "CPUS")]
     pin: Option<Cpus>,
-    /// The server's process, for its CPU time [default: who listens on the socket]
-    #[arg(long, value_name = "PID")]
-    server_pid: Option<u32>,
-    /// If the server dies, wait this long for it to come back, and go on
-    #[arg(long, value_parser = parse_time, value_name = "TIME")]
-    reconnect: Option<Duration>,
     /// Requests that are not completed within this time, while the server is there, are an error
     #[arg(long, value_parser = parse_time, default_value = "30s", value_name = "TIME")]
     stall: Duration,
@@ -108,10 +121,9 @@ struct Connection {
     json: bool,
 }
 
+/// What the load is.
 #[derive(Args)]
-struct BlkArgs {
-    #[command(flatten)]
-    connection: Connection,
+struct Work {
     /// Access pattern
     #[arg(long, value_enum, default_value = "randread")]
     rw: Rw,
@@ -123,7 +135,7 @@ struct BlkArgs {
     bs: u64,
     /// How long to make requests, such as 10s, 500ms or 2m; a number alone is seconds [default: 5s, if neither --ios
     /// nor --size is given]. Those outstanding then are waited for
-    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    #[arg(long, alias = "time", value_parser = parse_time, value_name = "TIME")]
     runtime: Option<Duration>,
     /// Requests to make, over all queues
     #[arg(long, conflicts_with = "size", value_name = "N")]
@@ -143,12 +155,20 @@ struct BlkArgs {
     /// Leave what was written in this file, for `vshunt-bench verify`
     #[arg(long, requires = "verify", value_name = "FILE")]
     state: Option<PathBuf>,
-    /// For random offsets and for the stamps of --verify
+    /// For all that is drawn by chance, and for the stamps of --verify
     #[arg(long, default_value_t = 1)]
     seed: u32,
     /// Flush after every so many writes of a queue
     #[arg(long, default_value_t = 0, value_name = "N")]
     flush_every: u32,
+}
+
+#[derive(Args)]
+struct BlkArgs {
+    #[command(flatten)]
+    connection: Connection,
+    #[command(flatten)]
+    work: Work,
 }
 
 #[derive(Args)]
@@ -187,6 +207,7 @@ pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Blk(args) => blk(*args),
         Command::Verify(args) => verify(*args),
+        Command::Kernel(args) => kernel::run(&args),
         Command::Workers(args) => compare_workers(args),
     };
     match result {
@@ -198,18 +219,18 @@ pub fn main() -> ExitCode {
     }
 }
 
-impl Connection {
-    fn options(&self, block: u64) -> Options {
+impl Shape {
+    /// A device for `plan`.
+    fn options(&self, plan: &Plan) -> Options {
         Options {
             queues: self.queues,
             queue_size: self.queue_size,
-            packed: self.packed,
             indirect: !self.no_indirect,
             event_idx: !self.no_event_idx,
-            // Header, data, status.
-            indirect_cap: 3,
+            // Header, data, status; more if they are cut at will.
+            indirect_cap: plan.shuffle.max(3),
             // A page more each, for alignment.
-            buffer_bytes: u64::from(self.queues) * (u64::from(self.iodepth) * block + 8192),
+            buffer_bytes: u64::from(self.queues) * (plan.buffer_bytes() + 8192),
             timeout: self.timeout,
             ..Options::default()
         }
@@ -228,16 +249,43 @@ impl Connection {
             } else {
                 self.interval.max(Duration::from_millis(50))
             },
-            server_pid: self.server_pid,
-            reconnect: self.reconnect,
             stall: self.stall,
             ..Plan::default()
         })
     }
 }
 
+impl Connection {
+    fn options(&self, plan: &Plan) -> Options {
+        Options { packed: self.packed, ..self.shape.options(plan) }
+    }
+
+    fn plan(&self, plan: Plan) -> Plan {
+        Plan { server_pid: self.server_pid, reconnect: self.reconnect, ..plan }
+    }
+}
+
+impl Work {
+    fn plan(&self, shape: &Shape) -> Result<Plan> {
+        let ios = self.ios.or(self.size.map(|size| size.div_ceil(self.bs.max(1))));
+        Ok(Plan {
+            rw: self.rw,
+            read_percent: self.rwmixread,
+            runtime: self.runtime.or(ios.is_none().then_some(Duration::from_secs(5))),
+            ios,
+            offset: self.offset,
+            range: self.range,
+            verify: self.verify,
+            state: self.state.clone(),
+            seed: self.seed,
+            flush_every: self.flush_every,
+            ..shape.plan(self.bs)?
+        })
+    }
+}
+
 fn rings(disk: &mut Disk, packed: bool) -> Rings {
-    let features = disk.session().features();
+    let features = disk.transport().features();
     let has = |bit: u64| features & bit != 0;
     Rings {
         queues: disk.queue_count(),
@@ -249,38 +297,25 @@ fn rings(disk: &mut Disk, packed: bool) -> Rings {
 
 fn blk(args: BlkArgs) -> Result<()> {
     let connection = &args.connection;
-    let ios = args.ios.or(args.size.map(|size| size.div_ceil(args.bs.max(1))));
-    let plan = Plan {
-        rw: args.rw,
-        read_percent: args.rwmixread,
-        runtime: args.runtime.or(ios.is_none().then_some(Duration::from_secs(5))),
-        ios,
-        offset: args.offset,
-        range: args.range,
-        verify: args.verify,
-        state: args.state.clone(),
-        seed: args.seed,
-        flush_every: args.flush_every,
-        ..connection.plan(args.bs)?
-    };
-    let mut disk = Disk::connect(&connection.socket, connection.options(args.bs))?;
+    let plan = connection.plan(args.work.plan(&connection.shape)?);
+    let mut disk = Disk::connect(&connection.socket, connection.options(&plan))?;
     let mut live = Live::new();
     let result = load::run(&mut disk, &plan, &mut live);
     live.finish();
-    show(&plan, rings(&mut disk, connection.packed), &result?, connection.json)
+    show(&plan, rings(&mut disk, connection.packed), &result?, connection.shape.json)
 }
 
 fn verify(args: VerifyArgs) -> Result<()> {
     let connection = &args.connection;
     let state = StateFile::load(&args.state)?;
-    let block = u64::from(state.block);
-    let plan = Plan { rw: Rw::Read, ..connection.plan(block)? };
-    let mut disk = Disk::connect(&connection.socket, connection.options(block))?;
+    let shape = connection.shape.plan(u64::from(state.block))?;
+    let plan = Plan { rw: Rw::Read, ..connection.plan(shape) };
+    let mut disk = Disk::connect(&connection.socket, connection.options(&plan))?;
     let mut live = Live::new();
     let result = load::verify(&mut disk, &plan, state, &mut live);
     live.finish();
     let blocks = result?.verified_blocks.unwrap_or(0);
-    if connection.json {
+    if connection.shape.json {
         println!("{}", serde_json::json!({ "verified_blocks": blocks }));
     } else {
         println!("verified: {blocks} blocks read back, all as written");
@@ -333,8 +368,8 @@ mod tests {
         let Command::Blk(args) = Cli::parse_from(line.split_ascii_whitespace()).command else {
             panic!("blk")
         };
-        assert_eq!((args.bs, args.rwmixread, args.ios), (8192, 70, Some(1000)));
-        assert_eq!(args.connection.pin, Some(Cpus(vec![0, 1])));
+        assert_eq!((args.work.bs, args.work.rwmixread, args.work.ios), (8192, 70, Some(1000)));
+        assert_eq!(args.connection.shape.pin, Some(Cpus(vec![0, 1])));
         assert_eq!(args.connection.reconnect, Some(Duration::from_secs(30)));
         assert!(Cli::try_parse_from("vshunt-bench blk --socket s --ios 1 --size 4k".split(' ')).is_err());
     }

@@ -7,8 +7,10 @@
 pub mod cli;
 pub mod driver;
 pub mod error;
+pub mod kernel;
 pub mod load;
 pub mod report;
+pub mod rng;
 pub mod stats;
 pub mod units;
 pub mod verify;

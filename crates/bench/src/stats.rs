@@ -1,5 +1,6 @@
 //! Counts, latencies and CPU time.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
@@ -85,11 +86,27 @@ impl Ops {
 
 /// User and system time of a process, as far as it can be known.
 pub fn process_cpu(pid: u32) -> Option<Duration> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    cpu_of(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// User and system time in the text of a process's or thread's `stat`.
+fn cpu_of(stat: &str) -> Option<Duration> {
     // Fields are counted after the command's name, which may hold anything but ends at the last parenthesis.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(11);
     let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
     Some(Duration::from_secs_f64(ticks as f64 / rustix::param::clock_ticks_per_second() as f64))
+}
+
+/// The kernel's vhost workers of this process, which are threads of it: id and CPU time.
+pub fn vhost_threads() -> Vec<(u32, Duration)> {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
+    let one = |task: std::io::Result<std::fs::DirEntry>| {
+        let task = task.ok()?;
+        let stat = std::fs::read_to_string(task.path().join("stat")).ok()?;
+        let ours = stat.split_once('(')?.1.starts_with("vhost-");
+        ours.then_some((task.file_name().to_str()?.parse().ok()?, cpu_of(&stat)?))
+    };
+    tasks.filter_map(one).collect()
 }
 
 /// What a process is at, in words.
@@ -119,11 +136,14 @@ pub fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// The server's CPU time through all the processes that it is while a run lasts.
+/// The server's CPU time through all the processes, or threads of the kernel, that it is while a run lasts.
 #[derive(Debug, Default)]
 pub struct ServerCpu {
     pid: Option<u32>,
-    last: Option<Duration>,
+    /// It is the vhost workers of this process.
+    vhost: bool,
+    /// By process or thread: its time when it was looked at last.
+    last: HashMap<u32, Duration>,
     sum: Duration,
     known: bool,
 }
@@ -132,15 +152,30 @@ impl ServerCpu {
     /// Begins to watch `pid`.
     pub fn watch(&mut self, pid: Option<u32>) {
         self.pid = pid;
-        self.last = pid.and_then(process_cpu);
-        self.known |= self.last.is_some();
+        self.last = self.look().into_iter().collect();
+        self.known |= !self.last.is_empty();
     }
 
-    /// Looks; the total so far, or `None` if no process could ever be looked at.
+    /// Begins to watch the kernel's workers of this process.
+    pub fn watch_vhost(&mut self) {
+        self.vhost = true;
+        self.watch(None);
+    }
+
+    fn look(&self) -> Vec<(u32, Duration)> {
+        match self.pid {
+            _ if self.vhost => vhost_threads(),
+            Some(pid) => process_cpu(pid).map(|time| (pid, time)).into_iter().collect(),
+            None => Vec::new(),
+        }
+    }
+
+    /// Looks; the total so far, or `None` if no process could ever be looked at. Of a thread that ended, what it did
+    /// after the last look is lost; one that is new counts from its start.
     pub fn sample(&mut self) -> Option<Duration> {
-        if let (Some(last), Some(now)) = (self.last, self.pid.and_then(process_cpu)) {
+        for (id, now) in self.look() {
+            let last = self.last.insert(id, now).unwrap_or_default();
             self.sum += now.saturating_sub(last);
-            self.last = Some(now);
         }
         self.known.then_some(self.sum)
     }

@@ -53,16 +53,16 @@ pub struct Request {
 
 /// How queues are given to workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
+pub(crate) enum Mode {
     One,
     PerQueue,
     Attached,
 }
 
 impl Mode {
-    const ALL: [Self; 3] = [Self::One, Self::PerQueue, Self::Attached];
+    pub(crate) const ALL: [Self; 3] = [Self::One, Self::PerQueue, Self::Attached];
 
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::One => "one worker",
             Self::PerQueue => "a worker a queue",
@@ -274,34 +274,44 @@ impl Progress for Since<'_> {
 
 fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16) -> Result<Figure> {
     let server = Server::start(vshunt, format, mode)?;
-    let iodepth = DEPTH.min(DEPTH_ALL / jobs);
-    let attaching =
-        if mode == Mode::Attached { Duration::from_millis(100) * u32::from(jobs) } else { Duration::ZERO };
-    let plan = Plan {
-        rw: request.rw,
-        iodepth,
-        runtime: Some(WARM_UP + attaching + request.runtime),
-        interval: Duration::from_millis(100),
-        server_pid: Some(server.child.id()),
-        ..Plan::default()
-    };
-    let options = Options {
-        queues: jobs,
-        indirect_cap: 3,
-        buffer_bytes: u64::from(jobs) * (u64::from(iodepth) * u64::from(plan.block) + 8192),
-        ..Options::default()
-    };
-    let mut disk = Disk::connect(server.socket(), options)?;
+    let plan = Plan { server_pid: Some(server.child.id()), ..plan(request.rw, jobs) };
+    let mut disk = Disk::connect(server.socket(), options(&plan, jobs))?;
+    let attach = || if mode == Mode::Attached { server.attach_workers(jobs) } else { Ok(()) };
+    figure(&mut disk, &plan, jobs, request.runtime, attach)
+}
+
+/// The load of a figure, but for its length.
+pub(crate) fn plan(rw: Rw, jobs: u16) -> Plan {
+    Plan { rw, iodepth: DEPTH.min(DEPTH_ALL / jobs), interval: Duration::from_millis(100), ..Plan::default() }
+}
+
+/// A device for it.
+pub(crate) fn options(plan: &Plan, jobs: u16) -> Options {
+    let buffer_bytes = u64::from(jobs) * (plan.buffer_bytes() + 8192);
+    Options { queues: jobs, indirect_cap: 3, buffer_bytes, ..Options::default() }
+}
+
+/// Measures `runtime` of `plan`, after a warm-up at the end of which `attach` gives queues to workers.
+pub(crate) fn figure(
+    disk: &mut Disk,
+    plan: &Plan,
+    jobs: u16,
+    runtime: Duration,
+    attach: impl FnOnce() -> Result<()> + Send,
+) -> Result<Figure> {
+    // Attaching takes time of the load; what is left of it when all are attached is measured.
+    let attaching = Duration::from_millis(100) * u32::from(jobs);
+    let plan = Plan { runtime: Some(WARM_UP + attaching + runtime), ..plan.clone() };
     let ready = AtomicBool::new(false);
     let mut since = Since { ready: &ready, first: None, last: None };
     let (outcome, attached) = std::thread::scope(|scope| {
         let attach = scope.spawn(|| {
             std::thread::sleep(WARM_UP);
-            let attached = if mode == Mode::Attached { server.attach_workers(jobs) } else { Ok(()) };
+            let attached = attach();
             ready.store(true, Ordering::Release);
             attached
         });
-        let outcome = load::run(&mut disk, &plan, &mut since);
+        let outcome = load::run(disk, &plan, &mut since);
         (outcome, attach.join().expect("the attaching thread panicked"))
     });
     attached?;

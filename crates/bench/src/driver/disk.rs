@@ -9,10 +9,12 @@ use virtio::driver::DriverSeg;
 use virtio::ring::RingFeatures;
 
 use super::config::{Config, feature, request, status};
+use super::kernel::{Kernel, KernelOptions};
 use super::log::{DirtyLog, MissedPage};
 use super::memory::{Area, DEFAULT_BASE, Memory, PAGE, RegionSpec};
 use super::queue::{Completion, Queue, QueueShape};
 use super::session::Session;
+use super::transport::Transport;
 use super::{Options, RingSetup, SECTOR, fresh_base};
 use crate::error::{Result, fail};
 
@@ -21,7 +23,7 @@ const BOUNCE: usize = 256 << 10;
 
 /// A connected block device.
 pub struct Disk {
-    session: Session,
+    transport: Transport,
     options: Options,
     memory: Arc<Memory>,
     queues: Vec<Queue>,
@@ -34,21 +36,32 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Connects, negotiates, and sets memory and queues going.
+    /// Connects to a vhost-user socket, negotiates, and sets memory and queues going.
     pub fn connect(path: impl AsRef<Path>, options: Options) -> Result<Self> {
         let session = Session::open(path.as_ref().to_path_buf(), &options)?;
-        if options.queues == 0 || options.queues > session.max_queues() {
+        Self::over(Transport::Socket(Box::new(session)), options)
+    }
+
+    /// Opens `/dev/vhost-blk` and sets memory, backend and queues going.
+    pub fn open_kernel(kernel: &KernelOptions, options: Options) -> Result<Self> {
+        let kernel = Kernel::open(kernel, &options)?;
+        Self::over(Transport::Kernel(Box::new(kernel)), options)
+    }
+
+    /// Sets memory and queues going on a device that was negotiated with by the same options.
+    pub fn over(transport: Transport, options: Options) -> Result<Self> {
+        if options.queues == 0 || options.queues > transport.max_queues() {
             return Err(fail!(
                 Usage,
                 "{} queues were asked for, the server has {}: use --queues 1 to {1}",
                 options.queues,
-                session.max_queues()
+                transport.max_queues()
             ));
         }
         if !options.queue_size.is_power_of_two() && !options.packed || options.queue_size == 0 {
             return Err(fail!(Usage, "a split ring's size is a power of two, not {}", options.queue_size));
         }
-        let has = |bit: u64| session.features() & bit != 0;
+        let has = |bit: u64| transport.features() & bit != 0;
         let features = RingFeatures {
             indirect: has(feature::INDIRECT_DESC),
             event_idx: has(feature::EVENT_IDX),
@@ -60,7 +73,7 @@ impl Disk {
             (0..options.queues).map(|q| Queue::new(&memory, q, shape)).collect::<Result<Vec<_>>>()?;
         let bounce = queues.iter().map(|_| memory.alloc(BOUNCE, PAGE)).collect::<Result<Vec<_>>>()?;
         let mut disk = Self {
-            session,
+            transport,
             options,
             memory,
             queues,
@@ -71,23 +84,34 @@ impl Disk {
         };
         let base = fresh_base(features.packed);
         let rings: Vec<_> = disk.queues.iter().map(|q| RingSetup { parts: q.parts(), base }).collect();
-        disk.session.start(&disk.memory, &rings)?;
+        disk.transport.start(&disk.memory, &rings)?;
         Ok(disk)
     }
 
     /// What the device says of itself, as last read.
     pub fn config(&self) -> &Config {
-        self.session.config()
+        self.transport.config()
     }
 
     /// Size in sectors of 512 bytes, as last read.
     pub fn capacity(&self) -> u64 {
-        self.session.config().capacity
+        self.transport.config().capacity
     }
 
     /// The connection.
+    ///
+    /// # Panics
+    /// The device is not reached by a socket: for tests of the protocol alone.
     pub fn session(&mut self) -> &mut Session {
-        &mut self.session
+        match &mut self.transport {
+            Transport::Socket(session) => session,
+            Transport::Kernel(_) => panic!("a device of the kernel has no session"),
+        }
+    }
+
+    /// What the device is reached by.
+    pub fn transport(&mut self) -> &mut Transport {
+        &mut self.transport
     }
 
     /// Guest memory, to allocate buffers from.
@@ -106,8 +130,8 @@ impl Disk {
     }
 
     /// The connection and the queues apart, for the load loop.
-    pub(crate) fn split(&mut self) -> (&mut Session, &Arc<Memory>, &mut [Queue]) {
-        (&mut self.session, &self.memory, &mut self.queues)
+    pub(crate) fn split(&mut self) -> (&mut Transport, &Arc<Memory>, &mut [Queue]) {
+        (&mut self.transport, &self.memory, &mut self.queues)
     }
 
     /// Reads into `bytes` (a multiple of 512) from `sector`.
@@ -167,6 +191,16 @@ impl Disk {
 
     /// Any request whose data, `len` bytes, lie in the queue's bounce buffer; returns the status byte.
     pub fn request(&mut self, q: u16, kind: u32, sector: u64, len: usize) -> Result<u8> {
+        self.request_len(q, kind, sector, len).map(|(status, _)| status)
+    }
+
+    /// The queue's bounce buffer: data of [`Disk::request`].
+    pub fn bounce(&self, q: u16) -> &Area {
+        &self.bounce[usize::from(q)]
+    }
+
+    /// As [`Disk::request`]; the status byte, and the bytes that the device says it wrote.
+    pub fn request_len(&mut self, q: u16, kind: u32, sector: u64, len: usize) -> Result<(u8, u32)> {
         let data = self.bounce[usize::from(q)].part(0, len);
         let queue = &mut self.queues[usize::from(q)];
         let slot = queue.take_slot().ok_or_else(|| fail!(Io, "queue {q} has no free slot"))?;
@@ -184,7 +218,7 @@ impl Disk {
                 log.expect(data.guest(), u64::from(completion.len.saturating_sub(1)), "data");
             }
         }
-        Ok(status)
+        Ok((status, completion.len))
     }
 
     fn expect_ok(&mut self, q: u16, kind: u32, sector: u64, len: usize) -> Result<()> {
@@ -233,18 +267,30 @@ impl Disk {
                 return Err(fail!(Io, "queue {q}: no completion within {:?}", self.options.timeout));
             }
             let queue = &mut self.queues[usize::from(q)];
-            let ready = queue.wait(left, self.session.fds().0);
-            if !ready && self.is_gone() && !self.queues[usize::from(q)].has_used() {
-                return Err(fail!(Lost, "the server went away with requests of queue {q} outstanding"));
+            let ready = queue.wait(left, self.transport.ring_fd(q));
+            if !ready && !self.queues[usize::from(q)].has_used() {
+                self.check_alive(q)?;
             }
+        }
+    }
+
+    /// An error if nothing more will come from queue `q`.
+    fn check_alive(&self, q: u16) -> Result<()> {
+        match self.transport.kernel() {
+            Some(kernel) if kernel.take_broken(q) => Err(kernel.broken(q)),
+            None if self.is_gone() => {
+                Err(fail!(Lost, "the server went away with requests of queue {q} outstanding"))
+            }
+            _ => Ok(()),
         }
     }
 
     /// Whether the server has closed the connection.
     pub fn is_gone(&self) -> bool {
+        let Transport::Socket(session) = &self.transport else { return false };
         let mut byte = [0u8];
         let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
-        match rustix::net::recv(self.session.fds().0, &mut byte, flags) {
+        match rustix::net::recv(session.fds().0, &mut byte, flags) {
             Ok((_, 0)) => true,
             Err(e) => e != rustix::io::Errno::AGAIN,
             Ok(_) => false,
@@ -271,8 +317,7 @@ impl Disk {
     /// Switches dirty logging on as a VMM does: log, features, then each ring's address again.
     pub fn start_logging(&mut self) -> Result<()> {
         let log = DirtyLog::new(&self.memory)?;
-        let (size, fd) = log.share();
-        self.session.set_log(size, fd)?;
+        self.transport.set_log(&log)?;
         self.log = Some(log);
         self.switch_logging(true)
     }
@@ -284,14 +329,8 @@ impl Disk {
     }
 
     fn switch_logging(&mut self, on: bool) -> Result<()> {
-        let all = self.session.features() | if on { feature::LOG_ALL } else { 0 };
-        self.session.set_features(all)?;
-        for queue in &self.queues {
-            let ring = RingSetup { parts: queue.parts(), base: 0 };
-            self.session.set_ring_addr(&ring, on)?;
-        }
-        // An answer to anything says that all before it was taken.
-        self.session.wire().ask_u64(super::Code::GetFeatures).map(drop)
+        let parts: Vec<_> = self.queues.iter().map(|queue| queue.parts().clone()).collect();
+        self.transport.switch_logging(&parts, on)
     }
 
     /// The log, while logging is on.
@@ -306,22 +345,19 @@ impl Disk {
 
     /// Stops a queue (GET_VRING_BASE); returns where it stands.
     pub fn stop_queue(&mut self, q: u16) -> Result<u32> {
-        self.session.stop_ring(q)
+        self.transport.stop_ring(q)
     }
 
     /// Sets a stopped queue going again.
     pub fn start_queue(&mut self, q: u16, base: u32) -> Result<()> {
         let parts = self.queues[usize::from(q)].parts();
-        self.session.set_ring(&RingSetup { parts, base }, self.log.is_some())?;
-        self.session.enable(q, true)?;
-        parts.kick();
-        Ok(())
+        self.transport.start_ring(&RingSetup { parts, base }, self.log.is_some())
     }
 
     /// After the server's death: connects again within `wait`, with memory, rings and the in-flight region as they
     /// are. What is outstanding stays so, to be completed exactly once.
     pub fn reconnect(&mut self, wait: Duration) -> Result<()> {
-        if self.session.inflight().is_none() {
+        if self.session().inflight().is_none() {
             return Err(fail!(Usage, "the server gave no in-flight region: its death cannot be survived"));
         }
         for q in 0..self.queues.len() as u16 {
@@ -333,7 +369,8 @@ impl Disk {
         };
         let rings: Vec<_> =
             self.queues.iter().map(|q| RingSetup { parts: q.parts(), base: base(q) }).collect();
-        self.session.reopen(&self.memory, &rings, Instant::now() + wait)?;
+        let Transport::Socket(session) = &mut self.transport else { return Ok(()) };
+        session.reopen(&self.memory, &rings, Instant::now() + wait)?;
         for queue in &self.queues {
             queue.parts().kick();
         }
@@ -342,7 +379,7 @@ impl Disk {
 
     /// Waits up to `wait` for the server to say that the configuration changed; what it is then.
     pub fn wait_config_change(&mut self, wait: Duration) -> Result<Option<Config>> {
-        self.session.wait_config_change(wait)
+        self.session().wait_config_change(wait)
     }
 }
 

@@ -44,6 +44,16 @@ impl DirtyLog {
         (region.size, region.fd())
     }
 
+    /// Where it lies in this process.
+    pub fn user_addr(&self) -> u64 {
+        self.memory.regions()[0].user_addr()
+    }
+
+    /// Another hold on the same log, with nothing expected of it: it keeps the mapping.
+    pub fn share_memory(&self) -> Self {
+        Self { memory: Arc::clone(&self.memory), bits: self.bits.clone(), expected: BTreeMap::new() }
+    }
+
     /// Whether the page of this guest address is marked.
     pub fn is_marked(&self, guest_addr: u64) -> bool {
         let page = guest_addr / PAGE;

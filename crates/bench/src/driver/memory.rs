@@ -196,6 +196,16 @@ impl Area {
         Area { memory: Arc::clone(&self.memory), guest: self.guest + offset as u64, host, len }
     }
 
+    /// The memory that it is part of.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Any area of the same memory; `None` if it is not within one region.
+    pub fn elsewhere(&self, guest: u64, len: usize) -> Option<Area> {
+        self.memory.area(guest, len)
+    }
+
     /// Copies `bytes` to `offset`. Panics if they reach past the end.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(

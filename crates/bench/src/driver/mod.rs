@@ -6,10 +6,13 @@
 mod channel;
 mod config;
 mod disk;
+mod kernel;
+mod layout;
 mod log;
 mod memory;
 mod queue;
 mod session;
+mod transport;
 mod wire;
 
 use std::ops::Deref;
@@ -19,10 +22,13 @@ pub use self::channel::BackendChannel;
 pub use self::config::{CONFIG_LEN, Config, feature, request, status};
 pub use self::disk::Disk;
 pub(crate) use self::disk::status_name;
+pub use self::kernel::{Kernel, KernelOptions, LogSwitch, Workers};
+pub use self::layout::{Shuffle, Span};
 pub use self::log::{DirtyLog, MissedPage};
 pub use self::memory::{Area, DEFAULT_BASE, Memory, PAGE, Region, RegionSpec};
-pub use self::queue::{Completion, Queue, QueueShape, RingParts};
+pub use self::queue::{Completion, FRAME_HEAD, Queue, QueueShape, RingParts};
 pub use self::session::{InflightRegion, Session, packed_base, split_base};
+pub use self::transport::{Heard, Transport};
 pub use self::wire::{Code, Message, NEED_REPLY, Payload, REPLY, VERSION, Wire, protocol};
 pub use virtio::driver::DriverSeg;
 
@@ -74,6 +80,33 @@ impl Default for Options {
             refuse_protocol: 0,
             stale_packed_base: false,
         }
+    }
+}
+
+impl Options {
+    /// The virtio feature bits that this driver understands and was not told to refuse.
+    pub fn wanted_features(&self) -> u64 {
+        let mut wanted = feature::BLK_SIZE_MAX
+            | feature::BLK_SEG_MAX
+            | feature::BLK_RO
+            | feature::BLK_BLK_SIZE
+            | feature::BLK_FLUSH
+            | feature::BLK_TOPOLOGY
+            | feature::BLK_CONFIG_WCE
+            | feature::BLK_MQ
+            | feature::BLK_DISCARD
+            | feature::BLK_WRITE_ZEROES
+            | feature::VERSION_1;
+        if self.indirect {
+            wanted |= feature::INDIRECT_DESC;
+        }
+        if self.event_idx {
+            wanted |= feature::EVENT_IDX;
+        }
+        if self.packed {
+            wanted |= feature::RING_PACKED;
+        }
+        wanted & !self.refuse_features
     }
 }
 

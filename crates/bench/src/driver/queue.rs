@@ -11,7 +11,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use virtio::driver::{DriverRing, DriverSeg, Indirect, Used};
 use virtio::ring::{RingAddrs, RingFeatures, ring_sizes};
 
-use super::config::status;
+use super::config::{request, status};
+use super::layout::Shuffle;
 use super::memory::{Area, Memory, PAGE};
 use super::session::{packed_base, split_base};
 use crate::error::{Error, Kind, Result, fail};
@@ -20,6 +21,15 @@ use crate::error::{Error, Kind, Result, fail};
 const SLOT_HEAD: usize = 64;
 /// Where the status byte lies in a slot.
 const SLOT_STATUS: usize = 16;
+
+/// Bytes of a request's header, which a frame has room for before its data.
+pub const FRAME_HEAD: usize = 16;
+
+/// Whether the device writes the data of a request of this type.
+#[inline]
+fn device_writes(kind: u32) -> bool {
+    matches!(kind, request::IN | request::GET_ID)
+}
 
 /// What identifies a ring to the server; cheap to clone, so that the connection's thread can hand it over again
 /// while a load thread owns the queue.
@@ -78,6 +88,10 @@ pub struct Queue {
     meta: Area,
     stride: usize,
     indirect_cap: u16,
+    /// Cuts requests into descriptors by chance; none: header, data, status.
+    shuffle: Option<Shuffle>,
+    /// Shuffled, by slot: guest address of the status byte, which may lie behind the data.
+    status_at: Vec<u64>,
     free: Vec<u16>,
     /// By slot: ring descriptors that it holds; 0 means that nothing is outstanding under this cookie.
     held: Vec<u16>,
@@ -147,6 +161,8 @@ impl Queue {
             meta,
             stride,
             indirect_cap: shape.indirect_cap,
+            shuffle: None,
+            status_at: Vec::new(),
             free: (0..shape.size).rev().collect(),
             held: vec![0; usize::from(shape.size)],
             next_used: 0,
@@ -202,7 +218,11 @@ impl Queue {
             host.add(8).cast::<u64>().write_volatile(sector.to_le());
             host.add(SLOT_STATUS).write_volatile(status::UNTOUCHED);
         }
-        let device_writes = matches!(kind, super::config::request::IN | super::config::request::GET_ID);
+        let device_writes = device_writes(kind);
+        if self.shuffle.is_some() {
+            self.status_at[usize::from(slot)] = guest + SLOT_STATUS as u64;
+            return self.stage_cut(slot, guest, data, device_writes);
+        }
         let head = DriverSeg { addr: guest, len: 16, writable: false };
         let body = DriverSeg { addr: data.0, len: data.1, writable: device_writes };
         let tail = DriverSeg { addr: guest + SLOT_STATUS as u64, len: 1, writable: true };
@@ -211,6 +231,71 @@ impl Queue {
         } else {
             self.stage_chain(slot, &[head, body, tail], self.indirect)
         }
+    }
+
+    /// From now on requests are cut into descriptors by chance, and take direct and indirect ones in turn.
+    pub fn set_shuffle(&mut self, shuffle: Shuffle) {
+        self.status_at = (0..self.parts.size).map(|slot| self.status_addr(slot)).collect();
+        self.shuffle = Some(shuffle);
+    }
+
+    /// As [`Queue::stage`], shuffled, for data at `at` of `frame` with [`FRAME_HEAD`] bytes before and one behind it
+    /// that are the request's too: header and status may lie there, and share descriptors with the data.
+    ///
+    /// # Panics
+    /// The frame does not hold that, or no [`Queue::set_shuffle`] came before: a programmer's mistake.
+    pub fn stage_framed(
+        &mut self,
+        slot: u16,
+        kind: u32,
+        sector: u64,
+        frame: &Area,
+        (at, len): (usize, u32),
+    ) -> bool {
+        let rng = &mut self.shuffle.as_mut().expect("set_shuffle was called").rng;
+        let (head_in_frame, status_in_frame) = (!rng.one_in(3), !rng.one_in(3));
+        let (meta, _) = self.slot_at(slot);
+        let mut header = [0; FRAME_HEAD];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        header[8..].copy_from_slice(&sector.to_le_bytes());
+        let mut header_at = meta;
+        if head_in_frame {
+            frame.write(at - FRAME_HEAD, &header);
+            header_at = frame.guest() + (at - FRAME_HEAD) as u64;
+        } else {
+            self.meta.write(usize::from(slot) * self.stride, &header);
+        }
+        let mut status_at = meta + SLOT_STATUS as u64;
+        if status_in_frame {
+            frame.write(at + len as usize, &[status::UNTOUCHED]);
+            status_at = frame.guest() + (at + len as usize) as u64;
+        } else {
+            self.meta.write(usize::from(slot) * self.stride + SLOT_STATUS, &[status::UNTOUCHED]);
+        }
+        self.status_at[usize::from(slot)] = status_at;
+        self.stage_cut(slot, header_at, (frame.guest() + at as u64, len), device_writes(kind))
+    }
+
+    /// Cuts and stages a request whose header, data and status lie where they are said to; in three descriptors if the
+    /// ring has no room for more.
+    fn stage_cut(&mut self, slot: u16, header: u64, data: (u64, u32), device_writes: bool) -> bool {
+        let Some(mut shuffle) = self.shuffle.take() else { return false };
+        let (header, status) = ((header, FRAME_HEAD as u32), (self.status_at[usize::from(slot)], 1));
+        let none = (0, 0);
+        let (readable, writable) = match device_writes {
+            true => ([header, none], [data, status]),
+            false => ([header, data], [status, none]),
+        };
+        let indirect = self.indirect && !shuffle.rng.one_in(3);
+        let mut staged = self.stage_chain(slot, shuffle.cut(&readable, &writable), indirect);
+        if !staged {
+            let segs = [(header, false), (data, device_writes), (status, true)]
+                .map(|((addr, len), writable)| DriverSeg { addr, len, writable });
+            let segs = if data.1 == 0 { &[segs[0], segs[2]][..] } else { &segs[..] };
+            staged = self.stage_chain(slot, segs, self.indirect);
+        }
+        self.shuffle = Some(shuffle);
+        staged
     }
 
     /// Stages any chain under the cookie `slot`, by the slot's indirect table if `indirect`
@@ -300,13 +385,27 @@ impl Queue {
     /// The status byte of a slot.
     #[inline]
     pub fn status(&self, slot: u16) -> u8 {
+        if self.shuffle.is_some() {
+            return self.shuffled_status(slot);
+        }
         // SAFETY: within the slot; the device wrote it before it published the completion.
         unsafe { self.slot_at(slot).1.add(SLOT_STATUS).read_volatile() }
     }
 
+    #[cold]
+    fn shuffled_status(&self, slot: u16) -> u8 {
+        let mut byte = [status::UNTOUCHED];
+        // It was put into this memory, or staging had panicked.
+        if let Some(area) = self.meta.elsewhere(self.status_at[usize::from(slot)], 1) {
+            area.read(0, &mut byte);
+        }
+        byte[0]
+    }
+
     /// Guest address of a slot's status byte.
     pub fn status_addr(&self, slot: u16) -> u64 {
-        self.slot_at(slot).0 + SLOT_STATUS as u64
+        let own = self.slot_at(slot).0 + SLOT_STATUS as u64;
+        self.status_at.get(usize::from(slot)).copied().unwrap_or(own)
     }
 
     /// Where a packed ring's next used descriptor will lie.

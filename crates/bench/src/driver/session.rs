@@ -70,35 +70,12 @@ impl Session {
         Ok(session)
     }
 
-    fn wanted_features(&self) -> u64 {
-        let mut wanted = feature::BLK_SIZE_MAX
-            | feature::BLK_SEG_MAX
-            | feature::BLK_RO
-            | feature::BLK_BLK_SIZE
-            | feature::BLK_FLUSH
-            | feature::BLK_TOPOLOGY
-            | feature::BLK_CONFIG_WCE
-            | feature::BLK_MQ
-            | feature::BLK_DISCARD
-            | feature::BLK_WRITE_ZEROES
-            | feature::PROTOCOL_FEATURES
-            | feature::VERSION_1;
-        if self.options.indirect {
-            wanted |= feature::INDIRECT_DESC;
-        }
-        if self.options.event_idx {
-            wanted |= feature::EVENT_IDX;
-        }
-        if self.options.packed {
-            wanted |= feature::RING_PACKED;
-        }
-        wanted & !self.options.refuse_features
-    }
-
     fn negotiate(&mut self) -> Result<()> {
         let offered = self.wire.ask_u64(Code::GetFeatures)?;
         self.wire.tell(Code::SetOwner, &[], &[])?;
-        self.features = offered & self.wanted_features();
+        let wanted =
+            self.options.wanted_features() | feature::PROTOCOL_FEATURES & !self.options.refuse_features;
+        self.features = offered & wanted;
         if self.features & feature::VERSION_1 == 0 {
             return Err(fail!(
                 Connect,

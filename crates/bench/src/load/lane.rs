@@ -4,12 +4,17 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::loggate::Notes;
 use super::pattern::Pattern;
 use super::{Plan, SECTOR};
-use crate::driver::{Area, Queue, request, status};
+use crate::driver::{Area, FRAME_HEAD, Queue, request, status};
 use crate::error::{Error, Kind, Result, fail};
+use crate::rng::XorShift;
 use crate::stats::{Ops, now_ns};
 use crate::verify::{Partition, Stamp, check_sectors, write_sectors};
+
+/// Bytes around the data of a shuffled request: for its header, its status, and for data to begin where it will.
+pub(super) const FRAME_ROOM: usize = 1024;
 
 /// Neighbours tried if a block that is to be written has a write outstanding already.
 const PROBES: usize = 8;
@@ -58,6 +63,9 @@ struct InFlight {
     op: Op,
     /// Verified reads: the oldest generation that may be found; 0: not checked.
     lowest: u32,
+    /// Which buffer it has, and where in the lane's memory its data begin.
+    buffer: u32,
+    at: usize,
 }
 
 /// One queue under load.
@@ -76,9 +84,61 @@ pub(super) struct Lane<'a> {
     writes_since_flush: u32,
     in_flight: Vec<InFlight>,
     outstanding: u16,
+    buffers: Buffers,
+    notes: Option<Notes<'a>>,
     reads: Ops,
     writes: Ops,
     flushes: Ops,
+}
+
+/// Where the data of requests lie in a lane's memory.
+struct Buffers {
+    stride: usize,
+    taken: Vec<bool>,
+    /// Requests go round all of them, so that one is used again late; else a slot has its own.
+    round: bool,
+    next: usize,
+    /// Data begin anywhere, with room around them.
+    framed: bool,
+    rng: XorShift,
+}
+
+impl Buffers {
+    fn new(plan: &Plan, stream: u64) -> Self {
+        Self {
+            stride: plan.stride(),
+            taken: vec![false; plan.buffer_count()],
+            round: plan.buffers > plan.iodepth,
+            next: 0,
+            framed: plan.shuffle > 0,
+            rng: XorShift::new(u64::from(plan.seed), 2000 + stream),
+        }
+    }
+
+    /// A buffer for the request in `slot`: its number, and where its data begin. Slots are taken last in, first out,
+    /// so that only the first `depth`, for which there are buffers, are ever in use.
+    #[inline]
+    fn take(&mut self, slot: u16) -> (u32, usize) {
+        let mut buffer = usize::from(slot);
+        if self.round {
+            // Fewer requests are outstanding than there are buffers: one is free.
+            while self.taken[self.next] {
+                self.next = (self.next + 1) % self.taken.len();
+            }
+            buffer = self.next;
+            self.next = (self.next + 1) % self.taken.len();
+        }
+        self.taken[buffer] = true;
+        let start = buffer * self.stride;
+        if !self.framed {
+            return (buffer as u32, start);
+        }
+        let shift = match self.rng.one_in(2) {
+            true => SECTOR as usize,
+            false => FRAME_HEAD + self.rng.below((FRAME_ROOM - FRAME_HEAD) as u64) as usize,
+        };
+        (buffer as u32, start + shift)
+    }
 }
 
 /// What a lane counted.
@@ -102,15 +162,14 @@ impl<'a> Lane<'a> {
         queue: &'a mut Queue,
         gauge: &'a LaneGauge,
         data: Area,
-        plan: &Plan,
+        plan: &'a Plan,
         share: Share<'a>,
     ) -> Self {
         let size = usize::from(queue.parts().size);
-        assert!(
-            data.len() >= size.min(usize::from(plan.iodepth)) * plan.block as usize,
-            "buffers for every slot"
-        );
-        let idle = InFlight { start_ns: 0, block: 0, op: Op::Flush, lowest: 0 };
+        let buffers = Buffers::new(plan, u64::from(queue.parts().index));
+        assert!(data.len() >= buffers.stride * buffers.taken.len(), "room for every buffer");
+        let notes = plan.log.as_ref().map(|gate| Notes::new(gate, queue.parts(), buffers.taken.len()));
+        let idle = InFlight { start_ns: 0, block: 0, op: Op::Flush, lowest: 0, buffer: 0, at: 0 };
         Self {
             queue,
             gauge,
@@ -125,6 +184,8 @@ impl<'a> Lane<'a> {
             writes_since_flush: 0,
             in_flight: vec![idle; size],
             outstanding: 0,
+            buffers,
+            notes,
             reads: Ops::default(),
             writes: Ops::default(),
             flushes: Ops::default(),
@@ -133,6 +194,9 @@ impl<'a> Lane<'a> {
 
     /// Takes every completion that is there; how many.
     pub(super) fn reap(&mut self) -> Result<u32> {
+        if let Some(notes) = &mut self.notes {
+            notes.look(self.outstanding == 0);
+        }
         let mut count = 0;
         let mut now = 0;
         while let Some(completion) = self.queue.poll()? {
@@ -152,8 +216,13 @@ impl<'a> Lane<'a> {
 
     #[inline]
     fn finish(&mut self, slot: u16, now: u64) -> Result<()> {
-        let InFlight { start_ns, block, op, lowest } = self.in_flight[usize::from(slot)];
+        let InFlight { start_ns, block, op, lowest, buffer, at } = self.in_flight[usize::from(slot)];
         let status = self.queue.status(slot);
+        if let Some(notes) = &mut self.notes {
+            let data = if op == Op::Read { self.block_bytes } else { 0 };
+            let data = (self.data.guest() + at as u64, data);
+            notes.completed(self.queue.next_used().0, self.queue.status_addr(slot), data);
+        }
         if status != status::OK {
             return Err(self.failed(op, block, status));
         }
@@ -161,7 +230,7 @@ impl<'a> Lane<'a> {
         match op {
             Op::Read => {
                 if lowest != 0 {
-                    self.check(slot, block, lowest)?;
+                    self.check(at, block, lowest)?;
                 }
                 self.reads.record(self.block_bytes, latency);
             }
@@ -174,6 +243,7 @@ impl<'a> Lane<'a> {
             Op::Flush => self.flushes.record(0, latency),
         }
         self.queue.give_slot(slot);
+        self.buffers.taken[buffer as usize] = false;
         self.outstanding -= 1;
         Ok(())
     }
@@ -195,13 +265,13 @@ impl<'a> Lane<'a> {
         )
     }
 
-    fn check(&mut self, slot: u16, block: u64, lowest: u32) -> Result<()> {
+    fn check(&mut self, at: usize, block: u64, lowest: u32) -> Result<()> {
         let Some(partition) = &mut self.partition else { return Ok(()) };
         let generation = partition.newest(block);
         let stamp = Stamp { sector: self.sector(block), generation, seed: self.seed };
         let sectors = self.block_bytes as usize / SECTOR as usize;
-        let at = self.buffer(slot).1;
-        // SAFETY: the slot's buffer has `block_bytes` bytes, mapped as long as `data` lives.
+        let at = self.host(at);
+        // SAFETY: the buffer has `block_bytes` bytes, mapped as long as `data` lives.
         let checked = unsafe { check_sectors(at, stamp, lowest, sectors) };
         checked.map_err(|mismatch| {
             let queue = self.queue.parts().index;
@@ -217,15 +287,12 @@ impl<'a> Lane<'a> {
         block * (u64::from(self.block_bytes) / SECTOR)
     }
 
-    /// The slot's buffer: guest address and address here. Slots are taken last in, first out, so that only the first
-    /// `depth` are ever in use.
+    /// Where a buffer's data lie in this process.
     #[inline]
-    fn buffer(&self, slot: u16) -> (u64, *mut u8) {
-        let offset = usize::from(slot) * self.block_bytes as usize;
-        debug_assert!(offset + self.block_bytes as usize <= self.data.len());
-        // SAFETY: slots below the depth have buffers (see `new`); free slots are handed out lowest first and at most
-        // `depth` are out.
-        (self.data.guest() + offset as u64, unsafe { self.data.host().add(offset) })
+    fn host(&self, at: usize) -> *mut u8 {
+        debug_assert!(at + self.block_bytes as usize <= self.data.len());
+        // SAFETY: `Buffers` gives out places within the room that `new` made sure of.
+        unsafe { self.data.host().add(at) }
     }
 
     /// Submits until the depth is reached, the work is done, or the ring is full; publishes the batch.
@@ -233,24 +300,23 @@ impl<'a> Lane<'a> {
         let before = self.outstanding;
         let mut now = 0;
         while self.outstanding < self.depth && self.quota > 0 {
+            if self.notes.as_mut().is_some_and(|notes| !notes.may_submit()) {
+                break;
+            }
             let Some(slot) = self.queue.take_slot() else { break };
             let Some((op, block)) = self.next_op() else {
                 self.queue.give_slot(slot);
                 break;
             };
-            let lowest = self.prepare(slot, op, block);
+            let (buffer, at) = self.buffers.take(slot);
+            let lowest = self.prepare(at, op, block);
             // Latency does not include making up the data of this request or of others before it.
             if now == 0 || self.partition.is_some() {
                 now = now_ns();
             }
-            self.in_flight[usize::from(slot)] = InFlight { start_ns: now, block, op, lowest };
-            let data = (self.buffer(slot).0, if op == Op::Flush { 0 } else { self.block_bytes });
-            let (kind, sector) = match op {
-                Op::Read => (request::IN, self.sector(block)),
-                Op::Write => (request::OUT, self.sector(block)),
-                Op::Flush => (request::FLUSH, 0),
-            };
-            if !self.queue.stage(slot, kind, sector, data) {
+            self.in_flight[usize::from(slot)] = InFlight { start_ns: now, block, op, lowest, buffer, at };
+            if !self.stage(slot, op, block, at) {
+                self.buffers.taken[buffer as usize] = false;
                 self.take_back(slot, op, block);
                 break;
             }
@@ -261,6 +327,20 @@ impl<'a> Lane<'a> {
             self.queue.publish();
             self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Relaxed);
         }
+    }
+
+    #[inline]
+    fn stage(&mut self, slot: u16, op: Op, block: u64, at: usize) -> bool {
+        let (kind, sector) = match op {
+            Op::Read => (request::IN, self.sector(block)),
+            Op::Write => (request::OUT, self.sector(block)),
+            Op::Flush => (request::FLUSH, 0),
+        };
+        let len = if op == Op::Flush { 0 } else { self.block_bytes };
+        if self.buffers.framed {
+            return self.queue.stage_framed(slot, kind, sector, &self.data, (at, len));
+        }
+        self.queue.stage(slot, kind, sector, (self.data.guest() + at as u64, len))
     }
 
     /// What to do next; `None` if there is nothing now.
@@ -298,7 +378,7 @@ impl<'a> Lane<'a> {
 
     /// Puts the data of a write into its slot's buffer; says what a read may find at the oldest.
     #[inline]
-    fn prepare(&mut self, slot: u16, op: Op, block: u64) -> u32 {
+    fn prepare(&mut self, at: usize, op: Op, block: u64) -> u32 {
         let Some(partition) = &mut self.partition else { return 0 };
         match op {
             Op::Flush => 0,
@@ -306,9 +386,9 @@ impl<'a> Lane<'a> {
             Op::Write => {
                 let generation = partition.newest(block);
                 let stamp = Stamp { sector: self.sector(block), generation, seed: self.seed };
-                let at = self.buffer(slot).1;
-                // SAFETY: the slot's buffer has `block_bytes` bytes and is aligned to them; the slot is not
-                // outstanding, so the device does not look at it.
+                let at = self.host(at);
+                // SAFETY: the buffer has `block_bytes` bytes; no request that is outstanding has it, so the device
+                // does not look at it.
                 unsafe { write_sectors(at, stamp, self.block_bytes as usize / SECTOR as usize) };
                 0
             }
@@ -351,6 +431,13 @@ impl<'a> Lane<'a> {
     pub(super) fn note_base(&self) {
         self.gauge.base.store(u64::from(self.queue.base_after_loss()), Ordering::Release);
         self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Release);
+    }
+
+    /// The lane goes no further: nobody need wait for its notes.
+    pub(super) fn end_notes(&mut self) {
+        if let Some(notes) = &mut self.notes {
+            notes.end();
+        }
     }
 
     /// What was counted.

@@ -4,20 +4,24 @@
 //! touches the connection, the watching thread never a ring while a thread runs.
 
 mod lane;
+mod loggate;
 mod pattern;
 mod thread;
 mod watch;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use self::lane::{Counted, Lane, Share, Source};
-pub use self::pattern::{Pattern, Rw, XorShift};
+pub use self::loggate::LogGate;
+pub use self::pattern::{Pattern, Rw};
 use self::thread::Shared;
 use self::watch::Watch;
-use crate::driver::{Area, Disk, PAGE, feature};
+use crate::driver::{Area, Disk, PAGE, Shuffle, feature};
 use crate::error::{Result, fail};
+use crate::rng::XorShift;
 use crate::stats::{Ops, ServerCpu};
 use crate::verify::{Partition, StateFile};
 
@@ -68,6 +72,12 @@ pub struct Plan {
     pub linger: Duration,
     /// See [`crate::Options::stale_packed_base`].
     pub stale_packed_base: bool,
+    /// Cut requests into at most so many descriptors, by chance; 0: header, data, status.
+    pub shuffle: u16,
+    /// Buffers that a queue's requests go round, where that is more than `iodepth`.
+    pub buffers: u16,
+    /// Who checks the dirty log meanwhile.
+    pub log: Option<Arc<LogGate>>,
 }
 
 impl Default for Plan {
@@ -95,7 +105,28 @@ impl Default for Plan {
             // A flush of much data takes seconds.
             linger: Duration::from_secs(10),
             stale_packed_base: false,
+            shuffle: 0,
+            buffers: 0,
+            log: None,
         }
+    }
+}
+
+impl Plan {
+    /// Buffers of a queue.
+    fn buffer_count(&self) -> usize {
+        usize::from(self.buffers.max(self.iodepth))
+    }
+
+    /// From one buffer to the next: the data, and if requests are shuffled what frames them.
+    fn stride(&self) -> usize {
+        let block = self.block as usize;
+        if self.shuffle > 0 { block + lane::FRAME_ROOM } else { block }
+    }
+
+    /// Bytes of guest memory that a queue's buffers take.
+    pub fn buffer_bytes(&self) -> u64 {
+        (self.buffer_count() * self.stride()) as u64
     }
 }
 
@@ -176,7 +207,7 @@ impl Outcome {
 pub fn run(disk: &mut Disk, plan: &Plan, progress: &mut dyn Progress) -> Result<Outcome> {
     let (first, count) = blocks(disk, plan)?;
     check_ring(disk, plan)?;
-    watch::check_can_reconnect(disk.session(), plan)?;
+    watch::check_can_reconnect(disk.transport(), plan)?;
     let lanes = disk.split().2.len() as u64;
     let mut partitions = Vec::new();
     let mut sources = Vec::new();
@@ -190,6 +221,12 @@ pub fn run(disk: &mut Disk, plan: &Plan, progress: &mut dyn Progress) -> Result<
     }
     let mut outcome = Outcome::default();
     let buffers = buffers(disk, plan)?;
+    if plan.shuffle > 0 {
+        for (stream, queue) in disk.split().2.iter_mut().enumerate() {
+            let rng = XorShift::new(u64::from(plan.seed), 1000 + stream as u64);
+            queue.set_shuffle(Shuffle::new(rng, usize::from(plan.shuffle)));
+        }
+    }
     progress.phase(plan.rw.name(), plan.runtime, plan.ios);
     let result = phase(disk, plan, &buffers, sources, &mut partitions, progress, &mut outcome);
     let result = result.and_then(|()| match plan.verify {
@@ -261,7 +298,7 @@ fn blocks(disk: &Disk, plan: &Plan) -> Result<(u64, u64)> {
 
 /// Whether a ring holds the depth, and the device takes the requests.
 fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
-    let features = disk.session().features();
+    let features = disk.transport().features();
     let config = *disk.config();
     if plan.rw.writes() && features & feature::BLK_RO != 0 {
         return Err(fail!(Usage, "the disk is read-only: use --rw read or randread"));
@@ -294,7 +331,7 @@ fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
 
 /// Buffers for every queue, faulted in.
 fn buffers(disk: &mut Disk, plan: &Plan) -> Result<Vec<Area>> {
-    let len = usize::from(plan.iodepth) * plan.block as usize;
+    let len = plan.buffer_bytes() as usize;
     (0..disk.queue_count())
         .map(|_| {
             let area = disk.memory().alloc(len, PAGE)?;
@@ -314,7 +351,7 @@ fn read_back(
 ) -> Result<()> {
     let written = partitions.iter().map(Partition::written).sum();
     let sources = partitions.iter().map(|_| Source::Readback(0)).collect();
-    let plan = Plan { runtime: None, ios: None, ..plan.clone() };
+    let plan = Plan { runtime: None, ios: None, log: None, ..plan.clone() };
     progress.phase("read back", None, Some(written));
     let mut outcome = Outcome::default();
     phase(disk, &plan, buffers, sources, partitions, progress, &mut outcome)?;
@@ -334,7 +371,7 @@ fn phase(
     progress: &mut dyn Progress,
     outcome: &mut Outcome,
 ) -> Result<()> {
-    let (session, memory, queues) = disk.split();
+    let (transport, memory, queues) = disk.split();
     let threads = plan.threads.clamp(1, queues.len());
     let shared = Shared::new(queues.len(), threads)?;
     let rings = queues.iter().map(|q| q.parts().clone()).collect();
@@ -350,11 +387,14 @@ fn phase(
         dealt[i as usize % threads].push(lane);
     }
     let mut server_cpu = ServerCpu::default();
-    server_cpu.watch(plan.server_pid.or_else(|| session.peer_pid()));
+    match transport.kernel() {
+        Some(_) => server_cpu.watch_vhost(),
+        None => server_cpu.watch(plan.server_pid.or_else(|| transport.peer_pid())),
+    }
     let start = Instant::now();
     let until = plan.runtime.map(|runtime| start + runtime);
     let mut watch = Watch {
-        session,
+        transport,
         memory,
         rings,
         shared: &shared,

@@ -1,6 +1,6 @@
 //! Which block comes next, and whether it is read or written.
 
-use crate::verify::mix;
+use crate::rng::XorShift;
 
 /// The access pattern, as fio names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -49,26 +49,6 @@ impl Rw {
             Self::Randwrite => "randwrite",
             Self::Randrw => "randrw",
         }
-    }
-}
-
-/// Marsaglia's xorshift64: a few cycles a number, good enough to spread offsets.
-#[derive(Clone, Debug)]
-pub struct XorShift(u64);
-
-impl XorShift {
-    /// From a seed and the number of the stream.
-    pub fn new(seed: u64, stream: u64) -> Self {
-        Self(mix(seed ^ mix(stream + 1)) | 1)
-    }
-
-    /// The next number; never 0.
-    #[inline]
-    pub fn draw(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
     }
 }
 

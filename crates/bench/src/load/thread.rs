@@ -123,6 +123,7 @@ pub(super) fn run(lanes: &mut [Lane<'_>], shared: &Shared, spin: Duration, cpu: 
     let before = thread_cpu();
     let result = pin(cpu).and_then(|()| drive(lanes, shared, spin.as_nanos() as u64));
     lanes.iter().for_each(Lane::note_base);
+    lanes.iter_mut().for_each(Lane::end_notes);
     let spent = thread_cpu().saturating_sub(before);
     shared.cpu_ns.fetch_add(spent.as_nanos() as u64, Ordering::Relaxed);
     shared.end(result.err());

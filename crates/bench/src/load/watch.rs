@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::thread::{FAIL, PARK, RUN, STOP, Shared};
 use super::{Plan, Progress, Tick};
-use crate::driver::{Memory, RingParts, RingSetup, Session, fresh_base};
+use crate::driver::{Heard, Memory, RingParts, RingSetup, Transport, fresh_base};
 use crate::error::{Error, Kind, Result, fail};
 use crate::stats::{ServerCpu, process_state};
 
@@ -19,7 +19,7 @@ const NOTE_AFTER: Duration = Duration::from_secs(1);
 
 /// What the watching thread works with.
 pub(super) struct Watch<'a> {
-    pub(super) session: &'a mut Session,
+    pub(super) transport: &'a mut Transport,
     pub(super) memory: &'a Memory,
     pub(super) rings: Vec<RingParts>,
     pub(super) shared: &'a Shared,
@@ -100,26 +100,23 @@ impl Watch<'_> {
     fn wait_until(&mut self, deadline: Instant) -> Result<bool> {
         let left = deadline.saturating_duration_since(Instant::now());
         let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-        let (gone, told) = {
-            let (socket, channel) = self.session.fds();
-            let mut fds = vec![
-                PollFd::from_borrowed_fd(self.shared.event.as_fd(), PollFlags::IN),
-                PollFd::from_borrowed_fd(socket, PollFlags::IN | PollFlags::RDHUP),
-            ];
-            fds.extend(channel.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        let ready: Vec<bool> = {
+            let mut fds = vec![PollFd::from_borrowed_fd(self.shared.event.as_fd(), PollFlags::IN)];
+            fds.extend(self.transport.fds().into_iter().map(|(fd, what)| PollFd::from_borrowed_fd(fd, what)));
             let _ = poll(&mut fds, Some(&limit));
             if !fds[0].revents().is_empty() {
                 drain(&self.shared.event);
             }
-            (!fds[1].revents().is_empty(), fds.get(2).is_some_and(|fd| fd.revents().contains(PollFlags::IN)))
+            fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect()
         };
-        if told
-            && !gone
-            && let Some(config) = self.session.wait_config_change(Duration::ZERO)?
-        {
-            self.progress.note(&format!("the disk has {} sectors now", config.capacity));
+        match self.transport.heard(&ready)? {
+            Heard::Nothing => Ok(false),
+            Heard::Gone => Ok(true),
+            Heard::Changed(config) => {
+                self.progress.note(&format!("the disk has {} sectors now", config.capacity));
+                Ok(false)
+            }
         }
-        Ok(gone)
     }
 
     /// Sets what all threads are to do, and wakes them.
@@ -130,7 +127,7 @@ impl Watch<'_> {
 
     /// The connection ended while requests may be outstanding.
     fn server_is_gone(&mut self) -> Result<()> {
-        let Some(patience) = self.plan.reconnect else {
+        let (Some(patience), Transport::Socket(_)) = (self.plan.reconnect, &self.transport) else {
             return Err(fail!(
                 Lost,
                 "the server closed the connection while the load ran; --reconnect waits for a new one"
@@ -149,11 +146,13 @@ impl Watch<'_> {
         }
         let setup = |(queue, parts)| RingSetup { parts, base: self.base(queue) };
         let rings: Vec<_> = self.rings.iter().enumerate().map(setup).collect();
-        self.session.reopen(self.memory, &rings, began + patience)?;
+        if let Transport::Socket(session) = &mut *self.transport {
+            session.reopen(self.memory, &rings, began + patience)?;
+        }
         let outage = began.elapsed();
         self.reconnects += 1;
         self.outage = self.outage.max(outage);
-        self.server_cpu.watch(self.plan.server_pid.or_else(|| self.session.peer_pid()));
+        self.server_cpu.watch(self.plan.server_pid.or_else(|| self.transport.peer_pid()));
         self.progress.note(&format!("the server is back after {:.0} ms", outage.as_secs_f64() * 1e3));
         // As QEMU does when it hands a ring over: the dead server may have swallowed a kick.
         self.rings.iter().for_each(RingParts::kick);
@@ -200,8 +199,9 @@ impl Watch<'_> {
 
     #[cold]
     fn stalled(&self, queue: usize, outstanding: u64, limit: Duration) -> Error {
-        let server = match self.plan.server_pid.or_else(|| self.session.peer_pid()) {
+        let server = match self.plan.server_pid.or_else(|| self.transport.peer_pid()) {
             Some(pid) => format!("its process, {pid}, {}", process_state(pid)),
+            None if self.transport.kernel().is_some() => "it is the kernel".into(),
             None => "its process is unknown".into(),
         };
         fail!(
@@ -235,8 +235,9 @@ fn drain(event: &OwnedFd) {
 }
 
 /// Makes sure that a plan that survives the server's death can be kept.
-pub(super) fn check_can_reconnect(session: &Session, plan: &Plan) -> Result<()> {
-    if plan.reconnect.is_some() && session.inflight().is_none() {
+pub(super) fn check_can_reconnect(transport: &Transport, plan: &Plan) -> Result<()> {
+    let can = matches!(transport, Transport::Socket(session) if session.inflight().is_some());
+    if plan.reconnect.is_some() && !can {
         return Err(Error::new(
             Kind::Usage,
             "--reconnect needs an in-flight region (INFLIGHT_SHMFD), which this server does not offer",

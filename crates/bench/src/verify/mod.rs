@@ -64,7 +64,7 @@ fn checksum(words: &[u64]) -> u64 {
 /// Writes the contents of the sectors from `stamp` on to `at`.
 ///
 /// # Safety
-/// `at..at + 512 * sectors` is writable and aligned to 8; others may read it meanwhile.
+/// `at..at + 512 * sectors` is writable; others may read it meanwhile.
 pub unsafe fn write_sectors(at: *mut u8, stamp: Stamp, sectors: usize) {
     for i in 0..sectors {
         let words = Stamp { sector: stamp.sector + i as u64, ..stamp }.words();

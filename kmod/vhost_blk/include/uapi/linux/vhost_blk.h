@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: GPL-2.0 WITH Linux-syscall-note */
 /*
- * /dev/vhost-blk: virtio-blk virtqueues served by the kernel, straight from the ring to a block device.
+ * /dev/vhost-blk: virtio-blk virtqueues served by the kernel, straight from the ring to a block
+ * device.
  *
  * The ioctls of <linux/vhost.h> work as on every vhost device: VHOST_SET_OWNER, VHOST_GET_FEATURES,
- * VHOST_SET_FEATURES, VHOST_SET_MEM_TABLE, VHOST_SET_LOG_BASE, the VHOST_SET_VRING_* family, and the worker
- * ioctls (VHOST_NEW_WORKER, VHOST_FREE_WORKER, VHOST_ATTACH_VRING_WORKER, VHOST_GET_VRING_WORKER) before and
- * while rings run. What is virtio-blk's own is here.
+ * VHOST_SET_FEATURES, VHOST_SET_MEM_TABLE, VHOST_SET_LOG_BASE, the VHOST_SET_VRING_* family, and
+ * the worker ioctls (VHOST_NEW_WORKER, VHOST_FREE_WORKER, VHOST_ATTACH_VRING_WORKER,
+ * VHOST_GET_VRING_WORKER) before and while rings run. What is virtio-blk's own is here.
  *
- * Configuration space is the owner's: it reads the block device's size and limits itself, and tells the guest.
+ * Configuration space is the owner's: it reads the block device's size and limits itself, and tells
+ * the guest.
  *
- * An owner's order: VHOST_SET_OWNER, VHOST_SET_FEATURES, VHOST_SET_MEM_TABLE, VHOST_BLK_SET_BACKEND; for each ring
- * VHOST_SET_VRING_NUM, _BASE, _ADDR, _CALL, _ERR, _KICK and then VHOST_BLK_SET_VRING. Requests are served while a
- * ring runs and the device has a backend.
+ * An owner's order: VHOST_SET_OWNER, VHOST_SET_FEATURES, VHOST_SET_MEM_TABLE,
+ * VHOST_BLK_SET_BACKEND; for each ring VHOST_SET_VRING_NUM, _BASE, _ADDR, _CALL, _ERR, _KICK and
+ * then VHOST_BLK_SET_VRING. Requests are served while a ring runs and the device has a backend.
  */
 #ifndef _UAPI_LINUX_VHOST_BLK_H
 #define _UAPI_LINUX_VHOST_BLK_H
@@ -32,10 +34,12 @@
 
 /**
  * struct vhost_blk_backend - what stands behind the rings
- * @size: bytes of this struct that the caller knows. A kernel that knows less refuses what it does not know unless it
- *	is zero (E2BIG); a kernel that knows more takes zeroes for the rest. At least VHOST_BLK_BACKEND_SIZE_VER0.
+ * @size: bytes of this struct that the caller knows. A kernel that knows less refuses what it does
+ *	not know unless it is zero (E2BIG); a kernel that knows more takes zeroes for the rest. At
+ *	least VHOST_BLK_BACKEND_SIZE_VER0.
  * @flags: VHOST_BLK_BACKEND_*; others are refused with EINVAL.
- * @fd: a block device, open for reading, and for writing unless @flags says read-only; -1 takes the backend away.
+ * @fd: a block device, open for reading, and for writing unless @flags says read-only; -1 takes the
+ *	backend away.
  * @reserved: zero.
  * @serial: what GET_ID answers.
  */
@@ -81,16 +85,17 @@ struct vhost_blk_vring_stats {
 #define VHOST_BLK_VRING_STATS_SIZE_VER0	72
 
 /*
- * Sets the backend, or takes it away. A device that has one refuses a second with EBUSY. Taking it away stops every
- * ring first, as VHOST_BLK_SET_VRING does. ENOTBLK: no block device. EACCES: not open for what the flags ask.
- * EPERM: the caller is not the owner.
+ * Sets the backend, or takes it away. A device that has one refuses a second with EBUSY. Taking it
+ * away stops every ring first, as VHOST_BLK_SET_VRING does. ENOTBLK: no block device. EACCES: not
+ * open for what the flags ask. EPERM: the caller is not the owner.
  */
 #define VHOST_BLK_SET_BACKEND	_IOW(VHOST_VIRTIO, 0xE0, struct vhost_blk_backend)
 
 /*
- * Starts (num 1) or stops (num 0) a ring. Stopping returns when no request of the ring is in flight; then
- * VHOST_GET_VRING_BASE tells where to go on, and memory may be taken away. A kick that came before the start is seen.
- * EFAULT: the ring's addresses are not in the memory table. ENODEV: no backend. EINVAL: no such ring, other num.
+ * Starts (num 1) or stops (num 0) a ring. Stopping returns when no request of the ring is in
+ * flight; then VHOST_GET_VRING_BASE tells where to go on, and memory may be taken away. A kick that
+ * came before the start is seen. EFAULT: the ring's addresses are not in the memory table. ENODEV:
+ * no backend. EINVAL: no such ring, other num.
  */
 #define VHOST_BLK_SET_VRING	_IOW(VHOST_VIRTIO, 0xE1, struct vhost_vring_state)
 

@@ -1,0 +1,231 @@
+//! The subcommand `kernel`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::{Shape, Work, rings};
+use crate::driver::{KernelOptions, Workers};
+use crate::error::{Result, fail};
+use crate::kernel::{self, hostile, table};
+use crate::load::Plan;
+use crate::report::{Live, Summary};
+use crate::units::parse_time;
+
+/// Bytes of buffers a queue, at most, that the check of the dirty log goes round.
+const LOG_BUFFERS_BYTES: u64 = 8 << 20;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  vshunt-bench kernel --backend /dev/ram0 --rw randrw --verify --layout random --queues 4 --workers per-queue --time 5s
+  vshunt-bench kernel --backend /dev/ram0 --check 200 --layout random
+  vshunt-bench kernel --backend /dev/ram0 --queues 4 --attach-every 5ms --log-every 50ms --rw randrw --verify
+  vshunt-bench kernel --backend /dev/ram0 --hostile 10000 --seed 7
+  vshunt-bench kernel --tables --backend /dev/nullb0,/dev/ram0 --time 2s
+
+The backend is written to. Needs the module vhost_blk, and permission on /dev/vhost-blk.
+
+Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 no such device.";
+
+/// How requests are laid out over descriptors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Layout {
+    /// Header, data, status: a descriptor each.
+    Plain,
+    /// Cut at will, header and status in one descriptor with data or apart, data anywhere, indirect or not.
+    Random,
+}
+
+#[derive(Args)]
+pub(super) struct KernelArgs {
+    #[command(flatten)]
+    shape: Shape,
+    #[command(flatten)]
+    work: Work,
+    /// The kernel's device
+    #[arg(long, default_value = "/dev/vhost-blk", value_name = "PATH")]
+    device: PathBuf,
+    /// The block device to serve; with --tables several, with commas between them
+    #[arg(long, required = true, value_delimiter = ',', value_name = "PATH")]
+    backend: Vec<PathBuf>,
+    /// Nothing may be written
+    #[arg(long)]
+    read_only: bool,
+    /// What GET_ID has to answer
+    #[arg(long, default_value = "vshunt-bench")]
+    serial: String,
+    /// Who serves: `one` worker, one `per-queue`, or a number of them, with queues dealt to them in turn
+    #[arg(long, default_value = "one", value_parser = workers)]
+    workers: Workers,
+    /// Move queues between workers while the load runs, make and free workers, at this pace
+    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    attach_every: Option<Duration>,
+    /// Switch the dirty log on and off while the load runs, with this pause, and check that all writes are in it
+    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    log_every: Option<Duration>,
+    /// How requests are laid out over descriptors
+    #[arg(long, value_enum, default_value = "plain")]
+    layout: Layout,
+    /// Descriptors a request at most, with --layout random
+    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u16).range(3..=1024), value_name = "N")]
+    segments: u16,
+    /// First make so many rounds of every request type, right and wrong ones; without --runtime, --ios or --size
+    /// nothing else
+    #[arg(long, default_value_t = 0, value_name = "ROUNDS")]
+    check: u32,
+    /// Instead of a load: so many chains that lie
+    #[arg(long, value_name = "N", conflicts_with_all = ["check", "attach_every", "log_every", "tables"])]
+    hostile: Option<u64>,
+    /// Instead of a load: one worker against several, 1 to 8 queues, beside the tables that started this project
+    #[arg(long, conflicts_with_all = ["check", "attach_every", "log_every"])]
+    tables: bool,
+    /// Queues to compare at, with --tables
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8")]
+    jobs: Vec<u16>,
+}
+
+fn workers(text: &str) -> std::result::Result<Workers, String> {
+    match text {
+        "one" => Ok(Workers::One),
+        "per-queue" => Ok(Workers::PerQueue),
+        number => match number.parse() {
+            Ok(count) if count > 0 => Ok(Workers::Count(count)),
+            _ => Err(format!("{number:?} is not `one`, `per-queue` or a number of workers")),
+        },
+    }
+}
+
+impl KernelArgs {
+    fn plan(&self) -> Result<Plan> {
+        let plan = self.work.plan(&self.shape)?;
+        let shuffle = if self.layout == Layout::Random { self.segments } else { 0 };
+        let buffers = match self.log_every {
+            Some(_) => (LOG_BUFFERS_BYTES / u64::from(plan.block)).clamp(4, 1024) as u16,
+            None => 0,
+        };
+        Ok(Plan {
+            shuffle,
+            buffers: buffers.max(plan.iodepth.saturating_mul(4) * u16::from(buffers > 0)),
+            ..plan
+        })
+    }
+
+    fn kernel(&self) -> Result<KernelOptions> {
+        let [backend] = &self.backend[..] else {
+            return Err(fail!(Usage, "several backends are for --tables"));
+        };
+        Ok(KernelOptions {
+            device: self.device.clone(),
+            backend: backend.clone(),
+            read_only: self.read_only,
+            serial: self.serial.clone(),
+            workers: self.workers,
+        })
+    }
+}
+
+pub(super) fn run(args: &KernelArgs) -> Result<()> {
+    if args.tables {
+        return tables(args);
+    }
+    let (plan, kernel) = (args.plan()?, args.kernel()?);
+    let options = args.shape.options(&plan);
+    if let Some(chains) = args.hostile {
+        let plan = hostile::Plan { chains, seed: args.work.seed, patience: args.shape.timeout };
+        let counts = kernel::run_hostile(&kernel, options, &plan)?;
+        let value = serde_json::json!({ "hostile": counts });
+        return print(args, &value, || {
+            format!(
+                "hostile: {} chains of seed {}: {} OK, {} failed, {} unsupported, {} without status, {} broke the ring, \
+                 {} settled; {} sound requests between them answered, {} rings set up again\n",
+                counts.chains,
+                plan.seed,
+                counts.ok,
+                counts.io_error,
+                counts.unsupported,
+                counts.no_status,
+                counts.broken,
+                counts.settled,
+                counts.probes,
+                counts.restarts
+            )
+        });
+    }
+    let has_end = args.work.runtime.is_some() || plan.ios.is_some();
+    let request = kernel::Request {
+        kernel,
+        options,
+        load: (args.check == 0 || has_end).then(|| plan.clone()),
+        check: args.check,
+        shuffle: plan.shuffle,
+        seed: args.work.seed,
+        attach_every: args.attach_every,
+        log_every: args.log_every,
+    };
+    let mut live = Live::new();
+    let result = kernel::run(&request, &mut live);
+    live.finish();
+    let (mut disk, outcome, report) = result?;
+    let rings = rings(&mut disk, false);
+    let summary = outcome.map(|outcome| Summary::new(&plan, rings, &outcome));
+    let mut value = serde_json::to_value(&summary).unwrap_or_default();
+    if value.is_null() {
+        value = serde_json::json!({});
+    }
+    value["kernel"] = serde_json::to_value(&report).unwrap_or_default();
+    print(args, &value, || summary.map(|s| s.table()).unwrap_or_default() + &report.text())
+}
+
+fn tables(args: &KernelArgs) -> Result<()> {
+    let kernel = KernelOptions {
+        device: args.device.clone(),
+        backend: PathBuf::new(),
+        read_only: false,
+        serial: args.serial.clone(),
+        workers: Workers::One,
+    };
+    let request = table::Request {
+        kernel,
+        backends: args.backend.clone(),
+        jobs: args.jobs.clone(),
+        runtime: args.work.runtime.unwrap_or(Duration::from_secs(3)),
+    };
+    let tables = table::measure(&request)?;
+    print(args, &tables.json(), || tables.text())
+}
+
+fn print(args: &KernelArgs, value: &serde_json::Value, text: impl FnOnce() -> String) -> Result<()> {
+    if args.shape.json {
+        println!("{value:#}");
+    } else {
+        print!("{}", text());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::super::{Cli, Command};
+    use super::*;
+
+    #[test]
+    fn a_full_line_is_understood() {
+        let line = "vshunt-bench kernel --backend /dev/ram0 --depth 8 --time 2s --workers 3 --attach-every 5ms \
+                    --log-every 50ms --layout random";
+        let Command::Kernel(args) = Cli::parse_from(line.split_ascii_whitespace()).command else {
+            panic!("kernel")
+        };
+        let plan = args.plan().unwrap();
+        assert_eq!((plan.iodepth, plan.shuffle, plan.buffers), (8, 24, 1024));
+        assert_eq!(args.kernel().unwrap().workers, Workers::Count(3));
+        assert_eq!(args.shape.options(&plan).indirect_cap, 24);
+        for wrong in ["kernel", "kernel --backend a --workers 0", "kernel --backend a --hostile 1 --check 1"]
+        {
+            assert!(Cli::try_parse_from(format!("vshunt-bench {wrong}").split(' ')).is_err(), "{wrong}");
+        }
+        assert!(workers("many").is_err());
+    }
+}

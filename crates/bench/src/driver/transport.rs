@@ -1,0 +1,176 @@
+//! What a device is reached by: a vhost-user socket, or the ioctls of the kernel's `/dev/vhost-blk`.
+//!
+//! Rings, memory, load and verification are the same over both; all that differs is here, in [`Session`] and in
+//! [`Kernel`]. Belongs to the thread that owns the device.
+
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use rustix::event::PollFlags;
+
+use super::config::{Config, feature};
+use super::kernel::Kernel;
+use super::log::DirtyLog;
+use super::memory::Memory;
+use super::session::Session;
+use super::{Code, RingParts, RingSetup};
+use crate::error::Result;
+
+/// A device that was opened and negotiated with.
+#[derive(Debug)]
+pub enum Transport {
+    /// vhost-user.
+    Socket(Box<Session>),
+    /// vhost ioctls.
+    Kernel(Box<Kernel>),
+}
+
+/// What came of waiting on [`Transport::fds`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heard {
+    /// Nothing that matters.
+    Nothing,
+    /// The server closed the connection.
+    Gone,
+    /// The device says that its configuration changed.
+    Changed(Config),
+}
+
+impl Transport {
+    /// Negotiated virtio features.
+    pub fn features(&self) -> u64 {
+        match self {
+            Self::Socket(session) => session.features(),
+            Self::Kernel(kernel) => kernel.features(),
+        }
+    }
+
+    /// The configuration as last read.
+    pub fn config(&self) -> &Config {
+        match self {
+            Self::Socket(session) => session.config(),
+            Self::Kernel(kernel) => kernel.config(),
+        }
+    }
+
+    /// Queues that the device has.
+    pub fn max_queues(&self) -> u16 {
+        match self {
+            Self::Socket(session) => session.max_queues(),
+            Self::Kernel(_) => virtio::vhost::VHOST_BLK_VRINGS_MAX as u16,
+        }
+    }
+
+    /// Hands over memory and rings and sets them going.
+    pub fn start(&mut self, memory: &Memory, rings: &[RingSetup<'_>]) -> Result<()> {
+        match self {
+            Self::Socket(session) => session.start(memory, rings),
+            Self::Kernel(kernel) => kernel.start(memory, rings),
+        }
+    }
+
+    /// Sets a stopped ring going again. `log`: the device marks its writes to the used ring.
+    pub fn start_ring(&mut self, ring: &RingSetup<'_>, log: bool) -> Result<()> {
+        match self {
+            Self::Socket(session) => {
+                session.set_ring(ring, log)?;
+                session.enable(ring.index, true)?;
+            }
+            Self::Kernel(kernel) => kernel.start_ring(ring, log)?,
+        }
+        ring.kick();
+        Ok(())
+    }
+
+    /// Stops a ring, once nothing of it is in flight; where it stands.
+    pub fn stop_ring(&mut self, ring: u16) -> Result<u32> {
+        match self {
+            Self::Socket(session) => session.stop_ring(ring),
+            Self::Kernel(kernel) => kernel.stop_ring(ring),
+        }
+    }
+
+    /// Shares a dirty log; [`Transport::switch_logging`] has it written.
+    pub fn set_log(&mut self, log: &DirtyLog) -> Result<()> {
+        match self {
+            Self::Socket(session) => {
+                let (size, fd) = log.share();
+                session.set_log(size, fd)
+            }
+            Self::Kernel(kernel) => kernel.set_log(log),
+        }
+    }
+
+    /// Switches logging for rings that run, as a VMM does: the feature, then each ring's address again.
+    pub fn switch_logging(&mut self, parts: &[RingParts], on: bool) -> Result<()> {
+        let features = self.features() | if on { feature::LOG_ALL } else { 0 };
+        match self {
+            Self::Socket(session) => {
+                session.set_features(features)?;
+                for parts in parts {
+                    session.set_ring_addr(&RingSetup { parts, base: 0 }, on)?;
+                }
+                // An answer to anything says that all before it was taken.
+                session.wire().ask_u64(Code::GetFeatures).map(drop)
+            }
+            Self::Kernel(kernel) => kernel.logger().switch(parts, on),
+        }
+    }
+
+    /// What to wait on, and for what; [`Transport::heard`] says what it means.
+    pub fn fds(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
+        match self {
+            Self::Socket(session) => {
+                let (socket, channel) = session.fds();
+                let mut fds = vec![(socket, PollFlags::IN | PollFlags::RDHUP)];
+                fds.extend(channel.map(|fd| (fd, PollFlags::IN)));
+                fds
+            }
+            Self::Kernel(kernel) => kernel.error_fds().map(|fd| (fd, PollFlags::IN)).collect(),
+        }
+    }
+
+    /// What it means that of [`Transport::fds`] those became ready. A broken ring is an error.
+    pub fn heard(&mut self, ready: &[bool]) -> Result<Heard> {
+        match self {
+            Self::Socket(session) => {
+                if ready.first() == Some(&true) {
+                    return Ok(Heard::Gone);
+                }
+                if ready.get(1) != Some(&true) {
+                    return Ok(Heard::Nothing);
+                }
+                let config = session.wait_config_change(Duration::ZERO)?;
+                Ok(config.map_or(Heard::Nothing, Heard::Changed))
+            }
+            Self::Kernel(kernel) => {
+                let broken = ready.iter().position(|&ready| ready);
+                broken.map_or(Ok(Heard::Nothing), |ring| Err(kernel.broken(ring as u16)))
+            }
+        }
+    }
+
+    /// What to wait on beside a ring's completions.
+    pub fn ring_fd(&self, ring: u16) -> BorrowedFd<'_> {
+        match self {
+            Self::Socket(session) => session.fds().0,
+            Self::Kernel(kernel) => kernel.error_fd(ring),
+        }
+    }
+
+    /// The process that serves.
+    pub fn peer_pid(&self) -> Option<u32> {
+        match self {
+            Self::Socket(session) => session.peer_pid(),
+            Self::Kernel(_) => None,
+        }
+    }
+
+    /// The kernel's device, if that is what it is.
+    pub fn kernel(&self) -> Option<&Kernel> {
+        match self {
+            Self::Socket(_) => None,
+            Self::Kernel(kernel) => Some(kernel),
+        }
+    }
+}

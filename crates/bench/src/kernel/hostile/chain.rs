@@ -1,0 +1,310 @@
+//! Chains that lie: descriptors, tables and headers drawn by chance, most of them nearly right.
+//!
+//! In the spirit of the fuzz target `rings`: a driver that is wholly wrong is found out at the first descriptor, so
+//! each chain is a sound request with something wrong about it. What a chain may have written is the arena alone,
+//! unless it is one that aims at the rings.
+
+use crate::driver::{Area, request};
+use crate::rng::XorShift;
+
+pub(super) const NEXT: u16 = 1;
+pub(super) const WRITE: u16 = 2;
+pub(super) const INDIRECT: u16 = 4;
+
+/// Bytes of the arena for tables, before those for data.
+const TABLES: usize = 64 << 10;
+
+/// A descriptor as it lies in memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Desc {
+    pub(super) addr: u64,
+    pub(super) len: u32,
+    pub(super) flags: u16,
+    pub(super) next: u16,
+}
+
+impl Desc {
+    pub(super) fn bytes(&self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.addr.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.len.to_le_bytes());
+        bytes[12..14].copy_from_slice(&self.flags.to_le_bytes());
+        bytes[14..].copy_from_slice(&self.next.to_le_bytes());
+        bytes
+    }
+}
+
+/// How a chain is put on the ring, and what the device may make of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Offer {
+    /// Once: one answer, or a broken ring.
+    Once,
+    /// The same head so many times: as many answers at most.
+    Again(u16),
+    /// The available index moves by this much, whatever lies there.
+    Jump(u16),
+    /// Once, but what the device writes may be the ring itself.
+    AtTheRing,
+}
+
+/// A chain, in the ring's descriptor table.
+pub(super) struct Draft {
+    pub(super) descs: Vec<Desc>,
+    pub(super) head: u16,
+    pub(super) offer: Offer,
+    /// Where the status byte should be, if it is in the arena.
+    pub(super) status: Option<u64>,
+    /// Header and status are where they have to be: if it is answered, then by a status.
+    pub(super) has_status: bool,
+}
+
+/// What chains are made from.
+pub(super) struct Source<'a> {
+    pub(super) rng: XorShift,
+    /// Memory for tables, headers and data.
+    pub(super) arena: &'a Area,
+    /// Guest addresses of the ring's parts.
+    pub(super) rings: [u64; 3],
+    pub(super) size: u16,
+    pub(super) capacity: u64,
+    pub(super) indirect: bool,
+    /// This chain is made of sound descriptors; what they mean may be nonsense still.
+    pub(super) tame: bool,
+}
+
+impl Source<'_> {
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.rng.below(of.len() as u64) as usize]
+    }
+
+    /// An address of data: mostly in the arena, else nowhere, at its end, or where an owner has no business.
+    pub(super) fn address(&mut self) -> u64 {
+        // The upper half takes what long segments reach over.
+        let data = self.arena.len() / 2 - TABLES;
+        let inside = self.arena.guest() + (TABLES as u64) + self.rng.below(data as u64);
+        match if self.tame { 6 + self.rng.below(26) } else { self.rng.below(32) } {
+            0 => self.rng.draw(),
+            1 => u64::MAX - self.rng.below(300),
+            2 => 0xffff_8880_0000_0000 + self.rng.below(1 << 30),
+            3 => self.rng.below(1 << 20),
+            4 => self.arena.guest() + self.arena.len() as u64 - self.rng.below(600),
+            5 => self.arena.guest() + self.arena.len() as u64,
+            6..=15 => inside & !511,
+            _ => inside,
+        }
+    }
+
+    pub(super) fn len(&mut self) -> u32 {
+        match if self.tame { 3 + self.rng.below(21) } else { self.rng.below(24) } {
+            0 => 0,
+            1 => self.rng.draw() as u32,
+            2 => self.pick(&[u32::MAX, 1 << 31, 0x7fff_ffff, 0xffff_f000, 1 << 30]),
+            3 => self.pick(&[1 << 20, (1 << 20) - 1, 1 << 19]),
+            4..=6 => 1 + self.rng.below(1025) as u32,
+            7 => 1,
+            _ => 512 * (1 + self.rng.below(16)) as u32,
+        }
+    }
+
+    fn kind(&mut self) -> u32 {
+        match self.rng.below(16) {
+            0 => self.rng.draw() as u32,
+            1 => self.rng.below(32) as u32,
+            2 | 3 => request::FLUSH,
+            4 => request::GET_ID,
+            5 => request::DISCARD,
+            6 => request::WRITE_ZEROES,
+            7..=10 => request::OUT,
+            _ => request::IN,
+        }
+    }
+
+    fn sector(&mut self) -> u64 {
+        match self.rng.below(10) {
+            0 => self.rng.draw(),
+            1 => u64::MAX - self.rng.below(4096),
+            2 => (1 << 55) - self.rng.below(4),
+            3 | 4 => self.capacity.saturating_sub(self.rng.below(40)),
+            5 => self.capacity + self.rng.below(40),
+            _ => self.rng.below(self.capacity.max(1)),
+        }
+    }
+
+    /// A header somewhere in the arena; what lies after it is ranges as DISCARD takes them, for want of better.
+    fn header(&mut self) -> u64 {
+        let at = TABLES + self.rng.below((self.arena.len() - TABLES - 512) as u64) as usize;
+        let mut bytes = [0; 16];
+        bytes[..4].copy_from_slice(&self.kind().to_le_bytes());
+        bytes[8..].copy_from_slice(&self.sector().to_le_bytes());
+        self.arena.write(at, &bytes);
+        for range in 0..8 {
+            let count = if self.rng.one_in(4) { self.rng.draw() as u32 } else { self.rng.below(64) as u32 };
+            let flags = if self.rng.one_in(4) { self.rng.draw() as u32 } else { self.rng.below(2) as u32 };
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&self.sector().to_le_bytes());
+            bytes[8..12].copy_from_slice(&count.to_le_bytes());
+            bytes[12..].copy_from_slice(&flags.to_le_bytes());
+            self.arena.write(at + 16 + 16 * range, &bytes);
+        }
+        self.arena.guest() + at as u64
+    }
+
+    /// A request, more or less: header, data, status; in the order of a list.
+    fn request(&mut self, most: usize) -> (Vec<Desc>, Option<u64>, bool) {
+        let header = self.header();
+        let writes = !self.rng.one_in(3);
+        let count = match self.rng.below(12) {
+            0 => 0,
+            1 => self.rng.below(most as u64) as usize,
+            2 => most,
+            _ => 1 + self.rng.below(6) as usize,
+        };
+        let mut sound = self.tame;
+        let header_len = if self.rng.one_in(12) { self.rng.below(200) as u32 } else { 16 };
+        let mut descs = vec![Desc { addr: header, len: header_len, flags: 0, next: 0 }];
+        for _ in 0..count {
+            let flags = if writes != (!self.tame && self.rng.one_in(40)) { WRITE } else { 0 };
+            let (addr, len) = (self.address(), self.len());
+            descs.push(Desc { addr, len, flags, next: 0 });
+        }
+        let mut status = None;
+        if !self.rng.one_in(12) {
+            let flags = if self.rng.one_in(16) { 0 } else { WRITE };
+            let addr = self.address();
+            let len = if self.rng.one_in(8) { u32::from(self.tame) + self.rng.below(40) as u32 } else { 1 };
+            descs.push(Desc { addr, len, flags, next: 0 });
+            let last = addr.wrapping_add(u64::from(len.max(1)) - 1);
+            let offset = last.wrapping_sub(self.arena.guest());
+            status = (flags == WRITE && len > 0 && offset < self.arena.len() as u64).then_some(last);
+        }
+        sound &= header_len >= 16 && status.is_some();
+        if !self.tame && self.rng.one_in(12) {
+            let (a, b) = (self.rng.below(descs.len() as u64), self.rng.below(descs.len() as u64));
+            descs.swap(a as usize, b as usize);
+        }
+        (descs, status, sound)
+    }
+
+    /// Something wrong with a list of linked descriptors.
+    fn damage(&mut self, descs: &mut [Desc], size: u16) {
+        let at = self.rng.below(descs.len() as u64) as usize;
+        match self.rng.below(14) {
+            0 => descs[at].next = self.rng.draw() as u16,
+            1 => descs[at].next = size,
+            2 => descs[at].next = at as u16,
+            3 => (descs[at].next, descs[at].flags) = (0, descs[at].flags | NEXT),
+            4 => descs[at].flags ^= NEXT,
+            5 => descs[at].flags = self.rng.draw() as u16,
+            6 => descs[at].flags |= INDIRECT,
+            7 => descs[at].addr = self.address(),
+            8 => descs[at].len = self.len(),
+            _ => {}
+        }
+    }
+
+    /// Puts a list into the arena as a table, and one descriptor for it in its place; something may be wrong with it.
+    fn as_table(&mut self, descs: &[Desc]) -> Vec<Desc> {
+        let room = TABLES / 16 - descs.len();
+        let at = self.rng.below(room as u64) as usize * 16 + if self.rng.one_in(16) { 8 } else { 0 };
+        let at = if self.tame { at & !15 } else { at.min(TABLES - 16 * descs.len()) };
+        for (i, desc) in descs.iter().enumerate() {
+            self.arena.write(at + 16 * i, &desc.bytes());
+        }
+        let whole = (descs.len() * 16) as u32;
+        let len = match if self.tame { 4 } else { self.rng.below(16) } {
+            0 => self.len(),
+            1 => 0,
+            2 => whole - 1,
+            3 => whole + 16 * self.rng.below(2000) as u32,
+            _ => whole,
+        };
+        let addr =
+            if !self.tame && self.rng.one_in(24) { self.address() } else { self.arena.guest() + at as u64 };
+        let flags = match if self.tame { 2 } else { self.rng.below(16) } {
+            0 => INDIRECT | WRITE,
+            1 => INDIRECT | NEXT,
+            _ => INDIRECT,
+        };
+        vec![Desc { addr, len, flags, next: 1 }]
+    }
+
+    /// The next chain.
+    pub(super) fn draft(&mut self) -> Draft {
+        self.tame = !self.rng.one_in(3);
+        let most = if self.rng.one_in(8) { usize::from(self.size).min(1000) } else { 30 };
+        let table = self.rng.one_in(2) && (self.indirect || !self.tame && self.rng.one_in(8));
+        let fits = if table { most } else { most.min(usize::from(self.size)).saturating_sub(2) };
+        let (mut descs, status, has_status) = self.request(fits);
+        let last = descs.len() - 1;
+        for (i, desc) in descs[..last].iter_mut().enumerate() {
+            desc.next = i as u16 + 1;
+            desc.flags |= NEXT;
+        }
+        let limit = if table { descs.len() as u16 } else { self.size };
+        if !self.tame {
+            self.damage(&mut descs, limit);
+        }
+        if table {
+            descs = self.as_table(&descs);
+        }
+        descs.truncate(usize::from(self.size));
+        let mut offer = match if self.tame { 39 } else { self.rng.below(20) } {
+            0 => Offer::Again(2 + self.rng.below(6) as u16),
+            1 => Offer::Jump(self.rng.below(2 * u64::from(self.size) + 2) as u16),
+            2 => Offer::Jump(self.rng.draw() as u16),
+            3 => Offer::AtTheRing,
+            _ => Offer::Once,
+        };
+        if offer == Offer::AtTheRing {
+            let at = self.rng.below(descs.len() as u64) as usize;
+            descs[at].addr = self.pick(&self.rings.clone()) + 16 * self.rng.below(8);
+        }
+        let head = match if self.tame { 59 } else { self.rng.below(30) } {
+            0 => self.size,
+            1 => self.rng.draw() as u16,
+            _ => 0,
+        };
+        // Another head leads to what lay there before: any chain, also one that aims at the ring.
+        if head != 0 && offer == Offer::Once {
+            offer = Offer::AtTheRing;
+        }
+        Draft { descs, head, offer, status, has_status }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{DEFAULT_BASE, Memory, RegionSpec};
+
+    #[test]
+    fn chains_are_of_every_sort_and_the_same_for_a_seed() {
+        let memory = Memory::new(&[RegionSpec { guest_addr: DEFAULT_BASE, size: 1 << 20 }]).unwrap();
+        let arena = memory.alloc(1 << 20, 4096).unwrap();
+        let draw = |seed| {
+            let mut source = Source {
+                rng: XorShift::new(seed, 0),
+                arena: &arena,
+                rings: [0x1000, 0x2000, 0x3000],
+                size: 64,
+                capacity: 2048,
+                indirect: true,
+                tame: false,
+            };
+            (0..3000).map(|_| source.draft()).collect::<Vec<_>>()
+        };
+        let chains = draw(7);
+        let again = draw(7);
+        assert!(chains.iter().zip(&again).all(|(a, b)| {
+            a.head == b.head
+                && a.offer == b.offer
+                && a.descs.iter().map(Desc::bytes).eq(b.descs.iter().map(Desc::bytes))
+        }));
+        assert!(chains.iter().all(|c| !c.descs.is_empty() && c.descs.len() <= 64));
+        let share = |f: fn(&Draft) -> bool| chains.iter().filter(|c| f(c)).count();
+        assert!(share(|c| c.offer == Offer::Once) > 2000);
+        assert!(share(|c| matches!(c.offer, Offer::Again(_) | Offer::Jump(_))) > 50);
+        assert!(share(|c| c.descs[0].flags & INDIRECT != 0) > 500);
+        assert!(share(|c| c.status.is_none()) > 200 && share(|c| c.has_status) > 1000);
+    }
+}

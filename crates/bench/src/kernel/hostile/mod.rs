@@ -1,0 +1,377 @@
+//! A hostile guest: chains that lie, one after the other, on rings that the device serves.
+//!
+//! The device must answer each or say by the error eventfd that the ring is broken; then the ring is stopped, emptied
+//! and started again. A sound request every now and then must still be answered rightly. It never hangs: every wait
+//! has an end, and another thread looks after calls to the kernel that do not come back.
+
+mod chain;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use self::chain::{Desc, NEXT, Offer, Source, WRITE};
+use crate::driver::{
+    Area, DEFAULT_BASE, Disk, Kernel, Options, PAGE, RegionSpec, RingParts, RingSetup, feature, request,
+    status,
+};
+use crate::error::{Error, Kind, Result, fail};
+use crate::rng::XorShift;
+
+/// Where the arena's region begins, far from that of the rings; and the guard's, far from both.
+const ARENA_BASE: u64 = DEFAULT_BASE + (1 << 30);
+const ARENA_BYTES: u64 = 4 << 20;
+const GUARD_BASE: u64 = ARENA_BASE + (1 << 30);
+const GUARD_BYTES: u64 = 1 << 20;
+const GUARD_FILL: u8 = 0x77;
+/// A sound request after so many chains.
+const PROBE_EVERY: u64 = 16;
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Counts {
+    /// Chains made.
+    pub chains: u64,
+    /// Answered with OK.
+    pub ok: u64,
+    /// Answered with IOERR.
+    pub io_error: u64,
+    /// Answered with UNSUPP.
+    pub unsupported: u64,
+    /// Put back without a status: the chain had no room for one, or it lay elsewhere.
+    pub no_status: u64,
+    /// The ring was broken by it.
+    pub broken: u64,
+    /// Heads or indices that allow of no single answer: the device came to rest, or broke the ring.
+    pub settled: u64,
+    /// Sound requests in between, all answered rightly.
+    pub probes: u64,
+    /// Rings set up again.
+    pub restarts: u64,
+}
+
+/// What to do.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Chains to make.
+    pub chains: u64,
+    /// Where they come from.
+    pub seed: u32,
+    /// How long an answer may take.
+    pub patience: Duration,
+}
+
+/// Options of a device for [`run`]: memory apart for rings, for what chains name, and for what none names.
+#[must_use]
+pub fn options(options: Options) -> Options {
+    // Rings, slots and bounce buffers.
+    let rings = (u64::from(options.queues) * (1 << 20)).next_multiple_of(2 << 20);
+    let regions = vec![
+        RegionSpec { guest_addr: DEFAULT_BASE, size: rings },
+        RegionSpec { guest_addr: ARENA_BASE, size: ARENA_BYTES },
+        RegionSpec { guest_addr: GUARD_BASE, size: GUARD_BYTES },
+    ];
+    Options { regions, ..options }
+}
+
+/// One ring in hostile hands.
+struct Ring {
+    parts: RingParts,
+    avail: u16,
+    used: u16,
+}
+
+impl Ring {
+    fn put(&self, at: u16, desc: &Desc) {
+        self.parts.desc.write(usize::from(at) * 16, &desc.bytes());
+    }
+
+    /// Offers `head` without telling.
+    fn offer(&mut self, head: u16) {
+        let slot = usize::from(self.avail % self.parts.size);
+        self.parts.driver.write(4 + 2 * slot, &head.to_le_bytes());
+        self.avail = self.avail.wrapping_add(1);
+    }
+
+    /// Tells, and asks to be told of the next answer.
+    fn publish(&self) {
+        let event = 4 + 2 * usize::from(self.parts.size);
+        if event + 2 <= self.parts.driver.len() {
+            self.parts.driver.store_u16(event, self.used);
+        }
+        self.parts.driver.store_u16(2, self.avail);
+        self.parts.kick();
+    }
+
+    fn used_index(&self) -> u16 {
+        self.parts.device.load_u16(2)
+    }
+}
+
+struct Hostile<'a> {
+    kernel: &'a Kernel,
+    plan: &'a Plan,
+    rings: Vec<Ring>,
+    arena: &'a Area,
+    source: Source<'a>,
+    counts: Counts,
+    beat: &'a AtomicU64,
+}
+
+/// How a wait ended.
+#[derive(PartialEq, Eq)]
+enum End {
+    Answered,
+    Broken,
+}
+
+/// Makes the chains on a device that was opened with [`options`].
+///
+/// # Errors
+/// The device hangs, answers a sound request wrongly, or writes where no chain named memory.
+pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
+    let memory = disk.memory().clone();
+    let area =
+        |at: u64, len: u64| memory.area(at, len as usize).ok_or_else(|| fail!(System, "no hostile memory"));
+    let (arena, guard) = (area(ARENA_BASE, ARENA_BYTES)?, area(GUARD_BASE, GUARD_BYTES)?);
+    guard.fill(GUARD_FILL);
+    let capacity = disk.capacity();
+    let parts: Vec<RingParts> = (0..disk.queue_count()).map(|q| disk.queue(q).parts().clone()).collect();
+    let Some(kernel) = disk.transport().kernel() else {
+        return Err(fail!(Usage, "hostile chains are for the kernel's device"));
+    };
+    let source = Source {
+        rng: XorShift::new(u64::from(plan.seed), 5000),
+        arena: &arena,
+        rings: [0; 3],
+        size: parts[0].size,
+        capacity,
+        indirect: kernel.features() & feature::INDIRECT_DESC != 0,
+        tame: false,
+    };
+    let (beat, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let rings = parts.into_iter().map(|parts| Ring { parts, avail: 0, used: 0 }).collect();
+    let counts = Counts::default();
+    let mut hostile = Hostile { kernel, plan, rings, arena: &arena, source, counts, beat: &beat };
+    let result = std::thread::scope(|scope| {
+        scope.spawn(|| watch(plan, &beat, &over));
+        let result = hostile.run();
+        over.store(true, Ordering::Release);
+        result
+    });
+    result.map_err(|e| fail!(Io, "hostile chain {} of seed {}: {e}", hostile.counts.chains, plan.seed))?;
+    match guard.to_vec().iter().position(|&byte| byte != GUARD_FILL) {
+        Some(at) => Err(fail!(
+            Io,
+            "the device wrote to guest address {:#x}, which no chain named (seed {})",
+            GUARD_BASE + at as u64,
+            plan.seed
+        )),
+        None => Ok(hostile.counts),
+    }
+}
+
+/// Ends the process when a call to the kernel does not come back: no other thread could do anything about it.
+fn watch(plan: &Plan, beat: &AtomicU64, over: &AtomicBool) {
+    let (mut last, mut since) = (beat.load(Ordering::Acquire), Instant::now());
+    while !over.load(Ordering::Acquire) {
+        std::thread::sleep(Duration::from_millis(50));
+        let now = beat.load(Ordering::Acquire);
+        if now != last {
+            (last, since) = (now, Instant::now());
+        } else if since.elapsed() > 3 * plan.patience {
+            eprintln!(
+                "vshunt-bench: hostile chain {now} of seed {}: a call to the kernel has not come back for {:?}: it hangs",
+                plan.seed,
+                since.elapsed()
+            );
+            std::process::exit(1);
+        }
+    }
+}
+
+impl Hostile<'_> {
+    fn run(&mut self) -> Result<()> {
+        for q in 0..self.rings.len() {
+            self.restart(q)?;
+        }
+        while self.counts.chains < self.plan.chains {
+            let q = self.source.rng.below(self.rings.len() as u64) as usize;
+            self.counts.chains += 1;
+            self.beat.fetch_add(1, Ordering::AcqRel);
+            self.chain(q)?;
+            if self.counts.chains.is_multiple_of(PROBE_EVERY) {
+                self.probe(q)?;
+            }
+        }
+        (0..self.rings.len()).try_for_each(|q| self.probe(q))
+    }
+
+    fn chain(&mut self, q: usize) -> Result<()> {
+        let parts = &self.rings[q].parts;
+        self.source.rings = [parts.desc.guest(), parts.driver.guest(), parts.device.guest()];
+        let draft = self.source.draft();
+        let status_byte = draft.status.and_then(|at| self.arena.elsewhere(at, 1));
+        if let Some(byte) = &status_byte {
+            byte.write(0, &[status::UNTOUCHED]);
+        }
+        let ring = &mut self.rings[q];
+        for (i, desc) in draft.descs.iter().enumerate() {
+            ring.put(i as u16, desc);
+        }
+        let before = ring.used_index();
+        match draft.offer {
+            Offer::Once | Offer::AtTheRing => ring.offer(draft.head),
+            Offer::Again(times) => (0..times).for_each(|_| ring.offer(draft.head)),
+            Offer::Jump(by) => ring.avail = ring.avail.wrapping_add(by),
+        }
+        ring.publish();
+        let meddled = !self.source.tame && self.source.rng.one_in(3);
+        if meddled {
+            self.meddle(q, draft.descs.len());
+        }
+        if draft.offer != Offer::Once {
+            self.settle(q)?;
+            self.counts.settled += 1;
+            return self.restart(q);
+        }
+        match self.wait(q, before.wrapping_add(1))? {
+            End::Broken => {
+                self.counts.broken += 1;
+                self.restart(q)
+            }
+            End::Answered => {
+                let mut byte = [status::UNTOUCHED];
+                if let Some(at) = &status_byte {
+                    at.read(0, &mut byte);
+                }
+                match byte[0] {
+                    status::OK => self.counts.ok += 1,
+                    status::IOERR => self.counts.io_error += 1,
+                    status::UNSUPP => self.counts.unsupported += 1,
+                    other if draft.has_status && !meddled => {
+                        return Err(fail!(
+                            Io,
+                            "the device put it back with status {other:#x}, although it has room for one"
+                        ));
+                    }
+                    _ => self.counts.no_status += 1,
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Changes descriptors under the device's eyes: what it read once it must not read again and trust.
+    fn meddle(&mut self, q: usize, count: usize) {
+        for _ in 0..8 {
+            let at = self.source.rng.below(count as u64) as u16;
+            let (addr, len) = (self.source.address(), self.source.len());
+            let flags = self.source.rng.below(8) as u16;
+            let next = self.source.rng.below(u64::from(self.source.size)) as u16;
+            self.rings[q].put(at, &Desc { addr, len, flags, next });
+        }
+    }
+
+    /// Waits until the used index is `until`, or the ring is broken.
+    fn wait(&mut self, q: usize, until: u16) -> Result<End> {
+        let deadline = Instant::now() + self.plan.patience;
+        loop {
+            let ring = &mut self.rings[q];
+            if ring.used_index() == until {
+                ring.used = until;
+                return Ok(End::Answered);
+            }
+            if self.kernel.take_broken(q as u16) {
+                return Ok(End::Broken);
+            }
+            if Instant::now() > deadline {
+                return Err(self.hangs(q, "neither answered it nor broke the ring"));
+            }
+            self.kernel.wait(&ring.parts, Duration::from_millis(20));
+        }
+    }
+
+    /// Waits until the device has done what it will do: the ring is broken, or nothing moves and nothing is in flight.
+    fn settle(&mut self, q: usize) -> Result<()> {
+        let deadline = Instant::now() + self.plan.patience;
+        let (mut last, mut quiet) = (None, 0);
+        while quiet < 3 {
+            if self.kernel.take_broken(q as u16) {
+                return Ok(());
+            }
+            let stats = self.stats(q)?;
+            let now = Some((stats.requests, stats.kicks));
+            quiet = if stats.in_flight == 0 && now == last { quiet + 1 } else { 0 };
+            last = now;
+            if Instant::now() > deadline {
+                return Err(self.hangs(q, "did not come to rest"));
+            }
+            std::thread::sleep(Duration::from_micros(300));
+        }
+        Ok(())
+    }
+
+    fn stats(&self, q: usize) -> Result<virtio::vhost::BlkVringStats> {
+        self.kernel.vhost().blk_vring_stats(q as u32).map_err(|e| Error::new(Kind::System, e.to_string()))
+    }
+
+    #[cold]
+    fn hangs(&self, q: usize, what: &str) -> Error {
+        let in_flight = self.stats(q).map_or(0, |stats| stats.in_flight);
+        fail!(Io, "the device {what} within {:?} ({in_flight} requests in flight)", self.plan.patience)
+    }
+
+    /// Stops a ring, empties it, and starts it again.
+    fn restart(&mut self, q: usize) -> Result<()> {
+        self.kernel.stop_ring(q as u16)?;
+        let in_flight = self.stats(q)?.in_flight;
+        if in_flight != 0 {
+            return Err(fail!(Io, "ring {q} was stopped with {in_flight} requests in flight"));
+        }
+        let ring = &mut self.rings[q];
+        for area in [&ring.parts.desc, &ring.parts.driver, &ring.parts.device] {
+            area.fill(0);
+        }
+        (ring.avail, ring.used) = (0, 0);
+        let _ = self.kernel.take_broken(q as u16);
+        self.kernel.start_ring(&RingSetup { parts: &ring.parts, base: 0 }, false)?;
+        self.counts.restarts += 1;
+        Ok(())
+    }
+
+    /// A sound read, which must be answered rightly.
+    fn probe(&mut self, q: usize) -> Result<()> {
+        let (header, data, state) = (0, PAGE as usize, 2 * PAGE as usize);
+        let mut bytes = [0; 16];
+        bytes[..4].copy_from_slice(&request::IN.to_le_bytes());
+        self.arena.write(header, &bytes);
+        self.arena.write(state, &[status::UNTOUCHED]);
+        let at = |offset: usize| self.arena.guest() + offset as u64;
+        let ring = &mut self.rings[q];
+        ring.put(0, &Desc { addr: at(header), len: 16, flags: NEXT, next: 1 });
+        ring.put(1, &Desc { addr: at(data), len: 4096, flags: NEXT | WRITE, next: 2 });
+        ring.put(2, &Desc { addr: at(state), len: 1, flags: WRITE, next: 0 });
+        let until = ring.used_index().wrapping_add(1);
+        ring.offer(0);
+        ring.publish();
+        if self.wait(q, until)? == End::Broken {
+            return Err(fail!(Io, "a sound request broke ring {q}"));
+        }
+        let mut byte = [0];
+        self.arena.read(state, &mut byte);
+        let slot = usize::from(until.wrapping_sub(1) % self.rings[q].parts.size);
+        let mut element = [0; 8];
+        self.rings[q].parts.device.read(4 + 8 * slot, &mut element);
+        if byte[0] != status::OK || element != (4097u64 << 32).to_le_bytes() {
+            return Err(fail!(
+                Io,
+                "a sound read was answered with status {} and the used element {element:02x?}",
+                byte[0]
+            ));
+        }
+        self.counts.probes += 1;
+        Ok(())
+    }
+}

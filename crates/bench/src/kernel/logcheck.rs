@@ -1,0 +1,79 @@
+//! The dirty log, switched on and off in the middle of the load, and every page that was written looked up in it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::driver::{DirtyLog, LogSwitch, Memory, RingParts};
+use crate::error::{Result, fail};
+use crate::load::LogGate;
+
+/// How long lanes may take to come to rest.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// A device may mark a page some time after its request is seen to be complete; after this it never will.
+const LATE: Duration = Duration::from_secs(2);
+
+/// What the rounds came to.
+#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+pub struct LogCheck {
+    /// Times that the log was switched on under load.
+    pub rounds: u64,
+    /// Writes of the device that were looked up.
+    pub writes: u64,
+    /// Pages that the device marked, over all rounds.
+    pub marked_pages: u64,
+}
+
+/// Switches the log on and off every `pause` until `stop`, or until the load ends.
+///
+/// # Errors
+/// A page that was written is not marked; a call failed.
+pub fn run(
+    memory: &Memory,
+    switch: &LogSwitch,
+    rings: &[RingParts],
+    gate: &Arc<LogGate>,
+    pause: Duration,
+    stop: &AtomicBool,
+) -> Result<LogCheck> {
+    let mut total = LogCheck::default();
+    let mut log = DirtyLog::new(memory)?;
+    switch.share(&log)?;
+    while !stop.load(Ordering::Acquire) && !gate.ended() {
+        std::thread::sleep(pause);
+        gate.arm(rings);
+        switch.switch(rings, true)?;
+        gate.count(rings);
+        let more = gate.wait(PATIENCE);
+        let notes = gate.take();
+        notes.iter().for_each(|note| log.expect(note.addr, u64::from(note.len), note.what));
+        let found = look_up(&log);
+        total.marked_pages += log.marked().len() as u64;
+        switch.switch(rings, false)?;
+        log.clear();
+        gate.rest(rings);
+        found?;
+        more?;
+        total.rounds += u64::from(!notes.is_empty());
+        total.writes += notes.len() as u64;
+    }
+    Ok(total)
+}
+
+fn look_up(log: &DirtyLog) -> Result<()> {
+    let deadline = Instant::now() + LATE;
+    loop {
+        let missed = log.missed();
+        let Some(first) = missed.first() else { return Ok(()) };
+        if Instant::now() > deadline {
+            return Err(fail!(
+                Io,
+                "{} pages that the device wrote with the log on are not marked, the first at guest address {:#x} ({})",
+                missed.len(),
+                first.guest_addr,
+                first.what
+            ));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

@@ -1,0 +1,240 @@
+//! How the dirty log is checked under load: lanes note what the device wrote, somebody else switches the log.
+//!
+//! A round: lanes begin to note completions ([`LogGate::arm`]); the log is switched on; from then on all that a device
+//! completes must be logged, also what it had taken before. Where each used ring stood after the switch divides what
+//! counts from what does not ([`LogGate::count`]). Lanes then submit only as much as goes into buffers that were not
+//! used since, and rest: what is not in the log then was not logged, not merely logged again by a later request.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::driver::RingParts;
+use crate::error::{Result, fail};
+
+/// The parts of a round, in the low bits of its number; 0 before the first.
+const ARM: u64 = 1;
+const COUNT: u64 = 2;
+const REST: u64 = 3;
+/// [`LaneGate::done`] of a lane that will note nothing more.
+const ENDED: u64 = u64::MAX;
+
+/// Bytes that the device wrote.
+#[derive(Clone, Copy, Debug)]
+pub struct Note {
+    /// Guest address.
+    pub addr: u64,
+    /// Bytes.
+    pub len: u32,
+    /// What they are.
+    pub what: &'static str,
+    /// Where in the used ring their request was.
+    position: u16,
+}
+
+#[derive(Debug, Default)]
+struct LaneGate {
+    /// Where the used ring stood after the switch.
+    from: AtomicU32,
+    /// The part that the lane has done with.
+    done: AtomicU64,
+    notes: Mutex<Vec<Note>>,
+}
+
+/// Where lanes and the one who switches the log meet.
+#[derive(Debug)]
+pub struct LogGate {
+    /// Round times four, plus its part. Written by the one who switches.
+    part: AtomicU64,
+    lanes: Vec<LaneGate>,
+}
+
+impl LogGate {
+    /// For so many queues.
+    pub fn new(lanes: usize) -> Self {
+        Self { part: AtomicU64::new(0), lanes: (0..lanes).map(|_| LaneGate::default()).collect() }
+    }
+
+    fn go_to(&self, part: u64, rings: &[RingParts]) {
+        let now = self.part.load(Ordering::Acquire);
+        let next = if part == ARM { (now / 4 + 1) * 4 + ARM } else { now / 4 * 4 + part };
+        self.part.store(next, Ordering::Release);
+        rings.iter().for_each(RingParts::wake);
+    }
+
+    /// Lanes note from here on.
+    pub fn arm(&self, rings: &[RingParts]) {
+        self.go_to(ARM, rings);
+    }
+
+    /// The log is on: from where the rings stand now everything counts.
+    pub fn count(&self, rings: &[RingParts]) {
+        for (lane, ring) in self.lanes.iter().zip(rings) {
+            lane.from.store(u32::from(ring.device.load_u16(2)), Ordering::Relaxed);
+        }
+        self.go_to(COUNT, rings);
+    }
+
+    /// Waits until every lane rests or ended; false if all have ended.
+    ///
+    /// # Errors
+    /// That takes longer than `patience`.
+    pub fn wait(&self, patience: Duration) -> Result<bool> {
+        let part = self.part.load(Ordering::Acquire);
+        let deadline = Instant::now() + patience;
+        let done = |lane: &LaneGate| lane.done.load(Ordering::Acquire);
+        while !self.lanes.iter().all(|lane| done(lane) >= part) {
+            if Instant::now() > deadline {
+                return Err(fail!(
+                    Io,
+                    "requests were still outstanding {patience:?} after the log was switched on"
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(self.lanes.iter().any(|lane| done(lane) != ENDED))
+    }
+
+    /// Whether all lanes have ended.
+    pub fn ended(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.done.load(Ordering::Acquire) == ENDED)
+    }
+
+    /// What must have been logged.
+    pub fn take(&self) -> Vec<Note> {
+        self.lanes.iter().flat_map(|lane| std::mem::take(&mut *lane.notes())).collect()
+    }
+
+    /// The round is over: lanes go on.
+    pub fn rest(&self, rings: &[RingParts]) {
+        self.go_to(REST, rings);
+    }
+}
+
+impl LaneGate {
+    fn notes(&self) -> MutexGuard<'_, Vec<Note>> {
+        self.notes.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// A lane's end of the gate. Belongs to the lane's thread.
+pub(super) struct Notes<'a> {
+    gate: &'a LogGate,
+    lane: &'a LaneGate,
+    part: u64,
+    /// Requests that may be submitted in a round once it counts, and how many are left.
+    room: usize,
+    left: usize,
+    notes: Vec<Note>,
+    used_ring: u64,
+    size: u16,
+}
+
+impl<'a> Notes<'a> {
+    /// For the queue of `ring`, whose requests go round `buffers`.
+    pub(super) fn new(gate: &'a LogGate, ring: &RingParts, buffers: usize) -> Self {
+        Self {
+            gate,
+            lane: &gate.lanes[usize::from(ring.index)],
+            part: 0,
+            // The other half is for those in flight at the switch, and before it counted.
+            room: (buffers / 2).max(1),
+            left: 0,
+            notes: Vec::new(),
+            used_ring: ring.device.guest(),
+            size: ring.size,
+        }
+    }
+
+    /// Sees what part of a round it is. `at_rest`: nothing is outstanding.
+    pub(super) fn look(&mut self, at_rest: bool) {
+        let part = self.gate.part.load(Ordering::Acquire);
+        if part != self.part {
+            self.part = part;
+            match part % 4 {
+                COUNT => self.left = self.room,
+                _ => self.notes.clear(),
+            }
+        }
+        if part % 4 == COUNT && self.left == 0 && at_rest && self.lane.done.load(Ordering::Relaxed) != part {
+            self.hand_over();
+            self.lane.done.store(part, Ordering::Release);
+        }
+    }
+
+    fn hand_over(&mut self) {
+        let from = self.lane.from.load(Ordering::Relaxed) as u16;
+        let counts = |note: &Note| note.position.wrapping_sub(from) as i16 >= 0;
+        self.lane.notes().extend(self.notes.drain(..).filter(counts));
+    }
+
+    /// Whether one more request may be submitted; it counts as submitted then.
+    pub(super) fn may_submit(&mut self) -> bool {
+        if self.part % 4 != COUNT {
+            return true;
+        }
+        let may = self.left > 0;
+        self.left -= usize::from(may);
+        may
+    }
+
+    /// A completion was taken; `next_used` is the position after its own.
+    #[inline]
+    pub(super) fn completed(&mut self, next_used: u16, status_addr: u64, data: (u64, u32)) {
+        if !matches!(self.part % 4, ARM | COUNT) {
+            return;
+        }
+        let position = next_used.wrapping_sub(1);
+        let element = self.used_ring + 4 + 8 * u64::from(position % self.size);
+        let wrote = [
+            (data.0, data.1, "data"),
+            (status_addr, 1, "status"),
+            (element, 8, "used element"),
+            (self.used_ring + 2, 2, "used index"),
+        ];
+        self.notes.extend(wrote.map(|(addr, len, what)| Note { addr, len, what, position }));
+    }
+
+    /// Nothing more will be noted; what was noted and is not yet asked for is dropped.
+    pub(super) fn end(&mut self) {
+        self.lane.done.store(ENDED, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{DEFAULT_BASE, Memory, Queue, QueueShape, RegionSpec};
+    use virtio::ring::RingFeatures;
+
+    #[test]
+    fn what_was_used_before_the_switch_does_not_count() {
+        let memory = Memory::new(&[RegionSpec { guest_addr: DEFAULT_BASE, size: 1 << 20 }]).unwrap();
+        let shape = QueueShape { size: 8, features: RingFeatures::default(), indirect_cap: 3 };
+        let queue = Queue::new(&memory, 0, shape).unwrap();
+        let ring = queue.parts().clone();
+        let (gate, rings) = (LogGate::new(1), [ring.clone()]);
+        let mut notes = Notes::new(&gate, &ring, 4);
+        gate.arm(&rings);
+        notes.look(false);
+        notes.completed(1, 0x10, (0x1000, 512));
+        ring.device.store_u16(2, 1);
+        gate.count(&rings);
+        assert!(notes.may_submit(), "it has not seen that it counts");
+        notes.look(false);
+        assert!(notes.may_submit() && notes.may_submit() && !notes.may_submit());
+        notes.completed(2, 0x10, (0x2000, 512));
+        notes.look(false);
+        assert!(gate.wait(Duration::ZERO).is_err(), "a request is outstanding");
+        notes.look(true);
+        assert!(gate.wait(Duration::ZERO).unwrap());
+        let taken = gate.take();
+        gate.rest(&rings);
+        assert_eq!(taken.iter().filter(|n| n.what == "data").map(|n| n.addr).collect::<Vec<_>>(), [0x2000]);
+        assert_eq!(taken.len(), 4);
+        notes.look(true);
+        assert!(notes.may_submit() && !gate.ended());
+        notes.end();
+        assert!(gate.ended());
+    }
+}
