@@ -5,7 +5,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
 use super::check::{Check, settings};
-use super::life::{Export, removing};
+use super::life::{Backend, Export, removing};
+use super::nets::{NetEntry, no_net};
 use super::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
@@ -104,6 +105,7 @@ pub struct Daemon {
 #[derive(Default)]
 pub(super) struct Maps {
     disks: BTreeMap<String, Arc<DiskEntry>>,
+    pub(super) nets: BTreeMap<String, Arc<NetEntry>>,
     exports: BTreeMap<String, ExportEntry>,
     /// Exports that are out of the map, and listeners not told yet.
     untold: usize,
@@ -118,7 +120,9 @@ pub(super) struct DiskEntry {
 }
 
 struct ExportEntry {
+    /// Empty where it is a network's.
     disk: String,
+    net: Option<String>,
     readonly: bool,
     phase: Phase,
 }
@@ -276,15 +280,24 @@ impl Daemon {
         state.disks.values().map(info).collect()
     }
 
-    /// Serves a disk. Waits for a resize of that disk to end.
+    /// Serves a disk or a network. Waits for a resize of that disk to end.
     pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
         spec.check()?;
+        if let Some(net) = &spec.net {
+            let entry = self.state().reserve_net(&spec, net)?;
+            return self.make(spec, Backend::Net(entry.tap.clone(), entry.spec.queues));
+        }
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
-        let name = spec.name.clone();
         self.state().reserve(&spec, &entry)?;
+        self.make(spec, Backend::Disk(entry.disk.clone()))
+    }
+
+    /// Makes an export that is reserved.
+    fn make(&self, spec: ExportSpec, backend: Backend) -> Result<()> {
+        let name = spec.name.clone();
         let watch = Watch { name: name.clone(), daemon: self.this.clone() };
-        let made = Export::create(spec, entry.disk.clone(), &self.workers, Arc::new(watch));
+        let made = Export::create(spec, backend, &self.workers, Arc::new(watch));
         let mut state = self.state();
         let result = match made {
             Ok(export) => {
@@ -459,6 +472,8 @@ impl Daemon {
             self.end(&name, &export);
         }
         self.wait_all_gone();
+        let nets = std::mem::take(&mut self.state().nets);
+        drop(nets);
         let disks = std::mem::take(&mut self.state().disks);
         for entry in disks.values() {
             // A resize may be under way.
@@ -486,7 +501,7 @@ impl Phase {
 }
 
 impl Maps {
-    fn check_up(&self) -> Result<()> {
+    pub(super) fn check_up(&self) -> Result<()> {
         match self.shut {
             true => Err(Error::busy("the daemon is ending")),
             false => Ok(()),
@@ -528,9 +543,7 @@ impl Maps {
     fn reserve(&mut self, spec: &ExportSpec, disk: &Arc<DiskEntry>) -> Result<()> {
         self.check_up()?;
         self.still(disk)?;
-        if self.exports.contains_key(&spec.name) {
-            return Err(Error::exists(format!("there is an export {} already", spec.name)));
-        }
+        self.check_vacant(spec)?;
         let readonly = spec.refuses_writes() || disk.disk.readonly();
         let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
         if let Some((writer, _)) = writer
@@ -539,15 +552,45 @@ impl Maps {
             let remedy = match spec.kind {
                 ExportKind::VhostUserBlk => "give readonly=on",
                 ExportKind::Fuse => "leave out writable=on",
+                ExportKind::VhostUserNet => unreachable!("it is of no disk"),
             };
             return Err(Error::busy(format!(
                 "disk {} is written by export {writer} already; {remedy}, or remove that export",
                 spec.disk
             )));
         }
-        let entry = ExportEntry { disk: spec.disk.clone(), readonly, phase: Phase::Making };
+        let entry = ExportEntry { disk: spec.disk.clone(), net: None, readonly, phase: Phase::Making };
         self.exports.insert(spec.name.clone(), entry);
         Ok(())
+    }
+
+    /// Enters an export of a network that is to be made, if it may be.
+    fn reserve_net(&mut self, spec: &ExportSpec, net: &str) -> Result<Arc<NetEntry>> {
+        self.check_up()?;
+        let entry = self.nets.get(net).cloned().ok_or_else(|| no_net(net))?;
+        self.check_vacant(spec)?;
+        if let Some(user) = self.net_user(net) {
+            return Err(Error::busy(format!(
+                "network {net} is in use by export {user}; give each export a network of its own, or remove that one"
+            )));
+        }
+        let disk = String::new();
+        let reserved = ExportEntry { disk, net: Some(net.to_owned()), readonly: false, phase: Phase::Making };
+        self.exports.insert(spec.name.clone(), reserved);
+        Ok(entry)
+    }
+
+    fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
+        match self.exports.contains_key(&spec.name) {
+            true => Err(Error::exists(format!("there is an export {} already", spec.name))),
+            false => Ok(()),
+        }
+    }
+
+    /// The export of a network.
+    pub(super) fn net_user(&self, net: &str) -> Option<String> {
+        let mut users = self.exports.iter().filter(|(_, e)| e.net.as_deref() == Some(net));
+        users.next().map(|(name, _)| name.clone())
     }
 
     /// The edge from `Serving` to `Removing`; whoever takes it calls [`Daemon::end`].
