@@ -39,7 +39,7 @@ serve file=/dev/ram0 queues=2,engine=auto
 result "choosing: without the module engine=auto is ours" is "$(told exports engine)" "user "
 result "choosing: and says why" sh -c "vshunt status --json | grep engine-why"
 result "choosing: without the module engine=kernel is refused" refused "modprobe vhost_blk" \\
-    vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,engine=kernel
+    vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,readonly=on,engine=kernel
 result "choosing: it ends" quit
 need vhost_blk
 serve file=/dev/ram0 queues=2,engine=auto
