@@ -1,6 +1,7 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
@@ -230,6 +231,7 @@ impl Daemon {
         // Without the lock: it may wait for the image.
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
+        self.check_not_ours(&disk)?;
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
@@ -249,6 +251,22 @@ impl Daemon {
             file.display(),
             other.spec.name
         )))
+    }
+
+    /// A process that serves itself a file cannot be killed: each end of it waits for the other.
+    fn check_not_ours(&self, disk: &Disk) -> Result<()> {
+        if !disk.image_may_wait() {
+            return Ok(());
+        }
+        let Some(Ok(meta)) = disk.image().map(std::fs::File::metadata) else { return Ok(()) };
+        match self.shown().iter().find(|e| e.is_on(meta.dev())) {
+            None => Ok(()),
+            Some(export) => Err(Error::invalid(format!(
+                "that image is the file of export {0} of this daemon, which would wait for itself; export disk {1} itself, \
+                 or serve the file by another daemon",
+                export.spec.name, export.spec.disk
+            ))),
+        }
     }
 
     /// Closes a disk that no export uses.

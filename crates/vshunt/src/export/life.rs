@@ -229,6 +229,11 @@ impl Export {
         self.spec.kind != ExportKind::Fuse && self.connected()
     }
 
+    /// Whether it is the mount with that device number.
+    pub(super) fn is_on(&self, device: u64) -> bool {
+        matches!(&*self.served(), Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.device() == device)
+    }
+
     /// Whether the kernel changes the disk's size without asking us.
     pub(super) fn grows_by_itself(&self) -> bool {
         match &*self.served() {
