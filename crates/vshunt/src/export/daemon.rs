@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::check::{Check, settings};
 use super::life::{Backend, Export, removing};
-use super::nets::{NetEntry, no_net};
+use super::nets::NetEntry;
 use super::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
@@ -107,7 +107,7 @@ pub struct Daemon {
 pub(super) struct Maps {
     disks: BTreeMap<String, Arc<DiskEntry>>,
     pub(super) nets: BTreeMap<String, Arc<NetEntry>>,
-    exports: BTreeMap<String, ExportEntry>,
+    pub(super) exports: BTreeMap<String, ExportEntry>,
     /// Exports that are out of the map, and listeners not told yet.
     untold: usize,
     shut: bool,
@@ -120,12 +120,19 @@ pub(super) struct DiskEntry {
     turn: Mutex<()>,
 }
 
-struct ExportEntry {
+pub(super) struct ExportEntry {
     /// Empty where it is a network's.
     disk: String,
-    net: Option<String>,
+    pub(super) net: Option<String>,
     readonly: bool,
     phase: Phase,
+}
+
+impl ExportEntry {
+    /// One of a network, that is about to be made.
+    pub(super) fn of_net(net: &str) -> Self {
+        Self { disk: String::new(), net: Some(net.to_owned()), readonly: false, phase: Phase::Making }
+    }
 }
 
 /// An export's life. Its name and its disk are in use from the first phase to the end of the last.
@@ -582,33 +589,12 @@ impl Maps {
         Ok(())
     }
 
-    /// Enters an export of a network that is to be made, if it may be.
-    fn reserve_net(&mut self, spec: &ExportSpec, net: &str) -> Result<Arc<NetEntry>> {
-        self.check_up()?;
-        let entry = self.nets.get(net).cloned().ok_or_else(|| no_net(net))?;
-        self.check_vacant(spec)?;
-        if let Some(user) = self.net_user(net) {
-            return Err(Error::busy(format!(
-                "network {net} is in use by export {user}; give each export a network of its own, or remove that one"
-            )));
-        }
-        let disk = String::new();
-        let reserved = ExportEntry { disk, net: Some(net.to_owned()), readonly: false, phase: Phase::Making };
-        self.exports.insert(spec.name.clone(), reserved);
-        Ok(entry)
-    }
-
-    fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
+    /// Whether an export's name is free.
+    pub(super) fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
         match self.exports.contains_key(&spec.name) {
             true => Err(Error::exists(format!("there is an export {} already", spec.name))),
             false => Ok(()),
         }
-    }
-
-    /// The export of a network.
-    pub(super) fn net_user(&self, net: &str) -> Option<String> {
-        let mut users = self.exports.iter().filter(|(_, e)| e.net.as_deref() == Some(net));
-        users.next().map(|(name, _)| name.clone())
     }
 
     /// The edge from `Serving` to `Removing`; whoever takes it calls [`Daemon::end`].

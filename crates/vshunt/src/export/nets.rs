@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::check::Check;
-use super::daemon::{Daemon, Maps};
-use super::spec::{NetCounters, NetInfo, NetSpec};
+use super::daemon::{Daemon, ExportEntry, Maps};
+use super::spec::{ExportSpec, NetCounters, NetInfo, NetSpec};
 use crate::backend::net::Tap;
 use crate::error::{Error, Result};
 
@@ -53,6 +53,26 @@ impl Daemon {
 }
 
 impl Maps {
+    /// Enters an export of a network that is to be made, if it may be.
+    pub(super) fn reserve_net(&mut self, spec: &ExportSpec, net: &str) -> Result<Arc<NetEntry>> {
+        self.check_up()?;
+        let entry = self.nets.get(net).cloned().ok_or_else(|| no_net(net))?;
+        self.check_vacant(spec)?;
+        if let Some(user) = self.net_user(net) {
+            return Err(Error::busy(format!(
+                "network {net} is in use by export {user}; give each export a network of its own, or remove that one"
+            )));
+        }
+        self.exports.insert(spec.name.clone(), ExportEntry::of_net(net));
+        Ok(entry)
+    }
+
+    /// The export of a network.
+    fn net_user(&self, net: &str) -> Option<String> {
+        let mut users = self.exports.iter().filter(|(_, e)| e.net.as_deref() == Some(net));
+        users.next().map(|(name, _)| name.clone())
+    }
+
     /// Whether a network may be added.
     fn check_vacant_net(&self, spec: &NetSpec) -> Result<()> {
         self.check_up()?;
@@ -91,6 +111,6 @@ fn info(net: &NetEntry, export: Option<String>) -> NetInfo {
     }
 }
 
-pub(super) fn no_net(name: &str) -> Error {
+fn no_net(name: &str) -> Error {
     Error::not_found(format!("there is no network {name}; 'net list' shows those that are there"))
 }
