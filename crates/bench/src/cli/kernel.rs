@@ -154,7 +154,7 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
         let value = serde_json::json!({ "hostile": counts });
         return print(args, &value, || {
             format!(
-                "hostile: {} chains of seed {}: {} OK, {} failed, {} unsupported, {} without status, {} broke the ring, \
+                "hostile: {} chains of seed {}: {} OK, {} failed, {} unsupported, {} without status, {} unanswered as the ring broke, \
                  {} settled; {} sound requests between them answered, {} rings set up again\n",
                 counts.chains,
                 plan.seed,
