@@ -177,6 +177,25 @@ def image_that_waits(suite):
     below.stop()
 
 
+def writer_and_reader(suite):
+    """A guest's disk, over vhost-user-blk, and the same read-only as a file: what one writes the other sees."""
+    suite.ours()
+    image = suite.image("guest.img", MIB)
+    socket, path = suite.rig.dir / "guest.sock", suite.rig.dir / "guest.mnt"
+    daemon = r.Daemon(
+        suite.rig, "--disk", f"name=d0,file={image}", "--export", f"type=vhost-user-blk,name=vm0,disk=d0,socket={socket},queues=1",
+        "--export", f"type=fuse,name=f0,disk=d0,mountpoint={path}", name="guest",
+    )  # fmt: skip
+    m.refused("O_RDWR", ["EROFS", "EACCES", "EPERM"], lambda: os.close(os.open(path, os.O_RDWR)))
+    r.run([r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "write", "--size", "1M", "--bs", "64k", "--verify", "--quiet"])
+    content = image.read_bytes()
+    r.require(content.count(0) < MIB // 2, "the load wrote nothing")
+    m.same(path, content, "the mount")
+    for number in (0, 77, MIB // 512 - 1):
+        r.require(sector(socket, number) == content[number * 512 : number * 512 + 512], f"vhost-user: sector {number} is another")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
 def in_kernel(suite):
     """Passthrough: reads and writes go past the daemon, and are right."""
     suite.ours()
@@ -319,6 +338,7 @@ def tests_once(suite):
     t("one disk, vhost-user-blk and fuse, both writable: refused", lambda: two_writers(suite))
     t("one read-only disk, vhost-user-blk and two mounts", lambda: two_readers(suite))
     t("an image that another daemon serves, which is held up", lambda: image_that_waits(suite))
+    t("vhost-user-blk writes, a read-only mount sees it", lambda: writer_and_reader(suite))
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
     t("passthrough: random operations", lambda: in_kernel_walk(suite), 40)
     t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))

@@ -44,8 +44,8 @@ pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, seed: u32) -> u32 {
     c.case("what is offered", Case::offers);
     c.case("the configuration space", Case::config);
     c.case("rings are taken over", Case::starts);
-    c.case("frames from the guest, on each pair", Case::from_guest);
-    c.case("frames to the guest, on the pairs of their flows", Case::to_guest);
+    c.case("frames from the guest, on each pair", Case::transmits);
+    c.case("frames to the guest, on the pairs of their flows", Case::receives);
     c.case("long frames fill several buffers", Case::long_frames);
     if pairs > 1 {
         c.case("a pair that is switched off gets nothing", Case::switched_off);
@@ -65,8 +65,8 @@ fn reconnect(socket: &Path, ifname: &str, pairs: u16, seed: u32) -> Outcome {
     let (guest, host) = (Guest::connect(socket)?, Host::open(ifname)?);
     let mut c = Case { guest, host, ifname, pairs, seed, number: 1000, failed: 0 };
     c.starts()?;
-    c.from_guest()?;
-    c.to_guest()
+    c.transmits()?;
+    c.receives()
 }
 
 fn report(name: &str, result: Outcome) -> bool {
@@ -125,7 +125,7 @@ impl Case<'_> {
         (0..self.pairs).try_for_each(|pair| self.guest.enable(pair, true))
     }
 
-    fn from_guest(&mut self) -> Outcome {
+    fn transmits(&mut self) -> Outcome {
         let case = self.id();
         let mut number = 0;
         for pair in 0..self.pairs {
@@ -206,7 +206,7 @@ impl Case<'_> {
         (0..self.pairs).collect()
     }
 
-    fn to_guest(&mut self) -> Outcome {
+    fn receives(&mut self) -> Outcome {
         let by_pair = self.exchange(&self.all())?;
         println!("# frames by pair: {by_pair:?}");
         match by_pair.len() == usize::from(self.pairs) {
@@ -263,7 +263,7 @@ impl Case<'_> {
                 self.guest.tell_ring(ring, base)?;
             }
         }
-        self.from_guest()?;
+        self.transmits()?;
         self.exchange(&self.all()).map(drop)
     }
 

@@ -42,6 +42,9 @@ pub(crate) const WANTED: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
     | bit(VHOST_USER_F_PROTOCOL_FEATURES)
     | bit(VIRTIO_F_VERSION_1);
 
+/// A frame, its buffers, and where it was written.
+type Taken = (Vec<u8>, u16, Vec<u64>);
+
 struct Pair {
     rx: Queue,
     buffers: Area,
@@ -282,8 +285,7 @@ impl Pair {
         }
     }
 
-    /// A frame, its buffers, and where it was written.
-    fn take(&mut self) -> Outcome<Option<(Vec<u8>, u16, Vec<u64>)>> {
+    fn take(&mut self) -> Outcome<Option<Taken>> {
         let (mut frame, mut pages, mut got, mut want) = (Vec::new(), Vec::new(), 0, 1);
         let end = Instant::now() + Duration::from_secs(5);
         while got < want {

@@ -122,6 +122,8 @@ impl Export {
         observer: Arc<dyn Observer>,
     ) -> Result<Self> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
+        // As it is shown, whatever directory the reader is in.
+        spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
         let mut readonly = spec.refuses_writes();
         let opened = match backend {
             Backend::Disk(disk) => {

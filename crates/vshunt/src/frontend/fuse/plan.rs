@@ -34,7 +34,7 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
     let passthrough = passthrough(spec, disk);
     let wanted = spec.transport.unwrap_or_default();
     let channels = spec.queues.unwrap_or(queues_default).min(queues_max);
-    let (transport, queues, transport_why) = match (wanted, ring_queues(spec)) {
+    let (transport, queues, transport_why) = match (wanted, ring_queues(spec, queues_max)) {
         (Transport::Dev, _) => (Transport::Dev, channels, None),
         (Transport::IoUring, Ok(rings)) => (Transport::IoUring, rings + 1, None),
         (Transport::IoUring, Err(why)) => {
@@ -54,13 +54,18 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
 }
 
 /// How many ring queues there have to be, or why there can be none.
-fn ring_queues(spec: &ExportSpec) -> Result<u16, String> {
+fn ring_queues(spec: &ExportSpec, queues_max: u16) -> Result<u16, String> {
     match std::fs::read_to_string(ENABLE_URING) {
         Ok(text) if text.trim() == "Y" => {}
         Ok(_) => return Err(format!("it is switched off; root can switch it on: echo Y >{ENABLE_URING}")),
         Err(_) => return Err(format!("this kernel has none (Linux 6.14 or newer, {ENABLE_URING})")),
     }
     let cpus = possible_cpus()?;
+    if cpus >= queues_max {
+        return Err(format!(
+            "it has a queue for each possible CPU, {cpus} here, and an export has {queues_max} at most"
+        ));
+    }
     match spec.queues {
         Some(n) if n != cpus => Err(format!(
             "it has a queue for each possible CPU; leave out queues={n}, or give the {cpus} that there are here"

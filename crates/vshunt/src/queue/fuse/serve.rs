@@ -94,12 +94,17 @@ impl FuseQueue {
     }
 
     fn end_with(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32, small: &[u8]) {
-        if result < 0 && result != -libc::ENOSYS {
-            QueueStats::add(&self.stats.errors, 1);
-        }
         self.slots[usize::from(index)].then = Then::Nothing;
         self.reply(index, result.min(0), if result < 0 { &[] } else { small });
         self.release(ring, place, index);
+    }
+
+    /// The same for what the disk answered: a failure of it is one. (What is refused by rule is none: ENOTTY, ENXIO.)
+    fn end_of_disk(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32) {
+        if result < 0 && result != -libc::ENXIO {
+            QueueStats::add(&self.stats.errors, 1);
+        }
+        self.end(ring, place, index, result);
     }
 
     #[inline]
@@ -243,7 +248,7 @@ impl FuseQueue {
                 self.end_read(ring, place, index, skip as usize, len as usize);
             }
             Then::Written { len } if result >= 0 => self.end_write(ring, place, index, len),
-            _ => self.end(ring, place, index, result),
+            _ => self.end_of_disk(ring, place, index, result),
         }
     }
 
@@ -281,7 +286,7 @@ impl FuseQueue {
     pub(super) fn answered(&mut self, ring: &mut Ring, place: Token, index: u16, answer: Answer) {
         let then = self.slots[usize::from(index)].then;
         match (answer, then) {
-            (Answer::Done(result), _) if result < 0 => self.end(ring, place, index, result),
+            (Answer::Done(result), _) if result < 0 => self.end_of_disk(ring, place, index, result),
             (Answer::Done(_), Then::Written { len }) => self.end_write(ring, place, index, len),
             (Answer::Done(_), Then::Go(change)) => self.change(ring, place, index, change),
             (Answer::Done(_), Then::Attr) => self.end_attr(ring, place, index, Then::Attr),
