@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import signal
 import struct
+import time
 
 import fuse_mount as m
 import fuse_model
@@ -148,6 +150,33 @@ def two_readers(suite):
     mount.stop()
 
 
+def image_that_waits(suite):
+    """An image that another daemon serves, and that one is held up: who asks for attributes waits, the worker does not."""
+    suite.ours()
+    below = m.Mount(suite, "waits-below", image=suite.image("waits-below.img", MIB))
+    path = suite.rig.dir / "waits-other.mnt"
+    more = ["--disk", f"name=d1,file={suite.image('waits-other.img', MIB)}", "--export", f"type=fuse,name=f1,disk=d1,mountpoint={path}"]
+    mount = m.Mount(suite, "waits", disk=f"file={below.path}", workers="default", more=more)
+    size = ["stat", "-c", "%s", mount.path]
+    r.require(r.run(size).stdout.strip() == str(MIB), "its size is another")
+    with m.Opened(mount.path) as fd:
+        os.pwrite(fd, b"above", 1000)
+        os.utime(mount.path, (1000, 2000))
+        r.require(os.fstat(fd).st_mtime == 2000, "the time was not set")
+    os.kill(below.child.pid, signal.SIGSTOP)
+    try:
+        askers = [r.Child(suite.rig, f"waits-{n}", argv) for n, argv in enumerate((size, ["stat", "-c", "%w", mount.path]))]
+        time.sleep(0.3)
+        for turn in range(5):
+            r.run(["dd", f"if={path}", "of=/dev/null", "bs=4k", "count=1", f"skip={turn}", "iflag=direct"], timeout_s=5)
+        r.require(all(a.running() for a in askers), "they were answered by whom?")
+    finally:
+        os.kill(below.child.pid, signal.SIGCONT)
+    r.require([a.wait(5) for a in askers] == [0, 0], "they did not get their answers")
+    mount.stop()
+    below.stop()
+
+
 def in_kernel(suite):
     """Passthrough: reads and writes go past the daemon, and are right."""
     suite.ours()
@@ -289,6 +318,7 @@ def tests_once(suite):
     t("defaults", lambda: defaults(suite))
     t("one disk, vhost-user-blk and fuse, both writable: refused", lambda: two_writers(suite))
     t("one read-only disk, vhost-user-blk and two mounts", lambda: two_readers(suite))
+    t("an image that another daemon serves, which is held up", lambda: image_that_waits(suite))
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
     t("passthrough: random operations", lambda: in_kernel_walk(suite), 40)
     t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))

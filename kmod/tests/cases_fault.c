@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * Disks that fail or are slow; the rig makes them: `fault-medium` (scsi_debug with unreadable sectors 0x1234 to 0x123d),
+ * Disks that fail or are slow; the rig makes them: `fault-medium` (scsi_debug; 0x1234 to 0x123d cannot be read),
  * `fault-some` (a disk that fails now and then), `fault-slow` (a second a request).
  */
 #include <errno.h>
@@ -66,7 +66,8 @@ static void some_fail(const struct vb_args *args)
 	usleep(4000000);
 	load_end(&load);
 	stats = ring_stats(&ring);
-	require(load.errors, "the disk did not fail: the test tests nothing (%llu requests)", (unsigned long long)load.done);
+	require(load.errors, "the disk did not fail: the test tests nothing (%llu requests)",
+		(unsigned long long)load.done);
 	require(load.errors < load.done, "nothing succeeded");
 	require(stats.errors == load.errors && stats.requests == load.done, "%llu errors of %llu, counted %llu of %llu",
 		(unsigned long long)load.errors, (unsigned long long)load.done, (unsigned long long)stats.errors,
@@ -163,10 +164,11 @@ static void tracing(const char *file, const char *text)
 }
 
 /*
- * How a request reaches the disk: the flags of the bios that it became, as the kernel's trace shows them. A leading F is
- * a flush before, one behind the W a write that is stable when it ends.
+ * How a request reaches the disk: the flags of the bios that it became, as the kernel's trace shows them. A leading F
+ * is a flush before, one behind the W a write that is stable when it ends.
  */
-static void flags_of(struct vb_ring *ring, struct vb_buffer *buffer, uint32_t type, size_t bytes, char *flags, size_t room)
+static void flags_of(struct vb_ring *ring, struct vb_buffer *buffer, uint32_t type, size_t bytes, char *flags,
+		     size_t room)
 {
 	char line[512];
 	FILE *trace;
@@ -221,7 +223,7 @@ static void durable(const struct vb_args *args)
 		/* One bio's worth and more: all of it, also what ends first. */
 		for (size_t bytes = 4096; bytes <= 1 << 20; bytes <<= 4) {
 			flags_of(&ring, &buffer, VIRTIO_BLK_T_OUT, bytes, flags, sizeof(flags));
-			require(begin_with(flags, "W"), "OUT of %zu bytes: the disk saw no write, but %s", bytes, flags);
+			require(begin_with(flags, "W"), "OUT of %zu bytes: no write, but %s", bytes, flags);
 			require(stable(flags) == !flush, "OUT of %zu bytes, %s: the disk saw %s", bytes,
 				flush ? "FLUSH negotiated" : "no FLUSH", flags);
 		}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * A guest that lies. The device answers, or says that the ring is broken; it never hangs, and the ring can be stopped and
- * used again. The long form, thousands of chains, is vshunt-bench's.
+ * A guest that lies. The device answers, or says that the ring is broken; it never hangs, and the ring can be stopped
+ * and used again. The long form, thousands of chains, is vshunt-bench's.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -65,7 +65,8 @@ static void still_serves(struct liar *l, char seen, const char *what)
 {
 	if (seen == 'b')
 		renew(l);
-	require(do_request(&l->ring, &l->buffer, VIRTIO_BLK_T_IN, 0, 4096) == VIRTIO_BLK_S_OK, "no service after %s", what);
+	require(do_request(&l->ring, &l->buffer, VIRTIO_BLK_T_IN, 0, 4096) == VIRTIO_BLK_S_OK,
+		"no service after %s", what);
 }
 
 static char send(struct liar *l)
@@ -84,7 +85,9 @@ static void honest(struct liar *l, uint32_t type)
 
 static void addresses(const struct vb_args *args)
 {
-	static const uint64_t bad[] = { 0, 1ull << 40, ~0ull, ~0ull - 4095, (1ull << 20) - 1, (1ull << 20) + REGION_BYTES };
+	static const uint64_t bad[] = {
+		0, 1ull << 40, ~0ull, ~0ull - 4095, (1ull << 20) - 1, (1ull << 20) + REGION_BYTES,
+	};
 	static struct liar l;
 
 	begin(&l, args);
@@ -175,7 +178,7 @@ static void shapes(const struct vb_args *args)
 	close(l.dev.fd);
 }
 
-static void indices(const struct vb_args *args)
+static void positions(const struct vb_args *args)
 {
 	static struct liar l;
 	int head;
@@ -249,7 +252,10 @@ static void scribbled(const struct vb_args *args)
 			l.ring.avail->ring[n] = chance(&l.seed, 66);
 			/* Requests that could be ones, sometimes. */
 			if (n % 4 == 0) {
-				struct virtio_blk_outhdr hdr = { .type = chance(&l.seed, 15), .sector = chance(&l.seed, 8192) };
+				struct virtio_blk_outhdr hdr = {
+					.type = chance(&l.seed, 15),
+					.sector = chance(&l.seed, 8192),
+				};
 
 				memcpy(l.buffer.data + chance(&l.seed, 4096), &hdr, sizeof(hdr));
 			}
@@ -269,7 +275,7 @@ const struct vb_case cases_hostile[] = {
 	{ "hostile", "addresses", addresses, 60 },
 	{ "hostile", "lengths", lengths, 60 },
 	{ "hostile", "chains of a wrong shape, loops, indirect tables", shapes, 60 },
-	{ "hostile", "indices", indices, 30 },
+	{ "hostile", "indices", positions, 30 },
 	{ "hostile", "a head that is in flight, offered again", same_head, 120 },
 	{ "hostile", "random rings, changed while they are read", scribbled, 60 },
 	{ .body = NULL },

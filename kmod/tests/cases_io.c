@@ -151,8 +151,9 @@ static void layouts(const struct vb_args *args)
 		head = ring_push(&b.ring, &chain);
 		ring_kick(&b.ring);
 		ring_wait(&b.ring, head);
-		require(*buffer_status(buffer, bytes) == VIRTIO_BLK_S_OK, "case %u: status %u of %s, %zu bytes in %u descriptors",
-			n, *buffer_status(buffer, bytes), in ? "IN" : "OUT", bytes, chain.n);
+		require(*buffer_status(buffer, bytes) == VIRTIO_BLK_S_OK,
+			"case %u: status %u of %s, %zu bytes in %u descriptors", n,
+			*buffer_status(buffer, bytes), in ? "IN" : "OUT", bytes, chain.n);
 		require(b.ring.used_len[head] == (in ? bytes + 1 : 1), "case %u: used length %u of %s, %zu bytes", n,
 			b.ring.used_len[head], in ? "IN" : "OUT", bytes);
 		if (!in) {
@@ -201,7 +202,8 @@ static void discard_and_zeroes(const struct vb_args *args)
 	end(&b);
 }
 
-static void under_load(const struct vb_args *args, uint64_t features, unsigned int queues, unsigned int size, unsigned int ms)
+static void under_load(const struct vb_args *args, uint64_t features, unsigned int queues, unsigned int size,
+		       unsigned int ms)
 {
 	struct vb_dev dev;
 	struct vb_ring rings[8];
@@ -213,8 +215,10 @@ static void under_load(const struct vb_args *args, uint64_t features, unsigned i
 	for (unsigned int n = 0; n < queues; n++) {
 		ring_init(&rings[n], &dev, n * 9, size);
 		ring_start(&rings[n]);
-		loads[n] = (struct load) { .ring = &rings[n], .first_sector = n * sectors, .sectors = sectors, .depth = 16,
-					   .seed = args->seed + n * 17 };
+		loads[n] = (struct load) {
+			.ring = &rings[n], .first_sector = n * sectors, .sectors = sectors, .depth = 16,
+			.seed = args->seed + n * 17,
+		};
 		load_start(&loads[n]);
 	}
 	usleep(ms * 1000);
@@ -230,7 +234,7 @@ static void under_load(const struct vb_args *args, uint64_t features, unsigned i
 			(unsigned long long)stats.errors, stats.in_flight);
 		done += loads[n].done;
 		ring_stop(&rings[n]);
-		require(ring_base(&rings[n]) == rings[n].next_avail, "ring %u: its base is %u, %u were made available", n,
+		require(ring_base(&rings[n]) == rings[n].next_avail, "ring %u: its base is %u, %u were available", n,
 			ring_base(&rings[n]), rings[n].next_avail);
 	}
 	require(done, "no requests");

@@ -78,8 +78,8 @@ static void stop_and_start(const struct vb_args *args)
 			usleep(turn * 20);
 		ring_stop(&ring);
 		base = ring_base(&ring);
-		require(base == ring.used->idx, "turn %u: base %u, %u are used: what was taken is not answered", turn, base,
-			ring.used->idx);
+		require(base == ring.used->idx, "turn %u: base %u, %u are used: not all that was taken is answered",
+			turn, base, ring.used->idx);
 		ring_reap(&ring);
 		/* The same position; what was not taken yet is taken now, by the kick that is pending or a new one. */
 		ring_start(&ring);
@@ -260,8 +260,8 @@ static void close_loaded(const struct vb_args *args)
 		ring_start(&ring);
 		for (unsigned int n = 0; n < 16; n++) {
 			buffers[n] = buffer_new(&dev, 0, 65536, n % 2 ? 4096 : 4);
-			chain_request(&dev, &chain, &buffers[n], n % 3 ? VIRTIO_BLK_T_IN : VIRTIO_BLK_T_OUT, n * 128, 65536,
-				      0, NULL);
+			chain_request(&dev, &chain, &buffers[n], n % 3 ? VIRTIO_BLK_T_IN : VIRTIO_BLK_T_OUT, n * 128,
+				      65536, 0, NULL);
 			ring_push(&ring, &chain);
 		}
 		ring_kick(&ring);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * dm-table NAME SECTORS TARGET ARGUMENT...: makes a device-mapper device of one target and prints its path. What dmsetup
- * does, for a VM without it.
+ * dm-table NAME SECTORS TARGET ARGUMENT...: makes a device-mapper device of one target and prints its path. What
+ * dmsetup does, for a VM without it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -40,7 +40,8 @@ int main(int argc, char **argv)
 	int fd = open("/dev/mapper/control", O_RDWR);
 
 	if (argc < 5 || fd < 0) {
-		fprintf(stderr, "dm-table: %s\n", fd < 0 ? "/dev/mapper/control is missing" : "NAME SECTORS TARGET ARGUMENT...");
+		fprintf(stderr, "dm-table: %s\n",
+			fd < 0 ? "/dev/mapper/control is missing" : "NAME SECTORS TARGET ARGUMENT...");
 		return 2;
 	}
 	ask(fd, DM_DEV_CREATE, argv[1], "create");

@@ -26,7 +26,7 @@
 static const struct vb_case * const groups[] = { cases_errors, cases_io, cases_life, cases_hostile, cases_fault };
 
 /* A counter of /proc/vmstat, with what the CPUs keep for themselves folded in. */
-static long vmstat(const char *name)
+static long counter_of(const char *name)
 {
 	FILE *refresh = fopen("/proc/sys/vm/stat_refresh", "w");
 	FILE *file = fopen("/proc/vmstat", "r");
@@ -48,7 +48,7 @@ static long vmstat(const char *name)
 
 static long pinned(void)
 {
-	return vmstat("nr_foll_pin_acquired") - vmstat("nr_foll_pin_released");
+	return counter_of("nr_foll_pin_acquired") - counter_of("nr_foll_pin_released");
 }
 
 static long module_users(void)

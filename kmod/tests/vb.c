@@ -109,7 +109,7 @@ void vb_close(struct vb_dev *dev)
 
 void *vb_alloc(struct vb_dev *dev, int region, size_t bytes, size_t align)
 {
-	size_t at = ALIGN_UP(dev->taken[region], align);
+	size_t at = (dev->taken[region] + align - 1) / align * align;
 
 	require(at + bytes <= REGION_BYTES, "the test needs more guest memory than it has");
 	dev->taken[region] = at + bytes;

@@ -42,8 +42,6 @@ struct vhost_vring_worker {
 /* A status that no device writes. */
 #define NO_STATUS	0xee
 
-#define ALIGN_UP(value, to)	(((value) + (to) - 1) / (to) * (to))
-
 /* What every case gets: the command line. */
 struct vb_args {
 	const char *device;

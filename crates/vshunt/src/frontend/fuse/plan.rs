@@ -1,5 +1,7 @@
 //! What a mount is going to be: decided, and refused where it cannot be, before anything is made.
 
+use rustix::thread::CapabilitySet;
+
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Passthrough, Transport};
@@ -60,9 +62,9 @@ fn ring_queues(spec: &ExportSpec) -> Result<u16, String> {
     }
     let cpus = possible_cpus()?;
     match spec.queues {
-        Some(n) if n != cpus => {
-            Err(format!("it has a queue for each possible CPU, {cpus} here, and queues={n} was asked for"))
-        }
+        Some(n) if n != cpus => Err(format!(
+            "it has a queue for each possible CPU; leave out queues={n}, or give the {cpus} that there are here"
+        )),
         _ => Ok(cpus),
     }
 }
@@ -85,7 +87,15 @@ fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     if !image.metadata().is_ok_and(|m| m.file_type().is_file()) {
         return Err("the kernel does it for files, not for block devices".to_owned());
     }
+    if !rustix::thread::capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::SYS_ADMIN)) {
+        return Err("the kernel does it for root alone (CAP_SYS_ADMIN)".to_owned());
+    }
     let (writable, growable) = (spec.writable.unwrap_or(false), spec.growable.unwrap_or(false));
+    if growable && disk.image_may_wait() {
+        return Err(
+            "the image is a file that another program serves, which would be asked for its size".to_owned()
+        );
+    }
     if writable && !growable {
         return Err("writes beyond the end could not be refused; growable=on allows them".to_owned());
     }
