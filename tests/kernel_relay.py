@@ -27,7 +27,13 @@ serve() {
         sleep 0.1
     done
 }
-ended() { vshunt quit && wait $daemon; }
+# Not below `result`, whose command is in a shell of its own: only the parent can wait.
+ended() {
+    vshunt quit
+    wait $daemon
+    rc=$?
+    result "relay: $1 ends" [ $rc = 0 ]
+}
 load() { vshunt-bench blk --quiet --socket /tmp/s --verify --rw randrw "$@"; }
 engine() { vshunt status --json | grep -q "\\"engine\\": *\\"$1\\""; }
 export=type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=4
@@ -35,14 +41,14 @@ export=type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=4
 serve /dev/ram0 --export $export,engine=auto
 result "relay: without the module engine=auto is ours" engine user
 result "relay: and says why" sh -c "vshunt status --json | grep engine-why"
+ended "a daemon without the module"
 result "relay: without the module engine=kernel is refused" \\
-    fails vhost-blk vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,engine=kernel
-result "relay: it ends" ended
+    fails "modprobe vhost_blk" timeout 10 vshunt serve --disk name=d0,file=/dev/ram0 --export $export,engine=kernel
 
 need vhost_blk
 serve /dev/ram0 --export $export,engine=auto
 result "relay: with the module engine=auto is the kernel" engine kernel
-result "relay: it ends" ended
+ended "a daemon that had no front-end"
 
 serve /dev/ram0 --export $export,engine=kernel,workers=2
 result "relay: the engine is the kernel" engine kernel
@@ -67,7 +73,7 @@ result "relay: workers of the kernel made, attached, freed under load" moves
 wait $bench
 rc=$?
 result "relay: and the load held" sh -c "[ $rc = 0 ] || { cat /tmp/load.out; false; }"
-result "relay: it ends" ended
+ended "a daemon with workers of the kernel"
 result "relay: nothing is pinned" none_pinned
 
 # Killed under load, three times.
@@ -77,9 +83,10 @@ while [ $turn -lt 3 ]; do
     load --queues 4 --runtime 20s --timeout 1s >/dev/null 2>&1 &
     bench=$!
     sleep 1.5
+    kill -0 $bench || echo "not ok relay: the load ended before the daemon was killed"
     kill -9 $daemon
     wait $daemon 2>/dev/null
-    kill -9 $bench
+    kill -9 $bench 2>/dev/null
     wait $bench 2>/dev/null
     rm -f /tmp/s /tmp/control
     turn=$((turn + 1))
@@ -92,7 +99,7 @@ truncate -s 64M /tmp/disk.img
 serve /tmp/disk.img --export $export,engine=kernel
 result "relay: a raw file: the engine is the kernel" engine kernel
 result "relay: a raw file: verified load" load --queues 2 --runtime 2s
-result "relay: it ends" ended
+ended "a daemon with a loop device"
 result "relay: the loop device is gone" sh -c '! losetup -a | grep disk.img'
 result "relay: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
@@ -216,4 +223,4 @@ def nested(rig, make_base, folder, modules):
     memory = 1536
     more = ["-object", f"memory-backend-memfd,id=memory,size={memory}M,share=on", "-numa", "node,memdev=memory"]
     more += ["-chardev", f"socket,id=fs,path={socket}", "-device", "vhost-user-fs-pci,chardev=fs,tag=host"]
-    k.Vm(rig, base, "nested", NESTED.replace("@QEMU@", str(qemu)), memory_mib=memory, more=more).finish(300)
+    k.Vm(rig, base, "nested", NESTED.replace("@QEMU@", str(qemu)), memory_mib=memory, more=more, checks=False).finish(300)

@@ -225,9 +225,9 @@ class Vm:
     """One VM running `job`; its results become the rig's.
 
     counting: its clock is the number of instructions executed, one a nanosecond, and nothing looks for faults, so that
-    CPU time is a count of instructions (one vCPU)."""
+    CPU time is a count of instructions (one vCPU). checks: with the checks of allocations that the kernel has."""
 
-    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False):
+    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True):
         program, _ = vm.qemu()
         self.rig, self.name = rig, name
         self.console = rig.dir / f"{name}.console"
@@ -241,7 +241,7 @@ class Vm:
         argv += [
             "-append",
             "console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off "
-            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20 softlockup_panic=0"),
+            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr"),
         ]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
         self.child = r.Child(rig, name, argv)
