@@ -4,104 +4,213 @@ import os
 import subprocess
 import tempfile
 
-import kernel_jobs
 import kernel_vm as k
 import rig as r
 import vm
 
-RELAY = (
-    kernel_jobs.PINNED
-    + """
-need brd rd_nr=1 rd_size=131072
-export VSHUNT_CONTROL=/tmp/control
-# serve DISK ARGUMENT...: a daemon with one export of four queues; more for the export.
+COMMON = """
+need brd rd_nr=2 rd_size=65536
+need loop
+need vhost_blk
+C=/tmp/c
+export VSHUNT_CONTROL=$C
+up() { until vshunt status >/dev/null 2>&1; do sleep 0.1; done; }
+# serve DISK-KEYS EXPORT-KEYS...
 serve() {
-    file=$1
-    shift
-    vshunt serve -q --disk name=d0,file=$file "$@" &
-    daemon=$!
+    disk=$1; shift
+    vshunt serve -q -c $C --disk name=d0,$disk --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,$1 >/tmp/serve 2>&1 &
+    pid=$!
+    up
+}
+# A result runs in a shell of its own, whose children are others.
+quit() { vshunt quit "$@" && while kill -0 $pid 2>/dev/null && ! grep -q "^State:.*Z" /proc/$pid/status; do sleep 0.1; done; }
+load() { vshunt-bench blk --socket /tmp/s --quiet "$@"; }
+# told LIST KEY: the values of a key in a list, in its order.
+told() { vshunt qmp query-$1 | sed -n "s/^ *\\"$2\\": *\\"\\{0,1\\}\\([^\\",]*\\).*/\\1/p" | tr '\\n' ' '; }
+is() { [ "$1" = "$2" ] || { echo "it is '$1', not '$2'"; return 1; }; }
+# Refused, with a message that has this in it.
+refused() { fails "$@"; }
+"""
+
+CHOOSING = (
+    COMMON.replace("need vhost_blk\n", "")
+    + """
+serve file=/dev/ram0 queues=2,engine=auto
+result "choosing: without the module engine=auto is ours" is "$(told exports engine)" "user "
+result "choosing: and says why" sh -c "vshunt status --json | grep engine-why"
+result "choosing: without the module engine=kernel is refused" refused "modprobe vhost_blk" \\
+    vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,readonly=on,engine=kernel
+result "choosing: it ends" quit
+need vhost_blk
+serve file=/dev/ram0 queues=2,engine=auto
+result "choosing: with the module engine=auto is the kernel" is "$(told exports engine)" "kernel "
+result "choosing: it ends" quit
+"""
+)
+
+DISK = (
+    COMMON
+    + """
+serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+result "disk: the engine is told" is "$(told exports engine)" "kernel "
+result "disk: a worker of the kernel for each queue" is "$(told workers kind)" "user kernel kernel "
+result "disk: written and read back by two queues" load --rw randrw --verify --queues 2 --iodepth 16 --runtime 2s
+result "disk: rings without indirect descriptors and event index" \\
+    load --rw randrw --verify --queues 2 --no-indirect --no-event-idx --bs 64k --iodepth 8 --runtime 1s
+result "disk: large requests" load --rw randrw --verify --queues 1 --bs 1M --iodepth 4 --runtime 1s
+result "disk: flushes" load --rw randwrite --verify --queues 2 --flush-every 4 --runtime 1s
+packed() { fails "packed" load --packed --runtime 1s; }
+result "disk: packed rings are not offered" packed
+moves() {
+    load --rw randrw --verify --queues 2 --iodepth 16 --runtime 6s >/tmp/load 2>&1 &
+    client=$!
     n=0
-    until vshunt status >/dev/null 2>&1; do
+    while kill -0 $client 2>/dev/null; do
+        id=$(vshunt worker new --kind kernel --export e0) || return 1
+        vshunt attach e0:$((n % 2)) $id || return 1
+        [ -n "$last" ] && { vshunt attach e0:$(((n + 1) % 2)) $id && vshunt worker free $last || return 1; }
+        last=$id
+        echo $id >/tmp/last
         n=$((n + 1))
-        [ $n -lt 100 ] && kill -0 $daemon || { echo "not ok relay: the daemon does not come up"; return 1; }
+    done
+    wait $client || { cat /tmp/load; return 1; }
+    [ $n -gt 3 ] || { echo "only $n turns"; return 1; }
+}
+result "disk: workers made, attached and freed while it is verified" moves
+last=$(cat /tmp/last)
+counted() {
+    requests=$(told queues requests)
+    set -- $requests
+    [ "$1" -gt 1000 ] && [ "$2" -gt 1000 ] || { echo "queues counted $requests"; return 1; }
+    is "$(told queues errors)" "0 0 " && is "$(told queues in-flight)" "0 0 "
+}
+result "disk: counters" counted
+result "disk: a worker pinned" vshunt worker set $last --cpu 1
+result "disk: is pinned" sh -c "vshunt status | grep -E '^ +$last .*kernel +1 '"
+result "disk: a worker of ours is not for it" refused "kind kernel" vshunt attach e0:0 0
+result "disk: a worker with a queue is not freed" refused "queue" vshunt worker free $last
+result "disk: kernel workers do not poll" refused "poll" vshunt worker set $last --poll-us 5
+vshunt disk add name=d1,format=null,size=1M
+vshunt export add type=vhost-user-blk,name=e1,disk=d1,socket=/tmp/s1,queues=1
+result "disk: a kernel worker is not for another export" refused "export e0 only" vshunt attach e1:0 $last
+result "disk: kernel workers are not made for exports of ours" refused "engine=kernel" vshunt worker new --kind kernel --export e1
+vshunt disk add name=d2,file=/dev/ram0,readonly=on,locking=off
+result "disk: engine=auto takes the kernel" vshunt export add type=vhost-user-blk,name=e2,disk=d2,socket=/tmp/s2,queues=1,engine=auto
+result "disk: and says so" is "$(told exports engine)" "kernel user kernel "
+written() { fails "read-only" vshunt-bench blk --socket /tmp/s2 --rw randwrite --runtime 1s --quiet; }
+result "disk: a read-only one is not written" written
+result "disk: and read" vshunt-bench blk --socket /tmp/s2 --rw randread --runtime 1s --quiet
+result "disk: its removal ends its workers" vshunt export remove e2
+result "disk: that is so" is "$(vshunt status --json | grep -c '"export": "e2"')" 0
+busy() { fails "front-end" vshunt export remove e0; }
+load --rw randread --runtime 60s >/dev/null 2>&1 &
+client=$!
+until [ "$(told exports connected | cut -d' ' -f1)" = true ]; do sleep 0.1; done
+result "disk: in use it is not removed" busy
+result "disk: but by force" vshunt export remove e0 --force
+wait $client
+result "disk: the daemon ends" quit
+result "disk: nothing of it is left" sh -c "! ls /tmp/s /tmp/s1 /tmp/s2 2>/dev/null"
+result "disk: the module can go" rmmod vhost_blk
+insmod /modules/vhost_blk.ko
+
+dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
+serve file=/tmp/image queues=1,engine=kernel
+result "file: a loop device bears its name" is "$(cat /sys/block/loop0/loop/backing_file)" /tmp/image
+result "file: written and read back" load --rw randrw --verify --iodepth 8 --runtime 2s
+load --rw randrw --verify --iodepth 8 --range 8M --runtime 3s >/tmp/load 2>&1 &
+client=$!
+sleep 1
+result "file: it grows under load" vshunt resize d0 32M
+result "file: the loop device, too" is "$(cat /sys/block/loop0/size)" 65536
+result "file: it shrinks under load" vshunt resize --shrink d0 8M
+result "file: the loop device, too" is "$(cat /sys/block/loop0/size)" 16384
+result "file: and its size is that" is "$(stat -c %s /tmp/image)" 8388608
+wait $client
+result "file: the load saw nothing of it" is $? 0
+result "file: the daemon ends" quit
+result "file: the loop device is gone" sh -c "! cat /sys/block/loop0/loop/backing_file 2>/dev/null"
+"""
+)
+
+ENDS = (
+    COMMON
+    + """
+insmod /modules/vhost_blk.ko 2>/dev/null
+gone() {
+    n=0
+    while ! rmmod vhost_blk 2>/dev/null; do
+        n=$((n + 1))
+        [ $n -lt 50 ] || { echo "the module is in use"; return 1; }
+        sleep 0.1
+    done
+    insmod /modules/vhost_blk.ko
+}
+# Without what single CPUs have not added yet.
+pinned() { echo 1 >/proc/sys/vm/stat_refresh; awk '/nr_foll_pin_acquired/ { a = $2 } /nr_foll_pin_released/ { r = $2 } END { print a - r }' /proc/vmstat; }
+before=$(pinned)
+killed() {
+    n=0
+    while [ $n -lt 8 ]; do
+        serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+        load --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
+        client=$!
+        until set -- $(told queues requests) && [ "${1:-0}" -gt 500 ]; do sleep 0.05; done
+        kill -9 $pid
+        wait $pid
+        wait $client && { echo "the front-end saw nothing of the end"; return 1; }
+        n=$((n + 1))
+    done
+    is "$(pinned)" "$before" && gone
+}
+result "ends: kill -9 of the daemon under load, 8 times; pages given back, module free" killed
+loops() {
+    dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
+    serve file=/tmp/image queues=1,engine=kernel
+    load --rw randrw --iodepth 8 --runtime 30s >/dev/null 2>&1 &
+    client=$!
+    until set -- $(told queues requests) && [ "${1:-0}" -gt 100 ]; do sleep 0.05; done
+    kill -9 $pid
+    wait $pid
+    wait $client
+    n=0
+    while [ -e /sys/block/loop0/loop/backing_file ]; do
+        n=$((n + 1))
+        [ $n -lt 50 ] || { echo "the loop device is left behind"; return 1; }
         sleep 0.1
     done
 }
-# Not below `result`, whose command is in a shell of its own: only the parent can wait.
-ended() {
-    vshunt quit
-    wait $daemon
-    rc=$?
-    result "relay: $1 ends" [ $rc = 0 ]
-}
-load() { vshunt-bench blk --quiet --socket /tmp/s --verify --rw randrw "$@"; }
-engine() { vshunt status --json | grep -q "\\"engine\\": *\\"$1\\""; }
-export=type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=4
-
-serve /dev/ram0 --export $export,engine=auto
-result "relay: without the module engine=auto is ours" engine user
-result "relay: and says why" sh -c "vshunt status --json | grep engine-why"
-ended "a daemon without the module"
-result "relay: without the module engine=kernel is refused" \\
-    fails "modprobe vhost_blk" timeout 10 vshunt serve --disk name=d0,file=/dev/ram0 --export $export,engine=kernel
-
-need vhost_blk
-serve /dev/ram0 --export $export,engine=auto
-result "relay: with the module engine=auto is the kernel" engine kernel
-ended "a daemon that had no front-end"
-
-serve /dev/ram0 --export $export,engine=kernel,workers=2
-result "relay: the engine is the kernel" engine kernel
-result "relay: verified load over the socket" load --queues 4 --runtime 3s
-# Moved, and workers made and freed, while I/O runs.
-load --queues 4 --runtime 6s >/tmp/load.out 2>&1 &
-bench=$!
-moves() {
-    sleep 1
-    for turn in 1 2 3 4 5 6; do
-        w=$(vshunt worker new --kind kernel --export e0) || return 1
-        vshunt worker list | grep -q kernel || { echo "no kernel worker is listed"; return 1; }
-        vshunt attach e0:$((turn % 4)) $w || return 1
-        fails "" vshunt worker free $w || return 1
-        vshunt attach e0:$((turn % 4)) $old || return 1
-        vshunt worker free $w || return 1
+result "ends: no loop device outlives a killed daemon" loops
+front() {
+    serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+    n=0
+    while [ $n -lt 8 ]; do
+        # Not the function: that would be another process around it.
+        vshunt-bench blk --socket /tmp/s --quiet --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
+        client=$!
+        set -- $(told queues requests)
+        least=$(($1 + 200))
+        until set -- $(told queues requests) && [ $1 -gt $least ]; do sleep 0.02; done
+        kill -9 $client
+        wait $client
+        until [ "$(told exports connected)" = "false " ]; do sleep 0.05; done
+        n=$((n + 1))
     done
+    is "$(told queues in-flight)" "0 0 " && load --rw randrw --verify --queues 2 --runtime 1s && quit
 }
-# A worker of the kernel that is there already.
-old=$(vshunt worker list | awk '/kernel/ { print $1; exit }')
-result "relay: workers of the kernel made, attached, freed under load" moves
-wait $bench
-rc=$?
-result "relay: and the load held" sh -c "[ $rc = 0 ] || { cat /tmp/load.out; false; }"
-ended "a daemon with workers of the kernel"
-result "relay: nothing is pinned" none_pinned
-
-# Killed under load, three times.
-turn=0
-while [ $turn -lt 3 ]; do
-    serve /dev/ram0 --export $export,engine=kernel,workers=per-queue || break
-    load --queues 4 --runtime 20s --timeout 1s >/dev/null 2>&1 &
-    bench=$!
-    sleep 1.5
-    kill -0 $bench || echo "not ok relay: the load ended before the daemon was killed"
-    kill -9 $daemon
-    wait $daemon 2>/dev/null
-    kill -9 $bench 2>/dev/null
-    wait $bench 2>/dev/null
-    rm -f /tmp/s /tmp/control
-    turn=$((turn + 1))
-done
-result "relay: killed under load, nothing is pinned" none_pinned
-
-# A raw file, by way of a loop device.
-need loop
-truncate -s 64M /tmp/disk.img
-serve /tmp/disk.img --export $export,engine=kernel
-result "relay: a raw file: the engine is the kernel" engine kernel
-result "relay: a raw file: verified load" load --queues 2 --runtime 2s
-ended "a daemon with a loop device"
-result "relay: the loop device is gone" sh -c '! losetup -a | grep disk.img'
-result "relay: after use nothing is left allocated, and it is unloaded" leaves_nothing
+result "ends: kill -9 of the front-end under load, 8 times, and on with the next" front
+under_load() {
+    serve file=/dev/ram0 queues=2,workers=2,engine=kernel
+    load --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
+    client=$!
+    until set -- $(told queues requests) && [ "${1:-0}" -gt 500 ]; do sleep 0.05; done
+    kill -TERM $pid
+    wait $pid
+    is $? 0 || return 1
+    wait $client && { echo "the front-end saw nothing of the end"; return 1; }
+    gone
+}
+result "ends: SIGTERM under load" under_load
 """
 )
 
@@ -163,8 +272,8 @@ poweroff -f
 """
 
 
-def relay(rig, base):
-    k.Vm(rig, base, "relay", RELAY, memory_mib=1024).finish(120)
+# Of VMs with our programs: name, job, seconds.
+VMS = (("choosing", CHOOSING, 60), ("disk", DISK, 180), ("ends", ENDS, 120))
 
 
 def vmlinux(folder):

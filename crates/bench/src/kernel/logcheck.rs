@@ -41,7 +41,9 @@ pub fn run(
     switch.share(&log)?;
     while !stop.load(Ordering::Acquire) && !gate.ended() {
         std::thread::sleep(pause);
-        gate.arm(rings);
+        if !gate.arm(rings, PATIENCE)? {
+            break;
+        }
         switch.switch(rings, true)?;
         gate.count(rings);
         let more = gate.wait(PATIENCE);
