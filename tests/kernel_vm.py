@@ -9,6 +9,7 @@ symbols alone): scripts/kernel-debug builds one, with VSHUNT_KERNEL_DIR the VMs 
 lists and user copies, refcount warnings, the detectors of soft lockups, stalls and hung tasks.
 """
 
+import argparse
 import lzma
 import os
 import re
@@ -118,6 +119,14 @@ def kernel(command="fetch", timeout_s=900, **environment):
     return (done.stdout.strip().splitlines() or [""])[-1]
 
 
+def only(doc):
+    """A rig's command line; whether a VM of this name is to run."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAMES")
+    names = parser.parse_args().only
+    return lambda name: not names or name in names.split(",")
+
+
 def static(path, package):
     """The bytes of a program that needs no library."""
     with open(path, "rb") as f:
@@ -169,6 +178,11 @@ class Modules:
                 before += [*self.order[needed], needed]
         self.order[name] = list(dict.fromkeys(before))
         return True
+
+    def add_ours(self):
+        """Builds vhost_blk and adds it."""
+        with open(kernel("build"), "rb") as f:
+            self.add("vhost_blk", f.read())
 
     def entries(self):
         needs = "".join(f"{name}: {' '.join(order)}\n" for name, order in self.order.items())
@@ -225,9 +239,9 @@ class Vm:
     """One VM running `job`; its results become the rig's.
 
     counting: its clock is the number of instructions executed, one a nanosecond, and nothing looks for faults, so that
-    CPU time is a count of instructions (one vCPU)."""
+    CPU time is a count of instructions (one vCPU). checks: with the checks of allocations that the kernel has."""
 
-    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False):
+    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True):
         program, _ = vm.qemu()
         self.rig, self.name = rig, name
         self.console = rig.dir / f"{name}.console"
@@ -241,7 +255,7 @@ class Vm:
         argv += [
             "-append",
             "console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off "
-            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20 softlockup_panic=0"),
+            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr"),
         ]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
         self.child = r.Child(rig, name, argv)
