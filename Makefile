@@ -22,7 +22,7 @@ run: build ## a minute's tour: a disk served, driven, its queues moved under loa
 test: ## every test; as root on Debian installs what is missing (VSHUNT_NO_INSTALL=1: does not)
 	scripts/test
 
-test-kernel: ## the kernel module alone: on a stock kernel in VMs, about four minutes
+test-kernel: ## the kernel module and what uses it: on a stock kernel in VMs, some minutes
 	scripts/test --only kernel
 
 bench: build ## the comparison tables

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import signal
 import struct
+import time
 
 import fuse_mount as m
 import fuse_model
@@ -148,6 +150,52 @@ def two_readers(suite):
     mount.stop()
 
 
+def image_that_waits(suite):
+    """An image that another daemon serves, and that one is held up: who asks for attributes waits, the worker does not."""
+    suite.ours()
+    below = m.Mount(suite, "waits-below", image=suite.image("waits-below.img", MIB))
+    path = suite.rig.dir / "waits-other.mnt"
+    more = ["--disk", f"name=d1,file={suite.image('waits-other.img', MIB)}", "--export", f"type=fuse,name=f1,disk=d1,mountpoint={path}"]
+    mount = m.Mount(suite, "waits", disk=f"file={below.path}", workers="default", more=more)
+    size = ["stat", "-c", "%s", mount.path]
+    r.require(r.run(size).stdout.strip() == str(MIB), "its size is another")
+    with m.Opened(mount.path) as fd:
+        os.pwrite(fd, b"above", 1000)
+        os.utime(mount.path, (1000, 2000))
+        r.require(os.fstat(fd).st_mtime == 2000, "the time was not set")
+    os.kill(below.child.pid, signal.SIGSTOP)
+    try:
+        askers = [r.Child(suite.rig, f"waits-{n}", argv) for n, argv in enumerate((size, ["stat", "-c", "%w", mount.path]))]
+        time.sleep(0.3)
+        for turn in range(5):
+            r.run(["dd", f"if={path}", "of=/dev/null", "bs=4k", "count=1", f"skip={turn}", "iflag=direct"], timeout_s=5)
+        r.require(all(a.running() for a in askers), "they were answered by whom?")
+    finally:
+        os.kill(below.child.pid, signal.SIGCONT)
+    r.require([a.wait(5) for a in askers] == [0, 0], "they did not get their answers")
+    mount.stop()
+    below.stop()
+
+
+def writer_and_reader(suite):
+    """A guest's disk, over vhost-user-blk, and the same read-only as a file: what one writes the other sees."""
+    suite.ours()
+    image = suite.image("guest.img", MIB)
+    socket, path = suite.rig.dir / "guest.sock", suite.rig.dir / "guest.mnt"
+    daemon = r.Daemon(
+        suite.rig, "--disk", f"name=d0,file={image}", "--export", f"type=vhost-user-blk,name=vm0,disk=d0,socket={socket},queues=1",
+        "--export", f"type=fuse,name=f0,disk=d0,mountpoint={path}", name="guest",
+    )  # fmt: skip
+    m.refused("O_RDWR", ["EROFS", "EACCES", "EPERM"], lambda: os.close(os.open(path, os.O_RDWR)))
+    r.run([r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "write", "--size", "1M", "--bs", "64k", "--verify", "--quiet"])
+    content = image.read_bytes()
+    r.require(content.count(0) < MIB // 2, "the load wrote nothing")
+    m.same(path, content, "the mount")
+    for number in (0, 77, MIB // 512 - 1):
+        r.require(sector(socket, number) == content[number * 512 : number * 512 + 512], f"vhost-user: sector {number} is another")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
 def in_kernel(suite):
     """Passthrough: reads and writes go past the daemon, and are right."""
     suite.ours()
@@ -289,6 +337,8 @@ def tests_once(suite):
     t("defaults", lambda: defaults(suite))
     t("one disk, vhost-user-blk and fuse, both writable: refused", lambda: two_writers(suite))
     t("one read-only disk, vhost-user-blk and two mounts", lambda: two_readers(suite))
+    t("an image that another daemon serves, which is held up", lambda: image_that_waits(suite))
+    t("vhost-user-blk writes, a read-only mount sees it", lambda: writer_and_reader(suite))
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
     t("passthrough: random operations", lambda: in_kernel_walk(suite), 40)
     t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))

@@ -193,6 +193,7 @@ def removed(suite):
         r.require(mount.export() is not None and m.mounted(mount.path) == 1, "it is gone all the same")
     r.wait_for("it can be removed when it was closed", lambda: mount.cli("export", "remove", "f0", check=False).returncode == 0, 5)
     gone(mount)
+    r.require("somebody else" not in mount.child.output(), f"it does not know its own umount: {mount.child.tail()}")
     mount.cli("export", "add", keys)
     callers = Callers(suite, name, mount.path, 0)
     callers.busy()

@@ -152,6 +152,9 @@ class Refusals:
             r.message_of(mount.cli("export", "add", f"type=fuse,{keys}", check=False, timeout_s=REFUSAL_S), *words)
             r.require([e["name"] for e in mount.daemon.status()["exports"]] == ["f0"], "an export came to be")
             r.require(m.fuse_mounts() == before and not self.path().exists(), f"something was left: {m.fuse_mounts()}")
+        # It would wait for itself, and killed it could not end.
+        r.message_of(mount.cli("disk", "add", f"name=d2,file={mount.path}", check=False, timeout_s=REFUSAL_S), "f0", "d0")
+        r.require([d["name"] for d in mount.daemon.status()["disks"]] == ["d0", "d1"], "the refused disk is there")
         # The disk is free for one that is right.
         mount.cli("export", "add", f"type=fuse,name=f1,disk=d1,mountpoint={self.path()},writable=on")
         with m.Opened(self.path()) as fd:

@@ -230,8 +230,10 @@ def fio(suite, memory, seconds):
         r.require(seen == moves.at, f"status says that queues are at {seen}, not {moves.at}")
         suite.rig.say(f"{suite.transport}: {moves.moved} moves, {moves.refused} refused, {moves.freed} workers freed {moves.why}")
         r.require(moves.moved + moves.refused > 20, f"only {moves.moved + moves.refused} moves in {seconds} s")
-        # The kernel ties rings to their CPUs; a queue that reads /dev/fuse can go anywhere.
-        r.require(moves.refused == 0 or suite.transport == "io_uring", f"{moves.refused} moves were refused: {moves.why}")
+        # A ring queue comes to rest when its entries have come back, for which two busy CPUs may take too long now and then;
+        # a queue that reads /dev/fuse can go anywhere.
+        most = moves.moved // 4 if suite.transport == "io_uring" else 0
+        r.require(moves.refused <= most, f"{moves.refused} moves were refused: {moves.why}")
     code = load.wait(seconds + 20)
     errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
     r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))

@@ -5,10 +5,11 @@ second serial port: lines `ok NAME` and `not ok NAME: why` are results, which th
 last. The first port is the kernel's console; what a healthy kernel does not say there is a failure of its own.
 
 The stock kernel has neither KASAN nor lockdep nor kmemleak, and Debian has no kernel with them (its -dbg packages are
-symbols alone). What it does have is on: slub_debug with poison, red zones and owners for every cache, KFENCE, hardened
+symbols alone): scripts/kernel-debug builds one, with VSHUNT_KERNEL_DIR the VMs boot it. What the stock kernel has is on: slub_debug with poison, red zones and owners for every cache, KFENCE, hardened
 lists and user copies, refcount warnings, the detectors of soft lockups, stalls and hung tasks.
 """
 
+import argparse
 import lzma
 import os
 import re
@@ -26,7 +27,7 @@ TROUBLE = re.compile(
     r"BUG[: ]|WARNING: |Oops|general protection|Unable to handle|KFENCE|KASAN|refcount_t|possible (recursive |circular )?lock"
     r"|INFO: (task|rcu)|blocked for more|soft lockup|rcu.*(stall|detected)|Call Trace|scheduling while atomic|bad page"
     r"|Redzone|Poison overwritten|Object already free|Objects remaining|still has objects|slab error|Kernel panic"
-    r"|sleeping function|list_(add|del) corruption|stack-protector|usercopy|unreferenced object|Out of memory"
+    r"|sleeping function|list_(add|del) corruption|stack-protector|usercopy|kmemleak: [1-9]|ODEBUG|UBSAN|suspicious RCU|Out of memory"
 )
 # Bits of /proc/sys/kernel/tainted that a module from outside of the tree sets: it is one, and it is not signed.
 TAINT_OURS = 1 << 12 | 1 << 13
@@ -91,10 +92,14 @@ leaves_nothing() {
     rmmod vhost_blk && [ $n -lt 30 ]
 }
 
+leak=/sys/kernel/debug/kmemleak
+[ ! -e $leak ] || echo clear >$leak
 say ready
 . /job
 # Poison and red zones of what is still allocated, too.
 for cache in /sys/kernel/slab/*/validate; do echo 1 >$cache 2>/dev/null; done
+# Two scans, so that what only just lost its last pointer is old enough.
+if [ -e $leak ]; then echo scan >$leak; sleep 6; echo scan >$leak; cat $leak; fi
 say tainted $(cat /proc/sys/kernel/tainted)
 say end
 sync
@@ -112,6 +117,14 @@ def kernel(command="fetch", timeout_s=900, **environment):
     if done.returncode != 0:
         raise r.Failed(f"scripts/kernel {command} ended with {done.returncode}: {done.stderr[-1500:]}")
     return (done.stdout.strip().splitlines() or [""])[-1]
+
+
+def only(doc):
+    """A rig's command line; whether a VM of this name is to run."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAMES")
+    names = parser.parse_args().only
+    return lambda name: not names or name in names.split(",")
 
 
 def static(path, package):
@@ -165,6 +178,11 @@ class Modules:
                 before += [*self.order[needed], needed]
         self.order[name] = list(dict.fromkeys(before))
         return True
+
+    def add_ours(self):
+        """Builds vhost_blk and adds it."""
+        with open(kernel("build"), "rb") as f:
+            self.add("vhost_blk", f.read())
 
     def entries(self):
         needs = "".join(f"{name}: {' '.join(order)}\n" for name, order in self.order.items())
@@ -221,9 +239,9 @@ class Vm:
     """One VM running `job`; its results become the rig's.
 
     counting: its clock is the number of instructions executed, one a nanosecond, and nothing looks for faults, so that
-    CPU time is a count of instructions (one vCPU)."""
+    CPU time is a count of instructions (one vCPU). checks: with the checks of allocations that the kernel has."""
 
-    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False):
+    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True):
         program, _ = vm.qemu()
         self.rig, self.name = rig, name
         self.console = rig.dir / f"{name}.console"
@@ -237,7 +255,7 @@ class Vm:
         argv += [
             "-append",
             "console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off "
-            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20 softlockup_panic=0"),
+            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr"),
         ]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
         self.child = r.Child(rig, name, argv)

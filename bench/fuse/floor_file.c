@@ -67,7 +67,7 @@ static int init(const struct fuse_init_in *in, struct fuse_init_out *out)
 {
 	if (flags2 & ~((in->flags & FUSE_INIT_EXT) ? in->flags2 : 0)) {
 		errno = EOPNOTSUPP;
-		floor_die("floor: what is asked of INIT");
+		floor_die("floor: INIT: the kernel does not offer what this transport needs");
 	}
 	*out = (struct fuse_init_out){
 		.major = FUSE_KERNEL_VERSION, .minor = FUSE_KERNEL_MINOR_VERSION,

@@ -4,8 +4,8 @@
  *
  * dev.c      the misc device: open, release, ioctls. In the owner's context, under vhost_dev.mutex.
  * ring.c     a ring's life: start, turns of its worker, completions, drain, stop.
- * request.c  a request: header, data, status; from the chain to bios, from their end to the used
- * ring.
+ * request.c  a request: header, status, dirty log; what it means, and how it ends.
+ * data.c     bios: pinned or copied data, flushes.
  * range.c    DISCARD and WRITE_ZEROES.
  *
  * A request's way: kick -> worker -> vhost_blk_turn -> vhost_blk_req_begin -> submit_bio ... end_io
@@ -262,7 +262,15 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 			unsigned int in, unsigned int log_num);
 bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len);
 void vhost_blk_req_done(struct vhost_blk_req *req);
+
+/* What vhost_blk_rw() returns is an errno, or this. */
+#define VHOST_BLK_STALLED	1
+
 bool vhost_blk_in_bounds(struct block_device *bdev, u64 sector, u64 sectors);
+int vhost_blk_rw(struct vhost_blk_req *req, struct iov_iter *data, u64 sector);
+int vhost_blk_bounce_back(struct vhost_blk_req *req);
+void vhost_blk_flush(struct vhost_blk_req *req);
+void vhost_blk_bios_free(struct vhost_blk_req *req);
 
 int vhost_blk_ranges_parse(struct vhost_blk_req *req, struct iov_iter *data);
 bool vhost_blk_range_step(struct vhost_blk_req *req);
@@ -275,6 +283,11 @@ void vhost_blk_ranges_free(struct vhost_blk_req *req);
 static inline bool vhost_blk_owner_dies(void)
 {
 	return fatal_signal_pending(current) || (current->signal->flags & SIGNAL_GROUP_EXIT);
+}
+
+static inline struct block_device *vhost_blk_bdev(struct vhost_blk_req *req)
+{
+	return req->ring->blk->disk.bdev;
 }
 
 /* A bio of the request failed, or could not be made. Any context. */

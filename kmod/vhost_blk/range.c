@@ -15,11 +15,6 @@
 #define VHOST_BLK_STEP_BIOS	64
 #define VHOST_BLK_STEP_BYTES	SZ_16M
 
-static struct block_device *vhost_blk_bdev(struct vhost_blk_req *req)
-{
-	return req->ring->blk->disk.bdev;
-}
-
 static void vhost_blk_range_end_io(struct bio *bio)
 {
 	struct vhost_blk_req *req = bio->bi_private;

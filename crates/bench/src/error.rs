@@ -29,7 +29,7 @@ pub struct Error {
 }
 
 /// Results of this crate.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
     /// An error of `kind` with `message`.

@@ -1,5 +1,5 @@
 //! Virtqueues over hostile memory: guest memory translation, split and packed rings for both sides, in-flight
-//! tracking, the dirty page log and the virtio-blk formats of the Virtio 1.3 specification.
+//! tracking, the dirty page log, and the formats of virtio-blk and virtio-net of the Virtio 1.3 specification.
 //!
 //! Called by `vshunt`'s queues on the worker that owns the queue, and by the bench as a driver.
 //! There are no file descriptors, no threads, no mappings and no I/O in here, and nothing allocates a request.
@@ -19,6 +19,7 @@ pub mod features;
 pub mod inflight;
 pub mod log;
 pub mod mem;
+pub mod net;
 mod raw;
 pub mod ring;
 pub mod vhost;

@@ -8,10 +8,10 @@ use clap::{Args, ValueEnum};
 use super::{Shape, Work, rings};
 use crate::driver::{KernelOptions, Workers};
 use crate::error::{Result, fail};
-use crate::kernel::{self, hostile, table};
+use crate::kernel::{self, hostile, net, table};
 use crate::load::Plan;
 use crate::report::{Live, Summary};
-use crate::units::parse_time;
+use crate::units::{parse_time, show_rate};
 
 /// Bytes of buffers a queue, at most, that the check of the dirty log goes round.
 const LOG_BUFFERS_BYTES: u64 = 8 << 20;
@@ -22,6 +22,7 @@ Examples:
   vshunt-bench kernel --backend /dev/ram0 --check 200 --layout random
   vshunt-bench kernel --backend /dev/ram0 --queues 4 --attach-every 5ms --log-every 50ms --rw randrw --verify
   vshunt-bench kernel --backend /dev/ram0 --hostile 10000 --seed 7
+  vshunt-bench kernel --net --queues 4 --ios 100000
   vshunt-bench kernel --tables --backend /dev/nullb0,/dev/ram0 --time 2s
 
 The backend is written to. Needs the module vhost_blk, and permission on /dev/vhost-blk.
@@ -43,11 +44,11 @@ pub(super) struct KernelArgs {
     shape: Shape,
     #[command(flatten)]
     work: Work,
-    /// The kernel's device
-    #[arg(long, default_value = "/dev/vhost-blk", value_name = "PATH")]
-    device: PathBuf,
+    /// The kernel's device [default: /dev/vhost-blk, with --net /dev/vhost-net]
+    #[arg(long, value_name = "PATH")]
+    device: Option<PathBuf>,
     /// The block device to serve; with --tables several, with commas between them
-    #[arg(long, required = true, value_delimiter = ',', value_name = "PATH")]
+    #[arg(long, required_unless_present = "net", value_delimiter = ',', value_name = "PATH")]
     backend: Vec<PathBuf>,
     /// Nothing may be written
     #[arg(long)]
@@ -61,6 +62,9 @@ pub(super) struct KernelArgs {
     /// Move queues between workers while the load runs, make and free workers, at this pace
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     attach_every: Option<Duration>,
+    /// Stop queues and start them again while the load runs, and take the backend away and set it again, at this pace
+    #[arg(long, value_parser = parse_time, value_name = "TIME")]
+    restart_every: Option<Duration>,
     /// Switch the dirty log on and off while the load runs, with this pause, and check that all writes are in it
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     log_every: Option<Duration>,
@@ -75,11 +79,17 @@ pub(super) struct KernelArgs {
     #[arg(long, default_value_t = 0, value_name = "ROUNDS")]
     check: u32,
     /// Instead of a load: so many chains that lie
-    #[arg(long, value_name = "N", conflicts_with_all = ["check", "attach_every", "log_every", "tables"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["check", "attach_every", "restart_every", "log_every", "tables"])]
     hostile: Option<u64>,
     /// Instead of a load: one worker against several, 1 to 8 queues, beside the tables that started this project
-    #[arg(long, conflicts_with_all = ["check", "attach_every", "log_every"])]
+    #[arg(long, conflicts_with_all = ["check", "attach_every", "restart_every", "log_every"])]
     tables: bool,
+    /// Instead: frames through /dev/vhost-net and a tap, both ways, each looked at; --queues pairs, --ios frames each way
+    #[arg(long, conflicts_with_all = ["backend", "check", "attach_every", "restart_every", "log_every", "tables", "hostile"])]
+    net: bool,
+    /// The tap's name, with --net; it is made, and gone in the end
+    #[arg(long, default_value = "vsbench0", value_name = "NAME")]
+    tap: String,
     /// Queues to compare at, with --tables
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8")]
     jobs: Vec<u16>,
@@ -111,12 +121,16 @@ impl KernelArgs {
         })
     }
 
+    fn device(&self, default: &str) -> PathBuf {
+        self.device.clone().unwrap_or_else(|| default.into())
+    }
+
     fn kernel(&self) -> Result<KernelOptions> {
         let [backend] = &self.backend[..] else {
             return Err(fail!(Usage, "several backends are for --tables"));
         };
         Ok(KernelOptions {
-            device: self.device.clone(),
+            device: self.device("/dev/vhost-blk"),
             backend: backend.clone(),
             read_only: self.read_only,
             serial: self.serial.clone(),
@@ -129,6 +143,9 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
     if args.tables {
         return tables(args);
     }
+    if args.net {
+        return net(args);
+    }
     let (plan, kernel) = (args.plan()?, args.kernel()?);
     let options = args.shape.options(&plan);
     if let Some(chains) = args.hostile {
@@ -137,7 +154,7 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
         let value = serde_json::json!({ "hostile": counts });
         return print(args, &value, || {
             format!(
-                "hostile: {} chains of seed {}: {} OK, {} failed, {} unsupported, {} without status, {} broke the ring, \
+                "hostile: {} chains of seed {}: {} OK, {} failed, {} unsupported, {} without status, {} unanswered as the ring broke, \
                  {} settled; {} sound requests between them answered, {} rings set up again\n",
                 counts.chains,
                 plan.seed,
@@ -161,6 +178,7 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
         shuffle: plan.shuffle,
         seed: args.work.seed,
         attach_every: args.attach_every,
+        restart_every: args.restart_every,
         log_every: args.log_every,
     };
     let mut live = Live::new();
@@ -177,9 +195,32 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
     print(args, &value, || summary.map(|s| s.table()).unwrap_or_default() + &report.text())
 }
 
+fn net(args: &KernelArgs) -> Result<()> {
+    let plan = net::Plan {
+        device: args.device("/dev/vhost-net"),
+        tap: args.tap.clone(),
+        pairs: args.shape.queues,
+        queue_size: args.shape.queue_size,
+        frames: args.work.ios.unwrap_or(10_000),
+        seed: args.work.seed,
+        patience: args.shape.timeout,
+    };
+    let report = net::run(&plan)?;
+    print(args, &serde_json::json!({ "net": report }), || {
+        format!(
+            "vhost-net: {} queue pairs, {} frames out and {} in, all whole and once; {} and {} frames/s in windows\n",
+            report.pairs,
+            report.sent,
+            report.received,
+            show_rate(report.sent_per_s),
+            show_rate(report.received_per_s)
+        )
+    })
+}
+
 fn tables(args: &KernelArgs) -> Result<()> {
     let kernel = KernelOptions {
-        device: args.device.clone(),
+        device: args.device("/dev/vhost-blk"),
         backend: PathBuf::new(),
         read_only: false,
         serial: args.serial.clone(),

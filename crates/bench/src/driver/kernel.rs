@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
 use virtio::vhost::{
-    MemoryRegion, VHOST_BLK_BACKEND_READONLY, VHOST_BLK_VRING_NUM_MAX, VHOST_BLK_VRINGS_MAX,
+    BlkVringStats, MemoryRegion, VHOST_BLK_BACKEND_READONLY, VHOST_BLK_VRING_NUM_MAX, VHOST_BLK_VRINGS_MAX,
     VHOST_VRING_F_LOG, VringAddr,
 };
 
@@ -51,12 +51,56 @@ pub struct KernelOptions {
     pub workers: Workers,
 }
 
+/// A hold on a device for threads beside its owner: what may be called while load runs.
+#[derive(Clone, Debug)]
+pub struct KernelHandle {
+    vhost: Arc<Vhost>,
+    backend: Arc<File>,
+    options: Arc<KernelOptions>,
+}
+
+impl KernelHandle {
+    /// Sets the backend; the kernel's reason if it refused.
+    pub fn set_backend(&self) -> Result<(), (Option<Errno>, Error)> {
+        let flags = if self.options.read_only { VHOST_BLK_BACKEND_READONLY } else { 0 };
+        self.vhost.blk_set_backend(self.backend.as_fd(), flags, &self.options.serial).map_err(|e| {
+            let kind = if e.errno() == Errno::NOTBLK { Kind::Usage } else { Kind::System };
+            let what = format!("cannot serve {}: {e}", self.options.backend.display());
+            (Some(e.errno()), Error::new(kind, what))
+        })
+    }
+
+    /// Takes the backend away, which stops all rings.
+    pub fn clear_backend(&self) -> Result<()> {
+        self.vhost.blk_clear_backend().map_err(oops)
+    }
+
+    /// Starts or stops a ring.
+    pub fn run_ring(&self, ring: u16, run: bool) -> Result<()> {
+        self.vhost.blk_set_vring(u32::from(ring), run).map_err(oops)
+    }
+
+    /// Where a stopped ring goes on.
+    pub fn base(&self, ring: u16) -> Result<u32> {
+        self.vhost.vring_base(u32::from(ring)).map_err(oops)
+    }
+
+    /// Sets that.
+    pub fn set_base(&self, ring: u16, base: u32) -> Result<()> {
+        self.vhost.set_vring_base(u32::from(ring), base).map_err(oops)
+    }
+
+    /// A ring's counters.
+    pub fn stats(&self, ring: u16) -> Result<BlkVringStats> {
+        self.vhost.blk_vring_stats(u32::from(ring)).map_err(oops)
+    }
+}
+
 /// A device that this process owns.
 #[derive(Debug)]
 pub struct Kernel {
     vhost: Arc<Vhost>,
-    options: KernelOptions,
-    backend: File,
+    handle: KernelHandle,
     features: u64,
     offered: u64,
     config: Config,
@@ -115,18 +159,22 @@ impl Kernel {
         let errors = (0..shape.queues).map(new_eventfd).collect::<Result<_>>()?;
         let vhost = Arc::new(vhost);
         let logs = LogSwitch { vhost: Arc::clone(&vhost), features, log: Arc::default() };
-        let options = options.clone();
-        Ok(Self { vhost, options, backend, features, offered, config, errors, memory: None, logs })
+        let handle = KernelHandle {
+            vhost: Arc::clone(&vhost),
+            backend: Arc::new(backend),
+            options: Arc::new(options.clone()),
+        };
+        Ok(Self { vhost, handle, features, offered, config, errors, memory: None, logs })
     }
 
     /// Sets memory, backend, workers and rings going.
     pub fn start(&mut self, memory: &Memory, rings: &[RingSetup<'_>]) -> Result<()> {
         self.vhost.set_features(self.features).map_err(oops)?;
-        let regions: Vec<_> = memory.regions().iter().map(region).collect();
+        let regions: Vec<_> = memory.regions().iter().map(kernel_region).collect();
         // SAFETY: the regions are memfd mappings that this process touches by raw pointers alone; `keep` holds them
         // for as long as the device is open.
         unsafe { self.vhost.set_mem_table(&regions) }.map_err(oops)?;
-        self.set_backend()?;
+        self.handle.set_backend().map_err(|(_, e)| e)?;
         if let Some(ring) = rings.first() {
             self.memory = Some(Arc::clone(ring.desc.memory()));
         }
@@ -134,18 +182,9 @@ impl Kernel {
         rings.iter().try_for_each(|ring| self.start_ring(ring, false))
     }
 
-    /// Sets the backend.
-    pub fn set_backend(&self) -> Result<()> {
-        let flags = if self.options.read_only { VHOST_BLK_BACKEND_READONLY } else { 0 };
-        self.vhost.blk_set_backend(self.backend.as_fd(), flags, &self.options.serial).map_err(|e| {
-            let kind = if e.errno() == Errno::NOTBLK { Kind::Usage } else { Kind::System };
-            Error::new(kind, format!("cannot serve {}: {e}", self.options.backend.display()))
-        })
-    }
-
     /// Makes the workers and attaches rings to them, before they run.
     fn share_out(&self, rings: &[RingSetup<'_>]) -> Result<()> {
-        let count = match self.options.workers {
+        let count = match self.handle.options.workers {
             Workers::One => return Ok(()),
             Workers::PerQueue => rings.len(),
             Workers::Count(count) => usize::from(count),
@@ -171,7 +210,7 @@ impl Kernel {
         self.vhost.set_vring_base(index, ring.base).map_err(oops)?;
         // SAFETY: the parts have the lengths of `ring_sizes` and are shared memory that this process touches by raw
         // pointers alone; `memory` keeps them for as long as the device is open.
-        unsafe { self.vhost.set_vring_addr(&vring_addr(ring, log)) }.map_err(oops)?;
+        unsafe { self.vhost.set_vring_addr(&kernel_vring_addr(ring, log)) }.map_err(oops)?;
         self.vhost.set_vring_call(index, Some(ring.call.as_fd())).map_err(oops)?;
         self.vhost.set_vring_err(index, Some(self.errors[index as usize].as_fd())).map_err(oops)?;
         self.vhost.set_vring_kick(index, Some(ring.kick.as_fd())).map_err(oops)?;
@@ -250,13 +289,14 @@ impl Kernel {
         &self.config
     }
 
-    /// What was opened.
-    pub fn options(&self) -> &KernelOptions {
-        &self.options
+    /// For threads beside this one.
+    pub fn handle(&self) -> &KernelHandle {
+        &self.handle
     }
 }
 
-fn region(region: &super::memory::Region) -> MemoryRegion {
+/// A region as the kernel's memory table has it.
+pub(crate) fn kernel_region(region: &super::memory::Region) -> MemoryRegion {
     MemoryRegion {
         guest_phys_addr: region.guest_addr,
         memory_size: region.size,
@@ -265,7 +305,8 @@ fn region(region: &super::memory::Region) -> MemoryRegion {
     }
 }
 
-fn vring_addr(parts: &RingParts, log: bool) -> VringAddr {
+/// A ring's addresses as the kernel is told them.
+pub(crate) fn kernel_vring_addr(parts: &RingParts, log: bool) -> VringAddr {
     let user = |area: &Area| area.host() as u64;
     VringAddr {
         index: u32::from(parts.index),
@@ -302,7 +343,7 @@ impl LogSwitch {
         self.vhost.set_features(self.features | log).map_err(oops)?;
         for parts in parts {
             // SAFETY: as in `Kernel::start_ring`.
-            unsafe { self.vhost.set_vring_addr(&vring_addr(parts, on)) }.map_err(oops)?;
+            unsafe { self.vhost.set_vring_addr(&kernel_vring_addr(parts, on)) }.map_err(oops)?;
         }
         Ok(())
     }

@@ -8,6 +8,8 @@ pub mod counters;
 pub mod hostile;
 pub mod logcheck;
 pub mod movers;
+pub mod net;
+pub mod restarts;
 pub mod table;
 
 use std::fmt::Write as _;
@@ -21,6 +23,7 @@ use self::check::Checked;
 use self::counters::Counters;
 use self::logcheck::LogCheck;
 use self::movers::Moves;
+use self::restarts::Restarts;
 use crate::driver::{Disk, Kernel, KernelOptions, Options, feature};
 use crate::error::{Result, fail};
 use crate::load::{self, LogGate, Outcome, Plan, Progress};
@@ -42,6 +45,8 @@ pub struct Request {
     pub seed: u32,
     /// Rings are moved between workers at this pace.
     pub attach_every: Option<Duration>,
+    /// Rings are stopped and started again at this pace.
+    pub restart_every: Option<Duration>,
     /// The log is switched on and off at this pace.
     pub log_every: Option<Duration>,
 }
@@ -53,6 +58,8 @@ pub struct Report {
     pub checked: Option<Checked>,
     /// Moves of rings.
     pub moves: Option<Moves>,
+    /// Stops and starts.
+    pub restarts: Option<Restarts>,
     /// Rounds of the log.
     pub log: Option<LogCheck>,
     /// The device's counters, all as the driver counted.
@@ -111,27 +118,35 @@ fn load_with_company(
     let rings: Vec<_> = (0..queues).map(|q| disk.queue(q).parts().clone()).collect();
     let memory = disk.memory().clone();
     let kernel = kernel(disk)?;
-    let (vhost, switch) = (kernel.vhost().clone(), kernel.logger().clone());
+    let (handle, switch) = (kernel.handle().clone(), kernel.logger().clone());
+    let vhost = kernel.vhost().clone();
     if request.log_every.is_some() && kernel.offered() & feature::LOG_ALL == 0 {
         return Err(fail!(Usage, "the device does not offer VHOST_F_LOG_ALL: leave --log-every out"));
     }
     let gate = Arc::new(LogGate::new(usize::from(queues)));
     let plan = Plan { log: request.log_every.map(|_| Arc::clone(&gate)), ..plan.clone() };
     let stop = AtomicBool::new(false);
-    let (outcome, moves, log) = std::thread::scope(|scope| {
+    let (outcome, moves, restarts, log) = std::thread::scope(|scope| {
         let (vhost, stop, gate, seed) = (&vhost, &stop, &gate, request.seed);
-        let (memory, switch, rings) = (&memory, &switch, &rings);
+        let (memory, switch, rings, handle) = (&memory, &switch, &rings, &handle);
         let mover = request
             .attach_every
             .map(|pause| scope.spawn(move || movers::run(vhost, queues, seed, pause, stop)));
+        let restarter = request
+            .restart_every
+            .map(|pause| scope.spawn(move || restarts::run(handle, rings, seed, pause, stop)));
         let logger = request
             .log_every
             .map(|pause| scope.spawn(move || logcheck::run(memory, switch, rings, gate, pause, stop)));
         let outcome = load::run(disk, &plan, progress);
         stop.store(true, Ordering::Release);
         let join = "a thread beside the load panicked";
-        (outcome, mover.map(|m| m.join().expect(join)), logger.map(|l| l.join().expect(join)))
+        let moves = mover.map(|thread| thread.join().expect(join));
+        let restarts = restarter.map(|thread| thread.join().expect(join));
+        (outcome, moves, restarts, logger.map(|thread| thread.join().expect(join)))
     });
+    // What went wrong beside the load is the cause of what then went wrong in it.
+    report.restarts = restarts.transpose()?;
     let outcome = outcome?;
     report.moves = moves.transpose()?;
     report.log = log.transpose()?;
@@ -160,6 +175,13 @@ impl Report {
                 out,
                 "workers: {} rings attached, {} workers made, {} freed, {} rightly kept",
                 m.attached, m.made, m.freed, m.busy
+            );
+        }
+        if let Some(r) = &self.restarts {
+            let _ = writeln!(
+                out,
+                "rings: {} stopped and started again; {} times the backend was taken away and set again",
+                r.rings, r.backends
             );
         }
         if let Some(l) = &self.log {

@@ -36,7 +36,8 @@ pub struct Note {
 struct LaneGate {
     /// Where the used ring stood after the switch.
     from: AtomicU32,
-    /// The part that the lane has done with.
+    /// The part that the lane is in, and the one that it has done with.
+    seen: AtomicU64,
     done: AtomicU64,
     notes: Mutex<Vec<Note>>,
 }
@@ -62,9 +63,13 @@ impl LogGate {
         rings.iter().for_each(RingParts::wake);
     }
 
-    /// Lanes note from here on.
-    pub fn arm(&self, rings: &[RingParts]) {
+    /// Lanes note from here on; returns when all do. False if all have ended.
+    ///
+    /// # Errors
+    /// That takes longer than `patience`.
+    pub fn arm(&self, rings: &[RingParts], patience: Duration) -> Result<bool> {
         self.go_to(ARM, rings);
+        self.wait_for(patience, |lane| lane.seen.load(Ordering::Acquire))
     }
 
     /// The log is on: from where the rings stand now everything counts.
@@ -80,19 +85,22 @@ impl LogGate {
     /// # Errors
     /// That takes longer than `patience`.
     pub fn wait(&self, patience: Duration) -> Result<bool> {
+        self.wait_for(patience, |lane| lane.done.load(Ordering::Acquire))
+    }
+
+    fn wait_for(&self, patience: Duration, at: impl Fn(&LaneGate) -> u64) -> Result<bool> {
         let part = self.part.load(Ordering::Acquire);
         let deadline = Instant::now() + patience;
-        let done = |lane: &LaneGate| lane.done.load(Ordering::Acquire);
-        while !self.lanes.iter().all(|lane| done(lane) >= part) {
+        while !self.lanes.iter().all(|lane| at(lane) >= part) {
             if Instant::now() > deadline {
                 return Err(fail!(
                     Io,
-                    "requests were still outstanding {patience:?} after the log was switched on"
+                    "load threads did not come to rest within {patience:?} of the log's switch"
                 ));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        Ok(self.lanes.iter().any(|lane| done(lane) != ENDED))
+        Ok(!self.ended())
     }
 
     /// Whether all lanes have ended.
@@ -151,6 +159,7 @@ impl<'a> Notes<'a> {
         let part = self.gate.part.load(Ordering::Acquire);
         if part != self.part {
             self.part = part;
+            self.lane.seen.store(part, Ordering::Release);
             match part % 4 {
                 COUNT => self.left = self.room,
                 _ => self.notes.clear(),
@@ -197,6 +206,7 @@ impl<'a> Notes<'a> {
 
     /// Nothing more will be noted; what was noted and is not yet asked for is dropped.
     pub(super) fn end(&mut self) {
+        self.lane.seen.store(ENDED, Ordering::Release);
         self.lane.done.store(ENDED, Ordering::Release);
     }
 }
@@ -215,8 +225,9 @@ mod tests {
         let ring = queue.parts().clone();
         let (gate, rings) = (LogGate::new(1), [ring.clone()]);
         let mut notes = Notes::new(&gate, &ring, 4);
-        gate.arm(&rings);
+        assert!(gate.arm(&rings, Duration::ZERO).is_err(), "the lane has not seen it");
         notes.look(false);
+        assert!(gate.wait_for(Duration::ZERO, |lane| lane.seen.load(Ordering::Acquire)).unwrap());
         notes.completed(1, 0x10, (0x1000, 512));
         ring.device.store_u16(2, 1);
         gate.count(&rings);

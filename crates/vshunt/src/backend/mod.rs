@@ -1,3 +1,4 @@
-//! Backends: what is served. A disk is a block backend.
+//! Backends: what is served.
 
 pub mod block;
+pub mod net;

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 
 use super::message::{self, QmpError};
 use super::qemu;
-use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 use crate::export::{ATTACH_TIMEOUT, Daemon};
 
 /// Longest time an attach may be given: a client's thread is not to be parked for ever.
@@ -94,15 +94,18 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("disk-remove", "name", disk_remove),
     command(
         "export-add",
-        "type name disk socket [queues workers readonly serial block-size poll-us engine]",
+        "type name disk|net socket [queues workers readonly serial block-size poll-us engine mac mtu]",
         export_add,
     ),
     command("export-remove", "name [force]", export_remove),
+    command("net-add", "type name ifname [queues]", net_add),
+    command("net-remove", "name", net_remove),
     command("query-block-exports", "", qemu::query_block_exports),
     command("query-commands", "", query_commands),
     command("query-disks", "", |c, a| list(a, || c.daemon.disks())),
     command("query-exports", "", |c, a| list(a, || c.daemon.exports())),
     command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
+    command("query-nets", "", |c, a| list(a, || c.daemon.nets())),
     command("query-queues", "", |c, a| list(a, || c.daemon.queues())),
     command("query-version", "", |_, a| a.read::<Nothing>().map(|_| message::version())),
     command("query-workers", "", |c, a| list(a, || c.daemon.workers())),
@@ -171,6 +174,14 @@ fn disk_add(context: &Context, arguments: Arguments) -> Answer {
 
 fn disk_remove(context: &Context, arguments: Arguments) -> Answer {
     Ok(done(context.daemon.disk_remove(&arguments.read::<Named>()?.name)?))
+}
+
+fn net_add(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.net_add(arguments.read::<NetSpec>()?)?))
+}
+
+fn net_remove(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.net_remove(&arguments.read::<Named>()?.name)?))
 }
 
 fn export_add(context: &Context, arguments: Arguments) -> Answer {

@@ -6,13 +6,13 @@ use std::time::Duration;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
-use crate::export::spec::{DiskSpec, ExportSpec, WorkerKind, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerKind, WorkerSpec};
 
 /// Where the daemon listens when nothing is said, for root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
 
 const ABOUT: &str =
-    "Virtual disks served by many queues and many workers: any queue, any worker, at any time";
+    "Virtual disks and networks served by many queues and many workers: any queue, any worker, at any time";
 
 const AFTER: &str = "\
 Exit status:
@@ -59,10 +59,10 @@ pub(crate) struct LogArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Serve disks until a signal or `vshunt quit` ends it
+    /// Serve disks and networks until a signal or `vshunt quit` ends it
     #[command(long_about = SERVE, after_long_help = SERVE_AFTER)]
     Serve(Box<ServeArgs>),
-    /// Show disks, exports, queues and workers
+    /// Show disks, networks, exports, queues and workers
     #[command(after_long_help = STATUS_AFTER)]
     Status(ListArgs),
     /// Make, list, change and free workers
@@ -76,6 +76,9 @@ pub(crate) enum Command {
     /// Add, remove and list disks
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Add, remove and list networks
+    #[command(subcommand)]
+    Net(NetCommand),
     /// Add, remove and list exports
     #[command(subcommand)]
     Export(ExportCommand),
@@ -135,16 +138,23 @@ Columns of disks:
   PATH   how requests reach it: ring, by the worker's io_uring; inline, a file
          in memory, copied at once; memory, format ram; none, format null
 
+Columns of networks, which are shown where there are any:
+  QUEUES      of the interface that are open
+  FROM-GUEST  frames that the guest sent, as the kernel counts the interface's;
+              TO-GUEST: frames for it; DROPPED: those that were not taken
+
 Columns of exports:
+  OF     the disk or network that it serves
   MODE   ro or rw, for its user
   STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted
   ENGINE user: requests are served by workers of this process; kernel: by the
-         kernel (/dev/vhost-blk) and its workers; of a mount how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
+         kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
          each CPU, and a channel for what does not go by these); passthrough:
          the kernel reads and writes the image, only the rest comes to us.
          --json says why not another
 
-Columns of queues:
+Columns of queues (of a network: pairs of a receive and a transmit ring, of which
+the kernel tells no counters):
   WORKER     the worker that it is attached to
   STATE      stopped: its guest does not use it; running; broken: its guest
              misused it, and it stands until the guest resets it
@@ -164,9 +174,9 @@ Columns of workers:
 With --json there is more; docs/control.md explains it.";
 
 const SERVE: &str = "\
-Serve disks until a signal or `vshunt quit` ends it.
+Serve disks and networks until a signal or `vshunt quit` ends it.
 
-Disks, exports and workers come from flags, from a configuration file, or later over the control
+Disks, networks, exports and workers come from flags, from a configuration file, or later over the control
 socket. The daemon stays in the foreground and says in one line on stderr what it serves where,
 unless -q is given. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
 at its start stays ignored.
@@ -181,11 +191,16 @@ on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.
 Disk keys: name, file, format=raw|null|ram, size, readonly=on|off, direct=auto|on|off,
 cache=writeback|writethrough|unsafe, locking=on|off.
 
-Export keys: type, name, disk, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
+Network keys: type=tap, name, ifname, queues. An interface of that name is adopted (a tap, multi_queue
+for more queues than one) and stays; else it is made, set up, and removed with the network.
+
+Export keys: type, name, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
 each worker on one CPU, where it does not poll unless poll-us is given.
- of type=vhost-user-blk: socket or fd, readonly=on|off, serial, block-size,
+ of type=vhost-user-blk: disk, socket or fd, readonly=on|off, serial, block-size,
   engine=user|kernel|auto: who serves it; kernel needs the module vhost_blk and a block device or raw file.
- of type=fuse: mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
+ of type=vhost-user-net: net, socket or fd, mac, mtu, engine=kernel; queues are pairs. It needs the module
+  vhost_net; each pair is served by a kernel worker of its own, so leave out workers, or give per-cpu.
+ of type=fuse: disk, mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
   transport=auto|dev|io_uring, passthrough=auto|off.
 
 Worker keys: name, cpu (as for taskset: 2-3,,6; or all), nice, poll-us. Worker 0 is there always.
@@ -199,6 +214,10 @@ Configuration file:
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
+    [[net]]
+    type = \"tap\"
+    name = \"n0\"
+    ifname = \"vs0\"
     [[worker]]
     cpu = \"2-3\"
     [[export]]
@@ -216,6 +235,8 @@ Socket activation:
 Examples:
   vshunt serve --disk name=d0,file=disk.img \\
       --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt serve --net type=tap,name=n0,ifname=vs0 \\
+      --export type=vhost-user-net,name=c0,net=n0,socket=/tmp/c0.sock,queues=2
   vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid
   vshunt serve --disk name=m,format=ram,size=1G --no-control \\
       --worker name=fast,cpu=2-3,nice=-5 \\
@@ -226,7 +247,10 @@ pub(crate) struct ServeArgs {
     /// A disk; may be repeated
     #[arg(long = "disk", value_name = "KEY=VALUE,…", value_parser = spec::<DiskSpec>)]
     pub(crate) disks: Vec<DiskSpec>,
-    /// An export of a disk; may be repeated
+    /// A network; may be repeated
+    #[arg(long = "net", value_name = "KEY=VALUE,…", value_parser = spec::<NetSpec>)]
+    pub(crate) nets: Vec<NetSpec>,
+    /// An export of a disk or a network; may be repeated
     #[arg(long = "export", value_name = "KEY=VALUE,…", value_parser = spec::<ExportSpec>)]
     pub(crate) exports: Vec<ExportSpec>,
     /// A worker besides worker 0; may be repeated
@@ -235,7 +259,7 @@ pub(crate) struct ServeArgs {
     /// Bound of adaptive polling of workers that name none, in microseconds; 0 never polls
     #[arg(long, value_name = "N", value_parser = poll_us)]
     pub(crate) poll_us: Option<u32>,
-    /// Read disks, exports and workers from a TOML file
+    /// Read disks, networks, exports and workers from a TOML file
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Have no control socket
@@ -381,8 +405,27 @@ pub(crate) enum DiskCommand {
 }
 
 #[derive(Debug, Subcommand)]
+pub(crate) enum NetCommand {
+    /// Add a network
+    #[command(after_long_help = "Keys:\n  Those of `vshunt serve --net`.\n\nExamples:\n  \
+        vshunt net add type=tap,name=n1,ifname=vs1")]
+    Add {
+        /// The network
+        #[arg(value_name = "KEY=VALUE,…", value_parser = spec::<NetSpec>)]
+        net: NetSpec,
+    },
+    /// Remove a network that is not exported
+    Remove {
+        /// Name of the network
+        name: String,
+    },
+    /// List networks
+    List(ListArgs),
+}
+
+#[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {
-    /// Export a disk
+    /// Export a disk or a network
     #[command(after_long_help = "Keys:\n  Those of `vshunt serve --export`.\n\nExamples:\n  \
         vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock")]
     Add {

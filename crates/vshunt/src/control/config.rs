@@ -10,7 +10,7 @@ use super::cli::ServeArgs;
 use super::{Failure, Outcome, keyval};
 use crate::error::Error;
 use crate::export::Check;
-use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 
 /// What the user said about the control socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,6 +31,7 @@ pub(crate) struct Setup {
     pub(crate) pidfile: Option<PathBuf>,
     pub(crate) poll_us: Option<u32>,
     pub(crate) disks: Vec<DiskSpec>,
+    pub(crate) nets: Vec<NetSpec>,
     pub(crate) workers: Vec<WorkerSpec>,
     pub(crate) exports: Vec<ExportSpec>,
 }
@@ -44,6 +45,8 @@ struct File {
     #[serde(default)]
     disk: Vec<Table>,
     #[serde(default)]
+    net: Vec<Table>,
+    #[serde(default)]
     worker: Vec<Table>,
     #[serde(default)]
     export: Vec<Table>,
@@ -56,6 +59,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
         None => Setup::default(),
     };
     setup.disks.extend(args.disks);
+    setup.nets.extend(args.nets);
     setup.workers.extend(args.workers);
     setup.exports.extend(args.exports);
     setup.pidfile = args.pidfile.or(setup.pidfile);
@@ -79,16 +83,27 @@ fn check(setup: &Setup) -> Outcome {
         return wrong(e.to_string());
     }
     let disks: Vec<&str> = setup.disks.iter().map(|d| d.name.as_str()).collect();
+    let nets: Vec<&str> = setup.nets.iter().map(|n| n.name.as_str()).collect();
     let exports: Vec<&str> = setup.exports.iter().map(|e| e.name.as_str()).collect();
-    for (kind, names) in [("disk", &disks), ("export", &exports)] {
+    for (kind, names) in [("disk", &disks), ("net", &nets), ("export", &exports)] {
         if let Some((_, name)) = names.iter().enumerate().find(|&(at, name)| names[..at].contains(name)) {
             return wrong(format!("there are two of {kind} {name}; give one another name"));
         }
     }
-    match setup.exports.iter().find(|e| !disks.contains(&e.disk.as_str())) {
-        Some(e) => wrong(format!("export {} is of disk {}, which is not there; add --disk", e.name, e.disk)),
-        None => Ok(()),
+    for export in &setup.exports {
+        let name = &export.name;
+        match &export.net {
+            Some(net) if !nets.contains(&net.as_str()) => {
+                return wrong(format!("export {name} is of network {net}, which is not there; add --net"));
+            }
+            None if !disks.contains(&export.disk.as_str()) => {
+                let disk = &export.disk;
+                return wrong(format!("export {name} is of disk {disk}, which is not there; add --disk"));
+            }
+            _ => {}
+        }
     }
+    Ok(())
 }
 
 fn read(path: &Path) -> Outcome<Setup> {
@@ -110,6 +125,7 @@ fn parse(text: &str) -> Result<Setup, String> {
         pidfile: file.pidfile,
         poll_us: file.poll_us,
         disks: tables("disk", file.disk)?,
+        nets: tables("net", file.net)?,
         workers: tables("worker", file.worker)?,
         exports: tables("export", file.export)?,
     })
@@ -168,6 +184,11 @@ mod tests {
         name = "d1"
         file = "/a"
         readonly = true
+        [[net]]
+        type = "tap"
+        name = "n0"
+        ifname = "vs0"
+        queues = 2
         [[worker]]
         cpu = "2-3"
         nice = -5
@@ -186,6 +207,12 @@ mod tests {
         socket = "/t"
         workers = 3
         block-size = 4096
+        [[export]]
+        type = "vhost-user-net"
+        name = "c0"
+        net = "n0"
+        socket = "/n"
+        mac = "52:54:00:12:34:56"
     "#;
 
     #[test]
@@ -202,6 +229,9 @@ mod tests {
             (Workers::PerQueue, Workers::Count(3))
         );
         assert_eq!(setup.disks[0].format, Format::Ram);
+        assert_eq!(setup.nets, [keyval::parse::<NetSpec>("type=tap,name=n0,ifname=vs0,queues=2").unwrap()]);
+        let card = "type=vhost-user-net,name=c0,net=n0,socket=/n,mac=52:54:00:12:34:56";
+        assert_eq!(setup.exports[2], keyval::parse::<ExportSpec>(card).unwrap());
     }
 
     #[test]
@@ -212,6 +242,11 @@ mod tests {
             ("[[disk]]\nname = \"d\"\nsize = \"1X\"", "disk d: size: `1X` is not a size"),
             ("[[worker]]\ncpu = \"x\"", "worker number 1: cpu: `x`"),
             ("[[export]]\nname = \"e\"\ndisk = \"d\"", "export e: missing field `type`"),
+            ("[[net]]\nname = \"n\"\nifname = \"a\"", "net n: missing field `type`"),
+            (
+                "[[net]]\ntype = \"tap\"\nname = \"n\"\nifname = \"a b\"",
+                "network n: no interface can be called",
+            ),
             ("control = true", "control: give the path"),
             ("disks = 1", "unknown field `disks`"),
             ("[[disk", "TOML parse error"),

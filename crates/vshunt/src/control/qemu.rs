@@ -273,6 +273,9 @@ impl BlockExport {
             (ExportKind::Fuse, Some(_)) => {
                 refuse("'addr' belongs to vhost-user-blk; a mount has a 'mountpoint'")
             }
+            (ExportKind::VhostUserNet, _) => {
+                refuse("a network is no block device: net-add and export-add serve one")
+            }
             (ExportKind::VhostUserBlk, None) => refuse("'addr' is missing"),
             (ExportKind::VhostUserBlk, Some(addr)) => Ok(ExportSpec {
                 socket: Some(socket(addr)?),
@@ -324,7 +327,8 @@ pub(crate) fn block_export_del(context: &Context, arguments: Arguments) -> Answe
 pub(crate) fn query_block_exports(context: &Context, arguments: Arguments) -> Answer {
     arguments.read::<Nothing>()?;
     let info = |e: crate::export::spec::ExportInfo| json!({ "id": e.spec.name, "type": e.spec.kind, "node-name": e.spec.disk, "shutting-down": false });
-    Ok(context.daemon.exports().into_iter().map(info).collect())
+    let of_disks = context.daemon.exports().into_iter().filter(|e| e.spec.net.is_none());
+    Ok(of_disks.map(info).collect())
 }
 
 #[derive(Deserialize)]

@@ -7,13 +7,15 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::cli::{self, AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, WorkerCommand};
+use super::cli::{
+    self, AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand,
+};
 use super::client::Client;
 use super::config;
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, pages, print, show};
 use crate::export::check_one_place;
-use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, WorkerInfo};
+use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, NetInfo, WorkerInfo};
 
 /// How long `quit` waits for the daemon to take everything down.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -30,6 +32,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Worker(command) => worker(&mut connect()?, command),
         Command::Attach(args) => attach(&mut connect()?, args),
         Command::Disk(command) => disk(&mut connect()?, command),
+        Command::Net(command) => net(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
         Command::Quit { force } => quit(connect()?, force),
@@ -118,18 +121,23 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     if args.json {
         return print_json(&json!({
             "disks": query(client, "query-disks")?,
+            "nets": query(client, "query-nets")?,
             "exports": query(client, "query-exports")?,
             "queues": query(client, "query-queues")?,
             "workers": query(client, "query-workers")?,
         }));
     }
     let none = || json!({});
-    let text = [
+    let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
+    let mut text = vec![
         show::disks(&call::<Vec<_>>(client, "query-disks", none())?),
         show::exports(&call::<Vec<_>>(client, "query-exports", none())?),
         show::queues(&call::<Vec<_>>(client, "query-queues", none())?),
         show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
     ];
+    if !nets.is_empty() {
+        text.insert(1, show::nets(&nets));
+    }
     print(&text.join("\n"))
 }
 
@@ -190,6 +198,14 @@ fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
         }
         DiskCommand::Remove { name } => send(client, "disk-remove", json!({ "name": name })),
         DiskCommand::List(args) => list(client, "query-disks", args, show::disks),
+    }
+}
+
+fn net(client: &mut Client, command: NetCommand) -> Outcome {
+    match command {
+        NetCommand::Add { net } => send(client, "net-add", to_value(&net)?),
+        NetCommand::Remove { name } => send(client, "net-remove", json!({ "name": name })),
+        NetCommand::List(args) => list(client, "query-nets", args, show::nets),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The daemon's life: set up, serve, take down. Runs on the main thread.
 //!
 //! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket, 4 make the daemon and bind its
-//! events, 5 disks, workers, exports, 6 accept control clients, 7 pidfile, tell the service manager.
+//! events, 5 disks, networks, workers, exports, 6 accept control clients, 7 pidfile, tell the service manager.
 //! The end: 1 tell the service manager and clients, 2 remove exports and workers, 3 remove control socket and
 //! pidfile, 4 close connections. A client that sees its connection end finds nothing left.
 //! An error in set-up takes down what was set up before it.
@@ -114,6 +114,9 @@ impl Serving {
     fn fill(&mut self, setup: Setup) -> Result<()> {
         for disk in setup.disks {
             self.daemon.disk_add(disk)?;
+        }
+        for net in setup.nets {
+            self.daemon.net_add(net)?;
         }
         // A worker of the kernel is of an export; the others are there first, for lists to show them in the order given.
         let (of_exports, workers): (Vec<_>, Vec<_>) =

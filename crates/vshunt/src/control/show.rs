@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use crate::export::spec::{
-    Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, MountInfo, QueueInfo, Transport, WorkerInfo,
-    WorkerKind, cpu_list,
+    Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, MountInfo, NetCounters, NetInfo, NetKind,
+    QueueInfo, Transport, WorkerInfo, WorkerKind, cpu_list,
 };
 
 /// A column's title; one that begins with `>` holds numbers.
@@ -70,12 +70,35 @@ fn mode(disk: &DiskInfo) -> String {
     words.join(",")
 }
 
+pub(crate) fn nets(nets: &[NetInfo]) -> String {
+    table(
+        ["NET", "TYPE", "INTERFACE", ">QUEUES", ">MTU", "EXPORT", ">FROM-GUEST", ">TO-GUEST", ">DROPPED"],
+        nets.iter().map(|n| {
+            let count =
+                |f: fn(&NetCounters) -> u64| or_dash(n.counters.map_or(String::new(), |c| f(&c).to_string()));
+            let NetKind::Tap = n.spec.kind;
+            [
+                n.spec.name.clone(),
+                "tap".to_owned(),
+                n.spec.ifname.clone(),
+                n.open_queues.to_string(),
+                or_dash(n.mtu.map_or(String::new(), |mtu| mtu.to_string())),
+                or_dash(n.export.clone().unwrap_or_default()),
+                count(|c| c.from_guest_packets),
+                count(|c| c.to_guest_packets),
+                count(|c| c.from_guest_dropped + c.to_guest_dropped),
+            ]
+        }),
+    )
+}
+
 pub(crate) fn exports(exports: &[ExportInfo]) -> String {
     table(
-        ["EXPORT", "TYPE", "DISK", "MODE", "STATE", ">QUEUES", "ENGINE", "AT"],
+        ["EXPORT", "TYPE", "OF", "MODE", "STATE", ">QUEUES", "ENGINE", "AT"],
         exports.iter().map(|e| {
             let kind = match e.spec.kind {
                 ExportKind::VhostUserBlk => "vhost-user-blk",
+                ExportKind::VhostUserNet => "vhost-user-net",
                 ExportKind::Fuse => "fuse",
             };
             let at = match (&e.spec.socket, &e.spec.mountpoint, e.spec.fd) {
@@ -98,7 +121,7 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
             [
                 e.spec.name.clone(),
                 kind.to_owned(),
-                e.spec.disk.clone(),
+                e.spec.of().to_owned(),
                 if e.spec.refuses_writes() { "ro" } else { "rw" }.to_owned(),
                 state.to_owned(),
                 e.queue_list.len().to_string(),

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use serde::de::DeserializeOwned;
 
 use super::keyval;
-use crate::export::spec::{DiskSpec, ExportSpec, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 use crate::export::{Check, check_disk_size};
 
 /// A newtype, since clap takes a bare `Vec` for an option that may be repeated.
@@ -68,6 +68,12 @@ impl Spec for ExportSpec {
     }
 }
 
+impl Spec for NetSpec {
+    fn instead(bare: &str) -> String {
+        format!("type=tap,name=n0,ifname={bare}")
+    }
+}
+
 impl Spec for WorkerSpec {
     fn instead(bare: &str) -> String {
         match keyval::parse_cpus(bare) {
@@ -101,6 +107,7 @@ mod tests {
             (spec::<DiskSpec>("/tmp/a b.img,readonly=on").unwrap_err(), "name=ab,file=/tmp/a b.img"),
             (spec::<DiskSpec>("..").unwrap_err(), "name=d0,file=.."),
             (spec::<ExportSpec>("/tmp/s").unwrap_err(), "disk=d0,socket=/tmp/s"),
+            (spec::<NetSpec>("vs0").unwrap_err(), "type=tap,name=n0,ifname=vs0"),
             (spec::<WorkerSpec>("0-3").unwrap_err(), "cpu=0-3"),
             (spec::<WorkerSpec>("fast").unwrap_err(), "name=fast"),
         ];

@@ -3,9 +3,10 @@
 //! Control asks before anything is begun: the command line or the configuration is wrong then. [`Daemon`](super::Daemon)
 //! asks again, for other clients of the protocol.
 
-use super::life::MAX_QUEUES;
-use super::spec::{DiskSpec, ExportKind, ExportSpec, WorkerKind, WorkerSpec, Workers as Spread};
+use super::life::{MAX_PAIRS, MAX_QUEUES};
+use super::spec::{DiskSpec, ExportKind, ExportSpec, NetSpec, WorkerKind, WorkerSpec, Workers as Spread};
 use crate::backend::block::Disk;
+use crate::backend::net::tap;
 use crate::error::{Error, Result};
 use crate::queue::blk::SERIAL_MAX;
 use crate::worker::{Settings, WorkerId};
@@ -21,6 +22,22 @@ impl Check for DiskSpec {
     fn check(&self) -> Result<()> {
         check_name("disk", &self.name)?;
         Disk::check(self)
+    }
+}
+
+impl Check for NetSpec {
+    fn check(&self) -> Result<()> {
+        check_name("network", &self.name)?;
+        let wrong = |why: String| Err(Error::invalid(format!("network {}: {why}", self.name)));
+        if let Err(e) = tap::check_name(&self.ifname) {
+            return wrong(e.to_string());
+        }
+        match self.queues {
+            Some(n) if !(1..=tap::QUEUES_MAX).contains(&n) => {
+                wrong(format!("queues={n} is out of range; a tap has 1 to {}", tap::QUEUES_MAX))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -53,10 +70,14 @@ impl Check for ExportSpec {
         if self.socket.is_some() && self.fd.is_some() {
             return check_one_place(self);
         }
+        let most = if self.kind == ExportKind::VhostUserNet { MAX_PAIRS } else { MAX_QUEUES };
         if let Some(queues) = self.queues
-            && !(1..=MAX_QUEUES).contains(&queues)
+            && !(1..=most).contains(&queues)
         {
-            return wrong(format!("queues={queues} is out of range; 1 to {MAX_QUEUES} is possible"));
+            return wrong(format!("queues={queues} is out of range; 1 to {most} is possible"));
+        }
+        if let Some(Err(e)) = self.mtu.map(tap::check_mtu) {
+            return wrong(e.to_string());
         }
         if self.workers == Spread::Count(0) {
             return wrong("workers=0 would serve nothing; give 1 or more, or per-queue".to_owned());
@@ -90,7 +111,7 @@ pub fn check_disk_size(size_bytes: u64) -> Result<()> {
 /// [`Invalid`](crate::error::Kind::Invalid).
 pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
     match spec.kind {
-        ExportKind::VhostUserBlk if spec.socket.is_some() == spec.fd.is_some() => {
+        ExportKind::VhostUserBlk | ExportKind::VhostUserNet if spec.socket.is_some() == spec.fd.is_some() => {
             Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name)))
         }
         ExportKind::Fuse if spec.mountpoint.is_none() => {
@@ -102,37 +123,59 @@ pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
 
 /// Whether what is asked for is of this kind of export.
 fn check_kind(spec: &ExportSpec) -> Result<()> {
-    let fuse = [
-        ("mountpoint", spec.mountpoint.is_some()),
-        ("writable", spec.writable.is_some()),
-        ("growable", spec.growable.is_some()),
-        ("allow-other", spec.allow_other.is_some()),
-        ("transport", spec.transport.is_some()),
-        ("passthrough", spec.passthrough.is_some()),
-    ];
-    let vhost_user = [
-        ("socket", spec.socket.is_some()),
-        ("fd", spec.fd.is_some()),
-        ("serial", spec.serial.is_some()),
-        ("block-size", spec.block_size.is_some()),
-        ("readonly", spec.readonly),
-        ("engine", spec.engine.is_some()),
-    ];
-    let (foreign, kind, other) = match spec.kind {
-        ExportKind::VhostUserBlk => (&fuse[..], "vhost-user-blk", "fuse"),
-        ExportKind::Fuse => (&vhost_user[..], "fuse", "vhost-user-blk"),
-    };
     let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
-    match foreign.iter().find(|(_, given)| *given) {
-        Some(("readonly", _)) => {
-            wrong("a mount is read-only unless writable=on is given; leave out readonly".into())
+    let kind = kind_name(spec.kind);
+    if let Some((key, of, _)) = of_kinds(spec).into_iter().find(|(_, of, on)| *on && !of.contains(&spec.kind))
+    {
+        if key == "readonly" && spec.kind == ExportKind::Fuse {
+            return wrong("a mount is read-only unless writable=on is given; leave out readonly".into());
         }
-        Some((key, _)) => wrong(format!("{key} is of type={other}, not of type={kind}; leave it out")),
-        None if spec.growable == Some(true) && spec.writable != Some(true) => {
+        let others: Vec<_> = of.iter().map(|kind| kind_name(*kind)).collect();
+        let others = others.join(" and ");
+        return wrong(format!("{key} is of type={others}, not of type={kind}; leave it out"));
+    }
+    match spec.kind {
+        ExportKind::VhostUserNet if spec.net.is_none() => wrong("give net=NAME, the network to join".into()),
+        ExportKind::VhostUserBlk | ExportKind::Fuse if spec.disk.is_empty() => {
+            wrong("give disk=NAME, the disk to serve".into())
+        }
+        ExportKind::Fuse if spec.growable == Some(true) && spec.writable != Some(true) => {
             wrong("growable=on needs writable=on".into())
         }
-        None => Ok(()),
+        _ => Ok(()),
     }
+}
+
+fn kind_name(kind: ExportKind) -> &'static str {
+    match kind {
+        ExportKind::VhostUserBlk => "vhost-user-blk",
+        ExportKind::VhostUserNet => "vhost-user-net",
+        ExportKind::Fuse => "fuse",
+    }
+}
+
+/// The keys that are not of every kind of export, whose they are, and whether they are given.
+fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool)> {
+    use ExportKind::{Fuse, VhostUserBlk, VhostUserNet};
+    vec![
+        ("disk", &[VhostUserBlk, Fuse], !spec.disk.is_empty()),
+        ("net", &[VhostUserNet], spec.net.is_some()),
+        ("mac", &[VhostUserNet], spec.mac.is_some()),
+        ("mtu", &[VhostUserNet], spec.mtu.is_some()),
+        ("poll-us", &[VhostUserBlk, Fuse], spec.poll_us.is_some()),
+        ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
+        ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),
+        ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
+        ("serial", &[VhostUserBlk], spec.serial.is_some()),
+        ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
+        ("readonly", &[VhostUserBlk], spec.readonly),
+        ("mountpoint", &[Fuse], spec.mountpoint.is_some()),
+        ("writable", &[Fuse], spec.writable.is_some()),
+        ("growable", &[Fuse], spec.growable.is_some()),
+        ("allow-other", &[Fuse], spec.allow_other.is_some()),
+        ("transport", &[Fuse], spec.transport.is_some()),
+        ("passthrough", &[Fuse], spec.passthrough.is_some()),
+    ]
 }
 
 /// What is asked of a worker besides its name.

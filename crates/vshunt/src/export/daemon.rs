@@ -1,11 +1,13 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
 use super::check::{Check, settings};
-use super::life::{Export, removing};
+use super::life::{Backend, Export, removing};
+use super::nets::NetEntry;
 use super::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
@@ -104,7 +106,8 @@ pub struct Daemon {
 #[derive(Default)]
 pub(super) struct Maps {
     disks: BTreeMap<String, Arc<DiskEntry>>,
-    exports: BTreeMap<String, ExportEntry>,
+    pub(super) nets: BTreeMap<String, Arc<NetEntry>>,
+    pub(super) exports: BTreeMap<String, ExportEntry>,
     /// Exports that are out of the map, and listeners not told yet.
     untold: usize,
     shut: bool,
@@ -117,10 +120,19 @@ pub(super) struct DiskEntry {
     turn: Mutex<()>,
 }
 
-struct ExportEntry {
+pub(super) struct ExportEntry {
+    /// Empty where it is a network's.
     disk: String,
+    pub(super) net: Option<String>,
     readonly: bool,
     phase: Phase,
+}
+
+impl ExportEntry {
+    /// One of a network, that is about to be made.
+    pub(super) fn of_net(net: &str) -> Self {
+        Self { disk: String::new(), net: Some(net.to_owned()), readonly: false, phase: Phase::Making }
+    }
 }
 
 /// An export's life. Its name and its disk are in use from the first phase to the end of the last.
@@ -226,6 +238,7 @@ impl Daemon {
         // Without the lock: it may wait for the image.
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
+        self.check_not_ours(&disk)?;
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
@@ -245,6 +258,22 @@ impl Daemon {
             file.display(),
             other.spec.name
         )))
+    }
+
+    /// A process that serves itself a file cannot be killed: each end of it waits for the other.
+    fn check_not_ours(&self, disk: &Disk) -> Result<()> {
+        if !disk.image_may_wait() {
+            return Ok(());
+        }
+        let Some(Ok(meta)) = disk.image().map(std::fs::File::metadata) else { return Ok(()) };
+        match self.shown().iter().find(|e| e.is_on(meta.dev())) {
+            None => Ok(()),
+            Some(export) => Err(Error::invalid(format!(
+                "that image is the file of export {0} of this daemon, which would wait for itself; export disk {1} itself, \
+                 or serve the file by another daemon",
+                export.spec.name, export.spec.disk
+            ))),
+        }
     }
 
     /// Closes a disk that no export uses.
@@ -276,15 +305,24 @@ impl Daemon {
         state.disks.values().map(info).collect()
     }
 
-    /// Serves a disk. Waits for a resize of that disk to end.
+    /// Serves a disk or a network. Waits for a resize of that disk to end.
     pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
         spec.check()?;
+        if let Some(net) = &spec.net {
+            let entry = self.state().reserve_net(&spec, net)?;
+            return self.make(spec, Backend::Net(entry.tap.clone(), entry.spec.queues));
+        }
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
-        let name = spec.name.clone();
         self.state().reserve(&spec, &entry)?;
+        self.make(spec, Backend::Disk(entry.disk.clone()))
+    }
+
+    /// Makes an export that is reserved.
+    fn make(&self, spec: ExportSpec, backend: Backend) -> Result<()> {
+        let name = spec.name.clone();
         let watch = Watch { name: name.clone(), daemon: self.this.clone() };
-        let made = Export::create(spec, entry.disk.clone(), &self.workers, Arc::new(watch));
+        let made = Export::create(spec, backend, &self.workers, Arc::new(watch));
         let mut state = self.state();
         let result = match made {
             Ok(export) => {
@@ -459,6 +497,8 @@ impl Daemon {
             self.end(&name, &export);
         }
         self.wait_all_gone();
+        let nets = std::mem::take(&mut self.state().nets);
+        drop(nets);
         let disks = std::mem::take(&mut self.state().disks);
         for entry in disks.values() {
             // A resize may be under way.
@@ -486,7 +526,7 @@ impl Phase {
 }
 
 impl Maps {
-    fn check_up(&self) -> Result<()> {
+    pub(super) fn check_up(&self) -> Result<()> {
         match self.shut {
             true => Err(Error::busy("the daemon is ending")),
             false => Ok(()),
@@ -528,9 +568,7 @@ impl Maps {
     fn reserve(&mut self, spec: &ExportSpec, disk: &Arc<DiskEntry>) -> Result<()> {
         self.check_up()?;
         self.still(disk)?;
-        if self.exports.contains_key(&spec.name) {
-            return Err(Error::exists(format!("there is an export {} already", spec.name)));
-        }
+        self.check_vacant(spec)?;
         let readonly = spec.refuses_writes() || disk.disk.readonly();
         let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
         if let Some((writer, _)) = writer
@@ -539,15 +577,24 @@ impl Maps {
             let remedy = match spec.kind {
                 ExportKind::VhostUserBlk => "give readonly=on",
                 ExportKind::Fuse => "leave out writable=on",
+                ExportKind::VhostUserNet => unreachable!("it is of no disk"),
             };
             return Err(Error::busy(format!(
                 "disk {} is written by export {writer} already; {remedy}, or remove that export",
                 spec.disk
             )));
         }
-        let entry = ExportEntry { disk: spec.disk.clone(), readonly, phase: Phase::Making };
+        let entry = ExportEntry { disk: spec.disk.clone(), net: None, readonly, phase: Phase::Making };
         self.exports.insert(spec.name.clone(), entry);
         Ok(())
+    }
+
+    /// Whether an export's name is free.
+    pub(super) fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
+        match self.exports.contains_key(&spec.name) {
+            true => Err(Error::exists(format!("there is an export {} already", spec.name))),
+            false => Ok(()),
+        }
     }
 
     /// The edge from `Serving` to `Removing`; whoever takes it calls [`Daemon::end`].

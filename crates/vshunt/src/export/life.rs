@@ -6,17 +6,28 @@ use std::sync::{Arc, RwLock, RwLockReadGuard};
 use super::check::check_one_place;
 use super::spec::{Engine, ExportInfo, ExportKind, ExportSpec, MountInfo, QueueInfo, Workers as Spread};
 use crate::backend::block::Disk;
+use crate::backend::net::Tap;
 use crate::error::{Error, Result};
 use crate::frontend::fuse::{self, Fuse};
 use crate::frontend::kernel::{self, KernelQueues};
 use crate::frontend::vhost_user::blk::BlkDevice;
-use crate::frontend::vhost_user::{Socket, VhostUser, adopt, listen};
+use crate::frontend::vhost_user::net::NetDevice;
+use crate::frontend::vhost_user::{Device, Socket, VhostUser, adopt, listen};
 use crate::frontend::{Observer, Queues};
 use crate::queue::fuse::abi;
 use crate::worker::{FIRST_WORKER, QueueSet, Settings, State, WorkerId, Workers};
 
 /// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
 pub const MAX_QUEUES: u16 = 256;
+/// Queue pairs of one network's export: vhost-user has 8 bits for a virtqueue's number.
+pub const MAX_PAIRS: u16 = 128;
+
+/// What an export serves.
+pub(super) enum Backend {
+    Disk(Arc<Disk>),
+    /// With the most queue pairs that it is for, if somebody said so.
+    Net(Arc<Tap>, Option<u16>),
+}
 
 /// An export, served until it is removed. Control threads call it. Lock order: `served`, then a queue set's slot.
 pub(super) struct Export {
@@ -63,7 +74,7 @@ impl Frontend {
 
     fn features(&self) -> Vec<String> {
         match self {
-            Self::VhostUser(socket) => feature_names(socket.features(), &VIRTIO_NAMES),
+            Self::VhostUser(socket) => socket.feature_names(),
             Self::Fuse(mount) => feature_names(mount.features(), &INIT_NAMES),
         }
     }
@@ -91,8 +102,9 @@ impl Frontend {
 
 /// What is opened before anything is made.
 enum Opened {
-    Socket(Socket, Server),
-    Mount(fuse::Plan),
+    Socket(Socket, Server, Arc<Disk>),
+    Mount(fuse::Plan, Arc<Disk>),
+    Card(Socket, kernel::NetPlan, Arc<Tap>),
 }
 
 /// Who is to serve the rings of a socket.
@@ -105,23 +117,35 @@ impl Export {
     /// Checks the whole request before anything is made; what was made is unmade on an error.
     pub(super) fn create(
         mut spec: ExportSpec,
-        disk: Arc<Disk>,
+        backend: Backend,
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
     ) -> Result<Self> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
-        check(&spec, &disk)?;
-        let readonly = spec.refuses_writes() || disk.readonly();
-        let opened = match spec.kind {
-            ExportKind::VhostUserBlk => {
-                spec.queues = Some(queues);
-                let server = server(&spec, &disk, queues)?;
-                Opened::Socket(open_socket(&spec)?, server)
+        // As it is shown, whatever directory the reader is in.
+        spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
+        let mut readonly = spec.refuses_writes();
+        let opened = match backend {
+            Backend::Disk(disk) => {
+                check(&spec, &disk)?;
+                readonly |= disk.readonly();
+                if spec.kind == ExportKind::Fuse {
+                    Opened::Mount(fuse::plan(&spec, &disk, MAX_QUEUES, queues)?, disk)
+                } else {
+                    spec.queues = Some(queues);
+                    let server = server(&spec, &disk, queues)?;
+                    Opened::Socket(open_socket(&spec)?, server, disk)
+                }
             }
-            ExportKind::Fuse => Opened::Mount(fuse::plan(&spec, &disk, MAX_QUEUES, queues)?),
+            Backend::Net(tap, most) => {
+                let pairs = pairs(&spec, &tap, most)?;
+                spec.queues = Some(pairs);
+                let plan = net_server(&spec, &tap, pairs)?;
+                Opened::Card(open_socket(&spec)?, plan, tap)
+            }
         };
         let mut own_workers = Vec::new();
-        match Self::serve(&spec, opened, disk, workers, observer, &mut own_workers) {
+        match Self::serve(&spec, opened, workers, observer, &mut own_workers) {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
                 Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
@@ -136,7 +160,6 @@ impl Export {
     fn serve(
         spec: &ExportSpec,
         opened: Opened,
-        disk: Arc<Disk>,
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
         own_workers: &mut Vec<WorkerId>,
@@ -145,25 +168,41 @@ impl Export {
             let homes = homes(spec, count, workers, own_workers)?;
             Ok(Arc::new(QueueSet::new(&spec.name, workers, &homes)?))
         };
+        let start = |socket, device: Arc<dyn Device>, queues: Queues, engine_why| {
+            let socket = VhostUser::start(&spec.name, socket, device, queues.clone(), observer.clone())?;
+            Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_why })
+        };
         match opened {
-            Opened::Socket(socket, server) => {
+            Opened::Socket(socket, server, disk) => {
                 let count = spec.queues.unwrap_or(1);
                 let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
                 let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
-                let (queues, device, engine_why) = match server {
-                    Server::User { why } => (Queues::User(user_queues(count)?), device, why),
+                match server {
+                    Server::User { why } => {
+                        let queues = Queues::User(user_queues(count)?);
+                        start(socket, Arc::new(device), queues, why)
+                    }
                     Server::Kernel(plan) => {
                         let set = KernelQueues::new(&spec.name, plan, count, serial, workers)?;
                         spread_kernel(spec, &set)?;
                         let device = device.served_by_kernel(set.features());
-                        (Queues::Kernel(set), device, None)
+                        start(socket, Arc::new(device), Queues::Kernel(set), None)
                     }
-                };
-                let socket =
-                    VhostUser::start(&spec.name, socket, Arc::new(device), queues.clone(), observer)?;
-                Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_why })
+                }
             }
-            Opened::Mount(plan) => {
+            Opened::Card(socket, plan, tap) => {
+                let set = KernelQueues::new_net(&spec.name, plan, workers)?;
+                if spec.workers == Spread::PerCpu {
+                    pin_each(&set)?;
+                }
+                if let Some(mtu) = spec.mtu {
+                    tap.set_mtu(mtu)?;
+                }
+                let mac = spec.mac.map(|mac| mac.0);
+                let device = NetDevice::new(&spec.name, tap, set.len(), mac, set.features());
+                start(socket, Arc::new(device), Queues::Kernel(set), None)
+            }
+            Opened::Mount(plan, disk) => {
                 let set = user_queues(plan.queues)?;
                 let mount = Fuse::start(spec, plan, disk, &set, observer)?;
                 Ok(Served { frontend: Frontend::Fuse(mount), queues: Queues::User(set), engine_why: None })
@@ -189,7 +228,12 @@ impl Export {
 
     /// Whether a front-end would lose its device; a mount says so itself.
     pub(super) fn in_use(&self) -> bool {
-        self.spec.kind == ExportKind::VhostUserBlk && self.connected()
+        self.spec.kind != ExportKind::Fuse && self.connected()
+    }
+
+    /// Whether it is the mount with that device number.
+    pub(super) fn is_on(&self, device: u64) -> bool {
+        matches!(&*self.served(), Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.device() == device)
     }
 
     /// Whether the kernel changes the disk's size without asking us.
@@ -365,6 +409,39 @@ fn server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<Server> {
     }
 }
 
+/// How many queue pairs a network's export has.
+fn pairs(spec: &ExportSpec, tap: &Tap, most: Option<u16>) -> Result<u16> {
+    let most = most.unwrap_or(MAX_PAIRS).min(MAX_PAIRS);
+    match spec.queues {
+        Some(asked) if asked > most => Err(Error::invalid(format!(
+            "export {}: queues={asked}, and its network has {most}; give that one more, or this one fewer",
+            spec.name
+        ))),
+        Some(asked) => Ok(asked),
+        None if tap.multi_queue() => Ok(online_cpus().min(most)),
+        None => Ok(1),
+    }
+}
+
+/// What it takes for a network to be served: the kernel does it, or nobody yet.
+fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<kernel::NetPlan> {
+    if spec.engine == Some(Engine::User) {
+        return Err(Error::unsupported(format!(
+            "export {}: workers of this process do not serve networks yet; give engine=kernel, or leave it out",
+            spec.name
+        )));
+    }
+    kernel::plan_net(spec, tap, pairs).map_err(|why| {
+        Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name))
+    })
+}
+
+/// Keeps the worker of each queue on a CPU, in turn.
+fn pin_each(set: &KernelQueues) -> Result<()> {
+    let cpus = crate::worker::allowed_cpus();
+    (0..set.len()).try_for_each(|i| set.pin(set.first_worker(i), cpus[usize::from(i) % cpus.len()]))
+}
+
 /// Deals the queues out to new workers of the kernel, as the spec asks. The first is there; all go with the device.
 fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
     let queues = set.len();
@@ -373,7 +450,7 @@ fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
         Spread::PerQueue | Spread::PerCpu => u32::from(queues),
         Spread::Count(n) => n,
     };
-    let mut ids = vec![set.first_worker()];
+    let mut ids = vec![set.first_worker(0)];
     for i in 1..count {
         ids.push(set.new_worker(Some(format!("{}/{i}", spec.name)), &Settings::default())?);
     }
@@ -440,35 +517,6 @@ const INIT_NAMES: [(u64, &str); 5] = [
     (abi::init::PASSTHROUGH, "PASSTHROUGH"),
     (abi::init::OVER_IO_URING, "OVER_IO_URING"),
 ];
-
-/// Names of the virtio and vhost-user feature bits that a disk may have.
-const VIRTIO_NAMES: [(u64, &str); 16] = {
-    const BITS: [(u32, &str); 16] = [
-        (2, "SEG_MAX"),
-        (5, "RO"),
-        (6, "BLK_SIZE"),
-        (9, "FLUSH"),
-        (10, "TOPOLOGY"),
-        (11, "CONFIG_WCE"),
-        (12, "MQ"),
-        (13, "DISCARD"),
-        (14, "WRITE_ZEROES"),
-        (26, "LOG_ALL"),
-        (28, "INDIRECT_DESC"),
-        (29, "EVENT_IDX"),
-        (30, "PROTOCOL_FEATURES"),
-        (32, "VERSION_1"),
-        (34, "RING_PACKED"),
-        (35, "IN_ORDER"),
-    ];
-    let mut names = [(0, ""); 16];
-    let mut i = 0;
-    while i < BITS.len() {
-        names[i] = (1 << BITS[i].0, BITS[i].1);
-        i += 1;
-    }
-    names
-};
 
 fn feature_names(bits: u64, names: &[(u64, &str)]) -> Vec<String> {
     names.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| (*name).to_owned()).collect()

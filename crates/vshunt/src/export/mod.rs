@@ -1,8 +1,9 @@
-//! Exports and what they need: disks, workers. [`Daemon`] is all that control may call.
+//! Exports and what they need: disks, networks, workers. [`Daemon`] is all that control may call.
 
 mod check;
 mod daemon;
 mod life;
+mod nets;
 mod resize;
 pub mod spec;
 #[cfg(test)]
@@ -10,6 +11,6 @@ mod tests;
 
 pub use check::{Check, check_disk_size, check_one_place};
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
-pub use life::MAX_QUEUES;
+pub use life::{MAX_PAIRS, MAX_QUEUES};
 
 pub use crate::worker::DEFAULT_POLL_US;

@@ -62,8 +62,9 @@ impl Daemon {
 /// disk is narrowed first, and the queues do not stand still while it is cut.
 fn shrink(disk: &Disk, writer: &Arc<Export>, size_bytes: u64) -> Result<()> {
     let old = disk.size_bytes();
-    // The kernel's requests do not ask us how large the disk is.
-    if writer.is_kernel() || !disk.narrow(size_bytes)? {
+    // The kernel's requests do not ask us how large the disk is, and users who may make it longer do so between the drain
+    // and the cut.
+    if writer.is_kernel() || writer.spec.growable == Some(true) || !disk.narrow(size_bytes)? {
         return writer.with_all_drained(|| disk.resize(size_bytes))?;
     }
     if let Err(e) = writer.with_all_drained(|| ()).and_then(|()| disk.resize(size_bytes)) {

@@ -5,6 +5,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+mod net;
+
+pub use net::{Mac, NetCounters, NetInfo, NetKind, NetSpec};
+
 /// Kind of image behind a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -100,6 +104,8 @@ pub enum ExportKind {
     /// A disk for a VMM, over a UNIX socket.
     #[default]
     VhostUserBlk,
+    /// A network card for a VMM, over a UNIX socket.
+    VhostUserNet,
     /// A file on the host.
     Fuse,
 }
@@ -111,7 +117,7 @@ pub enum Engine {
     /// Workers of this process.
     #[default]
     User,
-    /// The kernel (`/dev/vhost-blk`), or an error.
+    /// The kernel (`/dev/vhost-blk`, `/dev/vhost-net`), or an error.
     Kernel,
     /// The kernel where it can.
     Auto,
@@ -176,15 +182,19 @@ pub struct ExportSpec {
     pub kind: ExportKind,
     /// Unique among exports.
     pub name: String,
-    /// Name of the disk served.
+    /// Name of the disk served; of a network's export empty.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub disk: String,
+    /// vhost-user-net: name of the network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub net: Option<String>,
     /// Where to listen; made by us and removed at the end. Exclusive with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
     /// An inherited socket, listening (socket activation) or connected (the export ends with its peer).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
-    /// Virtqueues offered, 1..=256; absent: one for each online CPU.
+    /// Queues offered: virtqueues, 1..=256, or a network's queue pairs, 1..=128; absent: one for each online CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// On how many workers it starts.
@@ -202,7 +212,13 @@ pub struct ExportSpec {
     /// Bound of adaptive polling for the workers made for this export, µs; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
-    /// vhost-user-blk: who serves it; absent: user.
+    /// vhost-user-net: the card's address, for front-ends that ask us; absent: the front-end's or the guest's choice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<Mac>,
+    /// vhost-user-net: bytes of the longest IP packet, which the interface gets; absent: the interface's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<u32>,
+    /// vhost-user: who serves it; absent: user for a disk, kernel for a network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
     /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
@@ -226,10 +242,16 @@ pub struct ExportSpec {
 }
 
 impl ExportSpec {
+    /// The disk or network that it serves.
+    pub fn of(&self) -> &str {
+        self.net.as_deref().unwrap_or(&self.disk)
+    }
+
     /// Whether writes are refused, whatever the disk can do.
     pub fn refuses_writes(&self) -> bool {
         match self.kind {
             ExportKind::VhostUserBlk => self.readonly,
+            ExportKind::VhostUserNet => false,
             ExportKind::Fuse => !self.writable.unwrap_or(false),
         }
     }

@@ -31,6 +31,22 @@ impl Queues {
         self.len() == 0
     }
 
+    /// How many virtqueues, as a front-end counts them.
+    pub fn rings(&self) -> u16 {
+        match self {
+            Self::User(set) => set.len(),
+            Self::Kernel(set) => set.rings(),
+        }
+    }
+
+    /// The queue that a virtqueue is of.
+    pub fn queue_of(&self, ring: u16) -> u16 {
+        match self {
+            Self::User(_) => ring,
+            Self::Kernel(set) => set.queue_of(ring),
+        }
+    }
+
     /// Counters of a queue, as they are now.
     pub fn stats(&self, index: u16) -> &Arc<QueueStats> {
         match self {
@@ -88,11 +104,11 @@ impl Queues {
         }
     }
 
-    /// What becomes readable when the kernel finds the ring of that queue broken.
-    pub fn alarm(&self, index: u16) -> Option<&OwnedFd> {
+    /// What becomes readable when the kernel finds that ring broken.
+    pub fn alarm(&self, ring: u16) -> Option<&OwnedFd> {
         match self {
             Self::User(_) => None,
-            Self::Kernel(set) => Some(set.alarm(index)),
+            Self::Kernel(set) => Some(set.alarm(ring)),
         }
     }
 

@@ -1,4 +1,4 @@
-//! A hostile guest: chains that lie, one after the other, on rings that the device serves.
+//! A hostile guest: chains that lie, alone or some at once, on rings that the device serves.
 //!
 //! The device must answer each or say by the error eventfd that the ring is broken; then the ring is stopped, emptied
 //! and started again. A sound request every now and then must still be answered rightly. It never hangs: every wait
@@ -6,17 +6,17 @@
 
 mod chain;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use self::chain::{Desc, NEXT, Offer, Source, WRITE};
+use self::chain::{Desc, Draft, NEXT, Offer, Source, WRITE};
 use crate::driver::{
     Area, DEFAULT_BASE, Disk, Kernel, Options, PAGE, RegionSpec, RingParts, RingSetup, feature, request,
     status,
 };
-use crate::error::{Error, Kind, Result, fail};
+use crate::error::{Error, Result, fail};
 use crate::rng::XorShift;
 
 /// Where the arena's region begins, far from that of the rings; and the guard's, far from both.
@@ -41,7 +41,7 @@ pub struct Counts {
     pub unsupported: u64,
     /// Put back without a status: the chain had no room for one, or it lay elsewhere.
     pub no_status: u64,
-    /// The ring was broken by it.
+    /// Not answered, since it broke the ring or one before it did.
     pub broken: u64,
     /// Heads or indices that allow of no single answer: the device came to rest, or broke the ring.
     pub settled: u64,
@@ -79,7 +79,6 @@ pub fn options(options: Options) -> Options {
 struct Ring {
     parts: RingParts,
     avail: u16,
-    used: u16,
 }
 
 impl Ring {
@@ -96,17 +95,30 @@ impl Ring {
 
     /// Tells, and asks to be told of the next answer.
     fn publish(&self) {
-        let event = 4 + 2 * usize::from(self.parts.size);
-        if event + 2 <= self.parts.driver.len() {
-            self.parts.driver.store_u16(event, self.used);
-        }
+        self.ask(self.used_index());
         self.parts.driver.store_u16(2, self.avail);
         self.parts.kick();
+    }
+
+    /// Asks to be told of the answer at `position`, where the event index was agreed on.
+    fn ask(&self, position: u16) {
+        let event = 4 + 2 * usize::from(self.parts.size);
+        if event + 2 <= self.parts.driver.len() {
+            self.parts.driver.store_u16(event, position);
+        }
     }
 
     fn used_index(&self) -> u16 {
         self.parts.device.load_u16(2)
     }
+}
+
+/// A chain on the ring.
+struct Offered {
+    head: u16,
+    /// Where its status byte should be.
+    state: Option<Area>,
+    has_status: bool,
 }
 
 struct Hostile<'a> {
@@ -151,7 +163,7 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
         tame: false,
     };
     let (beat, over) = (AtomicU64::new(0), AtomicBool::new(false));
-    let rings = parts.into_iter().map(|parts| Ring { parts, avail: 0, used: 0 }).collect();
+    let rings = parts.into_iter().map(|parts| Ring { parts, avail: 0 }).collect();
     let counts = Counts::default();
     let mut hostile = Hostile { kernel, plan, rings, arena: &arena, source, counts, beat: &beat };
     let result = std::thread::scope(|scope| {
@@ -196,71 +208,123 @@ impl Hostile<'_> {
         for q in 0..self.rings.len() {
             self.restart(q)?;
         }
+        let mut probed = 0;
         while self.counts.chains < self.plan.chains {
             let q = self.source.rng.below(self.rings.len() as u64) as usize;
-            self.counts.chains += 1;
-            self.beat.fetch_add(1, Ordering::AcqRel);
-            self.chain(q)?;
-            if self.counts.chains.is_multiple_of(PROBE_EVERY) {
+            self.beat.store(self.counts.chains, Ordering::Release);
+            self.chains(q)?;
+            if self.counts.chains / PROBE_EVERY > probed {
+                probed = self.counts.chains / PROBE_EVERY;
                 self.probe(q)?;
             }
         }
         (0..self.rings.len()).try_for_each(|q| self.probe(q))
     }
 
-    fn chain(&mut self, q: usize) -> Result<()> {
+    /// Some chains at once on ring `q`, mostly one.
+    fn chains(&mut self, q: usize) -> Result<()> {
+        let most = if self.source.rng.one_in(2) { 1 } else { 2 + self.source.rng.below(7) };
+        let most = most.min(self.plan.chains - self.counts.chains);
         let parts = &self.rings[q].parts;
         self.source.rings = [parts.desc.guest(), parts.driver.guest(), parts.device.guest()];
-        let draft = self.source.draft();
-        let status_byte = draft.status.and_then(|at| self.arena.elsewhere(at, 1));
-        if let Some(byte) = &status_byte {
-            byte.write(0, &[status::UNTOUCHED]);
+        let before = self.rings[q].used_index();
+        let (mut offered, mut at) = (Vec::new(), 0);
+        let (mut plain, mut meddled) = (true, false);
+        for _ in 0..most {
+            let draft = self.source.draft();
+            // What allows of no single answer hides those beside it, so it stands alone mostly.
+            let odd = draft.offer != Offer::Once && !offered.is_empty() && !self.source.rng.one_in(4);
+            if odd || at + draft.descs.len() > usize::from(self.source.size) {
+                break;
+            }
+            let chain = self.put(q, &draft, at as u16);
+            at += draft.descs.len();
+            let ring = &mut self.rings[q];
+            match draft.offer {
+                Offer::Once | Offer::AtTheRing => ring.offer(chain.head),
+                Offer::Again(times) => (0..times).for_each(|_| ring.offer(chain.head)),
+                Offer::Jump(by) => ring.avail = ring.avail.wrapping_add(by),
+            }
+            plain &= draft.offer == Offer::Once;
+            meddled |= !self.source.tame && self.source.rng.one_in(3);
+            offered.push(chain);
+            if !plain && !self.source.rng.one_in(4) {
+                break;
+            }
         }
-        let ring = &mut self.rings[q];
-        for (i, desc) in draft.descs.iter().enumerate() {
-            ring.put(i as u16, desc);
-        }
-        let before = ring.used_index();
-        match draft.offer {
-            Offer::Once | Offer::AtTheRing => ring.offer(draft.head),
-            Offer::Again(times) => (0..times).for_each(|_| ring.offer(draft.head)),
-            Offer::Jump(by) => ring.avail = ring.avail.wrapping_add(by),
-        }
-        ring.publish();
-        let meddled = !self.source.tame && self.source.rng.one_in(3);
+        self.counts.chains += offered.len() as u64;
+        self.rings[q].publish();
         if meddled {
-            self.meddle(q, draft.descs.len());
+            self.meddle(q, at);
         }
-        if draft.offer != Offer::Once {
+        if !plain {
             self.settle(q)?;
-            self.counts.settled += 1;
+            self.counts.settled += offered.len() as u64;
             return self.restart(q);
         }
-        match self.wait(q, before.wrapping_add(1))? {
-            End::Broken => {
-                self.counts.broken += 1;
-                self.restart(q)
-            }
-            End::Answered => {
-                let mut byte = [status::UNTOUCHED];
-                if let Some(at) = &status_byte {
-                    at.read(0, &mut byte);
-                }
-                match byte[0] {
-                    status::OK => self.counts.ok += 1,
-                    status::IOERR => self.counts.io_error += 1,
-                    status::UNSUPP => self.counts.unsupported += 1,
-                    other if draft.has_status && !meddled => {
-                        return Err(fail!(
-                            Io,
-                            "the device put it back with status {other:#x}, although it has room for one"
-                        ));
-                    }
-                    _ => self.counts.no_status += 1,
-                }
-                Ok(())
-            }
+        let end = self.wait(q, before.wrapping_add(offered.len() as u16))?;
+        if end == End::Broken {
+            // What was in flight is answered by when the stop returns.
+            self.kernel.stop_ring(q as u16)?;
         }
+        self.tally(q, before, &mut offered, meddled)?;
+        if end == End::Answered {
+            return Ok(());
+        }
+        self.counts.broken += offered.len() as u64;
+        self.restart(q)
+    }
+
+    /// Puts a chain into the descriptor table from `at` on.
+    fn put(&self, q: usize, draft: &Draft, at: u16) -> Offered {
+        let state = draft.status.and_then(|addr| self.arena.elsewhere(addr, 1));
+        if let Some(byte) = &state {
+            byte.write(0, &[status::UNTOUCHED]);
+        }
+        for (i, desc) in draft.descs.iter().enumerate() {
+            let next = desc.next.wrapping_add(at);
+            self.rings[q].put(at + i as u16, &Desc { next, ..*desc });
+        }
+        let head = if draft.head == 0 { at } else { draft.head };
+        Offered { head, state, has_status: draft.has_status }
+    }
+
+    /// Counts the chains that were answered since `before` and takes them off the list.
+    fn tally(&mut self, q: usize, before: u16, offered: &mut Vec<Offered>, meddled: bool) -> Result<()> {
+        let parts = &self.rings[q].parts;
+        let mut position = before;
+        // Chains of one burst may share memory: the status of one may be data of another.
+        let alone = offered.len() == 1;
+        while position != parts.device.load_u16(2) {
+            let mut id = [0; 4];
+            parts.device.read(4 + 8 * usize::from(position % parts.size), &mut id);
+            let id = u32::from_le_bytes(id);
+            let Some(found) = offered.iter().position(|chain| u32::from(chain.head) == id) else {
+                return Err(fail!(
+                    Io,
+                    "the device answered head {id}, which was not offered, or answered twice"
+                ));
+            };
+            let chain = offered.swap_remove(found);
+            let mut byte = [status::UNTOUCHED];
+            if let Some(at) = &chain.state {
+                at.read(0, &mut byte);
+            }
+            match byte[0] {
+                status::OK => self.counts.ok += 1,
+                status::IOERR => self.counts.io_error += 1,
+                status::UNSUPP => self.counts.unsupported += 1,
+                other if chain.has_status && alone && !meddled => {
+                    return Err(fail!(
+                        Io,
+                        "the device put it back with status {other:#x}, although it has room for one"
+                    ));
+                }
+                _ => self.counts.no_status += 1,
+            }
+            position = position.wrapping_add(1);
+        }
+        Ok(())
     }
 
     /// Changes descriptors under the device's eyes: what it read once it must not read again and trust.
@@ -278,9 +342,9 @@ impl Hostile<'_> {
     fn wait(&mut self, q: usize, until: u16) -> Result<End> {
         let deadline = Instant::now() + self.plan.patience;
         loop {
-            let ring = &mut self.rings[q];
-            if ring.used_index() == until {
-                ring.used = until;
+            let ring = &self.rings[q];
+            let used = ring.used_index();
+            if used == until {
                 return Ok(End::Answered);
             }
             if self.kernel.take_broken(q as u16) {
@@ -289,7 +353,11 @@ impl Hostile<'_> {
             if Instant::now() > deadline {
                 return Err(self.hangs(q, "neither answered it nor broke the ring"));
             }
-            self.kernel.wait(&ring.parts, Duration::from_millis(20));
+            ring.ask(used);
+            fence(Ordering::SeqCst);
+            if ring.used_index() == used {
+                self.kernel.wait(&ring.parts, Duration::from_millis(20));
+            }
         }
     }
 
@@ -314,7 +382,7 @@ impl Hostile<'_> {
     }
 
     fn stats(&self, q: usize) -> Result<virtio::vhost::BlkVringStats> {
-        self.kernel.vhost().blk_vring_stats(q as u32).map_err(|e| Error::new(Kind::System, e.to_string()))
+        self.kernel.handle().stats(q as u16)
     }
 
     #[cold]
@@ -334,7 +402,7 @@ impl Hostile<'_> {
         for area in [&ring.parts.desc, &ring.parts.driver, &ring.parts.device] {
             area.fill(0);
         }
-        (ring.avail, ring.used) = (0, 0);
+        ring.avail = 0;
         let _ = self.kernel.take_broken(q as u16);
         self.kernel.start_ring(&RingSetup { parts: &ring.parts, base: 0 }, false)?;
         self.counts.restarts += 1;

@@ -321,6 +321,12 @@ impl Disk {
         }
     }
 
+    /// Whether to ask the image for its size or times may wait for another program, as a file on FUSE does: not for a
+    /// worker.
+    pub fn image_may_wait(&self) -> bool {
+        matches!(&self.kind, Kind::Raw(raw) if raw.may_wait())
+    }
+
     /// Writes bytes that need not be multiples of the [granule](Self::granule), the ones around them being read and
     /// written back: no other write may be under way there. Blocks.
     ///

@@ -150,6 +150,11 @@ impl Fuse {
         self.allow_other
     }
 
+    /// Its device number.
+    pub fn device(&self) -> u64 {
+        self.inner.mount.device()
+    }
+
     /// Times that the file is open.
     pub fn open_files(&self) -> u32 {
         self.opens.load(SeqCst)
@@ -180,7 +185,9 @@ impl Fuse {
             session::close_backing(&self.inner.session, id);
         }
         let path = self.inner.mount.path().display();
-        if !self.inner.mount.still_there() {
+        if self.inner.mount.was_ended() {
+            tracing::debug!("export {}: {path} was let go of before", self.name);
+        } else if !self.inner.mount.still_there() {
             tracing::warn!(
                 "export {}: {path} was unmounted by somebody else, which ends the export",
                 self.name
@@ -234,6 +241,9 @@ fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk) -> Op
     };
     plan.passthrough = false;
     plan.passthrough_why = Some(why);
+    if plan.transport_why.is_some() {
+        plan.transport_why = Some("passthrough was reckoned with; ask for transport=io_uring".to_owned());
+    }
     None
 }
 

@@ -114,6 +114,17 @@ impl Mount {
         !matches!(self.place(), Ok(Place::Gone))
     }
 
+    /// Whether [`unmount`](Self::unmount) has ended it.
+    pub fn was_ended(&self) -> bool {
+        *self.ended.lock().expect("no holder panics")
+    }
+
+    /// Its device number, which its file has too.
+    pub fn device(&self) -> u64 {
+        let (major, minor) = self.id.device;
+        rustix::fs::makedev(major, minor)
+    }
+
     /// Ends the mount and removes the file below it if that was made for it. Nothing happens the second time.
     ///
     /// Not `hard`: fails with [`Kind::Busy`] while the file is in use. `hard`: the connection is aborted, so that users
@@ -167,8 +178,8 @@ impl Mount {
                 (Outcome::InUse, false) => {
                     let path = at.display();
                     return Err(Error::busy(format!(
-                        "{path} is in use; stop its users (fuser -v {path} names them), or take it from them by \
-                         --force"
+                        "{path} is in use; stop its users (fuser -v {path} names them, loop devices do not show there: \
+                         losetup -j {path}), or take it from them by --force"
                     )));
                 }
             }

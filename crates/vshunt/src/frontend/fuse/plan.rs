@@ -1,5 +1,7 @@
 //! What a mount is going to be: decided, and refused where it cannot be, before anything is made.
 
+use rustix::thread::CapabilitySet;
+
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Passthrough, Transport};
@@ -32,7 +34,7 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
     let passthrough = passthrough(spec, disk);
     let wanted = spec.transport.unwrap_or_default();
     let channels = spec.queues.unwrap_or(queues_default).min(queues_max);
-    let (transport, queues, transport_why) = match (wanted, ring_queues(spec)) {
+    let (transport, queues, transport_why) = match (wanted, ring_queues(spec, queues_max)) {
         (Transport::Dev, _) => (Transport::Dev, channels, None),
         (Transport::IoUring, Ok(rings)) => (Transport::IoUring, rings + 1, None),
         (Transport::IoUring, Err(why)) => {
@@ -52,17 +54,22 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
 }
 
 /// How many ring queues there have to be, or why there can be none.
-fn ring_queues(spec: &ExportSpec) -> Result<u16, String> {
+fn ring_queues(spec: &ExportSpec, queues_max: u16) -> Result<u16, String> {
     match std::fs::read_to_string(ENABLE_URING) {
         Ok(text) if text.trim() == "Y" => {}
         Ok(_) => return Err(format!("it is switched off; root can switch it on: echo Y >{ENABLE_URING}")),
         Err(_) => return Err(format!("this kernel has none (Linux 6.14 or newer, {ENABLE_URING})")),
     }
     let cpus = possible_cpus()?;
+    if cpus >= queues_max {
+        return Err(format!(
+            "it has a queue for each possible CPU, {cpus} here, and an export has {queues_max} at most"
+        ));
+    }
     match spec.queues {
-        Some(n) if n != cpus => {
-            Err(format!("it has a queue for each possible CPU, {cpus} here, and queues={n} was asked for"))
-        }
+        Some(n) if n != cpus => Err(format!(
+            "it has a queue for each possible CPU; leave out queues={n}, or give the {cpus} that there are here"
+        )),
         _ => Ok(cpus),
     }
 }
@@ -85,7 +92,15 @@ fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     if !image.metadata().is_ok_and(|m| m.file_type().is_file()) {
         return Err("the kernel does it for files, not for block devices".to_owned());
     }
+    if !rustix::thread::capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::SYS_ADMIN)) {
+        return Err("the kernel does it for root alone (CAP_SYS_ADMIN)".to_owned());
+    }
     let (writable, growable) = (spec.writable.unwrap_or(false), spec.growable.unwrap_or(false));
+    if growable && disk.image_may_wait() {
+        return Err(
+            "the image is a file that another program serves, which would be asked for its size".to_owned()
+        );
+    }
     if writable && !growable {
         return Err("writes beyond the end could not be refused; growable=on allows them".to_owned());
     }

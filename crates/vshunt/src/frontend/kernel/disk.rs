@@ -7,12 +7,14 @@ use std::sync::Arc;
 
 use rustix::fs::{Advice, fadvise};
 use vhost_kernel::Vhost;
-use virtio::vhost::VHOST_BLK_VRINGS_MAX;
+use virtio::vhost::{VHOST_BLK_BACKEND_READONLY, VHOST_BLK_VRINGS_MAX};
 
 use super::loop_device::LoopDevice;
+use super::workers::{self, Tasks};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, ExportSpec};
+use crate::worker::Workers;
 
 const DEVICE: &str = "/dev/vhost-blk";
 
@@ -23,7 +25,43 @@ pub struct Plan {
     pub(super) readonly: bool,
 }
 
-/// What stands behind the rings.
+/// A disk that the kernel serves.
+pub(super) struct Served {
+    pub(super) device: Arc<Vhost>,
+    pub(super) disk: BlockDevice,
+    pub(super) tasks: Arc<Tasks>,
+}
+
+impl Served {
+    /// Takes the device for an export, with its first worker.
+    pub(super) fn new(
+        export: &str,
+        plan: Plan,
+        queues: u16,
+        serial: &str,
+        workers: &Arc<Workers>,
+    ) -> Result<Self> {
+        let Plan { device, disk, readonly } = plan;
+        let tasks = workers::begin(export, &device, queues, workers)?;
+        let flags = if readonly { VHOST_BLK_BACKEND_READONLY } else { 0 };
+        if let Err(e) = device.blk_set_backend(disk.as_fd(), flags, serial) {
+            workers.forget(export);
+            return Err(Error::unsupported(format!("export {export}: {e}")));
+        }
+        Ok(Self { device, disk, tasks })
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // The device goes with the last holder, who may be a control thread that looks at a worker.
+        if let Err(e) = self.device.blk_clear_backend() {
+            tracing::warn!("{e}");
+        }
+    }
+}
+
+/// The block device behind the rings.
 pub(super) enum BlockDevice {
     /// The disk is one.
     Itself(File),

@@ -1,15 +1,20 @@
-//! The kernel engine: virtqueues of a front-end handed over to `/dev/vhost-blk`.
+//! The kernel engine: virtqueues of a front-end handed over to `/dev/vhost-blk` or `/dev/vhost-net`.
 //!
 //! We stay the vhost-user backend: negotiate, map the guest's memory, answer for the configuration space. What the
-//! front-end says of its rings is translated and passed on, and no request comes to us. The device is opened once an
-//! export and kept over front-ends that come and go, and so are its workers: tasks of the kernel in our process, in the
+//! front-end says of its rings is translated and passed on, and no request comes to us. Devices are opened once an
+//! export and kept over front-ends that come and go, and so are their workers: tasks of the kernel in our process, in the
 //! same list as ours.
+//!
+//! A queue is what users see and attach: a ring of a disk, or the two rings of a network's queue pair. Rings are counted as
+//! the front-end counts them.
 //!
 //! Called by the session thread (rings, memory) and by control threads (attach, workers, counters). What must never
 //! happen: guest memory unmapped while the kernel has a request in flight there; [`KernelQueues::stop`] drains.
 
+mod behind;
 mod disk;
 mod loop_device;
+mod net;
 mod workers;
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,14 +22,15 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
-use vhost_kernel::Vhost;
 use virtio::features::{VHOST_F_LOG_ALL, bit};
 use virtio::mem::{GuestMemory, MAX_REGIONS};
-use virtio::vhost::{MemoryRegion, VHOST_BLK_BACKEND_READONLY, VHOST_VRING_F_LOG, VringAddr};
+use virtio::vhost::{MemoryRegion, VHOST_VRING_F_LOG, VringAddr};
 
-use self::disk::BlockDevice;
+use self::behind::Behind;
+use self::disk::Served;
 pub use self::disk::{Plan, plan};
-use self::workers::Tasks;
+use self::net::Card;
+pub use self::net::{NetPlan, plan_net};
 use crate::error::{Error, Result};
 use crate::queue::Bell;
 use crate::worker::{QueueStats, Settings, State, WorkerId, Workers};
@@ -50,7 +56,8 @@ pub struct RingSetup<'a> {
     pub err: Option<Arc<Bell>>,
 }
 
-/// One queue. Its lock is held over a whole start, stop or attach, so that these exclude one another.
+/// One ring. Its lock is held over a whole start, stop or attach, so that these exclude one another. Of a queue with several
+/// rings the first says where it is.
 struct Slot {
     worker: WorkerId,
     running: bool,
@@ -60,25 +67,24 @@ struct Slot {
     err: Option<Arc<Bell>>,
 }
 
-/// The queues of one export, served by the kernel. Lock order: slots by index, then the workers' list, then `tasks`.
+/// The queues of one export, served by the kernel. Lock order: slots by index, then the workers' list, then what a disk's
+/// workers keep.
 pub struct KernelQueues {
     // Fixed.
     name: String,
-    device: Arc<Vhost>,
+    behind: Behind,
     features: u64,
-    disk: BlockDevice,
     workers: Arc<Workers>,
     /// Rung by the kernel when it finds a ring broken.
     alarms: Vec<OwnedFd>,
     // Any thread's.
     slots: Vec<Mutex<Slot>>,
-    tasks: Arc<Tasks>,
-    /// Worker and generation, for whoever looks without waiting.
+    /// Worker and generation of each queue, for whoever looks without waiting.
     homes: Vec<AtomicU64>,
 }
 
 impl KernelQueues {
-    /// Takes the device for an export of `queues` queues, all on its first worker, which is made with it.
+    /// Takes the device for a disk's export of `queues` queues, all on its first worker, which is made with it.
     ///
     /// # Errors
     /// The kernel's; a plan that was made before may be outdated.
@@ -89,32 +95,44 @@ impl KernelQueues {
         serial: &str,
         workers: &Arc<Workers>,
     ) -> Result<Arc<Self>> {
-        let Plan { device, disk, readonly } = plan;
-        let cannot = |e: vhost_kernel::Error| Error::unsupported(format!("export {export}: {e}"));
-        let tasks = workers::begin(export, &device, queues, workers)?;
-        let first = tasks.first();
+        let served = Served::new(export, plan, queues, serial, workers)?;
+        Self::make(export, Behind::Disk(served), queues, workers)
+    }
+
+    /// Takes the devices for a network's export, one for each queue pair, each with its worker.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn new_net(export: &str, plan: NetPlan, workers: &Arc<Workers>) -> Result<Arc<Self>> {
+        let pairs = plan.pairs();
+        Self::make(export, Behind::Net(Card::new(export, plan, workers)?), pairs, workers)
+    }
+
+    fn make(export: &str, behind: Behind, queues: u16, workers: &Arc<Workers>) -> Result<Arc<Self>> {
         // On an error from here on, dropping it undoes what was done.
         let mut set = Self {
             name: export.to_owned(),
+            behind,
             features: 0,
-            device,
-            disk,
             workers: workers.clone(),
             alarms: Vec::new(),
             slots: Vec::new(),
-            tasks,
             homes: Vec::new(),
         };
-        set.features = set.device.features().map_err(cannot)?;
-        let flags = if readonly { VHOST_BLK_BACKEND_READONLY } else { 0 };
-        set.device.blk_set_backend(set.disk.as_fd(), flags, serial).map_err(cannot)?;
-        for _ in 0..queues {
-            let alarm = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                .map_err(|e| Error::io(format!("export {export}: no eventfd can be had"), e.into()))?;
-            set.alarms.push(alarm);
-            set.workers.settle_kernel(first, export)?;
-            set.slots.push(Mutex::new(Slot { worker: first, running: false, generation: 0, err: None }));
-            set.homes.push(AtomicU64::new(pack_home(first, 0)));
+        let features = set.behind.features();
+        set.features = features.map_err(|e| Error::unsupported(format!("export {export}: {e}")))?;
+        for queue in 0..queues {
+            let worker = set.behind.first_worker(queue);
+            for ring in 0..set.behind.rings_a_queue() {
+                let alarm = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                    .map_err(|e| Error::io(format!("export {export}: no eventfd can be had"), e.into()))?;
+                set.alarms.push(alarm);
+                if ring == 0 {
+                    set.workers.settle_kernel(worker, export)?;
+                }
+                set.slots.push(Mutex::new(Slot { worker, running: false, generation: 0, err: None }));
+            }
+            set.homes.push(AtomicU64::new(pack_home(worker, 0)));
         }
         Ok(Arc::new(set))
     }
@@ -133,18 +151,33 @@ impl KernelQueues {
 
     /// How many queues.
     pub fn len(&self) -> u16 {
-        self.slots.len() as u16
+        self.homes.len() as u16
     }
 
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.homes.is_empty()
+    }
+
+    /// How many rings, as the front-end counts them.
+    pub fn rings(&self) -> u16 {
+        self.slots.len() as u16
+    }
+
+    /// The queue that a ring is of.
+    pub fn queue_of(&self, ring: u16) -> u16 {
+        ring / self.behind.rings_a_queue()
+    }
+
+    /// Whether a ring is the one that says how its queue is.
+    fn leads(&self, ring: u16) -> bool {
+        ring.is_multiple_of(self.behind.rings_a_queue())
     }
 
     /// Counters of a queue, as they are now.
     pub fn stats(&self, index: u16) -> &Arc<QueueStats> {
-        self.tasks.count(index);
-        self.tasks.stats(index)
+        self.behind.count(index);
+        self.behind.stats(index)
     }
 
     /// The worker a queue is attached to, and how often it was attached.
@@ -154,16 +187,17 @@ impl KernelQueues {
     }
 
     /// Becomes readable when the kernel finds the ring broken.
-    pub fn alarm(&self, index: u16) -> &OwnedFd {
-        &self.alarms[usize::from(index)]
+    pub fn alarm(&self, ring: u16) -> &OwnedFd {
+        &self.alarms[usize::from(ring)]
     }
 
-    fn slot(&self, index: u16) -> MutexGuard<'_, Slot> {
-        self.slots[usize::from(index)].lock().expect("no holder panics")
+    fn slot(&self, ring: u16) -> MutexGuard<'_, Slot> {
+        self.slots[usize::from(ring)].lock().expect("no holder panics")
     }
 
-    fn note_home(&self, index: u16, slot: &Slot) {
-        self.homes[usize::from(index)].store(pack_home(slot.worker, slot.generation), Relaxed);
+    fn note_home(&self, ring: u16, slot: &Slot) {
+        let home = pack_home(slot.worker, slot.generation);
+        self.homes[usize::from(self.queue_of(ring))].store(home, Relaxed);
     }
 
     /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged.
@@ -172,7 +206,15 @@ impl KernelQueues {
     /// The kernel's, in words.
     pub fn set_features(&self, features: u64) -> std::result::Result<(), String> {
         let known = self.features | bit(VHOST_F_LOG_ALL);
-        self.device.set_features(features & known).map_err(|e| e.to_string())
+        self.behind.agreed(features)?;
+        self.with_devices(|device| device.set_features(features & known))
+    }
+
+    fn with_devices(
+        &self,
+        call: impl Fn(&vhost_kernel::Vhost) -> vhost_kernel::Result<()>,
+    ) -> std::result::Result<(), String> {
+        self.behind.devices().into_iter().try_for_each(|device| call(device).map_err(|e| e.to_string()))
     }
 
     /// Hands the guest's memory over. No ring runs.
@@ -188,7 +230,7 @@ impl KernelQueues {
         };
         let regions: Vec<_> = mem.regions().iter().map(region).collect();
         // SAFETY: guest memory, mapped shared, to which we hold raw pointers only.
-        unsafe { self.device.set_mem_table(&regions) }.map_err(|e| e.to_string())
+        self.with_devices(|device| unsafe { device.set_mem_table(&regions) })
     }
 
     /// Where the kernel marks the pages that it writes.
@@ -201,7 +243,7 @@ impl KernelQueues {
     /// The kernel's, in words.
     pub unsafe fn set_log_base(&self, at: *mut u8) -> std::result::Result<(), String> {
         // SAFETY: the caller's.
-        unsafe { self.device.set_log_base(at.addr() as u64) }.map_err(|e| e.to_string())
+        self.with_devices(|device| unsafe { device.set_log_base(at.addr() as u64) })
     }
 
     /// Starts a ring.
@@ -211,56 +253,75 @@ impl KernelQueues {
     ///
     /// # Errors
     /// The kernel's, in words; the ring is as it was.
-    pub unsafe fn start(&self, index: u16, setup: RingSetup<'_>) -> std::result::Result<(), String> {
-        let mut slot = self.slot(index);
+    pub unsafe fn start(&self, ring: u16, setup: RingSetup<'_>) -> std::result::Result<(), String> {
+        let mut slot = self.slot(ring);
         debug_assert!(!slot.running);
-        let at = u32::from(index);
-        let started = (|| {
-            self.device.set_vring_num(at, setup.size.into())?;
-            self.device.set_vring_base(at, setup.base)?;
+        let (device, at) = self.behind.of(ring);
+        let told = (|| {
+            device.set_vring_num(at, setup.size.into())?;
+            device.set_vring_base(at, setup.base)?;
             // SAFETY: the caller's.
-            unsafe { self.device.set_vring_addr(&addresses(at, &setup)) }?;
-            self.device.set_vring_call(at, setup.call.as_ref().map(|c| c.as_fd()))?;
-            self.device.set_vring_err(at, Some(self.alarm(index).as_fd()))?;
-            self.device.set_vring_kick(at, Some(setup.kick.as_fd()))?;
-            self.device.blk_set_vring(at, true)
+            unsafe { device.set_vring_addr(&addresses(at, &setup)) }?;
+            device.set_vring_call(at, setup.call.as_ref().map(|c| c.as_fd()))?;
+            device.set_vring_err(at, Some(self.alarm(ring).as_fd()))?;
+            device.set_vring_kick(at, Some(setup.kick.as_fd()))
         })();
-        started.map_err(|e: vhost_kernel::Error| e.to_string())?;
+        told.map_err(|e: vhost_kernel::Error| e.to_string())?;
+        self.behind.open(ring, true).map_err(|e| e.to_string())?;
+        if let Err(e) = self.behind.run(ring, true) {
+            let _ = self.behind.open(ring, false);
+            return Err(e.to_string());
+        }
         slot.running = true;
         slot.err = setup.err;
         slot.generation += 1;
-        self.note_home(index, &slot);
-        let stats = self.tasks.stats(index);
-        stats.size.store(setup.size, Relaxed);
-        stats.set_state(State::Running);
+        if self.leads(ring) {
+            self.note_home(ring, &slot);
+            let stats = self.behind.stats(self.queue_of(ring));
+            stats.size.store(setup.size, Relaxed);
+            stats.set_state(State::Running);
+        }
         Ok(())
     }
 
     /// Stops a ring, drained, and tells where it came to. None if it does not run.
-    pub fn stop(&self, index: u16) -> Option<u32> {
-        let mut slot = self.slot(index);
+    pub fn stop(&self, ring: u16) -> Option<u32> {
+        let mut slot = self.slot(ring);
         if !std::mem::take(&mut slot.running) {
             return None;
         }
-        self.rest(index);
+        self.rest(ring);
         slot.err = None;
         // What was rung for this ring is not for the next.
-        self.silence(index);
-        self.tasks.stats(index).set_state(State::Stopped);
-        match self.device.vring_base(index.into()) {
+        self.silence(ring);
+        if self.leads(ring) {
+            self.behind.stats(self.queue_of(ring)).set_state(State::Stopped);
+        }
+        let (device, at) = self.behind.of(ring);
+        match device.vring_base(at) {
             Ok(base) => Some(base),
             Err(e) => {
-                tracing::error!("queue {}:{index}: where it stands is not known: {e}", self.name);
+                tracing::error!("{}: where ring {ring} stands is not known: {e}", self.name);
                 Some(0)
             }
         }
     }
 
+    /// A ring that does not run is not to start again soon: nothing is to wait for it. Idempotent.
+    pub fn close(&self, ring: u16) {
+        let slot = self.slot(ring);
+        if !slot.running
+            && let Err(e) = self.behind.open(ring, false)
+        {
+            tracing::warn!("{}: {e}", self.name);
+        }
+    }
+
     /// Returns when nothing is in flight on a ring. It cannot be told from a ring that cannot be stopped whether the
     /// kernel writes to guest memory, so we end there.
-    fn rest(&self, index: u16) {
-        if let Err(e) = self.device.blk_set_vring(index.into(), false) {
-            tracing::error!("queue {}:{index} cannot be stopped: {e}; ending at once", self.name);
+    fn rest(&self, ring: u16) {
+        if let Err(e) = self.behind.run(ring, false) {
+            tracing::error!("ring {ring} of {} cannot be stopped: {e}; ending at once", self.name);
             std::process::abort();
         }
     }
@@ -269,9 +330,10 @@ impl KernelQueues {
     ///
     /// # Errors
     /// The kernel's, in words.
-    pub fn set_call(&self, index: u16, call: Option<Arc<Bell>>) -> std::result::Result<(), String> {
+    pub fn set_call(&self, ring: u16, call: Option<Arc<Bell>>) -> std::result::Result<(), String> {
         let fd = call.as_ref().map(|c| c.as_fd());
-        self.device.set_vring_call(index.into(), fd).map_err(|e| e.to_string())?;
+        let (device, at) = self.behind.of(ring);
+        device.set_vring_call(at, fd).map_err(|e| e.to_string())?;
         if let Some(call) = call {
             call.ring();
         }
@@ -279,8 +341,8 @@ impl KernelQueues {
     }
 
     /// Replaces the descriptor that tells the front-end of a broken ring.
-    pub fn set_err(&self, index: u16, err: Option<Arc<Bell>>) {
-        self.slot(index).err = err;
+    pub fn set_err(&self, ring: u16, err: Option<Arc<Bell>>) {
+        self.slot(ring).err = err;
     }
 
     /// Changes whether a running ring's own writes are logged.
@@ -290,19 +352,20 @@ impl KernelQueues {
     ///
     /// # Errors
     /// The kernel's, in words.
-    pub unsafe fn set_addresses(&self, index: u16, setup: &RingSetup<'_>) -> std::result::Result<(), String> {
-        let _slot = self.slot(index);
+    pub unsafe fn set_addresses(&self, ring: u16, setup: &RingSetup<'_>) -> std::result::Result<(), String> {
+        let _slot = self.slot(ring);
+        let (device, at) = self.behind.of(ring);
         // SAFETY: the caller's.
-        unsafe { self.device.set_vring_addr(&addresses(index.into(), setup)) }.map_err(|e| e.to_string())
+        unsafe { device.set_vring_addr(&addresses(at, setup)) }.map_err(|e| e.to_string())
     }
 
     /// Takes note of an alarm: whether the ring is broken, and was not known to be.
-    pub fn is_broken(&self, index: u16) -> bool {
-        if !self.silence(index) {
+    pub fn is_broken(&self, ring: u16) -> bool {
+        if !self.silence(ring) {
             return false;
         }
-        let slot = self.slot(index);
-        let stats = self.tasks.stats(index);
+        let slot = self.slot(ring);
+        let stats = self.behind.stats(self.queue_of(ring));
         if !slot.running || stats.state() == State::Broken {
             return false;
         }
@@ -313,8 +376,8 @@ impl KernelQueues {
         true
     }
 
-    fn silence(&self, index: u16) -> bool {
-        rustix::io::read(self.alarm(index), &mut [0u8; 8]).is_ok()
+    fn silence(&self, ring: u16) -> bool {
+        rustix::io::read(self.alarm(ring), &mut [0u8; 8]).is_ok()
     }
 
     /// Attaches a queue to a worker of the kernel, whole or not at all; requests in flight go on.
@@ -329,9 +392,10 @@ impl KernelQueues {
                 "export {export} has no queue {index}; it has 0 to {last}"
             )));
         }
-        let mut slot = self.slot(index);
+        let ring = index * self.behind.rings_a_queue();
+        let mut slot = self.slot(ring);
         self.workers.settle_kernel(worker, &self.name)?;
-        if let Err(e) = self.tasks.attach(index, worker) {
+        if let Err(e) = self.behind.attach(index, worker) {
             self.workers.unsettle(worker);
             return Err(e);
         }
@@ -340,7 +404,7 @@ impl KernelQueues {
             slot.generation += 1;
         }
         slot.worker = worker;
-        self.note_home(index, &slot);
+        self.note_home(ring, &slot);
         Ok(())
     }
 
@@ -349,7 +413,7 @@ impl KernelQueues {
     /// # Errors
     /// The kernel's, and those of the settings.
     pub fn new_worker(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
-        workers::make(&self.tasks, &self.workers, name, settings)
+        self.behind.new_worker(&self.workers, name, settings)
     }
 
     /// Keeps a worker on one CPU.
@@ -360,22 +424,22 @@ impl KernelQueues {
         self.workers.set(worker, None, &Settings { cpu: Some(vec![cpu]), ..Settings::default() })
     }
 
-    /// The worker that came with the device.
-    pub fn first_worker(&self) -> WorkerId {
-        self.tasks.first()
+    /// The worker that a queue began on.
+    pub fn first_worker(&self, index: u16) -> WorkerId {
+        self.behind.first_worker(index)
     }
 
     /// Calls a function while nothing is in flight on any queue.
     pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let slots: Vec<_> = (0..self.len()).map(|i| self.slot(i)).collect();
+        let slots: Vec<_> = (0..self.rings()).map(|i| self.slot(i)).collect();
         let running = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
         running().for_each(|(_, i)| self.rest(i));
         let result = f();
-        let learnt = self.disk.learn_size();
+        let learnt = self.behind.learn_size();
         for (_, i) in running() {
-            if let Err(e) = self.device.blk_set_vring(i.into(), true) {
-                tracing::error!("queue {}:{i} cannot go on: {e}", self.name);
-                self.tasks.stats(i).set_state(State::Broken);
+            if let Err(e) = self.behind.run(i, true) {
+                tracing::error!("ring {i} of {} cannot go on: {e}", self.name);
+                self.behind.stats(self.queue_of(i)).set_state(State::Broken);
             }
         }
         learnt.map(|()| result)
@@ -383,20 +447,18 @@ impl KernelQueues {
 
     /// The image has another size.
     pub fn resized(&self) -> Result<()> {
-        self.disk.learn_size()
+        self.behind.learn_size()
     }
 }
 
 impl Drop for KernelQueues {
     fn drop(&mut self) {
-        for slot in &self.slots {
+        for (slot, ring) in self.slots.iter().zip(0u16..) {
             let slot = slot.lock().expect("no holder panics");
             debug_assert!(!slot.running, "stopped before it is dropped");
-            self.workers.unsettle(slot.worker);
-        }
-        // The device goes with the last holder, who may be a control thread that looks at a worker.
-        if let Err(e) = self.device.blk_clear_backend() {
-            tracing::warn!("export {}: {e}", self.name);
+            if self.leads(ring) {
+                self.workers.unsettle(slot.worker);
+            }
         }
         self.workers.forget(&self.name);
     }

@@ -1,4 +1,4 @@
-//! Workers of the kernel engine: vhost tasks of one device, and which queue is on which.
+//! Workers of the kernel engine: vhost tasks of a device, and which queue of a disk is on which.
 //!
 //! The kernel makes one with the device's owner and others when asked, and names them by small numbers of the device's
 //! own; to users they have ids in the list of all workers. They are threads of our process, so that pinning them,
@@ -84,48 +84,36 @@ pub(super) fn begin(
         stats: (0..queues).map(|_| Arc::default()).collect(),
     });
     let owner = || device.set_owner().map(|()| DEFAULT);
-    let first = adopt(&tasks, workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
+    let first = tasks.adopt(workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
     tasks.list().queues = vec![(first, 0); queues.into()];
     let _ = tasks.first.set(first);
     Ok(tasks)
 }
 
-/// Makes another one.
-pub(super) fn make(
-    tasks: &Arc<Tasks>,
-    workers: &Workers,
-    name: Option<String>,
-    settings: &Settings,
-) -> Result<WorkerId> {
-    adopt(tasks, workers, name, settings, || tasks.device.new_worker())
-}
-
-fn adopt(
-    tasks: &Arc<Tasks>,
+/// Takes in a worker that the kernel makes because of `call`, which has the kernel's number of it to give; `undo` unmakes
+/// it, and `worker` is told its id and that number.
+pub(super) fn adopt(
+    export: &str,
     workers: &Workers,
     name: Option<String>,
     settings: &Settings,
     call: impl FnOnce() -> vhost_kernel::Result<u32>,
+    undo: impl FnOnce(u32),
+    worker: impl FnOnce(WorkerId, u32) -> Arc<dyn KernelWorker>,
 ) -> Result<WorkerId> {
     workers.adopt(name, settings, |id| {
         let before = vhost_threads();
-        let number = call().map_err(|e| cannot(&tasks.export, &e))?;
+        let number = call().map_err(|e| cannot(export, &e))?;
         let new = vhost_threads().difference(&before).copied().next();
         // In kthread mode it is no thread of ours.
         let tid = new.ok_or_else(|| {
-            let _ = tasks.device.free_worker(number);
+            undo(number);
             Error::unsupported(format!(
-                "export {}: the kernel's workers are not threads of this process (vhost's \
-                 fork_from_owner_default=0); set it to 1, or take engine=user",
-                tasks.export
+                "export {export}: the kernel's workers are not threads of this process (vhost's \
+                 fork_from_owner_default=0); set it to 1, or take engine=user for a disk"
             ))
         })?;
-        let mut list = tasks.list();
-        list.numbers.insert(id, number);
-        list.done.insert(id, 0);
-        drop(list);
-        let (tasks, export) = (Arc::downgrade(tasks), tasks.export.clone());
-        Ok((tid, Arc::new(Task { tasks, export, id, number }) as Arc<dyn KernelWorker>))
+        Ok((tid, worker(id, number)))
     })
 }
 
@@ -150,6 +138,33 @@ fn vhost_threads() -> BTreeSet<i32> {
 }
 
 impl Tasks {
+    /// Makes another one.
+    pub(super) fn make(
+        self: &Arc<Self>,
+        workers: &Workers,
+        name: Option<String>,
+        settings: &Settings,
+    ) -> Result<WorkerId> {
+        self.adopt(workers, name, settings, || self.device.new_worker())
+    }
+
+    fn adopt(
+        self: &Arc<Self>,
+        workers: &Workers,
+        name: Option<String>,
+        settings: &Settings,
+        call: impl FnOnce() -> vhost_kernel::Result<u32>,
+    ) -> Result<WorkerId> {
+        let undo = |number| drop(self.device.free_worker(number));
+        adopt(&self.export, workers, name, settings, call, undo, |id, number| {
+            let mut list = self.list();
+            list.numbers.insert(id, number);
+            list.done.insert(id, 0);
+            drop(list);
+            Arc::new(Task { tasks: Arc::downgrade(self), export: self.export.clone(), id, number })
+        })
+    }
+
     fn list(&self) -> MutexGuard<'_, List> {
         self.list.lock().expect("no holder panics")
     }

@@ -30,6 +30,19 @@ const CONFIG_ONLY: u64 = bit(VIRTIO_BLK_F_BLK_SIZE)
     | bit(VIRTIO_BLK_F_MQ)
     | bit(VIRTIO_BLK_F_RO);
 
+/// Names of a disk's features.
+const NAMES: &[(u32, &str)] = &[
+    (VIRTIO_BLK_F_SEG_MAX, "SEG_MAX"),
+    (VIRTIO_BLK_F_RO, "RO"),
+    (VIRTIO_BLK_F_BLK_SIZE, "BLK_SIZE"),
+    (VIRTIO_BLK_F_FLUSH, "FLUSH"),
+    (VIRTIO_BLK_F_TOPOLOGY, "TOPOLOGY"),
+    (VIRTIO_BLK_F_CONFIG_WCE, "CONFIG_WCE"),
+    (VIRTIO_BLK_F_MQ, "MQ"),
+    (VIRTIO_BLK_F_DISCARD, "DISCARD"),
+    (VIRTIO_BLK_F_WRITE_ZEROES, "WRITE_ZEROES"),
+];
+
 /// A disk as a guest's device.
 pub struct BlkDevice {
     disk: Arc<Disk>,
@@ -146,6 +159,10 @@ impl Device for BlkDevice {
     fn reset(&self) {
         self.writeback.store(self.disk.cache() != Cache::Writethrough, Relaxed);
         self.update();
+    }
+
+    fn feature_names(&self) -> &'static [(u32, &'static str)] {
+        NAMES
     }
 
     fn config(&self) -> Vec<u8> {

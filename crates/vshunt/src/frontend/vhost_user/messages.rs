@@ -1,5 +1,5 @@
 //! The messages that crate `vhost` has no arm for, read and answered by hand: status, the back-end's channel,
-//! the log's eventfd. (vhost-user specification, "Front-end message types".)
+//! the log's eventfd, what is a network's. (vhost-user specification, "Front-end message types".)
 
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -7,10 +7,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
+use virtio::net::MAC_BYTES;
 
 const SET_LOG_BASE: u32 = 6;
 const SET_LOG_FD: u32 = 7;
 const GET_VRING_BASE: u32 = 11;
+const SEND_RARP: u32 = 19;
+const NET_SET_MTU: u32 = 20;
 const SET_BACKEND_REQ_FD: u32 = 21;
 const GET_INFLIGHT_FD: u32 = 31;
 const SET_STATUS: u32 = 39;
@@ -34,6 +37,10 @@ pub(super) enum Own {
     GetStatus,
     /// The channel for messages to the front-end.
     BackendChannel(OwnedFd),
+    /// The longest IP packet that the guest may send, as it is told.
+    SetMtu(u64),
+    /// The guest with this address is here now; its network is to know.
+    Announce([u8; MAC_BYTES]),
     /// An eventfd for the dirty log, which nobody reads any more: taken and closed.
     LogFd,
 }
@@ -42,7 +49,7 @@ pub(super) enum Own {
 pub(super) struct OwnMessage {
     pub(super) what: Own,
     code: u32,
-    need_reply: bool,
+    pub(super) need_reply: bool,
 }
 
 /// The next message's header, not consumed.
@@ -63,7 +70,10 @@ impl Next {
 
     /// Whether the message is one of ours.
     pub(super) fn is_own(self) -> bool {
-        matches!(self.code, SET_LOG_FD | SET_BACKEND_REQ_FD | SET_STATUS | GET_STATUS)
+        matches!(
+            self.code,
+            SET_LOG_FD | SEND_RARP | NET_SET_MTU | SET_BACKEND_REQ_FD | SET_STATUS | GET_STATUS
+        )
     }
 
     /// Whether the front-end is told when the message is refused, where acknowledgements were agreed on. Those with
@@ -88,6 +98,9 @@ pub(super) fn read_own(stream: &UnixStream) -> io::Result<OwnMessage> {
     let what = match (code, size) {
         (SET_STATUS, BODY_LEN) => Own::SetStatus(u64::from_ne_bytes(body)),
         (GET_STATUS, 0) => Own::GetStatus,
+        (NET_SET_MTU, BODY_LEN) => Own::SetMtu(u64::from_ne_bytes(body)),
+        // The address, and two bytes of nothing.
+        (SEND_RARP, BODY_LEN) => Own::Announce(*body.first_chunk().expect("8 bytes")),
         // QEMU sends no payload with this one; others send an empty u64.
         (SET_BACKEND_REQ_FD, _) => Own::BackendChannel(fd.ok_or_else(|| malformed(code))?),
         (SET_LOG_FD, _) => Own::LogFd,

@@ -9,6 +9,7 @@ pub mod blk;
 mod guard;
 mod memory;
 mod messages;
+pub mod net;
 mod session;
 mod socket;
 
@@ -26,6 +27,7 @@ use std::thread::JoinHandle;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtocolFeatures};
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
+use virtio::net::MAC_BYTES;
 
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
@@ -46,6 +48,17 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     .union(VhostUserProtocolFeatures::STATUS);
 
+/// Names of features that every device may have.
+const FEATURE_NAMES: &[(u32, &str)] = &[
+    (26, "LOG_ALL"),
+    (28, "INDIRECT_DESC"),
+    (29, "EVENT_IDX"),
+    (30, "PROTOCOL_FEATURES"),
+    (32, "VERSION_1"),
+    (34, "RING_PACKED"),
+    (35, "IN_ORDER"),
+];
+
 /// The session thread's stack: messages are small, and only pages that it touched count.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -56,10 +69,16 @@ pub type VringParts = queue::blk::Parts;
 pub trait Device: Send + Sync {
     /// Virtio features offered.
     fn features(&self) -> u64;
+    /// Protocol features of this kind of device, besides those of all.
+    fn protocol(&self) -> VhostUserProtocolFeatures {
+        VhostUserProtocolFeatures::empty()
+    }
     /// The guest agreed on these (0: none yet).
     fn negotiated(&self, features: u64);
     /// The device is as new (RESET_DEVICE).
     fn reset(&self);
+    /// Names of those of its features that are not every device's, by number.
+    fn feature_names(&self) -> &'static [(u32, &'static str)];
     /// The configuration space.
     fn config(&self) -> Vec<u8>;
     /// The guest writes to the configuration space. The error says what it may not.
@@ -69,6 +88,14 @@ pub trait Device: Send + Sync {
     /// The front-end brought an in-flight region that was used before: its guest goes on where another daemon, or
     /// a former connection, left it.
     fn resumed(&self);
+    /// NET_SET_MTU. The error says why not.
+    fn set_mtu(&self, _mtu: u64) -> std::result::Result<(), String> {
+        Err("this device has no MTU".to_owned())
+    }
+    /// SEND_RARP: the guest is here now; its network is to know. The error says why not.
+    fn announce(&self, _mac: [u8; MAC_BYTES]) -> std::result::Result<(), String> {
+        Err("this device is on no network".to_owned())
+    }
     /// The queue of a ring that starts.
     fn queue(&self, parts: VringParts) -> Box<dyn Queue>;
 }
@@ -142,6 +169,14 @@ impl VhostUser {
     /// Features that the guest agreed on.
     pub fn features(&self) -> u64 {
         self.inner.features.load(Relaxed)
+    }
+
+    /// Their names.
+    pub fn feature_names(&self) -> Vec<String> {
+        let of_device = self.inner.device.feature_names();
+        let agreed = self.features();
+        let names = of_device.iter().chain(FEATURE_NAMES).filter(|(number, _)| agreed & bit(*number) != 0);
+        names.map(|(_, name)| (*name).to_owned()).collect()
     }
 
     /// Whether the guest agreed on packed rings.
@@ -258,16 +293,17 @@ impl Inner {
                 PollFd::new(&self.reports.bell, PollFlags::IN),
                 PollFd::from_borrowed_fd(fd, PollFlags::IN),
             ];
-            let alarms = (0..self.queues.len()).filter_map(|index| self.queues.alarm(index));
+            let alarms = (0..self.queues.rings()).filter_map(|ring| self.queues.alarm(ring));
             fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return false,
             }
             let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-            for (index, _) in (0u16..).zip(&rung[2..]).filter(|(_, rung)| **rung) {
-                if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(index)) {
-                    self.reports.add(index, "the kernel finds its ring or its addresses wrong");
+            for (ring, _) in (0u16..).zip(&rung[2..]).filter(|(_, rung)| **rung) {
+                if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(ring)) {
+                    let reason = "the kernel finds its ring or its addresses wrong";
+                    self.reports.add(self.queues.queue_of(ring), reason);
                 }
             }
             if rung[1] {
@@ -343,7 +379,10 @@ impl Inner {
         }
         let message = read_own(stream).map_err(VhostError::SocketError)?;
         let mut value = 0;
+        let mut done = Ok(());
         match &message.what {
+            Own::SetMtu(mtu) => done = self.device.set_mtu(*mtu),
+            Own::Announce(mac) => done = self.device.announce(*mac),
             Own::SetStatus(status) => session.lock().expect("no holder panics").set_status(*status),
             Own::GetStatus => value = session.lock().expect("no holder panics").status(),
             Own::BackendChannel(fd) => {
@@ -351,6 +390,13 @@ impl Inner {
                 *self.channel.lock().expect("no holder panics") = Some(fd);
             }
             Own::LogFd => {}
+        }
+        if let Err(why) = done {
+            tracing::warn!("{}: a message is refused: {why}", self.name);
+            if !message.need_reply {
+                return Err(VhostError::ReqHandlerError(io::Error::other(why)));
+            }
+            value = 1;
         }
         answer(stream, &message, value).map_err(VhostError::SocketError)
     }

@@ -87,7 +87,7 @@ impl Session {
         agreed: Arc<AtomicU64>,
         reports: Arc<Reports>,
     ) -> Self {
-        let vrings = (0..queues.len()).map(|_| Vring::default()).collect();
+        let vrings = (0..queues.rings()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
         device.negotiated(0);
         Self {
@@ -141,11 +141,10 @@ impl Session {
 
     /// What we offer of the protocol. The kernel notes nowhere what it has in flight.
     fn offered(&self) -> VhostUserProtocolFeatures {
+        let all = super::PROTOCOL_FEATURES.union(self.device.protocol());
         match self.queues {
-            Queues::User(_) => super::PROTOCOL_FEATURES,
-            Queues::Kernel(_) => {
-                super::PROTOCOL_FEATURES.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
-            }
+            Queues::User(_) => all,
+            Queues::Kernel(_) => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
         }
     }
 
@@ -312,7 +311,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.vring(index.into())?;
         let fd = eventfd(fd)?;
         // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
-        self.stop(index.into());
+        self.pause(index.into());
         self.vring(index.into())?.kick = Some(Arc::new(fd));
         self.start(index.into())
     }

@@ -1,9 +1,10 @@
 //! What a request needs of the image and io_uring has no operation for: done by a thread of the export, so that no worker
-//! waits: seeking data and holes, file system statistics, times, other sizes, and writes of less than a block. And what is
-//! told to others, which may wait ([`News`]).
+//! waits: seeking data and holes, file system statistics, times, other sizes, writes of less than a block, and attributes
+//! of an image that another program serves. And what is told to others, which may wait ([`News`]).
 //!
 //! A queue hands over a [`Task`] and goes on; its bell rings when the [`Answer`] is there.
 
+use std::fs::Metadata;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
@@ -14,7 +15,7 @@ use std::thread::JoinHandle;
 use super::Bell;
 use super::abi::StatfsOut;
 use super::gate::Gate;
-use super::shared::errno;
+use super::shared::{errno, look};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 
@@ -51,6 +52,8 @@ pub(super) enum Task {
     Seek { offset: u64, size: u64, hole: bool },
     /// `statvfs`.
     Statfs,
+    /// `fstat` of an image for which that may wait.
+    Look,
     /// `futimens`; of each: seconds, nanoseconds.
     Times { atime: (i64, i64), mtime: (i64, i64) },
     /// A write that is no multiple of blocks; `grow`: another may have cut the file short of it meanwhile.
@@ -72,6 +75,8 @@ pub(super) enum Answer {
     Offset(u64),
     /// Statistics.
     Statfs(Box<StatfsOut>),
+    /// What the image says of itself.
+    Looked(Option<Box<Metadata>>),
 }
 
 /// What others want to know of a mount.
@@ -167,6 +172,7 @@ fn do_task(disk: &Disk, gate: &Gate, task: &Task) -> Answer {
             Ok(out) => Answer::Statfs(Box::new(out)),
             Err(e) => Answer::Done(errno(&e)),
         },
+        Task::Look => Answer::Looked(look(disk).map(Box::new)),
         Task::Times { atime, mtime } => done(times(disk, atime, mtime)),
         Task::Merge { offset, bytes: Bytes(ptr, len), fua, grow } => {
             // SAFETY: a request's buffer, which its queue leaves alone until we answer.

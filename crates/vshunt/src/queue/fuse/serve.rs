@@ -3,11 +3,14 @@
 //! `begin` decides at once, or starts an operation of the disk, or orders something of the clerk; `io_done` and
 //! `answered` go on from there, until the reply. A write beyond the end has the file made longer first, in the same slot.
 
+use std::fs::Metadata;
+
 use super::abi::{
     AttrOut, FallocateIn, InHeader, IoctlIn, IoctlOut, LseekIn, LseekOut, Plain, SetattrIn, StatxOut,
     TransferIn, WriteOut, fattr, op,
 };
 use super::clerk::{Answer, Bytes, Task};
+use super::shared::look;
 use super::{FuseQueue, OP_IO, TRANSFER_BYTES_MAX};
 use crate::backend::block::{Op, Step};
 use crate::worker::{QueueStats, Ring, Token};
@@ -48,8 +51,10 @@ pub(super) enum Then {
     Written { len: u32 },
     /// Reply that it is done.
     Done,
-    /// The file has another size: reply its attributes.
+    /// Reply the file's attributes.
     Attr,
+    /// The same, as statx has them.
+    Statx,
     /// The file is long enough now.
     Go(Change),
 }
@@ -89,12 +94,17 @@ impl FuseQueue {
     }
 
     fn end_with(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32, small: &[u8]) {
-        if result < 0 && result != -libc::ENOSYS {
-            QueueStats::add(&self.stats.errors, 1);
-        }
         self.slots[usize::from(index)].then = Then::Nothing;
         self.reply(index, result.min(0), if result < 0 { &[] } else { small });
         self.release(ring, place, index);
+    }
+
+    /// The same for what the disk answered: a failure of it is one. (What is refused by rule is none: ENOTTY, ENXIO.)
+    fn end_of_disk(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32) {
+        if result < 0 && result != -libc::ENXIO {
+            QueueStats::add(&self.stats.errors, 1);
+        }
+        self.end(ring, place, index, result);
     }
 
     #[inline]
@@ -238,7 +248,7 @@ impl FuseQueue {
                 self.end_read(ring, place, index, skip as usize, len as usize);
             }
             Then::Written { len } if result >= 0 => self.end_write(ring, place, index, len),
-            _ => self.end(ring, place, index, result),
+            _ => self.end_of_disk(ring, place, index, result),
         }
     }
 
@@ -247,8 +257,22 @@ impl FuseQueue {
         self.end_with(ring, place, index, 0, WriteOut { size: len, padding: 0 }.bytes());
     }
 
-    fn end_attr(&mut self, ring: &mut Ring, place: Token, index: u16) {
-        let out = AttrOut { attr: self.shared.attr(), ..Default::default() };
+    /// Replies the attributes, as `then` has them: [`Then::Attr`] or [`Then::Statx`].
+    fn end_attr(&mut self, ring: &mut Ring, place: Token, index: u16, then: Then) {
+        if self.shared.looks_wait {
+            self.slots[usize::from(index)].then = then;
+            return self.order(index, Task::Look);
+        }
+        let seen = look(self.shared.disk());
+        self.end_looked(ring, place, index, then, seen.as_ref());
+    }
+
+    fn end_looked(&mut self, ring: &mut Ring, place: Token, index: u16, then: Then, seen: Option<&Metadata>) {
+        if let Then::Statx = then {
+            let out = StatxOut { stat: self.shared.statx(seen), ..Default::default() };
+            return self.end_with(ring, place, index, 0, out.bytes());
+        }
+        let out = AttrOut { attr: self.shared.attr(seen), ..Default::default() };
         self.end_with(ring, place, index, 0, out.bytes());
     }
 
@@ -262,10 +286,11 @@ impl FuseQueue {
     pub(super) fn answered(&mut self, ring: &mut Ring, place: Token, index: u16, answer: Answer) {
         let then = self.slots[usize::from(index)].then;
         match (answer, then) {
-            (Answer::Done(result), _) if result < 0 => self.end(ring, place, index, result),
+            (Answer::Done(result), _) if result < 0 => self.end_of_disk(ring, place, index, result),
             (Answer::Done(_), Then::Written { len }) => self.end_write(ring, place, index, len),
             (Answer::Done(_), Then::Go(change)) => self.change(ring, place, index, change),
-            (Answer::Done(_), Then::Attr) => self.end_attr(ring, place, index),
+            (Answer::Done(_), Then::Attr) => self.end_attr(ring, place, index, Then::Attr),
+            (Answer::Looked(seen), then) => self.end_looked(ring, place, index, then, seen.as_deref()),
             // The ends of a range are zero: now what is between.
             (Answer::Done(_), Then::Done) if self.slots[usize::from(index)].io.len > 0 => {
                 self.start(ring, place, index);
@@ -282,11 +307,8 @@ impl FuseQueue {
     #[cold]
     fn other(&mut self, ring: &mut Ring, place: Token, index: u16, request: &InHeader, args: &[u8]) {
         match request.opcode {
-            op::GETATTR => self.end_attr(ring, place, index),
-            op::STATX => {
-                let out = StatxOut { stat: self.shared.statx(), ..Default::default() };
-                self.end_with(ring, place, index, 0, out.bytes());
-            }
+            op::GETATTR => self.end_attr(ring, place, index, Then::Attr),
+            op::STATX => self.end_attr(ring, place, index, Then::Statx),
             op::SETATTR => match SetattrIn::read(args) {
                 Some(set) => self.setattr(ring, place, index, &set),
                 None => self.end(ring, place, index, -libc::EINVAL),
@@ -350,7 +372,9 @@ impl FuseQueue {
                     self.slots[usize::from(index)].then = Then::Attr;
                     self.order(index, Task::Truncate { end: set.size });
                 }
-                () if set.size == self.shared.disk().size_bytes() => self.end_attr(ring, place, index),
+                () if set.size == self.shared.disk().size_bytes() => {
+                    self.end_attr(ring, place, index, Then::Attr)
+                }
                 () => self.end(ring, place, index, -libc::EPERM),
             };
         }
@@ -365,7 +389,7 @@ impl FuseQueue {
             let mtime = time(fattr::MTIME, fattr::MTIME_NOW, set.mtime, set.mtimensec);
             return self.order(index, Task::Times { atime, mtime });
         }
-        self.end_attr(ring, place, index);
+        self.end_attr(ring, place, index, Then::Attr);
     }
 
     fn fallocate(&mut self, ring: &mut Ring, place: Token, index: u16, what: FallocateIn) {

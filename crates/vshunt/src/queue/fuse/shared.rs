@@ -1,5 +1,6 @@
 //! What the queues of one mount share: the disk, the file's attributes, the clerk and the gate.
 
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -44,6 +45,8 @@ pub struct FuseShared {
     pub(super) growable: bool,
     pub(super) granule: u64,
     pub(super) zero_granule: u64,
+    /// To look at the image may wait: the clerk does.
+    pub(super) looks_wait: bool,
     /// Reads are to be zeroes of ours: the disk gives none.
     pub(super) gives_nothing: bool,
     backing_id: Option<i32>,
@@ -72,6 +75,7 @@ impl FuseShared {
             growable,
             granule: disk.granule(),
             zero_granule: disk.zero_granule(),
+            looks_wait: disk.image_may_wait(),
             gives_nothing: disk.path() == "none",
             opens,
             backing_id,
@@ -147,16 +151,18 @@ impl FuseShared {
         }
     }
 
-    /// The file's size. Where the kernel writes by itself, it may have made the image longer.
+    /// The file's size. Where the kernel writes by itself, it may have made the image longer. (Images whose looks wait have
+    /// no such passthrough.)
     pub(super) fn size(&self) -> u64 {
         let known = self.disk.size_bytes();
         match (self.backing_id, self.disk.image()) {
-            (Some(_), Some(file)) => file.metadata().map_or(known, |m| m.size()),
+            (Some(_), Some(file)) if self.growable => file.metadata().map_or(known, |m| m.size()),
             _ => known,
         }
     }
 
-    pub(super) fn attr(&self) -> Attr {
+    /// The attributes, `seen` being what the image says of itself.
+    pub(super) fn attr(&self, seen: Option<&Metadata>) -> Attr {
         let size = self.size();
         let mut attr = Attr {
             ino: ROOT_ID,
@@ -170,7 +176,7 @@ impl FuseShared {
             ..Default::default()
         };
         let (mut times, made) = ([self.made; 3], self.made);
-        if let Some(Ok(meta)) = self.disk.image().map(std::fs::File::metadata) {
+        if let Some(meta) = seen {
             let nsec = |n: i64| u32::try_from(n).unwrap_or(0);
             if meta.file_type().is_file() {
                 attr.blocks = meta.blocks();
@@ -189,8 +195,8 @@ impl FuseShared {
     }
 
     /// The same as statx has it. A birth time is not known.
-    pub(super) fn statx(&self) -> Statx {
-        let attr = self.attr();
+    pub(super) fn statx(&self, seen: Option<&Metadata>) -> Statx {
+        let attr = self.attr(seen);
         let time = |s: u64, n: u32| StatxTime { tv_sec: s as i64, tv_nsec: n, reserved: 0 };
         Statx {
             mask: libc::STATX_BASIC_STATS,
@@ -208,6 +214,11 @@ impl FuseShared {
             ..Default::default()
         }
     }
+}
+
+/// What the image says of itself; may wait where [`FuseShared::looks_wait`].
+pub(super) fn look(disk: &Disk) -> Option<Metadata> {
+    disk.image().map(File::metadata)?.ok()
 }
 
 /// `errno`, negative, of an error.

@@ -131,6 +131,11 @@ impl Raw {
         if self.direct { self.offset_mask + 1 } else { 1 }
     }
 
+    /// See [`Disk::image_may_wait`](super::Disk::image_may_wait).
+    pub(super) fn may_wait(&self) -> bool {
+        self.offload
+    }
+
     pub(super) fn image(&self) -> &File {
         &self.file
     }

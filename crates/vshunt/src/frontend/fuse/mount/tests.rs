@@ -229,7 +229,8 @@ fn a_mount_in_use_stays_unless_it_has_to_go() {
         let e = mount.unmount(false).unwrap_err();
         let shown = path.display();
         let said = format!(
-            "{shown} is in use; stop its users (fuser -v {shown} names them), or take it from them by --force"
+            "{shown} is in use; stop its users (fuser -v {shown} names them, loop devices do not show there: losetup -j \
+             {shown}), or take it from them by --force"
         );
         assert_eq!((e.kind(), e.to_string()), (Kind::Busy, said));
         assert!(mount.still_there());

@@ -60,8 +60,16 @@ impl Session {
         }
     }
 
-    /// Stops a ring; its base is where it came to.
+    /// Stops a ring for good, until it is told to start.
     pub(super) fn stop(&mut self, index: usize) {
+        self.pause(index);
+        if let Some(kernel) = self.queues.kernel() {
+            kernel.close(index as u16);
+        }
+    }
+
+    /// Stops a ring, whose device keeps what comes for it meanwhile; its base is where it came to.
+    pub(super) fn pause(&mut self, index: usize) {
         if !std::mem::take(&mut self.vrings[index].running) {
             return;
         }
@@ -171,8 +179,9 @@ impl Session {
 
     /// A ring that cannot start: told to all who want to know.
     fn unusable(&self, index: usize, reason: &str) -> Error {
-        self.reports.add(index as u16, reason);
-        self.queues.stats(index as u16).set_state(State::Broken);
+        let queue = self.queues.queue_of(index as u16);
+        self.reports.add(queue, reason);
+        self.queues.stats(queue).set_state(State::Broken);
         if let Some(err) = &self.vrings[index].err {
             err.ring();
         }
@@ -244,7 +253,7 @@ impl Session {
         let mem = unsafe { GuestMemory::new(regions.clone()) };
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
-        self.stop_all();
+        (0..self.vrings.len()).for_each(|index| self.pause(index));
         if let Some(kernel) = self.queues.kernel() {
             kernel.set_memory(&mem).map_err(|e| refuse(format!("the memory table is not usable: {e}")))?;
         }
@@ -279,7 +288,8 @@ impl Session {
                     let setup = self.setup(vring, addrs, kick);
                     // SAFETY: as when it was started.
                     if let Err(e) = unsafe { kernel.set_addresses(index as u16, &setup) } {
-                        self.reports.add(index as u16, &format!("its writes cannot be logged: {e}"));
+                        let queue = self.queues.queue_of(index as u16);
+                        self.reports.add(queue, &format!("its writes cannot be logged: {e}"));
                     }
                 }
             }

@@ -1,0 +1,91 @@
+//! virtio-net: feature bits, configuration space and the header before each frame (Virtio 1.3, section 5.1).
+
+/// The device takes frames whose checksum is not computed yet (5.1.3).
+pub const VIRTIO_NET_F_CSUM: u32 = 0;
+/// The driver takes such frames.
+pub const VIRTIO_NET_F_GUEST_CSUM: u32 = 1;
+/// The configuration space has an MTU.
+pub const VIRTIO_NET_F_MTU: u32 = 3;
+/// The configuration space has a MAC address.
+pub const VIRTIO_NET_F_MAC: u32 = 5;
+/// The driver takes TCP segments over IPv4 longer than the MTU.
+pub const VIRTIO_NET_F_GUEST_TSO4: u32 = 7;
+/// The driver takes TCP segments over IPv6 longer than the MTU.
+pub const VIRTIO_NET_F_GUEST_TSO6: u32 = 8;
+/// The driver takes such segments with ECN.
+pub const VIRTIO_NET_F_GUEST_ECN: u32 = 9;
+/// The driver takes UDP fragments in one.
+pub const VIRTIO_NET_F_GUEST_UFO: u32 = 10;
+/// The device takes TCP segments over IPv4 longer than the MTU.
+pub const VIRTIO_NET_F_HOST_TSO4: u32 = 11;
+/// The device takes TCP segments over IPv6 longer than the MTU.
+pub const VIRTIO_NET_F_HOST_TSO6: u32 = 12;
+/// The device takes such segments with ECN.
+pub const VIRTIO_NET_F_HOST_ECN: u32 = 13;
+/// The device takes UDP fragments in one.
+pub const VIRTIO_NET_F_HOST_UFO: u32 = 14;
+/// A frame may fill several receive buffers.
+pub const VIRTIO_NET_F_MRG_RXBUF: u32 = 15;
+/// The configuration space has the link's status.
+pub const VIRTIO_NET_F_STATUS: u32 = 16;
+/// There is a control virtqueue. Where a front-end of vhost-user has one, it serves it itself.
+pub const VIRTIO_NET_F_CTRL_VQ: u32 = 17;
+/// The driver can announce itself to the network when it is told to.
+pub const VIRTIO_NET_F_GUEST_ANNOUNCE: u32 = 21;
+/// There are several queue pairs.
+pub const VIRTIO_NET_F_MQ: u32 = 22;
+/// The driver takes UDP segments over IPv4 longer than the MTU.
+pub const VIRTIO_NET_F_GUEST_USO4: u32 = 54;
+/// The driver takes UDP segments over IPv6 longer than the MTU.
+pub const VIRTIO_NET_F_GUEST_USO6: u32 = 55;
+/// The device takes UDP segments longer than the MTU.
+pub const VIRTIO_NET_F_HOST_USO: u32 = 56;
+
+/// In [`NetConfig::status`]: the link is up.
+pub const VIRTIO_NET_S_LINK_UP: u16 = 1;
+
+/// Bytes of the header with its number of buffers, which every driver of Virtio 1.x has (5.1.6).
+pub const NET_HDR_BYTES: usize = 12;
+/// Bytes of the header of a legacy driver that takes no merged buffers.
+pub const NET_HDR_LEGACY_BYTES: usize = 10;
+/// Bytes of an Ethernet address.
+pub const MAC_BYTES: usize = 6;
+
+/// The configuration space, as far as features that are offered fill it (5.1.4).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NetConfig {
+    /// The card's address, with [`VIRTIO_NET_F_MAC`].
+    pub mac: [u8; MAC_BYTES],
+    /// [`VIRTIO_NET_S_LINK_UP`] or 0.
+    pub status: u16,
+    /// Queue pairs, with [`VIRTIO_NET_F_MQ`].
+    pub max_virtqueue_pairs: u16,
+    /// Bytes of the longest IP packet, with [`VIRTIO_NET_F_MTU`].
+    pub mtu: u16,
+}
+
+const _: () = assert!(size_of::<NetConfig>() == 12);
+
+impl NetConfig {
+    /// The space as the driver reads it.
+    pub fn to_bytes(self) -> [u8; size_of::<Self>()] {
+        let mut bytes = [0; size_of::<Self>()];
+        bytes[..6].copy_from_slice(&self.mac);
+        bytes[6..8].copy_from_slice(&self.status.to_le_bytes());
+        bytes[8..10].copy_from_slice(&self.max_virtqueue_pairs.to_le_bytes());
+        bytes[10..].copy_from_slice(&self.mtu.to_le_bytes());
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_space_is_laid_out_as_specified() {
+        let config = NetConfig { mac: [1, 2, 3, 4, 5, 6], status: 1, max_virtqueue_pairs: 0x0203, mtu: 1500 };
+        assert_eq!(config.to_bytes(), [1, 2, 3, 4, 5, 6, 1, 0, 3, 2, 0xDC, 5]);
+    }
+}

@@ -1,0 +1,273 @@
+//! Against the kernel, each test in a network namespace of its own, as root; skipped where that cannot be.
+
+use std::io::Read;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::process::Command;
+
+use super::*;
+use crate::error::Kind;
+
+/// Runs `test` on a thread of its own in a new network namespace, with a /sys that shows it.
+fn privately(test: impl FnOnce() + Send + 'static) {
+    let run = || {
+        // SAFETY: new namespaces for this thread alone; no memory is concerned.
+        let new = unsafe { libc::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWNS) };
+        let mount = |args: &[&str]| Command::new("mount").args(args).status().is_ok_and(|s| s.success());
+        let can = new == 0
+            && Path::new(CLONE_DEVICE).exists()
+            && mount(&["--make-rprivate", "/"])
+            && mount(&["-t", "sysfs", "sysfs", "/sys"]);
+        match can {
+            true => test(),
+            false => println!("skipped: taps, which need root and {CLONE_DEVICE}"),
+        }
+    };
+    if let Err(panic) = std::thread::spawn(run).join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// The program `ip`, here.
+fn ip(args: &str) {
+    assert!(Command::new("ip").args(args.split(' ')).status().unwrap().success(), "ip {args}");
+}
+
+fn refused(name: &str, queues: u16) -> (Kind, String) {
+    let e = Tap::open(name, queues).expect_err("not to be had");
+    (e.kind(), e.to_string())
+}
+
+/// Waits until the kernel has let go: a child that another test has just forked may have our files, until it is another
+/// program.
+fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !holds() {
+        assert!(start.elapsed().as_secs() < 20, "{what} does not come about");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+/// Sends a frame out of the interface, as the host would.
+fn send(name: &str, frame: &[u8]) -> std::io::Result<()> {
+    let index = Links::new().unwrap().index(name).unwrap();
+    // SAFETY: plain calls; the address is as long as it says.
+    unsafe {
+        let socket = libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0);
+        assert!(socket >= 0);
+        let socket = OwnedFd::from_raw_fd(socket);
+        let mut to: libc::sockaddr_ll = std::mem::zeroed();
+        (to.sll_family, to.sll_ifindex) = (libc::AF_PACKET as u16, index);
+        let len = size_of::<libc::sockaddr_ll>() as u32;
+        match libc::sendto(
+            socket.as_raw_fd(),
+            frame.as_ptr().cast(),
+            frame.len(),
+            0,
+            (&raw const to).cast(),
+            len,
+        ) {
+            n if n as usize == frame.len() => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    }
+}
+
+/// What waits in a queue, header and all; none if nothing does.
+fn receive(queue: &TapQueue) -> Option<Vec<u8>> {
+    let mut frame = vec![0; 70_000];
+    match (&queue.file).read(&mut frame) {
+        Ok(n) => Some(frame[..n].to_vec()),
+        Err(e) => {
+            assert_eq!(e.kind(), io::ErrorKind::WouldBlock, "{e}");
+            None
+        }
+    }
+}
+
+/// An Ethernet frame of `len` bytes, of a type that nobody answers.
+fn frame(len: usize) -> Vec<u8> {
+    let mut frame: Vec<u8> = (0..len).map(|i| i as u8).collect();
+    frame[..14].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x88, 0xB5]);
+    frame
+}
+
+#[test]
+fn names_and_mtus_that_cannot_be() {
+    for name in ["", ".", "..", "a/b", "a b", "tap%d", "a:b", "sixteen-bytes-xx"] {
+        assert_eq!(check_name(name).unwrap_err().kind(), Kind::Invalid, "{name}");
+    }
+    check_name("fifteen-bytes-x").unwrap();
+    assert!(check_mtu(67).is_err() && check_mtu(65522).is_err());
+    check_mtu(68).unwrap();
+    check_mtu(65521).unwrap();
+}
+
+#[test]
+fn offloads_that_make_no_sense_are_left_out() {
+    let all = Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: true, uso: true };
+    assert_eq!(all.bits(), 0x7F);
+    assert_eq!(Offloads { csum: false, ..all }.bits(), 0);
+    assert_eq!(Offloads { tso4: false, tso6: false, ..all }.bits(), 0x71, "no ECN without TSO");
+}
+
+#[test]
+fn counters_are_found_by_name() {
+    let text = "Inter-|   Receive\n face |bytes\n    lo: 9 9 0 0 0 0 0 0 9 9 0 0 0 0 0 0\n\
+                  vs01: 8 8 0 0 0 0 0 0 8 8 0 0 0 0 0 0\n   vs0:100 2 0 1 0 0 0 0 300 4 0 5 0 0 0 0\n";
+    let want = Counters {
+        from_guest_bytes: 100,
+        from_guest_packets: 2,
+        from_guest_dropped: 1,
+        to_guest_bytes: 300,
+        to_guest_packets: 4,
+        to_guest_dropped: 5,
+    };
+    assert_eq!(parse_counters(text, "vs0"), Some(want));
+    assert_eq!(parse_counters(text, "vs"), None);
+}
+
+#[test]
+fn one_that_is_made_goes_with_us() {
+    privately(|| {
+        let links = Links::new().unwrap();
+        let tap = Tap::open("vs0", 3).unwrap();
+        assert!(tap.made() && tap.multi_queue() && tap.open_queues() == 3);
+        assert_eq!(tap.mtu().unwrap(), 1500);
+        tap.set_mtu(9000).unwrap();
+        assert_eq!(tap.mtu().unwrap(), 9000);
+        assert_eq!(tap.counters().unwrap().to_guest_bytes, 0);
+        assert!(links.index("vs0").is_some());
+        let queue = tap.queues(1).unwrap();
+        drop(tap);
+        assert!(links.index("vs0").is_some(), "a queue is open");
+        drop(queue);
+        await_that("its end", || links.index("vs0").is_none());
+    });
+}
+
+#[test]
+fn one_that_was_there_stays() {
+    privately(|| {
+        ip("tuntap add dev vs0 mode tap multi_queue");
+        ip("link set vs0 up");
+        for _ in 0..3 {
+            await_that("a free tap", || !has_carrier("vs0", Links::new().unwrap().index("vs0").unwrap()));
+            let tap = Tap::open("vs0", 2).unwrap();
+            assert!(!tap.made() && tap.multi_queue());
+        }
+        assert!(Links::new().unwrap().index("vs0").is_some());
+    });
+}
+
+#[test]
+fn one_with_a_single_queue_is_good_for_one() {
+    privately(|| {
+        ip("tuntap add dev vs1 mode tap");
+        ip("link set vs1 up");
+        let tap = Tap::open("vs1", 1).unwrap();
+        assert!(!tap.multi_queue());
+        let queue = tap.queues(1).unwrap().remove(0);
+        assert!(queue.attached());
+        queue.detach().unwrap();
+        assert!(queue.attached(), "the kernel does not detach it");
+        while receive(&queue).is_some() {}
+        send("vs1", &frame(60)).unwrap();
+        assert!(receive(&queue).is_some());
+        let e = tap.queues(2).unwrap_err();
+        assert!(e.kind() == Kind::Unsupported && e.to_string().contains("multi_queue"), "{e}");
+        drop((tap, queue));
+        await_that("a free tap", || !has_carrier("vs1", Links::new().unwrap().index("vs1").unwrap()));
+        let (kind, said) = refused("vs1", 2);
+        assert!(kind == Kind::Unsupported && said.contains("give queues=1"), "{said}");
+    });
+}
+
+#[test]
+fn what_is_no_tap_or_in_use_is_refused() {
+    privately(|| {
+        ip("tuntap add dev vs1 mode tun");
+        for name in ["lo", "vs1"] {
+            let (kind, said) = refused(name, 1);
+            assert!(kind == Kind::Invalid && said.contains("is no tap"), "{said}");
+        }
+        ip("tuntap add dev one mode tap");
+        for name in ["one", "many"] {
+            let _theirs = Tap::open(name, 1).unwrap();
+            let (kind, said) = refused(name, 1);
+            assert!(kind == Kind::Busy && said.contains(name), "{said}");
+        }
+    });
+}
+
+#[test]
+fn a_tap_has_256_queues() {
+    privately(|| {
+        let tap = Tap::open("vs0", QUEUES_MAX).unwrap();
+        let e = tap.queues(QUEUES_MAX + 1).unwrap_err();
+        assert!(e.kind() == Kind::Limit && e.to_string().contains("256"), "{e}");
+    });
+}
+
+#[test]
+fn frames_come_to_queues_that_are_attached() {
+    privately(|| {
+        let tap = Tap::open("vs0", 2).unwrap();
+        let queues = tap.queues(2).unwrap();
+        assert!(queues.iter().all(|q| !q.attached()));
+        // The kernel may take it, and drops it.
+        let _ = send("vs0", &frame(60));
+        tap.set_header(HEADER_LONG).unwrap();
+        queues[1].attach().unwrap();
+        queues[1].attach().unwrap();
+        while let Some(other) = receive(&queues[1]) {
+            assert_ne!(other.get(12..), Some(&frame(60)[..]), "it came when nobody read");
+        }
+        send("vs0", &frame(61)).unwrap();
+        let got = receive(&queues[1]).unwrap();
+        assert_eq!((got.len(), &got[12..]), (73, &frame(61)[..]), "behind a header of 12 bytes");
+        assert!(receive(&queues[0]).is_none());
+        send("vs0", &frame(62)).unwrap();
+        queues[1].detach().unwrap();
+        queues[0].attach().unwrap();
+        queues[1].attach().unwrap();
+        assert!(receive(&queues[1]).is_none(), "what waited is dropped");
+        assert!(tap.counters().unwrap().to_guest_packets >= 1);
+    });
+}
+
+#[test]
+fn the_header_and_what_is_injected() {
+    privately(|| {
+        let tap = Tap::open("vs0", 1).unwrap();
+        for header in [HEADER_SHORT, HEADER_LONG] {
+            tap.set_header(header).unwrap();
+            let before = tap.counters().unwrap();
+            tap.inject(&frame(60)).unwrap();
+            let after = tap.counters().unwrap();
+            assert_eq!(after.from_guest_packets - before.from_guest_packets, 1, "header {header}");
+            assert_eq!(after.from_guest_bytes - before.from_guest_bytes, 60);
+        }
+        ip("link set vs0 down");
+        assert!(tap.inject(&frame(60)).unwrap_err().to_string().contains("is it up?"));
+    });
+}
+
+#[test]
+fn offloads_are_as_told() {
+    privately(|| {
+        let tap = Tap::open("vs0", 2).unwrap();
+        let all = Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: true, uso: tap.has_uso() };
+        tap.set_offloads(all).unwrap();
+        tap.set_offloads(Offloads::default()).unwrap();
+    });
+}
+
+#[test]
+fn without_a_privilege_it_says_which() {
+    privately(|| {
+        // SAFETY: this thread's own credentials (the call itself, not libc's, which changes all threads).
+        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
+        let (_, said) = refused("vs0", 1);
+        assert!(said.contains("no permission") && said.contains("run as root"), "{said}");
+    });
+}

@@ -1,0 +1,335 @@
+"""`vshunt serve … engine=kernel` in a VM: driven over the socket, moved, killed; and an unmodified QEMU with a guest on it."""
+
+import os
+import subprocess
+import tempfile
+
+import kernel_vm as k
+import rig as r
+import vm
+
+COMMON = """
+need brd rd_nr=2 rd_size=65536
+need loop
+need vhost_blk
+C=/tmp/c
+export VSHUNT_CONTROL=$C
+up() { until vshunt status >/dev/null 2>&1; do sleep 0.1; done; }
+# serve DISK-KEYS EXPORT-KEYS...
+serve() {
+    disk=$1; shift
+    vshunt serve -q -c $C --disk name=d0,$disk --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,$1 >/tmp/serve 2>&1 &
+    pid=$!
+    up
+}
+# A result runs in a shell of its own, whose children are others.
+quit() { vshunt quit "$@" && while kill -0 $pid 2>/dev/null && ! grep -q "^State:.*Z" /proc/$pid/status; do sleep 0.1; done; }
+load() { vshunt-bench blk --socket /tmp/s --quiet "$@"; }
+# told LIST KEY: the values of a key in a list, in its order.
+told() { vshunt qmp query-$1 | sed -n "s/^ *\\"$2\\": *\\"\\{0,1\\}\\([^\\",]*\\).*/\\1/p" | tr '\\n' ' '; }
+is() { [ "$1" = "$2" ] || { echo "it is '$1', not '$2'"; return 1; }; }
+# Refused, with a message that has this in it.
+refused() { fails "$@"; }
+"""
+
+CHOOSING = (
+    COMMON.replace("need vhost_blk\n", "")
+    + """
+serve file=/dev/ram0 queues=2,engine=auto
+result "choosing: without the module engine=auto is ours" is "$(told exports engine)" "user "
+result "choosing: and says why" sh -c "vshunt status --json | grep engine-why"
+result "choosing: without the module engine=kernel is refused" refused "modprobe vhost_blk" \\
+    vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,readonly=on,engine=kernel
+result "choosing: it ends" quit
+need vhost_blk
+serve file=/dev/ram0 queues=2,engine=auto
+result "choosing: with the module engine=auto is the kernel" is "$(told exports engine)" "kernel "
+result "choosing: it ends" quit
+"""
+)
+
+DISK = (
+    COMMON
+    + """
+serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+result "disk: the engine is told" is "$(told exports engine)" "kernel "
+result "disk: a worker of the kernel for each queue" is "$(told workers kind)" "user kernel kernel "
+result "disk: written and read back by two queues" load --rw randrw --verify --queues 2 --iodepth 16 --runtime 2s
+result "disk: rings without indirect descriptors and event index" \\
+    load --rw randrw --verify --queues 2 --no-indirect --no-event-idx --bs 64k --iodepth 8 --runtime 1s
+result "disk: large requests" load --rw randrw --verify --queues 1 --bs 1M --iodepth 4 --runtime 1s
+result "disk: flushes" load --rw randwrite --verify --queues 2 --flush-every 4 --runtime 1s
+packed() { fails "packed" load --packed --runtime 1s; }
+result "disk: packed rings are not offered" packed
+moves() {
+    load --rw randrw --verify --queues 2 --iodepth 16 --runtime 6s >/tmp/load 2>&1 &
+    client=$!
+    n=0
+    while kill -0 $client 2>/dev/null; do
+        id=$(vshunt worker new --kind kernel --export e0) || return 1
+        vshunt attach e0:$((n % 2)) $id || return 1
+        [ -n "$last" ] && { vshunt attach e0:$(((n + 1) % 2)) $id && vshunt worker free $last || return 1; }
+        last=$id
+        echo $id >/tmp/last
+        n=$((n + 1))
+    done
+    wait $client || { cat /tmp/load; return 1; }
+    [ $n -gt 3 ] || { echo "only $n turns"; return 1; }
+}
+result "disk: workers made, attached and freed while it is verified" moves
+last=$(cat /tmp/last)
+counted() {
+    requests=$(told queues requests)
+    set -- $requests
+    [ "$1" -gt 1000 ] && [ "$2" -gt 1000 ] || { echo "queues counted $requests"; return 1; }
+    is "$(told queues errors)" "0 0 " && is "$(told queues in-flight)" "0 0 "
+}
+result "disk: counters" counted
+result "disk: a worker pinned" vshunt worker set $last --cpu 1
+result "disk: is pinned" sh -c "vshunt status | grep -E '^ +$last .*kernel +1 '"
+result "disk: a worker of ours is not for it" refused "kind kernel" vshunt attach e0:0 0
+result "disk: a worker with a queue is not freed" refused "queue" vshunt worker free $last
+result "disk: kernel workers do not poll" refused "poll" vshunt worker set $last --poll-us 5
+vshunt disk add name=d1,format=null,size=1M
+vshunt export add type=vhost-user-blk,name=e1,disk=d1,socket=/tmp/s1,queues=1
+result "disk: a kernel worker is not for another export" refused "export e0 only" vshunt attach e1:0 $last
+result "disk: kernel workers are not made for exports of ours" refused "engine=kernel" vshunt worker new --kind kernel --export e1
+vshunt disk add name=d2,file=/dev/ram0,readonly=on,locking=off
+result "disk: engine=auto takes the kernel" vshunt export add type=vhost-user-blk,name=e2,disk=d2,socket=/tmp/s2,queues=1,engine=auto
+result "disk: and says so" is "$(told exports engine)" "kernel user kernel "
+written() { fails "read-only" vshunt-bench blk --socket /tmp/s2 --rw randwrite --runtime 1s --quiet; }
+result "disk: a read-only one is not written" written
+result "disk: and read" vshunt-bench blk --socket /tmp/s2 --rw randread --runtime 1s --quiet
+result "disk: its removal ends its workers" vshunt export remove e2
+result "disk: that is so" is "$(vshunt status --json | grep -c '"export": "e2"')" 0
+busy() { fails "front-end" vshunt export remove e0; }
+load --rw randread --runtime 60s >/dev/null 2>&1 &
+client=$!
+until [ "$(told exports connected | cut -d' ' -f1)" = true ]; do sleep 0.1; done
+result "disk: in use it is not removed" busy
+result "disk: but by force" vshunt export remove e0 --force
+wait $client
+result "disk: the daemon ends" quit
+result "disk: nothing of it is left" sh -c "! ls /tmp/s /tmp/s1 /tmp/s2 2>/dev/null"
+result "disk: the module can go" rmmod vhost_blk
+insmod /modules/vhost_blk.ko
+
+dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
+serve file=/tmp/image queues=1,engine=kernel
+result "file: a loop device bears its name" is "$(cat /sys/block/loop0/loop/backing_file)" /tmp/image
+result "file: written and read back" load --rw randrw --verify --iodepth 8 --runtime 2s
+load --rw randrw --verify --iodepth 8 --range 8M --runtime 3s >/tmp/load 2>&1 &
+client=$!
+sleep 1
+result "file: it grows under load" vshunt resize d0 32M
+result "file: the loop device, too" is "$(cat /sys/block/loop0/size)" 65536
+result "file: it shrinks under load" vshunt resize --shrink d0 8M
+result "file: the loop device, too" is "$(cat /sys/block/loop0/size)" 16384
+result "file: and its size is that" is "$(stat -c %s /tmp/image)" 8388608
+wait $client
+result "file: the load saw nothing of it" is $? 0
+result "file: the daemon ends" quit
+result "file: the loop device is gone" sh -c "! cat /sys/block/loop0/loop/backing_file 2>/dev/null"
+"""
+)
+
+ENDS = (
+    COMMON
+    + """
+insmod /modules/vhost_blk.ko 2>/dev/null
+gone() {
+    n=0
+    while ! rmmod vhost_blk 2>/dev/null; do
+        n=$((n + 1))
+        [ $n -lt 50 ] || { echo "the module is in use"; return 1; }
+        sleep 0.1
+    done
+    insmod /modules/vhost_blk.ko
+}
+# Without what single CPUs have not added yet.
+pinned() { echo 1 >/proc/sys/vm/stat_refresh; awk '/nr_foll_pin_acquired/ { a = $2 } /nr_foll_pin_released/ { r = $2 } END { print a - r }' /proc/vmstat; }
+before=$(pinned)
+killed() {
+    n=0
+    while [ $n -lt 8 ]; do
+        serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+        load --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
+        client=$!
+        until set -- $(told queues requests) && [ "${1:-0}" -gt 500 ]; do sleep 0.05; done
+        kill -9 $pid
+        wait $pid
+        wait $client && { echo "the front-end saw nothing of the end"; return 1; }
+        n=$((n + 1))
+    done
+    is "$(pinned)" "$before" && gone
+}
+result "ends: kill -9 of the daemon under load, 8 times; pages given back, module free" killed
+loops() {
+    dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
+    serve file=/tmp/image queues=1,engine=kernel
+    load --rw randrw --iodepth 8 --runtime 30s >/dev/null 2>&1 &
+    client=$!
+    until set -- $(told queues requests) && [ "${1:-0}" -gt 100 ]; do sleep 0.05; done
+    kill -9 $pid
+    wait $pid
+    wait $client
+    n=0
+    while [ -e /sys/block/loop0/loop/backing_file ]; do
+        n=$((n + 1))
+        [ $n -lt 50 ] || { echo "the loop device is left behind"; return 1; }
+        sleep 0.1
+    done
+}
+result "ends: no loop device outlives a killed daemon" loops
+front() {
+    serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+    n=0
+    while [ $n -lt 8 ]; do
+        # Not the function: that would be another process around it.
+        vshunt-bench blk --socket /tmp/s --quiet --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
+        client=$!
+        set -- $(told queues requests)
+        least=$(($1 + 200))
+        until set -- $(told queues requests) && [ $1 -gt $least ]; do sleep 0.02; done
+        kill -9 $client
+        wait $client
+        until [ "$(told exports connected)" = "false " ]; do sleep 0.05; done
+        n=$((n + 1))
+    done
+    is "$(told queues in-flight)" "0 0 " && load --rw randrw --verify --queues 2 --runtime 1s && quit
+}
+result "ends: kill -9 of the front-end under load, 8 times, and on with the next" front
+under_load() {
+    serve file=/dev/ram0 queues=2,workers=2,engine=kernel
+    load --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
+    client=$!
+    until set -- $(told queues requests) && [ "${1:-0}" -gt 500 ]; do sleep 0.05; done
+    kill -TERM $pid
+    wait $pid
+    is $? 0 || return 1
+    wait $client && { echo "the front-end saw nothing of the end"; return 1; }
+    gone
+}
+result "ends: SIGTERM under load" under_load
+"""
+)
+
+# In the VM an unmodified QEMU of this machine boots a guest whose disk is ours. This machine's files by virtiofs.
+NESTED = """
+need brd rd_nr=1 rd_size=65536
+need vhost_blk
+export VSHUNT_CONTROL=/tmp/control
+dd if=/dev/urandom of=/tmp/pattern bs=64k count=16 2>/dev/null
+dd if=/tmp/pattern of=/dev/ram0 bs=64k 2>/dev/null
+sum=$(sha256sum </tmp/pattern)
+vshunt serve -q --disk name=d0,file=/dev/ram0 \\
+    --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=1,engine=kernel &
+daemon=$!
+mount -t virtiofs host /host -o ro || echo "not ok nested: no virtiofs"
+mount -t proc proc /host/proc
+mount --bind /dev /host/dev
+mount --bind /tmp /host/tmp
+mount --bind /inner /host/mnt
+until [ -S /tmp/s ]; do sleep 0.1; done
+# All of it in memory before the clock runs.
+cat /inner/* >/dev/null
+chroot /host @QEMU@ -nodefaults -no-user-config -display none -no-reboot -accel tcg,thread=single -cpu qemu64,-cx16 \\
+    -smp 1 -m 192 -object memory-backend-memfd,id=m,size=192M,share=on -numa node,memdev=m \\
+    -kernel /mnt/vmlinux -initrd /mnt/initramfs \\
+    -append "console=ttyS0 panic=-1 quiet nokaslr tsc=reliable no_timer_check mitigations=off" \\
+    -chardev socket,id=c,path=/tmp/s -device vhost-user-blk-pci,chardev=c,num-queues=1 -serial stdio \\
+    </dev/null >/tmp/inner.out 2>&1
+tr -d '\\r' </tmp/inner.out | grep -E '^(ok|not ok) '
+result "nested: QEMU ended well" grep -q '^inner end' /tmp/inner.out
+result "nested: what the guest read is what the disk has" grep -q "^inner sum $sum" /tmp/inner.out
+result "nested: what the guest wrote is on the disk" \\
+    sh -c 'dd if=/dev/ram0 bs=64k skip=64 count=16 2>/dev/null | cmp - /tmp/pattern'
+grep -q '^inner end' /tmp/inner.out || tail -n 20 /tmp/inner.out
+requests=$(vshunt status --json | tr ',' '\\n' | sed -n 's/.*"requests": *//p' | head -n 1)
+result "nested: the kernel served it" sh -c "[ ${requests:-0} -gt 10 ] || { echo requests: $requests; false; }"
+vshunt quit
+wait $daemon
+umount /host/mnt /host/tmp /host/dev /host/proc /host
+"""
+
+INNER = """#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+/bin/busybox --install -s /bin
+export PATH=/bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+exec </dev/console >/dev/console 2>&1
+@LOAD@
+n=0
+while [ ! -b /dev/vda ] && [ $n -lt 300 ]; do sleep 0.1; n=$((n + 1)); done
+[ -b /dev/vda ] && echo "ok nested: the guest has its disk" || echo "not ok nested: the guest has no disk"
+dd if=/dev/vda of=/pattern bs=64k count=16 2>/dev/null
+echo "inner sum $(sha256sum </pattern)"
+dd if=/pattern of=/dev/vda bs=64k seek=64 conv=fsync 2>/dev/null && echo "ok nested: the guest wrote and flushed" \\
+    || echo "not ok nested: the guest cannot write"
+echo "inner end"
+poweroff -f
+"""
+
+
+# Of VMs with our programs: name, job, seconds.
+VMS = (("choosing", CHOOSING, 60), ("disk", DISK, 180), ("ends", ENDS, 120))
+
+
+def vmlinux(folder):
+    """The kernel as an ELF file: what unpacks a compressed one takes minutes in a VM within a VM."""
+    with open(f"{folder}/vmlinuz", "rb") as f:
+        data = f.read()
+    for magic, program, package in ((b"\x28\xb5\x2f\xfd", "zstd", "zstd"), (b"\xfd7zXZ\0", "xz", "xz-utils")):
+        at = data.find(magic)
+        if at < 0:
+            continue
+        # What follows the packed kernel is no archive, which the program says.
+        done = subprocess.run([r.tool(program, package), "-dcq"], input=data[at:], capture_output=True, timeout=60)
+        if done.stdout[:4] == b"\x7fELF":
+            return done.stdout
+    raise r.Skipped("the kernel is packed in a way that is not known here")
+
+
+def inner_entries(folder, modules):
+    """What the inner guest boots, as files of the outer one."""
+    names = [*modules.order["virtio_blk"], "virtio_blk"]
+    load = "\n".join(f"insmod /modules/{name}.ko" for name in names)
+    entries = [(name, 0o040755, b"") for name in ("bin", "dev", "proc", "sys", "modules")]
+    entries += [("init", 0o100755, INNER.replace("@LOAD@", load).encode())]
+    entries += [("bin/busybox", 0o100755, k.static(r.tool("busybox", "busybox-static"), "busybox-static"))]
+    entries += [(f"modules/{name}.ko", 0o100644, modules.data[name]) for name in names]
+    return [
+        ("inner", 0o040755, b""),
+        ("inner/vmlinux", 0o100644, vmlinux(folder)),
+        ("inner/initramfs", 0o100644, vm.cpio(entries)),
+    ]
+
+
+def virtiofsd():
+    """Shares this machine's files, all of them; the one of QEMU 7 or the one that came after it."""
+    if os.geteuid() != 0:
+        raise r.Skipped("sharing files with the VM needs root")
+    for path, arguments in (
+        ("/usr/libexec/virtiofsd", ["--shared-dir=/", "--cache=always", "--sandbox=chroot"]),
+        ("/usr/lib/qemu/virtiofsd", ["-o", "source=/", "-o", "cache=always", "-o", "sandbox=chroot"]),
+    ):
+        if os.access(path, os.X_OK):
+            return [path, *arguments]
+    raise r.Skipped("virtiofsd is missing (Debian package qemu-system-common or virtiofsd)")
+
+
+def nested(rig, make_base, folder, modules):
+    """An unmodified QEMU in the VM, with a guest whose disk is the kernel's."""
+    qemu, _ = vm.qemu()
+    if not modules.add("virtio_blk"):
+        raise r.Skipped("the kernel has no module virtio_blk")
+    base = make_base(inner_entries(folder, modules))
+    # Not in the rig's folder: the path of a socket is short.
+    socket = f"{tempfile.mkdtemp(dir=rig.dir)}/fs"
+    r.Child(rig, "virtiofsd", [*virtiofsd(), f"--socket-path={socket}"])
+    r.wait_for("virtiofsd listens", lambda: os.path.exists(socket))
+    memory = 1536
+    more = ["-object", f"memory-backend-memfd,id=memory,size={memory}M,share=on", "-numa", "node,memdev=memory"]
+    more += ["-chardev", f"socket,id=fs,path={socket}", "-device", "vhost-user-fs-pci,chardev=fs,tag=host"]
+    k.Vm(rig, base, "nested", NESTED.replace("@QEMU@", str(qemu)), memory_mib=memory, more=more, checks=False).finish(300)
