@@ -275,6 +275,9 @@ def interrupted(suite):
         r.require(caller.stdout.readline() == b"open\n", "a caller cannot open the file")
     os.kill(below.child.pid, signal.SIGSTOP)
     try:
+        # One thread is told, and tells the others when it gets to run.
+        tasks = list(Path(f"/proc/{below.child.pid}/task").iterdir())
+        r.wait_for("the daemon below stands still", lambda: all("State:\tT" in (t / "status").read_text() for t in tasks))
         for caller in callers:
             caller.stdin.write(b"go\n")
             caller.stdin.flush()

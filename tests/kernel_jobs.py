@@ -55,6 +55,29 @@ result "hostile: after use nothing is left allocated, and it is unloaded" leaves
 """
 )
 
+# Data that is large, copied, in blocks of its own size, by workers that are kernel threads.
+WIDE = (
+    BRD
+    + """
+need vhost fork_from_owner_default=0
+need vhost_blk
+vhost-blk-test data
+# Slow enough that all of it is in flight at once.
+need dm_mod
+need dm_delay
+slow=$(dm-table slow 131072 delay /dev/ram1 0 100)
+vhost-blk-test --disk "$slow" room
+need null_blk nr_devices=1 gb=1 memory_backed=1 bs=4096 discard=1
+vhost-blk-test --disk /dev/nullb0 data
+need sd_mod
+need scsi_debug dev_size_mb=128 sector_size=4096 lbpws=1 lbpu=1
+n=0
+while [ ! -b /dev/sda ] && [ $n -lt 100 ]; do sleep 0.1; n=$((n + 1)); done
+vhost-blk-test --disk /dev/sda data
+result "data: after use nothing is left allocated, and it is unloaded" leaves_nothing
+"""
+)
+
 FAILING = (
     BRD
     + """

@@ -23,7 +23,9 @@
 /* What a killed process may take to leave the kernel: its requests in flight end first. */
 #define LEAVE_MS	30000
 
-static const struct vb_case * const groups[] = { cases_errors, cases_io, cases_life, cases_hostile, cases_fault };
+static const struct vb_case * const groups[] = {
+	cases_errors, cases_io, cases_life, cases_hostile, cases_fault, cases_data,
+};
 
 /* A counter of /proc/vmstat, with what the CPUs keep for themselves folded in. */
 static long counter_of(const char *name)

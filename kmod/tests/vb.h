@@ -186,5 +186,6 @@ extern const struct vb_case cases_io[];
 extern const struct vb_case cases_life[];
 extern const struct vb_case cases_hostile[];
 extern const struct vb_case cases_fault[];
+extern const struct vb_case cases_data[];
 
 #endif

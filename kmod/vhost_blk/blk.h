@@ -174,6 +174,7 @@ struct vhost_blk_req {
 #define VHOST_BLK_HOLD_STOP	BIT(0)	/* it is to stop, or the stop was interrupted */
 #define VHOST_BLK_HOLD_SWITCH	BIT(1)	/* the dirty log is switched */
 #define VHOST_BLK_HOLD_BROKEN	BIT(2)	/* the guest put something impossible into it */
+#define VHOST_BLK_HOLD_DROP	BIT(3)	/* the device is closed: nobody is told of anything */
 
 /**
  * struct vhost_blk_ring - a virtqueue

@@ -127,7 +127,8 @@ static int vhost_blk_release(struct inode *inode, struct file *file)
 
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++) {
 		if (blk->rings[i].reqs)
-			vhost_blk_ring_hold(&blk->rings[i], VHOST_BLK_HOLD_STOP);
+			vhost_blk_ring_hold(&blk->rings[i],
+					    VHOST_BLK_HOLD_STOP | VHOST_BLK_HOLD_DROP);
 	}
 	vhost_dev_stop(&blk->dev);
 	vhost_blk_stop_all(blk, VHOST_BLK_DRAIN_DROP);

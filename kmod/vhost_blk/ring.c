@@ -105,6 +105,9 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 
 	if (!list)
 		return;
+	/* A worker that lives need not go on with a long request, either. */
+	if (ring->hold & VHOST_BLK_HOLD_DROP)
+		tell = false;
 	/* In the order in which they ended. */
 	list = llist_reverse_order(list);
 	llist_for_each_entry_safe(req, next, list, done) {

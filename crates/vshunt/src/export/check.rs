@@ -180,7 +180,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
 
 /// What is asked of a worker besides its name.
 pub(super) fn settings(spec: &WorkerSpec) -> Settings {
-    Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us }
+    Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us, ..Settings::default() }
 }
 
 /// Names are taken for ids where they are numbers.

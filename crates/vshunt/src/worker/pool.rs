@@ -36,6 +36,9 @@ pub struct Settings {
     pub nice: Option<i32>,
     /// Bound of polling, µs.
     pub poll_us: Option<u32>,
+    /// Woken, it waits for its turn on the CPU (SCHED_BATCH): for one that shares it with those whom it serves, who have more
+    /// for it when they come to rest.
+    pub batch: bool,
 }
 
 impl Settings {
@@ -414,17 +417,23 @@ fn thread_name(name: &str) -> String {
 struct Wanted {
     cpu: Option<CpuSet>,
     nice: Option<i32>,
+    batch: bool,
 }
 
 impl Wanted {
     fn check(settings: &Settings) -> Result<Self> {
         settings.check()?;
         let cpu = settings.cpu.as_deref().map(cpu_set).transpose()?;
-        Ok(Self { cpu, nice: settings.nice })
+        Ok(Self { cpu, nice: settings.nice, batch: settings.batch })
     }
 
     /// Both or none. The nice value comes last, since without privileges it cannot be taken back.
     fn apply(&self, tid: i32) -> Result<()> {
+        if self.batch {
+            let none = libc::sched_param { sched_priority: 0 };
+            // SAFETY: the kernel reads the parameters. Where it refuses, the worker is as good without.
+            unsafe { libc::sched_setscheduler(tid, libc::SCHED_BATCH, &none) };
+        }
         let pid = Pid::from_raw(tid);
         let before = sched_getaffinity(pid);
         if let Some(set) = &self.cpu {

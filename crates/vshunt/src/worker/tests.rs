@@ -374,7 +374,7 @@ fn visits_happen_on_the_worker() {
 fn settings_are_checked_and_shown() {
     let workers = pool(7);
     let cpu = workers.states()[0].cpu[0];
-    let spec = Settings { cpu: Some(vec![cpu]), nice: Some(5), poll_us: Some(0) };
+    let spec = Settings { cpu: Some(vec![cpu]), nice: Some(5), poll_us: Some(0), batch: true };
     let id = workers.create(Some("a name that is too long for a thread".into()), &spec).unwrap();
     let state = &workers.states()[1];
     assert_eq!((state.id, &state.cpu, state.nice, state.poll_us), (id, &vec![cpu], 5, 0));
@@ -387,7 +387,7 @@ fn settings_are_checked_and_shown() {
     let may = crate::export::spec::cpu_list(&workers.states()[0].cpu);
     assert_eq!(error.to_string(), format!("cannot pin a worker to CPU 1000-1001: the daemon may use {may}"));
     let before = (state.name.clone(), state.cpu.clone(), 5, 0);
-    let all = Settings { cpu: Some(vec![]), nice: Some(99), poll_us: Some(3) };
+    let all = Settings { cpu: Some(vec![]), nice: Some(99), poll_us: Some(3), batch: false };
     workers.set(id, Some("other".into()), &all).unwrap_err();
     let state = workers.states().remove(1);
     assert_eq!((state.name, state.cpu, state.nice, state.poll_us), before, "all or nothing");

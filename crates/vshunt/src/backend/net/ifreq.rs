@@ -8,10 +8,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 // linux/if_tun.h
-pub(super) const TUNSETIFF: libc::c_ulong = 0x4004_54CA;
-pub(super) const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54D0;
-pub(super) const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54D8;
-pub(super) const TUNSETQUEUE: libc::c_ulong = 0x4004_54D9;
+pub(super) const TUNSETIFF: libc::Ioctl = 0x4004_54CA;
+pub(super) const TUNSETOFFLOAD: libc::Ioctl = 0x4004_54D0;
+pub(super) const TUNSETVNETHDRSZ: libc::Ioctl = 0x4004_54D8;
+pub(super) const TUNSETQUEUE: libc::Ioctl = 0x4004_54D9;
 pub(super) const IFF_TAP: u16 = 0x0002;
 pub(super) const IFF_MULTI_QUEUE: u16 = 0x0100;
 pub(super) const IFF_ATTACH_QUEUE: u16 = 0x0200;
@@ -54,7 +54,7 @@ impl IfReq {
         i32::from_ne_bytes(self.value[..4].try_into().expect("4 bytes"))
     }
 
-    fn call(&mut self, fd: impl AsFd, code: libc::c_ulong) -> io::Result<()> {
+    fn call(&mut self, fd: impl AsFd, code: libc::Ioctl) -> io::Result<()> {
         // SAFETY: the codes of this module and of `<linux/sockios.h>` used here read and write a struct ifreq, as long as
         // this one is (asserted above), with a name that ends.
         match unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), code, self as *mut Self) } {
@@ -75,7 +75,7 @@ pub(super) fn set_queue(tun: impl AsFd, flag: u16) -> io::Result<()> {
 }
 
 /// A call to a file of /dev/net/tun whose argument is a number.
-pub(super) fn set_number(tun: impl AsFd, code: libc::c_ulong, number: libc::c_ulong) -> io::Result<()> {
+pub(super) fn set_number(tun: impl AsFd, code: libc::Ioctl, number: libc::c_ulong) -> io::Result<()> {
     // SAFETY: TUNSETOFFLOAD takes its argument by value.
     match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), code, number) } {
         0 => Ok(()),
@@ -84,7 +84,7 @@ pub(super) fn set_number(tun: impl AsFd, code: libc::c_ulong, number: libc::c_ul
 }
 
 /// A call to a file of /dev/net/tun whose argument is a pointer to an int.
-pub(super) fn set_int(tun: impl AsFd, code: libc::c_ulong, value: libc::c_int) -> io::Result<()> {
+pub(super) fn set_int(tun: impl AsFd, code: libc::Ioctl, value: libc::c_int) -> io::Result<()> {
     // SAFETY: TUNSETVNETHDRSZ reads an int.
     match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), code, &raw const value) } {
         0 => Ok(()),
