@@ -229,7 +229,9 @@ def fio(suite, memory, seconds):
         seen = {q["index"]: q["worker"] for q in mount.queues()}
         r.require(seen == moves.at, f"status says that queues are at {seen}, not {moves.at}")
         suite.rig.say(f"{suite.transport}: {moves.moved} moves, {moves.refused} refused, {moves.freed} workers freed {moves.why}")
-        r.require(moves.moved + moves.refused > 20, f"only {moves.moved + moves.refused} moves in {seconds} s")
+        # A ring queue's move waits for its CPU, which fio has.
+        least = 4 if suite.transport == "io_uring" else 20
+        r.require(moves.moved + moves.refused > least, f"only {moves.moved + moves.refused} moves in {seconds} s")
         # A ring queue comes to rest when its entries have come back, for which two busy CPUs may take too long now and then;
         # a queue that reads /dev/fuse can go anywhere.
         most = moves.moved // 4 if suite.transport == "io_uring" else 0
