@@ -33,7 +33,7 @@ static void end(struct rig *rig)
 }
 
 /* Twelve half mebibytes at odd addresses at once: more than may be copied at a time, so some have to wait. */
-static void copied(const struct vb_args *args)
+static void copying(const struct vb_args *args)
 {
 	static struct vb_chain chain;
 	struct vb_buffer buffers[PIECES];
@@ -151,7 +151,7 @@ static void wide_zeroes(const struct vb_args *args)
 }
 
 /* On a disk of larger blocks: parts of them are refused, segments that are parts of them are put together. */
-static void blocks(const struct vb_args *args)
+static void large_blocks(const struct vb_args *args)
 {
 	static const size_t aligns[] = { 1, 4, 512, 1024, 4096 };
 	static struct vb_chain chain;
@@ -197,9 +197,9 @@ static void blocks(const struct vb_args *args)
 }
 
 const struct vb_case cases_data[] = {
-	{ "room", "more than may be copied at a time", copied, 60 },
+	{ "room", "more than may be copied at a time", copying, 60 },
 	{ "room", "more than a ring may have in flight", wide_requests, 60 },
 	{ "data", "WRITE_ZEROES of more than a step", wide_zeroes, 60 },
-	{ "data", "blocks of the disk's size, at any address", blocks, 60 },
+	{ "data", "blocks of the disk's size, at any address", large_blocks, 60 },
 	{ .body = NULL },
 };
