@@ -214,7 +214,7 @@ result "ends: SIGTERM under load" under_load
 """
 )
 
-# A boot takes some 70 s where nothing else runs.
+# Some two minutes where nothing else runs; more than double that on a machine that others share.
 NESTED_S = 420
 
 # In the VM an unmodified QEMU of this machine boots a guest whose disk is ours. This machine's files by virtiofs.
@@ -239,7 +239,7 @@ cat /inner/* >/dev/null
 chroot /host @QEMU@ -nodefaults -no-user-config -display none -no-reboot -accel tcg,thread=single -cpu qemu64,-cx16 \\
     -smp 1 -m 192 -object memory-backend-memfd,id=m,size=192M,share=on -numa node,memdev=m \\
     -kernel /mnt/vmlinux -initrd /mnt/initramfs \\
-    -append "console=ttyS0 panic=-1 nokaslr tsc=reliable no_timer_check mitigations=off cryptomgr.notests" \\
+    -append "console=ttyS0 panic=-1 nokaslr tsc=reliable no_timer_check mitigations=off acpi=off lsm= audit=0 nowatchdog" \\
     -chardev socket,id=c,path=/tmp/s -device vhost-user-blk-pci,chardev=c,num-queues=1 -serial stdio \\
     </dev/null >/tmp/inner.out 2>&1 &
 inner=$!
@@ -280,7 +280,8 @@ echo "inner sum $(sha256sum </pattern)"
 dd if=/pattern of=/dev/vda bs=64k seek=64 conv=fsync 2>/dev/null && echo "ok nested: the guest wrote and flushed" \\
     || echo "not ok nested: the guest cannot write"
 echo "inner end"
-poweroff -f
+# Without ACPI, whose tables take half of the boot to read, it cannot power off; this QEMU ends with a reset.
+reboot -f
 """
 
 
