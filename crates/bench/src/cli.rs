@@ -28,7 +28,7 @@ A TIME is a number with ms, s or m, such as 500ms, 10s or 2m; alone it is second
 
 Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 cannot connect.";
 
-/// Load generator for vhost-user-blk sockets: a guest driver without a guest.
+/// Load generator for vhost-user-blk sockets and the kernel's vhost: a guest driver without a guest.
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES)]
 struct Cli {

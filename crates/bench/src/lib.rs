@@ -1,8 +1,9 @@
 //! A guest driver without a guest, and what is built on it: load, verification, comparison tables.
 //!
 //! Tests of the server use [`driver::Disk`]; the binary `vshunt-bench` is [`cli`] over [`load`] and [`workers`].
-//! Nothing in here knows the server's code: it speaks vhost-user and virtio-blk from their specifications, and the
-//! ring code of the `virtio` crate's driver side.
+//! [`kernel`] drives the kernel's vhost devices the same way. Nothing in here knows the server's code: it speaks
+//! vhost-user, vhost's ioctls and virtio-blk from their specifications, and the ring code of the `virtio` crate's driver
+//! side.
 
 pub mod cli;
 pub mod driver;

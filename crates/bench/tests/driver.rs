@@ -76,6 +76,24 @@ fn verified_load() {
 }
 
 #[test]
+fn verified_load_cut_at_will() {
+    let model = Model::start("cut", SECTORS);
+    for options in shapes() {
+        let options = Options { indirect_cap: 24, ..options };
+        let mut disk = Disk::connect(model.path(), options).unwrap();
+        let plan = Plan { shuffle: 24, buffers: 100, ios: Some(20_000), ..plan() };
+        let outcome = load::run(&mut disk, &plan, &mut Silent).unwrap();
+        assert_eq!(outcome.ios(), 20_000);
+        assert!(outcome.verified_blocks.unwrap() > 2000);
+    }
+    // The checks see through the cuts.
+    model.behaviour().lose_write_in.store(1500, Ordering::Release);
+    let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
+    let plan = Plan { rw: Rw::Write, ios: Some(3000), shuffle: 3, ..plan() };
+    assert_eq!(load::run(&mut disk, &plan, &mut Silent).unwrap_err().kind(), Kind::Verify);
+}
+
+#[test]
 fn a_lost_write_is_found() {
     let model = Model::start("lost", SECTORS);
     model.behaviour().lose_write_in.store(1500, Ordering::Release);

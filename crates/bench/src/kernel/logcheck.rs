@@ -41,25 +41,36 @@ pub fn run(
     switch.share(&log)?;
     while !stop.load(Ordering::Acquire) && !gate.ended() {
         std::thread::sleep(pause);
-        if !gate.arm(rings, PATIENCE)? {
-            break;
-        }
-        switch.switch(rings, true)?;
-        gate.count(rings);
-        let more = gate.wait(PATIENCE);
-        let notes = gate.take();
-        notes.iter().for_each(|note| log.expect(note.addr, u64::from(note.len), note.what));
-        let found = look_up(&log);
-        total.marked_pages += log.marked().len() as u64;
-        switch.switch(rings, false)?;
-        log.clear();
+        let round = round(switch, rings, gate, &mut log, &mut total);
+        // Whatever came of it, lanes go on.
         gate.rest(rings);
-        found?;
-        more?;
-        total.rounds += u64::from(!notes.is_empty());
-        total.writes += notes.len() as u64;
+        round?;
     }
     Ok(total)
+}
+
+fn round(
+    switch: &LogSwitch,
+    rings: &[RingParts],
+    gate: &LogGate,
+    log: &mut DirtyLog,
+    total: &mut LogCheck,
+) -> Result<()> {
+    if !gate.arm(rings, PATIENCE)? {
+        return Ok(());
+    }
+    switch.switch(rings, true)?;
+    gate.count(rings);
+    gate.wait(PATIENCE)?;
+    let notes = gate.take();
+    notes.iter().for_each(|note| log.expect(note.addr, u64::from(note.len), note.what));
+    look_up(log)?;
+    total.marked_pages += log.marked().len() as u64;
+    total.rounds += u64::from(!notes.is_empty());
+    total.writes += notes.len() as u64;
+    switch.switch(rings, false)?;
+    log.clear();
+    Ok(())
 }
 
 fn look_up(log: &DirtyLog) -> Result<()> {
