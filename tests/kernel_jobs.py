@@ -1,4 +1,6 @@
-"""What the VMs of `tests/kernel` do, as shell: the module alone, driven by the programs in kmod/tests and by vshunt-bench."""
+"""What the VMs of `tests/kernel` do, as shell: the module alone, driven by the programs in kmod/tests and by vshunt-bench.
+
+@SEED@ is VSHUNT_SEED, for all that is drawn by chance."""
 
 # A RAM disk that the cases write to, and one more.
 BRD = "need brd rd_nr=2 rd_size=65536\n"
@@ -29,10 +31,10 @@ SERVING = (
     BRD
     + """
 need vhost_blk
-vhost-blk-test io
+vhost-blk-test --seed @SEED@ io
 # Completions from a timer's interrupt.
 need null_blk nr_devices=1 gb=1 memory_backed=1 queue_mode=2 irqmode=2 completion_nsec=20000
-vhost-blk-test --disk /dev/nullb0 io
+vhost-blk-test --seed @SEED@ --disk /dev/nullb0 io
 result "io: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
@@ -41,7 +43,7 @@ LIVING = (
     BRD
     + """
 need vhost_blk
-vhost-blk-test life
+vhost-blk-test --seed @SEED@ life
 result "life: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
@@ -50,7 +52,7 @@ LYING = (
     BRD
     + """
 need vhost_blk
-vhost-blk-test --seed 7 hostile
+vhost-blk-test --seed @SEED@ hostile
 result "hostile: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
@@ -131,7 +133,7 @@ driven "verified, queues moved between workers that come and go" \\
     --rw randrw --verify --queues 4 --workers 2 --attach-every 3ms --runtime 4s
 driven "the log switched on and off: all that is written is in it" \\
     --rw randrw --verify --layout random --queues 2 --log-every 100ms --runtime 4s
-driven "10,000 chains that lie" --hostile 10000 --seed 7
+driven "10,000 chains that lie" --hostile 10000 --seed @SEED@
 disk=/dev/nullb0
 driven "verified on null_blk, completions from interrupts" \\
     --rw randrw --verify --layout random --queues 4 --workers per-queue --runtime 3s
