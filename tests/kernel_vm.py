@@ -10,6 +10,7 @@ lists and user copies, refcount warnings, the detectors of soft lockups, stalls 
 """
 
 import argparse
+import collections
 import lzma
 import os
 import re
@@ -217,6 +218,12 @@ def of_another_kernel(module):
     return module.replace(versions, others)
 
 
+# A breakpoint in the kernel's own text whose patching has ended: several vCPUs under TCG kept translated code that was
+# replaced (QEMU before 8.1; its developers met it as "int3" in boots of Linux, some in a thousand). With all vCPUs in
+# one thread it cannot happen. In a module's text, ours above all, it is a fault like others.
+STALE_INT3 = re.compile(r"Oops: int3: 0000(?:(?!RIP: )[\s\S])*RIP: 0010:\w+\+0x\w+/0x\w+\s*$", re.M)
+
+
 class Base:
     """What every VM of a run boots: kernel and initramfs without a job."""
 
@@ -238,23 +245,27 @@ class Vm:
     CPU time is a count of instructions (one vCPU). checks: with the checks of allocations that the kernel has."""
 
     def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True):
-        program, _ = vm.qemu()
         self.rig, self.name = rig, name
         self.console = rig.dir / f"{name}.console"
         initramfs = rig.dir / f"{name}.initramfs"
         initramfs.write_bytes(base.initramfs.read_bytes() + vm.archive("job", job.encode()))
-        argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
         # 7.2 emulates cmpxchg16b wrongly under load.
-        accel = ["-accel", "tcg,thread=single", "-icount", "shift=0"] if counting else ["-accel", "tcg,thread=multi"]
-        argv += [*accel, "-cpu", "qemu64,-cx16", "-smp", 1 if counting else vcpus, "-m", memory_mib]
-        argv += ["-kernel", base.kernel, "-initrd", initramfs]
-        argv += [
+        self.argv = ["-cpu", "qemu64,-cx16", "-smp", 1 if counting else vcpus, "-m", memory_mib]
+        self.argv += ["-kernel", base.kernel, "-initrd", initramfs]
+        self.argv += [
             "-append",
             "console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off "
             + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr"),
         ]
-        argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
-        self.child = r.Child(rig, name, argv)
+        self.argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
+        self.printed = collections.Counter()
+        self.start("tcg,thread=single" if counting else "tcg,thread=multi", ["-icount", "shift=0"] if counting else [])
+
+    def start(self, accel, more=()):
+        program, _ = vm.qemu()
+        argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config", "-accel", accel, *more]
+        self.child = r.Child(self.rig, self.name, [*argv, *self.argv])
+        self.before = self.printed.copy()
         self.shown = 0
         self.results = 0
 
@@ -266,6 +277,12 @@ class Vm:
                 break
             self.shown += 1
             line = line.strip()
+            self.results += line.startswith(("ok ", "not ok "))
+            # Of a VM that was started again: printed already.
+            if self.before[line]:
+                self.before[line] -= 1
+                continue
+            self.printed[line] += 1
             if line.startswith("ok "):
                 self.rig.line(f"ok kernel: {line[3:]}")
             elif line.startswith("not ok "):
@@ -275,7 +292,6 @@ class Vm:
                 self.rig.line(f"skip kernel: {line[5:]}")
             elif line and not line.startswith("@@ "):
                 self.rig.say(f"{self.name}: {line}")
-            self.results += line.startswith(("ok ", "not ok "))
 
     def said(self, word):
         """The rest of the line `@@ WORD …`, or None."""
@@ -286,14 +302,26 @@ class Vm:
         """Waits for the end, prints results as they come; then what the kernel said, as a result of its own.
 
         `expected` is what it may say, as expressions: faults that the job makes."""
-        end = time.monotonic() + timeout_s + BOOT_S
-        while self.child.running() and time.monotonic() < end:
+
+        def until_end(timeout_s):
+            end = time.monotonic() + timeout_s
+            while self.child.running() and time.monotonic() < end:
+                self.show()
+                time.sleep(0.1)
+            hung = self.child.running()
+            if hung:
+                self.child.kill()
             self.show()
-            time.sleep(0.1)
-        hung = self.child.running()
-        if hung:
-            self.child.kill()
-        self.show()
+            return hung
+
+        hung = until_end(timeout_s + BOOT_S)
+        stale = STALE_INT3.search(self.console.read_text(errors="replace") if self.console.exists() else "")
+        if stale:
+            where = stale[0].split()[-1]
+            self.rig.say(f"{self.name}: QEMU ran code of {where} that was patched long ago; again, in one thread")
+            self.console.rename(self.console.with_suffix(".int3.console"))
+            self.start("tcg,thread=single")
+            hung = until_end(2 * timeout_s + BOOT_S)
 
         def judge():
             console = self.console.read_text(errors="replace") if self.console.exists() else ""

@@ -66,6 +66,16 @@ def target_dir():
     return Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
 
 
+def test_binary(package, name):
+    """Path of a package's test program, built by cargo."""
+    argv = [os.environ.get("CARGO", "cargo"), "test", "-p", package, "--test", name, "--no-run", "--locked"]
+    built = subprocess.run([*argv, "--message-format=json"], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    if built.returncode != 0:
+        raise Failed(f"{' '.join(argv)}: {built.stderr[-2000:]}")
+    messages = (json.loads(line) for line in built.stdout.splitlines())
+    return next(m["executable"] for m in messages if m.get("executable") and m["target"]["name"] == name)
+
+
 def tool(name, package):
     """Path of a program of the system; the test is left out where it is missing."""
     path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")

@@ -174,6 +174,8 @@ static void flags_of(struct vb_ring *ring, struct vb_buffer *buffer, uint32_t ty
 	FILE *trace;
 
 	tracing(TRACE "trace", "\n");
+	/* Names of tasks are learnt at each switch, whose code is patched for it; we need none. */
+	tracing(TRACE "options/record-cmd", "0");
 	tracing(TRACE "events/block/block_bio_queue/enable", "1");
 	require(do_request(ring, buffer, type, 64, bytes) == VIRTIO_BLK_S_OK, "type %u failed", type);
 	tracing(TRACE "events/block/block_bio_queue/enable", "0");

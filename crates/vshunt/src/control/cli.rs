@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
@@ -148,7 +149,8 @@ Columns of exports:
   MODE   ro or rw, for its user
   STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted
   ENGINE user: requests are served by workers of this process; kernel: by the
-         kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
+         kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount
+         how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
          each CPU, and a channel for what does not go by these); passthrough:
          the kernel reads and writes the image, only the rest comes to us.
          --json says why not another
@@ -300,8 +302,8 @@ pub(crate) enum WorkerCommand {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct NewWorkerArgs {
     /// Who runs it: this process (user), or the kernel, for an export with engine=kernel
-    #[arg(long, value_enum, default_value = "user")]
-    kind: Kind,
+    #[arg(long, default_value = "user", value_parser = worker_kind())]
+    kind: WorkerKind,
     /// The export whose queues a worker of the kernel can have
     #[arg(long, value_name = "NAME")]
     export: Option<String>,
@@ -309,15 +311,16 @@ pub(crate) struct NewWorkerArgs {
     settings: WorkerArgs,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Kind {
-    User,
-    Kernel,
+fn worker_kind() -> impl TypedValueParser<Value = WorkerKind> {
+    PossibleValuesParser::new(["user", "kernel"]).map(|kind| match kind.as_str() {
+        "kernel" => WorkerKind::Kernel,
+        _ => WorkerKind::User,
+    })
 }
 
 impl NewWorkerArgs {
     pub(crate) fn into_spec(self) -> WorkerSpec {
-        let kind = (self.kind == Kind::Kernel).then_some(WorkerKind::Kernel);
+        let kind = Some(self.kind).filter(|kind| *kind != WorkerKind::default());
         WorkerSpec { kind, export: self.export, ..self.settings.into_spec() }
     }
 }

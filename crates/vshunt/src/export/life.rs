@@ -489,7 +489,8 @@ fn homes(
     };
     let mut settings = Settings { poll_us: spec.poll_us, ..Settings::default() };
     if spec.workers == Spread::PerCpu {
-        // For mounts: a tenth to a seventh more requests of one asynchronous task, and nothing lost elsewhere.
+        // A worker beside the task that it serves, on the same CPU: woken at once it takes the CPU for each request, as a
+        // batch it takes what gathered until the task waits.
         settings.batch = spec.kind == ExportKind::Fuse;
         // Who polls on the CPU of the one whom it serves keeps it from running.
         settings.poll_us = Some(spec.poll_us.unwrap_or(0));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::check::Check;
 use super::daemon::{Daemon, ExportEntry, Maps};
-use super::spec::{ExportSpec, NetCounters, NetInfo, NetSpec};
+use super::spec::{ExportSpec, NetInfo, NetSpec};
 use crate::backend::net::Tap;
 use crate::error::{Error, Result};
 
@@ -100,14 +100,7 @@ fn info(net: &NetEntry, export: Option<String>) -> NetInfo {
         open_queues: tap.open_queues(),
         mtu: tap.mtu().ok(),
         export,
-        counters: tap.counters().map(|c| NetCounters {
-            from_guest_packets: c.from_guest_packets,
-            from_guest_bytes: c.from_guest_bytes,
-            from_guest_dropped: c.from_guest_dropped,
-            to_guest_packets: c.to_guest_packets,
-            to_guest_bytes: c.to_guest_bytes,
-            to_guest_dropped: c.to_guest_dropped,
-        }),
+        counters: tap.counters(),
     }
 }
 

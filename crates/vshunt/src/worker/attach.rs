@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::WorkerId;
+use super::homes::Homes;
 use super::pool::Workers;
 use super::queue::{Queue, QueueStats, State};
 use super::thread::{Mail, Shared};
@@ -58,8 +59,7 @@ pub struct QueueSet {
     slots: Vec<Mutex<Slot>>,
     // Any thread's.
     stats: Vec<Arc<QueueStats>>,
-    /// Worker and generation, for whoever looks without waiting for a move.
-    homes: Vec<AtomicU64>,
+    homes: Homes,
     coax: OnceLock<Box<dyn Coax>>,
 }
 
@@ -71,7 +71,7 @@ impl QueueSet {
             workers: workers.clone(),
             slots: vec![],
             stats: vec![],
-            homes: vec![],
+            homes: Homes::default(),
             coax: OnceLock::new(),
         };
         for &worker in homes {
@@ -80,7 +80,7 @@ impl QueueSet {
             let id = NEXT_ID.fetch_add(1, Relaxed);
             set.slots.push(Mutex::new(Slot { id, worker, mail, running: false, generation: 0 }));
             set.stats.push(Arc::default());
-            set.homes.push(AtomicU64::new(pack_home(worker, 0)));
+            set.homes.push(worker);
         }
         Ok(set)
     }
@@ -111,12 +111,11 @@ impl QueueSet {
 
     /// The worker a queue is attached to, and how often it was attached.
     pub fn home(&self, index: u16) -> (WorkerId, u32) {
-        let home = self.homes[index as usize].load(Relaxed);
-        ((home >> 32) as WorkerId, home as u32)
+        self.homes.get(index)
     }
 
     fn note_home(&self, index: u16, slot: &Slot) {
-        self.homes[index as usize].store(pack_home(slot.worker, slot.generation), Relaxed);
+        self.homes.note(index, slot.worker, slot.generation);
     }
 
     fn slot(&self, index: u16) -> MutexGuard<'_, Slot> {
@@ -224,13 +223,7 @@ impl QueueSet {
     /// Attaches a queue to a worker, whole or not at all: if its requests in flight do not end within
     /// `timeout`, it goes on where it was and the error is [`Busy`](crate::error::Kind::Busy).
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
-        if usize::from(index) >= self.slots.len() {
-            return Err(Error::not_found(format!(
-                "export {} has no queue {index}; it has 0 to {}",
-                self.name,
-                self.slots.len() - 1
-            )));
-        }
+        self.homes.check(&self.name, index)?;
         let mut slot = self.slot(index);
         if slot.worker == worker {
             return self.workers.check(worker);
@@ -311,10 +304,6 @@ impl QueueSet {
         // It was given back between the two letters.
         back.recv().map_err(|_| Error::busy(format!("queue {}:{index} is not with its worker", self.name)))
     }
-}
-
-fn pack_home(worker: WorkerId, generation: u32) -> u64 {
-    u64::from(worker) << 32 | u64::from(generation)
 }
 
 /// Attach, step 3: the queue goes to where the slot's mail goes.

@@ -6,6 +6,7 @@
 //! left its worker.
 
 mod attach;
+mod homes;
 mod kernel;
 mod pace;
 mod pool;
@@ -16,6 +17,7 @@ mod tests;
 mod thread;
 
 pub use attach::{Coax, Coaxing, QueueSet};
+pub use homes::Homes;
 pub use kernel::KernelWorker;
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
 pub use queue::{Queue, QueueStats, State};

@@ -370,6 +370,20 @@ fn visits_happen_on_the_worker() {
     drop(set.stop(0));
 }
 
+const SCHED_BATCH: u32 = 3;
+
+/// How threads of this name are scheduled (proc(5), field 41 of /proc/PID/stat).
+fn policies_of(name: &str) -> Vec<u32> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    let of = |stat: String| {
+        let (head, rest) = stat.rsplit_once(") ")?;
+        let named = head.ends_with(&format!("({name}"));
+        named.then(|| rest.split(' ').nth(38).unwrap().parse().unwrap())
+    };
+    stats.filter_map(of).collect()
+}
+
 #[test]
 fn settings_are_checked_and_shown() {
     let workers = pool(7);
@@ -378,6 +392,7 @@ fn settings_are_checked_and_shown() {
     let id = workers.create(Some("a name that is too long for a thread".into()), &spec).unwrap();
     let state = &workers.states()[1];
     assert_eq!((state.id, &state.cpu, state.nice, state.poll_us), (id, &vec![cpu], 5, 0));
+    assert_eq!(policies_of("a name that is "), [SCHED_BATCH]);
     let bad = |s: Settings| workers.set(id, None, &s).unwrap_err().kind();
     assert_eq!(bad(Settings { poll_us: Some(POLL_US_MAX + 1), ..Default::default() }), Kind::Invalid);
     assert_eq!(bad(Settings { nice: Some(20), ..Default::default() }), Kind::Invalid);

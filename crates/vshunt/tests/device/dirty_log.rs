@@ -8,7 +8,7 @@ use vshunt_bench::driver::{
     Area, Code, Memory, Options, PAGE, Payload, RegionSpec, RingSetup, VERSION, feature, request,
 };
 
-use super::rig::{LOAD_BYTES, MIB, Machine, Rig, shapes, small};
+use super::rig::{LOAD_BYTES, MIB, Machine, Rig, layouts, shapes, small};
 
 /// The log as a VMM has it: it takes marks away while the device makes new ones.
 struct Log {
@@ -132,7 +132,7 @@ fn just_what_was_written_is_marked() {
 #[test]
 fn logging_goes_on_and_off_under_load() {
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
-    for options in [small(), Options { packed: true, ..small() }] {
+    for options in layouts() {
         let mut machine = Machine::connect(&rig.socket("e"), Options { queues: 2, ..options });
         let load = [machine.load(0), machine.load(1)];
         let logs = [Log::new(&machine.memory), Log::new(&machine.memory)];

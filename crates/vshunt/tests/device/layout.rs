@@ -2,7 +2,7 @@
 
 use vshunt_bench::driver::{DriverSeg, Memory, Options, RegionSpec, request, status};
 
-use super::rig::{Backing, Client, MIB, Rig, Rng, header, range, shapes};
+use super::rig::{Backing, Client, MIB, Rig, Rng, header, layouts, range, shapes};
 use std::sync::Arc;
 
 const DISK: usize = 1 << 20;
@@ -202,7 +202,7 @@ fn in_a_file_in_memory() {
 #[test]
 fn every_byte_a_buffer() {
     let rig = Rig::ram(MIB, 1);
-    for packed in [false, true] {
+    for packed in layouts().iter().map(|options| options.packed) {
         for indirect in [false, true] {
             let options = Options { packed, queue_size: 1024, indirect_cap: 1024, ..super::rig::small() };
             let mut c = rig.connect("e", options);

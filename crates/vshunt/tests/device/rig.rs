@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::ring::RingFeatures;
-use vshunt::export::spec::{Direct, DiskSpec, ExportSpec, Format, QueueInfo};
+use vshunt::export::spec::{Direct, DiskSpec, Engine, ExportSpec, Format, QueueInfo};
 use vshunt::export::{Daemon, Event};
 use vshunt_bench::driver::{
     Area, Memory, Options, PAGE, Queue, QueueShape, RegionSpec, RingParts, RingSetup, Session, fresh_base,
@@ -66,10 +66,17 @@ impl Rng {
     }
 }
 
+/// Whether exports are to be served by the kernel (`VSHUNT_TEST_ENGINE=kernel`): what is tested of the session, of rings and
+/// memory then holds for those that are handed over, too. tests/kernel-relay runs it so, in a VM.
+pub(crate) fn by_kernel() -> bool {
+    std::env::var_os("VSHUNT_TEST_ENGINE").is_some_and(|engine| engine == "kernel")
+}
+
 /// Split and packed rings, with and without indirect descriptors and EVENT_IDX.
 pub(crate) fn shapes() -> Vec<Options> {
     let mut shapes = Vec::new();
-    for packed in [false, true] {
+    // The kernel has no packed ones.
+    for packed in [false, true].into_iter().filter(|packed| !(*packed && by_kernel())) {
         for (indirect, event_idx) in [(true, true), (false, true), (true, false), (false, false)] {
             let queue_size = if packed { 100 } else { 64 };
             shapes.push(Options { packed, indirect, event_idx, queue_size, ..small() });
@@ -79,8 +86,9 @@ pub(crate) fn shapes() -> Vec<Options> {
 }
 
 /// One split, one packed.
-pub(crate) fn layouts() -> [Options; 2] {
-    [small(), Options { packed: true, queue_size: 100, ..small() }]
+pub(crate) fn layouts() -> Vec<Options> {
+    let packed = Options { packed: true, queue_size: 100, ..small() };
+    if by_kernel() { vec![small()] } else { vec![small(), packed] }
 }
 
 /// A driver with little memory.
@@ -129,6 +137,8 @@ impl Rig {
 
     pub(crate) fn disk(&self, name: &str, backing: Backing, size: u64, change: impl FnOnce(&mut DiskSpec)) {
         let mut spec = DiskSpec { name: name.into(), locking: true, ..DiskSpec::default() };
+        // The kernel takes what can be a block device.
+        let backing = if by_kernel() && backing == Backing::Ram { Backing::Tmpfs } else { backing };
         match backing {
             Backing::Ram => (spec.format, spec.size) = (Format::Ram, Some(size)),
             _ => {
@@ -152,6 +162,7 @@ impl Rig {
             disk: disk.into(),
             socket: Some(self.socket(name)),
             queues: Some(queues),
+            engine: by_kernel().then_some(Engine::Kernel),
             ..ExportSpec::default()
         };
         change(&mut spec);

@@ -16,6 +16,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::ifreq::{self, Links};
 use crate::error::{Error, Result};
@@ -80,7 +81,8 @@ impl Offloads {
 }
 
 /// What went through the interface since it was made, as the kernel counts it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Counters {
     /// Frames that the queues' users wrote: the guest's.
     pub from_guest_packets: u64,

@@ -18,7 +18,7 @@ mod net;
 mod workers;
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -33,7 +33,7 @@ use self::net::Card;
 pub use self::net::{NetPlan, plan_net};
 use crate::error::{Error, Result};
 use crate::queue::Bell;
-use crate::worker::{QueueStats, Settings, State, WorkerId, Workers};
+use crate::worker::{Homes, QueueStats, Settings, State, WorkerId, Workers};
 
 /// vhost's default of its parameter max_mem_regions.
 const REGIONS_DEFAULT: u64 = 64;
@@ -79,8 +79,7 @@ pub struct KernelQueues {
     alarms: Vec<OwnedFd>,
     // Any thread's.
     slots: Vec<Mutex<Slot>>,
-    /// Worker and generation of each queue, for whoever looks without waiting.
-    homes: Vec<AtomicU64>,
+    homes: Homes,
 }
 
 impl KernelQueues {
@@ -117,7 +116,7 @@ impl KernelQueues {
             workers: workers.clone(),
             alarms: Vec::new(),
             slots: Vec::new(),
-            homes: Vec::new(),
+            homes: Homes::default(),
         };
         let features = set.behind.features();
         set.features = features.map_err(|e| Error::unsupported(format!("export {export}: {e}")))?;
@@ -132,7 +131,7 @@ impl KernelQueues {
                 }
                 set.slots.push(Mutex::new(Slot { worker, running: false, generation: 0, err: None }));
             }
-            set.homes.push(AtomicU64::new(pack_home(worker, 0)));
+            set.homes.push(worker);
         }
         Ok(Arc::new(set))
     }
@@ -151,7 +150,7 @@ impl KernelQueues {
 
     /// How many queues.
     pub fn len(&self) -> u16 {
-        self.homes.len() as u16
+        self.homes.len()
     }
 
     /// Whether there is none.
@@ -182,8 +181,7 @@ impl KernelQueues {
 
     /// The worker a queue is attached to, and how often it was attached.
     pub fn home(&self, index: u16) -> (WorkerId, u32) {
-        let home = self.homes[usize::from(index)].load(Relaxed);
-        ((home >> 32) as WorkerId, home as u32)
+        self.homes.get(index)
     }
 
     /// Becomes readable when the kernel finds the ring broken.
@@ -196,8 +194,7 @@ impl KernelQueues {
     }
 
     fn note_home(&self, ring: u16, slot: &Slot) {
-        let home = pack_home(slot.worker, slot.generation);
-        self.homes[usize::from(self.queue_of(ring))].store(home, Relaxed);
+        self.homes.note(self.queue_of(ring), slot.worker, slot.generation);
     }
 
     /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged.
@@ -217,11 +214,20 @@ impl KernelQueues {
         self.behind.devices().into_iter().try_for_each(|device| call(device).map_err(|e| e.to_string()))
     }
 
-    /// Hands the guest's memory over. No ring runs.
+    /// Hands the guest's memory over in place of what it has, `old`. No ring runs.
     ///
     /// # Errors
-    /// The kernel's, in words.
-    pub fn set_memory(&self, mem: &GuestMemory) -> std::result::Result<(), String> {
+    /// The kernel's, in words; it has the old one then.
+    pub fn set_memory(&self, mem: &GuestMemory, old: &GuestMemory) -> std::result::Result<(), String> {
+        self.tell_memory(mem).inspect_err(|_| {
+            // Of several devices some may have taken it.
+            if let Err(e) = self.tell_memory(old) {
+                tracing::error!("{}: the kernel does not take the memory back that it had: {e}", self.name);
+            }
+        })
+    }
+
+    fn tell_memory(&self, mem: &GuestMemory) -> std::result::Result<(), String> {
         let region = |r: &virtio::mem::Region| MemoryRegion {
             guest_phys_addr: r.guest_addr,
             memory_size: r.size,
@@ -385,13 +391,7 @@ impl KernelQueues {
     /// # Errors
     /// The queue or the worker is not there, or the worker is not for it.
     pub fn attach(&self, index: u16, worker: WorkerId) -> Result<()> {
-        if index >= self.len() {
-            let last = self.len() - 1;
-            let export = &self.name;
-            return Err(Error::not_found(format!(
-                "export {export} has no queue {index}; it has 0 to {last}"
-            )));
-        }
+        self.homes.check(&self.name, index)?;
         let ring = index * self.behind.rings_a_queue();
         let mut slot = self.slot(ring);
         self.workers.settle_kernel(worker, &self.name)?;
@@ -436,7 +436,9 @@ impl KernelQueues {
         running().for_each(|(_, i)| self.rest(i));
         let result = f();
         let learnt = self.behind.learn_size();
-        for (_, i) in running() {
+        // One that broke stands until its guest resets it.
+        let broken = |i| self.behind.stats(self.queue_of(i)).state() == State::Broken;
+        for (_, i) in running().filter(|(_, i)| !broken(*i)) {
             if let Err(e) = self.behind.run(i, true) {
                 tracing::error!("ring {i} of {} cannot go on: {e}", self.name);
                 self.behind.stats(self.queue_of(i)).set_state(State::Broken);
@@ -474,8 +476,4 @@ fn addresses(index: u32, setup: &RingSetup<'_>) -> VringAddr {
         avail_user_addr: driver,
         log_guest_addr: setup.log.unwrap_or(0),
     }
-}
-
-fn pack_home(worker: WorkerId, generation: u32) -> u64 {
-    u64::from(worker) << 32 | u64::from(generation)
 }

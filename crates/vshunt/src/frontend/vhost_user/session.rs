@@ -514,7 +514,8 @@ impl Drop for Session {
         self.stop_all();
         self.agreed.store(0, Relaxed);
         if let Some(kernel) = self.queues.kernel()
-            && let Err(e) = kernel.set_features(0).and_then(|()| kernel.set_memory(&GuestMemory::empty()))
+            && let Err(e) =
+                kernel.set_features(0).and_then(|()| kernel.set_memory(&GuestMemory::empty(), &self.mem))
         {
             tracing::warn!("{}: the kernel still knows of a guest that went: {e}", self.name);
         }

@@ -254,11 +254,12 @@ impl Session {
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
         (0..self.vrings.len()).for_each(|index| self.pause(index));
-        if let Some(kernel) = self.queues.kernel() {
-            kernel.set_memory(&mem).map_err(|e| refuse(format!("the memory table is not usable: {e}")))?;
+        let taken = self.queues.kernel().map_or(Ok(()), |kernel| kernel.set_memory(&mem, &self.mem));
+        let mut result = taken.map_err(|e| refuse(format!("the memory table is not usable: {e}")));
+        // Else rings go on with the old one.
+        if result.is_ok() {
+            (self.regions, self.mem) = (regions, mem);
         }
-        (self.regions, self.mem) = (regions, mem);
-        let mut result = Ok(());
         for (index, ran) in running.into_iter().enumerate() {
             let vring = &self.vrings[index];
             let lies_within = vring.addrs.is_some_and(|addrs| self.map_ring(vring, addrs).is_ok());
