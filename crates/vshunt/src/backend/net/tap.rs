@@ -16,10 +16,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
-use serde::{Deserialize, Serialize};
 
 use super::ifreq::{self, Links};
 use crate::error::{Error, Result};
+pub use crate::export::spec::NetCounters as Counters;
 
 /// Bytes of an interface's name at most (IFNAMSIZ less the end).
 pub const NAME_MAX: usize = 15;
@@ -78,24 +78,6 @@ impl Offloads {
             | bit(self.ufo, F_UFO)
             | bit(self.uso, F_USO)
     }
-}
-
-/// What went through the interface since it was made, as the kernel counts it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Counters {
-    /// Frames that the queues' users wrote: the guest's.
-    pub from_guest_packets: u64,
-    /// Their bytes.
-    pub from_guest_bytes: u64,
-    /// Of frames from the guest, those that the host did not take.
-    pub from_guest_dropped: u64,
-    /// Frames that went to the queues' users: for the guest.
-    pub to_guest_packets: u64,
-    /// Their bytes.
-    pub to_guest_bytes: u64,
-    /// Of frames for the guest, those for which a queue had no room, or that found none attached.
-    pub to_guest_dropped: u64,
 }
 
 /// One queue of a tap.

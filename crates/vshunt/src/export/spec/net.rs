@@ -5,8 +5,6 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::backend::net::Counters as NetCounters;
-
 /// Kind of network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -53,6 +51,24 @@ pub struct NetInfo {
     /// What went through the interface; none where it is gone, or in another network namespace by now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counters: Option<NetCounters>,
+}
+
+/// What went through a network since its interface was made, as the kernel counts it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct NetCounters {
+    /// Frames that the guest sent.
+    pub from_guest_packets: u64,
+    /// Their bytes.
+    pub from_guest_bytes: u64,
+    /// Frames that the guest sent and the host did not take.
+    pub from_guest_dropped: u64,
+    /// Frames for the guest.
+    pub to_guest_packets: u64,
+    /// Their bytes.
+    pub to_guest_bytes: u64,
+    /// Frames for the guest that found no queue attached, or a full one.
+    pub to_guest_dropped: u64,
 }
 
 /// An Ethernet address of one station: `52:54:00:12:34:56`.
