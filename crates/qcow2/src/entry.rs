@@ -1,0 +1,65 @@
+//! Entries of L1 and L2 tables.
+
+/// The cluster that an entry names has a reference count of 1: it may be written where it is (bit 63).
+pub const COPIED: u64 = 1 << 63;
+/// A compressed cluster (bit 62 of an L2 entry).
+pub const COMPRESSED: u64 = 1 << 62;
+/// Reads as zeroes (bit 0 of a standard L2 entry, version 3 without extended L2).
+pub const ZERO: u64 = 1;
+/// Host offset of a cluster or table (bits 9 to 55).
+pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// Bits of an L1 entry that have to be 0.
+pub const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
+/// Bits of a standard L2 entry that have to be 0, but for [`ZERO`].
+pub const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
+
+/// Subclusters of a cluster with extended L2 entries.
+pub const SUBCLUSTERS: u32 = 32;
+
+/// Bytes of a compressed cluster's unit of length.
+pub const COMPRESSED_SECTOR: u64 = 512;
+
+/// Where a compressed cluster's data lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Compressed {
+    /// Host offset, bytes; any.
+    pub offset: u64,
+    /// Bytes that hold it, up to the end of its last 512-byte sector: the data itself may end earlier.
+    pub bytes: u64,
+}
+
+impl Compressed {
+    /// Of an L2 entry that has [`COMPRESSED`].
+    pub fn of(entry: u64, cluster_bits: u32) -> Self {
+        // The image's cluster size says how many bits count sectors (Compressed Clusters Descriptor).
+        let x = 62 - (cluster_bits - 8);
+        let offset = entry & ((1 << x) - 1);
+        let sectors = ((entry & (COMPRESSED - 1)) >> x) + 1;
+        Self { offset, bytes: sectors * COMPRESSED_SECTOR - offset % COMPRESSED_SECTOR }
+    }
+
+    /// The entry; `bytes` of data at `offset`.
+    pub fn entry(offset: u64, bytes: u64, cluster_bits: u32) -> u64 {
+        let x = 62 - (cluster_bits - 8);
+        let sectors = (offset % COMPRESSED_SECTOR + bytes).div_ceil(COMPRESSED_SECTOR);
+        COMPRESSED | (sectors - 1) << x | offset
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compressed_descriptors_there_and_back() {
+        for cluster_bits in 9..=21 {
+            for offset in [0x1000, 0x1001, 0x11ff, 0x1_2345_6789] {
+                for bytes in [1, 511, 512, 513, (1 << cluster_bits) - 1] {
+                    let c = Compressed::of(Compressed::entry(offset, bytes, cluster_bits), cluster_bits);
+                    assert_eq!(c.offset, offset, "{cluster_bits}");
+                    assert!(c.bytes >= bytes && c.bytes < bytes + 512, "{cluster_bits}: {bytes} {}", c.bytes);
+                }
+            }
+        }
+    }
+}

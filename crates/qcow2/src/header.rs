@@ -1,0 +1,515 @@
+//! The header, its extensions and the names behind it: the first cluster of an image.
+
+use crate::{Error, Result};
+
+const MAGIC: [u8; 4] = *b"QFI\xfb";
+const LEN_V2: usize = 72;
+const LEN_V3: usize = 104;
+/// With the compression type, padded to a multiple of 8.
+const LEN_COMPRESSION: usize = 112;
+
+/// log2 of the smallest and the largest cluster.
+pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
+/// Bytes of an L1 table at most, as QEMU has it.
+pub const L1_BYTES_MAX: u64 = 32 << 20;
+/// Bytes of a refcount table at most, as QEMU has it.
+pub const REFTABLE_BYTES_MAX: u64 = 8 << 20;
+/// Snapshots at most, as QEMU has it.
+pub const SNAPSHOTS_MAX: u32 = 65536;
+/// Bytes of a backing file's name at most.
+pub const BACKING_NAME_MAX: usize = 1023;
+
+/// Incompatible features: who does not know one must not open the image.
+pub mod incompatible {
+    /// Reference counts may be wrong.
+    pub const DIRTY: u64 = 1 << 0;
+    /// Something is; to be opened for reading only.
+    pub const CORRUPT: u64 = 1 << 1;
+    /// Guest data lies in another file.
+    pub const DATA_FILE: u64 = 1 << 2;
+    /// The header says how clusters are compressed.
+    pub const COMPRESSION: u64 = 1 << 3;
+    /// L2 entries of 128 bits, with subclusters.
+    pub const EXTENDED_L2: u64 = 1 << 4;
+    /// Those that we know.
+    pub const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
+}
+
+/// Compatible feature: reference counts may be written late, with [`incompatible::DIRTY`] set.
+pub const LAZY_REFCOUNTS: u64 = 1 << 0;
+
+/// Autoclear features: who writes to the image without knowing one clears it.
+pub mod autoclear {
+    /// The bitmaps' extension is right.
+    pub const BITMAPS: u64 = 1 << 0;
+    /// The external data file is a raw image by itself.
+    pub const RAW_DATA: u64 = 1 << 1;
+    /// Those that we know.
+    pub const KNOWN: u64 = BITMAPS | RAW_DATA;
+}
+
+mod extension {
+    pub(super) const END: u32 = 0;
+    pub(super) const BACKING_FORMAT: u32 = 0xe279_2aca;
+    pub(super) const FEATURES: u32 = 0x6803_f857;
+    pub(super) const BITMAPS: u32 = 0x2385_2875;
+    pub(super) const CRYPTO: u32 = 0x0537_be77;
+    pub(super) const DATA_FILE: u32 = 0x4441_5441;
+}
+
+/// How clusters are compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Compression {
+    /// Raw deflate.
+    #[default]
+    Zlib,
+    /// zstd.
+    Zstd,
+}
+
+/// Where the bitmaps are (Bitmaps extension).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BitmapsAt {
+    /// How many.
+    pub count: u32,
+    /// Bytes of their directory.
+    pub directory_bytes: u64,
+    /// Where it begins, at a cluster.
+    pub directory_offset: u64,
+}
+
+/// A header, understood.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// 2 or 3.
+    pub version: u32,
+    /// log2 of a cluster's bytes.
+    pub cluster_bits: u32,
+    /// Size of the disk, bytes.
+    pub size: u64,
+    /// Entries of the L1 table.
+    pub l1_size: u32,
+    /// Where it begins.
+    pub l1_offset: u64,
+    /// Where the refcount table begins.
+    pub reftable_offset: u64,
+    /// Its length.
+    pub reftable_clusters: u32,
+    /// Internal snapshots.
+    pub snapshots: u32,
+    /// Where their table begins.
+    pub snapshots_offset: u64,
+    /// Bits of [`incompatible`].
+    pub incompatible: u64,
+    /// [`LAZY_REFCOUNTS`], and what we do not know.
+    pub compatible: u64,
+    /// Bits of [`autoclear`], and what we do not know.
+    pub autoclear: u64,
+    /// log2 of a refcount's bits, up to 6.
+    pub refcount_order: u32,
+    /// Of compressed clusters.
+    pub compression: Compression,
+    /// Name of the image below, as it is written.
+    pub backing: Option<String>,
+    /// Its format, as it is written.
+    pub backing_format: Option<String>,
+    /// Name of the external data file, as it is written.
+    pub data_file: Option<String>,
+    /// Persistent bitmaps.
+    pub bitmaps: Option<BitmapsAt>,
+    /// Extensions that we do not know, to be kept: type and contents.
+    pub unknown: Vec<(u32, Vec<u8>)>,
+    /// Where the known header ends and what is behind that we do not know, to be kept.
+    pub extra: Vec<u8>,
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+fn text(bytes: &[u8], what: &str) -> Result<String> {
+    String::from_utf8(bytes.to_vec()).map_err(|_| Error::corrupt(format!("{what} is not UTF-8")))
+}
+
+impl Header {
+    /// Bytes to read from the image's start that hold the header, whatever it says; images may be shorter.
+    pub const BYTES_MAX: usize = 1 << 21;
+
+    /// Whether a file that begins so is a qcow2 image.
+    pub fn is_qcow2(start: &[u8]) -> bool {
+        start.len() >= 8 && start[..4] == MAGIC && matches!(be32(start, 4), 2 | 3)
+    }
+
+    /// The log2 of the cluster size, so that the first cluster can be read; `start` has 24 bytes.
+    ///
+    /// # Errors
+    /// Not an image, of a version that we do not know, or no possible cluster size.
+    pub fn peek_cluster_bits(start: &[u8]) -> Result<u32> {
+        if start.len() < 24 || start[..4] != MAGIC {
+            return Err(Error::NotQcow2);
+        }
+        match be32(start, 4) {
+            2 | 3 => {}
+            1 => return Err(Error::unsupported("qcow version 1: convert it with qemu-img".to_owned())),
+            n => return Err(Error::unsupported(format!("qcow2 version {n}; versions 2 and 3 are known"))),
+        }
+        let bits = be32(start, 20);
+        if !CLUSTER_BITS.contains(&bits) {
+            return Err(Error::corrupt(format!(
+                "clusters of 2^{bits} bytes; 512 bytes to 2 MiB are possible"
+            )));
+        }
+        Ok(bits)
+    }
+
+    /// Understands the first cluster of an image (of a shorter image what there is of it).
+    ///
+    /// # Errors
+    /// What is wrong with it, or not known to us. Encrypted images are refused: their contents would be served as they
+    /// lie there.
+    pub fn parse(first: &[u8]) -> Result<Self> {
+        let cluster_bits = Self::peek_cluster_bits(first)?;
+        let version = be32(first, 4);
+        let short = || Error::corrupt("it ends within its header");
+        if first.len() < if version == 2 { LEN_V2 } else { LEN_V3 } {
+            return Err(short());
+        }
+        if be32(first, 32) != 0 {
+            return Err(Error::unsupported("the image is encrypted; encrypted images are not served"));
+        }
+        let mut h = Self {
+            version,
+            cluster_bits,
+            size: be64(first, 24),
+            l1_size: be32(first, 36),
+            l1_offset: be64(first, 40),
+            reftable_offset: be64(first, 48),
+            reftable_clusters: be32(first, 56),
+            snapshots: be32(first, 60),
+            snapshots_offset: be64(first, 64),
+            incompatible: 0,
+            compatible: 0,
+            autoclear: 0,
+            refcount_order: 4,
+            compression: Compression::Zlib,
+            backing: None,
+            backing_format: None,
+            data_file: None,
+            bitmaps: None,
+            unknown: Vec::new(),
+            extra: Vec::new(),
+        };
+        let mut len = LEN_V2;
+        if version >= 3 {
+            len = be32(first, 100) as usize;
+            if len < LEN_V3 || !len.is_multiple_of(8) || len > first.len() || len > 1 << cluster_bits {
+                return Err(Error::corrupt(format!("its header has {len} bytes")));
+            }
+            (h.incompatible, h.compatible, h.autoclear) = (be64(first, 72), be64(first, 80), be64(first, 88));
+            h.refcount_order = be32(first, 96);
+            if len > LEN_V3 {
+                h.compression = match first[104] {
+                    0 => Compression::Zlib,
+                    1 => Compression::Zstd,
+                    n => {
+                        return Err(Error::unsupported(format!(
+                            "compression type {n}; 0 (zlib) and 1 (zstd) are known"
+                        )));
+                    }
+                };
+            }
+            if (h.incompatible & incompatible::COMPRESSION != 0) != (h.compression != Compression::Zlib) {
+                return Err(Error::corrupt("the compression type and its feature bit contradict each other"));
+            }
+            h.extra = first.get(LEN_COMPRESSION..len).unwrap_or_default().to_vec();
+        }
+        let features = h.extensions(first, len)?;
+        h.check_features(&features)?;
+        h.read_backing(first)?;
+        h.check()?;
+        Ok(h)
+    }
+
+    /// Reads the extensions; what they say of feature bits comes back.
+    fn extensions(&mut self, first: &[u8], mut at: usize) -> Result<Vec<(u8, u8, String)>> {
+        let (name_at, mut features) = (be64(first, 8), Vec::new());
+        // They end where the name of the backing file begins.
+        let end = if name_at == 0 {
+            first.len()
+        } else {
+            usize::try_from(name_at).unwrap_or(usize::MAX).min(first.len())
+        };
+        while at + 8 <= end {
+            let (kind, len) = (be32(first, at), be32(first, at + 4) as usize);
+            if kind == extension::END {
+                break;
+            }
+            at += 8;
+            if len > end - at {
+                return Err(Error::corrupt(format!(
+                    "header extension {kind:#x} of {len} bytes does not fit"
+                )));
+            }
+            let data = &first[at..at + len];
+            match kind {
+                extension::BACKING_FORMAT => self.backing_format = Some(text(data, "the backing format")?),
+                extension::DATA_FILE => self.data_file = Some(text(data, "the data file's name")?),
+                extension::FEATURES => features = data.chunks_exact(48).map(feature).collect(),
+                extension::BITMAPS if len == 24 => {
+                    self.bitmaps = Some(BitmapsAt {
+                        count: be32(data, 0),
+                        directory_bytes: be64(data, 8),
+                        directory_offset: be64(data, 16),
+                    });
+                }
+                extension::BITMAPS => {
+                    return Err(Error::corrupt(format!("a bitmaps extension of {len} bytes")));
+                }
+                extension::CRYPTO => {
+                    return Err(Error::unsupported(
+                        "the image is encrypted; encrypted images are not served",
+                    ));
+                }
+                _ => self.unknown.push((kind, data.to_vec())),
+            }
+            at = at.saturating_add(len.next_multiple_of(8));
+        }
+        Ok(features)
+    }
+
+    fn check_features(&self, names: &[(u8, u8, String)]) -> Result<()> {
+        let unknown = self.incompatible & !incompatible::KNOWN;
+        if unknown == 0 {
+            return Ok(());
+        }
+        let name = |bit: u8| {
+            let found = names.iter().find(|(kind, at, _)| (*kind, *at) == (0, bit));
+            found.map_or_else(|| format!("bit {bit}"), |(_, _, name)| name.clone())
+        };
+        let list: Vec<String> = (0..64).filter(|bit| unknown >> bit & 1 != 0).map(name).collect();
+        Err(Error::unsupported(format!("the image needs features that are not known: {}", list.join(", "))))
+    }
+
+    fn read_backing(&mut self, first: &[u8]) -> Result<()> {
+        let (at, len) = (be64(first, 8), be32(first, 16) as usize);
+        if at == 0 || len == 0 {
+            return Ok(());
+        }
+        let end = at.checked_add(len as u64).filter(|end| *end <= first.len() as u64);
+        let (Some(end), true) = (end, len <= BACKING_NAME_MAX) else {
+            return Err(Error::corrupt("the backing file's name does not lie in the first cluster"));
+        };
+        self.backing = Some(text(&first[at as usize..end as usize], "the backing file's name")?);
+        Ok(())
+    }
+
+    /// What holds for every image, whatever its tables say.
+    fn check(&self) -> Result<()> {
+        let cluster = self.cluster_size();
+        if self.refcount_order > 6 {
+            return Err(Error::corrupt(format!(
+                "refcounts of 2^{} bits; 64 is the most",
+                self.refcount_order
+            )));
+        }
+        if self.has(incompatible::EXTENDED_L2) && self.cluster_bits < 14 {
+            return Err(Error::corrupt("extended L2 entries need clusters of 16 KiB"));
+        }
+        if self.has(incompatible::DATA_FILE) != self.data_file.is_some() && self.has(incompatible::DATA_FILE)
+        {
+            return Err(Error::unsupported("the image's data file has no name in it"));
+        }
+        let table = |what: &str, offset: u64, bytes: u64, most: u64| {
+            if bytes > most {
+                return Err(Error::corrupt(format!("{what} of {bytes} bytes; {most} is the most")));
+            }
+            let fits =
+                offset.is_multiple_of(cluster) && offset.checked_add(bytes).is_some_and(|end| end >> 56 == 0);
+            if bytes > 0 && (offset == 0 || !fits) {
+                return Err(Error::corrupt(format!("{what} at {offset:#x}, where it cannot be")));
+            }
+            Ok(())
+        };
+        table("an L1 table", self.l1_offset, u64::from(self.l1_size) * 8, L1_BYTES_MAX)?;
+        table(
+            "a refcount table",
+            self.reftable_offset,
+            u64::from(self.reftable_clusters) << self.cluster_bits,
+            REFTABLE_BYTES_MAX.max(cluster),
+        )?;
+        if self.reftable_clusters == 0 {
+            return Err(Error::corrupt("it has no refcount table"));
+        }
+        if self.snapshots > SNAPSHOTS_MAX
+            || (self.snapshots > 0 && !self.snapshots_offset.is_multiple_of(cluster))
+        {
+            return Err(Error::corrupt(format!(
+                "{} snapshots at {:#x}",
+                self.snapshots, self.snapshots_offset
+            )));
+        }
+        if u64::from(self.l1_size) < self.l1_needed() {
+            return Err(Error::corrupt(format!(
+                "an L1 table of {} entries for {} bytes, which need {}",
+                self.l1_size,
+                self.size,
+                self.l1_needed()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Whether an incompatible feature is set.
+    pub fn has(&self, bit: u64) -> bool {
+        self.incompatible & bit != 0
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster_size(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Bytes of an L2 entry.
+    pub fn l2_entry_bytes(&self) -> u64 {
+        if self.has(incompatible::EXTENDED_L2) { 16 } else { 8 }
+    }
+
+    /// Entries of an L2 table.
+    pub fn l2_entries(&self) -> u64 {
+        self.cluster_size() / self.l2_entry_bytes()
+    }
+
+    /// Clusters of the disk.
+    pub fn clusters(&self) -> u64 {
+        self.size.div_ceil(self.cluster_size())
+    }
+
+    /// Entries of the L1 table that the disk's size needs.
+    pub fn l1_needed(&self) -> u64 {
+        self.clusters().div_ceil(self.l2_entries())
+    }
+
+    /// Clusters whose counts are in one refcount block.
+    pub fn refblock_entries(&self) -> u64 {
+        self.cluster_size() * 8 >> self.refcount_order
+    }
+
+    /// The most that a cluster can be counted.
+    pub fn refcount_max(&self) -> u64 {
+        u64::MAX >> (64 - (1u32 << self.refcount_order))
+    }
+
+    /// The first cluster: header, extensions, names.
+    ///
+    /// # Errors
+    /// They do not fit into a cluster.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let mut out = Vec::with_capacity(512);
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&self.version.to_be_bytes());
+        out.extend_from_slice(&[0; 12]); // the backing file's name: below
+        out.extend_from_slice(&self.cluster_bits.to_be_bytes());
+        out.extend_from_slice(&self.size.to_be_bytes());
+        out.extend_from_slice(&0u32.to_be_bytes()); // not encrypted
+        out.extend_from_slice(&self.l1_size.to_be_bytes());
+        out.extend_from_slice(&self.l1_offset.to_be_bytes());
+        out.extend_from_slice(&self.reftable_offset.to_be_bytes());
+        out.extend_from_slice(&self.reftable_clusters.to_be_bytes());
+        out.extend_from_slice(&self.snapshots.to_be_bytes());
+        out.extend_from_slice(&self.snapshots_offset.to_be_bytes());
+        if self.version >= 3 {
+            for n in [self.incompatible, self.compatible, self.autoclear] {
+                out.extend_from_slice(&n.to_be_bytes());
+            }
+            out.extend_from_slice(&self.refcount_order.to_be_bytes());
+            let len = (LEN_COMPRESSION + self.extra.len()) as u32;
+            out.extend_from_slice(&len.to_be_bytes());
+            out.push(u8::from(self.compression == Compression::Zstd));
+            out.extend_from_slice(&[0; 7]);
+            out.extend_from_slice(&self.extra);
+        }
+        self.encode_extensions(&mut out);
+        if let Some(name) = &self.backing {
+            let (at, len) = (out.len() as u64, name.len() as u32);
+            if name.len() > BACKING_NAME_MAX {
+                return Err(Error::invalid(format!(
+                    "a backing file's name of {len} bytes; {BACKING_NAME_MAX} is the most"
+                )));
+            }
+            out[8..16].copy_from_slice(&at.to_be_bytes());
+            out[16..20].copy_from_slice(&len.to_be_bytes());
+            out.extend_from_slice(name.as_bytes());
+        }
+        if out.len() as u64 > self.cluster_size() {
+            return Err(Error::invalid(format!(
+                "header and names need {} bytes, a cluster has {}: take larger clusters or shorter names",
+                out.len(),
+                self.cluster_size()
+            )));
+        }
+        Ok(out)
+    }
+
+    fn encode_extensions(&self, out: &mut Vec<u8>) {
+        let mut add = |kind: u32, data: &[u8]| {
+            out.extend_from_slice(&kind.to_be_bytes());
+            out.extend_from_slice(&(data.len() as u32).to_be_bytes());
+            out.extend_from_slice(data);
+            out.resize(out.len().next_multiple_of(8), 0);
+        };
+        if let Some(format) = &self.backing_format {
+            add(extension::BACKING_FORMAT, format.as_bytes());
+        }
+        if let Some(name) = &self.data_file {
+            add(extension::DATA_FILE, name.as_bytes());
+        }
+        if self.version >= 3 {
+            add(extension::FEATURES, &feature_names());
+        }
+        if let Some(b) = &self.bitmaps {
+            let mut data = [0; 24];
+            data[..4].copy_from_slice(&b.count.to_be_bytes());
+            data[8..16].copy_from_slice(&b.directory_bytes.to_be_bytes());
+            data[16..].copy_from_slice(&b.directory_offset.to_be_bytes());
+            add(extension::BITMAPS, &data);
+        }
+        for (kind, data) in &self.unknown {
+            add(*kind, data);
+        }
+        add(extension::END, &[]);
+    }
+}
+
+/// A line of the feature name table: kind, bit, name.
+fn feature(line: &[u8]) -> (u8, u8, String) {
+    let name = line[2..].split(|b| *b == 0).next().unwrap_or_default();
+    (line[0], line[1], String::from_utf8_lossy(name).into_owned())
+}
+
+/// The feature name table that we write: of all features that we know.
+fn feature_names() -> Vec<u8> {
+    let lines: [(u8, u8, &str); 8] = [
+        (0, 0, "dirty bit"),
+        (0, 1, "corrupt bit"),
+        (0, 2, "external data file"),
+        (0, 3, "compression type"),
+        (0, 4, "extended L2 entries"),
+        (1, 0, "lazy refcounts"),
+        (2, 0, "bitmaps"),
+        (2, 1, "raw external data"),
+    ];
+    let mut table = Vec::with_capacity(48 * lines.len());
+    for (kind, bit, name) in lines {
+        table.extend_from_slice(&[kind, bit]);
+        table.extend_from_slice(name.as_bytes());
+        table.resize(table.len().next_multiple_of(48), 0);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests;
