@@ -1,6 +1,7 @@
 //! qcow2 images (QEMU's docs/interop/qcow2, versions 2 and 3) without I/O: no file descriptors, no threads.
 //!
-//! [`header`] and [`entry`] are the format itself. Offline work (make, check, resize an image that nobody uses) goes by way
+//! [`header`] and [`entry`] are the format itself. An [`Image`] is shared by all that serve it; each request is a [`Request`],
+//! which says step by step what its caller has to read, write or wait for. Offline work (make, check, resize an image that nobody uses) goes by way
 //! of [`Storage`], a file that the caller has.
 //!
 //! What must never happen: bytes of an image, which may be hostile, panic, overflow, loop or make us allocate without
@@ -8,10 +9,31 @@
 //!
 //! Numbers in images are big-endian.
 
+mod alloc;
+mod compress;
+mod counts;
 pub mod entry;
+mod epoch;
 mod error;
 pub mod header;
+mod image;
+mod map;
+mod request;
 mod storage;
 
 pub use error::{Error, Result};
+pub use image::{Chain, Image, Layer, Settings, User};
+pub use request::{Buf, Context, Op, Request, Step};
 pub use storage::Storage;
+
+/// One of the files that a disk consists of; the caller's number for it.
+pub type FileId = u16;
+
+/// How a request is woken that waits for another: the caller's numbers for who serves it, and for which it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waker {
+    /// Who serves it.
+    pub who: u64,
+    /// Which of theirs.
+    pub token: u64,
+}
