@@ -15,7 +15,7 @@ use crate::{Waker, counts};
 
 /// Consecutive clusters, counted as used, that nobody uses yet.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct Reserve {
+pub(crate) struct Reserve {
     /// The first.
     pub(crate) start: u64,
     /// How many.
@@ -74,8 +74,6 @@ pub(crate) struct Alloc {
     /// From here on no cluster was ever written: they read as zeroes.
     virgin: u64,
     gone: Vec<Gone>,
-    /// Clusters in `gone`.
-    waiting: u64,
     /// Flushes begun.
     flushes: u64,
 }
@@ -108,7 +106,6 @@ impl Alloc {
             cursor: 0,
             virgin: file_clusters,
             gone: Vec::new(),
-            waiting: 0,
             flushes: 0,
         }
     }
@@ -195,14 +192,12 @@ impl Alloc {
     /// Gives back clusters that never were in the map; nobody uses them any more.
     pub(crate) fn give_back(&mut self, rest: Reserve) {
         if rest.count > 0 {
-            self.waiting += rest.count;
             self.gone.push(Gone { start: rest.start, count: rest.count, epoch: 0, flush: 0 });
         }
     }
 
     /// Clusters are not in the map any more.
     pub(crate) fn gone(&mut self, start: u64, count: u64, epoch: Epoch) {
-        self.waiting += count;
         if let Some(last) = self.gone.last_mut()
             && (last.start + last.count, last.epoch, last.flush) == (start, epoch, u64::MAX)
         {
@@ -210,11 +205,6 @@ impl Alloc {
             return;
         }
         self.gone.push(Gone { start, count, epoch, flush: u64::MAX });
-    }
-
-    /// Clusters that wait to be free.
-    pub(crate) fn waiting(&self) -> u64 {
-        self.waiting
     }
 
     /// Before a flush copies the map: its number. What went before is stable with it.
@@ -272,7 +262,6 @@ impl Alloc {
             }
         }
         block.dirty = true;
-        self.waiting = self.waiting.saturating_sub(count);
         true
     }
 

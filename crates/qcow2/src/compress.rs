@@ -2,11 +2,16 @@
 
 use crate::header::Compression;
 
+/// It is no compressed cluster.
+#[derive(Debug, thiserror::Error)]
+#[error("a compressed cluster cannot be unpacked")]
+pub struct Garbled;
+
 /// Unpacks a cluster: fills `to`. `from` may have more bytes than the data.
 ///
 /// # Errors
 /// It is no such data, or less than a cluster.
-pub(crate) fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(), ()> {
+pub fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(), Garbled> {
     let filled = match kind {
         Compression::Zlib => {
             use miniz_oxide::inflate::core::{DecompressorOxide, decompress, inflate_flags};
@@ -21,7 +26,7 @@ pub(crate) fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(
             let mut context = zstd_safe::DCtx::create();
             loop {
                 let before = (from.pos(), out.pos());
-                let left = context.decompress_stream(&mut out, &mut from).map_err(|_| ())?;
+                let left = context.decompress_stream(&mut out, &mut from).map_err(|_| Garbled)?;
                 if out.pos() == out.capacity()
                     || (left == 0 && from.pos == from.src.len())
                     || before == (from.pos(), out.pos())
@@ -32,11 +37,11 @@ pub(crate) fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(
             out.pos()
         }
     };
-    if filled == to.len() { Ok(()) } else { Err(()) }
+    if filled == to.len() { Ok(()) } else { Err(Garbled) }
 }
 
 /// Packs a cluster; none if that does not make it smaller.
-pub(crate) fn deflate(kind: Compression, from: &[u8]) -> Option<Vec<u8>> {
+pub fn deflate(kind: Compression, from: &[u8]) -> Option<Vec<u8>> {
     let packed = match kind {
         // Level 1 to 9 of a trade that qemu-img has no word for either.
         Compression::Zlib => miniz_oxide::deflate::compress_to_vec(from, 6),

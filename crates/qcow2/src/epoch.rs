@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Relea
 use std::sync::{Arc, Mutex};
 
 /// A number that only grows.
-pub type Epoch = u64;
+pub(crate) type Epoch = u64;
 
 /// How many epochs requests can be in at a time: the one that is and the one before, and the next one's place has to be
 /// empty when it begins.
@@ -18,13 +18,13 @@ const LIVE: usize = 3;
 
 /// Requests under way of one user (a queue on its worker), by epoch.
 #[derive(Debug, Default)]
-pub struct Member {
+pub(crate) struct Member {
     active: [AtomicU32; LIVE],
 }
 
 /// The epochs of one image.
 #[derive(Debug, Default)]
-pub struct Epochs {
+pub(crate) struct Epochs {
     now: AtomicU64,
     /// Guards the list, not what is in it.
     members: Mutex<Vec<Arc<Member>>>,
@@ -36,25 +36,25 @@ fn place(epoch: Epoch) -> usize {
 
 impl Epochs {
     /// One user more.
-    pub fn join(&self) -> Arc<Member> {
+    pub(crate) fn join(&self) -> Arc<Member> {
         let member = Arc::new(Member::default());
         self.members.lock().expect("no holder panics").push(member.clone());
         member
     }
 
     /// A user goes, with no request under way.
-    pub fn leave(&self, member: &Arc<Member>) {
+    pub(crate) fn leave(&self, member: &Arc<Member>) {
         self.members.lock().expect("no holder panics").retain(|m| !Arc::ptr_eq(m, member));
     }
 
     /// The epoch that is. Whoever takes a cluster out of the map asks afterwards.
-    pub fn now(&self) -> Epoch {
+    pub(crate) fn now(&self) -> Epoch {
         self.now.load(SeqCst)
     }
 
     /// A request begins.
     #[inline]
-    pub fn enter(&self, member: &Member) -> Epoch {
+    pub(crate) fn enter(&self, member: &Member) -> Epoch {
         loop {
             let epoch = self.now.load(SeqCst);
             member.active[place(epoch)].fetch_add(1, SeqCst);
@@ -68,12 +68,12 @@ impl Epochs {
 
     /// The request of that epoch is over.
     #[inline]
-    pub fn exit(&self, member: &Member, epoch: Epoch) {
+    pub(crate) fn exit(&self, member: &Member, epoch: Epoch) {
         member.active[place(epoch)].fetch_sub(1, Release);
     }
 
     /// Goes on to the next epoch if nobody is in the last one. The epoch that is then.
-    pub fn advance(&self) -> Epoch {
+    pub(crate) fn advance(&self) -> Epoch {
         let members = self.members.lock().expect("no holder panics");
         let now = self.now.load(SeqCst);
         let last = place(now + LIVE as u64 - 1);
@@ -86,7 +86,7 @@ impl Epochs {
     }
 
     /// Whether what went in `epoch` is free of users.
-    pub fn is_over(&self, epoch: Epoch) -> bool {
+    pub(crate) fn is_over(&self, epoch: Epoch) -> bool {
         self.now() >= epoch + 2
     }
 }

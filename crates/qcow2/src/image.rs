@@ -13,6 +13,9 @@ use crate::{Error, FileId, Result, Storage, Waker};
 
 /// Bytes that metadata is written in at least, where clusters are not smaller.
 pub(crate) const UNIT: u64 = 4096;
+/// Bytes of clusters that a worker reserves at a time, at most; and how many times that the disk has at least.
+const RESERVE_BYTES_MAX: u64 = 4 << 20;
+const RESERVES: u64 = 256;
 /// Memory for L2 slices at most, unless told otherwise: as QEMU has it.
 const CACHE_MAX: u64 = 32 << 20;
 
@@ -59,6 +62,8 @@ pub struct Image {
     pub(crate) file: FileId,
     pub(crate) data: FileId,
     pub(crate) size: u64,
+    /// Clusters that a worker reserves at a time.
+    pub(crate) reserve_clusters: u64,
     pub(crate) l1_offset: u64,
     pub(crate) reftable_offset: u64,
     pub(crate) header: Header,
@@ -147,6 +152,8 @@ impl Image {
             file: settings.file,
             data: settings.data,
             size: header.size,
+            // Long runs for large disks; small ones do not become large by what is reserved.
+            reserve_clusters: (header.size / RESERVES).min(RESERVE_BYTES_MAX) >> header.cluster_bits,
             l1_offset: header.l1_offset,
             reftable_offset: header.reftable_offset,
             l1: l1.into_iter().map(AtomicU64::new).collect(),

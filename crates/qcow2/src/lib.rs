@@ -10,7 +10,7 @@
 //! Numbers in images are big-endian.
 
 mod alloc;
-mod compress;
+pub mod compress;
 mod counts;
 pub mod entry;
 mod epoch;

@@ -17,6 +17,8 @@ use crate::Waker;
 /// Bytes of a slice at most.
 const SLICE_BYTES: u64 = 4096;
 const SHARDS: usize = 64;
+/// Slices that there is room for, whatever the setting.
+const FRAMES_MIN: u64 = 4;
 /// No frame, no slice.
 const NONE: u32 = 0;
 const NO_SLICE: u64 = u64::MAX;
@@ -25,11 +27,11 @@ const WORDS: usize = 2;
 
 /// An L2 entry; `bits` is 0 but for extended ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Entry {
+pub(crate) struct Entry {
     /// The standard part.
-    pub word: u64,
+    pub(crate) word: u64,
     /// Allocated subclusters, from bit 0; those that read as zeroes, from bit 32.
-    pub bits: u64,
+    pub(crate) bits: u64,
 }
 
 /// Room for one slice.
@@ -97,7 +99,8 @@ impl Map {
     pub(crate) fn new(table_entries: u64, entry_words: usize, clusters: u64, cache_bytes: u64) -> Self {
         let slice_entries = table_entries.min(SLICE_BYTES / (8 * entry_words as u64));
         let slices = clusters.div_ceil(slice_entries).max(1);
-        let frames = (cache_bytes / (slice_entries * 8 * entry_words as u64)).clamp(16, slices.max(16));
+        let frames = (cache_bytes / (slice_entries * 8 * entry_words as u64))
+            .clamp(FRAMES_MIN, slices.max(FRAMES_MIN));
         let frame = |_| Frame {
             seq: AtomicU32::new(0),
             slice: AtomicU64::new(NO_SLICE),
@@ -146,9 +149,9 @@ impl Map {
         self.frames.len() as u64 * self.slice_bytes() as u64
     }
 
-    /// Whether so many are dirty that some should be written before more are.
+    /// Whether so many are dirty that they should be written before more are: never where there is room for all.
     pub(crate) fn is_crowded(&self) -> bool {
-        self.dirty.load(Relaxed) as usize >= self.frames.len() / 2
+        self.dirty.load(Relaxed) as usize >= self.frames.len() / 2 && self.frames.len() < self.directory.len()
     }
 
     fn shard(&self, slice: u64) -> MutexGuard<'_, Shard> {
@@ -368,20 +371,5 @@ impl Map {
         if !done && shard.dirty.insert(slice) {
             self.dirty.fetch_add(1, Relaxed);
         }
-    }
-
-    /// Forgets everything: nothing is dirty, no request is under way.
-    pub(crate) fn clear(&self) {
-        for (number, frame) in self.frames.iter().enumerate() {
-            let slice = frame.slice.load(Relaxed);
-            if slice != NO_SLICE && self.directory[slice as usize].load(Relaxed) == number as u32 + 1 {
-                let shard = self.shard(slice);
-                assert!(!shard.dirty.contains(&slice) && frame.pins.load(Relaxed) == 0, "in use");
-                self.directory[slice as usize].store(NONE, Release);
-                self.change(frame, || frame.slice.store(NO_SLICE, Relaxed));
-            }
-        }
-        let mut free = self.free.lock().expect("no holder panics");
-        (free.fresh, free.hand) = (0, 0);
     }
 }

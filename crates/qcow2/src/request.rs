@@ -183,6 +183,8 @@ pub struct Request {
     /// To be stable when it is done.
     stable: bool,
     busy: bool,
+    /// It has waited for room in the map.
+    made_room: bool,
     epoch: Option<Epoch>,
     pending: Pending,
     meta: Vec<u8>,
@@ -209,6 +211,7 @@ impl Request {
         self.busy = true;
         (self.op, self.begin, self.pos, self.end) = (op, pos, pos, pos + len);
         self.stable = stable || op == Op::Flush;
+        self.made_room = false;
         self.epoch = Some(cx.chain.top().epochs.enter(&cx.user.member));
         if cx.readonly && !matches!(op, Op::Read | Op::Flush) {
             return self.done(EROFS, cx);

@@ -8,8 +8,6 @@ use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
 use crate::image::{Chain, Image, Miss, What};
 use crate::map::Entry;
 
-/// Bytes of clusters that a worker reserves at a time.
-const RESERVE_BYTES: u64 = 4 << 20;
 /// Clusters that one change holds at most.
 const HELD_MAX: u64 = 512;
 /// Bit of each subcluster that reads as zeroes.
@@ -161,7 +159,8 @@ impl Request {
     /// The entry of a cluster in a table that may be written; or what has to be done before.
     fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
         let image = cx.chain.top();
-        if image.map.is_crowded() {
+        // Once: others may crowd it again as fast.
+        if image.map.is_crowded() && !std::mem::replace(&mut self.made_room, true) {
             self.flush = Some(Box::new(Flush::new(true)));
             return Err(Turn::Again);
         }
@@ -180,7 +179,7 @@ impl Request {
         let image = cx.chain.top();
         let reserve = &mut cx.user.reserve;
         if reserve.count == 0 {
-            let want = most.max(RESERVE_BYTES >> image.cluster_bits);
+            let want = most.max(image.reserve_clusters);
             let took = image.alloc.lock().expect("no holder panics").take(want, cx.waker);
             match took {
                 Take::Got(got) => *reserve = got,

@@ -23,7 +23,7 @@ fn count(image: &[u8], h: &Header, cluster: u64) -> u64 {
 }
 
 /// What is wrong with an image, leaks apart; and how many clusters leak.
-pub fn check(image: &[u8]) -> Result<u64, String> {
+pub(crate) fn check(image: &[u8]) -> Result<u64, String> {
     let h = Header::parse(&image[..image.len().min(Header::BYTES_MAX)]).map_err(|e| e.to_string())?;
     let size = h.cluster_size();
     let mut uses = vec![0u64; image.len().div_ceil(size as usize) + 1];

@@ -6,7 +6,7 @@ use std::io;
 use qcow2::Storage;
 
 /// Unit of what reaches the disk whole or not at all.
-pub const SECTOR: usize = 512;
+pub(crate) const SECTOR: usize = 512;
 
 #[derive(Default)]
 struct Inner {
@@ -15,27 +15,22 @@ struct Inner {
     synced: Vec<u8>,
     /// Since then, in order: offset and bytes of sectors.
     pending: Vec<(u64, Vec<u8>)>,
-    syncs: u64,
 }
 
 /// See above. Reads and writes act at once; a crash takes away what was not synced, or some of it.
 #[derive(Default)]
-pub struct File(RefCell<Inner>);
+pub(crate) struct File(RefCell<Inner>);
 
 impl File {
-    pub fn of(bytes: Vec<u8>) -> Self {
+    pub(crate) fn of(bytes: Vec<u8>) -> Self {
         Self(RefCell::new(Inner { synced: bytes.clone(), now: bytes, ..Inner::default() }))
     }
 
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         self.0.borrow().now.clone()
     }
 
-    pub fn syncs(&self) -> u64 {
-        self.0.borrow().syncs
-    }
-
-    pub fn zero(&self, offset: u64, len: u64) {
+    pub(crate) fn zero(&self, offset: u64, len: u64) {
         // Beyond the end there is nothing to be made zero.
         let end = (offset + len).min(self.0.borrow().now.len() as u64);
         if offset < end {
@@ -45,7 +40,7 @@ impl File {
 
     /// What may be there after a crash now: `keep` says of each sector that was written since the last sync whether it got
     /// there.
-    pub fn crashed(&self, mut keep: impl FnMut() -> bool) -> Vec<u8> {
+    pub(crate) fn crashed(&self, mut keep: impl FnMut() -> bool) -> Vec<u8> {
         let inner = self.0.borrow();
         let mut bytes = inner.synced.clone();
         for (offset, data) in &inner.pending {
@@ -103,7 +98,6 @@ impl Storage for File {
 
     fn sync(&self) -> io::Result<()> {
         let inner = &mut *self.0.borrow_mut();
-        inner.syncs += 1;
         for (offset, data) in inner.pending.drain(..) {
             put(&mut inner.synced, offset as usize, &data);
         }

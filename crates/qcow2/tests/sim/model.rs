@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 /// The time of something; each has its own.
-pub type Time = u64;
+pub(crate) type Time = u64;
 
 #[derive(Clone, Copy, Debug)]
 struct Write {
@@ -16,42 +16,42 @@ struct Write {
 }
 
 /// All that was done to each sector, as far as it can still be read.
-pub struct Model {
+pub(crate) struct Model {
     sectors: Vec<VecDeque<Write>>,
     /// Flushes that ended: when they began and ended.
     flushes: Vec<(Time, Time)>,
 }
 
 impl Model {
-    pub fn new(sectors: usize) -> Self {
+    pub(crate) fn new(sectors: usize) -> Self {
         let first = Write { value: 0, begin: 0, end: 0, weak: false };
         Self { sectors: vec![VecDeque::from([first]); sectors], flushes: vec![(0, 0)] }
     }
 
     /// A write of `value` begins. 0: zeroes.
-    pub fn begin(&mut self, sector: usize, value: u32, now: Time, weak: bool) {
+    pub(crate) fn begin(&mut self, sector: usize, value: u32, now: Time, weak: bool) {
         self.sectors[sector].push_back(Write { value, begin: now, end: Time::MAX, weak });
     }
 
     /// It is over; a failed one may have come to anything.
-    pub fn end(&mut self, sector: usize, begin: Time, now: Time, done: bool) {
+    pub(crate) fn end(&mut self, sector: usize, begin: Time, now: Time, done: bool) {
         let list = &mut self.sectors[sector];
         let write = list.iter_mut().find(|w| w.begin == begin).expect("it began");
         write.end = now;
         write.weak |= !done;
     }
 
-    pub fn flushed(&mut self, begin: Time, end: Time) {
+    pub(crate) fn flushed(&mut self, begin: Time, end: Time) {
         self.flushes.push((begin, end));
     }
 
     /// Whether a read from `begin` to `end` may see `value`.
-    pub fn may_read(&self, sector: usize, value: u32, begin: Time, end: Time) -> bool {
+    pub(crate) fn may_read(&self, sector: usize, value: u32, begin: Time, end: Time) -> bool {
         self.may(sector, value, end, |over| over.end < begin)
     }
 
     /// Whether `value` may be there after a crash at `at`.
-    pub fn may_survive(&self, sector: usize, value: u32, at: Time) -> bool {
+    pub(crate) fn may_survive(&self, sector: usize, value: u32, at: Time) -> bool {
         self.may(sector, value, at, |over| self.flushes.iter().any(|f| over.end < f.0 && f.1 < at))
     }
 
@@ -63,12 +63,12 @@ impl Model {
     }
 
     /// What was found after a crash, or with nothing under way, is what is there.
-    pub fn settle(&mut self, sector: usize, value: u32, now: Time) {
+    pub(crate) fn settle(&mut self, sector: usize, value: u32, now: Time) {
         self.sectors[sector] = VecDeque::from([Write { value, begin: now, end: now, weak: false }]);
     }
 
     /// Forgets what nobody can see any more: that a write which is stable has overwritten before `before`.
-    pub fn prune(&mut self, before: Time) {
+    pub(crate) fn prune(&mut self, before: Time) {
         let flushed = self.flushes.iter().filter(|f| f.1 < before).map(|f| f.0).max().unwrap_or(0);
         self.flushes.retain(|f| f.1 >= before || f.0 == flushed);
         for list in &mut self.sectors {

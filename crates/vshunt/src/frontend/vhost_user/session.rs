@@ -139,12 +139,13 @@ impl Session {
         }
     }
 
-    /// What we offer of the protocol. The kernel notes nowhere what it has in flight.
+    /// What we offer of the protocol. The kernel notes nowhere what it has in flight; and a guest whose writes may be lost
+    /// with us is to be reset, rather than to go on.
     fn offered(&self) -> VhostUserProtocolFeatures {
         let all = super::PROTOCOL_FEATURES.union(self.device.protocol());
         match self.queues {
-            Queues::User(_) => all,
-            Queues::Kernel(_) => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
+            Queues::User(_) if self.device.outlives_us() => all,
+            _ => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
         }
     }
 
