@@ -110,6 +110,11 @@ impl Alloc {
         }
     }
 
+    /// The first cluster that was never used.
+    pub(crate) fn end(&self) -> u64 {
+        self.virgin
+    }
+
     /// Takes a run of 1 to `most` clusters.
     pub(crate) fn take(&mut self, most: u64, waker: Waker) -> Take {
         loop {

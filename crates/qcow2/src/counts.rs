@@ -41,7 +41,7 @@ mod tests {
             let max = u64::MAX >> (64 - (1u32 << order));
             let mut block = vec![0; 512];
             let count = |i: usize| (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & max;
-            let entries = 512 * 8 >> order;
+            let entries = (512 * 8) >> order;
             (0..entries).for_each(|i| set(&mut block, order, i, count(i)));
             (0..entries).for_each(|i| assert_eq!(get(&block, order, i), count(i), "order {order}, {i}"));
             set(&mut block, order, 3, 0);

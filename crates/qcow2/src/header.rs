@@ -395,7 +395,7 @@ impl Header {
 
     /// Clusters whose counts are in one refcount block.
     pub fn refblock_entries(&self) -> u64 {
-        self.cluster_size() * 8 >> self.refcount_order
+        (self.cluster_size() * 8) >> self.refcount_order
     }
 
     /// The most that a cluster can be counted.

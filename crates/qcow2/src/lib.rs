@@ -1,8 +1,8 @@
 //! qcow2 images (QEMU's docs/interop/qcow2, versions 2 and 3) without I/O: no file descriptors, no threads.
 //!
-//! [`header`] and [`entry`] are the format itself. An [`Image`] is shared by all that serve it; each request is a [`Request`],
-//! which says step by step what its caller has to read, write or wait for. Offline work (make, check, resize an image that nobody uses) goes by way
-//! of [`Storage`], a file that the caller has.
+//! [`header`] and [`entry`] are the format itself. An image that is [`Served`] is shared by all who serve it; each request
+//! is a [`Request`], which says step by step what its caller has to read, write or wait for. Offline work (make, check,
+//! resize an image that nobody uses) goes by way of [`Storage`], a file that the caller has.
 //!
 //! What must never happen: bytes of an image, which may be hostile, panic, overflow, loop or make us allocate without
 //! bound; an image written by us that `qemu-img check` calls corrupt, at whatever point the writing ended.
@@ -16,14 +16,14 @@ pub mod entry;
 mod epoch;
 mod error;
 pub mod header;
-mod image;
 mod map;
 mod request;
+mod served;
 mod storage;
 
 pub use error::{Error, Result};
-pub use image::{Chain, Image, Layer, Settings, User};
 pub use request::{Buf, Context, Op, Request, Step};
+pub use served::{Chain, Layer, Served, Settings, User};
 pub use storage::Storage;
 
 /// One of the files that a disk consists of; the caller's number for it.

@@ -20,8 +20,8 @@ use self::fetch::Fetch;
 use self::flush::Flush;
 use self::table::NewTable;
 use crate::epoch::Epoch;
-use crate::image::{Chain, Image, Miss, User, What};
 use crate::map::Load;
+use crate::served::{Chain, Miss, Served, User, What};
 use crate::{FileId, Waker};
 
 const EIO: i32 = -5;
@@ -129,6 +129,13 @@ pub enum Step {
         /// Its space is given back.
         punch: bool,
     },
+    /// Makes a file longer. One at a time.
+    Extend {
+        /// Which file.
+        file: FileId,
+        /// Its new length.
+        len: u64,
+    },
     /// Makes all that was written to a file stable.
     Sync {
         /// Which file.
@@ -168,6 +175,8 @@ enum Pending {
     /// A refcount block, which lies there.
     Counts(u64),
     Table,
+    /// The file, to this length.
+    Extend(u64),
     Flush,
     Parked,
 }
@@ -251,6 +260,12 @@ impl Request {
             Pending::Counts(index) => {
                 let bytes = (failed == 0).then(|| self.meta[..].into());
                 cx.chain.top().alloc.lock().expect("no holder panics").loaded(index, bytes, cx.wake);
+                if failed < 0 {
+                    return self.fail(failed, cx);
+                }
+            }
+            Pending::Extend(len) => {
+                self.extended((failed == 0).then_some(len), cx);
                 if failed < 0 {
                     return self.fail(failed, cx);
                 }
@@ -376,7 +391,7 @@ impl Request {
     }
 
     /// Has a refcount block read, or waits for one.
-    fn load_counts(&mut self, take: crate::alloc::Take, image: &Image) -> Turn {
+    fn load_counts(&mut self, take: crate::alloc::Take, image: &Served) -> Turn {
         use crate::alloc::Take;
         match take {
             Take::Load(index, offset) => {

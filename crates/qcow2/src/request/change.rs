@@ -5,8 +5,8 @@ use super::flush::Flush;
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
 use crate::alloc::{Reserve, Take};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
-use crate::image::{Chain, Image, Miss, What};
 use crate::map::Entry;
+use crate::served::{Chain, Miss, Served, What};
 
 /// Clusters that one change holds at most.
 const HELD_MAX: u64 = 512;
@@ -55,7 +55,7 @@ fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (usize, Miss)>
     Ok(true)
 }
 
-impl Image {
+impl Served {
     /// Where a byte of the disk lies, if it can be written there.
     fn in_place(&self, entry: Entry, pos: u64) -> Option<u64> {
         let sub = pos >> self.sub_bits() & ((1 << (self.cluster_bits - self.sub_bits())) - 1);
@@ -186,9 +186,45 @@ impl Request {
                 other => return Err(self.load_counts(other, image)),
             }
         }
+        if let Some(turn) = self.extend(image, cx) {
+            return Err(turn);
+        }
+        let reserve = &mut cx.user.reserve;
         let got = Reserve { count: reserve.count.min(most), ..*reserve };
         (reserve.start, reserve.count) = (reserve.start + got.count, reserve.count - got.count);
         Ok(got)
+    }
+
+    /// Makes the file long enough for what is reserved, or waits for that; none: it is.
+    fn extend(&mut self, image: &Served, cx: &mut Context<'_>) -> Option<Turn> {
+        let reserve = &cx.user.reserve;
+        let end = (reserve.start + reserve.count) << image.cluster_bits;
+        if !reserve.zero || image.external {
+            return None;
+        }
+        let mut growth = image.growth.lock().expect("no holder panics");
+        if end <= growth.len {
+            return None;
+        }
+        if growth.running {
+            growth.waiting.push(cx.waker);
+            drop(growth);
+            return Some(self.park());
+        }
+        growth.running = true;
+        drop(growth);
+        let len = end + image.growth_bytes;
+        Some(self.step(Pending::Extend(len), Step::Extend { file: image.file, len }))
+    }
+
+    /// The file is as long as was asked, or could not be made so.
+    pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
+        let mut growth = cx.chain.top().growth.lock().expect("no holder panics");
+        growth.running = false;
+        growth.len = growth.len.max(len.unwrap_or(0));
+        let waiting = std::mem::take(&mut growth.waiting);
+        drop(growth);
+        waiting.into_iter().for_each(&mut *cx.wake);
     }
 
     pub(super) fn turn_change(&mut self, cx: &mut Context<'_>) -> Turn {
@@ -215,7 +251,7 @@ impl Request {
     }
 
     /// Where it is to lie is known now: so is what has to be written.
-    fn place(&mut self, image: &Image, taken: Option<Reserve>, cx: &mut Context<'_>) {
+    fn place(&mut self, image: &Served, taken: Option<Reserve>, cx: &mut Context<'_>) {
         let change = self.change.as_mut().expect("a change is under way");
         if let Some(taken) = taken {
             image.map.shorten(change.first, change.held, taken.count, cx.wake);
@@ -266,7 +302,7 @@ impl Request {
         Turn::Again
     }
 
-    fn put(&mut self, image: &Image) -> Turn {
+    fn put(&mut self, image: &Served) -> Turn {
         let change = self.change.as_mut().expect("a change is under way");
         let (begin, end) = change.guest;
         let len = self.data.len();
@@ -302,7 +338,7 @@ impl Request {
                 return Entry { word, bits: 0 };
             }
             let begin = (change.first + i as u64) << image.cluster_bits;
-            let first = change.from.max(begin) - begin >> image.sub_bits();
+            let first = (change.from.max(begin) - begin) >> image.sub_bits();
             let last = (change.to.min(begin + image.cluster_size()) - begin) >> image.sub_bits();
             let written = (u64::MAX >> (64 - (last - first))) << first;
             // Those of a place that is left behind are all written.
@@ -352,7 +388,7 @@ impl Request {
             };
         }
         if image.table_of(cluster).is_none() && !chain.has_below() {
-            self.pos = ((cluster / image.table_entries + 1) * image.table_entries << image.cluster_bits)
+            self.pos = (((cluster / image.table_entries + 1) * image.table_entries) << image.cluster_bits)
                 .min(self.end);
             return Turn::Again;
         }

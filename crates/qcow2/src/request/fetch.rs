@@ -3,7 +3,7 @@
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
 use crate::compress::inflate;
 use crate::entry::Compressed;
-use crate::image::{Chain, UNIT, What};
+use crate::served::{Chain, UNIT, What};
 
 /// What is fetched, and how far it is.
 #[derive(Debug)]

@@ -12,8 +12,8 @@
 
 use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Dirty;
-use crate::image::Image;
 use crate::map::Copy;
+use crate::served::Served;
 
 /// Clusters that one flush gives back at most, so that it has an end.
 const BACK_MAX: u64 = 1 << 20;
@@ -130,7 +130,7 @@ impl Request {
     }
 
     /// A step of a flush is over.
-    pub(super) fn flushed(&mut self, failed: i32, image: &Image) -> Result<(), i32> {
+    pub(super) fn flushed(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
         let Some(run) = self.flush.as_mut().and_then(|f| f.run.as_mut()) else { return Ok(()) };
         match run.stage {
             // What cannot be punched is given back all the same.
@@ -216,7 +216,7 @@ impl Request {
 }
 
 /// The next one may flush.
-fn end_turn(image: &Image, done: Option<u64>, cx: &mut Context<'_>) {
+fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
     let mut turns = image.turns.lock().expect("no holder panics");
     turns.running = false;
     turns.done = turns.done.max(done.unwrap_or(0));
@@ -226,7 +226,7 @@ fn end_turn(image: &Image, done: Option<u64>, cx: &mut Context<'_>) {
 }
 
 impl Run {
-    fn new(image: &Image, covers: u64) -> Self {
+    fn new(image: &Served, covers: u64) -> Self {
         // First what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
         // count all that the copies name.
         let number = image.alloc.lock().expect("no holder panics").begin_flush();
@@ -261,7 +261,7 @@ impl Run {
     }
 
     /// The next slice, or piece of the L1 table.
-    fn map_piece(&self, image: &Image) -> Option<(u64, Vec<u8>)> {
+    fn map_piece(&self, image: &Served) -> Option<(u64, Vec<u8>)> {
         match self.slices.get(self.at) {
             Some(copy) => {
                 let offset = image.slice_offset(copy.slice).expect("a slice that was changed has a table");
@@ -274,7 +274,7 @@ impl Run {
     }
 
     /// What was taken was written, or goes back.
-    fn settle(&mut self, image: &Image, done: bool) {
+    fn settle(&mut self, image: &Served, done: bool) {
         for copy in std::mem::take(&mut self.slices) {
             image.map.written(copy.slice, done);
         }

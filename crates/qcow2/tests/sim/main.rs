@@ -11,7 +11,7 @@ use std::sync::Arc;
 use file::{File, SECTOR};
 use model::{Model, Time};
 use qcow2::header::{Compression, Header, incompatible};
-use qcow2::{Chain, Context, Image, Layer, Op, Request, Settings, Step, Storage, User, Waker};
+use qcow2::{Chain, Context, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker};
 
 struct Rng(u64);
 
@@ -173,7 +173,7 @@ fn open(file: &File, below: bool, size: u64, cache_bytes: u64) -> Chain {
     file.read_at(0, &mut first).unwrap();
     let header = Header::parse(&first).unwrap();
     let settings = Settings { file: 0, data: 0, cache_bytes: Some(cache_bytes) };
-    let image = Arc::new(Image::open(file, header, settings).unwrap());
+    let image = Arc::new(Served::open(file, header, settings).unwrap());
     let layers = if below { vec![Layer::Raw { file: 1, size: size / 2 / 512 * 512 }] } else { vec![] };
     Chain::new(image, layers)
 }
@@ -351,6 +351,7 @@ impl Sim {
                 assert_eq!(*file, 0, "the image below is not written");
                 self.files[0].zero(*offset, *len);
             }
+            Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
             Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
             Step::Park => {}
             Step::Done(_) => unreachable!("it ended"),
@@ -454,6 +455,7 @@ impl Sim {
                     self.files[0].write_at(*offset, bytes).unwrap();
                 }
                 Step::ZeroFile { offset, len, .. } => self.files[0].zero(*offset, *len),
+                Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
                 Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
                 other => panic!("{other:?} of a single request"),
             }

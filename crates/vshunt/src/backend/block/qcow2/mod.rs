@@ -9,7 +9,10 @@ mod open;
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
+
+use io_uring::{opcode, types};
 
 use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
 
@@ -46,8 +49,10 @@ pub(super) struct Slot {
     inner: Io,
     /// It is at this file.
     file: FileId,
-    /// It waits for another request.
-    parked: bool,
+    /// It waits for another request, or for its file to grow: the result is the request's own.
+    direct: bool,
+    /// Of the file that grows.
+    longer: u64,
 }
 
 impl Qcow2 {
@@ -133,6 +138,11 @@ impl Qcow2 {
                 return;
             }
         }
+        // What it was made longer by without need.
+        let (file, end) = (self.files[0].image(), self.chain.top().end());
+        if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
+            let _ = file.set_len(end);
+        }
     }
 }
 
@@ -166,8 +176,8 @@ impl Handle {
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
     pub(super) fn resume(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
         let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
-        let step = if std::mem::take(&mut slot.parked) {
-            Some(0)
+        let step = if std::mem::take(&mut slot.direct) {
+            Some(self.grown(&mut slot, res))
         } else {
             let (raw, files) = self.file(slot.file);
             done(raw.resume(files, pool, ring, &mut slot.inner, token, res))
@@ -188,6 +198,18 @@ impl Handle {
     pub(super) fn detach(self, ring: &mut Ring) {
         self.image.files.iter().for_each(|raw| super::forget(raw, ring));
         self.image.chain.top().leave(self.user.into_inner());
+    }
+
+    /// What a direct result comes to.
+    fn grown(&self, slot: &mut Slot, res: i32) -> i32 {
+        match std::mem::take(&mut slot.longer) {
+            // Before Linux 6.9 a ring cannot do it.
+            len if len > 0 && res == -libc::EINVAL => {
+                let grown = self.image.files[usize::from(slot.file)].image().set_len(len);
+                grown.map_or_else(|e| -e.raw_os_error().unwrap_or(libc::EIO), |()| 0)
+            }
+            _ => res,
+        }
     }
 
     fn file(&self, file: FileId) -> (&Raw, RingFiles) {
@@ -220,7 +242,7 @@ impl Handle {
             let res = match step {
                 qcow2::Step::Done(res) => return Step::Done(res),
                 qcow2::Step::Park => {
-                    slot.parked = true;
+                    slot.direct = true;
                     ring.expect_wake();
                     return Step::Wait;
                 }
@@ -234,6 +256,14 @@ impl Handle {
                     // SAFETY: as above; `from` is as long as the range.
                     unsafe { io.iov.scatter_range(data, from) };
                     Some(0)
+                }
+                qcow2::Step::Extend { file, len } => {
+                    (slot.direct, slot.longer, slot.file) = (true, len, file);
+                    let fd = self.image.files[usize::from(file)].image().as_raw_fd();
+                    let entry = opcode::Ftruncate::new(types::Fd(fd), len).build();
+                    // SAFETY: it names no memory.
+                    unsafe { ring.push(entry, token) };
+                    return Step::Wait;
                 }
                 other => done(self.transfer(pool, ring, io, slot, token, other)),
             };

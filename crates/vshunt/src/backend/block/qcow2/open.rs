@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use qcow2::header::{Header, incompatible};
-use qcow2::{Chain, FileId, Image, Layer, Settings, Storage};
+use qcow2::{Chain, FileId, Layer, Served, Settings, Storage};
 
 use super::Qcow2;
 use crate::backend::block::raw::{self, Raw};
@@ -163,7 +163,7 @@ impl Lower {
 }
 
 struct Top {
-    image: Arc<Image>,
+    image: Arc<Served>,
     below: Option<Lower>,
 }
 
@@ -229,7 +229,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         }
     };
     let settings = Settings { file, data, cache_bytes: spec.cache_size };
-    let image = Image::open(&plain, header, settings).map_err(wrong)?;
+    let image = Served::open(&plain, header, settings).map_err(wrong)?;
     Ok(Top { image: Arc::new(image), below })
 }
 
@@ -239,7 +239,7 @@ fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().unwrap_or(Path::new("")).join(name)
 }
 
-fn limits(file: Limits, image: &Image, readonly: bool) -> Limits {
+fn limits(file: Limits, image: &Served, readonly: bool) -> Limits {
     let cluster = image.cluster_size().min(1 << 20) as u32;
     Limits {
         opt_io: cluster.max(file.opt_io),

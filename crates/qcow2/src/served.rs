@@ -13,6 +13,8 @@ use crate::{Error, FileId, Result, Storage, Waker};
 
 /// Bytes that metadata is written in at least, where clusters are not smaller.
 pub(crate) const UNIT: u64 = 4096;
+/// Bytes that a file is made longer by, at most.
+const GROWTH_BYTES_MAX: u64 = 64 << 20;
 /// Bytes of clusters that a worker reserves at a time, at most; and how many times that the disk has at least.
 const RESERVE_BYTES_MAX: u64 = 4 << 20;
 const RESERVES: u64 = 256;
@@ -50,8 +52,16 @@ pub(crate) struct Turns {
     pub(crate) waiting: Vec<Waker>,
 }
 
+/// How long the file is, so that nobody writes beyond its end: file systems do that one write at a time.
+pub(crate) struct Growth {
+    pub(crate) len: u64,
+    /// Somebody makes it longer.
+    pub(crate) running: bool,
+    pub(crate) waiting: Vec<Waker>,
+}
+
 /// An open image. Shared by all workers.
-pub struct Image {
+pub struct Served {
     pub(crate) cluster_bits: u32,
     pub(crate) version: u32,
     pub(crate) table_entries: u64,
@@ -73,6 +83,9 @@ pub struct Image {
     pub(crate) alloc: Mutex<Alloc>,
     pub(crate) epochs: Epochs,
     pub(crate) turns: Mutex<Turns>,
+    pub(crate) growth: Mutex<Growth>,
+    /// Bytes that the file is made longer by.
+    pub(crate) growth_bytes: u64,
 }
 
 /// What a piece of the disk is, as far as one image says.
@@ -97,7 +110,7 @@ pub(crate) enum Miss {
     Corrupt,
 }
 
-impl Image {
+impl Served {
     /// Opens an image whose header was read; reads its L1 and refcount tables.
     ///
     /// # Errors
@@ -119,7 +132,8 @@ impl Image {
                 bad & OFFSET
             )));
         }
-        let file_clusters = storage.len().map_err(Error::io("the file's length"))?.div_ceil(cluster);
+        let file_len = storage.len().map_err(Error::io("the file's length"))?;
+        let file_clusters = file_len.div_ceil(cluster);
         if let Some(bad) = l1.iter().find(|e| (**e & OFFSET) >> header.cluster_bits >= file_clusters.max(1)) {
             return Err(Error::corrupt(format!("an L2 table at {:#x}, beyond the file's end", bad & OFFSET)));
         }
@@ -162,6 +176,8 @@ impl Image {
             alloc: Mutex::new(alloc),
             epochs: Epochs::default(),
             turns: Mutex::default(),
+            growth: Mutex::new(Growth { len: file_len, running: false, waiting: Vec::new() }),
+            growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
             header,
         })
     }
@@ -189,6 +205,11 @@ impl Image {
     /// Bytes of memory that the map can come to take.
     pub fn map_bytes(&self) -> u64 {
         self.map.room_bytes()
+    }
+
+    /// Where the last cluster that was ever used ends, bytes: the file needs not be longer.
+    pub fn end(&self) -> u64 {
+        self.alloc.lock().expect("no holder panics").end() << self.cluster_bits
     }
 
     /// A queue on a worker begins to use it.
@@ -254,7 +275,7 @@ impl Image {
     pub(crate) fn run(&self, pos: u64, len: u64) -> std::result::Result<(What, u64), Miss> {
         let cluster = self.cluster(pos);
         if self.table_of(cluster).is_none() {
-            let end = (cluster / self.table_entries + 1) * self.table_entries << self.cluster_bits;
+            let end = ((cluster / self.table_entries + 1) * self.table_entries) << self.cluster_bits;
             return Ok((What::Below, len.min(end - pos)));
         }
         let entry = self.map.get(cluster).ok_or(Miss::Slice(self.map.slice_of(cluster)))?;
@@ -344,7 +365,7 @@ pub struct Chain {
 /// One of a chain.
 pub enum Layer {
     /// A qcow2 image.
-    Qcow2(Arc<Image>),
+    Qcow2(Arc<Served>),
     /// A raw one.
     Raw {
         /// Its file.
@@ -356,14 +377,14 @@ pub enum Layer {
 
 impl Chain {
     /// The image that is served, then the one below it, and so on.
-    pub fn new(image: Arc<Image>, below: Vec<Layer>) -> Self {
+    pub fn new(image: Arc<Served>, below: Vec<Layer>) -> Self {
         let mut layers = vec![Layer::Qcow2(image)];
         layers.extend(below);
         Self { layers }
     }
 
     /// The one that is written.
-    pub fn top(&self) -> &Arc<Image> {
+    pub fn top(&self) -> &Arc<Served> {
         match &self.layers[0] {
             Layer::Qcow2(image) => image,
             Layer::Raw { .. } => unreachable!("the first is a qcow2 image"),
@@ -374,7 +395,7 @@ impl Chain {
         self.layers.len() > 1
     }
 
-    pub(crate) fn image(&self, layer: usize) -> &Image {
+    pub(crate) fn image(&self, layer: usize) -> &Served {
         match &self.layers[layer] {
             Layer::Qcow2(image) => image,
             Layer::Raw { .. } => unreachable!("only qcow2 images have maps"),
