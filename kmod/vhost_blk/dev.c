@@ -428,19 +428,26 @@ static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void _
 	return err;
 }
 
+/* An ioctl's number without the size of its struct, which is another one in another version. */
+#define VHOST_BLK_ANY_SIZE(cmd)	((cmd) & ~IOCSIZE_MASK)
+
 static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 {
 	struct vhost_blk *blk = file->private_data;
 	void __user *argp = (void __user *)arg;
 	u64 features;
 
-	switch (cmd) {
-	case VHOST_BLK_SET_BACKEND:
+	/* Structs that grow say by themselves how long they are. */
+	switch (VHOST_BLK_ANY_SIZE(cmd)) {
+	case VHOST_BLK_ANY_SIZE(VHOST_BLK_SET_BACKEND):
 		return vhost_blk_set_backend(blk, argp);
+	case VHOST_BLK_ANY_SIZE(VHOST_BLK_GET_VRING_STATS):
+		return vhost_blk_get_vring_stats(blk, argp);
+	}
+
+	switch (cmd) {
 	case VHOST_BLK_SET_VRING:
 		return vhost_blk_set_vring(blk, argp);
-	case VHOST_BLK_GET_VRING_STATS:
-		return vhost_blk_get_vring_stats(blk, argp);
 	case VHOST_GET_FEATURES:
 		features = vhost_blk_features;
 		return copy_to_user(argp, &features, sizeof(features)) ? -EFAULT : 0;

@@ -36,7 +36,7 @@
  * struct vhost_blk_backend - what stands behind the rings
  * @size: bytes of this struct that the caller knows. A kernel that knows less refuses what it does
  *	not know unless it is zero (E2BIG); a kernel that knows more takes zeroes for the rest. At
- *	least VHOST_BLK_BACKEND_SIZE_VER0.
+ *	least VHOST_BLK_BACKEND_SIZE_VER0. The size in the ioctl's number is not looked at.
  * @flags: VHOST_BLK_BACKEND_*; others are refused with EINVAL.
  * @fd: a block device, open for reading, and for writing unless @flags says read-only; -1 takes the
  *	backend away.
