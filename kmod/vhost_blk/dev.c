@@ -286,7 +286,7 @@ static int vhost_blk_pause(struct vhost_blk *blk)
 
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++) {
 		if (blk->rings[i].reqs)
-			vhost_blk_ring_hold(&blk->rings[i], VHOST_BLK_HOLD_SWITCH);
+			vhost_blk_ring_hold(&blk->rings[i], VHOST_BLK_HOLD_REST);
 	}
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX && !err; i++) {
 		if (blk->rings[i].reqs)
@@ -301,7 +301,7 @@ static void vhost_blk_resume(struct vhost_blk *blk)
 
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++) {
 		if (blk->rings[i].reqs)
-			vhost_blk_ring_unhold(&blk->rings[i], VHOST_BLK_HOLD_SWITCH);
+			vhost_blk_ring_unhold(&blk->rings[i], VHOST_BLK_HOLD_REST);
 	}
 }
 
@@ -404,8 +404,8 @@ static long vhost_blk_worker_ioctl(struct vhost_blk *blk, unsigned int cmd, void
 /* The core's ioctls, and what we have to see to before. */
 static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void __user *argp)
 {
+	struct vhost_blk_ring *ring, *rests = NULL;
 	struct vhost_vring_state state;
-	struct vhost_blk_ring *ring;
 	long err = 0;
 
 	mutex_lock(&blk->dev.mutex);
@@ -415,15 +415,22 @@ static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void _
 		else if (state.num > VHOST_BLK_VRING_NUM_MAX)
 			err = -EINVAL;
 	} else if (cmd == VHOST_GET_VRING_BASE && !vhost_dev_check_owner(&blk->dev)) {
-		/* Where to go on is true only once the stop is over. */
+		/* Where to go on is true only of a ring that has put back all that it took. */
 		ring = vhost_blk_ring_from_user(blk, argp);
-		if (!IS_ERR(ring) && (ring->hold & VHOST_BLK_HOLD_STOP))
+		if (!IS_ERR(ring) && (ring->hold & VHOST_BLK_HOLD_STOP)) {
 			err = vhost_blk_ring_stop(ring, VHOST_BLK_DRAIN_KILLABLE);
+		} else if (!IS_ERR(ring) && ring->reqs) {
+			rests = ring;
+			vhost_blk_ring_hold(rests, VHOST_BLK_HOLD_REST);
+			err = vhost_blk_drain(rests, VHOST_BLK_DRAIN_KILLABLE);
+		}
 	}
 	if (!err)
 		err = vhost_dev_ioctl(&blk->dev, cmd, argp);
 	if (err == -ENOIOCTLCMD)
 		err = vhost_vring_ioctl(&blk->dev, cmd, argp);
+	if (rests)
+		vhost_blk_ring_unhold(rests, VHOST_BLK_HOLD_REST);
 	mutex_unlock(&blk->dev.mutex);
 	return err;
 }
