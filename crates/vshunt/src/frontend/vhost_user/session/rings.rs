@@ -12,7 +12,7 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 
 use super::super::VringParts;
 use super::super::memory::Mapping;
-use super::{Session, UserAddrs, Vring, refuse};
+use super::{F_LOG_ALL, Session, UserAddrs, Vring, refuse};
 use crate::frontend::Queues;
 use crate::frontend::kernel::{KernelQueues, RingSetup};
 use crate::queue;
@@ -163,6 +163,12 @@ impl Session {
         Ok(())
     }
 
+    /// The guest address behind what a ring marks of itself, if it does.
+    pub(super) fn own_log_end(&self, vring: &Vring) -> Option<u64> {
+        let sizes = ring_sizes(vring.size, RingFeatures::from_bits(self.features));
+        Some(vring.addrs?.log?.saturating_add(sizes.device as u64))
+    }
+
     /// What the kernel is told of a ring, which was mapped before.
     fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
         let at = |addr| self.mem.user_to_host(addr, 1).expect("the whole part lies within");
@@ -170,7 +176,12 @@ impl Session {
             size: vring.size,
             base: vring.base,
             parts: [at(addrs.desc), at(addrs.driver), at(addrs.device)],
-            log: addrs.log.filter(|_| self.logging()),
+            // Beyond the log's end the kernel would mark memory of ours.
+            log: addrs.log.filter(|_| {
+                let covered =
+                    |log: &Arc<DirtyLog>| self.own_log_end(vring).is_some_and(|end| log.covers(end));
+                self.logging() && self.log.as_ref().is_some_and(covered)
+            }),
             kick,
             call: vring.call.clone(),
             err: vring.err.clone(),
@@ -254,11 +265,21 @@ impl Session {
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
         (0..self.vrings.len()).for_each(|index| self.pause(index));
-        let taken = self.queues.kernel().map_or(Ok(()), |kernel| kernel.set_memory(&mem, &self.mem));
+        let kernel = self.queues.kernel().cloned();
+        let taken = kernel.as_ref().map_or(Ok(()), |kernel| {
+            // Not to be marked where the log has no bits: see `kernel_features`.
+            if self.logging() && !self.log_covers(&regions) {
+                kernel.set_features(self.features & !F_LOG_ALL)?;
+            }
+            kernel.set_memory(&mem, &self.mem)
+        });
         let mut result = taken.map_err(|e| refuse(format!("the memory table is not usable: {e}")));
         // Else rings go on with the old one.
         if result.is_ok() {
             (self.regions, self.mem) = (regions, mem);
+        }
+        if let Some(kernel) = kernel.filter(|_| self.logging()) {
+            result = result.and(kernel.set_features(self.kernel_features(self.features)).map_err(refuse));
         }
         for (index, ran) in running.into_iter().enumerate() {
             let vring = &self.vrings[index];
