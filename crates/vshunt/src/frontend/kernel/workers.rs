@@ -102,6 +102,7 @@ pub(super) fn adopt(
     worker: impl FnOnce(WorkerId, u32) -> Arc<dyn KernelWorker>,
 ) -> Result<WorkerId> {
     workers.adopt(name, settings, |id| {
+        let _one_at_a_time = MAKING.lock().expect("no holder panics");
         let before = vhost_threads();
         let number = call().map_err(|e| cannot(export, &e))?;
         let new = vhost_threads().difference(&before).copied().next();
@@ -127,11 +128,15 @@ fn cannot(export: &str, e: &vhost_kernel::Error) -> Error {
     }
 }
 
-/// Threads of this process that the kernel made because this thread asked: `vhost-TID`.
+/// Held while the kernel makes a worker: the thread that is new then is that one.
+static MAKING: Mutex<()> = Mutex::new(());
+
+/// Threads of this process that the kernel made for vhost: `vhost-TID`, of the thread that asked. In a container that is
+/// not the number that we know it by.
 fn vhost_threads() -> BTreeSet<i32> {
-    let name = format!("vhost-{}", rustix::thread::gettid());
     let is_one = |tid: &i32| {
-        fs::read_to_string(format!("/proc/self/task/{tid}/comm")).is_ok_and(|comm| comm.trim_end() == name)
+        let comm = fs::read_to_string(format!("/proc/self/task/{tid}/comm")).unwrap_or_default();
+        comm.trim_end().strip_prefix("vhost-").is_some_and(|asker| asker.parse::<u32>().is_ok())
     };
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     tasks.filter_map(|t| t.file_name().to_str()?.parse().ok()).filter(is_one).collect()
