@@ -94,6 +94,8 @@ DISK = (
     COMMON
     + """
 serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+result "disk: one in use is refused" refused "is in use by another process" vshunt serve --no-control \\
+    --disk name=d1,file=/dev/ram0 --export type=vhost-user-blk,name=e1,disk=d1,socket=/tmp/s1,engine=kernel
 result "disk: the engine is told" is "$(told exports engine)" "kernel "
 result "disk: a worker of the kernel for each queue" is "$(told workers kind)" "user kernel kernel "
 result "disk: written and read back by two queues" load --rw randrw --verify --queues 2 --iodepth 16 --runtime 2s
