@@ -3,6 +3,7 @@
 //! All of it belongs to the session thread. A ring runs when it has memory, addresses, a kick and is enabled;
 //! it is then a queue on a worker and comes back, drained, before anything that it leans on goes away.
 
+mod log;
 mod rings;
 
 use std::fs::File;
@@ -156,21 +157,6 @@ impl Session {
         self.features & F_LOG_ALL != 0
     }
 
-    /// Whether the log has a bit for each page of these regions.
-    fn log_covers(&self, regions: &[Region]) -> bool {
-        self.log.as_ref().is_some_and(|log| log.covers(end_of(regions)))
-    }
-
-    /// What the kernel is told of `features`. It marks pages wherever the log would have their bits, also beyond its end
-    /// and where there is none, which is memory of ours: so it marks none until a log covers all of the guest's memory.
-    fn kernel_features(&self, features: u64) -> u64 {
-        if features & F_LOG_ALL == 0 || self.log_covers(&self.regions) {
-            return features;
-        }
-        tracing::debug!("{}: writes are not logged until there is a log for all of the memory", self.name);
-        features & !F_LOG_ALL
-    }
-
     fn vring(&mut self, index: u32) -> Result<&mut Vring> {
         let count = self.vrings.len();
         self.vrings
@@ -183,11 +169,6 @@ impl Session {
 /// connection ends.
 fn refuse(why: impl Into<String>) -> Error {
     Error::ReqHandlerError(io::Error::other(why.into()))
-}
-
-/// The guest address behind the last region.
-fn end_of(regions: &[Region]) -> u64 {
-    regions.iter().map(|r| r.guest_addr.saturating_add(r.size)).max().unwrap_or(0)
 }
 
 /// A ring's kick, call or error descriptor.
@@ -509,35 +490,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let end = log.mmap_offset.checked_add(log.mmap_size).filter(|_| log.mmap_size > 0);
         let end = end.ok_or_else(|| refuse("the dirty log has no end or no bytes"))?;
         let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
-        let at = map.at(log.mmap_offset as usize);
-        // SAFETY: inside the mapping, which the log keeps.
-        let told = Arc::new(unsafe { DirtyLog::new(at, log.mmap_size as usize, map.clone()) });
-        // Also what running rings mark of themselves: the kernel goes over to the new log in the midst of that.
-        let own = self.vrings.iter().filter(|v| v.running).filter_map(|v| self.own_log_end(v)).max();
-        let last = end_of(&self.regions).max(own.unwrap_or(0));
-        if !told.covers(last) {
-            let covered = log.mmap_size.saturating_mul(8 * LOG_PAGE_BYTES);
-            return Err(refuse(format!("the dirty log covers {covered:#x} of {last:#x} bytes of memory")));
-        }
-        // The old one is kept until the kernel has gone over to this one.
-        let old = self.log.replace(told);
-        if let Some(kernel) = self.queues.kernel().cloned() {
-            // SAFETY: it covers all that is marked (above), and `self.log` keeps the mapping until another log was told
-            // or, when the session ends, features without logging.
-            let taken = unsafe { kernel.set_log_base(at) };
-            if let Err(e) = taken.and_then(|()| kernel.set_features(self.kernel_features(self.features))) {
-                // Some rings may have gone over to it: none marks anything any more.
-                self.log = None;
-                self.update_log();
-                if let Err(e) = kernel.set_features(self.kernel_features(self.features)) {
-                    tracing::error!("{}: logging cannot be switched off: {e}", self.name);
-                }
-                return Err(refuse(e));
-            }
-        }
-        drop(old);
-        self.update_log();
-        Ok(())
+        self.go_over_to(&map, log.mmap_offset as usize, log.mmap_size)
     }
 }
 

@@ -8,7 +8,7 @@ use vhost::vhost_user::{Error, Result};
 use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
-use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, UsedLog, ring_sizes};
+use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 
 use super::super::VringParts;
 use super::super::memory::Mapping;
@@ -163,14 +163,8 @@ impl Session {
         Ok(())
     }
 
-    /// The guest address behind what a ring marks of itself, if it does.
-    pub(super) fn own_log_end(&self, vring: &Vring) -> Option<u64> {
-        let sizes = ring_sizes(vring.size, RingFeatures::from_bits(self.features));
-        Some(vring.addrs?.log?.saturating_add(sizes.device as u64))
-    }
-
     /// What the kernel is told of a ring, which was mapped before.
-    fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
+    pub(super) fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
         let at = |addr| self.mem.user_to_host(addr, 1).expect("the whole part lies within");
         RingSetup {
             size: vring.size,
@@ -239,16 +233,6 @@ impl Session {
         refuse(format!("queue {index} cannot start: {e}"))
     }
 
-    /// Where a ring's writes are to be marked now, buffers and its own areas.
-    fn logs(&self, addrs: UserAddrs) -> (Option<Arc<DirtyLog>>, Option<UsedLog>) {
-        let Some(log) = self.log.clone().filter(|_| self.logging()) else { return (None, None) };
-        let used = addrs
-            .log
-            .zip(self.mem.user_to_guest(addrs.desc))
-            .map(|(device_addr, desc_addr)| UsedLog { log: log.clone(), device_addr, desc_addr });
-        (Some(log), used)
-    }
-
     /// Changes the memory table between a stop and a start of the rings that run: whole, or not at all.
     ///
     /// Rings that wait for memory start, too. With `strict`, one that ran and lies outside of the new table is an
@@ -291,30 +275,5 @@ impl Session {
             }
         }
         result
-    }
-
-    /// Tells running queues whether and where to log, between two requests.
-    pub(super) fn update_log(&mut self) {
-        for (index, vring) in self.vrings.iter().enumerate() {
-            let (true, Some(addrs), Some(kick)) = (vring.running, vring.addrs, &vring.kick) else { continue };
-            match &self.queues {
-                Queues::User(set) => {
-                    let (log, used) = self.logs(addrs);
-                    set.with_drained(index as u16, |q| {
-                        if let Some(v) = queue::vring(q) {
-                            v.set_log(log, used);
-                        }
-                    });
-                }
-                Queues::Kernel(kernel) => {
-                    let setup = self.setup(vring, addrs, kick);
-                    // SAFETY: as when it was started.
-                    if let Err(e) = unsafe { kernel.set_addresses(index as u16, &setup) } {
-                        let queue = self.queues.queue_of(index as u16);
-                        self.reports.add(queue, &format!("its writes cannot be logged: {e}"));
-                    }
-                }
-            }
-        }
     }
 }
