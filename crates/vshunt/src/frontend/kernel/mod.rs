@@ -46,7 +46,7 @@ pub struct RingSetup<'a> {
     pub base: u32,
     /// Descriptor table, available ring, used ring.
     pub parts: [*mut u8; 3],
-    /// Guest address of the used ring, if writes there are to be logged.
+    /// Guest address of the used ring, if writes there are to be logged; the log has bits for all of it.
     pub log: Option<u64>,
     /// The guest's kicks.
     pub kick: &'a OwnedFd,
@@ -197,7 +197,8 @@ impl KernelQueues {
         self.homes.note(self.queue_of(ring), slot.worker, slot.generation);
     }
 
-    /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged.
+    /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged: only with a log that has
+    /// bits for all of it, since the kernel looks for no end.
     ///
     /// # Errors
     /// The kernel's, in words.
