@@ -5,17 +5,20 @@ Paths are the same inside of the peers' chroot and outside. What must never happ
 import contextlib
 import os
 import shutil
+import struct
 import subprocess
 
 from cases import Contestant, daemon, vshunt
 
 CREATE_TIMEOUT_S = 120
 CHUNK = os.urandom(4 << 20)
+# Of an entry of a table: where the cluster lies.
+OFFSET = 0x00ff_ffff_ffff_fe00
 PEER, PEER_URING = "daemon", "daemon, io_uring"
 RAW, RAW_EACH = "raw one worker", "raw per-queue"
 OURS, EACH = "one worker", "per-queue"
 LEGEND = (f"{PEER}: the storage daemon with aio=native, its fastest that does not end in the middle; {OURS}, {EACH}: vshunt; "
-          "raw …: vshunt on a raw file beside it")
+          "raw …: vshunt on a raw disk, of the same file where every cluster was written")
 
 
 def tool(tools):
@@ -51,17 +54,71 @@ def files(*paths):
 
 @contextlib.contextmanager
 def written(img, folder, size):
-    """-> (a qcow2 image with every cluster written, a raw file of the same bytes)."""
+    """-> a Written of a qcow2 image with every cluster written."""
     with files(os.path.join(folder, "written.qcow2"), os.path.join(folder, "written.raw")) as (image, raw):
         with open(raw, "wb") as f:
             for _ in range(size // len(CHUNK)):
                 f.write(CHUNK)
         qemu_img([*img, "convert", "-q", "-f", "raw", "-O", "qcow2", "-S", "0", raw, image])
-        for path in (raw, image):
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        yield image, raw
+        os.unlink(raw)
+        settle(folder)
+        yield Written(image)
+
+
+class Written:
+    """The same file for all: `raw` is the image itself, served as a raw disk, for where on a device a file lies can be
+    worth a factor of three. What such a run writes over the image's metadata is put back by `qcow2`."""
+
+    def __init__(self, path):
+        self.path = path
+        self._sync()
+        with open(path, "rb") as f:
+            self.metadata = {at: self._at(f, at, n) for at, n in self._places(f)}
+        self.spoilt = False
+
+    @staticmethod
+    def _at(f, at, n):
+        f.seek(at)
+        return f.read(n)
+
+    def _places(self, f):
+        """The header's cluster, the L1 and refcount tables, and all that these name: (offset, bytes)."""
+        head = self._at(f, 0, 104)
+        cluster = 1 << struct.unpack_from(">I", head, 20)[0]
+        l1_size, l1_at, counts_at, counts_clusters = struct.unpack_from(">IQQI", head, 36)
+        tables = [(l1_at, 8 * l1_size), (counts_at, counts_clusters * cluster)]
+        named = [e & OFFSET for at, n in tables for (e,) in struct.iter_unpack(">Q", self._at(f, at, n))]
+        return [(0, cluster), *tables, *((at, cluster) for at in named if at)]
+
+    def _sync(self):
+        """On the disk, and nothing of it in the page cache: that would cost direct writes more than they take."""
+        with open(self.path, "rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def qcow2(self):
+        if self.spoilt:
+            with open(self.path, "r+b") as f:
+                for at, data in self.metadata.items():
+                    f.seek(at)
+                    f.write(data)
+            self.spoilt = False
+        self._sync()
+        return self.path
+
+    def raw(self):
+        self.spoilt = True
+        self._sync()
+        return self.path
+
+
+def settle(folder):
+    """What was removed is given back to the device now (discards), not while the next one is measured."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class Thin:
@@ -86,6 +143,7 @@ class Thin:
     def clear(self):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
+            settle(os.path.dirname(self.path))
 
 
 def peer(tools, image, name=PEER, aio="native", cache=None):

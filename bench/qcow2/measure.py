@@ -1,6 +1,4 @@
 """The loop of the qcow2 cases: jobs x contestants x repetitions, contestants in turn, a fresh server for each run."""
-import dataclasses
-
 from client import Client
 from cases import GRACE_QUICK_S, GRACE_S
 from fuse.verdicts import paired
@@ -8,19 +6,18 @@ from report import Cell
 
 
 class Qcow2:
-    """What these cases have in common: vshunt-bench loads unless another client was asked for, runs are short and many."""
+    """What these cases have in common: their own time a run, for these are many."""
 
     def __init__(self, b):
         self.b, self.report = b, b.report
-        tools = b.tools if b.o.client == "fio" or not b.tools.bench else dataclasses.replace(b.tools, fio_blkio=[])
-        self.client = Client(tools, b.o.time_qcow2, GRACE_QUICK_S if b.o.quick else GRACE_S, b.client_cpus)
+        self.client = Client(b.tools, b.o.time_qcow2, GRACE_QUICK_S if b.o.quick else GRACE_S, b.client_cpus)
 
     def runs(self):
-        by = "fio, libblkio" if self.client.tools.fio_blkio else "vshunt-bench"
+        by = "fio, libblkio," if self.client.tools.fio_blkio else "vshunt-bench"
         return f"runs of {self.b.o.time_qcow2} s by {by}, repetitions: {self.b.o.reps}"
 
-    def measure(self, case, plan, after=None):
-        """`plan`: [(job, contestants)]; `after(cell, result)` sees each result. -> {(job, name): Cell}"""
+    def measure(self, case, plan):
+        """`plan`: [(job, contestants)]. -> {(job, name): Cell}"""
         cells = {}
         for rep in range(self.b.o.reps):
             for job, takers in plan:
@@ -30,10 +27,7 @@ class Qcow2:
                     if cell.given_up():
                         continue
                     self.report.progress(f"{case}: repetition {rep + 1} of {self.b.o.reps}, {job}, {contestant.name}")
-                    result = self.b.run(case, contestant, job, client=self.client)
-                    if after and isinstance(result, dict):
-                        after(contestant, job, result)
-                    cell.add(result)
+                    cell.add(self.b.run(case, contestant, job, client=self.client))
         return cells
 
     def table(self, case, plan, cells, base, show):
