@@ -31,8 +31,8 @@ SEQUENTIAL = "sw:16:1:1M"
 LARGE_BYTES = 2 << 40
 LARGE_JOB = "rr:32:1"
 LARGE_TIME_S = 3
-# What each reads of the map at a time: ours a slice, the daemon a cluster.
-OURS_READ_BYTES, PEER_READ_BYTES = 4096, CLUSTER_BYTES
+# What is read of the map at a time: a slice, of which the daemon's default is as large as ours.
+MAP_READ_BYTES = 4096
 CACHE_DEFAULT = 32 << 20
 CACHE_SMALL = 4 << 20
 # Beside the map: the buffers of a queue of 512 requests, which keep them.
@@ -183,15 +183,15 @@ def large(b):
         except OSError as e:
             b.report.note(f"{name}: {e}")
             return
-        takers = [(peer(b.tools, lambda: path), PEER_READ_BYTES, CACHE_DEFAULT),
-                  (ours(b.tools, lambda: path, OURS, "1"), OURS_READ_BYTES, CACHE_DEFAULT),
-                  (peer(b.tools, lambda: path, f"{PEER}, 4 MiB", cache=CACHE_SMALL), PEER_READ_BYTES, CACHE_SMALL),
-                  (ours(b.tools, lambda: path, f"{OURS}, 4 MiB", "1", cache=CACHE_SMALL), OURS_READ_BYTES, CACHE_SMALL)]
-        runs = {c.name: [r for _ in range(b.o.reps) if (r := _large_run(q, name, c, unit))] for c, unit, _ in takers}
+        takers = [(peer(b.tools, lambda: path), CACHE_DEFAULT),
+                  (ours(b.tools, lambda: path, OURS, "1"), CACHE_DEFAULT),
+                  (peer(b.tools, lambda: path, f"{PEER}, 4 MiB", cache=CACHE_SMALL), CACHE_SMALL),
+                  (ours(b.tools, lambda: path, f"{OURS}, 4 MiB", "1", cache=CACHE_SMALL), CACHE_SMALL)]
+        runs = {c.name: [r for _ in range(b.o.reps) if (r := _large_run(q, name, c))] for c, _ in takers}
     _large_say(b, name, takers, runs)
 
 
-def _large_run(q, name, contestant, unit):
+def _large_run(q, name, contestant):
     """-> what a run read and held, or None."""
     b, job = q.b, Job.parse(LARGE_JOB, q.b.o.awake)
     client = q.client
@@ -202,7 +202,7 @@ def _large_run(q, name, contestant, unit):
             before, held = _read_bytes(server.pid), server.memory_kib()["RssAnon"]
             result = client.load_socket(job, server, lambda pid: b.autopsy(name, contestant, job, server, pid))
             read = _read_bytes(server.pid) - before
-            return {**result, "reads": read / unit / result["ios"], "read_bytes": read / result["ios"],
+            return {**result, "reads": read / MAP_READ_BYTES / result["ios"], "read_bytes": read / result["ios"],
                     "held_mib": (server.memory_kib()["RssAnon"] - held) / 1024}
     except (Hung, ClientError, StartError, OSError, KeyError, ZeroDivisionError) as e:
         b.report.note(f"{name}: {contestant.name}: {e or 'hung'}")
@@ -219,7 +219,7 @@ def _read_bytes(pid):
 
 def _large_say(b, name, takers, runs):
     rows, medians = [], {}
-    for contestant, _, cache in takers:
+    for contestant, cache in takers:
         if not runs[contestant.name]:
             rows.append([contestant.name, f"{cache >> 20} MiB", *[None] * 5])
             continue
@@ -228,10 +228,10 @@ def _large_say(b, name, takers, runs):
         rows.append([contestant.name, f"{cache >> 20} MiB", f"{rate(m['iops'])} {m['cpu_us']:.1f}us", f"{m['reads']:.2f}",
                      f"{m['read_bytes'] / 1024:.1f} KiB", f"{m['held_mib']:.1f} MiB"])
     b.report.table(["", "cache", "IOPS, CPU", "map reads a request", "bytes", "memory grew by"], rows, "  ")
-    b.report.line("  map reads: bytes read of the device, by 4 KiB (ours) or by 64 KiB (the daemon); memory: private, of the run")
+    b.report.line("  map reads: bytes read of the device / 4 KiB; memory: private, grown in the run")
     b.report.data["cases"][name] = {"runs": runs}
     b.report.line("  targets:")
-    for contestant, _, cache in takers:
+    for contestant, cache in takers:
         if contestant.name in (PEER, f"{PEER}, 4 MiB"):
             continue
         m = medians.get(contestant.name, {})

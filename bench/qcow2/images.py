@@ -50,6 +50,7 @@ def files(*paths):
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+        settle(os.path.dirname(paths[0]))
 
 
 @contextlib.contextmanager

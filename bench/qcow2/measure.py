@@ -13,7 +13,7 @@ class Qcow2:
         self.client = Client(b.tools, b.o.time_qcow2, GRACE_QUICK_S if b.o.quick else GRACE_S, b.client_cpus)
 
     def runs(self):
-        by = "fio, libblkio," if self.client.tools.fio_blkio else "vshunt-bench"
+        by = "fio" if self.client.tools.fio_blkio else "vshunt-bench"
         return f"runs of {self.b.o.time_qcow2} s by {by}, repetitions: {self.b.o.reps}"
 
     def measure(self, case, plan):
