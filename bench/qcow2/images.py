@@ -147,12 +147,11 @@ class Thin:
             settle(os.path.dirname(self.path))
 
 
-def peer(tools, image, name=PEER, aio="native", cache=None):
+def peer(tools, image, name=PEER, aio="native"):
     """`image()` is asked for the path before each start."""
-    more = f",l2-cache-size={cache}" if cache else ""
     def argv(queues):
         return daemon(tools, f"driver=qcow2,file.driver=file,file.filename={image()},file.aio={aio},file.cache.direct=on,"
-                             f"cache.direct=on{more}", queues)
+                             "cache.direct=on", queues)
     return Contestant(name, argv)
 
 
