@@ -86,8 +86,10 @@ def _written(b, name, folder, memory):
             mine = [ours(b.tools, image.raw, RAW, "1", "raw"), ours(b.tools, image.qcow2, OURS, "1"),
                     ours(b.tools, image.raw, RAW_EACH, "per-queue", "raw"), ours(b.tools, image.qcow2, EACH, "per-queue")]
             # With io_uring and several queues the daemon ends in the middle (see README, Hangs); one row shows how fast it is.
-            plan = [(job, takers + (ring if (job.depth, job.queues) == (128, 1) else []) + [c for c in mine if job.queues > 1 or not c.many])
-                    for job in jobs]
+            plan = []
+            for job in jobs:
+                others = takers + ring if (job.depth, job.queues) == (128, 1) else takers
+                plan.append((job, others + [c for c in mine if job.queues > 1 or not c.many]))
             cells = q.measure(name, plan)
     except OSError as e:
         b.report.note(f"{name}: {e}")
@@ -118,8 +120,8 @@ def thin(b):
     for kind, folder in (("tmpfs", b.shm), ("ext4", b.work)):
         name = f"qcow2-thin {kind}"
         found = file_system(folder) if folder else kind
-        ready = _ready(b, name, f"thin image of {THIN_BYTES >> 30} GiB on {found}, a fresh one for each run, 4k writes at random "
-                                "and 1M writes in turn", folder, THIN_ROOM_BYTES)
+        ready = _ready(b, name, f"thin image of {THIN_BYTES >> 30} GiB on {found}, a fresh one for each run; 4k writes "
+                                "at random, 1M writes in turn", folder, THIN_ROOM_BYTES)
         jobs = _jobs(b, [*THIN_JOBS, SEQUENTIAL], [*THIN_QUICK, SEQUENTIAL])
         if ready and jobs:
             _thin(*ready, name, folder, jobs)
@@ -136,7 +138,8 @@ def _thin(q, img, name, folder, jobs):
             raw = ours(b.tools, images.raw, RAW, "1", "raw")
             plan = []
             for job in jobs:
-                takers = [daemon] + ([ring] if (job.depth, job.queues) in ((128, 1), (16, 1)) else []) + ([] if job in random else [raw])
+                takers = [daemon, ring] if (job.depth, job.queues) == (128, 1) or job not in random else [daemon]
+                takers = takers if job in random else [*takers, raw]
                 plan.append((job, takers + [one] + ([each] if job.queues > 1 else [])))
             cells = q.measure(name, plan)
     except OSError as e:
