@@ -395,7 +395,7 @@ impl Header {
 
     /// Clusters whose counts are in one refcount block.
     pub fn refblock_entries(&self) -> u64 {
-        self.cluster_size() * 8 >> self.refcount_order
+        (self.cluster_size() * 8) >> self.refcount_order
     }
 
     /// The most that a cluster can be counted.
@@ -461,6 +461,14 @@ impl Header {
             out.extend_from_slice(data);
             out.resize(out.len().next_multiple_of(8), 0);
         };
+        // First, in the first sector with the fields: a change of both is one write that no storage tears.
+        if let Some(b) = &self.bitmaps {
+            let mut data = [0; 24];
+            data[..4].copy_from_slice(&b.count.to_be_bytes());
+            data[8..16].copy_from_slice(&b.directory_bytes.to_be_bytes());
+            data[16..].copy_from_slice(&b.directory_offset.to_be_bytes());
+            add(extension::BITMAPS, &data);
+        }
         if let Some(format) = &self.backing_format {
             add(extension::BACKING_FORMAT, format.as_bytes());
         }
@@ -469,13 +477,6 @@ impl Header {
         }
         if self.version >= 3 {
             add(extension::FEATURES, &feature_names());
-        }
-        if let Some(b) = &self.bitmaps {
-            let mut data = [0; 24];
-            data[..4].copy_from_slice(&b.count.to_be_bytes());
-            data[8..16].copy_from_slice(&b.directory_bytes.to_be_bytes());
-            data[16..].copy_from_slice(&b.directory_offset.to_be_bytes());
-            add(extension::BITMAPS, &data);
         }
         for (kind, data) in &self.unknown {
             add(*kind, data);

@@ -8,10 +8,22 @@
 //!
 //! Numbers in images are big-endian.
 
+pub mod bitmap;
+pub mod check;
+pub mod create;
 pub mod entry;
 mod error;
 pub mod header;
+mod image;
+pub mod info;
+pub mod memory;
+pub mod refcount;
+pub mod snapshot;
 mod storage;
 
 pub use error::{Error, Result};
+pub use image::Image;
 pub use storage::Storage;
+
+/// Told how far long work came: units done, of how many.
+pub type Progress<'p> = &'p mut dyn FnMut(u64, u64);

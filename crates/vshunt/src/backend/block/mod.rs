@@ -27,6 +27,7 @@ use crate::worker::{Ring, RingFile, Token};
 
 use bounce::Pool;
 pub use io::{Io, IoVecs};
+pub(crate) use lock::lock as lock_image;
 use memory::Ram;
 use raw::Raw;
 
