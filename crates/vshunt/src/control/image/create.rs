@@ -196,8 +196,8 @@ fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
     let raw = w.data_file_raw.unwrap_or(false);
     let defaults = Options::new(size);
     let options = Options {
-        size: size.next_multiple_of(512),
         version,
+        size,
         cluster_size: w.cluster_size.unwrap_or(defaults.cluster_size),
         refcount_bits: w.refcount_bits.unwrap_or(defaults.refcount_bits),
         extended_l2: w.extended_l2.unwrap_or(false),

@@ -119,10 +119,10 @@ fn human(of: &Described) -> String {
     );
     let Some(info) = &of.qcow2 else { return text };
     let h = &info.header;
+    let _ = writeln!(text, "cluster_size: {}", h.cluster_size());
     if h.has(incompatible::DIRTY) {
         text.push_str("cleanly shut down: no\n");
     }
-    let _ = writeln!(text, "cluster_size: {}", h.cluster_size());
     if let Some(name) = &h.backing {
         let full = beside(&of.path, name);
         let actual = if full == Path::new(name) {
