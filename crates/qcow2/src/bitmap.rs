@@ -1,8 +1,15 @@
 //! Persistent dirty bitmaps: their directory and tables, what adds, removes and changes one, their bits.
 
+mod bits;
+mod edit;
+
 use crate::header::autoclear;
 use crate::image::Image;
 use crate::{Error, Result};
+
+pub use bits::Bits;
+pub use edit::{add, clear, enable, load, merge, remove, set_in_use, store};
+pub(crate) use edit::{after_apply, after_resize, replace_directory};
 
 /// Bytes of one directory entry's fixed part.
 const ENTRY: usize = 24;
@@ -64,6 +71,18 @@ impl Bitmap {
     /// Whether a flag is set.
     pub fn has(&self, flag: u32) -> bool {
         self.flags & flag != 0
+    }
+
+    fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.table_offset.to_be_bytes());
+        out.extend_from_slice(&self.table_size.to_be_bytes());
+        out.extend_from_slice(&self.flags.to_be_bytes());
+        out.extend_from_slice(&[self.kind, self.granularity_bits as u8]);
+        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        out.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        out.extend_from_slice(&self.extra);
+        out.extend_from_slice(&self.name);
+        out.resize(out.len().next_multiple_of(8), 0);
     }
 
     /// What is wrong with it in an image of `size` bytes with clusters of `1 << cluster_bits`.
@@ -144,3 +163,6 @@ fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
     };
     Some((bitmap, len))
 }
+
+#[cfg(test)]
+mod tests;

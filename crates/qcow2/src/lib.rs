@@ -9,6 +9,7 @@
 //! Numbers in images are big-endian.
 
 pub mod bitmap;
+mod change;
 pub mod check;
 pub mod create;
 pub mod entry;
@@ -18,8 +19,11 @@ mod image;
 pub mod info;
 pub mod memory;
 pub mod refcount;
+pub mod resize;
 pub mod snapshot;
 mod storage;
+#[cfg(test)]
+mod testing;
 
 pub use error::{Error, Result};
 pub use image::Image;
