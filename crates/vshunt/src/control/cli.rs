@@ -83,6 +83,9 @@ pub(crate) enum Command {
     /// Add, remove and list exports
     #[command(subcommand)]
     Export(ExportCommand),
+    /// Make, describe, check and change images that nobody uses
+    #[command(after_long_help = super::image::AFTER)]
+    Image(super::image::ImageArgs),
     /// Change the size of a disk; its guests are told
     ///
     /// A guest's requests beyond a new, nearer end fail; what lay there is gone.
