@@ -29,6 +29,7 @@ pub mod resize;
 mod served;
 pub mod snapshot;
 mod storage;
+mod sync;
 #[cfg(test)]
 mod testing;
 
