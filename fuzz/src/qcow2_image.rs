@@ -33,8 +33,8 @@ pub fn qcow2_image(data: &[u8]) {
     assert!(file.bytes() == before, "a check without repair wrote");
     let leaks = Memory::new(before.clone(), FILE_MOST);
     if let (Ok(first), Ok(after)) = (first, check(&leaks, Repair::Leaks, &mut Quiet)) {
-        assert!(first.corruptions > 0 || after.corruptions == 0, "{first:?} became {after:?}");
-        assert_eq!(after.leaks, 0, "{first:?}");
+        // What is corrupt may hide leaks, and be hidden by them.
+        assert!(first.corruptions > 0 || after.is_clean(), "{first:?} became {after:?}");
     }
     let repaired = check(&file, Repair::All, &mut Quiet);
     if let Ok(result) = repaired {
@@ -91,7 +91,8 @@ fn spoil(b: &mut Bytes<'_>, file: &Memory) {
     }
 }
 
-/// What else can be done to an image, right or not; one that was clean stays so.
+/// What else can be done to an image, right or not; one that was clean stays so. VSHUNT_FUZZ_KEEP names a file for what
+/// is left, to be looked at.
 fn change(b: &mut Bytes<'_>, file: &Memory, clean: bool) {
     for _ in 0..3 {
         let Ok(mut image) = Image::open(file) else { return };
@@ -107,6 +108,9 @@ fn change(b: &mut Bytes<'_>, file: &Memory, clean: bool) {
             6 => bitmap::set_in_use(&mut image),
             _ => resize(&mut image, u64::from(b.u16()) * 512, &around, &mut |_, _| {}),
         };
+        if std::env::var_os("VSHUNT_FUZZ_KEEP").is_some_and(|to| std::fs::write(to, file.bytes()).is_err()) {
+            eprintln!("the image could not be kept");
+        }
         if clean {
             let r = check(file, Repair::No, &mut Quiet).expect("a clean image can be checked");
             assert!(r.is_clean(), "change {what} ended with {done:?} and left {r:?}");
