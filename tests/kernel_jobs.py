@@ -5,6 +5,16 @@
 # A RAM disk that the cases write to, and one more.
 BRD = "need brd rd_nr=2 rd_size=65536\n"
 
+# Pages that are pinned now; what the CPUs keep for themselves is folded in first.
+PINNED = """
+pinned() {
+    echo 1 >/proc/sys/vm/stat_refresh
+    awk '/^nr_foll_pin_acquired/ { n += $2 } /^nr_foll_pin_released/ { n -= $2 } END { print n + 0 }' /proc/vmstat
+}
+none_pinned() { now=$(pinned); [ "$now" = "$before" ] || { echo "$((now - before)) pages are pinned"; return 1; }; }
+before=$(pinned)
+"""
+
 LOADING = """
 result "loading: a module of another kernel is refused" fails "invalid module format" insmod /modules/other_kernel.ko
 result "loading: and the kernel says why" sh -c "dmesg | tail -n 3 | grep 'vhost_blk: disagrees about version of symbol'"
@@ -28,38 +38,45 @@ result "loading: after use nothing is left allocated, and it is unloaded" leaves
 """
 
 SERVING = (
-    BRD
+    PINNED
+    + BRD
     + """
 need vhost_blk
 vhost-blk-test --seed @SEED@ io
 # Completions from a timer's interrupt.
 need null_blk nr_devices=1 gb=1 memory_backed=1 queue_mode=2 irqmode=2 completion_nsec=20000
 vhost-blk-test --seed @SEED@ --disk /dev/nullb0 io
+result "io: no page is pinned" none_pinned
 result "io: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
 
 LIVING = (
-    BRD
+    PINNED
+    + BRD
     + """
 need vhost_blk
 vhost-blk-test --seed @SEED@ life
+result "life: no page is pinned" none_pinned
 result "life: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
 
 LYING = (
-    BRD
+    PINNED
+    + BRD
     + """
 need vhost_blk
 vhost-blk-test --seed @SEED@ hostile
+result "hostile: no page is pinned" none_pinned
 result "hostile: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
 
 # Data that is large, copied, in blocks of its own size, by workers that are kernel threads.
 WIDE = (
-    BRD
+    PINNED
+    + BRD
     + """
 need vhost fork_from_owner_default=0
 need vhost_blk
@@ -76,12 +93,14 @@ need scsi_debug dev_size_mb=128 sector_size=4096 lbpws=1 lbpu=1
 n=0
 while [ ! -b /dev/sda ] && [ $n -lt 100 ]; do sleep 0.1; n=$((n + 1)); done
 vhost-blk-test --disk /dev/sda data
+result "data: no page is pinned" none_pinned
 result "data: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
 
 FAILING = (
-    BRD
+    PINNED
+    + BRD
     + """
 need vhost_blk
 need sd_mod
@@ -98,19 +117,10 @@ echo 0 >/sys/bus/pseudo/drivers/scsi_debug/delay
 need dm_flakey
 flaky=$(dm-table flaky 131072 flakey /dev/ram1 0 1 1)
 vhost-blk-test --disk "$flaky" fault-some
+result "fault: no page is pinned" none_pinned
 result "fault: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
 )
-
-# Pages that are pinned now; what the CPUs keep for themselves is folded in first.
-PINNED = """
-pinned() {
-    echo 1 >/proc/sys/vm/stat_refresh
-    awk '/^nr_foll_pin_acquired/ { n += $2 } /^nr_foll_pin_released/ { n -= $2 } END { print n + 0 }' /proc/vmstat
-}
-none_pinned() { now=$(pinned); [ "$now" = "$before" ] || { echo "$((now - before)) pages are pinned"; return 1; }; }
-before=$(pinned)
-"""
 
 DRIVEN = (
     PINNED
@@ -133,7 +143,7 @@ driven "verified, queues moved between workers that come and go" \\
     --rw randrw --verify --queues 4 --workers 2 --attach-every 3ms --runtime 4s
 driven "the log switched on and off: all that is written is in it" \\
     --rw randrw --verify --layout random --queues 2 --log-every 100ms --runtime 4s
-driven "10,000 chains that lie" --hostile 10000 --seed @SEED@
+driven "10,000 chains that lie@CORPUS@" --hostile 10000 --seed @SEED@
 disk=/dev/nullb0
 driven "verified on null_blk, completions from interrupts" \\
     --rw randrw --verify --layout random --queues 4 --workers per-queue --runtime 3s

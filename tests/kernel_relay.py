@@ -64,6 +64,29 @@ up
 result "choosing: and engine=auto is ours" is "$(told exports engine)" "user "
 result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-why.*ermission'"
 result "choosing: it ends" vshunt quit
+export VSHUNT_CONTROL=$C
+chmod 600 /dev/ram0
+# A container, as far as it matters here: threads have other numbers than the kernel names its workers by.
+contained() { unshare --pid --fork --mount-proc sh -c 'vshunt serve -q -c /tmp/c --disk name=d0,file=/dev/ram0 \
+    --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=2,workers=2,engine=kernel' & }
+contained
+up
+result "choosing: in a PID namespace of its own it is the kernel, too" is "$(told workers kind)" "user kernel kernel "
+result "choosing: a worker is pinned there" vshunt worker set e0/1 --cpu 1
+result "choosing: and is there" sh -c "grep -l '^Name:.vhost-' /proc/[0-9]*/task/*/status | xargs grep '^Cpus_allowed_list:.1$'"
+result "choosing: it ends" vshunt quit
+wait
+rmmod vhost_blk
+rmmod vhost
+need vhost fork_from_owner_default=0
+need vhost_blk
+result "choosing: where workers are no threads of ours engine=kernel is refused" refused "fork_from_owner_default=0" \
+    vshunt serve --no-control --disk name=d0,file=/dev/ram0 \
+    --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=1,engine=kernel
+serve file=/dev/ram0 queues=2,engine=auto
+result "choosing: and engine=auto is ours" is "$(told exports engine)" "user "
+result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-why.*fork_from_owner_default=0'"
+result "choosing: it ends" quit
 """
 )
 
@@ -71,6 +94,8 @@ DISK = (
     COMMON
     + """
 serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
+result "disk: one in use is refused" refused "is in use by another process" vshunt serve --no-control \\
+    --disk name=d1,file=/dev/ram0 --export type=vhost-user-blk,name=e1,disk=d1,socket=/tmp/s1,engine=kernel
 result "disk: the engine is told" is "$(told exports engine)" "kernel "
 result "disk: a worker of the kernel for each queue" is "$(told workers kind)" "user kernel kernel "
 result "disk: written and read back by two queues" load --rw randrw --verify --queues 2 --iodepth 16 --runtime 2s

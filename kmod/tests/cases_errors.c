@@ -82,6 +82,16 @@ static void backend_struct(const struct vb_args *args)
 	vb_fails(dev.fd, VHOST_BLK_SET_BACKEND, NULL, EFAULT, "no struct");
 	large.backend.size = 64;
 	vb_ok(dev.fd, VHOST_BLK_SET_BACKEND, &large, "a larger struct whose rest is zero");
+	large.backend.fd = -1;
+	vb_ok(dev.fd, VHOST_BLK_SET_BACKEND, &large, "taking it away");
+	/* A later version's number has its struct's size in it. */
+	large.backend.fd = dev.disk;
+	large.bytes[63] = 1;
+	vb_fails(dev.fd, _IOC(_IOC_WRITE, VHOST_VIRTIO, _IOC_NR(VHOST_BLK_SET_BACKEND), 64), &large, E2BIG,
+		 "a later version's ioctl that says something");
+	large.bytes[63] = 0;
+	vb_ok(dev.fd, _IOC(_IOC_WRITE, VHOST_VIRTIO, _IOC_NR(VHOST_BLK_SET_BACKEND), 64), &large,
+	      "a later version's ioctl whose rest is zero");
 	vb_close(&dev);
 }
 
@@ -189,6 +199,10 @@ static void ring_sizes(const struct vb_args *args)
 static void stats_struct(const struct vb_args *args)
 {
 	struct vhost_blk_vring_stats stats = { .size = sizeof(stats) };
+	struct {
+		struct vhost_blk_vring_stats known;
+		uint64_t more;
+	} later = { .known.size = sizeof(later) };
 	struct vb_dev dev;
 
 	vb_prepare(&dev, args, 0);
@@ -199,6 +213,9 @@ static void stats_struct(const struct vb_args *args)
 	stats.index = 0;
 	stats.size = 8;
 	vb_fails(dev.fd, VHOST_BLK_GET_VRING_STATS, &stats, EINVAL, "counters into 8 bytes");
+	vb_ok(dev.fd, _IOC(_IOC_READ | _IOC_WRITE, VHOST_VIRTIO, _IOC_NR(VHOST_BLK_GET_VRING_STATS), sizeof(later)),
+	      &later, "counters into a later version's struct");
+	require(later.known.size == sizeof(later) && !later.more, "more was written than there is");
 	vb_close(&dev);
 }
 

@@ -113,13 +113,50 @@ static void slow_stop(const struct vb_args *args)
 	vb_close(&dev);
 }
 
+/* Asked of a ring that runs: all that was taken is answered, and it goes on. */
+static void slow_base(const struct vb_args *args)
+{
+	struct vb_buffer buffer;
+	struct vb_dev dev;
+	struct vb_ring ring;
+	uint64_t begin = now_ms();
+	unsigned int base;
+
+	slow_begin(&dev, &ring, args);
+	base = ring_base(&ring);
+	require(now_ms() - begin >= SLOW_MS, "the base is told after %llu ms, the disk takes longer",
+		(unsigned long long)(now_ms() - begin));
+	require(base == 8 && ring_reap(&ring) == 8, "base %u, and not all is answered", base);
+	buffer = buffer_new(&dev, 0, 4096, 4096);
+	require(do_request(&ring, &buffer, VIRTIO_BLK_T_IN, 0, 4096) == VIRTIO_BLK_S_OK, "it does not go on");
+	ring_stop(&ring);
+	vb_close(&dev);
+}
+
+static void slow_reset(const struct vb_args *args)
+{
+	struct vb_dev dev;
+	struct vb_ring ring;
+	uint64_t begin = now_ms();
+
+	slow_begin(&dev, &ring, args);
+	vb_ok(dev.fd, VHOST_RESET_OWNER, NULL, "VHOST_RESET_OWNER");
+	require(now_ms() - begin >= SLOW_MS, "reset after %llu ms, the disk takes longer",
+		(unsigned long long)(now_ms() - begin));
+	require(ring_reap(&ring) == 8, "reset, and not all is answered");
+	vb_close(&dev);
+}
+
 static void slow_close(const struct vb_args *args)
 {
 	struct vb_dev dev;
 	struct vb_ring ring;
+	uint64_t begin = now_ms();
 
 	slow_begin(&dev, &ring, args);
 	vb_close(&dev);
+	require(now_ms() - begin >= SLOW_MS, "closed after %llu ms, the disk takes longer",
+		(unsigned long long)(now_ms() - begin));
 }
 
 /* Killed while all is in flight: its workers are gone when the disk answers. */
@@ -242,6 +279,8 @@ const struct vb_case cases_fault[] = {
 	{ "fault-medium", "verified load over sectors that cannot be read", some_fail, 60 },
 	{ "fault-some", "verified load on a disk that fails now and then", some_fail, 60 },
 	{ "fault-slow", "stopping waits for the disk", slow_stop, 30 },
+	{ "fault-slow", "the base of a ring that runs", slow_base, 30 },
+	{ "fault-slow", "VHOST_RESET_OWNER waits for the disk", slow_reset, 30 },
 	{ "fault-slow", "closing waits for the disk", slow_close, 30 },
 	{ "fault-slow", "the owner killed while the disk works", slow_kill, 60 },
 	{ .body = NULL },

@@ -39,8 +39,8 @@
 
 /*
  * The largest data of a request, and of all that a ring has in flight unless it is one. What stands
- * for it in kernel memory (a bio_vec a page, 1/256) is what a guest could otherwise make grow
- * without end.
+ * for it in kernel memory (a bio_vec a page, 1/256; where segments are blocks of 512 bytes, 1/32)
+ * is what a guest could otherwise make grow without end.
  */
 #define VHOST_BLK_DATA_MAX	SZ_256M
 
@@ -172,7 +172,7 @@ struct vhost_blk_req {
 
 /* Why a ring that was started takes nothing (struct vhost_blk_ring.hold). */
 #define VHOST_BLK_HOLD_STOP	BIT(0)	/* it is to stop, or the stop was interrupted */
-#define VHOST_BLK_HOLD_SWITCH	BIT(1)	/* the dirty log is switched */
+#define VHOST_BLK_HOLD_REST	BIT(1)	/* the dirty log is switched, or its base asked for */
 #define VHOST_BLK_HOLD_BROKEN	BIT(2)	/* the guest put something impossible into it */
 #define VHOST_BLK_HOLD_DROP	BIT(3)	/* the device is closed: nobody is told of anything */
 

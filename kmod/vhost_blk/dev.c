@@ -286,7 +286,7 @@ static int vhost_blk_pause(struct vhost_blk *blk)
 
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++) {
 		if (blk->rings[i].reqs)
-			vhost_blk_ring_hold(&blk->rings[i], VHOST_BLK_HOLD_SWITCH);
+			vhost_blk_ring_hold(&blk->rings[i], VHOST_BLK_HOLD_REST);
 	}
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX && !err; i++) {
 		if (blk->rings[i].reqs)
@@ -301,7 +301,7 @@ static void vhost_blk_resume(struct vhost_blk *blk)
 
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++) {
 		if (blk->rings[i].reqs)
-			vhost_blk_ring_unhold(&blk->rings[i], VHOST_BLK_HOLD_SWITCH);
+			vhost_blk_ring_unhold(&blk->rings[i], VHOST_BLK_HOLD_REST);
 	}
 }
 
@@ -404,8 +404,8 @@ static long vhost_blk_worker_ioctl(struct vhost_blk *blk, unsigned int cmd, void
 /* The core's ioctls, and what we have to see to before. */
 static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void __user *argp)
 {
+	struct vhost_blk_ring *ring, *rests = NULL;
 	struct vhost_vring_state state;
-	struct vhost_blk_ring *ring;
 	long err = 0;
 
 	mutex_lock(&blk->dev.mutex);
@@ -415,18 +415,28 @@ static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void _
 		else if (state.num > VHOST_BLK_VRING_NUM_MAX)
 			err = -EINVAL;
 	} else if (cmd == VHOST_GET_VRING_BASE && !vhost_dev_check_owner(&blk->dev)) {
-		/* Where to go on is true only once the stop is over. */
+		/* Where to go on is true only of a ring that has put back all that it took. */
 		ring = vhost_blk_ring_from_user(blk, argp);
-		if (!IS_ERR(ring) && (ring->hold & VHOST_BLK_HOLD_STOP))
+		if (!IS_ERR(ring) && (ring->hold & VHOST_BLK_HOLD_STOP)) {
 			err = vhost_blk_ring_stop(ring, VHOST_BLK_DRAIN_KILLABLE);
+		} else if (!IS_ERR(ring) && ring->reqs) {
+			rests = ring;
+			vhost_blk_ring_hold(rests, VHOST_BLK_HOLD_REST);
+			err = vhost_blk_drain(rests, VHOST_BLK_DRAIN_KILLABLE);
+		}
 	}
 	if (!err)
 		err = vhost_dev_ioctl(&blk->dev, cmd, argp);
 	if (err == -ENOIOCTLCMD)
 		err = vhost_vring_ioctl(&blk->dev, cmd, argp);
+	if (rests)
+		vhost_blk_ring_unhold(rests, VHOST_BLK_HOLD_REST);
 	mutex_unlock(&blk->dev.mutex);
 	return err;
 }
+
+/* An ioctl's number without the size of its struct, which is another one in another version. */
+#define VHOST_BLK_ANY_SIZE(cmd)	((cmd) & ~IOCSIZE_MASK)
 
 static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 {
@@ -434,13 +444,17 @@ static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long a
 	void __user *argp = (void __user *)arg;
 	u64 features;
 
-	switch (cmd) {
-	case VHOST_BLK_SET_BACKEND:
+	/* Structs that grow say by themselves how long they are. */
+	switch (VHOST_BLK_ANY_SIZE(cmd)) {
+	case VHOST_BLK_ANY_SIZE(VHOST_BLK_SET_BACKEND):
 		return vhost_blk_set_backend(blk, argp);
+	case VHOST_BLK_ANY_SIZE(VHOST_BLK_GET_VRING_STATS):
+		return vhost_blk_get_vring_stats(blk, argp);
+	}
+
+	switch (cmd) {
 	case VHOST_BLK_SET_VRING:
 		return vhost_blk_set_vring(blk, argp);
-	case VHOST_BLK_GET_VRING_STATS:
-		return vhost_blk_get_vring_stats(blk, argp);
 	case VHOST_GET_FEATURES:
 		features = vhost_blk_features;
 		return copy_to_user(argp, &features, sizeof(features)) ? -EFAULT : 0;

@@ -216,12 +216,17 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 
 	if (!req->status_at)
 		return 0;
-	if (put_user(req->status, req->status_at))
+	/* Memory that went is not there for the next request either. */
+	if (put_user(req->status, req->status_at)) {
 		vq_err(vq, "Cannot write a status to %p\n", req->status_at);
+		vhost_blk_break(req->ring);
+	}
 	/* Not for nothing: of more bytes than it is told ranges of, the core makes a BUG. */
 	if (req->log_num &&
-	    vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0)
+	    vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0) {
 		vq_err(vq, "Cannot write the dirty log\n");
+		vhost_blk_break(req->ring);
+	}
 	return 1 + (req->status == VIRTIO_BLK_S_OK ? req->written : 0);
 }
 

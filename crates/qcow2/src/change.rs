@@ -185,6 +185,11 @@ impl<'i, 's> Change<'i, 's> {
         Ok(first)
     }
 
+    /// Makes the refcount table at least so long.
+    pub(crate) fn widen(&mut self, entries: u64) {
+        self.table.resize((entries as usize).max(self.table.len()), 0);
+    }
+
     /// Looks for free clusters at and behind this one only.
     pub(crate) fn look_from(&mut self, cluster: u64) {
         self.next = self.next.max(cluster);
@@ -360,7 +365,8 @@ impl<'i, 's> Change<'i, 's> {
 
     /// Makes it so: `header` becomes the image's.
     pub(crate) fn commit(mut self, mut header: Header) -> Result<()> {
-        if !self.moved.is_empty() {
+        let room = (u64::from(header.reftable_clusters) << header.cluster_bits) / 8;
+        if !self.moved.is_empty() || self.table.len() as u64 > room {
             self.move_table(&mut header)?;
         }
         self.write_blocks()?;

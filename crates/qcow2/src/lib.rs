@@ -1,33 +1,55 @@
 //! qcow2 images (QEMU's docs/interop/qcow2, versions 2 and 3) without I/O: no file descriptors, no threads.
 //!
-//! [`header`] and [`entry`] are the format itself. Offline work (make, check, resize an image that nobody uses) goes by way
-//! of [`Storage`], a file that the caller has.
+//! [`header`] and [`entry`] are the format itself. An image that is [`Served`] is shared by all who serve it; each request
+//! is a [`Request`], which says step by step what its caller has to read, write or wait for. Offline work (make, check,
+//! resize an image that nobody uses) goes by way of [`Storage`], a file that the caller has.
 //!
 //! What must never happen: bytes of an image, which may be hostile, panic, overflow, loop or make us allocate without
 //! bound; an image written by us that `qemu-img check` calls corrupt, at whatever point the writing ended.
 //!
 //! Numbers in images are big-endian.
 
+mod alloc;
 pub mod bitmap;
 mod change;
 pub mod check;
+pub mod compress;
 pub mod create;
 pub mod entry;
+mod epoch;
 mod error;
 pub mod header;
 mod image;
 pub mod info;
+mod map;
 pub mod memory;
 pub mod refcount;
+mod request;
 pub mod resize;
+mod served;
 pub mod snapshot;
 mod storage;
+mod sync;
 #[cfg(test)]
 mod testing;
 
 pub use error::{Error, Result};
 pub use image::Image;
+pub use request::{Buf, Context, Op, Request, Step};
+pub use served::{Chain, Layer, Served, Settings, User, make_room};
 pub use storage::Storage;
 
 /// Told how far long work came: units done, of how many.
 pub type Progress<'p> = &'p mut dyn FnMut(u64, u64);
+
+/// One of the files that a disk consists of; the caller's number for it.
+pub type FileId = u16;
+
+/// How a request is woken that waits for another: the caller's numbers for who serves it, and for which it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waker {
+    /// Who serves it.
+    pub who: u64,
+    /// Which of theirs.
+    pub token: u64,
+}

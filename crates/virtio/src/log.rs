@@ -40,6 +40,11 @@ impl DirtyLog {
         Self { base, size, _keep: keep }
     }
 
+    /// Whether it has a bit for every page below a guest address.
+    pub fn covers(&self, end: u64) -> bool {
+        end.div_ceil(LOG_PAGE_SIZE).div_ceil(8) <= self.size as u64
+    }
+
     /// Marks every page that has a byte in the range. Pages past the end of the log are ignored.
     pub fn mark(&self, guest_addr: u64, len: u64) {
         if len == 0 {

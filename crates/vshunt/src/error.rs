@@ -46,6 +46,13 @@ impl Error {
         Self { kind: Kind::Io, message: format!("{what}: {source}"), source: Some(source) }
     }
 
+    /// The same, with what it happened to before it: `why: message`.
+    #[must_use]
+    pub fn context(mut self, why: impl fmt::Display) -> Self {
+        self.message = format!("{why}: {}", self.message);
+        self
+    }
+
     /// The class of the failure.
     pub fn kind(&self) -> Kind {
         self.kind

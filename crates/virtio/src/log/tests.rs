@@ -30,3 +30,14 @@ fn marks_agree_with_a_bit_at_a_time() {
         assert_eq!(bits, wanted);
     }
 }
+
+#[test]
+fn covers_up_to_its_last_bit() {
+    let mut bits = [0u8; 2];
+    // SAFETY: the array outlives the log.
+    let log = unsafe { DirtyLog::new(bits.as_mut_ptr(), bits.len(), Arc::new(())) };
+    let last = 2 * 8 * LOG_PAGE_SIZE;
+    for (end, covered) in [(0, true), (last - 1, true), (last, true), (last + 1, false), (u64::MAX, false)] {
+        assert_eq!(log.covers(end), covered, "{end:#x}");
+    }
+}

@@ -44,6 +44,8 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, QmpError> {
 enum Driver {
     #[serde(rename = "raw")]
     Raw,
+    #[serde(rename = "qcow2")]
+    Qcow2,
     #[serde(rename = "file")]
     File,
     #[serde(rename = "host_device")]
@@ -85,6 +87,8 @@ struct Node {
     locking: Option<OnOffAuto>,
     discard: Option<String>,
     detect_zeroes: Option<String>,
+    /// Of qcow2: memory for the map of clusters.
+    cache_size: Option<u64>,
     /// Ours: true is `cache=writethrough` of a disk.
     writethrough: Option<bool>,
     /// QEMU's choice of system interface; there is one here.
@@ -119,8 +123,12 @@ impl Node {
             Driver::Ram => (Format::Ram, node.size),
             _ if node.filename.is_none() => return refuse("'filename' is missing"),
             _ if node.size.is_some() => return refuse("a file has its own size; leave 'size' out"),
+            Driver::Qcow2 => (Format::Qcow2, None),
             _ => (Format::Raw, None),
         };
+        if node.cache_size.is_some() && format != Format::Qcow2 {
+            return refuse("'cache-size' belongs to driver qcow2 only");
+        }
         let cache = node.cache.unwrap_or_default();
         Ok(DiskSpec {
             name,
@@ -142,21 +150,29 @@ impl Node {
                 _ => Cache::Writeback,
             },
             locking: node.locking != Some(OnOffAuto::Off),
+            cache_size: node.cache_size,
         })
     }
 
-    /// The protocol node under `raw`, with what it did not say itself inherited.
+    /// The protocol node under `raw` or `qcow2`, with what it did not say itself inherited.
     fn with_child(mut self) -> Result<Self, QmpError> {
         match (self.driver, self.file.take()) {
             (_, None) => Ok(self),
             (Driver::Raw, Some(Child::Node(child))) if self.filename.is_some() || child.file.is_some() => {
                 refuse("'file' of driver raw must be the one node that names a file or null-co")
             }
-            (Driver::Raw, Some(Child::Node(child))) => {
+            (Driver::Qcow2, Some(Child::Node(child)))
+                if self.filename.is_some() || !matches!(child.driver, Driver::File | Driver::HostDevice) =>
+            {
+                refuse("'file' of driver qcow2 must be the one node that names a file")
+            }
+            (driver @ (Driver::Raw | Driver::Qcow2), Some(Child::Node(child))) => {
                 let child = *child;
                 let inherited = self.cache.unwrap_or_default();
                 let cache = child.cache.unwrap_or_default();
                 Ok(Self {
+                    driver: if driver == Driver::Qcow2 { driver } else { child.driver },
+                    cache_size: self.cache_size,
                     read_only: self.read_only.or(child.read_only),
                     auto_read_only: self.auto_read_only.or(child.auto_read_only),
                     cache: Some(CacheMembers {
@@ -170,10 +186,10 @@ impl Node {
                     ..child
                 })
             }
-            (Driver::Raw, Some(Child::Name(name))) => refuse(format!(
+            (Driver::Raw | Driver::Qcow2, Some(Child::Name(name))) => refuse(format!(
                 "nodes do not stack here: give the members of {name} inside 'file', or export {name} itself"
             )),
-            (_, Some(_)) => refuse("'file' belongs to driver raw only"),
+            (_, Some(_)) => refuse("'file' belongs to drivers raw and qcow2 only"),
         }
     }
 }
@@ -348,6 +364,7 @@ pub(crate) fn query_named_block_nodes(context: &Context, arguments: Arguments) -
 fn block_device_info(disk: DiskInfo) -> Value {
     let driver = match disk.spec.format {
         Format::Raw => "raw",
+        Format::Qcow2 => "qcow2",
         Format::Null => "null-co",
         Format::Ram => "ram",
     };

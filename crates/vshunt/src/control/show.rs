@@ -41,6 +41,7 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
         disks.iter().map(|d| {
             let format = match d.spec.format {
                 Format::Raw => "raw",
+                Format::Qcow2 => "qcow2",
                 Format::Null => "null",
                 Format::Ram => "ram",
             };

@@ -182,12 +182,18 @@ impl Export {
                         let queues = Queues::User(user_queues(count)?);
                         start(socket, Arc::new(device), queues, why)
                     }
-                    Server::Kernel(plan) => {
-                        let set = KernelQueues::new(&spec.name, plan, count, serial, workers)?;
-                        spread_kernel(spec, &set)?;
-                        let device = device.served_by_kernel(set.features());
-                        start(socket, Arc::new(device), Queues::Kernel(set), None)
-                    }
+                    Server::Kernel(plan) => match kernel_queues(spec, plan, count, serial, workers) {
+                        Ok(set) => {
+                            let device = device.served_by_kernel(set.features());
+                            start(socket, Arc::new(device), Queues::Kernel(set), None)
+                        }
+                        // It was not to be seen before that it would refuse.
+                        Err(e) if spec.engine == Some(Engine::Auto) => {
+                            let queues = Queues::User(user_queues(count)?);
+                            start(socket, Arc::new(device), queues, Some(not_the_kernel(spec, e.to_string())))
+                        }
+                        Err(e) => Err(e),
+                    },
                 }
             }
             Opened::Card(socket, plan, tap) => {
@@ -399,14 +405,30 @@ fn server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<Server> {
     }
     match (kernel::plan(spec, disk, queues), asked) {
         (Ok(plan), _) => Ok(Server::Kernel(plan)),
-        (Err(why), Engine::Auto) => {
-            tracing::info!("export {}: not served by the kernel: {why}", spec.name);
-            Ok(Server::User { why: Some(why) })
-        }
+        (Err(why), Engine::Auto) => Ok(Server::User { why: Some(not_the_kernel(spec, why)) }),
         (Err(why), _) => {
             Err(Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name)))
         }
     }
+}
+
+/// Takes note of why an export is not the kernel's.
+fn not_the_kernel(spec: &ExportSpec, why: String) -> String {
+    tracing::info!("export {}: not served by the kernel: {why}", spec.name);
+    why
+}
+
+/// The queues of a disk in the kernel's hands, with their workers.
+fn kernel_queues(
+    spec: &ExportSpec,
+    plan: kernel::Plan,
+    count: u16,
+    serial: &str,
+    workers: &Arc<Workers>,
+) -> Result<Arc<KernelQueues>> {
+    let set = KernelQueues::new(&spec.name, plan, count, serial, workers)?;
+    spread_kernel(spec, &set)?;
+    Ok(set)
 }
 
 /// How many queue pairs a network's export has.

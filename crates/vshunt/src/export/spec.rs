@@ -16,6 +16,8 @@ pub enum Format {
     /// A file or block device, byte for byte.
     #[default]
     Raw,
+    /// A qcow2 image, with those that it stands on.
+    Qcow2,
     /// Discards writes, reads nothing (the guest's buffer stays as it is): for measuring.
     Null,
     /// Memory of the daemon; gone with it.
@@ -75,6 +77,10 @@ pub struct DiskSpec {
     /// Lock the image as QEMU does; off only where the file system cannot.
     #[serde(default = "yes")]
     pub locking: bool,
+    /// Of a qcow2 disk: bytes of memory for the map of where its clusters lie. What the whole disk needs, 32 MiB at most, if
+    /// nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_size: Option<u64>,
 }
 
 fn yes() -> bool {

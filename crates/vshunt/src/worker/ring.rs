@@ -242,6 +242,43 @@ impl Ring {
         }
     }
 
+    /// Names this ring to other threads' rings, for [`wake`](Self::wake).
+    pub fn id(&self) -> u64 {
+        self.uring.as_raw_fd() as u64
+    }
+
+    /// A completion will come for an operation that is not pushed: another's [`wake`](Self::wake).
+    pub fn expect_wake(&mut self) {
+        self.pending += 1;
+    }
+
+    /// Completes, with 0, what waits with this (packed) token on the ring of that [`id`](Self::id), which is there for as
+    /// long as something waits.
+    pub fn wake(&mut self, id: u64, token: u64) {
+        let entry = if id == self.id() {
+            opcode::Nop::new().build().user_data(token)
+        } else {
+            opcode::MsgRingData::new(types::Fd(id as RawFd), 0, token, None)
+                .build()
+                .flags(squeue::Flags::SKIP_SUCCESS)
+                .user_data(IGNORE)
+        };
+        self.push_ignored(&entry.into());
+    }
+
+    /// Sends what was pushed and waits for one completion: its result. For control threads, with one operation at a time.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn next_result(&mut self) -> io::Result<i32> {
+        let mut completions = Vec::new();
+        while completions.is_empty() {
+            self.enter(true)?;
+            self.reap(&mut completions);
+        }
+        Ok(completions[0].result)
+    }
+
     /// Operations pushed and not completed.
     pub fn pending(&self) -> u64 {
         self.pending

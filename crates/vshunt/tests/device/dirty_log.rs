@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vshunt_bench::driver::{
-    Area, Code, Memory, Options, PAGE, Payload, RegionSpec, RingSetup, VERSION, feature, request,
+    Area, Code, DriverSeg, Memory, Options, PAGE, Payload, RegionSpec, RingSetup, Session, VERSION, feature,
+    request,
 };
 
-use super::rig::{LOAD_BYTES, MIB, Machine, Rig, layouts, shapes, small};
+use super::rig::{LOAD_BYTES, MIB, Machine, Rig, header, layouts, shapes, small};
 
 /// The log as a VMM has it: it takes marks away while the device makes new ones.
 struct Log {
@@ -167,4 +168,122 @@ fn a_log_that_covers_too_little_is_refused() {
         // It has no answer that says no: the connection ends.
         assert_ne!(wire.recv().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
     }
+}
+
+/// The log's file, of which the device is told the first bytes only: in the rest no bit may appear.
+struct Short {
+    memory: Arc<Memory>,
+    bits: Area,
+    told: u64,
+}
+
+impl Short {
+    fn new(told: u64) -> Self {
+        let memory = Memory::new(&[RegionSpec { guest_addr: 0, size: told.next_multiple_of(PAGE) }]).unwrap();
+        let bits = memory.alloc(memory.regions()[0].size as usize, 8).unwrap();
+        Self { memory, bits, told }
+    }
+
+    fn tell(&self, session: &mut Session) {
+        session.set_log(self.told, self.memory.regions()[0].fd()).unwrap();
+    }
+
+    fn assert_nothing_beyond(&self) {
+        let beyond = &self.bits.to_vec()[self.told as usize..];
+        assert!(beyond.iter().all(|&b| b == 0), "marked beyond the end of the log");
+    }
+}
+
+/// Load for a moment, verified, and the ring is whole after it.
+fn serves(rig: &Rig, machine: &mut Machine) {
+    let load = machine.load(0);
+    load.progress(50);
+    machine.put_queue(load.end());
+    assert_eq!(rig.queue("e", 0).state, "running");
+}
+
+/// Memory whose bits begin at byte 512 of a log.
+fn low() -> Options {
+    let size = 16 * MIB;
+    Options { regions: vec![RegionSpec { guest_addr: 16 * MIB, size }], ..small() }
+}
+
+/// QEMU switches logging on before it tells of the log where a guest starts while it migrates; others forget to tell.
+#[test]
+fn without_a_log_nothing_is_marked() {
+    let rig = Rig::ram(LOAD_BYTES, 1);
+    let mut machine = Machine::connect(&rig.socket("e"), low());
+    switch(&mut machine, true);
+    serves(&rig, &mut machine);
+    // What comes then is logged.
+    let log = Log::new(&machine.memory);
+    let region = &log.memory.regions()[0];
+    machine.session.set_log(region.size, region.fd()).unwrap();
+    serves(&rig, &mut machine);
+    let used = machine.parts[0].device.guest() / PAGE * PAGE;
+    let marked = log.take();
+    assert!(marked.contains(&used), "the used ring: {marked:x?}");
+    assert!(marked.len() > 1, "data and status: {marked:x?}");
+}
+
+#[test]
+fn nothing_is_marked_beyond_the_log() {
+    let rig = Rig::ram(LOAD_BYTES, 1);
+    let mut machine = Machine::open(&rig.socket("e"), low());
+    // There is no memory yet that it would have to cover.
+    let log = Short::new(256);
+    log.tell(&mut machine.session);
+    machine.start().unwrap();
+    switch(&mut machine, true);
+    serves(&rig, &mut machine);
+    log.assert_nothing_beyond();
+    // Covered, but the ring's own place in it is not.
+    let log = Short::new(1024);
+    log.tell(&mut machine.session);
+    let parts = machine.parts[0].clone();
+    let user = |area: &Area| area.host() as u64;
+    let far = Payload::new()
+        .u32(0)
+        .u32(1)
+        .u64(user(&parts.desc))
+        .u64(user(&parts.device))
+        .u64(user(&parts.driver))
+        .u64(2000 * 8 * PAGE);
+    machine.session.wire().tell(Code::SetVringAddr, &far, &[]).unwrap();
+    serves(&rig, &mut machine);
+    log.assert_nothing_beyond();
+    assert!(log.bits.to_vec().iter().any(|&b| b != 0), "what it covers is marked");
+}
+
+/// Memory that comes while writes are logged, and lies beyond the log.
+#[test]
+fn memory_beyond_the_log_is_not_marked() {
+    let rig = Rig::ram(MIB, 1);
+    let mut client = rig.connect("e", low());
+    client.write(0, &[7; 4096]);
+    let log = Short::new(1024);
+    log.tell(client.disk.session());
+    let features = client.disk.session().features() | feature::LOG_ALL;
+    client.disk.session().set_features(features).unwrap();
+    let more = Memory::new(&[RegionSpec { guest_addr: 48 * MIB, size: 2 * MIB }]).unwrap();
+    let region = &more.regions()[0];
+    let told = Payload::new().u64(0).u64(region.guest_addr).u64(region.size).u64(region.user_addr()).u64(0);
+    client.disk.session().wire().tell(Code::AddMemReg, &told, &[region.fd()]).unwrap();
+
+    // A read whose data goes there.
+    client.arena.write(0, &header(request::IN, 0));
+    let data = more.area(region.guest_addr, 4096).unwrap();
+    let at = |addr, len, writable| DriverSeg { addr, len, writable };
+    let base = client.arena.guest();
+    let segs = [at(base, 16, false), at(data.guest(), 4096, true), at(base + 64, 1, true)];
+    let cookie = client.disk.submit(0, &segs, false).unwrap();
+    client.disk.wait_for(0, Some(cookie)).unwrap();
+    assert_eq!((client.arena.part(64, 1).to_vec(), data.to_vec()), (vec![0], vec![7; 4096]));
+    log.assert_nothing_beyond();
+
+    client.disk.session().wire().tell(Code::RemMemReg, &told, &[]).unwrap();
+    log.bits.fill(0);
+    assert_eq!(client.read(0, 4096), [7; 4096]);
+    assert!(log.bits.to_vec().iter().any(|&b| b != 0), "marked again without it");
+    assert_eq!(rig.queue("e", 0).state, "running");
 }

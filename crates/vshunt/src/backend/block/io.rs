@@ -4,6 +4,8 @@
 //! its own progress in it. What must never happen: an [`Io`] moved or dropped while an operation of its is under way,
 //! for the kernel holds addresses inside it.
 
+use std::ops::Range;
+
 use libc::iovec;
 
 use super::Op;
@@ -166,6 +168,39 @@ impl IoVecs {
         self.for_first(n, |ptr, len, at| unsafe { std::ptr::copy(from.add(at), ptr, len) });
     }
 
+    /// Calls `f` with address and length of what makes up a range of the bytes left.
+    pub(super) fn for_range(&self, range: Range<u64>, mut f: impl FnMut(*mut u8, usize)) {
+        self.for_first(range.end, |ptr, len, at| {
+            let skip = (range.start.saturating_sub(at as u64) as usize).min(len);
+            if skip < len {
+                f(ptr.wrapping_add(skip), len - skip);
+            }
+        });
+    }
+
+    /// Fills a range of the bytes left with zeroes.
+    ///
+    /// # Safety
+    /// The segments are valid as `push` was promised.
+    pub(super) unsafe fn zero_range(&self, range: Range<u64>) {
+        // SAFETY: as in `gather`.
+        self.for_range(range, |ptr, len| unsafe { std::ptr::write_bytes(ptr, 0, len) });
+    }
+
+    /// Copies `from` to a range, as long, of the bytes left.
+    ///
+    /// # Safety
+    /// The segments are valid as `push` was promised.
+    pub(super) unsafe fn scatter_range(&self, range: Range<u64>, from: &[u8]) {
+        debug_assert_eq!(range.end - range.start, from.len() as u64);
+        let mut at = 0;
+        self.for_range(range, |ptr, len| {
+            // SAFETY: as in `gather`; the pieces add up to `from`'s length.
+            unsafe { std::ptr::copy(from[at..at + len].as_ptr(), ptr, len) };
+            at += len;
+        });
+    }
+
     /// Fills all that is left with zeroes and uses it up.
     ///
     /// # Safety
@@ -229,6 +264,8 @@ pub struct Io {
     /// Bytes that the operation under way asks for, where that is not told by the segments.
     pub(super) asked: u32,
     pub(super) bounce: Option<AlignedBuf>,
+    /// Of a qcow2 disk's requests; made at the slot's first.
+    pub(super) qcow2: Option<Box<super::qcow2::Slot>>,
 }
 
 impl Default for Io {
@@ -246,6 +283,7 @@ impl Default for Io {
             retries: 0,
             asked: 0,
             bounce: None,
+            qcow2: None,
         }
     }
 }

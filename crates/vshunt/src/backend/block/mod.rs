@@ -13,6 +13,7 @@ mod bounce;
 mod io;
 mod lock;
 mod memory;
+mod qcow2;
 mod raw;
 mod spill;
 
@@ -29,6 +30,7 @@ use bounce::Pool;
 pub use io::{Io, IoVecs};
 pub(crate) use lock::lock as lock_image;
 use memory::Ram;
+use qcow2::Qcow2;
 use raw::Raw;
 
 /// The unit of sizes and offsets: a disk's size is a multiple of it, whatever its logical block size (virtio 1.3,
@@ -120,6 +122,7 @@ enum Kind {
     Null,
     Ram(Ram),
     Raw(Raw),
+    Qcow2(Arc<Qcow2>),
 }
 
 /// Keeps a descriptor open while a ring knows it.
@@ -130,7 +133,7 @@ impl Disk {
     pub fn check(spec: &DiskSpec) -> Result<()> {
         match spec.format {
             Format::Raw if spec.file.is_none() => Err(raw::no_image(spec)),
-            Format::Raw => Ok(()),
+            Format::Raw | Format::Qcow2 => Ok(()),
             Format::Null | Format::Ram => memory_size(spec).map(drop),
         }
     }
@@ -153,6 +156,10 @@ impl Disk {
                 let (raw, size_bytes, limits) = raw::open(spec)?;
                 (Kind::Raw(raw), size_bytes, limits)
             }
+            Format::Qcow2 => {
+                let (image, size_bytes, limits) = qcow2::open(spec)?;
+                (Kind::Qcow2(Arc::new(image)), size_bytes, limits)
+            }
             Format::Null => (Kind::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
             Format::Ram => {
                 let size_bytes = memory_size(spec)?;
@@ -171,10 +178,13 @@ impl Disk {
 
     /// Whether a disk of `spec` cannot be opened because this one has locked the same image.
     pub fn keeps_out(&self, spec: &DiskSpec) -> bool {
-        let (Kind::Raw(raw), Some(path), Format::Raw) = (&self.kind, &spec.file, spec.format) else {
-            return false;
+        let Some(path) = &spec.file else { return false };
+        let is_of = match &self.kind {
+            Kind::Raw(raw) => raw.is_of(path),
+            Kind::Qcow2(image) => image.is_of(path),
+            Kind::Null | Kind::Ram(_) => false,
         };
-        self.locked && spec.locking && !(self.readonly && spec.readonly) && raw.is_of(path)
+        self.locked && spec.locking && !(self.readonly && spec.readonly) && is_of
     }
 
     /// Its size now, bytes; a positive multiple of 512.
@@ -218,6 +228,7 @@ impl Disk {
             Kind::Null => Ok(()),
             Kind::Ram(ram) => ram.resize(old, size_bytes),
             Kind::Raw(raw) => raw.resize(size_bytes, self.readonly),
+            Kind::Qcow2(_) => Err(no_resize()),
         };
         self.size_bytes.store(if resized.is_ok() { size_bytes } else { old }, Ordering::Release);
         resized
@@ -245,6 +256,7 @@ impl Disk {
                 Self::resize_ram(ram, old, size_bytes).map(|()| ram.clear(end, size_bytes - end))
             }
             Kind::Raw(raw) => raw.truncate(end, size_bytes),
+            Kind::Qcow2(_) => Err(std::io::Error::from_raw_os_error(libc::EPERM)),
         };
         self.size_bytes.store(if cut.is_ok() { size_bytes } else { old }, Ordering::Release);
         cut
@@ -268,6 +280,7 @@ impl Disk {
             Kind::Null => {}
             Kind::Ram(ram) => Self::resize_ram(ram, old, size_bytes)?,
             Kind::Raw(raw) => raw.lengthen(size_bytes)?,
+            Kind::Qcow2(_) => return Err(std::io::Error::from_raw_os_error(libc::EPERM)),
         }
         self.size_bytes.store(size_bytes, Ordering::Release);
         Ok(true)
@@ -281,6 +294,7 @@ impl Disk {
     pub fn sync(&self) -> std::io::Result<()> {
         match &self.kind {
             Kind::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
+            Kind::Qcow2(image) if self.cache != Cache::Unsafe => image.flush_now(),
             _ => Ok(()),
         }
     }
@@ -302,6 +316,8 @@ impl Disk {
     pub fn granule(&self) -> u64 {
         match &self.kind {
             Kind::Raw(raw) => raw.granule(),
+            // Blocks of the file, which its clusters are made of.
+            Kind::Qcow2(_) => SECTOR_BYTES,
             Kind::Null | Kind::Ram(_) => 1,
         }
     }
@@ -310,6 +326,7 @@ impl Disk {
     pub fn zero_granule(&self) -> u64 {
         match &self.kind {
             Kind::Raw(raw) if !raw.can_be_cut() => u64::from(self.limits.block_size),
+            Kind::Qcow2(_) => SECTOR_BYTES,
             _ => 1,
         }
     }
@@ -318,14 +335,18 @@ impl Disk {
     pub fn image(&self) -> Option<&File> {
         match &self.kind {
             Kind::Raw(raw) => Some(raw.image()),
-            Kind::Null | Kind::Ram(_) => None,
+            Kind::Null | Kind::Ram(_) | Kind::Qcow2(_) => None,
         }
     }
 
     /// Whether to ask the image for its size or times may wait for another program, as a file on FUSE does: not for a
     /// worker.
     pub fn image_may_wait(&self) -> bool {
-        matches!(&self.kind, Kind::Raw(raw) if raw.may_wait())
+        match &self.kind {
+            Kind::Raw(raw) => raw.may_wait(),
+            Kind::Qcow2(image) => image.may_wait(),
+            Kind::Null | Kind::Ram(_) => false,
+        }
     }
 
     /// Writes bytes that need not be multiples of the [granule](Self::granule), the ones around them being read and
@@ -336,6 +357,7 @@ impl Disk {
     pub fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
         match &self.kind {
             Kind::Raw(raw) => raw.merge(offset, bytes, fua),
+            Kind::Qcow2(image) => image.merge(offset, bytes, fua),
             // Their granule is 1.
             Kind::Null | Kind::Ram(_) => Err(std::io::ErrorKind::InvalidInput.into()),
         }
@@ -348,7 +370,11 @@ impl Disk {
 
     /// Whether the image is open with O_DIRECT.
     pub fn direct_in_use(&self) -> bool {
-        matches!(&self.kind, Kind::Raw(raw) if raw.direct_in_use())
+        match &self.kind {
+            Kind::Raw(raw) => raw.direct_in_use(),
+            Kind::Qcow2(image) => image.direct_in_use(),
+            Kind::Null | Kind::Ram(_) => false,
+        }
     }
 
     /// How requests reach it: `ring`, `inline` (a file in memory), `memory` or `none`.
@@ -357,21 +383,61 @@ impl Disk {
             Kind::Null => "none",
             Kind::Ram(_) => "memory",
             Kind::Raw(raw) if raw.inline() => "inline",
-            Kind::Raw(_) => "ring",
+            Kind::Raw(_) | Kind::Qcow2(_) => "ring",
         }
     }
 
     /// Makes it usable by one queue of the worker that owns `ring`; on that worker's thread.
     pub fn attach(self: &Arc<Self>, ring: &mut Ring) -> DiskHandle {
-        let known = match &self.kind {
-            Kind::Raw(raw) if !raw.inline() => {
-                let file = ring.know(raw.file());
-                RingFiles { file, aside: raw.aside().map_or(file, |f| ring.know(f)) }
-            }
-            _ => RingFiles { file: RingFile::Plain(-1), aside: RingFile::Plain(-1) },
-        };
-        DiskHandle { disk: self.clone(), files: known, pool: Pool::default() }
+        let (mut files, mut image) = (RingFiles::NONE, None);
+        match &self.kind {
+            Kind::Raw(raw) => files = know(raw, ring),
+            Kind::Qcow2(qcow2) => image = Some(Box::new(qcow2.attach(ring))),
+            Kind::Null | Kind::Ram(_) => {}
+        }
+        DiskHandle { disk: self.clone(), files, image, pool: Pool::default() }
     }
+
+    /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image
+    /// or in the system's cache of it.
+    pub fn outlives_us(&self) -> bool {
+        // The map of a qcow2 image is in our memory until the next flush.
+        !matches!(self.kind, Kind::Qcow2(_)) || self.readonly || self.cache == Cache::Writethrough
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        if let Kind::Qcow2(image) = &self.kind {
+            image.close();
+        }
+    }
+}
+
+/// Makes a raw file known to a ring.
+fn know(raw: &Raw, ring: &mut Ring) -> RingFiles {
+    if raw.inline() {
+        return RingFiles::NONE;
+    }
+    let file = ring.know(raw.file());
+    RingFiles { file, aside: raw.aside().map_or(file, |f| ring.know(f)) }
+}
+
+/// Undoes [`know`].
+fn forget(raw: &Raw, ring: &mut Ring) {
+    if raw.inline() {
+        return;
+    }
+    ring.forget(raw.file().as_raw_fd());
+    if let Some(aside) = raw.aside() {
+        ring.forget(aside.as_raw_fd());
+    }
+}
+
+fn no_resize() -> Error {
+    Error::unsupported(
+        "a qcow2 disk cannot be resized while it is served yet: end the daemon, 'qemu-img resize', start it",
+    )
 }
 
 /// A raw image's descriptors in one ring.
@@ -382,10 +448,16 @@ struct RingFiles {
     aside: RingFile,
 }
 
+impl RingFiles {
+    const NONE: Self = Self { file: RingFile::Plain(-1), aside: RingFile::Plain(-1) };
+}
+
 /// A disk as one worker's queue uses it: made and used on that worker's thread, with that worker's ring and no other.
 pub struct DiskHandle {
     disk: Arc<Disk>,
     files: RingFiles,
+    /// Of a qcow2 disk.
+    image: Option<Box<qcow2::Handle>>,
     pool: Pool,
 }
 
@@ -403,6 +475,7 @@ impl DiskHandle {
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
+            Kind::Qcow2(_) => self.image().start(&self.pool, ring, io, token),
         };
         Self::stepped(io, step)
     }
@@ -412,6 +485,7 @@ impl DiskHandle {
     pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
         let step = match &self.disk.kind {
             Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
+            Kind::Qcow2(_) => self.image().resume(&self.pool, ring, io, token, res),
             // The others are never under way; a completion that says otherwise is not ours.
             Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
         };
@@ -429,14 +503,15 @@ impl DiskHandle {
 
     /// Undoes [`Disk::attach`], on the same thread, with no request under way.
     pub fn detach(self, ring: &mut Ring) {
-        if let Kind::Raw(raw) = &self.disk.kind
-            && !raw.inline()
-        {
-            ring.forget(raw.file().as_raw_fd());
-            if let Some(aside) = raw.aside() {
-                ring.forget(aside.as_raw_fd());
-            }
+        match &self.disk.kind {
+            Kind::Raw(raw) => forget(raw, ring),
+            Kind::Qcow2(_) => self.image.expect("made with it").detach(ring),
+            Kind::Null | Kind::Ram(_) => {}
         }
+    }
+
+    fn image(&self) -> &qcow2::Handle {
+        self.image.as_ref().expect("made with it")
     }
 }
 

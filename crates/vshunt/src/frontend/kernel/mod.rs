@@ -46,7 +46,7 @@ pub struct RingSetup<'a> {
     pub base: u32,
     /// Descriptor table, available ring, used ring.
     pub parts: [*mut u8; 3],
-    /// Guest address of the used ring, if writes there are to be logged.
+    /// Guest address of the used ring, if writes there are to be logged; the log has bits for all of it.
     pub log: Option<u64>,
     /// The guest's kicks.
     pub kick: &'a OwnedFd,
@@ -197,7 +197,8 @@ impl KernelQueues {
         self.homes.note(self.queue_of(ring), slot.worker, slot.generation);
     }
 
-    /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged.
+    /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged: only with a log that has
+    /// bits for all of it, since the kernel looks for no end.
     ///
     /// # Errors
     /// The kernel's, in words.
@@ -316,10 +317,20 @@ impl KernelQueues {
     /// A ring that does not run is not to start again soon: nothing is to wait for it. Idempotent.
     pub fn close(&self, ring: u16) {
         let slot = self.slot(ring);
-        if !slot.running
-            && let Err(e) = self.behind.open(ring, false)
-        {
+        if slot.running {
+            return;
+        }
+        if let Err(e) = self.behind.open(ring, false) {
             tracing::warn!("{}: {e}", self.name);
+        }
+        // Kicks of a guest that stopped it wake nobody, and nothing of a front-end that went is kept open.
+        let (device, at) = self.behind.of(ring);
+        for dropped in
+            [device.set_vring_kick(at, None), device.set_vring_call(at, None), device.set_vring_err(at, None)]
+        {
+            if let Err(e) = dropped {
+                tracing::debug!("{}: ring {ring}: {e}", self.name);
+            }
         }
     }
 
@@ -441,7 +452,8 @@ impl KernelQueues {
         for (_, i) in running().filter(|(_, i)| !broken(*i)) {
             if let Err(e) = self.behind.run(i, true) {
                 tracing::error!("ring {i} of {} cannot go on: {e}", self.name);
-                self.behind.stats(self.queue_of(i)).set_state(State::Broken);
+                // As if the kernel had said so: the session tells all who want to know.
+                let _ = rustix::io::write(self.alarm(i), &1u64.to_ne_bytes());
             }
         }
         learnt.map(|()| result)

@@ -102,6 +102,7 @@ pub(super) fn adopt(
     worker: impl FnOnce(WorkerId, u32) -> Arc<dyn KernelWorker>,
 ) -> Result<WorkerId> {
     workers.adopt(name, settings, |id| {
+        let _turn = (!numbers_are_the_kernels()).then(|| MAKING.lock().expect("no holder panics"));
         let before = vhost_threads();
         let number = call().map_err(|e| cannot(export, &e))?;
         let new = vhost_threads().difference(&before).copied().next();
@@ -127,11 +128,23 @@ fn cannot(export: &str, e: &vhost_kernel::Error) -> Error {
     }
 }
 
-/// Threads of this process that the kernel made because this thread asked: `vhost-TID`.
+/// Held while the kernel makes a worker, where its name does not say who asked: the thread that is new then is that one.
+static MAKING: Mutex<()> = Mutex::new(());
+
+/// Whether threads have the numbers that the kernel names its workers by: not in a container. (The number of the outermost
+/// PID namespace is fixed: PROC_PID_INIT_INO.)
+fn numbers_are_the_kernels() -> bool {
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|ns| ns.as_os_str() == "pid:[4026531836]")
+}
+
+/// Threads of this process that the kernel made because this thread asked, `vhost-TID`; because any did, where numbers are
+/// not the kernel's.
 fn vhost_threads() -> BTreeSet<i32> {
-    let name = format!("vhost-{}", rustix::thread::gettid());
+    let asker = numbers_are_the_kernels().then(|| rustix::thread::gettid().to_string());
     let is_one = |tid: &i32| {
-        fs::read_to_string(format!("/proc/self/task/{tid}/comm")).is_ok_and(|comm| comm.trim_end() == name)
+        let comm = fs::read_to_string(format!("/proc/self/task/{tid}/comm")).unwrap_or_default();
+        let number = comm.trim_end().strip_prefix("vhost-").filter(|n| n.parse::<u32>().is_ok());
+        number.is_some_and(|number| asker.as_ref().is_none_or(|asker| asker == number))
     };
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     tasks.filter_map(|t| t.file_name().to_str()?.parse().ok()).filter(is_one).collect()

@@ -220,6 +220,10 @@ impl Device for BlkDevice {
         })
     }
 
+    fn outlives_us(&self) -> bool {
+        self.disk.outlives_us()
+    }
+
     fn resumed(&self) {
         if !self.told.load(Relaxed) {
             self.shared.unsure.store(true, Relaxed);

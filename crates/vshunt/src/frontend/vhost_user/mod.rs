@@ -88,6 +88,10 @@ pub trait Device: Send + Sync {
     /// The front-end brought an in-flight region that was used before: its guest goes on where another daemon, or
     /// a former connection, left it.
     fn resumed(&self);
+    /// Whether a guest can go on with another daemon where this one was killed.
+    fn outlives_us(&self) -> bool {
+        true
+    }
     /// NET_SET_MTU. The error says why not.
     fn set_mtu(&self, _mtu: u64) -> std::result::Result<(), String> {
         Err("this device has no MTU".to_owned())

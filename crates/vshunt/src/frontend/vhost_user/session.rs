@@ -3,6 +3,7 @@
 //! All of it belongs to the session thread. A ring runs when it has memory, addresses, a kick and is enabled;
 //! it is then a queue on a worker and comes back, drained, before anything that it leans on goes away.
 
+mod log;
 mod rings;
 
 use std::fs::File;
@@ -139,12 +140,13 @@ impl Session {
         }
     }
 
-    /// What we offer of the protocol. The kernel notes nowhere what it has in flight.
+    /// What we offer of the protocol. The kernel notes nowhere what it has in flight; and a guest whose writes may be lost
+    /// with us is to be reset, rather than to go on.
     fn offered(&self) -> VhostUserProtocolFeatures {
         let all = super::PROTOCOL_FEATURES.union(self.device.protocol());
         match self.queues {
-            Queues::User(_) => all,
-            Queues::Kernel(_) => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
+            Queues::User(_) if self.device.outlives_us() => all,
+            _ => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
         }
     }
 
@@ -212,7 +214,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         if let Some(kernel) = self.queues.kernel()
             && changed & !F_PROTOCOL != 0
         {
-            kernel.set_features(features).map_err(refuse)?;
+            kernel.set_features(self.kernel_features(features)).map_err(refuse)?;
         }
         self.features = features;
         self.agreed.store(features, Relaxed);
@@ -489,23 +491,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let end = log.mmap_offset.checked_add(log.mmap_size).filter(|_| log.mmap_size > 0);
         let end = end.ok_or_else(|| refuse("the dirty log has no end or no bytes"))?;
         let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
-        let covered = log.mmap_size.saturating_mul(8 * LOG_PAGE_BYTES);
-        if let Some(last) = self.regions.iter().map(|r| r.guest_addr + r.size).max()
-            && covered < last
-        {
-            return Err(refuse(format!("the dirty log covers {covered:#x} of {last:#x} bytes of memory")));
-        }
-        let at = map.at(log.mmap_offset as usize);
-        if let Some(kernel) = self.queues.kernel() {
-            // SAFETY: it covers the guest's memory (above), and `self.log` keeps the mapping until another log was told
-            // or, when the session ends, features without logging.
-            unsafe { kernel.set_log_base(at) }.map_err(refuse)?;
-        }
-        // SAFETY: inside the mapping, which the log keeps.
-        let log = unsafe { DirtyLog::new(at, log.mmap_size as usize, map.clone()) };
-        self.log = Some(Arc::new(log));
-        self.update_log();
-        Ok(())
+        self.go_over_to(&map, log.mmap_offset as usize, log.mmap_size)
     }
 }
 

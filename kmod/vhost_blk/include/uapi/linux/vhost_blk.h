@@ -36,7 +36,7 @@
  * struct vhost_blk_backend - what stands behind the rings
  * @size: bytes of this struct that the caller knows. A kernel that knows less refuses what it does
  *	not know unless it is zero (E2BIG); a kernel that knows more takes zeroes for the rest. At
- *	least VHOST_BLK_BACKEND_SIZE_VER0.
+ *	least VHOST_BLK_BACKEND_SIZE_VER0. The size in the ioctl's number is not looked at.
  * @flags: VHOST_BLK_BACKEND_*; others are refused with EINVAL.
  * @fd: a block device, open for reading, and for writing unless @flags says read-only; -1 takes the
  *	backend away.
@@ -93,8 +93,9 @@ struct vhost_blk_vring_stats {
 
 /*
  * Starts (num 1) or stops (num 0) a ring. Stopping returns when no request of the ring is in
- * flight; then VHOST_GET_VRING_BASE tells where to go on, and memory may be taken away. A kick that
- * came before the start is seen. EFAULT: the ring's addresses are not in the memory table. ENODEV:
+ * flight; then VHOST_GET_VRING_BASE tells where to go on, and memory may be taken away. (Asked of a
+ * ring that runs it waits in the same way, and the ring goes on.) A kick that came before the start
+ * is seen. EFAULT: the ring's addresses are not in the memory table. ENODEV:
  * no backend. EINVAL: no such ring, other num.
  */
 #define VHOST_BLK_SET_VRING	_IOW(VHOST_VIRTIO, 0xE1, struct vhost_vring_state)

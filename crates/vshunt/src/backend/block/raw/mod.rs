@@ -32,7 +32,7 @@ use super::memory::Mapping;
 use super::{Io, Op, SECTOR_BYTES, SharedFile, Step};
 use crate::error::{Error, Result};
 
-pub(super) use open::{no_image, open};
+pub(super) use open::{no_image, open, open_part};
 
 /// Most segments that one readv or writev takes (the kernel's UIO_MAXIOV).
 const SEGMENTS_MAX: usize = 1024;

@@ -20,6 +20,15 @@ use crate::export::spec::{Cache, Direct, DiskSpec};
 
 /// Opens, locks and probes the image of `spec`.
 pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
+    open_any(spec, true)
+}
+
+/// As [`open`], a file that a disk is made of: it may have any size.
+pub(in crate::backend::block) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
+    open_any(spec, false)
+}
+
+fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
     // Looked at before it is opened, for opening a FIFO waits and opening some devices does things.
@@ -34,7 +43,11 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limi
     if spec.locking {
         lock::lock(&file, path, spec.readonly)?;
     }
-    let size_bytes = image_size(&file, path, block_device)?;
+    let size_bytes = match whole {
+        true => image_size(&file, path, block_device)?,
+        false if block_device => image_size(&file, path, true)?,
+        false => meta.len(),
+    };
     if spec.size.is_some_and(|s| s != size_bytes) {
         return Err(Error::invalid(format!(
             "{shown} has {size_bytes} bytes, not {}: the size of a raw disk is taken from the file, leave out size=",

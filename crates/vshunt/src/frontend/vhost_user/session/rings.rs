@@ -8,11 +8,11 @@ use vhost::vhost_user::{Error, Result};
 use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
-use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, UsedLog, ring_sizes};
+use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 
 use super::super::VringParts;
 use super::super::memory::Mapping;
-use super::{Session, UserAddrs, Vring, refuse};
+use super::{F_LOG_ALL, Session, UserAddrs, Vring, refuse};
 use crate::frontend::Queues;
 use crate::frontend::kernel::{KernelQueues, RingSetup};
 use crate::queue;
@@ -164,13 +164,18 @@ impl Session {
     }
 
     /// What the kernel is told of a ring, which was mapped before.
-    fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
+    pub(super) fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
         let at = |addr| self.mem.user_to_host(addr, 1).expect("the whole part lies within");
         RingSetup {
             size: vring.size,
             base: vring.base,
             parts: [at(addrs.desc), at(addrs.driver), at(addrs.device)],
-            log: addrs.log.filter(|_| self.logging()),
+            // Beyond the log's end the kernel would mark memory of ours.
+            log: addrs.log.filter(|_| {
+                let covered =
+                    |log: &Arc<DirtyLog>| self.own_log_end(vring).is_some_and(|end| log.covers(end));
+                self.logging() && self.log.as_ref().is_some_and(covered)
+            }),
             kick,
             call: vring.call.clone(),
             err: vring.err.clone(),
@@ -228,16 +233,6 @@ impl Session {
         refuse(format!("queue {index} cannot start: {e}"))
     }
 
-    /// Where a ring's writes are to be marked now, buffers and its own areas.
-    fn logs(&self, addrs: UserAddrs) -> (Option<Arc<DirtyLog>>, Option<UsedLog>) {
-        let Some(log) = self.log.clone().filter(|_| self.logging()) else { return (None, None) };
-        let used = addrs
-            .log
-            .zip(self.mem.user_to_guest(addrs.desc))
-            .map(|(device_addr, desc_addr)| UsedLog { log: log.clone(), device_addr, desc_addr });
-        (Some(log), used)
-    }
-
     /// Changes the memory table between a stop and a start of the rings that run: whole, or not at all.
     ///
     /// Rings that wait for memory start, too. With `strict`, one that ran and lies outside of the new table is an
@@ -254,11 +249,21 @@ impl Session {
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
         (0..self.vrings.len()).for_each(|index| self.pause(index));
-        let taken = self.queues.kernel().map_or(Ok(()), |kernel| kernel.set_memory(&mem, &self.mem));
+        let kernel = self.queues.kernel().cloned();
+        let taken = kernel.as_ref().map_or(Ok(()), |kernel| {
+            // Not to be marked where the log has no bits: see `kernel_features`.
+            if self.logging() && !self.log_covers(&regions) {
+                kernel.set_features(self.features & !F_LOG_ALL)?;
+            }
+            kernel.set_memory(&mem, &self.mem)
+        });
         let mut result = taken.map_err(|e| refuse(format!("the memory table is not usable: {e}")));
         // Else rings go on with the old one.
         if result.is_ok() {
             (self.regions, self.mem) = (regions, mem);
+        }
+        if let Some(kernel) = kernel.filter(|_| self.logging()) {
+            result = result.and(kernel.set_features(self.kernel_features(self.features)).map_err(refuse));
         }
         for (index, ran) in running.into_iter().enumerate() {
             let vring = &self.vrings[index];
@@ -270,30 +275,5 @@ impl Session {
             }
         }
         result
-    }
-
-    /// Tells running queues whether and where to log, between two requests.
-    pub(super) fn update_log(&mut self) {
-        for (index, vring) in self.vrings.iter().enumerate() {
-            let (true, Some(addrs), Some(kick)) = (vring.running, vring.addrs, &vring.kick) else { continue };
-            match &self.queues {
-                Queues::User(set) => {
-                    let (log, used) = self.logs(addrs);
-                    set.with_drained(index as u16, |q| {
-                        if let Some(v) = queue::vring(q) {
-                            v.set_log(log, used);
-                        }
-                    });
-                }
-                Queues::Kernel(kernel) => {
-                    let setup = self.setup(vring, addrs, kick);
-                    // SAFETY: as when it was started.
-                    if let Err(e) = unsafe { kernel.set_addresses(index as u16, &setup) } {
-                        let queue = self.queues.queue_of(index as u16);
-                        self.reports.add(queue, &format!("its writes cannot be logged: {e}"));
-                    }
-                }
-            }
-        }
     }
 }

@@ -1,0 +1,429 @@
+//! One request on a disk, step by step: each says what is to be read, written or waited for, and the caller does it.
+//!
+//! [`Request::start`] and [`Request::resume`] return at once; what they return is a [`Step`]. Nothing is held over a step but
+//! clusters whose entries the request is going to change (see [`crate::map`]); who holds some waits for metadata and for
+//! flushes only, never for other clusters, so that no two wait for each other.
+//!
+//! A write into a cluster that is not there goes: hold its entry; a cluster from the reserve; what of it the request does
+//! not cover, read from below; data written; then the entry, in memory. The next flush makes it stable, data and counts
+//! before entries ([`flush`]).
+
+mod change;
+mod fetch;
+mod flush;
+mod table;
+
+use std::ops::Range;
+
+use self::change::Change;
+use self::fetch::Fetch;
+use self::flush::Flush;
+use self::table::NewTable;
+use crate::epoch::Epoch;
+use crate::map::Load;
+use crate::served::{Chain, Miss, Served, User, What};
+use crate::{FileId, Waker};
+
+const EIO: i32 = -5;
+const ENOSPC: i32 = -28;
+const EROFS: i32 = -30;
+
+/// What is asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Op {
+    /// Disk to guest.
+    #[default]
+    Read,
+    /// Guest to disk.
+    Write,
+    /// The range reads as zeroes afterwards.
+    Zero {
+        /// Its space may be given back.
+        unmap: bool,
+    },
+    /// The range's contents are no longer needed.
+    Discard,
+    /// All that was completed before is on stable storage.
+    Flush,
+}
+
+/// Which of the request's own buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Buf {
+    /// For metadata.
+    Meta,
+    /// For data.
+    Data,
+}
+
+/// What the caller does next. `data` counts the request's bytes from 0; ranges of buffers are those of
+/// [`Request::bytes`]. After each but `Park` and `Done` the result goes to [`Request::resume`]: 0 or more, or a negative
+/// errno. Transfers are whole or failed; what is read beyond the end of a file is zeroes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Moves the guest's bytes from or to a file.
+    Data {
+        /// Which file.
+        file: FileId,
+        /// Where in it.
+        offset: u64,
+        /// Which bytes.
+        data: Range<u64>,
+    },
+    /// Fills the guest's bytes with zeroes.
+    Zeroes {
+        /// Which bytes.
+        data: Range<u64>,
+    },
+    /// Copies from the data buffer, at `at`, to the guest's bytes.
+    Copy {
+        /// Which bytes.
+        data: Range<u64>,
+        /// From where in the buffer.
+        at: usize,
+    },
+    /// Reads into a buffer.
+    Read {
+        /// Which file.
+        file: FileId,
+        /// Where in it.
+        offset: u64,
+        /// Into which buffer.
+        buf: Buf,
+        /// Where in the buffer.
+        range: Range<usize>,
+    },
+    /// Writes from a buffer.
+    Write {
+        /// Which file.
+        file: FileId,
+        /// Where in it.
+        offset: u64,
+        /// From which buffer.
+        buf: Buf,
+        /// From where in the buffer.
+        range: Range<usize>,
+    },
+    /// Writes, one behind the other, `head` bytes of the data buffer, the guest's bytes, and the `tail` bytes behind the head
+    /// in the buffer.
+    Around {
+        /// Which file.
+        file: FileId,
+        /// Where in it.
+        offset: u64,
+        /// Bytes from the buffer's beginning.
+        head: usize,
+        /// Which of the guest's.
+        data: Range<u64>,
+        /// Bytes of the buffer after `head`.
+        tail: usize,
+    },
+    /// Makes a range of a file read as zeroes.
+    ZeroFile {
+        /// Which file.
+        file: FileId,
+        /// Where in it.
+        offset: u64,
+        /// How much.
+        len: u64,
+        /// Its space is given back.
+        punch: bool,
+    },
+    /// Makes a file longer. One at a time.
+    Extend {
+        /// Which file.
+        file: FileId,
+        /// Its new length.
+        len: u64,
+    },
+    /// Makes all that was written to a file stable.
+    Sync {
+        /// Which file.
+        file: FileId,
+    },
+    /// Nothing, until the request is woken by its [`Waker`]; `resume` with 0 then.
+    Park,
+    /// It is over: 0, or a negative errno.
+    Done(i32),
+}
+
+/// What the caller brings along with each step.
+pub struct Context<'a> {
+    /// The disk.
+    pub chain: &'a Chain,
+    /// What the caller's queue has of it.
+    pub user: &'a mut User,
+    /// How this request is woken.
+    pub waker: Waker,
+    /// Wakes others.
+    pub wake: &'a mut dyn FnMut(Waker),
+    /// Writes are refused.
+    pub readonly: bool,
+}
+
+/// What the step under way is for.
+#[derive(Debug, Default)]
+enum Pending {
+    #[default]
+    Nothing,
+    /// So many of the guest's bytes.
+    Data(u64),
+    Slice(usize, u64),
+    /// A piece of what is fetched.
+    Fetch,
+    Change,
+    /// A refcount block, which lies there.
+    Counts(u64),
+    Table,
+    /// The file, to this length.
+    Extend(u64),
+    Flush,
+    Parked,
+}
+
+/// A request; lives in its caller's slot and is used again and again.
+#[derive(Debug, Default)]
+pub struct Request {
+    op: Op,
+    /// What the guest's byte 0 is on the disk.
+    begin: u64,
+    pos: u64,
+    end: u64,
+    /// To be stable when it is done.
+    stable: bool,
+    busy: bool,
+    /// It has waited for room in the map.
+    made_room: bool,
+    epoch: Option<Epoch>,
+    pending: Pending,
+    meta: Vec<u8>,
+    data: Vec<u8>,
+    fetch: Option<Fetch>,
+    change: Option<Change>,
+    /// An L2 table that is being made.
+    table: Option<NewTable>,
+    flush: Option<Box<Flush>>,
+}
+
+/// After one turn.
+enum Turn {
+    Again,
+    Step(Step),
+    Fail(i32),
+}
+
+impl Request {
+    /// Begins a request for `len` bytes at `pos`, which lie within the disk. `stable`: it is on stable storage when it is
+    /// done.
+    pub fn start(&mut self, op: Op, pos: u64, len: u64, stable: bool, cx: &mut Context<'_>) -> Step {
+        debug_assert!(!self.busy, "a request was begun before the last one ended");
+        self.busy = true;
+        (self.op, self.begin, self.pos, self.end) = (op, pos, pos, pos + len);
+        self.stable = stable || op == Op::Flush;
+        self.made_room = false;
+        self.epoch = Some(cx.chain.top().epochs.enter(&cx.user.member));
+        if cx.readonly && !matches!(op, Op::Read | Op::Flush) {
+            return self.done(EROFS, cx);
+        }
+        self.stable &= !cx.readonly;
+        self.go(cx)
+    }
+
+    /// Goes on with the result of the step before.
+    pub fn resume(&mut self, res: i32, cx: &mut Context<'_>) -> Step {
+        let failed = res.min(0);
+        match std::mem::take(&mut self.pending) {
+            Pending::Nothing | Pending::Parked => {}
+            Pending::Data(_) if failed < 0 => return self.fail(failed, cx),
+            Pending::Data(n) => self.pos += n,
+            Pending::Slice(layer, slice) => {
+                let image = cx.chain.image(layer);
+                let bytes = (failed == 0).then(|| &self.meta[..image.map.slice_bytes()]);
+                let placed = image.map.loaded(slice, bytes, cx.wake);
+                if failed < 0 {
+                    return self.fail(failed, cx);
+                }
+                if !placed && layer == 0 {
+                    // All frames are dirty: they are written first.
+                    self.flush.get_or_insert_with(|| Box::new(Flush::new(true)));
+                } else if !placed {
+                    return self.fail(EIO, cx);
+                }
+            }
+            Pending::Fetch => {
+                if let Err(e) = self.fetched(failed, cx) {
+                    return self.fail(e, cx);
+                }
+            }
+            Pending::Change if failed < 0 => return self.fail(failed, cx),
+            Pending::Change => self.changed(cx),
+            Pending::Counts(index) => {
+                let bytes = (failed == 0).then(|| self.meta[..].into());
+                cx.chain.top().alloc.lock().expect("no holder panics").loaded(index, bytes, cx.wake);
+                if failed < 0 {
+                    return self.fail(failed, cx);
+                }
+            }
+            Pending::Extend(len) => {
+                self.extended((failed == 0).then_some(len), cx);
+                if failed < 0 {
+                    return self.fail(failed, cx);
+                }
+            }
+            Pending::Table if failed < 0 => return self.fail(failed, cx),
+            Pending::Table => self.table_made(cx),
+            Pending::Flush => {
+                if let Err(e) = self.flushed(failed, cx.chain.top()) {
+                    return self.fail(e, cx);
+                }
+            }
+        }
+        self.go(cx)
+    }
+
+    /// One of its buffers, to read into or to write from, as the step says.
+    pub fn bytes(&mut self, buf: Buf) -> &mut [u8] {
+        match buf {
+            Buf::Meta => &mut self.meta,
+            Buf::Data => &mut self.data,
+        }
+    }
+
+    /// Whether it is under way.
+    pub fn is_busy(&self) -> bool {
+        self.busy
+    }
+
+    fn leave_epoch(&mut self, cx: &mut Context<'_>) {
+        if let Some(epoch) = self.epoch.take() {
+            cx.chain.top().epochs.exit(&cx.user.member, epoch);
+        }
+    }
+
+    fn go(&mut self, cx: &mut Context<'_>) -> Step {
+        loop {
+            let turn = if self.flush.is_some() {
+                self.turn_flush(cx)
+            } else if self.table.is_some() {
+                self.turn_table(cx)
+            } else if self.fetch.is_some() {
+                self.turn_fetch(cx)
+            } else if self.change.is_some() {
+                self.turn_change(cx)
+            } else if self.pos < self.end {
+                match self.op {
+                    Op::Read => self.turn_read(cx),
+                    Op::Write => self.turn_write(self.end, cx),
+                    _ => self.turn_zero(cx),
+                }
+            } else if std::mem::take(&mut self.stable) {
+                // It uses nothing of the map any more, and what it flushes may be waiting for that.
+                self.leave_epoch(cx);
+                self.flush = Some(Box::new(Flush::new(false)));
+                Turn::Again
+            } else {
+                return self.done(0, cx);
+            };
+            match turn {
+                Turn::Again => {}
+                Turn::Step(step) => return step,
+                Turn::Fail(e) => return self.fail(e, cx),
+            }
+        }
+    }
+
+    /// Gives back what it holds, and ends.
+    fn fail(&mut self, e: i32, cx: &mut Context<'_>) -> Step {
+        self.abandon_flush(cx);
+        self.abandon_table(cx);
+        self.abandon_change(cx);
+        self.fetch = None;
+        self.done(e, cx)
+    }
+
+    fn done(&mut self, res: i32, cx: &mut Context<'_>) -> Step {
+        self.leave_epoch(cx);
+        self.busy = false;
+        self.pending = Pending::Nothing;
+        // Large ones are not kept.
+        const KEPT_BYTES: usize = 256 << 10;
+        for buf in [&mut self.meta, &mut self.data] {
+            if buf.capacity() > KEPT_BYTES {
+                *buf = Vec::new();
+            }
+        }
+        Step::Done(res)
+    }
+
+    /// The guest's bytes of a range of the disk.
+    fn guest(&self, pos: u64, len: u64) -> Range<u64> {
+        pos - self.begin..pos - self.begin + len
+    }
+
+    fn step(&mut self, pending: Pending, step: Step) -> Turn {
+        self.pending = pending;
+        Turn::Step(step)
+    }
+
+    fn park(&mut self) -> Turn {
+        self.step(Pending::Parked, Step::Park)
+    }
+
+    /// Has a slice read that was missed.
+    fn load(&mut self, layer: usize, miss: Miss, cx: &mut Context<'_>) -> Turn {
+        let Miss::Slice(slice) = miss else { return Turn::Fail(EIO) };
+        let image = cx.chain.image(layer);
+        match image.map.load(slice, cx.waker) {
+            Load::Here => Turn::Again,
+            Load::Wait => self.park(),
+            Load::Yours => {
+                let Some(offset) = image.slice_offset(slice) else {
+                    image.map.loaded(slice, None, cx.wake);
+                    return Turn::Fail(EIO);
+                };
+                let len = image.map.slice_bytes();
+                self.meta.clear();
+                self.meta.resize(len, 0);
+                let step = Step::Read { file: image.file, offset, buf: Buf::Meta, range: 0..len };
+                self.step(Pending::Slice(layer, slice), step)
+            }
+        }
+    }
+
+    /// Has a refcount block read, or waits for one.
+    fn load_counts(&mut self, take: crate::alloc::Take, image: &Served) -> Turn {
+        use crate::alloc::Take;
+        match take {
+            Take::Load(index, offset) => {
+                let len = image.cluster_size() as usize;
+                self.meta.clear();
+                self.meta.resize(len, 0);
+                let step = Step::Read { file: image.file, offset, buf: Buf::Meta, range: 0..len };
+                self.step(Pending::Counts(index), step)
+            }
+            Take::Wait => self.park(),
+            Take::Full => Turn::Fail(ENOSPC),
+            Take::Got(_) => Turn::Again,
+        }
+    }
+
+    fn turn_read(&mut self, cx: &mut Context<'_>) -> Turn {
+        let (pos, left) = (self.pos, self.end - self.pos);
+        match cx.chain.find(pos, left) {
+            Err((layer, miss)) => self.load(layer, miss, cx),
+            Ok((_, What::Zero | What::Below, n)) => {
+                let data = self.guest(pos, n);
+                self.step(Pending::Data(n), Step::Zeroes { data })
+            }
+            Ok((layer, What::Data(offset), n)) => {
+                let (file, data) = (cx.chain.data_of(layer), self.guest(pos, n));
+                self.step(Pending::Data(n), Step::Data { file, offset, data })
+            }
+            Ok((_, What::Compressed(_), n)) => {
+                // Unpacked into the buffer, then copied.
+                self.fetch = Some(Fetch::for_guest(pos, n));
+                Turn::Again
+            }
+        }
+    }
+}

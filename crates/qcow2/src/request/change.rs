@@ -1,0 +1,437 @@
+//! Writes, and what makes clusters read as zeroes: whatever changes entries of the map.
+
+use super::fetch::Fetch;
+use super::flush::Flush;
+use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use crate::alloc::{Reserve, Take};
+use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
+use crate::map::Entry;
+use crate::served::{Chain, Miss, Served, What};
+
+/// Clusters that one change holds at most.
+const HELD_MAX: u64 = 512;
+/// Bit of each subcluster that reads as zeroes.
+const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
+
+/// A write to clusters that have no place yet, or whose place is not theirs alone.
+#[derive(Debug)]
+pub(super) struct Change {
+    first: u64,
+    held: u64,
+    olds: Vec<Entry>,
+    /// Where the first cluster is to lie; none: not known yet.
+    host: Option<u64>,
+    /// Taken for it, to be given back if it comes to nothing.
+    taken: Reserve,
+    /// The disk's bytes that are written: with what the guest does not cover.
+    from: u64,
+    to: u64,
+    /// Of these the guest's.
+    guest: (u64, u64),
+    head_fetched: bool,
+    stage: Stage,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Stage {
+    /// Clusters are to be taken.
+    Take,
+    /// Whether what the guest does not cover has to be written is to be found out.
+    Around,
+    /// It was fetched.
+    Put,
+    /// It is being written.
+    Written,
+}
+
+/// Whether the range reads as zeroes throughout.
+fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (usize, Miss)> {
+    while pos < end {
+        match chain.find(pos, end - pos)? {
+            (_, What::Zero | What::Below, n) => pos += n,
+            _ => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
+impl Served {
+    /// Where a byte of the disk lies, if it can be written there.
+    fn in_place(&self, entry: Entry, pos: u64) -> Option<u64> {
+        let sub = pos >> self.sub_bits() & ((1 << (self.cluster_bits - self.sub_bits())) - 1);
+        match self.kind(entry, sub) {
+            What::Data(at) if entry.word & COPIED != 0 => Some(at + (pos & ((1 << self.sub_bits()) - 1))),
+            _ => None,
+        }
+    }
+
+    /// As [`in_place`](Self::in_place), and for how many bytes that goes on.
+    fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
+        let at = self.in_place(entry, pos)?;
+        let mut next = ((pos >> self.sub_bits()) + 1) << self.sub_bits();
+        let last = self.map.slice_end(self.cluster(pos)) << self.cluster_bits;
+        while next < end.min(last) {
+            let goes_on = self.map.get(self.cluster(next)).and_then(|e| self.in_place(e, next));
+            if goes_on != Some(at + (next - pos)) {
+                break;
+            }
+            next += 1 << self.sub_bits();
+        }
+        Some((at, next.min(end) - pos))
+    }
+
+    /// Whether the cluster that has this entry has its place to itself.
+    fn is_own(&self, entry: Entry) -> bool {
+        self.host(entry).is_some() && entry.word & COPIED != 0
+    }
+
+    /// Counts down what an entry named that is not in the map any more.
+    fn let_go(&self, olds: &[Entry]) {
+        let epoch = self.epochs.now();
+        let mut alloc = self.alloc.lock().expect("no holder panics");
+        for old in olds {
+            if old.word & COMPRESSED != 0 {
+                let c = Compressed::of(old.word, self.cluster_bits);
+                let (first, last) = (self.cluster(c.offset), self.cluster(c.offset + c.bytes - 1));
+                (first..=last).for_each(|cluster| alloc.gone(cluster, 1, epoch));
+            } else if !self.external && self.host(*old).is_some() {
+                alloc.gone(self.cluster(old.word & OFFSET), 1, epoch);
+            }
+        }
+    }
+}
+
+impl Request {
+    /// Writes from `pos` to `limit`: the guest's bytes, or zeroes.
+    pub(super) fn turn_write(&mut self, limit: u64, cx: &mut Context<'_>) -> Turn {
+        let chain = cx.chain;
+        let (image, pos) = (chain.top(), self.pos);
+        let cluster = image.cluster(pos);
+        let entry = match self.writable(cluster, cx) {
+            Ok(entry) => entry,
+            Err(turn) => return turn,
+        };
+        if let Some((offset, n)) = image.in_place_run(entry, pos, limit) {
+            if offset & (image.cluster_size() - 1) != pos & (image.cluster_size() - 1) {
+                return Turn::Fail(EIO);
+            }
+            let step = match self.op {
+                Op::Write => Step::Data { file: image.data, offset, data: self.guest(pos, n) },
+                _ => Step::ZeroFile { file: image.data, offset, len: n, punch: false },
+            };
+            return self.step(Pending::Data(n), step);
+        }
+        let count = (image.cluster(limit - 1) - cluster + 1).min(image.map.slice_end(cluster) - cluster);
+        let held = match image.map.hold(cluster, count.min(HELD_MAX), cx.waker) {
+            None => return Turn::Again,
+            Some(0) => return self.park(),
+            Some(held) => held,
+        };
+        let get = |i: u64| image.map.get(cluster + i).expect("held slices stay");
+        let first = get(0);
+        if image.in_place(first, pos).is_some() {
+            // Another was quicker.
+            image.map.release(cluster, held, None, cx.wake);
+            return Turn::Again;
+        }
+        let own = image.is_own(first);
+        let keep = if own { 1 } else { 1 + (1..held).take_while(|i| !image.is_own(get(*i))).count() as u64 };
+        image.map.shorten(cluster, held, keep, cx.wake);
+        self.change = Some(Change {
+            first: cluster,
+            held: keep,
+            olds: (0..keep).map(get).collect(),
+            host: if own || image.external {
+                Some(if own { first.word & OFFSET } else { cluster << image.cluster_bits })
+            } else {
+                None
+            },
+            taken: Reserve::default(),
+            from: 0,
+            to: 0,
+            guest: (pos, limit),
+            head_fetched: false,
+            stage: Stage::Take,
+        });
+        Turn::Again
+    }
+
+    /// The entry of a cluster in a table that may be written; or what has to be done before.
+    fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
+        let image = cx.chain.top();
+        // Once: others may crowd it again as fast.
+        if image.map.is_crowded() && !std::mem::replace(&mut self.made_room, true) {
+            self.flush = Some(Box::new(Flush::new(true)));
+            return Err(Turn::Again);
+        }
+        if !matches!(image.table_of(cluster), Some((_, true))) {
+            self.make_table(cluster / image.table_entries);
+            return Err(Turn::Again);
+        }
+        match image.map.get(cluster) {
+            Some(entry) => Ok(entry),
+            None => Err(self.load(0, Miss::Slice(image.map.slice_of(cluster)), cx)),
+        }
+    }
+
+    /// Takes clusters from the reserve, which is filled up before if it is empty.
+    pub(super) fn take(&mut self, most: u64, cx: &mut Context<'_>) -> Result<Reserve, Turn> {
+        let image = cx.chain.top();
+        let reserve = &mut cx.user.reserve;
+        if reserve.count == 0 {
+            let want = most.max(image.reserve_clusters);
+            let took = image.alloc.lock().expect("no holder panics").take(want, cx.waker);
+            match took {
+                Take::Got(got) => *reserve = got,
+                other => return Err(self.load_counts(other, image)),
+            }
+        }
+        if let Some(turn) = self.extend(image, cx) {
+            return Err(turn);
+        }
+        let reserve = &mut cx.user.reserve;
+        let got = Reserve { count: reserve.count.min(most), ..*reserve };
+        (reserve.start, reserve.count) = (reserve.start + got.count, reserve.count - got.count);
+        Ok(got)
+    }
+
+    /// Makes the file long enough for what is reserved, or waits for that; none: it is.
+    fn extend(&mut self, image: &Served, cx: &mut Context<'_>) -> Option<Turn> {
+        let reserve = &cx.user.reserve;
+        let end = (reserve.start + reserve.count) << image.cluster_bits;
+        if !reserve.zero || image.external {
+            return None;
+        }
+        let mut growth = image.growth.lock().expect("no holder panics");
+        if end <= growth.len {
+            return None;
+        }
+        if growth.running {
+            growth.waiting.push(cx.waker);
+            drop(growth);
+            return Some(self.park());
+        }
+        growth.running = true;
+        drop(growth);
+        let len = end + image.growth_bytes;
+        Some(self.step(Pending::Extend(len), Step::Extend { file: image.file, len }))
+    }
+
+    /// The file is as long as was asked, or could not be made so.
+    pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
+        let mut growth = cx.chain.top().growth.lock().expect("no holder panics");
+        growth.running = false;
+        growth.len = growth.len.max(len.unwrap_or(0));
+        let waiting = std::mem::take(&mut growth.waiting);
+        drop(growth);
+        waiting.into_iter().for_each(&mut *cx.wake);
+    }
+
+    pub(super) fn turn_change(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let change = self.change.as_ref().expect("a change is under way");
+        match change.stage {
+            Stage::Take => {
+                let want = change.held;
+                let taken = match change.host {
+                    Some(_) => None,
+                    None => match self.take(want, cx) {
+                        Ok(taken) => Some(taken),
+                        Err(turn) => return turn,
+                    },
+                };
+                self.place(image, taken, cx);
+                Turn::Again
+            }
+            Stage::Around => self.around(cx),
+            Stage::Put => self.put(image),
+            // Its step's result brings it on.
+            Stage::Written => Turn::Fail(EIO),
+        }
+    }
+
+    /// Where it is to lie is known now: so is what has to be written.
+    fn place(&mut self, image: &Served, taken: Option<Reserve>, cx: &mut Context<'_>) {
+        let change = self.change.as_mut().expect("a change is under way");
+        if let Some(taken) = taken {
+            image.map.shorten(change.first, change.held, taken.count, cx.wake);
+            change.held = taken.count;
+            change.olds.truncate(taken.count as usize);
+            change.host = Some(taken.start << image.cluster_bits);
+            change.taken = taken;
+        }
+        let (bits, sub) = (image.cluster_bits, (1u64 << image.sub_bits()) - 1);
+        let end = (change.first + change.held) << bits;
+        change.guest.1 = change.guest.1.min(end);
+        // What is elsewhere as a whole has to come along as a whole.
+        let whole = |old: &Entry| {
+            old.word & COMPRESSED != 0 || (image.host(*old).is_some() && old.word & COPIED == 0)
+        };
+        let (first, last) = (change.olds[0], change.olds[change.olds.len() - 1]);
+        change.from = if whole(&first) { change.first << bits } else { change.guest.0 & !sub };
+        change.to = if whole(&last) { end } else { (change.guest.1 + sub) & !sub };
+        change.stage = Stage::Around;
+    }
+
+    /// Fetches what the guest does not cover, unless that reads as zeroes and the new place does, too.
+    fn around(&mut self, cx: &mut Context<'_>) -> Turn {
+        let change = self.change.as_mut().expect("a change is under way");
+        let (begin, end) = change.guest;
+        let is_zero = |from, to| is_zero(cx.chain, from, to);
+        let nothing = if change.taken.zero {
+            is_zero(change.from, begin).and_then(|a| Ok(a && is_zero(end, change.to)?))
+        } else {
+            Ok(false)
+        };
+        let nothing = match nothing {
+            Ok(nothing) => nothing,
+            Err((layer, miss)) => return self.load(layer, miss, cx),
+        };
+        // What is zero there already is not written, but counts as written.
+        let (from, to) = if nothing { (begin, end) } else { (change.from, change.to) };
+        let (head, middle) =
+            ((begin - from) as usize, if self.op == Op::Write { 0 } else { (end - begin) as usize });
+        let tail = (to - end) as usize;
+        change.stage = Stage::Put;
+        self.data.clear();
+        self.data.resize(head + middle + tail, 0);
+        // The tail first: a fetch has one range, and the head's follows it in `put`.
+        if tail > 0 {
+            self.fetch = Some(Fetch::new(end, to, head + middle));
+        }
+        Turn::Again
+    }
+
+    fn put(&mut self, image: &Served) -> Turn {
+        let change = self.change.as_mut().expect("a change is under way");
+        let (begin, end) = change.guest;
+        let len = self.data.len();
+        let middle = if self.op == Op::Write { 0 } else { (end - begin) as usize };
+        // Either all that is around was fetched, or nothing has to be.
+        let head = if len > middle { (begin - change.from) as usize } else { 0 };
+        let tail = len - middle - head;
+        if head > 0 && !std::mem::replace(&mut change.head_fetched, true) {
+            self.fetch = Some(Fetch::new(change.from, begin, 0));
+            return Turn::Again;
+        }
+        change.stage = Stage::Written;
+        let at = change.host.expect("it has its place") + (begin - (change.first << image.cluster_bits));
+        let offset = at - head as u64;
+        let step = if self.op != Op::Write {
+            Step::Write { file: image.data, offset, buf: Buf::Data, range: 0..len }
+        } else if len == 0 {
+            Step::Data { file: image.data, offset, data: begin - self.begin..end - self.begin }
+        } else {
+            Step::Around { file: image.data, offset, head, data: begin - self.begin..end - self.begin, tail }
+        };
+        self.step(Pending::Change, step)
+    }
+
+    /// The data is where it belongs: so say the entries now.
+    pub(super) fn changed(&mut self, cx: &mut Context<'_>) {
+        let image = cx.chain.top();
+        let change = self.change.take().expect("a change is under way");
+        let host = change.host.expect("it has its place");
+        let entry = |(i, old): (usize, &Entry)| {
+            let word = (host + ((i as u64) << image.cluster_bits)) | COPIED;
+            if !image.extended {
+                return Entry { word, bits: 0 };
+            }
+            let begin = (change.first + i as u64) << image.cluster_bits;
+            let first = (change.from.max(begin) - begin) >> image.sub_bits();
+            let last = (change.to.min(begin + image.cluster_size()) - begin) >> image.sub_bits();
+            let written = (u64::MAX >> (64 - (last - first))) << first;
+            // Those of a place that is left behind are all written.
+            Entry { word, bits: (old.bits | written) & !(written << 32) }
+        };
+        let entries: Vec<Entry> = change.olds.iter().enumerate().map(entry).collect();
+        image.map.release(change.first, change.held, Some(&entries), cx.wake);
+        if !image.is_own(change.olds[0]) {
+            image.let_go(&change.olds);
+        }
+        self.pos = change.guest.1;
+    }
+
+    pub(super) fn abandon_change(&mut self, cx: &mut Context<'_>) {
+        let Some(change) = self.change.take() else { return };
+        let image = cx.chain.top();
+        image.map.release(change.first, change.held, None, cx.wake);
+        // Something may have been written there.
+        let taken = Reserve { zero: false, ..change.taken };
+        image.alloc.lock().expect("no holder panics").give_back(taken);
+    }
+
+    /// Makes clusters read as zeroes, or forgets them.
+    pub(super) fn turn_zero(&mut self, cx: &mut Context<'_>) -> Turn {
+        let chain = cx.chain;
+        let (image, pos) = (chain.top(), self.pos);
+        let (cluster, size) = (image.cluster(pos), image.cluster_size());
+        let next = (cluster + 1) << image.cluster_bits;
+        let discard = self.op == Op::Discard;
+        let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size);
+        // Whether an entry can say so.
+        let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
+        if discard && !(whole && by_entry) {
+            self.pos = next.min(self.end);
+            return Turn::Again;
+        }
+        if !(whole && by_entry) {
+            let to = next.min(self.end);
+            return match is_zero(chain, pos, to) {
+                // A raw data file is zeroes where its entries say so, whoever reads it.
+                Ok(true) if !image.raw_data => {
+                    self.pos = to;
+                    Turn::Again
+                }
+                Ok(_) => self.turn_write(to, cx),
+                Err((layer, miss)) => self.load(layer, miss, cx),
+            };
+        }
+        if image.table_of(cluster).is_none() && !chain.has_below() {
+            self.pos = (((cluster / image.table_entries + 1) * image.table_entries) << image.cluster_bits)
+                .min(self.end);
+            return Turn::Again;
+        }
+        if let Err(turn) = self.writable(cluster, cx) {
+            return turn;
+        }
+        // A last cluster that the disk does not fill counts as whole.
+        let last = if self.end >= image.size { image.size.div_ceil(size) } else { image.cluster(self.end) };
+        let count = (last - cluster).min(image.map.slice_end(cluster) - cluster).min(HELD_MAX);
+        let held = match image.map.hold(cluster, count, cx.waker) {
+            None => return Turn::Again,
+            Some(0) => return self.park(),
+            Some(held) => held,
+        };
+        let olds: Vec<Entry> =
+            (0..held).map(|i| image.map.get(cluster + i).expect("held slices stay")).collect();
+        let entries: Vec<Entry> = olds.iter().map(|old| self.emptied(chain, *old)).collect();
+        let changed = (entries != olds).then_some(&entries[..]);
+        image.map.release(cluster, held, changed, cx.wake);
+        if changed.is_some() {
+            let gone: Vec<Entry> = olds
+                .iter()
+                .zip(&entries)
+                .filter(|(o, n)| image.host(**n).is_none() && o != n)
+                .map(|(o, _)| *o)
+                .collect();
+            image.let_go(&gone);
+        }
+        self.pos = ((cluster + held) << image.cluster_bits).min(self.end);
+        Turn::Again
+    }
+
+    /// What an entry becomes when its cluster is discarded, or is to read as zeroes.
+    fn emptied(&self, chain: &Chain, old: Entry) -> Entry {
+        let image = chain.top();
+        let keeps = self.op == (Op::Zero { unmap: false }) && image.is_own(old);
+        let place = if keeps { old.word & (OFFSET | COPIED) } else { 0 };
+        // Without an image below it reads as zeroes by itself.
+        let says_zero = image.version >= 3 && (keeps || chain.has_below() || self.op != Op::Discard);
+        match (says_zero, image.extended) {
+            (false, _) => Entry::default(),
+            (true, false) => Entry { word: place | ZERO, bits: 0 },
+            (true, true) => Entry { word: place, bits: ALL_ZERO },
+        }
+    }
+}

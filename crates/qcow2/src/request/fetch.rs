@@ -1,0 +1,122 @@
+//! Reading a piece of the disk into the request's own buffer: what a write does not cover, and compressed clusters.
+
+use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use crate::compress::inflate;
+use crate::entry::Compressed;
+use crate::served::{Chain, UNIT, What};
+
+/// What is fetched, and how far it is.
+#[derive(Debug)]
+pub(super) struct Fetch {
+    pos: u64,
+    end: u64,
+    /// Where in the data buffer the next byte goes.
+    at: usize,
+    /// It is for the guest, who gets it when it is there.
+    guest: bool,
+    /// A compressed cluster that is being read: layer, entry, where its data begins in the meta buffer.
+    packed: Option<(usize, u64, usize)>,
+    /// Bytes that the step under way brings.
+    now: u64,
+}
+
+impl Fetch {
+    /// Of one compressed cluster, for a reader.
+    pub(super) fn for_guest(pos: u64, len: u64) -> Self {
+        Self { pos, end: pos + len, at: 0, guest: true, packed: None, now: 0 }
+    }
+
+    /// To `at` in the data buffer, which has the room.
+    pub(super) fn new(pos: u64, end: u64, at: usize) -> Self {
+        Self { pos, end, at, guest: false, packed: None, now: 0 }
+    }
+}
+
+impl Request {
+    pub(super) fn turn_fetch(&mut self, cx: &mut Context<'_>) -> Turn {
+        let fetch = self.fetch.as_mut().expect("a fetch is under way");
+        if fetch.pos == fetch.end {
+            let (guest, n) = (fetch.guest, fetch.now);
+            self.fetch = None;
+            if !guest {
+                return Turn::Again;
+            }
+            let data = self.guest(self.pos, n);
+            return self.step(Pending::Data(n), Step::Copy { data, at: 0 });
+        }
+        let (pos, at) = (fetch.pos, fetch.at);
+        let (layer, what, n) = match cx.chain.find(pos, fetch.end - pos) {
+            Ok(found) => found,
+            Err((layer, miss)) => return self.load(layer, miss, cx),
+        };
+        fetch.now = n;
+        if fetch.guest {
+            self.data.resize(n as usize, 0);
+        }
+        match what {
+            What::Zero | What::Below => {
+                self.data[at..][..n as usize].fill(0);
+                (fetch.pos, fetch.at) = (pos + n, at + n as usize);
+                Turn::Again
+            }
+            What::Data(offset) => {
+                let range = at..at + n as usize;
+                self.step(
+                    Pending::Fetch,
+                    Step::Read { file: cx.chain.data_of(layer), offset, buf: Buf::Data, range },
+                )
+            }
+            What::Compressed(entry) => {
+                let image = cx.chain.image(layer);
+                let c = Compressed::of(entry, image.cluster_bits);
+                // Whole units, for files that are read so only.
+                let first = c.offset / UNIT * UNIT;
+                let len = ((c.offset + c.bytes).next_multiple_of(UNIT) - first) as usize;
+                fetch.packed = Some((layer, entry, (c.offset - first) as usize));
+                self.meta.clear();
+                self.meta.resize(len, 0);
+                let step = Step::Read { file: image.file, offset: first, buf: Buf::Meta, range: 0..len };
+                self.step(Pending::Fetch, step)
+            }
+        }
+    }
+
+    /// The step that brought a piece is over.
+    pub(super) fn fetched(&mut self, failed: i32, cx: &mut Context<'_>) -> Result<(), i32> {
+        if failed < 0 {
+            return Err(failed);
+        }
+        let fetch = self.fetch.as_mut().expect("a fetch is under way");
+        let n = fetch.now as usize;
+        if let Some((layer, entry, at)) = fetch.packed.take() {
+            let to = &mut self.data[fetch.at..][..n];
+            unpack(cx.chain, layer, entry, &self.meta[at..], fetch.pos, to)?;
+        }
+        fetch.pos += fetch.now;
+        fetch.at += n;
+        Ok(())
+    }
+}
+
+/// Unpacks the cluster that `pos` is in, and takes from it what `to` has room for.
+fn unpack(
+    chain: &Chain,
+    layer: usize,
+    entry: u64,
+    packed: &[u8],
+    pos: u64,
+    to: &mut [u8],
+) -> Result<(), i32> {
+    let image = chain.image(layer);
+    let cluster = image.cluster_size() as usize;
+    let bytes = Compressed::of(entry, image.cluster_bits).bytes as usize;
+    let from = pos as usize & (cluster - 1);
+    let packed = packed.get(..bytes).ok_or(EIO)?;
+    if to.len() == cluster {
+        return inflate(image.header.compression, packed, to).map_err(|_| EIO);
+    }
+    let mut whole = vec![0; cluster];
+    inflate(image.header.compression, packed, &mut whole).map_err(|_| EIO)?;
+    to.copy_from_slice(&whole[from..][..to.len()]);
+    Ok(())
+}

@@ -1,0 +1,293 @@
+//! Making all that was completed stable: data and reference counts first, then what names them.
+//!
+//! 1. Copies are taken: of slices of the map, of the L1 table, then of counts. What changes from here on is the next
+//!    flush's.
+//! 2. Counts are written. Sync: with them all data is stable that the copies name.
+//! 3. The refcount table's new entries, if there are any. Sync.
+//! 4. Slices and L1 entries. In any order: a table that is new was all zeroes in the image before 2. Sync.
+//! 5. Clusters that were taken out of the map before 1, and that nobody uses any more, are punched and counted down; these
+//!    counts are the next flush's.
+//!
+//! One flush runs at a time; who comes meanwhile waits, and one of them does the next for all.
+
+use super::{Buf, Context, Pending, Request, Step, Turn};
+use crate::alloc::Dirty;
+use crate::map::Copy;
+use crate::served::Served;
+
+/// Clusters that one flush gives back at most, so that it has an end.
+const BACK_MAX: u64 = 1 << 20;
+
+/// A flush, or the wait for one.
+#[derive(Debug)]
+pub(super) struct Flush {
+    /// It is to make room in the map; the request goes on after it.
+    aside: bool,
+    /// Which flush it asked for; none: not yet.
+    ticket: Option<u64>,
+    run: Option<Run>,
+}
+
+/// A flush that runs.
+struct Run {
+    /// All that asked up to this one have what they asked for when it is done.
+    covers: u64,
+    /// As the allocator counts.
+    number: u64,
+    slices: Vec<Copy>,
+    /// An entry, and the piece that it is in.
+    l1: Vec<(u64, u64, Vec<u8>)>,
+    blocks: Vec<Dirty>,
+    table: Vec<Dirty>,
+    stage: Stage,
+    /// How many of the stage's pieces are written.
+    at: usize,
+    /// What is being given back: clusters from, and how many; of these, how many are being punched.
+    back: (u64, u64, u64),
+    given_back: u64,
+}
+
+impl std::fmt::Debug for Run {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Run({:?}, {} of it)", self.stage, self.at)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Counts,
+    Data,
+    DataFile,
+    Table,
+    TableSync,
+    Map,
+    MapSync,
+    Back,
+}
+
+impl Flush {
+    pub(super) fn new(aside: bool) -> Self {
+        Self { aside, ticket: None, run: None }
+    }
+}
+
+impl Request {
+    pub(super) fn turn_flush(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let flush = self.flush.as_mut().expect("a flush is under way");
+        if flush.run.is_none() {
+            let mut turns = image.turns.lock().expect("no holder panics");
+            let ticket = *flush.ticket.get_or_insert_with(|| {
+                turns.asked += 1;
+                turns.asked
+            });
+            if turns.done >= ticket {
+                drop(turns);
+                self.flush = None;
+                return Turn::Again;
+            }
+            if turns.running {
+                turns.waiting.push(cx.waker);
+                drop(turns);
+                if flush.aside {
+                    // This one may do.
+                    self.flush = None;
+                }
+                return self.park();
+            }
+            turns.running = true;
+            let covers = turns.asked;
+            drop(turns);
+            flush.run = Some(Run::new(image, covers));
+        }
+        self.turn_run(cx)
+    }
+
+    fn turn_run(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        loop {
+            let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
+            let piece = match run.stage {
+                Stage::Counts => run.blocks.get(run.at).map(|b| (b.offset, b.bytes.to_vec())),
+                Stage::Table => {
+                    run.table.get(run.at).map(|t| (image.reftable_offset + t.offset, t.bytes.to_vec()))
+                }
+                Stage::Map => run.map_piece(image),
+                Stage::Data | Stage::TableSync | Stage::MapSync => {
+                    return self.step(Pending::Flush, Step::Sync { file: image.file });
+                }
+                Stage::DataFile => return self.step(Pending::Flush, Step::Sync { file: image.data }),
+                Stage::Back => return self.turn_back(cx),
+            };
+            if let Some((offset, bytes)) = piece {
+                let range = 0..bytes.len();
+                self.meta = bytes;
+                return self
+                    .step(Pending::Flush, Step::Write { file: image.file, offset, buf: Buf::Meta, range });
+            }
+            run.next_stage();
+        }
+    }
+
+    /// A step of a flush is over.
+    pub(super) fn flushed(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
+        let Some(run) = self.flush.as_mut().and_then(|f| f.run.as_mut()) else { return Ok(()) };
+        match run.stage {
+            // What cannot be punched is given back all the same.
+            Stage::Back => {}
+            _ if failed < 0 => return Err(failed),
+            Stage::Counts | Stage::Table | Stage::Map => run.at += 1,
+            Stage::Data if image.data != image.file => run.stage = Stage::DataFile,
+            Stage::Data => (run.stage, run.at) = (Stage::Table, 0),
+            Stage::DataFile => (run.stage, run.at) = (Stage::Table, 0),
+            Stage::TableSync => (run.stage, run.at) = (Stage::Map, 0),
+            Stage::MapSync => run.stage = Stage::Back,
+        }
+        Ok(())
+    }
+
+    /// Gives clusters back that went before; then it is done.
+    fn turn_back(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
+        // What is written is clean from here on, so that a failure below does not make it dirty again.
+        run.settle(image, true);
+        // Twice, if nobody is under way that began before.
+        image.epochs.advance();
+        image.epochs.advance();
+        let mut alloc = image.alloc.lock().expect("no holder panics");
+        loop {
+            let (start, count, punched) = run.back;
+            if punched > 0 {
+                if !alloc.count_down(start, punched) {
+                    // Its block went: it is read again.
+                    run.back.2 = 0;
+                    continue;
+                }
+                run.back = (start + punched, count - punched, 0);
+                continue;
+            }
+            if count > 0 {
+                match alloc.last_uses(start, count, cx.waker) {
+                    Ok((n, last)) => {
+                        run.back.2 = n;
+                        if last {
+                            drop(alloc);
+                            let (offset, len) = (start << image.cluster_bits, n << image.cluster_bits);
+                            let step = Step::ZeroFile { file: image.file, offset, len, punch: true };
+                            return self.step(Pending::Flush, step);
+                        }
+                        continue;
+                    }
+                    Err(take) => {
+                        drop(alloc);
+                        return self.load_counts(take, image);
+                    }
+                }
+            }
+            match alloc.next_gone(run.number, &image.epochs).filter(|_| run.given_back < BACK_MAX) {
+                Some((start, count)) => {
+                    run.given_back += count;
+                    run.back = (start, count, 0);
+                }
+                None => break,
+            }
+        }
+        drop(alloc);
+        let covers = run.covers;
+        self.flush = None;
+        end_turn(image, Some(covers), cx);
+        Turn::Again
+    }
+
+    pub(super) fn abandon_flush(&mut self, cx: &mut Context<'_>) {
+        let Some(mut run) = self.flush.take().and_then(|f| f.run) else { return };
+        let image = cx.chain.top();
+        run.settle(image, false);
+        let mut alloc = image.alloc.lock().expect("no holder panics");
+        alloc.failed_flush(run.number);
+        let (start, count, _) = run.back;
+        if count > 0 {
+            alloc.gone(start, count, image.epochs.now());
+        }
+        drop(alloc);
+        end_turn(image, None, cx);
+    }
+}
+
+/// The next one may flush.
+fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
+    let mut turns = image.turns.lock().expect("no holder panics");
+    turns.running = false;
+    turns.done = turns.done.max(done.unwrap_or(0));
+    let waiting = std::mem::take(&mut turns.waiting);
+    drop(turns);
+    waiting.into_iter().for_each(&mut *cx.wake);
+}
+
+impl Run {
+    fn new(image: &Served, covers: u64) -> Self {
+        // First what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
+        // count all that the copies name.
+        let number = image.alloc.lock().expect("no holder panics").begin_flush();
+        let slices = image.map.take_dirty();
+        let l1 = image.take_l1();
+        let mut alloc = image.alloc.lock().expect("no holder panics");
+        let (blocks, table) = (alloc.take_dirty(), alloc.take_table(image.unit()));
+        Self {
+            covers,
+            number,
+            slices,
+            l1,
+            blocks,
+            table,
+            stage: Stage::Counts,
+            at: 0,
+            back: (0, 0, 0),
+            given_back: 0,
+        }
+    }
+
+    fn next_stage(&mut self) {
+        self.at = 0;
+        self.stage = match self.stage {
+            Stage::Counts => Stage::Data,
+            Stage::Table if self.table.is_empty() => Stage::Map,
+            Stage::Table => Stage::TableSync,
+            Stage::Map if self.slices.is_empty() && self.l1.is_empty() => Stage::Back,
+            Stage::Map => Stage::MapSync,
+            other => other,
+        };
+    }
+
+    /// The next slice, or piece of the L1 table.
+    fn map_piece(&self, image: &Served) -> Option<(u64, Vec<u8>)> {
+        match self.slices.get(self.at) {
+            Some(copy) => {
+                let offset = image.slice_offset(copy.slice).expect("a slice that was changed has a table");
+                Some((offset, copy.bytes.to_vec()))
+            }
+            None => {
+                self.l1.get(self.at - self.slices.len()).map(|(_, offset, bytes)| (*offset, bytes.clone()))
+            }
+        }
+    }
+
+    /// What was taken was written, or goes back.
+    fn settle(&mut self, image: &Served, done: bool) {
+        for copy in std::mem::take(&mut self.slices) {
+            image.map.written(copy.slice, done);
+        }
+        let l1 = std::mem::take(&mut self.l1);
+        if !done {
+            image
+                .tables
+                .lock()
+                .expect("no holder panics")
+                .dirty
+                .extend(l1.iter().map(|(index, _, _)| *index));
+        }
+        let (blocks, table) = (std::mem::take(&mut self.blocks), std::mem::take(&mut self.table));
+        image.alloc.lock().expect("no holder panics").written(&blocks, &table, done);
+    }
+}

@@ -1,0 +1,116 @@
+//! An L2 table that comes to be: where there was none, or as a copy of one that a snapshot has, too.
+
+use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use crate::alloc::Reserve;
+use crate::entry::{COPIED, OFFSET};
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+/// A table that is being made.
+#[derive(Debug)]
+pub(super) struct NewTable {
+    /// Its entry in the L1 table.
+    index: u64,
+    /// Nobody else makes it.
+    ours: bool,
+    place: Option<Reserve>,
+    stage: Stage,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Stage {
+    Begin,
+    Fill,
+    Copied,
+    Ready,
+}
+
+impl Request {
+    pub(super) fn make_table(&mut self, index: u64) {
+        self.table = Some(NewTable { index, ours: false, place: None, stage: Stage::Begin });
+    }
+
+    pub(super) fn turn_table(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let table = self.table.as_mut().expect("a table is under way");
+        let index = table.index;
+        if !table.ours {
+            let mut tables = image.tables.lock().expect("no holder panics");
+            if matches!(image.table_of(index * image.table_entries), Some((_, true))) {
+                drop(tables);
+                self.table = None;
+                return Turn::Again;
+            }
+            if let Some(waiting) = tables.making.get_mut(&index) {
+                waiting.push(cx.waker);
+                drop(tables);
+                self.table = None;
+                return self.park();
+            }
+            tables.making.insert(index, Vec::new());
+            table.ours = true;
+        }
+        let Some(place) = table.place else {
+            let place = match self.take(1, cx) {
+                Ok(place) => place,
+                Err(turn) => return turn,
+            };
+            self.table.as_mut().expect("a table is under way").place = Some(place);
+            return Turn::Again;
+        };
+        let (old, len) = (image.l1[index as usize].load(Acquire) & OFFSET, image.cluster_size());
+        let offset = place.start << image.cluster_bits;
+        match table.stage {
+            Stage::Begin if old != 0 => {
+                table.stage = Stage::Fill;
+                self.data.clear();
+                self.data.resize(len as usize, 0);
+                let range = 0..len as usize;
+                self.step(Pending::Table, Step::Read { file: image.file, offset: old, buf: Buf::Data, range })
+            }
+            Stage::Begin if !place.zero => {
+                table.stage = Stage::Copied;
+                self.step(Pending::Table, Step::ZeroFile { file: image.file, offset, len, punch: false })
+            }
+            Stage::Fill => {
+                table.stage = Stage::Copied;
+                let range = 0..len as usize;
+                self.step(Pending::Table, Step::Write { file: image.file, offset, buf: Buf::Data, range })
+            }
+            Stage::Begin | Stage::Copied => {
+                table.stage = Stage::Ready;
+                self.table_made(cx);
+                Turn::Again
+            }
+            Stage::Ready => Turn::Fail(EIO),
+        }
+    }
+
+    /// A step is over; after the last the table is one of the image's.
+    pub(super) fn table_made(&mut self, cx: &mut Context<'_>) {
+        let image = cx.chain.top();
+        let Some(table) = self.table.take_if(|table| table.stage == Stage::Ready) else { return };
+        let place = table.place.expect("a ready table has its place");
+        let entry = &image.l1[table.index as usize];
+        let old = entry.load(Acquire) & OFFSET;
+        let mut tables = image.tables.lock().expect("no holder panics");
+        entry.store(place.start << image.cluster_bits | COPIED, Release);
+        tables.dirty.insert(table.index);
+        let waiting = tables.making.remove(&table.index).unwrap_or_default();
+        drop(tables);
+        if old != 0 {
+            image.alloc.lock().expect("no holder panics").gone(image.cluster(old), 1, image.epochs.now());
+        }
+        waiting.into_iter().for_each(&mut *cx.wake);
+    }
+
+    pub(super) fn abandon_table(&mut self, cx: &mut Context<'_>) {
+        let Some(table) = self.table.take().filter(|table| table.ours) else { return };
+        let image = cx.chain.top();
+        if let Some(place) = table.place {
+            let place = Reserve { zero: false, ..place };
+            image.alloc.lock().expect("no holder panics").give_back(place);
+        }
+        let waiting = image.tables.lock().expect("no holder panics").making.remove(&table.index);
+        waiting.into_iter().flatten().for_each(&mut *cx.wake);
+    }
+}

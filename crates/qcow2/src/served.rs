@@ -1,0 +1,461 @@
+//! An open image: what its workers share.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::{Arc, Mutex};
+
+use crate::alloc::{Alloc, Reserve};
+use crate::change::Change;
+use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
+use crate::epoch::{Epochs, Member};
+use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
+use crate::map::{Entry, Map};
+use crate::{Error, FileId, Image, Result, Storage, Waker};
+
+/// Bytes that metadata is written in at least, where clusters are not smaller.
+pub(crate) const UNIT: u64 = 4096;
+/// Bytes that a file is made longer by, at most.
+const GROWTH_BYTES_MAX: u64 = 64 << 20;
+/// Bytes of clusters that a worker reserves at a time, at most; and how many times that the disk has at least.
+const RESERVE_BYTES_MAX: u64 = 4 << 20;
+const RESERVES: u64 = 256;
+/// Memory for L2 slices at most, unless told otherwise: as QEMU has it.
+const CACHE_MAX: u64 = 32 << 20;
+
+/// What an image is opened with.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// The file that the image is.
+    pub file: FileId,
+    /// The one that has the guest's data: the same, or the external data file.
+    pub data: FileId,
+    /// Memory for the map, bytes; none: what the whole disk needs, 32 MiB at most.
+    pub cache_bytes: Option<u64>,
+}
+
+/// L2 tables that come to be.
+#[derive(Default)]
+pub(crate) struct Tables {
+    /// By whom they are waited for.
+    pub(crate) making: HashMap<u64, Vec<Waker>>,
+    /// Entries of the L1 table that are not in the image yet.
+    pub(crate) dirty: BTreeSet<u64>,
+}
+
+/// Who flushes, and who waits for that.
+#[derive(Default)]
+pub(crate) struct Turns {
+    pub(crate) running: bool,
+    /// Flushes asked for.
+    pub(crate) asked: u64,
+    /// Of these, those that are done.
+    pub(crate) done: u64,
+    pub(crate) waiting: Vec<Waker>,
+}
+
+/// How long the file is, so that nobody writes beyond its end: file systems do that one write at a time.
+pub(crate) struct Growth {
+    pub(crate) len: u64,
+    /// Somebody makes it longer.
+    pub(crate) running: bool,
+    pub(crate) waiting: Vec<Waker>,
+}
+
+/// An open image. Shared by all workers.
+pub struct Served {
+    pub(crate) cluster_bits: u32,
+    pub(crate) version: u32,
+    pub(crate) table_entries: u64,
+    pub(crate) extended: bool,
+    pub(crate) external: bool,
+    /// The external file is a raw image by itself.
+    pub(crate) raw_data: bool,
+    pub(crate) file: FileId,
+    pub(crate) data: FileId,
+    pub(crate) size: u64,
+    /// Clusters that a worker reserves at a time.
+    pub(crate) reserve_clusters: u64,
+    pub(crate) l1_offset: u64,
+    pub(crate) reftable_offset: u64,
+    pub(crate) header: Header,
+    pub(crate) l1: Box<[AtomicU64]>,
+    pub(crate) map: Map,
+    pub(crate) tables: Mutex<Tables>,
+    pub(crate) alloc: Mutex<Alloc>,
+    pub(crate) epochs: Epochs,
+    pub(crate) turns: Mutex<Turns>,
+    pub(crate) growth: Mutex<Growth>,
+    /// Bytes that the file is made longer by.
+    pub(crate) growth_bytes: u64,
+}
+
+/// What a piece of the disk is, as far as one image says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    /// The image below knows.
+    Below,
+    /// It reads as zeroes.
+    Zero,
+    /// It lies at this offset of the data file.
+    Data(u64),
+    /// In a compressed cluster: its entry.
+    Compressed(u64),
+}
+
+/// Why the map does not tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Miss {
+    /// This slice is not here.
+    Slice(u64),
+    /// The image is wrong.
+    Corrupt,
+}
+
+/// Makes an image's refcount table long enough for all that its disk can come to need: it stays where it is while the image
+/// is served. Whether it had to be made longer, and the header is another.
+///
+/// # Errors
+/// The storage's; an image that is dirty or corrupt.
+pub fn make_room(storage: &dyn Storage) -> Result<bool> {
+    let mut image = Image::open(storage)?;
+    let h = image.header().clone();
+    let (entries, table) = (h.refblock_entries(), u64::from(h.reftable_clusters) * h.cluster_size() / 8);
+    let there = image.len.div_ceil(h.cluster_size());
+    let disk = if h.has(incompatible::DATA_FILE) { 0 } else { h.clusters() };
+    // What waits to be free, and the blocks that count all this.
+    let all = (there + disk + h.l1_needed()) / 4 * 5;
+    let need = (all + all / entries).div_ceil(entries) + 1;
+    let most = REFTABLE_BYTES_MAX.max(h.cluster_size()) / 8;
+    if need.min(most) <= table {
+        return Ok(false);
+    }
+    let mut change = Change::begin(&mut image)?;
+    change.widen(need.min(most));
+    change.commit(h)?;
+    Ok(true)
+}
+
+impl Served {
+    /// Opens an image whose header was read; reads its L1 and refcount tables.
+    ///
+    /// # Errors
+    /// Tables that cannot be, and the storage's.
+    pub fn open(storage: &dyn Storage, header: Header, settings: Settings) -> Result<Self> {
+        let words = |what, offset, count: u64| -> Result<Vec<u64>> {
+            let mut bytes = vec![0; count as usize * 8];
+            storage.read_at(offset, &mut bytes).map_err(Error::io(what))?;
+            Ok(bytes
+                .chunks_exact(8)
+                .map(|b| u64::from_be_bytes(b.try_into().expect("eight bytes")))
+                .collect())
+        };
+        let cluster = header.cluster_size();
+        let l1 = words("the L1 table", header.l1_offset, header.l1_size.into())?;
+        if let Some(bad) = l1.iter().find(|e| **e & OFFSET & (cluster - 1) != 0) {
+            return Err(Error::corrupt(format!(
+                "an L2 table at {:#x}, where no cluster begins",
+                bad & OFFSET
+            )));
+        }
+        let file_len = storage.len().map_err(Error::io("the file's length"))?;
+        let file_clusters = file_len.div_ceil(cluster);
+        if let Some(bad) = l1.iter().find(|e| (**e & OFFSET) >> header.cluster_bits >= file_clusters.max(1)) {
+            return Err(Error::corrupt(format!("an L2 table at {:#x}, beyond the file's end", bad & OFFSET)));
+        }
+        let count = u64::from(header.reftable_clusters) * cluster / 8;
+        let mut reftable = words("the refcount table", header.reftable_offset, count)?;
+        for at in &mut reftable {
+            if *at & (cluster - 1) != 0 || *at >> 56 != 0 {
+                return Err(Error::corrupt(format!("a refcount block at {at:#x}, where none can be")));
+            }
+        }
+        let entry_words = header.l2_entry_bytes() as usize / 8;
+        let whole = header.clusters().next_multiple_of(header.l2_entries()) * header.l2_entry_bytes();
+        let cache = settings.cache_bytes.unwrap_or(CACHE_MAX).min(whole.max(UNIT));
+        let alloc = Alloc::new(
+            header.cluster_bits,
+            header.refcount_order,
+            reftable,
+            file_clusters,
+            (cache / 4).max(1 << 20),
+        );
+        // The tables' whole length has slices, so that each table has whole ones.
+        let clusters = header.l1_needed() * header.l2_entries();
+        Ok(Self {
+            cluster_bits: header.cluster_bits,
+            version: header.version,
+            table_entries: header.l2_entries(),
+            extended: header.has(incompatible::EXTENDED_L2),
+            external: header.has(incompatible::DATA_FILE),
+            raw_data: header.has(incompatible::DATA_FILE) && header.autoclear & autoclear::RAW_DATA != 0,
+            file: settings.file,
+            data: settings.data,
+            size: header.size,
+            // Long runs for large disks; small ones do not become large by what is reserved.
+            reserve_clusters: (header.size / RESERVES).min(RESERVE_BYTES_MAX) >> header.cluster_bits,
+            l1_offset: header.l1_offset,
+            reftable_offset: header.reftable_offset,
+            l1: l1.into_iter().map(AtomicU64::new).collect(),
+            map: Map::new(header.l2_entries(), entry_words, clusters, cache),
+            tables: Mutex::default(),
+            alloc: Mutex::new(alloc),
+            epochs: Epochs::default(),
+            turns: Mutex::default(),
+            growth: Mutex::new(Growth { len: file_len, running: false, waiting: Vec::new() }),
+            growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
+            header,
+        })
+    }
+
+    /// The header that it was opened with.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Size of the disk, bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster_size(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Slices of the map read in so far.
+    pub fn map_loads(&self) -> u64 {
+        self.map.loads()
+    }
+
+    /// Bytes of memory that the map can come to take.
+    pub fn map_bytes(&self) -> u64 {
+        self.map.room_bytes()
+    }
+
+    /// Where the last cluster that was ever used ends, bytes: the file needs not be longer.
+    pub fn end(&self) -> u64 {
+        self.alloc.lock().expect("no holder panics").end() << self.cluster_bits
+    }
+
+    /// A queue on a worker begins to use it.
+    pub fn join(&self) -> User {
+        User { member: self.epochs.join(), reserve: Reserve::default() }
+    }
+
+    /// A queue ends its use, with no request under way; what it had reserved comes back.
+    pub fn leave(&self, user: User) {
+        self.epochs.leave(&user.member);
+        self.alloc.lock().expect("no holder panics").give_back(user.reserve);
+    }
+
+    /// log2 of the bytes that are allocated alone.
+    pub(crate) fn sub_bits(&self) -> u32 {
+        if self.extended { self.cluster_bits - SUBCLUSTERS.trailing_zeros() } else { self.cluster_bits }
+    }
+
+    pub(crate) fn cluster(&self, pos: u64) -> u64 {
+        pos >> self.cluster_bits
+    }
+
+    /// Offset of the L2 table that a cluster's entry is in, and whether it may be written; none: there is no table.
+    pub(crate) fn table_of(&self, cluster: u64) -> Option<(u64, bool)> {
+        let entry = self.l1[(cluster / self.table_entries) as usize].load(Acquire);
+        (entry & OFFSET != 0).then_some((entry & OFFSET, entry & COPIED != 0))
+    }
+
+    /// Where a slice lies in the file; none: its table is not there.
+    pub(crate) fn slice_offset(&self, slice: u64) -> Option<u64> {
+        let a_table = self.map.slices_a_table(self.table_entries);
+        let (table, _) = self.table_of(slice / a_table * self.table_entries)?;
+        Some(table + slice % a_table * self.map.slice_bytes() as u64)
+    }
+
+    /// Whether a cluster of the data file is named by an entry, and which.
+    pub(crate) fn host(&self, entry: Entry) -> Option<u64> {
+        let there = entry.word & OFFSET != 0 || (self.external && entry.word & COPIED != 0);
+        (entry.word & COMPRESSED == 0 && there).then_some(entry.word & OFFSET)
+    }
+
+    /// What a subcluster is.
+    pub(crate) fn kind(&self, entry: Entry, sub: u64) -> What {
+        if entry.word & COMPRESSED != 0 {
+            return What::Compressed(entry.word);
+        }
+        let zero = if self.extended {
+            entry.bits >> (32 + sub) & 1 != 0
+        } else {
+            self.version >= 3 && entry.word & ZERO != 0
+        };
+        if zero {
+            return What::Zero;
+        }
+        let allocated = !self.extended || entry.bits >> sub & 1 != 0;
+        match self.host(entry) {
+            Some(host) if allocated => What::Data(host + (sub << self.sub_bits())),
+            _ => What::Below,
+        }
+    }
+
+    /// What the disk is from `pos` on, and for how many bytes, `len` at most. `len` bytes are within the disk.
+    pub(crate) fn run(&self, pos: u64, len: u64) -> std::result::Result<(What, u64), Miss> {
+        let cluster = self.cluster(pos);
+        if self.table_of(cluster).is_none() {
+            let end = ((cluster / self.table_entries + 1) * self.table_entries) << self.cluster_bits;
+            return Ok((What::Below, len.min(end - pos)));
+        }
+        let entry = self.map.get(cluster).ok_or(Miss::Slice(self.map.slice_of(cluster)))?;
+        let (sub_bits, sub_mask) = (self.sub_bits(), (1u64 << (self.cluster_bits - self.sub_bits())) - 1);
+        let mut sub = pos >> sub_bits;
+        let first = self.kind(entry, sub & sub_mask);
+        if let What::Data(at) = first
+            && (at >> self.cluster_bits << self.cluster_bits) != entry.word & OFFSET
+        {
+            return Err(Miss::Corrupt);
+        }
+        if matches!(first, What::Compressed(_)) {
+            let end = (cluster + 1) << self.cluster_bits;
+            return Ok((first, len.min(end - pos)));
+        }
+        let last = self.map.slice_end(cluster) << (self.cluster_bits - sub_bits);
+        let (begin, end, mut now) = (sub, pos + len, entry);
+        loop {
+            sub += 1;
+            if sub << sub_bits >= end || sub >= last {
+                break;
+            }
+            if sub & sub_mask == 0 {
+                match self.map.get(sub >> (self.cluster_bits - sub_bits)) {
+                    Some(next) => now = next,
+                    None => break,
+                }
+            }
+            let goes_on = match (first, self.kind(now, sub & sub_mask)) {
+                (What::Data(at), What::Data(next)) => {
+                    next == at + ((sub - begin) << sub_bits)
+                        && next & (self.cluster_size() - 1) == (sub & sub_mask) << sub_bits
+                }
+                (a, b) => a == b,
+            };
+            if !goes_on {
+                break;
+            }
+        }
+        let what = match first {
+            What::Data(at) => What::Data(at + (pos - (begin << sub_bits))),
+            other => other,
+        };
+        Ok((what, (sub << sub_bits).min(end) - pos))
+    }
+
+    /// Bytes of a piece of metadata as it is written.
+    pub(crate) fn unit(&self) -> u64 {
+        UNIT.min(self.cluster_size())
+    }
+
+    /// Copies of the pieces of the L1 table that have new entries, with the entries; the pieces' offsets are in the file.
+    pub(crate) fn take_l1(&self) -> Vec<(u64, u64, Vec<u8>)> {
+        let mut tables = self.tables.lock().expect("no holder panics");
+        let words = self.unit() / 8;
+        let mut pieces: Vec<(u64, u64, Vec<u8>)> = Vec::new();
+        for index in std::mem::take(&mut tables.dirty) {
+            let first = index / words * words;
+            let offset = self.l1_offset + first * 8;
+            if pieces.last().is_none_or(|(_, last, _)| *last != offset) {
+                // Entries are changed under the lock that is held.
+                let word = |i: u64| self.l1.get(i as usize).map_or(0, |e| e.load(Acquire));
+                pieces.push((
+                    index,
+                    offset,
+                    (first..first + words).flat_map(|i| word(i).to_be_bytes()).collect(),
+                ));
+            }
+        }
+        pieces
+    }
+}
+
+/// What one queue has of an image: on one worker at a time.
+#[derive(Debug)]
+pub struct User {
+    pub(crate) member: Arc<Member>,
+    pub(crate) reserve: Reserve,
+}
+
+/// An image with those below it.
+pub struct Chain {
+    /// The first is the one that is written.
+    pub(crate) layers: Vec<Layer>,
+}
+
+/// One of a chain.
+pub enum Layer {
+    /// A qcow2 image.
+    Qcow2(Arc<Served>),
+    /// A raw one.
+    Raw {
+        /// Its file.
+        file: FileId,
+        /// Its size, bytes.
+        size: u64,
+    },
+}
+
+impl Chain {
+    /// The image that is served, then the one below it, and so on.
+    pub fn new(image: Arc<Served>, below: Vec<Layer>) -> Self {
+        let mut layers = vec![Layer::Qcow2(image)];
+        layers.extend(below);
+        Self { layers }
+    }
+
+    /// The one that is written.
+    pub fn top(&self) -> &Arc<Served> {
+        match &self.layers[0] {
+            Layer::Qcow2(image) => image,
+            Layer::Raw { .. } => unreachable!("the first is a qcow2 image"),
+        }
+    }
+
+    pub(crate) fn has_below(&self) -> bool {
+        self.layers.len() > 1
+    }
+
+    pub(crate) fn image(&self, layer: usize) -> &Served {
+        match &self.layers[layer] {
+            Layer::Qcow2(image) => image,
+            Layer::Raw { .. } => unreachable!("only qcow2 images have maps"),
+        }
+    }
+
+    /// What the disk is from `pos` on: of which layer, what, and for how many bytes.
+    pub(crate) fn find(&self, pos: u64, len: u64) -> std::result::Result<(usize, What, u64), (usize, Miss)> {
+        let mut n = len;
+        for (i, layer) in self.layers.iter().enumerate() {
+            let size = match layer {
+                Layer::Qcow2(image) => image.size,
+                Layer::Raw { size, .. } => *size,
+            };
+            // An image below may be shorter.
+            if pos >= size {
+                return Ok((i, What::Zero, n));
+            }
+            n = n.min(size - pos);
+            match layer {
+                Layer::Raw { .. } => return Ok((i, What::Data(pos), n)),
+                Layer::Qcow2(image) => match image.run(pos, n).map_err(|miss| (i, miss))? {
+                    (What::Below, m) => n = m,
+                    (what, m) => return Ok((i, what, m)),
+                },
+            }
+        }
+        Ok((self.layers.len() - 1, What::Zero, n))
+    }
+
+    /// The file that a layer's data is in.
+    pub(crate) fn data_of(&self, layer: usize) -> FileId {
+        match &self.layers[layer] {
+            Layer::Qcow2(image) => image.data,
+            Layer::Raw { file, .. } => *file,
+        }
+    }
+}

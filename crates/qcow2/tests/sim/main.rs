@@ -1,0 +1,593 @@
+//! Many workers on one image, simulated: which request goes on next, and what a crash leaves, is a seed's choice.
+//!
+//! `QCOW2_SIM_SEEDS=N` runs N seeds instead of a few; `QCOW2_SIM_SEED=N` runs that one alone.
+
+mod check;
+mod file;
+mod model;
+
+use std::sync::Arc;
+
+use file::{File, SECTOR};
+use model::{Model, Time};
+use qcow2::header::{Compression, Header, incompatible};
+use qcow2::{Chain, Context, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker};
+
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}
+
+/// What is simulated.
+#[derive(Clone, Debug)]
+struct Shape {
+    cluster_bits: u32,
+    refcount_order: u32,
+    extended: bool,
+    version: u32,
+    size: u64,
+    workers: usize,
+    slots: usize,
+    cache_bytes: u64,
+    below: bool,
+    /// Clusters of the file that are in use without being used: 0, or every how manieth.
+    holes: u64,
+}
+
+impl Shape {
+    fn of(seed: u64) -> Self {
+        let mut rng = Rng(seed ^ 0x5eed);
+        let extended = rng.below(4) == 0;
+        let cluster_bits = if extended { 14 } else { [9, 9, 10, 12, 12, 16][rng.below(6) as usize] };
+        let size = match cluster_bits {
+            9 => 300 << 10,
+            10..=12 => 1 << 20,
+            _ => 4 << 20,
+        };
+        Self {
+            cluster_bits,
+            refcount_order: [4, 4, 0, 1, 3, 5, 6][rng.below(7) as usize],
+            extended,
+            version: if !extended && rng.below(4) == 0 { 2 } else { 3 },
+            size: size + rng.below(3) * 512 * 3,
+            workers: 1 + rng.below(4) as usize,
+            slots: 1 + rng.below(4) as usize,
+            cache_bytes: [0, 1 << 20][rng.below(2) as usize],
+            below: rng.below(3) == 0,
+            holes: [0, 0, 3][rng.below(3) as usize],
+        }
+    }
+}
+
+fn up(n: u64, unit: u64) -> u64 {
+    n.div_ceil(unit) * unit
+}
+
+/// An empty image: header, refcount table and block, L1 table.
+fn blank(shape: &Shape) -> Vec<u8> {
+    let order = if shape.version == 2 { 4 } else { shape.refcount_order };
+    let mut h = Header {
+        version: shape.version,
+        cluster_bits: shape.cluster_bits,
+        size: shape.size,
+        l1_size: 0,
+        l1_offset: 0,
+        reftable_offset: 1 << shape.cluster_bits,
+        reftable_clusters: 1,
+        snapshots: 0,
+        snapshots_offset: 0,
+        incompatible: if shape.extended { incompatible::EXTENDED_L2 } else { 0 },
+        compatible: 0,
+        autoclear: 0,
+        refcount_order: order,
+        compression: Compression::Zlib,
+        backing: None,
+        backing_format: None,
+        data_file: None,
+        bitmaps: None,
+        unknown: vec![],
+        extra: vec![],
+    };
+    let size = h.cluster_size();
+    h.l1_size = h.l1_needed() as u32;
+    // Room in the refcount table for several times the disk.
+    h.reftable_clusters = up(up(shape.size * 4 / size, h.refblock_entries()) / h.refblock_entries() * 8, size)
+        as u32
+        / size as u32;
+    h.l1_offset = h.reftable_offset + u64::from(h.reftable_clusters) * size;
+    let block_at = h.l1_offset + up(u64::from(h.l1_size) * 8, size);
+    let mut clusters = block_at / size;
+    // As many refcount blocks as the clusters up to them need.
+    let mut blocks = 1;
+    while (clusters + blocks).div_ceil(h.refblock_entries()) > blocks {
+        blocks += 1;
+    }
+    clusters += blocks;
+    let used = clusters;
+    if shape.holes > 0 {
+        clusters = (clusters + 64).min(blocks * h.refblock_entries());
+    }
+    let mut image = vec![0; (clusters * size) as usize];
+    let first = h.encode().unwrap();
+    image[..first.len()].copy_from_slice(&first);
+    for i in 0..blocks {
+        let at = (h.reftable_offset + i * 8) as usize;
+        image[at..at + 8].copy_from_slice(&(block_at + i * size).to_be_bytes());
+    }
+    let bits = 1usize << order;
+    let in_use = |c: &u64| *c < used || c.is_multiple_of(shape.holes.max(1));
+    for cluster in (0..clusters).filter(in_use) {
+        let at = block_at as usize + (cluster / h.refblock_entries() * size) as usize;
+        let i = (cluster % h.refblock_entries()) as usize;
+        match bits {
+            1..8 => image[at + i * bits / 8] |= 1 << (i * bits % 8),
+            _ => image[at + i * bits / 8 + bits / 8 - 1] = 1,
+        }
+    }
+    // What was there before is not zero.
+    for cluster in (used..clusters).filter(|c| !in_use(c)) {
+        image[(cluster * size) as usize..][..size as usize].fill(0x6b);
+    }
+    image
+}
+
+/// A request of the simulation.
+struct Slot {
+    request: Request,
+    op: Op,
+    begin: Time,
+    first: usize,
+    guest: Vec<u8>,
+    step: Option<Step>,
+    /// Woken while it waits.
+    woken: bool,
+}
+
+struct Sim {
+    rng: Rng,
+    shape: Shape,
+    files: [File; 2],
+    chain: Chain,
+    users: Vec<User>,
+    slots: Vec<Slot>,
+    model: Model,
+    now: Time,
+    stamp: u32,
+    crashes: u32,
+    log: bool,
+}
+
+fn open(file: &File, below: bool, size: u64, cache_bytes: u64) -> Chain {
+    let mut first = vec![0; 1 << 16];
+    file.read_at(0, &mut first).unwrap();
+    let header = Header::parse(&first).unwrap();
+    let settings = Settings { file: 0, data: 0, cache_bytes: Some(cache_bytes) };
+    let image = Arc::new(Served::open(file, header, settings).unwrap());
+    let layers = if below { vec![Layer::Raw { file: 1, size: size / 2 / 512 * 512 }] } else { vec![] };
+    Chain::new(image, layers)
+}
+
+impl Sim {
+    fn new(seed: u64) -> Self {
+        let shape = Shape::of(seed);
+        let sectors = (shape.size / SECTOR as u64) as usize;
+        let mut model = Model::new(sectors);
+        let mut below = vec![0u8; shape.size as usize / 2 / 512 * 512];
+        if shape.below {
+            for (i, sector) in below.chunks_mut(SECTOR).enumerate() {
+                fill(sector, 0x4000_0000 + i as u32);
+                model.settle(i, 0x4000_0000 + i as u32, 1);
+            }
+        }
+        let files = [File::of(blank(&shape)), File::of(below)];
+        let chain = open(&files[0], shape.below, shape.size, shape.cache_bytes);
+        let mut sim = Self {
+            rng: Rng(seed),
+            shape,
+            files,
+            chain,
+            users: vec![],
+            slots: vec![],
+            model,
+            now: 10,
+            stamp: 0,
+            crashes: 0,
+            log: std::env::var_os("QCOW2_SIM_LOG").is_some(),
+        };
+        sim.join();
+        sim
+    }
+
+    fn join(&mut self) {
+        let image = self.chain.top().clone();
+        self.users = (0..self.shape.workers).map(|_| image.join()).collect();
+        let slot = |_| Slot {
+            request: Request::default(),
+            op: Op::Read,
+            begin: 0,
+            first: 0,
+            guest: vec![],
+            step: None,
+            woken: false,
+        };
+        self.slots = (0..self.shape.workers * self.shape.slots).map(slot).collect();
+    }
+
+    fn tick(&mut self) -> Time {
+        self.now += 1;
+        self.now
+    }
+
+    /// One thing happens.
+    fn turn(&mut self) {
+        let i = self.rng.below(self.slots.len() as u64) as usize;
+        match self.slots[i].step.clone() {
+            None if self.rng.below(3) > 0 => self.begin(i),
+            Some(Step::Park) if !self.slots[i].woken => {}
+            Some(step) => self.go_on(i, &step),
+            None => {}
+        }
+    }
+
+    fn begin(&mut self, i: usize) {
+        let sectors = self.model_len();
+        let op = match self.rng.below(16) {
+            0..4 => Op::Read,
+            4..11 => Op::Write,
+            11 => Op::Zero { unmap: true },
+            12 => Op::Zero { unmap: false },
+            13 | 14 => Op::Discard,
+            _ => Op::Flush,
+        };
+        let cluster = (1u64 << self.shape.cluster_bits) / SECTOR as u64;
+        let most = match self.rng.below(4) {
+            0 => 1,
+            1 => cluster,
+            2 => cluster * 3,
+            _ => cluster * 40,
+        };
+        // Half of all that happens, happens in a small part.
+        let range = if self.rng.below(2) == 0 { sectors } else { (sectors / 16).max(1) };
+        let mut first = self.rng.below(range);
+        let mut len = (1 + self.rng.below(most)).min(sectors - first).min((2 << 20) / SECTOR as u64);
+        if self.rng.below(3) == 0 {
+            first = first / cluster * cluster;
+            len = up(len, cluster).min(sectors - first);
+        }
+        if op == Op::Flush {
+            (first, len) = (0, 0);
+        }
+        let begin = self.tick();
+        let stable = op != Op::Read && self.rng.below(8) == 0;
+        if self.log {
+            eprintln!("{begin}: slot {i} {op:?} {first}+{len}");
+        }
+        self.stamp += 1;
+        let value = if op == Op::Write { self.stamp } else { 0 };
+        if !matches!(op, Op::Read | Op::Flush) {
+            (first..first + len).for_each(|s| self.model.begin(s as usize, value, begin, op == Op::Discard));
+        }
+        let slot = &mut self.slots[i];
+        (slot.op, slot.begin, slot.first) = (op, begin, first as usize);
+        slot.guest = vec![0xee; len as usize * SECTOR];
+        if op == Op::Write {
+            slot.guest.chunks_mut(SECTOR).for_each(|sector| fill(sector, value));
+        }
+        let bytes = (first * SECTOR as u64, len * SECTOR as u64);
+        self.with(i, |request, cx| request.start(op, bytes.0, bytes.1, stable, cx));
+    }
+
+    fn model_len(&self) -> u64 {
+        self.shape.size / SECTOR as u64
+    }
+
+    /// Calls a request, takes its next step, wakes those that it wakes.
+    fn with(&mut self, i: usize, call: impl FnOnce(&mut Request, &mut Context<'_>) -> Step) {
+        let mut woken = Vec::new();
+        let slot = &mut self.slots[i];
+        let user = &mut self.users[i / self.shape.slots];
+        let mut wake = |w: Waker| woken.push(w);
+        let waker = Waker { who: (i / self.shape.slots) as u64, token: i as u64 };
+        let step = {
+            let mut cx = Context { chain: &self.chain, user, waker, wake: &mut wake, readonly: false };
+            call(&mut slot.request, &mut cx)
+        };
+        slot.woken = false;
+        slot.step = Some(step.clone());
+        for w in woken {
+            let other = &mut self.slots[w.token as usize];
+            // It may be about to wait: its own call pushed the waker and has not returned.
+            other.woken = true;
+        }
+        if let Step::Done(res) = step {
+            self.end(i, res);
+        }
+    }
+
+    fn go_on(&mut self, i: usize, step: &Step) {
+        let slot = &mut self.slots[i];
+        match step {
+            Step::Data { file, offset, data } => {
+                let bytes = &mut slot.guest[data.start as usize..data.end as usize];
+                match slot.op {
+                    Op::Read => self.files[*file as usize].read_at(*offset, bytes).unwrap(),
+                    _ => self.files[*file as usize].write_at(*offset, bytes).unwrap(),
+                }
+            }
+            Step::Zeroes { data } => slot.guest[data.start as usize..data.end as usize].fill(0),
+            Step::Copy { data, at } => {
+                let n = (data.end - data.start) as usize;
+                let from = slot.request.bytes(qcow2::Buf::Data)[*at..*at + n].to_vec();
+                slot.guest[data.start as usize..data.end as usize].copy_from_slice(&from);
+            }
+            Step::Read { file, offset, buf, range } => {
+                let bytes = &mut slot.request.bytes(*buf)[range.clone()];
+                self.files[*file as usize].read_at(*offset, bytes).unwrap();
+            }
+            Step::Write { file, offset, buf, range } => {
+                assert_eq!(*file, 0, "the image below is not written");
+                let bytes = &slot.request.bytes(*buf)[range.clone()];
+                self.files[0].write_at(*offset, bytes).unwrap();
+            }
+            Step::Around { file, offset, head, data, tail } => {
+                assert_eq!(*file, 0, "the image below is not written");
+                let middle = slot.guest[data.start as usize..data.end as usize].to_vec();
+                let buf = slot.request.bytes(qcow2::Buf::Data);
+                let all = [&buf[..*head], &middle, &buf[*head..*head + *tail]].concat();
+                self.files[0].write_at(*offset, &all).unwrap();
+            }
+            Step::ZeroFile { file, offset, len, .. } => {
+                assert_eq!(*file, 0, "the image below is not written");
+                self.files[0].zero(*offset, *len);
+            }
+            Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
+            Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
+            Step::Park => {}
+            Step::Done(_) => unreachable!("it ended"),
+        }
+        self.with(i, |request, cx| request.resume(0, cx));
+    }
+
+    fn end(&mut self, i: usize, res: i32) {
+        let now = self.tick();
+        let slot = &mut self.slots[i];
+        slot.step = None;
+        assert_eq!(res, 0, "{:?} failed", slot.op);
+        let len = slot.guest.len() / SECTOR;
+        if self.log {
+            eprintln!("{now}: slot {i} is over");
+        }
+        match slot.op {
+            Op::Flush => self.model.flushed(slot.begin, now),
+            Op::Read => {
+                for (n, sector) in slot.guest.chunks(SECTOR).enumerate() {
+                    let value =
+                        value_of(sector).unwrap_or_else(|| panic!("a torn sector {}", slot.first + n));
+                    assert!(
+                        self.model.may_read(slot.first + n, value, slot.begin, now),
+                        "sector {} reads as {value:#x}",
+                        slot.first + n
+                    );
+                }
+            }
+            _ => (slot.first..slot.first + len).for_each(|s| self.model.end(s, slot.begin, now, true)),
+        }
+    }
+
+    /// Lets all that is under way come to its end.
+    fn finish(&mut self) {
+        let mut idle = 0;
+        while self.slots.iter().any(|s| s.step.is_some()) {
+            let mut moved = false;
+            for i in 0..self.slots.len() {
+                match self.slots[i].step.clone() {
+                    None => {}
+                    Some(Step::Park) if !self.slots[i].woken => {}
+                    Some(step) => {
+                        moved = true;
+                        self.go_on(i, &step);
+                    }
+                }
+            }
+            idle = if moved { 0 } else { idle + 1 };
+            assert!(idle < 3, "requests wait that nobody wakes");
+        }
+    }
+
+    /// One request by itself.
+    fn single(&mut self, op: Op, first: u64, len: u64) -> Vec<u8> {
+        self.slots[0].op = op;
+        self.slots[0].begin = self.now;
+        let mut slot = Slot {
+            request: Request::default(),
+            op,
+            begin: 0,
+            first: 0,
+            guest: vec![0; len as usize],
+            step: None,
+            woken: false,
+        };
+        std::mem::swap(&mut slot, &mut self.slots[0]);
+        let keep = slot;
+        let image = self.chain.top().clone();
+        let mut user = image.join();
+        let mut woken = |_: Waker| {};
+        let mut step = {
+            let mut cx = Context {
+                chain: &self.chain,
+                user: &mut user,
+                waker: Waker { who: 0, token: 0 },
+                wake: &mut woken,
+                readonly: false,
+            };
+            self.slots[0].request.start(op, first, len, false, &mut cx)
+        };
+        loop {
+            let slot = &mut self.slots[0];
+            match &step {
+                Step::Done(res) => {
+                    assert_eq!(*res, 0);
+                    break;
+                }
+                Step::Data { file, offset, data } => {
+                    self.files[*file as usize]
+                        .read_at(*offset, &mut slot.guest[data.start as usize..data.end as usize])
+                        .unwrap();
+                }
+                Step::Zeroes { data } => slot.guest[data.start as usize..data.end as usize].fill(0),
+                Step::Read { file, offset, buf, range } => {
+                    let bytes = &mut slot.request.bytes(*buf)[range.clone()];
+                    self.files[*file as usize].read_at(*offset, bytes).unwrap();
+                }
+                Step::Write { offset, buf, range, .. } => {
+                    let bytes = &slot.request.bytes(*buf)[range.clone()];
+                    self.files[0].write_at(*offset, bytes).unwrap();
+                }
+                Step::ZeroFile { offset, len, .. } => self.files[0].zero(*offset, *len),
+                Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
+                Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
+                other => panic!("{other:?} of a single request"),
+            }
+            let mut cx = Context {
+                chain: &self.chain,
+                user: &mut user,
+                waker: Waker { who: 0, token: 0 },
+                wake: &mut woken,
+                readonly: false,
+            };
+            step = slot.request.resume(0, &mut cx);
+        }
+        image.leave(user);
+        let slot = std::mem::replace(&mut self.slots[0], keep);
+        slot.guest
+    }
+
+    /// The power goes; what is left is opened again.
+    fn crash(&mut self) {
+        let at = self.tick();
+        let all = self.rng.below(4);
+        let rng = &mut self.rng;
+        let left = self.files[0].crashed(|| match all {
+            0 => false,
+            1 => true,
+            _ => rng.below(2) == 0,
+        });
+        if let Err(e) = check::check(&left) {
+            panic!("after a crash at {at}: {e}");
+        }
+        sample(&left, "after a crash", self.crashes.is_multiple_of(8));
+        self.crashes += 1;
+        self.files[0] = File::of(left);
+        self.chain = open(&self.files[0], self.shape.below, self.shape.size, self.shape.cache_bytes);
+        self.join();
+        self.look(|model, sector, value, _| model.may_survive(sector, value, at), "survives");
+    }
+
+    /// Reads the whole disk, with nothing under way.
+    fn look(&mut self, may: impl Fn(&Model, usize, u32, Time) -> bool, what: &str) {
+        let all = self.single(Op::Read, 0, self.shape.size);
+        let now = self.tick();
+        for (sector, bytes) in all.chunks(SECTOR).enumerate() {
+            let value = value_of(bytes);
+            let value = value.unwrap_or_else(|| panic!("a torn sector {sector}: {:?}", &bytes[..16]));
+            assert!(may(&self.model, sector, value, now), "{value:#x} {what} in sector {sector}");
+            self.model.settle(sector, value, now);
+        }
+        self.model.flushed(now, now);
+    }
+
+    /// Ends in good order: nothing leaks.
+    fn close(&mut self) {
+        self.finish();
+        self.look(|model, sector, value, now| model.may_read(sector, value, now, now), "is");
+        let image = self.chain.top().clone();
+        for user in std::mem::take(&mut self.users) {
+            image.leave(user);
+        }
+        for _ in 0..3 {
+            self.single(Op::Flush, 0, 0);
+        }
+        let bytes = self.files[0].bytes();
+        let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
+        let holes = self.shape.holes > 0;
+        assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
+        sample(&bytes, "at the end", true);
+    }
+}
+
+/// What `qemu-img check` says, where it is there.
+fn sample(image: &[u8], when: &str, wanted: bool) {
+    if !wanted {
+        return;
+    }
+    let path = std::env::temp_dir().join(format!(
+        "vshunt-sim-{}-{:?}.qcow2",
+        std::process::id(),
+        std::thread::current().id()
+    ));
+    std::fs::write(&path, image).unwrap();
+    let ran = std::process::Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output();
+    std::fs::remove_file(&path).unwrap();
+    let Ok(out) = ran else { return };
+    // 3: leaks alone.
+    let code = out.status.code().unwrap_or(-1);
+    assert!(
+        matches!(code, 0 | 3),
+        "{when} qemu-img check says {code}: {}",
+        String::from_utf8_lossy(&out.stdout)
+    );
+}
+
+fn fill(sector: &mut [u8], value: u32) {
+    sector.chunks_mut(4).for_each(|word| word.copy_from_slice(&value.to_le_bytes()));
+}
+
+fn value_of(sector: &[u8]) -> Option<u32> {
+    let first: [u8; 4] = sector[..4].try_into().unwrap();
+    sector.chunks(4).all(|word| word == first).then(|| u32::from_le_bytes(first))
+}
+
+fn run(seed: u64) {
+    let mut sim = Sim::new(seed);
+    let turns = 3000;
+    for turn in 0..turns {
+        sim.turn();
+        if turn % 256 == 255 {
+            let oldest = sim.slots.iter().filter(|s| s.step.is_some()).map(|s| s.begin).min();
+            let oldest = oldest.unwrap_or(sim.now);
+            sim.model.prune(oldest);
+            if seed % 2 == 1 {
+                sim.crash();
+            }
+        }
+    }
+    sim.close();
+}
+
+#[test]
+fn any_interleaving_and_any_crash() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
+    if let Some(seed) = number("QCOW2_SIM_SEED") {
+        eprintln!("{:?}", Shape::of(seed));
+        run(seed);
+        return;
+    }
+    let seeds = number("QCOW2_SIM_SEEDS").unwrap_or(200);
+    for seed in 0..seeds {
+        if let Err(e) = std::panic::catch_unwind(|| run(seed)) {
+            eprintln!("QCOW2_SIM_SEED={seed}: {:?}", Shape::of(seed));
+            std::panic::resume_unwind(e);
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! qcow2 images: `crates/qcow2` says step by step what a request needs, and it is done here, by raw files' own ways.
+//!
+//! A queue's slot holds the request ([`Slot`]) and one [`Io`] for the step that is under way. A request that waits for
+//! another is woken by a message to its worker's ring, from whichever worker that happens on.
+//!
+//! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
+
+mod open;
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use io_uring::{opcode, types};
+
+use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
+
+pub(super) use self::open::open;
+use super::bounce::{AlignedBuf, Pool};
+use super::raw::Raw;
+use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
+use crate::worker::{Ring, Token};
+
+/// An open image, with those below it.
+pub(super) struct Qcow2 {
+    chain: Chain,
+    /// By number.
+    files: Vec<Raw>,
+    readonly: bool,
+    /// Flushes are done at once.
+    careless: bool,
+    /// Writes are stable when they are done.
+    through: bool,
+}
+
+/// What a queue on a worker has of it.
+pub(super) struct Handle {
+    image: Arc<Qcow2>,
+    files: Vec<RingFiles>,
+    user: RefCell<User>,
+}
+
+/// A request of a queue's slot.
+#[derive(Default)]
+pub(super) struct Slot {
+    request: Request,
+    /// The step under way.
+    inner: Io,
+    /// It is at this file.
+    file: FileId,
+    /// It waits for another request, or for its file to grow: the result is the request's own.
+    direct: bool,
+    /// Of the file that grows.
+    longer: u64,
+}
+
+impl Qcow2 {
+    /// For one queue on the worker that owns `ring`.
+    pub(super) fn attach(self: &Arc<Self>, ring: &mut Ring) -> Handle {
+        let files = self.files.iter().map(|raw| super::know(raw, ring)).collect();
+        Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
+    }
+
+    /// Whether one of its files waits for other programs.
+    pub(super) fn may_wait(&self) -> bool {
+        self.files.iter().any(Raw::may_wait)
+    }
+
+    pub(super) fn direct_in_use(&self) -> bool {
+        self.files[0].direct_in_use()
+    }
+
+    /// See [`Disk::keeps_out`](super::Disk::keeps_out).
+    pub(super) fn is_of(&self, path: &std::path::Path) -> bool {
+        self.files.iter().any(|raw| raw.is_of(path))
+    }
+
+    /// As [`Op::Flush`], but it waits; on any thread.
+    pub(super) fn flush_now(self: &Arc<Self>) -> std::io::Result<()> {
+        if self.readonly {
+            return Ok(());
+        }
+        let mut io = Io::default();
+        io.reset(Op::Flush, 0, true);
+        self.run_now(&mut io)
+    }
+
+    /// See [`Disk::merge`](super::Disk::merge).
+    pub(super) fn merge(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
+        let first = offset / SECTOR_BYTES * SECTOR_BYTES;
+        let len = ((offset + bytes.len() as u64).next_multiple_of(SECTOR_BYTES) - first) as usize;
+        let mut buf = AlignedBuf::new(len).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        let mut io = Io::default();
+        for op in [Op::Read, Op::Write] {
+            if op == Op::Write {
+                buf.bytes()[(offset - first) as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+            io.reset(op, first, fua && op == Op::Write);
+            // SAFETY: the buffer and `io` stay here until the request is done.
+            unsafe { io.push(buf.ptr(), len) };
+            self.run_now(&mut io)?;
+        }
+        Ok(())
+    }
+
+    /// Does a request, and waits for it.
+    fn run_now(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
+        let (mut ring, pool) = (Ring::new()?, Pool::default());
+        let handle = self.attach(&mut ring);
+        let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
+        let stable = io.fua || self.through;
+        let mut step = handle.begin(&pool, &mut ring, io, token, stable);
+        let res = loop {
+            match step {
+                Step::Done(res) => break res,
+                Step::Wait => {
+                    let Ok(res) = ring.next_result() else {
+                        // It cannot be told whether the kernel still writes to its memory.
+                        tracing::error!("an io_uring failed; ending at once");
+                        std::process::abort();
+                    };
+                    step = handle.resume(&pool, &mut ring, io, token, res);
+                }
+            }
+        };
+        io.iov.clear();
+        handle.detach(&mut ring);
+        if res < 0 { Err(std::io::Error::from_raw_os_error(-res)) } else { Ok(()) }
+    }
+
+    /// Brings the image into order, after its last user.
+    pub(super) fn close(self: &Arc<Self>) {
+        // The second one writes what the first one counted down, the third what was reserved for these two.
+        for _ in 0..3 {
+            if let Err(e) = self.flush_now() {
+                tracing::error!("the image's last changes are lost: {e}");
+                return;
+            }
+        }
+        // What it was made longer by without need.
+        let (file, end) = (self.files[0].image(), self.chain.top().end());
+        if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
+            let _ = file.set_len(end);
+        }
+    }
+}
+
+impl Handle {
+    /// See [`DiskHandle::start`](super::DiskHandle::start).
+    pub(super) fn start(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+        if io.op == Op::Flush && self.image.careless {
+            return Step::Done(0);
+        }
+        self.begin(pool, ring, io, token, io.fua || self.image.through)
+    }
+
+    fn begin(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, stable: bool) -> Step {
+        let op = match io.op {
+            Op::Read => qcow2::Op::Read,
+            Op::Write => qcow2::Op::Write,
+            Op::Flush => qcow2::Op::Flush,
+            Op::Discard => qcow2::Op::Discard,
+            Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },
+            // Clusters come when they are written.
+            Op::Allocate => return Step::Done(0),
+        };
+        let mut slot = io.qcow2.take().unwrap_or_default();
+        let (offset, len) = (io.offset, io.len);
+        let step = self.with(ring, token, |cx| slot.request.start(op, offset, len, stable, cx));
+        let step = self.drive(pool, ring, io, &mut slot, token, step);
+        io.qcow2 = Some(slot);
+        step
+    }
+
+    /// See [`DiskHandle::resume`](super::DiskHandle::resume).
+    pub(super) fn resume(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+        let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
+        let step = if std::mem::take(&mut slot.direct) {
+            Some(self.grown(&mut slot, res))
+        } else {
+            let (raw, files) = self.file(slot.file);
+            done(raw.resume(files, pool, ring, &mut slot.inner, token, res))
+        };
+        let step = match step {
+            None => Step::Wait,
+            Some(res) => {
+                slot.inner.iov.clear();
+                let next = self.with(ring, token, |cx| slot.request.resume(res, cx));
+                self.drive(pool, ring, io, &mut slot, token, next)
+            }
+        };
+        io.qcow2 = Some(slot);
+        step
+    }
+
+    /// See [`DiskHandle::detach`](super::DiskHandle::detach).
+    pub(super) fn detach(self, ring: &mut Ring) {
+        self.image.files.iter().for_each(|raw| super::forget(raw, ring));
+        self.image.chain.top().leave(self.user.into_inner());
+    }
+
+    /// What a direct result comes to.
+    fn grown(&self, slot: &mut Slot, res: i32) -> i32 {
+        match std::mem::take(&mut slot.longer) {
+            // Before Linux 6.9 a ring cannot do it.
+            len if len > 0 && res == -libc::EINVAL => {
+                let grown = self.image.files[usize::from(slot.file)].image().set_len(len);
+                grown.map_or_else(|e| -e.raw_os_error().unwrap_or(libc::EIO), |()| 0)
+            }
+            _ => res,
+        }
+    }
+
+    fn file(&self, file: FileId) -> (&Raw, RingFiles) {
+        (&self.image.files[usize::from(file)], self.files[usize::from(file)])
+    }
+
+    fn with<R>(&self, ring: &mut Ring, token: Token, f: impl FnOnce(&mut Context<'_>) -> R) -> R {
+        let waker = Waker { who: ring.id(), token: token.pack() };
+        f(&mut Context {
+            chain: &self.image.chain,
+            user: &mut self.user.borrow_mut(),
+            waker,
+            wake: &mut |w: Waker| ring.wake(w.who, w.token),
+            readonly: self.image.readonly,
+        })
+    }
+
+    /// Does steps until one has to be waited for.
+    fn drive(
+        &self,
+        pool: &Pool,
+        ring: &mut Ring,
+        io: &mut Io,
+        slot: &mut Slot,
+        token: Token,
+        first: qcow2::Step,
+    ) -> Step {
+        let mut step = first;
+        loop {
+            let res = match step {
+                qcow2::Step::Done(res) => return Step::Done(res),
+                qcow2::Step::Park => {
+                    slot.direct = true;
+                    ring.expect_wake();
+                    return Step::Wait;
+                }
+                qcow2::Step::Zeroes { data } => {
+                    // SAFETY: the segments are valid until the request is done, by `IoVecs::push`.
+                    unsafe { io.iov.zero_range(data) };
+                    Some(0)
+                }
+                qcow2::Step::Copy { data, at } => {
+                    let from = &slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
+                    // SAFETY: as above; `from` is as long as the range.
+                    unsafe { io.iov.scatter_range(data, from) };
+                    Some(0)
+                }
+                qcow2::Step::Extend { file, len } => {
+                    (slot.direct, slot.longer, slot.file) = (true, len, file);
+                    let fd = self.image.files[usize::from(file)].image().as_raw_fd();
+                    let entry = opcode::Ftruncate::new(types::Fd(fd), len).build();
+                    // SAFETY: it names no memory.
+                    unsafe { ring.push(entry, token) };
+                    return Step::Wait;
+                }
+                other => done(self.transfer(pool, ring, io, slot, token, other)),
+            };
+            let Some(res) = res else { return Step::Wait };
+            slot.inner.iov.clear();
+            step = self.with(ring, token, |cx| slot.request.resume(res, cx));
+        }
+    }
+
+    /// Begins a step at a file.
+    fn transfer(
+        &self,
+        pool: &Pool,
+        ring: &mut Ring,
+        io: &Io,
+        slot: &mut Slot,
+        token: Token,
+        step: qcow2::Step,
+    ) -> Step {
+        let inner = &mut slot.inner;
+        let guest = |inner: &mut Io, data: Range<u64>| {
+            // SAFETY: the segments are valid until the request is done, by `IoVecs::push`; `inner` is done before, and
+            // lies where the request does (boxed, in its slot).
+            io.iov.for_range(data, |ptr, len| unsafe { inner.push(ptr, len) });
+        };
+        let file = match step {
+            qcow2::Step::Data { file, offset, data } => {
+                inner.reset(io.op, offset, false);
+                guest(inner, data);
+                file
+            }
+            qcow2::Step::Read { file, offset, buf, range }
+            | qcow2::Step::Write { file, offset, buf, range }
+                if range.is_empty() =>
+            {
+                let _ = (buf, offset);
+                debug_assert!(false, "nothing to move at file {file}");
+                return Step::Done(0);
+            }
+            qcow2::Step::Read { file, offset, buf, range } => {
+                inner.reset(Op::Read, offset, false);
+                own(inner, &mut slot.request, buf, range);
+                file
+            }
+            qcow2::Step::Write { file, offset, buf, range } => {
+                inner.reset(Op::Write, offset, false);
+                own(inner, &mut slot.request, buf, range);
+                file
+            }
+            qcow2::Step::Around { file, offset, head, data, tail } => {
+                inner.reset(Op::Write, offset, false);
+                own(inner, &mut slot.request, Buf::Data, 0..head);
+                guest(inner, data);
+                own(inner, &mut slot.request, Buf::Data, head..head + tail);
+                file
+            }
+            qcow2::Step::ZeroFile { file, offset, len, punch } => {
+                inner.reset(Op::WriteZeroes { unmap: punch }, offset, false);
+                inner.len = len;
+                file
+            }
+            qcow2::Step::Sync { file } => {
+                inner.reset(Op::Flush, 0, false);
+                file
+            }
+            _ => unreachable!("done by `drive`"),
+        };
+        slot.file = file;
+        let (raw, files) = self.file(file);
+        if raw.inline() {
+            return Step::Done(raw.run_inline(&mut slot.inner, pool));
+        }
+        raw.start(files, pool, ring, &mut slot.inner, token)
+    }
+}
+
+/// A segment of one of the request's own buffers.
+fn own(inner: &mut Io, request: &mut Request, buf: Buf, range: Range<usize>) {
+    let bytes = &mut request.bytes(buf)[range];
+    // SAFETY: the request leaves its buffers as they are until it is resumed, and is boxed with `inner`.
+    unsafe { inner.push(bytes.as_mut_ptr(), bytes.len()) };
+}
+
+fn done(step: Step) -> Option<i32> {
+    match step {
+        Step::Done(res) => Some(res),
+        Step::Wait => None,
+    }
+}

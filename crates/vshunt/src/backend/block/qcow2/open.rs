@@ -1,0 +1,253 @@
+//! Opening an image with all that belongs to it: on a control thread, before there are requests.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use qcow2::check::{Quiet, Repair, check};
+use qcow2::header::incompatible;
+use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_room};
+
+use super::Qcow2;
+use crate::backend::block::raw::{self, Raw};
+use crate::backend::block::{Limits, SECTOR_BYTES};
+use crate::error::{Error, Result};
+use crate::export::spec::{Cache, DiskSpec, Format};
+
+/// Images below one another at most: more is a loop.
+const CHAIN_MAX: usize = 200;
+
+/// A raw file as offline work sees it, through the page cache.
+struct Plain(File);
+
+impl Plain {
+    /// The same file, opened anew: what O_DIRECT demands does not hold for it.
+    fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
+        let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
+        OpenOptions::new().read(true).write(!readonly).open(path).map(Self)
+    }
+}
+
+impl Storage for Plain {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut at = 0;
+        while at < buf.len() {
+            match self.0.read_at(&mut buf[at..], offset + at as u64) {
+                Ok(0) => break,
+                Ok(n) => at += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        buf[at..].fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(buf, offset)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        let meta = self.0.metadata()?;
+        if meta.file_type().is_block_device() {
+            return rustix::fs::seek(&self.0, rustix::fs::SeekFrom::End(0)).map_err(Into::into);
+        }
+        Ok(meta.len())
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.0.set_len(len)
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        rustix::fs::fallocate(&self.0, rustix::fs::FallocateFlags::empty(), offset, len).map_err(Into::into)
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.0, flags, offset, len).map_err(Into::into)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+}
+
+/// What is opened so far.
+struct Opened {
+    files: Vec<Raw>,
+    limits: Option<Limits>,
+}
+
+impl Opened {
+    /// Opens one more file; its number, size and a way to read it.
+    fn add(&mut self, spec: &DiskSpec) -> Result<(FileId, u64, Plain)> {
+        let (raw, size, limits) = raw::open_part(spec)?;
+        let shown = spec.file.as_deref().unwrap_or(Path::new("")).display();
+        let plain =
+            Plain::of(&raw, spec.readonly).map_err(|e| Error::io(format_args!("cannot read {shown}"), e))?;
+        self.limits.get_or_insert(limits);
+        self.files.push(raw);
+        Ok((self.files.len() as FileId - 1, size, plain))
+    }
+}
+
+/// Opens, locks and understands the image of `spec`, the ones below it and its data file.
+pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Limits)> {
+    let Some(path) = &spec.file else {
+        return Err(Error::invalid(format!(
+            "disk {} has format qcow2, which needs an image: add file=PATH",
+            spec.name
+        )));
+    };
+    let mut opened = Opened { files: vec![], limits: None };
+    // Its own way of being durable is the map's too, so the files are flushed when we say so.
+    let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
+    let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path)?;
+    let (image, mut below) = (top.image, top.below);
+    let size = image.size();
+    if spec.size.is_some_and(|s| s != size) {
+        return Err(Error::invalid(format!(
+            "{} has a disk of {size} bytes, not {}: the size of a qcow2 disk is taken from the image, leave out size=",
+            path.display(),
+            spec.size.unwrap_or(0)
+        )));
+    }
+    if size == 0 || !size.is_multiple_of(SECTOR_BYTES) {
+        return Err(Error::invalid(format!(
+            "{} has a disk of {size} bytes, which is no size of one: not a positive multiple of 512",
+            path.display()
+        )));
+    }
+    let mut layers = Vec::new();
+    while let Some(lower) = below.take() {
+        if layers.len() == CHAIN_MAX {
+            return Err(Error::invalid(format!("{} stands on more than {CHAIN_MAX} images", path.display())));
+        }
+        let part = DiskSpec { file: Some(lower.path.clone()), readonly: true, size: None, ..spec.clone() };
+        match lower.format {
+            Format::Qcow2 => {
+                let next =
+                    open_image(&mut opened, &part, &lower.path).map_err(|e| e.context(lower.why(path)))?;
+                layers.push(Layer::Qcow2(next.image));
+                below = next.below;
+            }
+            _ => {
+                let (file, size, _) = opened.add(&part).map_err(|e| e.context(lower.why(path)))?;
+                layers.push(Layer::Raw { file, size });
+            }
+        }
+    }
+    let limits = limits(opened.limits.expect("the image was opened"), &image, spec.readonly);
+    let qcow2 = Qcow2 {
+        chain: Chain::new(image, layers),
+        files: opened.files,
+        readonly: spec.readonly,
+        careless: spec.cache == Cache::Unsafe,
+        through: spec.cache == Cache::Writethrough,
+    };
+    Ok((qcow2, size, limits))
+}
+
+/// An image that another names.
+struct Lower {
+    path: PathBuf,
+    format: Format,
+}
+
+impl Lower {
+    fn why(&self, top: &Path) -> String {
+        format!("{} stands on {}", top.display(), self.path.display())
+    }
+}
+
+struct Top {
+    image: Arc<Served>,
+    below: Option<Lower>,
+}
+
+/// Opens one image, and says which it stands on.
+fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> {
+    let shown = path.display();
+    let (file, _, plain) = opened.add(spec)?;
+    let wrong = |e: qcow2::Error| match e {
+        qcow2::Error::Io { what, source } => Error::io(format_args!("cannot read {what} of {shown}"), source),
+        qcow2::Error::Unsupported(_) => Error::unsupported(format!("{shown}: {e}")),
+        qcow2::Error::NotQcow2 => {
+            Error::invalid(format!("{shown} is not a qcow2 image; if it is a raw one use format=raw"))
+        }
+        e => Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it")),
+    };
+    let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    if !spec.readonly {
+        if header.has(incompatible::CORRUPT) {
+            return Err(Error::invalid(format!(
+                "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
+            )));
+        }
+        if header.bitmaps.is_some() {
+            return Err(Error::unsupported(format!(
+                "{shown} has dirty bitmaps, which are not kept up while it is written yet: add readonly=on"
+            )));
+        }
+        if header.has(incompatible::DIRTY) {
+            tracing::info!("{shown} was not closed: its reference counts are repaired");
+            let found = check(&plain, Repair::All, &mut Quiet).map_err(wrong)?;
+            if found.corruptions > 0 || found.check_errors > 0 {
+                return Err(Error::invalid(format!(
+                    "{shown} was not closed and cannot be repaired: 'vshunt image check {shown}' says what is wrong"
+                )));
+            }
+        }
+        make_room(&plain).map_err(wrong)?;
+        header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    }
+    let data = match &header.data_file {
+        Some(name) if header.has(incompatible::DATA_FILE) => {
+            let part = DiskSpec { file: Some(beside(path, name)), size: None, ..spec.clone() };
+            opened.add(&part).map_err(|e| e.context(format!("{shown} keeps its data in {name}")))?.0
+        }
+        _ => file,
+    };
+    let below = match (&header.backing, header.backing_format.as_deref()) {
+        (None, _) => None,
+        (Some(name), Some("raw")) => Some(Lower { path: beside(path, name), format: Format::Raw }),
+        (Some(name), Some("qcow2")) => Some(Lower { path: beside(path, name), format: Format::Qcow2 }),
+        (Some(name), Some(other)) => {
+            return Err(Error::unsupported(format!(
+                "{shown} stands on {name} of format {other}; raw and qcow2 are known"
+            )));
+        }
+        (Some(name), None) => {
+            // Guessed from its contents, a guest could make its raw disk name any file of the host.
+            return Err(Error::invalid(format!(
+                "{shown} stands on {name} and does not say of which format that is: \
+                 'qemu-img rebase -u -b {name} -F FORMAT {shown}' says it"
+            )));
+        }
+    };
+    let settings = Settings { file, data, cache_bytes: spec.cache_size };
+    let image = Served::open(&plain, header, settings).map_err(wrong)?;
+    Ok(Top { image: Arc::new(image), below })
+}
+
+/// A name in an image is relative to the image's own folder.
+fn beside(image: &Path, name: &str) -> PathBuf {
+    let name = name.strip_prefix("file:").unwrap_or(name);
+    image.parent().unwrap_or(Path::new("")).join(name)
+}
+
+fn limits(file: Limits, image: &Served, readonly: bool) -> Limits {
+    let cluster = image.cluster_size().min(1 << 20) as u32;
+    Limits {
+        opt_io: cluster.max(file.opt_io),
+        max_discard_bytes: if readonly { 0 } else { Limits::DISCARD_BYTES_MAX },
+        discard_align: cluster,
+        can_discard: !readonly,
+        can_zero: !readonly,
+        ..file
+    }
+}
