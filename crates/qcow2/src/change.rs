@@ -126,6 +126,9 @@ impl<'i, 's> Change<'i, 's> {
         if self.blocks.len() >= self.cached_most() {
             self.write_blocks()?;
         }
+        if number >= REFTABLE_BYTES_MAX / 8 {
+            return Err(Error::unsupported("there is no room in the image's refcount table"));
+        }
         if self.table.len() <= number as usize {
             self.table.resize(number as usize + 1, 0);
         }
@@ -202,9 +205,12 @@ impl<'i, 's> Change<'i, 's> {
         Ok(first << self.image.header.cluster_bits)
     }
 
-    /// Writes bytes to clusters of their own; where they begin.
+    /// Writes bytes to clusters of their own; where they begin. No bytes are nowhere: 0.
     pub(crate) fn put(&mut self, mut bytes: Vec<u8>) -> Result<u64> {
-        let n = (bytes.len() as u64).div_ceil(self.image.header.cluster_size()).max(1);
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let n = (bytes.len() as u64).div_ceil(self.image.header.cluster_size());
         bytes.resize((n << self.image.header.cluster_bits) as usize, 0);
         let at = self.take(n)?;
         self.image.write(at, &bytes, "cannot write a table")?;
@@ -214,6 +220,11 @@ impl<'i, 's> Change<'i, 's> {
 
     /// Raises or lowers a cluster's count by one; the new count.
     pub(crate) fn add(&mut self, cluster: u64, up: bool) -> Result<u64> {
+        if !self.image.reaches(cluster << self.image.header.cluster_bits, 1) {
+            return Err(Error::corrupt(format!(
+                "it refers to cluster {cluster}, behind the end of the file"
+            )));
+        }
         let count = self.count(cluster)?;
         let most = self.image.header.refcount_max();
         let new = match up {
@@ -244,6 +255,10 @@ impl<'i, 's> Change<'i, 's> {
 
     fn clusters(&self, offset: u64, bytes: u64) -> Range<u64> {
         let bits = self.image.header.cluster_bits;
+        if bytes == 0 {
+            // Where a table without entries lies, it takes no cluster.
+            return 0..0;
+        }
         offset >> bits..offset.saturating_add(bytes).div_ceil(1 << bits)
     }
 

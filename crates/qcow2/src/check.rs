@@ -184,13 +184,18 @@ impl<'w, 's> Checker<'w, 's> {
     fn corrupt(&mut self, text: std::fmt::Arguments<'_>) -> bool {
         let fix = self.repair == Repair::All;
         if fix {
-            self.result.corruptions_fixed += 1;
-            self.say("Repairing", text);
+            self.fixed(text);
         } else {
             self.result.corruptions += 1;
             self.say("ERROR", text);
         }
         fix
+    }
+
+    /// Something was wrong.
+    fn fixed(&mut self, text: std::fmt::Arguments<'_>) {
+        self.result.corruptions_fixed += 1;
+        self.say("Repairing", text);
     }
 
     /// Something is wrong that nobody repairs.

@@ -59,8 +59,9 @@ impl Checker<'_, '_> {
     /// What to put in place of the count that is there.
     fn compare_one(&mut self, cluster: u64, there: u64, highest: &mut u64) -> Option<u64> {
         let counted = self.counts.count(cluster);
-        // Beyond the end of the file a count without a reference costs nobody anything.
-        let beyond = cluster >= self.image.len.div_ceil(self.image.header.cluster_size());
+        // Beyond the end of the file a count without a reference costs nothing yet, and QEMU does not look there.
+        let beyond =
+            self.repair == Repair::No && cluster >= self.image.len.div_ceil(self.image.header.cluster_size());
         if counted == 0 && (there == 0 || beyond) {
             return None;
         }

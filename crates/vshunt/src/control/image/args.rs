@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand, ValueEnum};
+use serde::Deserialize;
 
 use super::ImageFormat;
 use crate::control::keyval::parse_size;
@@ -17,7 +18,10 @@ Examples:
   vshunt image create -f qcow2 disk.qcow2 20G
   vshunt image create -f qcow2 -b base.qcow2 -F qcow2 overlay.qcow2
   vshunt image info --output=json disk.qcow2
-  vshunt image check -r all disk.qcow2";
+  vshunt image check -r all disk.qcow2
+  vshunt image resize disk.qcow2 +10G
+  vshunt image snapshot -c before-update disk.qcow2
+  vshunt image bitmap --add disk.qcow2 b0";
 
 /// What `vshunt image` was told.
 #[derive(Debug, Args)]
@@ -41,6 +45,21 @@ pub(crate) enum ImageCommand {
     /// Check an image, and repair it
     #[command(after_long_help = CHECK_AFTER)]
     Check(CheckArgs),
+    /// Change the size of an image's disk
+    #[command(after_long_help = "Examples:\n  vshunt image resize disk.qcow2 40G\n  \
+        vshunt image resize disk.qcow2 +10G\n  vshunt image resize --shrink disk.qcow2 5G")]
+    Resize(ResizeArgs),
+    /// List, take, apply and delete internal snapshots
+    #[command(after_long_help = "Examples:\n  vshunt image snapshot -l disk.qcow2\n  \
+        vshunt image snapshot -c before-update disk.qcow2\n  vshunt image snapshot -a before-update disk.qcow2")]
+    Snapshot(SnapshotArgs),
+    /// Add, remove and change persistent dirty bitmaps
+    ///
+    /// What is asked for is done in this order: add, clear, merge, enable or disable, remove.
+    #[command(after_long_help = "Examples:\n  vshunt image bitmap --add disk.qcow2 b0\n  \
+        vshunt image bitmap --merge b0 --clear disk.qcow2 b1\n  \
+        vshunt image bitmap --merge b0 -b other.qcow2 disk.qcow2 b0")]
+    Bitmap(BitmapArgs),
 }
 
 const CREATE_AFTER: &str = "\
@@ -176,4 +195,114 @@ pub(crate) struct CheckArgs {
     pub(super) force_share: bool,
     /// The image
     pub(super) file: PathBuf,
+}
+
+/// A size that may be relative: `+1G`, `-512M`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    To(u64),
+    By(u64),
+    Less(u64),
+}
+
+fn change(text: &str) -> Result<Change, String> {
+    match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(more), _) => size(more).map(Change::By),
+        (_, Some(less)) => size(less).map(Change::Less),
+        _ => size(text).map(Change::To),
+    }
+}
+
+/// How much has its place from the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Mode {
+    /// Nothing
+    Off,
+    /// Tables: data has its place, but no space
+    Metadata,
+    /// Space too
+    Falloc,
+    /// Space with zeroes written to it
+    Full,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ResizeArgs {
+    /// Format of the image [default: as it begins]
+    #[arg(short, long, value_parser = format())]
+    pub(super) format: Option<ImageFormat>,
+    /// Allow a size below the present one: what lies beyond is lost
+    #[arg(long)]
+    pub(super) shrink: bool,
+    /// What has its place of what the disk grows by
+    #[arg(long, value_name = "MODE")]
+    pub(super) preallocation: Option<Mode>,
+    /// The image
+    pub(super) file: PathBuf,
+    /// New size in bytes, or with K, M, G or T; with + or - before it: by how much
+    #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true)]
+    pub(super) size: Change,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SnapshotArgs {
+    /// Format of the image [default: as it begins]
+    #[arg(short, long, value_parser = format())]
+    pub(super) format: Option<ImageFormat>,
+    /// List the snapshots; this is done if nothing else is asked for
+    #[arg(short, long, group = "what")]
+    list: bool,
+    /// Take one
+    #[arg(short, long, value_name = "NAME", group = "what")]
+    pub(super) create: Option<String>,
+    /// Make the disk what it was when this one was taken; name or id
+    #[arg(short, long, value_name = "SNAPSHOT", group = "what")]
+    pub(super) apply: Option<String>,
+    /// Delete one; name or id
+    #[arg(short, long, value_name = "SNAPSHOT", group = "what")]
+    pub(super) delete: Option<String>,
+    /// List them even if another process uses the image
+    #[arg(short = 'U', long, conflicts_with_all = ["create", "apply", "delete"])]
+    pub(super) force_share: bool,
+    /// The image
+    pub(super) file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BitmapArgs {
+    /// Format of the image [default: as it begins]
+    #[arg(short, long, value_parser = format())]
+    pub(super) format: Option<ImageFormat>,
+    /// Add it, enabled unless --disable is given
+    #[arg(long)]
+    pub(super) add: bool,
+    /// Remove it
+    #[arg(long, conflicts_with_all = ["add", "clear", "merge", "enable", "disable"])]
+    pub(super) remove: bool,
+    /// Set all its bits to 0
+    #[arg(long)]
+    pub(super) clear: bool,
+    /// Let it track writes
+    #[arg(long)]
+    pub(super) enable: bool,
+    /// Let it track none
+    #[arg(long, conflicts_with = "enable")]
+    pub(super) disable: bool,
+    /// Set all bits that another bitmap has set; may be repeated
+    #[arg(long, value_name = "SOURCE")]
+    pub(super) merge: Vec<String>,
+    /// The image that the other bitmaps are in, if another
+    #[arg(short = 'b', long, value_name = "FILE", requires = "merge")]
+    pub(super) source_file: Option<PathBuf>,
+    /// Its format
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format(), requires = "source_file")]
+    pub(super) source_format: Option<ImageFormat>,
+    /// Bytes that a bit of a new bitmap stands for, 512 to 2G [default: those of a cluster, 4K to 64K]
+    #[arg(short, long, value_name = "SIZE", value_parser = size, requires = "add")]
+    pub(super) granularity: Option<u64>,
+    /// The image
+    pub(super) file: PathBuf,
+    /// Name of the bitmap
+    pub(super) bitmap: String,
 }

@@ -1,5 +1,6 @@
 //! `vshunt image create`.
 
+use std::ops::Range;
 use std::path::Path;
 
 use qcow2::Storage;
@@ -8,7 +9,7 @@ use qcow2::header::Compression;
 use qcow2::info::info;
 use serde::Deserialize;
 
-use super::args::CreateArgs;
+use super::args::{CreateArgs, Mode};
 use super::file::{For, ImageFile};
 use super::info::beside;
 use super::progress::Bar;
@@ -33,17 +34,8 @@ struct Wanted {
     compression_type: Option<Type>,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
-#[serde(rename_all = "lowercase")]
-enum Mode {
-    Off,
-    Metadata,
-    Falloc,
-    Full,
-}
-
 impl Mode {
-    fn preallocation(self) -> Preallocation {
+    pub(super) fn preallocation(self) -> Preallocation {
         match self {
             Self::Off => Preallocation::Off,
             Self::Metadata => Preallocation::Metadata,
@@ -130,7 +122,9 @@ fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
     let new = !path.exists();
     let file = ImageFile::open(path, For::Making)?;
     let mut bar = Bar::new("preallocating", quiet);
-    let done = fill_raw(&file, size, w.preallocation.unwrap_or(Mode::Off), &mut bar);
+    let mode = w.preallocation.unwrap_or(Mode::Off);
+    let done = file.set_len(0).and_then(|()| file.set_len(size));
+    let done = done.and_then(|()| fill(&file, 0..size, mode, &mut bar));
     drop(bar);
     done.map_err(|e| {
         remove(path, new);
@@ -138,17 +132,17 @@ fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
     })
 }
 
-fn fill_raw(file: &ImageFile, size: u64, mode: Mode, bar: &mut Bar) -> std::io::Result<()> {
+/// The space of a range of a raw image.
+pub(super) fn fill(file: &ImageFile, range: Range<u64>, mode: Mode, bar: &mut Bar) -> std::io::Result<()> {
     const PIECE: u64 = 8 << 20;
-    file.set_len(0)?;
-    file.set_len(size)?;
-    let zeroes = vec![0; PIECE.min(size) as usize];
+    let size = range.end - range.start;
+    let zeroes = if mode == Mode::Full { vec![0; PIECE.min(size) as usize] } else { Vec::new() };
     let mut done = 0;
     while done < size && matches!(mode, Mode::Falloc | Mode::Full) {
         let n = PIECE.min(size - done);
         match mode {
-            Mode::Falloc => file.allocate(done, n)?,
-            _ => file.write_at(done, &zeroes[..n as usize])?,
+            Mode::Falloc => file.allocate(range.start + done, n)?,
+            _ => file.write_at(range.start + done, &zeroes[..n as usize])?,
         }
         done += n;
         bar.set(done, size);
@@ -215,7 +209,7 @@ fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
 }
 
 /// Size of the disk in the image below, which has to be there and readable.
-fn backing_size(image: &Path, name: &str, format: &str) -> Outcome<u64> {
+pub(super) fn backing_size(image: &Path, name: &str, format: &str) -> Outcome<u64> {
     let path = beside(image, name);
     let file = ImageFile::open(&path, For::Sharing)?;
     match format {

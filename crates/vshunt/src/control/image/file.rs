@@ -66,6 +66,11 @@ impl ImageFile {
         Ok(if Header::is_qcow2(&start) { ImageFormat::Qcow2 } else { ImageFormat::Raw })
     }
 
+    /// Whether it is a block device.
+    pub(super) fn is_device(&self) -> bool {
+        self.device
+    }
+
     /// Bytes that it takes on its file system.
     pub(super) fn space(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.blocks() * 512)
