@@ -143,7 +143,7 @@ driven "verified, queues moved between workers that come and go" \\
     --rw randrw --verify --queues 4 --workers 2 --attach-every 3ms --runtime 4s
 driven "the log switched on and off: all that is written is in it" \\
     --rw randrw --verify --layout random --queues 2 --log-every 100ms --runtime 4s
-driven "10,000 chains that lie" --hostile 10000 --seed @SEED@
+driven "10,000 chains that lie@CORPUS@" --hostile 10000 --seed @SEED@
 disk=/dev/nullb0
 driven "verified on null_blk, completions from interrupts" \\
     --rw randrw --verify --layout random --queues 4 --workers per-queue --runtime 3s

@@ -7,12 +7,14 @@
 mod blk_request;
 mod bytes;
 mod messages;
+mod qcow2_image;
 mod rings;
 
 pub use blk_request::blk_request;
 pub use messages::messages;
+pub use qcow2_image::qcow2_image;
 pub use rings::rings;
 
 /// Every target by name.
 pub const TARGETS: &[(&str, fn(&[u8]))] =
-    &[("rings", rings), ("blk_request", blk_request), ("messages", messages)];
+    &[("rings", rings), ("blk_request", blk_request), ("messages", messages), ("qcow2_image", qcow2_image)];

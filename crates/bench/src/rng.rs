@@ -11,7 +11,55 @@ impl XorShift {
     pub fn new(seed: u64, stream: u64) -> Self {
         Self(mix(seed ^ mix(stream + 1)) | 1)
     }
+}
 
+/// Chance as a fuzzer has it: numbers are taken from bytes, small ones from few; once these are used up, from a seed.
+#[derive(Clone, Debug)]
+pub struct Draws {
+    bytes: Vec<u8>,
+    at: usize,
+    rest: XorShift,
+}
+
+impl Draws {
+    /// From the bytes of a corpus (none: the seed alone).
+    pub fn new(bytes: Vec<u8>, rest: XorShift) -> Self {
+        Self { bytes, at: 0, rest }
+    }
+
+    fn take(&mut self, bytes: usize) -> Option<u64> {
+        let taken = self.bytes.get(self.at..self.at + bytes)?;
+        self.at += bytes;
+        Some(taken.iter().rev().fold(0, |n, b| n << 8 | u64::from(*b)))
+    }
+
+    /// Any number.
+    pub fn draw(&mut self) -> u64 {
+        self.take(8).unwrap_or_else(|| self.rest.draw())
+    }
+
+    /// A number below `bound`, which is not 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        let bytes = match bound {
+            0..=0x100 => 1,
+            0x101..=0x1_0000 => 2,
+            _ => 8,
+        };
+        self.take(bytes).unwrap_or_else(|| self.rest.draw()) % bound
+    }
+
+    /// Once in `n`.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// Bytes that are left.
+    pub fn left(&self) -> usize {
+        self.bytes.len() - self.at
+    }
+}
+
+impl XorShift {
     /// The next number; never 0.
     #[inline]
     pub fn draw(&mut self) -> u64 {

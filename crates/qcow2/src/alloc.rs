@@ -11,7 +11,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::epoch::{Epoch, Epochs};
-use crate::{Waker, counts};
+use crate::{Waker, refcount};
 
 /// Consecutive clusters, counted as used, that nobody uses yet.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -147,7 +147,7 @@ impl Alloc {
     fn make_block(&mut self, index: u64) {
         let at = index * self.entries;
         let mut data = vec![0; 1 << self.cluster_bits].into_boxed_slice();
-        counts::set(&mut data, self.order, 0, 1);
+        refcount::set(&mut data, 0, self.order, 1);
         self.make_room();
         self.blocks.insert(index, Block { data, dirty: true, writing: false, used: self.clock });
         self.table[index as usize] = at << self.cluster_bits;
@@ -161,13 +161,13 @@ impl Alloc {
         let (order, entries, clock) = (self.order, self.entries, self.clock);
         let block = self.blocks.get_mut(&index).expect("it is here");
         block.used = clock;
-        let free = |block: &Block, i: u64| counts::get(&block.data, order, i as usize) == 0;
+        let free = |block: &Block, i: u64| refcount::get(&block.data, i as usize, order) == 0;
         let first = (self.cursor % entries..entries).find(|i| free(block, *i))?;
         let start = index * entries + first;
         // What is known to be zero and what is not are different runs.
         let end = if start < self.virgin { entries.min(first + self.virgin - start) } else { entries };
         let count = (first..end).take(most as usize).take_while(|i| free(block, *i)).count() as u64;
-        (first..first + count).for_each(|i| counts::set(&mut block.data, order, i as usize, 1));
+        (first..first + count).for_each(|i| refcount::set(&mut block.data, i as usize, order, 1));
         block.dirty = true;
         self.cursor = start + count;
         let zero = start >= self.virgin;
@@ -247,7 +247,7 @@ impl Alloc {
         let Some(block) = self.blocks.get_mut(&index) else { return Err(self.ask(index, offset, waker)) };
         block.used = self.clock;
         let first = start % self.entries;
-        let last_use = |i: u64| counts::get(&block.data, self.order, (first + i) as usize) == 1;
+        let last_use = |i: u64| refcount::get(&block.data, (first + i) as usize, self.order) == 1;
         let is_last = last_use(0);
         Ok(((0..here).take_while(|i| last_use(*i) == is_last).count() as u64, is_last))
     }
@@ -259,9 +259,9 @@ impl Alloc {
         };
         for cluster in start..start + count {
             let at = (cluster % self.entries) as usize;
-            let was = counts::get(&block.data, self.order, at);
+            let was = refcount::get(&block.data, at, self.order);
             // 0: the image counted it wrong before.
-            counts::set(&mut block.data, self.order, at, was.saturating_sub(1));
+            refcount::set(&mut block.data, at, self.order, was.saturating_sub(1));
             if was == 1 {
                 self.cursor = self.cursor.min(cluster);
             }

@@ -6,8 +6,10 @@
 //!
 //! Called by every request, at its start and end, on its worker; [`Epochs::advance`] by whoever wants clusters back.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use crate::sync::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use crate::sync::{AtomicU32, AtomicU64, Mutex, fence};
 
 /// A number that only grows.
 pub(crate) type Epoch = u64;
@@ -49,17 +51,21 @@ impl Epochs {
 
     /// The epoch that is. Whoever takes a cluster out of the map asks afterwards.
     pub(crate) fn now(&self) -> Epoch {
-        self.now.load(SeqCst)
+        // Against the one in `enter`: who enters after it sees the map as it is now.
+        fence(SeqCst);
+        self.now.load(Relaxed)
     }
 
     /// A request begins.
     #[inline]
     pub(crate) fn enter(&self, member: &Member) -> Epoch {
         loop {
-            let epoch = self.now.load(SeqCst);
-            member.active[place(epoch)].fetch_add(1, SeqCst);
-            // `advance` looks at the counts after it has read `now`: it saw this one, or we see that it went on.
-            if self.now.load(SeqCst) == epoch {
+            let epoch = self.now.load(Relaxed);
+            member.active[place(epoch)].fetch_add(1, Relaxed);
+            // Against those in `now` and `advance`: either they come later and the count is seen, or this one does, and
+            // what was done before them is: another epoch, and a map without what went.
+            fence(SeqCst);
+            if self.now.load(Relaxed) == epoch {
                 return epoch;
             }
             member.active[place(epoch)].fetch_sub(1, Relaxed);
@@ -75,11 +81,13 @@ impl Epochs {
     /// Goes on to the next epoch if nobody is in the last one. The epoch that is then.
     pub(crate) fn advance(&self) -> Epoch {
         let members = self.members.lock().expect("no holder panics");
-        let now = self.now.load(SeqCst);
+        let now = self.now.load(Relaxed);
         let last = place(now + LIVE as u64 - 1);
-        if members.iter().all(|m| m.active[last].load(SeqCst) == 0) {
+        // Against the one in `enter`.
+        fence(SeqCst);
+        if members.iter().all(|m| m.active[last].load(Acquire) == 0) {
             // Only here, under the lock.
-            self.now.store(now + 1, SeqCst);
+            self.now.store(now + 1, Release);
             return now + 1;
         }
         now
@@ -91,7 +99,41 @@ impl Epochs {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+
+    #[test]
+    fn what_is_in_use_is_not_over() {
+        loom::model(|| {
+            let epochs = Arc::new(Epochs::default());
+            // What a request finds in the map, and whether that was given to somebody else.
+            let (map, given) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+            let member = epochs.join();
+            let user = {
+                let (epochs, map, given, member) =
+                    (epochs.clone(), map.clone(), given.clone(), member.clone());
+                loom::thread::spawn(move || {
+                    let epoch = epochs.enter(&member);
+                    if map.load(Acquire) == 0 {
+                        assert_eq!(given.load(Acquire), 0, "a cluster that is in use was given away");
+                    }
+                    epochs.exit(&member, epoch);
+                })
+            };
+            map.store(1, Release);
+            let gone = epochs.now();
+            epochs.advance();
+            epochs.advance();
+            if epochs.is_over(gone) {
+                given.store(1, Release);
+            }
+            user.join().unwrap();
+        });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

@@ -408,6 +408,11 @@ impl Header {
     /// # Errors
     /// They do not fit into a cluster.
     pub fn encode(&self) -> Result<Vec<u8>> {
+        // The names of features are for error messages: where they do not fit they are left out.
+        self.encode_with(self.version >= 3).or_else(|_| self.encode_with(false))
+    }
+
+    fn encode_with(&self, names: bool) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(512);
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&self.version.to_be_bytes());
@@ -432,7 +437,7 @@ impl Header {
             out.extend_from_slice(&[0; 7]);
             out.extend_from_slice(&self.extra);
         }
-        self.encode_extensions(&mut out);
+        self.encode_extensions(&mut out, names);
         if let Some(name) = &self.backing {
             let (at, len) = (out.len() as u64, name.len() as u32);
             if name.len() > BACKING_NAME_MAX {
@@ -454,28 +459,29 @@ impl Header {
         Ok(out)
     }
 
-    fn encode_extensions(&self, out: &mut Vec<u8>) {
+    fn encode_extensions(&self, out: &mut Vec<u8>, names: bool) {
         let mut add = |kind: u32, data: &[u8]| {
             out.extend_from_slice(&kind.to_be_bytes());
             out.extend_from_slice(&(data.len() as u32).to_be_bytes());
             out.extend_from_slice(data);
             out.resize(out.len().next_multiple_of(8), 0);
         };
-        if let Some(format) = &self.backing_format {
-            add(extension::BACKING_FORMAT, format.as_bytes());
-        }
-        if let Some(name) = &self.data_file {
-            add(extension::DATA_FILE, name.as_bytes());
-        }
-        if self.version >= 3 {
-            add(extension::FEATURES, &feature_names());
-        }
+        // First, in the first sector with the fields: a change of both is one write that no storage tears.
         if let Some(b) = &self.bitmaps {
             let mut data = [0; 24];
             data[..4].copy_from_slice(&b.count.to_be_bytes());
             data[8..16].copy_from_slice(&b.directory_bytes.to_be_bytes());
             data[16..].copy_from_slice(&b.directory_offset.to_be_bytes());
             add(extension::BITMAPS, &data);
+        }
+        if let Some(format) = &self.backing_format {
+            add(extension::BACKING_FORMAT, format.as_bytes());
+        }
+        if let Some(name) = &self.data_file {
+            add(extension::DATA_FILE, name.as_bytes());
+        }
+        if names {
+            add(extension::FEATURES, &feature_names());
         }
         for (kind, data) in &self.unknown {
             add(*kind, data);

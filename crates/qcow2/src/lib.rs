@@ -10,21 +10,37 @@
 //! Numbers in images are big-endian.
 
 mod alloc;
+pub mod bitmap;
+mod change;
+pub mod check;
 pub mod compress;
-mod counts;
+pub mod create;
 pub mod entry;
 mod epoch;
 mod error;
 pub mod header;
+mod image;
+pub mod info;
 mod map;
+pub mod memory;
+pub mod refcount;
 mod request;
+pub mod resize;
 mod served;
+pub mod snapshot;
 mod storage;
+mod sync;
+#[cfg(test)]
+mod testing;
 
 pub use error::{Error, Result};
+pub use image::Image;
 pub use request::{Buf, Context, Op, Request, Step};
-pub use served::{Chain, Layer, Served, Settings, User};
+pub use served::{Chain, Layer, Served, Settings, User, make_room};
 pub use storage::Storage;
+
+/// Told how far long work came: units done, of how many.
+pub type Progress<'p> = &'p mut dyn FnMut(u64, u64);
 
 /// One of the files that a disk consists of; the caller's number for it.
 pub type FileId = u16;

@@ -9,16 +9,18 @@
 //! What must never happen: an entry of one slice taken for another's; a dirty slice dropped.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*, fence};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::OnceLock;
+
+use crate::sync::Ordering::*;
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, fence, pause};
 
 use crate::Waker;
 
 /// Bytes of a slice at most.
 const SLICE_BYTES: u64 = 4096;
-const SHARDS: usize = 64;
+const SHARDS: usize = if cfg!(loom) { 1 } else { 64 };
 /// Slices that there is room for, whatever the setting.
-const FRAMES_MIN: u64 = 4;
+const FRAMES_MIN: u64 = if cfg!(loom) { 1 } else { 4 };
 /// No frame, no slice.
 const NONE: u32 = 0;
 const NO_SLICE: u64 = u64::MAX;
@@ -114,7 +116,7 @@ impl Map {
             slice_bits: slice_entries.trailing_zeros(),
             directory: (0..slices).map(|_| AtomicU32::new(NONE)).collect(),
             frames: (0..frames).map(frame).collect(),
-            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            shards: (0..SHARDS).map(|_| Mutex::new(Shard::default())).collect(),
             free: Mutex::new(Frames { fresh: 0, hand: 0 }),
             dirty: AtomicU32::new(0),
             loads: AtomicU64::new(0),
@@ -173,7 +175,7 @@ impl Map {
             let frame = self.frame_of(slice)?;
             let seq = frame.seq.load(Acquire);
             if seq & 1 != 0 {
-                std::hint::spin_loop();
+                pause();
                 continue;
             }
             let here = frame.slice.load(Relaxed) == slice;
@@ -371,5 +373,82 @@ impl Map {
         if !done && shard.dirty.insert(slice) {
             self.dirty.fetch_add(1, Relaxed);
         }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use std::sync::Arc;
+
+    const NOBODY: Waker = Waker { who: 0, token: 0 };
+
+    fn put(map: &Map, slice: u64, word: u64) {
+        if let Load::Yours = map.load(slice, NOBODY) {
+            map.loaded(slice, Some(&word.to_be_bytes()), &mut |_| {});
+        }
+    }
+
+    /// Two slices of one entry share one frame.
+    #[test]
+    fn no_slice_is_taken_for_another() {
+        loom::model(|| {
+            let map = Arc::new(Map::new(1, 1, 2, 8));
+            put(&map, 0, 10);
+            let other = map.clone();
+            let mover = loom::thread::spawn(move || {
+                put(&other, 1, 11);
+                put(&other, 0, 10);
+            });
+            if let Some(entry) = map.get(0) {
+                assert_eq!(entry.word, 10, "another slice's entry");
+            }
+            mover.join().unwrap();
+        });
+    }
+
+    /// Both words of an entry are of the same time.
+    #[test]
+    fn an_entry_is_read_whole() {
+        loom::model(|| {
+            let map = Arc::new(Map::new(1, 2, 1, 16));
+            if let Load::Yours = map.load(0, NOBODY) {
+                map.loaded(0, Some(&[0; 16]), &mut |_| {});
+            }
+            let other = map.clone();
+            let writer = loom::thread::spawn(move || {
+                assert_eq!(other.hold(0, 1, NOBODY), Some(1));
+                other.release(0, 1, Some(&[Entry { word: 7, bits: 7 }]), &mut |_| {});
+            });
+            let entry = map.get(0).unwrap();
+            assert_eq!(entry.word, entry.bits, "half of an entry");
+            writer.join().unwrap();
+            assert_eq!(map.get(0).unwrap(), Entry { word: 7, bits: 7 });
+        });
+    }
+
+    /// Of two that want the same cluster one waits, and is woken.
+    #[test]
+    fn one_holds_and_the_other_is_woken() {
+        loom::model(|| {
+            let map = Arc::new(Map::new(1, 1, 1, 8));
+            put(&map, 0, 0);
+            let woken = Arc::new(AtomicU32::new(0));
+            let turn = |map: &Map, woken: &AtomicU32| match map.hold(0, 1, NOBODY) {
+                Some(1) => {
+                    let word = map.get(0).unwrap().word + 1;
+                    let wake = &mut |_| drop(woken.fetch_add(1, SeqCst));
+                    map.release(0, 1, Some(&[Entry { word, bits: 0 }]), wake);
+                    0
+                }
+                Some(0) => 1,
+                other => panic!("{other:?}"),
+            };
+            let (other, counter) = (map.clone(), woken.clone());
+            let second = loom::thread::spawn(move || turn(&other, &counter));
+            let waited = turn(&map, &woken) + second.join().unwrap();
+            assert_eq!(woken.load(SeqCst), waited);
+            assert_eq!(map.get(0).unwrap().word, 2 - u64::from(waited));
+        });
     }
 }

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
 
 use crate::alloc::{Alloc, Reserve};
+use crate::change::Change;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
-use crate::header::{Header, autoclear, incompatible};
+use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
 use crate::map::{Entry, Map};
-use crate::{Error, FileId, Result, Storage, Waker};
+use crate::{Error, FileId, Image, Result, Storage, Waker};
 
 /// Bytes that metadata is written in at least, where clusters are not smaller.
 pub(crate) const UNIT: u64 = 4096;
@@ -108,6 +109,30 @@ pub(crate) enum Miss {
     Slice(u64),
     /// The image is wrong.
     Corrupt,
+}
+
+/// Makes an image's refcount table long enough for all that its disk can come to need: it stays where it is while the image
+/// is served. Whether it had to be made longer, and the header is another.
+///
+/// # Errors
+/// The storage's; an image that is dirty or corrupt.
+pub fn make_room(storage: &dyn Storage) -> Result<bool> {
+    let mut image = Image::open(storage)?;
+    let h = image.header().clone();
+    let (entries, table) = (h.refblock_entries(), u64::from(h.reftable_clusters) * h.cluster_size() / 8);
+    let there = image.len.div_ceil(h.cluster_size());
+    let disk = if h.has(incompatible::DATA_FILE) { 0 } else { h.clusters() };
+    // What waits to be free, and the blocks that count all this.
+    let all = (there + disk + h.l1_needed()) / 4 * 5;
+    let need = (all + all / entries).div_ceil(entries) + 1;
+    let most = REFTABLE_BYTES_MAX.max(h.cluster_size()) / 8;
+    if need.min(most) <= table {
+        return Ok(false);
+    }
+    let mut change = Change::begin(&mut image)?;
+    change.widen(need.min(most));
+    change.commit(h)?;
+    Ok(true)
 }
 
 impl Served {

@@ -53,4 +53,13 @@ pub trait Storage {
     /// # Errors
     /// The system's.
     fn sync(&self) -> io::Result<()>;
+
+    /// Whether nothing was ever written to the range, so that it reads as zeroes without being read. `false` is always
+    /// right; tables of hostile sparse images are passed over with it.
+    ///
+    /// # Errors
+    /// The system's.
+    fn is_hole(&self, _offset: u64, _len: u64) -> io::Result<bool> {
+        Ok(false)
+    }
 }

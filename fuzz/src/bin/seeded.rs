@@ -31,7 +31,9 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let target = args.first().and_then(|name| TARGETS.iter().find(|t| t.0 == name));
     let (Some(&(name, run)), Some(how)) = (target, args.get(1)) else {
-        eprintln!("usage: seeded rings|blk_request|messages SECONDS [SEED] | --seed SEED | --input FILE");
+        eprintln!(
+            "usage: seeded rings|blk_request|messages|qcow2_image SECONDS [SEED] | --seed SEED | --input FILE"
+        );
         return ExitCode::from(2);
     };
     if how == "--input" {

@@ -1,6 +1,6 @@
 //! The subcommand `kernel`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -81,6 +81,9 @@ pub(super) struct KernelArgs {
     /// Instead of a load: so many chains that lie
     #[arg(long, value_name = "N", conflicts_with_all = ["check", "attach_every", "restart_every", "log_every", "tables"])]
     hostile: Option<u64>,
+    /// With --hostile: chains are made from the files of this folder first, a fuzzer's corpus, then from the seed
+    #[arg(long, value_name = "FOLDER", requires = "hostile")]
+    corpus: Option<PathBuf>,
     /// Instead of a load: one worker against several, 1 to 8 queues, beside the tables that started this project
     #[arg(long, conflicts_with_all = ["check", "attach_every", "restart_every", "log_every"])]
     tables: bool,
@@ -139,6 +142,22 @@ impl KernelArgs {
     }
 }
 
+/// All files of a folder and those in it, by name, one behind the other.
+fn read_corpus(folder: &Path) -> Result<Vec<u8>> {
+    let failed = |path: &Path, e| fail!(Io, "cannot read {}: {e}", path.display());
+    let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    let mut bytes = Vec::new();
+    for path in paths {
+        bytes.extend(match path.is_dir() {
+            true => read_corpus(&path)?,
+            false => std::fs::read(&path).map_err(|e| failed(&path, e))?,
+        });
+    }
+    Ok(bytes)
+}
+
 pub(super) fn run(args: &KernelArgs) -> Result<()> {
     if args.tables {
         return tables(args);
@@ -149,14 +168,16 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
     let (plan, kernel) = (args.plan()?, args.kernel()?);
     let options = args.shape.options(&plan);
     if let Some(chains) = args.hostile {
-        let plan = hostile::Plan { chains, seed: args.work.seed, patience: args.shape.timeout };
+        let corpus = args.corpus.as_deref().map_or(Ok(vec![]), read_corpus)?;
+        let plan = hostile::Plan { chains, seed: args.work.seed, corpus, patience: args.shape.timeout };
         let counts = kernel::run_hostile(&kernel, options, &plan)?;
         let value = serde_json::json!({ "hostile": counts });
         return print(args, &value, || {
             format!(
-                "hostile: {} chains of seed {}: {} OK, {} failed, {} unsupported, {} without status, {} unanswered as the ring broke, \
+                "hostile: {} chains of {} bytes of a corpus and seed {}: {} OK, {} failed, {} unsupported, {} without status, {} unanswered as the ring broke, \
                  {} settled; {} sound requests between them answered, {} rings set up again\n",
                 counts.chains,
+                counts.corpus_bytes,
                 plan.seed,
                 counts.ok,
                 counts.io_error,

@@ -83,6 +83,9 @@ pub(crate) enum Command {
     /// Add, remove and list exports
     #[command(subcommand)]
     Export(ExportCommand),
+    /// Make, describe, check and change images that nobody uses
+    #[command(after_long_help = super::image::AFTER)]
+    Image(super::image::ImageArgs),
     /// Change the size of a disk; its guests are told
     ///
     /// A guest's requests beyond a new, nearer end fail; what lay there is gone.
@@ -190,8 +193,8 @@ is an error; the socket of one that is gone is replaced.
 A list is key=value,key=value; a comma inside a value is written `,,`. Booleans are
 on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.
 
-Disk keys: name, file, format=raw|null|ram, size, readonly=on|off, direct=auto|on|off,
-cache=writeback|writethrough|unsafe, locking=on|off.
+Disk keys: name, file, format=raw|qcow2|null|ram, size, readonly=on|off, direct=auto|on|off,
+cache=writeback|writethrough|unsafe, locking=on|off, and of qcow2 cache-size.
 
 Network keys: type=tap, name, ifname, queues. An interface of that name is adopted (a tap, multi_queue
 for more queues than one) and stays; else it is made, set up, and removed with the network.

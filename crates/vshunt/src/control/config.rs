@@ -152,7 +152,7 @@ fn spell_out(table: &mut Table) -> Result<(), String> {
         let Value::String(text) = value else { continue };
         let in_key = |why: keyval::KeyvalError| format!("{key}: {why}");
         match key.as_str() {
-            "size" | "block-size" => {
+            "size" | "block-size" | "cache-size" => {
                 let size = keyval::parse_size(text).map_err(in_key)?;
                 let size = i64::try_from(size).map_err(|_| format!("{key}: `{text}` is too large"))?;
                 *value = Value::Integer(size);

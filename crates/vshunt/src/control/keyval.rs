@@ -9,7 +9,7 @@ use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
 /// Keys whose numbers take a size suffix. The others are plain counts: `queues=1K` is a typing error.
-const SIZE_KEYS: [&str; 2] = ["size", "block-size"];
+const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"];
 
 /// Highest CPU number that a list may name; bounds what `0-99999999` can allocate (Linux: NR_CPUS is at most 8192).
 const CPU_MAX: usize = 8191;

@@ -10,6 +10,7 @@ pub mod client;
 mod config;
 mod events;
 pub mod framing;
+mod image;
 mod keyval;
 mod log;
 mod message;
@@ -46,6 +47,8 @@ enum Failure {
     Unreachable(String),
     /// Whoever read our output has gone: nothing to say, and nobody to say it to.
     OutputClosed,
+    /// Everything is said already; this exit code.
+    Status(u8),
 }
 
 impl Failure {
@@ -55,6 +58,7 @@ impl Failure {
             Self::Usage(_) => 2,
             Self::Unreachable(_) => 3,
             Self::OutputClosed => 0,
+            Self::Status(code) => *code,
         }
     }
 }
@@ -63,7 +67,7 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(why),
-            Self::OutputClosed => Ok(()),
+            Self::OutputClosed | Self::Status(_) => Ok(()),
         }
     }
 }

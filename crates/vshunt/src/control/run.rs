@@ -13,7 +13,7 @@ use super::cli::{
 use super::client::Client;
 use super::config;
 use super::serve::{Manner, serve};
-use super::{Failure, Outcome, pages, print, show};
+use super::{Failure, Outcome, image, pages, print, show};
 use crate::export::check_one_place;
 use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, NetInfo, WorkerInfo};
 
@@ -34,6 +34,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Net(command) => net(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command),
+        Command::Image(args) => image::run(args.command, cli.log.quiet),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
         Command::Quit { force } => quit(connect()?, force),
         Command::Qmp { command, arguments } => {

@@ -5,7 +5,7 @@
 //! unless it is one that aims at the rings.
 
 use crate::driver::{Area, request};
-use crate::rng::XorShift;
+use crate::rng::Draws;
 
 pub(super) const NEXT: u16 = 1;
 pub(super) const WRITE: u16 = 2;
@@ -60,7 +60,7 @@ pub(super) struct Draft {
 
 /// What chains are made from.
 pub(super) struct Source<'a> {
-    pub(super) rng: XorShift,
+    pub(super) rng: Draws,
     /// Memory for tables, headers and data.
     pub(super) arena: &'a Area,
     /// Guest addresses of the ring's parts.
@@ -276,14 +276,17 @@ impl Source<'_> {
 mod tests {
     use super::*;
     use crate::driver::{DEFAULT_BASE, Memory, RegionSpec};
+    use crate::rng::XorShift;
 
     #[test]
     fn chains_are_of_every_sort_and_the_same_for_a_seed() {
         let memory = Memory::new(&[RegionSpec { guest_addr: DEFAULT_BASE, size: 1 << 20 }]).unwrap();
         let arena = memory.alloc(1 << 20, 4096).unwrap();
+        let corpus: Vec<u8> = (0..50_000u32).map(|i| ((i * i) >> 5) as u8).collect();
         let draw = |seed| {
+            let bytes = if seed == 8 { corpus.clone() } else { vec![] };
             let mut source = Source {
-                rng: XorShift::new(seed, 0),
+                rng: Draws::new(bytes.clone(), XorShift::new(seed, 0)),
                 arena: &arena,
                 rings: [0x1000, 0x2000, 0x3000],
                 size: 64,
@@ -293,6 +296,7 @@ mod tests {
             };
             (0..3000).map(|_| source.draft()).collect::<Vec<_>>()
         };
+        assert!(draw(8).iter().map(|c| &c.head).ne(draw(7).iter().map(|c| &c.head)), "a corpus is used");
         let chains = draw(7);
         let again = draw(7);
         assert!(chains.iter().zip(&again).all(|(a, b)| {

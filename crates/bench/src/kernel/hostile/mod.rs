@@ -17,7 +17,7 @@ use crate::driver::{
     status,
 };
 use crate::error::{Error, Result, fail};
-use crate::rng::XorShift;
+use crate::rng::{Draws, XorShift};
 
 /// Where the arena's region begins, far from that of the rings; and the guard's, far from both.
 const ARENA_BASE: u64 = DEFAULT_BASE + (1 << 30);
@@ -49,15 +49,19 @@ pub struct Counts {
     pub probes: u64,
     /// Rings set up again.
     pub restarts: u64,
+    /// Bytes of the corpus that chains were made from.
+    pub corpus_bytes: usize,
 }
 
 /// What to do.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Plan {
     /// Chains to make.
     pub chains: u64,
     /// Where they come from.
     pub seed: u32,
+    /// Before the seed: inputs that a fuzzer found worth keeping, one behind the other.
+    pub corpus: Vec<u8>,
     /// How long an answer may take.
     pub patience: Duration,
 }
@@ -154,7 +158,7 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
         return Err(fail!(Usage, "hostile chains are for the kernel's device"));
     };
     let source = Source {
-        rng: XorShift::new(u64::from(plan.seed), 5000),
+        rng: Draws::new(plan.corpus.clone(), XorShift::new(u64::from(plan.seed), 5000)),
         arena: &arena,
         rings: [0; 3],
         size: parts[0].size,
@@ -180,7 +184,10 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
             GUARD_BASE + at as u64,
             plan.seed
         )),
-        None => Ok(hostile.counts),
+        None => {
+            let corpus_bytes = plan.corpus.len() - hostile.source.rng.left();
+            Ok(Counts { corpus_bytes, ..hostile.counts })
+        }
     }
 }
 

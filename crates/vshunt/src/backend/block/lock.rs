@@ -36,7 +36,7 @@ enum Permission {
 use Permission::{ConsistentRead, Resize, Write};
 
 /// Takes the locks of a writer or reader of the image, or says who is in the way. Blocks for a while if somebody is.
-pub(super) fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
+pub(crate) fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     let start = Instant::now();
     loop {
         match try_lock(file, path, readonly) {

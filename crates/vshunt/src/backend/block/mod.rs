@@ -28,6 +28,7 @@ use crate::worker::{Ring, RingFile, Token};
 
 use bounce::Pool;
 pub use io::{Io, IoVecs};
+pub(crate) use lock::lock as lock_image;
 use memory::Ram;
 use qcow2::Qcow2;
 use raw::Raw;

@@ -21,6 +21,8 @@ fn a_disk_with_everything() {
     assert_eq!(d.file.as_deref(), Some(Path::new("/a,b=c.img")));
     assert!(d.readonly && !d.locking);
     assert_eq!((d.direct, d.cache), (Direct::Off, Cache::Unsafe));
+    let d = disk("name=q,format=qcow2,file=q,cache-size=4M").unwrap();
+    assert_eq!((d.format, d.cache_size), (Format::Qcow2, Some(4 << 20)));
     let d = disk("name=m,format=ram,size=1.5G").unwrap();
     assert_eq!((d.format, d.size, d.locking), (Format::Ram, Some(3 << 29), true));
 }
@@ -50,7 +52,7 @@ fn what_is_wrong_is_named() {
     let cases = [
         (
             "name=d0,fil=x",
-            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking",
+            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
         ),
         ("file=x", "key `name` is missing"),
         ("name=d0,readonly", "`readonly` has no value; write readonly=… (a comma in a value is `,,`)"),

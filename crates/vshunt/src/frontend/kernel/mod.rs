@@ -325,11 +325,9 @@ impl KernelQueues {
         }
         // Kicks of a guest that stopped it wake nobody, and nothing of a front-end that went is kept open.
         let (device, at) = self.behind.of(ring);
-        for dropped in [
-            device.set_vring_kick(at, None),
-            device.set_vring_call(at, None),
-            device.set_vring_err(at, None),
-        ] {
+        for dropped in
+            [device.set_vring_kick(at, None), device.set_vring_call(at, None), device.set_vring_err(at, None)]
+        {
             if let Err(e) = dropped {
                 tracing::debug!("{}: ring {ring}: {e}", self.name);
             }

@@ -104,8 +104,17 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Does a request, and waits for it.
+    /// Does a request, and waits for it. On a thread of its own: the end of a ring interrupts what its thread waits for
+    /// next, which callers are not prepared for.
     fn run_now(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
+            let running = thread.spawn_scoped(scope, || self.run_here(io))?;
+            running.join().expect("it does not panic")
+        })
+    }
+
+    fn run_here(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
         let (mut ring, pool) = (Ring::new()?, Pool::default());
         let handle = self.attach(&mut ring);
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };

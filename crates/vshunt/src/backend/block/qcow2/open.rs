@@ -1,14 +1,15 @@
 //! Opening an image with all that belongs to it: on a control thread, before there are requests.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use qcow2::header::{Header, incompatible};
-use qcow2::{Chain, FileId, Layer, Served, Settings, Storage};
+use qcow2::check::{Quiet, Repair, check};
+use qcow2::header::incompatible;
+use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_room};
 
 use super::Qcow2;
 use crate::backend::block::raw::{self, Raw};
@@ -24,9 +25,9 @@ struct Plain(File);
 
 impl Plain {
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
-    fn of(raw: &Raw) -> io::Result<Self> {
+    fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
-        File::open(path).map(Self)
+        OpenOptions::new().read(true).write(!readonly).open(path).map(Self)
     }
 }
 
@@ -86,7 +87,8 @@ impl Opened {
     fn add(&mut self, spec: &DiskSpec) -> Result<(FileId, u64, Plain)> {
         let (raw, size, limits) = raw::open_part(spec)?;
         let shown = spec.file.as_deref().unwrap_or(Path::new("")).display();
-        let plain = Plain::of(&raw).map_err(|e| Error::io(format_args!("cannot read {shown}"), e))?;
+        let plain =
+            Plain::of(&raw, spec.readonly).map_err(|e| Error::io(format_args!("cannot read {shown}"), e))?;
         self.limits.get_or_insert(limits);
         self.files.push(raw);
         Ok((self.files.len() as FileId - 1, size, plain))
@@ -177,32 +179,31 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         qcow2::Error::NotQcow2 => {
             Error::invalid(format!("{shown} is not a qcow2 image; if it is a raw one use format=raw"))
         }
-        e => Error::invalid(format!("{shown}: {e}; 'qemu-img check -r all {shown}' may repair it")),
+        e => Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it")),
     };
-    let mut start = vec![0; 1 << 16];
-    let read = |at: u64, buf: &mut [u8]| plain.read_at(at, buf).map_err(qcow2::Error::io("the header"));
-    read(0, &mut start).map_err(wrong)?;
-    let bits = Header::peek_cluster_bits(&start).map_err(wrong)?;
-    start.resize(1 << bits.max(16), 0);
-    read(0, &mut start).map_err(wrong)?;
-    let header = Header::parse(&start[..1 << bits]).map_err(wrong)?;
+    let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     if !spec.readonly {
-        for (bit, what) in [
-            (incompatible::CORRUPT, "is marked as corrupt"),
-            (incompatible::DIRTY, "was not closed, and its reference counts may be wrong"),
-        ] {
-            if header.has(bit) {
+        if header.has(incompatible::CORRUPT) {
+            return Err(Error::invalid(format!(
+                "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
+            )));
+        }
+        if header.bitmaps.is_some() {
+            return Err(Error::unsupported(format!(
+                "{shown} has dirty bitmaps, which are not kept up while it is written yet: add readonly=on"
+            )));
+        }
+        if header.has(incompatible::DIRTY) {
+            tracing::info!("{shown} was not closed: its reference counts are repaired");
+            let found = check(&plain, Repair::All, &mut Quiet).map_err(wrong)?;
+            if found.corruptions > 0 || found.check_errors > 0 {
                 return Err(Error::invalid(format!(
-                    "{shown} {what}: repair it with 'qemu-img check -r all {shown}', or add readonly=on"
+                    "{shown} was not closed and cannot be repaired: 'vshunt image check {shown}' says what is wrong"
                 )));
             }
         }
-        if header.bitmaps.is_some() || header.snapshots > 0 {
-            return Err(Error::unsupported(format!(
-                "{shown} has {}, which cannot be kept right while it is written yet: add readonly=on",
-                if header.bitmaps.is_some() { "dirty bitmaps" } else { "internal snapshots" }
-            )));
-        }
+        make_room(&plain).map_err(wrong)?;
+        header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     }
     let data = match &header.data_file {
         Some(name) if header.has(incompatible::DATA_FILE) => {

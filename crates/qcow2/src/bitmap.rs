@@ -1,0 +1,168 @@
+//! Persistent dirty bitmaps: their directory and tables, what adds, removes and changes one, their bits.
+
+mod bits;
+mod edit;
+
+use crate::header::autoclear;
+use crate::image::Image;
+use crate::{Error, Result};
+
+pub use bits::Bits;
+pub use edit::{add, clear, enable, load, merge, remove, set_in_use, store};
+pub(crate) use edit::{after_apply, after_resize, replace_directory};
+
+/// Bytes of one directory entry's fixed part.
+const ENTRY: usize = 24;
+/// Bitmaps of an image at most, as QEMU has it.
+pub const COUNT_MAX: u32 = 65535;
+/// Bytes of a bitmap's name at most, as QEMU has it.
+pub const NAME_MAX: usize = 1023;
+/// Bytes of the directory at most, as QEMU has it.
+const DIRECTORY_BYTES_MAX: u64 = COUNT_MAX as u64 * 1024;
+/// Entries of a bitmap's table at most, as QEMU has it.
+const TABLE_ENTRIES_MAX: u32 = 1 << 27;
+/// log2 of the bytes that a bit stands for, as QEMU has it.
+pub const GRANULARITY_BITS: std::ops::RangeInclusive<u32> = 9..=31;
+/// The only type that is specified: a dirty tracking bitmap.
+const DIRTY_TRACKING: u8 = 1;
+
+/// Bits of a directory entry's flags.
+pub mod flag {
+    /// Who had the image open did not write the bitmap back: what it says is not to be believed.
+    pub const IN_USE: u32 = 1 << 0;
+    /// Enabled: every write to the disk is to be tracked.
+    pub const AUTO: u32 = 1 << 1;
+    /// The bitmap may be used though its extra data is not known.
+    pub const EXTRA_COMPATIBLE: u32 = 1 << 2;
+    /// Those that are specified.
+    pub const KNOWN: u32 = IN_USE | AUTO | EXTRA_COMPATIBLE;
+}
+
+/// A bitmap table's entry without a cluster: all bits of that cluster are set.
+pub(crate) const ALL_ONES: u64 = 1;
+/// Bits of a bitmap table's entry that have to be 0, but for [`ALL_ONES`].
+pub(crate) const TABLE_RESERVED: u64 = 0xff00_0000_0000_01fe;
+
+/// A bitmap, as the directory has it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bitmap {
+    /// Its name; as it is written, which may be no text.
+    pub name: Vec<u8>,
+    /// Bits of [`flag`].
+    pub flags: u32,
+    /// log2 of the bytes of the disk that a bit stands for.
+    pub granularity_bits: u32,
+    /// Where its table begins.
+    pub table_offset: u64,
+    /// Entries of it.
+    pub table_size: u32,
+    /// Type; 1 is a dirty tracking bitmap.
+    pub kind: u8,
+    /// Extra data, which nobody knows, kept.
+    pub extra: Vec<u8>,
+}
+
+impl Bitmap {
+    /// The name, readable.
+    pub fn name(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// Whether a flag is set.
+    pub fn has(&self, flag: u32) -> bool {
+        self.flags & flag != 0
+    }
+
+    fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.table_offset.to_be_bytes());
+        out.extend_from_slice(&self.table_size.to_be_bytes());
+        out.extend_from_slice(&self.flags.to_be_bytes());
+        out.extend_from_slice(&[self.kind, self.granularity_bits as u8]);
+        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        out.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        out.extend_from_slice(&self.extra);
+        out.extend_from_slice(&self.name);
+        out.resize(out.len().next_multiple_of(8), 0);
+    }
+
+    /// What is wrong with it in an image of `size` bytes with clusters of `1 << cluster_bits`.
+    fn check(&self, size: u64, cluster_bits: u32) -> Result<()> {
+        let bad = |why: String| Err(Error::corrupt(format!("bitmap {}: {why}", self.name())));
+        if self.kind != DIRTY_TRACKING || self.flags & !flag::KNOWN != 0 {
+            return bad(format!("type {} with flags {:#x}", self.kind, self.flags));
+        }
+        if !GRANULARITY_BITS.contains(&self.granularity_bits) {
+            return bad(format!("a granularity of 2^{} bytes", self.granularity_bits));
+        }
+        if self.name.is_empty() || self.name.len() > NAME_MAX || self.table_size > TABLE_ENTRIES_MAX {
+            return bad(format!("a name of {} bytes, {} table entries", self.name.len(), self.table_size));
+        }
+        let needed = table_entries(size, self.granularity_bits, cluster_bits);
+        // One that is in use may have the table of the size that the disk had before.
+        if !self.has(flag::IN_USE) && u64::from(self.table_size) != needed {
+            return bad(format!("{} table entries; the disk's size needs {needed}", self.table_size));
+        }
+        Ok(())
+    }
+}
+
+/// Clusters that a bitmap of a disk of `size` bytes has.
+pub(crate) fn table_entries(size: u64, granularity_bits: u32, cluster_bits: u32) -> u64 {
+    let bits = size.div_ceil(1 << granularity_bits);
+    bits.div_ceil(8).div_ceil(1 << cluster_bits)
+}
+
+/// Whether what the image says of bitmaps is right. If not, they are as good as not there.
+pub fn consistent(image: &Image<'_>) -> bool {
+    image.header.bitmaps.is_some() && image.header.autoclear & autoclear::BITMAPS != 0
+}
+
+/// The bitmaps of an image; none where what it says of them is not [`consistent`].
+///
+/// # Errors
+/// Their directory does not lie in the file, or says what cannot be.
+pub fn read_directory(image: &Image<'_>) -> Result<Vec<Bitmap>> {
+    let Some(at) = image.header.bitmaps.filter(|_| consistent(image)) else { return Ok(Vec::new()) };
+    if at.count == 0 || at.count > COUNT_MAX || at.directory_bytes > DIRECTORY_BYTES_MAX {
+        return Err(Error::corrupt(format!(
+            "{} bitmaps in a directory of {} bytes",
+            at.count, at.directory_bytes
+        )));
+    }
+    let bytes = image.read(at.directory_offset, at.directory_bytes, "a bitmap directory")?;
+    let (mut rest, mut list) = (&bytes[..], Vec::new());
+    for n in 0..at.count {
+        let (bitmap, len) = entry(rest)
+            .ok_or_else(|| Error::corrupt(format!("bitmap {n} does not fit into the directory")))?;
+        bitmap.check(image.header.size, image.header.cluster_bits)?;
+        list.push(bitmap);
+        rest = &rest[len..];
+    }
+    if !rest.is_empty() {
+        return Err(Error::corrupt(format!("{} bytes behind the last bitmap of the directory", rest.len())));
+    }
+    Ok(list)
+}
+
+/// The entry that `bytes` begin with, and its length.
+fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
+    let fixed = bytes.get(..ENTRY)?;
+    let number = |range: std::ops::Range<usize>| fixed[range].iter().fold(0, |n, b| n << 8 | u64::from(*b));
+    let (name, extra) = (number(18..20) as usize, number(20..24) as usize);
+    let end = ENTRY.checked_add(extra)?.checked_add(name)?;
+    let len = end.checked_next_multiple_of(8)?;
+    bytes.get(..len)?;
+    let bitmap = Bitmap {
+        name: bytes[ENTRY + extra..end].to_vec(),
+        flags: number(12..16) as u32,
+        granularity_bits: number(17..18) as u32,
+        table_offset: number(0..8),
+        table_size: number(8..12) as u32,
+        kind: number(16..17) as u8,
+        extra: bytes[ENTRY..ENTRY + extra].to_vec(),
+    };
+    Some((bitmap, len))
+}
+
+#[cfg(test)]
+mod tests;

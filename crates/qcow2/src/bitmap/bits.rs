@@ -1,0 +1,128 @@
+//! The bits of a bitmap.
+
+use crate::{Error, Result};
+
+/// Bytes that the bits of one bitmap have at most, as QEMU has it.
+pub(super) const BYTES_MAX: u64 = 512 << 20;
+
+/// One bit for each range of a disk, the last of which may be shorter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bits {
+    size: u64,
+    granularity_bits: u32,
+    bytes: Vec<u8>,
+}
+
+impl Bits {
+    /// None set, of a disk of `size` bytes.
+    ///
+    /// # Errors
+    /// More than `BYTES_MAX`.
+    pub fn new(size: u64, granularity_bits: u32) -> Result<Self> {
+        let bytes = size.div_ceil(1 << granularity_bits).div_ceil(8);
+        if bytes > BYTES_MAX {
+            return Err(Error::unsupported(format!(
+                "a bitmap with a bit for each {} bytes of a disk of {size} needs {bytes} bytes; {BYTES_MAX} is the most",
+                1u64 << granularity_bits
+            )));
+        }
+        Ok(Self { size, granularity_bits, bytes: vec![0; bytes as usize] })
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> u64 {
+        self.size.div_ceil(1 << self.granularity_bits)
+    }
+
+    /// Whether there are none: the disk has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.size == 0
+    }
+
+    /// Size of the disk, bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// log2 of the bytes that one stands for.
+    pub fn granularity_bits(&self) -> u32 {
+        self.granularity_bits
+    }
+
+    /// Whether bit number `at` is set.
+    pub fn get(&self, at: u64) -> bool {
+        self.bytes.get((at / 8) as usize).is_some_and(|b| b >> (at % 8) & 1 != 0)
+    }
+
+    /// Sets the bits of `bytes` of the disk at `offset`; of what is beyond its end there are none.
+    pub fn set_range(&mut self, offset: u64, bytes: u64) {
+        let end = offset.saturating_add(bytes).min(self.size);
+        if offset >= end {
+            return;
+        }
+        let (first, last) = (offset >> self.granularity_bits, (end - 1) >> self.granularity_bits);
+        let (from, to) = ((first / 8) as usize, (last / 8) as usize);
+        let head = 0xffu8 << (first % 8);
+        let tail = 0xffu8 >> (7 - last % 8);
+        if from == to {
+            self.bytes[from] |= head & tail;
+        } else {
+            self.bytes[from] |= head;
+            self.bytes[from + 1..to].fill(0xff);
+            self.bytes[to] |= tail;
+        }
+    }
+
+    /// Those of a disk of another size; what it grows by is not set.
+    ///
+    /// # Errors
+    /// More than `BYTES_MAX`.
+    pub fn resized(&self, size: u64) -> Result<Self> {
+        let mut new = Self::new(size, self.granularity_bits)?;
+        let n = new.bytes.len().min(self.bytes.len());
+        new.bytes[..n].copy_from_slice(&self.bytes[..n]);
+        new.clear_tail();
+        Ok(new)
+    }
+
+    /// Sets all that `other` has set, whatever its granularity.
+    ///
+    /// # Errors
+    /// It is of a disk of another size.
+    pub fn merge(&mut self, other: &Self) -> Result<()> {
+        if self.size != other.size {
+            return Err(Error::invalid(format!(
+                "bitmaps of disks of {} and of {} bytes cannot be merged",
+                self.size, other.size
+            )));
+        }
+        if self.granularity_bits == other.granularity_bits {
+            self.bytes.iter_mut().zip(&other.bytes).for_each(|(a, b)| *a |= b);
+            return Ok(());
+        }
+        for (n, byte) in (0..).zip(&other.bytes).filter(|(_, b)| **b != 0) {
+            for bit in (0..8).filter(|bit| byte >> bit & 1 != 0) {
+                let at: u64 = n * 8 + bit;
+                self.set_range(at << other.granularity_bits, 1 << other.granularity_bits);
+            }
+        }
+        Ok(())
+    }
+
+    /// As they lie in the file.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+
+    /// Bits behind the last one have to be 0.
+    pub(super) fn clear_tail(&mut self) {
+        let used = self.len() % 8;
+        if let (Some(last), 1..) = (self.bytes.last_mut(), used) {
+            *last &= 0xff >> (8 - used);
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! What each cluster is claimed for: header, reference counts, L1 tables, snapshots, bitmaps, L2 tables.
+
+use super::Checker;
+use super::counts::Class;
+use crate::entry::{self, L1_RESERVED};
+use crate::header::L1_BYTES_MAX;
+use crate::image;
+use crate::snapshot::{self, EXTRA_V3};
+use crate::{Error, Result, bitmap};
+
+/// Why a range of the file cannot be what it is said to be.
+pub(super) enum Why {
+    Unaligned,
+    Outside,
+    Holds(Class),
+}
+
+impl std::fmt::Display for Why {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unaligned => f.write_str("does not begin at a cluster"),
+            Self::Outside => f.write_str("lies beyond the end of the file"),
+            Self::Holds(class) => write!(f, "lies where {} is", class.name()),
+        }
+    }
+}
+
+impl Checker<'_, '_> {
+    /// Counts a reference to all clusters of a range, or to none.
+    pub(super) fn claim(
+        &mut self,
+        offset: u64,
+        bytes: u64,
+        class: Class,
+        n: u64,
+    ) -> std::result::Result<(), Why> {
+        let bits = self.image.header.cluster_bits;
+        if bytes == 0 {
+            return Ok(());
+        }
+        if class != Class::Data && !offset.is_multiple_of(1 << bits) {
+            return Err(Why::Unaligned);
+        }
+        // Nothing but the header is at the start, and nothing but compressed data begins within a cluster.
+        if !self.image.reaches(offset, bytes) {
+            return Err(Why::Outside);
+        }
+        let clusters = offset >> bits..(offset + bytes).div_ceil(1 << bits);
+        for cluster in clusters.clone() {
+            if let Err(there) = self.counts.add(cluster, class, n) {
+                self.unclaim(clusters.start..cluster, class, n);
+                return Err(Why::Holds(there));
+            }
+        }
+        Ok(())
+    }
+
+    fn unclaim(&mut self, clusters: std::ops::Range<u64>, class: Class, n: u64) {
+        for cluster in clusters {
+            let left = self.counts.count(cluster).saturating_sub(n);
+            self.counts.forget(cluster);
+            if left > 0 {
+                let _ = self.counts.add(cluster, class, left);
+            }
+        }
+    }
+
+    pub(super) fn claim_tables(&mut self) -> Result<()> {
+        let cluster = self.image.header.cluster_size();
+        // An image whose first cluster is not all there yet is one all the same.
+        let _ = self.counts.add(0, Class::Header, 1);
+        self.claim_refcounts(cluster)?;
+        self.claim_active()?;
+        let mut tables = self.claim_snapshots()?;
+        self.claim_bitmaps()?;
+        let h = &self.image.header;
+        tables.insert(0, (h.l1_offset, h.l1_size));
+        for (number, (offset, entries)) in tables.into_iter().enumerate() {
+            self.claim_l2_tables(number, offset, entries)?;
+        }
+        self.l2.sort_unstable();
+        Ok(())
+    }
+
+    fn claim_refcounts(&mut self, cluster: u64) -> Result<()> {
+        let (at, clusters) = (self.image.header.reftable_offset, self.image.header.reftable_clusters);
+        let bytes = u64::from(clusters) * cluster;
+        if let Err(why) = self.claim(at, bytes, Class::RefTable, 1) {
+            self.rebuild = true;
+            self.corrupt(format_args!("refcount table at {at:#x} {why}"));
+            return Ok(());
+        }
+        let mut table = self.image.table(at, bytes / 8, "the refcount table")?;
+        for (n, at) in table.iter_mut().enumerate().filter(|(_, at)| **at != 0) {
+            if let Err(why) = self.claim(*at, cluster, Class::RefBlock, 1) {
+                self.rebuild = true;
+                self.corrupt(format_args!("refcount block {n} at {at:#x} {why}"));
+                *at = 0;
+            }
+        }
+        self.reftable = table;
+        Ok(())
+    }
+
+    fn claim_active(&mut self) -> Result<()> {
+        let (at, entries) = (self.image.header.l1_offset, self.image.header.l1_size);
+        if entries == 0 {
+            return Ok(());
+        }
+        match self.claim(at, u64::from(entries) * 8, Class::L1, 1) {
+            Ok(()) => Ok(()),
+            Err(why) => Err(Error::corrupt(format!("its L1 table at {at:#x} {why}"))),
+        }
+    }
+
+    /// The L1 tables of snapshots that can be read.
+    fn claim_snapshots(&mut self) -> Result<Vec<(u64, u32)>> {
+        let header = &self.image.header;
+        let (at, version) = (header.snapshots_offset, header.version);
+        let (list, bytes) = match snapshot::read_table(&self.image) {
+            Ok(read) => read,
+            Err(e @ Error::Io { .. }) => return Err(e),
+            Err(e) => {
+                self.hopeless(format_args!("{e}"));
+                return Ok(Vec::new());
+            }
+        };
+        if let Err(why) = self.claim(at, bytes, Class::Snapshots, 1) {
+            self.hopeless(format_args!("snapshot table at {at:#x} {why}"));
+        }
+        let mut tables = Vec::with_capacity(list.len());
+        for s in &list {
+            if version >= 3 && s.disk_size.is_none() {
+                self.hopeless(format_args!(
+                    "snapshot {} has less than {EXTRA_V3} bytes of extra data",
+                    s.id()
+                ));
+            }
+            let bytes = u64::from(s.l1_size) * 8;
+            if bytes > L1_BYTES_MAX {
+                self.hopeless(format_args!("snapshot {} has an L1 table of {} entries", s.id(), s.l1_size));
+                continue;
+            }
+            match self.claim(s.l1_offset, bytes, Class::L1, 1) {
+                Ok(()) => tables.push((s.l1_offset, s.l1_size)),
+                Err(why) => {
+                    self.hopeless(format_args!(
+                        "L1 table of snapshot {} at {:#x} {why}",
+                        s.id(),
+                        s.l1_offset
+                    ));
+                }
+            }
+        }
+        Ok(tables)
+    }
+
+    fn claim_bitmaps(&mut self) -> Result<()> {
+        let list = match bitmap::read_directory(&self.image) {
+            Ok(list) => list,
+            Err(e @ Error::Io { .. }) => return Err(e),
+            Err(e) => {
+                self.hopeless(format_args!("{e}"));
+                return Ok(());
+            }
+        };
+        let Some(at) = self.image.header.bitmaps.filter(|_| !list.is_empty()) else { return Ok(()) };
+        if let Err(why) = self.claim(at.directory_offset, at.directory_bytes, Class::Bitmaps, 1) {
+            self.hopeless(format_args!("bitmap directory at {:#x} {why}", at.directory_offset));
+        }
+        for b in &list {
+            let bytes = u64::from(b.table_size) * 8;
+            if let Err(why) = self.claim(b.table_offset, bytes, Class::Bitmaps, 1) {
+                self.hopeless(format_args!("table of bitmap {} at {:#x} {why}", b.name(), b.table_offset));
+                continue;
+            }
+            let table = self.image.table(b.table_offset, u64::from(b.table_size), "a bitmap table")?;
+            for (n, e) in table.into_iter().enumerate().filter(|(_, e)| *e != 0) {
+                self.claim_bits(&b.name(), n, e);
+            }
+        }
+        Ok(())
+    }
+
+    fn claim_bits(&mut self, name: &str, n: usize, e: u64) {
+        let at = e & entry::OFFSET;
+        if e & bitmap::TABLE_RESERVED != 0 || (at != 0 && e & bitmap::ALL_ONES != 0) {
+            self.hopeless(format_args!("bitmap {name}, table entry {n} has reserved bits set: {e:#x}"));
+        } else if at != 0
+            && let Err(why) = self.claim(at, self.image.header.cluster_size(), Class::Bitmaps, 1)
+        {
+            self.hopeless(format_args!("bitmap {name}, cluster {n} at {at:#x} {why}"));
+        }
+    }
+
+    /// Counts the L2 tables of an L1 table; number 0 is the active one, which is kept.
+    fn claim_l2_tables(&mut self, number: usize, offset: u64, entries: u32) -> Result<()> {
+        let mut table = self.image.table(offset, u64::from(entries), "an L1 table")?;
+        let (cluster, mut changed) = (self.image.header.cluster_size(), false);
+        let of = if number == 0 { "L1 table" } else { "snapshot's L1 table" };
+        for (n, e) in table.iter_mut().enumerate().filter(|(_, e)| **e != 0) {
+            if *e & L1_RESERVED != 0
+                && self.corrupt(format_args!("{of}, entry {n} has reserved bits set: {e:#x}"))
+            {
+                *e &= !L1_RESERVED;
+                changed = true;
+            }
+            let at = *e & entry::OFFSET;
+            if at == 0 {
+                continue;
+            }
+            let new = self.counts.class(at / cluster) != Class::L2;
+            match self.claim(at, cluster, Class::L2, 1) {
+                Ok(()) if new => self.l2.push(at),
+                Ok(()) => {}
+                Err(why) => {
+                    let fix = self.corrupt(format_args!("{of}, entry {n}: the L2 table at {at:#x} {why}"));
+                    changed |= fix;
+                    // As if it had none: what it would be read from is no table.
+                    *e = 0;
+                }
+            }
+        }
+        if changed {
+            self.image.write(offset, &image::to_bytes(&table), "cannot repair an L1 table")?;
+        }
+        if number == 0 {
+            self.active = table;
+        }
+        Ok(())
+    }
+}

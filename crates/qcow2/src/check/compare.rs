@@ -1,0 +1,201 @@
+//! The counts that the image has against those that were counted; repairs them, or writes all of them anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::counts::{Class, PAGE};
+use super::{Checker, Repair};
+use crate::header::{Header, REFTABLE_BYTES_MAX};
+use crate::{Error, Result, image, refcount};
+
+impl Checker<'_, '_> {
+    fn order(&self) -> u32 {
+        self.image.header.refcount_order
+    }
+
+    pub(super) fn compare(&mut self) -> Result<()> {
+        let mut highest = 0;
+        for n in 0..self.reftable.len() {
+            if self.reftable[n] != 0 {
+                self.compare_block(n as u64, self.reftable[n], &mut highest)?;
+                self.step();
+            }
+        }
+        self.compare_uncounted(&mut highest);
+        self.image.sync_if(self.repair != Repair::No)?;
+        self.result.image_end_offset = (highest + 1) << self.image.header.cluster_bits;
+        if self.rebuild && self.repair == Repair::All {
+            self.rebuild()?;
+        }
+        Ok(())
+    }
+
+    fn compare_block(&mut self, n: u64, at: u64, highest: &mut u64) -> Result<()> {
+        let (bytes, entries) = (self.image.header.cluster_size(), self.image.header.refblock_entries());
+        let hole = self.image.file.is_hole(at, bytes).map_err(Error::io("cannot read a refcount block"))?;
+        let mut block =
+            if hole { vec![0; bytes as usize] } else { self.image.read(at, bytes, "a refcount block")? };
+        let before = block.clone();
+        let page_bytes = (PAGE as usize) << self.order() >> 3;
+        for (k, first) in (n * entries..(n + 1) * entries).step_by(PAGE as usize).enumerate() {
+            let part = &block[k * page_bytes..(k + 1) * page_bytes];
+            if self.counts.page(first / PAGE).is_none() && part.iter().all(|b| *b == 0) {
+                continue;
+            }
+            for i in 0..PAGE {
+                let slot = k * PAGE as usize + i as usize;
+                let there = refcount::get(&block, slot, self.order());
+                if let Some(count) = self.compare_one(first + i, there, highest) {
+                    refcount::set(&mut block, slot, self.order(), count);
+                }
+            }
+        }
+        // Where all are written anew, these go.
+        if block != before && !(self.rebuild && self.repair == Repair::All) {
+            self.image.write(at, &block, "cannot repair a refcount block")?;
+        }
+        Ok(())
+    }
+
+    /// What to put in place of the count that is there.
+    fn compare_one(&mut self, cluster: u64, there: u64, highest: &mut u64) -> Option<u64> {
+        let counted = self.counts.count(cluster);
+        // Beyond the end of the file a count without a reference costs nothing yet, and QEMU does not look there.
+        let beyond =
+            self.repair == Repair::No && cluster >= self.image.len.div_ceil(self.image.header.cluster_size());
+        if counted == 0 && (there == 0 || beyond) {
+            return None;
+        }
+        *highest = (*highest).max(cluster);
+        let fix = match there.cmp(&counted) {
+            std::cmp::Ordering::Equal => false,
+            std::cmp::Ordering::Greater if self.repair == Repair::No => {
+                self.result.leaks += 1;
+                self.say("Leaked", format_args!("cluster {cluster} refcount={there} reference={counted}"));
+                false
+            }
+            std::cmp::Ordering::Greater => {
+                self.result.leaks_fixed += 1;
+                self.say("Repairing", format_args!("cluster {cluster} refcount={there} reference={counted}"));
+                true
+            }
+            std::cmp::Ordering::Less if counted > self.image.header.refcount_max() => {
+                let most = self.image.header.refcount_max();
+                self.hopeless(format_args!(
+                    "cluster {cluster} refcount={there} reference={counted}; {most} is the most that can be counted"
+                ));
+                false
+            }
+            std::cmp::Ordering::Less => {
+                self.corrupt(format_args!("cluster {cluster} refcount={there} reference={counted}"))
+            }
+        };
+        if counted > 0 {
+            let now = if fix { counted } else { there };
+            self.counts.set_one(cluster, now == 1);
+        }
+        fix.then_some(counted)
+    }
+
+    /// Clusters in use for whose counts there is no block.
+    fn compare_uncounted(&mut self, highest: &mut u64) {
+        let entries = self.image.header.refblock_entries();
+        for page in self.counts.page_numbers() {
+            for cluster in page * PAGE..(page + 1) * PAGE {
+                let block = usize::try_from(cluster / entries).unwrap_or(usize::MAX);
+                if self.reftable.get(block).is_some_and(|at| *at != 0) || self.counts.count(cluster) == 0 {
+                    continue;
+                }
+                self.rebuild = true;
+                self.compare_one(cluster, 0, highest);
+            }
+        }
+    }
+
+    /// Writes refcount table and blocks anew, behind everything else, and then refers to them.
+    fn rebuild(&mut self) -> Result<()> {
+        let h = self.image.header.clone();
+        let (entries, bits) = (h.refblock_entries(), h.cluster_bits);
+        let used = self.used_blocks(entries);
+        let first = (self.image.len.div_ceil(h.cluster_size())).max(self.result.image_end_offset >> bits);
+        // Blocks for what is in use and for themselves, table included.
+        let (mut blocks, mut table);
+        let mut added = BTreeSet::new();
+        loop {
+            blocks = used.union(&added).copied().collect::<BTreeSet<u64>>();
+            let last = blocks.last().copied().unwrap_or(0);
+            table = ((last + 1) * 8).div_ceil(h.cluster_size());
+            let end = first + blocks.len() as u64 + table;
+            let more: BTreeSet<u64> = (first / entries..end.div_ceil(entries)).collect();
+            if more.is_subset(&blocks) {
+                break;
+            }
+            added.extend(more);
+        }
+        if table << bits > REFTABLE_BYTES_MAX.max(h.cluster_size()) {
+            return Err(Error::unsupported(
+                "the file is too large for its reference counts to be written anew",
+            ));
+        }
+        let own = first..first + blocks.len() as u64 + table;
+        let places: BTreeMap<u64, u64> = blocks.iter().copied().zip(first..).collect();
+        for (n, place) in &places {
+            self.write_block(*n, *place, &own)?;
+        }
+        let last = blocks.last().copied().unwrap_or(0);
+        let mut words = vec![0; (last + 1) as usize];
+        for (n, place) in &places {
+            words[*n as usize] = place << bits;
+        }
+        let table_at = (first + blocks.len() as u64) << bits;
+        let mut bytes = image::to_bytes(&words);
+        bytes.resize((table << bits) as usize, 0);
+        self.image.write(table_at, &bytes, "cannot write the refcount table")?;
+        self.image.sync()?;
+        let reftable_clusters = table as u32;
+        self.image.replace_header(Header { reftable_offset: table_at, reftable_clusters, ..h })?;
+        self.result.image_end_offset = own.end << bits;
+        Ok(())
+    }
+
+    /// Numbers of the blocks that count anything but the old table and blocks.
+    fn used_blocks(&self, entries: u64) -> BTreeSet<u64> {
+        let mut used = BTreeSet::new();
+        for page in self.counts.page_numbers() {
+            for cluster in page * PAGE..(page + 1) * PAGE {
+                if self.kept(cluster) > 0 {
+                    used.insert(cluster / entries);
+                }
+            }
+        }
+        used
+    }
+
+    /// References to a cluster once the old table and blocks are gone.
+    fn kept(&self, cluster: u64) -> u64 {
+        match self.counts.class(cluster) {
+            Class::RefTable | Class::RefBlock => 0,
+            _ => self.counts.count(cluster),
+        }
+    }
+
+    fn write_block(&mut self, n: u64, place: u64, own: &std::ops::Range<u64>) -> Result<()> {
+        let h = &self.image.header;
+        let (entries, most) = (h.refblock_entries(), h.refcount_max());
+        let mut block = vec![0; h.cluster_size() as usize];
+        for page in (n * entries / PAGE)..((n + 1) * entries / PAGE) {
+            let near =
+                self.counts.page(page).is_some() || (page * PAGE < own.end && own.start < (page + 1) * PAGE);
+            if !near {
+                continue;
+            }
+            for cluster in page * PAGE..(page + 1) * PAGE {
+                let count = u64::from(own.contains(&cluster)) + self.kept(cluster);
+                refcount::set(&mut block, (cluster % entries) as usize, self.order(), count.min(most));
+                if count > 0 {
+                    self.counts.set_one(cluster, count == 1);
+                }
+            }
+        }
+        self.image.write(place << self.image.header.cluster_bits, &block, "cannot write a refcount block")
+    }
+}

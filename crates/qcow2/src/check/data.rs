@@ -1,0 +1,239 @@
+//! Entries of L2 tables: what they refer to, and whether they say rightly that nobody else does.
+
+use super::counts::Class;
+use super::{Checker, Repair};
+use crate::entry::{COMPRESSED, COPIED, Compressed, L2_RESERVED, OFFSET, ZERO};
+use crate::header::incompatible;
+use crate::image;
+use crate::{Error, Result};
+
+/// Subclusters that are there, and those that read as zeroes.
+const THERE: u64 = 0xffff_ffff;
+const ZEROES: u64 = 0xffff_ffff_0000_0000;
+
+/// What is wrong with an entry, and what to put in its place.
+struct Wrong {
+    why: String,
+    entry: u64,
+    subclusters: u64,
+}
+
+/// What the active tables have in the file.
+#[derive(Clone, Copy, Default)]
+struct Placed {
+    allocated: u64,
+    fragmented: u64,
+    compressed: u64,
+    /// Where a cluster would lie that is not fragmented.
+    next: u64,
+}
+
+impl Checker<'_, '_> {
+    /// Words of an L2 entry.
+    fn words(&self) -> usize {
+        self.image.header.l2_entry_bytes() as usize / 8
+    }
+
+    /// Counts what all L2 tables refer to, each as often as the table is referred to itself.
+    pub(super) fn claim_data(&mut self) -> Result<()> {
+        let mut active: Vec<u64> = self.active.iter().map(|e| e & OFFSET).filter(|at| *at != 0).collect();
+        active.sort_unstable();
+        for at in std::mem::take(&mut self.l2) {
+            let times = self.counts.count(at >> self.image.header.cluster_bits);
+            let from = active.partition_point(|a| *a < at);
+            let of_active = active[from..].partition_point(|a| *a == at) as u64;
+            self.claim_entries(at, times, of_active)?;
+            self.step();
+        }
+        Ok(())
+    }
+
+    fn read_l2(&self, at: u64) -> Result<Option<Vec<u64>>> {
+        let bytes = self.image.header.cluster_size();
+        if self.image.file.is_hole(at, bytes).map_err(Error::io("cannot read an L2 table"))? {
+            return Ok(None);
+        }
+        Ok(Some(image::words(&self.image.read(at, bytes, "an L2 table")?)))
+    }
+
+    fn claim_entries(&mut self, at: u64, times: u64, of_active: u64) -> Result<()> {
+        let Some(mut table) = self.read_l2(at)? else { return Ok(()) };
+        let (words, mut placed, mut changed) = (self.words(), Placed::default(), false);
+        for n in (0..table.len()).step_by(words) {
+            let mut e = table[n];
+            let mut subclusters = if words == 2 { table[n + 1] } else { 0 };
+            // One thing after the other: what replaces an entry may be wrong in another way.
+            while let Some(wrong) = self.claim_entry(e, subclusters, times, &mut placed) {
+                let entry = n / words;
+                if !self.corrupt(format_args!("L2 table at {at:#x}, entry {entry}: {}", wrong.why)) {
+                    break;
+                }
+                changed = true;
+                (e, subclusters) = (wrong.entry, wrong.subclusters);
+                table[n] = e;
+                if words == 2 {
+                    table[n + 1] = subclusters;
+                }
+            }
+        }
+        self.result.allocated_clusters += placed.allocated * of_active;
+        self.result.fragmented_clusters += placed.fragmented * of_active;
+        self.result.compressed_clusters += placed.compressed * of_active;
+        if changed {
+            self.image.write(at, &image::to_bytes(&table), "cannot repair an L2 table")?;
+        }
+        Ok(())
+    }
+
+    /// Counts what an entry refers to; or what is wrong with it, and nothing is counted.
+    fn claim_entry(&mut self, e: u64, subclusters: u64, times: u64, placed: &mut Placed) -> Option<Wrong> {
+        let wrong = |why: String, entry: u64, subclusters: u64| Some(Wrong { why, entry, subclusters });
+        let extended = self.image.header.has(incompatible::EXTENDED_L2);
+        let external = self.image.header.has(incompatible::DATA_FILE);
+        let (zeroes_entry, zeroes) = self.zeroes();
+        if e & COMPRESSED != 0 {
+            return self.claim_compressed(e, subclusters, times, placed);
+        }
+        if e == 0 && subclusters == 0 {
+            return None;
+        }
+        let no_zero_flag = extended || self.image.header.version < 3;
+        let reserved = L2_RESERVED | if no_zero_flag { ZERO } else { 0 };
+        if e & reserved != 0 {
+            return wrong(format!("reserved bits are set: {e:#x}"), e & !reserved, subclusters);
+        }
+        let at = e & OFFSET;
+        if subclusters & THERE & subclusters >> 32 != 0 {
+            let why = format!("subclusters are both there and zeroes: {subclusters:#x}");
+            return wrong(why, e, subclusters & !(subclusters << 32));
+        }
+        if at == 0 && !(external && e & COPIED != 0) {
+            return match (e & COPIED != 0, subclusters & THERE != 0) {
+                (false, false) => None,
+                _ => wrong(format!("a cluster that is nowhere: {e:#x}"), e & !COPIED, subclusters & ZEROES),
+            };
+        }
+        if !at.is_multiple_of(self.image.header.cluster_size()) {
+            return wrong(format!("data at {at:#x} does not begin at a cluster"), zeroes_entry, zeroes);
+        }
+        if !external && let Err(why) = self.claim(at, self.image.header.cluster_size(), Class::Data, times) {
+            return wrong(format!("data at {at:#x} {why}"), zeroes_entry, zeroes);
+        }
+        placed.allocated += 1;
+        placed.fragmented += u64::from(placed.next != 0 && at != placed.next);
+        placed.next = at + self.image.header.cluster_size();
+        None
+    }
+
+    fn claim_compressed(
+        &mut self,
+        e: u64,
+        subclusters: u64,
+        times: u64,
+        placed: &mut Placed,
+    ) -> Option<Wrong> {
+        let wrong = |why: &str, entry: u64, subclusters: u64| {
+            Some(Wrong { why: format!("{why}: {e:#x}"), entry, subclusters })
+        };
+        let (zeroes_entry, zeroes) = self.zeroes();
+        if self.image.header.has(incompatible::DATA_FILE) {
+            return wrong("a compressed cluster in an image with a data file", zeroes_entry, zeroes);
+        }
+        if e & COPIED != 0 {
+            return wrong("a compressed cluster is said to be writable", e & !COPIED, subclusters);
+        }
+        if subclusters != 0 {
+            return wrong("a compressed cluster with subclusters", e, 0);
+        }
+        let c = Compressed::of(e, self.image.header.cluster_bits);
+        if let Err(why) = self.claim(c.offset, c.bytes, Class::Data, times) {
+            return wrong(&format!("compressed data {why}"), zeroes_entry, zeroes);
+        }
+        placed.allocated += 1;
+        placed.compressed += 1;
+        // They lie where there was room.
+        placed.fragmented += 1;
+        None
+    }
+
+    /// An entry that reads as zeroes without data, which is what data beyond the file's end reads as. Version 2 has
+    /// none: there it is an entry that nothing was written to.
+    fn zeroes(&self) -> (u64, u64) {
+        match (self.image.header.version, self.image.header.has(incompatible::EXTENDED_L2)) {
+            (2, _) => (0, 0),
+            (_, true) => (0, ZEROES),
+            (_, false) => (ZERO, 0),
+        }
+    }
+
+    /// Whether each entry of the active tables has its flag exactly where its cluster is counted once.
+    pub(super) fn check_flags(&mut self) -> Result<()> {
+        let mut active = std::mem::take(&mut self.active);
+        let mut changed = false;
+        for (n, slot) in active.iter_mut().enumerate() {
+            let e = *slot;
+            if e & OFFSET == 0 {
+                continue;
+            }
+            let one = self.counts.is_one((e & OFFSET) >> self.image.header.cluster_bits);
+            if let Some(right) = self.flag(e, one, format_args!("L1 table, entry {n}")) {
+                *slot = right;
+                changed = true;
+            }
+        }
+        if changed {
+            let at = self.image.header.l1_offset;
+            self.image.write(at, &image::to_bytes(&active), "cannot repair the L1 table")?;
+        }
+        // Each table once: hostile images refer to one very often.
+        let mut tables: Vec<u64> = active.iter().map(|e| e & OFFSET).filter(|at| *at != 0).collect();
+        tables.sort_unstable();
+        tables.dedup();
+        for at in tables {
+            self.check_l2_flags(at)?;
+            self.step();
+        }
+        self.image.sync_if(self.repair != Repair::No)
+    }
+
+    fn check_l2_flags(&mut self, at: u64) -> Result<()> {
+        let Some(mut table) = self.read_l2(at)? else { return Ok(()) };
+        let mut changed = false;
+        for n in (0..table.len()).step_by(self.words()) {
+            let e = table[n];
+            let cluster_size = self.image.header.cluster_size();
+            if e & COMPRESSED != 0 || e & OFFSET == 0 || !(e & OFFSET).is_multiple_of(cluster_size) {
+                continue;
+            }
+            // What lies in a data file is nobody else's.
+            let external = self.image.header.has(incompatible::DATA_FILE);
+            let one = external || self.counts.is_one((e & OFFSET) >> self.image.header.cluster_bits);
+            let entry = n / self.words();
+            if let Some(right) = self.flag(e, one, format_args!("L2 table at {at:#x}, entry {entry}")) {
+                table[n] = right;
+                changed = true;
+            }
+        }
+        if changed {
+            self.image.write(at, &image::to_bytes(&table), "cannot repair an L2 table")?;
+        }
+        Ok(())
+    }
+
+    /// The entry as it should be, if its flag is wrong.
+    fn flag(&mut self, e: u64, one: bool, of: std::fmt::Arguments<'_>) -> Option<u64> {
+        if one == (e & COPIED != 0) {
+            return None;
+        }
+        let count = if one { "counted once" } else { "not counted once" };
+        let text = format_args!("{of}: OFLAG_COPIED is wrong, its cluster is {count}: {e:#x}");
+        // A leak that was repaired may leave a cluster counted once whose flag does not say so yet.
+        let fix = if one && self.repair == Repair::Leaks && self.result.corruptions == 0 {
+            self.fixed(text);
+            true
+        } else {
+            self.corrupt(text)
+        };
+        fix.then_some(e ^ COPIED)
+    }
+}

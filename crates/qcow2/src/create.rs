@@ -1,0 +1,346 @@
+//! New images, with everything that `qemu-img create -f qcow2 -o help` names but encryption.
+//!
+//! The header is written last: a crash before leaves a file that is no image.
+
+use crate::entry;
+use crate::header::{
+    BACKING_NAME_MAX, CLUSTER_BITS, Compression, Header, L1_BYTES_MAX, LAZY_REFCOUNTS, REFTABLE_BYTES_MAX,
+    autoclear, incompatible,
+};
+use crate::{Error, Progress, Result, Storage, image, refcount};
+
+/// How much of the disk has its place in the file from the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preallocation {
+    /// Nothing.
+    #[default]
+    Off,
+    /// All tables; the data has places, but no space.
+    Metadata,
+    /// And the space is the file's own.
+    Falloc,
+    /// And zeroes are written there.
+    Full,
+}
+
+/// An external data file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DataFile {
+    /// Its name, as it is to be written.
+    pub name: String,
+    /// It has to stay a raw image by itself.
+    pub raw: bool,
+}
+
+/// An image to be made; [`Options::new`] has QEMU's defaults.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Size of the disk, bytes; rounded up to 512.
+    pub size: u64,
+    /// 2 (compat=0.10) or 3 (compat=1.1).
+    pub version: u32,
+    /// Bytes of a cluster, a power of two, 512 to 2 MiB.
+    pub cluster_size: u64,
+    /// Bits of a reference count, a power of two, 1 to 64.
+    pub refcount_bits: u64,
+    /// L2 entries with subclusters.
+    pub extended_l2: bool,
+    /// Reference counts may be written late.
+    pub lazy_refcounts: bool,
+    /// Of compressed clusters.
+    pub compression: Compression,
+    /// Name and format of the image below.
+    pub backing: Option<(String, String)>,
+    /// Where guest data lies, if not in the image.
+    pub data_file: Option<DataFile>,
+    /// How much has its place from the start.
+    pub preallocation: Preallocation,
+}
+
+impl Options {
+    /// QEMU's defaults.
+    pub fn new(size: u64) -> Self {
+        Self {
+            size,
+            version: 3,
+            cluster_size: 1 << 16,
+            refcount_bits: 16,
+            extended_l2: false,
+            lazy_refcounts: false,
+            compression: Compression::Zlib,
+            backing: None,
+            data_file: None,
+            preallocation: Preallocation::Off,
+        }
+    }
+
+    /// What a preallocation comes to: a raw data file is one only if all of it has its place.
+    fn preallocated(&self) -> Preallocation {
+        match (&self.data_file, self.preallocation) {
+            (Some(DataFile { raw: true, .. }), Preallocation::Off) => Preallocation::Metadata,
+            (_, p) => p,
+        }
+    }
+
+    /// What is wrong with them by themselves.
+    ///
+    /// # Errors
+    /// `Invalid`, with the option's name as `qemu-img` has it.
+    pub fn check(&self) -> Result<()> {
+        let bad = |why: String| Err(Error::invalid(why));
+        if !self.cluster_size.is_power_of_two() || !CLUSTER_BITS.contains(&self.cluster_size.trailing_zeros())
+        {
+            return bad(format!("cluster_size={} is not a power of two from 512 to 2M", self.cluster_size));
+        }
+        if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
+            return bad(format!("refcount_bits={} is not a power of two from 1 to 64", self.refcount_bits));
+        }
+        let of_v3 = [
+            ("extended_l2", self.extended_l2),
+            ("lazy_refcounts", self.lazy_refcounts),
+            ("data_file", self.data_file.is_some()),
+            ("compression_type=zstd", self.compression != Compression::Zlib),
+            ("refcount_bits other than 16", self.refcount_bits != 16),
+        ];
+        if let (2, Some((name, _))) = (self.version, of_v3.iter().find(|(_, on)| *on)) {
+            return bad(format!("{name} needs compat=1.1"));
+        }
+        if self.extended_l2 && self.cluster_size < 1 << 14 {
+            return bad("extended_l2 needs a cluster_size of 16K or more".into());
+        }
+        if let Some(DataFile { raw: true, .. }) = self.data_file
+            && self.backing.is_some()
+        {
+            return bad(
+                "a backing file and data_file_raw contradict each other: the data file would not be all"
+                    .into(),
+            );
+        }
+        if self.backing.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
+            return bad(
+                "preallocation with a backing file needs extended_l2: it would hide what is below".into()
+            );
+        }
+        if self.backing.as_ref().is_some_and(|(name, _)| name.len() > BACKING_NAME_MAX) {
+            return bad(format!("a backing file's name has {BACKING_NAME_MAX} bytes at most"));
+        }
+        if self.size > i64::MAX as u64 - (1 << 21) {
+            return bad(format!("a disk of {} bytes is too large", self.size));
+        }
+        Ok(())
+    }
+}
+
+/// Where everything goes: header, refcount table, refcount blocks, L1 table, L2 tables, data, each after the other.
+struct Layout {
+    cluster_bits: u32,
+    refcount_order: u32,
+    reftable: u64,
+    refblocks: u64,
+    l1: u64,
+    l2: u64,
+    data: u64,
+}
+
+impl Layout {
+    fn of(h: &Header, preallocated: bool) -> Self {
+        let clusters = |bytes: u64| bytes.div_ceil(h.cluster_size());
+        let mut layout = Self {
+            cluster_bits: h.cluster_bits,
+            refcount_order: h.refcount_order,
+            reftable: 1,
+            refblocks: 1,
+            l1: clusters(u64::from(h.l1_size) * 8),
+            l2: if preallocated { u64::from(h.l1_size) } else { 0 },
+            data: if preallocated && !h.has(incompatible::DATA_FILE) { h.clusters() } else { 0 },
+        };
+        // Counts take clusters that are counted themselves.
+        loop {
+            let refblocks = layout.all().div_ceil(h.refblock_entries());
+            let reftable = clusters(refblocks * 8);
+            if (refblocks, reftable) == (layout.refblocks, layout.reftable) {
+                return layout;
+            }
+            (layout.refblocks, layout.reftable) = (refblocks, reftable);
+        }
+    }
+
+    fn l1_at(&self) -> u64 {
+        1 + self.reftable + self.refblocks
+    }
+
+    fn l2_at(&self) -> u64 {
+        self.l1_at() + self.l1
+    }
+
+    fn data_at(&self) -> u64 {
+        self.l2_at() + self.l2
+    }
+
+    fn all(&self) -> u64 {
+        self.data_at() + self.data
+    }
+
+    fn offset(&self, cluster: u64) -> u64 {
+        cluster << self.cluster_bits
+    }
+}
+
+/// Makes an image in `file`, an empty file, and prepares the data file's storage if there is one; what is in the header
+/// comes back. It is on stable storage then.
+///
+/// # Errors
+/// Options that contradict each other, a disk too large for its clusters, and the storage's.
+pub fn create(
+    file: &dyn Storage,
+    data: Option<&dyn Storage>,
+    options: &Options,
+    progress: Progress<'_>,
+) -> Result<Header> {
+    options.check()?;
+    let mut header = header(options)?;
+    let preallocation = options.preallocated();
+    let layout = Layout::of(&header, preallocation != Preallocation::Off);
+    header.reftable_offset = layout.offset(1);
+    header.reftable_clusters = layout.reftable as u32;
+    header.l1_offset = layout.offset(layout.l1_at());
+    if layout.reftable << header.cluster_bits > REFTABLE_BYTES_MAX.max(header.cluster_size()) {
+        return Err(too_large(options));
+    }
+    let first = header.encode()?;
+
+    let cannot = Error::io("cannot make the image");
+    file.set_len(0).map_err(&cannot)?;
+    file.set_len(layout.offset(layout.all())).map_err(&cannot)?;
+    write_counts(file, &layout)?;
+    if preallocation != Preallocation::Off {
+        write_map(file, &header, &layout, options)?;
+        let of = match data {
+            Some(data) => {
+                data.set_len(header.size).map_err(Error::io("cannot make the data file"))?;
+                (data, 0, header.size)
+            }
+            None => (file, layout.offset(layout.data_at()), layout.offset(layout.data)),
+        };
+        reserve(of, preallocation, progress)?;
+    }
+    if let Some(data) = data {
+        data.sync().map_err(Error::io("cannot bring the data file to stable storage"))?;
+    }
+    file.sync().map_err(&cannot)?;
+    file.write_at(0, &first).map_err(&cannot)?;
+    file.sync().map_err(&cannot)?;
+    Ok(header)
+}
+
+fn too_large(options: &Options) -> Error {
+    Error::invalid(format!(
+        "a disk of {} bytes is too large for clusters of {} bytes; give a larger cluster_size",
+        options.size, options.cluster_size
+    ))
+}
+
+fn header(options: &Options) -> Result<Header> {
+    let mut incompatible = 0;
+    for (on, bit) in [
+        (options.extended_l2, incompatible::EXTENDED_L2),
+        (options.data_file.is_some(), incompatible::DATA_FILE),
+        (options.compression != Compression::Zlib, incompatible::COMPRESSION),
+    ] {
+        incompatible |= if on { bit } else { 0 };
+    }
+    let mut header = Header {
+        version: options.version,
+        cluster_bits: options.cluster_size.trailing_zeros(),
+        size: options.size.next_multiple_of(512),
+        l1_size: 0,
+        l1_offset: 0,
+        reftable_offset: 0,
+        reftable_clusters: 0,
+        snapshots: 0,
+        snapshots_offset: 0,
+        incompatible,
+        compatible: if options.lazy_refcounts { LAZY_REFCOUNTS } else { 0 },
+        autoclear: 0,
+        refcount_order: options.refcount_bits.trailing_zeros(),
+        compression: options.compression,
+        backing: options.backing.as_ref().map(|(name, _)| name.clone()),
+        backing_format: options.backing.as_ref().map(|(_, format)| format.clone()),
+        data_file: options.data_file.as_ref().map(|d| d.name.clone()),
+        bitmaps: None,
+        unknown: Vec::new(),
+        extra: Vec::new(),
+    };
+    if options.data_file.as_ref().is_some_and(|d| d.raw) {
+        header.autoclear |= autoclear::RAW_DATA;
+    }
+    // A disk without bytes has a table too: QEMU makes one, and others may count on it.
+    let l1 = header.l1_needed().max(1);
+    if l1 * 8 > L1_BYTES_MAX {
+        return Err(too_large(options));
+    }
+    header.l1_size = l1 as u32;
+    Ok(header)
+}
+
+fn write_counts(file: &dyn Storage, layout: &Layout) -> Result<()> {
+    let cannot = Error::io("cannot write the reference counts");
+    let cluster = 1usize << layout.cluster_bits;
+    let table: Vec<u64> = (0..layout.refblocks).map(|n| layout.offset(1 + layout.reftable + n)).collect();
+    file.write_at(layout.offset(1), &image::to_bytes(&table)).map_err(&cannot)?;
+    let entries = (cluster * 8) as u64 >> layout.refcount_order;
+    for (n, at) in (0..).zip(&table) {
+        let mut block = vec![0; cluster];
+        for entry in 0..entries.min(layout.all() - n * entries) {
+            refcount::set(&mut block, entry as usize, layout.refcount_order, 1);
+        }
+        file.write_at(*at, &block).map_err(&cannot)?;
+    }
+    Ok(())
+}
+
+/// L1 and L2 tables of a disk all of which has its place.
+fn write_map(file: &dyn Storage, h: &Header, layout: &Layout, options: &Options) -> Result<()> {
+    let cannot = Error::io("cannot write the tables");
+    let l1: Vec<u64> = (0..layout.l2).map(|n| layout.offset(layout.l2_at() + n) | entry::COPIED).collect();
+    file.write_at(layout.offset(layout.l1_at()), &image::to_bytes(&l1)).map_err(&cannot)?;
+    let external = h.has(incompatible::DATA_FILE);
+    // Subclusters of a data file hold what it holds; others read as what is below them, or as zeroes.
+    let subclusters = if external && options.backing.is_none() { u64::from(u32::MAX) } else { 0 };
+    let first = if external { 0 } else { layout.data_at() };
+    for (n, at) in (0..).zip(&l1) {
+        let range = n * h.l2_entries()..((n + 1) * h.l2_entries()).min(h.clusters());
+        let mut table = Vec::with_capacity(1 << (h.cluster_bits - 3));
+        for cluster in range {
+            table.push(layout.offset(first + cluster) | entry::COPIED);
+            if options.extended_l2 {
+                table.push(subclusters);
+            }
+        }
+        file.write_at(at & entry::OFFSET, &image::to_bytes(&table)).map_err(&cannot)?;
+    }
+    Ok(())
+}
+
+/// The space of `(storage, offset, bytes)`.
+fn reserve(of: (&dyn Storage, u64, u64), how: Preallocation, progress: Progress<'_>) -> Result<()> {
+    /// At a time: long enough to be quick, short enough to see progress.
+    const PIECE: u64 = 8 << 20;
+    let (file, offset, bytes) = of;
+    let cannot = Error::io("cannot preallocate");
+    let zeroes = if how == Preallocation::Full { vec![0; PIECE.min(bytes) as usize] } else { Vec::new() };
+    let mut done = 0;
+    while done < bytes && matches!(how, Preallocation::Falloc | Preallocation::Full) {
+        let n = PIECE.min(bytes - done);
+        match how {
+            Preallocation::Falloc => file.allocate(offset + done, n).map_err(&cannot)?,
+            _ => file.write_at(offset + done, &zeroes[..n as usize]).map_err(&cannot)?,
+        }
+        done += n;
+        progress(done, bytes);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

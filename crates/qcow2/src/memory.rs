@@ -1,0 +1,132 @@
+//! A file in memory, for tests and fuzzing: bounded, and it can remember what was done to it.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+
+use crate::Storage;
+
+/// One thing that was done to a [`Memory`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Bytes written at an offset.
+    Write(u64, Vec<u8>),
+    /// A range zeroed.
+    Punch(u64, u64),
+    /// A new length.
+    Length(u64),
+    /// All before is on stable storage.
+    Sync,
+}
+
+/// The file.
+#[derive(Debug, Default)]
+pub struct Memory {
+    bytes: RefCell<Vec<u8>>,
+    events: RefCell<Vec<Event>>,
+    recording: Cell<bool>,
+    most: Cell<u64>,
+}
+
+impl Memory {
+    /// Of these bytes; it can grow up to `most`, beyond which there is no space.
+    pub fn new(bytes: Vec<u8>, most: u64) -> Self {
+        Self { bytes: RefCell::new(bytes), most: Cell::new(most), ..Self::default() }
+    }
+
+    /// From now on everything that is done is remembered.
+    pub fn record(&self) {
+        self.events.borrow_mut().clear();
+        self.recording.set(true);
+    }
+
+    /// What was done since [`record`](Self::record).
+    pub fn events(&self) -> Vec<Event> {
+        self.events.borrow().clone()
+    }
+
+    /// Its bytes now.
+    pub fn bytes(&self) -> Vec<u8> {
+        self.bytes.borrow().clone()
+    }
+
+    /// Does what was done to another.
+    ///
+    /// # Errors
+    /// No space.
+    pub fn apply(&self, event: &Event) -> io::Result<()> {
+        match event {
+            Event::Write(offset, bytes) => self.write_at(*offset, bytes),
+            Event::Punch(offset, len) => self.punch(*offset, *len),
+            Event::Length(len) => self.set_len(*len),
+            Event::Sync => Ok(()),
+        }
+    }
+
+    fn note(&self, event: impl FnOnce() -> Event) {
+        if self.recording.get() {
+            self.events.borrow_mut().push(event());
+        }
+    }
+
+    fn room(&self, end: Option<u64>) -> io::Result<usize> {
+        match end {
+            Some(end) if end <= self.most.get() => Ok(end as usize),
+            _ => Err(io::ErrorKind::StorageFull.into()),
+        }
+    }
+}
+
+impl Storage for Memory {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let bytes = self.bytes.borrow();
+        let from = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+        let n = buf.len().min(bytes.len() - from);
+        buf[..n].copy_from_slice(&bytes[from..from + n]);
+        buf[n..].fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        let end = self.room(offset.checked_add(buf.len() as u64))?;
+        let mut bytes = self.bytes.borrow_mut();
+        if bytes.len() < end {
+            bytes.resize(end, 0);
+        }
+        bytes[end - buf.len()..end].copy_from_slice(buf);
+        self.note(|| Event::Write(offset, buf.to_vec()));
+        Ok(())
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.bytes.borrow().len() as u64)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let len = self.room(Some(len))?;
+        self.bytes.borrow_mut().resize(len, 0);
+        self.note(|| Event::Length(len as u64));
+        Ok(())
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        let end = self.room(offset.checked_add(len))?;
+        if self.bytes.borrow().len() < end {
+            self.set_len(end as u64)?;
+        }
+        Ok(())
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
+        let mut bytes = self.bytes.borrow_mut();
+        let most = bytes.len() as u64;
+        let (from, to) = (offset.min(most) as usize, offset.saturating_add(len).min(most) as usize);
+        bytes[from..to].fill(0);
+        self.note(|| Event::Punch(offset, len));
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.note(|| Event::Sync);
+        Ok(())
+    }
+}

@@ -1,0 +1,205 @@
+//! Growing and shrinking a disk.
+
+mod grow;
+
+use crate::change::{Change, is_data};
+use crate::create::Preallocation;
+use crate::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
+use crate::header::{Header, L1_BYTES_MAX, autoclear, incompatible};
+use crate::{Error, Image, Progress, Result, Storage, bitmap, image};
+use grow::Grown;
+
+/// What a resize has to know besides the image.
+pub struct Around<'d> {
+    /// The external data file, where there is one.
+    pub data: Option<&'d dyn Storage>,
+    /// Size of the disk in the image below, where there is one: what the disk grows by is to hide it.
+    pub below: Option<u64>,
+    /// How much of what it grows by has its place.
+    pub preallocation: Preallocation,
+}
+
+/// Makes the disk `size` bytes long, rounded up to 512. What it grows by reads as zeroes; what lies beyond a nearer end
+/// is gone.
+///
+/// # Errors
+/// A size that the image's tables cannot have, or that would need data of the image below, or of a compressed cluster,
+/// to be copied; the storage's. The image is as it was then.
+pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: Progress<'_>) -> Result<()> {
+    let old = image.header.size;
+    if size > i64::MAX as u64 - (1 << 21) {
+        return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
+    }
+    let size = size.next_multiple_of(512);
+    let mut header = Header { size, ..image.header.clone() };
+    if header.l1_needed() * 8 > L1_BYTES_MAX {
+        return Err(Error::invalid(format!(
+            "a disk of {size} bytes is too large for clusters of {} bytes",
+            header.cluster_size()
+        )));
+    }
+    if header.snapshots > 0 && header.version < 3 {
+        return Err(Error::unsupported("a version 2 image with snapshots keeps its size; delete them first"));
+    }
+    let bitmaps = bitmap::after_resize(image, size)?;
+    let end = old.min(size);
+    let tail = Tail::find(image, end, around, size > old)?;
+    let mut change = Change::begin(image)?;
+    let mut l1 = change.l1()?;
+    cut(&mut change, &mut l1, end)?;
+    if size > old {
+        l1.resize(l1.len().max(header.l1_needed() as usize), 0);
+        let grown = Grown { from: old.div_ceil(header.cluster_size()), header: &header };
+        grown.hide_below(&mut change, &mut l1, around)?;
+        grown.preallocate(&mut change, &mut l1, around, progress)?;
+    }
+    let place = match tail {
+        Some(tail) => tail.own(&mut change, &mut l1)?,
+        None => None,
+    };
+    change.set_flags(&mut l1)?;
+    change.replace_l1(&l1, &mut header)?;
+    if let Some(bitmaps) = bitmaps {
+        bitmap::replace_directory(&mut change, bitmaps, &mut header)?;
+    }
+    if size > old {
+        // Before the disk grows, nobody reads what is behind its end.
+        clear_tail(change.image.file, around.data, place)?;
+    }
+    let raw = header.autoclear & autoclear::RAW_DATA != 0;
+    let data = around.data.filter(|_| raw);
+    if let Some(data) = data.filter(|_| size > old) {
+        data.set_len(size).map_err(Error::io("cannot resize the data file"))?;
+    }
+    change.commit(header)?;
+    if size < old {
+        clear_tail(image.file, around.data, place)?;
+        if let Some(data) = data {
+            data.set_len(size).map_err(Error::io("cannot resize the data file"))?;
+        }
+        image.sync()?;
+    }
+    Ok(())
+}
+
+/// The bytes of the last cluster behind the disk's end: offset and length in the file that holds them.
+#[derive(Clone, Copy)]
+struct Place {
+    external: bool,
+    offset: u64,
+    bytes: u64,
+}
+
+/// Whoever makes the disk longer later would show what is there.
+fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<Place>) -> Result<()> {
+    let Some(place) = place else { return Ok(()) };
+    let of = if place.external { data } else { Some(file) };
+    let Some(of) = of else { return Err(Error::invalid("the image's data file is needed")) };
+    let cannot = Error::io("cannot clear what is behind the disk's end");
+    // Beyond the end of the file there are zeroes.
+    let bytes = place.bytes.min(of.len().map_err(&cannot)?.saturating_sub(place.offset));
+    of.write_at(place.offset, &vec![0; bytes as usize]).map_err(&cannot)?;
+    of.sync().map_err(&cannot)
+}
+
+/// The disk's last cluster, if the disk ends within it and it has data.
+struct Tail {
+    l1: usize,
+    slot: usize,
+    /// Where in the cluster the disk ends.
+    within: u64,
+}
+
+impl Tail {
+    /// The last cluster of a disk that ends, or ended, at `end`.
+    fn find(image: &Image<'_>, end: u64, around: &Around<'_>, grows: bool) -> Result<Option<Self>> {
+        let h = &image.header;
+        let within = end % h.cluster_size();
+        if within == 0 {
+            return Ok(None);
+        }
+        let cluster = end >> h.cluster_bits;
+        let l1 = image.table(h.l1_offset, u64::from(h.l1_size), "the L1 table")?;
+        let at = l1.get((cluster / h.l2_entries()) as usize).map_or(0, |e| e & OFFSET);
+        let words = h.l2_entry_bytes() as usize / 8;
+        let slot = (cluster % h.l2_entries()) as usize * words;
+        let (e, subclusters) = match at {
+            0 => (0, 0),
+            at => {
+                let table = image::words(&image.read(at, h.cluster_size(), "an L2 table")?);
+                (table[slot], table[slot + words - 1])
+            }
+        };
+        let external = h.has(incompatible::DATA_FILE) && e & COPIED != 0;
+        let data = (is_data(e) || external) && e & ZERO == 0;
+        let whole = match words {
+            1 => data || e & ZERO != 0,
+            _ => data && subclusters & 0xffff_ffff == 0xffff_ffff,
+        };
+        let hidden = whole || e & COMPRESSED != 0 || around.below.is_none_or(|below| below <= end);
+        if grows && !hidden {
+            return Err(Error::unsupported(format!(
+                "the disk ends within a cluster that the image below shows through, at {end}; write to its last \
+                 sector first"
+            )));
+        }
+        if e & COMPRESSED != 0 && !grows {
+            return Err(Error::unsupported(format!(
+                "{end} lies within a compressed cluster; give a multiple of {} bytes",
+                h.cluster_size()
+            )));
+        }
+        Ok(data.then_some(Self { l1: (cluster / h.l2_entries()) as usize, slot, within }))
+    }
+
+    /// Sees to it that the cluster is the disk's alone, and says where it is.
+    fn own(&self, change: &mut Change<'_, '_>, l1: &mut [u64]) -> Result<Option<Place>> {
+        let bits = change.header().cluster_bits;
+        let (external, size) = (change.header().has(incompatible::DATA_FILE), change.header().cluster_size());
+        let at = l1[self.l1] & OFFSET;
+        let mut table = change.l2(at)?;
+        let from = table[self.slot] & OFFSET;
+        let place =
+            |offset: u64| Some(Place { external, offset: offset + self.within, bytes: size - self.within });
+        if external || change.count(from >> bits)? == 1 {
+            return Ok(place(from));
+        }
+        let mut data = vec![0; size as usize];
+        change.image.file.read_at(from, &mut data).map_err(Error::io("cannot read the last cluster"))?;
+        let to = change.put(data)?;
+        change.release(from, 1)?;
+        table[self.slot] = to | table[self.slot] & !(OFFSET | COPIED);
+        change.release(at, 1)?;
+        l1[self.l1] = change.put(image::to_bytes(&table))?;
+        Ok(place(to))
+    }
+}
+
+/// Frees everything behind `end`.
+fn cut(change: &mut Change<'_, '_>, l1: &mut [u64], end: u64) -> Result<()> {
+    let (bits, entries) = (change.header().cluster_bits, change.header().l2_entries());
+    let clusters = end.div_ceil(change.header().cluster_size());
+    let words = change.words();
+    for (n, e) in (0..).zip(l1.iter_mut()) {
+        let (at, first) = (*e & OFFSET, n * entries);
+        if at == 0 || first + entries <= clusters {
+            continue;
+        }
+        let mut table = change.l2(at)?;
+        let keep = clusters.saturating_sub(first) as usize * words;
+        if keep > 0 && table[keep..].iter().all(|e| *e == 0) {
+            continue;
+        }
+        let gone = table.split_off(keep);
+        change.add_entries(&gone, false)?;
+        change.add(at >> bits, false)?;
+        *e = 0;
+        if keep > 0 {
+            *e = change.put(image::to_bytes(&table))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

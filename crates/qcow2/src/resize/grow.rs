@@ -1,0 +1,144 @@
+//! Places for what a disk grows by, and zeroes over what lies below it.
+
+use super::Around;
+use crate::change::Change;
+use crate::create::Preallocation;
+use crate::entry::{COPIED, OFFSET, ZERO};
+use crate::header::{Header, autoclear, incompatible};
+use crate::{Error, Progress, Result, Storage, image};
+
+/// What the disk grows by: clusters from `from` on.
+pub(super) struct Grown<'h> {
+    pub(super) from: u64,
+    /// As it will be.
+    pub(super) header: &'h Header,
+}
+
+impl Grown<'_> {
+    /// The image below must not show where the disk did not reach before.
+    pub(super) fn hide_below(
+        &self,
+        change: &mut Change<'_, '_>,
+        l1: &mut [u64],
+        around: &Around<'_>,
+    ) -> Result<()> {
+        let h = self.header;
+        let below = around.below.unwrap_or(0).min(h.size).div_ceil(h.cluster_size());
+        if self.from >= below {
+            return Ok(());
+        }
+        if h.version < 3 {
+            return Err(Error::unsupported("a version 2 image cannot grow over a larger image below"));
+        }
+        let zeroes: &[u64] = if h.has(incompatible::EXTENDED_L2) { &[0, 0xffff_ffff << 32] } else { &[ZERO] };
+        self.each_table(change, l1, below, |_, entries, _| {
+            for entry in entries.chunks_mut(zeroes.len()) {
+                entry.copy_from_slice(zeroes);
+            }
+            Ok(())
+        })
+    }
+
+    pub(super) fn preallocate(
+        &self,
+        change: &mut Change<'_, '_>,
+        l1: &mut [u64],
+        around: &Around<'_>,
+        progress: Progress<'_>,
+    ) -> Result<()> {
+        let h = self.header;
+        let raw = h.autoclear & autoclear::RAW_DATA != 0;
+        if around.preallocation == Preallocation::Off && !raw {
+            return Ok(());
+        }
+        let external = h.has(incompatible::DATA_FILE);
+        let extended = h.has(incompatible::EXTENDED_L2);
+        if around.below.is_some() && !extended {
+            return Err(Error::invalid(
+                "preallocation with an image below needs extended_l2: it would hide what is there",
+            ));
+        }
+        if !external {
+            // Behind the end of the file all is zero.
+            change.look_from(change.image.len.div_ceil(h.cluster_size()));
+        }
+        let words = if extended { 2 } else { 1 };
+        let mut placed = Vec::new();
+        self.each_table(change, l1, h.clusters(), |change, entries, first| {
+            let n = (entries.len() / words) as u64;
+            let mut at = if external { first << h.cluster_bits } else { change.take(n)? };
+            placed.push((at, n << h.cluster_bits));
+            for entry in entries.chunks_mut(words) {
+                entry[0] = at | COPIED;
+                if extended && external {
+                    entry[1] = 0xffff_ffff;
+                }
+                at += h.cluster_size();
+            }
+            Ok(())
+        })?;
+        let file = if external { around.data } else { Some(change.image.file) };
+        let Some(file) = file else { return Err(Error::invalid("the image's data file is needed")) };
+        let total: u64 = placed.iter().map(|(_, bytes)| bytes).sum();
+        let mut done = 0;
+        for (at, bytes) in placed {
+            reserve(file, at, bytes, around.preallocation)?;
+            done += bytes;
+            progress(done, total);
+        }
+        file.sync().map_err(Error::io("cannot preallocate"))
+    }
+    /// Calls `how` with the entries of each L2 table from the first new cluster to the one before `until`, and the
+    /// number of their first cluster; each such table gets a new place.
+    fn each_table(
+        &self,
+        change: &mut Change<'_, '_>,
+        l1: &mut [u64],
+        until: u64,
+        mut how: impl FnMut(&mut Change<'_, '_>, &mut [u64], u64) -> Result<()>,
+    ) -> Result<()> {
+        let (per, words) = (self.header.l2_entries(), change.words());
+        let mut cluster = self.from;
+        while cluster < until {
+            let n = cluster / per;
+            let end = until.min((n + 1) * per);
+            let at = l1[n as usize] & OFFSET;
+            let mut table = match at {
+                0 => vec![0; per as usize * words],
+                at => change.l2(at)?,
+            };
+            let range = (cluster - n * per) as usize * words..(end - n * per) as usize * words;
+            how(change, &mut table[range], cluster)?;
+            if at != 0 {
+                change.release(at, 1)?;
+            }
+            l1[n as usize] = change.put(image::to_bytes(&table))?;
+            cluster = end;
+        }
+        Ok(())
+    }
+}
+
+/// The space of a new range.
+fn reserve(file: &dyn Storage, at: u64, bytes: u64, how: Preallocation) -> Result<()> {
+    const PIECE: u64 = 8 << 20;
+    let cannot = Error::io("cannot preallocate");
+    match how {
+        Preallocation::Off | Preallocation::Metadata => {
+            if file.len().map_err(&cannot)? < at + bytes {
+                file.set_len(at + bytes).map_err(&cannot)?;
+            }
+        }
+        Preallocation::Falloc => file.allocate(at, bytes).map_err(&cannot)?,
+        Preallocation::Full => {
+            let zeroes = vec![0; PIECE.min(bytes) as usize];
+            let mut done = 0;
+            while done < bytes {
+                let n = PIECE.min(bytes - done);
+                file.write_at(at + done, &zeroes[..n as usize]).map_err(&cannot)?;
+                done += n;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,162 @@
+use super::*;
+use crate::create::{DataFile, Options, create};
+use crate::memory::Memory;
+use crate::snapshot;
+use crate::testing::{Random, assert_clean, checked, contents, crash, kinds, new, write};
+
+const SIZE: u64 = 256 << 10;
+
+fn open(file: &Memory) -> Image<'_> {
+    Image::open(file).unwrap()
+}
+
+fn around(below: Option<u64>, preallocation: Preallocation) -> Around<'static> {
+    Around { data: None, below, preallocation }
+}
+
+fn to(file: &Memory, size: u64) {
+    resize(&mut open(file), size, &around(None, Preallocation::Off), &mut |_, _| {}).unwrap();
+}
+
+#[test]
+fn what_is_within_stays_and_what_is_beyond_goes() {
+    for (seed, options) in (1..).zip(kinds(SIZE)) {
+        let file = new(&options);
+        let mut random = Random(seed);
+        for step in 0..20 {
+            let size = 512 * (1 + random.below(4 * SIZE / 512));
+            let cluster = random.below(open(&file).header.clusters());
+            write(&mut open(&file), cluster, random.next() as u8 | 1, false);
+            if step == 8 && options.version == 3 {
+                snapshot::create(&mut open(&file), "s", (0, 0)).unwrap();
+            }
+            let before = contents(&file);
+            to(&file, size);
+            let of = format!("{options:?}, step {step}: {size}");
+            assert_clean(&file, &of);
+            let now = contents(&file);
+            let end = size.div_ceil(options.cluster_size);
+            for (cluster, (first, last)) in &before {
+                match now.get(cluster) {
+                    // A cluster that the disk ends in keeps its start.
+                    Some((f, l)) => assert!(f == first && (l == last || *l == 0), "{of}: cluster {cluster}"),
+                    None => assert!(*cluster >= end, "{of}: cluster {cluster} is gone"),
+                }
+            }
+            assert!(now.keys().all(|c| before.contains_key(c) && *c < end), "{of}");
+        }
+    }
+}
+
+#[test]
+fn a_crash_leaves_the_disk_before_or_after() {
+    for (seed, options) in (1..).zip(kinds(SIZE)) {
+        let file = new(&options);
+        for cluster in [0, 1, SIZE / options.cluster_size - 1] {
+            write(&mut open(&file), cluster, 7, false);
+        }
+        for size in [40 * SIZE, SIZE / 2 + 512, SIZE] {
+            let old = (open(&file).header.size, contents(&file));
+            let change = |i: &mut Image<'_>| {
+                resize(i, size, &around(None, Preallocation::Off), &mut |_, _| {}).unwrap();
+            };
+            crash(&file, seed, change, |f, of| {
+                let now = (open(f).header.size, contents(f));
+                assert!(now == old || now.0 == size, "{of}: {now:?}");
+            });
+        }
+    }
+}
+
+#[test]
+fn what_a_shorter_disk_hid_does_not_come_back() {
+    for shared in [false, true] {
+        let file = new(&Options { cluster_size: 4096, ..Options::new(8192) });
+        write(&mut open(&file), 1, 5, false);
+        if shared {
+            snapshot::create(&mut open(&file), "s", (0, 0)).unwrap();
+        }
+        to(&file, 4096 + 512);
+        to(&file, 1 << 20);
+        assert_eq!(contents(&file)[&1], (5, 0));
+        assert_clean(&file, "grown");
+        if shared {
+            snapshot::apply(&mut open(&file), "s").unwrap();
+            assert_eq!(contents(&file)[&1], (5, 5));
+            assert_clean(&file, "applied");
+        }
+    }
+}
+
+#[test]
+fn preallocated_growth_has_its_places() {
+    for how in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+        for options in kinds(SIZE) {
+            let file = new(&options);
+            write(&mut open(&file), 3, 5, false);
+            resize(&mut open(&file), 4 * SIZE, &around(None, how), &mut |_, _| {}).unwrap();
+            let r = checked(&file);
+            let grown = 3 * SIZE / options.cluster_size;
+            assert_eq!((r.is_clean(), r.allocated_clusters), (true, grown + 1), "{options:?}");
+            assert!(contents(&file).iter().all(|(c, ends)| *c == 3 || *ends == (0, 0)), "{options:?}");
+        }
+    }
+}
+
+#[test]
+fn a_larger_image_below_does_not_show() {
+    let backing = || Some(("base".to_owned(), "raw".to_owned()));
+    for extended_l2 in [false, true] {
+        let options = Options { backing: backing(), extended_l2, ..Options::new(SIZE) };
+        let file = new(&options);
+        resize(&mut open(&file), 4 * SIZE, &around(Some(3 * SIZE), Preallocation::Off), &mut |_, _| {})
+            .unwrap();
+        assert_clean(&file, "grown");
+        let i = open(&file);
+        let l1 = i.table(i.header.l1_offset, 1, "L1").unwrap();
+        let table = image::words(&i.read(l1[0] & OFFSET, 65536, "L2").unwrap());
+        let words = if extended_l2 { 2 } else { 1 };
+        let zero = |n: u64| {
+            let at = n as usize * words;
+            if extended_l2 { table[at + 1] == 0xffff_ffff << 32 } else { table[at] == ZERO }
+        };
+        let clusters = SIZE >> 16;
+        assert!((clusters..3 * clusters).all(zero) && !(0..clusters).any(zero) && !zero(3 * clusters));
+    }
+    let file = new(&Options { backing: backing(), ..Options::new(SIZE + 512) });
+    let e = resize(&mut open(&file), 4 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {});
+    assert!(e.unwrap_err().to_string().contains("below"));
+    let file = new(&Options { backing: backing(), version: 2, ..Options::new(SIZE) });
+    let e = resize(&mut open(&file), 4 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {});
+    assert!(e.unwrap_err().to_string().contains("version 2"));
+}
+
+#[test]
+fn a_raw_data_file_follows() {
+    let (file, data) = (Memory::new(Vec::new(), 8 << 20), Memory::new(Vec::new(), 8 << 20));
+    let options = Options { data_file: Some(DataFile { name: "d".into(), raw: true }), ..Options::new(SIZE) };
+    create(&file, Some(&data), &options, &mut |_, _| {}).unwrap();
+    for size in [4 * SIZE, SIZE / 4] {
+        let around = Around { data: Some(&data), below: None, preallocation: Preallocation::Off };
+        resize(&mut open(&file), size, &around, &mut |_, _| {}).unwrap();
+        let r = checked(&file);
+        assert_eq!((r.is_clean(), r.allocated_clusters, data.bytes().len() as u64), (true, size >> 16, size));
+    }
+}
+
+#[test]
+fn sizes_that_cannot_be_are_refused() {
+    let file = new(&Options { cluster_size: 512, ..Options::new(SIZE) });
+    for size in [1 << 50, u64::MAX] {
+        let e =
+            resize(&mut open(&file), size, &around(None, Preallocation::Off), &mut |_, _| {}).unwrap_err();
+        assert!(e.to_string().contains("too large"), "{e}");
+    }
+    write(&mut open(&file), 1, 1, true);
+    let e = resize(&mut open(&file), 512 + 12, &around(None, Preallocation::Off), &mut |_, _| {});
+    e.unwrap();
+    let file = new(&Options { cluster_size: 4096, ..Options::new(SIZE) });
+    write(&mut open(&file), 1, 1, true);
+    let e = resize(&mut open(&file), 4096 + 512, &around(None, Preallocation::Off), &mut |_, _| {});
+    assert!(e.unwrap_err().to_string().contains("compressed"));
+}

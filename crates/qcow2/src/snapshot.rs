@@ -1,0 +1,294 @@
+//! Internal snapshots: their table, and what makes, applies and deletes one.
+
+use crate::change::Change;
+use crate::entry::{COPIED, OFFSET};
+use crate::header::{Header, L1_BYTES_MAX, SNAPSHOTS_MAX, incompatible};
+use crate::{Error, Image, Result, bitmap, image};
+
+/// Bytes of one entry's fixed part.
+const ENTRY: usize = 40;
+/// Bytes of extra data of one entry at most, as QEMU has it.
+const EXTRA_MAX: usize = 1024;
+/// Bytes of the table at most, as QEMU has it.
+pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
+/// Bytes of a snapshot's name at most, as QEMU has it.
+const NAME_MAX: usize = 255;
+/// Bytes of extra data that version 3 demands: state size and disk size.
+pub(crate) const EXTRA_V3: usize = 16;
+
+/// One snapshot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Where its L1 table begins.
+    pub l1_offset: u64,
+    /// Entries of it.
+    pub l1_size: u32,
+    /// The unique id; as it is written, which may be no text.
+    pub id: Vec<u8>,
+    /// The name, likewise.
+    pub name: Vec<u8>,
+    /// When it was taken, seconds since 1970.
+    pub date_s: u32,
+    /// And nanoseconds.
+    pub date_ns: u32,
+    /// For how long the guest had been running, nanoseconds.
+    pub vm_clock_ns: u64,
+    /// Size of the saved state of a VM, bytes.
+    pub vm_state_bytes: u64,
+    /// Size of the disk, bytes, where the entry says so.
+    pub disk_size: Option<u64>,
+    /// Count of instructions, where the entry has one.
+    pub icount: Option<u64>,
+    /// Extra data behind these, kept.
+    pub extra: Vec<u8>,
+}
+
+impl Snapshot {
+    /// The id, readable.
+    pub fn id(&self) -> String {
+        String::from_utf8_lossy(&self.id).into_owned()
+    }
+
+    /// The name, readable.
+    pub fn name(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// Appends the entry to a table.
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
+        let mut extra = Vec::with_capacity(24 + self.extra.len());
+        extra.extend_from_slice(&self.vm_state_bytes.to_be_bytes());
+        if let Some(size) = self.disk_size {
+            extra.extend_from_slice(&size.to_be_bytes());
+            if let Some(icount) = self.icount {
+                extra.extend_from_slice(&icount.to_be_bytes());
+                extra.extend_from_slice(&self.extra);
+            }
+        }
+        out.extend_from_slice(&self.l1_offset.to_be_bytes());
+        out.extend_from_slice(&self.l1_size.to_be_bytes());
+        out.extend_from_slice(&(self.id.len() as u16).to_be_bytes());
+        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        out.extend_from_slice(&self.date_s.to_be_bytes());
+        out.extend_from_slice(&self.date_ns.to_be_bytes());
+        out.extend_from_slice(&self.vm_clock_ns.to_be_bytes());
+        out.extend_from_slice(&u32::try_from(self.vm_state_bytes).unwrap_or(0).to_be_bytes());
+        out.extend_from_slice(&(extra.len() as u32).to_be_bytes());
+        for part in [&extra, &self.id, &self.name] {
+            out.extend_from_slice(part);
+        }
+        out.resize(out.len().next_multiple_of(8), 0);
+    }
+}
+
+/// The table of an image: its snapshots, and its length in bytes.
+///
+/// # Errors
+/// It does not lie in the file, or an entry of it is too long.
+pub fn read_table(image: &Image<'_>) -> Result<(Vec<Snapshot>, u64)> {
+    let h = &image.header;
+    let (mut at, mut list) = (h.snapshots_offset, Vec::new());
+    for n in 0..h.snapshots {
+        let (snapshot, bytes) =
+            read_entry(image, at).map_err(|e| Error::corrupt(format!("snapshot table, entry {n}: {e}")))?;
+        list.push(snapshot);
+        at += bytes;
+        if at - h.snapshots_offset > TABLE_BYTES_MAX {
+            return Err(Error::corrupt("a snapshot table of more than 64 MiB"));
+        }
+    }
+    Ok((list, at - h.snapshots_offset))
+}
+
+fn read_entry(image: &Image<'_>, at: u64) -> Result<(Snapshot, u64)> {
+    let beyond = || Error::corrupt(format!("at {at:#x}, where the file has none"));
+    let read = |at: u64, buf: &mut [u8]| {
+        if at == 0 || !image.reaches(at, buf.len() as u64) {
+            return Err(beyond());
+        }
+        image.file.read_at(at, buf).map_err(Error::io("cannot read the snapshot table"))
+    };
+    let mut fixed = [0; ENTRY];
+    read(at, &mut fixed)?;
+    let number = |range: std::ops::Range<usize>| fixed[range].iter().fold(0, |n, b| n << 8 | u64::from(*b));
+    let (id_len, name_len, extra_len) =
+        (number(12..14) as usize, number(14..16) as usize, number(36..40) as usize);
+    if extra_len > EXTRA_MAX {
+        return Err(Error::corrupt(format!("{extra_len} bytes of extra data; {EXTRA_MAX} is the most")));
+    }
+    let mut rest = vec![0; extra_len + id_len + name_len];
+    read(at + ENTRY as u64, &mut rest)?;
+    let extra = |from: usize| {
+        let part = rest[..extra_len].get(from..from + 8)?;
+        Some(u64::from_be_bytes(part.try_into().expect("eight bytes")))
+    };
+    let snapshot = Snapshot {
+        l1_offset: number(0..8),
+        l1_size: number(8..12) as u32,
+        id: rest[extra_len..extra_len + id_len].to_vec(),
+        name: rest[extra_len + id_len..].to_vec(),
+        date_s: number(16..20) as u32,
+        date_ns: number(20..24) as u32,
+        vm_clock_ns: number(24..32),
+        vm_state_bytes: extra(0).unwrap_or_else(|| number(32..36)),
+        disk_size: extra(8),
+        icount: extra(16),
+        extra: rest[extra_len.min(24)..extra_len].to_vec(),
+    };
+    Ok((snapshot, ((ENTRY + rest.len()) as u64).next_multiple_of(8)))
+}
+
+/// A name, or an id, of none of the snapshots.
+fn missing(which: &str) -> Error {
+    Error::invalid(format!("there is no snapshot {which}"))
+}
+
+fn allowed(image: &Image<'_>) -> Result<()> {
+    if image.header.has(incompatible::DATA_FILE) {
+        return Err(Error::unsupported("an image with a data file has no snapshots"));
+    }
+    Ok(())
+}
+
+/// The snapshots, and where among them the one of this id or name is.
+fn find(image: &Image<'_>, which: &str) -> Result<(Vec<Snapshot>, usize)> {
+    let (list, _) = read_table(image)?;
+    let at = list.iter().position(|s| s.id == which.as_bytes() || s.name == which.as_bytes());
+    at.map(|at| (list, at)).ok_or_else(|| missing(which))
+}
+
+/// Writes the table of `list`, which `header` then names; the old one is free.
+fn replace_table(change: &mut Change<'_, '_>, list: &[Snapshot], header: &mut Header) -> Result<()> {
+    let (_, bytes) = read_table(change.image)?;
+    change.release(header.snapshots_offset, bytes)?;
+    (header.snapshots, header.snapshots_offset) = (list.len() as u32, 0);
+    if list.is_empty() {
+        return Ok(());
+    }
+    let mut out = Vec::new();
+    for s in list {
+        s.encode(&mut out);
+    }
+    if list.len() > SNAPSHOTS_MAX as usize || out.len() as u64 > TABLE_BYTES_MAX {
+        return Err(Error::invalid("the image has as many snapshots as it can have"));
+    }
+    header.snapshots_offset = change.put(out)?;
+    Ok(())
+}
+
+/// Takes a snapshot of the disk as it is; `now` is seconds and nanoseconds since 1970. Its id comes back.
+///
+/// # Errors
+/// A data file, too long a name, reference counts or a table that are at their end; the storage's. The image is as it
+/// was then.
+pub fn create(image: &mut Image<'_>, name: &str, now: (u32, u32)) -> Result<String> {
+    allowed(image)?;
+    if name.is_empty() || name.len() > NAME_MAX {
+        return Err(Error::invalid(format!("a snapshot's name has 1 to {NAME_MAX} bytes")));
+    }
+    let (mut list, _) = read_table(image)?;
+    let last = list.iter().filter_map(|s| s.id().parse::<u64>().ok()).max().unwrap_or(0);
+    let id = last.saturating_add(1).to_string();
+    let mut header = image.header.clone();
+    let mut change = Change::begin(image)?;
+    let mut l1 = change.l1()?;
+    let bits = header.cluster_bits;
+    for e in &mut l1 {
+        let at = *e & OFFSET;
+        if at == 0 {
+            continue;
+        }
+        let mut table = change.l2(at)?;
+        change.add_entries(&table, true)?;
+        // From now on two refer to all of it, and nothing in it may be written where it is.
+        if clear_flags(&mut table, change.words()) {
+            change.add(at >> bits, false)?;
+            *e = change.put(image::to_bytes(&table))?;
+        } else {
+            *e = at;
+        }
+        change.add(*e >> bits, true)?;
+    }
+    list.push(Snapshot {
+        l1_offset: change.put(image::to_bytes(&l1))?,
+        l1_size: l1.len() as u32,
+        id: id.clone().into_bytes(),
+        name: name.as_bytes().to_vec(),
+        date_s: now.0,
+        date_ns: now.1,
+        disk_size: Some(header.size),
+        icount: Some(u64::MAX),
+        ..Snapshot::default()
+    });
+    change.replace_l1(&l1, &mut header)?;
+    replace_table(&mut change, &list, &mut header)?;
+    change.commit(header)?;
+    Ok(id)
+}
+
+/// Whether there was one.
+fn clear_flags(table: &mut [u64], words: usize) -> bool {
+    let mut found = false;
+    for e in table.iter_mut().step_by(words) {
+        found |= *e & COPIED != 0;
+        *e &= !COPIED;
+    }
+    found
+}
+
+/// Makes the disk what it was when the snapshot of this id or name was taken, its size included. Bitmaps that track
+/// writes say then that everything was written.
+///
+/// # Errors
+/// There is none; the storage's. The image is as it was then.
+pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
+    allowed(image)?;
+    let (list, at) = find(image, which)?;
+    let snapshot = &list[at];
+    let mut header = image.header.clone();
+    header.size = snapshot.disk_size.unwrap_or(header.size);
+    if header.size > i64::MAX as u64 {
+        return Err(Error::corrupt(format!("snapshot {which} of a disk of {} bytes", header.size)));
+    }
+    let entries = u64::from(snapshot.l1_size);
+    let mut l1 = image.table(snapshot.l1_offset, entries, "the snapshot's L1 table")?;
+    let needed = header.l1_needed().max(1);
+    if needed > u64::from(snapshot.l1_size) && needed * 8 > L1_BYTES_MAX {
+        return Err(Error::corrupt(format!("snapshot {which} of a disk of {} bytes", header.size)));
+    }
+    l1.resize(l1.len().max(needed as usize), 0);
+    let bitmaps = bitmap::after_apply(image, header.size)?;
+    let mut change = Change::begin(image)?;
+    let active = change.l1()?;
+    change.add_tables(&l1, true)?;
+    change.add_tables(&active, false)?;
+    change.set_flags(&mut l1)?;
+    change.replace_l1(&l1, &mut header)?;
+    if let Some(bitmaps) = bitmaps {
+        bitmap::replace_directory(&mut change, bitmaps, &mut header)?;
+    }
+    change.commit(header)
+}
+
+/// Removes the snapshot of this id or name.
+///
+/// # Errors
+/// There is none; the storage's. The image is as it was then.
+pub fn delete(image: &mut Image<'_>, which: &str) -> Result<()> {
+    let (mut list, at) = find(image, which)?;
+    let snapshot = list.remove(at);
+    let entries = u64::from(snapshot.l1_size);
+    let l1 = image.table(snapshot.l1_offset, entries, "the snapshot's L1 table")?;
+    let mut header = image.header.clone();
+    let mut change = Change::begin(image)?;
+    change.add_tables(&l1, false)?;
+    change.release(snapshot.l1_offset, entries * 8)?;
+    let mut active = change.l1()?;
+    change.set_flags(&mut active)?;
+    change.replace_l1(&active, &mut header)?;
+    replace_table(&mut change, &list, &mut header)?;
+    change.commit(header)
+}
+
+#[cfg(test)]
+mod tests;

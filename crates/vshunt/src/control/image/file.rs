@@ -1,0 +1,203 @@
+//! A file or block device as `qcow2` sees it.
+
+use std::cell::Cell;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use qcow2::Storage;
+use qcow2::header::Header;
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+
+use super::ImageFormat;
+use crate::backend::block::lock_image;
+use crate::control::{Failure, Outcome};
+use crate::error::Kind;
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum For {
+    Reading,
+    /// Reading, whoever writes meanwhile.
+    Sharing,
+    Writing,
+    /// Writing; made if it is not there.
+    Making,
+}
+
+/// An open image, locked.
+pub(super) struct ImageFile {
+    file: File,
+    device: bool,
+    /// Where a device ends for whoever shortened it: it keeps its length.
+    end: Cell<Option<u64>>,
+}
+
+impl ImageFile {
+    pub(super) fn open(path: &Path, purpose: For) -> Outcome<Self> {
+        let shown = path.display();
+        let writable = matches!(purpose, For::Writing | For::Making);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(writable)
+            .create(purpose == For::Making)
+            .truncate(false)
+            .open(path)
+            .map_err(|e| Failure::Failed(format!("cannot open {shown}: {e}")))?;
+        let kind = file.metadata().map_err(|e| Failure::Failed(format!("{shown}: {e}")))?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(Failure::Failed(format!("{shown} is neither a file nor a block device")));
+        }
+        if purpose != For::Sharing {
+            lock_image(&file, path, !writable).map_err(|e| match e.kind() {
+                Kind::Busy => in_use(path, purpose),
+                _ => Failure::Failed(e.to_string()),
+            })?;
+        }
+        Ok(Self { file, device: kind.is_block_device(), end: Cell::new(None) })
+    }
+
+    /// Its format, by how it begins.
+    pub(super) fn probe(&self) -> io::Result<ImageFormat> {
+        let mut start = [0; 8];
+        self.read_at(0, &mut start)?;
+        Ok(if Header::is_qcow2(&start) { ImageFormat::Qcow2 } else { ImageFormat::Raw })
+    }
+
+    /// Whether it is a block device.
+    pub(super) fn is_device(&self) -> bool {
+        self.device
+    }
+
+    /// Bytes that it takes on its file system.
+    pub(super) fn space(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.blocks() * 512)
+    }
+
+    fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        const PIECE: u64 = 1 << 20;
+        let zeroes = vec![0; PIECE.min(len) as usize];
+        let mut done = 0;
+        while done < len {
+            let n = PIECE.min(len - done);
+            self.file.write_all_at(&zeroes[..n as usize], offset + done)?;
+            done += n;
+        }
+        Ok(())
+    }
+}
+
+fn in_use(path: &Path, purpose: For) -> Failure {
+    let remedy = match purpose {
+        For::Reading => "stop it, or give -U to look all the same",
+        _ => "stop it first: two that write to one image destroy it",
+    };
+    Failure::Failed(format!("{} is in use by another process; {remedy}", path.display()))
+}
+
+impl Storage for ImageFile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.file.read_at(&mut buf[done..], offset + done as u64) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        buf[done..].fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(buf, offset)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        match self.end.get() {
+            Some(end) => Ok(end),
+            None => (&self.file).seek(SeekFrom::End(0)),
+        }
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        if !self.device {
+            return self.file.set_len(len);
+        }
+        let before = self.len()?;
+        if len > before {
+            self.punch(before, len - before)?;
+        }
+        self.end.set(Some(len));
+        Ok(())
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        match fallocate(&self.file, FallocateFlags::empty(), offset, len) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NODEV) => self.zero(offset, len),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        match fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NODEV) => self.zero(offset, len),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn is_hole(&self, offset: u64, len: u64) -> io::Result<bool> {
+        if self.device {
+            return Ok(false);
+        }
+        match rustix::fs::seek(&self.file, rustix::fs::SeekFrom::Data(offset)) {
+            Ok(data) => Ok(data >= offset + len),
+            // Nothing but holes from there.
+            Err(Errno::NXIO) => Ok(true),
+            Err(_) => Ok(false),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_holes_and_reads_as_zeroes_beyond_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let f = ImageFile::open(&dir.path().join("f"), For::Making).unwrap();
+        f.set_len(1 << 20).unwrap();
+        f.write_at(512 << 10, &[7; 10]).unwrap();
+        let mut buf = [1; 20];
+        f.read_at((1 << 20) - 10, &mut buf).unwrap();
+        assert_eq!(buf, [0; 20]);
+        assert!(f.is_hole(0, 4096).unwrap() && !f.is_hole(512 << 10, 4096).unwrap());
+        f.punch(512 << 10, 4096).unwrap();
+        f.read_at(512 << 10, &mut buf).unwrap();
+        assert_eq!((buf, f.len().unwrap()), ([0; 20], 1 << 20));
+    }
+
+    #[test]
+    fn an_image_in_use_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let _first = ImageFile::open(&path, For::Making).unwrap();
+        let Err(Failure::Failed(why)) = ImageFile::open(&path, For::Reading) else { panic!("opened") };
+        assert!(why.contains("is in use") && why.contains("-U") && why.contains("/f"), "{why}");
+        ImageFile::open(&path, For::Sharing).unwrap();
+        assert!(ImageFile::open(dir.path(), For::Reading).is_err());
+    }
+}
