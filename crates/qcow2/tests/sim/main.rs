@@ -323,9 +323,13 @@ impl Sim {
     fn go_on(&mut self, i: usize, step: &Step) {
         let fails = self.shape.faults > 0 && *step != Step::Park && self.rng.below(self.shape.faults) == 0;
         self.faults += u64::from(fails);
-        let res = if fails { -5 } else { 0 };
-        // What failed may have been done all the same; but for a file's length.
-        if fails && (matches!(step, Step::Extend { .. }) || self.rng.below(2) == 0) {
+        let res = match step {
+            _ if !fails => 0,
+            Step::Extend { .. } => -28,
+            _ => -5,
+        };
+        // What failed may have been done all the same.
+        if fails && self.rng.below(2) == 0 {
             self.with(i, |request, cx| request.resume(res, cx));
             return;
         }
@@ -364,7 +368,7 @@ impl Sim {
                 assert_eq!(*file, 0, "the image below is not written");
                 self.files[0].zero(*offset, *len);
             }
-            Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
+            Step::Extend { file, offset, len } => self.files[*file as usize].extend(*offset + *len),
             Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
             Step::Park => {}
             Step::Done(_) => unreachable!("it ended"),
@@ -469,7 +473,7 @@ impl Sim {
                     self.files[0].write_at(*offset, bytes).unwrap();
                 }
                 Step::ZeroFile { offset, len, .. } => self.files[0].zero(*offset, *len),
-                Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
+                Step::Extend { file, offset, len } => self.files[*file as usize].extend(*offset + *len),
                 Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
                 other => panic!("{other:?} of a single request"),
             }
