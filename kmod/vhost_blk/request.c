@@ -216,7 +216,7 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 
 	if (!req->status_at)
 		return 0;
-	/* Where the owner has no memory the guest sees no status; that is no reason to stop its ring. */
+	/* Where the owner has no memory the guest sees no status: no reason to stop its ring. */
 	if (put_user(req->status, req->status_at))
 		pr_debug("Cannot write a status to %p\n", req->status_at);
 	/* Not for nothing: of more bytes than it is told ranges of, the core makes a BUG. */
