@@ -46,10 +46,18 @@ impl<'i, 's> Change<'i, 's> {
     /// # Errors
     /// The image is dirty or corrupt, or its refcount table cannot be read.
     pub(crate) fn begin(image: &'i mut Image<'s>) -> Result<Self> {
-        let h = &image.header;
-        if h.has(incompatible::DIRTY | incompatible::CORRUPT) {
+        if image.header.has(incompatible::DIRTY | incompatible::CORRUPT) {
             return Err(Error::corrupt("it was not closed, or is marked as corrupt"));
         }
+        Self::begin_repair(image)
+    }
+
+    /// Begins one that is part of a repair: the counts are right, whatever the marks still say.
+    ///
+    /// # Errors
+    /// The image's refcount table cannot be read.
+    pub(crate) fn begin_repair(image: &'i mut Image<'s>) -> Result<Self> {
+        let h = &image.header;
         let entries = u64::from(h.reftable_clusters) * h.cluster_size() / 8;
         let table = image.table(h.reftable_offset, entries, "the refcount table")?;
         Ok(Self {

@@ -10,11 +10,13 @@ mod claim;
 mod compare;
 mod counts;
 mod data;
+mod drop;
 
 use crate::header::{Header, incompatible};
 use crate::{Image, Result, Storage};
 
 use counts::Counts;
+use drop::Trouble;
 
 /// What to do about what is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +25,8 @@ pub enum Repair {
     No,
     /// Give clusters back that nothing refers to.
     Leaks,
-    /// Everything. Entries that cannot be right are made to read as zeroes.
+    /// Everything. Entries that cannot be right are made to read as zeroes, snapshots and bitmaps whose
+    /// tables cannot be are dropped.
     All,
 }
 
@@ -89,9 +92,19 @@ const SAID_MAX: u64 = 1000;
 /// # Errors
 /// No image, one that is not understood, an active L1 table out of the file, and the storage's.
 pub fn check(file: &dyn Storage, repair: Repair, watch: &mut dyn Watch) -> Result<CheckResult> {
-    let mut result = Checker::run(file, repair, watch)?;
+    let (mut result, trouble) = Checker::run(file, repair, watch)?;
+    if repair == Repair::All && trouble.any() {
+        trouble.drop(file)?;
+        let (again, _) = Checker::run(file, repair, watch)?;
+        result = CheckResult {
+            corruptions_fixed: result.corruptions_fixed + again.corruptions_fixed,
+            // What they took is free now: a matter of course.
+            leaks_fixed: result.leaks_fixed,
+            ..again
+        };
+    }
     if repair != Repair::No && (result.corruptions_fixed, result.leaks_fixed) != (0, 0) {
-        let again = Checker::run(file, Repair::No, &mut Quiet)?;
+        let (again, _) = Checker::run(file, Repair::No, &mut Quiet)?;
         result = CheckResult {
             corruptions_fixed: result.corruptions_fixed,
             leaks_fixed: result.leaks_fixed,
@@ -124,17 +137,22 @@ struct Checker<'w, 's> {
     counts: Counts,
     /// The refcount table; entries that cannot be are 0.
     reftable: Vec<u64>,
+    trouble: Trouble,
     /// The reference counts are not where they can be repaired one by one.
     rebuild: bool,
     active: Vec<u64>,
-    /// L2 tables, each once.
+    /// L2 tables as often as they are referred to, whose entries are to be counted.
     l2: Vec<u64>,
     done: u64,
     total: u64,
 }
 
 impl<'w, 's> Checker<'w, 's> {
-    fn run(file: &'s dyn Storage, repair: Repair, watch: &'w mut dyn Watch) -> Result<CheckResult> {
+    fn run(
+        file: &'s dyn Storage,
+        repair: Repair,
+        watch: &'w mut dyn Watch,
+    ) -> Result<(CheckResult, Trouble)> {
         let image = Image::open(file)?;
         let result = CheckResult { total_clusters: image.header.clusters(), ..CheckResult::default() };
         let mut checker = Self {
@@ -145,27 +163,21 @@ impl<'w, 's> Checker<'w, 's> {
             result,
             counts: Counts::default(),
             reftable: Vec::new(),
+            trouble: Trouble::default(),
             rebuild: false,
             active: Vec::new(),
             l2: Vec::new(),
             done: 0,
             total: 0,
         };
-        checker.claim_tables()?;
-        // The L2 tables are read twice, for what they refer to and for their flags.
-        checker.total = 2 * checker.l2.len() as u64 + checker.refblocks();
-        checker.claim_data()?;
+        checker.claim_all()?;
         checker.compare()?;
         checker.check_flags()?;
         if checker.said > SAID_MAX {
             let text = format!("… and {} more", checker.said - SAID_MAX);
             checker.watch.found(&text);
         }
-        Ok(checker.result)
-    }
-
-    fn refblocks(&self) -> u64 {
-        self.reftable.iter().filter(|at| **at != 0).count() as u64
+        Ok((checker.result, checker.trouble))
     }
 
     fn step(&mut self) {

@@ -118,6 +118,24 @@ pub(crate) fn assert_clean(file: &dyn Storage, of: &str) {
     assert!(r.is_clean(), "{of}: {r:?}");
 }
 
+/// Images of one crash test that QEMU looks at too, of some two thousand.
+const QEMU_LOOKS: u64 = 6;
+
+/// `qemu-img check` finds no corruption, where there is a qemu-img (tests/image tells when there is none).
+fn qemu_agrees(file: &Memory, of: &str) {
+    use std::process::Command;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let n = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("vshunt-qcow2-{}-{n}", std::process::id()));
+    std::fs::write(&path, file.bytes()).unwrap();
+    let done = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output();
+    std::fs::remove_file(&path).unwrap();
+    let Ok(done) = done else { return };
+    // 3: leaks, which there may be.
+    assert!(matches!(done.status.code(), Some(0 | 3)), "{of}: {done:?}");
+}
+
 /// Does `change` to the image, and then looks at what is there if all ends at any point of it: after each write, and
 /// with writes lost that were not on stable storage yet. `same` has to hold of what is there then.
 pub(crate) fn crash(
@@ -147,6 +165,9 @@ pub(crate) fn crash(
             let r = check(&there, Repair::No, &mut Quiet).unwrap();
             assert_eq!((r.corruptions, r.check_errors), (0, 0), "{of}");
             same(&there, &of);
+            if random.below(events.len() as u64) < QEMU_LOOKS {
+                qemu_agrees(&there, &of);
+            }
             number += 1;
         }
         if events.get(at) == Some(&Event::Sync) {

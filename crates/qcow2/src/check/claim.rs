@@ -65,21 +65,21 @@ impl Checker<'_, '_> {
         }
     }
 
-    pub(super) fn claim_tables(&mut self) -> Result<()> {
-        let cluster = self.image.header.cluster_size();
+    /// Counts all references. What matters most comes first, and keeps what two claim: the disk, its snapshots, bitmaps,
+    /// and last the reference counts, which can be written anew.
+    pub(super) fn claim_all(&mut self) -> Result<()> {
         // An image whose first cluster is not all there yet is one all the same.
         let _ = self.counts.add(0, Class::Header, 1);
-        self.claim_refcounts(cluster)?;
         self.claim_active()?;
-        let mut tables = self.claim_snapshots()?;
-        self.claim_bitmaps()?;
-        let h = &self.image.header;
-        tables.insert(0, (h.l1_offset, h.l1_size));
-        for (number, (offset, entries)) in tables.into_iter().enumerate() {
-            self.claim_l2_tables(number, offset, entries)?;
+        let (at, entries) = (self.image.header.l1_offset, self.image.header.l1_size);
+        self.active = self.claim_l2_tables("L1 table", at, entries)?;
+        self.claim_data(true)?;
+        for (at, entries) in self.claim_snapshots()? {
+            self.claim_l2_tables("snapshot's L1 table", at, entries)?;
         }
-        self.l2.sort_unstable();
-        Ok(())
+        self.claim_data(false)?;
+        self.claim_bitmaps()?;
+        self.claim_refcounts(self.image.header.cluster_size())
     }
 
     fn claim_refcounts(&mut self, cluster: u64) -> Result<()> {
@@ -116,88 +116,86 @@ impl Checker<'_, '_> {
     /// The L1 tables of snapshots that can be read.
     fn claim_snapshots(&mut self) -> Result<Vec<(u64, u32)>> {
         let header = &self.image.header;
-        let (at, version) = (header.snapshots_offset, header.version);
+        let (at, version, size) = (header.snapshots_offset, header.version, header.size);
         let (list, bytes) = match snapshot::read_table(&self.image) {
             Ok(read) => read,
             Err(e @ Error::Io { .. }) => return Err(e),
             Err(e) => {
-                self.hopeless(format_args!("{e}"));
+                self.corrupt(format_args!("{e}"));
+                self.trouble.snapshots = Some(Vec::new());
                 return Ok(Vec::new());
             }
         };
+        let mut wrong = false;
         if let Err(why) = self.claim(at, bytes, Class::Snapshots, 1) {
-            self.hopeless(format_args!("snapshot table at {at:#x} {why}"));
+            self.corrupt(format_args!("snapshot table at {at:#x} {why}"));
+            wrong = true;
         }
-        let mut tables = Vec::with_capacity(list.len());
-        for s in &list {
+        let (mut tables, mut kept) = (Vec::with_capacity(list.len()), Vec::with_capacity(list.len()));
+        for mut s in list {
+            let (id, bytes) = (s.id(), u64::from(s.l1_size) * 8);
             if version >= 3 && s.disk_size.is_none() {
-                self.hopeless(format_args!(
-                    "snapshot {} has less than {EXTRA_V3} bytes of extra data",
-                    s.id()
-                ));
+                self.corrupt(format_args!("snapshot {id} has less than {EXTRA_V3} bytes of extra data"));
+                s.disk_size = Some(size);
+                wrong = true;
             }
-            let bytes = u64::from(s.l1_size) * 8;
-            if bytes > L1_BYTES_MAX {
-                self.hopeless(format_args!("snapshot {} has an L1 table of {} entries", s.id(), s.l1_size));
+            let claimed = match bytes > L1_BYTES_MAX {
+                true => Err(Why::Outside),
+                false => self.claim(s.l1_offset, bytes, Class::L1, 1),
+            };
+            if let Err(why) = claimed {
+                self.corrupt(format_args!("L1 table of snapshot {id} at {:#x} {why}", s.l1_offset));
+                wrong = true;
                 continue;
             }
-            match self.claim(s.l1_offset, bytes, Class::L1, 1) {
-                Ok(()) => tables.push((s.l1_offset, s.l1_size)),
-                Err(why) => {
-                    self.hopeless(format_args!(
-                        "L1 table of snapshot {} at {:#x} {why}",
-                        s.id(),
-                        s.l1_offset
-                    ));
-                }
-            }
+            tables.push((s.l1_offset, s.l1_size));
+            kept.push(s);
         }
+        self.trouble.snapshots = wrong.then_some(kept);
         Ok(tables)
     }
 
     fn claim_bitmaps(&mut self) -> Result<()> {
-        let list = match bitmap::read_directory(&self.image) {
-            Ok(list) => list,
-            Err(e @ Error::Io { .. }) => return Err(e),
-            Err(e) => {
-                self.hopeless(format_args!("{e}"));
-                return Ok(());
+        match self.claim_all_bitmaps() {
+            Err(Error::Corrupt(why)) => {
+                self.corrupt(format_args!("{why}"));
+                self.trouble.bitmaps = true;
+                Ok(())
             }
-        };
-        let Some(at) = self.image.header.bitmaps.filter(|_| !list.is_empty()) else { return Ok(()) };
-        if let Err(why) = self.claim(at.directory_offset, at.directory_bytes, Class::Bitmaps, 1) {
-            self.hopeless(format_args!("bitmap directory at {:#x} {why}", at.directory_offset));
+            other => other,
         }
+    }
+
+    fn claim_all_bitmaps(&mut self) -> Result<()> {
+        let list = bitmap::read_directory(&self.image)?;
+        let Some(at) = self.image.header.bitmaps.filter(|_| !list.is_empty()) else { return Ok(()) };
+        let bad = |what: String, why: Why| Error::corrupt(format!("{what} {why}"));
+        self.claim(at.directory_offset, at.directory_bytes, Class::Bitmaps, 1)
+            .map_err(|why| bad(format!("bitmap directory at {:#x}", at.directory_offset), why))?;
         for b in &list {
             let bytes = u64::from(b.table_size) * 8;
-            if let Err(why) = self.claim(b.table_offset, bytes, Class::Bitmaps, 1) {
-                self.hopeless(format_args!("table of bitmap {} at {:#x} {why}", b.name(), b.table_offset));
-                continue;
-            }
+            self.claim(b.table_offset, bytes, Class::Bitmaps, 1)
+                .map_err(|why| bad(format!("table of bitmap {} at {:#x}", b.name(), b.table_offset), why))?;
             let table = self.image.table(b.table_offset, u64::from(b.table_size), "a bitmap table")?;
             for (n, e) in table.into_iter().enumerate().filter(|(_, e)| *e != 0) {
-                self.claim_bits(&b.name(), n, e);
+                let what = || format!("bitmap {}, table entry {n}: {e:#x}", b.name());
+                let at = e & entry::OFFSET;
+                if e & bitmap::TABLE_RESERVED != 0 || (at != 0 && e & bitmap::ALL_ONES != 0) {
+                    return Err(Error::corrupt(format!("{} has reserved bits set", what())));
+                }
+                if at != 0 {
+                    self.claim(at, self.image.header.cluster_size(), Class::Bitmaps, 1)
+                        .map_err(|why| bad(what(), why))?;
+                }
             }
         }
         Ok(())
     }
 
-    fn claim_bits(&mut self, name: &str, n: usize, e: u64) {
-        let at = e & entry::OFFSET;
-        if e & bitmap::TABLE_RESERVED != 0 || (at != 0 && e & bitmap::ALL_ONES != 0) {
-            self.hopeless(format_args!("bitmap {name}, table entry {n} has reserved bits set: {e:#x}"));
-        } else if at != 0
-            && let Err(why) = self.claim(at, self.image.header.cluster_size(), Class::Bitmaps, 1)
-        {
-            self.hopeless(format_args!("bitmap {name}, cluster {n} at {at:#x} {why}"));
-        }
-    }
-
-    /// Counts the L2 tables of an L1 table; number 0 is the active one, which is kept.
-    fn claim_l2_tables(&mut self, number: usize, offset: u64, entries: u32) -> Result<()> {
+    /// Counts the L2 tables of an L1 table, which comes back.
+    fn claim_l2_tables(&mut self, of: &str, offset: u64, entries: u32) -> Result<Vec<u64>> {
         let mut table = self.image.table(offset, u64::from(entries), "an L1 table")?;
         let (cluster, mut changed) = (self.image.header.cluster_size(), false);
-        let of = if number == 0 { "L1 table" } else { "snapshot's L1 table" };
         for (n, e) in table.iter_mut().enumerate().filter(|(_, e)| **e != 0) {
             if *e & L1_RESERVED != 0
                 && self.corrupt(format_args!("{of}, entry {n} has reserved bits set: {e:#x}"))
@@ -209,10 +207,8 @@ impl Checker<'_, '_> {
             if at == 0 {
                 continue;
             }
-            let new = self.counts.class(at / cluster) != Class::L2;
             match self.claim(at, cluster, Class::L2, 1) {
-                Ok(()) if new => self.l2.push(at),
-                Ok(()) => {}
+                Ok(()) => self.l2.push(at),
                 Err(why) => {
                     let fix = self.corrupt(format_args!("{of}, entry {n}: the L2 table at {at:#x} {why}"));
                     changed |= fix;
@@ -224,9 +220,6 @@ impl Checker<'_, '_> {
         if changed {
             self.image.write(offset, &image::to_bytes(&table), "cannot repair an L1 table")?;
         }
-        if number == 0 {
-            self.active = table;
-        }
-        Ok(())
+        Ok(table)
     }
 }

@@ -14,6 +14,7 @@ impl Checker<'_, '_> {
 
     pub(super) fn compare(&mut self) -> Result<()> {
         let mut highest = 0;
+        self.total += self.reftable.iter().filter(|at| **at != 0).count() as u64;
         for n in 0..self.reftable.len() {
             if self.reftable[n] != 0 {
                 self.compare_block(n as u64, self.reftable[n], &mut highest)?;
@@ -116,7 +117,7 @@ impl Checker<'_, '_> {
         let h = self.image.header.clone();
         let (entries, bits) = (h.refblock_entries(), h.cluster_bits);
         let used = self.used_blocks(entries);
-        let first = (self.image.len.div_ceil(h.cluster_size())).max(self.result.image_end_offset >> bits);
+        let first = self.image.len.div_ceil(h.cluster_size());
         // Blocks for what is in use and for themselves, table included.
         let (mut blocks, mut table);
         let mut added = BTreeSet::new();

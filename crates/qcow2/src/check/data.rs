@@ -34,15 +34,16 @@ impl Checker<'_, '_> {
         self.image.header.l2_entry_bytes() as usize / 8
     }
 
-    /// Counts what all L2 tables refer to, each as often as the table is referred to itself.
-    pub(super) fn claim_data(&mut self) -> Result<()> {
-        let mut active: Vec<u64> = self.active.iter().map(|e| e & OFFSET).filter(|at| *at != 0).collect();
-        active.sort_unstable();
-        for at in std::mem::take(&mut self.l2) {
-            let times = self.counts.count(at >> self.image.header.cluster_bits);
-            let from = active.partition_point(|a| *a < at);
-            let of_active = active[from..].partition_point(|a| *a == at) as u64;
-            self.claim_entries(at, times, of_active)?;
+    /// Counts what the L2 tables refer to, each as often as the table is referred to itself, and read once.
+    pub(super) fn claim_data(&mut self, active: bool) -> Result<()> {
+        let mut tables = std::mem::take(&mut self.l2);
+        tables.sort_unstable();
+        let each = tables.chunk_by(|a, b| a == b);
+        // Those of the active table are read again, for their flags.
+        self.total += each.clone().count() as u64 * if active { 2 } else { 1 };
+        for same in each {
+            let times = same.len() as u64;
+            self.claim_entries(same[0], times, if active { times } else { 0 })?;
             self.step();
         }
         Ok(())
