@@ -298,14 +298,6 @@ impl Handle {
                 guest(inner, data);
                 file
             }
-            qcow2::Step::Read { file, offset, buf, range }
-            | qcow2::Step::Write { file, offset, buf, range }
-                if range.is_empty() =>
-            {
-                let _ = (buf, offset);
-                debug_assert!(false, "nothing to move at file {file}");
-                return Step::Done(0);
-            }
             qcow2::Step::Read { file, offset, buf, range } => {
                 inner.reset(Op::Read, offset, false);
                 own(inner, &mut slot.request, buf, range);
