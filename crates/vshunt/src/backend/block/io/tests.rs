@@ -144,3 +144,26 @@ fn a_request_dropped_under_way_shows() {
     io.stage = Stage::Transfer;
     assert!(std::panic::catch_unwind(move || drop(io)).is_err());
 }
+
+#[test]
+fn any_range_of_what_is_left() {
+    let mut memory = [1u8; 64];
+    // 5, 7 and 4 bytes, with gaps.
+    let mut iov = segments(&mut memory, &[(0, 5), (10, 7), (30, 4)]);
+    for begin in 0..16u64 {
+        for end in begin..=16 {
+            let mut bytes = 0;
+            iov.for_range(begin..end, |_, len| bytes += len as u64);
+            assert_eq!(bytes, end - begin);
+        }
+    }
+    let from: Vec<u8> = (100..109).collect();
+    // SAFETY: the segments are in `memory`.
+    unsafe { iov.scatter_range(3..12, &from) };
+    // SAFETY: as above.
+    unsafe { iov.zero_range(12..13) };
+    iov.clear();
+    assert_eq!(memory[..5], [1, 1, 1, 100, 101]);
+    assert_eq!(memory[10..18], [102, 103, 104, 105, 106, 107, 108, 1]);
+    assert_eq!(memory[30..34], [0, 1, 1, 1]);
+}
