@@ -445,7 +445,9 @@ mod interleavings {
             let turn = |map: &Map, woken: &AtomicU32| match map.hold(0, 1, NOBODY) {
                 Some(1) => {
                     let word = map.get(0).unwrap().word + 1;
-                    let wake = &mut |_| drop(woken.fetch_add(1, SeqCst));
+                    let wake = &mut |_| {
+                        woken.fetch_add(1, SeqCst);
+                    };
                     map.release(0, 1, Some(&[Entry { word, bits: 0 }]), wake);
                     0
                 }
