@@ -118,14 +118,15 @@ class Bench:
             if both and job.depth == 1:
                 yield Job.parse(text, True)
 
-    def run(self, case, contestant, job, path=None):
-        """-> a result, 'hung', or 'failed: why'."""
+    def run(self, case, contestant, job, path=None, client=None):
+        """-> a result, 'hung', or 'failed: why'. `client`: other than the usual one."""
+        client = client or self.client
         try:
             with awake(job.awake):
                 if contestant.argv is None:
-                    return self.client.load_file(job, path)
+                    return client.load_file(job, path)
                 with self.server(contestant.name, contestant.argv(job.queues)) as server:
-                    result = self.client.load_socket(job, server, lambda pid: self.autopsy(case, contestant, job, server, pid))
+                    result = client.load_socket(job, server, lambda pid: self.autopsy(case, contestant, job, server, pid))
                     if died := server.died():
                         raise ClientError(died)
             if server.killed:

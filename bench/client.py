@@ -1,6 +1,6 @@
 """The load: one run of fio (libblkio on a socket, io_uring on a file) or of `vshunt-bench blk`, bounded in time.
 
-A job is `rr|rw : depth : queues [: block size]`, random reads or writes, one queue and one thread a fio job.
+A job is `rr|rw|sw : depth : queues [: block size]`, random reads or writes or sequential writes, one queue and one thread a fio job.
 """
 import json
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from server import child_setup, end
 
-RW = {"rr": "randread", "rw": "randwrite"}
+RW = {"rr": "randread", "rw": "randwrite", "sw": "write"}
 QUEUE_SIZE = 512  # three descriptors a request: 128 deep fits
 
 

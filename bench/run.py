@@ -20,16 +20,19 @@ import cases
 import kernel
 import resident
 from fuse import cases as fuse
+from qcow2 import cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
-         "kernel": kernel.case}
+         "kernel": kernel.case,
+         "qcow2-tmpfs": qcow2.tmpfs, "qcow2-ext4": qcow2.ext4, "qcow2-thin": qcow2.thin, "qcow2-large": qcow2.large}
 # Only where it is asked for: what it measures is within the others.
 EXTRA = {"fuse-seed": fuse.seeds}
-GROUPS = {"fuse": [c for c in CASES if c.startswith("fuse-")]}
+GROUPS = {group: [c for c in CASES if c.startswith(f"{group}-")] for group in ("fuse", "qcow2")}
+GROUPS["qcow2-read"] = ["qcow2-tmpfs", "qcow2-ext4"]
 SHM_BYTES_MIN = 3 << 29
 PREFIX = "vshunt-bench."
 
@@ -52,11 +55,11 @@ def arguments():
                                        "VSHUNT_NO_INSTALL=1, set nothing up.")
     p.add_argument("--quick", action="store_true", help="one repetition of one second: whether it works, not how fast it is")
     p.add_argument("--only", metavar="CASE", action="append", default=[],
-                   help=f"{', '.join([*CASES, *EXTRA])}; fuse: all that begin so; may be repeated, or a list with commas")
+                   help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2: all that begin so; may be repeated, or a list with commas")
     p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
-                   help="of null, tmpfs and ext4 only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4")
+                   help="of null, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3)")
-    p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse 2)")
+    p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse 2; qcow2 1)")
     p.add_argument("--json", metavar="FILE", help="every run's figures, too")
     p.add_argument("--pin", action="store_true", help="servers on one half of the CPUs, clients on the other")
     p.add_argument("--awake", action="store_true", help="hold /dev/cpu_dma_latency at 0 in every run, not only in rows that say so")
@@ -65,6 +68,7 @@ def arguments():
     o = p.parse_args()
     o.reps = (1 if o.quick else 3) if o.reps is None else o.reps
     o.time_fuse = (1 if o.quick else 2) if o.time is None else o.time
+    o.time_qcow2 = 1 if o.time is None else o.time
     o.time = (1 if o.quick else 4) if o.time is None else o.time
     if o.reps < 1 or o.time < 1:
         p.error("--reps and --time are 1 or more")
@@ -72,7 +76,7 @@ def arguments():
     o.only = [c for a in asked for c in GROUPS.get(a, [a])]
     if unknown := [c for c in o.only if c not in CASES | EXTRA]:
         p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
-    jobs = cases.READS_WRITES + fuse.JOBS
+    jobs = cases.READS_WRITES + fuse.JOBS + qcow2.JOBS
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
     if o.json:  # now, not after half an hour

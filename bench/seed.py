@@ -109,6 +109,21 @@ PEERS_FUSE_TMPFS = {
     ],
 }
 
+PEERS_QCOW2 = {
+    "title": "the storage daemon's qcow2, 64k clusters: thousand IOPS",
+    "source": _BASELINE,
+    "columns": ["storage daemon 11.1.3", "written, tmpfs", "written, ext4", "thin, tmpfs", "thin, ext4"],
+    "rows": [
+        ["rr:1:1", "29 (28)", "12.5 (67)", None, None],
+        ["rr:32:1", "304 (3.2)", "63 (7.5)", None, None],
+        ["rr:128:4", "358 (2.8)", "91 (7.8)", None, None],
+        ["rw:1:1", "25 (28)", "11.0 (44)", "14.9 (58)", "7.5 (80)"],
+        ["rw:32:1", "305 (3.2)", "94 (6.6)", "14.2 (69)", "10.7 (86)"],
+        ["rw:128:1", "311 (3.2)", "116 (7.0)", "12.9 (102)", "11.6 (91)"],
+        ["rw:128:4", "315 (3.1)", "126 (7.8)", "7.1 (170)", "6.4 (166)"],
+    ],
+}
+
 # QEMU's FUSE export with several queues, published with the patches: thousand IOPS, one thread and four with a
 # channel each. By (backend, pattern, engine): at 4 jobs (one thread, four), at 1 job (four, change in per cent).
 FUSE_SOURCE = "the table that started this: QEMU, fio on hardware unlike ours, one thread and four threads with a channel each"

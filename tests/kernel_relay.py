@@ -283,6 +283,7 @@ DEVICE_SKIPPED = {
     "a write cache that the guest switches off": ("switched_off_cache", "write_cache_is_switched", "every_cache_mode"),
     "the in-flight region": ("protocol_features_never_offered", "refused_messages_are_answered", "mq_is_not_offered"),
     "more than 64 queues": ("as_many_queues_as_can_be",),
+    "thin images": ("in_a_thin_image", "only_what_outlives_us"),
     # As vhost's core has it: a chain that cannot be translated breaks the ring, and the reason has one wording.
     "answers to chains that lie about addresses": (
         "bad_chains_are_answered",

@@ -216,11 +216,9 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 
 	if (!req->status_at)
 		return 0;
-	/* Memory that went is not there for the next request either. */
-	if (put_user(req->status, req->status_at)) {
-		vq_err(vq, "Cannot write a status to %p\n", req->status_at);
-		vhost_blk_break(req->ring);
-	}
+	/* Where the owner has no memory the guest sees no status: no reason to stop its ring. */
+	if (put_user(req->status, req->status_at))
+		pr_debug("Cannot write a status to %p\n", req->status_at);
 	/* Not for nothing: of more bytes than it is told ranges of, the core makes a BUG. */
 	if (req->log_num &&
 	    vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0) {

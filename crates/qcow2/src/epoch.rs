@@ -18,8 +18,9 @@ pub(crate) type Epoch = u64;
 /// empty when it begins.
 const LIVE: usize = 3;
 
-/// Requests under way of one user (a queue on its worker), by epoch.
+/// Requests under way of one user (a queue on its worker), by epoch. In a cache line of its own.
 #[derive(Debug, Default)]
+#[repr(align(64))]
 pub(crate) struct Member {
     active: [AtomicU32; LIVE],
 }

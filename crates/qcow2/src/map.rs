@@ -46,6 +46,8 @@ struct Frame {
     used: AtomicBool,
     /// Requests that are going to change it; it stays. Changed under the shard's lock.
     pins: AtomicU32,
+    /// Whether its slice is among the dirty ones. Changed under the shard's lock.
+    dirty: AtomicBool,
     words: OnceLock<Box<[AtomicU64]>>,
 }
 
@@ -108,6 +110,7 @@ impl Map {
             slice: AtomicU64::new(NO_SLICE),
             used: AtomicBool::new(false),
             pins: AtomicU32::new(0),
+            dirty: AtomicBool::new(false),
             words: OnceLock::new(),
         };
         Self {
@@ -272,9 +275,9 @@ impl Map {
             if slice == NO_SLICE || frame.used.swap(false, Relaxed) {
                 continue;
             }
-            let shard = self.shard(slice);
+            let _shard = self.shard(slice);
             let is_its = self.directory[slice as usize].load(Relaxed) == number + 1;
-            if !is_its || frame.pins.load(Relaxed) > 0 || shard.dirty.contains(&slice) {
+            if !is_its || frame.pins.load(Relaxed) > 0 || frame.dirty.load(Relaxed) {
                 continue;
             }
             self.directory[slice as usize].store(NONE, Release);
@@ -338,7 +341,8 @@ impl Map {
                     }
                 }
             });
-            if shard.dirty.insert(slice) {
+            if !frame.dirty.swap(true, Relaxed) {
+                shard.dirty.insert(slice);
                 self.dirty.fetch_add(1, Relaxed);
             }
         }
@@ -355,11 +359,13 @@ impl Map {
             let mut shard = shard.lock().expect("no holder panics");
             for slice in std::mem::take(&mut shard.dirty) {
                 self.dirty.fetch_sub(1, Relaxed);
-                let words = self.frame_of(slice).and_then(|f| f.words.get()).expect("dirty slices stay");
+                let frame = self.frame_of(slice).expect("dirty slices stay");
+                frame.dirty.store(false, Relaxed);
+                let words = frame.words.get().expect("a frame with a slice has room");
                 // Changed under this lock alone.
                 let bytes = words.iter().flat_map(|w| w.load(Relaxed).to_be_bytes()).collect();
                 // Until it is written, what is in the image is older than this.
-                self.frame_of(slice).expect("dirty slices stay").pins.fetch_add(1, Relaxed);
+                frame.pins.fetch_add(1, Relaxed);
                 copies.push(Copy { slice, bytes });
             }
         }
@@ -369,8 +375,10 @@ impl Map {
     /// A copy was written, or (`false`) could not be: then the slice is dirty again.
     pub(crate) fn written(&self, slice: u64, done: bool) {
         let mut shard = self.shard(slice);
-        self.frame_of(slice).expect("pinned slices stay").pins.fetch_sub(1, Relaxed);
-        if !done && shard.dirty.insert(slice) {
+        let frame = self.frame_of(slice).expect("pinned slices stay");
+        frame.pins.fetch_sub(1, Relaxed);
+        if !done && !frame.dirty.swap(true, Relaxed) {
+            shard.dirty.insert(slice);
             self.dirty.fetch_add(1, Relaxed);
         }
     }

@@ -8,6 +8,7 @@
 //! not cover, read from below; data written; then the entry, in memory. The next flush makes it stable, data and counts
 //! before entries ([`flush`]).
 
+mod buffer;
 mod change;
 mod fetch;
 mod flush;
@@ -15,6 +16,7 @@ mod table;
 
 use std::ops::Range;
 
+use self::buffer::Buffer;
 use self::change::Change;
 use self::fetch::Fetch;
 use self::flush::Flush;
@@ -129,11 +131,14 @@ pub enum Step {
         /// Its space is given back.
         punch: bool,
     },
-    /// Makes a file longer. One at a time.
+    /// Has a range at a file's end take its space, as far as the file's system can: it is written soon, and much sooner
+    /// so. Never makes the file shorter.
     Extend {
         /// Which file.
         file: FileId,
-        /// Its new length.
+        /// Where the range begins.
+        offset: u64,
+        /// How long it is.
         len: u64,
     },
     /// Makes all that was written to a file stable.
@@ -175,7 +180,7 @@ enum Pending {
     /// A refcount block, which lies there.
     Counts(u64),
     Table,
-    /// The file, to this length.
+    /// Space for the file, up to here.
     Extend(u64),
     Flush,
     Parked,
@@ -194,10 +199,12 @@ pub struct Request {
     busy: bool,
     /// It has waited for room in the map.
     made_room: bool,
+    /// There is no space for more than it needs.
+    no_more: bool,
     epoch: Option<Epoch>,
     pending: Pending,
-    meta: Vec<u8>,
-    data: Vec<u8>,
+    meta: Buffer,
+    data: Buffer,
     fetch: Option<Fetch>,
     change: Option<Change>,
     /// An L2 table that is being made.
@@ -220,7 +227,7 @@ impl Request {
         self.busy = true;
         (self.op, self.begin, self.pos, self.end) = (op, pos, pos, pos + len);
         self.stable = stable || op == Op::Flush;
-        self.made_room = false;
+        (self.made_room, self.no_more) = (false, false);
         self.epoch = Some(cx.chain.top().epochs.enter(&cx.user.member));
         if cx.readonly && !matches!(op, Op::Read | Op::Flush) {
             return self.done(EROFS, cx);
@@ -266,7 +273,8 @@ impl Request {
             }
             Pending::Extend(len) => {
                 self.extended((failed == 0).then_some(len), cx);
-                if failed < 0 {
+                // There may be room for what is needed at once.
+                if failed < 0 && (failed != ENOSPC || std::mem::replace(&mut self.no_more, true)) {
                     return self.fail(failed, cx);
                 }
             }
@@ -345,13 +353,8 @@ impl Request {
         self.leave_epoch(cx);
         self.busy = false;
         self.pending = Pending::Nothing;
-        // Large ones are not kept.
-        const KEPT_BYTES: usize = 256 << 10;
-        for buf in [&mut self.meta, &mut self.data] {
-            if buf.capacity() > KEPT_BYTES {
-                *buf = Vec::new();
-            }
-        }
+        self.meta.rest();
+        self.data.rest();
         Step::Done(res)
     }
 
@@ -382,8 +385,7 @@ impl Request {
                     return Turn::Fail(EIO);
                 };
                 let len = image.map.slice_bytes();
-                self.meta.clear();
-                self.meta.resize(len, 0);
+                self.meta.reset(len);
                 let step = Step::Read { file: image.file, offset, buf: Buf::Meta, range: 0..len };
                 self.step(Pending::Slice(layer, slice), step)
             }
@@ -396,8 +398,7 @@ impl Request {
         match take {
             Take::Load(index, offset) => {
                 let len = image.cluster_size() as usize;
-                self.meta.clear();
-                self.meta.resize(len, 0);
+                self.meta.reset(len);
                 let step = Step::Read { file: image.file, offset, buf: Buf::Meta, range: 0..len };
                 self.step(Pending::Counts(index), step)
             }

@@ -14,8 +14,8 @@ use crate::{Error, FileId, Image, Result, Storage, Waker};
 
 /// Bytes that metadata is written in at least, where clusters are not smaller.
 pub(crate) const UNIT: u64 = 4096;
-/// Bytes that a file is made longer by, at most.
-const GROWTH_BYTES_MAX: u64 = 64 << 20;
+/// Bytes that are taken at the file's end beyond what is needed, at most.
+const GROWTH_BYTES_MAX: u64 = 16 << 20;
 /// Bytes of clusters that a worker reserves at a time, at most; and how many times that the disk has at least.
 const RESERVE_BYTES_MAX: u64 = 4 << 20;
 const RESERVES: u64 = 256;
@@ -53,9 +53,9 @@ pub(crate) struct Turns {
     pub(crate) waiting: Vec<Waker>,
 }
 
-/// How long the file is, so that nobody writes beyond its end: file systems do that one write at a time.
+/// Who has space taken at the file's end, so that nobody writes beyond it: file systems do that one write at a time.
+#[derive(Default)]
 pub(crate) struct Growth {
-    pub(crate) len: u64,
     /// Somebody makes it longer.
     pub(crate) running: bool,
     pub(crate) waiting: Vec<Waker>,
@@ -85,7 +85,9 @@ pub struct Served {
     pub(crate) epochs: Epochs,
     pub(crate) turns: Mutex<Turns>,
     pub(crate) growth: Mutex<Growth>,
-    /// Bytes that the file is made longer by.
+    /// Up to where space was taken; it only grows.
+    pub(crate) file_len: AtomicU64,
+    /// Bytes that are taken beyond what is needed.
     pub(crate) growth_bytes: u64,
 }
 
@@ -201,7 +203,8 @@ impl Served {
             alloc: Mutex::new(alloc),
             epochs: Epochs::default(),
             turns: Mutex::default(),
-            growth: Mutex::new(Growth { len: file_len, running: false, waiting: Vec::new() }),
+            growth: Mutex::default(),
+            file_len: AtomicU64::new(file_len),
             growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
             header,
         })

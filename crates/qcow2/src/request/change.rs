@@ -3,6 +3,8 @@
 use super::fetch::Fetch;
 use super::flush::Flush;
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
+
 use crate::alloc::{Reserve, Take};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
 use crate::map::Entry;
@@ -87,6 +89,10 @@ impl Served {
 
     /// Counts down what an entry named that is not in the map any more.
     fn let_go(&self, olds: &[Entry]) {
+        // Most are written for the first time.
+        if olds.iter().all(|old| old.word & COMPRESSED == 0 && self.host(*old).is_none()) {
+            return;
+        }
         let epoch = self.epochs.now();
         let mut alloc = self.alloc.lock().expect("no holder panics");
         for old in olds {
@@ -195,15 +201,16 @@ impl Request {
         Ok(got)
     }
 
-    /// Makes the file long enough for what is reserved, or waits for that; none: it is.
+    /// Has space taken for what is reserved, and for more of it, or waits for that; none: it is there.
     fn extend(&mut self, image: &Served, cx: &mut Context<'_>) -> Option<Turn> {
         let reserve = &cx.user.reserve;
         let end = (reserve.start + reserve.count) << image.cluster_bits;
-        if !reserve.zero || image.external {
+        if !reserve.zero || image.external || end <= image.file_len.load(Acquire) {
             return None;
         }
         let mut growth = image.growth.lock().expect("no holder panics");
-        if end <= growth.len {
+        // It may have grown since.
+        if end <= image.file_len.load(Acquire) {
             return None;
         }
         if growth.running {
@@ -213,15 +220,17 @@ impl Request {
         }
         growth.running = true;
         drop(growth);
-        let len = end + image.growth_bytes;
-        Some(self.step(Pending::Extend(len), Step::Extend { file: image.file, len }))
+        let more = if self.no_more { 0 } else { image.growth_bytes };
+        let (offset, to) = (image.file_len.load(Acquire), end + more);
+        Some(self.step(Pending::Extend(to), Step::Extend { file: image.file, offset, len: to - offset }))
     }
 
-    /// The file is as long as was asked, or could not be made so.
+    /// The space was taken up to `len`, or (none) could not be.
     pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
-        let mut growth = cx.chain.top().growth.lock().expect("no holder panics");
+        let image = cx.chain.top();
+        let mut growth = image.growth.lock().expect("no holder panics");
         growth.running = false;
-        growth.len = growth.len.max(len.unwrap_or(0));
+        image.file_len.fetch_max(len.unwrap_or(0), AcqRel);
         let waiting = std::mem::take(&mut growth.waiting);
         drop(growth);
         waiting.into_iter().for_each(&mut *cx.wake);
@@ -293,8 +302,7 @@ impl Request {
             ((begin - from) as usize, if self.op == Op::Write { 0 } else { (end - begin) as usize });
         let tail = (to - end) as usize;
         change.stage = Stage::Put;
-        self.data.clear();
-        self.data.resize(head + middle + tail, 0);
+        self.data.reset(head + middle + tail);
         // The tail first: a fetch has one range, and the head's follows it in `put`.
         if tail > 0 {
             self.fetch = Some(Fetch::new(end, to, head + middle));

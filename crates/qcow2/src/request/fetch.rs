@@ -51,7 +51,7 @@ impl Request {
         };
         fetch.now = n;
         if fetch.guest {
-            self.data.resize(n as usize, 0);
+            self.data.reset(n as usize);
         }
         match what {
             What::Zero | What::Below => {
@@ -73,8 +73,7 @@ impl Request {
                 let first = c.offset / UNIT * UNIT;
                 let len = ((c.offset + c.bytes).next_multiple_of(UNIT) - first) as usize;
                 fetch.packed = Some((layer, entry, (c.offset - first) as usize));
-                self.meta.clear();
-                self.meta.resize(len, 0);
+                self.meta.reset(len);
                 let step = Step::Read { file: image.file, offset: first, buf: Buf::Meta, range: 0..len };
                 self.step(Pending::Fetch, step)
             }

@@ -121,7 +121,7 @@ impl Request {
             };
             if let Some((offset, bytes)) = piece {
                 let range = 0..bytes.len();
-                self.meta = bytes;
+                self.meta.set(&bytes);
                 return self
                     .step(Pending::Flush, Step::Write { file: image.file, offset, buf: Buf::Meta, range });
             }

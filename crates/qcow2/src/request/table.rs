@@ -62,8 +62,7 @@ impl Request {
         match table.stage {
             Stage::Begin if old != 0 => {
                 table.stage = Stage::Fill;
-                self.data.clear();
-                self.data.resize(len as usize, 0);
+                self.data.reset(len as usize);
                 let range = 0..len as usize;
                 self.step(Pending::Table, Step::Read { file: image.file, offset: old, buf: Buf::Data, range })
             }

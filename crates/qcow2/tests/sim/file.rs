@@ -38,6 +38,11 @@ impl File {
         }
     }
 
+    pub(crate) fn extend(&self, len: u64) {
+        let now = &mut self.0.borrow_mut().now;
+        now.resize(now.len().max(len as usize), 0);
+    }
+
     /// What may be there after a crash now: `keep` says of each sector that was written since the last sync whether it got
     /// there.
     pub(crate) fn crashed(&self, mut keep: impl FnMut() -> bool) -> Vec<u8> {

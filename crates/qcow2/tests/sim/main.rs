@@ -41,6 +41,8 @@ struct Shape {
     slots: usize,
     cache_bytes: u64,
     below: bool,
+    /// One step of so many fails; 0: none does.
+    faults: u64,
     /// Clusters of the file that are in use without being used: 0, or every how manieth.
     holes: u64,
 }
@@ -65,6 +67,7 @@ impl Shape {
             slots: 1 + rng.below(4) as usize,
             cache_bytes: [0, 1 << 20][rng.below(2) as usize],
             below: rng.below(3) == 0,
+            faults: [0, 0, 0, 100, 20][rng.below(5) as usize],
             holes: [0, 0, 3][rng.below(3) as usize],
         }
     }
@@ -165,6 +168,7 @@ struct Sim {
     now: Time,
     stamp: u32,
     crashes: u32,
+    faults: u64,
     log: bool,
 }
 
@@ -203,6 +207,7 @@ impl Sim {
             now: 10,
             stamp: 0,
             crashes: 0,
+            faults: 0,
             log: std::env::var_os("QCOW2_SIM_LOG").is_some(),
         };
         sim.join();
@@ -316,6 +321,18 @@ impl Sim {
     }
 
     fn go_on(&mut self, i: usize, step: &Step) {
+        let fails = self.shape.faults > 0 && *step != Step::Park && self.rng.below(self.shape.faults) == 0;
+        self.faults += u64::from(fails);
+        let res = match step {
+            _ if !fails => 0,
+            Step::Extend { .. } => -28,
+            _ => -5,
+        };
+        // What failed may have been done all the same.
+        if fails && self.rng.below(2) == 0 {
+            self.with(i, |request, cx| request.resume(res, cx));
+            return;
+        }
         let slot = &mut self.slots[i];
         match step {
             Step::Data { file, offset, data } => {
@@ -351,24 +368,25 @@ impl Sim {
                 assert_eq!(*file, 0, "the image below is not written");
                 self.files[0].zero(*offset, *len);
             }
-            Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
+            Step::Extend { file, offset, len } => self.files[*file as usize].extend(*offset + *len),
             Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
             Step::Park => {}
             Step::Done(_) => unreachable!("it ended"),
         }
-        self.with(i, |request, cx| request.resume(0, cx));
+        self.with(i, |request, cx| request.resume(res, cx));
     }
 
     fn end(&mut self, i: usize, res: i32) {
         let now = self.tick();
         let slot = &mut self.slots[i];
         slot.step = None;
-        assert_eq!(res, 0, "{:?} failed", slot.op);
+        assert!(res == 0 || self.shape.faults > 0, "{:?} failed", slot.op);
         let len = slot.guest.len() / SECTOR;
         if self.log {
             eprintln!("{now}: slot {i} is over");
         }
         match slot.op {
+            Op::Flush | Op::Read if res != 0 => {}
             Op::Flush => self.model.flushed(slot.begin, now),
             Op::Read => {
                 for (n, sector) in slot.guest.chunks(SECTOR).enumerate() {
@@ -381,7 +399,7 @@ impl Sim {
                     );
                 }
             }
-            _ => (slot.first..slot.first + len).for_each(|s| self.model.end(s, slot.begin, now, true)),
+            _ => (slot.first..slot.first + len).for_each(|s| self.model.end(s, slot.begin, now, res == 0)),
         }
     }
 
@@ -455,7 +473,7 @@ impl Sim {
                     self.files[0].write_at(*offset, bytes).unwrap();
                 }
                 Step::ZeroFile { offset, len, .. } => self.files[0].zero(*offset, *len),
-                Step::Extend { file, len } => self.files[*file as usize].set_len(*len).unwrap(),
+                Step::Extend { file, offset, len } => self.files[*file as usize].extend(*offset + *len),
                 Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
                 other => panic!("{other:?} of a single request"),
             }
@@ -520,6 +538,7 @@ impl Sim {
         }
         let bytes = self.files[0].bytes();
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
+        assert!(self.shape.faults == 0 || self.faults > 0, "nothing failed");
         let holes = self.shape.holes > 0;
         assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
         sample(&bytes, "at the end", true);

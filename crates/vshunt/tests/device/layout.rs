@@ -195,6 +195,11 @@ fn in_a_file_by_the_page_cache() {
 }
 
 #[test]
+fn in_a_thin_image() {
+    program(Backing::Qcow2, 40);
+}
+
+#[test]
 fn in_a_file_in_memory() {
     program(Backing::Tmpfs, 40);
 }

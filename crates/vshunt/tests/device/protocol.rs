@@ -6,13 +6,16 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use vshunt::export::Event;
+use vshunt::export::spec::Cache;
 use vshunt_bench::Kind;
 use vshunt_bench::driver::{
     Code, NEED_REPLY, Options, Payload, RingSetup, SECTOR, VERSION, Wire, feature, fresh_base, packed_base,
     protocol, request, status,
 };
 
-use super::rig::{LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, signalled, small, wait_for};
+use super::rig::{
+    Backing, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, signalled, small, wait_for,
+};
 
 /// Whether the server has closed the connection.
 fn closed(wire: &mut Wire) -> bool {
@@ -428,4 +431,19 @@ fn a_front_end_that_goes_under_load_leaves_nothing_behind() {
         let ended = rig.events().iter().filter(|e| matches!(e, Event::ExportDisconnected { .. })).count();
         (connected == ended).then_some(())
     });
+}
+
+/// What a guest wrote to a thin image since its last flush is lost with the daemon: it is not to go on as if it were there.
+#[test]
+fn only_what_outlives_us_is_offered_to_go_on() {
+    let rig = Rig::new();
+    rig.disk("thin", Backing::Qcow2, MIB, |_| {});
+    rig.disk("through", Backing::Qcow2, MIB, |spec| spec.cache = Cache::Writethrough);
+    rig.disk("file", Backing::Buffered, MIB, |_| {});
+    for (name, offered) in [("thin", false), ("through", true), ("file", true)] {
+        rig.export(name, name, 1, |_| {});
+        let mut client = rig.connect(name, small());
+        let has = client.disk.session().protocol() & protocol::INFLIGHT_SHMFD != 0;
+        assert_eq!(has, offered, "{name}");
+    }
 }

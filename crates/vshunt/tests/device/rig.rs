@@ -72,6 +72,20 @@ pub(crate) fn by_kernel() -> bool {
     std::env::var_os("VSHUNT_TEST_ENGINE").is_some_and(|engine| engine == "kernel")
 }
 
+/// Whether all disks are to be thin images (`VSHUNT_TEST_FORMAT=qcow2`): what holds for requests holds for theirs, too.
+fn by_qcow2() -> bool {
+    std::env::var_os("VSHUNT_TEST_FORMAT").is_some_and(|format| format == "qcow2")
+}
+
+/// An empty image.
+fn thin(size: u64) -> Vec<u8> {
+    use qcow2::create::{Options, create};
+    let file = qcow2::memory::Memory::new(Vec::new(), 64 * MIB);
+    let cluster_size = if size > 64 * MIB { 1 << 16 } else { 4096 };
+    create(&file, None, &Options { cluster_size, ..Options::new(size) }, &mut |_, _| {}).unwrap();
+    file.bytes()
+}
+
 /// Split and packed rings, with and without indirect descriptors and EVENT_IDX.
 pub(crate) fn shapes() -> Vec<Options> {
     let mut shapes = Vec::new();
@@ -106,6 +120,8 @@ pub(crate) enum Backing {
     Buffered,
     /// A file in memory.
     Tmpfs,
+    /// A thin image on a real file system, of small clusters so that there are many.
+    Qcow2,
 }
 
 /// A daemon and a place for its files.
@@ -139,12 +155,18 @@ impl Rig {
         let mut spec = DiskSpec { name: name.into(), locking: true, ..DiskSpec::default() };
         // The kernel takes what can be a block device.
         let backing = if by_kernel() && backing == Backing::Ram { Backing::Tmpfs } else { backing };
+        let backing = if by_qcow2() { Backing::Qcow2 } else { backing };
         match backing {
             Backing::Ram => (spec.format, spec.size) = (Format::Ram, Some(size)),
             _ => {
                 let dir = if backing == Backing::Tmpfs { &self.shm } else { &self.dir };
                 let file = dir.path().join(format!("{name}.img"));
-                std::fs::File::create(&file).unwrap().set_len(size).unwrap();
+                if backing == Backing::Qcow2 {
+                    std::fs::write(&file, thin(size)).unwrap();
+                    spec.format = Format::Qcow2;
+                } else {
+                    std::fs::File::create(&file).unwrap().set_len(size).unwrap();
+                }
                 spec.file = Some(file);
                 spec.direct = if backing == Backing::Direct { Direct::On } else { Direct::Auto };
                 if backing == Backing::Buffered {

@@ -123,7 +123,16 @@ fn what_blockdev_add_refuses() {
     let cases = [
         (json!({ "driver": "file", "filename": "x" }), "'node-name' is missing"),
         (json!({ "driver": "file", "node-name": "a" }), "'filename' is missing"),
-        (json!({ "driver": "qcow2", "node-name": "a" }), "unknown variant `qcow2`"),
+        (json!({ "driver": "qcow2", "node-name": "a" }), "'filename' is missing"),
+        (json!({ "driver": "vmdk", "node-name": "a" }), "unknown variant `vmdk`"),
+        (
+            json!({ "driver": "file", "node-name": "a", "filename": "x", "cache-size": 1 }),
+            "driver qcow2 only",
+        ),
+        (
+            json!({ "driver": "qcow2", "node-name": "a", "file": { "driver": "null-co" } }),
+            "must be the one node that names a file",
+        ),
         (json!({ "driver": "raw", "node-name": "a", "file": "b" }), "nodes do not stack here"),
         (json!({ "driver": "file", "node-name": "a", "filename": "x", "discard": "ignore" }), "discards"),
         (

@@ -52,7 +52,7 @@ fn what_is_wrong_is_named() {
     let cases = [
         (
             "name=d0,fil=x",
-            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking",
+            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
         ),
         ("file=x", "key `name` is missing"),
         ("name=d0,readonly", "`readonly` has no value; write readonly=… (a comma in a value is `,,`)"),

@@ -9,10 +9,9 @@ mod open;
 
 use std::cell::RefCell;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use io_uring::{opcode, types};
+use io_uring::opcode;
 
 use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
 
@@ -20,6 +19,7 @@ pub(super) use self::open::open;
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
+use crate::on_file;
 use crate::worker::{Ring, Token};
 
 /// An open image, with those below it.
@@ -49,10 +49,10 @@ pub(super) struct Slot {
     inner: Io,
     /// It is at this file.
     file: FileId,
-    /// It waits for another request, or for its file to grow: the result is the request's own.
+    /// It waits for another request, or for space at its file's end: the result is the request's own.
     direct: bool,
-    /// Of the file that grows.
-    longer: u64,
+    /// The latter.
+    extends: bool,
 }
 
 impl Qcow2 {
@@ -104,8 +104,17 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Does a request, and waits for it.
+    /// Does a request, and waits for it. On a thread of its own: the end of a ring interrupts what its thread waits for
+    /// next, which callers are not prepared for.
     fn run_now(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
+            let running = thread.spawn_scoped(scope, || self.run_here(io))?;
+            running.join().expect("it does not panic")
+        })
+    }
+
+    fn run_here(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
         let (mut ring, pool) = (Ring::new()?, Pool::default());
         let handle = self.attach(&mut ring);
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
@@ -177,7 +186,10 @@ impl Handle {
     pub(super) fn resume(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
         let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
         let step = if std::mem::take(&mut slot.direct) {
-            Some(self.grown(&mut slot, res))
+            // Where a file system cannot take space, and on a block device, it goes without.
+            let without = std::mem::take(&mut slot.extends)
+                && matches!(-res, libc::EOPNOTSUPP | libc::ENODEV | libc::ENOSYS);
+            Some(if without { 0 } else { res })
         } else {
             let (raw, files) = self.file(slot.file);
             done(raw.resume(files, pool, ring, &mut slot.inner, token, res))
@@ -198,18 +210,6 @@ impl Handle {
     pub(super) fn detach(self, ring: &mut Ring) {
         self.image.files.iter().for_each(|raw| super::forget(raw, ring));
         self.image.chain.top().leave(self.user.into_inner());
-    }
-
-    /// What a direct result comes to.
-    fn grown(&self, slot: &mut Slot, res: i32) -> i32 {
-        match std::mem::take(&mut slot.longer) {
-            // Before Linux 6.9 a ring cannot do it.
-            len if len > 0 && res == -libc::EINVAL => {
-                let grown = self.image.files[usize::from(slot.file)].image().set_len(len);
-                grown.map_or_else(|e| -e.raw_os_error().unwrap_or(libc::EIO), |()| 0)
-            }
-            _ => res,
-        }
     }
 
     fn file(&self, file: FileId) -> (&Raw, RingFiles) {
@@ -257,10 +257,13 @@ impl Handle {
                     unsafe { io.iov.scatter_range(data, from) };
                     Some(0)
                 }
-                qcow2::Step::Extend { file, len } => {
-                    (slot.direct, slot.longer, slot.file) = (true, len, file);
-                    let fd = self.image.files[usize::from(file)].image().as_raw_fd();
-                    let entry = opcode::Ftruncate::new(types::Fd(fd), len).build();
+                // Files in memory grow with each write as well.
+                qcow2::Step::Extend { file, .. } if self.file(file).0.inline() => Some(0),
+                qcow2::Step::Extend { file, offset, len } => {
+                    (slot.direct, slot.extends) = (true, true);
+                    let entry = on_file!(self.file(file).1.file, |fd| {
+                        opcode::Fallocate::new(fd, len).offset(offset).build()
+                    });
                     // SAFETY: it names no memory.
                     unsafe { ring.push(entry, token) };
                     return Step::Wait;
