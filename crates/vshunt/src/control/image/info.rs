@@ -186,7 +186,7 @@ pub(super) fn snapshot_table(list: &[Snapshot]) -> String {
     };
     line(["ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"]);
     for s in list {
-        let icount = s.icount.filter(|n| *n != u64::MAX).map_or(String::new(), |n| n.to_string());
+        let icount = s.icount.filter(|n| *n != u64::MAX).map_or("--".to_owned(), |n| n.to_string());
         let (state, date) = (units::size(s.vm_state_bytes), units::date(s.date_s));
         line([&s.id(), &s.name(), &state, &date, &units::clock(s.vm_clock_ns), &icount]);
     }
