@@ -22,7 +22,7 @@ WRITTEN_QUICK = ["rr:128:1", "rr:128:4", "rw:128:1", "rw:128:4"]
 CLUSTER_BYTES = 64 << 10
 # So large that in a run of a second or two hardly a block is drawn twice; its map is 16 MiB and stays in memory.
 THIN_BYTES = 128 * GIB
-# The daemon makes each cluster that it allocates 64 KiB of the file; we make 4 KiB.
+# Each cluster that is allocated takes 64 KiB of the file (of ours on tmpfs 4 KiB).
 THIN_ROOM_BYTES = 8 * GIB
 THIN_DEPTHS, THIN_QUEUES = (32, 128), (1, 2, 4)
 THIN_JOBS = [f"rw:{depth}:{queues}" for depth in THIN_DEPTHS for queues in THIN_QUEUES]
