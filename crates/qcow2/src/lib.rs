@@ -36,7 +36,7 @@ mod testing;
 pub use error::{Error, Result};
 pub use image::Image;
 pub use request::{Buf, Context, Op, Request, Step};
-pub use served::{Chain, Layer, Served, Settings, User, make_room};
+pub use served::{Chain, Layer, Served, Settings, User, make_ready};
 pub use storage::Storage;
 
 /// Told how far long work came: units done, of how many.

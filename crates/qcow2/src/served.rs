@@ -113,13 +113,18 @@ pub(crate) enum Miss {
     Corrupt,
 }
 
-/// Makes an image's refcount table long enough for all that its disk can come to need: it stays where it is while the image
-/// is served. Whether it had to be made longer, and the header is another.
+/// Makes an image ready to be written: autoclear bits that we do not know are cleared, as the format asks of who writes;
+/// and its refcount table is made long enough for all that its disk can come to need, for it stays where it is while the
+/// image is served. The header may be another then.
 ///
 /// # Errors
 /// The storage's; an image that is dirty or corrupt.
-pub fn make_room(storage: &dyn Storage) -> Result<bool> {
+pub fn make_ready(storage: &dyn Storage) -> Result<()> {
     let mut image = Image::open(storage)?;
+    if image.header().autoclear & !autoclear::KNOWN != 0 {
+        // It clears them.
+        image.replace_header(image.header().clone())?;
+    }
     let h = image.header().clone();
     let (entries, table) = (h.refblock_entries(), u64::from(h.reftable_clusters) * h.cluster_size() / 8);
     let there = image.len.div_ceil(h.cluster_size());
@@ -129,12 +134,11 @@ pub fn make_room(storage: &dyn Storage) -> Result<bool> {
     let need = (all + all / entries).div_ceil(entries) + 1;
     let most = REFTABLE_BYTES_MAX.max(h.cluster_size()) / 8;
     if need.min(most) <= table {
-        return Ok(false);
+        return Ok(());
     }
     let mut change = Change::begin(&mut image)?;
     change.widen(need.min(most));
-    change.commit(h)?;
-    Ok(true)
+    change.commit(h)
 }
 
 impl Served {
@@ -460,5 +464,32 @@ impl Chain {
             Layer::Qcow2(image) => image.data,
             Layer::Raw { file, .. } => *file,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::create::{Options, create};
+    use crate::memory::Memory;
+
+    #[test]
+    fn a_writer_clears_what_it_does_not_know_and_has_room_to_count() {
+        let file = Memory::new(Vec::new(), 64 << 20);
+        let options = Options { cluster_size: 512, ..Options::new(24 << 20) };
+        create(&file, None, &options, &mut |_, _| {}).unwrap();
+        let before = Image::open(&file).unwrap().header().clone();
+        file.write_at(88, &(1u64 << 63 | autoclear::RAW_DATA).to_be_bytes()).unwrap();
+        make_ready(&file).unwrap();
+        let after = Image::open(&file).unwrap().header().clone();
+        assert_eq!(after.autoclear, autoclear::RAW_DATA, "those that are known stay");
+        let counted =
+            |h: &Header| u64::from(h.reftable_clusters) * h.cluster_size() / 8 * h.refblock_entries();
+        assert!(counted(&before) < before.clusters() && counted(&after) > after.clusters());
+        let found = crate::check::check(&file, crate::check::Repair::No, &mut crate::check::Quiet).unwrap();
+        assert_eq!((found.corruptions, found.leaks), (0, 0));
+        let bytes = file.bytes();
+        make_ready(&file).unwrap();
+        assert!(file.bytes() == bytes, "once is enough");
     }
 }

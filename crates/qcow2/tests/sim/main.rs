@@ -334,45 +334,7 @@ impl Sim {
             return;
         }
         let slot = &mut self.slots[i];
-        match step {
-            Step::Data { file, offset, data } => {
-                let bytes = &mut slot.guest[data.start as usize..data.end as usize];
-                match slot.op {
-                    Op::Read => self.files[*file as usize].read_at(*offset, bytes).unwrap(),
-                    _ => self.files[*file as usize].write_at(*offset, bytes).unwrap(),
-                }
-            }
-            Step::Zeroes { data } => slot.guest[data.start as usize..data.end as usize].fill(0),
-            Step::Copy { data, at } => {
-                let n = (data.end - data.start) as usize;
-                let from = slot.request.bytes(qcow2::Buf::Data)[*at..*at + n].to_vec();
-                slot.guest[data.start as usize..data.end as usize].copy_from_slice(&from);
-            }
-            Step::Read { file, offset, buf, range } => {
-                let bytes = &mut slot.request.bytes(*buf)[range.clone()];
-                self.files[*file as usize].read_at(*offset, bytes).unwrap();
-            }
-            Step::Write { file, offset, buf, range } => {
-                assert_eq!(*file, 0, "the image below is not written");
-                let bytes = &slot.request.bytes(*buf)[range.clone()];
-                self.files[0].write_at(*offset, bytes).unwrap();
-            }
-            Step::Around { file, offset, head, data, tail } => {
-                assert_eq!(*file, 0, "the image below is not written");
-                let middle = slot.guest[data.start as usize..data.end as usize].to_vec();
-                let buf = slot.request.bytes(qcow2::Buf::Data);
-                let all = [&buf[..*head], &middle, &buf[*head..*head + *tail]].concat();
-                self.files[0].write_at(*offset, &all).unwrap();
-            }
-            Step::ZeroFile { file, offset, len, .. } => {
-                assert_eq!(*file, 0, "the image below is not written");
-                self.files[0].zero(*offset, *len);
-            }
-            Step::Extend { file, offset, len } => self.files[*file as usize].extend(*offset + *len),
-            Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
-            Step::Park => {}
-            Step::Done(_) => unreachable!("it ended"),
-        }
+        perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, step);
         self.with(i, |request, cx| request.resume(res, cx));
     }
 
@@ -453,30 +415,12 @@ impl Sim {
         };
         loop {
             let slot = &mut self.slots[0];
-            match &step {
-                Step::Done(res) => {
-                    assert_eq!(*res, 0);
-                    break;
-                }
-                Step::Data { file, offset, data } => {
-                    self.files[*file as usize]
-                        .read_at(*offset, &mut slot.guest[data.start as usize..data.end as usize])
-                        .unwrap();
-                }
-                Step::Zeroes { data } => slot.guest[data.start as usize..data.end as usize].fill(0),
-                Step::Read { file, offset, buf, range } => {
-                    let bytes = &mut slot.request.bytes(*buf)[range.clone()];
-                    self.files[*file as usize].read_at(*offset, bytes).unwrap();
-                }
-                Step::Write { offset, buf, range, .. } => {
-                    let bytes = &slot.request.bytes(*buf)[range.clone()];
-                    self.files[0].write_at(*offset, bytes).unwrap();
-                }
-                Step::ZeroFile { offset, len, .. } => self.files[0].zero(*offset, *len),
-                Step::Extend { file, offset, len } => self.files[*file as usize].extend(*offset + *len),
-                Step::Sync { file } => self.files[*file as usize].sync().unwrap(),
-                other => panic!("{other:?} of a single request"),
+            if let Step::Done(res) = step {
+                assert_eq!(res, 0);
+                break;
             }
+            assert_ne!(step, Step::Park, "nobody else is there");
+            perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, &step);
             let mut cx = Context {
                 chain: &self.chain,
                 user: &mut user,
@@ -542,6 +486,46 @@ impl Sim {
         let holes = self.shape.holes > 0;
         assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
         sample(&bytes, "at the end", true);
+    }
+}
+
+/// Does what a request asks for. Only the image itself is written.
+fn perform(files: &[File; 2], request: &mut Request, op: Op, guest: &mut [u8], step: &Step) {
+    let read = |file: u16, offset, bytes: &mut [u8]| files[usize::from(file)].read_at(offset, bytes).unwrap();
+    let own = |file: u16| {
+        assert_eq!(file, 0, "the image below is not written");
+        &files[0]
+    };
+    match step {
+        Step::Data { file, offset, data } => {
+            let bytes = &mut guest[data.start as usize..data.end as usize];
+            match op {
+                Op::Read => read(*file, *offset, bytes),
+                _ => own(*file).write_at(*offset, bytes).unwrap(),
+            }
+        }
+        Step::Zeroes { data } => guest[data.start as usize..data.end as usize].fill(0),
+        Step::Copy { data, at } => {
+            let from = &request.bytes(qcow2::Buf::Data)[*at..][..(data.end - data.start) as usize];
+            guest[data.start as usize..data.end as usize].copy_from_slice(from);
+        }
+        Step::Read { file, offset, buf, range } => {
+            read(*file, *offset, &mut request.bytes(*buf)[range.clone()]);
+        }
+        Step::Write { file, offset, buf, range } => {
+            own(*file).write_at(*offset, &request.bytes(*buf)[range.clone()]).unwrap();
+        }
+        Step::Around { file, offset, head, data, tail } => {
+            let buf = request.bytes(qcow2::Buf::Data);
+            let middle = &guest[data.start as usize..data.end as usize];
+            let all = [&buf[..*head], middle, &buf[*head..*head + *tail]].concat();
+            own(*file).write_at(*offset, &all).unwrap();
+        }
+        Step::ZeroFile { file, offset, len, .. } => own(*file).zero(*offset, *len),
+        Step::Extend { file, offset, len } => own(*file).extend(*offset + *len),
+        Step::Sync { file } => own(*file).sync().unwrap(),
+        Step::Park => {}
+        Step::Done(_) => unreachable!("it ended"),
     }
 }
 

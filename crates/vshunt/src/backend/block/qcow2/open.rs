@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::incompatible;
-use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_room};
+use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready};
 
 use super::Qcow2;
 use crate::backend::block::raw::{self, Raw};
@@ -202,7 +202,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
                 )));
             }
         }
-        make_room(&plain).map_err(wrong)?;
+        make_ready(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     }
     let data = match &header.data_file {
