@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::message::{self, QmpError};
-use super::qemu;
+use super::{qemu, snapshot};
 use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 use crate::export::{ATTACH_TIMEOUT, Daemon};
 
@@ -90,6 +90,9 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("block_resize", "node-name size", qemu::block_resize),
     command("blockdev-add", qemu::BLOCKDEV_ADD, qemu::blockdev_add),
     command("blockdev-del", "node-name", qemu::blockdev_del),
+    command("blockdev-snapshot-delete-internal-sync", "device id|name", snapshot::delete_internal_sync),
+    command("blockdev-snapshot-internal-sync", "device name", snapshot::internal_sync),
+    command("blockdev-snapshot-sync", snapshot::SNAPSHOT_SYNC, snapshot::snapshot_sync),
     command("disk-add", "name [format file size readonly direct cache locking]", disk_add),
     command("disk-remove", "name", disk_remove),
     command(

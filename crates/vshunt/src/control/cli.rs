@@ -100,6 +100,9 @@ pub(crate) enum Command {
         #[arg(long)]
         shrink: bool,
     },
+    /// Take a snapshot of a disk in use, or delete one
+    #[command(after_long_help = super::snapshot::AFTER)]
+    Snapshot(super::snapshot::SnapshotArgs),
     /// End the daemon; returns when it has let go of everything
     Quit {
         /// Even while mounted files are open, whose users lose them

@@ -22,6 +22,7 @@ mod serve;
 mod server;
 mod show;
 mod signals;
+mod snapshot;
 mod socket;
 mod values;
 

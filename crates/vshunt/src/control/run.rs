@@ -13,7 +13,7 @@ use super::cli::{
 use super::client::Client;
 use super::config;
 use super::serve::{Manner, serve};
-use super::{Failure, Outcome, image, pages, print, show};
+use super::{Failure, Outcome, image, pages, print, show, snapshot};
 use crate::export::check_one_place;
 use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, NetInfo, WorkerInfo};
 
@@ -36,6 +36,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Export(command) => export(&mut connect()?, command),
         Command::Image(args) => image::run(args.command, cli.log.quiet),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
+        Command::Snapshot(args) => snapshot::run(&mut connect()?, args),
         Command::Quit { force } => quit(connect()?, force),
         Command::Qmp { command, arguments } => {
             let arguments = parse_arguments(arguments.as_deref())?;

@@ -114,9 +114,11 @@ pub(super) struct Maps {
 }
 
 pub(super) struct DiskEntry {
-    spec: DiskSpec,
+    pub(super) name: String,
+    /// As it is now: a snapshot gives a disk another file. Guards it alone; held for a look.
+    spec: Mutex<DiskSpec>,
     pub(super) disk: Arc<Disk>,
-    /// Held over a resize, and while an export is made: resizes come one at a time, and each knows all writers.
+    /// Held over a resize or snapshot, and while an export is made: these come one at a time, and each knows all exports.
     turn: Mutex<()>,
 }
 
@@ -242,7 +244,8 @@ impl Daemon {
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
-        state.disks.insert(name, Arc::new(DiskEntry { spec, disk, turn: Mutex::default() }));
+        let entry = DiskEntry { name: name.clone(), spec: Mutex::new(spec), disk, turn: Mutex::default() };
+        state.disks.insert(name, Arc::new(entry));
         Ok(())
     }
 
@@ -256,7 +259,7 @@ impl Daemon {
         Err(Error::busy(format!(
             "{} is the image of disk {} of this daemon already; export that one, or {readonly}",
             file.display(),
-            other.spec.name
+            other.name
         )))
     }
 
@@ -296,11 +299,11 @@ impl Daemon {
         self.learn_sizes();
         let state = self.state();
         let info = |entry: &Arc<DiskEntry>| DiskInfo {
-            spec: entry.spec.clone(),
+            spec: entry.spec(),
             size_bytes: entry.disk.size_bytes(),
             direct_in_use: entry.disk.direct_in_use(),
             path: entry.disk.path().to_owned(),
-            exports: state.users(&entry.spec.name),
+            exports: state.users(&entry.name),
         };
         state.disks.values().map(info).collect()
     }
@@ -513,6 +516,16 @@ impl DiskEntry {
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().expect("no holder panics")
     }
+
+    /// What the disk is now.
+    pub(super) fn spec(&self) -> DiskSpec {
+        self.spec.lock().expect("no holder panics").clone()
+    }
+
+    /// It is another now; with its turn held.
+    pub(super) fn set_spec(&self, spec: DiskSpec) {
+        *self.spec.lock().expect("no holder panics") = spec;
+    }
 }
 
 impl Phase {
@@ -539,7 +552,7 @@ impl Maps {
 
     /// Whether a disk whose turn was waited for is still there.
     fn still(&self, entry: &Arc<DiskEntry>) -> Result<()> {
-        let name = &entry.spec.name;
+        let name = &entry.name;
         match self.disks.get(name) {
             Some(there) if Arc::ptr_eq(there, entry) => Ok(()),
             _ => Err(no_disk(name)),
@@ -549,7 +562,7 @@ impl Maps {
     /// The exports of a disk whose turn was waited for and which is still there.
     pub(super) fn exports_of(&self, disk: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
         self.still(disk)?;
-        let of = self.exports.values().filter(|e| e.disk == disk.spec.name);
+        let of = self.exports.values().filter(|e| e.disk == disk.name);
         Ok(of.filter_map(|e| e.phase.export().cloned()).collect())
     }
 

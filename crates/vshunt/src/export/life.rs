@@ -276,6 +276,24 @@ impl Export {
         }
     }
 
+    /// Whether all requests of its users come by us, so that we can hold them back.
+    pub(super) fn check_held(&self) -> Result<()> {
+        let name = &self.spec.name;
+        match &*self.served() {
+            Some(served) if served.queues.kernel().is_some() => Err(Error::unsupported(format!(
+                "export {name} is served by the kernel, which would go on with the image: remove it, and add it with \
+                 engine=user"
+            ))),
+            Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.plan().passthrough => {
+                Err(Error::unsupported(format!(
+                    "export {name} has passthrough, by which the kernel goes on with the image: remove it, and add it with \
+                     passthrough=off"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Calls a function while nothing is in flight on any queue.
     pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
         match &*self.served() {

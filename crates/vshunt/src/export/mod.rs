@@ -2,9 +2,11 @@
 
 mod check;
 mod daemon;
+mod drained;
 mod life;
 mod nets;
 mod resize;
+mod snapshot;
 pub mod spec;
 #[cfg(test)]
 mod tests;
@@ -12,5 +14,6 @@ mod tests;
 pub use check::{Check, check_disk_size, check_one_place};
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
 pub use life::{MAX_PAIRS, MAX_QUEUES};
+pub use snapshot::OverlayMode;
 
 pub use crate::worker::DEFAULT_POLL_US;

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use super::daemon::{Daemon, Event};
+use super::drained::with_disk_drained;
 use super::life::Export;
+use super::spec::DiskSpec;
 use crate::backend::block::Disk;
 use crate::error::Result;
 
@@ -24,6 +26,16 @@ impl Daemon {
                 disk.learn_size();
             }
         }
+        if disk.is_qcow2() {
+            self.changeable(&entry)?;
+            let now = entry.spec();
+            let _ = disk.sync();
+            with_disk_drained(name, &exports, || disk.resize_closed(&now, size_bytes))?;
+            // What was asked for when it was added is not so any more.
+            entry.set_spec(DiskSpec { size: None, ..now });
+            self.tell_resized(name, size_bytes, exports);
+            return Ok(());
+        }
         match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
             Some(writer) => shrink(disk, writer, size_bytes)?,
             // Its users may be changing the size, too.
@@ -32,11 +44,15 @@ impl Daemon {
                 None => disk.resize(size_bytes)?,
             },
         }
+        self.tell_resized(name, size_bytes, exports);
+        Ok(())
+    }
+
+    fn tell_resized(&self, name: &str, size_bytes: u64, exports: Vec<Arc<Export>>) {
         for export in exports {
             export.config_changed();
         }
         self.tell(&Event::DiskResized { name: name.to_owned(), size_bytes });
-        Ok(())
     }
 
     /// The user of a growable export gave its disk another size.

@@ -50,28 +50,42 @@ pub(crate) fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     }
 }
 
-fn try_lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
+/// Takes these locks without asking whether anybody is in the way: for who holds as much of the same image by another
+/// descriptor, and lets go of that afterwards.
+pub(super) fn take_over(file: &File, path: &Path, readonly: bool) -> Result<()> {
+    take(file, path, readonly).map(drop)
+}
+
+fn refused(path: &Path, e: io::Error) -> Error {
+    Error::io(
+        format_args!(
+            "cannot lock {} (locking=off does without, where the file system has no locks)",
+            path.display()
+        ),
+        e,
+    )
+}
+
+/// What nobody is granted.
+const DENIED: [Permission; 2] = [Write, Resize];
+
+/// Holds what a writer or reader uses and denies; the former comes back.
+fn take(file: &File, path: &Path, readonly: bool) -> Result<&'static [Permission]> {
     // Write before resize: it makes the better message.
     let used: &[Permission] = if readonly { &[ConsistentRead] } else { &[Write, Resize, ConsistentRead] };
-    let denied = [Write, Resize];
-    let refused = |e: io::Error| {
-        Error::io(
-            format_args!(
-                "cannot lock {} (locking=off does without, where the file system has no locks)",
-                path.display()
-            ),
-            e,
-        )
-    };
+    let used_bytes = used.iter().map(|&p| USED_BASE + p as i64);
+    for at in used_bytes.chain(DENIED.iter().map(|&p| DENIED_BASE + p as i64)) {
+        hold(file, at).map_err(|e| refused(path, e))?;
+    }
+    Ok(used)
+}
+
+fn try_lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     // First all are taken, then all are asked for: of two that begin at once at least one sees the other.
-    for &p in used {
-        hold(file, USED_BASE + p as i64).map_err(refused)?;
-    }
-    for p in denied {
-        hold(file, DENIED_BASE + p as i64).map_err(refused)?;
-    }
+    let used = take(file, path, readonly)?;
+    let refused = |e| refused(path, e);
     let shown = path.display();
-    for p in denied {
+    for p in DENIED {
         if held_by_another(file, USED_BASE + p as i64).map_err(refused)? {
             return Err(Error::busy(format!(
                 "{shown} is in use by another process (its {} lock is held); stop it, or use locking=off if both may \
@@ -133,7 +147,7 @@ fn hold(file: &File, at: i64) -> io::Result<()> {
 }
 
 /// Lets go of all locks on the file.
-fn release(file: &File) {
+pub(super) fn release(file: &File) {
     let all = libc::flock { l_len: 0, ..one_byte(libc::F_UNLCK, 0) };
     // SAFETY: F_OFD_SETLK reads a struct flock, which outlives the call.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &all) };

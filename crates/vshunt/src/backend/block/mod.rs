@@ -12,9 +12,13 @@
 mod bounce;
 mod io;
 mod lock;
+mod mark;
 mod memory;
+mod offline;
+mod overlay;
 mod qcow2;
 mod raw;
+mod replace;
 mod spill;
 
 use std::fs::File;
@@ -29,7 +33,10 @@ use crate::worker::{Ring, RingFile, Token};
 use bounce::Pool;
 pub use io::{Io, IoVecs};
 pub(crate) use lock::lock as lock_image;
+pub(crate) use mark::check as check_marks;
 use memory::Ram;
+pub use offline::Saved;
+pub use overlay::Overlay;
 use qcow2::Qcow2;
 use raw::Raw;
 
@@ -117,6 +124,8 @@ pub struct Disk {
     limits: Limits,
     // Any thread.
     size_bytes: AtomicU64,
+    granule: AtomicU64,
+    zero_granule: AtomicU64,
 }
 
 enum Kind {
@@ -125,6 +134,27 @@ enum Kind {
     Ram(Ram),
     Raw(Raw),
     Qcow2(Arc<Qcow2>),
+    /// Its image could not be opened again: every request fails.
+    Gone,
+}
+
+impl Kind {
+    fn granule(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.granule(),
+            // Blocks of the file, which its clusters are made of.
+            Self::Qcow2(_) => SECTOR_BYTES,
+            Self::Null | Self::Ram(_) | Self::Gone => 1,
+        }
+    }
+
+    fn zero_granule(&self, block_size: u32) -> u64 {
+        match self {
+            Self::Raw(raw) if !raw.can_be_cut() => u64::from(block_size),
+            Self::Qcow2(_) => SECTOR_BYTES,
+            _ => 1,
+        }
+    }
 }
 
 /// Keeps a descriptor open while a ring knows it.
@@ -153,21 +183,11 @@ impl Disk {
     /// file or a setting is wrong, `Busy` if the image is locked by another, `Unsupported` if O_DIRECT is asked for
     /// and cannot be had, `Io` for other refusals of the system.
     pub fn open(spec: &DiskSpec) -> Result<Arc<Self>> {
-        let (kind, size_bytes, limits) = match spec.format {
-            Format::Raw => {
-                let (raw, size_bytes, limits) = raw::open(spec)?;
-                (Kind::Raw(raw), size_bytes, limits)
-            }
-            Format::Qcow2 => {
-                let (image, size_bytes, limits) = qcow2::open(spec)?;
-                (Kind::Qcow2(Arc::new(image)), size_bytes, limits)
-            }
-            Format::Null => (Kind::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
-            Format::Ram => {
-                let size_bytes = memory_size(spec)?;
-                (Kind::Ram(Ram::new(&spec.name, size_bytes)?), size_bytes, Limits::memory(spec.readonly))
-            }
-        };
+        if let Some(file) = &spec.file {
+            mark::check(file, spec.readonly)?;
+        }
+        let (kind, size_bytes, limits) = open_kind(spec)?;
+        let (granule, zero_granule) = (kind.granule(), kind.zero_granule(limits.block_size));
         Ok(Arc::new(Self {
             kind: RwLock::new(Arc::new(kind)),
             readonly: spec.readonly,
@@ -175,6 +195,8 @@ impl Disk {
             cache: spec.cache,
             limits,
             size_bytes: AtomicU64::new(size_bytes),
+            granule: AtomicU64::new(granule),
+            zero_granule: AtomicU64::new(zero_granule),
         }))
     }
 
@@ -184,7 +206,7 @@ impl Disk {
         let is_of = match &*self.kind() {
             Kind::Raw(raw) => raw.is_of(path),
             Kind::Qcow2(image) => image.is_of(path),
-            Kind::Null | Kind::Ram(_) => false,
+            Kind::Null | Kind::Ram(_) | Kind::Gone => false,
         };
         self.locked && spec.locking && !(self.readonly && spec.readonly) && is_of
     }
@@ -233,6 +255,7 @@ impl Disk {
         let resized = match &*self.kind() {
             Kind::Null => Ok(()),
             Kind::Ram(ram) => ram.resize(old, size_bytes),
+            Kind::Gone => Err(Error::invalid("its image is gone: remove the disk, and add it again")),
             Kind::Raw(raw) => raw.resize(size_bytes, self.readonly),
             Kind::Qcow2(_) => Err(no_resize()),
         };
@@ -262,6 +285,7 @@ impl Disk {
                 Self::resize_ram(ram, old, size_bytes).map(|()| ram.clear(end, size_bytes - end))
             }
             Kind::Raw(raw) => raw.truncate(end, size_bytes),
+            Kind::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             Kind::Qcow2(_) => Err(std::io::Error::from_raw_os_error(libc::EPERM)),
         };
         self.size_bytes.store(if cut.is_ok() { size_bytes } else { old }, Ordering::Release);
@@ -286,6 +310,7 @@ impl Disk {
             Kind::Null => {}
             Kind::Ram(ram) => Self::resize_ram(ram, old, size_bytes)?,
             Kind::Raw(raw) => raw.lengthen(size_bytes)?,
+            Kind::Gone => return Err(std::io::Error::from_raw_os_error(libc::EIO)),
             Kind::Qcow2(_) => return Err(std::io::Error::from_raw_os_error(libc::EPERM)),
         }
         self.size_bytes.store(size_bytes, Ordering::Release);
@@ -298,7 +323,10 @@ impl Disk {
     /// The system's; what was written before may be lost then. With the page cache in use, that of a flush that failed
     /// before, whoever asked for it.
     pub fn sync(&self) -> std::io::Result<()> {
-        match &*self.kind() {
+        // Held, so that an image that is replaced is not written to after it was closed.
+        let kind = self.kind.read().expect("no holder panics");
+        match &**kind {
+            Kind::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             Kind::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
             Kind::Qcow2(image) if self.cache != Cache::Unsafe => image.flush_now(),
             _ => Ok(()),
@@ -319,29 +347,22 @@ impl Disk {
     /// What the offset and length of a request have to be multiples of, a power of two: 1 where any byte can
     /// be had alone. (Of a guest's requests only the length and offset are sure to be multiples of 512; what it takes
     /// beyond that, the backend does for itself.)
+    #[inline]
     pub fn granule(&self) -> u64 {
-        match &*self.kind() {
-            Kind::Raw(raw) => raw.granule(),
-            // Blocks of the file, which its clusters are made of.
-            Kind::Qcow2(_) => SECTOR_BYTES,
-            Kind::Null | Kind::Ram(_) => 1,
-        }
+        self.granule.load(Ordering::Acquire)
     }
 
     /// Likewise for WriteZeroes.
+    #[inline]
     pub fn zero_granule(&self) -> u64 {
-        match &*self.kind() {
-            Kind::Raw(raw) if !raw.can_be_cut() => u64::from(self.limits.block_size),
-            Kind::Qcow2(_) => SECTOR_BYTES,
-            _ => 1,
-        }
+        self.zero_granule.load(Ordering::Acquire)
     }
 
     /// The image itself, where it is a file or device byte for byte.
     pub fn image(&self) -> Option<Arc<File>> {
         match &*self.kind() {
             Kind::Raw(raw) => Some(raw.image().clone()),
-            Kind::Null | Kind::Ram(_) | Kind::Qcow2(_) => None,
+            Kind::Null | Kind::Ram(_) | Kind::Qcow2(_) | Kind::Gone => None,
         }
     }
 
@@ -351,7 +372,7 @@ impl Disk {
         match &*self.kind() {
             Kind::Raw(raw) => raw.may_wait(),
             Kind::Qcow2(image) => image.may_wait(),
-            Kind::Null | Kind::Ram(_) => false,
+            Kind::Null | Kind::Ram(_) | Kind::Gone => false,
         }
     }
 
@@ -364,6 +385,7 @@ impl Disk {
         match &*self.kind() {
             Kind::Raw(raw) => raw.merge(offset, bytes, fua),
             Kind::Qcow2(image) => image.merge(offset, bytes, fua),
+            Kind::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             // Their granule is 1.
             Kind::Null | Kind::Ram(_) => Err(std::io::ErrorKind::InvalidInput.into()),
         }
@@ -379,7 +401,7 @@ impl Disk {
         match &*self.kind() {
             Kind::Raw(raw) => raw.direct_in_use(),
             Kind::Qcow2(image) => image.direct_in_use(),
-            Kind::Null | Kind::Ram(_) => false,
+            Kind::Null | Kind::Ram(_) | Kind::Gone => false,
         }
     }
 
@@ -387,6 +409,7 @@ impl Disk {
     pub fn path(&self) -> &'static str {
         match &*self.kind() {
             Kind::Null => "none",
+            Kind::Gone => "gone",
             Kind::Ram(_) => "memory",
             Kind::Raw(raw) if raw.inline() => "inline",
             Kind::Raw(_) | Kind::Qcow2(_) => "ring",
@@ -399,7 +422,7 @@ impl Disk {
         match &*kind {
             Kind::Raw(raw) => files = know(raw, ring),
             Kind::Qcow2(qcow2) => image = Some(Box::new(qcow2.attach(ring))),
-            Kind::Null | Kind::Ram(_) => {}
+            Kind::Null | Kind::Ram(_) | Kind::Gone => {}
         }
         DiskHandle { disk: self.clone(), kind, files, image, pool: Pool::default() }
     }
@@ -418,6 +441,25 @@ impl Drop for Disk {
             image.close();
         }
     }
+}
+
+/// Opens and locks what a disk is; its size, and what a guest of it alone is told.
+fn open_kind(spec: &DiskSpec) -> Result<(Kind, u64, Limits)> {
+    Ok(match spec.format {
+        Format::Raw => {
+            let (raw, size_bytes, limits) = raw::open(spec)?;
+            (Kind::Raw(raw), size_bytes, limits)
+        }
+        Format::Qcow2 => {
+            let (image, size_bytes, limits) = qcow2::open(spec)?;
+            (Kind::Qcow2(Arc::new(image)), size_bytes, limits)
+        }
+        Format::Null => (Kind::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
+        Format::Ram => {
+            let size_bytes = memory_size(spec)?;
+            (Kind::Ram(Ram::new(&spec.name, size_bytes)?), size_bytes, Limits::memory(spec.readonly))
+        }
+    })
 }
 
 /// Makes a raw file known to a ring.
@@ -442,7 +484,7 @@ fn forget(raw: &Raw, ring: &mut Ring) {
 
 fn no_resize() -> Error {
     Error::unsupported(
-        "a qcow2 disk cannot be resized while it is served yet: end the daemon, 'qemu-img resize', start it",
+        "a qcow2 disk gets another size by resize alone, not by its users: leave out growable=on",
     )
 }
 
@@ -479,6 +521,7 @@ impl DiskHandle {
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         let step = match &*self.kind {
             Kind::Null => Step::Done(0),
+            Kind::Gone => Step::Done(-libc::EIO),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
@@ -494,7 +537,7 @@ impl DiskHandle {
             Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
             Kind::Qcow2(_) => self.image().resume(&self.pool, ring, io, token, res),
             // The others are never under way; a completion that says otherwise is not ours.
-            Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
+            Kind::Null | Kind::Ram(_) | Kind::Gone => Step::Done(-libc::EIO),
         };
         Self::stepped(io, step)
     }
@@ -513,7 +556,7 @@ impl DiskHandle {
         match &*self.kind {
             Kind::Raw(raw) => forget(raw, ring),
             Kind::Qcow2(_) => self.image.expect("made with it").detach(ring),
-            Kind::Null | Kind::Ram(_) => {}
+            Kind::Null | Kind::Ram(_) | Kind::Gone => {}
         }
     }
 

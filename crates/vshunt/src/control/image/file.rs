@@ -12,7 +12,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
 use super::ImageFormat;
-use crate::backend::block::lock_image;
+use crate::backend::block::{check_marks, lock_image};
 use crate::control::{Failure, Outcome};
 use crate::error::Kind;
 
@@ -39,6 +39,9 @@ impl ImageFile {
     pub(super) fn open(path: &Path, purpose: For) -> Outcome<Self> {
         let shown = path.display();
         let writable = matches!(purpose, For::Writing | For::Making);
+        if writable {
+            check_marks(path, false)?;
+        }
         let file = OpenOptions::new()
             .read(true)
             .write(writable)

@@ -125,7 +125,7 @@ impl FuseQueue {
             return self.end_read(ring, place, index, 0, len as usize);
         }
         // Whole blocks, of which the reply is a part.
-        let mask = self.shared.granule - 1;
+        let mask = self.shared.disk().granule() - 1;
         let (from, to) = (offset & !mask, (offset + len + mask) & !mask);
         let at = self.buffers.at(index);
         let slot = &mut self.slots[usize::from(index)];
@@ -179,7 +179,7 @@ impl FuseQueue {
         match change {
             Change::Write { offset, len, fua } => {
                 slot.then = Then::Written { len };
-                if (offset | u64::from(len)) & (self.shared.granule - 1) != 0 {
+                if (offset | u64::from(len)) & (self.shared.disk().granule() - 1) != 0 {
                     let bytes = Bytes(at, len as usize);
                     return self.order(index, Task::Merge { offset, bytes, fua, grow: self.shared.growable });
                 }
@@ -189,7 +189,7 @@ impl FuseQueue {
             }
             Change::Zero { offset, len, unmap } => {
                 slot.then = Then::Done;
-                let block = self.shared.zero_granule;
+                let block = self.shared.disk().zero_granule();
                 let (first, last) = (offset.next_multiple_of(block), (offset + len) & !(block - 1));
                 slot.io.reset(Op::WriteZeroes { unmap }, first, false);
                 slot.io.len = last.saturating_sub(first);

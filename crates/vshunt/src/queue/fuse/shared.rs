@@ -43,8 +43,6 @@ pub struct FuseShared {
     // Fixed.
     pub(super) writable: bool,
     pub(super) growable: bool,
-    pub(super) granule: u64,
-    pub(super) zero_granule: u64,
     /// To look at the image may wait: the clerk does.
     pub(super) looks_wait: bool,
     /// Reads are to be zeroes of ours: the disk gives none.
@@ -73,8 +71,6 @@ impl FuseShared {
             gate,
             writable,
             growable,
-            granule: disk.granule(),
-            zero_granule: disk.zero_granule(),
             looks_wait: disk.image_may_wait(),
             gives_nothing: disk.path() == "none",
             opens,
@@ -103,7 +99,7 @@ impl FuseShared {
     /// is not cut.
     #[inline]
     pub(super) fn enter(&self, me: u16, slot: &mut Slot) -> bool {
-        if self.granule == 1 && !self.growable {
+        if self.disk.granule() == 1 && !self.growable {
             return true;
         }
         slot.entered = self.gate.enter(me);

@@ -15,7 +15,7 @@ use io_uring::opcode;
 
 use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
 
-pub(super) use self::open::open;
+pub(super) use self::open::{Plain, backing_of, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
@@ -27,6 +27,8 @@ pub(super) struct Qcow2 {
     chain: Chain,
     /// By number.
     files: Vec<Raw>,
+    /// Size of the image below, bytes, if there is one.
+    below: Option<u64>,
     readonly: bool,
     /// Flushes are done at once.
     careless: bool,
@@ -69,6 +71,16 @@ impl Qcow2 {
 
     pub(super) fn direct_in_use(&self) -> bool {
         self.files[0].direct_in_use()
+    }
+
+    /// The image itself, its data file if it has one, those below.
+    pub(super) fn files(&self) -> &[Raw] {
+        &self.files
+    }
+
+    /// See the field.
+    pub(super) fn below(&self) -> Option<u64> {
+        self.below
     }
 
     /// See [`Disk::keeps_out`](super::Disk::keeps_out).

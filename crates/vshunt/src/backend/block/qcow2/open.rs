@@ -21,13 +21,20 @@ use crate::export::spec::{Cache, DiskSpec, Format};
 const CHAIN_MAX: usize = 200;
 
 /// A raw file as offline work sees it, through the page cache.
-struct Plain(File);
+pub(in crate::backend::block) struct Plain(File);
 
 impl Plain {
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
-    fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
+    pub(in crate::backend::block) fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
         OpenOptions::new().read(true).write(!readonly).open(path).map(Self)
+    }
+}
+
+impl From<File> for Plain {
+    /// A file without O_DIRECT.
+    fn from(file: File) -> Self {
+        Self(file)
     }
 }
 
@@ -122,7 +129,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
             path.display()
         )));
     }
-    let mut layers = Vec::new();
+    let (mut layers, mut below_size) = (Vec::new(), None);
     while let Some(lower) = below.take() {
         if layers.len() == CHAIN_MAX {
             return Err(Error::invalid(format!("{} stands on more than {CHAIN_MAX} images", path.display())));
@@ -132,11 +139,13 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
             Format::Qcow2 => {
                 let next =
                     open_image(&mut opened, &part, &lower.path).map_err(|e| e.context(lower.why(path)))?;
+                below_size.get_or_insert(next.image.size());
                 layers.push(Layer::Qcow2(next.image));
                 below = next.below;
             }
             _ => {
                 let (file, size, _) = opened.add(&part).map_err(|e| e.context(lower.why(path)))?;
+                below_size.get_or_insert(size);
                 layers.push(Layer::Raw { file, size });
             }
         }
@@ -145,6 +154,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
     let qcow2 = Qcow2 {
         chain: Chain::new(image, layers),
         files: opened.files,
+        below: below_size,
         readonly: spec.readonly,
         careless: spec.cache == Cache::Unsafe,
         through: spec.cache == Cache::Writethrough,
@@ -232,6 +242,15 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
     let settings = Settings { file, data, cache_bytes: spec.cache_size };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
     Ok(Top { image: Arc::new(image), below })
+}
+
+/// Which image an overlay in `file` stands on; none if it is no qcow2 image.
+pub(in crate::backend::block) fn backing_of(path: &Path, file: File) -> io::Result<Option<PathBuf>> {
+    match qcow2::Image::open(&Plain(file)) {
+        Ok(image) => Ok(image.header().backing.as_ref().map(|name| beside(path, name))),
+        Err(qcow2::Error::Io { source, .. }) => Err(source),
+        Err(_) => Ok(None),
+    }
 }
 
 /// A name in an image is relative to the image's own folder.

@@ -136,6 +136,14 @@ impl Raw {
         self.offload
     }
 
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn readonly(&self) -> bool {
+        self.readonly
+    }
+
     pub(super) fn image(&self) -> &Arc<File> {
         &self.file
     }

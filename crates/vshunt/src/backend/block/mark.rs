@@ -1,0 +1,127 @@
+//! Marks on images: extended attributes that say what became of an image by snapshots and commits, so that it is not
+//! served by its old name by mistake.
+//!
+//! `user.vshunt.overlay` is on an image below an overlay: the overlay's path. Who writes to that image changes what the
+//! overlay shows. `user.vshunt.committed` is on an overlay whose data went into the image below it: that one's path. What
+//! the overlay shows is of no time any more. Called by control threads; a daemon that is killed leaves the marks as they are.
+
+use std::ffi::OsStr;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::XattrFlags;
+use rustix::io::Errno;
+
+use super::qcow2::backing_of;
+use crate::error::{Error, Result};
+
+const OVERLAY: &str = "user.vshunt.overlay";
+const COMMITTED: &str = "user.vshunt.committed";
+
+/// Whether an image may be opened. What is below an overlay may be read only; a mark whose overlay is gone, or stands on
+/// another image by now, is removed.
+///
+/// # Errors
+/// `Busy`, with the overlay's name and what to do.
+pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
+    let shown = path.display();
+    if let Some(base) = read(path, COMMITTED) {
+        return Err(Error::busy(format!(
+            "{shown} was committed to {}, which has its data and may be newer: use that one, and remove {shown} (or 'setfattr \
+             -x {COMMITTED} {shown}' if you know that it is right)",
+            base.display()
+        )));
+    }
+    let Some(overlay) = read(path, OVERLAY).filter(|_| !readonly) else { return Ok(()) };
+    let over = overlay.display();
+    match stands_on(&overlay, path) {
+        Ok(true) => Err(Error::busy(format!(
+            "{shown} has a snapshot's overlay {over}, which writes to it would destroy: use {over} (format=qcow2), or add \
+             readonly=on; or remove {over} to go back to the snapshot ('setfattr -x {OVERLAY} {shown}' if you know that \
+             it stands on another image)"
+        ))),
+        Ok(false) => {
+            tracing::warn!(
+                "{shown} is marked as having an overlay {over}, which does not stand on it any more: unmarked"
+            );
+            remove(path, OVERLAY)
+                .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
+        }
+        Err(e) => Err(Error::io(
+            format_args!(
+                "{shown} is marked as having an overlay {over}, which cannot be looked at ('setfattr -x {OVERLAY} {shown}' \
+                 if you know that there is none)"
+            ),
+            e,
+        )),
+    }
+}
+
+/// Whether there is such an overlay and it names that image as the one below it.
+fn stands_on(overlay: &Path, base: &Path) -> io::Result<bool> {
+    let file =
+        match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(overlay) {
+            Ok(file) => file,
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(false);
+            }
+            Err(e) => return Err(e),
+        };
+    match backing_of(overlay, file)? {
+        Some(named) => Ok(same(&named, base)),
+        None => Ok(false),
+    }
+}
+
+/// Whether two paths lead to one file.
+pub(super) fn same(a: &Path, b: &Path) -> bool {
+    match (std::fs::metadata(a), std::fs::metadata(b)) {
+        (Ok(a), Ok(b)) => (a.dev(), a.ino(), a.rdev()) == (b.dev(), b.ino(), b.rdev()),
+        _ => false,
+    }
+}
+
+/// Says of an image that it is below an overlay; on stable storage when it returns. False where its file system has no
+/// such marks.
+///
+/// # Errors
+/// The system's.
+pub(super) fn put_overlay(base: &File, overlay: &Path) -> io::Result<bool> {
+    put(base, OVERLAY, overlay)
+}
+
+/// Takes that back.
+///
+/// # Errors
+/// The system's; that there is none is no error.
+pub(super) fn take_overlay(base: &File) -> io::Result<()> {
+    match rustix::fs::fremovexattr(base.as_fd(), OVERLAY) {
+        Ok(()) => base.sync_all(),
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn put(file: &File, name: &str, path: &Path) -> io::Result<bool> {
+    match rustix::fs::fsetxattr(file.as_fd(), name, path.as_os_str().as_bytes(), XattrFlags::empty()) {
+        Ok(()) => file.sync_all().map(|()| true),
+        // Of device nodes, too.
+        Err(Errno::OPNOTSUPP | Errno::PERM) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn read(path: &Path, name: &str) -> Option<PathBuf> {
+    let mut buf = vec![0; libc::PATH_MAX as usize];
+    // Where there are no marks there is none.
+    let n = rustix::fs::getxattr(path, name, &mut buf).ok()?;
+    Some(PathBuf::from(OsStr::from_bytes(&buf[..n])))
+}
+
+fn remove(path: &Path, name: &str) -> io::Result<()> {
+    rustix::fs::removexattr(path, name).map_err(Into::into)
+}

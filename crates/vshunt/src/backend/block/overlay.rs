@@ -1,0 +1,186 @@
+//! External snapshots: a disk goes on in a new qcow2 image, the overlay, which stands on the image that it had.
+//!
+//! The order of steps is what makes them safe: 1 the overlay is made, and is on stable storage with its name; 2 the disk's
+//! queues are drained and its image is flushed and closed; 3 the image is marked as being below the overlay (see
+//! [`mark`](super::mark)), on stable storage; 4 the overlay is opened, the image below it read-only. A daemon killed before
+//! 3 leaves an empty overlay that nobody uses, after it a disk that is to be opened by the overlay's name, with the same
+//! contents: the first write to the overlay comes after 4, and none to the image below after 2.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use qcow2::Image;
+use qcow2::create::{Options, create};
+
+use super::offline::wrong;
+use super::qcow2::{Plain, backing_of};
+use super::replace::shown;
+use super::{Disk, lock, mark};
+use crate::error::{Error, Result};
+use crate::export::spec::{DiskSpec, Format};
+
+/// An overlay that a disk is about to get, locked.
+pub struct Overlay {
+    path: PathBuf,
+    file: Arc<File>,
+    made: bool,
+}
+
+impl Overlay {
+    /// Makes one, step 1: of `size_bytes`, over the image of `base`.
+    ///
+    /// # Errors
+    /// `Exists` if there is such a file; the system's, no space among them. Nothing is left behind then.
+    pub fn make(path: &Path, base: &DiskSpec, size_bytes: u64) -> Result<Self> {
+        let (path, below) = (absolute(path)?, absolute(image_of(base)?)?);
+        let shown = path.display();
+        let Some(name) = below.to_str() else {
+            return Err(Error::invalid(format!(
+                "{} is no text, and no overlay can name it",
+                below.display()
+            )));
+        };
+        let format = if base.format == Format::Qcow2 { "qcow2" } else { "raw" };
+        // Who may read the overlay learns what the image below it would tell.
+        let mode = std::fs::metadata(&below).ok().filter(|m| m.is_file()).map_or(0o600, |m| m.mode() & 0o777);
+        let file =
+            OpenOptions::new().read(true).write(true).create_new(true).mode(mode).open(&path).map_err(|e| {
+                match e.kind() {
+                    io::ErrorKind::AlreadyExists => Error::exists(format!(
+                        "{shown} is there already; give another name, or use it as it is, if it is an overlay of {} \
+                         (--existing, mode=existing)",
+                        below.display()
+                    )),
+                    _ => Error::io(format_args!("cannot make {shown}"), e),
+                }
+            })?;
+        let overlay = Self { path: path.clone(), file: Arc::new(file), made: true };
+        let options =
+            Options { backing: Some((name.to_owned(), format.to_owned())), ..Options::new(size_bytes) };
+        match overlay.fill(base, &options) {
+            Ok(()) => Ok(overlay),
+            Err(e) => {
+                overlay.unmake();
+                Err(e)
+            }
+        }
+    }
+
+    fn fill(&self, base: &DiskSpec, options: &Options) -> Result<()> {
+        let cannot = |e| Error::io(format_args!("cannot make {}", self.path.display()), e);
+        if base.locking {
+            lock::lock(&self.file, &self.path, false)?;
+        }
+        let file = Plain::from(self.file.try_clone().map_err(cannot)?);
+        create(&file, None, options, &mut |_, _| {}).map_err(|e| match e {
+            qcow2::Error::Io { source, .. } => cannot(source),
+            e => wrong(base, &e),
+        })?;
+        self.file.sync_all().map_err(cannot)?;
+        let folder = self.path.parent().unwrap_or(Path::new("/"));
+        File::open(folder).and_then(|f| f.sync_all()).map_err(cannot)
+    }
+
+    /// Takes one that is there.
+    ///
+    /// # Errors
+    /// It does not stand on the image of `base`, or is no qcow2 image of that size; it is in use.
+    pub fn existing(path: &Path, base: &DiskSpec, size_bytes: u64) -> Result<Self> {
+        let path = absolute(path)?;
+        let shown = path.display();
+        mark::check(&path, false)?;
+        let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(&path)
+            .map_err(cannot)?;
+        if base.locking {
+            lock::lock(&file, &path, false)?;
+        }
+        let plain = Plain::from(file.try_clone().map_err(cannot)?);
+        let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
+        let below = backing_of(&path, file.try_clone().map_err(cannot)?).map_err(cannot)?;
+        if !below.is_some_and(|b| image_of(base).is_ok_and(|base| mark::same(&b, base))) {
+            return Err(Error::invalid(format!(
+                "{shown} does not stand on {0}; 'qemu-img create -f qcow2 -b {0} -F FORMAT {shown}' makes one that does",
+                super::replace::shown(base)
+            )));
+        }
+        if image.header().size != size_bytes {
+            return Err(Error::invalid(format!(
+                "{shown} has a disk of {} bytes, and {} one of {size_bytes}; an overlay has to have the same",
+                image.header().size,
+                super::replace::shown(base)
+            )));
+        }
+        Ok(Self { path, file: Arc::new(file), made: false })
+    }
+
+    /// Removes it, if it was made by us.
+    pub fn unmake(self) {
+        if self.made
+            && let Err(e) = std::fs::remove_file(&self.path)
+        {
+            tracing::warn!("{} is left behind: {e}", self.path.display());
+        }
+    }
+}
+
+impl Disk {
+    /// Steps 2 to 4, with the queues drained as [`replace`](Self::replace) has it: the disk goes on in the overlay; what it
+    /// is then comes back.
+    ///
+    /// # Errors
+    /// It goes on in the image of `now`, which is not marked then; the overlay is unused.
+    pub fn put_overlay(&self, now: &DiskSpec, overlay: &Overlay) -> Result<DiskSpec> {
+        let next =
+            DiskSpec { format: Format::Qcow2, file: Some(overlay.path.clone()), size: None, ..now.clone() };
+        let base = shown(now);
+        let result = self.replace(now, &next, std::slice::from_ref(&overlay.file), |closed| {
+            let Some(image) = closed.image() else { return Ok(()) };
+            match mark::put_overlay(image, &overlay.path) {
+                Ok(true) => Ok(()),
+                Ok(false) => {
+                    tracing::warn!(
+                        "{base} is below {} from now on and cannot be marked so (its file system has no extended \
+                         attributes for it): see to it that nobody writes to it",
+                        overlay.path.display()
+                    );
+                    Ok(())
+                }
+                Err(e) => {
+                    Err(Error::io(format_args!("cannot mark {base} as being below {}", overlay.path.display()), e))
+                }
+            }
+        });
+        match result {
+            Ok(()) => Ok(next),
+            Err(e) => {
+                let image = image_of(now).and_then(|path| File::open(path).map_err(|e| Error::io(&base, e)));
+                if let Ok(Err(e)) = image.map(|image| mark::take_overlay(&image)) {
+                    tracing::warn!("{base} stays marked as having an overlay: {e}");
+                }
+                Err(e)
+            }
+        }
+    }
+}
+
+fn image_of(spec: &DiskSpec) -> Result<&Path> {
+    match (&spec.file, spec.format) {
+        (Some(path), Format::Raw | Format::Qcow2) => Ok(path),
+        _ => Err(Error::unsupported(format!(
+            "disk {} has no image that an overlay could stand on: formats raw and qcow2 have",
+            spec.name
+        ))),
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|e| Error::io(path.display(), e))
+}

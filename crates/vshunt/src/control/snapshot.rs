@@ -1,0 +1,153 @@
+//! Snapshots of disks in use: QEMU's commands for them, and `vshunt snapshot`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::api::{Arguments, Context, done};
+use super::client::Client;
+use super::message::QmpError;
+use super::{Failure, Outcome};
+use crate::backend::block::Saved;
+use crate::export::OverlayMode;
+
+/// Arguments of `blockdev-snapshot-sync` for the help.
+pub(crate) const SNAPSHOT_SYNC: &str =
+    "device|node-name snapshot-file [format: qcow2, mode: absolute-paths|existing]";
+
+pub(crate) const AFTER: &str = "\
+A snapshot's guests pause while it is taken, and see no error. With --to the disk goes on in a
+new image, the overlay, and the image that it had stays below it as it is: serve the disk by the
+overlay's name from then on. An --internal snapshot is kept within a qcow2 image; 'vshunt image
+snapshot -l -U FILE' lists them, and applies one when nobody uses the image.
+
+Examples:
+  vshunt snapshot d0 --to /var/lib/vm/d0-monday.qcow2
+  vshunt snapshot d0 --internal monday
+  vshunt snapshot d0 --delete monday";
+
+#[derive(Clone, Debug, Args)]
+#[group(id = "what", required = true, multiple = false, args = ["to", "internal", "delete"])]
+pub(crate) struct SnapshotArgs {
+    /// Name of the disk
+    pub(crate) disk: String,
+    /// Go on in a new qcow2 image that stands on the present one
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+    /// FILE is there already, and stands on the present image
+    #[arg(long, requires = "to")]
+    existing: bool,
+    /// Take a snapshot within the qcow2 image
+    #[arg(long, value_name = "NAME")]
+    internal: Option<String>,
+    /// Delete a snapshot within the qcow2 image
+    #[arg(long, value_name = "NAME")]
+    delete: Option<String>,
+}
+
+/// What the command line asks for, as a command of the socket.
+pub(crate) fn run(client: &mut Client, args: SnapshotArgs) -> Outcome {
+    let SnapshotArgs { disk, to, existing, internal, delete } = args;
+    let (command, mut arguments) = match (to, internal, delete) {
+        (Some(file), ..) => {
+            let file =
+                std::path::absolute(&file).map_err(|e| Failure::Usage(format!("{}: {e}", file.display())))?;
+            let mode = if existing { "existing" } else { "absolute-paths" };
+            ("blockdev-snapshot-sync", json!({ "snapshot-file": file, "format": "qcow2", "mode": mode }))
+        }
+        (_, Some(name), _) => ("blockdev-snapshot-internal-sync", json!({ "name": name })),
+        (_, _, name) => ("blockdev-snapshot-delete-internal-sync", json!({ "name": name })),
+    };
+    arguments["device"] = disk.into();
+    let Value::Object(arguments) = arguments else { unreachable!("made above") };
+    client.execute(command, arguments)?;
+    Ok(())
+}
+
+type Answer = Result<Value, QmpError>;
+
+#[derive(Clone, Copy, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Mode {
+    #[default]
+    AbsolutePaths,
+    Existing,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct SnapshotSync {
+    device: Option<String>,
+    node_name: Option<String>,
+    snapshot_file: PathBuf,
+    snapshot_node_name: Option<String>,
+    format: Option<String>,
+    #[serde(default)]
+    mode: Mode,
+}
+
+pub(crate) fn snapshot_sync(context: &Context, arguments: Arguments) -> Answer {
+    let args = arguments.read::<SnapshotSync>()?;
+    let disk = match (args.device, args.node_name) {
+        (Some(disk), None) | (None, Some(disk)) => disk,
+        _ => return Err(QmpError::generic("give one of 'device' and 'node-name': the disk's name")),
+    };
+    if args.format.is_some_and(|f| f != "qcow2") {
+        return Err(QmpError::generic("'format' of an overlay can be qcow2 only"));
+    }
+    if args.snapshot_node_name.is_some_and(|name| name != disk) {
+        return Err(QmpError::generic(format!(
+            "the disk keeps its name, and what is below has none; leave 'snapshot-node-name' out, or set it to {disk}"
+        )));
+    }
+    let mode = match args.mode {
+        Mode::AbsolutePaths => OverlayMode::New,
+        Mode::Existing => OverlayMode::Existing,
+    };
+    Ok(done(context.daemon.disk_snapshot(&disk, &args.snapshot_file, mode)?))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Internal {
+    device: String,
+    name: String,
+}
+
+pub(crate) fn internal_sync(context: &Context, arguments: Arguments) -> Answer {
+    let Internal { device, name } = arguments.read()?;
+    Ok(done(context.daemon.disk_snapshot_internal(&device, &name)?))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Delete {
+    device: String,
+    id: Option<String>,
+    name: Option<String>,
+}
+
+pub(crate) fn delete_internal_sync(context: &Context, arguments: Arguments) -> Answer {
+    let Delete { device, id, name } = arguments.read()?;
+    if id.is_none() && name.is_none() {
+        return Err(QmpError::generic("give 'id', 'name' or both"));
+    }
+    let gone = context.daemon.disk_snapshot_delete(&device, id.as_deref(), name.as_deref())?;
+    Ok(info(&gone))
+}
+
+/// QEMU's SnapshotInfo.
+fn info(s: &Saved) -> Value {
+    const SECOND: u64 = 1_000_000_000;
+    json!({
+        "id": s.id,
+        "name": s.name,
+        "vm-state-size": s.vm_state_bytes,
+        "date-sec": s.date_s,
+        "date-nsec": s.date_ns,
+        "vm-clock-sec": s.vm_clock_ns / SECOND,
+        "vm-clock-nsec": s.vm_clock_ns % SECOND,
+    })
+}
