@@ -143,6 +143,7 @@ impl Ram {
                 io.iov.advance(bytes);
             }
             Op::Flush | Op::Allocate => {}
+            Op::WriteCompressed => return -libc::EINVAL,
             Op::Discard | Op::WriteZeroes { .. } => self.clear(io.offset, bytes),
         }
         0

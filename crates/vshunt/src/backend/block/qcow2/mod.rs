@@ -16,7 +16,7 @@ use io_uring::opcode;
 
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
-pub(super) use self::open::open;
+pub(super) use self::open::{Plain, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
@@ -66,6 +66,11 @@ impl Qcow2 {
     /// Whether one of its files waits for other programs.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
+    }
+
+    /// Whether it can have dirty bitmaps.
+    pub(super) fn keeps_bitmaps(&self) -> bool {
+        self.chain.top().header().version >= 3
     }
 
     pub(super) fn direct_in_use(&self) -> bool {
@@ -205,6 +210,7 @@ impl Handle {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
             Op::Flush => qcow2::Op::Flush,
+            Op::WriteCompressed => return Step::Done(-libc::EINVAL),
             Op::Discard => qcow2::Op::Discard,
             Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },
             // Clusters come when they are written.
