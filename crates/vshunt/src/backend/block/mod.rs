@@ -26,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
 use crate::worker::{Ring, RingFile, Token};
 
+pub use ::qcow2::{Extent, Found};
 use bounce::Pool;
 pub use io::{Io, IoVecs};
 pub(crate) use lock::lock as lock_image;
@@ -44,6 +45,10 @@ pub enum Op {
     Read,
     /// Guest to disk.
     Write,
+    /// Likewise, of one whole cluster of a qcow2 disk (of its last one what the disk has), compressed where that makes it
+    /// smaller and it has no place yet. For who fills an image: the worker packs it meanwhile, in memory that it allocates.
+    /// `EINVAL` for another range, `EOPNOTSUPP` for disks of other formats.
+    WriteCompressed,
     /// All writes completed before are on stable storage when it is done, whichever queue they came by.
     Flush,
     /// The range's contents are no longer needed.
@@ -55,6 +60,12 @@ pub enum Op {
     },
     /// The range has its space on the disk: writes to it do not run out of it. Nothing to do where there are no holes.
     Allocate,
+    /// Where there is data: what the disk is from `offset` on, and for how long, `len` at most, is [`Io::found`] then. Only of
+    /// qcow2 images and files in memory is more known than that all is data.
+    Seek {
+        /// As the image itself has it, without those below it.
+        own: bool,
+    },
 }
 
 /// How far a request came.
@@ -478,7 +489,7 @@ impl DiskHandle {
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         let step = match &*self.kind {
-            Kind::Null => Step::Done(0),
+            Kind::Null => Step::Done(null(io)),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
@@ -519,6 +530,16 @@ impl DiskHandle {
 
     fn image(&self) -> &qcow2::Handle {
         self.image.as_ref().expect("made with it")
+    }
+}
+
+/// A request on a disk that is nothing.
+#[inline]
+fn null(io: &mut Io) -> i32 {
+    match io.op {
+        Op::WriteCompressed => -libc::EOPNOTSUPP,
+        Op::Seek { .. } => io.all_data(),
+        _ => 0,
     }
 }
 
