@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 use std::thread::Thread;
 
-use crate::backend::block::{AlignedBuf, CopyBeforeWrite, Disk, DiskHandle, Io, Op, Piece, Step};
+use crate::backend::block::{AlignedBuf, CopyBeforeWrite, Disk, DiskHandle, Extent, Io, Op, Piece, Step};
 use crate::worker::{Queue, QueueStats, Ring, Token};
 
 const OP_BELL: u8 = 1;
@@ -137,6 +137,15 @@ enum Bytes {
     Piece(Piece),
 }
 
+/// What the operation under way is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Asking whether there is data.
+    Seek,
+    Read,
+    Write,
+}
+
 struct Slot {
     io: Io,
     bytes: Bytes,
@@ -145,7 +154,9 @@ struct Slot {
     range: Range<u64>,
     /// Up to where it is written.
     at: u64,
-    reading: bool,
+    stage: Stage,
+    /// All of it is zeroes, which was known without reading.
+    zero: bool,
 }
 
 /// The queue of one copy.
@@ -180,7 +191,8 @@ impl CopyQueue {
             blocks: 0..0,
             range: 0..0,
             at: 0,
-            reading: false,
+            stage: Stage::Write,
+            zero: false,
         };
         stats.size.store(count as u16, Relaxed);
         Self {
@@ -220,7 +232,7 @@ impl CopyQueue {
         let Some(piece) = self.copy.work.take() else { return false };
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
-        (slot.range, slot.at, slot.reading) = (piece.bytes(), piece.offset(), false);
+        (slot.range, slot.at, slot.zero) = (piece.bytes(), piece.offset(), false);
         slot.bytes = Bytes::Piece(piece);
         self.write(ring, place, index);
         true
@@ -238,7 +250,7 @@ impl CopyQueue {
         let len = range.end - range.start;
         let need = (len as usize).next_multiple_of(4096).max(CHUNK_BYTES as usize);
         let buf = self.spare.pop().filter(|b| b.len() >= need).or_else(|| AlignedBuf::new(need));
-        let Some(mut buf) = buf else {
+        let Some(buf) = buf else {
             self.copy.fail(Side::Source, range.start, libc::ENOMEM);
             work.copied(blocks, &mut |w| ring.wake(w.who, w.token));
             return false;
@@ -247,16 +259,30 @@ impl CopyQueue {
         self.ahead += 1;
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
-        slot.io.reset(Op::Read, range.start, false);
-        // SAFETY: the buffer is the slot's until the read is done, and slots do not move.
-        unsafe { slot.io.push(buf.bytes().as_mut_ptr(), len as usize) };
-        (slot.at, slot.range, slot.blocks, slot.reading) = (range.start, range, blocks, true);
+        slot.io.reset(Op::Seek { own: false }, range.start, false);
+        slot.io.len = len;
+        (slot.at, slot.range, slot.blocks, slot.zero) = (range.start, range, blocks, false);
         slot.bytes = Bytes::Chunk(buf);
+        slot.stage = Stage::Seek;
         let handle = self.source.as_ref().expect("armed");
         if let Step::Done(res) = handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
             self.stepped(ring, place, index, res);
         }
         true
+    }
+
+    /// Reads a chunk that may have data.
+    fn read(&mut self, ring: &mut Ring, place: Token, index: u16) {
+        let slot = &mut self.slots[index as usize];
+        let Bytes::Chunk(buf) = &mut slot.bytes else { unreachable!("pieces are read") };
+        slot.io.reset(Op::Read, slot.range.start, false);
+        // SAFETY: the buffer is the slot's until the read is done, and slots do not move.
+        unsafe { slot.io.push(buf.bytes().as_mut_ptr(), (slot.range.end - slot.range.start) as usize) };
+        slot.stage = Stage::Read;
+        let handle = self.source.as_ref().expect("armed");
+        if let Step::Done(res) = handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
+            self.stepped(ring, place, index, res);
+        }
     }
 
     /// Begins the next write of a slot that has its bytes; frees it after the last.
@@ -283,9 +309,11 @@ impl CopyQueue {
                 ((slot.at - slot.range.start) as usize, (slot.range.end - slot.range.start) as usize);
             let mut parts = bytes[skip..end].chunks(unit as usize);
             let first = parts.next().expect("not at its end");
-            let zero = is_zero(first);
+            let zero = slot.zero || is_zero(first);
             let mut len = first.len();
-            if zero || !self.copy.compress {
+            if slot.zero {
+                len = end - skip;
+            } else if zero || !self.copy.compress {
                 len += parts.take_while(|part| is_zero(part) == zero).map(<[u8]>::len).sum::<usize>();
             }
             let at = slot.at;
@@ -299,6 +327,7 @@ impl CopyQueue {
                 (false, false) => Op::Write,
             };
             slot.io.reset(op, at, false);
+            slot.stage = Stage::Write;
             if zero {
                 slot.io.len = len as u64;
             } else {
@@ -320,20 +349,29 @@ impl CopyQueue {
     /// A slot's read or write is over.
     fn stepped(&mut self, ring: &mut Ring, place: Token, index: u16, res: i32) {
         let slot = &mut self.slots[index as usize];
-        let (reading, at) = (std::mem::take(&mut slot.reading), slot.io.offset);
-        if reading {
+        let (stage, at) = (slot.stage, slot.io.offset);
+        if stage == Stage::Seek && res >= 0 {
+            let found = slot.io.found.filter(|f| f.extent == Extent::Zero);
+            slot.zero = found.is_some_and(|f| f.len >= slot.range.end - slot.range.start);
+            if !slot.zero && !self.has_ended() {
+                self.read(ring, place, index);
+                return;
+            }
+        }
+        let slot = &mut self.slots[index as usize];
+        if stage != Stage::Write {
             // Failed or not, nobody reads it any more.
             self.copy.work.copied(slot.blocks.clone(), &mut |w| ring.wake(w.who, w.token));
         }
         if res < 0 {
-            let side = if reading { Side::Source } else { Side::Target };
+            let side = if stage == Stage::Write { Side::Target } else { Side::Source };
             self.failed(ring, index, side, at, res);
             return;
         }
         let slot = &self.slots[index as usize];
-        if reading {
+        if stage == Stage::Read {
             QueueStats::add(&self.stats.read_bytes, slot.range.end - slot.range.start);
-        } else if slot.io.op != (Op::WriteZeroes { unmap: true }) {
+        } else if stage == Stage::Write && slot.io.op != (Op::WriteZeroes { unmap: true }) {
             QueueStats::add(&self.stats.write_bytes, slot.io.len);
         }
         if self.has_ended() {
@@ -424,7 +462,7 @@ impl Queue for CopyQueue {
             return 0;
         }
         let slot = &mut self.slots[token.slot as usize];
-        let handle = if slot.reading { &self.source } else { &self.target };
+        let handle = if slot.stage == Stage::Write { &self.target } else { &self.source };
         let Some(handle) = handle else { return 0 };
         if let Step::Done(res) = handle.resume(ring, &mut slot.io, token, result) {
             self.stepped(ring, token, token.slot, res);

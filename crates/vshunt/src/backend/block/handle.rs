@@ -86,7 +86,7 @@ impl DiskHandle {
     #[inline]
     fn begin(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         match &*self.kind {
-            Kind::Null => Step::Done(0),
+            Kind::Null => Step::Done(super::null(io)),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),

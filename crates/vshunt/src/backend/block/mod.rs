@@ -31,6 +31,7 @@ use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
 use crate::worker::{Ring, RingFile};
 
+pub use ::qcow2::{Extent, Found};
 pub(crate) use bits::Bits;
 pub(crate) use bounce::AlignedBuf;
 use bounce::Pool;
@@ -55,6 +56,10 @@ pub enum Op {
     Read,
     /// Guest to disk.
     Write,
+    /// Likewise, of one whole cluster of a qcow2 disk (of its last one what the disk has), compressed where that makes it
+    /// smaller and it has no place yet. For who fills an image: the worker packs it meanwhile, in memory that it allocates.
+    /// `EINVAL` for another range, `EOPNOTSUPP` for disks of other formats.
+    WriteCompressed,
     /// All writes completed before are on stable storage when it is done, whichever queue they came by.
     Flush,
     /// The range's contents are no longer needed.
@@ -64,11 +69,14 @@ pub enum Op {
         /// Space may be given back.
         unmap: bool,
     },
-    /// Guest to disk, packed where that makes it smaller: one whole cluster of a qcow2 image, or the last one of its disk.
-    /// For who fills an image; other disks refuse it.
-    WriteCompressed,
     /// The range has its space on the disk: writes to it do not run out of it. Nothing to do where there are no holes.
     Allocate,
+    /// Where there is data: what the disk is from `offset` on, and for how long, `len` at most, is [`Io::found`] then. Only of
+    /// qcow2 images and files in memory is more known than that all is data.
+    Seek {
+        /// As the image itself has it, without those below it.
+        own: bool,
+    },
 }
 
 impl Op {
@@ -504,6 +512,16 @@ struct RingFiles {
 
 impl RingFiles {
     const NONE: Self = Self { file: RingFile::Plain(-1), aside: RingFile::Plain(-1) };
+}
+
+/// A request on a disk that is nothing.
+#[inline]
+fn null(io: &mut Io) -> i32 {
+    match io.op {
+        Op::WriteCompressed => -libc::EOPNOTSUPP,
+        Op::Seek { .. } => io.all_data(),
+        _ => 0,
+    }
 }
 
 /// The size of a disk without an image, and that nothing is asked for which only an image has.

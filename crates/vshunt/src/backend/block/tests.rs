@@ -7,6 +7,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 mod bytes;
+mod copy;
 
 use super::*;
 use crate::error::Kind as ErrorKind;
@@ -295,7 +296,7 @@ impl Fuzz {
                     let now = rig.read(ask.offset, ask.len as usize);
                     self.model[range].copy_from_slice(&now);
                 }
-                Op::Flush | Op::Allocate | Op::WriteCompressed => {}
+                Op::Flush | Op::Allocate | Op::Seek { .. } | Op::WriteCompressed => {}
             }
         }
     }

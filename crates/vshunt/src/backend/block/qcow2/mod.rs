@@ -209,8 +209,9 @@ impl Handle {
         let op = match io.op {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
+            Op::WriteCompressed => qcow2::Op::WriteCompressed,
+            Op::Seek { own } => qcow2::Op::Seek { own },
             Op::Flush => qcow2::Op::Flush,
-            Op::WriteCompressed => return Step::Done(-libc::EINVAL),
             Op::Discard => qcow2::Op::Discard,
             Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },
             // Clusters come when they are written.
@@ -292,7 +293,10 @@ impl Handle {
         let mut step = first;
         loop {
             let res = match step {
-                qcow2::Step::Done(res) => return Step::Done(res),
+                qcow2::Step::Done(res) => {
+                    io.found = slot.request.found();
+                    return Step::Done(res);
+                }
                 qcow2::Step::Park => {
                     slot.direct = true;
                     ring.expect_wake();
@@ -307,6 +311,12 @@ impl Handle {
                     let from = &slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
                     // SAFETY: as above; `from` is as long as the range.
                     unsafe { io.iov.scatter_range(data, from) };
+                    Some(0)
+                }
+                qcow2::Step::Gather { data, at } => {
+                    let to = &mut slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
+                    // SAFETY: as above; `to` is as long as the range.
+                    unsafe { io.iov.gather_range(data, to) };
                     Some(0)
                 }
                 // Files in memory grow with each write as well.
@@ -346,7 +356,8 @@ impl Handle {
         };
         let file = match step {
             qcow2::Step::Data { file, offset, data } => {
-                inner.reset(io.op, offset, false);
+                let op = if io.op == Op::Read { Op::Read } else { Op::Write };
+                inner.reset(op, offset, false);
                 guest(inner, data);
                 file
             }
