@@ -19,6 +19,7 @@ pub mod entry;
 mod epoch;
 mod error;
 pub mod header;
+mod hit;
 mod image;
 pub mod info;
 mod map;
@@ -34,8 +35,9 @@ mod sync;
 mod testing;
 
 pub use error::{Error, Result};
+pub use hit::Hit;
 pub use image::Image;
-pub use request::{Buf, Context, Op, Request, Step};
+pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
 pub use served::{Chain, Layer, Served, Settings, User, make_ready};
 pub use storage::Storage;
 

@@ -68,7 +68,7 @@ impl Served {
     }
 
     /// As [`in_place`](Self::in_place), and for how many bytes that goes on.
-    fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
+    pub(crate) fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
         let at = self.in_place(entry, pos)?;
         let mut next = ((pos >> self.sub_bits()) + 1) << self.sub_bits();
         let last = self.map.slice_end(self.cluster(pos)) << self.cluster_bits;
@@ -163,7 +163,7 @@ impl Request {
     }
 
     /// The entry of a cluster in a table that may be written; or what has to be done before.
-    fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
+    pub(super) fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
         let image = cx.chain.top();
         // Once: others may crowd it again as fast.
         if image.map.is_crowded() && !std::mem::replace(&mut self.made_room, true) {

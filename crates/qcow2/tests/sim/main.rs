@@ -11,7 +11,7 @@ use std::sync::Arc;
 use file::{File, SECTOR};
 use model::{Model, Time};
 use qcow2::header::{Compression, Header, incompatible};
-use qcow2::{Chain, Context, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker};
+use qcow2::{Chain, Context, Hit, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker};
 
 struct Rng(u64);
 
@@ -153,6 +153,8 @@ struct Slot {
     first: usize,
     guest: Vec<u8>,
     step: Option<Step>,
+    /// It went the short way: the step is its only one.
+    hit: Option<Hit>,
     /// Woken while it waits.
     woken: bool,
 }
@@ -169,6 +171,7 @@ struct Sim {
     stamp: u32,
     crashes: u32,
     faults: u64,
+    hits: u64,
     log: bool,
 }
 
@@ -208,6 +211,7 @@ impl Sim {
             stamp: 0,
             crashes: 0,
             faults: 0,
+            hits: 0,
             log: std::env::var_os("QCOW2_SIM_LOG").is_some(),
         };
         sim.join();
@@ -224,6 +228,7 @@ impl Sim {
             first: 0,
             guest: vec![],
             step: None,
+            hit: None,
             woken: false,
         };
         self.slots = (0..self.shape.workers * self.shape.slots).map(slot).collect();
@@ -249,7 +254,8 @@ impl Sim {
         let sectors = self.model_len();
         let op = match self.rng.below(16) {
             0..4 => Op::Read,
-            4..11 => Op::Write,
+            4..10 => Op::Write,
+            10 => Op::WriteCompressed,
             11 => Op::Zero { unmap: true },
             12 => Op::Zero { unmap: false },
             13 | 14 => Op::Discard,
@@ -270,6 +276,10 @@ impl Sim {
             first = first / cluster * cluster;
             len = up(len, cluster).min(sectors - first);
         }
+        if op == Op::WriteCompressed {
+            first = first / cluster * cluster;
+            len = cluster.min(sectors - first);
+        }
         if op == Op::Flush {
             (first, len) = (0, 0);
         }
@@ -279,17 +289,27 @@ impl Sim {
             eprintln!("{begin}: slot {i} {op:?} {first}+{len}");
         }
         self.stamp += 1;
-        let value = if op == Op::Write { self.stamp } else { 0 };
+        let writes = matches!(op, Op::Write | Op::WriteCompressed);
+        let value = if writes { self.stamp } else { 0 };
         if !matches!(op, Op::Read | Op::Flush) {
             (first..first + len).for_each(|s| self.model.begin(s as usize, value, begin, op == Op::Discard));
         }
         let slot = &mut self.slots[i];
         (slot.op, slot.begin, slot.first) = (op, begin, first as usize);
         slot.guest = vec![0xee; len as usize * SECTOR];
-        if op == Op::Write {
+        if writes {
             slot.guest.chunks_mut(SECTOR).for_each(|sector| fill(sector, value));
         }
         let bytes = (first * SECTOR as u64, len * SECTOR as u64);
+        let user = &mut self.users[i / self.shape.slots];
+        let hit = if stable { None } else { Hit::find(&self.chain, user, op, bytes.0, bytes.1) };
+        if let Some(hit) = hit {
+            self.hits += 1;
+            let slot = &mut self.slots[i];
+            slot.step = Some(Step::Data { file: hit.file, offset: hit.offset, data: 0..bytes.1 });
+            slot.hit = Some(hit);
+            return;
+        }
         self.with(i, |request, cx| request.start(op, bytes.0, bytes.1, stable, cx));
     }
 
@@ -329,13 +349,17 @@ impl Sim {
             _ => -5,
         };
         // What failed may have been done all the same.
-        if fails && self.rng.below(2) == 0 {
-            self.with(i, |request, cx| request.resume(res, cx));
-            return;
+        if !fails || self.rng.below(2) > 0 {
+            let slot = &mut self.slots[i];
+            perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, step);
         }
-        let slot = &mut self.slots[i];
-        perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, step);
-        self.with(i, |request, cx| request.resume(res, cx));
+        match self.slots[i].hit.take() {
+            Some(hit) => {
+                hit.end(&self.chain, &mut self.users[i / self.shape.slots]);
+                self.end(i, res);
+            }
+            None => self.with(i, |request, cx| request.resume(res, cx)),
+        }
     }
 
     fn end(&mut self, i: usize, res: i32) {
@@ -396,6 +420,7 @@ impl Sim {
             first: 0,
             guest: vec![0; len as usize],
             step: None,
+            hit: None,
             woken: false,
         };
         std::mem::swap(&mut slot, &mut self.slots[0]);
@@ -483,6 +508,7 @@ impl Sim {
         let bytes = self.files[0].bytes();
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
         assert!(self.shape.faults == 0 || self.faults > 0, "nothing failed");
+        assert!(self.hits > 0, "no request went the short way");
         let holes = self.shape.holes > 0;
         assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
         sample(&bytes, "at the end", true);
@@ -508,6 +534,10 @@ fn perform(files: &[File; 2], request: &mut Request, op: Op, guest: &mut [u8], s
         Step::Copy { data, at } => {
             let from = &request.bytes(qcow2::Buf::Data)[*at..][..(data.end - data.start) as usize];
             guest[data.start as usize..data.end as usize].copy_from_slice(from);
+        }
+        Step::Gather { data, at } => {
+            let from = &guest[data.start as usize..data.end as usize];
+            request.bytes(qcow2::Buf::Data)[*at..][..from.len()].copy_from_slice(from);
         }
         Step::Read { file, offset, buf, range } => {
             read(*file, *offset, &mut request.bytes(*buf)[range.clone()]);

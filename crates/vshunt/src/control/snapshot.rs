@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -29,7 +29,7 @@ Examples:
   vshunt snapshot d0 --delete monday";
 
 #[derive(Clone, Debug, Args)]
-#[group(id = "what", required = true, multiple = false, args = ["to", "internal", "delete"])]
+#[command(group(ArgGroup::new("what").args(["to", "internal", "delete"]).required(true)))]
 pub(crate) struct SnapshotArgs {
     /// Name of the disk
     pub(crate) disk: String,

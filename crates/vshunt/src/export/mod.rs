@@ -1,8 +1,10 @@
 //! Exports and what they need: disks, networks, workers. [`Daemon`] is all that control may call.
 
+mod bitmaps;
 mod check;
 mod daemon;
 mod drained;
+mod job;
 mod life;
 mod nets;
 mod resize;

@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use super::daemon::{Daemon, Event};
+use super::bitmaps::{at_rest, writer};
+use super::daemon::{Daemon, DiskEntry, Event};
 use super::drained::with_disk_drained;
 use super::life::Export;
 use super::spec::DiskSpec;
@@ -19,6 +20,7 @@ impl Daemon {
         let _turn = entry.turn();
         // None is being made: that takes the disk's turn.
         let exports = self.state().exports_of(&entry)?;
+        entry.watched.check_free(name)?;
         let disk = &entry.disk;
         for export in &exports {
             export.check_size(size_bytes)?;
@@ -27,24 +29,28 @@ impl Daemon {
             }
         }
         if disk.is_qcow2() {
-            self.changeable(&entry)?;
-            let now = entry.spec();
-            let _ = disk.sync();
-            with_disk_drained(name, &exports, || disk.resize_closed(&now, size_bytes))?;
-            // What was asked for when it was added is not so any more.
-            entry.set_spec(DiskSpec { size: None, ..now });
-            self.tell_resized(name, size_bytes, exports);
-            return Ok(());
-        }
-        match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
-            Some(writer) => shrink(disk, writer, size_bytes)?,
-            // Its users may be changing the size, too.
-            None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
-                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
-                None => disk.resize(size_bytes)?,
-            },
+            self.resize_closed(&entry, &exports, size_bytes)?;
+        } else if entry.watched.state().bitmaps.is_empty() {
+            resize(disk, &exports, size_bytes)?;
+        } else {
+            // Bitmaps are of the disk's size.
+            let writer = writer(&exports, name)?;
+            at_rest(writer.as_ref(), || entry.resize_watched(size_bytes, || disk.resize(size_bytes)))??;
         }
         self.tell_resized(name, size_bytes, exports);
+        Ok(())
+    }
+
+    /// Of a disk whose image has to be closed for it.
+    fn resize_closed(&self, entry: &Arc<DiskEntry>, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
+        self.changeable(entry)?;
+        let (disk, now) = (&entry.disk, entry.spec());
+        let _ = disk.sync();
+        with_disk_drained(&entry.name, exports, || {
+            entry.resize_watched(size_bytes, || disk.resize_closed(&now, size_bytes))
+        })?;
+        // What was asked for when it was added is not so any more.
+        entry.set_spec(DiskSpec { size: None, ..now });
         Ok(())
     }
 
@@ -71,6 +77,18 @@ impl Daemon {
                 entry.disk.learn_size();
             }
         }
+    }
+}
+
+/// Without bitmaps.
+fn resize(disk: &Disk, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
+    match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
+        Some(writer) => shrink(disk, writer, size_bytes),
+        // Its users may be changing the size, too.
+        None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
+            Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
+            None => disk.resize(size_bytes),
+        },
     }
 }
 

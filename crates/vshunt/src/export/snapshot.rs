@@ -91,6 +91,7 @@ impl Daemon {
     pub(super) fn changeable(&self, entry: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
         // None is being made: that takes the disk's turn.
         let exports = self.state().exports_of(entry)?;
+        entry.watched.check_free(&entry.name)?;
         if entry.disk.readonly() {
             return Err(Error::invalid(format!(
                 "disk {} is open with readonly=on, and stays as it is",

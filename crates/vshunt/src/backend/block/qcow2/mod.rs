@@ -1,7 +1,8 @@
 //! qcow2 images: `crates/qcow2` says step by step what a request needs, and it is done here, by raw files' own ways.
 //!
 //! A queue's slot holds the request ([`Slot`]) and one [`Io`] for the step that is under way. A request that waits for
-//! another is woken by a message to its worker's ring, from whichever worker that happens on.
+//! another is woken by a message to its worker's ring, from whichever worker that happens on. Most requests need none of
+//! that: they are one transfer of the guest's bytes, done by the queue's own [`Io`] ([`Hit`]).
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
@@ -13,7 +14,7 @@ use std::sync::Arc;
 
 use io_uring::opcode;
 
-use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
+use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 pub(super) use self::open::{Plain, backing_of, open};
 use super::bounce::{AlignedBuf, Pool};
@@ -67,6 +68,11 @@ impl Qcow2 {
     /// Whether one of its files waits for other programs.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
+    }
+
+    /// Whether it can have dirty bitmaps.
+    pub(super) fn keeps_bitmaps(&self) -> bool {
+        self.chain.top().header().version >= 3
     }
 
     pub(super) fn direct_in_use(&self) -> bool {
@@ -169,17 +175,54 @@ impl Qcow2 {
 
 impl Handle {
     /// See [`DiskHandle::start`](super::DiskHandle::start).
+    #[inline]
     pub(super) fn start(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         if io.op == Op::Flush && self.image.careless {
             return Step::Done(0);
         }
-        self.begin(pool, ring, io, token, io.fua || self.image.through)
+        let stable = io.fua || self.image.through;
+        match io.op {
+            Op::Read => self.short(qcow2::Op::Read, pool, ring, io, token),
+            Op::Write if !stable && !self.image.readonly => {
+                self.short(qcow2::Op::Write, pool, ring, io, token)
+            }
+            _ => None,
+        }
+        .unwrap_or_else(|| self.begin(pool, ring, io, token, stable))
+    }
+
+    /// Begins a request that is one transfer; none: it is not.
+    #[inline]
+    fn short(&self, op: qcow2::Op, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Option<Step> {
+        let hit = Hit::find(&self.image.chain, &mut self.user.borrow_mut(), op, io.offset, io.len)?;
+        let (raw, files) = self.file(hit.file);
+        let pos = std::mem::replace(&mut io.offset, hit.offset);
+        let step = if raw.inline() {
+            Step::Done(raw.run_inline(io, pool))
+        } else {
+            raw.start(files, pool, ring, io, token)
+        };
+        Some(self.shortly(io, hit, pos, step))
+    }
+
+    /// After a step of a request that takes the short way.
+    #[inline]
+    fn shortly(&self, io: &mut Io, hit: Hit, pos: u64, step: Step) -> Step {
+        if step == Step::Wait {
+            io.hit = Some((hit, pos));
+        } else {
+            io.offset = pos;
+            hit.end(&self.image.chain, &mut self.user.borrow_mut());
+        }
+        step
     }
 
     fn begin(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, stable: bool) -> Step {
         let op = match io.op {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
+            Op::WriteCompressed => qcow2::Op::WriteCompressed,
+            Op::Seek { own } => qcow2::Op::Seek { own },
             Op::Flush => qcow2::Op::Flush,
             Op::Discard => qcow2::Op::Discard,
             Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },
@@ -195,7 +238,17 @@ impl Handle {
     }
 
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
+    #[inline]
     pub(super) fn resume(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+        if let Some((hit, pos)) = io.hit.take() {
+            let (raw, files) = self.file(hit.file);
+            let step = raw.resume(files, pool, ring, io, token, res);
+            return self.shortly(io, hit, pos, step);
+        }
+        self.go_on(pool, ring, io, token, res)
+    }
+
+    fn go_on(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
         let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
         let step = if std::mem::take(&mut slot.direct) {
             // Where a file system cannot take space, and on a block device, it goes without.
@@ -252,7 +305,10 @@ impl Handle {
         let mut step = first;
         loop {
             let res = match step {
-                qcow2::Step::Done(res) => return Step::Done(res),
+                qcow2::Step::Done(res) => {
+                    io.found = slot.request.found();
+                    return Step::Done(res);
+                }
                 qcow2::Step::Park => {
                     slot.direct = true;
                     ring.expect_wake();
@@ -267,6 +323,12 @@ impl Handle {
                     let from = &slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
                     // SAFETY: as above; `from` is as long as the range.
                     unsafe { io.iov.scatter_range(data, from) };
+                    Some(0)
+                }
+                qcow2::Step::Gather { data, at } => {
+                    let to = &mut slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
+                    // SAFETY: as above; `to` is as long as the range.
+                    unsafe { io.iov.gather_range(data, to) };
                     Some(0)
                 }
                 // Files in memory grow with each write as well.
@@ -306,7 +368,8 @@ impl Handle {
         };
         let file = match step {
             qcow2::Step::Data { file, offset, data } => {
-                inner.reset(io.op, offset, false);
+                let op = if io.op == Op::Read { Op::Read } else { Op::Write };
+                inner.reset(op, offset, false);
                 guest(inner, data);
                 file
             }

@@ -24,6 +24,15 @@ const CHAIN_MAX: usize = 200;
 pub(in crate::backend::block) struct Plain(File);
 
 impl Plain {
+    /// A file that nobody else has.
+    pub(in crate::backend::block) fn new(file: File) -> Self {
+        Self(file)
+    }
+
+    pub(in crate::backend::block) fn file(&self) -> &File {
+        &self.0
+    }
+
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
     pub(in crate::backend::block) fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
