@@ -279,6 +279,17 @@ impl Ring {
         Ok(completions[0].result)
     }
 
+    /// Sends what was pushed, and waits for nothing: the last that a control thread does with a ring that has woken others.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn send(&mut self) -> io::Result<()> {
+        while !self.uring.submission().is_empty() {
+            self.enter(false)?;
+        }
+        Ok(())
+    }
+
     /// Operations pushed and not completed.
     pub fn pending(&self) -> u64 {
         self.pending

@@ -151,6 +151,6 @@ fn list(now: &DiskSpec, image: &Image<'_>) -> Result<Vec<Saved>> {
     Ok(list.iter().map(Saved::from).collect())
 }
 
-pub(super) fn wrong(spec: &DiskSpec, e: &qcow2::Error) -> Error {
+fn wrong(spec: &DiskSpec, e: &qcow2::Error) -> Error {
     Error::invalid(format!("{}: {e}", shown(spec)))
 }

@@ -7,18 +7,15 @@
 //! contents: the first write to the overlay comes after 4, and none to the image below after 2.
 
 use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use qcow2::Image;
-use qcow2::create::{Options, create};
 
-use super::offline::wrong;
 use super::qcow2::{Plain, backing_of};
 use super::replace::shown;
-use super::{Disk, lock, mark};
+use super::{Disk, NewImage, lock, mark};
 use crate::error::{Error, Result};
 use crate::export::spec::{DiskSpec, Format};
 
@@ -43,45 +40,34 @@ impl Overlay {
                 below.display()
             )));
         };
-        let format = if base.format == Format::Qcow2 { "qcow2" } else { "raw" };
-        // Who may read the overlay learns what the image below it would tell.
-        let mode = std::fs::metadata(&below).ok().filter(|m| m.is_file()).map_or(0o600, |m| m.mode() & 0o777);
-        let file =
-            OpenOptions::new().read(true).write(true).create_new(true).mode(mode).open(&path).map_err(|e| {
-                match e.kind() {
-                    io::ErrorKind::AlreadyExists => Error::exists(format!(
-                        "{shown} is there already; give another name, or use it as it is, if it is an overlay of {} \
-                         (--existing, mode=existing)",
-                        below.display()
-                    )),
-                    _ => Error::io(format_args!("cannot make {shown}"), e),
-                }
-            })?;
-        let overlay = Self { path: path.clone(), file: Arc::new(file), made: true };
-        let options =
-            Options { backing: Some((name.to_owned(), format.to_owned())), ..Options::new(size_bytes) };
-        match overlay.fill(base, &options) {
-            Ok(()) => Ok(overlay),
-            Err(e) => {
-                overlay.unmake();
-                Err(e)
-            }
+        let backing = Some((name.to_owned(), base.format));
+        if path.exists() {
+            return Err(Error::exists(format!(
+                "{shown} is there already; give another name, or use it as it is, if it is an overlay of {name} \
+                 (--existing, mode=existing)"
+            )));
         }
+        NewImage { path: &path, format: Format::Qcow2, size: size_bytes, backing, overwrite: false }
+            .make()?;
+        Self::take(&path, base, Some(&below)).inspect_err(|_| drop(std::fs::remove_file(&path)))
     }
 
-    fn fill(&self, base: &DiskSpec, options: &Options) -> Result<()> {
-        let cannot = |e| Error::io(format_args!("cannot make {}", self.path.display()), e);
+    /// Locks one, and lets those use it who may use the image `like`, if that is given.
+    fn take(path: &Path, base: &DiskSpec, like: Option<&Path>) -> Result<Self> {
+        let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(path)
+            .map_err(cannot)?;
         if base.locking {
-            lock::lock(&self.file, &self.path, false)?;
+            lock::lock(&file, path, false)?;
         }
-        let file = Plain::from(self.file.try_clone().map_err(cannot)?);
-        create(&file, None, options, &mut |_, _| {}).map_err(|e| match e {
-            qcow2::Error::Io { source, .. } => cannot(source),
-            e => wrong(base, &e),
-        })?;
-        self.file.sync_all().map_err(cannot)?;
-        let folder = self.path.parent().unwrap_or(Path::new("/"));
-        File::open(folder).and_then(|f| f.sync_all()).map_err(cannot)
+        if let Some(meta) = like.and_then(|p| std::fs::metadata(p).ok()).filter(|m| m.is_file()) {
+            file.set_permissions(meta.permissions()).map_err(cannot)?;
+        }
+        Ok(Self { path: path.to_owned(), file: Arc::new(file), made: like.is_some() })
     }
 
     /// Takes one that is there.
@@ -93,18 +79,10 @@ impl Overlay {
         let shown = path.display();
         mark::check(&path, false)?;
         let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(&path)
-            .map_err(cannot)?;
-        if base.locking {
-            lock::lock(&file, &path, false)?;
-        }
-        let plain = Plain::from(file.try_clone().map_err(cannot)?);
+        let overlay = Self::take(&path, base, None)?;
+        let plain = Plain::new(overlay.file.try_clone().map_err(cannot)?);
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
-        let below = backing_of(&path, file.try_clone().map_err(cannot)?).map_err(cannot)?;
+        let below = backing_of(&path, overlay.file.try_clone().map_err(cannot)?).map_err(cannot)?;
         if !below.is_some_and(|b| image_of(base).is_ok_and(|base| mark::same(&b, base))) {
             return Err(Error::invalid(format!(
                 "{shown} does not stand on {0}; 'qemu-img create -f qcow2 -b {0} -F FORMAT {shown}' makes one that does",
@@ -118,7 +96,7 @@ impl Overlay {
                 super::replace::shown(base)
             )));
         }
-        Ok(Self { path, file: Arc::new(file), made: false })
+        Ok(overlay)
     }
 
     /// Removes it, if it was made by us.

@@ -153,6 +153,11 @@ impl Qcow2 {
         };
         io.iov.clear();
         handle.detach(&mut ring);
+        // Those whom it woke at its end would wait for ever.
+        if ring.send().is_err() {
+            tracing::error!("an io_uring failed; ending at once");
+            std::process::abort();
+        }
         if res < 0 { Err(std::io::Error::from_raw_os_error(-res)) } else { Ok(()) }
     }
 

@@ -40,13 +40,6 @@ impl Plain {
     }
 }
 
-impl From<File> for Plain {
-    /// A file without O_DIRECT.
-    fn from(file: File) -> Self {
-        Self(file)
-    }
-}
-
 impl Storage for Plain {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let mut at = 0;
@@ -255,7 +248,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
 
 /// Which image an overlay in `file` stands on; none if it is no qcow2 image.
 pub(in crate::backend::block) fn backing_of(path: &Path, file: File) -> io::Result<Option<PathBuf>> {
-    match qcow2::Image::open(&Plain(file)) {
+    match qcow2::Image::open(&Plain::new(file)) {
         Ok(image) => Ok(image.header().backing.as_ref().map(|name| beside(path, name))),
         Err(qcow2::Error::Io { source, .. }) => Err(source),
         Err(_) => Ok(None),
