@@ -26,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
 use crate::worker::{Ring, RingFile, Token};
 
+pub use ::qcow2::bitmap::Loaded;
 pub use ::qcow2::{Extent, Found};
 use bounce::Pool;
 pub use io::{Io, IoVecs};
@@ -377,6 +378,24 @@ impl Disk {
             Kind::Qcow2(image) => image.merge(offset, bytes, fua),
             // Their granule is 1.
             Kind::Null | Kind::Ram(_) => Err(std::io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    /// The persistent dirty bitmaps of a qcow2 image that is open for writing, handed to who sets their bits from before the
+    /// first write on; none of other disks. Until [`put_bitmaps`](Self::put_bitmaps) they are in use in the image, and in
+    /// doubt for who opens it next.
+    pub fn take_bitmaps(&self) -> Vec<Loaded> {
+        match &*self.kind() {
+            Kind::Qcow2(image) => image.take_bitmaps(),
+            Kind::Raw(_) | Kind::Null | Kind::Ram(_) => Vec::new(),
+        }
+    }
+
+    /// Makes these the bitmaps of its image once it is closed, with those gone that are not among them. After the last write;
+    /// other disks have no place for any.
+    pub fn put_bitmaps(&self, bitmaps: Vec<Loaded>) {
+        if let Kind::Qcow2(image) = &*self.kind() {
+            image.put_bitmaps(bitmaps);
         }
     }
 
