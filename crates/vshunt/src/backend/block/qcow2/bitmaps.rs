@@ -60,7 +60,7 @@ impl Bitmaps {
     /// Writes them to an image that nobody uses any more.
     pub(super) fn close(&self, storage: impl FnOnce() -> std::io::Result<Box<dyn Storage>>) -> Result<()> {
         let mut held = self.held.lock().expect("no holder panics");
-        if held.out || !(held.in_image || !held.list.is_empty()) {
+        if held.out || (!held.in_image && held.list.is_empty()) {
             return Ok(());
         }
         let mut list = std::mem::take(&mut held.list);
