@@ -12,6 +12,7 @@ use qcow2::header::incompatible;
 use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready};
 
 use super::Qcow2;
+use super::bitmaps::Bitmaps;
 use crate::backend::block::raw::{self, Raw};
 use crate::backend::block::{Limits, SECTOR_BYTES};
 use crate::error::{Error, Result};
@@ -34,7 +35,7 @@ impl Plain {
     }
 
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
-    fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
+    pub(super) fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
         OpenOptions::new().read(true).write(!readonly).open(path).map(Self)
     }
@@ -154,6 +155,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
     let qcow2 = Qcow2 {
         chain: Chain::new(image, layers),
         files: opened.files,
+        bitmaps: top.bitmaps,
         readonly: spec.readonly,
         careless: spec.cache == Cache::Unsafe,
         through: spec.cache == Cache::Writethrough,
@@ -176,6 +178,7 @@ impl Lower {
 struct Top {
     image: Arc<Served>,
     below: Option<Lower>,
+    bitmaps: Bitmaps,
 }
 
 /// Opens one image, and says which it stands on.
@@ -191,15 +194,11 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         e => Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it")),
     };
     let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    let mut bitmaps = Bitmaps::default();
     if !spec.readonly {
         if header.has(incompatible::CORRUPT) {
             return Err(Error::invalid(format!(
                 "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
-            )));
-        }
-        if header.bitmaps.is_some() {
-            return Err(Error::unsupported(format!(
-                "{shown} has dirty bitmaps, which are not kept up while it is written yet: add readonly=on"
             )));
         }
         if header.has(incompatible::DIRTY) {
@@ -212,6 +211,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
             }
         }
         make_ready(&plain).map_err(wrong)?;
+        bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     }
     let data = match &header.data_file {
@@ -240,7 +240,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
     };
     let settings = Settings { file, data, cache_bytes: spec.cache_size };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
-    Ok(Top { image: Arc::new(image), below })
+    Ok(Top { image: Arc::new(image), below, bitmaps })
 }
 
 /// A name in an image is relative to the image's own folder.
