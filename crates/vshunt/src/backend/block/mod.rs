@@ -460,6 +460,14 @@ impl Disk {
         self.watch.read().expect("no holder panics").clone()
     }
 
+    /// Bytes of a cluster of a qcow2 image.
+    pub(crate) fn cluster_bytes(&self) -> Option<u64> {
+        match &*self.kind() {
+            Kind::Qcow2(image) => Some(image.cluster_bytes()),
+            _ => None,
+        }
+    }
+
     /// Whether its image can keep dirty bitmaps.
     pub(crate) fn keeps_bitmaps(&self) -> bool {
         match &*self.kind() {

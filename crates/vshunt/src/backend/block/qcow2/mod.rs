@@ -72,6 +72,10 @@ impl Qcow2 {
         self.files.iter().any(Raw::may_wait)
     }
 
+    pub(super) fn cluster_bytes(&self) -> u64 {
+        self.chain.top().cluster_size()
+    }
+
     /// Whether it can have dirty bitmaps.
     pub(super) fn keeps_bitmaps(&self) -> bool {
         self.chain.top().header().version >= 3
