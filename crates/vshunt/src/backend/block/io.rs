@@ -285,6 +285,8 @@ pub struct Io {
     pub(super) qcow2: Option<Box<super::qcow2::Slot>>,
     /// It goes the short way through a qcow2 image's map; where on the disk it begins, while `offset` is the file's.
     pub(super) hit: Option<(::qcow2::Hit, u64)>,
+    /// Of writes under a backup; made at the slot's first.
+    pub(super) before: Option<Box<super::copy_before_write::Before>>,
 }
 
 impl Default for Io {
@@ -305,6 +307,7 @@ impl Default for Io {
             bounce: None,
             qcow2: None,
             hit: None,
+            before: None,
         }
     }
 }

@@ -12,6 +12,7 @@ mod copy;
 
 use super::*;
 use crate::error::Kind as ErrorKind;
+use crate::worker::Token;
 
 /// A folder that goes away with the test. `parent` decides the file system.
 pub(super) fn scratch(parent: &str) -> TempDir {
@@ -142,7 +143,7 @@ impl Rig {
         Self { ring, handle }
     }
 
-    pub(super) fn disk(&self) -> &Disk {
+    pub(super) fn disk(&self) -> &Arc<Disk> {
         &self.handle.disk
     }
 

@@ -19,8 +19,7 @@ use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 use self::bitmaps::Bitmaps;
-use self::open::Plain;
-pub(super) use self::open::open;
+pub(super) use self::open::{Plain, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
@@ -71,6 +70,11 @@ impl Qcow2 {
     /// Whether one of its files waits for other programs.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
+    }
+
+    /// Whether it can have dirty bitmaps.
+    pub(super) fn keeps_bitmaps(&self) -> bool {
+        self.chain.top().header().version >= 3
     }
 
     pub(super) fn direct_in_use(&self) -> bool {
