@@ -50,7 +50,7 @@ pub fn convert(
     todo.set(todo.all());
     let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a copy cannot be set up", e))?;
     let copy = Copy::new(source, target.clone(), Arc::new(work), std::thread::current());
-    let copy = Arc::new(copy.to_fresh(fresh).compressed(compress));
+    let copy = Arc::new(copy.onto_fresh(fresh).compressed(compress));
     run(&copy, size, progress)?;
     match copy.failure() {
         Some((Side::Source, at, e)) => {

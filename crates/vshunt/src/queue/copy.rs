@@ -98,7 +98,7 @@ impl Copy {
     }
 
     /// Whether the target reads as zeroes.
-    pub(crate) fn to_fresh(self, fresh: bool) -> Self {
+    pub(crate) fn onto_fresh(self, fresh: bool) -> Self {
         Self { fresh, ..self }
     }
 
@@ -423,7 +423,8 @@ impl CopyQueue {
             // A guest's write found that it cannot be read.
             self.copy.fail(Side::Source, 0, errno);
         }
-        if !self.has_ended() && !(self.exhausted && self.copy.work.is_over()) {
+        let all_done = || self.exhausted && self.copy.work.is_over();
+        if !(self.has_ended() || all_done()) {
             return;
         }
         // After what is left to do was looked at.
@@ -456,8 +457,9 @@ impl Queue for CopyQueue {
             self.copy.work.end(&mut |w| ring.wake(w.who, w.token));
         }
         while taken < budget && !self.free.is_empty() && !self.has_ended() {
-            let begun = self.copy.work.has_full() && self.begin_piece(ring, place);
-            if !begun && !(self.may_go_ahead() && self.begin_chunk(ring, place)) {
+            let piece = self.copy.work.has_full() && self.begin_piece(ring, place);
+            let begun = piece || (self.may_go_ahead() && self.begin_chunk(ring, place));
+            if !begun {
                 break;
             }
             taken += 1;

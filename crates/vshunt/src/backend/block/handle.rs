@@ -167,11 +167,8 @@ impl DiskHandle {
         res: i32,
     ) -> Step {
         let mut slot = io.before.take().expect("it is active");
-        let step = match slot.piece {
-            // It was woken.
-            None => None,
-            Some(_) => Some(self.advance(ring, &mut slot.inner, token, res)),
-        };
+        // Without one it was woken.
+        let step = slot.piece.is_some().then(|| self.advance(ring, &mut slot.inner, token, res));
         io.before = Some(slot);
         match step {
             Some(Step::Wait) => return Step::Wait,

@@ -107,7 +107,7 @@ fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress:
     let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
     source.set_watch(Watch { dirty: vec![], before: Some(work.clone()) });
     let copy = Copy::new(source.clone(), target.clone(), work, std::thread::current());
-    let copy = Arc::new(copy.to_fresh(true).compressed(compress));
+    let copy = Arc::new(copy.onto_fresh(true).compressed(compress));
     // At first nothing but what guests write.
     copy.paused.store(true, Relaxed);
     let workers = Workers::new(50).unwrap();
