@@ -225,6 +225,23 @@ impl Request {
         Some(self.step(Pending::Extend(to), Step::Extend { file: image.file, offset, len: to - offset }))
     }
 
+    /// There was no space: whether there may be for less. First none is taken ahead, then the reserve becomes smaller, down to
+    /// one cluster.
+    pub(super) fn wants_less(&mut self, cx: &mut Context<'_>) -> bool {
+        if !std::mem::replace(&mut self.no_more, true) {
+            return true;
+        }
+        let reserve = &mut cx.user.reserve;
+        if reserve.count == 1 {
+            return false;
+        }
+        let keep = reserve.count / 2;
+        let rest = Reserve { start: reserve.start + keep, count: reserve.count - keep, ..*reserve };
+        reserve.count = keep;
+        cx.chain.top().alloc.lock().expect("no holder panics").untake(rest);
+        true
+    }
+
     /// The space was taken up to `len`, or (none) could not be.
     pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
         let image = cx.chain.top();
@@ -443,3 +460,6 @@ impl Request {
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

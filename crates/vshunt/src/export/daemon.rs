@@ -259,17 +259,19 @@ impl Daemon {
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
         self.check_not_ours(&disk)?;
+        let watched = Watched::of(&disk)?;
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
-        let entry = DiskEntry {
+        let entry = Arc::new(DiskEntry {
             name: name.clone(),
             spec: Mutex::new(spec),
             disk,
             turn: Mutex::default(),
-            watched: Watched::default(),
-        };
-        state.disks.insert(name, Arc::new(entry));
+            watched,
+        });
+        entry.watch();
+        state.disks.insert(name, entry);
         Ok(())
     }
 

@@ -3,27 +3,30 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::daemon::DiskEntry;
 use super::life::Export;
 use crate::error::{Error, Result};
 
-/// Calls `f` while all queues of all exports of a disk, whose turn is held, are drained. The drains nest: the later exports'
+/// Calls `f`, which may close the disk's image and open it or another, while all queues of all exports of a disk, whose turn
+/// is held, are drained. The drains nest: the later exports'
 /// wait while the first ones rest, and `f` itself is what guests wait for.
 ///
 /// # Errors
 /// An export whose requests we cannot hold back; queues that do not come to rest. Nothing was changed then.
 pub(super) fn with_disk_drained<R>(
-    disk: &str,
+    entry: &DiskEntry,
     exports: &[Arc<Export>],
     f: impl FnOnce() -> Result<R>,
 ) -> Result<R> {
     for export in exports {
         export.check_held()?;
     }
+    let disk = &entry.name;
     let (mut f, mut result) = (Some(f), None);
     let begin = Instant::now();
     nest(exports, &mut || {
         let drained = begin.elapsed();
-        result = f.take().map(|f| f());
+        result = f.take().map(|f| entry.with_bitmaps_kept(f));
         tracing::info!("disk {disk}: drained in {drained:?}, and held for {:?}", begin.elapsed() - drained);
     })?;
     result.unwrap_or_else(|| Err(Error::busy(format!("disk {disk} could not be drained"))))

@@ -46,7 +46,7 @@ impl Daemon {
         self.changeable(entry)?;
         let (disk, now) = (&entry.disk, entry.spec());
         let _ = disk.sync();
-        with_disk_drained(&entry.name, exports, || {
+        with_disk_drained(entry, exports, || {
             entry.resize_watched(size_bytes, || disk.resize_closed(&now, size_bytes))
         })?;
         // What was asked for when it was added is not so any more.

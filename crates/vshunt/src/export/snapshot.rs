@@ -45,7 +45,7 @@ impl Daemon {
         };
         // Most of what has to be written is so before guests wait. If it fails, so does the flush that counts.
         let _ = disk.sync();
-        match with_disk_drained(name, &exports, || disk.put_overlay(&now, &overlay)) {
+        match with_disk_drained(&entry, &exports, || disk.put_overlay(&now, &overlay)) {
             Ok(next) => {
                 entry.set_spec(next);
                 Ok(())
@@ -84,7 +84,7 @@ impl Daemon {
         let _turn = entry.turn();
         let exports = self.changeable(&entry)?;
         let _ = entry.disk.sync();
-        with_disk_drained(name, &exports, || f(&entry))
+        with_disk_drained(&entry, &exports, || f(&entry))
     }
 
     /// The exports of a disk whose turn is held and whose image may be changed or replaced.

@@ -5,6 +5,7 @@
 mod args;
 mod bitmap;
 mod check;
+mod convert;
 mod create;
 mod file;
 mod info;
@@ -37,6 +38,7 @@ pub(super) enum ImageFormat {
 pub(crate) fn run(command: ImageCommand, quiet: bool) -> Outcome {
     match command {
         ImageCommand::Create(args) => create::run(*args, quiet),
+        ImageCommand::Convert(args) => convert::run(*args, quiet),
         ImageCommand::Info(args) => info::run(&args),
         ImageCommand::Check(args) => check::run(&args, quiet),
         ImageCommand::Resize(args) => resize::run(&args, quiet),

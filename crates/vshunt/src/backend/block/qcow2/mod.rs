@@ -6,6 +6,7 @@
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
+mod bitmaps;
 mod open;
 
 use std::cell::RefCell;
@@ -14,8 +15,10 @@ use std::sync::Arc;
 
 use io_uring::opcode;
 
+use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
+use self::bitmaps::Bitmaps;
 pub(super) use self::open::{Plain, backing_of, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
@@ -30,6 +33,7 @@ pub(super) struct Qcow2 {
     files: Vec<Raw>,
     /// Size of the image below, bytes, if there is one.
     below: Option<u64>,
+    bitmaps: Bitmaps,
     readonly: bool,
     /// Flushes are done at once.
     careless: bool,
@@ -68,6 +72,10 @@ impl Qcow2 {
     /// Whether one of its files waits for other programs.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
+    }
+
+    pub(super) fn cluster_bytes(&self) -> u64 {
+        self.chain.top().cluster_size()
     }
 
     /// Whether it can have dirty bitmaps.
@@ -175,6 +183,23 @@ impl Qcow2 {
         if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
             let _ = file.set_len(end);
         }
+        if self.readonly {
+            return;
+        }
+        let stored = self.bitmaps.close(|| Ok(Box::new(Plain::of(&self.files[0], false)?)));
+        if let Err(e) = stored {
+            tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
+        }
+    }
+
+    /// See [`Disk::take_bitmaps`](super::Disk::take_bitmaps).
+    pub(super) fn take_bitmaps(&self) -> Vec<Loaded> {
+        self.bitmaps.take()
+    }
+
+    /// See [`Disk::put_bitmaps`](super::Disk::put_bitmaps).
+    pub(super) fn put_bitmaps(&self, bitmaps: Vec<Loaded>) {
+        self.bitmaps.put(bitmaps);
     }
 }
 

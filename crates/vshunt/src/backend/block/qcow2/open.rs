@@ -12,6 +12,7 @@ use qcow2::header::incompatible;
 use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready};
 
 use super::Qcow2;
+use super::bitmaps::Bitmaps;
 use crate::backend::block::raw::{self, Raw};
 use crate::backend::block::{Limits, SECTOR_BYTES};
 use crate::error::{Error, Result};
@@ -157,6 +158,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
         chain: Chain::new(image, layers),
         files: opened.files,
         below: below_size,
+        bitmaps: top.bitmaps,
         readonly: spec.readonly,
         careless: spec.cache == Cache::Unsafe,
         through: spec.cache == Cache::Writethrough,
@@ -179,6 +181,7 @@ impl Lower {
 struct Top {
     image: Arc<Served>,
     below: Option<Lower>,
+    bitmaps: Bitmaps,
 }
 
 /// Opens one image, and says which it stands on.
@@ -194,15 +197,11 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         e => Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it")),
     };
     let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    let mut bitmaps = Bitmaps::default();
     if !spec.readonly {
         if header.has(incompatible::CORRUPT) {
             return Err(Error::invalid(format!(
                 "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
-            )));
-        }
-        if header.bitmaps.is_some() {
-            return Err(Error::unsupported(format!(
-                "{shown} has dirty bitmaps, which are not kept up while it is written yet: add readonly=on"
             )));
         }
         if header.has(incompatible::DIRTY) {
@@ -215,6 +214,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
             }
         }
         make_ready(&plain).map_err(wrong)?;
+        bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     }
     let data = match &header.data_file {
@@ -243,7 +243,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
     };
     let settings = Settings { file, data, cache_bytes: spec.cache_size };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
-    Ok(Top { image: Arc::new(image), below })
+    Ok(Top { image: Arc::new(image), below, bitmaps })
 }
 
 /// Which image an overlay in `file` stands on; none if it is no qcow2 image.
