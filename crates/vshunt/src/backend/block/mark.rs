@@ -1,9 +1,7 @@
-//! Marks on images: extended attributes that say what became of an image by snapshots and commits, so that it is not
-//! served by its old name by mistake.
+//! A mark on an image below an overlay, so that it is not served by its old name by mistake: the extended attribute
+//! `user.vshunt.overlay`, the overlay's path. Who writes to that image changes what the overlay shows.
 //!
-//! `user.vshunt.overlay` is on an image below an overlay: the overlay's path. Who writes to that image changes what the
-//! overlay shows. `user.vshunt.committed` is on an overlay whose data went into the image below it: that one's path. What
-//! the overlay shows is of no time any more. Called by control threads; a daemon that is killed leaves the marks as they are.
+//! Called by control threads; a daemon that is killed leaves marks as they are.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -20,7 +18,6 @@ use super::qcow2::backing_of;
 use crate::error::{Error, Result};
 
 const OVERLAY: &str = "user.vshunt.overlay";
-const COMMITTED: &str = "user.vshunt.committed";
 
 /// Whether an image may be opened. What is below an overlay may be read only; a mark whose overlay is gone, or stands on
 /// another image by now, is removed.
@@ -29,13 +26,6 @@ const COMMITTED: &str = "user.vshunt.committed";
 /// `Busy`, with the overlay's name and what to do.
 pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
     let shown = path.display();
-    if let Some(base) = read(path, COMMITTED) {
-        return Err(Error::busy(format!(
-            "{shown} was committed to {}, which has its data and may be newer: use that one, and remove {shown} (or 'setfattr \
-             -x {COMMITTED} {shown}' if you know that it is right)",
-            base.display()
-        )));
-    }
     let Some(overlay) = read(path, OVERLAY).filter(|_| !readonly) else { return Ok(()) };
     let over = overlay.display();
     match stands_on(&overlay, path) {
