@@ -21,6 +21,7 @@ mod error;
 pub mod header;
 mod image;
 pub mod info;
+pub mod journal;
 mod map;
 pub mod memory;
 pub mod refcount;
