@@ -5,6 +5,7 @@
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
+mod journal;
 mod open;
 
 use std::cell::RefCell;
@@ -15,6 +16,8 @@ use io_uring::opcode;
 
 use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
 
+pub(crate) use self::journal::{Lacks, forget, recover};
+use self::open::Plain;
 pub(super) use self::open::open;
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
@@ -28,6 +31,10 @@ pub(super) struct Qcow2 {
     /// By number.
     files: Vec<Raw>,
     readonly: bool,
+    /// Where its map's journal lies.
+    journal: Option<journal::Place>,
+    /// Completed writes of its last daemon may be missing.
+    lost: bool,
     /// Flushes are done at once.
     careless: bool,
     /// Writes are stable when they are done.
@@ -60,6 +67,16 @@ impl Qcow2 {
     pub(super) fn attach(self: &Arc<Self>, ring: &mut Ring) -> Handle {
         let files = self.files.iter().map(|raw| super::know(raw, ring)).collect();
         Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
+    }
+
+    /// See [`Disk::outlives_us`](super::Disk::outlives_us).
+    pub(super) fn outlives_us(&self) -> bool {
+        self.readonly || self.through || self.journal.is_some()
+    }
+
+    /// See [`Disk::lost`](super::Disk::lost).
+    pub(super) fn lost(&self) -> bool {
+        self.lost
     }
 
     /// Whether one of its files waits for other programs.
@@ -143,7 +160,13 @@ impl Qcow2 {
         // The second one writes what the first one counted down, the third what was reserved for these two.
         for _ in 0..3 {
             if let Err(e) = self.flush_now() {
-                tracing::error!("the image's last changes are lost: {e}");
+                let what = match self.journal {
+                    Some(_) => {
+                        "are in its journal, for whoever opens it next before the machine is started again"
+                    }
+                    None => "are lost",
+                };
+                tracing::error!("the image's last changes {what}: {e}");
                 return;
             }
         }
@@ -151,6 +174,18 @@ impl Qcow2 {
         let (file, end) = (self.files[0].image(), self.chain.top().end());
         if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
             let _ = file.set_len(end);
+        }
+        if let Some(place) = &self.journal {
+            let plain = Plain::of(&self.files[0], false, self.careless);
+            match plain
+                .map_err(qcow2::Error::io("cannot open it"))
+                .and_then(|plain| qcow2::journal::end(&plain))
+            {
+                Ok(()) => place.remove(),
+                Err(e) => {
+                    tracing::error!("the image stays marked as not closed, and is repaired next time: {e}")
+                }
+            }
         }
     }
 }
