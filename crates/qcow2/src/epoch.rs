@@ -18,7 +18,8 @@ pub(crate) type Epoch = u64;
 /// empty when it begins.
 const LIVE: usize = 3;
 
-/// Requests under way of one user (a queue on its worker), by epoch. In a cache line of its own.
+/// Requests under way of one user (a queue on its worker), by epoch; changed by its thread alone, read by any. In a cache
+/// line of its own.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Member {
@@ -62,21 +63,24 @@ impl Epochs {
     pub(crate) fn enter(&self, member: &Member) -> Epoch {
         loop {
             let epoch = self.now.load(Relaxed);
-            member.active[place(epoch)].fetch_add(1, Relaxed);
+            let active = &member.active[place(epoch)];
+            // Its user alone changes it.
+            active.store(active.load(Relaxed) + 1, Relaxed);
             // Against those in `now` and `advance`: either they come later and the count is seen, or this one does, and
             // what was done before them is: another epoch, and a map without what went.
             fence(SeqCst);
             if self.now.load(Relaxed) == epoch {
                 return epoch;
             }
-            member.active[place(epoch)].fetch_sub(1, Relaxed);
+            active.store(active.load(Relaxed) - 1, Release);
         }
     }
 
     /// The request of that epoch is over.
     #[inline]
     pub(crate) fn exit(&self, member: &Member, epoch: Epoch) {
-        member.active[place(epoch)].fetch_sub(1, Release);
+        let active = &member.active[place(epoch)];
+        active.store(active.load(Relaxed) - 1, Release);
     }
 
     /// Goes on to the next epoch if nobody is in the last one. The epoch that is then.

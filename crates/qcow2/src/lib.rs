@@ -19,6 +19,7 @@ pub mod entry;
 mod epoch;
 mod error;
 pub mod header;
+mod hit;
 mod image;
 pub mod info;
 pub mod journal;
@@ -35,6 +36,7 @@ mod sync;
 mod testing;
 
 pub use error::{Error, Result};
+pub use hit::Hit;
 pub use image::Image;
 pub use request::{Buf, Context, Op, Request, Step};
 pub use served::{Chain, Layer, Served, Settings, User, make_ready};

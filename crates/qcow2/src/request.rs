@@ -226,7 +226,8 @@ impl Request {
         debug_assert!(!self.busy, "a request was begun before the last one ended");
         self.busy = true;
         (self.op, self.begin, self.pos, self.end) = (op, pos, pos, pos + len);
-        self.stable = stable || op == Op::Flush;
+        // What is only read stays as stable as it is.
+        self.stable = (stable && op != Op::Read) || op == Op::Flush;
         (self.made_room, self.no_more) = (false, false);
         self.epoch = Some(cx.chain.top().epochs.enter(&cx.user.member));
         if cx.readonly && !matches!(op, Op::Read | Op::Flush) {

@@ -1,5 +1,8 @@
 //! What the tests of this crate share: images with data, and what a crash at any point leaves of them.
 
+#[cfg(not(loom))]
+pub(crate) mod drive;
+
 use std::collections::BTreeMap;
 
 use crate::change::Change;

@@ -71,7 +71,7 @@ impl Served {
     }
 
     /// As [`in_place`](Self::in_place), and for how many bytes that goes on.
-    fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
+    pub(crate) fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
         let at = self.in_place(entry, pos)?;
         let mut next = ((pos >> self.sub_bits()) + 1) << self.sub_bits();
         let last = self.map.slice_end(self.cluster(pos)) << self.cluster_bits;

@@ -265,7 +265,7 @@ impl Daemon {
         if !disk.image_may_wait() {
             return Ok(());
         }
-        let Some(Ok(meta)) = disk.image().map(std::fs::File::metadata) else { return Ok(()) };
+        let Some(Ok(meta)) = disk.image().map(|image| image.metadata()) else { return Ok(()) };
         match self.shown().iter().find(|e| e.is_on(meta.dev())) {
             None => Ok(()),
             Some(export) => Err(Error::invalid(format!(

@@ -266,6 +266,8 @@ pub struct Io {
     pub(super) bounce: Option<AlignedBuf>,
     /// Of a qcow2 disk's requests; made at the slot's first.
     pub(super) qcow2: Option<Box<super::qcow2::Slot>>,
+    /// It goes the short way through a qcow2 image's map; where on the disk it begins, while `offset` is the file's.
+    pub(super) hit: Option<(::qcow2::Hit, u64)>,
 }
 
 impl Default for Io {
@@ -284,6 +286,7 @@ impl Default for Io {
             asked: 0,
             bounce: None,
             qcow2: None,
+            hit: None,
         }
     }
 }

@@ -19,8 +19,8 @@ mod spill;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, RwLock};
 
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
@@ -108,8 +108,10 @@ impl Limits {
 
 /// A disk, shared by exports and workers.
 pub struct Disk {
+    /// What it is now. Control replaces it with nothing in flight; each handle has its own reference, so that workers take
+    /// this lock for attributes alone, never for a request.
+    kind: RwLock<Arc<Kind>>,
     // Control, fixed at open.
-    kind: Kind,
     readonly: bool,
     locked: bool,
     cache: Cache,
@@ -168,7 +170,7 @@ impl Disk {
             }
         };
         Ok(Arc::new(Self {
-            kind,
+            kind: RwLock::new(Arc::new(kind)),
             readonly: spec.readonly,
             locked: spec.locking,
             cache: spec.cache,
@@ -180,12 +182,16 @@ impl Disk {
     /// Whether a disk of `spec` cannot be opened because this one has locked the same image.
     pub fn keeps_out(&self, spec: &DiskSpec) -> bool {
         let Some(path) = &spec.file else { return false };
-        let is_of = match &self.kind {
+        let is_of = match &*self.kind() {
             Kind::Raw(raw) => raw.is_of(path),
             Kind::Qcow2(image) => image.is_of(path),
             Kind::Null | Kind::Ram(_) => false,
         };
         self.locked && spec.locking && !(self.readonly && spec.readonly) && is_of
+    }
+
+    fn kind(&self) -> Arc<Kind> {
+        self.kind.read().expect("no holder panics").clone()
     }
 
     /// Its size now, bytes; a positive multiple of 512.
@@ -201,7 +207,7 @@ impl Disk {
     /// Those of [`resize`](Self::resize) that can be known before; nothing is changed then.
     pub fn narrow(&self, size_bytes: u64) -> Result<bool> {
         Self::check_size(size_bytes)?;
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) if raw.can_be_cut() && !self.readonly => {
                 self.size_bytes.store(size_bytes, Ordering::Release);
                 Ok(true)
@@ -225,7 +231,7 @@ impl Disk {
             // First the word, then the deed: who reads the size meanwhile stays within what is there.
             self.size_bytes.store(size_bytes, Ordering::Release);
         }
-        let resized = match &self.kind {
+        let resized = match &*self.kind() {
             Kind::Null => Ok(()),
             Kind::Ram(ram) => ram.resize(old, size_bytes),
             Kind::Raw(raw) => raw.resize(size_bytes, self.readonly),
@@ -237,7 +243,7 @@ impl Disk {
 
     /// Takes note that others have made its file longer.
     pub fn learn_size(&self) {
-        if let Some(Ok(meta)) = self.image().map(File::metadata) {
+        if let Some(Ok(meta)) = self.image().map(|image| image.metadata()) {
             let there = std::os::unix::fs::MetadataExt::size(&meta).next_multiple_of(SECTOR_BYTES);
             self.size_bytes.fetch_max(there, Ordering::AcqRel);
         }
@@ -251,7 +257,7 @@ impl Disk {
     pub fn truncate(&self, end: u64) -> std::io::Result<()> {
         let (old, size_bytes) = (self.size_bytes(), end.next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES));
         self.size_bytes.store(size_bytes.min(old), Ordering::Release);
-        let cut = match &self.kind {
+        let cut = match &*self.kind() {
             Kind::Null => Ok(()),
             Kind::Ram(ram) => {
                 Self::resize_ram(ram, old, size_bytes).map(|()| ram.clear(end, size_bytes - end))
@@ -277,7 +283,7 @@ impl Disk {
         if size_bytes <= old {
             return Ok(false);
         }
-        match &self.kind {
+        match &*self.kind() {
             Kind::Null => {}
             Kind::Ram(ram) => Self::resize_ram(ram, old, size_bytes)?,
             Kind::Raw(raw) => raw.lengthen(size_bytes)?,
@@ -293,7 +299,7 @@ impl Disk {
     /// The system's; what was written before may be lost then. With the page cache in use, that of a flush that failed
     /// before, whoever asked for it.
     pub fn sync(&self) -> std::io::Result<()> {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
             Kind::Qcow2(image) if self.cache != Cache::Unsafe => image.flush_now(),
             _ => Ok(()),
@@ -315,7 +321,7 @@ impl Disk {
     /// be had alone. (Of a guest's requests only the length and offset are sure to be multiples of 512; what it takes
     /// beyond that, the backend does for itself.)
     pub fn granule(&self) -> u64 {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) => raw.granule(),
             // Blocks of the file, which its clusters are made of.
             Kind::Qcow2(_) => SECTOR_BYTES,
@@ -325,7 +331,7 @@ impl Disk {
 
     /// Likewise for WriteZeroes.
     pub fn zero_granule(&self) -> u64 {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) if !raw.can_be_cut() => u64::from(self.limits.block_size),
             Kind::Qcow2(_) => SECTOR_BYTES,
             _ => 1,
@@ -333,9 +339,9 @@ impl Disk {
     }
 
     /// The image itself, where it is a file or device byte for byte.
-    pub fn image(&self) -> Option<&File> {
-        match &self.kind {
-            Kind::Raw(raw) => Some(raw.image()),
+    pub fn image(&self) -> Option<Arc<File>> {
+        match &*self.kind() {
+            Kind::Raw(raw) => Some(raw.image().clone()),
             Kind::Null | Kind::Ram(_) | Kind::Qcow2(_) => None,
         }
     }
@@ -343,7 +349,7 @@ impl Disk {
     /// Whether to ask the image for its size or times may wait for another program, as a file on FUSE does: not for a
     /// worker.
     pub fn image_may_wait(&self) -> bool {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) => raw.may_wait(),
             Kind::Qcow2(image) => image.may_wait(),
             Kind::Null | Kind::Ram(_) => false,
@@ -356,7 +362,7 @@ impl Disk {
     /// # Errors
     /// The system's.
     pub fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) => raw.merge(offset, bytes, fua),
             Kind::Qcow2(image) => image.merge(offset, bytes, fua),
             // Their granule is 1.
@@ -371,7 +377,7 @@ impl Disk {
 
     /// Whether the image is open with O_DIRECT.
     pub fn direct_in_use(&self) -> bool {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Raw(raw) => raw.direct_in_use(),
             Kind::Qcow2(image) => image.direct_in_use(),
             Kind::Null | Kind::Ram(_) => false,
@@ -380,7 +386,7 @@ impl Disk {
 
     /// How requests reach it: `ring`, `inline` (a file in memory), `memory` or `none`.
     pub fn path(&self) -> &'static str {
-        match &self.kind {
+        match &*self.kind() {
             Kind::Null => "none",
             Kind::Ram(_) => "memory",
             Kind::Raw(raw) if raw.inline() => "inline",
@@ -390,19 +396,19 @@ impl Disk {
 
     /// Makes it usable by one queue of the worker that owns `ring`; on that worker's thread.
     pub fn attach(self: &Arc<Self>, ring: &mut Ring) -> DiskHandle {
-        let (mut files, mut image) = (RingFiles::NONE, None);
-        match &self.kind {
+        let (kind, mut files, mut image) = (self.kind(), RingFiles::NONE, None);
+        match &*kind {
             Kind::Raw(raw) => files = know(raw, ring),
             Kind::Qcow2(qcow2) => image = Some(Box::new(qcow2.attach(ring))),
             Kind::Null | Kind::Ram(_) => {}
         }
-        DiskHandle { disk: self.clone(), files, image, pool: Pool::default() }
+        DiskHandle { disk: self.clone(), kind, files, image, pool: Pool::default() }
     }
 
     /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image
     /// or in the system's cache of it.
     pub fn outlives_us(&self) -> bool {
-        match &self.kind {
+        match &*self.kind() {
             // Changes of its map are in our memory until the next flush, unless it has a journal.
             Kind::Qcow2(image) => image.outlives_us(),
             Kind::Null | Kind::Ram(_) | Kind::Raw(_) => true,
@@ -411,13 +417,13 @@ impl Disk {
 
     /// Whether writes may be missing that the daemon before us had completed: no guest of its goes on with this disk.
     pub fn lost(&self) -> bool {
-        matches!(&self.kind, Kind::Qcow2(image) if image.lost())
+        matches!(&*self.kind(), Kind::Qcow2(image) if image.lost())
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        if let Kind::Qcow2(image) = &self.kind {
+        if let Kind::Qcow2(image) = &*self.kind() {
             image.close();
         }
     }
@@ -464,6 +470,7 @@ impl RingFiles {
 /// A disk as one worker's queue uses it: made and used on that worker's thread, with that worker's ring and no other.
 pub struct DiskHandle {
     disk: Arc<Disk>,
+    kind: Arc<Kind>,
     files: RingFiles,
     /// Of a qcow2 disk.
     image: Option<Box<qcow2::Handle>>,
@@ -479,7 +486,7 @@ impl DiskHandle {
     /// the worker's other queues wait meanwhile.
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
-        let step = match &self.disk.kind {
+        let step = match &*self.kind {
             Kind::Null => Step::Done(0),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
@@ -492,7 +499,7 @@ impl DiskHandle {
     /// Goes on with a request after its operation on the ring completed with `res`.
     #[inline]
     pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
-        let step = match &self.disk.kind {
+        let step = match &*self.kind {
             Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
             Kind::Qcow2(_) => self.image().resume(&self.pool, ring, io, token, res),
             // The others are never under way; a completion that says otherwise is not ours.
@@ -512,7 +519,7 @@ impl DiskHandle {
 
     /// Undoes [`Disk::attach`], on the same thread, with no request under way.
     pub fn detach(self, ring: &mut Ring) {
-        match &self.disk.kind {
+        match &*self.kind {
             Kind::Raw(raw) => forget(raw, ring),
             Kind::Qcow2(_) => self.image.expect("made with it").detach(ring),
             Kind::Null | Kind::Ram(_) => {}

@@ -210,7 +210,7 @@ impl Fuse {
 
     /// The kernel wrote to the image by itself and may have made it longer, by any number of bytes.
     fn settle_size(&self) {
-        let Some(Ok(meta)) = self.disk.image().map(std::fs::File::metadata) else { return };
+        let Some(Ok(meta)) = self.disk.image().map(|image| image.metadata()) else { return };
         let size = meta.size().next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES);
         if (size != self.disk.size_bytes() || size != meta.size())
             && let Err(e) = self.disk.resize(size)
@@ -234,7 +234,7 @@ fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk) -> Op
     let why = match disk.image() {
         _ if features & abi::init::PASSTHROUGH == 0 => "this kernel has none (Linux 6.9)".to_owned(),
         None => "there is no image".to_owned(),
-        Some(image) => match session::open_backing(session, image) {
+        Some(image) => match session::open_backing(session, &image) {
             Ok(id) => return Some(id),
             Err(e) => format!("the kernel refused the image: {e}"),
         },

@@ -141,6 +141,6 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<
         return Err("its workers do not poll; leave out poll-us".to_owned());
     }
     let device = Arc::new(Vhost::open(DEVICE).map_err(|e| e.to_string())?);
-    let disk = BlockDevice::new(disk, image, readonly)?;
+    let disk = BlockDevice::new(disk, &image, readonly)?;
     Ok(Plan { device, disk, readonly })
 }

@@ -1,6 +1,6 @@
 //! What the queues of one mount share: the disk, the file's attributes, the clerk and the gate.
 
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -218,7 +218,7 @@ impl FuseShared {
 
 /// What the image says of itself; may wait where [`FuseShared::looks_wait`].
 pub(super) fn look(disk: &Disk) -> Option<Metadata> {
-    disk.image().map(File::metadata)?.ok()
+    disk.image()?.metadata().ok()
 }
 
 /// `errno`, negative, of an error.

@@ -1,7 +1,8 @@
 //! qcow2 images: `crates/qcow2` says step by step what a request needs, and it is done here, by raw files' own ways.
 //!
 //! A queue's slot holds the request ([`Slot`]) and one [`Io`] for the step that is under way. A request that waits for
-//! another is woken by a message to its worker's ring, from whichever worker that happens on.
+//! another is woken by a message to its worker's ring, from whichever worker that happens on. Most requests need none of
+//! that: they are one transfer of the guest's bytes, done by the queue's own [`Io`] ([`Hit`]).
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
@@ -14,7 +15,7 @@ use std::sync::Arc;
 
 use io_uring::opcode;
 
-use qcow2::{Buf, Chain, Context, FileId, Request, User, Waker};
+use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 pub(crate) use self::journal::{Lacks, forget, recover};
 use self::open::Plain;
@@ -192,11 +193,46 @@ impl Qcow2 {
 
 impl Handle {
     /// See [`DiskHandle::start`](super::DiskHandle::start).
+    #[inline]
     pub(super) fn start(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         if io.op == Op::Flush && self.image.careless {
             return Step::Done(0);
         }
-        self.begin(pool, ring, io, token, io.fua || self.image.through)
+        let stable = io.fua || self.image.through;
+        match io.op {
+            Op::Read => self.short(qcow2::Op::Read, pool, ring, io, token),
+            Op::Write if !stable && !self.image.readonly => {
+                self.short(qcow2::Op::Write, pool, ring, io, token)
+            }
+            _ => None,
+        }
+        .unwrap_or_else(|| self.begin(pool, ring, io, token, stable))
+    }
+
+    /// Begins a request that is one transfer; none: it is not.
+    #[inline]
+    fn short(&self, op: qcow2::Op, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Option<Step> {
+        let hit = Hit::find(&self.image.chain, &mut self.user.borrow_mut(), op, io.offset, io.len)?;
+        let (raw, files) = self.file(hit.file);
+        let pos = std::mem::replace(&mut io.offset, hit.offset);
+        let step = if raw.inline() {
+            Step::Done(raw.run_inline(io, pool))
+        } else {
+            raw.start(files, pool, ring, io, token)
+        };
+        Some(self.shortly(io, hit, pos, step))
+    }
+
+    /// After a step of a request that takes the short way.
+    #[inline]
+    fn shortly(&self, io: &mut Io, hit: Hit, pos: u64, step: Step) -> Step {
+        if step == Step::Wait {
+            io.hit = Some((hit, pos));
+        } else {
+            io.offset = pos;
+            hit.end(&self.image.chain, &mut self.user.borrow_mut());
+        }
+        step
     }
 
     fn begin(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, stable: bool) -> Step {
@@ -218,7 +254,17 @@ impl Handle {
     }
 
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
+    #[inline]
     pub(super) fn resume(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+        if let Some((hit, pos)) = io.hit.take() {
+            let (raw, files) = self.file(hit.file);
+            let step = raw.resume(files, pool, ring, io, token, res);
+            return self.shortly(io, hit, pos, step);
+        }
+        self.go_on(pool, ring, io, token, res)
+    }
+
+    fn go_on(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
         let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
         let step = if std::mem::take(&mut slot.direct) {
             // Where a file system cannot take space, and on a block device, it goes without.

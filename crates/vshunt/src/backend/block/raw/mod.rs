@@ -136,7 +136,7 @@ impl Raw {
         self.offload
     }
 
-    pub(super) fn image(&self) -> &File {
+    pub(super) fn image(&self) -> &Arc<File> {
         &self.file
     }
 

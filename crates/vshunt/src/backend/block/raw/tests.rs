@@ -13,9 +13,17 @@ use crate::export::spec::{Cache, Direct, DiskSpec};
 const SIZE: u64 = 4 << 20;
 
 fn raw(rig: &Rig) -> &Raw {
-    match &rig.disk().kind {
+    match &*rig.handle.kind {
         Kind::Raw(raw) => raw,
         _ => panic!("not a raw disk"),
+    }
+}
+
+/// The image of a disk that nobody else has.
+fn alone(disk: &mut Disk) -> &mut Raw {
+    match Arc::get_mut(disk.kind.get_mut().unwrap()) {
+        Some(Kind::Raw(raw)) => raw,
+        _ => panic!("a raw disk"),
     }
 }
 
@@ -290,12 +298,12 @@ fn a_sync_that_failed_is_not_forgotten_either() {
     let path = image(&dir, "disk.img", SIZE);
     let spec = DiskSpec { direct: Direct::Off, locking: false, ..raw_spec(&path) };
     let Ok(mut disk) = Arc::try_unwrap(Disk::open(&spec).unwrap()) else { panic!("it is ours alone") };
-    let Kind::Raw(raw) = &mut disk.kind else { panic!("a raw disk") };
+    let raw = alone(&mut disk);
     // What cannot be synced, instead of a device that fails.
     let (pipe, _) = std::io::pipe().unwrap();
     let good = std::mem::replace(&mut raw.file, Arc::new(File::from(std::os::fd::OwnedFd::from(pipe))));
     let errno = disk.sync().unwrap_err().raw_os_error().unwrap();
-    let Kind::Raw(raw) = &mut disk.kind else { panic!("a raw disk") };
+    let raw = alone(&mut disk);
     raw.file = good;
     assert_eq!(disk.sync().unwrap_err().raw_os_error(), Some(errno));
     let mut ring = crate::worker::Ring::new().unwrap();
@@ -315,7 +323,7 @@ fn requests_smaller_than_a_direct_block_go_aside() {
         return;
     }
     let Ok(mut disk) = Arc::try_unwrap(disk) else { panic!("it is ours alone") };
-    let Kind::Raw(raw) = &mut disk.kind else { panic!("a raw disk") };
+    let raw = alone(&mut disk);
     raw.offset_mask = 4095;
     let aside: SharedFile = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
     raw.aside = Some(aside);
