@@ -30,7 +30,11 @@ impl Server {
         for name in ["VSHUNT_CONTROL", "XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID"] {
             command.env_remove(name);
         }
-        let keys = if by_qcow2() { format!("format=qcow2,{keys}") } else { keys.to_owned() };
+        let keys = if by_qcow2() && !keys.contains("format") {
+            format!("format=qcow2,{keys}")
+        } else {
+            keys.to_owned()
+        };
         let disk = format!("name=d,file={},{keys}", file.display());
         let export = format!("type=vhost-user-blk,name=e,disk=d,socket={},queues=2", socket(dir).display());
         command.args(["serve", "--disk", &disk, "--export", &export, "--control"]).arg(dir.join("c.sock"));
