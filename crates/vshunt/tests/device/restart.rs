@@ -13,6 +13,7 @@ use super::rig::{Client, MIB, PATIENCE, Rig, Rng, by_qcow2, header, layouts, sha
 /// `vshunt serve`, killed when dropped.
 pub(super) struct Server {
     child: Child,
+    image: PathBuf,
 }
 
 impl Server {
@@ -40,12 +41,14 @@ impl Server {
         command.args(["serve", "--disk", &disk, "--export", &export, "--control"]).arg(dir.join("c.sock"));
         let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        Self { child: command.spawn().unwrap() }
+        Self { child: command.spawn().unwrap(), image: file.to_owned() }
     }
 
+    /// What it left in memory stays, for the next.
     pub(super) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
+        self.image = PathBuf::new();
     }
 }
 
@@ -53,6 +56,9 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if self.image.exists() {
+            let _ = std::fs::remove_file(journal_of(&self.image));
+        }
     }
 }
 
@@ -84,7 +90,9 @@ fn verified_load_over_many_deaths() {
     let mut rng = Rng::new();
     for (i, options) in shapes().into_iter().enumerate() {
         let dir = tempfile::tempdir_in(if i % 2 == 0 { "/var/tmp" } else { "/dev/shm" }).unwrap();
-        many_deaths(&mut rng, dir.path(), &image(dir.path()), &options, "direct=auto");
+        let file = image(dir.path());
+        many_deaths(&mut rng, dir.path(), &file, &options, "direct=auto");
+        let _ = std::fs::remove_file(journal_of(&file));
     }
 }
 
@@ -114,7 +122,7 @@ fn verified_load_over_many_deaths_on_a_thin_disk() {
     }
 }
 
-/// Kills the server during a verified load, and starts it again.
+/// Kills the server during a verified load, starts it again, and kills it at last.
 fn many_deaths(rng: &mut Rng, dir: &Path, file: &Path, options: &Options, keys: &str) {
     let mut server = Server::start_with(dir, file, keys);
     let mut disk = connect(dir, &Options { queues: 2, ..options.clone() });
@@ -137,6 +145,7 @@ fn many_deaths(rng: &mut Rng, dir: &Path, file: &Path, options: &Options, keys: 
         server = Server::start_with(dir, file, keys);
     }
     let outcome = runner.join().unwrap();
+    server.kill();
     let log = std::fs::read_to_string(dir.join("log")).unwrap();
     let outcome = outcome.unwrap_or_else(|e| panic!("{options:?} {keys} after {deaths} deaths: {e}\n{log}"));
     assert!(outcome.reconnects > 0 && outcome.ios() > 100, "{options:?} {keys}: {outcome:?}");
@@ -173,7 +182,6 @@ fn a_guest_whose_writes_are_lost_does_not_go_on() {
     let _server = Server::start_with(dir.path(), &file, "format=qcow2");
     other.disk.reconnect(PATIENCE).unwrap();
     other.write(512, &[3; 512]);
-    std::fs::remove_file(journal_of(&file)).unwrap();
 }
 
 /// Where there is no room for a journal a thin disk is served all the same, and the in-flight region is not offered.
@@ -234,6 +242,7 @@ fn what_was_offered_while_the_server_was_dead_is_done_once() {
         }
         assert_eq!(client.arena.part(4096, 8 * 512).to_vec(), [1; 8 * 512]);
         assert_eq!(client.arena.part(64, 8).to_vec(), [status::OK; 8]);
+        let _ = std::fs::remove_file(journal_of(&file));
     }
 }
 
