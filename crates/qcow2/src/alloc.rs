@@ -8,6 +8,8 @@
 //!
 //! The lock is never held over I/O; a refcount block that is not here is read by who needs it.
 
+mod pack;
+
 use std::collections::{BTreeSet, HashMap};
 
 use crate::epoch::{Epoch, Epochs};
@@ -76,6 +78,8 @@ pub(crate) struct Alloc {
     gone: Vec<Gone>,
     /// Flushes begun.
     flushes: u64,
+    /// Where the next compressed piece goes, within a cluster that is counted once for this; see [`pack`].
+    tail: Option<u64>,
 }
 
 /// Something to write: a refcount block, or a piece of their table.
@@ -107,6 +111,7 @@ impl Alloc {
             virgin: file_clusters,
             gone: Vec::new(),
             flushes: 0,
+            tail: None,
         }
     }
 

@@ -38,7 +38,7 @@ mod testing;
 pub use error::{Error, Result};
 pub use hit::Hit;
 pub use image::Image;
-pub use request::{Buf, Context, Op, Request, Step};
+pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
 pub use served::{Chain, Layer, Served, Settings, User, make_ready};
 pub use storage::Storage;
 

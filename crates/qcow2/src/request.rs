@@ -12,6 +12,8 @@ mod buffer;
 mod change;
 mod fetch;
 mod flush;
+mod pack;
+mod seek;
 mod table;
 
 use std::ops::Range;
@@ -20,6 +22,8 @@ use self::buffer::Buffer;
 use self::change::Change;
 use self::fetch::Fetch;
 use self::flush::Flush;
+use self::pack::Pack;
+pub use self::seek::{Extent, Found};
 use self::table::NewTable;
 use crate::epoch::Epoch;
 use crate::map::Load;
@@ -27,6 +31,7 @@ use crate::served::{Chain, Miss, Served, User, What};
 use crate::{FileId, Waker};
 
 const EIO: i32 = -5;
+const EINVAL: i32 = -22;
 const ENOSPC: i32 = -28;
 const EROFS: i32 = -30;
 
@@ -38,6 +43,9 @@ pub enum Op {
     Read,
     /// Guest to disk.
     Write,
+    /// Likewise, of one whole cluster (of the disk's last one what the disk has), which takes less room on the disk where it
+    /// can be packed and has no place yet. For who fills an image: it costs the caller's thread the packing.
+    WriteCompressed,
     /// The range reads as zeroes afterwards.
     Zero {
         /// Its space may be given back.
@@ -47,6 +55,11 @@ pub enum Op {
     Discard,
     /// All that was completed before is on stable storage.
     Flush,
+    /// Nothing is moved: what the disk is from the first byte on, and for how long, is [`Request::found`] afterwards.
+    Seek {
+        /// As far as the image itself says, without those below it.
+        own: bool,
+    },
 }
 
 /// Which of the request's own buffers.
@@ -82,6 +95,13 @@ pub enum Step {
         /// Which bytes.
         data: Range<u64>,
         /// From where in the buffer.
+        at: usize,
+    },
+    /// Copies the guest's bytes to the data buffer, at `at`.
+    Gather {
+        /// Which bytes.
+        data: Range<u64>,
+        /// Where in the buffer.
         at: usize,
     },
     /// Reads into a buffer.
@@ -177,6 +197,7 @@ enum Pending {
     /// A piece of what is fetched.
     Fetch,
     Change,
+    Pack,
     /// A refcount block, which lies there.
     Counts(u64),
     Table,
@@ -207,6 +228,8 @@ pub struct Request {
     data: Buffer,
     fetch: Option<Fetch>,
     change: Option<Change>,
+    pack: Option<Pack>,
+    found: Option<Found>,
     /// An L2 table that is being made.
     table: Option<NewTable>,
     flush: Option<Box<Flush>>,
@@ -227,11 +250,15 @@ impl Request {
         self.busy = true;
         (self.op, self.begin, self.pos, self.end) = (op, pos, pos, pos + len);
         // What is only read stays as stable as it is.
-        self.stable = (stable && op != Op::Read) || op == Op::Flush;
+        self.stable = (stable && !matches!(op, Op::Read | Op::Seek { .. })) || op == Op::Flush;
         (self.made_room, self.no_more) = (false, false);
         self.epoch = Some(cx.chain.top().epochs.enter(&cx.user.member));
-        if cx.readonly && !matches!(op, Op::Read | Op::Flush) {
+        self.found = None;
+        if cx.readonly && !matches!(op, Op::Read | Op::Flush | Op::Seek { .. }) {
             return self.done(EROFS, cx);
+        }
+        if op == Op::WriteCompressed && !cx.chain.top().is_one_cluster(pos, pos + len) {
+            return self.done(EINVAL, cx);
         }
         self.stable &= !cx.readonly;
         self.go(cx)
@@ -265,6 +292,8 @@ impl Request {
             }
             Pending::Change if failed < 0 => return self.fail(failed, cx),
             Pending::Change => self.changed(cx),
+            Pending::Pack if failed < 0 => return self.fail(failed, cx),
+            Pending::Pack => self.packed(cx),
             Pending::Counts(index) => {
                 let bytes = (failed == 0).then(|| self.meta[..].into());
                 cx.chain.top().alloc.lock().expect("no holder panics").loaded(index, bytes, cx.wake);
@@ -319,10 +348,14 @@ impl Request {
                 self.turn_fetch(cx)
             } else if self.change.is_some() {
                 self.turn_change(cx)
+            } else if self.pack.is_some() {
+                self.turn_pack(cx)
             } else if self.pos < self.end {
                 match self.op {
                     Op::Read => self.turn_read(cx),
                     Op::Write => self.turn_write(self.end, cx),
+                    Op::WriteCompressed => self.turn_pack_begin(cx),
+                    Op::Seek { own } => self.turn_seek(own, cx),
                     _ => self.turn_zero(cx),
                 }
             } else if std::mem::take(&mut self.stable) {
@@ -346,7 +379,8 @@ impl Request {
         self.abandon_flush(cx);
         self.abandon_table(cx);
         self.abandon_change(cx);
-        self.fetch = None;
+        self.abandon_pack(cx);
+        (self.fetch, self.found) = (None, None);
         self.done(e, cx)
     }
 

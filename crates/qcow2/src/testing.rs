@@ -125,7 +125,7 @@ pub(crate) fn assert_clean(file: &dyn Storage, of: &str) {
 const QEMU_LOOKS: u64 = 6;
 
 /// `qemu-img check` finds no corruption, where there is a qemu-img (tests/image tells when there is none).
-fn qemu_agrees(file: &Memory, of: &str) {
+pub(crate) fn qemu_agrees(file: &Memory, of: &str) {
     use std::process::Command;
     use std::sync::atomic::{AtomicU64, Ordering};
     static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -145,7 +145,7 @@ pub(crate) fn crash(
     file: &Memory,
     seed: u64,
     change: impl FnOnce(&mut Image<'_>),
-    mut same: impl FnMut(&Memory, &str),
+    same: impl FnMut(&Memory, &str),
 ) {
     let before = file.bytes();
     file.record();
@@ -153,12 +153,17 @@ pub(crate) fn crash(
     let events = file.events();
     assert!(events.contains(&Event::Sync));
     assert_clean(file, "after the change");
+    crashes(&before, &events, seed, same);
+}
+
+/// Looks at what is there if all ends after any of the events.
+pub(crate) fn crashes(before: &[u8], events: &[Event], seed: u64, mut same: impl FnMut(&Memory, &str)) {
     let mut random = Random(seed);
     let (mut synced, mut number) = (0, 0);
     for at in 0..=events.len() {
         let orders = if at > synced { 3 } else { 1 };
         for order in 0..orders {
-            let there = Memory::new(before.clone(), 64 << 20);
+            let there = Memory::new(before.to_vec(), 64 << 20);
             for (n, event) in events[..at].iter().enumerate() {
                 if n < synced || order == 0 || random.below(2) == 0 {
                     there.apply(event).unwrap();

@@ -166,7 +166,7 @@ impl Request {
     }
 
     /// The entry of a cluster in a table that may be written; or what has to be done before.
-    fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
+    pub(super) fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
         let image = cx.chain.top();
         // Once: others may crowd it again as fast.
         if image.map.is_crowded() && !std::mem::replace(&mut self.made_room, true) {

@@ -237,6 +237,7 @@ impl Run {
         let slices = image.map.take_dirty();
         let l1 = image.take_l1();
         let mut alloc = image.alloc.lock().expect("no holder panics");
+        alloc.close_tail();
         let (blocks, table) = (alloc.take_dirty(), alloc.take_table(image.unit()));
         Self {
             covers,

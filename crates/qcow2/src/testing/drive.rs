@@ -68,6 +68,11 @@ impl Disk {
                 guest[bytes(data)].copy_from_slice(&request.bytes(Buf::Data)[*at..][..len]);
                 Ok(())
             }
+            Step::Gather { data, at } => {
+                let from = &guest[bytes(data)];
+                request.bytes(Buf::Data)[*at..][..from.len()].copy_from_slice(from);
+                Ok(())
+            }
             Step::Read { file: n, offset, buf, range } => {
                 file(n).read_at(*offset, &mut request.bytes(*buf)[range.clone()])
             }
@@ -84,10 +89,15 @@ impl Disk {
             Step::Sync { file: n } => file(n).sync(),
         };
         let res = if done.is_ok() { 0 } else { -28 };
+        self.wake(started, res);
+        true
+    }
+
+    /// Says that a request's step ended so, without doing it.
+    pub(crate) fn wake(&mut self, started: &mut Started, res: i32) {
         let (user, chain) = (&mut self.user, &self.chain);
         let mut cx = Context { chain, user, waker: NOBODY, wake: &mut |_| {}, readonly: false };
-        *step = request.resume(res, &mut cx);
-        true
+        started.step = started.request.resume(res, &mut cx);
     }
 
     /// Does a request: its result, and the guest's bytes.

@@ -106,6 +106,9 @@ impl Storage for File {
         for (offset, data) in inner.pending.drain(..) {
             put(&mut inner.synced, offset as usize, &data);
         }
+        // A file's length is as stable as what lies in it.
+        let len = inner.synced.len().max(inner.now.len());
+        inner.synced.resize(len, 0);
         Ok(())
     }
 }

@@ -278,7 +278,8 @@ impl Sim {
         let sectors = self.model_len();
         let op = match self.rng.below(16) {
             0..4 => Op::Read,
-            4..11 => Op::Write,
+            4..10 => Op::Write,
+            10 => Op::WriteCompressed,
             11 => Op::Zero { unmap: true },
             12 => Op::Zero { unmap: false },
             13 | 14 => Op::Discard,
@@ -299,6 +300,10 @@ impl Sim {
             first = first / cluster * cluster;
             len = up(len, cluster).min(sectors - first);
         }
+        if op == Op::WriteCompressed {
+            first = first / cluster * cluster;
+            len = cluster.min(sectors - first);
+        }
         if op == Op::Flush {
             (first, len) = (0, 0);
         }
@@ -308,14 +313,15 @@ impl Sim {
             eprintln!("{begin}: slot {i} {op:?} {first}+{len}");
         }
         self.stamp += 1;
-        let value = if op == Op::Write { self.stamp } else { 0 };
+        let writes = matches!(op, Op::Write | Op::WriteCompressed);
+        let value = if writes { self.stamp } else { 0 };
         if !matches!(op, Op::Read | Op::Flush) {
             (first..first + len).for_each(|s| self.model.begin(s as usize, value, begin, op == Op::Discard));
         }
         let slot = &mut self.slots[i];
         (slot.op, slot.begin, slot.first) = (op, begin, first as usize);
         slot.guest = vec![0xee; len as usize * SECTOR];
-        if op == Op::Write {
+        if writes {
             slot.guest.chunks_mut(SECTOR).for_each(|sector| fill(sector, value));
         }
         let bytes = (first * SECTOR as u64, len * SECTOR as u64);
@@ -559,6 +565,10 @@ fn perform(files: &[File; 2], request: &mut Request, op: Op, guest: &mut [u8], s
         Step::Copy { data, at } => {
             let from = &request.bytes(qcow2::Buf::Data)[*at..][..(data.end - data.start) as usize];
             guest[data.start as usize..data.end as usize].copy_from_slice(from);
+        }
+        Step::Gather { data, at } => {
+            let from = &guest[data.start as usize..data.end as usize];
+            request.bytes(qcow2::Buf::Data)[*at..][..from.len()].copy_from_slice(from);
         }
         Step::Read { file, offset, buf, range } => {
             read(*file, *offset, &mut request.bytes(*buf)[range.clone()]);

@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::jobs::qmp as jobs;
 use super::message::{self, QmpError};
 use super::qemu;
 use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
@@ -85,10 +86,32 @@ const fn command(
 
 /// Every command after negotiation.
 pub(crate) const COMMANDS: &[Command] = &[
+    command("backup-start", jobs::BACKUP_START, jobs::backup_start),
+    command("bitmap-add", "disk name [granularity persistent disabled]", jobs::bitmap_add),
+    command(
+        "block-dirty-bitmap-add",
+        "node name [granularity persistent disabled]",
+        jobs::block_dirty_bitmap_add,
+    ),
+    command("block-dirty-bitmap-clear", "node name", |c, a| jobs::with_bitmap(c, a, Daemon::bitmap_clear)),
+    command("block-dirty-bitmap-disable", "node name", |c, a| {
+        jobs::with_bitmap(c, a, |d, disk, name| d.bitmap_record(disk, name, false))
+    }),
+    command("block-dirty-bitmap-enable", "node name", |c, a| {
+        jobs::with_bitmap(c, a, |d, disk, name| d.bitmap_record(disk, name, true))
+    }),
+    command("block-dirty-bitmap-merge", "node target bitmaps", jobs::block_dirty_bitmap_merge),
+    command("block-dirty-bitmap-remove", "node name", |c, a| jobs::with_bitmap(c, a, Daemon::bitmap_remove)),
     command("block-export-add", qemu::BLOCK_EXPORT_ADD, qemu::block_export_add),
     command("block-export-del", "id [mode: safe|hard]", qemu::block_export_del),
+    command("block-job-cancel", "device", |c, a| jobs::by_device(c, a, Daemon::job_cancel)),
+    command("block-job-dismiss", "id", |c, a| jobs::by_id(c, a, Daemon::job_dismiss)),
+    command("block-job-pause", "device", |c, a| jobs::by_device(c, a, Daemon::job_pause)),
+    command("block-job-resume", "device", |c, a| jobs::by_device(c, a, Daemon::job_resume)),
+    command("block-job-set-speed", "device speed", jobs::block_job_set_speed),
     command("block_resize", "node-name size", qemu::block_resize),
     command("blockdev-add", qemu::BLOCKDEV_ADD, qemu::blockdev_add),
+    command("blockdev-backup", jobs::BLOCKDEV_BACKUP, jobs::blockdev_backup),
     command("blockdev-del", "node-name", qemu::blockdev_del),
     command("disk-add", "name [format file size readonly direct cache locking]", disk_add),
     command("disk-remove", "name", disk_remove),
@@ -98,12 +121,19 @@ pub(crate) const COMMANDS: &[Command] = &[
         export_add,
     ),
     command("export-remove", "name [force]", export_remove),
+    command("job-cancel", "id", |c, a| jobs::by_id(c, a, Daemon::job_cancel)),
+    command("job-dismiss", "id", |c, a| jobs::by_id(c, a, Daemon::job_dismiss)),
+    command("job-pause", "id", |c, a| jobs::by_id(c, a, Daemon::job_pause)),
+    command("job-resume", "id", |c, a| jobs::by_id(c, a, Daemon::job_resume)),
+    command("job-set-speed", "id [speed]", jobs::job_set_speed),
     command("net-add", "type name ifname [queues]", net_add),
     command("net-remove", "name", net_remove),
     command("query-block-exports", "", qemu::query_block_exports),
+    command("query-block-jobs", "", jobs::query_block_jobs),
     command("query-commands", "", query_commands),
     command("query-disks", "", |c, a| list(a, || c.daemon.disks())),
     command("query-exports", "", |c, a| list(a, || c.daemon.exports())),
+    command("query-jobs", "", |c, a| list(a, || c.daemon.jobs())),
     command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
     command("query-nets", "", |c, a| list(a, || c.daemon.nets())),
     command("query-queues", "", |c, a| list(a, || c.daemon.queues())),

@@ -86,6 +86,15 @@ pub(crate) enum Command {
     /// Make, describe, check and change images that nobody uses
     #[command(after_long_help = super::image::AFTER)]
     Image(super::image::ImageArgs),
+    /// Back up disks that are in use
+    #[command(subcommand)]
+    Backup(super::jobs::args::BackupCommand),
+    /// List, wait for, slow down and end jobs
+    #[command(subcommand)]
+    Job(super::jobs::args::JobCommand),
+    /// Make, change and list dirty bitmaps: what was written since a backup
+    #[command(subcommand)]
+    Bitmap(super::jobs::args::BitmapCommand),
     /// Change the size of a disk; its guests are told
     ///
     /// A guest's requests beyond a new, nearer end fail; what lay there is gone.

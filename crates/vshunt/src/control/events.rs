@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::api::Stop;
 use super::message;
 use crate::export::Event;
+use crate::export::spec::JobInfo;
 
 /// Name and data of an event. `BLOCK_EXPORT_DELETED` is QEMU's; the others are ours.
 fn name_and_data(event: &Event) -> (&'static str, Value) {
@@ -20,10 +21,27 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
         }
         Event::WorkerNew { id } => ("WORKER_CREATED", json!({ "id": id })),
         Event::WorkerFreed { id } => ("WORKER_FREED", json!({ "id": id })),
+        Event::JobStatus { id, status } => ("JOB_STATUS_CHANGE", json!({ "id": id, "status": status })),
+        Event::JobEnded(job) => job_ended(job),
         Event::DiskResized { name, size_bytes } => {
             ("DISK_RESIZED", json!({ "name": name, "size-bytes": size_bytes }))
         }
     }
+}
+
+/// QEMU's, with its members; a job that was cancelled has not failed.
+fn job_ended(job: &JobInfo) -> (&'static str, Value) {
+    let mut data = json!({
+        "type": job.kind,
+        "device": job.id,
+        "len": job.total_bytes,
+        "offset": job.done_bytes,
+        "speed": job.speed.unwrap_or(0),
+    });
+    if let Some(why) = &job.error {
+        data["error"] = why.clone().into();
+    }
+    (if job.cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" }, data)
 }
 
 /// The line for an event of the daemon; what clients are told is logged too.

@@ -11,6 +11,7 @@ mod config;
 mod events;
 pub mod framing;
 mod image;
+mod jobs;
 mod keyval;
 mod log;
 mod message;

@@ -13,9 +13,9 @@ use super::cli::{
 use super::client::Client;
 use super::config;
 use super::serve::{Manner, serve};
-use super::{Failure, Outcome, image, pages, print, show};
+use super::{Failure, Outcome, image, jobs, pages, print, show};
 use crate::export::check_one_place;
-use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, NetInfo, WorkerInfo};
+use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetInfo, WorkerInfo};
 
 /// How long `quit` waits for the daemon to take everything down.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -35,6 +35,9 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Net(command) => net(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command),
         Command::Image(args) => image::run(args.command, cli.log.quiet),
+        Command::Backup(command) => jobs::backup(&mut connect()?, command, cli.log.quiet),
+        Command::Job(command) => jobs::job(&mut connect()?, command, cli.log.quiet),
+        Command::Bitmap(command) => jobs::bitmap(&mut connect()?, command),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
         Command::Quit { force } => quit(connect()?, force),
         Command::Qmp { command, arguments } => {
@@ -53,7 +56,7 @@ fn connect(control: Option<&PathBuf>) -> Outcome<Client> {
     Ok(Client::connect(&path)?)
 }
 
-fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Value) -> Outcome<T> {
+pub(super) fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Value) -> Outcome<T> {
     let Value::Object(arguments) = arguments else {
         return Err(Failure::Failed(format!("arguments of {command} are no object")));
     };
@@ -65,7 +68,7 @@ fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Valu
     })
 }
 
-fn send(client: &mut Client, command: &str, arguments: Value) -> Outcome {
+pub(super) fn send(client: &mut Client, command: &str, arguments: Value) -> Outcome {
     call::<Value>(client, command, arguments).map(drop)
 }
 
@@ -84,7 +87,7 @@ fn resize(client: &mut Client, disk: &str, size: u64, shrink: bool) -> Outcome {
     send(client, "block_resize", json!({ "node-name": disk, "size": size }))
 }
 
-fn to_value(spec: &impl Serialize) -> Outcome<Value> {
+pub(super) fn to_value(spec: &impl Serialize) -> Outcome<Value> {
     serde_json::to_value(spec).map_err(|e| Failure::Usage(format!("cannot be written as JSON: {e}")))
 }
 
@@ -106,7 +109,7 @@ fn query(client: &mut Client, command: &str) -> Outcome<Value> {
 }
 
 /// One list, as JSON or as the table that `table` makes of it.
-fn list<T: DeserializeOwned>(
+pub(super) fn list<T: DeserializeOwned>(
     client: &mut Client,
     command: &str,
     args: ListArgs,
@@ -124,6 +127,7 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
             "disks": query(client, "query-disks")?,
             "nets": query(client, "query-nets")?,
             "exports": query(client, "query-exports")?,
+            "jobs": query(client, "query-jobs")?,
             "queues": query(client, "query-queues")?,
             "workers": query(client, "query-workers")?,
         }));
@@ -136,6 +140,10 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
         show::queues(&call::<Vec<_>>(client, "query-queues", none())?),
         show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
     ];
+    let jobs: Vec<JobInfo> = call(client, "query-jobs", none())?;
+    if !jobs.is_empty() {
+        text.insert(2, show::jobs(&jobs));
+    }
     if !nets.is_empty() {
         text.insert(1, show::nets(&nets));
     }
@@ -227,7 +235,7 @@ fn export(client: &mut Client, command: ExportCommand) -> Outcome {
 }
 
 /// A path as the user means it, whatever the daemon's working directory is.
-fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
+pub(super) fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
     let absolute = |p: PathBuf| {
         std::path::absolute(&p).map_err(|e| Failure::Usage(format!("{}: {e}", Path::display(&p))))
     };

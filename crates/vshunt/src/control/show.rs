@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use crate::export::spec::{
-    Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, MountInfo, NetCounters, NetInfo, NetKind,
-    QueueInfo, Transport, WorkerInfo, WorkerKind, cpu_list,
+    BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind, JobStatus,
+    MountInfo, NetCounters, NetInfo, NetKind, QueueInfo, Transport, WorkerInfo, WorkerKind, cpu_list,
 };
 
 /// A column's title; one that begins with `>` holds numbers.
@@ -147,6 +147,65 @@ pub(crate) fn queues(queues: &[QueueInfo]) -> String {
                 q.errors.to_string(),
                 size(q.read_bytes),
                 size(q.write_bytes),
+            ]
+        }),
+    )
+}
+
+pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
+    table(
+        ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">OF", "SPEED", "TO", "ERROR"],
+        jobs.iter().map(|j| {
+            let kind = match j.kind {
+                JobKind::Backup => "backup",
+                JobKind::Commit => "commit",
+            };
+            let status = match j.status {
+                JobStatus::Running => "running",
+                JobStatus::Paused => "paused",
+                JobStatus::Aborting => "aborting",
+                JobStatus::Pending => "pending",
+                JobStatus::Concluded if j.cancelled => "cancelled",
+                JobStatus::Concluded if j.error.is_some() => "failed",
+                JobStatus::Concluded => "done",
+            };
+            let speed = match j.speed {
+                None => "shared".to_owned(),
+                Some(0) => "max".to_owned(),
+                Some(n) => format!("{}/s", size(n)),
+            };
+            [
+                j.id.clone(),
+                kind.to_owned(),
+                j.disk.clone(),
+                status.to_owned(),
+                size(j.done_bytes),
+                size(j.total_bytes),
+                speed,
+                j.target.clone(),
+                or_dash(j.error.clone().unwrap_or_default()),
+            ]
+        }),
+    )
+}
+
+pub(crate) fn bitmaps(bitmaps: &[(&str, &BitmapInfo)]) -> String {
+    table(
+        ["DISK", "BITMAP", ">GRANULARITY", ">DIRTY", "STATE", "KEPT"],
+        bitmaps.iter().map(|(disk, b)| {
+            let state = match (b.busy, b.recording) {
+                (true, _) => "busy",
+                (false, true) => "recording",
+                (false, false) => "disabled",
+            };
+            let kept = if b.persistent { "in the image" } else { "until the disk is closed" };
+            [
+                (*disk).to_owned(),
+                b.name.clone(),
+                size(b.granularity),
+                size(b.count),
+                state.to_owned(),
+                kept.to_owned(),
             ]
         }),
     )

@@ -34,6 +34,11 @@ pub(super) fn worker_name(text: &str) -> Result<String, String> {
     checked(WorkerSpec { name: Some(text.to_owned()), ..WorkerSpec::default() }, text.to_owned())
 }
 
+/// Bytes, with K, M, G or T.
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
+    keyval::parse_size(text).map_err(|e| e.to_string())
+}
+
 pub(super) fn disk_size(text: &str) -> Result<u64, String> {
     let size = keyval::parse_size(text).map_err(|e| e.to_string())?;
     check_disk_size(size).map(|()| size).map_err(|e| e.to_string())

@@ -5,11 +5,14 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
+use super::bitmaps::Watched;
 use super::check::{Check, settings};
+use super::job::Job;
 use super::life::{Backend, Export, removing};
 use super::nets::NetEntry;
 use super::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
+    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, JobInfo, JobStatus, QueueInfo, WorkerInfo,
+    WorkerKind, WorkerSpec,
 };
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
@@ -78,6 +81,15 @@ pub enum Event {
         /// Its id.
         id: WorkerId,
     },
+    /// A job came into another state.
+    JobStatus {
+        /// Its name.
+        id: String,
+        /// The state.
+        status: JobStatus,
+    },
+    /// A job is over.
+    JobEnded(JobInfo),
     /// A disk has another size.
     DiskResized {
         /// The disk.
@@ -97,15 +109,19 @@ type Listener = Box<dyn Fn(&Event) + Send + Sync>;
 pub struct Daemon {
     state: Mutex<Maps>,
     /// Signalled when an export has come into another phase, or is gone.
-    changed: Condvar,
-    workers: Arc<Workers>,
+    pub(super) changed: Condvar,
+    pub(super) workers: Arc<Workers>,
     listeners: RwLock<Vec<Listener>>,
-    this: Weak<Daemon>,
+    pub(super) this: Weak<Daemon>,
 }
 
 #[derive(Default)]
 pub(super) struct Maps {
-    disks: BTreeMap<String, Arc<DiskEntry>>,
+    pub(super) disks: BTreeMap<String, Arc<DiskEntry>>,
+    /// Those under way, and those that are over and not dismissed.
+    pub(super) jobs: BTreeMap<String, Arc<Job>>,
+    /// Jobs that ended so far.
+    pub(super) jobs_ended: u64,
     pub(super) nets: BTreeMap<String, Arc<NetEntry>>,
     pub(super) exports: BTreeMap<String, ExportEntry>,
     /// Exports that are out of the map, and listeners not told yet.
@@ -114,10 +130,12 @@ pub(super) struct Maps {
 }
 
 pub(super) struct DiskEntry {
-    spec: DiskSpec,
+    pub(super) spec: DiskSpec,
     pub(super) disk: Arc<Disk>,
     /// Held over a resize, and while an export is made: resizes come one at a time, and each knows all writers.
     turn: Mutex<()>,
+    /// What watches its writes.
+    pub(super) watched: Watched,
 }
 
 pub(super) struct ExportEntry {
@@ -223,7 +241,7 @@ impl Daemon {
         }
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, Maps>) -> MutexGuard<'a, Maps> {
+    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, Maps>) -> MutexGuard<'a, Maps> {
         self.changed.wait(state).expect("no holder panics")
     }
 
@@ -242,7 +260,10 @@ impl Daemon {
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
-        state.disks.insert(name, Arc::new(DiskEntry { spec, disk, turn: Mutex::default() }));
+        state.disks.insert(
+            name,
+            Arc::new(DiskEntry { spec, disk, turn: Mutex::default(), watched: Watched::default() }),
+        );
         Ok(())
     }
 
@@ -285,6 +306,7 @@ impl Daemon {
                     "disk {name} is in use by export {user}; remove that first"
                 )));
             }
+            state.disk(name)?.watched.check_free(name)?;
             state.disks.remove(name).ok_or_else(|| no_disk(name))?
         };
         drop(removed);
@@ -301,6 +323,8 @@ impl Daemon {
             direct_in_use: entry.disk.direct_in_use(),
             path: entry.disk.path().to_owned(),
             exports: state.users(&entry.spec.name),
+            job: entry.watched.job(),
+            bitmaps: entry.watched.bitmap_infos(),
         };
         state.disks.values().map(info).collect()
     }
@@ -450,7 +474,10 @@ impl Daemon {
 
     /// Attaches a queue to a worker, whole or not at all, while I/O runs.
     pub fn queue_attach(&self, export: &str, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
-        self.serving(export)?.with_queues(|queues| queues.attach(index, worker, timeout))?;
+        match self.job_queue(export) {
+            Some(queue) => queue.attach(index, worker, timeout)?,
+            None => self.serving(export)?.with_queues(|queues| queues.attach(index, worker, timeout))?,
+        }
         self.tell(&Event::QueueAttached { export: export.to_owned(), index, worker });
         Ok(())
     }
@@ -466,7 +493,9 @@ impl Daemon {
 
     /// All queues of all exports.
     pub fn queues(&self) -> Vec<QueueInfo> {
-        self.shown().iter().flat_map(|e| e.queue_infos()).collect()
+        let mut queues: Vec<_> = self.shown().iter().flat_map(|e| e.queue_infos()).collect();
+        queues.extend(self.job_queues());
+        queues
     }
 
     /// Waits until no export is left.
@@ -480,9 +509,10 @@ impl Daemon {
     /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Returns when that is
     /// over, also where others began it. Idempotent.
     pub fn shutdown(&self) {
+        self.state().shut = true;
+        self.end_jobs();
         let exports: Vec<(String, Arc<Export>)> = {
             let mut state = self.state();
-            state.shut = true;
             // None is added from here on; those being made are waited for.
             while state.exports.values().any(|e| matches!(e.phase, Phase::Making)) {
                 state = self.wait(state);
@@ -569,6 +599,7 @@ impl Maps {
         self.check_up()?;
         self.still(disk)?;
         self.check_vacant(spec)?;
+        disk.watched.check_exportable(&spec.disk)?;
         let readonly = spec.refuses_writes() || disk.disk.readonly();
         let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
         if let Some((writer, _)) = writer
@@ -593,6 +624,9 @@ impl Maps {
     pub(super) fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
         match self.exports.contains_key(&spec.name) {
             true => Err(Error::exists(format!("there is an export {} already", spec.name))),
+            false if self.jobs.contains_key(&spec.name) => {
+                Err(Error::exists(format!("there is a job {} already, whose queue has that name", spec.name)))
+            }
             false => Ok(()),
         }
     }

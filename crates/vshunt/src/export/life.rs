@@ -302,6 +302,13 @@ impl Export {
         }
     }
 
+    /// Requests that its users had done so far.
+    pub(super) fn requests(&self) -> u64 {
+        self.served()
+            .as_ref()
+            .map_or(0, |s| (0..s.queues.len()).map(|i| s.queues.stats(i).requests.load(Relaxed)).sum())
+    }
+
     pub(super) fn queue_infos(&self) -> Vec<QueueInfo> {
         self.served().as_ref().map_or(Vec::new(), |s| self.list(s))
     }
@@ -374,6 +381,12 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     if spec.growable == Some(true) && !is_file() {
         return wrong(format!(
             "disk {} is a block device, which no file can grow; leave out growable=on",
+            spec.disk
+        ));
+    }
+    if spec.growable == Some(true) && !disk.watch().is_idle() {
+        return wrong(format!(
+            "disk {} has a job or dirty bitmaps, which no growable file can have: leave out growable=on",
             spec.disk
         ));
     }

@@ -1,7 +1,9 @@
 //! Exports and what they need: disks, networks, workers. [`Daemon`] is all that control may call.
 
+mod bitmaps;
 mod check;
 mod daemon;
+mod job;
 mod life;
 mod nets;
 mod resize;

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::bitmaps::{at_rest, writer};
 use super::daemon::{Daemon, Event};
 use super::life::Export;
 use crate::backend::block::Disk;
@@ -17,6 +18,7 @@ impl Daemon {
         let _turn = entry.turn();
         // None is being made: that takes the disk's turn.
         let exports = self.state().exports_of(&entry)?;
+        entry.watched.check_free(name)?;
         let disk = &entry.disk;
         for export in &exports {
             export.check_size(size_bytes)?;
@@ -24,13 +26,12 @@ impl Daemon {
                 disk.learn_size();
             }
         }
-        match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
-            Some(writer) => shrink(disk, writer, size_bytes)?,
-            // Its users may be changing the size, too.
-            None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
-                Some(export) => export.with_all_drained(|| disk.resize(size_bytes))??,
-                None => disk.resize(size_bytes)?,
-            },
+        if entry.watched.state().bitmaps.is_empty() {
+            resize(disk, &exports, size_bytes)?;
+        } else {
+            // Bitmaps are of the disk's size.
+            let writer = writer(&exports, name)?;
+            at_rest(writer.as_ref(), || entry.resize_watched(size_bytes))??;
         }
         for export in exports {
             export.config_changed();
@@ -55,6 +56,18 @@ impl Daemon {
                 entry.disk.learn_size();
             }
         }
+    }
+}
+
+/// Without bitmaps.
+fn resize(disk: &Disk, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
+    match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
+        Some(writer) => shrink(disk, writer, size_bytes),
+        // Its users may be changing the size, too.
+        None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
+            Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
+            None => disk.resize(size_bytes),
+        },
     }
 }
 

@@ -5,8 +5,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+mod job;
 mod net;
 
+pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
 pub use net::{Mac, NetCounters, NetInfo, NetKind, NetSpec};
 
 /// Kind of image behind a disk.
@@ -303,6 +305,12 @@ pub struct DiskInfo {
     pub path: String,
     /// Exports that use it.
     pub exports: Vec<String>,
+    /// The job that reads or writes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// Its dirty bitmaps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapInfo>,
 }
 
 /// A worker as it is.

@@ -9,6 +9,7 @@ use virtio::ring::UsedLog;
 use crate::worker::Queue;
 
 pub mod blk;
+pub mod copy;
 pub mod fuse;
 
 /// An eventfd that we write to, the front-end's mostly.

@@ -24,7 +24,7 @@ const _: () = assert!(KEPT_BUFFERS as u64 * BOUNCE_BYTES_MAX <= HELD_BYTES_MAX /
 pub(super) const BOUNCE_ALIGN: usize = 4096;
 
 /// Memory that the kernel may transfer to and from directly.
-pub(super) struct AlignedBuf {
+pub(crate) struct AlignedBuf {
     ptr: NonNull<u8>,
     layout: Layout,
 }
@@ -34,7 +34,7 @@ unsafe impl Send for AlignedBuf {}
 
 impl AlignedBuf {
     /// `None` without memory.
-    pub(super) fn new(len: usize) -> Option<Self> {
+    pub(crate) fn new(len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len, BOUNCE_ALIGN).ok().filter(|l| l.size() > 0)?;
         // SAFETY: the layout's size is not 0.
         let ptr = unsafe { alloc_zeroed(layout) };
@@ -42,17 +42,17 @@ impl AlignedBuf {
     }
 
     #[inline]
-    pub(super) fn ptr(&self) -> *mut u8 {
+    pub(crate) fn ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
 
     #[inline]
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.layout.size()
     }
 
     /// Its bytes, while no operation of the kernel's uses them.
-    pub(super) fn bytes(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: ours alone by `&mut self`, and initialised when it was made.
         unsafe { std::slice::from_raw_parts_mut(self.ptr(), self.len()) }
     }

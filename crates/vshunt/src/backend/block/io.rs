@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use libc::iovec;
 
-use super::Op;
 use super::bounce::AlignedBuf;
 use super::spill;
+use super::{Extent, Found, Op};
 
 /// Segments kept without a heap allocation: what most requests have.
 const INLINE_SEGMENTS: usize = 2;
@@ -201,6 +201,20 @@ impl IoVecs {
         });
     }
 
+    /// Copies a range of the bytes left to `to`, which is as long.
+    ///
+    /// # Safety
+    /// The segments are valid as `push` was promised.
+    pub(super) unsafe fn gather_range(&self, range: Range<u64>, to: &mut [u8]) {
+        debug_assert_eq!(range.end - range.start, to.len() as u64);
+        let mut at = 0;
+        self.for_range(range, |ptr, len| {
+            // SAFETY: as in `gather`; the pieces add up to `to`'s length.
+            unsafe { std::ptr::copy(ptr, to[at..at + len].as_mut_ptr(), len) };
+            at += len;
+        });
+    }
+
     /// Fills all that is left with zeroes and uses it up.
     ///
     /// # Safety
@@ -252,6 +266,9 @@ pub struct Io {
     /// The segments of a read or write.
     pub iov: IoVecs,
 
+    /// The answer to [`Op::Seek`].
+    pub found: Option<Found>,
+
     /// Bytes done.
     pub(super) done: u64,
     pub(super) stage: Stage,
@@ -268,6 +285,8 @@ pub struct Io {
     pub(super) qcow2: Option<Box<super::qcow2::Slot>>,
     /// It goes the short way through a qcow2 image's map; where on the disk it begins, while `offset` is the file's.
     pub(super) hit: Option<(::qcow2::Hit, u64)>,
+    /// Of writes under a backup; made at the slot's first.
+    pub(super) before: Option<Box<super::copy_before_write::Before>>,
 }
 
 impl Default for Io {
@@ -278,6 +297,7 @@ impl Default for Io {
             len: 0,
             fua: false,
             iov: IoVecs::default(),
+            found: None,
             done: 0,
             stage: Stage::Idle,
             aside: false,
@@ -287,6 +307,7 @@ impl Default for Io {
             bounce: None,
             qcow2: None,
             hit: None,
+            before: None,
         }
     }
 }
@@ -300,7 +321,14 @@ impl Io {
         self.offset = offset;
         self.len = 0;
         self.fua = fua;
+        self.found = None;
         self.iov.clear();
+    }
+
+    /// Answers [`Op::Seek`]: there is data, as far as is known.
+    pub(super) fn all_data(&mut self) -> i32 {
+        self.found = Some(Found { extent: Extent::Data, len: self.len });
+        0
     }
 
     /// Adds a data segment and counts it into `len`.

@@ -127,7 +127,7 @@ impl Ram {
         if io.offset.checked_add(bytes).is_none_or(|end| end > open) {
             return -libc::EIO;
         }
-        if readonly && !matches!(io.op, Op::Read | Op::Flush) {
+        if readonly && !matches!(io.op, Op::Read | Op::Flush | Op::Seek { .. }) {
             return -libc::EROFS;
         }
         match io.op {
@@ -144,6 +144,8 @@ impl Ram {
             }
             Op::Flush | Op::Allocate => {}
             Op::Discard | Op::WriteZeroes { .. } => self.clear(io.offset, bytes),
+            Op::Seek { .. } => return io.all_data(),
+            Op::WriteCompressed => return -libc::EOPNOTSUPP,
         }
         0
     }

@@ -9,13 +9,18 @@
 //! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
 //! queue on one worker uses of it.
 
+mod bits;
 mod bounce;
+mod copy_before_write;
+mod create;
+mod handle;
 mod io;
 mod lock;
 mod memory;
 mod qcow2;
 mod raw;
 mod spill;
+mod watch;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -24,15 +29,22 @@ use std::sync::{Arc, RwLock};
 
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
-use crate::worker::{Ring, RingFile, Token};
+use crate::worker::{Ring, RingFile};
 
+pub use ::qcow2::{Extent, Found};
+pub(crate) use bits::Bits;
+pub(crate) use bounce::AlignedBuf;
 use bounce::Pool;
+pub(crate) use copy_before_write::{CopyBeforeWrite, Piece};
+pub(crate) use create::NewImage;
+pub use handle::DiskHandle;
 pub use io::{Io, IoVecs};
 pub(crate) use lock::lock as lock_image;
 use memory::Ram;
 use qcow2::Qcow2;
 pub(crate) use qcow2::{Lacks, forget as forget_journal, recover as recover_journal};
 use raw::Raw;
+pub(crate) use watch::{Bitmap, Watch};
 
 /// The unit of sizes and offsets: a disk's size is a multiple of it, whatever its logical block size (virtio 1.3,
 /// 5.2.4: capacity is in 512-byte sectors).
@@ -45,6 +57,10 @@ pub enum Op {
     Read,
     /// Guest to disk.
     Write,
+    /// Likewise, of one whole cluster of a qcow2 disk (of its last one what the disk has), compressed where that makes it
+    /// smaller and it has no place yet. For who fills an image: the worker packs it meanwhile, in memory that it allocates.
+    /// `EINVAL` for another range, `EOPNOTSUPP` for disks of other formats.
+    WriteCompressed,
     /// All writes completed before are on stable storage when it is done, whichever queue they came by.
     Flush,
     /// The range's contents are no longer needed.
@@ -56,6 +72,20 @@ pub enum Op {
     },
     /// The range has its space on the disk: writes to it do not run out of it. Nothing to do where there are no holes.
     Allocate,
+    /// Where there is data: what the disk is from `offset` on, and for how long, `len` at most, is [`Io::found`] then. Only of
+    /// qcow2 images and files in memory is more known than that all is data.
+    Seek {
+        /// As the image itself has it, without those below it.
+        own: bool,
+    },
+}
+
+impl Op {
+    /// Whether the disk may read differently afterwards.
+    #[inline]
+    pub fn changes(self) -> bool {
+        matches!(self, Self::Write | Self::WriteCompressed | Self::Discard | Self::WriteZeroes { .. })
+    }
 }
 
 /// How far a request came.
@@ -111,6 +141,8 @@ pub struct Disk {
     /// What it is now. Control replaces it with nothing in flight; each handle has its own reference, so that workers take
     /// this lock for attributes alone, never for a request.
     kind: RwLock<Arc<Kind>>,
+    /// What handles do beside each write; replaced likewise.
+    watch: RwLock<Arc<Watch>>,
     // Control, fixed at open.
     readonly: bool,
     locked: bool,
@@ -171,6 +203,7 @@ impl Disk {
         };
         Ok(Arc::new(Self {
             kind: RwLock::new(Arc::new(kind)),
+            watch: RwLock::default(),
             readonly: spec.readonly,
             locked: spec.locking,
             cache: spec.cache,
@@ -361,7 +394,10 @@ impl Disk {
     ///
     /// # Errors
     /// The system's.
-    pub fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
+    pub fn merge(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
+        if !self.watch().is_idle() {
+            return self.merge_watched(offset, bytes, fua);
+        }
         match &*self.kind() {
             Kind::Raw(raw) => raw.merge(offset, bytes, fua),
             Kind::Qcow2(image) => image.merge(offset, bytes, fua),
@@ -394,6 +430,25 @@ impl Disk {
         }
     }
 
+    /// Has handles that are made from now on do something beside each write. With nothing in flight, and no handle made
+    /// before still in use.
+    pub(crate) fn set_watch(&self, watch: Watch) {
+        *self.watch.write().expect("no holder panics") = Arc::new(watch);
+    }
+
+    /// What handles do beside each write.
+    pub(crate) fn watch(&self) -> Arc<Watch> {
+        self.watch.read().expect("no holder panics").clone()
+    }
+
+    /// Whether its image can keep dirty bitmaps.
+    pub(crate) fn keeps_bitmaps(&self) -> bool {
+        match &*self.kind() {
+            Kind::Qcow2(image) => !self.readonly && image.keeps_bitmaps(),
+            _ => false,
+        }
+    }
+
     /// Makes it usable by one queue of the worker that owns `ring`; on that worker's thread.
     pub fn attach(self: &Arc<Self>, ring: &mut Ring) -> DiskHandle {
         let (kind, mut files, mut image) = (self.kind(), RingFiles::NONE, None);
@@ -402,7 +457,8 @@ impl Disk {
             Kind::Qcow2(qcow2) => image = Some(Box::new(qcow2.attach(ring))),
             Kind::Null | Kind::Ram(_) => {}
         }
-        DiskHandle { disk: self.clone(), kind, files, image, pool: Pool::default() }
+        let watch = Some(self.watch()).filter(|w| !w.is_idle() && !self.readonly);
+        DiskHandle { disk: self.clone(), kind, files, image, pool: Pool::default(), watch }
     }
 
     /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image
@@ -467,67 +523,13 @@ impl RingFiles {
     const NONE: Self = Self { file: RingFile::Plain(-1), aside: RingFile::Plain(-1) };
 }
 
-/// A disk as one worker's queue uses it: made and used on that worker's thread, with that worker's ring and no other.
-pub struct DiskHandle {
-    disk: Arc<Disk>,
-    kind: Arc<Kind>,
-    files: RingFiles,
-    /// Of a qcow2 disk.
-    image: Option<Box<qcow2::Handle>>,
-    pool: Pool,
-}
-
-impl DiskHandle {
-    /// Begins a request. On [`Step::Wait`] an operation with `token` is on the ring; its result goes to
-    /// [`resume`](Self::resume). `io` stays where it is until [`Step::Done`], and so does the memory that its segments
-    /// name ([`IoVecs::push`]).
-    ///
-    /// The caller bounds `len` of a read or write: `ram` and files in memory copy all of it before this returns, and
-    /// the worker's other queues wait meanwhile.
-    #[inline]
-    pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
-        let step = match &*self.kind {
-            Kind::Null => Step::Done(0),
-            Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
-            Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
-            Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
-            Kind::Qcow2(_) => self.image().start(&self.pool, ring, io, token),
-        };
-        Self::stepped(io, step)
-    }
-
-    /// Goes on with a request after its operation on the ring completed with `res`.
-    #[inline]
-    pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
-        let step = match &*self.kind {
-            Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
-            Kind::Qcow2(_) => self.image().resume(&self.pool, ring, io, token, res),
-            // The others are never under way; a completion that says otherwise is not ours.
-            Kind::Null | Kind::Ram(_) => Step::Done(-libc::EIO),
-        };
-        Self::stepped(io, step)
-    }
-
-    /// A request that is over names no memory any more, and has none for naming it.
-    #[inline]
-    fn stepped(io: &mut Io, step: Step) -> Step {
-        if let Step::Done(_) = step {
-            io.iov.clear();
-        }
-        step
-    }
-
-    /// Undoes [`Disk::attach`], on the same thread, with no request under way.
-    pub fn detach(self, ring: &mut Ring) {
-        match &*self.kind {
-            Kind::Raw(raw) => forget(raw, ring),
-            Kind::Qcow2(_) => self.image.expect("made with it").detach(ring),
-            Kind::Null | Kind::Ram(_) => {}
-        }
-    }
-
-    fn image(&self) -> &qcow2::Handle {
-        self.image.as_ref().expect("made with it")
+/// A request on a disk that is nothing.
+#[inline]
+fn null(io: &mut Io) -> i32 {
+    match io.op {
+        Op::WriteCompressed => -libc::EOPNOTSUPP,
+        Op::Seek { .. } => io.all_data(),
+        _ => 0,
     }
 }
 

@@ -7,9 +7,11 @@ use std::process::Command;
 use tempfile::TempDir;
 
 mod bytes;
+mod copy;
 
 use super::*;
 use crate::error::Kind as ErrorKind;
+use crate::worker::Token;
 
 /// A folder that goes away with the test. `parent` decides the file system.
 pub(super) fn scratch(parent: &str) -> TempDir {
@@ -140,7 +142,7 @@ impl Rig {
         Self { ring, handle }
     }
 
-    pub(super) fn disk(&self) -> &Disk {
+    pub(super) fn disk(&self) -> &Arc<Disk> {
         &self.handle.disk
     }
 
@@ -294,7 +296,7 @@ impl Fuzz {
                     let now = rig.read(ask.offset, ask.len as usize);
                     self.model[range].copy_from_slice(&now);
                 }
-                Op::Flush | Op::Allocate => {}
+                Op::Flush | Op::Allocate | Op::Seek { .. } | Op::WriteCompressed => {}
             }
         }
     }

@@ -23,7 +23,7 @@ use super::{Failure, Outcome};
 
 use args::ImageCommand;
 use file::{For, ImageFile};
-use progress::Bar;
+pub(crate) use progress::Bar;
 
 pub(crate) use args::{AFTER, ImageArgs};
 

@@ -5,21 +5,21 @@ use std::io::{self, IsTerminal, Write};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qcow2::check::Watch;
 
-pub(super) struct Bar(Option<ProgressBar>);
+pub(crate) struct Bar(Option<ProgressBar>);
 
 impl Bar {
-    pub(super) fn new(what: &'static str, quiet: bool) -> Self {
+    pub(crate) fn new(what: &str, quiet: bool) -> Self {
         let bar = (!quiet && io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("{prefix} {bar:40} {percent:>3} %");
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-            bar.set_prefix(what);
+            bar.set_prefix(what.to_owned());
             bar
         });
         Self(bar)
     }
 
-    pub(super) fn set(&mut self, done: u64, total: u64) {
+    pub(crate) fn set(&mut self, done: u64, total: u64) {
         if let Some(bar) = &self.0 {
             bar.set_length(total);
             bar.set_position(done);

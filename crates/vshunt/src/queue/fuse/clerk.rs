@@ -162,7 +162,7 @@ fn changes_size(task: &Task) -> bool {
     matches!(task, Task::Lengthen { .. } | Task::Truncate { .. } | Task::Merge { grow: true, .. })
 }
 
-fn do_task(disk: &Disk, gate: &Gate, task: &Task) -> Answer {
+fn do_task(disk: &Arc<Disk>, gate: &Gate, task: &Task) -> Answer {
     match *task {
         Task::Seek { offset, size, hole } => match seek(disk, offset, size, hole) {
             Ok(at) => Answer::Offset(at),
@@ -249,7 +249,7 @@ fn times(disk: &Disk, atime: (i64, i64), mtime: (i64, i64)) -> io::Result<()> {
     }
 }
 
-fn edges(disk: &Disk, offset: u64, len: u64, block: u64) -> io::Result<()> {
+fn edges(disk: &Arc<Disk>, offset: u64, len: u64, block: u64) -> io::Result<()> {
     let end = offset + len;
     let (first, last) = (offset.next_multiple_of(block), end & !(block - 1));
     let zero = |from: u64, to: u64| match from < to {

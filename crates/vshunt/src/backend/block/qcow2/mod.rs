@@ -18,8 +18,7 @@ use io_uring::opcode;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 pub(crate) use self::journal::{Lacks, forget, recover};
-use self::open::Plain;
-pub(super) use self::open::open;
+pub(super) use self::open::{Plain, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
@@ -83,6 +82,11 @@ impl Qcow2 {
     /// Whether one of its files waits for other programs.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
+    }
+
+    /// Whether it can have dirty bitmaps.
+    pub(super) fn keeps_bitmaps(&self) -> bool {
+        self.chain.top().header().version >= 3
     }
 
     pub(super) fn direct_in_use(&self) -> bool {
@@ -239,6 +243,8 @@ impl Handle {
         let op = match io.op {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
+            Op::WriteCompressed => qcow2::Op::WriteCompressed,
+            Op::Seek { own } => qcow2::Op::Seek { own },
             Op::Flush => qcow2::Op::Flush,
             Op::Discard => qcow2::Op::Discard,
             Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },
@@ -321,7 +327,10 @@ impl Handle {
         let mut step = first;
         loop {
             let res = match step {
-                qcow2::Step::Done(res) => return Step::Done(res),
+                qcow2::Step::Done(res) => {
+                    io.found = slot.request.found();
+                    return Step::Done(res);
+                }
                 qcow2::Step::Park => {
                     slot.direct = true;
                     ring.expect_wake();
@@ -336,6 +345,12 @@ impl Handle {
                     let from = &slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
                     // SAFETY: as above; `from` is as long as the range.
                     unsafe { io.iov.scatter_range(data, from) };
+                    Some(0)
+                }
+                qcow2::Step::Gather { data, at } => {
+                    let to = &mut slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
+                    // SAFETY: as above; `to` is as long as the range.
+                    unsafe { io.iov.gather_range(data, to) };
                     Some(0)
                 }
                 // Files in memory grow with each write as well.
@@ -375,7 +390,8 @@ impl Handle {
         };
         let file = match step {
             qcow2::Step::Data { file, offset, data } => {
-                inner.reset(io.op, offset, false);
+                let op = if io.op == Op::Read { Op::Read } else { Op::Write };
+                inner.reset(op, offset, false);
                 guest(inner, data);
                 file
             }

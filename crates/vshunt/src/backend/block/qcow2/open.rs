@@ -22,13 +22,22 @@ use crate::export::spec::{Cache, DiskSpec, Format};
 const CHAIN_MAX: usize = 200;
 
 /// A raw file as offline work sees it, through the page cache.
-pub(super) struct Plain {
+pub(in crate::backend::block) struct Plain {
     file: File,
     /// Nothing is ever made stable.
     careless: bool,
 }
 
 impl Plain {
+    /// A file that nobody else has.
+    pub(in crate::backend::block) fn new(file: File) -> Self {
+        Self { file, careless: false }
+    }
+
+    pub(in crate::backend::block) fn file(&self) -> &File {
+        &self.file
+    }
+
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
     pub(super) fn of(raw: &Raw, readonly: bool, careless: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());

@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use super::bounce::{AlignedBuf, Pool};
 use super::io::Stage;
 use super::memory::Mapping;
-use super::{Io, Op, SECTOR_BYTES, SharedFile, Step};
+use super::{Extent, Found, Io, Op, SECTOR_BYTES, SharedFile, Step};
 use crate::error::{Error, Result};
 
 pub(super) use open::{no_image, open, open_part};
@@ -222,11 +222,39 @@ impl Raw {
         match io.op {
             Op::Flush if self.readonly || self.durable == Durable::Never => Next::Done(0),
             Op::Flush => self.sync(io),
+            Op::Seek { .. } => Next::Done(self.seek(io)),
+            Op::WriteCompressed => Next::Done(-libc::EOPNOTSUPP),
             _ if self.readonly => Next::Done(-libc::EROFS),
             Op::Discard => self.discard(io),
             Op::Allocate => self.allocate(io),
             _ => self.zero(io),
         }
+    }
+
+    /// Where data is: of files in memory only, for others may have to read the file's map to know.
+    fn seek(&self, io: &mut Io) -> i32 {
+        use rustix::fs::{SeekFrom, seek};
+        io.all_data();
+        if !self.inline || io.len == 0 {
+            return 0;
+        }
+        let until = |to: u64| to.saturating_sub(io.offset).min(io.len);
+        // Others move no file's position, nor go by it.
+        let (extent, len) = match seek(&self.file, SeekFrom::Data(io.offset)) {
+            Err(rustix::io::Errno::NXIO) => (Extent::Zero, io.len),
+            Ok(data) if data > io.offset => (Extent::Zero, until(data)),
+            Ok(_) => (
+                Extent::Data,
+                seek(&self.file, SeekFrom::Hole(io.offset))
+                    .map(until)
+                    .ok()
+                    .filter(|n| *n > 0)
+                    .unwrap_or(io.len),
+            ),
+            Err(_) => return 0,
+        };
+        io.found = Some(Found { extent, len });
+        0
     }
 
     fn allocate(&self, io: &mut Io) -> Next {

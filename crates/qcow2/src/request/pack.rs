@@ -1,0 +1,201 @@
+//! Writing one cluster compressed, into a place that is not there yet: for who fills an image, not for guests. It is packed
+//! on its caller's thread, in memory taken for it.
+//!
+//! Pieces of several clusters share clusters of the file, one behind the other, each beginning at a sector: so no two writes
+//! are of the same sector, whoever does them ([`Alloc::pack`](crate::alloc::Alloc::pack)). What cannot be packed is written as
+//! any other cluster.
+
+use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use crate::alloc::Reserve;
+use crate::compress::deflate;
+use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed};
+use crate::journal::Put;
+use crate::map::Entry;
+use crate::served::{Served, What};
+
+/// A cluster that is being packed.
+#[derive(Debug)]
+pub(super) struct Pack {
+    cluster: u64,
+    packed: Vec<u8>,
+    stage: Stage,
+    /// Taken for it, and not used yet.
+    fresh: Reserve,
+    /// Where the piece lies.
+    at: u64,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Stage {
+    /// The guest's bytes are being copied into the data buffer.
+    Gather,
+    /// Its entry is to be held.
+    Hold,
+    /// It is held; room is to be found.
+    Place,
+    /// It is being written.
+    Written,
+    /// It was; the entry waits for room in the journal.
+    Enter,
+}
+
+impl Pack {
+    /// Bytes of the piece: whole sectors.
+    fn bytes(&self) -> u64 {
+        (self.packed.len() as u64).next_multiple_of(COMPRESSED_SECTOR)
+    }
+}
+
+impl Served {
+    /// Whether a range is one cluster, or what the disk has of its last one.
+    pub(super) fn is_one_cluster(&self, pos: u64, end: u64) -> bool {
+        let next = (self.cluster(pos) + 1) << self.cluster_bits;
+        pos & (self.cluster_size() - 1) == 0 && pos < end && end == next.min(self.size)
+    }
+
+    /// Whether a cluster has no place, neither here nor in the data file.
+    fn has_no_place(&self, entry: Entry) -> bool {
+        entry.word & COMPRESSED == 0
+            && self.host(entry).is_none()
+            && !matches!(self.kind(entry, 0), What::Data(_))
+    }
+}
+
+impl Request {
+    /// Begins with the cluster at `pos`.
+    pub(super) fn turn_pack_begin(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        if image.external {
+            // All data is in the data file, which has no compressed clusters (Incompatible features, bit 2).
+            self.op = Op::Write;
+            return Turn::Again;
+        }
+        let cluster = image.cluster(self.pos);
+        let (packed, stage, fresh) = (Vec::new(), Stage::Gather, Reserve::default());
+        self.pack = Some(Pack { cluster, packed, stage, fresh, at: 0 });
+        // What the disk does not have of its last cluster is zero.
+        self.data.reset(image.cluster_size() as usize);
+        let data = self.guest(self.pos, self.end - self.pos);
+        self.step(Pending::Pack, Step::Gather { data, at: 0 })
+    }
+
+    pub(super) fn turn_pack(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let pack = self.pack.as_ref().expect("one is being packed");
+        let cluster = pack.cluster;
+        match pack.stage {
+            Stage::Hold => {
+                let entry = match self.writable(cluster, cx) {
+                    Ok(entry) => entry,
+                    Err(turn) => return turn,
+                };
+                if !image.has_no_place(entry) {
+                    return self.plain();
+                }
+                match image.map.hold(cluster, 1, cx.waker) {
+                    None => return Turn::Again,
+                    Some(0) => return self.park(),
+                    Some(_) => {}
+                }
+                if !image.has_no_place(image.map.get(cluster).expect("held slices stay")) {
+                    // Another was quicker.
+                    image.map.release(cluster, 1, None, None, cx.wake);
+                    return self.plain();
+                }
+                self.pack.as_mut().expect("one is being packed").stage = Stage::Place;
+                Turn::Again
+            }
+            Stage::Place => self.place_packed(cx),
+            Stage::Enter => {
+                self.packed(cx);
+                Turn::Again
+            }
+            // Their steps' results bring these on.
+            Stage::Gather | Stage::Written => Turn::Fail(EIO),
+        }
+    }
+
+    /// It is written as any other cluster.
+    fn plain(&mut self) -> Turn {
+        self.pack = None;
+        self.op = Op::Write;
+        Turn::Again
+    }
+
+    fn place_packed(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let pack = self.pack.as_mut().expect("one is being packed");
+        let fresh = (pack.fresh.count > 0).then_some(pack.fresh.start);
+        let placed = image.alloc.lock().expect("no holder panics").pack(pack.bytes(), fresh, cx.waker);
+        match placed {
+            Err(take) => self.load_counts(take, image),
+            Ok(None) => match self.take(1, cx) {
+                Ok(fresh) => {
+                    self.pack.as_mut().expect("one is being packed").fresh = fresh;
+                    Turn::Again
+                }
+                Err(turn) => turn,
+            },
+            Ok(Some((at, used))) => {
+                let rest = std::mem::take(&mut pack.fresh);
+                if !used {
+                    image.alloc.lock().expect("no holder panics").give_back(rest);
+                }
+                pack.at = at;
+                pack.stage = Stage::Written;
+                let len = pack.bytes() as usize;
+                self.data.reset(len);
+                self.data[..pack.packed.len()].copy_from_slice(&pack.packed);
+                let step = Step::Write { file: image.file, offset: at, buf: Buf::Data, range: 0..len };
+                self.step(Pending::Pack, step)
+            }
+        }
+    }
+
+    /// A step is over: the bytes are here, or the piece is where it belongs.
+    pub(super) fn packed(&mut self, cx: &mut Context<'_>) {
+        let image = cx.chain.top();
+        let Some(pack) = &mut self.pack else { return };
+        if pack.stage == Stage::Gather {
+            match deflate(image.header.compression, &self.data) {
+                Some(packed)
+                    if (packed.len() as u64).next_multiple_of(COMPRESSED_SECTOR) < image.cluster_size() =>
+                {
+                    (pack.packed, pack.stage) = (packed, Stage::Hold);
+                }
+                _ => drop(self.plain()),
+            }
+            return;
+        }
+        let word = Compressed::entry(pack.at, pack.packed.len() as u64, image.cluster_bits);
+        let entry = [Entry { word, bits: 0 }];
+        let put = image.map.release(pack.cluster, 1, Some(&entry), image.journal.as_ref(), cx.wake);
+        if put == Put::Full {
+            pack.stage = Stage::Enter;
+            return self.make_room();
+        }
+        if put == Put::Half {
+            self.make_room();
+        }
+        self.pack = None;
+        self.pos = self.end;
+    }
+
+    pub(super) fn abandon_pack(&mut self, cx: &mut Context<'_>) {
+        let Some(pack) = self.pack.take() else { return };
+        let image = cx.chain.top();
+        if matches!(pack.stage, Stage::Place | Stage::Written | Stage::Enter) {
+            image.map.release(pack.cluster, 1, None, None, cx.wake);
+        }
+        let mut alloc = image.alloc.lock().expect("no holder panics");
+        alloc.give_back(Reserve { zero: false, ..pack.fresh });
+        if matches!(pack.stage, Stage::Written | Stage::Enter) {
+            let last = image.cluster(pack.at + pack.bytes() - 1);
+            (image.cluster(pack.at)..=last)
+                .for_each(|start| alloc.give_back(Reserve { start, count: 1, zero: false }));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -1,0 +1,343 @@
+//! Backups: what a disk was at one point in time.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::Job;
+use super::run::Plan;
+use crate::backend::block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
+use crate::error::{Error, Result};
+use crate::export::bitmaps::{at_rest, check_new, persistent, writer};
+use crate::export::daemon::{Daemon, DiskEntry};
+use crate::export::spec::{BackupSpec, DiskSpec, Format, JobKind};
+use crate::queue::copy::Copy;
+
+/// Blocks that are told apart: small, so that a small write has little read before it; fewer for large disks.
+const BLOCK_SHIFT: u32 = 12;
+const BLOCKS_MAX: u64 = 1 << 26;
+/// Of a compressed image: a cluster.
+const CLUSTER_SHIFT: u32 = 16;
+
+/// Where a backup goes.
+struct Target {
+    disk: Arc<Disk>,
+    /// A file that was made for it.
+    made: Option<PathBuf>,
+    /// A disk of the daemon.
+    entry: Option<Arc<DiskEntry>>,
+    /// It reads as zeroes.
+    fresh: bool,
+}
+
+/// A bitmap that a backup begins anew.
+struct Begun {
+    bitmap: Arc<Bitmap>,
+    /// What it was before; comes back if the backup fails. None: it was made for this.
+    old: Option<Arc<Bits>>,
+}
+
+impl Daemon {
+    /// Begins a backup; returns its job's name. The point in time is before the return.
+    pub fn backup_start(&self, spec: &BackupSpec, auto_dismiss: bool) -> Result<String> {
+        check(spec)?;
+        let entry = self.state().disk(&spec.disk)?;
+        let _turn = entry.turn();
+        let exports = self.state().exports_of(&entry)?;
+        let writer = writer(&exports, &spec.disk)?;
+        entry.watched.check_free(&spec.disk)?;
+        if let Some(name) = &spec.incremental {
+            let bitmap = entry.watched.bitmap(&spec.disk, name)?;
+            if !bitmap.state().recording {
+                return Err(Error::invalid(format!(
+                    "bitmap {name} does not record writes, so it does not say what changed; 'bitmap enable' it, and \
+                     make a full backup"
+                )));
+            }
+        }
+        let id = self.state().job_name(spec.job.as_deref(), "backup")?;
+        let target = self.target(spec, &id, &entry)?;
+        let shown = match (&spec.to, &spec.target) {
+            (Some(path), _) => path.display().to_string(),
+            (None, name) => format!("disk {}", name.as_deref().unwrap_or_default()),
+        };
+        let mut job = Job::new(&id, JobKind::Backup, &spec.disk, shown, spec.speed);
+        job.auto_dismiss = auto_dismiss;
+        let job = Arc::new(job);
+        match self.begin(spec, &job, &entry, writer, &target) {
+            Ok(()) => Ok(id),
+            Err(e) => {
+                drop_target(target, false);
+                Err(e)
+            }
+        }
+    }
+
+    /// Freezes the point in time, and has the job's thread go on.
+    fn begin(
+        &self,
+        spec: &BackupSpec,
+        job: &Arc<Job>,
+        entry: &Arc<DiskEntry>,
+        writer: Option<Arc<crate::export::life::Export>>,
+        target: &Target,
+    ) -> Result<()> {
+        let no_memory =
+            || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
+        let size = entry.disk.size_bytes();
+        let todo = Bits::new(size, shift(spec, size)).ok_or_else(no_memory)?;
+        let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a job cannot be set up", e))?;
+        let work = Arc::new(work);
+        self.state().enter(job.clone())?;
+        let frozen = at_rest(writer.as_ref(), || {
+            // What is in front of writes is known now: nothing is in flight.
+            let begun = begin_bitmap(spec, entry, &job.id)?;
+            match begun.as_ref().filter(|_| spec.incremental.is_some()) {
+                Some(Begun { old: Some(old), .. }) => work.todo().add(old),
+                _ => work.todo().set(work.todo().all()),
+            }
+            let mut state = entry.watched.state();
+            state.job = Some(job.id.clone());
+            state.before = Some(work.clone());
+            drop(state);
+            entry.watch();
+            Ok(begun)
+        });
+        let begun = match frozen.and_then(|r| r) {
+            Ok(begun) => begun,
+            Err(e) => {
+                self.state().jobs.remove(&job.id);
+                return Err(e);
+            }
+        };
+        job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
+        let (source, to) = (entry.disk.clone(), target.disk.clone());
+        let (compress, fresh) = (spec.compress, target.fresh);
+        let plan = Plan {
+            entry: entry.clone(),
+            copy: Box::new(move |owner| {
+                Copy::new(source, to, work, owner).to_fresh(fresh).compressed(compress)
+            }),
+        };
+        let ends = Ends {
+            entry: entry.clone(),
+            begun,
+            target: Target {
+                disk: target.disk.clone(),
+                made: target.made.clone(),
+                entry: target.entry.clone(),
+                fresh,
+            },
+        };
+        let (daemon, job) = (self.this.upgrade().expect("it is calling"), job.clone());
+        let thread = std::thread::Builder::new().name(format!("job-{}", job.id));
+        let (for_thread, ends) = (job.clone(), Arc::new(std::sync::Mutex::new(Some(ends))));
+        let of_thread = ends.clone();
+        let take = |ends: &std::sync::Mutex<Option<Ends>>| ends.lock().expect("no holder panics").take();
+        let spawned = thread.spawn(move || {
+            daemon.live(for_thread, plan, |daemon, copied| match take(&of_thread) {
+                Some(ends) => ends.end(daemon, copied),
+                None => copied,
+            });
+        });
+        if let Err(e) = spawned {
+            let failed = Err(Error::io(format_args!("job {} has no thread", job.id), e));
+            let failed = take(&ends).map_or(Ok(()), |ends| ends.end(self, failed));
+            self.state().jobs.remove(&job.id);
+            return failed;
+        }
+        Ok(())
+    }
+
+    /// Opens what is copied to; made if that was asked for.
+    fn target(&self, spec: &BackupSpec, id: &str, source: &Arc<DiskEntry>) -> Result<Target> {
+        let size = source.disk.size_bytes();
+        if let Some(name) = &spec.target {
+            let entry = self.state().disk(name)?;
+            if Arc::ptr_eq(&entry, source) {
+                return Err(Error::invalid(format!("disk {name} cannot be its own backup")));
+            }
+            entry.watched.claim_target(name, id)?;
+            if let Err(e) = self.check_target(&entry, spec, size) {
+                entry.watched.let_go();
+                return Err(e);
+            }
+            return Ok(Target { disk: entry.disk.clone(), made: None, entry: Some(entry), fresh: false });
+        }
+        let path = spec.to.as_deref().expect("checked: one of the two");
+        let format = spec.format.unwrap_or(Format::Qcow2);
+        let backing = spec.backing.as_deref().map(backing).transpose()?;
+        let fresh = backing.is_none();
+        NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
+        let disk = DiskSpec {
+            name: format!("the target of job {id}"),
+            format,
+            file: Some(path.to_owned()),
+            locking: true,
+            ..DiskSpec::default()
+        };
+        match Disk::open(&disk) {
+            Ok(disk) => Ok(Target { disk, made: Some(path.to_owned()), entry: None, fresh }),
+            Err(e) => {
+                let _ = std::fs::remove_file(path);
+                Err(e)
+            }
+        }
+    }
+
+    /// Whether a disk of the daemon can be copied to.
+    fn check_target(&self, entry: &Arc<DiskEntry>, spec: &BackupSpec, size: u64) -> Result<()> {
+        let name = &entry.spec.name;
+        if let Some(export) = self.state().exports_of(entry)?.first() {
+            return Err(Error::busy(format!(
+                "disk {name} is in use by export {}; remove that, or back up to another",
+                export.spec.name
+            )));
+        }
+        if entry.disk.readonly() {
+            return Err(Error::invalid(format!("disk {name} is read-only; nothing can be copied to it")));
+        }
+        if entry.disk.size_bytes() != size {
+            return Err(Error::invalid(format!(
+                "disk {name} has {} bytes and disk {} has {size}; a backup needs a disk as large",
+                entry.disk.size_bytes(),
+                spec.disk
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// What is to be done after the copy.
+struct Ends {
+    entry: Arc<DiskEntry>,
+    begun: Option<Begun>,
+    target: Target,
+}
+
+impl Ends {
+    fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
+        let Self { entry, begun, target } = self;
+        let result = copied.and_then(|()| {
+            let synced = target.disk.sync().and_then(|()| target.disk.sync());
+            synced.map_err(|e| Error::io("the backup cannot be made stable", e))
+        });
+        let good = result.is_ok();
+        // Nothing of a disk stays that a job had.
+        {
+            let _turn = entry.turn();
+            if let Some(Begun { bitmap, old }) = begun {
+                match old.filter(|_| !good) {
+                    Some(old) => bitmap.state().bits.add(&old),
+                    None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
+                    None => {}
+                }
+                bitmap.state().job = None;
+            }
+            entry.watched.let_go();
+            let exports = daemon.state().exports_of(&entry).unwrap_or_default();
+            let writer = exports.iter().find(|e| !e.readonly);
+            if let Err(e) = at_rest(writer, || entry.watch()) {
+                // The job's map says that nothing is left to do; it costs each write a look.
+                tracing::warn!("{e}");
+            }
+        }
+        drop_target(target, good);
+        result
+    }
+}
+
+/// Closes a target, and removes a file that is no backup.
+fn drop_target(target: Target, good: bool) {
+    let Target { disk, made, entry, .. } = target;
+    drop(disk);
+    if let Some(entry) = entry {
+        entry.watched.let_go();
+    }
+    if let Some(path) = made.filter(|_| !good)
+        && let Err(e) = std::fs::remove_file(&path)
+    {
+        tracing::warn!("cannot remove {}, which is no backup: {e}", path.display());
+    }
+}
+
+/// The bitmap that begins anew at the point in time.
+fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<Option<Begun>> {
+    let Some(name) = spec.incremental.as_ref().or(spec.bitmap.as_ref()) else { return Ok(None) };
+    let there = entry.watched.bitmap(&spec.disk, name);
+    let begun = match there {
+        Ok(bitmap) => {
+            if let Some(other) = &bitmap.state().job {
+                return Err(Error::busy(format!("bitmap {name} is in use by job {other}")));
+            }
+            bitmap.state().recording = true;
+            let old = bitmap.take()?;
+            Begun { bitmap, old: Some(old) }
+        }
+        Err(e) if spec.incremental.is_some() => return Err(e),
+        Err(_) => {
+            check_new(entry, name)?;
+            let persistent = persistent(entry, None)?;
+            let bitmap =
+                Arc::new(Bitmap::new(name, entry.disk.size_bytes(), 1 << CLUSTER_SHIFT, persistent)?);
+            entry.watched.state().bitmaps.push(bitmap.clone());
+            Begun { bitmap, old: None }
+        }
+    };
+    begun.bitmap.state().job = Some(job.to_owned());
+    Ok(Some(begun))
+}
+
+/// log2 of a block that is told apart.
+fn shift(spec: &BackupSpec, size: u64) -> u32 {
+    if spec.compress {
+        return CLUSTER_SHIFT;
+    }
+    let mut shift = BLOCK_SHIFT;
+    while size >> shift > BLOCKS_MAX {
+        shift += 1;
+    }
+    shift
+}
+
+/// What is wrong with it by itself.
+fn check(spec: &BackupSpec) -> Result<()> {
+    let wrong = |why: &str| Err(Error::invalid(format!("backup of disk {}: {why}", spec.disk)));
+    let qcow2 = spec.format.unwrap_or(Format::Qcow2) == Format::Qcow2;
+    match (&spec.to, &spec.target) {
+        (None, None) => return wrong("where to? give a file, or a disk as its target"),
+        (Some(_), Some(_)) => return wrong("a file and a disk as its target are given; choose one"),
+        (None, Some(_)) if spec.format.is_some() || spec.overwrite || spec.backing.is_some() => {
+            return wrong("format, overwrite and backing are of a file; leave them out");
+        }
+        _ => {}
+    }
+    if !matches!(spec.format, None | Some(Format::Qcow2 | Format::Raw)) {
+        return wrong("the format of a backup is qcow2 or raw");
+    }
+    if spec.compress && (!qcow2 || spec.target.is_some()) {
+        return wrong("only a new qcow2 file can be compressed; leave out compress");
+    }
+    if spec.bitmap.is_some() && spec.incremental.is_some() {
+        return wrong("an incremental backup begins its bitmap anew by itself; leave out bitmap");
+    }
+    if spec.backing.is_some() && (spec.incremental.is_none() || !qcow2) {
+        return wrong("backing is of an incremental backup in a qcow2 file");
+    }
+    if spec.incremental.is_some() && spec.target.is_none() && spec.backing.is_none() {
+        return wrong(
+            "an incremental backup has only what changed: give the backup before as its backing, or a disk that holds \
+             it as the target",
+        );
+    }
+    Ok(())
+}
+
+/// Name and format of the backup before. Its format is qcow2, for what a guest wrote decides else.
+fn backing(path: &Path) -> Result<(String, Format)> {
+    let shown = path.display();
+    let path = std::fs::canonicalize(path).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
+    let Some(name) = path.to_str() else {
+        return Err(Error::invalid(format!("{shown} has a name that no image can hold: it is not UTF-8")));
+    };
+    Ok((name.to_owned(), Format::Qcow2))
+}

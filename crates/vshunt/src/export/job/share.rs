@@ -1,0 +1,135 @@
+//! How fast a job may go where nobody says: so fast that guests keep most of their speed.
+//!
+//! Guests' requests are counted in short windows. In some of these nothing is read ahead, which shows what guests do
+//! without the job; in the others the job goes at a rate that rises while guests lose little and falls while they lose
+//! more. Where guests do next to nothing the job goes as fast as it can.
+
+use std::time::Duration;
+
+/// A window.
+pub(super) const WINDOW: Duration = Duration::from_millis(40);
+/// Requests in a window from which on guests count as busy.
+const BUSY: u64 = 20;
+/// Every so many windows is one without the job.
+const LOOK_EVERY: u32 = 12;
+/// What guests keep of their speed, in percent.
+const KEEP: u64 = 85;
+/// Bounds of the rate, bytes a window: 4 MiB/s at least.
+const RATE_MIN: u64 = (4 << 20) / 25;
+const RATE_MAX: u64 = 1 << 32;
+
+/// What a window is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Window {
+    /// As fast as it goes.
+    Free,
+    /// So many bytes.
+    Bytes(u64),
+    /// Nothing: guests are looked at.
+    Look,
+}
+
+/// Finds the rate, window by window.
+#[derive(Debug)]
+pub(super) struct Share {
+    rate: u64,
+    /// Requests in a window without the job, smoothed; none: not seen yet.
+    alone: Option<u64>,
+    /// Requests in windows with the job, since the last look; and how many windows.
+    beside: (u64, u32),
+    last: Window,
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Self { rate: 16 * RATE_MIN, alone: None, beside: (0, 0), last: Window::Look }
+    }
+}
+
+impl Share {
+    /// What the next window is for, after one in which guests had so many requests done.
+    pub(super) fn next(&mut self, requests: u64) -> Window {
+        match self.last {
+            Window::Look if requests >= BUSY => {
+                let old = self.alone.unwrap_or(requests);
+                self.alone = Some((3 * old + requests) / 4);
+                self.adapt();
+            }
+            Window::Look => self.alone = None,
+            _ => {
+                self.beside.0 += requests;
+                self.beside.1 += 1;
+            }
+        }
+        self.last = if self.beside.1 >= LOOK_EVERY {
+            Window::Look
+        } else if self.alone.is_none() {
+            Window::Free
+        } else {
+            Window::Bytes(self.rate)
+        };
+        if self.last == Window::Free && requests >= BUSY {
+            // They have begun.
+            self.last = Window::Look;
+        }
+        self.last
+    }
+
+    fn adapt(&mut self) {
+        let (requests, windows) = std::mem::take(&mut self.beside);
+        let Some(alone) = self.alone.filter(|_| windows > 0) else { return };
+        let percent = requests * 100 / u64::from(windows) / alone.max(1);
+        self.rate = match percent {
+            ..KEEP => self.rate * 2 / 3,
+            _ => self.rate * 5 / 4,
+        }
+        .clamp(RATE_MIN, RATE_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Guests that lose one in a hundred requests for each so many bytes of the job's.
+    fn run(share: &mut Share, alone: u64, cost: u64, windows: u32) -> (u64, u64) {
+        let (mut job, mut guests, mut window) = (0, 0, Window::Look);
+        for _ in 0..windows {
+            let bytes = match window {
+                Window::Free => RATE_MAX,
+                Window::Bytes(n) => n,
+                Window::Look => 0,
+            };
+            let lost = (alone * (bytes / cost) / 100).min(alone);
+            job += bytes;
+            guests += alone - lost;
+            window = share.next(alone - lost);
+        }
+        (job, guests)
+    }
+
+    #[test]
+    fn idle_guests_hold_nothing_back() {
+        let mut share = Share::default();
+        let (job, _) = run(&mut share, 3, 1 << 16, 1000);
+        assert!(job > 900 * (1 << 31), "{job}");
+    }
+
+    #[test]
+    fn busy_guests_keep_most_and_the_job_goes_on() {
+        let mut share = Share::default();
+        run(&mut share, 4000, 64 << 10, 1000);
+        let (job, guests) = run(&mut share, 4000, 64 << 10, 1000);
+        assert!(guests > 1000 * 4000 * 75 / 100, "{guests}");
+        // What 15 in a hundred come to.
+        assert!(job > 1000 * 15 * (64 << 10) / 3, "{job}");
+    }
+
+    #[test]
+    fn guests_that_begin_are_seen() {
+        let mut share = Share::default();
+        run(&mut share, 0, 1, 100);
+        let (_, guests) = run(&mut share, 4000, 64 << 10, 1000);
+        assert!(guests > 1000 * 4000 * 60 / 100, "{guests}");
+    }
+}
