@@ -4,6 +4,8 @@
 //! the daemon was killed finds it, has what it says brought into the image, and puts a new one in its place. On a control
 //! thread, all of it; workers see the memory alone.
 //!
+//! Who has one holds a lock on it, so that even with locking=off no living daemon's journal is taken for a dead one's.
+//!
 //! What must never happen: a file of another user trusted; memory that is not really there (a touch of it would be a
 //! SIGBUS), so it is allocated before it is mapped.
 
@@ -14,11 +16,13 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
 
 use qcow2::Storage;
 use qcow2::header::{Header, incompatible};
 use qcow2::journal::{self, Journal, Words};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::open::beside;
@@ -31,10 +35,15 @@ const NEW_ID: &str = "/proc/sys/kernel/random/uuid";
 /// Of a journal: whoever made one larger was not us.
 const BYTES_MAX: u64 = 4 << 20;
 
+/// How long the end of a killed daemon is waited for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// A mapping of words.
 struct Mapped {
     base: NonNull<AtomicU64>,
     words: usize,
+    /// Has the lock.
+    _file: File,
 }
 
 // SAFETY: it owns a range of address space in which there is nothing but atomics.
@@ -43,8 +52,8 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Maps all of a file, whose bytes have their memory.
-    fn new(file: &File) -> io::Result<Self> {
+    /// Maps all of a locked file, whose bytes have their memory.
+    fn new(file: File) -> io::Result<Self> {
         let len = file.metadata()?.len();
         if !(8..=BYTES_MAX).contains(&len) {
             return Err(io::Error::other(format!("it has {len} bytes")));
@@ -53,7 +62,7 @@ impl Mapped {
         // SAFETY: a new mapping where the kernel likes; no existing memory is touched.
         let base = unsafe { mmap(null_mut(), len, prot, MapFlags::SHARED, file.as_fd(), 0) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { base, words: len / 8 })
+        Ok(Self { base, words: len / 8, _file: file })
     }
 }
 
@@ -87,14 +96,21 @@ impl Place {
         Ok(Self(Path::new(FOLDER).join(format!("vshunt-{kind}-{device:x}-{number:x}"))))
     }
 
-    /// What is there, if it is a file of ours.
-    fn find(&self) -> io::Result<Mapped> {
+    /// What is there, if it is a file of ours. `WouldBlock`: somebody who lives has it.
+    fn find(&self, patience: Duration) -> io::Result<Mapped> {
         let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(&self.0)?;
         let meta = file.metadata()?;
         if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
-        Mapped::new(&file)
+        let start = Instant::now();
+        while let Err(e) = lock(&file) {
+            if e != Errno::WOULDBLOCK || start.elapsed() >= patience {
+                return Err(e.into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Mapped::new(file)
     }
 
     /// Makes it anew, instead of what is there.
@@ -105,7 +121,8 @@ impl Place {
         let options = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new);
         let made = options.and_then(|file| {
             rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-            let mapped = Mapped::new(&file)?;
+            lock(&file)?;
+            let mapped = Mapped::new(file)?;
             std::fs::rename(&new, &self.0)?;
             Ok(mapped)
         });
@@ -119,6 +136,10 @@ impl Place {
     pub(super) fn remove(&self) {
         let _ = std::fs::remove_file(&self.0);
     }
+}
+
+fn lock(file: &File) -> rustix::io::Result<()> {
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
 /// A number as the kernel writes it.
@@ -166,14 +187,21 @@ pub(crate) enum Lacks {
 /// repaired then, before anything else. `path`: its own, which its data file's is relative to.
 ///
 /// # Errors
-/// The storage's, and a journal that the image has no place for.
+/// The storage's, a journal that the image has no place for, and one of a daemon that lives.
 pub(crate) fn recover(image: &File, storage: &dyn Storage, path: &Path) -> qcow2::Result<Lacks> {
     let header = qcow2::Image::open(storage)?.header().clone();
     if header.journal.is_none() && !header.has(incompatible::DIRTY) {
         return Ok(Lacks::Nothing);
     }
-    let found = Place::of(image).and_then(|place| Ok((place.find()?, number(BOOT_ID)?)));
-    let Ok((memory, boot)) = found else { return Ok(Lacks::Lost) };
+    let found = Place::of(image).and_then(|place| Ok((place.find(PATIENCE)?, number(BOOT_ID)?)));
+    let (memory, boot) = match found {
+        Ok(found) => found,
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+            let why = io::Error::new(e.kind(), "another vshunt serves the image; stop it");
+            return Err(qcow2::Error::io("the map's journal")(why));
+        }
+        Err(_) => return Ok(Lacks::Lost),
+    };
     if let Some(name) = header.data_file.filter(|_| header.incompatible & incompatible::DATA_FILE != 0) {
         let synced = File::open(beside(path, &name)).and_then(|file| file.sync_data());
         synced.map_err(qcow2::Error::io("cannot bring the data file to stable storage"))?;
@@ -196,21 +224,25 @@ mod tests {
     fn one_file_an_image_and_none_left_behind() {
         let image = tempfile::tempfile().unwrap();
         let place = Place::of(&image).unwrap();
-        if place.make(1 << 20).is_err() {
+        let Ok(first) = place.make(1 << 20) else {
             eprintln!("skip one_file_an_image_and_none_left_behind: no room in {FOLDER}");
             return;
-        }
-        let first = place.find().unwrap();
+        };
+        let find = || place.find(Duration::ZERO);
+        assert_eq!(find().err().unwrap().kind(), io::ErrorKind::WouldBlock, "its owner lives");
+        drop(first);
+        let first = find().unwrap();
         first.words()[3].store(7, std::sync::atomic::Ordering::Relaxed);
         let second = place.make(1 << 16).unwrap();
         assert_eq!(second.words()[3].load(std::sync::atomic::Ordering::Relaxed), 0);
         assert_eq!((first.words().len(), second.words().len()), (1 << 17, 1 << 13));
-        assert_eq!(place.find().unwrap().words().len(), 1 << 13);
+        drop(second);
+        assert_eq!(find().unwrap().words().len(), 1 << 13);
         let perms = std::os::unix::fs::PermissionsExt::from_mode(0o622);
         std::fs::set_permissions(&place.0, perms).unwrap();
-        assert!(place.find().is_err(), "others could have written there");
+        assert!(find().is_err(), "others could have written there");
         forget(&image);
-        assert!(place.find().is_err());
+        assert!(find().is_err());
         assert_ne!(number(NEW_ID).unwrap(), number(NEW_ID).unwrap());
     }
 }

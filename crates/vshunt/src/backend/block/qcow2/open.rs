@@ -221,7 +221,11 @@ fn put_right(
 ) -> std::result::Result<bool, qcow2::Error> {
     let shown = path.display();
     let lost = match journal::recover(file.image(), plain, path)? {
-        Lacks::Nothing => return Ok(false),
+        Lacks::Nothing => {
+            // One whose owner died between closing the image and removing it.
+            journal::forget(file.image());
+            return Ok(false);
+        }
         Lacks::Recovered(n) => {
             tracing::info!(
                 "{shown} was not closed: {n} changes of its map are brought in that were not written yet"
