@@ -228,6 +228,23 @@ impl Request {
         Some(self.step(Pending::Extend(to), Step::Extend { file: image.file, offset, len: to - offset }))
     }
 
+    /// There was no space: whether there may be for less. First none is taken ahead, then the reserve becomes smaller, down to
+    /// one cluster.
+    pub(super) fn wants_less(&mut self, cx: &mut Context<'_>) -> bool {
+        if !std::mem::replace(&mut self.no_more, true) {
+            return true;
+        }
+        let reserve = &mut cx.user.reserve;
+        if reserve.count == 1 {
+            return false;
+        }
+        let keep = reserve.count / 2;
+        let rest = Reserve { start: reserve.start + keep, count: reserve.count - keep, ..*reserve };
+        reserve.count = keep;
+        cx.chain.top().alloc.lock().expect("no holder panics").untake(rest);
+        true
+    }
+
     /// The space was taken up to `len`, or (none) could not be.
     pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
         let image = cx.chain.top();
@@ -471,6 +488,40 @@ impl Request {
             (false, _) => Entry::default(),
             (true, false) => Entry { word: place | ZERO, bits: 0 },
             (true, true) => Entry { word: place, bits: ALL_ZERO },
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use crate::Storage;
+    use crate::create::Options;
+    use crate::memory::Memory;
+    use crate::request::{ENOSPC, Op};
+    use crate::testing::{self, drive::Disk};
+
+    #[test]
+    fn no_space_is_when_there_is_none() {
+        const CLUSTER: u64 = 1 << 16;
+        // A reserve is 64 clusters, and 16 MiB are taken ahead.
+        let options = Options::new(1 << 30);
+        for room in [0, 1, 2, 3, 7, 40, 64, 65, 100] {
+            let image = testing::new(&options).bytes();
+            let most = image.len() as u64 + (room + 1) * CLUSTER;
+            let mut disk = Disk::open(Memory::new(image, most), None);
+            // One more is the L2 table.
+            for n in 0..room {
+                assert_eq!(disk.run(Op::Write, n * CLUSTER, vec![n as u8; 512], 512).0, 0, "{n} of {room}");
+            }
+            for _ in 0..3 {
+                assert_eq!(disk.run(Op::Write, room * CLUSTER, vec![1; 512], 512).0, ENOSPC, "{room}");
+            }
+            for n in 0..room {
+                assert_eq!(disk.read(n * CLUSTER, 512), [n as u8; 512], "{n} of {room}");
+            }
+            let file = disk.close();
+            assert!(file.len().unwrap() <= most);
+            testing::assert_clean(&*file, &format!("{room}"));
         }
     }
 }

@@ -537,3 +537,6 @@ fn is_zero(bytes: &[u8]) -> bool {
         && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | w) == 0)
         && tail.iter().all(zero)
 }
+
+#[cfg(test)]
+mod tests;

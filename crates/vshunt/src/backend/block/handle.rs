@@ -202,7 +202,7 @@ impl DiskHandle {
     }
 
     /// Does a request, and waits for it. For control threads, with a ring of their own.
-    fn run(&self, ring: &mut Ring, io: &mut Io) -> io::Result<()> {
+    pub(crate) fn run(&self, ring: &mut Ring, io: &mut Io) -> io::Result<()> {
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
         let mut step = self.start(ring, io, token);
         loop {

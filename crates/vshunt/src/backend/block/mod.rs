@@ -15,6 +15,7 @@ mod copy_before_write;
 mod create;
 mod handle;
 mod io;
+mod keep;
 mod lock;
 mod memory;
 mod qcow2;
@@ -31,6 +32,7 @@ use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
 use crate::worker::{Ring, RingFile};
 
+pub use ::qcow2::bitmap::Loaded;
 pub use ::qcow2::{Extent, Found};
 pub(crate) use bits::Bits;
 pub(crate) use bounce::AlignedBuf;
@@ -403,6 +405,24 @@ impl Disk {
             Kind::Qcow2(image) => image.merge(offset, bytes, fua),
             // Their granule is 1.
             Kind::Null | Kind::Ram(_) => Err(std::io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    /// The persistent dirty bitmaps of a qcow2 image that is open for writing, handed to who sets their bits from before the
+    /// first write on; none of other disks. Until [`put_bitmaps`](Self::put_bitmaps) they are in use in the image, and in
+    /// doubt for who opens it next.
+    pub fn take_bitmaps(&self) -> Vec<Loaded> {
+        match &*self.kind() {
+            Kind::Qcow2(image) => image.take_bitmaps(),
+            Kind::Raw(_) | Kind::Null | Kind::Ram(_) => Vec::new(),
+        }
+    }
+
+    /// Makes these the bitmaps of its image once it is closed, with those gone that are not among them. After the last write;
+    /// other disks have no place for any.
+    pub fn put_bitmaps(&self, bitmaps: Vec<Loaded>) {
+        if let Kind::Qcow2(image) = &*self.kind() {
+            image.put_bitmaps(bitmaps);
         }
     }
 

@@ -6,6 +6,7 @@
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
+mod bitmaps;
 mod journal;
 mod open;
 
@@ -15,8 +16,10 @@ use std::sync::Arc;
 
 use io_uring::opcode;
 
+use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
+use self::bitmaps::Bitmaps;
 pub(crate) use self::journal::{Lacks, forget, recover};
 pub(super) use self::open::{Plain, open};
 use super::bounce::{AlignedBuf, Pool};
@@ -30,6 +33,7 @@ pub(super) struct Qcow2 {
     chain: Chain,
     /// By number.
     files: Vec<Raw>,
+    bitmaps: Bitmaps,
     readonly: bool,
     /// Where its map's journal lies.
     journal: Option<journal::Place>,
@@ -180,18 +184,32 @@ impl Qcow2 {
         if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
             let _ = file.set_len(end);
         }
-        if let Some(place) = &self.journal {
-            let plain = Plain::of(&self.files[0], false, self.careless);
-            match plain
-                .map_err(qcow2::Error::io("cannot open it"))
-                .and_then(|plain| qcow2::journal::end(&plain))
-            {
-                Ok(()) => place.remove(),
-                Err(e) => {
-                    tracing::error!("the image stays marked as not closed, and is repaired next time: {e}")
-                }
-            }
+        if self.readonly {
+            return;
         }
+        let plain = || Plain::of(&self.files[0], false, self.careless);
+        // First, since a change of bitmaps begins on an image that was closed.
+        if let Some(place) = &self.journal {
+            let opened = plain().map_err(qcow2::Error::io("cannot open it"));
+            if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
+                tracing::error!("the image stays marked as not closed, and is repaired next time: {e}");
+                return;
+            }
+            place.remove();
+        }
+        if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
+            tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
+        }
+    }
+
+    /// See [`Disk::take_bitmaps`](super::Disk::take_bitmaps).
+    pub(super) fn take_bitmaps(&self) -> Vec<Loaded> {
+        self.bitmaps.take()
+    }
+
+    /// See [`Disk::put_bitmaps`](super::Disk::put_bitmaps).
+    pub(super) fn put_bitmaps(&self, bitmaps: Vec<Loaded>) {
+        self.bitmaps.put(bitmaps);
     }
 }
 

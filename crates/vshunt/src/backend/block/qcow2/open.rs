@@ -12,6 +12,7 @@ use qcow2::header::{Header, incompatible};
 use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready};
 
 use super::Qcow2;
+use super::bitmaps::Bitmaps;
 use super::journal::{self, Lacks, Place};
 use crate::backend::block::raw::{self, Raw};
 use crate::backend::block::{Limits, SECTOR_BYTES};
@@ -166,6 +167,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
         journal,
         lost: top.lost,
         files: opened.files,
+        bitmaps: top.bitmaps,
         readonly: spec.readonly,
         careless: spec.cache == Cache::Unsafe,
         through: spec.cache == Cache::Writethrough,
@@ -188,6 +190,7 @@ impl Lower {
 struct Top {
     image: Served,
     below: Option<Lower>,
+    bitmaps: Bitmaps,
     /// Completed writes of its last daemon may be missing.
     lost: bool,
 }
@@ -265,20 +268,17 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
     };
     let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     let mut lost = false;
+    let mut bitmaps = Bitmaps::default();
     if !spec.readonly {
         if header.has(incompatible::CORRUPT) {
             return Err(Error::invalid(format!(
                 "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
             )));
         }
-        if header.bitmaps.is_some() {
-            return Err(Error::unsupported(format!(
-                "{shown} has dirty bitmaps, which are not kept up while it is written yet: add readonly=on"
-            )));
-        }
         let of = &opened.files[usize::from(file)];
         lost = put_right(of, &plain, &header, path).map_err(wrong)?;
         make_ready(&plain).map_err(wrong)?;
+        bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     } else if qcow2::journal::journal_of(&header).is_some() {
         tracing::warn!(
@@ -312,7 +312,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
     };
     let settings = Settings { file, data, cache_bytes: spec.cache_size };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
-    Ok(Top { image, below, lost })
+    Ok(Top { image, below, bitmaps, lost })
 }
 
 /// A name in an image is relative to the image's own folder.
