@@ -55,7 +55,7 @@ impl Share {
                 self.alone = Some((3 * old + requests) / 4);
                 self.adapt();
             }
-            Window::Look => self.alone = None,
+            Window::Look => (self.alone, self.beside) = (None, (0, 0)),
             _ => {
                 self.beside.0 += requests;
                 self.beside.1 += 1;
