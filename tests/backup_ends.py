@@ -1,5 +1,6 @@
 """How a job ends before its time: a target that fails, commands, the export or the daemon going, kill -9."""
 
+import contextlib
 import os
 import random
 import time
@@ -51,7 +52,7 @@ def no_space(suite, kind):
         gone_on(mount, writers)
     r.require(os.statvfs(folder).f_bfree > 400, "the room is not given back")
     # The disk is free for another.
-    path = suite.path("full.good")
+    path = suite.path(f"full-{kind}.good")
     mount.cli("backup", "start", "d0", "--to", path, "--wait")
     b.checked(path)
     writers.stop()
@@ -186,7 +187,8 @@ def killed(suite, kind, seed):
                 synced.update(written)
                 written = {}
         mount.child.kill()
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
         fuse_guard.unmount([mount.path])
         if kind == "qcow2":
             b.checked(mount.image, leaks=True)

@@ -69,6 +69,7 @@ def backups(suite):
         (("d0", "--to", new, "--backing", folder / "none", *inc), (folder / "none", "No such file"), 1),
         (("d0", "--to", new, "--backing", here, *inc), (here, "qcow2"), 1),
         (("d0", "--to", folder / ".." / folder.name / before.name, "--overwrite", "--backing", before, *inc), (before, "stands on"), 1),
+        (("d0", "--to", low, "--overwrite", "--backing", high, *inc), (low, "in use"), 1),
         (("d0", "--to", new, "--incremental", "none", "--backing", before), ("d0", "none", "bitmap list"), 1),
         (("d0", "--to", new, "--incremental", "off", "--backing", before), ("off", "bitmap enable", "full backup"), 1),
         (("d0", "--target", "none"), ("disk none",), 1),
