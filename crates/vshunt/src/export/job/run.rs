@@ -9,7 +9,6 @@ use super::share::{Share, WINDOW, Window};
 use super::{AtWork, Job};
 use crate::error::{Error, Result};
 use crate::export::daemon::{Daemon, DiskEntry};
-use crate::export::spec::JobStatus;
 use crate::queue::copy::{Copy, CopyQueue, DEPTH_MAX, NO_LIMIT, Side};
 use crate::worker::{QueueSet, Settings};
 
@@ -42,6 +41,10 @@ impl Daemon {
         {
             let mut state = job.state();
             copy.paused.store(state.paused, Relaxed);
+            if state.speed != Some(0) {
+                // Until it is looked after for the first time.
+                copy.credit.store(0, Relaxed);
+            }
             copy.stop.store(state.cancelled, Relaxed);
             let thread = std::thread::current();
             state.at_work = Some(AtWork { copy: copy.clone(), queue: set.clone(), thread });
@@ -135,8 +138,8 @@ impl Daemon {
         end: impl FnOnce(&Self, Result<()>) -> Result<()>,
     ) {
         self.tell_status(&job);
-        let copied = self.copy(&job, plan);
-        self.set_status(&job, if copied.is_ok() { JobStatus::Pending } else { JobStatus::Aborting });
+        let copied = job.settle(self.copy(&job, plan));
+        self.tell_status(&job);
         let result = end(self, copied);
         self.conclude(&job, result);
     }
