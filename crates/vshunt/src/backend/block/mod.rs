@@ -51,6 +51,7 @@ use memory::Ram;
 pub use offline::Saved;
 pub use overlay::Overlay;
 use qcow2::Qcow2;
+pub(crate) use qcow2::{Lacks, forget as forget_journal, recover as recover_journal};
 use raw::Raw;
 pub(crate) use watch::{Bitmap, Watch};
 
@@ -156,6 +157,8 @@ pub struct Disk {
     locked: bool,
     cache: Cache,
     limits: Limits,
+    /// Of the image that it was opened with.
+    lost: bool,
     // Any thread.
     size_bytes: AtomicU64,
     granule: AtomicU64,
@@ -221,6 +224,7 @@ impl Disk {
             mark::check(file, spec.readonly)?;
         }
         let (kind, size_bytes, limits) = open_kind(spec)?;
+        let lost = matches!(&kind, Kind::Qcow2(image) if image.lost());
         let (granule, zero_granule) = (kind.granule(), kind.zero_granule(limits.block_size));
         Ok(Arc::new(Self {
             kind: RwLock::new(Arc::new(kind)),
@@ -229,6 +233,7 @@ impl Disk {
             locked: spec.locking,
             cache: spec.cache,
             limits,
+            lost,
             size_bytes: AtomicU64::new(size_bytes),
             granule: AtomicU64::new(granule),
             zero_granule: AtomicU64::new(zero_granule),
@@ -514,8 +519,16 @@ impl Disk {
     /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image
     /// or in the system's cache of it.
     pub fn outlives_us(&self) -> bool {
-        // The map of a qcow2 image is in our memory until the next flush.
-        !matches!(*self.kind(), Kind::Qcow2(_)) || self.readonly || self.cache == Cache::Writethrough
+        match &*self.kind() {
+            // Changes of its map are in our memory until the next flush, unless it has a journal.
+            Kind::Qcow2(image) => image.outlives_us(),
+            Kind::Null | Kind::Ram(_) | Kind::Raw(_) | Kind::Gone => true,
+        }
+    }
+
+    /// Whether writes may be missing that the daemon before us had completed: no guest of its goes on with this disk.
+    pub fn lost(&self) -> bool {
+        self.lost
     }
 }
 

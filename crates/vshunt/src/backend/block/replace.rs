@@ -28,7 +28,7 @@ pub(super) struct Closed {
 impl Closed {
     /// One of its files, as offline work sees it: 0 is the image itself, 1 its data file.
     pub(super) fn file(&self, number: usize) -> Result<Plain> {
-        let file = self.kind.files().get(number).map(|raw| Plain::of(raw, false));
+        let file = self.kind.files().get(number).map(|raw| Plain::of(raw, false, false));
         match file {
             Some(file) => file.map_err(|e| Error::io(format_args!("cannot open {}", self.path), e)),
             None => Err(Error::invalid(format!("{} has no data file", self.path))),
