@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::daemon::{Daemon, DiskEntry};
 use super::life::Export;
 use super::spec::{BitmapInfo, BitmapSpec, Format};
-use crate::backend::block::{Bitmap, CopyBeforeWrite, Disk, Watch};
+use crate::backend::block::{Bits, Bitmap, CopyBeforeWrite, Disk, Watch};
 use crate::error::{Error, Result};
 
 /// What a bit stands for where nobody says.
@@ -27,6 +27,8 @@ pub(super) struct State {
     pub(super) job: Option<String>,
     /// The latter: nobody else may use it.
     pub(super) is_target: bool,
+    /// What is written while it is committed.
+    pub(super) committing: Option<Arc<Bits>>,
     /// What that job wants read before it is replaced.
     pub(super) before: Option<Arc<CopyBeforeWrite>>,
 }
@@ -77,7 +79,7 @@ impl Watched {
     /// The job is over.
     pub(super) fn let_go(&self) {
         let mut state = self.state();
-        (state.job, state.is_target, state.before) = (None, false, None);
+        (state.job, state.is_target, state.before, state.committing) = (None, false, None, None);
     }
 
     pub(super) fn bitmap_infos(&self) -> Vec<BitmapInfo> {
@@ -136,7 +138,7 @@ impl DiskEntry {
             let state = b.state();
             state.recording.then(|| state.bits.clone())
         };
-        let dirty = state.bitmaps.iter().filter_map(recording).collect();
+        let dirty = state.bitmaps.iter().filter_map(recording).chain(state.committing.clone()).collect();
         self.disk.set_watch(Watch { dirty, before: state.before.clone() });
     }
 }

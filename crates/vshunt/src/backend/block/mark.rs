@@ -18,6 +18,9 @@ use super::qcow2::backing_of;
 use crate::error::{Error, Result};
 
 const OVERLAY: &str = "user.vshunt.overlay";
+/// Of an overlay whose contents were brought into the image below, with that image's path: what it shows is no disk's any
+/// more once that image is written.
+const COMMITTED: &str = "user.vshunt.committed";
 
 /// Whether an image may be opened. What is below an overlay may be read only; a mark whose overlay is gone, or stands on
 /// another image by now, is removed.
@@ -26,9 +29,20 @@ const OVERLAY: &str = "user.vshunt.overlay";
 /// `Busy`, with the overlay's name and what to do.
 pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
     let shown = path.display();
+    if let Some(below) = read(path, COMMITTED) {
+        return Err(Error::busy(format!(
+            "{shown} was committed to {}, where its disk went on: use that, and remove {shown} ('setfattr -x {COMMITTED} \
+             {shown}' if you know that nothing was written there since)",
+            below.display()
+        )));
+    }
     let Some(overlay) = read(path, OVERLAY).filter(|_| !readonly) else { return Ok(()) };
     let over = overlay.display();
     match stands_on(&overlay, path) {
+        // A commit that ended between its two marks: all is here.
+        Ok(true) if read(&overlay, COMMITTED).is_some_and(|below| same(&below, path)) => {
+            remove(path, OVERLAY).map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
+        }
         Ok(true) => Err(Error::busy(format!(
             "{shown} has a snapshot's overlay {over}, which writes to it would destroy: use {over} (format=qcow2), or add \
              readonly=on; or remove {over} to go back to the snapshot ('setfattr -x {OVERLAY} {shown}' if you know that \
@@ -92,6 +106,25 @@ pub(super) fn take_overlay(base: &File) -> io::Result<()> {
     match rustix::fs::fremovexattr(base.as_fd(), OVERLAY) {
         Ok(()) => base.sync_all(),
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Says of an overlay that it was committed to the image below; on stable storage when it returns.
+///
+/// # Errors
+/// The system's; that its file system has no marks is no error.
+pub(super) fn put_committed(overlay: &Path, below: &Path) -> io::Result<()> {
+    put(&File::open(overlay)?, COMMITTED, below).map(drop)
+}
+
+/// Takes that back.
+///
+/// # Errors
+/// The system's.
+pub(super) fn take_committed(overlay: &Path) -> io::Result<()> {
+    match rustix::fs::removexattr(overlay, COMMITTED) {
+        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(()),
         Err(e) => Err(e.into()),
     }
 }

@@ -11,6 +11,7 @@
 
 mod bits;
 mod bounce;
+mod commit;
 mod copy_before_write;
 mod create;
 mod handle;
@@ -223,10 +224,13 @@ impl Disk {
         if let Some(file) = &spec.file {
             mark::check(file, spec.readonly)?;
         }
-        let (kind, size_bytes, limits) = open_kind(spec)?;
+        Ok(Arc::new(Self::of(spec, open_kind(spec)?)))
+    }
+
+    fn of(spec: &DiskSpec, (kind, size_bytes, limits): (Kind, u64, Limits)) -> Self {
         let lost = matches!(&kind, Kind::Qcow2(image) if image.lost());
         let (granule, zero_granule) = (kind.granule(), kind.zero_granule(limits.block_size));
-        Ok(Arc::new(Self {
+        Self {
             kind: RwLock::new(Arc::new(kind)),
             watch: RwLock::default(),
             readonly: spec.readonly,
@@ -237,7 +241,7 @@ impl Disk {
             size_bytes: AtomicU64::new(size_bytes),
             granule: AtomicU64::new(granule),
             zero_granule: AtomicU64::new(zero_granule),
-        }))
+        }
     }
 
     /// Whether a disk of `spec` cannot be opened because this one has locked the same image.

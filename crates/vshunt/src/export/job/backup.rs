@@ -140,7 +140,7 @@ impl Daemon {
         let (source, to) = (entry.disk.clone(), target.disk.clone());
         let (compress, fresh) = (spec.compress, target.fresh);
         let plan = Plan {
-            entry: entry.clone(),
+            entry: Some(entry.clone()),
             copy: Box::new(move |owner| {
                 Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
             }),

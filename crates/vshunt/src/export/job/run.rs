@@ -19,7 +19,8 @@ const STALL: Duration = Duration::from_secs(15);
 
 /// What a job copies.
 pub(super) struct Plan {
-    pub(super) entry: Arc<DiskEntry>,
+    /// Whose guests keep most of their speed; none: they wait for it.
+    pub(super) entry: Option<Arc<DiskEntry>>,
     pub(super) copy: Box<dyn FnOnce(Thread) -> Copy + Send>,
 }
 
@@ -29,14 +30,14 @@ impl Daemon {
         let copy = Arc::new((plan.copy)(std::thread::current()));
         let worker = self.workers.create(Some(job.id.clone()), &Settings::default());
         let worker = worker.map_err(|e| e.context(format!("job {} has no worker", job.id)))?;
-        let copied = self.copy_on(job, &plan.entry, &copy, worker);
+        let copied = self.copy_on(job, plan.entry.as_ref(), &copy, worker);
         if let Err(e) = self.workers.free(worker) {
             tracing::debug!("worker {worker} stays: {e}");
         }
         copied
     }
 
-    fn copy_on(&self, job: &Job, entry: &Arc<DiskEntry>, copy: &Arc<Copy>, worker: u32) -> Result<()> {
+    fn copy_on(&self, job: &Job, entry: Option<&Arc<DiskEntry>>, copy: &Arc<Copy>, worker: u32) -> Result<()> {
         let set = Arc::new(QueueSet::new(&job.id, &self.workers, &[worker])?);
         {
             let mut state = job.state();
@@ -77,7 +78,7 @@ impl Daemon {
     }
 
     /// Until the queue says that it is over. True: it was given up.
-    fn look_after(&self, job: &Job, entry: &Arc<DiskEntry>, copy: &Copy) -> bool {
+    fn look_after(&self, job: &Job, entry: Option<&Arc<DiskEntry>>, copy: &Copy) -> bool {
         let mut share = Share::default();
         let (mut seen, mut pieces) = (self.requests_of(entry), 0);
         let mut last = Instant::now();
@@ -125,7 +126,8 @@ impl Daemon {
     }
 
     /// Requests that users of a disk had done so far.
-    fn requests_of(&self, entry: &Arc<DiskEntry>) -> u64 {
+    fn requests_of(&self, entry: Option<&Arc<DiskEntry>>) -> u64 {
+        let Some(entry) = entry else { return 0 };
         let exports = self.state().exports_of(entry).unwrap_or_default();
         exports.iter().map(|e| e.requests()).sum()
     }

@@ -21,7 +21,7 @@ use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 use self::bitmaps::Bitmaps;
 pub(crate) use self::journal::{Lacks, forget, recover};
-pub(super) use self::open::{Plain, backing_of, open};
+pub(super) use self::open::{Plain, backing_of, beside, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};

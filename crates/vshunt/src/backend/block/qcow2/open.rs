@@ -328,7 +328,7 @@ pub(in crate::backend::block) fn backing_of(path: &Path, file: File) -> io::Resu
 }
 
 /// A name in an image is relative to the image's own folder.
-pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
+pub(in crate::backend::block) fn beside(image: &Path, name: &str) -> PathBuf {
     let name = name.strip_prefix("file:").unwrap_or(name);
     image.parent().unwrap_or(Path::new("")).join(name)
 }

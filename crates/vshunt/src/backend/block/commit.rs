@@ -1,0 +1,161 @@
+//! What an overlay has is brought into the image below it, and the disk goes on there.
+//!
+//! While it is copied the image below is open twice: to be read, through the overlay, and to be written. What is written
+//! there is what the overlay has, so nobody reads it through the overlay; and nothing that is read there may move: clusters
+//! are written in place, or come to be, and none is freed. So compressed clusters and internal snapshots are refused.
+//!
+//! The marks (see [`mark`](super::mark)) are changed when all is copied and stable: first the overlay's, which nobody may use
+//! any more, then that of the image below, which may be written from then on.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use qcow2::Image;
+use qcow2::check::{Quiet, Repair, check};
+use qcow2::header::incompatible;
+
+use super::bits::Bits;
+use super::io::Io;
+use super::qcow2::{Plain, beside};
+use super::replace::shown;
+use super::{Disk, Extent, Op, mark};
+use crate::error::{Error, Result};
+use crate::export::spec::{DiskSpec, Format};
+use crate::worker::Ring;
+
+impl Disk {
+    /// Opens the image below that of `now`, to be written by a commit, and says how it is opened as a disk by itself. Its
+    /// files are locked, for reading alone, by this disk.
+    ///
+    /// # Errors
+    /// There is none; it is one that cannot be committed to: each says what to do instead.
+    pub(crate) fn open_below(&self, now: &DiskSpec) -> Result<(Arc<Self>, DiskSpec)> {
+        let shown = shown(now);
+        let Some(path) = now.file.as_ref().filter(|_| self.is_qcow2()) else {
+            return Err(Error::invalid(format!(
+                "disk {} is no qcow2 overlay: there is nothing below it that it could be committed to",
+                now.name
+            )));
+        };
+        let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
+        let file = File::open(path).map_err(cannot)?;
+        let plain = Plain::new(file);
+        let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
+        let Some(name) = &image.header().backing else {
+            return Err(Error::invalid(format!(
+                "{shown} stands on no image: there is nothing that it could be committed to"
+            )));
+        };
+        let format = match image.header().backing_format.as_deref() {
+            Some("qcow2") => Format::Qcow2,
+            _ => Format::Raw,
+        };
+        let next = DiskSpec { file: Some(beside(path, name)), format, size: None, ..now.clone() };
+        if format == Format::Qcow2 {
+            check_below(&next)?;
+        }
+        // Ours hold the locks; and the mark says that this overlay is there.
+        let disk = Self::open_unmarked(&DiskSpec { locking: false, ..next.clone() })?;
+        if disk.size_bytes() != self.size_bytes() {
+            return Err(Error::invalid(format!(
+                "{} has a disk of {} bytes, and {shown} one of {}: resize disk {} to that, or end the daemon and use \
+                 'qemu-img commit'",
+                super::replace::shown(&next),
+                disk.size_bytes(),
+                self.size_bytes(),
+                now.name
+            )));
+        }
+        if disk.limits.block_size > self.limits.block_size {
+            return Err(Error::unsupported(format!(
+                "{} needs blocks of {} bytes, and the guests of disk {} were told {}",
+                super::replace::shown(&next),
+                disk.limits.block_size,
+                now.name,
+                self.limits.block_size
+            )));
+        }
+        Ok((disk, next))
+    }
+
+    /// Sets the bits of what its image has of its own, data or zeroes. Blocks.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn own_blocks(self: &Arc<Self>, bits: &Bits) -> std::io::Result<()> {
+        let (mut ring, mut io) = (Ring::new()?, Io::default());
+        let handle = self.attach(&mut ring);
+        let (mut at, size) = (0, bits.size());
+        let mut result = Ok(());
+        while at < size && result.is_ok() {
+            io.reset(Op::Seek { own: true }, at, false);
+            io.len = (size - at).min(1 << 30);
+            result = handle.run(&mut ring, &mut io);
+            // Without an answer it is taken for data.
+            let (extent, len) = io.found.map_or((Extent::Data, io.len), |f| (f.extent, f.len.max(512)));
+            if extent != Extent::Absent {
+                bits.set(bits.blocks(at..at + len));
+            }
+            at += len;
+        }
+        handle.detach(&mut ring);
+        result
+    }
+
+    /// The disk goes on in the image below, `next`, to which all was copied, and which nobody else has open for writing.
+    /// Queues drained as [`replace`](Self::replace) has it.
+    ///
+    /// # Errors
+    /// It goes on in the overlay.
+    pub(crate) fn put_below(&self, now: &DiskSpec, next: &DiskSpec) -> Result<()> {
+        let (Some(overlay), Some(below)) = (now.file.clone(), next.file.clone()) else {
+            return Err(Error::invalid(format!("disk {} has no image", now.name)));
+        };
+        let result = self.replace(now, next, &[], |_| {
+            let marked = mark::put_committed(&overlay, &below).and_then(|()| mark::take_overlay(&File::open(&below)?));
+            marked.map_err(|e| Error::io(format_args!("cannot mark {} as committed", overlay.display()), e))
+        });
+        if result.is_err() {
+            undo_marks(&overlay, &below);
+        }
+        result
+    }
+
+    fn open_unmarked(spec: &DiskSpec) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self::of(spec, super::open_kind(spec)?)))
+    }
+}
+
+fn undo_marks(overlay: &Path, below: &Path) {
+    let undone = File::open(below).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
+    if let Err(e) = undone.and_then(|()| mark::take_committed(overlay)) {
+        tracing::warn!("the marks of {} and {} are not as they were: {e}", overlay.display(), below.display());
+    }
+}
+
+/// Whether what is read of an image stays where it is while the image is written.
+fn check_below(spec: &DiskSpec) -> Result<()> {
+    let shown = shown(spec);
+    let Some(path) = &spec.file else { return Ok(()) };
+    let file = File::open(path).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
+    let plain = Plain::new(file);
+    let wrong = |e: qcow2::Error| Error::invalid(format!("{shown}: {e}"));
+    let image = Image::open(&plain).map_err(wrong)?;
+    if image.header().has(incompatible::CORRUPT) {
+        return Err(Error::invalid(format!("{shown} is marked as corrupt: nothing is committed to it")));
+    }
+    let found = check(&plain, Repair::No, &mut Quiet).map_err(wrong)?;
+    let what = if image.header().snapshots > 0 {
+        "internal snapshots"
+    } else if found.compressed_clusters > 0 {
+        "compressed clusters"
+    } else if found.corruptions > 0 || found.check_errors > 0 {
+        "errors"
+    } else {
+        return Ok(());
+    };
+    Err(Error::unsupported(format!(
+        "{shown} has {what}, and cannot be committed to while it is in use: end the daemon and use 'qemu-img commit'"
+    )))
+}
