@@ -206,6 +206,21 @@ impl Alloc {
         }
     }
 
+    /// Gives back clusters of one run that were taken and never written: they can be taken again at once.
+    pub(crate) fn untake(&mut self, rest: Reserve) {
+        let Some(block) = self.blocks.get_mut(&(rest.start / self.entries)) else {
+            return self.give_back(rest);
+        };
+        for cluster in rest.start..rest.start + rest.count {
+            refcount::set(&mut block.data, (cluster % self.entries) as usize, self.order, 0);
+        }
+        block.dirty |= rest.count > 0;
+        self.cursor = self.cursor.min(rest.start);
+        if rest.zero && self.virgin == rest.start + rest.count {
+            self.virgin = rest.start;
+        }
+    }
+
     /// Clusters are not in the map any more.
     pub(crate) fn gone(&mut self, start: u64, count: u64, epoch: Epoch) {
         if let Some(last) = self.gone.last_mut()

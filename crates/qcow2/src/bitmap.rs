@@ -2,14 +2,16 @@
 
 mod bits;
 mod edit;
+mod served;
 
 use crate::header::autoclear;
 use crate::image::Image;
 use crate::{Error, Result};
 
 pub use bits::Bits;
-pub use edit::{add, clear, enable, load, merge, remove, set_in_use, store};
+pub use edit::{add, clear, enable, load, merge, remove};
 pub(crate) use edit::{after_apply, after_resize, replace_directory};
+pub use served::{Loaded, load_all, mark_in_use, store};
 
 /// Bytes of one directory entry's fixed part.
 const ENTRY: usize = 24;
@@ -165,4 +167,4 @@ fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -303,8 +303,7 @@ impl Request {
             }
             Pending::Extend(len) => {
                 self.extended((failed == 0).then_some(len), cx);
-                // There may be room for what is needed at once.
-                if failed < 0 && (failed != ENOSPC || std::mem::replace(&mut self.no_more, true)) {
+                if failed < 0 && !(failed == ENOSPC && self.wants_less(cx)) {
                     return self.fail(failed, cx);
                 }
             }

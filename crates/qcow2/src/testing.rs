@@ -124,6 +124,17 @@ pub(crate) fn assert_clean(file: &dyn Storage, of: &str) {
 /// Images of one crash test that QEMU looks at too, of some two thousand.
 const QEMU_LOOKS: u64 = 6;
 
+/// The disk as QEMU reads it, where there is a qemu-img.
+pub(crate) fn qemu_contents(file: &Memory) -> Option<Vec<u8>> {
+    let dir = tempfile::tempdir().unwrap();
+    let (image, raw) = (dir.path().join("disk.qcow2"), dir.path().join("disk.raw"));
+    std::fs::write(&image, file.bytes()).unwrap();
+    let mut convert = std::process::Command::new("qemu-img");
+    let done = convert.args(["convert", "-f", "qcow2", "-O", "raw"]).args([&image, &raw]).output().ok()?;
+    assert!(done.status.success(), "{done:?}");
+    Some(std::fs::read(&raw).unwrap())
+}
+
 /// `qemu-img check` finds no corruption, where there is a qemu-img (tests/image tells when there is none).
 pub(crate) fn qemu_agrees(file: &Memory, of: &str) {
     use std::process::Command;

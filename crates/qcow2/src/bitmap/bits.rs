@@ -109,8 +109,21 @@ impl Bits {
         Ok(())
     }
 
-    /// As they lie in the file.
-    pub(super) fn bytes(&self) -> &[u8] {
+    /// Of bytes as [`bytes`](Self::bytes) has them.
+    ///
+    /// # Errors
+    /// They are not as many as the disk needs; more than `BYTES_MAX`.
+    pub fn of(size: u64, granularity_bits: u32, bytes: Vec<u8>) -> Result<Self> {
+        if Self::new(size, granularity_bits)?.bytes.len() != bytes.len() {
+            return Err(Error::invalid(format!("{} bytes of bits for a disk of {size}", bytes.len())));
+        }
+        let mut bits = Self { size, granularity_bits, bytes };
+        bits.clear_tail();
+        Ok(bits)
+    }
+
+    /// As they lie in the file: bit 0 of the first byte is the first.
+    pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 

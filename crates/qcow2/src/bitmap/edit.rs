@@ -12,11 +12,11 @@ use crate::{Error, Image, Result, image};
 
 /// A bitmap as it is to be.
 pub(crate) struct Edited {
-    bitmap: Bitmap,
-    contents: Contents,
+    pub(super) bitmap: Bitmap,
+    pub(super) contents: Contents,
 }
 
-enum Contents {
+pub(super) enum Contents {
     /// Those that it has.
     Keep,
     /// Others; it may be new.
@@ -35,7 +35,7 @@ pub fn load(image: &Image<'_>, name: &str) -> Result<Bits> {
     load_bits(image, bitmap)
 }
 
-fn load_bits(image: &Image<'_>, bitmap: &Bitmap) -> Result<Bits> {
+pub(super) fn load_bits(image: &Image<'_>, bitmap: &Bitmap) -> Result<Bits> {
     usable(bitmap)?;
     let mut bits = Bits::new(image.header.size, bitmap.granularity_bits)?;
     let table = image.table(bitmap.table_offset, u64::from(bitmap.table_size), "a bitmap table")?;
@@ -143,38 +143,8 @@ pub fn merge(image: &mut Image<'_>, name: &str, from: &Bits) -> Result<()> {
     })
 }
 
-/// Gives bitmaps the bits that are in memory, each by its name, and makes these consistent: what who tracked writes
-/// does at the end.
-///
-/// # Errors
-/// There is none of a name, or of another granularity or size.
-pub fn store(image: &mut Image<'_>, all: Vec<(String, Bits)>) -> Result<()> {
-    let mut list = kept(image)?;
-    for (name, bits) in all {
-        let e = list.iter_mut().find(|e| e.bitmap.name == name.as_bytes()).ok_or_else(|| missing(&name))?;
-        if (bits.granularity_bits(), bits.size()) != (e.bitmap.granularity_bits, image.header.size) {
-            return Err(Error::invalid(format!("the bits for bitmap {name} are of another size")));
-        }
-        e.bitmap.flags &= !flag::IN_USE;
-        e.contents = Contents::New(bits);
-    }
-    commit(image, list)
-}
-
-/// Marks all enabled bitmaps as in use: what who tracks writes does before the first one, so that a crash shows.
-///
-/// # Errors
-/// The directory's; the storage's.
-pub fn set_in_use(image: &mut Image<'_>) -> Result<()> {
-    let mut list = kept(image)?;
-    for e in list.iter_mut().filter(|e| e.bitmap.has(flag::AUTO)) {
-        e.bitmap.flags |= flag::IN_USE;
-    }
-    commit(image, list)
-}
-
 /// All bitmaps as they are.
-fn kept(image: &Image<'_>) -> Result<Vec<Edited>> {
+pub(super) fn kept(image: &Image<'_>) -> Result<Vec<Edited>> {
     Ok(read_directory(image)?.into_iter().map(|bitmap| Edited { bitmap, contents: Contents::Keep }).collect())
 }
 
@@ -189,7 +159,7 @@ fn edit(
     commit(image, list)
 }
 
-fn commit(image: &mut Image<'_>, list: Vec<Edited>) -> Result<()> {
+pub(super) fn commit(image: &mut Image<'_>, list: Vec<Edited>) -> Result<()> {
     let mut header = image.header.clone();
     let mut change = Change::begin(image)?;
     replace_directory(&mut change, list, &mut header)?;

@@ -15,6 +15,13 @@ fn names(file: &Memory) -> Vec<(String, u32)> {
     read_directory(&open(file)).unwrap().iter().map(|b| (b.name(), b.flags)).collect()
 }
 
+/// Gives one the bits.
+pub(crate) fn put(image: &mut Image<'_>, name: &str, bits: &Bits) -> Result<()> {
+    let mut all = load_all(image)?;
+    all.iter_mut().find(|b| b.name == name).expect("it is there").bits = bits.clone();
+    store(image, all)
+}
+
 #[test]
 fn bits_are_those_of_the_ranges() {
     let mut random = Random(1);
@@ -60,10 +67,10 @@ fn stored_bits_are_loaded_again() {
             for _ in 0..random.below(4) {
                 bits.set_range(random.below(SIZE), random.below(SIZE));
             }
-            set_in_use(&mut open(&file)).unwrap();
+            mark_in_use(&mut open(&file)).unwrap();
             assert_eq!(names(&file)[0].1, flag::AUTO | flag::IN_USE);
             assert!(load(&open(&file), "a").is_err());
-            store(&mut open(&file), vec![("a".into(), bits.clone())]).unwrap();
+            put(&mut open(&file), "a", &bits).unwrap();
             assert_eq!(load(&open(&file), "a").unwrap(), bits);
             assert_clean(&file, &format!("{options:?}"));
         }
@@ -91,7 +98,7 @@ fn a_crash_leaves_the_bits_before_or_after() {
         let old = load(&open(&file), "a").unwrap();
         let mut bits = Bits::new(SIZE, 9).unwrap();
         bits.set_range(5000, 3 << 20);
-        let change = |i: &mut Image<'_>| store(i, vec![("a".into(), bits.clone())]).unwrap();
+        let change = |i: &mut Image<'_>| put(i, "a", &bits).unwrap();
         crash(&file, seed, change, |f, of| {
             let now = load(&open(f), "a").unwrap();
             assert!(now == old || now == bits, "{of}");
@@ -115,7 +122,7 @@ fn a_disk_of_another_size_has_bits_of_it() {
     let mut bits = load(&open(&file), "a").unwrap();
     bits.set_range(SIZE - 1, 1);
     bits.set_range(0, 1);
-    store(&mut open(&file), vec![("a".into(), bits.clone())]).unwrap();
+    put(&mut open(&file), "a", &bits).unwrap();
     snapshot::create(&mut open(&file), "s", (0, 0)).unwrap();
     let around = Around { data: None, below: None, preallocation: Default::default() };
     for size in [SIZE * 3, SIZE - 512, 512] {
@@ -141,11 +148,111 @@ fn what_cannot_be_is_refused() {
         (add(&mut open(&file), &"x".repeat(1024), None, true), "name"),
         (add(&mut open(&file), "g", Some(8), true), "granularity"),
         (remove(&mut open(&file), "b"), "no bitmap b"),
-        (store(&mut open(&file), vec![("a".into(), Bits::new(SIZE, 9).unwrap())]), "size"),
+        (put(&mut open(&file), "a", &Bits::new(SIZE + 512, 9).unwrap()), "size"),
     ] {
         let e = e.unwrap_err().to_string();
         assert!(e.contains(says), "{e}");
     }
     let old = new(&Options { version: 2, ..Options::new(SIZE) });
     assert!(add(&mut open(&old), "a", None, true).is_err());
+}
+
+fn loaded(name: &str, bits: &Bits, enabled: bool, in_doubt: bool) -> Loaded {
+    Loaded { name: name.into(), bits: bits.clone(), enabled, in_doubt, missed: false }
+}
+
+#[test]
+fn those_of_a_served_disk_come_and_go() {
+    for options in kinds(SIZE).into_iter().filter(|o| o.version == 3) {
+        let file = new(&options);
+        assert_eq!(load_all(&open(&file)).unwrap(), []);
+        mark_in_use(&mut open(&file)).unwrap();
+        for (name, enabled) in [("a", true), ("b", false), ("c", true)] {
+            add(&mut open(&file), name, Some(12), enabled).unwrap();
+        }
+        let mut all = load_all(&open(&file)).unwrap();
+        let empty = Bits::new(SIZE, 12).unwrap();
+        assert_eq!(all, [("a", true), ("b", false), ("c", true)].map(|(n, e)| loaded(n, &empty, e, false)));
+        mark_in_use(&mut open(&file)).unwrap();
+        assert!(names(&file).iter().all(|(_, flags)| flags & flag::IN_USE != 0));
+        all[0].bits.set_range(100_000, 5000);
+        all[0].bits = Bits::of(SIZE, 12, all[0].bits.bytes().to_vec()).unwrap();
+        all[1].enabled = true;
+        // One goes, one is another by the same name, one is new.
+        all[2] = loaded("c", &Bits::new(SIZE, 9).unwrap(), false, false);
+        all.push(loaded("new", &all[0].bits, true, false));
+        all.remove(1);
+        store(&mut open(&file), all.clone()).unwrap();
+        assert_eq!(load_all(&open(&file)).unwrap(), all);
+        assert_eq!(names(&file), [("a".into(), flag::AUTO), ("c".into(), 0), ("new".into(), flag::AUTO)]);
+        assert_clean(&file, &format!("{options:?}"));
+        crate::testing::qemu_agrees(&file, &format!("{options:?}"));
+        let twice = vec![all[0].clone(), all[0].clone()];
+        assert!(store(&mut open(&file), twice).unwrap_err().to_string().contains("two"));
+        store(&mut open(&file), vec![]).unwrap();
+        assert_eq!(open(&file).header.bitmaps, None);
+        assert_clean(&file, "without");
+    }
+}
+
+#[test]
+fn those_that_were_not_written_back_have_all_bits_set() {
+    let file = new(&Options::new(SIZE));
+    add(&mut open(&file), "a", Some(12), true).unwrap();
+    add(&mut open(&file), "b", Some(12), false).unwrap();
+    mark_in_use(&mut open(&file)).unwrap();
+    let mut ones = Bits::new(SIZE, 12).unwrap();
+    ones.set_range(0, SIZE);
+    let mut all = load_all(&open(&file)).unwrap();
+    assert_eq!(all, [loaded("a", &ones, true, true), loaded("b", &ones, false, true)]);
+    // Missed writes are as good as a crash.
+    all[0].bits = Bits::new(SIZE, 12).unwrap();
+    all[0].missed = true;
+    store(&mut open(&file), all).unwrap();
+    assert_eq!(names(&file), [("a".into(), flag::AUTO | flag::IN_USE), ("b".into(), 0)]);
+    let all = load_all(&open(&file)).unwrap();
+    assert_eq!(all, [loaded("a", &ones, true, true), loaded("b", &ones, false, false)]);
+    // And it is valid again.
+    store(&mut open(&file), all).unwrap();
+    assert_eq!(load(&open(&file), "a").unwrap(), ones);
+    assert_clean(&file, "in doubt");
+}
+
+#[test]
+fn a_crash_while_they_are_marked_or_stored_misses_nothing() {
+    for (seed, options) in (1..).zip(kinds(SIZE)).filter(|(_, o)| o.version == 3) {
+        let file = new(&options);
+        add(&mut open(&file), "a", Some(9), true).unwrap();
+        let empty = load(&open(&file), "a").unwrap();
+        crash(
+            &file,
+            seed,
+            |i| mark_in_use(i).unwrap(),
+            |f, of| {
+                let a = load_all(&open(f)).unwrap().remove(0);
+                assert!(a.in_doubt || a.bits == empty, "{of}");
+            },
+        );
+        let mut bits = empty;
+        bits.set_range(5000, 3 << 20);
+        crash(
+            &file,
+            seed,
+            |i| put(i, "a", &bits).unwrap(),
+            |f, of| {
+                let a = load_all(&open(f)).unwrap().remove(0);
+                assert!(a.in_doubt || a.bits == bits, "{of}");
+            },
+        );
+    }
+}
+
+#[test]
+fn many_and_fine_ones_are_refused() {
+    // 64 MiB of bits each, though they take no room in the file.
+    let file = new(&Options::new(1 << 38));
+    for name in ["1", "2", "3", "4", "5", "6", "7", "8", "9"] {
+        add(&mut open(&file), name, Some(9), false).unwrap();
+    }
+    assert!(load_all(&open(&file)).unwrap_err().to_string().contains("memory"));
 }

@@ -23,7 +23,7 @@ fn filled(options: &Options) -> Memory {
         bitmap::add(&mut open(&file), "b", Some(9), true).unwrap();
         let mut bits = bitmap::load(&open(&file), "b").unwrap();
         bits.set_range(0, 5000);
-        bitmap::store(&mut open(&file), vec![("b".into(), bits)]).unwrap();
+        bitmap::tests::put(&mut open(&file), "b", &bits).unwrap();
     }
     assert_clean(&file, "filled");
     file

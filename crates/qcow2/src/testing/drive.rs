@@ -1,5 +1,6 @@
 //! A served image whose requests are done at once, one after the other, on files in memory.
 
+use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::memory::Memory;
@@ -9,7 +10,7 @@ const NOBODY: Waker = Waker { who: 0, token: 0 };
 
 /// File 0 is the image, file 1 its data file, if it has one, file 2 what is below it.
 pub(crate) struct Disk {
-    pub(crate) files: [Arc<Memory>; 3],
+    pub(crate) files: [Rc<Memory>; 3],
     pub(crate) chain: Chain,
     pub(crate) user: User,
 }
@@ -30,9 +31,9 @@ impl Disk {
         let image = Arc::new(Served::open(&file, header, settings).unwrap());
         let layers = below.iter().map(|b| Layer::Raw { file: 2, size: b.len().unwrap() }).collect();
         let user = image.join();
-        let other = || Arc::new(Memory::new(Vec::new(), 64 << 20));
-        let below = below.map_or_else(other, Arc::new);
-        Self { files: [Arc::new(file), other(), below], chain: Chain::new(image, layers), user }
+        let other = || Rc::new(Memory::new(Vec::new(), 64 << 20));
+        let below = below.map_or_else(other, Rc::new);
+        Self { files: [Rc::new(file), other(), below], chain: Chain::new(image, layers), user }
     }
 
     fn with(&mut self, call: impl FnOnce(&mut Context<'_>) -> Step) -> Step {
@@ -123,7 +124,7 @@ impl Disk {
     }
 
     /// Ends its use in good order; the image.
-    pub(crate) fn close(mut self) -> Arc<Memory> {
+    pub(crate) fn close(mut self) -> Rc<Memory> {
         let image = self.chain.top().clone();
         let user = std::mem::replace(&mut self.user, image.join());
         image.leave(user);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::daemon::{Daemon, DiskEntry};
 use super::life::Export;
 use super::spec::{BitmapInfo, BitmapSpec, Format};
-use crate::backend::block::{Bitmap, CopyBeforeWrite, Watch};
+use crate::backend::block::{Bitmap, CopyBeforeWrite, Disk, Watch};
 use crate::error::{Error, Result};
 
 /// What a bit stands for where nobody says.
@@ -18,7 +18,6 @@ const BITMAPS_MAX: usize = 64;
 const NAME_MAX: usize = 1023;
 
 /// Of one disk. The lock is taken for look-ups and changes alone, after the disk's turn.
-#[derive(Default)]
 pub(super) struct Watched(Mutex<State>);
 
 #[derive(Default)]
@@ -33,6 +32,12 @@ pub(super) struct State {
 }
 
 impl Watched {
+    /// Of a disk that was opened: with the bitmaps that its image has.
+    pub(super) fn of(disk: &Disk) -> Result<Self> {
+        let state = State { bitmaps: disk.load_bitmaps()?, ..State::default() };
+        Ok(Self(Mutex::new(state)))
+    }
+
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().expect("no holder panics")
     }
@@ -114,6 +119,13 @@ impl Watched {
 
 fn in_use(disk: &str, job: &str) -> Error {
     Error::busy(format!("disk {disk} is in use by job {job}; wait for it, or cancel it"))
+}
+
+impl Drop for DiskEntry {
+    fn drop(&mut self) {
+        // No export is left, and no job.
+        self.disk.keep_bitmaps(&self.watched.state().bitmaps);
+    }
 }
 
 impl DiskEntry {

@@ -257,13 +257,13 @@ impl Daemon {
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
         self.check_not_ours(&disk)?;
+        let watched = Watched::of(&disk)?;
         let mut state = self.state();
         check(&state)?;
         let name = spec.name.clone();
-        state.disks.insert(
-            name,
-            Arc::new(DiskEntry { spec, disk, turn: Mutex::default(), watched: Watched::default() }),
-        );
+        let entry = Arc::new(DiskEntry { spec, disk, turn: Mutex::default(), watched });
+        entry.watch();
+        state.disks.insert(name, entry);
         Ok(())
     }
 

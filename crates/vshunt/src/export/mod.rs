@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod check;
+mod convert;
 mod daemon;
 mod job;
 mod life;
@@ -12,6 +13,7 @@ pub mod spec;
 mod tests;
 
 pub use check::{Check, check_disk_size, check_one_place};
+pub use convert::convert;
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
 pub use life::{MAX_PAIRS, MAX_QUEUES};
 

@@ -57,6 +57,10 @@ pub(crate) struct Copy {
     pub(crate) stop: AtomicBool,
     /// Bytes dealt with.
     pub(crate) done: AtomicU64,
+    /// Pieces that guests' writes had read before them.
+    pub(crate) pieces: AtomicU64,
+    /// Slots in use, of all queues that copy.
+    under_way: AtomicU32,
     /// It is over: all is copied, or it failed, or was stopped; nothing is under way.
     pub(crate) over: AtomicBool,
     /// errno of the first failure (positive), 0 for none; its side and its place.
@@ -86,6 +90,8 @@ impl Copy {
             paused: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             done: AtomicU64::new(0),
+            pieces: AtomicU64::new(0),
+            under_way: AtomicU32::new(0),
             over: AtomicBool::new(false),
             errno: AtomicI32::new(0),
             at_target: AtomicBool::new(false),
@@ -95,7 +101,7 @@ impl Copy {
     }
 
     /// Whether the target reads as zeroes.
-    pub(crate) fn to_fresh(self, fresh: bool) -> Self {
+    pub(crate) fn onto_fresh(self, fresh: bool) -> Self {
         Self { fresh, ..self }
     }
 
@@ -159,7 +165,7 @@ struct Slot {
     zero: bool,
 }
 
-/// The queue of one copy.
+/// A queue of a copy; there may be several, on workers of their own.
 pub(crate) struct CopyQueue {
     copy: Arc<Copy>,
     stats: Arc<QueueStats>,
@@ -229,7 +235,12 @@ impl CopyQueue {
 
     /// Writes what a guest's write had read.
     fn begin_piece(&mut self, ring: &mut Ring, place: Token) -> bool {
-        let Some(piece) = self.copy.work.take() else { return false };
+        self.copy.under_way.fetch_add(1, AcqRel);
+        let Some(piece) = self.copy.work.take() else {
+            self.copy.under_way.fetch_sub(1, AcqRel);
+            return false;
+        };
+        self.copy.pieces.fetch_add(1, Relaxed);
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
         (slot.range, slot.at, slot.zero) = (piece.bytes(), piece.offset(), false);
@@ -241,7 +252,10 @@ impl CopyQueue {
     /// Reads the next chunk.
     fn begin_chunk(&mut self, ring: &mut Ring, place: Token) -> bool {
         let work = &self.copy.work;
+        // Before it is taken off what is left to do, so that no other queue takes that for the end.
+        self.copy.under_way.fetch_add(1, AcqRel);
         let Some(blocks) = work.ahead(self.cursor, CHUNK_BYTES) else {
+            self.copy.under_way.fetch_sub(1, AcqRel);
             self.exhausted = true;
             return false;
         };
@@ -253,6 +267,7 @@ impl CopyQueue {
         let Some(buf) = buf else {
             self.copy.fail(Side::Source, range.start, libc::ENOMEM);
             work.copied(blocks, &mut |w| ring.wake(w.who, w.token));
+            self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
         self.copy.credit.fetch_sub(len as i64, Relaxed);
@@ -399,19 +414,25 @@ impl CopyQueue {
             Bytes::Piece(piece) => self.copy.work.written(piece, &mut |w| ring.wake(w.who, w.token)),
             Bytes::None => unreachable!("a slot in use has bytes"),
         }
+        self.copy.under_way.fetch_sub(1, AcqRel);
         self.free.push(index);
     }
 
     /// Looks whether all is done, with nothing of its own under way.
     fn look_for_end(&mut self) {
-        if self.in_flight() > 0 || self.copy.over.load(Relaxed) {
+        if self.copy.over.load(Relaxed) {
             return;
         }
         if let Some(errno) = self.copy.work.has_ended().filter(|e| *e < 0) {
             // A guest's write found that it cannot be read.
             self.copy.fail(Side::Source, 0, errno);
         }
-        if !self.has_ended() && !(self.exhausted && self.copy.work.is_over()) {
+        let all_done = || self.exhausted && self.copy.work.is_over();
+        if !(self.has_ended() || all_done()) {
+            return;
+        }
+        // After what is left to do was looked at.
+        if self.copy.under_way.load(SeqCst) > 0 {
             return;
         }
         self.copy.over.store(true, Release);
@@ -440,8 +461,9 @@ impl Queue for CopyQueue {
             self.copy.work.end(&mut |w| ring.wake(w.who, w.token));
         }
         while taken < budget && !self.free.is_empty() && !self.has_ended() {
-            let begun = self.copy.work.has_full() && self.begin_piece(ring, place);
-            if !begun && !(self.may_go_ahead() && self.begin_chunk(ring, place)) {
+            let piece = self.copy.work.has_full() && self.begin_piece(ring, place);
+            let begun = piece || (self.may_go_ahead() && self.begin_chunk(ring, place));
+            if !begun {
                 break;
             }
             taken += 1;
@@ -483,7 +505,7 @@ impl Queue for CopyQueue {
         }
         let let_go = self.copy.work.has_ended().is_some();
         if let_go || self.has_ended() {
-            return !let_go || self.in_flight() == 0;
+            return !let_go || self.copy.under_way.load(Relaxed) == 0;
         }
         !self.free.is_empty() && (self.copy.work.has_full() || self.may_go_ahead())
     }
@@ -537,3 +559,6 @@ fn is_zero(bytes: &[u8]) -> bool {
         && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | w) == 0)
         && tail.iter().all(zero)
 }
+
+#[cfg(test)]
+mod tests;

@@ -54,6 +54,7 @@ fn what_is_packed_reads_as_it_was() {
         let file = disk.close();
         testing::assert_clean(&*file, &format!("{options:?}"));
         testing::qemu_agrees(&file, &format!("{options:?}"));
+        assert!(testing::qemu_contents(&file).is_none_or(|theirs| theirs == all), "{options:?}");
         let found = testing::checked(&*file);
         assert_eq!(found.compressed_clusters > 0, options.cluster_size > 512, "{options:?}");
         if options.refcount_bits > 1 && (4096..1 << 16).contains(&options.cluster_size) {

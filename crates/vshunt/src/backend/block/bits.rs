@@ -25,6 +25,24 @@ impl Bits {
         Some(Self { words: words.into(), shift, size })
     }
 
+    /// Those of an image's bitmap: bit 0 of byte 0 is the first. `None` without memory.
+    pub(crate) fn from_bytes(size: u64, shift: u32, bytes: &[u8]) -> Option<Self> {
+        let bits = Self::new(size, shift)?;
+        for (word, bytes) in bits.words.iter().zip(bytes.chunks(8)) {
+            let mut all = [0; 8];
+            all[..bytes.len()].copy_from_slice(bytes);
+            word.store(u64::from_le_bytes(all), Relaxed);
+        }
+        Some(bits)
+    }
+
+    /// The reverse of [`from_bytes`](Self::from_bytes).
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes: Vec<u8> = self.words.iter().flat_map(|w| w.load(Relaxed).to_le_bytes()).collect();
+        bytes.truncate(self.all().end.div_ceil(8) as usize);
+        bytes
+    }
+
     /// Bytes of a block, a power of two.
     pub(crate) fn granularity(&self) -> u64 {
         1 << self.shift
@@ -38,7 +56,8 @@ impl Bits {
     /// The blocks that a range of bytes touches, as far as they are the disk's.
     pub(crate) fn blocks(&self, bytes: Range<u64>) -> Range<u64> {
         let end = bytes.end.min(self.size);
-        (bytes.start.min(end) >> self.shift)..end.div_ceil(1 << self.shift)
+        let last = end.div_ceil(1 << self.shift);
+        if bytes.start < end { (bytes.start >> self.shift)..last } else { last..last }
     }
 
     /// The bytes that blocks are.
@@ -145,6 +164,16 @@ mod tests {
         assert_eq!(bits.blocks(511..513), 0..2);
         assert_eq!(bits.blocks(u64::MAX - 1..u64::MAX), 1000..1000);
         assert_eq!(bits.bytes(999..1000), 999 * 512..1000 * 512 - 100);
+    }
+
+    #[test]
+    fn bytes_and_back() {
+        let bits = Bits::new(77 * 512, 9).unwrap();
+        bits.set(3..20);
+        bits.set(70..77);
+        let bytes = bits.to_bytes();
+        assert_eq!(bytes, [0xf8, 0xff, 0x0f, 0, 0, 0, 0, 0, 0xc0, 0x1f]);
+        assert_eq!(Bits::from_bytes(77 * 512, 9, &bytes).unwrap().to_bytes(), bytes);
     }
 
     #[test]

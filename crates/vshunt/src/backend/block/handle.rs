@@ -167,11 +167,8 @@ impl DiskHandle {
         res: i32,
     ) -> Step {
         let mut slot = io.before.take().expect("it is active");
-        let step = match slot.piece {
-            // It was woken.
-            None => None,
-            Some(_) => Some(self.advance(ring, &mut slot.inner, token, res)),
-        };
+        // Without one it was woken.
+        let step = slot.piece.is_some().then(|| self.advance(ring, &mut slot.inner, token, res));
         io.before = Some(slot);
         match step {
             Some(Step::Wait) => return Step::Wait,
@@ -202,7 +199,7 @@ impl DiskHandle {
     }
 
     /// Does a request, and waits for it. For control threads, with a ring of their own.
-    fn run(&self, ring: &mut Ring, io: &mut Io) -> io::Result<()> {
+    pub(crate) fn run(&self, ring: &mut Ring, io: &mut Io) -> io::Result<()> {
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
         let mut step = self.start(ring, io, token);
         loop {

@@ -15,6 +15,7 @@ mod copy_before_write;
 mod create;
 mod handle;
 mod io;
+mod keep;
 mod lock;
 mod memory;
 mod qcow2;
@@ -31,6 +32,7 @@ use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec, Format};
 use crate::worker::{Ring, RingFile};
 
+pub use ::qcow2::bitmap::Loaded;
 pub use ::qcow2::{Extent, Found};
 pub(crate) use bits::Bits;
 pub(crate) use bounce::AlignedBuf;
@@ -42,6 +44,7 @@ pub use io::{Io, IoVecs};
 pub(crate) use lock::lock as lock_image;
 use memory::Ram;
 use qcow2::Qcow2;
+pub(crate) use qcow2::{Lacks, forget as forget_journal, recover as recover_journal};
 use raw::Raw;
 pub(crate) use watch::{Bitmap, Watch};
 
@@ -405,6 +408,24 @@ impl Disk {
         }
     }
 
+    /// The persistent dirty bitmaps of a qcow2 image that is open for writing, handed to who sets their bits from before the
+    /// first write on; none of other disks. Until [`put_bitmaps`](Self::put_bitmaps) they are in use in the image, and in
+    /// doubt for who opens it next.
+    pub fn take_bitmaps(&self) -> Vec<Loaded> {
+        match &*self.kind() {
+            Kind::Qcow2(image) => image.take_bitmaps(),
+            Kind::Raw(_) | Kind::Null | Kind::Ram(_) => Vec::new(),
+        }
+    }
+
+    /// Makes these the bitmaps of its image once it is closed, with those gone that are not among them. After the last write;
+    /// other disks have no place for any.
+    pub fn put_bitmaps(&self, bitmaps: Vec<Loaded>) {
+        if let Kind::Qcow2(image) = &*self.kind() {
+            image.put_bitmaps(bitmaps);
+        }
+    }
+
     /// What to tell a guest.
     pub fn limits(&self) -> Limits {
         self.limits
@@ -440,6 +461,14 @@ impl Disk {
         self.watch.read().expect("no holder panics").clone()
     }
 
+    /// Bytes of a cluster of a qcow2 image.
+    pub(crate) fn cluster_bytes(&self) -> Option<u64> {
+        match &*self.kind() {
+            Kind::Qcow2(image) => Some(image.cluster_bytes()),
+            _ => None,
+        }
+    }
+
     /// Whether its image can keep dirty bitmaps.
     pub(crate) fn keeps_bitmaps(&self) -> bool {
         match &*self.kind() {
@@ -463,8 +492,16 @@ impl Disk {
     /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image
     /// or in the system's cache of it.
     pub fn outlives_us(&self) -> bool {
-        // The map of a qcow2 image is in our memory until the next flush.
-        !matches!(*self.kind(), Kind::Qcow2(_)) || self.readonly || self.cache == Cache::Writethrough
+        match &*self.kind() {
+            // Changes of its map are in our memory until the next flush, unless it has a journal.
+            Kind::Qcow2(image) => image.outlives_us(),
+            Kind::Null | Kind::Ram(_) | Kind::Raw(_) => true,
+        }
+    }
+
+    /// Whether writes may be missing that the daemon before us had completed: no guest of its goes on with this disk.
+    pub fn lost(&self) -> bool {
+        matches!(&*self.kind(), Kind::Qcow2(image) if image.lost())
     }
 }
 

@@ -6,6 +6,7 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
+mod bitmaps;
 mod bytes;
 mod copy;
 

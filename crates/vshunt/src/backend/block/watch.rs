@@ -45,6 +45,12 @@ impl Bitmap {
         Ok(Self { name: name.to_owned(), persistent, state: Mutex::new(state) })
     }
 
+    /// One that was kept in the image.
+    pub(super) fn kept(name: &str, bits: Bits, recording: bool) -> Self {
+        let state = BitmapState { bits: Arc::new(bits), recording, job: None };
+        Self { name: name.to_owned(), persistent: true, state: Mutex::new(state) }
+    }
+
     /// Its state; no holder does more than look or replace.
     pub(crate) fn state(&self) -> std::sync::MutexGuard<'_, BitmapState> {
         self.state.lock().expect("no holder panics")

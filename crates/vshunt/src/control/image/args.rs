@@ -17,6 +17,7 @@ Exit status:
 Examples:
   vshunt image create -f qcow2 disk.qcow2 20G
   vshunt image create -f qcow2 -b base.qcow2 -F qcow2 overlay.qcow2
+  vshunt image convert -O qcow2 -c disk.raw disk.qcow2
   vshunt image info --output=json disk.qcow2
   vshunt image check -r all disk.qcow2
   vshunt image resize disk.qcow2 +10G
@@ -38,6 +39,9 @@ pub(crate) enum ImageCommand {
     /// Make an image
     #[command(after_long_help = CREATE_AFTER)]
     Create(Box<CreateArgs>),
+    /// Copy an image to a new one, of another format or with other options
+    #[command(after_long_help = CONVERT_AFTER)]
+    Convert(Box<ConvertArgs>),
     /// Describe an image
     #[command(after_long_help = "Examples:\n  vshunt image info disk.qcow2\n  \
         vshunt image info --backing-chain --output=json overlay.qcow2")]
@@ -87,6 +91,15 @@ Examples:
   vshunt image create -f qcow2 -b base.qcow2 -F qcow2 overlay.qcow2
   vshunt image create -f qcow2 -o cluster_size=2M,preallocation=metadata d 1T
   vshunt image create -f raw -o preallocation=falloc disk.img 20G";
+
+const CONVERT_AFTER: &str = "\
+What reads as zeroes takes no space in the new image. Images below the first one
+are copied with it: the new one stands on none.
+
+Examples:
+  vshunt image convert -O qcow2 disk.raw disk.qcow2
+  vshunt image convert -O qcow2 -c -o compression_type=zstd disk.raw disk.qcow2
+  vshunt image convert overlay.qcow2 disk.raw";
 
 const CHECK_AFTER: &str = "\
 Exit status:
@@ -150,6 +163,32 @@ pub(crate) struct CreateArgs {
     /// Size of the disk in bytes, or with K, M, G or T; that of the image below if not given
     #[arg(value_parser = size)]
     pub(super) size: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// Format of the image that is copied [default: as it begins]
+    #[arg(short, long, value_parser = format())]
+    pub(super) format: Option<ImageFormat>,
+    /// Format of the new image
+    #[arg(short = 'O', long, default_value = "raw", value_parser = format())]
+    pub(super) output_format: ImageFormat,
+    /// Options of the new image's format, as of `create`; may be repeated
+    #[arg(short, value_name = "NAME=VALUE,…")]
+    pub(super) options: Vec<String>,
+    /// Write compressed clusters (qcow2)
+    #[arg(short)]
+    pub(super) compress: bool,
+    /// Write to an image that is there, as large
+    #[arg(short = 'n', conflicts_with = "options")]
+    pub(super) no_create: bool,
+    /// Even if another process uses the image that is copied; what it writes meanwhile is copied or not
+    #[arg(short = 'U', long)]
+    pub(super) force_share: bool,
+    /// The image that is copied
+    pub(super) from: PathBuf,
+    /// The new image; one that is there is replaced
+    pub(super) to: PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -5,6 +5,7 @@
 mod args;
 mod bitmap;
 mod check;
+mod convert;
 mod create;
 mod file;
 mod info;
@@ -37,6 +38,7 @@ pub(super) enum ImageFormat {
 pub(crate) fn run(command: ImageCommand, quiet: bool) -> Outcome {
     match command {
         ImageCommand::Create(args) => create::run(*args, quiet),
+        ImageCommand::Convert(args) => convert::run(*args, quiet),
         ImageCommand::Info(args) => info::run(&args),
         ImageCommand::Check(args) => check::run(&args, quiet),
         ImageCommand::Resize(args) => resize::run(&args, quiet),
@@ -70,12 +72,18 @@ fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(I
     let fail = |e: qcow2::Error| failed(path, &e);
     let header = Image::open(&file).map_err(fail)?.header().clone();
     let dirty = header.has(incompatible::DIRTY) && !header.has(incompatible::CORRUPT);
+    if dirty {
+        file.recover(path)?;
+    }
     let mut bar = Bar::new("checking", quiet);
     let repair = if dirty { Repair::All } else { Repair::No };
     let result = check_image(&file, repair, &mut Silent(&mut bar)).map_err(fail)?;
     if result.corruptions > 0 || result.check_errors > 0 || header.has(incompatible::CORRUPT) {
         let why = format!("{} errors were found", result.corruptions + result.check_errors);
         return Err(failed(path, &qcow2::Error::Corrupt(why)));
+    }
+    if dirty {
+        file.recovered();
     }
     Ok((file, format))
 }

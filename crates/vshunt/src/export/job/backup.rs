@@ -143,7 +143,7 @@ impl Daemon {
         let plan = Plan {
             entry: entry.clone(),
             copy: Box::new(move |owner| {
-                Copy::new(source, to, work, owner).to_fresh(fresh).compressed(compress)
+                Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
             }),
         };
         let ends = Ends {

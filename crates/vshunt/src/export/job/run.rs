@@ -79,7 +79,7 @@ impl Daemon {
     /// Until the queue says that it is over. True: it was given up.
     fn look_after(&self, job: &Job, entry: &Arc<DiskEntry>, copy: &Copy) -> bool {
         let mut share = Share::default();
-        let mut seen = self.requests_of(entry);
+        let (mut seen, mut pieces) = (self.requests_of(entry), 0);
         let mut last = Instant::now();
         let (mut done, mut moved) = (0, Instant::now());
         let mut stalled = false;
@@ -110,13 +110,13 @@ impl Daemon {
                     let left = copy.credit.load(Relaxed).min(more);
                     (left.saturating_add(more), DEPTH_MAX)
                 }
-                None => match share.next(requests.saturating_sub(seen)) {
+                None => match share.next(requests.saturating_sub(seen), copy.pieces.load(Relaxed) - pieces) {
                     Window::Free => (NO_LIMIT, DEPTH_MAX),
                     Window::Look => (0, 1),
                     Window::Bytes(n) => (copy.credit.load(Relaxed).min(0).saturating_add(n as i64), 2),
                 },
             };
-            seen = requests;
+            (seen, pieces) = (requests, copy.pieces.load(Relaxed));
             copy.depth.store(depth, Relaxed);
             copy.credit.store(credit, Relaxed);
             copy.work.rouse();

@@ -6,6 +6,8 @@
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
+mod bitmaps;
+mod journal;
 mod open;
 
 use std::cell::RefCell;
@@ -14,8 +16,11 @@ use std::sync::Arc;
 
 use io_uring::opcode;
 
+use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
+use self::bitmaps::Bitmaps;
+pub(crate) use self::journal::{Lacks, forget, recover};
 pub(super) use self::open::{Plain, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
@@ -28,7 +33,12 @@ pub(super) struct Qcow2 {
     chain: Chain,
     /// By number.
     files: Vec<Raw>,
+    bitmaps: Bitmaps,
     readonly: bool,
+    /// Where its map's journal lies.
+    journal: Option<journal::Place>,
+    /// Completed writes of its last daemon may be missing.
+    lost: bool,
     /// Flushes are done at once.
     careless: bool,
     /// Writes are stable when they are done.
@@ -63,9 +73,23 @@ impl Qcow2 {
         Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
     }
 
+    /// See [`Disk::outlives_us`](super::Disk::outlives_us).
+    pub(super) fn outlives_us(&self) -> bool {
+        self.readonly || self.through || self.journal.is_some()
+    }
+
+    /// See [`Disk::lost`](super::Disk::lost).
+    pub(super) fn lost(&self) -> bool {
+        self.lost
+    }
+
     /// Whether one of its files waits for other programs.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
+    }
+
+    pub(super) fn cluster_bytes(&self) -> u64 {
+        self.chain.top().cluster_size()
     }
 
     /// Whether it can have dirty bitmaps.
@@ -149,7 +173,13 @@ impl Qcow2 {
         // The second one writes what the first one counted down, the third what was reserved for these two.
         for _ in 0..3 {
             if let Err(e) = self.flush_now() {
-                tracing::error!("the image's last changes are lost: {e}");
+                let what = match self.journal {
+                    Some(_) => {
+                        "are in its journal, for whoever opens it next before the machine is started again"
+                    }
+                    None => "are lost",
+                };
+                tracing::error!("the image's last changes {what}: {e}");
                 return;
             }
         }
@@ -158,6 +188,32 @@ impl Qcow2 {
         if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
             let _ = file.set_len(end);
         }
+        if self.readonly {
+            return;
+        }
+        let plain = || Plain::of(&self.files[0], false, self.careless);
+        // First, since a change of bitmaps begins on an image that was closed.
+        if let Some(place) = &self.journal {
+            let opened = plain().map_err(qcow2::Error::io("cannot open it"));
+            if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
+                tracing::error!("the image stays marked as not closed, and is repaired next time: {e}");
+                return;
+            }
+            place.remove();
+        }
+        if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
+            tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
+        }
+    }
+
+    /// See [`Disk::take_bitmaps`](super::Disk::take_bitmaps).
+    pub(super) fn take_bitmaps(&self) -> Vec<Loaded> {
+        self.bitmaps.take()
+    }
+
+    /// See [`Disk::put_bitmaps`](super::Disk::put_bitmaps).
+    pub(super) fn put_bitmaps(&self, bitmaps: Vec<Loaded>) {
+        self.bitmaps.put(bitmaps);
     }
 }
 

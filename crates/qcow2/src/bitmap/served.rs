@@ -1,0 +1,115 @@
+//! The bitmaps of a disk that is served: in memory, from its opening for writing to its end.
+//!
+//! Before the first write [`mark_in_use`] makes all of them in use, on stable storage: whoever finds them so knows that writes
+//! may be missing. At the end [`store`] writes them back. After a crash [`load_all`] has all bits set of those in use: rather
+//! clusters copied again than one missed.
+
+use super::bits::BYTES_MAX;
+use super::edit::{Contents, Edited, commit, kept, load_bits};
+use super::{Bitmap, Bits, DIRTY_TRACKING, GRANULARITY_BITS, NAME_MAX, flag, read_directory};
+use crate::{Error, Image, Result};
+
+/// A bitmap in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loaded {
+    /// Its name.
+    pub name: String,
+    /// What was written; with the granularity.
+    pub bits: Bits,
+    /// It is to track writes.
+    pub enabled: bool,
+    /// What it said was not to be believed: all bits were set for that.
+    pub in_doubt: bool,
+    /// Writes may have been missed: it is left in use, so that it is in doubt for who opens it next.
+    pub missed: bool,
+}
+
+/// Its name, if it is one that can be used.
+fn usable_name(bitmap: &Bitmap) -> Option<&str> {
+    if !bitmap.extra.is_empty() && !bitmap.has(flag::EXTRA_COMPATIBLE) {
+        return None;
+    }
+    std::str::from_utf8(&bitmap.name).ok()
+}
+
+/// Reads all bitmaps, but those with extra data that is not known, or with names that are no text.
+///
+/// # Errors
+/// The directory's or the storage's; more bits than are kept in memory.
+pub fn load_all(image: &Image<'_>) -> Result<Vec<Loaded>> {
+    let (mut all, mut bytes) = (Vec::new(), 0);
+    for bitmap in &read_directory(image)? {
+        let Some(name) = usable_name(bitmap) else { continue };
+        let in_doubt = bitmap.has(flag::IN_USE);
+        let mut bits = Bits::new(image.header.size, bitmap.granularity_bits)?;
+        bytes += bits.bytes().len() as u64;
+        if bytes > BYTES_MAX {
+            return Err(Error::unsupported(format!(
+                "its bitmaps need more than {BYTES_MAX} bytes of memory: remove some, or take a larger granularity"
+            )));
+        }
+        if in_doubt {
+            bits.set_range(0, image.header.size);
+        } else {
+            bits = load_bits(image, bitmap)?;
+        }
+        let (name, enabled) = (name.to_owned(), bitmap.has(flag::AUTO));
+        all.push(Loaded { name, bits, enabled, in_doubt, missed: false });
+    }
+    Ok(all)
+}
+
+/// Marks all bitmaps as in use, on stable storage; those too that track nothing yet, for they may be enabled later.
+///
+/// # Errors
+/// The directory's; the storage's.
+pub fn mark_in_use(image: &mut Image<'_>) -> Result<()> {
+    let mut list = kept(image)?;
+    if list.iter().all(|e| e.bitmap.has(flag::IN_USE)) {
+        return Ok(());
+    }
+    list.iter_mut().for_each(|e| e.bitmap.flags |= flag::IN_USE);
+    commit(image, list)
+}
+
+/// Makes `all` the bitmaps of the image, in use no more: what was there and is not among them goes, what is new comes. Those
+/// that [`load_all`] leaves out stay as they are.
+///
+/// # Errors
+/// Bits of a disk of another size, a name or granularity that cannot be, two of one name, an image of version 2; the
+/// storage's.
+pub fn store(image: &mut Image<'_>, all: Vec<Loaded>) -> Result<()> {
+    if image.header.version < 3 && !all.is_empty() {
+        return Err(Error::unsupported("images with compat=0.10 have no bitmaps"));
+    }
+    let mut list = kept(image)?;
+    for e in list.iter_mut().filter(|e| usable_name(&e.bitmap).is_some()) {
+        e.contents = Contents::Gone;
+    }
+    let old = list.len();
+    for Loaded { name, bits, enabled, missed, .. } in all {
+        if bits.size() != image.header.size {
+            return Err(Error::invalid(format!("the bits for bitmap {name} are of a disk of another size")));
+        }
+        if name.is_empty() || name.len() > NAME_MAX || !GRANULARITY_BITS.contains(&bits.granularity_bits()) {
+            return Err(Error::invalid(format!("a bitmap cannot have the name '{name}' or its granularity")));
+        }
+        let at = list.iter().position(|e| e.bitmap.name == name.as_bytes());
+        if at.is_some_and(|at| at >= old || !matches!(list[at].contents, Contents::Gone)) {
+            return Err(Error::invalid(format!("there are two bitmaps {name}")));
+        }
+        let at = at.unwrap_or_else(|| {
+            let bitmap =
+                Bitmap { name: name.clone().into_bytes(), kind: DIRTY_TRACKING, ..Bitmap::default() };
+            list.push(Edited { bitmap, contents: Contents::Gone });
+            list.len() - 1
+        });
+        let e = &mut list[at];
+        e.bitmap.flags = e.bitmap.flags & flag::EXTRA_COMPATIBLE
+            | if enabled { flag::AUTO } else { 0 }
+            | if missed { flag::IN_USE } else { 0 };
+        e.bitmap.granularity_bits = bits.granularity_bits();
+        e.contents = Contents::New(bits);
+    }
+    commit(image, list)
+}

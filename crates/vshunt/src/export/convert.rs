@@ -1,0 +1,89 @@
+//! A disk that nobody uses is copied to another, by the queues that copy those in use.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::*;
+use std::time::Duration;
+
+use super::spec::{DiskSpec, Format};
+use crate::backend::block::{Bits, CopyBeforeWrite, Disk};
+use crate::error::{Error, Result};
+use crate::queue::copy::{Copy, CopyQueue, Side};
+use crate::worker::{DEFAULT_POLL_US, QueueSet, Settings, Workers, allowed_cpus};
+
+/// What is copied as one: a cluster, where that is compressed.
+const BLOCK_SHIFT: u32 = 16;
+/// Queues at most: beyond it the file is the limit.
+const QUEUES_MAX: usize = 8;
+/// How often progress is told.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Copies what `from` is to `to`, which is as large, and makes it stable. `fresh`: `to` reads as zeroes. `progress` is told
+/// bytes done, of how many.
+///
+/// # Errors
+/// Those of opening either; `Invalid` where their sizes differ; `Io` with the side and the place that failed.
+pub fn convert(
+    from: &DiskSpec,
+    to: &DiskSpec,
+    compress: bool,
+    fresh: bool,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<()> {
+    let (source, target) = (Disk::open(from)?, Disk::open(to)?);
+    let size = source.size_bytes();
+    let name = |spec: &DiskSpec| spec.file.as_ref().map_or(String::new(), |f| f.display().to_string());
+    if target.size_bytes() != size {
+        return Err(Error::invalid(format!(
+            "{} has a disk of {size} bytes and {} one of {}: they have to be as large",
+            name(from),
+            name(to),
+            target.size_bytes()
+        )));
+    }
+    debug_assert!(to.format == Format::Qcow2 || !compress);
+    let no_memory = || Error::limit("no memory for the map of what is copied");
+    let shift = match compress {
+        true => target.cluster_bytes().map_or(BLOCK_SHIFT, u64::trailing_zeros),
+        false => BLOCK_SHIFT,
+    };
+    let todo = Bits::new(size, shift).ok_or_else(no_memory)?;
+    todo.set(todo.all());
+    let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a copy cannot be set up", e))?;
+    let copy = Copy::new(source, target.clone(), Arc::new(work), std::thread::current());
+    let copy = Arc::new(copy.onto_fresh(fresh).compressed(compress));
+    run(&copy, size, progress)?;
+    match copy.failure() {
+        Some((Side::Source, at, e)) => {
+            return Err(Error::io(format_args!("{} cannot be read at byte {at}", name(from)), e));
+        }
+        Some((Side::Target, at, e)) => {
+            return Err(Error::io(format_args!("{} cannot be written at byte {at}", name(to)), e));
+        }
+        None => {}
+    }
+    let synced = target.sync().and_then(|()| target.sync());
+    synced.map_err(|e| Error::io(format_args!("{} cannot be made stable", name(to)), e))
+}
+
+/// Runs the queues, each on a worker of its own, until all is copied or one failed.
+fn run(copy: &Arc<Copy>, size: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
+    let workers = Workers::new(DEFAULT_POLL_US)?;
+    let count = allowed_cpus().len().clamp(1, QUEUES_MAX);
+    let homes = (0..count)
+        .map(|_| workers.create(Some("convert".to_owned()), &Settings::default()))
+        .collect::<Result<Vec<_>>>()?;
+    let set = QueueSet::new("convert", &workers, &homes)?;
+    for index in 0..set.len() {
+        set.start(index, Box::new(CopyQueue::new(copy.clone(), set.stats(index).clone())));
+    }
+    while !copy.over.load(Acquire) {
+        std::thread::park_timeout(LOOK_EVERY);
+        progress(copy.done.load(Relaxed), size);
+    }
+    for index in 0..set.len() {
+        drop(set.stop(index));
+    }
+    drop(set);
+    workers.end_all();
+    Ok(())
+}
