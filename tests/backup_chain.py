@@ -94,7 +94,7 @@ def nothing_missed(suite, kind):
         if how == "cancelled":
             where, more = nothing, ("--speed", "64K")
         else:
-            where, more = small(suite) / name, ("--job", "f0")
+            where, more = small(suite) / name, ("--job", "fails")
             # More than the target takes.
             disk.write(8 * MIB, disk.rng.randbytes(3 * MIB))
         done = disk.cli("backup", "start", "d0", "--to", where, "--incremental", "b0", "--backing", full, *more)

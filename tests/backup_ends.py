@@ -3,10 +3,10 @@
 import contextlib
 import os
 import random
+import signal
 import time
 
 import backup_model as b
-import fuse_guard
 import fuse_mount as m
 import rig as r
 from backup_chain import small
@@ -73,6 +73,27 @@ def removed(suite):
         gone_on(mount, writers)
     writers.stop()
     mount.stop()
+
+
+def hangs(suite):
+    """A target that takes nothing and fails nothing: writes wait for room, then the job is given up and they go on."""
+    size = 48 * MIB
+    # What can be held up: the target is a file that another daemon serves, and that one is stopped.
+    below = m.Mount(suite, "hangs-below", image=suite.image("hangs.img", size))
+    mount = b.source(suite, "hangs", "ram", size, more=("--disk", f"name=t0,file={below.path}"))
+    mount.cli("backup", "start", "d0", "--target", "t0", "--speed", "1M")
+    mount.cli("job", "pause", "backup0")
+    data = random.Random(7).randbytes(40 * MIB)
+    os.kill(below.child.pid, signal.SIGSTOP)
+    try:
+        # More than what is kept in memory.
+        b.put(mount.path, 0, data)
+        b.equal(b.contents(suite, mount.path, "raw")[: len(data)], data, "the disk")
+    finally:
+        os.kill(below.child.pid, signal.SIGCONT)
+    ended(mount, "backup0", "disk t0", "took nothing", "had to wait")
+    mount.stop()
+    below.stop()
 
 
 def commands(suite):
@@ -189,7 +210,6 @@ def killed(suite, kind, seed):
         mount.child.kill()
         with contextlib.suppress(OSError):
             os.close(fd)
-        fuse_guard.unmount([mount.path])
         if kind == "qcow2":
             b.checked(mount.image, leaks=True)
         mount.start()
@@ -208,6 +228,7 @@ def tests(suite):
     for kind in ("raw", "qcow2"):
         suite.test(f"no space in the target, {kind}", lambda k=kind: no_space(suite, k), 60)
     suite.test("the target is removed, or replaced", lambda: removed(suite), 60)
+    suite.test("a target that hangs", lambda: hangs(suite), 90)
     suite.test("cancel, pause, speed, dismiss; what is refused meanwhile", lambda: commands(suite), 60)
     suite.test("the export goes while a job runs", lambda: export_goes(suite), 60)
     for how in ("quit", "SIGTERM"):

@@ -122,6 +122,8 @@ impl Daemon {
                 Some(Begun { old: Some(old), .. }) => work.todo().add(old),
                 _ => work.todo().set(work.todo().all()),
             }
+            // Writes that come later take from it.
+            job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
             let mut state = entry.watched.state();
             state.job = Some(job.id.clone());
             state.before = Some(work.clone());
@@ -136,7 +138,6 @@ impl Daemon {
                 return Err(e);
             }
         };
-        job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
         let (source, to) = (entry.disk.clone(), target.disk.clone());
         let (compress, fresh) = (spec.compress, target.fresh);
         let plan = Plan {
