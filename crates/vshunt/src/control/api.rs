@@ -88,6 +88,7 @@ const fn command(
 pub(crate) const COMMANDS: &[Command] = &[
     command("backup-start", jobs::BACKUP_START, jobs::backup_start),
     command("bitmap-add", "disk name [granularity persistent disabled]", jobs::bitmap_add),
+    command("block-commit", "device [job-id speed auto-dismiss]", jobs::block_commit),
     command(
         "block-dirty-bitmap-add",
         "node name [granularity persistent disabled]",
@@ -116,6 +117,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("blockdev-snapshot-delete-internal-sync", "device id|name", snapshot::delete_internal_sync),
     command("blockdev-snapshot-internal-sync", "device name", snapshot::internal_sync),
     command("blockdev-snapshot-sync", snapshot::SNAPSHOT_SYNC, snapshot::snapshot_sync),
+    command("commit-start", "disk [job speed]", jobs::commit_start),
     command("disk-add", "name [format file size readonly direct cache locking]", disk_add),
     command("disk-remove", "name", disk_remove),
     command(

@@ -112,6 +112,9 @@ pub(crate) enum Command {
     /// Take a snapshot of a disk in use, or delete one
     #[command(after_long_help = super::snapshot::AFTER)]
     Snapshot(super::snapshot::SnapshotArgs),
+    /// Bring what a disk's overlay has into the image below, where the disk goes on; prints the job's name
+    #[command(after_long_help = super::jobs::args::COMMIT_AFTER)]
+    Commit(super::jobs::args::CommitArgs),
     /// End the daemon; returns when it has let go of everything
     Quit {
         /// Even while mounted files are open, whose users lose them

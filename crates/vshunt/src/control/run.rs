@@ -39,6 +39,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Job(command) => jobs::job(&mut connect()?, command, cli.log.quiet),
         Command::Bitmap(command) => jobs::bitmap(&mut connect()?, command),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
+        Command::Commit(args) => jobs::commit(&mut connect()?, args, cli.log.quiet),
         Command::Snapshot(args) => snapshot::run(&mut connect()?, args),
         Command::Quit { force } => quit(connect()?, force),
         Command::Qmp { command, arguments } => {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::daemon::{Daemon, DiskEntry};
 use super::life::Export;
 use super::spec::{BitmapInfo, BitmapSpec, Format};
-use crate::backend::block::{Bits, Bitmap, CopyBeforeWrite, Disk, Watch};
+use crate::backend::block::{Bitmap, Bits, CopyBeforeWrite, Disk, Watch};
 use crate::error::{Error, Result};
 
 /// What a bit stands for where nobody says.

@@ -45,6 +45,8 @@ pub(crate) struct Copy {
     pub(crate) work: Arc<CopyBeforeWrite>,
     /// Whole clusters are written compressed.
     pub(crate) compress: bool,
+    /// Space of the target stays where it is.
+    pub(crate) keep: bool,
     /// The target reads as zeroes where it was not written.
     pub(crate) fresh: bool,
     /// Bytes that may be read ahead; guests' pieces are not counted.
@@ -85,6 +87,7 @@ impl Copy {
             work,
             compress: false,
             fresh: false,
+            keep: false,
             credit: AtomicI64::new(NO_LIMIT),
             depth: AtomicU32::new(DEPTH_MAX),
             paused: AtomicBool::new(false),
@@ -103,6 +106,11 @@ impl Copy {
     /// Whether the target reads as zeroes.
     pub(crate) fn onto_fresh(self, fresh: bool) -> Self {
         Self { fresh, ..self }
+    }
+
+    /// Zeroes leave space where it is: what is read of the target meanwhile stays in its place.
+    pub(crate) fn in_place(self) -> Self {
+        Self { keep: true, ..self }
     }
 
     /// Whether whole clusters are written compressed.
@@ -337,7 +345,7 @@ impl CopyQueue {
                 continue;
             }
             let op = match (zero, self.copy.compress) {
-                (true, _) => Op::WriteZeroes { unmap: true },
+                (true, _) => Op::WriteZeroes { unmap: !self.copy.keep },
                 (false, true) => Op::WriteCompressed,
                 (false, false) => Op::Write,
             };
@@ -386,7 +394,7 @@ impl CopyQueue {
         let slot = &self.slots[index as usize];
         if stage == Stage::Read {
             QueueStats::add(&self.stats.read_bytes, slot.range.end - slot.range.start);
-        } else if stage == Stage::Write && slot.io.op != (Op::WriteZeroes { unmap: true }) {
+        } else if stage == Stage::Write && !matches!(slot.io.op, Op::WriteZeroes { .. }) {
             QueueStats::add(&self.stats.write_bytes, slot.io.len);
         }
         if self.has_ended() {

@@ -113,7 +113,8 @@ impl Disk {
             return Err(Error::invalid(format!("disk {} has no image", now.name)));
         };
         let result = self.replace(now, next, &[], |_| {
-            let marked = mark::put_committed(&overlay, &below).and_then(|()| mark::take_overlay(&File::open(&below)?));
+            let marked =
+                mark::put_committed(&overlay, &below).and_then(|()| mark::take_overlay(&File::open(&below)?));
             marked.map_err(|e| Error::io(format_args!("cannot mark {} as committed", overlay.display()), e))
         });
         if result.is_err() {
@@ -130,7 +131,11 @@ impl Disk {
 fn undo_marks(overlay: &Path, below: &Path) {
     let undone = File::open(below).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
     if let Err(e) = undone.and_then(|()| mark::take_committed(overlay)) {
-        tracing::warn!("the marks of {} and {} are not as they were: {e}", overlay.display(), below.display());
+        tracing::warn!(
+            "the marks of {} and {} are not as they were: {e}",
+            overlay.display(),
+            below.display()
+        );
     }
 }
 

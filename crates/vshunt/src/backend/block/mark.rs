@@ -41,7 +41,8 @@ pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
     match stands_on(&overlay, path) {
         // A commit that ended between its two marks: all is here.
         Ok(true) if read(&overlay, COMMITTED).is_some_and(|below| same(&below, path)) => {
-            remove(path, OVERLAY).map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
+            remove(path, OVERLAY)
+                .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
         }
         Ok(true) => Err(Error::busy(format!(
             "{shown} has a snapshot's overlay {over}, which writes to it would destroy: use {over} (format=qcow2), or add \

@@ -18,6 +18,30 @@ Examples:
 
 docs/backup.md explains full and incremental backups, and how to restore them.";
 
+pub(crate) const COMMIT_AFTER: &str = "\
+Guests go on meanwhile; they wait for a moment when the disk is switched over.
+The overlay is left behind, marked as committed: remove it. A commit that fails
+or is cancelled leaves the disk in its overlay.
+
+Examples:
+  vshunt snapshot d0 --to overlay.qcow2
+  vshunt commit d0 --wait";
+
+#[derive(Debug, Args)]
+pub(crate) struct CommitArgs {
+    /// Name of the disk
+    pub(crate) disk: String,
+    /// Bytes a second, for example 100M; max: as fast as it goes; shared: guests keep most of their speed, as without it
+    #[arg(long, value_parser = speed)]
+    pub(crate) speed: Option<Speed>,
+    /// Name of the job: commit0 and so on unless given
+    #[arg(long, value_name = "NAME")]
+    pub(crate) job: Option<String>,
+    /// Wait until it is over; fails if the commit does
+    #[arg(long)]
+    pub(crate) wait: bool,
+}
+
 /// How fast a job goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Speed {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use self::args::{BackupArgs, BackupCommand, BitmapCommand, JobCommand, Speed};
+use self::args::{BackupArgs, BackupCommand, BitmapCommand, CommitArgs, JobCommand, Speed};
 use super::client::Client;
 use super::image::Bar;
 use super::run::{absolute, call, list, send, to_value};
@@ -23,6 +23,17 @@ pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -
     let started: Value = call(client, "backup-start", to_value(&spec(*args)?)?)?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match wait {
+        true => wait_for(client, &id, quiet),
+        false => print(&format!("{id}\n")),
+    }
+}
+
+pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outcome {
+    let speed = args.speed.and_then(Speed::limit);
+    let arguments = json!({ "disk": args.disk, "job": args.job, "speed": speed });
+    let started: Value = call(client, "commit-start", arguments)?;
+    let id = started["job"].as_str().unwrap_or_default().to_owned();
+    match args.wait {
         true => wait_for(client, &id, quiet),
         false => print(&format!("{id}\n")),
     }

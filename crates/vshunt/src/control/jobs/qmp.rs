@@ -113,6 +113,39 @@ pub(crate) fn blockdev_backup(context: &Context, arguments: Arguments) -> Answer
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct CommitStart {
+    disk: String,
+    job: Option<String>,
+    speed: Option<u64>,
+}
+
+pub(crate) fn commit_start(context: &Context, arguments: Arguments) -> Answer {
+    let CommitStart { disk, job, speed } = arguments.read()?;
+    Ok(json!({ "job": context.daemon.commit_start(&disk, job.as_deref(), speed, false)? }))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct BlockCommit {
+    job_id: Option<String>,
+    device: String,
+    speed: Option<u64>,
+    auto_finalize: Option<bool>,
+    auto_dismiss: Option<bool>,
+}
+
+/// Of the active overlay, into the image right below; it completes by itself.
+pub(crate) fn block_commit(context: &Context, arguments: Arguments) -> Answer {
+    let a: BlockCommit = arguments.read()?;
+    if a.auto_finalize == Some(false) {
+        return refuse("a commit finalizes by itself; leave 'auto-finalize' out");
+    }
+    context.daemon.commit_start(&a.device, a.job_id.as_deref(), a.speed, a.auto_dismiss.unwrap_or(true))?;
+    Ok(json!({}))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Id {
     id: String,
 }

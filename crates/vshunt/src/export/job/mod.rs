@@ -1,6 +1,7 @@
 //! Jobs: long work on a disk that is in use, each with a copying queue on a worker and a thread that looks after it.
 
 mod backup;
+mod commit;
 mod run;
 mod share;
 
@@ -36,7 +37,7 @@ pub(super) struct JobState {
     pub(super) paused: bool,
     pub(super) error: Option<String>,
     pub(super) total: u64,
-    done: u64,
+    pub(super) done: u64,
     /// Counts concluded jobs, so that the oldest is known.
     ended: u64,
     /// While it copies.

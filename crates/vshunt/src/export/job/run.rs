@@ -37,12 +37,18 @@ impl Daemon {
         copied
     }
 
-    fn copy_on(&self, job: &Job, entry: Option<&Arc<DiskEntry>>, copy: &Arc<Copy>, worker: u32) -> Result<()> {
+    fn copy_on(
+        &self,
+        job: &Job,
+        entry: Option<&Arc<DiskEntry>>,
+        copy: &Arc<Copy>,
+        worker: u32,
+    ) -> Result<()> {
         let set = Arc::new(QueueSet::new(&job.id, &self.workers, &[worker])?);
         {
             let mut state = job.state();
             copy.paused.store(state.paused, Relaxed);
-            if state.speed != Some(0) {
+            if state.speed != Some(0) && entry.is_some() {
                 // Until it is looked after for the first time.
                 copy.credit.store(0, Relaxed);
             }
@@ -85,7 +91,8 @@ impl Daemon {
         let (mut done, mut moved) = (0, Instant::now());
         let mut stalled = false;
         while !copy.over.load(Acquire) {
-            let speed = job.state().speed;
+            // Guests that wait are not to wait for longer.
+            let speed = if entry.is_some() { job.state().speed } else { Some(0) };
             let tick = if speed == Some(0) { TICK } else { WINDOW };
             std::thread::park_timeout(tick.saturating_sub(last.elapsed()));
             let now = Instant::now();
