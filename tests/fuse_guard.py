@@ -157,7 +157,7 @@ def guard(rig, clock):
         except ChildProcessError:
             break
     if code is None or code < 0:
-        os.write(1, f"not ok fuse: the rig was ended by signal {-(code or 0)}\n".encode())
+        os.write(1, f"not ok {Path(sys.argv[0]).name}: the rig was ended by signal {-(code or 0)}\n".encode())
         return 1
     return code
 

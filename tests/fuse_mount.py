@@ -84,7 +84,8 @@ class Opened:
 
 def place(error):
     """Where a system call of a test failed."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name.startswith("fuse_") and f.filename != __file__]
+    ours = ("fuse_", "backup_")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name.startswith(ours) and f.filename != __file__]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
 
 
@@ -101,9 +102,13 @@ class Suite:
         self.memory = rig.memory_dir()
         self.loops = []
 
+    def full_name(self, name):
+        """A test's name as it is printed."""
+        return f"fuse {self.transport or 'any'}: {name}"
+
     def test(self, name, body, limit_s=LIMIT_S):
         """Run one test under the guardian's eye."""
-        name = f"fuse {self.transport or 'any'}: {name}"
+        name = self.full_name(name)
         if self.only and self.only not in name:
             return
 

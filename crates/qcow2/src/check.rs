@@ -87,7 +87,8 @@ const SAID_MAX: u64 = 1000;
 /// the result is what is wrong then.
 ///
 /// A dirty image (lazy refcounts) is repaired by [`Repair::All`]: when nothing is wrong any more, the bits for dirty
-/// and corrupt are cleared. What is reported as repaired is on stable storage.
+/// and corrupt are cleared. What is reported as repaired is on stable storage. What a [journal](crate::journal) has for
+/// the image must be in it before a repair, which frees what only the journal names: [`recover`](crate::journal::recover).
 ///
 /// # Errors
 /// No image, one that is not understood, an active L1 table out of the file, and the storage's.
@@ -124,7 +125,7 @@ fn clear_bits(file: &dyn Storage) -> Result<()> {
         return Ok(());
     }
     let incompatible = image.header.incompatible & !bits;
-    image.replace_header(Header { incompatible, ..image.header.clone() })
+    image.replace_header(Header { incompatible, journal: None, ..image.header.clone() })
 }
 
 /// One run over an image.

@@ -55,6 +55,19 @@ mod extension {
     pub(super) const BITMAPS: u32 = 0x2385_2875;
     pub(super) const CRYPTO: u32 = 0x0537_be77;
     pub(super) const DATA_FILE: u32 = 0x4441_5441;
+    /// Of ours: see [`super::Mark`].
+    pub(super) const JOURNAL: u32 = u32::from_be_bytes(*b"VSJN");
+}
+
+/// The number of a [journal](crate::journal), in an extension that only we know: changes of the map may be there that
+/// are not in the image yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The journal's number; random.
+    pub id: [u8; 16],
+    /// It is the first extension, where we write it. Who writes the header without knowing it moves it behind those that
+    /// he knows: the image was another's since then, and the journal says nothing of it any more.
+    pub untouched: bool,
 }
 
 /// How clusters are compressed.
@@ -117,6 +130,8 @@ pub struct Header {
     pub data_file: Option<String>,
     /// Persistent bitmaps.
     pub bitmaps: Option<BitmapsAt>,
+    /// Where changes are that the image lacks.
+    pub journal: Option<Mark>,
     /// Extensions that we do not know, to be kept: type and contents.
     pub unknown: Vec<(u32, Vec<u8>)>,
     /// Where the known header ends and what is behind that we do not know, to be kept.
@@ -200,6 +215,7 @@ impl Header {
             backing_format: None,
             data_file: None,
             bitmaps: None,
+            journal: None,
             unknown: Vec::new(),
             extra: Vec::new(),
         };
@@ -237,6 +253,7 @@ impl Header {
     /// Reads the extensions; what they say of feature bits comes back.
     fn extensions(&mut self, first: &[u8], mut at: usize) -> Result<Vec<(u8, u8, String)>> {
         let (name_at, mut features) = (be64(first, 8), Vec::new());
+        let begin = at;
         // They end where the name of the backing file begins.
         let end = if name_at == 0 {
             first.len()
@@ -274,6 +291,12 @@ impl Header {
                         "the image is encrypted; encrypted images are not served",
                     ));
                 }
+                extension::JOURNAL if len == 16 && self.journal.is_none() => {
+                    let id = data.try_into().expect("16 bytes");
+                    self.journal = Some(Mark { id, untouched: at == begin + 8 });
+                }
+                // One that is not as we write it says nothing, and goes with the next change of the header.
+                extension::JOURNAL => {}
                 _ => self.unknown.push((kind, data.to_vec())),
             }
             at = at.saturating_add(len.next_multiple_of(8));
@@ -467,6 +490,9 @@ impl Header {
             out.resize(out.len().next_multiple_of(8), 0);
         };
         // First, in the first sector with the fields: a change of both is one write that no storage tears.
+        if let Some(mark) = self.journal.as_ref().filter(|mark| mark.untouched) {
+            add(extension::JOURNAL, &mark.id);
+        }
         if let Some(b) = &self.bitmaps {
             let mut data = [0; 24];
             data[..4].copy_from_slice(&b.count.to_be_bytes());

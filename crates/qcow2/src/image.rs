@@ -1,6 +1,6 @@
 //! An image as offline work has it: its header, and tables read with every offset checked against the file.
 
-use crate::header::{Header, autoclear};
+use crate::header::{Header, autoclear, incompatible};
 use crate::{Error, Result, Storage};
 
 /// Where the fields that can change begin and end; all of them lie in the first 512 bytes, which storage writes whole.
@@ -95,11 +95,29 @@ impl<'s> Image<'s> {
     /// It does not fit into a cluster; the storage's.
     pub(crate) fn replace_header(&mut self, mut new: Header) -> Result<()> {
         new.autoclear &= autoclear::KNOWN;
+        if !new.has(incompatible::DIRTY) {
+            // All is in the image; and another that sets the bit again means no journal of ours.
+            new.journal = None;
+        }
         let bytes = new.encode()?;
         let old = &self.header;
-        let same_names =
-            (&old.backing, &old.backing_format, &old.data_file, &old.unknown, &old.extra, old.bitmaps)
-                == (&new.backing, &new.backing_format, &new.data_file, &new.unknown, &new.extra, new.bitmaps);
+        let same_names = (
+            &old.backing,
+            &old.backing_format,
+            &old.data_file,
+            &old.unknown,
+            &old.extra,
+            old.bitmaps,
+            old.journal,
+        ) == (
+            &new.backing,
+            &new.backing_format,
+            &new.data_file,
+            &new.unknown,
+            &new.extra,
+            new.bitmaps,
+            new.journal,
+        );
         if same_names {
             // Its layout may be another's; what does not change stays as it is.
             let end = if new.version >= 3 { FIELDS_END_V3 } else { FIELDS_END_V2 };

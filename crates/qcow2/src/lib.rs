@@ -22,6 +22,7 @@ pub mod header;
 mod hit;
 mod image;
 pub mod info;
+pub mod journal;
 mod map;
 pub mod memory;
 pub mod refcount;

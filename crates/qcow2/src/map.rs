@@ -15,6 +15,7 @@ use crate::sync::Ordering::*;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, fence, pause};
 
 use crate::Waker;
+use crate::journal::{Journal, Put};
 
 /// Bytes of a slice at most.
 const SLICE_BYTES: u64 = 4096;
@@ -319,18 +320,26 @@ impl Map {
         waiting.into_iter().for_each(wake);
     }
 
-    /// Changes entries that are held, if there is anything to change, and gives them back.
+    /// Changes entries that are held, if there is anything to change, and gives them back. Where there is a journal that
+    /// has no room for that, nothing is changed and they stay held.
     pub(crate) fn release(
         &self,
         first: u64,
         held: u64,
         entries: Option<&[Entry]>,
+        journal: Option<&Journal>,
         wake: &mut dyn FnMut(Waker),
-    ) {
+    ) -> Put {
         let slice = self.slice_of(first);
         let mut shard = self.shard(slice);
         let frame = self.frame_of(slice).expect("held slices stay");
+        let mut put = Put::Done;
         if let Some(entries) = entries {
+            // Under the lock that copies for a flush are made under: see `Journal::mark`.
+            put = journal.map_or(Put::Done, |journal| journal.put(first, entries));
+            if put == Put::Full {
+                return put;
+            }
             let words = frame.words.get().expect("a frame with a slice has room");
             self.change(frame, || {
                 for (i, entry) in entries.iter().enumerate() {
@@ -350,6 +359,7 @@ impl Map {
         let waiting: Vec<_> = (0..held).filter_map(|i| shard.busy.remove(&(first + i))).flatten().collect();
         drop(shard);
         waiting.into_iter().for_each(wake);
+        put
     }
 
     /// Copies of all dirty slices, which count as clean from now on.
@@ -426,7 +436,7 @@ mod interleavings {
             let other = map.clone();
             let writer = loom::thread::spawn(move || {
                 assert_eq!(other.hold(0, 1, NOBODY), Some(1));
-                other.release(0, 1, Some(&[Entry { word: 7, bits: 7 }]), &mut |_| {});
+                other.release(0, 1, Some(&[Entry { word: 7, bits: 7 }]), None, &mut |_| {});
             });
             let entry = map.get(0).unwrap();
             assert_eq!(entry.word, entry.bits, "half of an entry");
@@ -448,7 +458,7 @@ mod interleavings {
                     let wake = &mut |_| {
                         woken.fetch_add(1, SeqCst);
                     };
-                    map.release(0, 1, Some(&[Entry { word, bits: 0 }]), wake);
+                    map.release(0, 1, Some(&[Entry { word, bits: 0 }]), None, wake);
                     0
                 }
                 Some(0) => 1,

@@ -9,6 +9,7 @@ use crate::change::Change;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
 use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
+use crate::journal::Journal;
 use crate::map::{Entry, Map};
 use crate::{Error, FileId, Image, Result, Storage, Waker};
 
@@ -89,6 +90,8 @@ pub struct Served {
     pub(crate) file_len: AtomicU64,
     /// Bytes that are taken beyond what is needed.
     pub(crate) growth_bytes: u64,
+    /// Where changes of the map are put before anybody sees them, so that they outlive us.
+    pub(crate) journal: Option<Journal>,
 }
 
 /// What a piece of the disk is, as far as one image says.
@@ -209,9 +212,20 @@ impl Served {
             turns: Mutex::default(),
             growth: Mutex::default(),
             file_len: AtomicU64::new(file_len),
+            journal: None,
             growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
             header,
         })
+    }
+
+    /// Changes of its map are put into this journal from now on, whose number the header has.
+    pub fn with_journal(self, journal: Journal) -> Self {
+        Self { journal: Some(journal.with_cluster(self.cluster_size())), ..self }
+    }
+
+    /// Whether completed writes outlive this process though nobody flushed.
+    pub fn has_journal(&self) -> bool {
+        self.journal.is_some()
     }
 
     /// The header that it was opened with.

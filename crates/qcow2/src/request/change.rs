@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::alloc::{Reserve, Take};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
+use crate::journal::{Journal, Put};
 use crate::map::Entry;
 use crate::served::{Chain, Miss, Served, What};
 
@@ -44,6 +45,8 @@ enum Stage {
     Put,
     /// It is being written.
     Written,
+    /// It was; the entries wait for room in the journal.
+    Enter,
 }
 
 /// Whether the range reads as zeroes throughout.
@@ -137,7 +140,7 @@ impl Request {
         let first = get(0);
         if image.in_place(first, pos).is_some() {
             // Another was quicker.
-            image.map.release(cluster, held, None, cx.wake);
+            image.map.release(cluster, held, None, None, cx.wake);
             return Turn::Again;
         }
         let own = image.is_own(first);
@@ -273,6 +276,10 @@ impl Request {
             Stage::Put => self.put(image),
             // Its step's result brings it on.
             Stage::Written => Turn::Fail(EIO),
+            Stage::Enter => {
+                self.changed(cx);
+                Turn::Again
+            }
         }
     }
 
@@ -355,7 +362,7 @@ impl Request {
     /// The data is where it belongs: so say the entries now.
     pub(super) fn changed(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
-        let change = self.change.take().expect("a change is under way");
+        let mut change = self.change.take().expect("a change is under way");
         let host = change.host.expect("it has its place");
         let entry = |(i, old): (usize, &Entry)| {
             let word = (host + ((i as u64) << image.cluster_bits)) | COPIED;
@@ -370,17 +377,32 @@ impl Request {
             Entry { word, bits: (old.bits | written) & !(written << 32) }
         };
         let entries: Vec<Entry> = change.olds.iter().enumerate().map(entry).collect();
-        image.map.release(change.first, change.held, Some(&entries), cx.wake);
+        let journal = image.journal.as_ref();
+        match image.map.release(change.first, change.held, Some(&entries), journal, cx.wake) {
+            Put::Done => {}
+            Put::Half => self.make_room(),
+            Put::Full => {
+                self.make_room();
+                change.stage = Stage::Enter;
+                self.change = Some(change);
+                return;
+            }
+        }
         if !image.is_own(change.olds[0]) {
             image.let_go(&change.olds);
         }
         self.pos = change.guest.1;
     }
 
+    /// A flush has to give back places in the journal.
+    pub(super) fn make_room(&mut self) {
+        self.flush.get_or_insert_with(|| Box::new(Flush::new(true)));
+    }
+
     pub(super) fn abandon_change(&mut self, cx: &mut Context<'_>) {
         let Some(change) = self.change.take() else { return };
         let image = cx.chain.top();
-        image.map.release(change.first, change.held, None, cx.wake);
+        image.map.release(change.first, change.held, None, None, cx.wake);
         // Something may have been written there.
         let taken = Reserve { zero: false, ..change.taken };
         image.alloc.lock().expect("no holder panics").give_back(taken);
@@ -423,6 +445,7 @@ impl Request {
         // A last cluster that the disk does not fill counts as whole.
         let last = if self.end >= image.size { image.size.div_ceil(size) } else { image.cluster(self.end) };
         let count = (last - cluster).min(image.map.slice_end(cluster) - cluster).min(HELD_MAX);
+        let count = count.min(image.journal.as_ref().map_or(HELD_MAX, Journal::change_max));
         let held = match image.map.hold(cluster, count, cx.waker) {
             None => return Turn::Again,
             Some(0) => return self.park(),
@@ -432,7 +455,15 @@ impl Request {
             (0..held).map(|i| image.map.get(cluster + i).expect("held slices stay")).collect();
         let entries: Vec<Entry> = olds.iter().map(|old| self.emptied(chain, *old)).collect();
         let changed = (entries != olds).then_some(&entries[..]);
-        image.map.release(cluster, held, changed, cx.wake);
+        match image.map.release(cluster, held, changed, image.journal.as_ref(), cx.wake) {
+            Put::Done => {}
+            Put::Half => self.make_room(),
+            Put::Full => {
+                image.map.release(cluster, held, None, None, cx.wake);
+                self.make_room();
+                return Turn::Again;
+            }
+        }
         if changed.is_some() {
             let gone: Vec<Entry> = olds
                 .iter()

@@ -12,6 +12,7 @@
 
 use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Dirty;
+use crate::journal::Journal;
 use crate::map::Copy;
 use crate::served::Served;
 
@@ -21,7 +22,7 @@ const BACK_MAX: u64 = 1 << 20;
 /// A flush, or the wait for one.
 #[derive(Debug)]
 pub(super) struct Flush {
-    /// It is to make room in the map; the request goes on after it.
+    /// It is to make room in the map or in its journal; the request goes on after it.
     aside: bool,
     /// Which flush it asked for; none: not yet.
     ticket: Option<u64>,
@@ -32,6 +33,8 @@ pub(super) struct Flush {
 struct Run {
     /// All that asked up to this one have what they asked for when it is done.
     covers: u64,
+    /// What the journal had before the copies were made.
+    mark: u64,
     /// As the allocator counts.
     number: u64,
     slices: Vec<Copy>,
@@ -230,6 +233,7 @@ impl Run {
         // First what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
         // count all that the copies name.
         let number = image.alloc.lock().expect("no holder panics").begin_flush();
+        let mark = image.journal.as_ref().map_or(0, Journal::mark);
         let slices = image.map.take_dirty();
         let l1 = image.take_l1();
         let mut alloc = image.alloc.lock().expect("no holder panics");
@@ -237,6 +241,7 @@ impl Run {
         let (blocks, table) = (alloc.take_dirty(), alloc.take_table(image.unit()));
         Self {
             covers,
+            mark,
             number,
             slices,
             l1,
@@ -276,6 +281,9 @@ impl Run {
 
     /// What was taken was written, or goes back.
     fn settle(&mut self, image: &Served, done: bool) {
+        if let Some(journal) = image.journal.as_ref().filter(|_| done) {
+            journal.forget(self.mark);
+        }
         for copy in std::mem::take(&mut self.slices) {
             image.map.written(copy.slice, done);
         }

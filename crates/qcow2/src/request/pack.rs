@@ -9,6 +9,7 @@ use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
 use crate::compress::deflate;
 use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed};
+use crate::journal::Put;
 use crate::map::Entry;
 use crate::served::{Served, What};
 
@@ -34,6 +35,8 @@ enum Stage {
     Place,
     /// It is being written.
     Written,
+    /// It was; the entry waits for room in the journal.
+    Enter,
 }
 
 impl Pack {
@@ -96,13 +99,17 @@ impl Request {
                 }
                 if !image.has_no_place(image.map.get(cluster).expect("held slices stay")) {
                     // Another was quicker.
-                    image.map.release(cluster, 1, None, cx.wake);
+                    image.map.release(cluster, 1, None, None, cx.wake);
                     return self.plain();
                 }
                 self.pack.as_mut().expect("one is being packed").stage = Stage::Place;
                 Turn::Again
             }
             Stage::Place => self.place_packed(cx),
+            Stage::Enter => {
+                self.packed(cx);
+                Turn::Again
+            }
             // Their steps' results bring these on.
             Stage::Gather | Stage::Written => Turn::Fail(EIO),
         }
@@ -161,7 +168,15 @@ impl Request {
             return;
         }
         let word = Compressed::entry(pack.at, pack.packed.len() as u64, image.cluster_bits);
-        image.map.release(pack.cluster, 1, Some(&[Entry { word, bits: 0 }]), cx.wake);
+        let entry = [Entry { word, bits: 0 }];
+        let put = image.map.release(pack.cluster, 1, Some(&entry), image.journal.as_ref(), cx.wake);
+        if put == Put::Full {
+            pack.stage = Stage::Enter;
+            return self.make_room();
+        }
+        if put == Put::Half {
+            self.make_room();
+        }
         self.pack = None;
         self.pos = self.end;
     }
@@ -169,12 +184,12 @@ impl Request {
     pub(super) fn abandon_pack(&mut self, cx: &mut Context<'_>) {
         let Some(pack) = self.pack.take() else { return };
         let image = cx.chain.top();
-        if matches!(pack.stage, Stage::Place | Stage::Written) {
-            image.map.release(pack.cluster, 1, None, cx.wake);
+        if matches!(pack.stage, Stage::Place | Stage::Written | Stage::Enter) {
+            image.map.release(pack.cluster, 1, None, None, cx.wake);
         }
         let mut alloc = image.alloc.lock().expect("no holder panics");
         alloc.give_back(Reserve { zero: false, ..pack.fresh });
-        if pack.stage == Stage::Written {
+        if matches!(pack.stage, Stage::Written | Stage::Enter) {
             let last = image.cluster(pack.at + pack.bytes() - 1);
             (image.cluster(pack.at)..=last)
                 .for_each(|start| alloc.give_back(Reserve { start, count: 1, zero: false }));

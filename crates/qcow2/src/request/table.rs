@@ -1,8 +1,9 @@
 //! An L2 table that comes to be: where there was none, or as a copy of one that a snapshot has, too.
 
-use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
 use crate::entry::{COPIED, OFFSET};
+use crate::journal::Put;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 /// A table that is being made.
@@ -75,12 +76,11 @@ impl Request {
                 let range = 0..len as usize;
                 self.step(Pending::Table, Step::Write { file: image.file, offset, buf: Buf::Data, range })
             }
-            Stage::Begin | Stage::Copied => {
+            Stage::Begin | Stage::Copied | Stage::Ready => {
                 table.stage = Stage::Ready;
                 self.table_made(cx);
                 Turn::Again
             }
-            Stage::Ready => Turn::Fail(EIO),
         }
     }
 
@@ -92,6 +92,15 @@ impl Request {
         let entry = &image.l1[table.index as usize];
         let old = entry.load(Acquire) & OFFSET;
         let mut tables = image.tables.lock().expect("no holder panics");
+        let put = match &image.journal {
+            Some(journal) => journal.put_table(table.index, place.start << image.cluster_bits | COPIED),
+            None => Put::Done,
+        };
+        if put == Put::Full {
+            drop(tables);
+            self.table = Some(table);
+            return self.make_room();
+        }
         entry.store(place.start << image.cluster_bits | COPIED, Release);
         tables.dirty.insert(table.index);
         let waiting = tables.making.remove(&table.index).unwrap_or_default();
@@ -100,6 +109,9 @@ impl Request {
             image.alloc.lock().expect("no holder panics").gone(image.cluster(old), 1, image.epochs.now());
         }
         waiting.into_iter().for_each(&mut *cx.wake);
+        if put == Put::Half {
+            self.make_room();
+        }
     }
 
     pub(super) fn abandon_table(&mut self, cx: &mut Context<'_>) {

@@ -4,14 +4,16 @@
 
 mod check;
 mod file;
+mod kill;
 mod model;
 
 use std::sync::Arc;
 
 use file::{File, SECTOR};
+use kill::Shared;
 use model::{Model, Time};
 use qcow2::header::{Compression, Header, incompatible};
-use qcow2::{Chain, Context, Hit, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker};
+use qcow2::{Chain, Context, Hit, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker, journal};
 
 struct Rng(u64);
 
@@ -45,6 +47,8 @@ struct Shape {
     faults: u64,
     /// Clusters of the file that are in use without being used: 0, or every how manieth.
     holes: u64,
+    /// Records of the map's journal; 0: there is none, as for version 2.
+    records: usize,
 }
 
 impl Shape {
@@ -57,7 +61,7 @@ impl Shape {
             10..=12 => 1 << 20,
             _ => 4 << 20,
         };
-        Self {
+        let mut shape = Self {
             cluster_bits,
             refcount_order: [4, 4, 0, 1, 3, 5, 6][rng.below(7) as usize],
             extended,
@@ -69,7 +73,12 @@ impl Shape {
             below: rng.below(3) == 0,
             faults: [0, 0, 0, 100, 20][rng.below(5) as usize],
             holes: [0, 0, 3][rng.below(3) as usize],
+            records: [0, 16, 64, 4096][rng.below(4) as usize],
+        };
+        if shape.version == 2 {
+            shape.records = 0;
         }
+        shape
     }
 }
 
@@ -99,6 +108,7 @@ fn blank(shape: &Shape) -> Vec<u8> {
         backing_format: None,
         data_file: None,
         bitmaps: None,
+        journal: None,
         unknown: vec![],
         extra: vec![],
     };
@@ -164,25 +174,35 @@ struct Sim {
     shape: Shape,
     files: [File; 2],
     chain: Chain,
+    /// What the map's journal lies in.
+    shared: Option<Shared>,
     users: Vec<User>,
     slots: Vec<Slot>,
     model: Model,
     now: Time,
     stamp: u32,
     crashes: u32,
+    kills: u32,
     faults: u64,
     hits: u64,
     log: bool,
 }
 
-fn open(file: &File, below: bool, size: u64, cache_bytes: u64) -> Chain {
+/// Opens an image that was closed or repaired.
+fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
+    if let Some(shared) = shared {
+        journal::begin(file, shared.id).unwrap();
+    }
     let mut first = vec![0; 1 << 16];
     file.read_at(0, &mut first).unwrap();
     let header = Header::parse(&first).unwrap();
-    let settings = Settings { file: 0, data: 0, cache_bytes: Some(cache_bytes) };
-    let image = Arc::new(Served::open(file, header, settings).unwrap());
-    let layers = if below { vec![Layer::Raw { file: 1, size: size / 2 / 512 * 512 }] } else { vec![] };
-    Chain::new(image, layers)
+    let settings = Settings { file: 0, data: 0, cache_bytes: Some(shape.cache_bytes) };
+    let mut image = Served::open(file, header, settings).unwrap();
+    if let Some(shared) = shared {
+        image = image.with_journal(shared.journal());
+    }
+    let below = Layer::Raw { file: 1, size: shape.size / 2 / 512 * 512 };
+    Chain::new(Arc::new(image), if shape.below { vec![below] } else { vec![] })
 }
 
 impl Sim {
@@ -198,18 +218,22 @@ impl Sim {
             }
         }
         let files = [File::of(blank(&shape)), File::of(below)];
-        let chain = open(&files[0], shape.below, shape.size, shape.cache_bytes);
+        let mut rng = Rng(seed);
+        let shared = Shared::new(&shape, &mut rng);
+        let chain = open(&files[0], &shape, shared.as_ref());
         let mut sim = Self {
-            rng: Rng(seed),
+            rng,
             shape,
             files,
             chain,
+            shared,
             users: vec![],
             slots: vec![],
             model,
             now: 10,
             stamp: 0,
             crashes: 0,
+            kills: 0,
             faults: 0,
             hits: 0,
             log: std::env::var_os("QCOW2_SIM_LOG").is_some(),
@@ -476,8 +500,10 @@ impl Sim {
         sample(&left, "after a crash", self.crashes.is_multiple_of(8));
         self.crashes += 1;
         self.files[0] = File::of(left);
-        self.chain = open(&self.files[0], self.shape.below, self.shape.size, self.shape.cache_bytes);
-        self.join();
+        // What was in memory went.
+        self.shared = None;
+        self.repair();
+        self.reopen();
         self.look(|model, sector, value, _| model.may_survive(sector, value, at), "survives");
     }
 
@@ -505,7 +531,12 @@ impl Sim {
         for _ in 0..3 {
             self.single(Op::Flush, 0, 0);
         }
+        if self.shared.is_some() {
+            journal::end(&self.files[0]).unwrap();
+        }
         let bytes = self.files[0].bytes();
+        let dirty = Header::parse(&bytes).unwrap().has(incompatible::DIRTY);
+        assert!(!dirty, "it is not marked as closed");
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
         assert!(self.shape.faults == 0 || self.faults > 0, "nothing failed");
         assert!(self.hits > 0, "no request went the short way");
@@ -600,8 +631,13 @@ fn run(seed: u64) {
             let oldest = sim.slots.iter().filter(|s| s.step.is_some()).map(|s| s.begin).min();
             let oldest = oldest.unwrap_or(sim.now);
             sim.model.prune(oldest);
-            if seed % 2 == 1 {
-                sim.crash();
+            // Some end by a crash, some by kill, some by either, some do not.
+            match seed % 4 {
+                1 => sim.crash(),
+                2 if sim.shared.is_some() => sim.kill(),
+                3 if sim.shared.is_some() && sim.rng.below(2) == 0 => sim.kill(),
+                3 => sim.crash(),
+                _ => {}
             }
         }
     }

@@ -226,8 +226,9 @@ impl Daemon {
     pub fn bitmap_merge(&self, disk: &str, into: &str, from: &[String]) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
             let target = entry.watched.free_bitmap(disk, into)?;
+            // One in use has part of what is dirty: the rest comes back if the job fails.
             let sources: Vec<_> =
-                from.iter().map(|n| entry.watched.bitmap(disk, n)).collect::<Result<_>>()?;
+                from.iter().map(|n| entry.watched.free_bitmap(disk, n)).collect::<Result<_>>()?;
             for source in sources.iter().filter(|s| !Arc::ptr_eq(s, &target)) {
                 let bits = source.state().bits.clone();
                 target.state().bits.add(&bits);

@@ -183,12 +183,20 @@ pub(super) fn settings(spec: &WorkerSpec) -> Settings {
     Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us, ..Settings::default() }
 }
 
-/// Names are taken for ids where they are numbers.
 fn check_worker_name(name: Option<&str>) -> Result<()> {
-    let Some(name) = name else { return Ok(()) };
-    check_name("worker", name)?;
+    name.map_or(Ok(()), |name| check_no_id("worker", name))
+}
+
+/// A job's name is its worker's and its queue's, too.
+pub(super) fn check_job_name(name: &str) -> Result<()> {
+    check_no_id("job", name)
+}
+
+/// Names of workers are taken for ids where they are numbers.
+fn check_no_id(what: &str, name: &str) -> Result<()> {
+    check_name(what, name)?;
     match name.parse::<WorkerId>() {
-        Ok(_) => Err(Error::invalid(format!("worker name {name:?} would be taken for an id; add a letter"))),
+        Ok(_) => Err(Error::invalid(format!("{what} name {name:?} would be taken for an id; add a letter"))),
         Err(_) => Ok(()),
     }
 }

@@ -57,6 +57,8 @@ pub(crate) struct Copy {
     pub(crate) stop: AtomicBool,
     /// Bytes dealt with.
     pub(crate) done: AtomicU64,
+    /// Pieces that guests' writes had read before them.
+    pub(crate) pieces: AtomicU64,
     /// Slots in use, of all queues that copy.
     under_way: AtomicU32,
     /// It is over: all is copied, or it failed, or was stopped; nothing is under way.
@@ -88,6 +90,7 @@ impl Copy {
             paused: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             done: AtomicU64::new(0),
+            pieces: AtomicU64::new(0),
             under_way: AtomicU32::new(0),
             over: AtomicBool::new(false),
             errno: AtomicI32::new(0),
@@ -237,6 +240,7 @@ impl CopyQueue {
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
+        self.copy.pieces.fetch_add(1, Relaxed);
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
         (slot.range, slot.at, slot.zero) = (piece.bytes(), piece.offset(), false);

@@ -433,14 +433,22 @@ fn a_front_end_that_goes_under_load_leaves_nothing_behind() {
     });
 }
 
-/// What a guest wrote to a thin image since its last flush is lost with the daemon: it is not to go on as if it were there.
+/// What a guest wrote to a thin image since its last flush is found again where its map has a journal, or is written at once.
+/// Else it is lost with the daemon, and the guest is not to go on as if it were there.
 #[test]
 fn only_what_outlives_us_is_offered_to_go_on() {
     let rig = Rig::new();
     rig.disk("thin", Backing::Qcow2, MIB, |_| {});
+    rig.disk("old", Backing::Qcow2, MIB, |spec| {
+        // Version 2 has nothing that says that it was not closed.
+        let image = qcow2::memory::Memory::new(Vec::new(), MIB);
+        let options = qcow2::create::Options { version: 2, ..qcow2::create::Options::new(MIB) };
+        qcow2::create::create(&image, None, &options, &mut |_, _| {}).unwrap();
+        std::fs::write(spec.file.as_ref().unwrap(), image.bytes()).unwrap();
+    });
     rig.disk("through", Backing::Qcow2, MIB, |spec| spec.cache = Cache::Writethrough);
     rig.disk("file", Backing::Buffered, MIB, |_| {});
-    for (name, offered) in [("thin", false), ("through", true), ("file", true)] {
+    for (name, offered) in [("thin", true), ("old", false), ("through", true), ("file", true)] {
         rig.export(name, name, 1, |_| {});
         let mut client = rig.connect(name, small());
         let has = client.disk.session().protocol() & protocol::INFLIGHT_SHMFD != 0;

@@ -8,11 +8,12 @@ use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
 use vshunt_bench::load::{self, Plan, Rw, Silent};
 use vshunt_bench::{Disk, Kind};
 
-use super::rig::{Client, MIB, PATIENCE, Rig, Rng, header, layouts, shapes, small, wait_for};
+use super::rig::{Client, MIB, PATIENCE, Rig, Rng, by_qcow2, header, layouts, shapes, small, thin, wait_for};
 
 /// `vshunt serve`, killed when dropped.
 pub(super) struct Server {
     child: Child,
+    image: PathBuf,
 }
 
 impl Server {
@@ -22,21 +23,32 @@ impl Server {
 
     /// `keys`: more of the disk.
     pub(super) fn start_with(dir: &Path, file: &Path, keys: &str) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+        Self::start_by(Command::new(env!("CARGO_BIN_EXE_vshunt")), dir, file, keys)
+    }
+
+    /// By a command that takes the arguments.
+    fn start_by(mut command: Command, dir: &Path, file: &Path, keys: &str) -> Self {
         for name in ["VSHUNT_CONTROL", "XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID"] {
             command.env_remove(name);
         }
+        let keys = if by_qcow2() && !keys.contains("format") {
+            format!("format=qcow2,{keys}")
+        } else {
+            keys.to_owned()
+        };
         let disk = format!("name=d,file={},{keys}", file.display());
         let export = format!("type=vhost-user-blk,name=e,disk=d,socket={},queues=2", socket(dir).display());
         command.args(["serve", "--disk", &disk, "--export", &export, "--control"]).arg(dir.join("c.sock"));
         let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        Self { child: command.spawn().unwrap() }
+        Self { child: command.spawn().unwrap(), image: file.to_owned() }
     }
 
+    /// What it left in memory stays, for the next.
     pub(super) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
+        self.image = PathBuf::new();
     }
 }
 
@@ -44,6 +56,9 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if self.image.exists() {
+            let _ = std::fs::remove_file(journal_of(&self.image));
+        }
     }
 }
 
@@ -52,8 +67,17 @@ fn socket(dir: &Path) -> PathBuf {
 }
 
 pub(super) fn image(dir: &Path) -> PathBuf {
+    if by_qcow2() {
+        return thin_image(dir);
+    }
     let file = dir.join("d.img");
     std::fs::File::create(&file).unwrap().set_len(16 * MIB).unwrap();
+    file
+}
+
+fn thin_image(dir: &Path) -> PathBuf {
+    let file = dir.join("d.qcow2");
+    std::fs::write(&file, thin(16 * MIB)).unwrap();
     file
 }
 
@@ -67,32 +91,124 @@ fn verified_load_over_many_deaths() {
     for (i, options) in shapes().into_iter().enumerate() {
         let dir = tempfile::tempdir_in(if i % 2 == 0 { "/var/tmp" } else { "/dev/shm" }).unwrap();
         let file = image(dir.path());
-        let mut server = Server::start(dir.path(), &file);
-        let mut disk = connect(dir.path(), &Options { queues: 2, ..options.clone() });
-        let plan = Plan {
-            rw: Rw::Randrw,
-            iodepth: 16,
-            runtime: Some(Duration::from_millis(900)),
-            verify: true,
-            flush_every: 50,
-            reconnect: Some(PATIENCE),
-            stale_packed_base: rng.chance(50),
-            ..Plan::default()
-        };
-        let runner = std::thread::spawn(move || load::run(&mut disk, &plan, &mut Silent));
-        let mut deaths = 0;
-        while deaths < 5 && !runner.is_finished() {
-            std::thread::sleep(Duration::from_millis(20 + rng.below(100)));
-            server.kill();
-            deaths += 1;
-            server = Server::start(dir.path(), &file);
-        }
-        let outcome = runner.join().unwrap();
-        let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
-        let outcome = outcome.unwrap_or_else(|e| panic!("{options:?} after {deaths} deaths: {e}\n{log}"));
-        assert!(outcome.reconnects > 0 && outcome.ios() > 100, "{options:?}: {outcome:?}");
-        assert!(!log.contains("panicked"), "{log}");
+        many_deaths(&mut rng, dir.path(), &file, &options, "direct=auto");
+        let _ = std::fs::remove_file(journal_of(&file));
     }
+}
+
+/// A thin disk has its map in memory: what a killed daemon had not written of it is brought in by the next.
+#[test]
+fn verified_load_over_many_deaths_on_a_thin_disk() {
+    let mut rng = Rng::new();
+    for options in layouts() {
+        for (folder, keys) in [
+            ("/var/tmp", "format=qcow2"),
+            ("/var/tmp", "format=qcow2,direct=off,cache-size=16384"),
+            ("/var/tmp", "format=qcow2,cache=unsafe"),
+            ("/dev/shm", "format=qcow2"),
+        ] {
+            let dir = tempfile::tempdir_in(folder).unwrap();
+            let file = thin_image(dir.path());
+            many_deaths(&mut rng, dir.path(), &file, &options, keys);
+            // The last one was killed, too; what it had not written is brought in by any repair.
+            let journal = journal_of(&file);
+            assert!(journal.exists());
+            let mut repair = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+            let out = repair.args(["image", "check", "-r", "all"]).arg(&file).output().unwrap();
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success() && said.contains("are brought in"), "{said}");
+            assert!(!journal.exists(), "it is left behind");
+        }
+    }
+}
+
+/// Kills the server during a verified load, starts it again, and kills it at last.
+fn many_deaths(rng: &mut Rng, dir: &Path, file: &Path, options: &Options, keys: &str) {
+    let mut server = Server::start_with(dir, file, keys);
+    let mut disk = connect(dir, &Options { queues: 2, ..options.clone() });
+    let plan = Plan {
+        rw: Rw::Randrw,
+        iodepth: 16,
+        runtime: Some(Duration::from_millis(900)),
+        verify: true,
+        flush_every: 50,
+        reconnect: Some(PATIENCE),
+        stale_packed_base: rng.chance(50),
+        ..Plan::default()
+    };
+    let runner = std::thread::spawn(move || load::run(&mut disk, &plan, &mut Silent));
+    let mut deaths = 0;
+    while deaths < 5 && !runner.is_finished() {
+        std::thread::sleep(Duration::from_millis(20 + rng.below(100)));
+        server.kill();
+        deaths += 1;
+        server = Server::start_with(dir, file, keys);
+    }
+    let outcome = runner.join().unwrap();
+    server.kill();
+    let log = std::fs::read_to_string(dir.join("log")).unwrap();
+    let outcome = outcome.unwrap_or_else(|e| panic!("{options:?} {keys} after {deaths} deaths: {e}\n{log}"));
+    assert!(outcome.reconnects > 0 && outcome.ios() > 100, "{options:?} {keys}: {outcome:?}");
+    assert!(!log.contains("panicked"), "{log}");
+}
+
+/// Where the journal of an image's map lies.
+fn journal_of(image: &Path) -> PathBuf {
+    let meta = std::fs::metadata(image).unwrap();
+    let (dev, ino) = (std::os::unix::fs::MetadataExt::dev(&meta), std::os::unix::fs::MetadataExt::ino(&meta));
+    PathBuf::from(format!("/dev/shm/vshunt-map-{dev:x}-{ino:x}"))
+}
+
+/// A thin disk without its journal lacks completed writes: its guest is told to go rather than to read what was there
+/// before; another guest has the disk.
+#[test]
+fn a_guest_whose_writes_are_lost_does_not_go_on() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let file = thin_image(dir.path());
+    let server = Server::start_with(dir.path(), &file, "format=qcow2");
+    let mut client = Client::new(connect(dir.path(), &small()));
+    client.write(0, &[1; 512]);
+    server.kill();
+    std::fs::remove_file(journal_of(&file)).unwrap();
+    let server = Server::start_with(dir.path(), &file, "format=qcow2");
+    wait_for("the server", || std::os::unix::net::UnixStream::connect(socket(dir.path())).ok());
+    let e = client.disk.reconnect(Duration::from_secs(2)).expect_err("it went on");
+    let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
+    assert!(log.contains("may be lost") && log.contains("cannot go on"), "{e}: {log}");
+    let mut other = Client::new(connect(dir.path(), &small()));
+    other.write(0, &[2; 512]);
+    server.kill();
+    // That one's writes are not lost.
+    let _server = Server::start_with(dir.path(), &file, "format=qcow2");
+    other.disk.reconnect(PATIENCE).unwrap();
+    other.write(512, &[3; 512]);
+}
+
+/// Where there is no room for a journal a thin disk is served all the same, and the in-flight region is not offered.
+#[test]
+fn without_room_for_a_journal_nobody_is_promised_to_go_on() {
+    let name = "without_room_for_a_journal_nobody_is_promised_to_go_on";
+    let mount = "mount -t tmpfs -o size=16k none /dev/shm";
+    let can = Command::new("unshare").args(["-m", "sh", "-c", mount]).output();
+    if !can.is_ok_and(|out| out.status.success()) {
+        eprintln!("skip {name}: mounting needs root, and unshare");
+        return;
+    }
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let file = thin_image(dir.path());
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", &format!("{mount} && exec \"$@\""), "sh", env!("CARGO_BIN_EXE_vshunt")]);
+    let server = Server::start_by(command, dir.path(), &file, "format=qcow2");
+    let mut client = Client::new(connect(dir.path(), &small()));
+    client.write(0, &[1; 512]);
+    drop(client);
+    let mut machine = super::rig::Machine::open(&socket(dir.path()), small());
+    machine.start().unwrap();
+    assert!(machine.session.inflight().is_none(), "the region is offered");
+    server.kill();
+    let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
+    assert_eq!(log.matches("has no journal").count(), 1, "{log}");
+    assert!(!journal_of(&file).exists());
 }
 
 /// Requests put on a ring while no server is there, and taken up by the next.
@@ -126,6 +242,7 @@ fn what_was_offered_while_the_server_was_dead_is_done_once() {
         }
         assert_eq!(client.arena.part(4096, 8 * 512).to_vec(), [1; 8 * 512]);
         assert_eq!(client.arena.part(64, 8).to_vec(), [status::OK; 8]);
+        let _ = std::fs::remove_file(journal_of(&file));
     }
 }
 

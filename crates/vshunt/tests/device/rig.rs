@@ -73,12 +73,12 @@ pub(crate) fn by_kernel() -> bool {
 }
 
 /// Whether all disks are to be thin images (`VSHUNT_TEST_FORMAT=qcow2`): what holds for requests holds for theirs, too.
-fn by_qcow2() -> bool {
+pub(crate) fn by_qcow2() -> bool {
     std::env::var_os("VSHUNT_TEST_FORMAT").is_some_and(|format| format == "qcow2")
 }
 
 /// An empty image.
-fn thin(size: u64) -> Vec<u8> {
+pub(crate) fn thin(size: u64) -> Vec<u8> {
     use qcow2::create::{Options, create};
     let file = qcow2::memory::Memory::new(Vec::new(), 64 * MIB);
     let cluster_size = if size > 64 * MIB { 1 << 16 } else { 4096 };

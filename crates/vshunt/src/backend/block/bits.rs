@@ -56,7 +56,8 @@ impl Bits {
     /// The blocks that a range of bytes touches, as far as they are the disk's.
     pub(crate) fn blocks(&self, bytes: Range<u64>) -> Range<u64> {
         let end = bytes.end.min(self.size);
-        (bytes.start.min(end) >> self.shift)..end.div_ceil(1 << self.shift)
+        let last = end.div_ceil(1 << self.shift);
+        if bytes.start < end { (bytes.start >> self.shift)..last } else { last..last }
     }
 
     /// The bytes that blocks are.

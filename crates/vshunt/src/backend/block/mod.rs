@@ -44,6 +44,7 @@ pub use io::{Io, IoVecs};
 pub(crate) use lock::lock as lock_image;
 use memory::Ram;
 use qcow2::Qcow2;
+pub(crate) use qcow2::{Lacks, forget as forget_journal, recover as recover_journal};
 use raw::Raw;
 pub(crate) use watch::{Bitmap, Watch};
 
@@ -491,8 +492,16 @@ impl Disk {
     /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image
     /// or in the system's cache of it.
     pub fn outlives_us(&self) -> bool {
-        // The map of a qcow2 image is in our memory until the next flush.
-        !matches!(*self.kind(), Kind::Qcow2(_)) || self.readonly || self.cache == Cache::Writethrough
+        match &*self.kind() {
+            // Changes of its map are in our memory until the next flush, unless it has a journal.
+            Kind::Qcow2(image) => image.outlives_us(),
+            Kind::Null | Kind::Ram(_) | Kind::Raw(_) => true,
+        }
+    }
+
+    /// Whether writes may be missing that the daemon before us had completed: no guest of its goes on with this disk.
+    pub fn lost(&self) -> bool {
+        matches!(&*self.kind(), Kind::Qcow2(image) if image.lost())
     }
 }
 

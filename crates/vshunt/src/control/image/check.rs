@@ -36,6 +36,10 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         Some(Repaired::Leaks) => Repair::Leaks,
         Some(Repaired::All) => Repair::All,
     };
+    if repair != Repair::No {
+        // What only the journal names would be taken for leaks.
+        file.recover(path)?;
+    }
     let mut bar = Bar::new("checking", quiet);
     let result = check(&file, repair, &mut bar).map_err(|e| match e {
         // Repairing is what was just tried.
@@ -44,6 +48,9 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
     });
     drop(bar);
     let result = result?;
+    if repair == Repair::All && result.is_clean() {
+        file.recovered();
+    }
     match args.output {
         Output::Json => print(&format!("{:#}\n", json(&args.file.display().to_string(), &result)))?,
         Output::Human if !quiet => print(&human(&result))?,

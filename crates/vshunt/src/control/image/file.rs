@@ -12,7 +12,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
 use super::ImageFormat;
-use crate::backend::block::lock_image;
+use crate::backend::block::{Lacks, forget_journal, lock_image, recover_journal};
 use crate::control::{Failure, Outcome};
 use crate::error::Kind;
 
@@ -64,6 +64,28 @@ impl ImageFile {
         let mut start = [0; 8];
         self.read_at(0, &mut start)?;
         Ok(if Header::is_qcow2(&start) { ImageFormat::Qcow2 } else { ImageFormat::Raw })
+    }
+
+    /// Brings in what a killed daemon had not written to a qcow2 image, opened for writing; its counts are to be repaired
+    /// then.
+    pub(super) fn recover(&self, path: &Path) -> Outcome {
+        match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
+            Lacks::Nothing => {}
+            Lacks::Recovered(n) => eprintln!(
+                "vshunt: {} was not closed: {n} changes of its map are brought in that were not written yet",
+                path.display()
+            ),
+            Lacks::Lost => eprintln!(
+                "vshunt: {} was not closed, and what was written to it and not flushed may be lost",
+                path.display()
+            ),
+        }
+        Ok(())
+    }
+
+    /// It was repaired: what [`recover`](Self::recover) brought in is not needed any more.
+    pub(super) fn recovered(&self) {
+        forget_journal(&self.file);
     }
 
     /// Whether it is a block device.

@@ -122,6 +122,9 @@ fn human(of: &Described) -> String {
     let _ = writeln!(text, "cluster_size: {}", h.cluster_size());
     if h.has(incompatible::DIRTY) {
         text.push_str("cleanly shut down: no\n");
+        if qcow2::journal::journal_of(h).is_some() {
+            text.push_str("map journal: in the shared memory of the vshunt that serves it, or was killed\n");
+        }
     }
     if let Some(name) = &h.backing {
         let full = beside(&of.path, name);

@@ -72,12 +72,18 @@ fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(I
     let fail = |e: qcow2::Error| failed(path, &e);
     let header = Image::open(&file).map_err(fail)?.header().clone();
     let dirty = header.has(incompatible::DIRTY) && !header.has(incompatible::CORRUPT);
+    if dirty {
+        file.recover(path)?;
+    }
     let mut bar = Bar::new("checking", quiet);
     let repair = if dirty { Repair::All } else { Repair::No };
     let result = check_image(&file, repair, &mut Silent(&mut bar)).map_err(fail)?;
     if result.corruptions > 0 || result.check_errors > 0 || header.has(incompatible::CORRUPT) {
         let why = format!("{} errors were found", result.corruptions + result.check_errors);
         return Err(failed(path, &qcow2::Error::Corrupt(why)));
+    }
+    if dirty {
+        file.recovered();
     }
     Ok((file, format))
 }

@@ -6,7 +6,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 
 use crate::control::cli::ListArgs;
-use crate::control::values::disk_size;
+use crate::control::values::bytes;
 use crate::export::spec::Format;
 
 pub(crate) const BACKUP_AFTER: &str = "\
@@ -45,7 +45,7 @@ fn speed(text: &str) -> Result<Speed, String> {
         "max" => Ok(Speed::Max),
         "shared" => Ok(Speed::Shared),
         _ => {
-            let bytes = crate::control::values::bytes(text).map_err(|_| {
+            let bytes = bytes(text).map_err(|_| {
                 format!("`{text}` is no speed; write for example 100M (bytes a second), max or shared")
             })?;
             if bytes == 0 {
@@ -156,7 +156,7 @@ pub(crate) enum BitmapCommand {
         /// Name of the bitmap
         name: String,
         /// Bytes that a bit stands for, 512 to 2G, a power of two: 64K unless given
-        #[arg(long, value_parser = disk_size)]
+        #[arg(long, value_parser = bytes)]
         granularity: Option<u64>,
         /// Whether it is kept in the image when the disk is closed: yes for qcow2 unless given
         #[arg(long, value_name = "BOOL")]

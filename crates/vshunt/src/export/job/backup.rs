@@ -1,5 +1,6 @@
 //! Backups: what a disk was at one point in time.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -22,11 +23,37 @@ const CLUSTER_SHIFT: u32 = 16;
 struct Target {
     disk: Arc<Disk>,
     /// A file that was made for it.
-    made: Option<PathBuf>,
+    made: Option<Made>,
     /// A disk of the daemon.
     entry: Option<Arc<DiskEntry>>,
     /// It reads as zeroes.
     fresh: bool,
+}
+
+/// A file that was made, which others may remove.
+#[derive(Clone)]
+struct Made {
+    path: PathBuf,
+    /// Device and inode.
+    id: (u64, u64),
+}
+
+impl Made {
+    fn new(path: &Path) -> std::io::Result<Self> {
+        let metadata = path.metadata()?;
+        Ok(Self { path: path.to_owned(), id: (metadata.dev(), metadata.ino()) })
+    }
+
+    /// Whether its name is still its own.
+    fn check(&self) -> Result<()> {
+        match Self::new(&self.path) {
+            Ok(now) if now.id == self.id => Ok(()),
+            _ => Err(Error::invalid(format!(
+                "{} was removed or replaced while it was written; make the backup anew",
+                self.path.display()
+            ))),
+        }
+    }
 }
 
 /// A bitmap that a backup begins anew.
@@ -167,6 +194,8 @@ impl Daemon {
         let format = spec.format.unwrap_or(Format::Qcow2);
         let backing = spec.backing.as_deref().map(backing).transpose()?;
         let fresh = backing.is_none();
+        // Held open, and so locked with all that it stands on: none of these can be replaced by what is made.
+        let _below = backing.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
         NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
         let disk = DiskSpec {
             name: format!("the target of job {id}"),
@@ -175,8 +204,10 @@ impl Daemon {
             locking: true,
             ..DiskSpec::default()
         };
-        match Disk::open(&disk) {
-            Ok(disk) => Ok(Target { disk, made: Some(path.to_owned()), entry: None, fresh }),
+        let made = Made::new(path).map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e));
+        let opened = made.and_then(|made| Ok((Disk::open(&disk)?, made)));
+        match opened {
+            Ok((disk, made)) => Ok(Target { disk, made: Some(made), entry: None, fresh }),
             Err(e) => {
                 let _ = std::fs::remove_file(path);
                 Err(e)
@@ -219,7 +250,8 @@ impl Ends {
         let Self { entry, begun, target } = self;
         let result = copied.and_then(|()| {
             let synced = target.disk.sync().and_then(|()| target.disk.sync());
-            synced.map_err(|e| Error::io("the backup cannot be made stable", e))
+            synced.map_err(|e| Error::io("the backup cannot be made stable", e))?;
+            target.made.as_ref().map_or(Ok(()), Made::check)
         });
         let good = result.is_ok();
         // Nothing of a disk stays that a job had.
@@ -253,7 +285,7 @@ fn drop_target(target: Target, good: bool) {
     if let Some(entry) = entry {
         entry.watched.let_go();
     }
-    if let Some(path) = made.filter(|_| !good)
+    if let Some(Made { path, .. }) = made.filter(|made| !good && made.check().is_ok())
         && let Err(e) = std::fs::remove_file(&path)
     {
         tracing::warn!("cannot remove {}, which is no backup: {e}", path.display());
@@ -330,6 +362,23 @@ fn check(spec: &BackupSpec) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Opens what a new file stands on.
+fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
+    if std::fs::canonicalize(path).is_ok_and(|path| path == Path::new(name)) {
+        return Err(Error::invalid(format!(
+            "{name} cannot be replaced by a backup that stands on it; choose another name"
+        )));
+    }
+    Disk::open(&DiskSpec {
+        name: "the backup before".into(),
+        format,
+        file: Some(name.into()),
+        readonly: true,
+        locking: true,
+        ..DiskSpec::default()
+    })
 }
 
 /// Name and format of the backup before. Its format is qcow2, for what a guest wrote decides else.

@@ -7,6 +7,7 @@ mod share;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::check::check_job_name;
 use super::daemon::{Daemon, Event, Maps};
 use super::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 use crate::error::{Error, Result};
@@ -94,6 +95,18 @@ impl Job {
         }
     }
 
+    /// The copy is over. Decides whether the job was cancelled, which it cannot be any more if all was copied: what ends
+    /// it then and what is told of it are the same.
+    pub(super) fn settle(&self, copied: Result<()>) -> Result<()> {
+        let mut state = self.state();
+        let copied = copied.and_then(|()| match state.cancelled {
+            true => Err(Error::busy("it was cancelled")),
+            false => Ok(()),
+        });
+        state.status = if copied.is_ok() { JobStatus::Pending } else { JobStatus::Aborting };
+        copied
+    }
+
     fn at_work(&self) -> Option<AtWork> {
         self.state().at_work.clone()
     }
@@ -123,11 +136,10 @@ impl Maps {
         let taken =
             |id: &str| self.exports.contains_key(id) || self.jobs.get(id).is_some_and(|j| !j.is_concluded());
         match asked {
-            Some("") => Err(Error::invalid("a job's name is empty; leave it out, or give one")),
             Some(id) if taken(id) => {
                 Err(Error::exists(format!("there is a job or an export {id} already; choose another name")))
             }
-            Some(id) => Ok(id.to_owned()),
+            Some(id) => check_job_name(id).map(|()| id.to_owned()),
             None => Ok((0..)
                 .map(|n| format!("{kind}{n}"))
                 .find(|id| !taken(id) && !self.jobs.contains_key(id))
@@ -154,7 +166,13 @@ impl Daemon {
     /// Ends a job before its time; its target is no backup then. Returns at once.
     pub fn job_cancel(&self, id: &str) -> Result<()> {
         let job = self.running(id)?;
-        job.state().cancelled = true;
+        {
+            let mut state = job.state();
+            if state.status == JobStatus::Pending {
+                return Err(Error::busy(format!("job {id} has copied all and is about to end; wait for it")));
+            }
+            state.cancelled = true;
+        }
         if let Some(work) = job.at_work() {
             work.copy.stop.store(true, Relaxed);
         }
@@ -218,11 +236,6 @@ impl Daemon {
     pub(super) fn tell_status(&self, job: &Job) {
         let status = job.state().status;
         self.tell(&Event::JobStatus { id: job.id.clone(), status });
-    }
-
-    pub(super) fn set_status(&self, job: &Job, status: JobStatus) {
-        job.state().status = status;
-        self.tell_status(job);
     }
 
     /// A job is over: whoever waits is told.

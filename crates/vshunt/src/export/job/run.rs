@@ -9,7 +9,6 @@ use super::share::{Share, WINDOW, Window};
 use super::{AtWork, Job};
 use crate::error::{Error, Result};
 use crate::export::daemon::{Daemon, DiskEntry};
-use crate::export::spec::JobStatus;
 use crate::queue::copy::{Copy, CopyQueue, DEPTH_MAX, NO_LIMIT, Side};
 use crate::worker::{QueueSet, Settings};
 
@@ -42,6 +41,10 @@ impl Daemon {
         {
             let mut state = job.state();
             copy.paused.store(state.paused, Relaxed);
+            if state.speed != Some(0) {
+                // Until it is looked after for the first time.
+                copy.credit.store(0, Relaxed);
+            }
             copy.stop.store(state.cancelled, Relaxed);
             let thread = std::thread::current();
             state.at_work = Some(AtWork { copy: copy.clone(), queue: set.clone(), thread });
@@ -76,7 +79,7 @@ impl Daemon {
     /// Until the queue says that it is over. True: it was given up.
     fn look_after(&self, job: &Job, entry: &Arc<DiskEntry>, copy: &Copy) -> bool {
         let mut share = Share::default();
-        let mut seen = self.requests_of(entry);
+        let (mut seen, mut pieces) = (self.requests_of(entry), 0);
         let mut last = Instant::now();
         let (mut done, mut moved) = (0, Instant::now());
         let mut stalled = false;
@@ -107,13 +110,13 @@ impl Daemon {
                     let left = copy.credit.load(Relaxed).min(more);
                     (left.saturating_add(more), DEPTH_MAX)
                 }
-                None => match share.next(requests.saturating_sub(seen)) {
+                None => match share.next(requests.saturating_sub(seen), copy.pieces.load(Relaxed) - pieces) {
                     Window::Free => (NO_LIMIT, DEPTH_MAX),
                     Window::Look => (0, 1),
                     Window::Bytes(n) => (copy.credit.load(Relaxed).min(0).saturating_add(n as i64), 2),
                 },
             };
-            seen = requests;
+            (seen, pieces) = (requests, copy.pieces.load(Relaxed));
             copy.depth.store(depth, Relaxed);
             copy.credit.store(credit, Relaxed);
             copy.work.rouse();
@@ -135,8 +138,8 @@ impl Daemon {
         end: impl FnOnce(&Self, Result<()>) -> Result<()>,
     ) {
         self.tell_status(&job);
-        let copied = self.copy(&job, plan);
-        self.set_status(&job, if copied.is_ok() { JobStatus::Pending } else { JobStatus::Aborting });
+        let copied = job.settle(self.copy(&job, plan));
+        self.tell_status(&job);
         let result = end(self, copied);
         self.conclude(&job, result);
     }

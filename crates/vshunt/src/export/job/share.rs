@@ -3,6 +3,9 @@
 //! Guests' requests are counted in short windows. In some of these nothing is read ahead, which shows what guests do
 //! without the job; in the others the job goes at a rate that rises while guests lose little and falls while they lose
 //! more. Where guests do next to nothing the job goes as fast as it can.
+//!
+//! So it does where guests overwrite what is not copied yet: each such write costs them a read and a write more, however
+//! slow the job goes, until it is past what they write. The sooner it is, the fewer pay.
 
 use std::time::Duration;
 
@@ -14,6 +17,8 @@ const BUSY: u64 = 20;
 const LOOK_EVERY: u32 = 12;
 /// What guests keep of their speed, in percent.
 const KEEP: u64 = 85;
+/// One in so many requests that replaces what is not copied costs guests more than the job does otherwise.
+const REPLACED: u64 = 8;
 /// Bounds of the rate, bytes a window: 4 MiB/s at least.
 const RATE_MIN: u64 = (4 << 20) / 25;
 const RATE_MAX: u64 = 1 << 32;
@@ -47,15 +52,21 @@ impl Default for Share {
 }
 
 impl Share {
-    /// What the next window is for, after one in which guests had so many requests done.
-    pub(super) fn next(&mut self, requests: u64) -> Window {
+    /// What the next window is for, after one in which guests had so many requests done, of which so many replaced what was
+    /// not copied yet.
+    pub(super) fn next(&mut self, requests: u64, replaced: u64) -> Window {
+        if requests >= BUSY && replaced > requests / REPLACED {
+            // What they did in it says nothing of what the rate costs them.
+            self.last = Window::Free;
+            return self.last;
+        }
         match self.last {
             Window::Look if requests >= BUSY => {
                 let old = self.alone.unwrap_or(requests);
                 self.alone = Some((3 * old + requests) / 4);
                 self.adapt();
             }
-            Window::Look => self.alone = None,
+            Window::Look => (self.alone, self.beside) = (None, (0, 0)),
             _ => {
                 self.beside.0 += requests;
                 self.beside.1 += 1;
@@ -68,7 +79,7 @@ impl Share {
         } else {
             Window::Bytes(self.rate)
         };
-        if self.last == Window::Free && requests >= BUSY {
+        if self.last == Window::Free && requests >= BUSY && self.alone.is_none() {
             // They have begun.
             self.last = Window::Look;
         }
@@ -103,7 +114,7 @@ mod tests {
             let lost = (alone * (bytes / cost) / 100).min(alone);
             job += bytes;
             guests += alone - lost;
-            window = share.next(alone - lost);
+            window = share.next(alone - lost, 0);
         }
         (job, guests)
     }
@@ -123,6 +134,15 @@ mod tests {
         assert!(guests > 1000 * 4000 * 75 / 100, "{guests}");
         // What 15 in a hundred come to.
         assert!(job > 1000 * 15 * (64 << 10) / 3, "{job}");
+    }
+
+    #[test]
+    fn what_is_overwritten_is_to_be_over_soon() {
+        let mut share = Share::default();
+        run(&mut share, 4000, 64 << 10, 100);
+        assert_eq!(share.next(1000, 900), Window::Free);
+        assert_eq!(share.next(1000, 130), Window::Free);
+        assert_ne!(share.next(1000, 10), Window::Free);
     }
 
     #[test]

@@ -224,11 +224,17 @@ impl Device for BlkDevice {
         self.disk.outlives_us()
     }
 
-    fn resumed(&self) {
+    fn resumed(&self) -> Result<(), String> {
+        if self.disk.lost() {
+            return Err("its disk was not closed, and writes that the guest knows as completed may be lost: start the \
+                        guest anew, and check its file systems"
+                .to_owned());
+        }
         if !self.told.load(Relaxed) {
             self.shared.unsure.store(true, Relaxed);
             self.update();
         }
+        Ok(())
     }
 
     fn queue(&self, parts: VringParts) -> Box<dyn Queue> {
@@ -280,11 +286,11 @@ mod tests {
     fn who_takes_over_a_guest_writes_through_until_it_knows_better() {
         let device = device(Cache::Writeback);
         device.negotiated(BOTH);
-        device.resumed();
+        device.resumed().unwrap();
         assert!(through(&device));
         assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(Then::Nothing));
         assert!(!through(&device), "the guest said so");
-        device.resumed();
+        device.resumed().unwrap();
         assert!(!through(&device), "and we remember");
     }
 

@@ -86,8 +86,8 @@ pub trait Device: Send + Sync {
     /// [`Then::Settle`]: every request that was under way is over. The error says why the change does not hold.
     fn settle(&self) -> std::result::Result<(), String>;
     /// The front-end brought an in-flight region that was used before: its guest goes on where another daemon, or
-    /// a former connection, left it.
-    fn resumed(&self);
+    /// a former connection, left it. The error says why it cannot.
+    fn resumed(&self) -> std::result::Result<(), String>;
     /// Whether a guest can go on with another daemon where this one was killed.
     fn outlives_us(&self) -> bool {
         true

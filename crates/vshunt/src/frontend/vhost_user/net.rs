@@ -121,7 +121,9 @@ impl Device for NetDevice {
         Ok(())
     }
 
-    fn resumed(&self) {}
+    fn resumed(&self) -> Result<(), String> {
+        Ok(())
+    }
 
     fn set_mtu(&self, mtu: u64) -> Result<(), String> {
         let mtu = u32::try_from(mtu).unwrap_or(u32::MAX);

@@ -77,6 +77,8 @@ pub(super) struct Session {
     mem: Arc<GuestMemory>,
     vrings: Vec<Vring>,
     inflight: Option<InflightArea>,
+    /// Why this guest does not go on with its requests in flight, nor with others.
+    cut_off: Option<String>,
     log: Option<Arc<DirtyLog>>,
 }
 
@@ -104,6 +106,7 @@ impl Session {
             mem: Arc::new(GuestMemory::empty()),
             vrings,
             inflight: None,
+            cut_off: None,
             log: None,
         }
     }
@@ -138,6 +141,8 @@ impl Session {
         if let Some(area) = &self.inflight {
             area.clear();
         }
+        // A guest that begins anew knows of no completed writes.
+        self.cut_off = None;
     }
 
     /// What we offer of the protocol. The kernel notes nowhere what it has in flight; and a guest whose writes may be lost
@@ -437,8 +442,13 @@ impl VhostUserBackendReqHandlerMut for Session {
             queues: area.num_queues,
             queue_size: area.queue_size,
         });
-        if self.inflight.as_ref().is_some_and(InflightArea::was_used) {
-            self.device.resumed();
+        self.cut_off = None;
+        if self.inflight.as_ref().is_some_and(InflightArea::was_used)
+            && let Err(why) = self.device.resumed()
+        {
+            tracing::error!("{}: the guest cannot go on where it was: {why}", self.name);
+            self.cut_off = Some(why.clone());
+            return Err(refuse(why));
         }
         Ok(())
     }

@@ -7,6 +7,7 @@
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
 mod bitmaps;
+mod journal;
 mod open;
 
 use std::cell::RefCell;
@@ -19,6 +20,7 @@ use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 use self::bitmaps::Bitmaps;
+pub(crate) use self::journal::{Lacks, forget, recover};
 pub(super) use self::open::{Plain, open};
 use super::bounce::{AlignedBuf, Pool};
 use super::raw::Raw;
@@ -33,6 +35,10 @@ pub(super) struct Qcow2 {
     files: Vec<Raw>,
     bitmaps: Bitmaps,
     readonly: bool,
+    /// Where its map's journal lies.
+    journal: Option<journal::Place>,
+    /// Completed writes of its last daemon may be missing.
+    lost: bool,
     /// Flushes are done at once.
     careless: bool,
     /// Writes are stable when they are done.
@@ -65,6 +71,16 @@ impl Qcow2 {
     pub(super) fn attach(self: &Arc<Self>, ring: &mut Ring) -> Handle {
         let files = self.files.iter().map(|raw| super::know(raw, ring)).collect();
         Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
+    }
+
+    /// See [`Disk::outlives_us`](super::Disk::outlives_us).
+    pub(super) fn outlives_us(&self) -> bool {
+        self.readonly || self.through || self.journal.is_some()
+    }
+
+    /// See [`Disk::lost`](super::Disk::lost).
+    pub(super) fn lost(&self) -> bool {
+        self.lost
     }
 
     /// Whether one of its files waits for other programs.
@@ -157,7 +173,13 @@ impl Qcow2 {
         // The second one writes what the first one counted down, the third what was reserved for these two.
         for _ in 0..3 {
             if let Err(e) = self.flush_now() {
-                tracing::error!("the image's last changes are lost: {e}");
+                let what = match self.journal {
+                    Some(_) => {
+                        "are in its journal, for whoever opens it next before the machine is started again"
+                    }
+                    None => "are lost",
+                };
+                tracing::error!("the image's last changes {what}: {e}");
                 return;
             }
         }
@@ -169,8 +191,17 @@ impl Qcow2 {
         if self.readonly {
             return;
         }
-        let stored = self.bitmaps.close(|| Ok(Box::new(Plain::of(&self.files[0], false)?)));
-        if let Err(e) = stored {
+        let plain = || Plain::of(&self.files[0], false, self.careless);
+        // First, since a change of bitmaps begins on an image that was closed.
+        if let Some(place) = &self.journal {
+            let opened = plain().map_err(qcow2::Error::io("cannot open it"));
+            if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
+                tracing::error!("the image stays marked as not closed, and is repaired next time: {e}");
+                return;
+            }
+            place.remove();
+        }
+        if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
             tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
         }
     }

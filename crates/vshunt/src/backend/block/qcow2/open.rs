@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use qcow2::check::{Quiet, Repair, check};
-use qcow2::header::incompatible;
+use qcow2::header::{Header, incompatible};
 use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready};
 
 use super::Qcow2;
 use super::bitmaps::Bitmaps;
+use super::journal::{self, Lacks, Place};
 use crate::backend::block::raw::{self, Raw};
 use crate::backend::block::{Limits, SECTOR_BYTES};
 use crate::error::{Error, Result};
@@ -22,22 +23,27 @@ use crate::export::spec::{Cache, DiskSpec, Format};
 const CHAIN_MAX: usize = 200;
 
 /// A raw file as offline work sees it, through the page cache.
-pub(in crate::backend::block) struct Plain(File);
+pub(in crate::backend::block) struct Plain {
+    file: File,
+    /// Nothing is ever made stable.
+    careless: bool,
+}
 
 impl Plain {
     /// A file that nobody else has.
     pub(in crate::backend::block) fn new(file: File) -> Self {
-        Self(file)
+        Self { file, careless: false }
     }
 
     pub(in crate::backend::block) fn file(&self) -> &File {
-        &self.0
+        &self.file
     }
 
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
-    pub(super) fn of(raw: &Raw, readonly: bool) -> io::Result<Self> {
+    pub(super) fn of(raw: &Raw, readonly: bool, careless: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
-        OpenOptions::new().read(true).write(!readonly).open(path).map(Self)
+        let file = OpenOptions::new().read(true).write(!readonly).open(path)?;
+        Ok(Self { file, careless })
     }
 }
 
@@ -45,7 +51,7 @@ impl Storage for Plain {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let mut at = 0;
         while at < buf.len() {
-            match self.0.read_at(&mut buf[at..], offset + at as u64) {
+            match self.file.read_at(&mut buf[at..], offset + at as u64) {
                 Ok(0) => break,
                 Ok(n) => at += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -57,32 +63,33 @@ impl Storage for Plain {
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
-        self.0.write_all_at(buf, offset)
+        self.file.write_all_at(buf, offset)
     }
 
     fn len(&self) -> io::Result<u64> {
-        let meta = self.0.metadata()?;
+        let meta = self.file.metadata()?;
         if meta.file_type().is_block_device() {
-            return rustix::fs::seek(&self.0, rustix::fs::SeekFrom::End(0)).map_err(Into::into);
+            return rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0)).map_err(Into::into);
         }
         Ok(meta.len())
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        self.0.set_len(len)
+        self.file.set_len(len)
     }
 
     fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
-        rustix::fs::fallocate(&self.0, rustix::fs::FallocateFlags::empty(), offset, len).map_err(Into::into)
+        rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), offset, len)
+            .map_err(Into::into)
     }
 
     fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&self.0, flags, offset, len).map_err(Into::into)
+        rustix::fs::fallocate(&self.file, flags, offset, len).map_err(Into::into)
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.0.sync_data()
+        if self.careless { Ok(()) } else { self.file.sync_data() }
     }
 }
 
@@ -97,8 +104,9 @@ impl Opened {
     fn add(&mut self, spec: &DiskSpec) -> Result<(FileId, u64, Plain)> {
         let (raw, size, limits) = raw::open_part(spec)?;
         let shown = spec.file.as_deref().unwrap_or(Path::new("")).display();
-        let plain =
-            Plain::of(&raw, spec.readonly).map_err(|e| Error::io(format_args!("cannot read {shown}"), e))?;
+        let careless = spec.cache == Cache::Unsafe;
+        let plain = Plain::of(&raw, spec.readonly, careless)
+            .map_err(|e| Error::io(format_args!("cannot read {shown}"), e))?;
         self.limits.get_or_insert(limits);
         self.files.push(raw);
         Ok((self.files.len() as FileId - 1, size, plain))
@@ -142,7 +150,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
             Format::Qcow2 => {
                 let next =
                     open_image(&mut opened, &part, &lower.path).map_err(|e| e.context(lower.why(path)))?;
-                layers.push(Layer::Qcow2(next.image));
+                layers.push(Layer::Qcow2(Arc::new(next.image)));
                 below = next.below;
             }
             _ => {
@@ -152,8 +160,12 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
         }
     }
     let limits = limits(opened.limits.expect("the image was opened"), &image, spec.readonly);
+    // The last thing that can fail: from here on the image is to be closed.
+    let (image, journal) = with_journal(image, spec, path, &opened.files[0]);
     let qcow2 = Qcow2 {
-        chain: Chain::new(image, layers),
+        chain: Chain::new(Arc::new(image), layers),
+        journal,
+        lost: top.lost,
         files: opened.files,
         bitmaps: top.bitmaps,
         readonly: spec.readonly,
@@ -176,9 +188,70 @@ impl Lower {
 }
 
 struct Top {
-    image: Arc<Served>,
+    image: Served,
     below: Option<Lower>,
     bitmaps: Bitmaps,
+    /// Completed writes of its last daemon may be missing.
+    lost: bool,
+}
+
+/// Begins the journal of an image that is written, where there can be one: what is completed is not lost then if we are
+/// killed. Where each write is stable when it is done there is no need of one.
+fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Served, Option<Place>) {
+    if spec.readonly || spec.cache == Cache::Writethrough || image.header().version < 3 {
+        return (image, None);
+    }
+    let plain = Plain::of(file, false, spec.cache == Cache::Unsafe);
+    match plain.and_then(|plain| journal::begin(file.image(), &plain, image.header())) {
+        Ok((journal, place)) => (image.with_journal(journal), Some(place)),
+        Err(e) => {
+            tracing::warn!(
+                "{} has no journal in /dev/shm ({e}): should vshunt be killed, writes since the last flush are lost, and \
+                 a guest does not go on with the next one; make room there and open it again",
+                path.display()
+            );
+            (image, None)
+        }
+    }
+}
+
+/// Brings an image that was not closed into order. Whether completed writes may be missing.
+fn put_right(
+    file: &Raw,
+    plain: &Plain,
+    header: &Header,
+    path: &Path,
+) -> std::result::Result<bool, qcow2::Error> {
+    let shown = path.display();
+    let lost = match journal::recover(file.image(), plain, path)? {
+        Lacks::Nothing => {
+            // One whose owner died between closing the image and removing it.
+            journal::forget(file.image());
+            return Ok(false);
+        }
+        Lacks::Recovered(n) => {
+            tracing::info!(
+                "{shown} was not closed: {n} changes of its map are brought in that were not written yet"
+            );
+            false
+        }
+        Lacks::Lost => {
+            tracing::warn!(
+                "{shown} was not closed and has no journal in /dev/shm (the machine was started again, or another program \
+                 repaired it): what was written and not flushed may be lost, and no guest goes on with it where it was"
+            );
+            true
+        }
+    };
+    if header.has(incompatible::DIRTY) {
+        tracing::info!("{shown} was not closed: its reference counts are repaired");
+        let found = check(plain, Repair::All, &mut Quiet)?;
+        if found.corruptions > 0 || found.check_errors > 0 {
+            return Err(qcow2::Error::Corrupt("it was not closed and cannot be repaired".to_owned()));
+        }
+    }
+    journal::forget(file.image());
+    Ok(lost)
 }
 
 /// Opens one image, and says which it stands on.
@@ -194,6 +267,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         e => Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it")),
     };
     let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    let mut lost = false;
     let mut bitmaps = Bitmaps::default();
     if !spec.readonly {
         if header.has(incompatible::CORRUPT) {
@@ -201,18 +275,16 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
                 "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
             )));
         }
-        if header.has(incompatible::DIRTY) {
-            tracing::info!("{shown} was not closed: its reference counts are repaired");
-            let found = check(&plain, Repair::All, &mut Quiet).map_err(wrong)?;
-            if found.corruptions > 0 || found.check_errors > 0 {
-                return Err(Error::invalid(format!(
-                    "{shown} was not closed and cannot be repaired: 'vshunt image check {shown}' says what is wrong"
-                )));
-            }
-        }
+        let of = &opened.files[usize::from(file)];
+        lost = put_right(of, &plain, &header, path).map_err(wrong)?;
         make_ready(&plain).map_err(wrong)?;
         bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    } else if qcow2::journal::journal_of(&header).is_some() {
+        tracing::warn!(
+            "{shown} was not closed, and is only read: what was written to it last may be missing; serve it once for \
+             writing"
+        );
     }
     let data = match &header.data_file {
         Some(name) if header.has(incompatible::DATA_FILE) => {
@@ -240,11 +312,11 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
     };
     let settings = Settings { file, data, cache_bytes: spec.cache_size };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
-    Ok(Top { image: Arc::new(image), below, bitmaps })
+    Ok(Top { image, below, bitmaps, lost })
 }
 
 /// A name in an image is relative to the image's own folder.
-fn beside(image: &Path, name: &str) -> PathBuf {
+pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
     let name = name.strip_prefix("file:").unwrap_or(name);
     image.parent().unwrap_or(Path::new("")).join(name)
 }

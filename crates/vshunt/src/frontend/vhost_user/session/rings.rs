@@ -213,6 +213,9 @@ impl Session {
     }
 
     fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
+        if let Some(why) = &self.cut_off {
+            return Err(self.bad_inflight(index, why));
+        }
         let Some(area) = &self.inflight else { return Ok(None) };
         if index >= usize::from(area.queues) || self.vrings[index].size > area.queue_size {
             return Err(self.bad_inflight(index, &"the in-flight region has no room for this queue"));

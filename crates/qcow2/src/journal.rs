@@ -1,0 +1,276 @@
+//! The journal of the map: what changed since the last flush, in memory that outlives this process.
+//!
+//! Completed writes have their data in the file, or in the system's cache of it, but the entries that lead there are in
+//! our memory until a flush. Each change of an entry is put here first, so that whoever opens the image after a
+//! `kill -9` writes them into it ([`recover`]) and no completed write is lost, just as with a raw file. A crash of the
+//! machine is another matter: the memory goes with it, and what a flush covered counts.
+//!
+//! Called by requests on their workers, under the lock of what they change (a shard of the map, the L1 table), and by
+//! flushes. No lock of its own: a record's place comes from a counter, and a record counts once its last word, a checksum
+//! over the others and its number, is there. Records lie in a ring; a flush that wrote the map gives back the places of
+//! those that were put before it copied the map.
+//!
+//! What must never happen: an entry that others can read before its record is whole; a place that is used again while its
+//! record is needed; a journal that is applied to an image which others changed since (see [`Mark`](crate::header::Mark)).
+
+mod recover;
+#[cfg(test)]
+mod tests;
+
+pub use self::recover::{begin, end, journal_of, recover};
+
+use crate::map::Entry;
+use crate::sync::AtomicU64;
+use crate::sync::Ordering::{Acquire, Relaxed, Release};
+
+const MAGIC: u64 = u64::from_be_bytes(*b"VSJNMAP1");
+
+/// Words before the records, and what they are. Numbers of 16 bytes take two.
+const HEAD_WORDS: usize = 8;
+const AT_MAGIC: usize = 0;
+const AT_ID: usize = 1;
+const AT_BOOT: usize = 3;
+const AT_RECORDS: usize = 5;
+/// Number of the first record that is needed.
+const AT_FIRST: usize = 6;
+
+const RECORD_WORDS: usize = 4;
+/// Bits of a record's first word: the index, how many entries, what they are.
+const INDEX_BITS: u32 = 44;
+const COUNT_BITS: u32 = 16;
+/// Records at least. One change of the map has to fit in with room to spare.
+const RECORDS_MIN: u64 = if cfg!(loom) { 4 } else { 16 };
+/// Records at most: 2 MiB.
+const RECORDS_MAX: u64 = 1 << 16;
+
+/// Memory that outlives this process: zero when it is new, and as long as it was asked for.
+pub trait Words: Send + Sync {
+    /// All of it.
+    fn words(&self) -> &[AtomicU64];
+}
+
+/// A number of 16 bytes, as two words.
+fn halves(id: [u8; 16]) -> [u64; 2] {
+    let n = u128::from_be_bytes(id);
+    [(n >> 64) as u64, n as u64]
+}
+
+/// What is put in at a time: `count` entries, from `index` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Record {
+    kind: Kind,
+    index: u64,
+    count: u64,
+    /// The first one's; of an L1 entry there is only this.
+    entry: Entry,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// L2 entries that name consecutive clusters.
+    Run = 1,
+    /// L2 entries that are the same.
+    Same = 2,
+    /// An entry of the L1 table.
+    Table = 3,
+}
+
+impl Record {
+    fn words(&self) -> [u64; 3] {
+        debug_assert!(self.index >> INDEX_BITS == 0 && self.count >> COUNT_BITS == 0);
+        let first = (self.kind as u64) << (INDEX_BITS + COUNT_BITS) | self.count << INDEX_BITS | self.index;
+        [first, self.entry.word, self.entry.bits]
+    }
+
+    fn of(words: [u64; 3]) -> Option<Self> {
+        let kind = match words[0] >> (INDEX_BITS + COUNT_BITS) {
+            1 => Kind::Run,
+            2 => Kind::Same,
+            3 => Kind::Table,
+            _ => return None,
+        };
+        Some(Self {
+            kind,
+            index: words[0] & ((1 << INDEX_BITS) - 1),
+            count: words[0] >> INDEX_BITS & ((1 << COUNT_BITS) - 1),
+            entry: Entry { word: words[1], bits: words[2] },
+        })
+    }
+}
+
+/// The last word of a record.
+fn checksum(key: u64, number: u64, words: [u64; 3]) -> u64 {
+    let mut sum = key ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for word in words {
+        sum = (sum ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        sum ^= sum >> 32;
+    }
+    sum
+}
+
+/// Entries of the map as records: neighbours that go on alike are one.
+#[derive(Clone)]
+struct Records<'e> {
+    first: u64,
+    entries: &'e [Entry],
+    /// Bytes of a cluster.
+    step: u64,
+}
+
+impl Iterator for Records<'_> {
+    type Item = Record;
+
+    fn next(&mut self) -> Option<Record> {
+        let (&entry, rest) = self.entries.split_first()?;
+        let goes_on = |step: u64| {
+            let mut word = entry.word;
+            let alike = rest.iter().take_while(move |e| {
+                word = word.wrapping_add(step);
+                **e == Entry { word, ..entry }
+            });
+            alike.count()
+        };
+        let (runs, same) = (goes_on(self.step), goes_on(0));
+        let (kind, more) = if same > runs { (Kind::Same, same) } else { (Kind::Run, runs) };
+        let count = (more + 1).min((1 << COUNT_BITS) - 1);
+        let record = Record { kind, index: self.first, count: count as u64, entry };
+        (self.first, self.entries) = (self.first + count as u64, &self.entries[count..]);
+        Some(record)
+    }
+}
+
+/// What became of records to be put in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Put {
+    Done,
+    /// They are in, and with them it is half full: a flush should make room.
+    Half,
+    /// There is no room until the next flush; nothing was put in.
+    Full,
+}
+
+/// An atomic in a cache line of its own.
+#[repr(align(64))]
+struct Line(AtomicU64);
+
+/// One that is written.
+pub struct Journal {
+    memory: Box<dyn Words>,
+    records: u64,
+    key: u64,
+    /// Bytes of a cluster of the image.
+    step: u64,
+    /// Number of the next record.
+    next: Line,
+}
+
+impl Journal {
+    /// Bytes of memory that one should have for a disk of so many clusters.
+    pub fn bytes(clusters: u64) -> usize {
+        let records = (2 * clusters).clamp(RECORDS_MAX / 64, RECORDS_MAX);
+        (HEAD_WORDS + records as usize * RECORD_WORDS) * 8
+    }
+
+    /// Begins one, in `memory` that is all zero. `id`: its number, random; `boot`: of the machine's run, so that none
+    /// is taken for one of this run. Its image gets the number by [`begin`] afterwards.
+    ///
+    /// None: the memory is too small.
+    pub fn new(memory: Box<dyn Words>, id: [u8; 16], boot: [u8; 16]) -> Option<Self> {
+        let words = memory.words();
+        let records = (words.len().saturating_sub(HEAD_WORDS) / RECORD_WORDS) as u64;
+        if records < RECORDS_MIN {
+            return None;
+        }
+        for (at, number) in [(AT_ID, halves(id)), (AT_BOOT, halves(boot))] {
+            words[at].store(number[0], Relaxed);
+            words[at + 1].store(number[1], Relaxed);
+        }
+        words[AT_RECORDS].store(records, Relaxed);
+        words[AT_FIRST].store(0, Relaxed);
+        words[AT_MAGIC].store(MAGIC, Release);
+        let next = Line(AtomicU64::new(0));
+        Some(Self { records, key: halves(id)[1], step: 0, next, memory })
+    }
+
+    /// For an image with clusters of so many bytes.
+    pub(crate) fn with_cluster(mut self, bytes: u64) -> Self {
+        self.step = bytes;
+        self
+    }
+
+    /// Entries that one change may have: they fit, however different they are, once a flush has made room.
+    pub(crate) fn change_max(&self) -> u64 {
+        self.records / 2
+    }
+
+    /// Puts entries of the map in, from that of cluster `first` on. Under the lock that these are changed under.
+    pub(crate) fn put(&self, first: u64, entries: &[Entry]) -> Put {
+        self.add(Records { first, entries, step: self.step })
+    }
+
+    /// Puts an entry of the L1 table in; likewise.
+    pub(crate) fn put_table(&self, index: u64, word: u64) -> Put {
+        let entry = Entry { word, bits: 0 };
+        self.add(std::iter::once(Record { kind: Kind::Table, index, count: 1, entry }))
+    }
+
+    fn add(&self, records: impl Iterator<Item = Record> + Clone) -> Put {
+        let (words, count) = (self.memory.words(), records.clone().count() as u64);
+        let mut number = self.next.0.load(Relaxed);
+        let used = loop {
+            // Acquire: what is needed of the records before is elsewhere when their places are written over.
+            let used = number.saturating_sub(words[AT_FIRST].load(Acquire));
+            if used + count > self.records {
+                return Put::Full;
+            }
+            match self.next.0.compare_exchange_weak(number, number + count, Relaxed, Relaxed) {
+                Ok(_) => break used,
+                Err(now) => number = now,
+            }
+        };
+        for record in records {
+            let place = &words[HEAD_WORDS + (number % self.records) as usize * RECORD_WORDS..];
+            let parts = record.words();
+            for (word, part) in place.iter().zip(parts) {
+                word.store(part, Relaxed);
+            }
+            place[3].store(checksum(self.key, number, parts), Release);
+            number += 1;
+        }
+        let half = self.records / 2;
+        if used < half && used + count >= half { Put::Half } else { Put::Done }
+    }
+
+    /// Before a flush copies the map: what was put before this is in the copies. Who put it did so under the lock that
+    /// the copy is made under.
+    pub(crate) fn mark(&self) -> u64 {
+        self.next.0.load(Relaxed)
+    }
+
+    /// The copies since `mark` are in the image: what was put before is not needed any more. One flush at a time.
+    pub(crate) fn forget(&self, mark: u64) {
+        self.memory.words()[AT_FIRST].store(mark, Release);
+    }
+}
+
+/// The records that a journal has, oldest first; none: it is not that one, or of another run of the machine.
+fn read(words: &[AtomicU64], id: [u8; 16], boot: [u8; 16]) -> Option<Vec<Record>> {
+    let (head, places) = words.split_at_checked(HEAD_WORDS)?;
+    let get = |at: usize| head[at].load(Acquire);
+    let is = |at: usize, number: [u8; 16]| halves(number) == [get(at), get(at + 1)];
+    if get(AT_MAGIC) != MAGIC || !is(AT_ID, id) || !is(AT_BOOT, boot) {
+        return None;
+    }
+    let (records, first) = (get(AT_RECORDS), get(AT_FIRST));
+    if records == 0 || records > (places.len() / RECORD_WORDS) as u64 {
+        return None;
+    }
+    let record = |number: u64| {
+        let place = &places[(number % records) as usize * RECORD_WORDS..];
+        let parts = std::array::from_fn(|i| place[i].load(Acquire));
+        let whole = place[3].load(Acquire) == checksum(halves(id)[1], number, parts);
+        // One that is not whole was being put in: what it says had not happened yet.
+        if whole { Record::of(parts) } else { None }
+    };
+    Some((0..records).filter_map(|i| record(first.wrapping_add(i))).collect())
+}

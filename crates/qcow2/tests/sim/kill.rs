@@ -1,0 +1,155 @@
+//! The death of the process: what it wrote to files and to shared memory stays, what it had in its own is lost.
+
+use std::cell::Cell;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use qcow2::check::{Quiet, Repair};
+use qcow2::journal::{self, Journal, Words};
+use qcow2::{Storage, make_ready};
+
+use super::{File, Rng, Shape, Sim, check, open, sample};
+
+/// This run of the machine.
+const BOOT: [u8; 16] = *b"this run, no one";
+
+/// Memory that the next one finds.
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) id: [u8; 16],
+    words: Arc<[AtomicU64]>,
+}
+
+impl Words for Shared {
+    fn words(&self) -> &[AtomicU64] {
+        &self.words
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(shape: &Shape, rng: &mut Rng) -> Option<Self> {
+        if shape.records == 0 {
+            return None;
+        }
+        let words = (0..8 + 4 * shape.records).map(|_| AtomicU64::new(0)).collect();
+        let id = u128::from(rng.next()) << 64 | u128::from(rng.next());
+        Some(Self { id: id.to_be_bytes(), words })
+    }
+
+    pub(crate) fn journal(&self) -> Journal {
+        Journal::new(Box::new(self.clone()), self.id, BOOT).unwrap()
+    }
+}
+
+/// The image's file, as one sees it who dies after so many changes of it.
+struct Mortal<'f> {
+    file: &'f File,
+    left: Cell<u64>,
+}
+
+impl Mortal<'_> {
+    fn live(&self) -> io::Result<()> {
+        let left = self.left.get().checked_sub(1).ok_or_else(|| io::Error::other("killed"))?;
+        self.left.set(left);
+        Ok(())
+    }
+}
+
+impl Storage for Mortal<'_> {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.file.read_at(offset, buf)
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.live()?;
+        self.file.write_at(offset, buf)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        self.file.len()
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.live()?;
+        self.file.set_len(len)
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.file.allocate(offset, len)
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.live()?;
+        self.file.punch(offset, len)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.live()?;
+        self.file.sync()
+    }
+}
+
+impl Sim {
+    /// Recovers what there is to recover and repairs what there is to repair, with `left` changes of the file to live for.
+    fn revive(&self, left: u64) -> qcow2::Result<()> {
+        let file = Mortal { file: &self.files[0], left: Cell::new(left) };
+        if let Some(shared) = &self.shared {
+            journal::recover(&file, shared, BOOT)?;
+        }
+        let found = qcow2::check::check(&file, Repair::All, &mut Quiet)?;
+        assert!(found.is_clean(), "a repair left {found:?}");
+        make_ready(&file)
+    }
+
+    /// As [`revive`](Self::revive), and all counts are right then.
+    pub(crate) fn repair(&mut self) {
+        self.revive(u64::MAX).unwrap();
+        let bytes = self.files[0].bytes();
+        let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("after a repair: {e}"));
+        assert_eq!(leaks, 0, "clusters leak after a repair");
+        sample(&bytes, "after a repair", self.kills % 8 == 1);
+    }
+
+    /// Opens the image anew.
+    pub(crate) fn reopen(&mut self) {
+        self.shared = Shared::new(&self.shape, &mut self.rng);
+        self.chain = open(&self.files[0], &self.shape, self.shared.as_ref());
+        self.join();
+    }
+
+    /// The process goes, now, and maybe those who come after it while they recover; at times the power, too.
+    pub(crate) fn kill(&mut self) {
+        let at = self.tick();
+        self.kills += 1;
+        while self.rng.below(3) == 0 {
+            let most = [4, 40, 400][self.rng.below(3) as usize];
+            let left = self.rng.below(most);
+            match self.revive(left) {
+                // Nothing was left to do, or too little to die of.
+                Ok(()) => break,
+                Err(qcow2::Error::Io { .. }) => {}
+                Err(e) => panic!("{e}"),
+            }
+        }
+        let power = self.rng.below(4) == 0;
+        if power {
+            let rng = &mut self.rng;
+            let left = self.files[0].crashed(|| rng.below(2) == 0);
+            self.files[0] = File::of(left);
+            self.shared = None;
+            self.crashes += 1;
+        }
+        let all = !power;
+        self.repair();
+        self.reopen();
+        if all {
+            self.look(|model, sector, value, _| model.may_read(sector, value, at, at), "is after a kill");
+        } else {
+            self.look(
+                |model, sector, value, _| model.may_survive(sector, value, at),
+                "survives a kill and a crash",
+            );
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Where the journal of an image's map lies: a file in /dev/shm, one an image, named by the image's device and inode.
+//!
+//! Made when an image is opened for writing, and removed when it is closed in good order. Whoever opens the image after
+//! the daemon was killed finds it, has what it says brought into the image, and puts a new one in its place. On a control
+//! thread, all of it; workers see the memory alone.
+//!
+//! Who has one holds a lock on it, so that even with locking=off no living daemon's journal is taken for a dead one's.
+//!
+//! What must never happen: a file of another user trusted; memory that is not really there (a touch of it would be a
+//! SIGBUS), so it is allocated before it is mapped.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+use qcow2::Storage;
+use qcow2::header::{Header, incompatible};
+use qcow2::journal::{self, Journal, Words};
+use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::open::beside;
+
+/// Files here outlive processes, and no run of the machine.
+const FOLDER: &str = "/dev/shm";
+/// A number of the machine's run, and a new number with each read.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+const NEW_ID: &str = "/proc/sys/kernel/random/uuid";
+/// Of a journal: whoever made one larger was not us.
+const BYTES_MAX: u64 = 4 << 20;
+
+/// How long the end of a killed daemon is waited for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A mapping of words.
+struct Mapped {
+    base: NonNull<AtomicU64>,
+    words: usize,
+    /// Has the lock.
+    _file: File,
+}
+
+// SAFETY: it owns a range of address space in which there is nothing but atomics.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// Maps all of a locked file, whose bytes have their memory.
+    fn new(file: File) -> io::Result<Self> {
+        let len = file.metadata()?.len();
+        if !(8..=BYTES_MAX).contains(&len) {
+            return Err(io::Error::other(format!("it has {len} bytes")));
+        }
+        let (len, prot) = (len as usize / 8 * 8, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping where the kernel likes; no existing memory is touched.
+        let base = unsafe { mmap(null_mut(), len, prot, MapFlags::SHARED, file.as_fd(), 0) }?;
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { base, words: len / 8, _file: file })
+    }
+}
+
+impl Words for Mapped {
+    fn words(&self) -> &[AtomicU64] {
+        // SAFETY: so many words are mapped, at a page's start, until `self` is dropped; others that have the file map it
+        // too, and everybody goes by atomics.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.words) }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`; what `words` gave out has ended with the borrow.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.words * 8) };
+    }
+}
+
+/// The file of one image's journal.
+pub(super) struct Place(PathBuf);
+
+impl Place {
+    /// Of an open image.
+    fn of(image: &File) -> io::Result<Self> {
+        let meta = image.metadata()?;
+        let (kind, device, number) = match meta.file_type().is_block_device() {
+            // Whatever node it is opened by.
+            true => ("block", meta.rdev(), 0),
+            false => ("map", meta.dev(), meta.ino()),
+        };
+        Ok(Self(Path::new(FOLDER).join(format!("vshunt-{kind}-{device:x}-{number:x}"))))
+    }
+
+    /// What is there, if it is a file of ours. `WouldBlock`: somebody who lives has it.
+    fn find(&self, patience: Duration) -> io::Result<Mapped> {
+        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(&self.0)?;
+        let meta = file.metadata()?;
+        if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        let start = Instant::now();
+        while let Err(e) = lock(&file) {
+            if e != Errno::WOULDBLOCK || start.elapsed() >= patience {
+                return Err(e.into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Mapped::new(file)
+    }
+
+    /// Makes it anew, instead of what is there.
+    fn make(&self, bytes: usize) -> io::Result<Mapped> {
+        let new = self.0.with_extension(format!("{}", std::process::id()));
+        // Of a process of the same number that died in between.
+        let _ = std::fs::remove_file(&new);
+        let options = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new);
+        let made = options.and_then(|file| {
+            rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
+            lock(&file)?;
+            let mapped = Mapped::new(file)?;
+            std::fs::rename(&new, &self.0)?;
+            Ok(mapped)
+        });
+        if made.is_err() {
+            let _ = std::fs::remove_file(&new);
+        }
+        made
+    }
+
+    /// Takes it away, if it is there.
+    pub(super) fn remove(&self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn lock(file: &File) -> rustix::io::Result<()> {
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
+}
+
+/// A number as the kernel writes it.
+fn number(path: &str) -> io::Result<[u8; 16]> {
+    let text = std::fs::read_to_string(path)?;
+    let digits: String = text.trim().chars().filter(|c| *c != '-').collect();
+    u128::from_str_radix(&digits, 16)
+        .map(u128::to_be_bytes)
+        .map_err(|_| io::Error::other(format!("{path} has no number")))
+}
+
+/// Begins a journal for an image that was closed or repaired, of so many clusters.
+///
+/// # Errors
+/// Where there is no room or no /dev/shm; the image is as it was then.
+pub(super) fn begin(image: &File, storage: &dyn Storage, header: &Header) -> io::Result<(Journal, Place)> {
+    let (place, id, boot) = (Place::of(image)?, number(NEW_ID)?, number(BOOT_ID)?);
+    let memory = place.make(Journal::bytes(header.clusters()))?;
+    let begun = Journal::new(Box::new(memory), id, boot).ok_or_else(|| io::Error::other("it is too small"));
+    let begun = begun.and_then(|journal| {
+        journal::begin(storage, id).map_err(|e| io::Error::other(e.to_string()))?;
+        Ok(journal)
+    });
+    match begun {
+        Ok(journal) => Ok((journal, place)),
+        Err(e) => {
+            place.remove();
+            Err(e)
+        }
+    }
+}
+
+/// What is known of the changes that an image may lack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lacks {
+    /// It was closed: none.
+    Nothing,
+    /// So many records of its journal were brought in.
+    Recovered(u64),
+    /// It was not closed, and there is no journal of it: what was completed and not flushed is lost.
+    Lost,
+}
+
+/// Brings into an image, opened for writing, what a killed daemon had not written to it. Its reference counts are to be
+/// repaired then, before anything else. `path`: its own, which its data file's is relative to.
+///
+/// # Errors
+/// The storage's, a journal that the image has no place for, and one of a daemon that lives.
+pub(crate) fn recover(image: &File, storage: &dyn Storage, path: &Path) -> qcow2::Result<Lacks> {
+    let header = qcow2::Image::open(storage)?.header().clone();
+    if header.journal.is_none() && !header.has(incompatible::DIRTY) {
+        return Ok(Lacks::Nothing);
+    }
+    let found = Place::of(image).and_then(|place| Ok((place.find(PATIENCE)?, number(BOOT_ID)?)));
+    let (memory, boot) = match found {
+        Ok(found) => found,
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+            let why = io::Error::new(e.kind(), "another vshunt serves the image; stop it");
+            return Err(qcow2::Error::io("the map's journal")(why));
+        }
+        Err(_) => return Ok(Lacks::Lost),
+    };
+    if let Some(name) = header.data_file.filter(|_| header.incompatible & incompatible::DATA_FILE != 0) {
+        let synced = File::open(beside(path, &name)).and_then(|file| file.sync_data());
+        synced.map_err(qcow2::Error::io("cannot bring the data file to stable storage"))?;
+    }
+    Ok(journal::recover(storage, &memory, boot)?.map_or(Lacks::Lost, Lacks::Recovered))
+}
+
+/// The image has all now: takes its journal away.
+pub(crate) fn forget(image: &File) {
+    if let Ok(place) = Place::of(image) {
+        place.remove();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_file_an_image_and_none_left_behind() {
+        let image = tempfile::tempfile().unwrap();
+        let place = Place::of(&image).unwrap();
+        let Ok(first) = place.make(1 << 20) else {
+            eprintln!("skip one_file_an_image_and_none_left_behind: no room in {FOLDER}");
+            return;
+        };
+        let find = || place.find(Duration::ZERO);
+        assert_eq!(find().err().unwrap().kind(), io::ErrorKind::WouldBlock, "its owner lives");
+        drop(first);
+        let first = find().unwrap();
+        first.words()[3].store(7, std::sync::atomic::Ordering::Relaxed);
+        let second = place.make(1 << 16).unwrap();
+        assert_eq!(second.words()[3].load(std::sync::atomic::Ordering::Relaxed), 0);
+        assert_eq!((first.words().len(), second.words().len()), (1 << 17, 1 << 13));
+        drop(second);
+        assert_eq!(find().unwrap().words().len(), 1 << 13);
+        let perms = std::os::unix::fs::PermissionsExt::from_mode(0o622);
+        std::fs::set_permissions(&place.0, perms).unwrap();
+        assert!(find().is_err(), "others could have written there");
+        forget(&image);
+        assert!(find().is_err());
+        assert_ne!(number(NEW_ID).unwrap(), number(NEW_ID).unwrap());
+    }
+}

@@ -1,0 +1,216 @@
+"""How a job ends before its time: a target that fails, commands, the export or the daemon going, kill -9."""
+
+import contextlib
+import os
+import random
+import time
+
+import backup_model as b
+import fuse_guard
+import fuse_mount as m
+import rig as r
+from backup_chain import small
+from backup_model import MIB
+
+SIZE = 24 * MIB
+KILLS = 8
+# So slow that a job of these disks is there until it is ended.
+SLOW = ("--speed", "256K")
+
+
+def busy(suite, name, kind, **more):
+    """A mounted disk full of data, and writers on it."""
+    mount = b.source(suite, name, kind, SIZE, **more)
+    b.put(mount.path, 0, random.Random(name).randbytes(SIZE))
+    return mount, b.Writers(mount.path, 2, 512)
+
+
+def ended(mount, job, *words):
+    """The job failed, and says so."""
+    r.message_of(mount.cli("job", "wait", job, check=False), f"job {job} failed", *words, code=(1,))
+    shown = b.job(mount.daemon, job)
+    r.require(shown["status"] == "concluded" and shown["error"] and not shown["cancelled"], f"it is shown as {shown}")
+    r.require("failed" in mount.cli("job", "list").stdout, "`job list` does not show that it failed")
+
+
+def gone_on(mount, writers):
+    """Writers go on without an error."""
+    writers.wait_each(20)
+    broken = [q for q in mount.queues() if q["errors"]]
+    r.require(not broken, f"requests failed: {broken}")
+
+
+def no_space(suite, kind):
+    """No room in the target ends the job, and nothing else."""
+    mount, writers = busy(suite, f"full-{kind}", kind)
+    folder = small(suite)
+    for number, form in enumerate(("qcow2", "raw")):
+        path = folder / f"full.{form}"
+        mount.cli("backup", "start", "d0", "--to", path, "--format", form, "--bitmap", "b0")
+        ended(mount, f"backup{number}", path, "No space left")
+        r.require(not path.exists(), f"{path} is no backup, and there")
+        gone_on(mount, writers)
+    r.require(os.statvfs(folder).f_bfree > 400, "the room is not given back")
+    # The disk is free for another.
+    path = suite.path(f"full-{kind}.good")
+    mount.cli("backup", "start", "d0", "--to", path, "--wait")
+    b.checked(path)
+    writers.stop()
+    mount.stop()
+
+
+def removed(suite):
+    """A file that somebody removes, or puts another in its place, is no backup; what is there now stays."""
+    mount, writers = busy(suite, "removed", "raw")
+    for number, replaced in enumerate((False, True)):
+        path = suite.path(f"removed.{number}")
+        mount.cli("backup", "start", "d0", "--to", path, "--speed", "16M")
+        path.unlink()
+        if replaced:
+            path.write_bytes(b"another's")
+        ended(mount, f"backup{number}", path, "removed")
+        r.require(path.exists() == replaced, "another's file was taken for ours")
+        gone_on(mount, writers)
+    writers.stop()
+    mount.stop()
+
+
+def commands(suite):
+    """Cancel, pause, resume, speed, dismiss; what is refused meanwhile."""
+    mount, writers = busy(suite, "commands", "qcow2", more=("--disk", f"name=t0,format=ram,size={SIZE}", "--disk", f"name=d1,format=ram,size={SIZE}"))
+    cli, daemon = mount.cli, mount.daemon
+    path = suite.path("commands.backup")
+    name = cli("backup", "start", "d0", "--target", "t0", *SLOW).stdout
+    r.require(name == "backup0\n", f"`backup start` printed {name!r}")
+    for arguments, words in (
+        (("backup", "start", "d0", "--to", path), ("d0", "job backup0", "cancel")),
+        (("backup", "start", "d1", "--target", "t0"), ("t0", "job backup0")),
+        (("backup", "start", "t0", "--to", path), ("t0", "job backup0")),
+        (("backup", "start", "d1", "--to", path, "--job", "backup0"), ("backup0", "already")),
+        (("resize", "d0", "48M"), ("d0", "job backup0")),
+        (("resize", "t0", "48M"), ("t0", "job backup0")),
+        (("disk", "remove", "t0"), ("t0", "job backup0")),
+        (("job", "dismiss", "backup0"), ("backup0", "cancel")),
+        (("export", "add", f"type=vhost-user-blk,name=e1,disk=t0,socket={suite.path('e1.sock')}"), ("t0", "job backup0")),
+        (("export", "add", f"type=vhost-user-blk,name=backup0,disk=d1,socket={suite.path('e1.sock')}"), ("backup0",)),
+    ):
+        r.message_of(cli(*arguments, check=False), *words, code=(1,))
+    r.require(not path.exists(), "a refused backup made a file")
+    # Paused it comes on by what is written over alone; without writers by nothing.
+    writers.stop()
+    cli("job", "pause", "backup0")
+    r.require(b.job(daemon)["status"] == "paused", "a paused job is not shown so")
+    r.wait_for("nothing under way", lambda: not any(q["in-flight"] for q in daemon.status()["queues"] if q["export"] == "backup0"))
+    done = b.job(daemon)["current-progress"]
+    cli("job", "speed", "backup0", "max")
+    time.sleep(0.5)
+    r.require(b.job(daemon)["current-progress"] == done, "a paused job goes on")
+    cli("job", "resume", "backup0")
+    cli("job", "wait", "backup0")
+    shown = b.job(daemon)
+    r.require(shown["current-progress"] == shown["total-progress"] == SIZE, f"at its end it is {shown}")
+    cli("job", "dismiss", "backup0")
+    r.require(b.job(daemon) is None, "a dismissed job is there")
+    # No faster than it may go: never more than so much a second, a chunk at the beginning and at the end.
+    start = time.monotonic()
+    cli("backup", "start", "d0", "--to", path, "--speed", "4M", "--job", "slow")
+    time.sleep(1.5)
+    done, passed = b.job(daemon, "slow")["current-progress"], time.monotonic() - start
+    r.require(0 < done <= 4 * MIB * passed + 4 * MIB, f"{done} bytes after {passed:.1f} s at 4 MiB/s")
+    cli("job", "cancel", "slow")
+    r.require(not path.exists(), "a cancelled backup's file is there")
+    r.message_of(cli("job", "wait", "slow", check=False), "slow was cancelled", code=(1,))
+    r.require("cancelled" in cli("job", "list").stdout, "`job list` does not show what was cancelled")
+    mount.stop()
+
+
+def export_goes(suite):
+    """The export goes while a job runs; the job goes on, as of its beginning. The disk stays while it does."""
+    mount, writers = busy(suite, "goes", "raw")
+    path = suite.path("goes.backup")
+    # Before the writers' errors.
+    writers.stop()
+    was = b.contents(suite, mount.path, "raw")
+    mount.cli("backup", "start", "d0", "--to", path, "--speed", "8M")
+    b.put(mount.path, SIZE - MIB, bytes(MIB))
+    mount.cli("export", "remove", "f0")
+    r.message_of(mount.cli("disk", "remove", "d0", check=False), "d0", "job backup0", code=(1,))
+    again = f"type=fuse,name=f1,disk=d0,mountpoint={mount.path},writable=on"
+    mount.cli("export", "add", again)
+    b.put(mount.path, SIZE - 2 * MIB, bytes(MIB))
+    mount.cli("job", "wait", "backup0")
+    b.equal(b.contents(suite, path, "qcow2"), was, "the backup")
+    mount.cli("export", "remove", "f1")
+    mount.cli("disk", "remove", "d0")
+    mount.stop()
+
+
+def daemon_goes(suite, how):
+    """`quit`, or SIGTERM, with a job under way and guests' writes waiting: soon, and no backup is left."""
+    mount, writers = busy(suite, f"goes-{how}", "qcow2")
+    path = suite.path(f"goes-{how}.backup")
+    mount.cli("backup", "start", "d0", "--to", path, *SLOW)
+    gone_on(mount, writers)
+    writers.stop()
+    if how == "quit":
+        mount.cli("quit", "--force")
+    else:
+        mount.child.process.terminate()
+    code = mount.child.wait(r.WAIT_S)
+    r.require(code == 0, f"the daemon ended with {code}: {mount.child.tail()}")
+    r.require(not path.exists(), "a backup that was cut short is there")
+    b.checked(mount.image)
+
+
+def killed(suite, kind, seed):
+    """kill -9 in the middle of backups: the disk has what was synced, and all goes on with the next daemon."""
+    rng = random.Random(seed)
+    name = f"killed-{kind}"
+    mount = b.source(suite, name, kind, SIZE)
+    b.put(mount.path, 0, rng.randbytes(SIZE))
+    path = suite.path(f"{name}.backup")
+    fd = os.open(mount.path, os.O_RDWR)
+    os.fsync(fd)
+    synced = {}
+    for kill in range(KILLS):
+        more = ("--compress",) if kill % 2 else ()
+        mount.cli("backup", "start", "d0", "--to", path, "--overwrite", "--speed", "16M", "--bitmap", "b0", *more)
+        end = time.monotonic() + rng.uniform(0.0, 0.8)
+        written = {}
+        while time.monotonic() < end:
+            block, value = rng.randrange(SIZE // b.BLOCK), rng.randrange(1, 256)
+            os.pwrite(fd, bytes([value]) * b.BLOCK, block * b.BLOCK)
+            written[block] = value
+            synced.pop(block, None)
+            if rng.random() < 0.1:
+                os.fsync(fd)
+                synced.update(written)
+                written = {}
+        mount.child.kill()
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        fuse_guard.unmount([mount.path])
+        if kind == "qcow2":
+            b.checked(mount.image, leaks=True)
+        mount.start()
+        fd = os.open(mount.path, os.O_RDWR)
+        for block, value in synced.items():
+            got = os.pread(fd, b.BLOCK, block * b.BLOCK)
+            r.require(got == bytes([value]) * b.BLOCK, f"kill {kill + 1}: block {block} is {got[:4]!r}, not {value}")
+    os.close(fd)
+    was = b.contents(suite, mount.path, "raw")
+    mount.cli("backup", "start", "d0", "--to", path, "--overwrite", "--wait")
+    b.equal(b.contents(suite, path, "qcow2"), was, "the backup after the kills")
+    mount.stop()
+
+
+def tests(suite):
+    for kind in ("raw", "qcow2"):
+        suite.test(f"no space in the target, {kind}", lambda k=kind: no_space(suite, k), 60)
+    suite.test("the target is removed, or replaced", lambda: removed(suite), 60)
+    suite.test("cancel, pause, speed, dismiss; what is refused meanwhile", lambda: commands(suite), 60)
+    suite.test("the export goes while a job runs", lambda: export_goes(suite), 60)
+    for how in ("quit", "SIGTERM"):
+        suite.test(f"{how} while a job runs", lambda h=how: daemon_goes(suite, h), 60)
+    for kind in ("raw", "qcow2"):
+        suite.test(f"kill -9 {KILLS} times in the middle of backups, {kind}", lambda k=kind: killed(suite, k, 5), 120)

@@ -1,0 +1,227 @@
+"""What the modules of the backup rig share: the suite, images, those who write while a backup begins, QMP's events."""
+
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+BLOCK = 4096
+
+
+class Suite(m.Suite):
+    """The results of this rig, under the guardian's eye as those of the FUSE rig are."""
+
+    def full_name(self, name):
+        return f"backup: {name}"
+
+    def path(self, name):
+        return self.rig.dir / name
+
+
+def qemu_img(*arguments, check=True):
+    return r.run([r.tool("qemu-img", "qemu-utils"), *arguments], check=check, timeout_s=120)
+
+
+def create(path, size_bytes):
+    """An empty qcow2 image."""
+    qemu_img("create", "-q", "-f", "qcow2", path, str(size_bytes))
+    return path
+
+
+def checked(path, leaks=False):
+    """`qemu-img check` finds nothing, or leaks at worst."""
+
+    def look():
+        done = qemu_img("check", "-f", "qcow2", path, check=False)
+        # A killed daemon's io_uring holds the locks until it is taken apart.
+        return done if "lock" not in done.stderr else None
+
+    done = r.wait_for(f"the lock of {path.name} goes", look)
+    r.require(done.returncode in ((0, 3) if leaks else (0,)), f"qemu-img check: {done.stdout}{done.stderr}")
+
+
+def contents(suite, path, form):
+    """All bytes of an image, as QEMU reads it."""
+    if form == "raw":
+        return path.read_bytes()
+    flat = suite.path("flat.raw")
+    qemu_img("convert", "-f", form, "-O", "raw", path, flat)
+    data = flat.read_bytes()
+    flat.unlink()
+    return data
+
+
+def equal(got, want, what):
+    """Two byte strings; names the first block that differs."""
+    r.require(len(got) == len(want), f"{what}: {len(got)} bytes, not {len(want)}")
+    if got == want:
+        return
+    wrong = [at for at in range(0, len(want), BLOCK) if got[at : at + BLOCK] != want[at : at + BLOCK]]
+    raise r.Failed(f"{what}: {len(wrong)} blocks differ, the first at byte {wrong[0]}")
+
+
+def source(suite, name, kind, size_bytes, **more):
+    """A mounted disk d0 of 'raw', 'memory' (raw, in memory), 'qcow2' or 'ram'; its image is `.image`, None for ram."""
+    if kind == "ram":
+        return m.Mount(suite, name, disk=f"format=ram,size={size_bytes}", **more)
+    if kind == "qcow2":
+        image = create(suite.path(f"{name}.qcow2"), size_bytes)
+        mount = m.Mount(suite, name, disk=f"format=qcow2,file={image}", **more)
+        mount.image = image
+        return mount
+    return m.Mount(suite, name, image=suite.image(f"{name}.img", size_bytes, kind == "memory"), **more)
+
+
+def put(path, offset, data):
+    """Writes all of it, past the page cache."""
+    with m.Opened(path, os.O_RDWR | os.O_DIRECT) as fd:
+        while data:
+            n = os.pwrite(fd, data[: 8 * MIB], offset)
+            offset, data = offset + n, data[n:]
+
+
+def job(daemon, name="backup0"):
+    """A job as `status --json` has it; None when there is none."""
+    return next((j for j in daemon.status()["jobs"] if j["id"] == name), None)
+
+
+def bitmap(daemon, name="b0"):
+    """A bitmap of d0 as `bitmap list --json` has it."""
+    listed = json.loads(daemon.cli("bitmap", "list", "d0", "--json").stdout)
+    return next((b for b in listed if b["name"] == name), None)
+
+
+class Writers:
+    """Threads that each write records to places of their own in a known order, one after the other.
+
+    Record i of a thread goes to its place order[i % len(order)], all of it the thread's number and i + 1. So what an
+    image holds says how many writes of each thread are in it, and whether those before are, too.
+    """
+
+    def __init__(self, path, threads, places, length=BLOCK, offset=0, step=BLOCK, seed=1):
+        self.path, self.length, self.offset, self.step = path, length, offset, step
+        self.counts = [0] * threads
+        self.errors = []
+        self.stopping = threading.Event()
+        self.orders = []
+        all_places = list(range(threads * places))
+        random.Random(seed).shuffle(all_places)
+        for n in range(threads):
+            self.orders.append(all_places[n * places : (n + 1) * places])
+        self.threads = [threading.Thread(target=self.write, args=(n,), daemon=True) for n in range(threads)]
+        for thread in self.threads:
+            thread.start()
+
+    def record(self, thread, number):
+        return (struct.pack("<IQ", thread + 1, number) * (self.length // 12 + 1))[: self.length]
+
+    def at(self, place):
+        return place * self.step + self.offset
+
+    def write(self, thread):
+        order = self.orders[thread]
+        try:
+            with m.Opened(self.path, os.O_RDWR | os.O_DIRECT) as fd:
+                while not self.stopping.is_set():
+                    number = self.counts[thread]
+                    data = self.record(thread, number + 1)
+                    n = os.pwrite(fd, data, self.at(order[number % len(order)]))
+                    r.require(n == len(data), f"a write of {n} bytes")
+                    self.counts[thread] = number + 1
+        except (OSError, r.Failed) as e:
+            self.errors.append(e)
+
+    def wait_each(self, more):
+        """Until each has done so many more writes."""
+        start = list(self.counts)
+        r.wait_for(
+            f"each writer's next {more} writes",
+            lambda: self.errors or all(c >= s + more for c, s in zip(self.counts, start)),
+        )
+        self.check()
+
+    def check(self):
+        r.require(not self.errors, f"a write failed while a backup ran: {self.errors[:1]}")
+
+    def stop(self):
+        self.stopping.set()
+        for thread in self.threads:
+            thread.join(r.WAIT_S)
+        self.check()
+
+    def expect(self, data, before, after):
+        """`data` has of each thread what its first N writes left, before <= N <= after; returns these numbers."""
+        numbers = []
+        for thread, order in enumerate(self.orders):
+            found = {}
+            for place in order:
+                have = data[self.at(place) : self.at(place) + self.length]
+                owner, number = struct.unpack_from("<IQ", have)
+                r.require(owner in (0, thread + 1), f"place {place} has a record of writer {owner - 1}, not {thread}")
+                want = self.record(thread, number) if owner else bytes(self.length)
+                r.require(have == want, f"place {place} of writer {thread} is torn")
+                found[place] = number
+            last = max(found.values())
+            least, most = before[thread], after[thread] + 1
+            r.require(least <= last <= most, f"writer {thread}: {last} writes are in the backup, not {least} to {most}")
+            for index, place in enumerate(order):
+                # The last of its writes to that place among the first `last`.
+                turns = (last - index - 1) // len(order)
+                want = turns * len(order) + index + 1 if last > index else 0
+                r.require(found[place] == want, f"writer {thread}: {last} writes are there, but place {place} is of write {found[place]}, not {want}")
+            numbers.append(last)
+        return numbers
+
+
+class Qmp:
+    """A client that keeps the events that it is told."""
+
+    def __init__(self, daemon):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(r.WAIT_S)
+        self.socket.connect(str(daemon.control))
+        self.lines = self.socket.makefile("r")
+        self.events = []
+        r.require("QMP" in json.loads(self.lines.readline()), "no greeting")
+        self.call("qmp_capabilities")
+
+    def call(self, command, **arguments):
+        """What a command returns; with `error=WORD` it must fail, and say that."""
+        error = arguments.pop("error", None)
+        arguments = {key.replace("_", "-"): value for key, value in arguments.items()}
+        self.socket.sendall(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+        while True:
+            answer = json.loads(self.lines.readline())
+            if "event" in answer:
+                self.events.append(answer)
+            elif error:
+                text = answer.get("error", {}).get("desc", "")
+                r.require(error in text, f"{command} {arguments}: {answer}, not an error about {error}")
+                return text
+            else:
+                r.require("return" in answer, f"{command} {arguments}: {answer.get('error')}")
+                return answer["return"]
+
+    def until(self, name, who):
+        """The event of that name about that job; those before it are kept."""
+        end = time.monotonic() + r.WAIT_S
+        seen = 0
+        while True:
+            for event in self.events[seen:]:
+                if event["event"] == name and who in (event["data"].get("id"), event["data"].get("device")):
+                    return event
+            seen = len(self.events)
+            r.require(time.monotonic() < end, f"no event {name} of {who}; there were {self.events}")
+            self.events.append(json.loads(self.lines.readline()))
+
+    def story(self, who):
+        """The states and the end of one job, in order."""
+        of = [e for e in self.events if who in (e["data"].get("id"), e["data"].get("device"))]
+        return [e["data"].get("status", e["event"]) for e in of]

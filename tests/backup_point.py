@@ -1,0 +1,134 @@
+"""A backup is what the disk was at one point in time, whoever writes meanwhile and wherever queues are."""
+
+import random
+import time
+
+import backup_model as b
+import rig as r
+from backup_model import MIB
+
+SIZE = 24 * MIB
+THREADS = 4
+# The writers' part of the disk; the rest stays as it is.
+BUSY = 8 * MIB
+LOAD_S = 4
+# So slow that writers meet blocks that are not copied yet.
+SPEED = "16M"
+
+# What is backed up, how, and how the writers write.
+POINTS = (
+    ("raw", "qcow2", False),
+    ("raw", "raw", True),
+    ("raw", "disk", False),
+    ("memory", "qcow2", True),
+    ("memory", "compressed", False),
+    ("qcow2", "qcow2", False),
+    ("qcow2", "compressed", True),
+    ("qcow2", "disk", False),
+    ("ram", "raw", False),
+    ("ram", "qcow2", True),
+)
+
+
+def target(suite, name, to):
+    """Path and format of what is backed up to, and the arguments that say so."""
+    if to == "disk":
+        return b.create(suite.path(f"{name}.target"), SIZE), "qcow2", ["--target", "t0"]
+    form = "raw" if to == "raw" else "qcow2"
+    path = suite.path(f"{name}.backup")
+    return path, form, ["--to", path, "--format", form, *(["--compress"] if to == "compressed" else [])]
+
+
+def point(suite, kind, to, unaligned):
+    """Each writer's blocks are what its first N writes left, and what nobody wrote is there."""
+    name = f"point-{kind}-{to}"
+    path, form, arguments = target(suite, name, to)
+    more = ("--disk", f"name=t0,format=qcow2,file={path}") if to == "disk" else ()
+    mount = b.source(suite, name, kind, SIZE, more=more, queues=3)
+    still = random.Random(kind + to).randbytes(SIZE - BUSY - 4 * MIB)
+    b.put(mount.path, BUSY, still)
+    # Unaligned: less than a block, and over the end of one, so that two blocks are read, changed and written back.
+    shape = {"length": 1000, "offset": 3700, "step": 2 * b.BLOCK} if unaligned else {}
+    places = BUSY // THREADS // shape.get("step", b.BLOCK) // 2
+    writers = b.Writers(mount.path, THREADS, places, seed=len(name), **shape)
+    writers.wait_each(30)
+    before = list(writers.counts)
+    mount.cli("backup", "start", "d0", *arguments, "--speed", SPEED)
+    after = list(writers.counts)
+    # Blocks that the copy has not come to yet are written over.
+    writers.wait_each(40)
+    mount.cli("job", "wait", "backup0")
+    writers.stop()
+    broken = [q for q in mount.queues() if q["errors"]]
+    r.require(not broken, f"requests failed: {broken}")
+    mount.stop()
+    if form == "qcow2":
+        b.checked(path)
+    data = b.contents(suite, path, form)
+    b.equal(data[BUSY:], still + bytes(4 * MIB), "what nobody wrote")
+    writers.expect(data, before, after)
+    path.unlink()
+
+
+def load_argv(socket, *more):
+    return [
+        *(r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "randrw", "--verify", "--queues", "4", "--iodepth", "16"),
+        *("--bs", "16k", "--flush-every", "50", "--quiet", *more),
+    ]
+
+
+def over_vhost_user(suite, kind):
+    """Verified load by four queues, which move, and so does the job's; at last a backup is served and verified."""
+    name = f"load-{kind}"
+    image = b.create(suite.path(f"{name}.qcow2"), 128 * MIB) if kind == "qcow2" else suite.image(f"{name}.img", 128 * MIB)
+    socket, state = suite.path(f"{name}.sock"), suite.path(f"{name}.state")
+    form = "qcow2" if kind == "qcow2" else "raw"
+    daemon = r.Daemon(
+        suite.rig,
+        *("--disk", f"name=d0,format={form},file={image}"),
+        *("--export", f"type=vhost-user-blk,name=e0,disk=d0,socket={socket},queues=4,workers=per-queue"),
+        name=name,
+    )
+    load = r.Child(suite.rig, f"{name}.load", load_argv(socket, "--runtime", f"{LOAD_S}s", "--state", state))
+    r.wait_for("the load's first requests", lambda: sum(q["requests"] for q in daemon.status()["queues"]))
+    moves = backups = job_moves = 0
+    while load.running():
+        if all(j["status"] == "concluded" for j in daemon.status()["jobs"]):
+            daemon.cli("backup", "start", "d0", "--to", suite.path(f"{name}.{backups}"), "--job", f"j{backups}", "--speed", "64M")
+            backups += 1
+        own = [q for q in daemon.status()["queues"] if q["export"] == f"j{backups - 1}"]
+        r.require(len(own) <= 1, f"the job's queues are {own}")
+        daemon.cli("attach", f"e0:{moves % 4}", str((moves * 3 + 1) % 4))
+        # It may have ended in between.
+        if own and daemon.cli("attach", f"j{backups - 1}:0", str(moves % 4), check=False).returncode == 0:
+            job_moves += 1
+        moves += 1
+        time.sleep(0.01)
+    r.require(load.wait(5) == 0, f"the load failed: {load.tail()}")
+    r.require(moves > 5 and job_moves > 2 and backups, f"{moves} moves, {job_moves} of a job's queue, {backups} backups")
+    for number in range(backups):
+        daemon.cli("job", "wait", f"j{number}", timeout_s=60)
+        b.checked(suite.path(f"{name}.{number}"))
+    # With nobody writing, a backup is the disk.
+    last = suite.path(f"{name}.last")
+    daemon.cli("backup", "start", "d0", "--to", last, "--wait", "--compress")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+    served = r.Daemon(
+        suite.rig,
+        *("--disk", f"name=d0,format=qcow2,file={last}"),
+        *("--export", f"type=vhost-user-blk,name=e0,disk=d0,socket={socket}"),
+        name=f"{name}-restored",
+    )
+    r.run([r.binary("vshunt-bench"), "verify", "--socket", socket, "--state", state], timeout_s=60)
+    r.require(served.child.stop() == 0, served.child.tail())
+    suite.rig.say(f"{kind}: {backups} backups, {moves} moves, {job_moves} of a job's queue")
+    for path in (image, last, *(suite.path(f"{name}.{n}") for n in range(backups))):
+        path.unlink()
+
+
+def tests(suite):
+    for kind, to, unaligned in POINTS:
+        how = ", unaligned writes" if unaligned else ""
+        suite.test(f"point in time, {kind} to {to}{how}", lambda k=kind, t=to, u=unaligned: point(suite, k, t, u), 60)
+    for kind in ("raw", "qcow2"):
+        suite.test(f"verified load over vhost-user on queues that move, {kind}", lambda k=kind: over_vhost_user(suite, k), 90)
