@@ -20,7 +20,7 @@ import cases
 import kernel
 import resident
 from fuse import cases as fuse
-from qcow2 import cases as qcow2
+from qcow2 import backup, cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -28,7 +28,8 @@ CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers"
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
-         "qcow2-tmpfs": qcow2.tmpfs, "qcow2-ext4": qcow2.ext4, "qcow2-thin": qcow2.thin, "qcow2-large": qcow2.large}
+         "qcow2-tmpfs": qcow2.tmpfs, "qcow2-ext4": qcow2.ext4, "qcow2-thin": qcow2.thin, "qcow2-large": qcow2.large,
+         "qcow2-backup": backup.backup}
 # Only where it is asked for: what it measures is within the others.
 EXTRA = {"fuse-seed": fuse.seeds}
 GROUPS = {group: [c for c in CASES if c.startswith(f"{group}-")] for group in ("fuse", "qcow2")}

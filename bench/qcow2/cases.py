@@ -51,7 +51,7 @@ def _jobs(b, texts, quick):
     return [Job.parse(t, b.o.awake) for t in chosen]
 
 
-def _ready(b, name, title, folder, need):
+def usable(b, name, title, folder, need):
     """-> (a Qcow2, qemu-img), or None with a note."""
     b.report.heading(name, title)
     img = tool(b.tools)
@@ -73,7 +73,7 @@ def _ready(b, name, title, folder, need):
 def _written(b, name, folder, memory):
     kind = file_system(folder) if folder else "tmpfs"
     behind = "memory behind it: the engine is the limit" if memory else "a disk behind it: the device is the limit"
-    ready = _ready(b, name, f"image of {WRITTEN_BYTES >> 30} GiB on {kind}, every cluster written, 4k; {behind}", folder,
+    ready = usable(b, name, f"image of {WRITTEN_BYTES >> 30} GiB on {kind}, every cluster written, 4k; {behind}", folder,
                    3 * WRITTEN_BYTES)
     jobs = _jobs(b, WRITTEN_JOBS, WRITTEN_QUICK)
     if not ready or not jobs:
@@ -120,7 +120,7 @@ def thin(b):
     for kind, folder in (("tmpfs", b.shm), ("ext4", b.work)):
         name = f"qcow2-thin {kind}"
         found = file_system(folder) if folder else kind
-        ready = _ready(b, name, f"thin image of {THIN_BYTES >> 30} GiB on {found}, a fresh one for each run; 4k writes "
+        ready = usable(b, name, f"thin image of {THIN_BYTES >> 30} GiB on {found}, a fresh one for each run; 4k writes "
                                 "at random, 1M writes in turn", folder, THIN_ROOM_BYTES)
         jobs = _jobs(b, [*THIN_JOBS, SEQUENTIAL], [*THIN_QUICK, SEQUENTIAL])
         if ready and jobs:
@@ -174,7 +174,7 @@ def large(b):
     """What of the map is read anew, where memory has room for an eighth of it."""
     name = "qcow2-large"
     kind = file_system(b.work)
-    ready = _ready(b, name, f"a disk of 2 TiB on {kind}, its map filled, {LARGE_JOB} over all of it; data are holes, so that "
+    ready = usable(b, name, f"a disk of 2 TiB on {kind}, its map filled, {LARGE_JOB} over all of it; data are holes, so that "
                             "what is read of the device is the map", b.work, GIB)
     if not ready or (b.o.jobs and LARGE_JOB not in b.o.jobs):
         return

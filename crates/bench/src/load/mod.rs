@@ -306,7 +306,8 @@ fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
     if plan.flush_every > 0 && features & feature::BLK_FLUSH == 0 {
         return Err(fail!(Usage, "the server does not offer VIRTIO_BLK_F_FLUSH: leave --flush-every out"));
     }
-    if features & feature::BLK_SIZE_MAX != 0 && plan.block > config.size_max {
+    // QEMU's storage daemon (7.2) offers the feature and leaves the limit 0.
+    if features & feature::BLK_SIZE_MAX != 0 && config.size_max != 0 && plan.block > config.size_max {
         return Err(fail!(
             Usage,
             "--bs {} is above the device's segment limit of {} bytes",

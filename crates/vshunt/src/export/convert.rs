@@ -17,52 +17,68 @@ const QUEUES_MAX: usize = 8;
 /// How often progress is told.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Copies what `from` is to `to`, which is as large, and makes it stable. `fresh`: `to` reads as zeroes. `progress` is told
-/// bytes done, of how many.
-///
-/// # Errors
-/// Those of opening either; `Invalid` where their sizes differ; `Io` with the side and the place that failed.
-pub fn convert(
-    from: &DiskSpec,
-    to: &DiskSpec,
-    compress: bool,
-    fresh: bool,
-    progress: &mut dyn FnMut(u64, u64),
-) -> Result<()> {
-    let (source, target) = (Disk::open(from)?, Disk::open(to)?);
-    let size = source.size_bytes();
-    let name = |spec: &DiskSpec| spec.file.as_ref().map_or(String::new(), |f| f.display().to_string());
-    if target.size_bytes() != size {
-        return Err(Error::invalid(format!(
-            "{} has a disk of {size} bytes and {} one of {}: they have to be as large",
-            name(from),
-            name(to),
-            target.size_bytes()
-        )));
+/// A disk that is to be copied, open. With its locks nobody makes a new image of it, or of what it stands on, meanwhile.
+pub struct ToConvert {
+    disk: Arc<Disk>,
+    name: String,
+}
+
+fn name(spec: &DiskSpec) -> String {
+    spec.file.as_ref().map_or(String::new(), |f| f.display().to_string())
+}
+
+impl ToConvert {
+    /// # Errors
+    /// Those of opening a disk.
+    pub fn open(from: &DiskSpec) -> Result<Self> {
+        Ok(Self { disk: Disk::open(from)?, name: name(from) })
     }
-    debug_assert!(to.format == Format::Qcow2 || !compress);
-    let no_memory = || Error::limit("no memory for the map of what is copied");
-    let shift = match compress {
-        true => target.cluster_bytes().map_or(BLOCK_SHIFT, u64::trailing_zeros),
-        false => BLOCK_SHIFT,
-    };
-    let todo = Bits::new(size, shift).ok_or_else(no_memory)?;
-    todo.set(todo.all());
-    let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a copy cannot be set up", e))?;
-    let copy = Copy::new(source, target.clone(), Arc::new(work), std::thread::current());
-    let copy = Arc::new(copy.onto_fresh(fresh).compressed(compress));
-    run(&copy, size, progress)?;
-    match copy.failure() {
-        Some((Side::Source, at, e)) => {
-            return Err(Error::io(format_args!("{} cannot be read at byte {at}", name(from)), e));
+
+    /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes. `progress` is told bytes
+    /// done, of how many.
+    ///
+    /// # Errors
+    /// Those of opening `to`; `Invalid` where their sizes differ; `Io` with the side and the place that failed.
+    pub fn to(
+        self,
+        to: &DiskSpec,
+        compress: bool,
+        fresh: bool,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<()> {
+        let (source, target) = (self.disk, Disk::open(to)?);
+        let (from, to_name) = (self.name, name(to));
+        let size = source.size_bytes();
+        if target.size_bytes() != size {
+            return Err(Error::invalid(format!(
+                "{from} has a disk of {size} bytes and {to_name} one of {}: they have to be as large",
+                target.size_bytes()
+            )));
         }
-        Some((Side::Target, at, e)) => {
-            return Err(Error::io(format_args!("{} cannot be written at byte {at}", name(to)), e));
+        debug_assert!(to.format == Format::Qcow2 || !compress);
+        let no_memory = || Error::limit("no memory for the map of what is copied");
+        let shift = match compress {
+            true => target.cluster_bytes().map_or(BLOCK_SHIFT, u64::trailing_zeros),
+            false => BLOCK_SHIFT,
+        };
+        let todo = Bits::new(size, shift).ok_or_else(no_memory)?;
+        todo.set(todo.all());
+        let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a copy cannot be set up", e))?;
+        let copy = Copy::new(source, target.clone(), Arc::new(work), std::thread::current());
+        let copy = Arc::new(copy.onto_fresh(fresh).compressed(compress));
+        run(&copy, size, progress)?;
+        match copy.failure() {
+            Some((Side::Source, at, e)) => {
+                return Err(Error::io(format_args!("{from} cannot be read at byte {at}"), e));
+            }
+            Some((Side::Target, at, e)) => {
+                return Err(Error::io(format_args!("{to_name} cannot be written at byte {at}"), e));
+            }
+            None => {}
         }
-        None => {}
+        let synced = target.sync().and_then(|()| target.sync());
+        synced.map_err(|e| Error::io(format_args!("{to_name} cannot be made stable"), e))
     }
-    let synced = target.sync().and_then(|()| target.sync());
-    synced.map_err(|e| Error::io(format_args!("{} cannot be made stable", name(to)), e))
 }
 
 /// Runs the queues, each on a worker of its own, until all is copied or one failed.

@@ -15,7 +15,7 @@ pub mod spec;
 mod tests;
 
 pub use check::{Check, check_disk_size, check_one_place};
-pub use convert::convert;
+pub use convert::ToConvert;
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
 pub use life::{MAX_PAIRS, MAX_QUEUES};
 pub use snapshot::OverlayMode;

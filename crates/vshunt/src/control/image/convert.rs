@@ -1,26 +1,31 @@
 //! `vshunt image convert`.
 
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use super::args::{ConvertArgs, CreateArgs};
 use super::file::{For, ImageFile};
+use super::info::beside;
 use super::progress::Bar;
 use super::{ImageFormat, create, failed};
 use crate::control::{Failure, Outcome};
-use crate::export::convert;
+use crate::export::ToConvert;
 use crate::export::spec::{DiskSpec, Format};
 
+/// Images in a chain at most that are looked at; opening one refuses what is longer.
+const CHAIN_MAX: usize = 256;
+
 pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
+    if create::is_help(&args.options) {
+        return create::help();
+    }
     if args.compress && args.output_format == ImageFormat::Raw {
         return Err(Failure::Usage(
             "a raw image has no compressed clusters; leave out -c, or give -O qcow2".into(),
         ));
     }
-    let same = |a: &Path, b: &Path| matches!((std::fs::canonicalize(a), std::fs::canonicalize(b)), (Ok(a), Ok(b)) if a == b);
-    if same(&args.from, &args.to) {
-        return Err(Failure::Usage(format!("{} cannot be copied to itself", args.from.display())));
-    }
     let (format, size) = source(&args)?;
+    not_of(&args.to, args.from.clone(), format == ImageFormat::Qcow2)?;
     let new = !args.to.exists();
     if args.no_create && new {
         return Err(Failure::Failed(format!(
@@ -28,6 +33,19 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
             args.to.display()
         )));
     }
+    let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
+        name: name.to_owned(),
+        file: Some(file.to_owned()),
+        format: if format == ImageFormat::Raw { Format::Raw } else { Format::Qcow2 },
+        readonly,
+        locking: true,
+        ..DiskSpec::default()
+    };
+    let from = DiskSpec { locking: !args.force_share, ..disk("source", &args.from, format, true) };
+    let to = disk("target", &args.to, args.output_format, false);
+    // Before anything is made: what cannot be read replaces nothing.
+    let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
+    let data = create::data_file(&args.options, &args.to)?.map(|file| (!file.exists(), file));
     if !args.no_create {
         let create = CreateArgs {
             format: args.output_format,
@@ -40,27 +58,41 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         };
         create::run(create, true)?;
     }
-    let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
-        name: name.to_owned(),
-        file: Some(file.to_owned()),
-        format: if format == ImageFormat::Raw { Format::Raw } else { Format::Qcow2 },
-        readonly,
-        locking: true,
-        ..DiskSpec::default()
-    };
-    let from = DiskSpec { locking: !args.force_share, ..disk("source", &args.from, format, true) };
-    let to = disk("target", &args.to, args.output_format, false);
     let fresh = !args.no_create && !args.to.metadata().is_ok_and(|m| !m.is_file());
     let mut bar = Bar::new("converting", quiet);
-    let done = convert(&from, &to, args.compress, fresh, &mut |done, all| bar.set(done, all));
+    let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
     drop(bar);
     done.map_err(|e| {
-        if new {
-            // What was begun and failed is not left behind.
-            let _ = std::fs::remove_file(&args.to);
+        // What was begun and failed is not left behind.
+        let made = [Some((new, args.to)), data];
+        for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
+            let _ = std::fs::remove_file(file);
         }
         Failure::Failed(e.to_string())
     })
+}
+
+/// Refuses a target that the image consists of, under whatever name: it would be cut short before it is read.
+fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
+    let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
+    let Some(target_id) = id(target) else { return Ok(()) };
+    let (shown, top) = (target.display(), image.display().to_string());
+    if id(&image) == Some(target_id) {
+        return Err(Failure::Usage(format!("{top} cannot be copied to itself, {shown}")));
+    }
+    let mut next = is_qcow2.then_some(image);
+    for _ in 0..CHAIN_MAX {
+        let Some(path) = next else { break };
+        let file = ImageFile::open(&path, For::Sharing)?;
+        let header = qcow2::Image::open(&file).map_err(|e| failed(&path, &e))?.header().clone();
+        let below = header.backing.map(|name| beside(&path, &name));
+        let data = header.data_file.map(|name| beside(&path, &name));
+        if [&below, &data].into_iter().flatten().any(|file| id(file) == Some(target_id)) {
+            return Err(Failure::Usage(format!("{top} consists of {shown} too; give the copy another name")));
+        }
+        next = below.filter(|_| header.backing_format.as_deref() == Some("qcow2"));
+    }
+    Ok(())
 }
 
 /// Format of the image that is copied, and the size of its disk.

@@ -1,7 +1,7 @@
 //! `vshunt image create`.
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
 use qcow2::create::{DataFile, Options, Preallocation, create};
@@ -52,10 +52,19 @@ enum Type {
     Zstd,
 }
 
+/// Whether `-o` asks which options there are.
+pub(super) fn is_help(options: &[String]) -> bool {
+    options.iter().any(|o| o == "help" || o == "?")
+}
+
+/// The same text as in the help, without what is around it.
+pub(super) fn help() -> Outcome {
+    print(&format!("{}\n", super::args::create_options()))
+}
+
 pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
-    if args.options.iter().any(|o| o == "help" || o == "?") {
-        // The same text as in the help, without what is around it.
-        return print(&format!("{}\n", super::args::create_options()));
+    if is_help(&args.options) {
+        return help();
     }
     let wanted = wanted(&args)?;
     match args.format {
@@ -64,13 +73,33 @@ pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
     }
 }
 
+/// What `-o` says of the target of a copy: its data file. It stands on no image, and its size is known.
+pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<PathBuf>> {
+    let w = parsed(options)?;
+    if w.backing_file.is_some() || w.backing_fmt.is_some() {
+        return Err(Failure::Usage(
+            "a copy has all of its data itself; leave out backing_file and backing_fmt".into(),
+        ));
+    }
+    if w.size.is_some() {
+        return Err(Failure::Usage(
+            "a copy is as large as what it is of; leave out size, and resize it afterwards".into(),
+        ));
+    }
+    Ok(w.data_file.map(|name| beside(image, &name)))
+}
+
+fn parsed(options: &[String]) -> Outcome<Wanted> {
+    let text = options.join(",");
+    match options.is_empty() {
+        true => Ok(Wanted::default()),
+        false => keyval::parse(&text).map_err(|e| Failure::Usage(format!("-o {text}: {e}"))),
+    }
+}
+
 /// Options and flags that say the same, put together.
 fn wanted(args: &CreateArgs) -> Outcome<Wanted> {
-    let usage = |e: String| Failure::Usage(format!("-o {}: {e}", args.options.join(",")));
-    let mut w: Wanted = match args.options.is_empty() {
-        true => Wanted::default(),
-        false => keyval::parse(&args.options.join(",")).map_err(|e| usage(e.to_string()))?,
-    };
+    let mut w = parsed(&args.options)?;
     let twice = |what: &str| Err(Failure::Usage(format!("{what} is given twice, as a flag and with -o")));
     match (&args.backing, &w.backing_file) {
         (Some(_), Some(_)) => return twice("the backing file"),
@@ -226,25 +255,26 @@ fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
         print(&formatting(path, options))?;
     }
     let new = !path.exists();
-    let file = ImageFile::open(path, For::Making)?;
     let data_path = options.data_file.as_ref().map(|d| beside(path, &d.name));
-    let data = match &data_path {
-        Some(data) => {
-            let file = ImageFile::open(data, For::Making)?;
-            file.set_len(0).map_err(|e| Failure::Failed(format!("cannot make {}: {e}", data.display())))?;
-            Some(file)
-        }
-        None => None,
+    let data_new = data_path.as_ref().is_some_and(|data| !data.exists());
+    let removed = |e: Failure| {
+        remove(path, new);
+        data_path.iter().for_each(|data| remove(data, data_new));
+        e
     };
+    let file = ImageFile::open(path, For::Making)?;
+    let empty = |data: &PathBuf| {
+        let file = ImageFile::open(data, For::Making)?;
+        file.set_len(0).map_err(|e| Failure::Failed(format!("cannot make {}: {e}", data.display())))?;
+        Ok(file)
+    };
+    let data = data_path.as_ref().map(empty).transpose().map_err(removed)?;
     let mut bar = Bar::new("preallocating", quiet);
     let made = create(&file, data.as_ref().map(|d| d as &dyn Storage), options, &mut |done, all| {
         bar.set(done, all);
     });
     drop(bar);
-    made.map(drop).map_err(|e| {
-        remove(path, new);
-        failed(path, &e)
-    })
+    made.map(drop).map_err(|e| removed(failed(path, &e)))
 }
 
 /// The line that qemu-img prints.

@@ -1,0 +1,215 @@
+"""qcow2-backup: what guests keep of their IOPS while their disk is backed up, by vshunt and by QEMU's storage daemon.
+
+Both are asked with the same QMP commands for one full backup after the other, each into a fresh image beside the disk's,
+with default limits, from before the load begins until it has ended. A server that does not survive that is a note with its
+last words. What must never happen: a run that counts as one beside a backup though none was under way.
+"""
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+
+from cases import Contestant, file_system
+from client import ClientError, Hung, Job
+from qcow2 import cases, verdicts
+from qcow2.images import OURS, PEER, files, ours, peer, qemu_img, written
+from report import Cell, rate
+from server import StartError
+
+NAME = "qcow2-backup"
+IMAGE_BYTES = 2 << 30
+JOBS = ["rr:32:1", "rw:32:1"]
+# A backup finds its rate in the first seconds.
+TIME_S, TIME_QUICK_S = 8, 3
+KEPT_MIN = 0.7
+BESIDE = ", backup"
+ANSWER_S = 20
+LOOK_S = 0.05
+
+
+class Qmp:
+    """A connection to a monitor. Raises OSError with what went wrong."""
+
+    def __init__(self, path):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(ANSWER_S)
+        try:
+            self._connect(path)
+        except BaseException:
+            self.socket.close()
+            raise
+        self.lines = self.socket.makefile("r")
+        self.errors = {}
+        self._line()
+        self.ask("qmp_capabilities")
+
+    def _connect(self, path):
+        end = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return self.socket.connect(path)
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(LOOK_S)
+
+    def _line(self):
+        line = self.lines.readline()
+        if not line:
+            raise OSError("the monitor was closed")
+        return json.loads(line)
+
+    def ask(self, command, **arguments):
+        """-> what it returns. Errors of jobs that ended meanwhile are kept by the job's id."""
+        text = {"execute": command, **({"arguments": arguments} if arguments else {})}
+        self.socket.sendall(json.dumps(text).encode() + b"\n")
+        while True:
+            answer = self._line()
+            if answer.get("event") == "BLOCK_JOB_COMPLETED" and "error" in answer["data"]:
+                self.errors[answer["data"]["device"]] = answer["data"]["error"]
+            if "error" in answer:
+                raise OSError(f"{command}: {answer['error']['desc']}")
+            if "return" in answer:
+                return answer["return"]
+
+    def close(self):
+        self.lines.close()
+        self.socket.close()
+
+
+class Backups:
+    """One after the other, from a thread, while this is entered. `done`: how many; `copied`: bytes, all together;
+    `error`: why there were no more."""
+
+    def __init__(self, img, monitor, folder):
+        self.img, self.monitor, self.folder = img, monitor, folder
+        self.done, self.copied, self.error = 0, 0, None
+        self._stop, self._running = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        if not self._running.wait(ANSWER_S) or self.error:
+            self.__exit__()
+            raise ClientError(f"no backup began: {self.error}")
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join(4 * ANSWER_S)
+
+    def _loop(self):
+        try:
+            with contextlib.closing(Qmp(self.monitor)) as qmp:
+                while not self._stop.is_set():
+                    self._one(qmp, f"b{self.done}")
+        except OSError as e:
+            self.error = str(e) or type(e).__name__
+            self._running.set()
+
+    def _one(self, qmp, name):
+        with files(os.path.join(self.folder, f"{name}.qcow2")) as (path,):
+            qemu_img([*self.img, "create", "-q", "-f", "qcow2", path, str(IMAGE_BYTES)])
+            qmp.ask("blockdev-add", **{"driver": "qcow2", "node-name": name, "cache": {"direct": True},
+                                       "file": {"driver": "file", "filename": path, "cache": {"direct": True}}})
+            qmp.ask("blockdev-backup", **{"job-id": f"job-{name}", "device": "d", "target": name, "sync": "full"})
+            self._running.set()
+            copied = 0
+            while job := next((j for j in qmp.ask("query-jobs") if j["id"] == f"job-{name}"), None):
+                copied = max(copied, job["current-progress"])
+                if self._stop.is_set():
+                    with contextlib.suppress(OSError):  # it may just have ended
+                        qmp.ask("block-job-cancel", device=f"job-{name}", force=True)
+                time.sleep(LOOK_S)
+            self.copied += copied
+            if (error := qmp.errors.get(f"job-{name}")) and not self._stop.is_set():
+                raise OSError(f"a backup failed: {error}")
+            qmp.ask("blockdev-del", **{"node-name": name})
+            self.done += not self._stop.is_set()
+
+
+def backup(b):
+    for kind, folder in (("tmpfs", b.shm), ("ext4", b.work)):
+        found = file_system(folder) if folder else kind
+        title = (f"image of {IMAGE_BYTES >> 30} GiB on {found}, every cluster written; 4k at random, with and without full "
+                 "backups to the same file system, default limits")
+        ready = cases.usable(b, f"{NAME} {kind}", title, folder, 4 * IMAGE_BYTES)
+        jobs = [Job.parse(t, b.o.awake) for t in JOBS if not b.o.jobs or t in b.o.jobs]
+        if ready and jobs:
+            _compare(*ready, f"{NAME} {kind}", folder, jobs)
+
+
+def _compare(q, img, name, folder, jobs):
+    b, cells = q.b, {}
+    try:
+        with written(img, folder, IMAGE_BYTES) as image:
+            takers = [_with_monitor(ours(b.tools, image.qcow2, OURS, "1"), "{sock}.control"),
+                      *([_with_monitor(peer(b.tools, image.qcow2), "{sock}.qmp")] if b.tools.qsd else [])]
+            for rep in range(b.o.reps):
+                for job in jobs:
+                    for taker, beside in [(t, s) for t in takers for s in (False, True)]:
+                        label = taker.name + (BESIDE if beside else "")
+                        cell = cells.setdefault((str(job), label), Cell())
+                        if not cell.given_up():
+                            b.report.progress(f"{name}: repetition {rep + 1} of {b.o.reps}, {job}, {label}")
+                            cell.add(_run(q, img, name, taker, job, folder if beside else None))
+    except OSError as e:
+        b.report.note(f"{name}: {e}")
+        return
+    names = [t.name + s for t in takers for s in ("", BESIDE)]
+    b.report.table(["job", *names], [[str(j), *(_text(cells[str(j), n]) for n in names)] for j in jobs], "  ")
+    b.report.line("  medians; us: server's CPU time an I/O; MiB/s: copied by backups beside it")
+    b.report.data["cases"][name] = {"loads": [{"job": j, "contestant": n, "runs": c.runs} for (j, n), c in cells.items()]}
+    b.report.line(f"  targets ({PEER}'s for comparison):")
+    for job in jobs:
+        for taker in takers:
+            verdicts.ratio(b.report, name, cells, job, [taker.name + BESIDE], [taker.name], KEPT_MIN, rate)
+
+
+def _with_monitor(contestant, path):
+    """The storage daemon has no monitor unless it is asked for one; ours has its control socket."""
+    def argv(queues):
+        more = [] if path.endswith(".control") else ["--chardev", f"socket,id=m,path={path},server=on,wait=off", "--monitor", "chardev=m"]
+        return [*contestant.argv(queues), *more]
+    return Contestant(contestant.name, argv)
+
+
+def _text(cell):
+    copied = cell.median("copied_mib_s")
+    return cell.text(None, rate) + ("" if copied is None else f" {copied:,.0f} MiB/s")
+
+
+def _run(q, img, name, contestant, job, folder):
+    """-> a result, 'hung', or 'failed: why'; with backups into `folder`, if there is one."""
+    b, client = q.b, q.client
+    time_s, client.time_s = client.time_s, max(client.time_s, TIME_QUICK_S if b.o.quick else TIME_S)
+    label = f"{name} {job}: {contestant.name}" + (BESIDE if folder else "")
+    try:
+        with b.server(contestant.name, contestant.argv(job.queues)) as server:
+            monitor = server.control if contestant.name == OURS else f"{server.sock}.qmp"
+            beside = Backups(img, monitor, folder) if folder else contextlib.nullcontext()
+            begun = time.monotonic()
+            try:
+                with beside as backups:
+                    result = client.load_socket(job, server, lambda pid: b.autopsy(name, contestant, job, server, pid))
+                    took = time.monotonic() - begun
+            except (ClientError, Hung) as e:
+                if died := server.died():
+                    raise ClientError(f"{died}; the load: {e or 'hung'}") from e
+                raise
+            if died := server.died():
+                raise ClientError(died)
+            if backups and backups.error:
+                raise ClientError(f"backups ended after {backups.done}: {backups.error}")
+        if backups:
+            result |= {"backups": backups.done, "copied_mib_s": backups.copied / took / (1 << 20)}
+        return result
+    except Hung:
+        return "hung"
+    except (ClientError, StartError, OSError) as e:
+        b.report.note(f"{label}: {e}")
+        return f"failed: {e}"
+    finally:
+        client.time_s = time_s

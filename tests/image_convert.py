@@ -1,0 +1,230 @@
+"""The part of tests/image about `vshunt image convert`: what a guest reads is the same before and after.
+
+`qemu-img compare` and `check` judge what we made; what we read of QEMU's images is held against its own copy.
+"""
+
+import os
+import subprocess
+
+import rig as r
+
+MIB = 1 << 20
+# Images copied of each kind of test, with options drawn anew.
+COPIES = 12
+
+
+class Converts:
+    """Tests of copies between formats and options."""
+
+    def __init__(self, rig, both, rand_of, options_of, commands_of, text_of):
+        self.rig = rig
+        self.both = both
+        self.rand_of = rand_of
+        self.options_of = options_of
+        self.commands_of = commands_of
+        self.text_of = text_of
+
+    def tests(self):
+        for name, body in (
+            ("copies between formats and options", self.formats),
+            ("copies of compressed clusters", self.compressed),
+            ("a copy of a chain stands alone", self.chains),
+            ("a copy onto an image that is there", self.onto),
+            ("a copy of an image in use", self.used),
+            ("a copy replaces what was there", self.replaced),
+            ("a copy never harms what it reads", self.itself),
+            ("a copy without space", self.full),
+            ("copies that cannot be made are refused by name", self.refused),
+        ):
+            self.rig.test(f"image: {name}", lambda b=body: b(self.rand_of()))
+
+    def same(self, a, a_format, b, b_format, of):
+        """A guest reads the same of both, and neither is corrupt."""
+        done = self.both.theirs("compare", "-f", a_format, "-F", b_format, a, b, check=False)
+        r.require(done.returncode == 0, f"{of}: {a} and {b} differ: {done.stdout}{done.stderr}")
+        for name, form in ((a, a_format), (b, b_format)):
+            if form == "qcow2":
+                done = self.both.theirs("check", "-f", "qcow2", name, check=False)
+                r.require(done.returncode == 0, f"{of}: {name}: {done.stdout}{done.stderr[:600]}")
+
+    def contents(self, rand, name, size):
+        """A raw image of zeroes, data that becomes smaller and data that does not, in pieces of all sizes."""
+        with open(self.both.dir / name, "wb") as f:
+            f.truncate(size)
+            at = 0
+            while at < size:
+                n = min(rand.choice((512, 4096, 65536, 300032, MIB)), size - at)
+                data = (None, b"\0" * n, b"abcdefgh" * (n // 8), rand.randbytes(n))[rand.randrange(4)]
+                if data:
+                    f.seek(at)
+                    f.write(data)
+                at += n
+        return name
+
+    def formats(self, rand):
+        """QEMU's images of all kinds to raw and to other options, and back."""
+        both = self.both
+        for n in range(COPIES):
+            options, size = self.options_of(rand)
+            source = f"from{n}"
+            of = f"{n}: {self.text_of(options, source)}"
+            both.theirs("create", "-q", "-f", "qcow2", "-o", self.text_of(options, source), source, size)
+            both.io(source, *self.commands_of(rand, options, size, 12))
+            both.ours("convert", source, f"{n}.raw")
+            self.same(source, "qcow2", f"{n}.raw", "raw", of)
+            wanted, _ = self.options_of(rand)
+            text = self.text_of(wanted, f"to{n}")
+            both.ours("convert", "-f", "qcow2", "-O", "qcow2", "-o", text, source, f"to{n}")
+            self.same(source, "qcow2", f"to{n}", "qcow2", f"{of} to {text}")
+            both.ours("convert", "-f", "raw", "-O", "qcow2", "-o", text, f"{n}.raw", f"to{n}")
+            self.same(source, "qcow2", f"to{n}", "qcow2", f"raw to {text}, once more")
+
+    def compressed(self, rand):
+        """Every kind of compressed target; the last cluster is not whole."""
+        both = self.both
+        size = 5 * MIB + 512
+        self.contents(rand, "plain.raw", size)
+        for kind in ("zlib", "zstd"):
+            for bits in (9, 10, 12, 14, 16, 18, 21):
+                more = ",extended_l2=on" if bits >= 14 and rand.randrange(2) else ""
+                options = f"compression_type={kind},cluster_size={1 << bits}{more}"
+                both.ours("convert", "-c", "-O", "qcow2", "-o", options, "plain.raw", "packed")
+                self.same("plain.raw", "raw", "packed", "qcow2", options)
+                both.ours("convert", "packed", "back.raw")
+                self.same("plain.raw", "raw", "back.raw", "raw", f"{options}, back")
+        both.ours("convert", "-c", "-O", "qcow2", "-o", "compat=0.10", "plain.raw", "packed")
+        self.same("plain.raw", "raw", "packed", "qcow2", "compat=0.10")
+        # It is compressed indeed, and what QEMU compressed is read.
+        (both.dir / "text.raw").write_bytes(b"all work and no play\n" * 100 * 512)
+        both.ours("convert", "-c", "-O", "qcow2", "text.raw", "packed")
+        space = os.stat(both.dir / "packed").st_blocks * 512
+        r.require(space < 600 << 10, f"1 MiB of repeated text takes {space} bytes compressed")
+        for kind in ("zlib", "zstd"):
+            both.theirs("convert", "-c", "-O", "qcow2", "-o", f"compression_type={kind}", "plain.raw", "packed")
+            both.ours("convert", "packed", "back.raw")
+            self.same("plain.raw", "raw", "back.raw", "raw", f"QEMU's {kind}")
+
+    def chains(self, rand):
+        both = self.both
+        self.contents(rand, "low.raw", 3 * MIB)
+        both.theirs("create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", "-b", "low.raw", "-F", "raw", "middle", "4M")
+        both.io("middle", "write -P 1 100k 300k", "write -z 1M 500k", "discard 2M 64k")
+        both.ours("create", "-q", "-f", "qcow2", "-o", "extended_l2=on", "-b", "middle", "-F", "qcow2", "top", "6M")
+        both.io("top", "write -P 2 200k 100k", "write -z 5M 100k", "write -P 3 2M 2k")
+        both.ours("convert", "top", "flat.raw")
+        self.same("top", "qcow2", "flat.raw", "raw", "to raw")
+        for more in ([], ["-c"]):
+            both.ours("convert", *more, "-O", "qcow2", "top", "flat")
+            self.same("top", "qcow2", "flat", "qcow2", f"to qcow2 {more}")
+            r.require("backing" not in both.ours("info", "flat").stdout, "the copy stands on an image")
+
+    def onto(self, rand):
+        """-n: what was in the target does not show where the source is zeroes."""
+        both = self.both
+        self.contents(rand, "new.raw", 4 * MIB)
+        (both.dir / "old.raw").write_bytes(b"\x55" * (4 * MIB))
+        for options in ("", "compat=0.10", "extended_l2=on", "cluster_size=2M", "cluster_size=512", "data_file=DATA,data_file_raw=on"):
+            form = ["-o", options.replace("DATA", "old.data")] if options else []
+            both.theirs("convert", "-O", "qcow2", *form, "old.raw", "old")
+            both.ours("convert", "-n", "-O", "qcow2", "new.raw", "old")
+            self.same("new.raw", "raw", "old", "qcow2", f"-n onto {options}")
+        # One that stands on another must not show that.
+        both.theirs("create", "-q", "-f", "qcow2", "-b", "old.raw", "-F", "raw", "over")
+        both.ours("convert", "-n", "-O", "qcow2", "new.raw", "over")
+        self.same("new.raw", "raw", "over", "qcow2", "-n onto an overlay")
+        both.ours("convert", "-n", "new.raw", "old.raw")
+        self.same("new.raw", "raw", "old.raw", "raw", "-n onto raw")
+        both.theirs("create", "-q", "-f", "qcow2", "short", "3M")
+        r.message_of(both.ours("convert", "-n", "-O", "qcow2", "new.raw", "short", check=False), "short", "as large")
+        r.message_of(both.ours("convert", "-n", "new.raw", "nowhere", check=False), "nowhere", "-n")
+        r.require(not (both.dir / "nowhere").exists(), "-n made a file")
+
+    def used(self, _):
+        """QEMU writes it: refused, but with -U."""
+        both = self.both
+        both.theirs("create", "-q", "-f", "qcow2", "busy", "4M")
+        both.io("busy", "write -P 7 0 1M")
+        argv = [both.qemu_io, "-f", "qcow2", "-c", "read 0 64k", "-c", "sleep 600000", both.dir / "busy"]
+        child = r.Child(self.rig, "busy", argv)
+        r.wait_for("qemu-io has it", lambda: both.ours("info", "busy", check=False).returncode)
+        r.message_of(both.ours("convert", "busy", "busy.raw", check=False), "in use", "busy")
+        r.require(not (both.dir / "busy.raw").exists(), "a file is left behind")
+        both.ours("convert", "-U", "busy", "busy.raw")
+        r.message_of(both.ours("convert", "-f", "raw", "-O", "raw", "busy.raw", "busy", check=False), "in use", "busy")
+        child.kill()
+        self.same("busy", "qcow2", "busy.raw", "raw", "-U")
+
+    def replaced(self, rand):
+        both = self.both
+        self.contents(rand, "little.raw", 2 * MIB)
+        for form, target in (("raw", "there.raw"), ("qcow2", "there")):
+            (both.dir / target).write_bytes(rand.randbytes(5 * MIB))
+            both.ours("convert", "-O", form, "little.raw", target)
+            self.same("little.raw", "raw", target, form, f"over an old file, to {form}")
+        # A data file that is there, too.
+        (both.dir / "there.data").write_bytes(rand.randbytes(5 * MIB))
+        both.ours("convert", "-O", "qcow2", "-o", "data_file=there.data,data_file_raw=on", "little.raw", "there")
+        self.same("little.raw", "raw", "there", "qcow2", "over an old data file")
+        self.same("little.raw", "raw", "there.data", "raw", "the data file by itself")
+
+    def itself(self, rand):
+        """The target is the source under another name, or a file that it stands on."""
+        both = self.both
+        self.contents(rand, "base.raw", MIB)
+        both.theirs("create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "stands")
+        both.ours("convert", "-O", "qcow2", "-o", "data_file=split.data", "base.raw", "split")
+        os.link(both.dir / "base.raw", both.dir / "hard.raw")
+        os.symlink("base.raw", both.dir / "soft.raw")
+        for source, target, words in (
+            ("base.raw", "base.raw", ["base.raw", "itself"]),
+            ("base.raw", "./base.raw", ["base.raw", "itself"]),
+            ("base.raw", "soft.raw", ["base.raw", "itself"]),
+            ("base.raw", "hard.raw", ["base.raw", "itself"]),
+            ("stands", "base.raw", ["stands", "consists", "base.raw"]),
+            ("stands", "hard.raw", ["stands", "hard.raw"]),
+            ("split", "split.data", ["split", "split.data"]),
+        ):
+            before = {name: (both.dir / name).read_bytes() for name in ("base.raw", "stands", "split", "split.data")}
+            r.message_of(both.ours("convert", source, target, check=False), *words)
+            for name, data in before.items():
+                r.require((both.dir / name).read_bytes() == data, f"{source} to {target}: {name} is another")
+
+    def full(self, rand):
+        """A target without space: the error names it, and nothing is left of it."""
+        both = self.both
+        folder = both.dir / "small"
+        folder.mkdir()
+        done = r.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False)
+        if done.returncode:
+            raise r.Skipped(f"no tmpfs can be mounted: {done.stderr.strip()}")
+        try:
+            (both.dir / "much.raw").write_bytes(rand.randbytes(8 * MIB))
+            for form, more in (("raw", []), ("qcow2", []), ("qcow2", ["-c"]), ("qcow2", ["-o", "data_file=much.data"])):
+                done = both.ours("convert", *more, "-O", form, "much.raw", folder / "much", check=False)
+                r.message_of(done, "small/much", "space")
+                left = sorted(p.name for p in folder.iterdir())
+                r.require(not left, f"{form} {more}: left behind: {left}")
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+
+    def refused(self, _):
+        both = self.both
+        for name, size in (("odd.raw", 1000), ("none.raw", 0), ("good.raw", MIB)):
+            with open(both.dir / name, "wb") as f:
+                f.truncate(size)
+        (both.dir / "junk").write_bytes(b"QFI\xfb\0\0\0\x03" + b"\xff" * 504)
+        for arguments, words in (
+            (["missing", "out"], ["missing"]),
+            (["good.raw", "nowhere/out"], ["nowhere/out"]),
+            (["-c", "good.raw", "out"], ["-c", "-O qcow2"]),
+            (["odd.raw", "out"], ["odd.raw", "1000"]),
+            (["-O", "qcow2", "none.raw", "out"], ["none.raw", "512"]),
+            (["junk", "out"], ["junk"]),
+            (["-f", "qcow2", "good.raw", "out"], ["good.raw"]),
+            (["-O", "qcow2", "-o", "colour=red", "good.raw", "out"], ["colour"]),
+            (["-O", "qcow2", "-o", "size=5M", "good.raw", "out"], ["size"]),
+            (["-O", "qcow2", "-o", "backing_file=good.raw,backing_fmt=raw", "good.raw", "out"], ["backing_file"]),
+            (["-O", "qcow2", "-n", "-o", "compat=v2", "good.raw", "out"], ["-n"]),
+        ):
+            r.message_of(both.ours("convert", *arguments, check=False), *words)
+            r.require(not (both.dir / "out").exists(), f"{arguments} left a file behind")
