@@ -13,6 +13,7 @@ import time
 
 from cases import Contestant, file_system
 from client import ClientError, Hung, Job
+from fuse.verdicts import paired
 from qcow2 import cases, verdicts
 from qcow2.images import OURS, PEER, files, ours, peer, qemu_img, written
 from report import Cell, rate
@@ -145,11 +146,14 @@ def _compare(q, img, name, folder, jobs):
     b, cells = q.b, {}
     try:
         with written(img, folder, IMAGE_BYTES) as image:
-            takers = [_with_monitor(ours(b.tools, image.qcow2, OURS, "1"), "{sock}.control"),
-                      *([_with_monitor(peer(b.tools, image.qcow2), "{sock}.qmp")] if b.tools.qsd else [])]
+            takers = [ours(b.tools, image.qcow2, OURS, "1"),
+                      *([_with_monitor(peer(b.tools, image.qcow2))] if b.tools.qsd else [])]
+            b.report.line(f"  here runs take {_time_s(q)} s")
+            plan = [(t, beside) for t in takers for beside in (False, True)]
             for rep in range(b.o.reps):
+                turn = rep % len(plan)
                 for job in jobs:
-                    for taker, beside in [(t, s) for t in takers for s in (False, True)]:
+                    for taker, beside in plan[turn:] + plan[:turn]:
                         label = taker.name + (BESIDE if beside else "")
                         cell = cells.setdefault((str(job), label), Cell())
                         if not cell.given_up():
@@ -162,17 +166,22 @@ def _compare(q, img, name, folder, jobs):
     b.report.table(["job", *names], [[str(j), *(_text(cells[str(j), n]) for n in names)] for j in jobs], "  ")
     b.report.line("  medians; us: server's CPU time an I/O; MiB/s: copied by backups beside it")
     b.report.data["cases"][name] = {"loads": [{"job": j, "contestant": n, "runs": c.runs} for (j, n), c in cells.items()]}
-    b.report.line(f"  targets ({PEER}'s for comparison):")
     for job in jobs:
-        for taker in takers:
-            verdicts.ratio(b.report, name, cells, job, [taker.name + BESIDE], [taker.name], KEPT_MIN, rate)
+        kept = paired(cells, job, PEER + BESIDE, PEER)
+        b.report.line(f"  {job}: {PEER} keeps {f'x{kept:.2f}' if kept else 'nothing that was measured: see the notes'}")
+    b.report.line("  targets:")
+    for job in jobs:
+        verdicts.ratio(b.report, name, cells, job, [OURS + BESIDE], [OURS], KEPT_MIN, rate)
 
 
-def _with_monitor(contestant, path):
-    """The storage daemon has no monitor unless it is asked for one; ours has its control socket."""
+def _time_s(q):
+    return max(q.client.time_s, TIME_QUICK_S if q.b.o.quick else TIME_S)
+
+
+def _with_monitor(contestant):
+    """The storage daemon has no monitor unless it is asked for one."""
     def argv(queues):
-        more = [] if path.endswith(".control") else ["--chardev", f"socket,id=m,path={path},server=on,wait=off", "--monitor", "chardev=m"]
-        return [*contestant.argv(queues), *more]
+        return [*contestant.argv(queues), "--chardev", "socket,id=m,path={sock}.qmp,server=on,wait=off", "--monitor", "chardev=m"]
     return Contestant(contestant.name, argv)
 
 
@@ -184,7 +193,7 @@ def _text(cell):
 def _run(q, img, name, contestant, job, folder):
     """-> a result, 'hung', or 'failed: why'; with backups into `folder`, if there is one."""
     b, client = q.b, q.client
-    time_s, client.time_s = client.time_s, max(client.time_s, TIME_QUICK_S if b.o.quick else TIME_S)
+    time_s, client.time_s = client.time_s, _time_s(q)
     label = f"{name} {job}: {contestant.name}" + (BESIDE if folder else "")
     try:
         with b.server(contestant.name, contestant.argv(job.queues)) as server:
