@@ -276,7 +276,7 @@ impl Daemon {
     }
 
     /// The image's lock would say that another process has it, after having waited for that to end.
-    fn check_image(&self, spec: &DiskSpec) -> Result<()> {
+    pub(super) fn check_image(&self, spec: &DiskSpec) -> Result<()> {
         let disks: Vec<_> = self.state().disks.values().cloned().collect();
         let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.keeps_out(spec)), &spec.file) else {
             return Ok(());
@@ -642,7 +642,7 @@ impl Maps {
     pub(super) fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
         match self.exports.contains_key(&spec.name) {
             true => Err(Error::exists(format!("there is an export {} already", spec.name))),
-            false if self.jobs.contains_key(&spec.name) => {
+            false if self.has_job(&spec.name) => {
                 Err(Error::exists(format!("there is a job {} already, whose queue has that name", spec.name)))
             }
             false => Ok(()),

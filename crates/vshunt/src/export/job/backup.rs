@@ -197,7 +197,6 @@ impl Daemon {
         let fresh = backing.is_none();
         // Held open, and so locked with all that it stands on: none of these can be replaced by what is made.
         let _below = backing.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
-        NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
         let disk = DiskSpec {
             name: format!("the target of job {id}"),
             format,
@@ -205,6 +204,8 @@ impl Daemon {
             locking: true,
             ..DiskSpec::default()
         };
+        self.check_image(&disk)?;
+        NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
         let made = Made::new(path).map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e));
         let opened = made.and_then(|made| Ok((Disk::open(&disk)?, made)));
         match opened {

@@ -134,8 +134,7 @@ impl Maps {
 
     /// A name for a job: the one that was asked for if it is free, else the first free one.
     pub(super) fn job_name(&self, asked: Option<&str>, kind: &str) -> Result<String> {
-        let taken =
-            |id: &str| self.exports.contains_key(id) || self.jobs.get(id).is_some_and(|j| !j.is_concluded());
+        let taken = |id: &str| self.exports.contains_key(id) || self.has_job(id);
         match asked {
             Some(id) if taken(id) => {
                 Err(Error::exists(format!("there is a job or an export {id} already; choose another name")))
@@ -146,6 +145,11 @@ impl Maps {
                 .find(|id| !taken(id) && !self.jobs.contains_key(id))
                 .expect("numbers do not end")),
         }
+    }
+
+    /// Whether a job of that name is under way.
+    pub(super) fn has_job(&self, id: &str) -> bool {
+        self.jobs.get(id).is_some_and(|j| !j.is_concluded())
     }
 
     /// Enters a job.

@@ -156,7 +156,7 @@ fn those_who_are_not_root_mount_by_fusermount3() {
         assert_eq!(fs::read(&path).unwrap(), CONTENTS);
         assert!(mount.still_there() && !mount.allow_other());
         let text = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
-        let line = text.lines().find(|l| l.contains("fuse.vshunt")).unwrap();
+        let line = text.lines().find(|l| l.contains("fuse.vshunt") && l.contains("a\\040disk")).unwrap();
         assert!(line.contains("/a\\040disk ro,nosuid,nodev,"), "{line}");
         assert!(line.contains("- fuse.vshunt vshunt:a,b\\134c ro,user_id=65534,group_id=65534"), "{line}");
         let user = File::open(&path).unwrap();
