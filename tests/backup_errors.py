@@ -126,7 +126,8 @@ def jobs_and_bitmaps(suite):
         name="names",
     )
     daemon.cli("bitmap", "add", "d0", "b0")
-    daemon.cli("backup", "start", "d0", "--to", suite.path("names.done"), "--job", "over", "--wait")
+    daemon.cli("backup", "start", "d0", "--to", suite.path("names.done"), "--job", "over")
+    daemon.cli("job", "wait", "over")
     cases = [((("job", verb, "none")), ("no job none", "job list"), 1) for verb in ("cancel", "pause", "resume", "dismiss", "wait")]
     cases += [(("job", verb, "over"), ("job over is over",), 1) for verb in ("cancel", "pause", "resume")]
     cases += [

@@ -76,6 +76,34 @@ def crashed(suite):
         b.checked(mount.image)
 
 
+def with_a_gap(suite):
+    """A bitmap that was disabled for a while is no base for an incremental backup before a full one begins it anew."""
+    disk = Disk(suite, "gap", "qcow2")
+    mount = disk.mount
+    full = suite.path("gap.full")
+    disk.backup("--to", full, "--bitmap", "b0")
+    disk.cli("bitmap", "disable", "d0", "b0")
+    disk.change()
+    disk.cli("bitmap", "enable", "d0", "b0")
+    asked = ("--incremental", "b0", "--backing", full)
+    r.message_of(disk.backup("--to", suite.path("gap.1"), *asked, check=False), "b0", "full backup")
+    # Over a restart it is in doubt: everything is copied.
+    mount.stop()
+    mount.start()
+    disk.change()
+    path = suite.path("gap.2")
+    disk.backup("--to", path, *asked)
+    b.equal(b.contents(suite, path, "qcow2"), bytes(disk.data), "the backup after a gap")
+    again = suite.path("gap.3")
+    disk.cli("bitmap", "disable", "d0", "b0")
+    disk.backup("--to", again, "--bitmap", "b0")
+    disk.change()
+    last = suite.path("gap.4")
+    disk.backup("--to", last, "--incremental", "b0", "--backing", again)
+    b.equal(b.contents(suite, last, "qcow2"), bytes(disk.data), "the backup after it began anew")
+    mount.stop()
+
+
 def of_qemu(suite):
     """A bitmap that QEMU's tools made is kept up here."""
     disk = Disk(suite, "theirs", "qcow2")
@@ -99,4 +127,5 @@ def of_qemu(suite):
 def tests(suite):
     suite.test("bitmaps kept over restarts", lambda: restarted(suite), 60)
     suite.test("bitmaps after kill -9", lambda: crashed(suite), 60)
+    suite.test("a bitmap with a gap", lambda: with_a_gap(suite), 60)
     suite.test("a bitmap that QEMU made", lambda: of_qemu(suite), 60)

@@ -105,7 +105,7 @@ fn change(b: &mut Bytes<'_>, file: &Memory, clean: bool) {
             3 => bitmap::add(&mut image, "new", None, true),
             4 => bitmap::remove(&mut image, "b"),
             5 => bitmap::load(&image, "b").map(drop),
-            6 => bitmap::set_in_use(&mut image),
+            6 => bitmap::mark_in_use(&mut image),
             _ => resize(&mut image, u64::from(b.u16()) * 512, &around, &mut |_, _| {}),
         };
         if std::env::var_os("VSHUNT_FUZZ_KEEP").is_some_and(|to| std::fs::write(to, file.bytes()).is_err()) {

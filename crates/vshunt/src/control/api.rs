@@ -118,11 +118,12 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("blockdev-snapshot-internal-sync", "device name", snapshot::internal_sync),
     command("blockdev-snapshot-sync", snapshot::SNAPSHOT_SYNC, snapshot::snapshot_sync),
     command("commit-start", "disk [job speed]", jobs::commit_start),
-    command("disk-add", "name [format file size readonly direct cache locking]", disk_add),
+    command("disk-add", "name [format file size readonly direct cache locking cache-size]", disk_add),
     command("disk-remove", "name", disk_remove),
     command(
         "export-add",
-        "type name disk|net socket [queues workers readonly serial block-size poll-us engine mac mtu]",
+        "type name disk|net socket|mountpoint [queues workers readonly serial block-size poll-us engine mac mtu writable growable \
+         allow-other transport passthrough]",
         export_add,
     ),
     command("export-remove", "name [force]", export_remove),

@@ -19,8 +19,8 @@ use crate::export::spec::{
 };
 
 /// Arguments of `blockdev-add` for the help.
-pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|file|host_device|null-co|ram, node-name [filename | file: {…}] \
-     [size read-only cache: {direct no-flush} locking writethrough]";
+pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|qcow2|file|host_device|null-co|ram, node-name [filename | file: {…}] \
+     [size read-only cache: {direct no-flush} cache-size locking writethrough]";
 
 /// Arguments of `block-export-add` for the help.
 pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name addr: {type: unix, path} \

@@ -206,7 +206,7 @@ impl Daemon {
             let persistent = persistent(entry, spec.persistent)?;
             let granularity = spec.granularity.unwrap_or(GRANULARITY);
             let bitmap = Bitmap::new(&spec.name, entry.disk.size_bytes(), granularity, persistent)?;
-            bitmap.state().recording = !spec.disabled;
+            (bitmap.state().recording, bitmap.state().gap) = (!spec.disabled, spec.disabled);
             entry.watched.state().bitmaps.push(Arc::new(bitmap));
             Ok(())
         })
@@ -223,13 +223,22 @@ impl Daemon {
 
     /// Has all blocks of one count as clean.
     pub fn bitmap_clear(&self, disk: &str, name: &str) -> Result<()> {
-        self.change_bitmaps(disk, |entry| entry.watched.free_bitmap(disk, name)?.take().map(drop))
+        self.change_bitmaps(disk, |entry| {
+            let bitmap = entry.watched.free_bitmap(disk, name)?;
+            drop(bitmap.take()?);
+            let mut state = bitmap.state();
+            state.gap = !state.recording;
+            Ok(())
+        })
     }
 
     /// Has writes recorded, or not.
     pub fn bitmap_record(&self, disk: &str, name: &str, recording: bool) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
-            entry.watched.free_bitmap(disk, name)?.state().recording = recording;
+            let bitmap = entry.watched.free_bitmap(disk, name)?;
+            let mut state = bitmap.state();
+            state.recording = recording;
+            state.gap |= !recording;
             Ok(())
         })
     }

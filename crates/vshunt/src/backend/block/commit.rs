@@ -76,6 +76,9 @@ impl Disk {
                 self.limits.block_size
             )));
         }
+        if let Some(below) = &next.file {
+            mark::put_committing(below, path).map_err(cannot)?;
+        }
         Ok((disk, next))
     }
 
@@ -130,6 +133,7 @@ impl Disk {
 
 fn undo_marks(overlay: &Path, below: &Path) {
     let undone = File::open(below).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
+    let undone = undone.and_then(|()| mark::put_committing(below, overlay));
     if let Err(e) = undone.and_then(|()| mark::take_committed(overlay)) {
         tracing::warn!(
             "the marks of {} and {} are not as they were: {e}",

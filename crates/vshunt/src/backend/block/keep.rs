@@ -35,7 +35,8 @@ impl Disk {
                     bits,
                     enabled: state.recording,
                     in_doubt: false,
-                    missed: false,
+                    // One that records nothing is known not to say what was written since.
+                    missed: state.gap && state.recording,
                 }),
                 Err(e) => {
                     // It is not kept, and no bitmap of that name says less than was written.

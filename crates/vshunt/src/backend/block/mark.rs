@@ -22,6 +22,9 @@ const OVERLAY: &str = "user.vshunt.overlay";
 /// more once that image is written.
 const COMMITTED: &str = "user.vshunt.committed";
 
+/// Of an image below an overlay, once a commit to it has begun: it is no snapshot any more.
+const COMMITTING: &str = "user.vshunt.committing";
+
 /// Whether an image may be opened. What is below an overlay may be read only; a mark whose overlay is gone, or stands on
 /// another image by now, is removed.
 ///
@@ -44,6 +47,10 @@ pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
             remove(path, OVERLAY)
                 .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
         }
+        Ok(true) if read(path, COMMITTING).is_some() => Err(Error::busy(format!(
+            "{shown} is below {over}, which has what a commit that did not come to its end has not brought here: use {over} \
+             (format=qcow2), and commit again"
+        ))),
         Ok(true) => Err(Error::busy(format!(
             "{shown} has a snapshot's overlay {over}, which writes to it would destroy: use {over} (format=qcow2), or add \
              readonly=on; or remove {over} to go back to the snapshot ('setfattr -x {OVERLAY} {shown}' if you know that \
@@ -104,11 +111,26 @@ pub(super) fn put_overlay(base: &File, overlay: &Path) -> io::Result<bool> {
 /// # Errors
 /// The system's; that there is none is no error.
 pub(super) fn take_overlay(base: &File) -> io::Result<()> {
-    match rustix::fs::fremovexattr(base.as_fd(), OVERLAY) {
-        Ok(()) => base.sync_all(),
-        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => Ok(()),
-        Err(e) => Err(e.into()),
+    for name in [OVERLAY, COMMITTING] {
+        match rustix::fs::fremovexattr(base.as_fd(), name) {
+            Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => {}
+            Err(e) => return Err(e.into()),
+        }
     }
+    base.sync_all()
+}
+
+/// Says of an image that a commit to it has begun; on stable storage when it returns.
+///
+/// # Errors
+/// The system's; that its file system has no marks is no error.
+pub(super) fn put_committing(base: &Path, overlay: &Path) -> io::Result<()> {
+    put(&File::open(base)?, COMMITTING, overlay).map(drop)
+}
+
+/// Whether a commit to it has begun.
+pub(super) fn is_committing(base: &Path) -> bool {
+    read(base, COMMITTING).is_some()
 }
 
 /// Says of an overlay that it was committed to the image below; on stable storage when it returns.

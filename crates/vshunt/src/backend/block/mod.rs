@@ -224,6 +224,15 @@ impl Disk {
         if let Some(file) = &spec.file {
             mark::check(file, spec.readonly)?;
         }
+        if let (Some(file), Format::Raw) = (&spec.file, spec.format)
+            && file.is_file()
+            && raw::begins_as_qcow2(file)
+        {
+            tracing::warn!(
+                "{} begins as a qcow2 image and is served as a raw one: if it is qcow2, end this and give format=qcow2",
+                file.display()
+            );
+        }
         Ok(Arc::new(Self::of(spec, open_kind(spec)?)))
     }
 
@@ -490,6 +499,13 @@ impl Disk {
     /// What handles do beside each write.
     pub(crate) fn watch(&self) -> Arc<Watch> {
         self.watch.read().expect("no holder panics").clone()
+    }
+
+    /// Its image is about to be deleted: it need not be in order when it is closed.
+    pub(crate) fn abandon(&self) {
+        if let Kind::Qcow2(image) = &*self.kind() {
+            image.abandon();
+        }
     }
 
     /// Bytes of a cluster of a qcow2 image.

@@ -11,11 +11,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::qcow2::Plain;
+use super::Loaded;
+use super::qcow2::{Plain, enter_bitmaps};
 use super::raw::Raw;
 use super::{Disk, Kind, Limits, lock};
 use crate::error::{Error, Result};
-use crate::export::spec::{Cache, DiskSpec};
+use crate::export::spec::{Cache, DiskSpec, Format};
 
 /// A disk's image that is closed for a while: nobody uses its files, and nobody else can get their locks.
 pub(super) struct Closed {
@@ -88,6 +89,10 @@ impl Disk {
     ) -> Result<()> {
         let mut kind = self.kind.write().expect("no holder panics");
         let path = shown(now);
+        let along = match &**kind {
+            Kind::Qcow2(image) if now.file != next.file => image.leave_bitmaps(),
+            _ => Vec::new(),
+        };
         kind.finish(self.cache, self.readonly)
             .map_err(|e| Error::io(format_args!("cannot bring {path} to stable storage"), e))?;
         let old = std::mem::replace(&mut *kind, Arc::new(Kind::Gone));
@@ -101,7 +106,10 @@ impl Disk {
             _ => None,
         };
         let closed = Closed { kind: old, below, path: path.clone() };
-        let opened = work(&closed).and_then(|()| self.open_again(next, &held));
+        let opened = work(&closed).and_then(|()| {
+            enter(next, along)?;
+            self.open_again(next, &held)
+        });
         // Descriptors in the system's own lists keep a file open for a moment; its locks are let go of by name.
         let (result, new) = match opened {
             Ok(new) => (Ok(()), Ok(new)),
@@ -155,6 +163,24 @@ impl Disk {
             ))),
             false => Ok(()),
         }
+    }
+}
+
+/// Puts bitmaps that a disk takes along into its next image, so that they count as in doubt if nobody comes to write them
+/// back.
+fn enter(next: &DiskSpec, along: Vec<Loaded>) -> Result<()> {
+    let Some(path) = next.file.as_ref().filter(|_| next.format == Format::Qcow2 && !along.is_empty()) else {
+        return Ok(());
+    };
+    let file = File::options().read(true).write(true).open(path);
+    let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
+    match enter_bitmaps(&Plain::new(file), along) {
+        Ok(()) => Ok(()),
+        Err(qcow2::Error::Unsupported(why)) => {
+            tracing::warn!("{} cannot keep the disk's bitmaps: {why}", path.display());
+            Ok(())
+        }
+        Err(e) => Err(Error::invalid(format!("cannot keep bitmaps in {}: {e}", path.display()))),
     }
 }
 

@@ -25,6 +25,8 @@ pub(crate) struct BitmapState {
     pub(crate) bits: Arc<Bits>,
     /// Whether writes set them.
     pub(crate) recording: bool,
+    /// Writes may have been missed since it was begun, for it did not record all the time.
+    pub(crate) gap: bool,
     /// The job that uses it; nobody else may then change it.
     pub(crate) job: Option<String>,
 }
@@ -41,13 +43,13 @@ impl Bitmap {
             )));
         }
         let bits = new_bits(name, size, granularity.trailing_zeros())?;
-        let state = BitmapState { bits, recording: true, job: None };
+        let state = BitmapState { bits, recording: true, gap: false, job: None };
         Ok(Self { name: name.to_owned(), persistent, state: Mutex::new(state) })
     }
 
     /// One that was kept in the image.
     pub(super) fn kept(name: &str, bits: Bits, recording: bool) -> Self {
-        let state = BitmapState { bits: Arc::new(bits), recording, job: None };
+        let state = BitmapState { bits: Arc::new(bits), recording, gap: !recording, job: None };
         Self { name: name.to_owned(), persistent: true, state: Mutex::new(state) }
     }
 

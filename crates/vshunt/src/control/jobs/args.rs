@@ -73,7 +73,8 @@ fn speed(text: &str) -> Result<Speed, String> {
                 format!("`{text}` is no speed; write for example 100M (bytes a second), max or shared")
             })?;
             if bytes == 0 {
-                Err("a speed of 0 ends nothing; pause the job, or cancel it".into())
+                Err("at a speed of 0 it would never end: pause the job (job pause), or give max for no limit"
+                    .into())
             } else {
                 Ok(Speed::Bytes(bytes))
             }
@@ -108,7 +109,8 @@ pub(crate) struct BackupArgs {
     /// Write compressed clusters (qcow2)
     #[arg(long)]
     pub(crate) compress: bool,
-    /// Begin this dirty bitmap at the same point in time, for the next incremental backup; made if there is none
+    /// Begin this dirty bitmap at the same point in time, for the next incremental backup: cleared if there is one,
+    /// made if there is none
     #[arg(long, value_name = "NAME", conflicts_with = "incremental")]
     pub(crate) bitmap: Option<String>,
     /// Copy only what this dirty bitmap says was written since the backup before; it begins anew
@@ -164,10 +166,10 @@ pub(crate) enum JobCommand {
         #[arg(value_parser = speed)]
         speed: Speed,
     },
-    /// Forget a job that is over
+    /// Forget jobs that are over
     Dismiss {
-        /// Name of the job
-        job: String,
+        /// Names of the jobs; without one all that are over
+        jobs: Vec<String>,
     },
 }
 
@@ -204,6 +206,8 @@ pub(crate) enum BitmapCommand {
         name: String,
     },
     /// Take note of writes
+    ///
+    /// What was written before is not in it: it says what to back up after the next full backup that begins it anew.
     Enable {
         /// Name of the disk
         disk: String,

@@ -23,7 +23,7 @@ pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -
     let started: Value = call(client, "backup-start", to_value(&spec(*args)?)?)?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match wait {
-        true => wait_for(client, &id, quiet),
+        true => wait_and_dismiss(client, &id, quiet),
         false => print(&format!("{id}\n")),
     }
 }
@@ -34,7 +34,7 @@ pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outc
     let started: Value = call(client, "commit-start", arguments)?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match args.wait {
-        true => wait_for(client, &id, quiet),
+        true => wait_and_dismiss(client, &id, quiet),
         false => print(&format!("{id}\n")),
     }
 }
@@ -78,12 +78,27 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
         JobCommand::Speed { job, speed } => {
             send(client, "job-set-speed", json!({ "id": job, "speed": speed.limit() }))
         }
-        JobCommand::Dismiss { job } => send(client, "job-dismiss", json!({ "id": job })),
+        JobCommand::Dismiss { jobs: named } => {
+            let over = |j: &JobInfo| j.status == JobStatus::Concluded;
+            let names = match named.is_empty() {
+                true => jobs(client)?.into_iter().filter(over).map(|j| j.id).collect(),
+                false => named,
+            };
+            names.iter().try_for_each(|id| send(client, "job-dismiss", json!({ "id": id })))
+        }
     }
 }
 
 fn jobs(client: &mut Client) -> Outcome<Vec<JobInfo>> {
     call(client, "query-jobs", json!({}))
+}
+
+/// Until a job is over, which was told then to who asked for it.
+fn wait_and_dismiss(client: &mut Client, id: &str, quiet: bool) -> Outcome {
+    let result = wait_for(client, id, quiet);
+    // Another may have dismissed it, or the daemon ended.
+    let _ = send(client, "job-dismiss", json!({ "id": id }));
+    result
 }
 
 /// Until a job is over; fails as it did.

@@ -61,6 +61,8 @@ struct Begun {
     bitmap: Arc<Bitmap>,
     /// What it was before; comes back if the backup fails. None: it was made for this.
     old: Option<Arc<Bits>>,
+    /// Whether it recorded, and whether it had not done so for a while.
+    before: (bool, bool),
 }
 
 impl Daemon {
@@ -74,10 +76,16 @@ impl Daemon {
         entry.watched.check_free(&spec.disk)?;
         if let Some(name) = &spec.incremental {
             let bitmap = entry.watched.bitmap(&spec.disk, name)?;
-            if !bitmap.state().recording {
+            let state = bitmap.state();
+            if !state.recording || state.gap {
+                let does = if state.recording {
+                    "did not record writes for a while"
+                } else {
+                    "does not record writes"
+                };
                 return Err(Error::invalid(format!(
-                    "bitmap {name} does not record writes, so it does not say what changed; 'bitmap enable' it, and \
-                     make a full backup"
+                    "bitmap {name} {does}, so it does not say what changed: begin it anew with a full backup (--bitmap \
+                     {name})"
                 )));
             }
         }
@@ -193,10 +201,11 @@ impl Daemon {
         }
         let path = spec.to.as_deref().expect("checked: one of the two");
         let format = spec.format.unwrap_or(Format::Qcow2);
-        let backing = spec.backing.as_deref().map(backing).transpose()?;
-        let fresh = backing.is_none();
+        let below_path = spec.backing.as_deref().map(backing).transpose()?;
+        let fresh = below_path.is_none();
+        let backing = below_path.as_ref().map(|(name, format)| (beside(path, name), *format));
         // Held open, and so locked with all that it stands on: none of these can be replaced by what is made.
-        let _below = backing.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
+        let _below = below_path.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
         let disk = DiskSpec {
             name: format!("the target of job {id}"),
             format,
@@ -259,9 +268,13 @@ impl Ends {
         // Nothing of a disk stays that a job had.
         {
             let _turn = entry.turn();
-            if let Some(Begun { bitmap, old }) = begun {
+            if let Some(Begun { bitmap, old, before }) = begun {
                 match old.filter(|_| !good) {
-                    Some(old) => bitmap.state().bits.add(&old),
+                    Some(old) => {
+                        let mut state = bitmap.state();
+                        state.bits.add(&old);
+                        (state.recording, state.gap) = before;
+                    }
                     None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
                     None => {}
                 }
@@ -283,6 +296,9 @@ impl Ends {
 /// Closes a target, and removes a file that is no backup.
 fn drop_target(target: Target, good: bool) {
     let Target { disk, made, entry, .. } = target;
+    if made.is_some() && !good {
+        disk.abandon();
+    }
     drop(disk);
     if let Some(entry) = entry {
         entry.watched.let_go();
@@ -303,9 +319,12 @@ fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<
             if let Some(other) = &bitmap.state().job {
                 return Err(Error::busy(format!("bitmap {name} is in use by job {other}")));
             }
-            bitmap.state().recording = true;
             let old = bitmap.take()?;
-            Begun { bitmap, old: Some(old) }
+            let mut state = bitmap.state();
+            let before = (state.recording, state.gap);
+            (state.recording, state.gap) = (true, false);
+            drop(state);
+            Begun { bitmap, old: Some(old), before }
         }
         Err(e) if spec.incremental.is_some() => return Err(e),
         Err(_) => {
@@ -314,7 +333,7 @@ fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<
             let bitmap =
                 Arc::new(Bitmap::new(name, entry.disk.size_bytes(), 1 << CLUSTER_SHIFT, persistent)?);
             entry.watched.state().bitmaps.push(bitmap.clone());
-            Begun { bitmap, old: None }
+            Begun { bitmap, old: None, before: (true, false) }
         }
     };
     begun.bitmap.state().job = Some(job.to_owned());
@@ -381,6 +400,16 @@ fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
         locking: true,
         ..DiskSpec::default()
     })
+}
+
+/// How a new file names the one below: by its name alone where both lie in one folder, which may be moved then.
+fn beside(path: &Path, name: &str) -> String {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let below = Path::new(name);
+    match (std::fs::canonicalize(folder), below.file_name().and_then(|n| n.to_str())) {
+        (Ok(folder), Some(alone)) if below.parent() == Some(&folder) => alone.to_owned(),
+        _ => name.to_owned(),
+    }
 }
 
 /// Name and format of the backup before. Its format is qcow2, for what a guest wrote decides else.

@@ -51,6 +51,14 @@ impl Bitmaps {
         std::mem::take(&mut held.list)
     }
 
+    /// Those that are to be written at the close, for the image that its disk goes on in; here they are left in use, since they
+    /// say nothing of what is written there.
+    pub(super) fn leave(&self) -> Vec<Loaded> {
+        let mut held = self.held.lock().expect("no holder panics");
+        held.list.iter_mut().for_each(|b| b.missed = true);
+        held.list.clone()
+    }
+
     /// They are back, as they are to be written.
     pub(super) fn put(&self, list: Vec<Loaded>) {
         let mut held = self.held.lock().expect("no holder panics");
@@ -69,4 +77,9 @@ impl Bitmaps {
         let storage = storage().map_err(qcow2::Error::io("the image"))?;
         store(&mut Image::open(&*storage)?, list)
     }
+}
+
+/// Puts them into an image that nobody has open, in use from the start.
+pub(in crate::backend::block) fn enter(storage: &dyn Storage, list: Vec<Loaded>) -> Result<()> {
+    store(&mut Image::open(storage)?, list)
 }

@@ -13,6 +13,7 @@ mod open;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use io_uring::opcode;
 
@@ -20,6 +21,7 @@ use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 use self::bitmaps::Bitmaps;
+pub(super) use self::bitmaps::enter as enter_bitmaps;
 pub(crate) use self::journal::{Lacks, forget, recover};
 pub(super) use self::open::{Plain, backing_of, beside, open};
 use super::bounce::{AlignedBuf, Pool};
@@ -41,6 +43,8 @@ pub(super) struct Qcow2 {
     journal: Option<journal::Place>,
     /// Completed writes of its last daemon may be missing.
     lost: bool,
+    /// It is about to be deleted.
+    abandoned: AtomicBool,
     /// Flushes are done at once.
     careless: bool,
     /// Writes are stable when they are done.
@@ -187,6 +191,10 @@ impl Qcow2 {
 
     /// Brings the image into order, after its last user.
     pub(super) fn close(self: &Arc<Self>) {
+        if self.abandoned.load(Relaxed) {
+            self.journal.iter().for_each(journal::Place::remove);
+            return;
+        }
         // The second one writes what the first one counted down, the third what was reserved for these two.
         for _ in 0..3 {
             if let Err(e) = self.flush_now() {
@@ -221,6 +229,16 @@ impl Qcow2 {
         if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
             tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
         }
+    }
+
+    /// See [`Disk::abandon`](super::Disk::abandon).
+    pub(super) fn abandon(&self) {
+        self.abandoned.store(true, Relaxed);
+    }
+
+    /// Bitmaps that its disk takes along to another image.
+    pub(super) fn leave_bitmaps(&self) -> Vec<Loaded> {
+        self.bitmaps.leave()
     }
 
     /// See [`Disk::take_bitmaps`](super::Disk::take_bitmaps).

@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::{Header, incompatible};
@@ -15,7 +16,7 @@ use super::Qcow2;
 use super::bitmaps::Bitmaps;
 use super::journal::{self, Lacks, Place};
 use crate::backend::block::raw::{self, Raw};
-use crate::backend::block::{Limits, SECTOR_BYTES};
+use crate::backend::block::{Limits, SECTOR_BYTES, mark};
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, DiskSpec, Format};
 
@@ -172,6 +173,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
         below: below_size,
         bitmaps: top.bitmaps,
         readonly: spec.readonly,
+        abandoned: AtomicBool::new(false),
         careless: spec.cache == Cache::Unsafe,
         through: spec.cache == Cache::Writethrough,
     };
@@ -283,7 +285,8 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         make_ready(&plain).map_err(wrong)?;
         bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
-    } else if qcow2::journal::journal_of(&header).is_some() {
+    } else if qcow2::journal::journal_of(&header).is_some() && !mark::is_committing(path) {
+        // What a commit left half done lies below the overlay's own.
         tracing::warn!(
             "{shown} was not closed, and is only read: what was written to it last may be missing; serve it once for \
              writing"

@@ -32,7 +32,7 @@ use super::memory::Mapping;
 use super::{Extent, Found, Io, Op, SECTOR_BYTES, SharedFile, Step};
 use crate::error::{Error, Result};
 
-pub(super) use open::{no_image, open, open_part};
+pub(super) use open::{begins_as_qcow2, no_image, open, open_part};
 
 /// Most segments that one readv or writev takes (the kernel's UIO_MAXIOV).
 const SEGMENTS_MAX: usize = 1024;

@@ -125,8 +125,10 @@ pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result
     let size =
         size.map_err(|e| Error::io(format_args!("cannot ask for the size of {}", path.display()), e))?;
     check_size(size).map_err(|why| {
+        let is_qcow2 = begins_as_qcow2(path);
         let path = path.display();
         let remedy = match size {
+            _ if is_qcow2 => "it begins as a qcow2 image: use format=qcow2".to_owned(),
             _ if block_device => "choose another device".to_owned(),
             0 => format!("make it longer: truncate -s 10G {path}, say"),
             _ => format!("truncate -s {} {path}", size.next_multiple_of(512)),
@@ -134,6 +136,13 @@ pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result
         Error::invalid(format!("{path} has {size} bytes, which is no size of a disk: {why}; {remedy}"))
     })?;
     Ok(size)
+}
+
+/// Whether it may be no raw image at all. Only for what is said: a guest may write so to its raw disk.
+pub(in crate::backend::block) fn begins_as_qcow2(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    let read = File::open(path).and_then(|mut file| io::Read::read_exact(&mut file, &mut magic));
+    read.is_ok() && magic == *b"QFI\xfb"
 }
 
 fn check_kind(path: &Path, meta: &Metadata) -> Result<()> {
