@@ -162,7 +162,9 @@ impl DiskEntry {
         let resized = resized.and_then(|()| resize());
         if resized.is_err() {
             // What a bitmap was cut by counts as dirty then.
-            bitmaps.iter().try_for_each(|b| b.resize(old))?;
+            let back = bitmaps.iter().try_for_each(|b| b.resize(old));
+            self.watch();
+            return resized.and(back);
         }
         self.watch();
         resized
@@ -266,6 +268,8 @@ impl Daemon {
         if entry.disk.readonly() {
             return Err(Error::invalid(format!("disk {disk} is read-only: its bitmaps cannot be changed")));
         }
+        // A job that writes to it is no export, and is not drained.
+        entry.watched.check_exportable(disk)?;
         let writer = writer(&exports, disk)?;
         at_rest(writer.as_ref(), || {
             let changed = f(&entry);

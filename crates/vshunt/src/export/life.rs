@@ -311,7 +311,11 @@ impl Export {
         let served = self.served();
         ExportInfo {
             spec: self.spec.clone(),
-            engine: if self.is_kernel() { Engine::Kernel } else { Engine::User },
+            // By the guard that is held: a second one would wait for who waits for the first.
+            engine: match served.as_ref().is_some_and(|s| s.queues.kernel().is_some()) {
+                true => Engine::Kernel,
+                false => Engine::User,
+            },
             engine_why: served.as_ref().and_then(|s| s.engine_why.clone()),
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),

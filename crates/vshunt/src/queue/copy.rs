@@ -427,7 +427,7 @@ impl CopyQueue {
     }
 
     /// Looks whether all is done, with nothing of its own under way.
-    fn look_for_end(&mut self) {
+    fn look_for_end(&mut self, ring: &mut Ring) {
         if self.copy.over.load(Relaxed) {
             return;
         }
@@ -442,6 +442,10 @@ impl CopyQueue {
         // After what is left to do was looked at.
         if self.copy.under_way.load(SeqCst) > 0 {
             return;
+        }
+        if self.has_ended() {
+            // Nobody takes pieces any more: no write is to wait for that.
+            self.copy.work.end(&mut |w| ring.wake(w.who, w.token));
         }
         self.copy.over.store(true, Release);
         self.copy.owner.unpark();
@@ -476,7 +480,7 @@ impl Queue for CopyQueue {
             }
             taken += 1;
         }
-        self.look_for_end();
+        self.look_for_end(ring);
         self.stats.in_flight.store(self.in_flight() as u32, Relaxed);
         taken
     }
@@ -496,7 +500,7 @@ impl Queue for CopyQueue {
         let Some(handle) = handle else { return 0 };
         if let Step::Done(res) = handle.resume(ring, &mut slot.io, token, result) {
             self.stepped(ring, token, token.slot, res);
-            self.look_for_end();
+            self.look_for_end(ring);
             self.stats.in_flight.store(self.in_flight() as u32, Relaxed);
             return 1;
         }

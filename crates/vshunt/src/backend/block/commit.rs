@@ -19,18 +19,45 @@ use super::bits::Bits;
 use super::io::Io;
 use super::qcow2::{Plain, beside};
 use super::replace::shown;
-use super::{Disk, Extent, Op, mark};
+use super::{Disk, Extent, Op, lock, mark};
 use crate::error::{Error, Result};
 use crate::export::spec::{DiskSpec, Format};
 use crate::worker::Ring;
 
+/// An image below another, open for writing.
+pub(crate) struct Below {
+    /// As a disk by itself.
+    pub(crate) disk: Arc<Disk>,
+    /// As which it is opened when the disk goes on there.
+    pub(crate) next: DiskSpec,
+    /// What holds its locks, if they are taken.
+    lock: Option<File>,
+}
+
+impl Below {
+    /// Closes it, and lets go of its locks. Nobody else has the disk any more, but for a moment.
+    pub(crate) fn close(self) -> DiskSpec {
+        let Self { disk, next, lock } = self;
+        for _ in 0..1000 {
+            if Arc::strong_count(&disk) == 1 {
+                break;
+            }
+            // Somebody looks at the job.
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        drop(disk);
+        drop(lock);
+        next
+    }
+}
+
 impl Disk {
-    /// Opens the image below that of `now`, to be written by a commit, and says how it is opened as a disk by itself. Its
-    /// files are locked, for reading alone, by this disk.
+    /// Opens the image below that of `now`, to be written by a commit, and says how it is opened as a disk by itself. It
+    /// is locked for that; [`unlock_below`](Self::unlock_below) is for when it is closed and the disk did not go on there.
     ///
     /// # Errors
     /// There is none; it is one that cannot be committed to: each says what to do instead.
-    pub(crate) fn open_below(&self, now: &DiskSpec) -> Result<(Arc<Self>, DiskSpec)> {
+    pub(crate) fn open_below(&self, now: &DiskSpec) -> Result<Below> {
         let shown = shown(now);
         let Some(path) = now.file.as_ref().filter(|_| self.is_qcow2()) else {
             return Err(Error::invalid(format!(
@@ -52,16 +79,28 @@ impl Disk {
             _ => Format::Raw,
         };
         let next = DiskSpec { file: Some(beside(path, name)), format, size: None, ..now.clone() };
-        if format == Format::Qcow2 {
-            check_below(&next)?;
+        let lock = self.lock_below(&next)?;
+        let below = self.open_locked(now, &next).map(|disk| Below { disk, next: next.clone(), lock });
+        if below.is_err() {
+            self.unlock_below(&next);
         }
-        // Ours hold the locks; and the mark says that this overlay is there.
+        below
+    }
+
+    fn open_locked(&self, now: &DiskSpec, next: &DiskSpec) -> Result<Arc<Self>> {
+        let (shown, cannot) =
+            (shown(now), |e| Error::io(format_args!("cannot mark the image below {}", shown(now)), e));
+        // The lock is there; and the mark says that this overlay is.
         let disk = Self::open_unmarked(&DiskSpec { locking: false, ..next.clone() })?;
+        if next.format == Format::Qcow2 {
+            // After it was put right, should a daemon have been killed while it wrote there.
+            check_below(next)?;
+        }
         if disk.size_bytes() != self.size_bytes() {
             return Err(Error::invalid(format!(
                 "{} has a disk of {} bytes, and {shown} one of {}: resize disk {} to that, or end the daemon and use \
                  'qemu-img commit'",
-                super::replace::shown(&next),
+                super::replace::shown(next),
                 disk.size_bytes(),
                 self.size_bytes(),
                 now.name
@@ -70,16 +109,38 @@ impl Disk {
         if disk.limits.block_size > self.limits.block_size {
             return Err(Error::unsupported(format!(
                 "{} needs blocks of {} bytes, and the guests of disk {} were told {}",
-                super::replace::shown(&next),
+                super::replace::shown(next),
                 disk.limits.block_size,
                 now.name,
                 self.limits.block_size
             )));
         }
-        if let Some(below) = &next.file {
-            mark::put_committing(below, path).map_err(cannot)?;
+        if let (Some(below), Some(overlay)) = (&next.file, &now.file) {
+            mark::put_committing(below, overlay).map_err(cannot)?;
         }
-        Ok((disk, next))
+        Ok(disk)
+    }
+
+    /// Takes the writer's locks of the image below, for a descriptor of their own, in place of this disk's reader's ones: others
+    /// who read it stand in the way.
+    fn lock_below(&self, next: &DiskSpec) -> Result<Option<File>> {
+        let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return Ok(None) };
+        let file = File::options().read(true).write(true).open(path);
+        let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
+        let kind = self.kind();
+        kind.files().iter().filter(|raw| raw.is_of(path)).for_each(|raw| lock::release(raw.image()));
+        lock::lock(&file, path, false).inspect_err(|_| self.unlock_below(next))?;
+        Ok(Some(file))
+    }
+
+    /// Takes the reader's locks of the image below again, which nobody has open for writing any more.
+    pub(crate) fn unlock_below(&self, next: &DiskSpec) {
+        let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return };
+        for raw in self.kind().files().iter().filter(|raw| raw.is_of(path)) {
+            if let Err(e) = lock::take_over(raw.image(), path, true) {
+                tracing::warn!("{e}");
+            }
+        }
     }
 
     /// Sets the bits of what its image has of its own, data or zeroes. Blocks.
@@ -132,14 +193,17 @@ impl Disk {
 }
 
 fn undo_marks(overlay: &Path, below: &Path) {
-    let undone = File::open(below).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
-    let undone = undone.and_then(|()| mark::put_committing(below, overlay));
-    if let Err(e) = undone.and_then(|()| mark::take_committed(overlay)) {
-        tracing::warn!(
-            "the marks of {} and {} are not as they were: {e}",
-            overlay.display(),
-            below.display()
+    // First what would keep the disk from being opened again.
+    if let Err(e) = mark::take_committed(overlay) {
+        tracing::error!(
+            "{} is in use and stays marked as committed, and would be refused the next time ('setfattr -x \
+             user.vshunt.committed' it): {e}",
+            overlay.display()
         );
+    }
+    let again = File::open(below).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
+    if let Err(e) = again.and_then(|()| mark::put_committing(below, overlay)) {
+        tracing::warn!("{} is not marked as being below {}: {e}", below.display(), overlay.display());
     }
 }
 
@@ -155,7 +219,12 @@ fn check_below(spec: &DiskSpec) -> Result<()> {
         return Err(Error::invalid(format!("{shown} is marked as corrupt: nothing is committed to it")));
     }
     let found = check(&plain, Repair::No, &mut Quiet).map_err(wrong)?;
-    let what = if image.header().snapshots > 0 {
+    let what = if image.header().version < 3 {
+        // It has no zeroes but by freeing clusters.
+        "version 2 (compat=0.10)"
+    } else if image.header().has(incompatible::DATA_FILE) {
+        "an external data file"
+    } else if image.header().snapshots > 0 {
         "internal snapshots"
     } else if found.compressed_clusters > 0 {
         "compressed clusters"

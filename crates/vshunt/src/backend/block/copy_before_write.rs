@@ -19,6 +19,7 @@ use qcow2::Waker;
 use super::Io;
 use super::bits::Bits;
 use super::bounce::AlignedBuf;
+use crate::worker::Ring;
 
 /// Longest piece that is read at once.
 const PIECE_BYTES_MAX: u64 = 256 << 10;
@@ -286,6 +287,28 @@ impl CopyBeforeWrite {
     /// No more copies: whoever waits goes on, and what was read is dropped.
     pub(crate) fn end(&self, wake: &mut dyn FnMut(Waker)) {
         self.end_with(&mut self.busy(), 0, wake);
+    }
+
+    /// The same, for who has no ring: on a control thread.
+    pub(crate) fn end_now(&self) {
+        match Ring::new() {
+            Ok(mut ring) => {
+                self.end(&mut |w| ring.wake(w.who, w.token));
+                if ring.send().is_err() {
+                    // Who waits cannot be told.
+                    tracing::error!("an io_uring failed; ending at once");
+                    std::process::abort();
+                }
+            }
+            Err(e) => {
+                let mut waiting = 0;
+                self.end(&mut |_| waiting += 1);
+                if waiting > 0 {
+                    tracing::error!("{waiting} writes wait and cannot be woken ({e}); ending at once");
+                    std::process::abort();
+                }
+            }
+        }
     }
 
     fn end_with(&self, busy: &mut Busy, why: i32, wake: &mut dyn FnMut(Waker)) {

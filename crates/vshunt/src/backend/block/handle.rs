@@ -205,8 +205,14 @@ impl DiskHandle {
         let mut step = self.start(ring, io, token);
         loop {
             match step {
-                Step::Done(0..) => return Ok(()),
-                Step::Done(errno) => return Err(io::Error::from_raw_os_error(-errno)),
+                Step::Done(res) => {
+                    // Those whom it woke at its end would wait for ever.
+                    if ring.send().is_err() {
+                        tracing::error!("an io_uring failed; ending at once");
+                        std::process::abort();
+                    }
+                    return if res < 0 { Err(io::Error::from_raw_os_error(-res)) } else { Ok(()) };
+                }
                 Step::Wait => {
                     let Ok(res) = ring.next_result() else {
                         // It cannot be told whether the kernel still writes to its memory.

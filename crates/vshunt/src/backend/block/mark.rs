@@ -147,7 +147,8 @@ pub(super) fn put_committed(overlay: &Path, below: &Path) -> io::Result<()> {
 /// The system's.
 pub(super) fn take_committed(overlay: &Path) -> io::Result<()> {
     match rustix::fs::removexattr(overlay, COMMITTED) {
-        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(()),
+        Ok(()) => File::open(overlay)?.sync_all(),
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => Ok(()),
         Err(e) => Err(e.into()),
     }
 }

@@ -42,6 +42,7 @@ pub use ::qcow2::{Extent, Found};
 pub(crate) use bits::Bits;
 pub(crate) use bounce::AlignedBuf;
 use bounce::Pool;
+pub(crate) use commit::Below;
 pub(crate) use copy_before_write::{CopyBeforeWrite, Piece};
 pub(crate) use create::NewImage;
 pub use handle::DiskHandle;
@@ -262,6 +263,11 @@ impl Disk {
             Kind::Null | Kind::Ram(_) | Kind::Gone => false,
         };
         self.locked && spec.locking && !(self.readonly && spec.readonly) && is_of
+    }
+
+    /// Whether that is one of its files, locked or not.
+    pub(crate) fn has_file(&self, path: &std::path::Path) -> bool {
+        self.kind().files().iter().any(|raw| raw.is_of(path))
     }
 
     fn kind(&self) -> Arc<Kind> {

@@ -58,8 +58,10 @@ impl Kind {
             Self::Raw(raw) if !readonly && cache != Cache::Unsafe => raw.sync_now(),
             Self::Qcow2(image) => {
                 image.flush_now()?;
-                image.close();
-                Ok(())
+                match image.close() {
+                    true => Ok(()),
+                    false => Err(std::io::Error::other("it cannot be closed (see the log)")),
+                }
             }
             _ => Ok(()),
         }

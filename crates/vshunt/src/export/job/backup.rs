@@ -98,13 +98,7 @@ impl Daemon {
         let mut job = Job::new(&id, JobKind::Backup, &spec.disk, shown, spec.speed);
         job.auto_dismiss = auto_dismiss;
         let job = Arc::new(job);
-        match self.begin(spec, &job, &entry, writer, &target) {
-            Ok(()) => Ok(id),
-            Err(e) => {
-                drop_target(target, false);
-                Err(e)
-            }
-        }
+        self.begin(spec, &job, &entry, writer, target).map(|()| id)
     }
 
     /// Freezes the point in time, and has the job's thread go on.
@@ -114,8 +108,54 @@ impl Daemon {
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
         writer: Option<Arc<crate::export::life::Export>>,
-        target: &Target,
+        target: Target,
     ) -> Result<()> {
+        let (work, begun) = match self.freeze(spec, job, entry, writer) {
+            Ok(frozen) => frozen,
+            Err(e) => {
+                drop_target(target, false);
+                return Err(e);
+            }
+        };
+        let (source, to) = (entry.disk.clone(), target.disk.clone());
+        let (compress, fresh, of_ends) = (spec.compress, target.fresh, work.clone());
+        let plan = Plan {
+            entry: Some(entry.clone()),
+            copy: Box::new(move |owner| {
+                Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
+            }),
+        };
+        // All of the target is in there, so that it is closed when the job is over.
+        let ends = Ends { entry: entry.clone(), work: of_ends, begun, target };
+        let (daemon, for_thread) = (self.this.upgrade().expect("it is calling"), job.clone());
+        let thread = std::thread::Builder::new().name(format!("job-{}", job.id));
+        let ends = Arc::new(std::sync::Mutex::new(Some(ends)));
+        let of_thread = ends.clone();
+        let take = |ends: &std::sync::Mutex<Option<Ends>>| ends.lock().expect("no holder panics").take();
+        let spawned = thread.spawn(move || {
+            daemon.live(for_thread, plan, |daemon, copied| match take(&of_thread) {
+                Some(ends) => ends.end(daemon, copied),
+                None => copied,
+            });
+        });
+        if let Err(e) = spawned {
+            let failed = Err(Error::io(format_args!("job {} has no thread", job.id), e));
+            // The disk's turn is the caller's.
+            let failed = take(&ends).map_or(Ok(()), |ends| ends.end_in_turn(self, failed));
+            self.withdraw(&job.id);
+            return failed;
+        }
+        Ok(())
+    }
+
+    /// The point in time.
+    fn freeze(
+        &self,
+        spec: &BackupSpec,
+        job: &Arc<Job>,
+        entry: &Arc<DiskEntry>,
+        writer: Option<Arc<crate::export::life::Export>>,
+    ) -> Result<(Arc<CopyBeforeWrite>, Option<Begun>)> {
         let no_memory =
             || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
         let size = entry.disk.size_bytes();
@@ -139,49 +179,13 @@ impl Daemon {
             entry.watch();
             Ok(begun)
         });
-        let begun = match frozen.and_then(|r| r) {
-            Ok(begun) => begun,
+        match frozen.and_then(|r| r) {
+            Ok(begun) => Ok((work, begun)),
             Err(e) => {
-                self.state().jobs.remove(&job.id);
-                return Err(e);
+                self.withdraw(&job.id);
+                Err(e)
             }
-        };
-        let (source, to) = (entry.disk.clone(), target.disk.clone());
-        let (compress, fresh) = (spec.compress, target.fresh);
-        let plan = Plan {
-            entry: Some(entry.clone()),
-            copy: Box::new(move |owner| {
-                Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
-            }),
-        };
-        let ends = Ends {
-            entry: entry.clone(),
-            begun,
-            target: Target {
-                disk: target.disk.clone(),
-                made: target.made.clone(),
-                entry: target.entry.clone(),
-                fresh,
-            },
-        };
-        let (daemon, job) = (self.this.upgrade().expect("it is calling"), job.clone());
-        let thread = std::thread::Builder::new().name(format!("job-{}", job.id));
-        let (for_thread, ends) = (job.clone(), Arc::new(std::sync::Mutex::new(Some(ends))));
-        let of_thread = ends.clone();
-        let take = |ends: &std::sync::Mutex<Option<Ends>>| ends.lock().expect("no holder panics").take();
-        let spawned = thread.spawn(move || {
-            daemon.live(for_thread, plan, |daemon, copied| match take(&of_thread) {
-                Some(ends) => ends.end(daemon, copied),
-                None => copied,
-            });
-        });
-        if let Err(e) = spawned {
-            let failed = Err(Error::io(format_args!("job {} has no thread", job.id), e));
-            let failed = take(&ends).map_or(Ok(()), |ends| ends.end(self, failed));
-            self.state().jobs.remove(&job.id);
-            return failed;
         }
-        Ok(())
     }
 
     /// Opens what is copied to; made if that was asked for.
@@ -214,6 +218,13 @@ impl Daemon {
             ..DiskSpec::default()
         };
         self.check_image(&disk)?;
+        if source.disk.has_file(path) {
+            return Err(Error::invalid(format!(
+                "{} is of disk {} itself; choose another name",
+                path.display(),
+                spec.disk
+            )));
+        }
         NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
         let made = Made::new(path).map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e));
         let opened = made.and_then(|made| Ok((Disk::open(&disk)?, made)));
@@ -252,41 +263,53 @@ impl Daemon {
 /// What is to be done after the copy.
 struct Ends {
     entry: Arc<DiskEntry>,
+    work: Arc<CopyBeforeWrite>,
     begun: Option<Begun>,
     target: Target,
 }
 
 impl Ends {
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
-        let Self { entry, begun, target } = self;
-        let result = copied.and_then(|()| {
-            let synced = target.disk.sync().and_then(|()| target.disk.sync());
-            synced.map_err(|e| Error::io("the backup cannot be made stable", e))?;
-            target.made.as_ref().map_or(Ok(()), Made::check)
-        });
+        let result = copied.and_then(|()| self.settle());
+        let entry = self.entry.clone();
+        let _turn = entry.turn();
+        self.end_in_turn(daemon, result)
+    }
+
+    /// Makes the target stable.
+    fn settle(&self) -> Result<()> {
+        let target = &self.target;
+        let synced = target.disk.sync().and_then(|()| target.disk.sync());
+        synced.map_err(|e| Error::io("the backup cannot be made stable", e))?;
+        target.made.as_ref().map_or(Ok(()), Made::check)
+    }
+
+    /// Nothing of a disk, whose turn is held, stays that a job had.
+    fn end_in_turn(self, daemon: &Daemon, result: Result<()>) -> Result<()> {
+        let Self { entry, work, begun, target } = self;
         let good = result.is_ok();
-        // Nothing of a disk stays that a job had.
-        {
-            let _turn = entry.turn();
-            if let Some(Begun { bitmap, old, before }) = begun {
-                match old.filter(|_| !good) {
-                    Some(old) => {
-                        let mut state = bitmap.state();
-                        state.bits.add(&old);
-                        (state.recording, state.gap) = before;
-                    }
-                    None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
-                    None => {}
+        if !good {
+            // The queue may never have run: no write is to wait for it.
+            work.end_now();
+        }
+        if let Some(Begun { bitmap, old, before }) = begun {
+            match old.filter(|_| !good) {
+                Some(old) => {
+                    let mut state = bitmap.state();
+                    state.bits.add(&old);
+                    (state.recording, state.gap) = before;
                 }
-                bitmap.state().job = None;
+                None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
+                None => {}
             }
-            entry.watched.let_go();
-            let exports = daemon.state().exports_of(&entry).unwrap_or_default();
-            let writer = exports.iter().find(|e| !e.readonly);
-            if let Err(e) = at_rest(writer, || entry.watch()) {
-                // The job's map says that nothing is left to do; it costs each write a look.
-                tracing::warn!("{e}");
-            }
+            bitmap.state().job = None;
+        }
+        entry.watched.let_go();
+        let exports = daemon.state().exports_of(&entry).unwrap_or_default();
+        let writer = exports.iter().find(|e| !e.readonly);
+        if let Err(e) = at_rest(writer, || entry.watch()) {
+            // The job's map says that nothing is left to do; it costs each write a look.
+            tracing::warn!("{e}");
         }
         drop_target(target, good);
         result

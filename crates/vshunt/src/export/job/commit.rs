@@ -8,12 +8,12 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::Job;
 use super::run::Plan;
-use crate::backend::block::{Bits, CopyBeforeWrite, Disk};
+use crate::backend::block::{Below, Bits, CopyBeforeWrite, Disk};
 use crate::error::{Error, Result};
 use crate::export::bitmaps::at_rest;
 use crate::export::daemon::{Daemon, DiskEntry};
 use crate::export::drained::with_disk_drained;
-use crate::export::spec::{DiskSpec, JobKind};
+use crate::export::spec::JobKind;
 use crate::queue::copy::Copy;
 
 /// What is told apart: a cluster, mostly.
@@ -26,10 +26,8 @@ const ROUNDS: u32 = 12;
 /// A commit under way.
 struct Commit {
     entry: Arc<DiskEntry>,
-    /// The image below, open for writing.
-    below: Arc<Disk>,
-    /// As which it is opened when the disk goes on there.
-    next: DiskSpec,
+    /// The image below, open for writing; none once it is closed.
+    below: Option<Below>,
 }
 
 impl Daemon {
@@ -50,13 +48,14 @@ impl Daemon {
                 export.spec.name
             )));
         }
-        let (below, next) = entry.disk.open_below(&entry.spec())?;
         let id = self.state().job_name(job, "commit")?;
-        let target = next.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default();
+        let dirty = bits(&entry.disk)?;
+        let below = entry.disk.open_below(&entry.spec())?;
+        let target = below.next.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default();
         let mut job = Job::new(&id, JobKind::Commit, name, target, speed);
         job.auto_dismiss = auto_dismiss;
         let job = Arc::new(job);
-        let dirty = bits(&entry.disk)?;
+        let commit = Commit { entry: entry.clone(), below: Some(below) };
         self.state().enter(job.clone())?;
         let writer = exports.iter().find(|e| !e.readonly);
         let begun = at_rest(writer, || {
@@ -66,11 +65,10 @@ impl Daemon {
             entry.watch();
         });
         if let Err(e) = begun {
-            self.state().jobs.remove(&id);
+            self.withdraw(&id);
             return Err(e);
         }
         let (daemon, of_thread) = (self.this.upgrade().expect("it is calling"), job.clone());
-        let commit = Commit { entry: entry.clone(), below, next };
         let thread = std::thread::Builder::new().name(format!("job-{id}"));
         let spawned = thread.spawn(move || {
             daemon.tell_status(&of_thread);
@@ -80,7 +78,7 @@ impl Daemon {
         if let Err(e) = spawned {
             entry.watched.let_go();
             let _ = at_rest(writer, || entry.watch());
-            self.state().jobs.remove(&id);
+            self.withdraw(&id);
             return Err(Error::io(format_args!("job {id} has no thread"), e));
         }
         Ok(id)
@@ -89,13 +87,15 @@ impl Daemon {
 
 impl Commit {
     /// On the job's thread.
-    fn run(self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
+    fn run(mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let entry = self.entry.clone();
         let rounds = self.rounds(daemon, job);
         let settled = job.settle(rounds);
         daemon.tell_status(job);
         let result = settled.and_then(|()| self.last(daemon, job));
         let _turn = entry.turn();
+        // Closed, if it is not yet.
+        drop(self);
         entry.watched.let_go();
         let exports = daemon.state().exports_of(&entry).unwrap_or_default();
         if let Err(e) = at_rest(exports.iter().find(|e| !e.readonly), || entry.watch()) {
@@ -137,7 +137,7 @@ impl Commit {
     }
 
     /// Copies the rest while guests wait, and switches the disk over.
-    fn last(self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
+    fn last(&mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let entry = self.entry.clone();
         let _turn = entry.turn();
         let exports = daemon.state().exports_of(&entry)?;
@@ -146,20 +146,25 @@ impl Commit {
             synced.map_err(|e| Error::io(format_args!("{} cannot be made stable", job.target), e))
         };
         // Most of what has to be stable is so before guests wait.
-        sync(&self.below)?;
+        sync(self.below()?)?;
         let now = entry.spec();
         with_disk_drained(&entry, &exports, || {
             let written = entry.watched.state().committing.clone();
             let written = written.expect("set for as long as the job lasts");
             self.copy(daemon, job, &written, false)?;
-            sync(&self.below)?;
-            let Self { below, next, .. } = self;
+            sync(self.below()?)?;
             // Closed, before it is opened as the disk's own.
-            drop(below);
-            entry.disk.put_below(&now, &next)?;
+            let Some(below) = self.below.take() else { return Ok(()) };
+            let next = below.close();
+            entry.disk.put_below(&now, &next).inspect_err(|_| entry.disk.unlock_below(&next))?;
             entry.set_spec(next);
             Ok(())
         })
+    }
+
+    fn below(&self) -> Result<&Arc<Disk>> {
+        let below = self.below.as_ref().map(|b| &b.disk);
+        below.ok_or_else(|| Error::busy("the image below is closed already"))
     }
 
     /// One round.
@@ -173,7 +178,7 @@ impl Commit {
             state.total += bytes;
             state.done
         };
-        let (source, target) = (self.entry.disk.clone(), self.below.clone());
+        let (source, target) = (self.entry.disk.clone(), self.below()?.clone());
         let plan = Plan {
             entry: guests.then(|| self.entry.clone()),
             copy: Box::new(move |owner| {
@@ -183,6 +188,15 @@ impl Commit {
             }),
         };
         daemon.copy(job, plan)
+    }
+}
+
+impl Drop for Commit {
+    fn drop(&mut self) {
+        if let Some(below) = self.below.take() {
+            let next = below.close();
+            self.entry.disk.unlock_below(&next);
+        }
     }
 }
 

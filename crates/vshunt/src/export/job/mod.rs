@@ -199,6 +199,9 @@ impl Daemon {
         let job = self.running(id)?;
         {
             let mut state = job.state();
+            if !matches!(state.status, JobStatus::Running | JobStatus::Paused) {
+                return Err(Error::busy(format!("job {id} is about to end; wait for it")));
+            }
             state.paused = paused;
             if let Some(work) = &state.at_work {
                 work.copy.paused.store(paused, Relaxed);
@@ -218,6 +221,12 @@ impl Daemon {
         job.state().speed = speed;
         job.rouse();
         Ok(())
+    }
+
+    /// A job that was entered came to nothing before it began.
+    pub(super) fn withdraw(&self, id: &str) {
+        self.state().jobs.remove(id);
+        self.changed.notify_all();
     }
 
     /// Forgets a job that is over.

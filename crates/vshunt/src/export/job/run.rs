@@ -47,7 +47,8 @@ impl Daemon {
         let set = Arc::new(QueueSet::new(&job.id, &self.workers, &[worker])?);
         {
             let mut state = job.state();
-            copy.paused.store(state.paused, Relaxed);
+            // Guests that wait are not to wait for longer.
+            copy.paused.store(state.paused && entry.is_some(), Relaxed);
             if state.speed != Some(0) && entry.is_some() {
                 // Until it is looked after for the first time.
                 copy.credit.store(0, Relaxed);
@@ -113,7 +114,7 @@ impl Daemon {
             let (credit, depth) = match speed {
                 Some(0) => (NO_LIMIT, DEPTH_MAX),
                 Some(speed) => {
-                    let more = (speed as f64 * passed.as_secs_f64()) as i64;
+                    let more = ((speed as f64 * passed.as_secs_f64()) as i64).max(1);
                     // Nothing is saved up for later, but for a chunk.
                     let left = copy.credit.load(Relaxed).min(more);
                     (left.saturating_add(more), DEPTH_MAX)

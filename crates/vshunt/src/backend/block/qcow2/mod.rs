@@ -189,11 +189,11 @@ impl Qcow2 {
         if res < 0 { Err(std::io::Error::from_raw_os_error(-res)) } else { Ok(()) }
     }
 
-    /// Brings the image into order, after its last user.
-    pub(super) fn close(self: &Arc<Self>) {
+    /// Brings the image into order, after its last user. Whether it is: not marked as in use any more.
+    pub(super) fn close(self: &Arc<Self>) -> bool {
         if self.abandoned.load(Relaxed) {
             self.journal.iter().for_each(journal::Place::remove);
-            return;
+            return true;
         }
         // The second one writes what the first one counted down, the third what was reserved for these two.
         for _ in 0..3 {
@@ -205,7 +205,7 @@ impl Qcow2 {
                     None => "are lost",
                 };
                 tracing::error!("the image's last changes {what}: {e}");
-                return;
+                return false;
             }
         }
         // What it was made longer by without need.
@@ -214,7 +214,7 @@ impl Qcow2 {
             let _ = file.set_len(end);
         }
         if self.readonly {
-            return;
+            return true;
         }
         let plain = || Plain::of(&self.files[0], false, self.careless);
         // First, since a change of bitmaps begins on an image that was closed.
@@ -222,13 +222,14 @@ impl Qcow2 {
             let opened = plain().map_err(qcow2::Error::io("cannot open it"));
             if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
                 tracing::error!("the image stays marked as not closed, and is repaired next time: {e}");
-                return;
+                return false;
             }
             place.remove();
         }
         if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
             tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
         }
+        true
     }
 
     /// See [`Disk::abandon`](super::Disk::abandon).
