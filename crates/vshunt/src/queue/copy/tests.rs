@@ -202,3 +202,54 @@ fn zeroes_are_told_from_others() {
         bytes[at] = 0;
     }
 }
+
+#[test]
+fn a_copy_that_is_stopped_lets_all_writes_go() {
+    const LARGE: u64 = 40 << 20;
+    for turn in 0..8 {
+        let ram = |name: &str| {
+            let spec = DiskSpec {
+                name: name.to_owned(),
+                format: Format::Ram,
+                size: Some(LARGE),
+                ..DiskSpec::default()
+            };
+            Disk::open(&spec).unwrap()
+        };
+        let (source, target) = (ram("s"), ram("t"));
+        let todo = Bits::new(LARGE, 12).unwrap();
+        todo.set(todo.all());
+        let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
+        source.set_watch(Watch { dirty: vec![], before: Some(work.clone()) });
+        let copy = Arc::new(Copy::new(source.clone(), target, work, std::thread::current()));
+        copy.paused.store(turn % 2 == 0, Relaxed);
+        let workers = Workers::new(0).unwrap();
+        let home = workers.create(None, &Settings::default()).unwrap();
+        let set = QueueSet::new("copy", &workers, &[home]).unwrap();
+        set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
+        let (done, is_done) = std::sync::mpsc::channel();
+        // More than pieces have room for, so that what nobody takes is waited for.
+        std::thread::spawn(move || {
+            let mut ring = Ring::new().unwrap();
+            let handle = source.attach(&mut ring);
+            let mut data = vec![1; 64 << 10];
+            for at in (0..LARGE).step_by(64 << 10) {
+                ask(&mut ring, &handle, Op::Write, at, &mut data);
+            }
+            handle.detach(&mut ring);
+            done.send(()).unwrap();
+        });
+        std::thread::sleep(Duration::from_micros(500 * turn));
+        copy.stop.store(true, Relaxed);
+        copy.work.rouse();
+        is_done.recv_timeout(Duration::from_secs(60)).expect("a write waits for a copy that has ended");
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !copy.over.load(Acquire) && Instant::now() < limit {
+            std::thread::park_timeout(Duration::from_millis(5));
+        }
+        assert!(copy.over.load(Acquire));
+        drop(set.stop(0));
+        drop(set);
+        workers.end_all();
+    }
+}
