@@ -73,7 +73,7 @@ fn speed(text: &str) -> Result<Speed, String> {
                 format!("`{text}` is no speed; write for example 100M (bytes a second), max or shared")
             })?;
             if bytes == 0 {
-                Err("at a speed of 0 it would never end: pause the job (job pause), or give max for no limit"
+                Err("at a speed of 0 it would never end: pause the job, cancel it, or give max for no limit"
                     .into())
             } else {
                 Ok(Speed::Bytes(bytes))
