@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Nothing that a rig waits for takes this long on two shared cores; what does, hangs.
-WAIT_S = 20.0
+WAIT_S = 45.0
 
 
 class Failed(Exception):

@@ -18,7 +18,7 @@ use vshunt_bench::driver::{
 use vshunt_bench::{Disk, Error};
 
 /// Longest that anything here may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// A seeded generator (xorshift64*).
