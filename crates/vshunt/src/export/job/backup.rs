@@ -217,7 +217,6 @@ impl Daemon {
             locking: true,
             ..DiskSpec::default()
         };
-        self.check_image(&disk)?;
         if source.disk.has_file(path) {
             return Err(Error::invalid(format!(
                 "{} is of disk {} itself; choose another name",
@@ -225,6 +224,7 @@ impl Daemon {
                 spec.disk
             )));
         }
+        self.check_image(&disk)?;
         NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
         let made = Made::new(path).map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e));
         let opened = made.and_then(|made| Ok((Disk::open(&disk)?, made)));
