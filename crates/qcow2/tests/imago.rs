@@ -18,28 +18,17 @@ use qcow2::{
 #[allow(dead_code)]
 #[path = "../src/testing/drive.rs"]
 mod drive;
+#[path = "../src/testing/random.rs"]
+mod random;
 
 use drive::Disk;
 use memory::Memory;
+use random::Rng;
 
 const SIZE: u64 = (1 << 20) + 1536;
 const MOST: u64 = 64 << 20;
 
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
+impl Rng {
     /// A range of the disk, in whole sectors.
     fn range(&mut self) -> (u64, u64) {
         let first = self.below(SIZE / 512);
@@ -69,13 +58,7 @@ fn kinds() -> Vec<Options> {
 }
 
 /// A program by us: the image afterwards.
-fn ours(
-    random: &mut Random,
-    image: Vec<u8>,
-    below: Option<&[u8]>,
-    cluster: u64,
-    model: &mut [u8],
-) -> Vec<u8> {
+fn ours(random: &mut Rng, image: Vec<u8>, below: Option<&[u8]>, cluster: u64, model: &mut [u8]) -> Vec<u8> {
     let below = below.map(|b| Memory::new(b.to_vec(), MOST));
     let mut disk = Disk::open(Memory::new(image, MOST), below);
     assert!(disk.read(0, SIZE) == *model, "we read another disk");
@@ -114,7 +97,7 @@ fn ours(
 }
 
 /// A program by imago, on the file.
-fn theirs(random: &mut Random, path: &Path, version: u32, model: &mut [u8]) {
+fn theirs(random: &mut Rng, path: &Path, version: u32, model: &mut [u8]) {
     let opened = imago::qcow2::Qcow2::<File>::builder_path(path).write(true);
     let mut disk = FormatAccess::new(opened.open(PermissiveImplicitOpenGate::default()).unwrap());
     let mut all = vec![0; SIZE as usize];
@@ -145,7 +128,7 @@ fn theirs(random: &mut Random, path: &Path, version: u32, model: &mut [u8]) {
 }
 
 fn run(seed: u64) {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     let all = kinds();
     let options = &all[(seed % all.len() as u64) as usize];
     let of = format!("seed {seed}, {options:?}");

@@ -6,6 +6,8 @@ mod check;
 mod file;
 mod kill;
 mod model;
+#[path = "../../src/testing/random.rs"]
+mod random;
 
 use std::sync::Arc;
 
@@ -14,22 +16,7 @@ use kill::Shared;
 use model::{Model, Time};
 use qcow2::header::{Compression, Header, incompatible};
 use qcow2::{Chain, Context, Hit, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker, journal};
-
-struct Rng(u64);
-
-impl Rng {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
+use random::Rng;
 
 /// What is simulated.
 #[derive(Clone, Debug)]
@@ -53,7 +40,7 @@ struct Shape {
 
 impl Shape {
     fn of(seed: u64) -> Self {
-        let mut rng = Rng(seed ^ 0x5eed);
+        let mut rng = Rng::new(seed ^ 0x5eed);
         let extended = rng.below(4) == 0;
         let cluster_bits = if extended { 14 } else { [9, 9, 10, 12, 12, 16][rng.below(6) as usize] };
         let size = match cluster_bits {
@@ -218,7 +205,7 @@ impl Sim {
             }
         }
         let files = [File::of(blank(&shape)), File::of(below)];
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let shared = Shared::new(&shape, &mut rng);
         let chain = open(&files[0], &shape, shared.as_ref());
         let mut sim = Self {

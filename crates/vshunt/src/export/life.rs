@@ -15,7 +15,7 @@ use crate::frontend::vhost_user::net::NetDevice;
 use crate::frontend::vhost_user::{Device, Socket, VhostUser, adopt, listen};
 use crate::frontend::{Observer, Queues};
 use crate::queue::fuse::abi;
-use crate::worker::{FIRST_WORKER, QueueSet, Settings, State, WorkerId, Workers};
+use crate::worker::{FIRST_WORKER, QueueSet, QueueStats, Settings, State, WorkerId, Workers};
 
 /// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
 pub const MAX_QUEUES: u16 = 256;
@@ -341,29 +341,7 @@ impl Export {
     }
 
     fn queue_info(&self, queues: &Queues, index: u16, packed: bool) -> QueueInfo {
-        let stats = queues.stats(index);
-        let (worker, generation) = queues.home(index);
-        let state = match stats.state() {
-            State::Stopped => "stopped",
-            State::Running => "running",
-            State::Broken => "broken",
-        };
-        QueueInfo {
-            export: self.spec.name.clone(),
-            index,
-            worker,
-            state: state.to_owned(),
-            size: stats.size.load(Relaxed),
-            packed,
-            in_flight: stats.in_flight.load(Relaxed),
-            generation,
-            requests: stats.requests.load(Relaxed),
-            errors: stats.errors.load(Relaxed),
-            read_bytes: stats.read_bytes.load(Relaxed),
-            write_bytes: stats.write_bytes.load(Relaxed),
-            kicks: stats.kicks.load(Relaxed),
-            notifications: stats.notifications.load(Relaxed),
-        }
+        queue_info(&self.spec.name, index, queues.home(index), queues.stats(index), packed)
     }
 
     /// 1 disconnects, drains and removes the socket, 2 waits for those who use the queues and lets the queues go,
@@ -375,6 +353,37 @@ impl Export {
         let served = self.served.write().expect("no holder panics").take();
         drop(served);
         free(&self.workers, &self.own_workers);
+    }
+}
+
+/// A queue as it is.
+pub(super) fn queue_info(
+    export: &str,
+    index: u16,
+    (worker, generation): (WorkerId, u32),
+    stats: &QueueStats,
+    packed: bool,
+) -> QueueInfo {
+    let state = match stats.state() {
+        State::Stopped => "stopped",
+        State::Running => "running",
+        State::Broken => "broken",
+    };
+    QueueInfo {
+        export: export.to_owned(),
+        index,
+        worker,
+        state: state.to_owned(),
+        size: stats.size.load(Relaxed),
+        packed,
+        in_flight: stats.in_flight.load(Relaxed),
+        generation,
+        requests: stats.requests.load(Relaxed),
+        errors: stats.errors.load(Relaxed),
+        read_bytes: stats.read_bytes.load(Relaxed),
+        write_bytes: stats.write_bytes.load(Relaxed),
+        kicks: stats.kicks.load(Relaxed),
+        notifications: stats.notifications.load(Relaxed),
     }
 }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 use std::thread::Thread;
 
+use super::listen::Listen;
 use crate::backend::block::{AlignedBuf, CopyBeforeWrite, Disk, DiskHandle, Extent, Io, Op, Piece, Step};
 use crate::worker::{Queue, QueueStats, Ring, Token};
 
@@ -132,14 +133,6 @@ impl Copy {
             self.errno.store(errno.abs().max(1), Release);
         }
     }
-}
-
-/// Whether its eventfd's poll is on the ring.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Listen {
-    Off,
-    On,
-    Ending { again: bool },
 }
 
 /// Where the bytes of a slot are.
@@ -456,14 +449,7 @@ impl Queue for CopyQueue {
     fn arm(&mut self, ring: &mut Ring, place: Token) {
         self.source.get_or_insert_with(|| self.copy.source.attach(ring));
         self.target.get_or_insert_with(|| self.copy.target.attach(ring));
-        match self.listen {
-            Listen::Off => {
-                ring.poll(self.copy.work.bell(), place.with(0, OP_BELL));
-                self.listen = Listen::On;
-            }
-            Listen::Ending { .. } => self.listen = Listen::Ending { again: true },
-            Listen::On => {}
-        }
+        self.listen.begin(ring, self.copy.work.bell(), place.with(0, OP_BELL));
     }
 
     fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
@@ -487,11 +473,8 @@ impl Queue for CopyQueue {
 
     fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
         if token.op == OP_BELL {
-            if !more {
-                let listen = std::mem::replace(&mut self.listen, Listen::Off);
-                if matches!(listen, Listen::On | Listen::Ending { again: true }) {
-                    self.arm(ring, token);
-                }
+            if !more && self.listen.ended().goes_on() {
+                self.arm(ring, token);
             }
             return 0;
         }
@@ -536,14 +519,7 @@ impl Queue for CopyQueue {
     }
 
     fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        match self.listen {
-            Listen::On => {
-                ring.cancel(place.with(0, OP_BELL));
-                self.listen = Listen::Ending { again: false };
-            }
-            Listen::Ending { .. } => self.listen = Listen::Ending { again: false },
-            Listen::Off => {}
-        }
+        self.listen.end(ring, place.with(0, OP_BELL));
     }
 
     fn at_rest(&self) -> bool {

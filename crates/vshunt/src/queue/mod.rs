@@ -11,6 +11,7 @@ use crate::worker::Queue;
 pub mod blk;
 pub mod copy;
 pub mod fuse;
+mod listen;
 
 /// An eventfd that we write to, the front-end's mostly.
 ///

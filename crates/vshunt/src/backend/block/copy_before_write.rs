@@ -27,8 +27,6 @@ const PIECE_BYTES_MAX: u64 = 256 << 10;
 const HELD_BYTES_MAX: usize = 32 << 20;
 /// Of `ended`: they go on.
 const GOES_ON: i32 = 1;
-/// Buffers that are kept for the next piece.
-const SPARE_MAX: usize = 256;
 
 /// Old contents of some blocks.
 pub(crate) struct Piece {
@@ -69,7 +67,9 @@ struct Busy {
     no_room: Vec<Waker>,
     /// Bytes of all buffers that are not spare.
     held: usize,
+    /// Kept for the next pieces; with those that are held, they are no more than may be held.
     spare: Vec<AlignedBuf>,
+    spare_bytes: usize,
 }
 
 /// What the handles of a disk and the copier share.
@@ -156,6 +156,7 @@ impl CopyBeforeWrite {
             let kept = busy.spare.iter().rposition(|b| b.len() >= len && b.len() <= 4 * len);
             let buf = kept
                 .map(|i| busy.spare.swap_remove(i))
+                .inspect(|b| busy.spare_bytes -= b.len())
                 .or_else(|| AlignedBuf::new(len.next_multiple_of(4096)));
             let Some(buf) = buf else {
                 if busy.held == 0 {
@@ -253,7 +254,8 @@ impl CopyBeforeWrite {
     pub(crate) fn written(&self, piece: Piece, wake: &mut dyn FnMut(Waker)) {
         let mut busy = self.busy();
         busy.held -= piece.buf.len();
-        if busy.spare.len() < SPARE_MAX {
+        if busy.held + busy.spare_bytes + piece.buf.len() <= HELD_BYTES_MAX && self.has_ended().is_none() {
+            busy.spare_bytes += piece.buf.len();
             busy.spare.push(piece.buf);
         }
         for waker in std::mem::take(&mut busy.no_room) {
@@ -322,6 +324,7 @@ impl CopyBeforeWrite {
         }
         self.full.store(0, SeqCst);
         busy.spare.clear();
+        busy.spare_bytes = 0;
     }
 
     /// Becomes readable when there is something for the copier that says it sleeps.

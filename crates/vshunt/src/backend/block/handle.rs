@@ -24,9 +24,9 @@ pub struct DiskHandle {
 }
 
 impl Disk {
-    /// [`merge`](Self::merge) of a disk whose writes are watched: as its queues would do it. On a thread of its own: the
+    /// [`merge`](Self::merge) as the disk's queues would do it. On a thread of its own: the
     /// end of a ring interrupts what its thread waits for next, which callers are not prepared for.
-    pub(super) fn merge_watched(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> io::Result<()> {
+    pub(super) fn merge_as_queue(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> io::Result<()> {
         let granule = self.granule();
         let first = offset / granule * granule;
         let len = ((offset + bytes.len() as u64).next_multiple_of(granule) - first) as usize;

@@ -441,15 +441,9 @@ impl Disk {
     /// # Errors
     /// The system's.
     pub fn merge(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
-        if !self.watch().is_idle() {
-            return self.merge_watched(offset, bytes, fua);
-        }
         match &*self.kind() {
-            Kind::Raw(raw) => raw.merge(offset, bytes, fua),
-            Kind::Qcow2(image) => image.merge(offset, bytes, fua),
-            Kind::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
-            // Their granule is 1.
-            Kind::Null | Kind::Ram(_) => Err(std::io::ErrorKind::InvalidInput.into()),
+            Kind::Raw(raw) if self.watch().is_idle() => raw.merge(offset, bytes, fua),
+            _ => self.merge_as_queue(offset, bytes, fua),
         }
     }
 

@@ -110,15 +110,19 @@ impl Daemon {
         writer: Option<Arc<crate::export::life::Export>>,
         target: Target,
     ) -> Result<()> {
-        let (work, begun) = match self.freeze(spec, job, entry, writer) {
-            Ok(frozen) => frozen,
+        let ready = self.job_thread(&job.id).and_then(|thread| {
+            let (work, begun) = self.freeze(spec, job, entry, writer)?;
+            Ok((thread, work, begun))
+        });
+        let (thread, work, begun) = match ready {
+            Ok(ready) => ready,
             Err(e) => {
                 drop_target(target, false);
                 return Err(e);
             }
         };
-        let (source, to) = (entry.disk.clone(), target.disk.clone());
-        let (compress, fresh, of_ends) = (spec.compress, target.fresh, work.clone());
+        let (source, to, of_ends) = (entry.disk.clone(), target.disk.clone(), work.clone());
+        let (compress, fresh) = (spec.compress, target.fresh);
         let plan = Plan {
             entry: Some(entry.clone()),
             copy: Box::new(move |owner| {
@@ -127,24 +131,15 @@ impl Daemon {
         };
         // All of the target is in there, so that it is closed when the job is over.
         let ends = Ends { entry: entry.clone(), work: of_ends, begun, target };
-        let (daemon, for_thread) = (self.this.upgrade().expect("it is calling"), job.clone());
-        let thread = std::thread::Builder::new().name(format!("job-{}", job.id));
-        let ends = Arc::new(std::sync::Mutex::new(Some(ends)));
-        let of_thread = ends.clone();
-        let take = |ends: &std::sync::Mutex<Option<Ends>>| ends.lock().expect("no holder panics").take();
-        let spawned = thread.spawn(move || {
-            daemon.live(for_thread, plan, |daemon, copied| match take(&of_thread) {
-                Some(ends) => ends.end(daemon, copied),
-                None => copied,
-            });
-        });
-        if let Err(e) = spawned {
-            let failed = Err(Error::io(format_args!("job {} has no thread", job.id), e));
-            // The disk's turn is the caller's.
-            let failed = take(&ends).map_or(Ok(()), |ends| ends.end_in_turn(self, failed));
-            self.withdraw(&job.id);
-            return failed;
-        }
+        let job = job.clone();
+        let life = move |daemon: &Daemon| {
+            daemon.tell_status(&job);
+            let copied = job.settle(daemon.copy(&job, plan));
+            daemon.tell_status(&job);
+            let result = ends.end(daemon, copied);
+            daemon.conclude(&job, result);
+        };
+        thread.send(Box::new(life)).expect("it waits");
         Ok(())
     }
 
@@ -269,25 +264,12 @@ struct Ends {
 }
 
 impl Ends {
+    /// Makes the target stable; nothing stays of what the job had.
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
         let result = copied.and_then(|()| self.settle());
-        let entry = self.entry.clone();
-        let _turn = entry.turn();
-        self.end_in_turn(daemon, result)
-    }
-
-    /// Makes the target stable.
-    fn settle(&self) -> Result<()> {
-        let target = &self.target;
-        let synced = target.disk.sync().and_then(|()| target.disk.sync());
-        synced.map_err(|e| Error::io("the backup cannot be made stable", e))?;
-        target.made.as_ref().map_or(Ok(()), Made::check)
-    }
-
-    /// Nothing of a disk, whose turn is held, stays that a job had.
-    fn end_in_turn(self, daemon: &Daemon, result: Result<()>) -> Result<()> {
-        let Self { entry, work, begun, target } = self;
         let good = result.is_ok();
+        let Self { entry, work, begun, target } = self;
+        let _turn = entry.turn();
         if !good {
             // The queue may never have run: no write is to wait for it.
             work.end_now();
@@ -313,6 +295,14 @@ impl Ends {
         }
         drop_target(target, good);
         result
+    }
+
+    /// Makes the target stable.
+    fn settle(&self) -> Result<()> {
+        let target = &self.target;
+        let synced = target.disk.sync().and_then(|()| target.disk.sync());
+        synced.map_err(|e| Error::io("the backup cannot be made stable", e))?;
+        target.made.as_ref().map_or(Ok(()), Made::check)
     }
 }
 

@@ -56,9 +56,9 @@ impl Daemon {
         job.auto_dismiss = auto_dismiss;
         let job = Arc::new(job);
         let commit = Commit { entry: entry.clone(), below: Some(below) };
+        let thread = self.job_thread(&id)?;
         self.state().enter(job.clone())?;
-        let writer = exports.iter().find(|e| !e.readonly);
-        let begun = at_rest(writer, || {
+        let begun = at_rest(exports.iter().find(|e| !e.readonly), || {
             let mut state = entry.watched.state();
             (state.job, state.committing) = (Some(id.clone()), Some(dirty));
             drop(state);
@@ -68,19 +68,12 @@ impl Daemon {
             self.withdraw(&id);
             return Err(e);
         }
-        let (daemon, of_thread) = (self.this.upgrade().expect("it is calling"), job.clone());
-        let thread = std::thread::Builder::new().name(format!("job-{id}"));
-        let spawned = thread.spawn(move || {
-            daemon.tell_status(&of_thread);
-            let result = commit.run(&daemon, &of_thread);
-            daemon.conclude(&of_thread, result);
-        });
-        if let Err(e) = spawned {
-            entry.watched.let_go();
-            let _ = at_rest(writer, || entry.watch());
-            self.withdraw(&id);
-            return Err(Error::io(format_args!("job {id} has no thread"), e));
-        }
+        let life = move |daemon: &Daemon| {
+            daemon.tell_status(&job);
+            let result = commit.run(daemon, &job);
+            daemon.conclude(&job, result);
+        };
+        thread.send(Box::new(life)).expect("it waits");
         Ok(id)
     }
 }

@@ -10,10 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::check::check_job_name;
 use super::daemon::{Daemon, Event, Maps};
+use super::life::queue_info;
 use super::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 use crate::error::{Error, Result};
 use crate::queue::copy::Copy;
-use crate::worker::{QueueSet, State, WorkerId};
+use crate::worker::QueueSet;
 
 /// Concluded jobs that are shown, the oldest going first.
 const CONCLUDED_MAX: usize = 64;
@@ -304,27 +305,9 @@ impl Daemon {
     /// The queues of all jobs.
     pub(super) fn job_queues(&self) -> Vec<QueueInfo> {
         let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
-        let info = |job: &Arc<Job>| job.at_work().map(|w| queue_info(&job.id, &w.queue));
+        let info = |job: &Arc<Job>| {
+            job.at_work().map(|w| queue_info(&job.id, 0, w.queue.home(0), w.queue.stats(0), false))
+        };
         jobs.iter().filter_map(info).collect()
-    }
-}
-
-fn queue_info(id: &str, set: &QueueSet) -> QueueInfo {
-    let (stats, (worker, generation)): (_, (WorkerId, u32)) = (set.stats(0), set.home(0));
-    QueueInfo {
-        export: id.to_owned(),
-        index: 0,
-        worker,
-        state: if stats.state() == State::Running { "running" } else { "stopped" }.to_owned(),
-        size: stats.size.load(Relaxed),
-        packed: false,
-        in_flight: stats.in_flight.load(Relaxed),
-        generation,
-        requests: stats.requests.load(Relaxed),
-        errors: stats.errors.load(Relaxed),
-        read_bytes: stats.read_bytes.load(Relaxed),
-        write_bytes: stats.write_bytes.load(Relaxed),
-        kicks: 0,
-        notifications: 0,
     }
 }

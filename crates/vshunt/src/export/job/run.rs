@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
+use std::sync::mpsc::{Sender, channel};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,9 @@ pub(super) struct Plan {
     pub(super) entry: Option<Arc<DiskEntry>>,
     pub(super) copy: Box<dyn FnOnce(Thread) -> Copy + Send>,
 }
+
+/// What a job does, on its thread.
+pub(super) type Life = Box<dyn FnOnce(&Daemon) + Send>;
 
 impl Daemon {
     /// Copies, until all is copied, or it failed or was cancelled. On the job's thread.
@@ -140,17 +144,18 @@ impl Daemon {
         exports.iter().map(|e| e.requests()).sum()
     }
 
-    /// A job's whole life, from when its disk is watched.
-    pub(super) fn live(
-        self: &Arc<Self>,
-        job: Arc<Job>,
-        plan: Plan,
-        end: impl FnOnce(&Self, Result<()>) -> Result<()>,
-    ) {
-        self.tell_status(&job);
-        let copied = job.settle(self.copy(&job, plan));
-        self.tell_status(&job);
-        let result = end(self, copied);
-        self.conclude(&job, result);
+    /// A thread for a job, which waits for what it is to do: had before the job's disk is watched, so that nothing has to be
+    /// undone where there is none.
+    pub(super) fn job_thread(&self, id: &str) -> Result<Sender<Life>> {
+        let daemon = self.this.upgrade().expect("it is calling");
+        let (life, is_given) = channel::<Life>();
+        let thread = std::thread::Builder::new().name(format!("job-{id}"));
+        let spawned = thread.spawn(move || {
+            if let Ok(life) = is_given.recv() {
+                life(&daemon);
+            }
+        });
+        spawned.map_err(|e| Error::io(format_args!("job {id} has no thread"), e))?;
+        Ok(life)
     }
 }

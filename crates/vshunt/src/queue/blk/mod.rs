@@ -17,6 +17,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 
+use super::listen::Listen;
 use super::{Bell, Vring};
 use crate::backend::block::{Disk, DiskHandle, Io, Step};
 use crate::worker::{Queue, QueueStats, Ring, State, Token};
@@ -77,17 +78,6 @@ pub struct Parts {
     pub name: String,
     /// Told once when the guest broke the ring; called on the worker, so it must not block (nor log).
     pub on_broken: Box<dyn Fn(&str) + Send>,
-}
-
-/// Whether the kick's poll is on the ring.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Listen {
-    Off,
-    On,
-    /// Cancelled, its last completion yet to come; `again`: armed anew meanwhile.
-    Ending {
-        again: bool,
-    },
 }
 
 /// A request under way. Its buffers are the guest's; `io` names them until the step is done.
@@ -223,14 +213,7 @@ impl BlkQueue {
     }
 
     fn arm_kick(&mut self, ring: &mut Ring, place: Token) {
-        match self.listen {
-            Listen::Off => {
-                ring.poll(self.kick.as_raw_fd(), place.with(0, OP_KICK));
-                self.listen = Listen::On;
-            }
-            Listen::Ending { .. } => self.listen = Listen::Ending { again: true },
-            Listen::On => {}
-        }
+        self.listen.begin(ring, self.kick.as_raw_fd(), place.with(0, OP_KICK));
     }
 
     fn kicked(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) {
@@ -238,14 +221,14 @@ impl BlkQueue {
         if more {
             return;
         }
-        let listen = std::mem::replace(&mut self.listen, Listen::Off);
+        let listen = self.listen.ended();
         // What is no eventfd may fail for good, or be ready for good: armed again and again it would keep us busy.
         let over = i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL);
         let useless = if result < 0 { result != -libc::ECANCELED } else { result & over != 0 };
-        match listen {
-            Listen::On if useless => self.break_off(&"its kick descriptor cannot be waited for"),
-            Listen::On | Listen::Ending { again: true } => self.arm_kick(ring, token),
-            Listen::Ending { again: false } | Listen::Off => {}
+        if listen == Listen::On && useless {
+            self.break_off(&"its kick descriptor cannot be waited for");
+        } else if listen.goes_on() {
+            self.arm_kick(ring, token);
         }
     }
 
@@ -360,14 +343,7 @@ impl Queue for BlkQueue {
     }
 
     fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        match self.listen {
-            Listen::On => {
-                ring.cancel(place.with(0, OP_KICK));
-                self.listen = Listen::Ending { again: false };
-            }
-            Listen::Ending { .. } => self.listen = Listen::Ending { again: false },
-            Listen::Off => {}
-        }
+        self.listen.end(ring, place.with(0, OP_KICK));
     }
 
     fn at_rest(&self) -> bool {

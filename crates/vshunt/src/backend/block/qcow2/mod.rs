@@ -24,9 +24,9 @@ use self::bitmaps::Bitmaps;
 pub(super) use self::bitmaps::enter as enter_bitmaps;
 pub(crate) use self::journal::{Lacks, forget, recover};
 pub(super) use self::open::{Plain, backing_of, beside, open};
-use super::bounce::{AlignedBuf, Pool};
+use super::bounce::Pool;
 use super::raw::Raw;
-use super::{Io, Op, RingFiles, SECTOR_BYTES, Step};
+use super::{Io, Op, RingFiles, Step};
 use crate::on_file;
 use crate::worker::{Ring, Token};
 
@@ -122,50 +122,25 @@ impl Qcow2 {
         self.files.iter().any(|raw| raw.is_of(path))
     }
 
-    /// As [`Op::Flush`], but it waits; on any thread.
+    /// As [`Op::Flush`], but it waits. On a thread of its own: the end of a ring interrupts what its thread waits for next,
+    /// which callers are not prepared for.
     pub(super) fn flush_now(self: &Arc<Self>) -> std::io::Result<()> {
         if self.readonly {
             return Ok(());
         }
-        let mut io = Io::default();
-        io.reset(Op::Flush, 0, true);
-        self.run_now(&mut io)
-    }
-
-    /// See [`Disk::merge`](super::Disk::merge).
-    pub(super) fn merge(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
-        let first = offset / SECTOR_BYTES * SECTOR_BYTES;
-        let len = ((offset + bytes.len() as u64).next_multiple_of(SECTOR_BYTES) - first) as usize;
-        let mut buf = AlignedBuf::new(len).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        let mut io = Io::default();
-        for op in [Op::Read, Op::Write] {
-            if op == Op::Write {
-                buf.bytes()[(offset - first) as usize..][..bytes.len()].copy_from_slice(bytes);
-            }
-            io.reset(op, first, fua && op == Op::Write);
-            // SAFETY: the buffer and `io` stay here until the request is done.
-            unsafe { io.push(buf.ptr(), len) };
-            self.run_now(&mut io)?;
-        }
-        Ok(())
-    }
-
-    /// Does a request, and waits for it. On a thread of its own: the end of a ring interrupts what its thread waits for
-    /// next, which callers are not prepared for.
-    fn run_now(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
-            let running = thread.spawn_scoped(scope, || self.run_here(io))?;
-            running.join().expect("it does not panic")
+            thread.spawn_scoped(scope, || self.flush_here())?.join().expect("it does not panic")
         })
     }
 
-    fn run_here(self: &Arc<Self>, io: &mut Io) -> std::io::Result<()> {
-        let (mut ring, pool) = (Ring::new()?, Pool::default());
+    /// After its last handle is gone, too: without a disk.
+    fn flush_here(self: &Arc<Self>) -> std::io::Result<()> {
+        let (mut ring, pool, mut io) = (Ring::new()?, Pool::default(), Io::default());
+        io.reset(Op::Flush, 0, true);
         let handle = self.attach(&mut ring);
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
-        let stable = io.fua || self.through;
-        let mut step = handle.begin(&pool, &mut ring, io, token, stable);
+        let mut step = handle.begin(&pool, &mut ring, &mut io, token, true);
         let res = loop {
             match step {
                 Step::Done(res) => break res,
@@ -175,11 +150,10 @@ impl Qcow2 {
                         tracing::error!("an io_uring failed; ending at once");
                         std::process::abort();
                     };
-                    step = handle.resume(&pool, &mut ring, io, token, res);
+                    step = handle.resume(&pool, &mut ring, &mut io, token, res);
                 }
             }
         };
-        io.iov.clear();
         handle.detach(&mut ring);
         // Those whom it woke at its end would wait for ever.
         if ring.send().is_err() {
