@@ -131,9 +131,10 @@ impl Daemon {
         };
         // All of the target is in there, so that it is closed when the job is over.
         let ends = Ends { entry: entry.clone(), work: of_ends, begun, target };
+        // Before whoever asked can change anything of it.
+        self.tell_status(job);
         let job = job.clone();
         let life = move |daemon: &Daemon| {
-            daemon.tell_status(&job);
             let copied = job.settle(daemon.copy(&job, plan));
             daemon.tell_status(&job);
             let result = ends.end(daemon, copied);

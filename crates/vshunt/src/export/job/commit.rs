@@ -68,8 +68,9 @@ impl Daemon {
             self.withdraw(&id);
             return Err(e);
         }
+        // Before whoever asked can change anything of it.
+        self.tell_status(&job);
         let life = move |daemon: &Daemon| {
-            daemon.tell_status(&job);
             let result = commit.run(daemon, &job);
             daemon.conclude(&job, result);
         };
