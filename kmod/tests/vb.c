@@ -252,7 +252,7 @@ static uint16_t take_descriptor(struct vb_ring *ring)
 }
 
 /* Makes a chain available; its head. */
-int ring_push(struct vb_ring *ring, const struct vb_chain *chain)
+int ring_prepare(struct vb_ring *ring, const struct vb_chain *chain)
 {
 	struct vring_desc *desc;
 	uint16_t head = take_descriptor(ring), at = head;
@@ -284,8 +284,20 @@ int ring_push(struct vb_ring *ring, const struct vb_chain *chain)
 	ring->busy[head] = true;
 	ring->avail->ring[ring->next_avail % ring->num] = head;
 	ring->next_avail++;
-	/* The device reads the entry after the index. */
-	__atomic_store_n(&ring->avail->idx, ring->next_avail, __ATOMIC_RELEASE);
+	return head;
+}
+
+void ring_publish(struct vb_ring *ring, uint16_t idx)
+{
+	/* The device reads the entries after the index. */
+	__atomic_store_n(&ring->avail->idx, idx, __ATOMIC_RELEASE);
+}
+
+int ring_push(struct vb_ring *ring, const struct vb_chain *chain)
+{
+	int head = ring_prepare(ring, chain);
+
+	ring_publish(ring, ring->next_avail);
 	return head;
 }
 

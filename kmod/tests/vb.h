@@ -121,6 +121,10 @@ uint16_t ring_base(struct vb_ring *ring);
 void ring_free(struct vb_ring *ring);
 struct vhost_blk_vring_stats ring_stats(struct vb_ring *ring);
 
+/* Puts a chain into the ring; its head. The device may take it as soon as it is published: lies go in between. */
+int ring_prepare(struct vb_ring *ring, const struct vb_chain *chain);
+void ring_publish(struct vb_ring *ring, uint16_t idx);
+/* Both at once. */
 int ring_push(struct vb_ring *ring, const struct vb_chain *chain);
 void ring_kick(struct vb_ring *ring);
 /* Takes what is used; the number of requests. */
