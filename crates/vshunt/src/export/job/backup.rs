@@ -9,7 +9,8 @@ use super::run::Plan;
 use crate::backend::block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
 use crate::error::{Error, Result};
 use crate::export::bitmaps::{at_rest, check_new, persistent, writer};
-use crate::export::daemon::{Daemon, DiskEntry};
+use crate::export::daemon::Daemon;
+use crate::export::maps::DiskEntry;
 use crate::export::spec::{BackupSpec, DiskSpec, Format, JobKind};
 use crate::queue::copy::Copy;
 
