@@ -2,6 +2,7 @@
 
 mod backup;
 mod commit;
+mod made;
 mod run;
 mod share;
 
