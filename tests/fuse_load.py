@@ -182,7 +182,7 @@ class Moves:
             self.workers.append(self.mount.daemon.worker_new())
             return
         to = self.chance.choice(others)
-        done = self.mount.cli("attach", f"f0:{queue}", str(to), check=False, timeout_s=15)
+        done = self.mount.cli("attach", f"f0:{queue}", str(to), check=False)
         if done.returncode == 0:
             self.at[queue] = to
             self.moved += 1
@@ -220,7 +220,7 @@ def fio(suite, memory, seconds):
     moves = None
     if not suite.peer:
         moves = Moves(suite, mount, 41)
-        r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()), 10)
+        r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()))
         end = time.monotonic() + seconds * 0.85
         while time.monotonic() < end and load.running():
             moves.turn()
@@ -283,7 +283,7 @@ def interrupted(suite):
         for caller in callers:
             caller.stdin.write(b"go\n")
             caller.stdin.flush()
-        r.wait_for("requests are under way", lambda: sum(q["in-flight"] for q in mount.queues()) >= 24, 10)
+        r.wait_for("requests are under way", lambda: sum(q["in-flight"] for q in mount.queues()) >= 24)
         for caller in callers[::2]:
             caller.kill()
         for caller in callers[1::4]:
@@ -293,10 +293,10 @@ def interrupted(suite):
         r.require(seen >= 24, f"{24 - seen} requests were given up while the backend had their buffers")
     finally:
         os.kill(below.child.pid, signal.SIGCONT)
-    codes = [caller.wait(10) for caller in callers]
+    codes = [caller.wait(r.WAIT_S) for caller in callers]
     r.require(all(code == -signal.SIGKILL for code in codes[::2]), f"killed callers ended with {codes[::2]}")
     r.require(all(code == 0 for code in codes[3::4]), f"callers that nobody killed ended with {codes[3::4]}")
-    r.wait_for("nothing is under way", lambda: sum(q["in-flight"] for q in mount.queues()) == 0, 10)
+    r.wait_for("nothing is under way", lambda: sum(q["in-flight"] for q in mount.queues()) == 0)
     m.same(mount.path, content, "the mount")
     mount.stop()
     r.require(below.child.stop() == 0, below.child.tail())
@@ -309,7 +309,7 @@ def resized(suite):
     least = FIO_JOBS * FIO_REGION
     mount = m.serving(suite, name, image=suite.image(f"{name}.img", least), queues=4)
     load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount.path, FIO_S // 2))
-    r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()), 10)
+    r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()))
     turns, size = 0, least
     end = time.monotonic() + FIO_S * 0.4
     with m.Opened(mount.path) as fd:
@@ -322,7 +322,7 @@ def resized(suite):
                 r.require(os.pwrite(fd, b"c" * MIB, size - MIB) == MIB, "a short write")
             turns += 1
     r.require(load.running() and turns > 4, f"{turns} resizes; fio: {load.tail()}")
-    code = load.wait(FIO_S + 20)
+    code = load.wait()
     errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
     r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))
     mount.stop()
@@ -346,10 +346,10 @@ def parallel(suite):
         victim = subprocess.Popen(["dd", f"if={mount.path}", "of=/dev/null", "bs=1M", "iflag=direct"], stderr=subprocess.DEVNULL)
         time.sleep(0.01)
         victim.kill()
-        victim.wait(10)
+        victim.wait(r.WAIT_S)
         victims += 1
     for writer in writers:
-        code = writer.wait(20)
+        code = writer.wait()
         r.require(code == 0, f"{writer.name} ended with {code}: {writer.tail(3)}")
     with m.Opened(mount.path, os.O_RDONLY) as fd:
         for number, path in enumerate(source):
@@ -359,13 +359,13 @@ def parallel(suite):
 
 def tests(suite):
     t = suite.test
-    t("ext4 on a loop device, buffered", lambda: file_system(suite, False), 40)
-    t("ext4 on a loop device, --direct-io=on", lambda: file_system(suite, True), 40)
-    t("qemu-img compare and convert, qemu-io", lambda: qemu_img(suite), 30)
-    t("qemu-img convert and create, growable", lambda: qemu_img_grows(suite), 30)
-    t("many callers, some killed", lambda: parallel(suite), 40)
-    t("fio verifies while queues move, image on a disk", lambda: fio(suite, False, FIO_S), FIO_S + 40)
-    t("fio verifies while queues move, image in memory", lambda: fio(suite, True, FIO_S // 2), FIO_S + 40)
-    t("INTERRUPT: callers killed while the backend has their requests", lambda: interrupted(suite), 40)
-    t("fio verifies while the disk is resized", lambda: resized(suite), FIO_S + 40)
-    t("fsx", lambda: fsx(suite), 60)
+    t("ext4 on a loop device, buffered", lambda: file_system(suite, False))
+    t("ext4 on a loop device, --direct-io=on", lambda: file_system(suite, True))
+    t("qemu-img compare and convert, qemu-io", lambda: qemu_img(suite))
+    t("qemu-img convert and create, growable", lambda: qemu_img_grows(suite))
+    t("many callers, some killed", lambda: parallel(suite))
+    t("fio verifies while queues move, image on a disk", lambda: fio(suite, False, FIO_S))
+    t("fio verifies while queues move, image in memory", lambda: fio(suite, True, FIO_S // 2))
+    t("INTERRUPT: callers killed while the backend has their requests", lambda: interrupted(suite))
+    t("fio verifies while the disk is resized", lambda: resized(suite))
+    t("fsx", lambda: fsx(suite))
