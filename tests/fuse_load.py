@@ -1,5 +1,6 @@
 """Those who use a disk in earnest: a file system on a loop device, QEMU's tools, fio while queues are moved."""
 
+import contextlib
 import os
 import random
 import re
@@ -17,6 +18,8 @@ MIB = 1 << 20
 DISK_SIZE = 96 * MIB
 
 FIO_S = 10
+# How often fio may run until enough was done beside it: once, but on a slow machine.
+FIO_TURNS = 10
 FIO_JOBS = 4
 FIO_REGION = 4 * MIB
 
@@ -198,12 +201,12 @@ class Moves:
                 self.freed += 1
 
 
-def fio_argv(path, seconds, base=0):
+def fio_argv(path, seconds, base=0, seed=7):
     """Four jobs that verify what they wrote, each in a region of its own from `base` on."""
     options = {
         "filename": path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
         "verify_fatal": 1, "verify_state_save": 0, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,
-        "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": 7,
+        "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": seed,
     }  # fmt: skip
     argv = [r.tool("fio", "fio"), *(f"--{key}={value}" for key, value in options.items())]
     for job, (rw, bs) in enumerate((("randwrite", "4k"), ("randrw", "16k"), ("randwrite", "64k"), ("write", "128k"))):
@@ -211,34 +214,48 @@ def fio_argv(path, seconds, base=0):
     return argv
 
 
+@contextlib.contextmanager
+def beside_fio(suite, mount, turn, name, seconds):
+    """fio for so long, with other data each turn, which must find no error; yields what says whether it has most of its time still before it."""
+
+    def requests():
+        return sum(q["requests"] for q in mount.queues())
+
+    before = 0 if suite.peer else requests()
+    load = r.Child(suite.rig, f"{name}.fio{turn}", fio_argv(mount.path, seconds, seed=7 + turn))
+    if not suite.peer:
+        r.wait_for("fio's first requests", lambda: requests() > before or not load.running())
+    end = time.monotonic() + seconds * 0.85
+    yield lambda: time.monotonic() < end and load.running()
+    code = load.wait(seconds + r.WAIT_S)
+    errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
+    r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))
+
+
 def fio(suite, memory, seconds):
     suite.differs("mixes up writes that come together", before=11)
     name = f"fio-{'memory' if memory else 'disk'}-{suite.transport}"
     image = suite.image(f"{name}.img", FIO_JOBS * FIO_REGION, memory)
     mount = m.serving(suite, name, image=image, queues=4)
-    load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount.path, seconds))
-    moves = None
-    if not suite.peer:
-        moves = Moves(suite, mount, 41)
-        r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()))
-        end = time.monotonic() + seconds * 0.85
-        while time.monotonic() < end and load.running():
-            moves.turn()
-            time.sleep(0.03)
-        r.require(load.running(), f"fio ended before its time: {load.tail()}")
+    moves = None if suite.peer else Moves(suite, mount, 41)
+    # A ring queue's move waits for its CPU, which fio has.
+    least = 4 if suite.transport == "io_uring" else 20
+    for turn in range(FIO_TURNS):
+        with beside_fio(suite, mount, turn, name, seconds) as going_on:
+            while moves and going_on():
+                moves.turn()
+                time.sleep(0.03)
+        if not moves or moves.moved + moves.refused > least:
+            break
+    if moves:
         seen = {q["index"]: q["worker"] for q in mount.queues()}
         r.require(seen == moves.at, f"status says that queues are at {seen}, not {moves.at}")
         suite.rig.say(f"{suite.transport}: {moves.moved} moves, {moves.refused} refused, {moves.freed} workers freed {moves.why}")
-        # A ring queue's move waits for its CPU, which fio has.
-        least = 4 if suite.transport == "io_uring" else 20
-        r.require(moves.moved + moves.refused > least, f"only {moves.moved + moves.refused} moves in {seconds} s")
+        r.require(moves.moved + moves.refused > least, f"only {moves.moved + moves.refused} moves")
         # A ring queue comes to rest when its entries have come back, for which two busy CPUs may take too long now and then;
         # a queue that reads /dev/fuse can go anywhere.
         most = moves.moved // 4 if suite.transport == "io_uring" else 0
         r.require(moves.refused <= most, f"{moves.refused} moves were refused: {moves.why}")
-    code = load.wait(seconds + 20)
-    errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
-    r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))
     if moves:
         broken = [q for q in mount.queues() if q["errors"]]
         r.require(not broken, f"requests failed: {broken}")
@@ -308,23 +325,20 @@ def resized(suite):
     name = f"fio-resize-{suite.transport}"
     least = FIO_JOBS * FIO_REGION
     mount = m.serving(suite, name, image=suite.image(f"{name}.img", least), queues=4)
-    load = r.Child(suite.rig, f"{name}.fio", fio_argv(mount.path, FIO_S // 2))
-    r.wait_for("fio's first requests", lambda: sum(q["requests"] for q in mount.queues()))
     turns, size = 0, least
-    end = time.monotonic() + FIO_S * 0.4
-    with m.Opened(mount.path) as fd:
-        while time.monotonic() < end and load.running():
-            size = least if size > least else 2 * least + turns * 512
-            mount.cli("resize", "--shrink", "d0", str(size))
-            r.require(os.fstat(fd).st_size == size == mount.image.stat().st_size, f"turn {turns}: not {size} bytes")
-            if size > least:
-                r.require(os.pread(fd, MIB, size - MIB) == bytes(MIB), f"turn {turns}: what was cut off came back")
-                r.require(os.pwrite(fd, b"c" * MIB, size - MIB) == MIB, "a short write")
-            turns += 1
-    r.require(load.running() and turns > 4, f"{turns} resizes; fio: {load.tail()}")
-    code = load.wait()
-    errors = re.findall(r"^.*(?:verify|err=\s*[1-9]).*$", load.output(), re.MULTILINE)
-    r.require(code == 0 and not errors, f"fio ended with {code}: " + "\n".join(errors[:4] or [load.tail()]))
+    for again in range(FIO_TURNS):
+        with m.Opened(mount.path) as fd, beside_fio(suite, mount, again, name, FIO_S // 2) as going_on:
+            while going_on():
+                size = least if size > least else 2 * least + turns * 512
+                mount.cli("resize", "--shrink", "d0", str(size))
+                r.require(os.fstat(fd).st_size == size == mount.image.stat().st_size, f"turn {turns}: not {size} bytes")
+                if size > least:
+                    r.require(os.pread(fd, MIB, size - MIB) == bytes(MIB), f"turn {turns}: what was cut off came back")
+                    r.require(os.pwrite(fd, b"c" * MIB, size - MIB) == MIB, "a short write")
+                turns += 1
+        if turns > 4:
+            break
+    r.require(turns > 4, f"only {turns} resizes")
     mount.stop()
     r.require(mount.image.stat().st_size == size, "the image has another size")
 

@@ -124,7 +124,8 @@ class Child:
         with open(self.log, "ab") as log:
             more.setdefault("stdout", log)
             more.setdefault("stderr", log)
-            self.process = subprocess.Popen([str(a) for a in argv], stdin=subprocess.DEVNULL, **more)
+            more.setdefault("stdin", subprocess.DEVNULL)
+            self.process = subprocess.Popen([str(a) for a in argv], **more)
         rig.children.append(self)
 
     @property
