@@ -241,9 +241,9 @@ def refused_by_qmp(qmp):
 
 def tests(suite):
     for kind in ("raw", "qcow2", "ram"):
-        suite.test(f"full and three incremental backups, {kind}", lambda k=kind: chain(suite, k), 60)
-    suite.test("an incremental backup onto the disk with the one before", lambda: onto_disk(suite), 60)
+        suite.test(f"full and three incremental backups, {kind}", lambda k=kind: chain(suite, k))
+    suite.test("an incremental backup onto the disk with the one before", lambda: onto_disk(suite))
     for kind in ("raw", "qcow2"):
-        suite.test(f"nothing is missed after backups that failed, {kind}", lambda k=kind: nothing_missed(suite, k), 60)
+        suite.test(f"nothing is missed after backups that failed, {kind}", lambda k=kind: nothing_missed(suite, k))
     suite.test("bitmaps: merge, disable, clear, resize", lambda: bitmaps(suite))
-    suite.test("by QMP, and its events", lambda: by_qmp(suite), 60)
+    suite.test("by QMP, and its events", lambda: by_qmp(suite))

@@ -55,7 +55,8 @@ def no_space(suite, kind):
         ended(mount, f"backup{number}", path, "No space left")
         r.require(not path.exists() and not part(path).exists(), f"{path} is no backup, and there")
         gone_on(mount, writers)
-    r.require(os.statvfs(folder).f_bfree > 400, "the room is not given back")
+    # Whoever had the file open may close it a moment later.
+    r.wait_for("the room is given back", lambda: os.statvfs(folder).f_bfree > 400)
     # The disk is free for another.
     path = suite.path(f"full-{kind}.good")
     mount.cli("backup", "start", "d0", "--to", path, "--wait")
@@ -157,8 +158,9 @@ def commands(suite):
     start = time.monotonic()
     cli("backup", "start", "d0", "--to", path, "--speed", "4M", "--job", "slow")
     time.sleep(1.5)
+    r.wait_for("it has copied something", lambda: b.job(daemon, "slow")["current-progress"])
     done, passed = b.job(daemon, "slow")["current-progress"], time.monotonic() - start
-    r.require(0 < done <= 4 * MIB * passed + 4 * MIB, f"{done} bytes after {passed:.1f} s at 4 MiB/s")
+    r.require(done <= 4 * MIB * passed + 4 * MIB, f"{done} bytes after {passed:.1f} s at 4 MiB/s")
     cli("job", "cancel", "slow")
     r.require(not path.exists(), "a cancelled backup's file is there")
     r.message_of(cli("job", "wait", "slow", check=False), "slow was cancelled", code=(1,))
@@ -249,12 +251,12 @@ def killed(suite, kind, seed):
 
 def tests(suite):
     for kind in ("raw", "qcow2"):
-        suite.test(f"no space in the target, {kind}", lambda k=kind: no_space(suite, k), 60)
-    suite.test("the target is removed, or replaced", lambda: removed(suite), 60)
-    suite.test("a target that hangs", lambda: hangs(suite), 90)
-    suite.test("cancel, pause, speed, dismiss; what is refused meanwhile", lambda: commands(suite), 60)
-    suite.test("the export goes while a job runs", lambda: export_goes(suite), 60)
+        suite.test(f"no space in the target, {kind}", lambda k=kind: no_space(suite, k))
+    suite.test("the target is removed, or replaced", lambda: removed(suite))
+    suite.test("a target that hangs", lambda: hangs(suite))
+    suite.test("cancel, pause, speed, dismiss; what is refused meanwhile", lambda: commands(suite))
+    suite.test("the export goes while a job runs", lambda: export_goes(suite))
     for how in ("quit", "SIGTERM"):
-        suite.test(f"{how} while a job runs", lambda h=how: daemon_goes(suite, h), 60)
+        suite.test(f"{how} while a job runs", lambda h=how: daemon_goes(suite, h))
     for kind in ("raw", "qcow2"):
-        suite.test(f"kill -9 {KILLS} times in the middle of backups, {kind}", lambda k=kind: killed(suite, k, 5), 120)
+        suite.test(f"kill -9 {KILLS} times in the middle of backups, {kind}", lambda k=kind: killed(suite, k, 5))

@@ -152,5 +152,5 @@ def jobs_and_bitmaps(suite):
 
 
 def tests(suite):
-    suite.test("what cannot be backed up, and why", lambda: backups(suite), 60)
-    suite.test("jobs and bitmaps that cannot be, and why", lambda: jobs_and_bitmaps(suite), 60)
+    suite.test("what cannot be backed up, and why", lambda: backups(suite))
+    suite.test("jobs and bitmaps that cannot be, and why", lambda: jobs_and_bitmaps(suite))

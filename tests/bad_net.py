@@ -8,7 +8,7 @@ import os
 import rig as r
 from rig import message_of
 
-REFUSAL_S = 10.0
+REFUSAL_S = r.WAIT_S
 
 
 class Networks:

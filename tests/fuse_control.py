@@ -107,7 +107,7 @@ def sector(socket, number):
         c.describe(2, p.GUEST + p.DATA + 8192, 1, 2, 0)
         c.ram[p.DATA + 8192] = 0xFF
         c.offer(0, kick)
-        r.wait_for("the vhost-user request is done", lambda: c.used() == 1, 10)
+        r.wait_for("the vhost-user request is done", lambda: c.used() == 1)
         r.require(c.ram[p.DATA + 8192] == 0, f"the vhost-user request ended with status {c.ram[p.DATA + 8192]}")
         return bytes(c.ram[p.DATA + 4096 : p.DATA + 4096 + 512])
 
@@ -120,13 +120,13 @@ def two_writers(suite):
     fuse = f"type=fuse,name=f1,disk=d0,mountpoint={path},writable=on"
     mount = m.Mount(suite, "two-a", image=suite.image("two-a.img", MIB))
     for export, left in ((vhost, socket), (fuse, path)):
-        r.message_of(mount.cli("export", "add", export, check=False, timeout_s=10), "d0")
+        r.message_of(mount.cli("export", "add", export, check=False), "d0")
         r.require(not left.exists() and not m.mounted(left), f"{left} was left behind")
     r.require([e["name"] for e in mount.daemon.status()["exports"]] == ["f0"], "the refused export is listed")
     mount.path.read_bytes()
     mount.stop()
     daemon = r.Daemon(suite.rig, "--disk", f"name=d0,file={suite.image('two-b.img', MIB)}", "--export", vhost, name="two-b")
-    r.message_of(daemon.cli("export", "add", fuse, check=False, timeout_s=10), "d0")
+    r.message_of(daemon.cli("export", "add", fuse, check=False), "d0")
     r.require(not path.exists() and not m.mounted(path), f"{path} was left behind")
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
@@ -168,11 +168,11 @@ def image_that_waits(suite):
         askers = [r.Child(suite.rig, f"waits-{n}", argv) for n, argv in enumerate((size, ["stat", "-c", "%w", mount.path]))]
         time.sleep(0.3)
         for turn in range(5):
-            r.run(["dd", f"if={path}", "of=/dev/null", "bs=4k", "count=1", f"skip={turn}", "iflag=direct"], timeout_s=5)
+            r.run(["dd", f"if={path}", "of=/dev/null", "bs=4k", "count=1", f"skip={turn}", "iflag=direct"])
         r.require(all(a.running() for a in askers), "they were answered by whom?")
     finally:
         os.kill(below.child.pid, signal.SIGCONT)
-    r.require([a.wait(5) for a in askers] == [0, 0], "they did not get their answers")
+    r.require([a.wait() for a in askers] == [0, 0], "they did not get their answers")
     mount.stop()
     below.stop()
 
@@ -340,7 +340,7 @@ def tests_once(suite):
     t("an image that another daemon serves, which is held up", lambda: image_that_waits(suite))
     t("vhost-user-blk writes, a read-only mount sees it", lambda: writer_and_reader(suite))
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
-    t("passthrough: random operations", lambda: in_kernel_walk(suite), 40)
+    t("passthrough: random operations", lambda: in_kernel_walk(suite))
     t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))
     t("passthrough: an odd end", lambda: in_kernel_odd(suite))
     t("passthrough: off with a reason", lambda: off(suite))

@@ -7,7 +7,7 @@ import fuse_mount as m
 import rig as r
 
 MIB = 1 << 20
-REFUSAL_S = 10.0
+REFUSAL_S = r.WAIT_S
 
 
 class Refusals:

@@ -25,7 +25,7 @@ CONNECTIONS = Path("/sys/fs/fuse/connections")
 ENABLE_URING = Path("/sys/module/fuse/parameters/enable_uring")
 
 # What a test has after its connections were aborted.
-AFTER_ABORT_S = 5.0
+AFTER_ABORT_S = 30.0
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -183,7 +183,7 @@ class Uring:
     def __enter__(self):
         try:
             self.lock = open(ENABLE_URING, "rb")
-            r.wait_for("another rig leaves enable_uring alone", self._locked, 240, 0.2)
+            r.wait_for("another rig leaves enable_uring alone", self._locked, 600, 0.2)
             self.clock.put(uring=ENABLE_URING.read_bytes()[:1])
             ENABLE_URING.write_text(self.value)
         except OSError as e:

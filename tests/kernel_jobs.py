@@ -91,7 +91,7 @@ vhost-blk-test --disk /dev/nullb0 data
 need sd_mod
 need scsi_debug dev_size_mb=128 sector_size=4096 lbpws=1 lbpu=1
 n=0
-while [ ! -b /dev/sda ] && [ $n -lt 100 ]; do sleep 0.1; n=$((n + 1)); done
+while [ ! -b /dev/sda ] && [ $n -lt 900 ]; do sleep 0.1; n=$((n + 1)); done
 vhost-blk-test --disk /dev/sda data
 result "data: no page is pinned" none_pinned
 result "data: after use nothing is left allocated, and it is unloaded" leaves_nothing
@@ -106,7 +106,7 @@ need vhost_blk
 need sd_mod
 need scsi_debug dev_size_mb=64 delay=0 opts=2 max_queue=64
 n=0
-while [ ! -b /dev/sda ] && [ $n -lt 100 ]; do sleep 0.1; n=$((n + 1)); done
+while [ ! -b /dev/sda ] && [ $n -lt 900 ]; do sleep 0.1; n=$((n + 1)); done
 vhost-blk-test --disk /dev/sda fault-medium
 echo 0 >/sys/bus/pseudo/drivers/scsi_debug/opts
 vhost-blk-test --disk /dev/sda durable

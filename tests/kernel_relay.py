@@ -28,6 +28,15 @@ load() { vshunt-bench blk --socket /tmp/s --quiet "$@"; }
 # told LIST KEY: the values of a key in a list, in its order.
 told() { vshunt qmp query-$1 | sed -n "s/^ *\\"$2\\": *\\"\\{0,1\\}\\([^\\",]*\\).*/\\1/p" | tr '\\n' ' '; }
 is() { [ "$1" = "$2" ] || { echo "it is '$1', not '$2'"; return 1; }; }
+# The last file that uses the module may be closed a moment after its process ended.
+unloads() {
+    n=0
+    while ! rmmod vhost_blk 2>/dev/null; do
+        n=$((n + 1))
+        [ $n -lt 300 ] || { echo "the module is in use"; return 1; }
+        sleep 0.1
+    done
+}
 # Refused, with a message that has this in it.
 refused() { fails "$@"; }
 """
@@ -76,7 +85,7 @@ result "choosing: a worker is pinned there" vshunt worker set e0/1 --cpu 1
 result "choosing: and is there" sh -c "grep -l '^Name:.vhost-' /proc/[0-9]*/task/*/status | xargs grep '^Cpus_allowed_list:.1$'"
 result "choosing: it ends" vshunt quit
 wait
-rmmod vhost_blk
+unloads
 rmmod vhost
 need vhost fork_from_owner_default=0
 need vhost_blk
@@ -106,10 +115,12 @@ result "disk: flushes" load --rw randwrite --verify --queues 2 --flush-every 4 -
 packed() { fails "packed" load --packed --runtime 1s; }
 result "disk: packed rings are not offered" packed
 moves() {
-    load --rw randrw --verify --queues 2 --iodepth 16 --runtime 6s >/tmp/load 2>&1 &
+    # Not the function: it is interrupted, and that would be another process around it.
+    vshunt-bench blk --socket /tmp/s --quiet --rw randrw --verify --queues 2 --iodepth 16 --runtime 1h >/tmp/load 2>&1 &
     client=$!
     n=0
-    while kill -0 $client 2>/dev/null; do
+    end=$(($(date +%s) + 5))
+    while kill -0 $client 2>/dev/null && { [ $n -lt 4 ] || [ $(date +%s) -lt $end ]; }; do
         id=$(vshunt worker new --kind kernel --export e0) || return 1
         vshunt attach e0:$((n % 2)) $id || return 1
         [ -n "$last" ] && { vshunt attach e0:$(((n + 1) % 2)) $id && vshunt worker free $last || return 1; }
@@ -117,6 +128,7 @@ moves() {
         echo $id >/tmp/last
         n=$((n + 1))
     done
+    kill -INT $client
     wait $client || { cat /tmp/load; return 1; }
     [ $n -gt 3 ] || { echo "only $n turns"; return 1; }
 }
@@ -155,7 +167,7 @@ result "disk: but by force" vshunt export remove e0 --force
 wait $client
 result "disk: the daemon ends" quit
 result "disk: nothing of it is left" sh -c "! ls /tmp/s /tmp/s1 /tmp/s2 2>/dev/null"
-result "disk: the module can go" rmmod vhost_blk
+result "disk: the module can go" unloads
 insmod /modules/vhost_blk.ko
 
 dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
@@ -181,15 +193,7 @@ ENDS = (
     COMMON
     + """
 insmod /modules/vhost_blk.ko 2>/dev/null
-gone() {
-    n=0
-    while ! rmmod vhost_blk 2>/dev/null; do
-        n=$((n + 1))
-        [ $n -lt 50 ] || { echo "the module is in use"; return 1; }
-        sleep 0.1
-    done
-    insmod /modules/vhost_blk.ko
-}
+gone() { unloads && insmod /modules/vhost_blk.ko; }
 # Without what single CPUs have not added yet.
 pinned() { echo 1 >/proc/sys/vm/stat_refresh; awk '/nr_foll_pin_acquired/ { a = $2 } /nr_foll_pin_released/ { r = $2 } END { print a - r }' /proc/vmstat; }
 before=$(pinned)
@@ -220,7 +224,7 @@ loops() {
     n=0
     while [ -e /sys/block/loop0/loop/backing_file ]; do
         n=$((n + 1))
-        [ $n -lt 50 ] || { echo "the loop device is left behind"; return 1; }
+        [ $n -lt 300 ] || { echo "the loop device is left behind"; return 1; }
         sleep 0.1
     done
 }
@@ -258,8 +262,8 @@ result "ends: SIGTERM under load" under_load
 """
 )
 
-# Some two minutes where nothing else runs; more than double that on a machine that others share.
-NESTED_S = 420
+# Some two minutes where nothing else runs; here the VMs of the same rig run beside it, and others may.
+NESTED_S = 900
 
 # What holds for rings that are served here holds for those that are handed over: the same tests (crates/vshunt/tests/device)
 # with engine=kernel.
@@ -273,7 +277,7 @@ rc=$?
 sed -n -e 's/^test \\(.*\\) \\.\\.\\. ok$/ok device: \\1/p' -e 's/^test \\(.*\\) \\.\\.\\. FAILED$/not ok device: \\1/p' /tmp/device
 [ $rc = 0 ] || grep -v '^test ' /tmp/device | head -n 120
 result "device: the suite ended well" is $rc 0
-result "device: the module can go" rmmod vhost_blk
+result "device: the module can go" unloads
 """
 )
 DEVICE_TESTS = ("config", "dirty_log", "hostile", "layout", "memory", "protocol", "requests", "workers")
@@ -305,10 +309,10 @@ DEVICE_SKIPPED = {
 
 def device(rig, make_base):
     stripped = rig.dir / "device-test"
-    r.run([r.tool("strip", "binutils"), "-g", "-o", stripped, r.test_binary("vshunt", "device")])
+    r.run([r.tool("strip", "binutils"), "-g", "-o", stripped, r.test_binary("device")])
     skipped = [f"--skip={name}" for names in DEVICE_SKIPPED.values() for name in names]
     job = DEVICE.replace("@WHICH@", " ".join([*DEVICE_TESTS, *skipped]))
-    k.Vm(rig, make_base({"device-test": str(stripped)}), "device", job, memory_mib=1536).finish(300)
+    k.Vm(rig, make_base({"device-test": str(stripped)}), "device", job, memory_mib=1536).finish(600)
 
 
 # In the VM an unmodified QEMU of this machine boots a guest whose disk is ours. This machine's files by virtiofs.
@@ -380,7 +384,7 @@ reboot -f
 
 
 # Of VMs with our programs: name, job, seconds.
-VMS = (("choosing", CHOOSING, 60), ("disk", DISK, 180), ("ends", ENDS, 120))
+VMS = (("choosing", CHOOSING, 240), ("disk", DISK, 480), ("ends", ENDS, 480))
 
 
 def vmlinux(folder):
@@ -427,7 +431,7 @@ def virtiofsd():
 
 
 def nested(rig, make_base, folder, modules):
-    """An unmodified QEMU in the VM, with a guest whose disk is the kernel's."""
+    """An unmodified QEMU in the VM, with a guest whose disk is the kernel's: what ends it, and prints its results."""
     qemu, _ = vm.qemu()
     if not modules.add("virtio_blk"):
         raise r.Skipped("the kernel has no module virtio_blk")
@@ -440,4 +444,5 @@ def nested(rig, make_base, folder, modules):
     job = NESTED.replace("@QEMU@", str(qemu)).replace("@SECONDS@", str(NESTED_S))
     more = ["-object", f"memory-backend-memfd,id=memory,size={memory}M,share=on", "-numa", "node,memdev=memory"]
     more += ["-chardev", f"socket,id=fs,path={socket}", "-device", "vhost-user-fs-pci,chardev=fs,tag=host"]
-    k.Vm(rig, base, "nested", job, memory_mib=memory, more=more, checks=False).finish(NESTED_S + 30)
+    machine = k.Vm(rig, base, "nested", job, memory_mib=memory, more=more, checks=False)
+    return lambda: machine.finish(NESTED_S + 30)

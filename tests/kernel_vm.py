@@ -22,7 +22,7 @@ from pathlib import Path
 import rig as r
 import vm
 
-BOOT_S = 90.0
+BOOT_S = 180.0
 # What a kernel says when something is wrong.
 TROUBLE = re.compile(
     r"BUG[: ]|WARNING: |Oops|general protection|Unable to handle|KFENCE|KASAN|refcount_t|possible (recursive |circular )?lock"
@@ -47,7 +47,8 @@ mkdir -p /dev/shm
 mount -t tmpfs shm /dev/shm
 stty -F /dev/ttyS1 raw -echo 2>/dev/null
 exec </dev/null >/dev/ttyS1 2>&1
-echo 20 >/proc/sys/kernel/hung_task_timeout_secs
+# More than a loaded machine may keep a VM waiting.
+echo 60 >/proc/sys/kernel/hung_task_timeout_secs
 
 say() { echo "@@ $*"; }
 
@@ -88,9 +89,9 @@ left_over() {
 leaves_nothing() {
     [ -e /sys/kernel/debug/slab/kmalloc-64/alloc_traces ] || { echo "slub_debug is off"; return 1; }
     n=0
-    while [ -n "$(left_over)" ] && [ $n -lt 30 ]; do sleep 0.1; n=$((n + 1)); done
+    while [ -n "$(left_over)" ] && [ $n -lt 300 ]; do sleep 0.1; n=$((n + 1)); done
     left_over
-    rmmod vhost_blk && [ $n -lt 30 ]
+    rmmod vhost_blk && [ $n -lt 300 ]
 }
 
 say ready

@@ -38,7 +38,7 @@ class Closed(Exception):
 class Peer:
     """One connection. `request` answers with the reply's payload, `order` with whether a request was refused."""
 
-    def __init__(self, path, timeout_s=10.0):
+    def __init__(self, path, timeout_s=90.0):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(timeout_s)
         end = time.monotonic() + timeout_s
@@ -101,7 +101,7 @@ class Peer:
         except Closed:
             return REFUSED
 
-    def closed(self, within_s=5.0):
+    def closed(self, within_s=90.0):
         """Whether the back-end hangs up."""
         end = time.monotonic() + within_s
         while time.monotonic() < end:

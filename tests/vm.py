@@ -82,7 +82,12 @@ class Guest:
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio"]
         argv += ["-chardev", chardev, "-device", device]
         self.rig = rig
-        self.child = Child(rig, name, argv)
+        self.child = Child(rig, name, argv, stdin=subprocess.PIPE)
+
+    def tell(self, word):
+        """A line for the job, by the same port that it speaks through."""
+        self.child.process.stdin.write(f"{word}\n".encode())
+        self.child.process.stdin.flush()
 
     def lines(self):
         """What the guest has said so far."""
@@ -125,25 +130,49 @@ class Guest:
         return "\n".join([self.child.tail(10), *console])
 
 
-def fio_job(seconds, size_mib=24, folder="/mnt"):
-    """Shell: four verifying jobs for `seconds`, one pinned to each vCPU and so to each queue; says `fio CODE`."""
+def fio(seconds, size_mib=24, folder="/mnt"):
+    """Shell: four verifying jobs for `seconds`, one pinned to each vCPU and so to each queue. They write what `$round` says."""
     common = (
         f"--directory={folder} --size={size_mib}M --time_based --runtime={seconds} --direct=1 --ioengine=libaio "
         "--iodepth=8 --verify=crc32c --verify_backlog=64 --verify_fatal=1 --serialize_overlap=1 --fallocate=none "
-        "--thread --eta=never --max_latency=0"
+        "--thread --eta=never --max_latency=0 --randseed=$((7 + ${round:-0}))"
     )
     jobs = " ".join(
         f"--name=job{cpu} --cpus_allowed={cpu} --rw={rw} --bs={bs}"
         for cpu, (rw, bs) in enumerate((("randwrite", "4k"), ("randrw", "16k"), ("randwrite", "64k"), ("write", "128k")))
     )
-    return f"""
-say fio-start
-fio {common} {jobs} >/tmp/fio.out 2>&1
-rc=$?
+    return f"fio {common} {jobs}"
+
+
+FIO_END = """
 [ $rc = 0 ] || cat /tmp/fio.out
 grep -E 'issued rwts|err=' /tmp/fio.out
 say fio $rc
 """
+
+
+def fio_job(seconds):
+    """Shell: `fio` for so long; says `fio CODE`."""
+    return f"""
+say fio-start
+{fio(seconds)} >/tmp/fio.out 2>&1
+rc=$?
+{FIO_END}"""
+
+
+def fio_rounds(seconds):
+    """Shell: `fio` again and again, each time for so long and other data, until it fails or the rig tells `stop`; then says
+    `fio CODE`. For what is to go on for as long as the rig needs, on whatever machine."""
+    return f"""
+say fio-start
+(read -r word </dev/ttyS1 && [ "$word" = stop ] && echo >/tmp/told) &
+round=0 rc=0
+until [ $rc != 0 ] || [ -e /tmp/told ]; do
+    {fio(seconds)} >/tmp/fio.out 2>&1
+    rc=$?
+    round=$((round + 1))
+done
+{FIO_END}"""
 
 
 def check_image(rig, image, sha):

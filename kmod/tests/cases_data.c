@@ -197,9 +197,9 @@ static void large_blocks(const struct vb_args *args)
 }
 
 const struct vb_case cases_data[] = {
-	{ "room", "more than may be copied at a time", copying, 60 },
-	{ "room", "more than a ring may have in flight", wide_requests, 60 },
-	{ "data", "WRITE_ZEROES of more than a step", wide_zeroes, 60 },
-	{ "data", "blocks of the disk's size, at any address", large_blocks, 60 },
+	{ "room", "more than may be copied at a time", copying },
+	{ "room", "more than a ring may have in flight", wide_requests },
+	{ "data", "WRITE_ZEROES of more than a step", wide_zeroes },
+	{ "data", "blocks of the disk's size, at any address", large_blocks },
 	{ .body = NULL },
 };

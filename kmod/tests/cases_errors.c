@@ -254,12 +254,12 @@ static void worker_arguments(const struct vb_args *args)
 }
 
 const struct vb_case cases_errors[] = {
-	{ "errors", "only the owner", not_the_owner, 20 },
-	{ "errors", "the backend's struct: sizes, flags, reserved", backend_struct, 20 },
-	{ "errors", "the backend's file: no block device, not open for it, a second one", backend_file, 20 },
-	{ "errors", "rings: index, number, features, addresses, a running one", ring_arguments, 20 },
-	{ "errors", "rings longer than there are", ring_sizes, 20 },
-	{ "errors", "counters: index and size", stats_struct, 20 },
-	{ "errors", "workers: order, ids, EBUSY, none of that id", worker_arguments, 20 },
+	{ "errors", "only the owner", not_the_owner },
+	{ "errors", "the backend's struct: sizes, flags, reserved", backend_struct },
+	{ "errors", "the backend's file: no block device, not open for it, a second one", backend_file },
+	{ "errors", "rings: index, number, features, addresses, a running one", ring_arguments },
+	{ "errors", "rings longer than there are", ring_sizes },
+	{ "errors", "counters: index and size", stats_struct },
+	{ "errors", "workers: order, ids, EBUSY, none of that id", worker_arguments },
 	{ .body = NULL },
 };

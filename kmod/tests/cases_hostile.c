@@ -279,11 +279,11 @@ static void scribbled(const struct vb_args *args)
 }
 
 const struct vb_case cases_hostile[] = {
-	{ "hostile", "addresses", addresses, 60 },
-	{ "hostile", "lengths", lengths, 60 },
-	{ "hostile", "chains of a wrong shape, loops, indirect tables", shapes, 60 },
-	{ "hostile", "indices", positions, 30 },
-	{ "hostile", "a head that is in flight, offered again", same_head, 120 },
-	{ "hostile", "random rings, changed while they are read", scribbled, 60 },
+	{ "hostile", "addresses", addresses },
+	{ "hostile", "lengths", lengths },
+	{ "hostile", "chains of a wrong shape, loops, indirect tables", shapes },
+	{ "hostile", "indices", positions },
+	{ "hostile", "a head that is in flight, offered again", same_head },
+	{ "hostile", "random rings, changed while they are read", scribbled },
 	{ .body = NULL },
 };

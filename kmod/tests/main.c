@@ -20,8 +20,12 @@
 #include "vb.h"
 
 #define TEXT_BYTES	4096
+/* What a case may take: more than WAIT_MS, so that one that waits in vain can say so. They take seconds. */
+#define LIMIT_MS	(2 * WAIT_MS)
 /* What a killed process may take to leave the kernel: its requests in flight end first. */
-#define LEAVE_MS	30000
+#define LEAVE_MS	60000
+/* What is given back after a case may be so much later. */
+#define SETTLE_MS	30000
 
 static const struct vb_case * const groups[] = {
 	cases_errors, cases_io, cases_life, cases_hostile, cases_fault, cases_data,
@@ -96,14 +100,14 @@ static int wait_for_case(pid_t pid, unsigned int limit_ms)
 }
 
 /* What the case said, what happened to it, and how it left the module; empty: all well. */
-static void judge(const struct vb_case *test, pid_t pid, int said, long pinned_before, char *text)
+static void judge(pid_t pid, int said, long pinned_before, char *text)
 {
-	int status = wait_for_case(pid, test->limit_s * 1000);
+	int status = wait_for_case(pid, LIMIT_MS);
 	ssize_t got;
 	long now;
 
 	if (status == -1) {
-		snprintf(text, TEXT_BYTES, "not within %u s; ", test->limit_s);
+		snprintf(text, TEXT_BYTES, "not within %u s; ", LIMIT_MS / 1000);
 		show_stack(pid, text, TEXT_BYTES);
 		kill(pid, SIGKILL);
 		if (wait_for_case(pid, LEAVE_MS) == -1) {
@@ -123,7 +127,7 @@ static void judge(const struct vb_case *test, pid_t pid, int said, long pinned_b
 	if (text[0])
 		return;
 	/* The last file reference may be dropped by a worker's task work a moment later. */
-	for (int n = 0; n < 200 && (module_users() || pinned() != pinned_before); n++)
+	for (int n = 0; n < SETTLE_MS / 10 && (module_users() || pinned() != pinned_before); n++)
 		usleep(10000);
 	now = pinned();
 	if (module_users())
@@ -154,7 +158,7 @@ static bool run(const struct vb_case *test, const struct vb_args *args)
 	fcntl(said[0], F_SETFL, O_NONBLOCK);
 	close(said[1]);
 	memset(text, 0, sizeof(text));
-	judge(test, pid, said[0], before, text);
+	judge(pid, said[0], before, text);
 	close(said[0]);
 	for (char *at = text; *at; at++)
 		if (*at == '\n')

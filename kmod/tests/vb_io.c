@@ -267,6 +267,17 @@ void load_start(struct load *load)
 	load->thread = thread;
 }
 
+void load_wait(struct load *load, uint64_t done)
+{
+	uint64_t end = now_ms() + WAIT_MS;
+
+	while (__atomic_load_n(&load->done, __ATOMIC_RELAXED) < done) {
+		require(now_ms() < end, "ring %u: %llu requests only", load->ring->index,
+			(unsigned long long)__atomic_load_n(&load->done, __ATOMIC_RELAXED));
+		usleep(1000);
+	}
+}
+
 /* Ends when all that is in flight is answered. */
 void load_end(struct load *load)
 {

@@ -12,6 +12,7 @@ use crate::driver::{Disk, Options};
 use crate::error::{Result, fail};
 use crate::load::{self, Plan, Rw};
 use crate::report::{Live, Rings, Summary};
+use crate::stop;
 use crate::units::{parse_cpus, parse_size, parse_time};
 use crate::verify::StateFile;
 use crate::workers;
@@ -134,7 +135,8 @@ struct Work {
     #[arg(long, default_value = "4k", value_parser = parse_size, value_name = "SIZE")]
     bs: u64,
     /// How long to make requests, such as 10s, 500ms or 2m; a number alone is seconds [default: 5s, if neither --ios
-    /// nor --size is given]. Those outstanding then are waited for
+    /// nor --size is given]. Those outstanding then are waited for. Ctrl-C (SIGINT) is the end of it, too; a second one
+    /// that of the program
     #[arg(long, alias = "time", value_parser = parse_time, value_name = "TIME")]
     runtime: Option<Duration>,
     /// Requests to make, over all queues
@@ -299,6 +301,7 @@ fn blk(args: BlkArgs) -> Result<()> {
     let connection = &args.connection;
     let plan = connection.plan(args.work.plan(&connection.shape)?);
     let mut disk = Disk::connect(&connection.socket, connection.options(&plan))?;
+    let plan = Plan { stop: Some(stop::by_interrupt()?), ..plan };
     let mut live = Live::new();
     let result = load::run(&mut disk, &plan, &mut live);
     live.finish();

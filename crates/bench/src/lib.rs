@@ -13,6 +13,7 @@ pub mod load;
 pub mod report;
 pub mod rng;
 pub mod stats;
+mod stop;
 pub mod units;
 pub mod verify;
 pub mod workers;

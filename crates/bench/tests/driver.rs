@@ -124,21 +124,11 @@ fn the_server_dies_twenty_times() {
         for stale_packed_base in [false, true] {
             let model = Model::start(&format!("dies{i}{stale_packed_base}"), SECTORS);
             let mut disk = Disk::connect(model.path(), options.clone()).unwrap();
-            let reconnect = Some(Duration::from_secs(10));
+            let reconnect = Some(Duration::from_secs(60));
             let plan = Plan { reconnect, stale_packed_base, ios: Some(100_000), ..plan() };
             model.behaviour().die_after.store(2500, Ordering::Release);
-            let outcome = std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    for death in 1..20 {
-                        while model.behaviour().deaths.load(Ordering::Acquire) < death {
-                            std::thread::sleep(Duration::from_millis(1));
-                        }
-                        model.behaviour().die_after.store(2000 + 97 * i64::from(death), Ordering::Release);
-                    }
-                });
-                load::run(&mut disk, &plan, &mut Silent)
-            });
-            let outcome = outcome.unwrap();
+            model.behaviour().deaths_wanted.store(20, Ordering::Release);
+            let outcome = load::run(&mut disk, &plan, &mut Silent).unwrap();
             assert_eq!((outcome.ios(), outcome.reconnects), (100_000, 20), "shape {i}");
         }
     }
@@ -169,7 +159,7 @@ fn one_by_one_across_a_death() {
         let cookie = disk.submit(0, &segs, false).unwrap();
         assert_eq!(disk.wait(0).unwrap_err().kind(), Kind::Lost);
         assert!(model.behaviour().deaths.load(Ordering::Acquire) > deaths && disk.is_gone());
-        disk.reconnect(Duration::from_secs(5)).unwrap();
+        disk.reconnect(Duration::from_secs(60)).unwrap();
         assert_eq!(disk.wait(0).unwrap().cookie, cookie);
         assert_eq!(area.part(512, 512).to_vec(), [3; 512]);
         disk.write(0, 8, &[4; 512]).unwrap();
@@ -198,7 +188,6 @@ fn the_dirty_log_is_checked() {
     for options in shapes() {
         let mut disk = Disk::connect(model.path(), options).unwrap();
         disk.start_logging().unwrap();
-        std::thread::sleep(Duration::from_millis(20)); // the model takes the log up between two looks
         let mut buffer = vec![0; 9 * 4096];
         disk.read(0, 0, &mut buffer).unwrap();
         assert_eq!(disk.missed_pages(), []);
@@ -206,7 +195,6 @@ fn the_dirty_log_is_checked() {
         model.behaviour().forget_to_log.store(true, Ordering::Release);
         disk.log().unwrap().clear();
         disk.start_logging().unwrap();
-        std::thread::sleep(Duration::from_millis(20));
         disk.read(0, 0, &mut buffer).unwrap();
         let missed = disk.missed_pages();
         assert!(missed.iter().any(|m| m.what == "data") && missed.len() >= 10, "{missed:?}");
@@ -222,7 +210,7 @@ fn a_change_of_size_is_told() {
     assert_eq!(disk.wait_config_change(Duration::from_millis(10)).unwrap(), None);
     model.shared.sectors.store(SECTORS * 2, Ordering::Release);
     model.behaviour().announce.store(true, Ordering::Release);
-    let config = disk.wait_config_change(Duration::from_secs(5)).unwrap().unwrap();
+    let config = disk.wait_config_change(Duration::from_secs(60)).unwrap().unwrap();
     assert_eq!((config.capacity, disk.capacity()), (SECTORS * 2, SECTORS * 2));
 }
 
@@ -254,16 +242,11 @@ fn a_server_that_hangs_ends_the_run_soon_after_its_time() {
         }
     }
     let (start, mut notes) = (std::time::Instant::now(), Notes(Vec::new()));
-    let error = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(200));
-            model.behaviour().hang.store(true, Ordering::Release);
-        });
-        load::run(&mut disk, &plan, &mut notes).unwrap_err()
-    });
+    model.behaviour().hang.store(true, Ordering::Release);
+    let error = load::run(&mut disk, &plan, &mut notes).unwrap_err();
     assert!(error.to_string().contains("no completion for 1.5s with "), "{error}");
     assert_eq!(error.kind(), Kind::Io);
-    assert!(start.elapsed() < Duration::from_secs(10), "not the 30 s of a stall within the time");
+    assert!(start.elapsed() < Duration::from_secs(25), "not the 30 s of a stall within the time");
     assert!(matches!(&notes.0[..], [note] if note.contains("waiting for ")), "{:?}", notes.0);
     model.behaviour().hang.store(false, Ordering::Release);
 }

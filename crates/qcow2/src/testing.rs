@@ -125,6 +125,7 @@ pub(crate) fn assert_clean(file: &dyn Storage, of: &str) {
 const QEMU_LOOKS: u64 = 6;
 
 /// The disk as QEMU reads it, where there is a qemu-img.
+#[cfg(not(loom))]
 pub(crate) fn qemu_contents(file: &Memory) -> Option<Vec<u8>> {
     let dir = tempfile::tempdir().unwrap();
     let (image, raw) = (dir.path().join("disk.qcow2"), dir.path().join("disk.raw"));

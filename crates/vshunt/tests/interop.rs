@@ -187,7 +187,7 @@ fn interop(packed: bool) {
             let mut moves = 0u16;
             while !over.load(Ordering::Relaxed) {
                 let to = u32::from(moves / 2 % 3);
-                daemon.queue_attach("e", moves % QUEUES as u16, to, Duration::from_secs(10)).unwrap();
+                daemon.queue_attach("e", moves % QUEUES as u16, to, Duration::from_secs(60)).unwrap();
                 moves += 1;
             }
             moves

@@ -11,7 +11,7 @@ mod watch;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use self::lane::{Counted, Lane, Share, Source};
@@ -42,6 +42,8 @@ pub struct Plan {
     pub threads: usize,
     /// How long to submit.
     pub runtime: Option<Duration>,
+    /// Set by anybody: nothing more is submitted, as if the time were over.
+    pub stop: Option<Arc<AtomicBool>>,
     /// Requests to submit in all, over all queues.
     pub ios: Option<u64>,
     /// First byte of the disk to use.
@@ -89,6 +91,7 @@ impl Default for Plan {
             iodepth: 32,
             threads: usize::MAX,
             runtime: None,
+            stop: None,
             ios: None,
             offset: 0,
             range: None,
@@ -352,7 +355,7 @@ fn read_back(
 ) -> Result<()> {
     let written = partitions.iter().map(Partition::written).sum();
     let sources = partitions.iter().map(|_| Source::Readback(0)).collect();
-    let plan = Plan { runtime: None, ios: None, log: None, ..plan.clone() };
+    let plan = Plan { runtime: None, stop: None, ios: None, log: None, ..plan.clone() };
     progress.phase("read back", None, Some(written));
     let mut outcome = Outcome::default();
     phase(disk, &plan, buffers, sources, partitions, progress, &mut outcome)?;

@@ -12,7 +12,7 @@ use crate::driver::{Heard, Memory, RingParts, RingSetup, Transport, fresh_base};
 use crate::error::{Error, Kind, Result, fail};
 use crate::stats::{ServerCpu, process_state};
 
-/// How often stalls are looked for.
+/// How often stalls are looked for, and whether to stop.
 const LOOK: Duration = Duration::from_millis(200);
 /// How long after the end of the time it is said what is waited for.
 const NOTE_AFTER: Duration = Duration::from_secs(1);
@@ -71,7 +71,8 @@ impl Watch<'_> {
                 return Err(error);
             }
             let now = Instant::now();
-            if self.until.is_some_and(|until| now >= until) {
+            let stopped = self.plan.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
+            if self.over.is_none() && (stopped || self.until.is_some_and(|until| now >= until)) {
                 self.until = None;
                 self.over = Some(Over { at: now, noted: false });
                 self.tell(STOP);
@@ -156,7 +157,7 @@ impl Watch<'_> {
         self.progress.note(&format!("the server is back after {:.0} ms", outage.as_secs_f64() * 1e3));
         // As QEMU does when it hands a ring over: the dead server may have swallowed a kick.
         self.rings.iter().for_each(RingParts::kick);
-        self.tell(if self.until.is_some() || self.plan.runtime.is_none() { RUN } else { STOP });
+        self.tell(if self.over.is_none() { RUN } else { STOP });
         Ok(())
     }
 

@@ -20,6 +20,8 @@ pub(crate) const QUEUES: u16 = 4;
 pub(crate) struct Behaviour {
     /// Dies when so many more requests were taken; 0: does not.
     pub(crate) die_after: AtomicI64,
+    /// How often it is to die, each time after some more requests than before; 0: as often as `die_after` is set.
+    pub(crate) deaths_wanted: AtomicU32,
     /// How often it has died.
     pub(crate) deaths: AtomicU32,
     /// Loses this write: says that it was done and does not do it. Counts down; 0: none.

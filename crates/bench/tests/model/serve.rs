@@ -87,7 +87,11 @@ pub(super) fn connection(stream: UnixStream, shared: &Arc<Shared>) {
         vring.thread.take().map(|t| t.join().expect("a queue thread"));
     }
     if shared.dying.load(Ordering::Acquire) {
-        shared.behaviour.deaths.fetch_add(1, Ordering::AcqRel);
+        let behaviour = &shared.behaviour;
+        let deaths = behaviour.deaths.fetch_add(1, Ordering::AcqRel) + 1;
+        if deaths < behaviour.deaths_wanted.load(Ordering::Acquire) {
+            behaviour.die_after.store(2000 + 97 * i64::from(deaths), Ordering::Release);
+        }
     }
 }
 
@@ -293,10 +297,11 @@ impl QueueThread {
                 std::thread::sleep(std::time::Duration::from_millis(1));
                 continue;
             }
-            self.take_up_log();
             let mut taken = 0;
             while taken < 64 && self.ring.pop(&memory, &mut self.chain).expect("a sound ring") {
                 taken += 1;
+                // The request may have come after a change of the log that a look before it did not see.
+                self.take_up_log();
                 self.carry_out();
                 if counts_down(&self.shared.behaviour.die_after) {
                     self.shared.dying.store(true, Ordering::Release);

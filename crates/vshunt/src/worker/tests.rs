@@ -49,7 +49,7 @@ impl Line {
     }
 
     fn wait_done(&self) {
-        let limit = std::time::Instant::now() + Duration::from_secs(30);
+        let limit = std::time::Instant::now() + Duration::from_secs(60);
         while self.done.iter().any(|d| d.load(Ordering::Acquire) == 0) {
             assert!(std::time::Instant::now() < limit, "a request was lost, or a wake-up");
             std::thread::sleep(Duration::from_micros(200));
@@ -238,7 +238,7 @@ fn program(seed: u64, poll_us: u32) {
             }
             7 | 8 => {
                 let to = ids[random.below(ids.len() as u64) as usize];
-                set.attach(q as u16, to, Duration::from_secs(10)).unwrap();
+                set.attach(q as u16, to, Duration::from_secs(60)).unwrap();
                 assert_eq!(set.home(q as u16).0, to);
             }
             9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
@@ -283,15 +283,18 @@ fn step_2_out_of_time_leaves_the_queue_where_it_was() {
     let other = workers.create(None, &Settings::default()).unwrap();
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
     let line = Line::new(4);
-    set.start(0, TestQueue::boxed(&line, Duration::from_millis(300)));
+    // Held for longer than anybody is kept from asking.
+    set.start(0, TestQueue::boxed(&line, Duration::from_secs(3)));
     line.offer(2);
-    std::thread::sleep(Duration::from_millis(50));
+    while line.taken.load(Ordering::Relaxed) < 2 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let error = set.attach(0, other, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), Kind::Busy);
     assert_eq!(set.home(0), (0, 1));
     line.offer(2);
     line.wait_done();
-    set.attach(0, other, Duration::from_secs(5)).unwrap();
+    set.attach(0, other, Duration::from_secs(60)).unwrap();
     assert_eq!(set.home(0), (other, 2));
     drop(set.stop(0));
 }
@@ -307,7 +310,7 @@ fn a_kick_between_release_and_attach_is_not_lost() {
         let set = set.clone();
         std::thread::spawn(move || {
             for i in 0..400 {
-                set.attach(0, ids[i % 2], Duration::from_secs(10)).unwrap();
+                set.attach(0, ids[i % 2], Duration::from_secs(60)).unwrap();
             }
         })
     };
@@ -344,7 +347,7 @@ fn gathering_leaves_nobody_waiting() {
                     let start = std::time::Instant::now();
                     let last = (first + DEPTH - 1) as usize;
                     while line.done[last].load(Ordering::Acquire) == 0 {
-                        assert!(start.elapsed() < Duration::from_secs(10), "request {last} was left lying");
+                        assert!(start.elapsed() < Duration::from_secs(60), "request {last} was left lying");
                         std::thread::yield_now();
                     }
                 }
@@ -422,11 +425,14 @@ fn an_idle_worker_sleeps() {
     let workers = pool(POLL_US_MAX);
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
     set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
-    std::thread::sleep(Duration::from_millis(100));
-    let before = workers.states()[0].clone();
-    std::thread::sleep(Duration::from_millis(300));
-    let after = workers.states()[0].clone();
-    assert_eq!(after.sleeps, before.sleeps, "nothing woke it");
+    // Sooner or later: it polls for a while before.
+    let sleeps = || workers.states()[0].sleeps;
+    let idle = (0..100).any(|_| {
+        let before = sleeps();
+        std::thread::sleep(Duration::from_millis(300));
+        sleeps() == before
+    });
+    assert!(idle, "something wakes it again and again");
     drop(set.stop(0));
 }
 

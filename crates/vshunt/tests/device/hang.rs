@@ -55,7 +55,12 @@ impl Hung {
             unsafe { munmap(page as *mut _, PAGE).unwrap() };
         });
         assert!(signalled(&faults, PATIENCE), "the writer faults, with the inode locked");
-        let other = std::thread::spawn(move || also.write_all_at(&[0; PAGE], end).unwrap());
+        let (begun, begins) = std::sync::mpsc::channel();
+        let other = std::thread::spawn(move || {
+            begun.send(()).unwrap();
+            also.write_all_at(&[0; PAGE], end).unwrap();
+        });
+        begins.recv().unwrap();
         std::thread::sleep(SHORT);
         let hangs = !other.is_finished();
         let hung = Self { faults: Some(faults), writers: vec![writer, other] };

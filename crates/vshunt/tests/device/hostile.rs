@@ -541,7 +541,7 @@ fn a_storm_of_kicks_starves_nobody() {
         }
         field.others_go_on();
     });
-    assert!(field.load.iter().all(|l| l.longest() < Duration::from_secs(2)));
+    assert!(field.load.iter().all(|l| l.longest() < PATIENCE / 3));
     assert_eq!(field.rig.queue("e", 0).requests, before);
     // A counter that is full is no more than a kick.
     let full = (u64::MAX - 1).to_ne_bytes();
@@ -613,6 +613,7 @@ fn huge_chains_leave_room_for_neighbours() {
         let load = machine.load(0);
         load.progress(50);
         load.forget_longest();
+        let start = Instant::now();
         let mut queues = [big.take_queue(0), big.take_queue(1)];
         for queue in &mut queues {
             for _ in 0..48 {
@@ -623,8 +624,6 @@ fn huge_chains_leave_room_for_neighbours() {
         }
         load.progress(200);
         let longest = load.longest();
-        println!("{backing:?}: the neighbour waited for {longest:?} at most");
-        assert!(longest < Duration::from_secs(1), "{backing:?}: {longest:?}");
         for queue in &mut queues {
             let mut done = 0;
             wait_for("the huge requests", || {
@@ -634,5 +633,9 @@ fn huge_chains_leave_room_for_neighbours() {
                 (done == 48).then_some(())
             });
         }
+        // Had it waited for all that was there before it, that would be most of the time.
+        let all = start.elapsed();
+        println!("{backing:?}: the neighbour waited for {longest:?} at most, of {all:?}");
+        assert!(longest < (all / 4).max(Duration::from_secs(1)), "{backing:?}: {longest:?} of {all:?}");
     }
 }

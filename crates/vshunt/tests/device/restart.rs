@@ -2,10 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
-use vshunt_bench::load::{self, Plan, Rw, Silent};
+use vshunt_bench::load::{self, Plan, Progress, Rw, Tick};
 use vshunt_bench::{Disk, Kind};
 
 use super::rig::{Client, MIB, PATIENCE, Rig, Rng, by_qcow2, header, layouts, shapes, small, thin, wait_for};
@@ -122,33 +124,56 @@ fn verified_load_over_many_deaths_on_a_thin_disk() {
     }
 }
 
+/// How often the server dies under one load.
+const DEATHS: u32 = 5;
+/// Requests that a load has done at least.
+const SOME: u64 = 100;
+
+/// Keeps count of a load's requests.
+struct Count(Arc<AtomicU64>);
+
+impl Progress for Count {
+    fn phase(&mut self, _: &str, _: Option<Duration>, _: Option<u64>) {}
+    fn tick(&mut self, tick: &Tick) {
+        self.0.store(tick.ios, Ordering::Relaxed);
+    }
+    fn note(&mut self, _: &str) {}
+}
+
 /// Kills the server during a verified load, starts it again, and kills it at last.
 fn many_deaths(rng: &mut Rng, dir: &Path, file: &Path, options: &Options, keys: &str) {
     let mut server = Server::start_with(dir, file, keys);
     let mut disk = connect(dir, &Options { queues: 2, ..options.clone() });
+    let (stop, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let plan = Plan {
         rw: Rw::Randrw,
         iodepth: 16,
-        runtime: Some(Duration::from_millis(900)),
+        stop: Some(stop.clone()),
+        interval: Duration::from_millis(10),
         verify: true,
         flush_every: 50,
         reconnect: Some(PATIENCE),
         stale_packed_base: rng.chance(50),
         ..Plan::default()
     };
-    let runner = std::thread::spawn(move || load::run(&mut disk, &plan, &mut Silent));
+    let mut progress = Count(count.clone());
+    let runner = std::thread::spawn(move || load::run(&mut disk, &plan, &mut progress));
     let mut deaths = 0;
-    while deaths < 5 && !runner.is_finished() {
+    while deaths < DEATHS && !runner.is_finished() {
         std::thread::sleep(Duration::from_millis(20 + rng.below(100)));
         server.kill();
         deaths += 1;
         server = Server::start_with(dir, file, keys);
     }
+    wait_for("the load's requests", || {
+        (count.load(Ordering::Relaxed) > SOME || runner.is_finished()).then_some(())
+    });
+    stop.store(true, Ordering::Relaxed);
     let outcome = runner.join().unwrap();
     server.kill();
     let log = std::fs::read_to_string(dir.join("log")).unwrap();
     let outcome = outcome.unwrap_or_else(|e| panic!("{options:?} {keys} after {deaths} deaths: {e}\n{log}"));
-    assert!(outcome.reconnects > 0 && outcome.ios() > 100, "{options:?} {keys}: {outcome:?}");
+    assert!(outcome.reconnects > 0 && outcome.ios() > SOME, "{options:?} {keys}: {outcome:?}");
     assert!(!log.contains("panicked"), "{log}");
 }
 

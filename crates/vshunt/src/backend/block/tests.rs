@@ -37,7 +37,7 @@ pub(super) fn memory_spec(format: Format, size: u64) -> DiskSpec {
 /// Opens a disk whose image was closed just now. A child that another test is about to start holds our descriptors
 /// between its fork and exec, and with them their locks.
 pub(super) fn open_soon(spec: &DiskSpec) -> Arc<Disk> {
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(5);
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
     loop {
         match Disk::open(spec) {
             Ok(disk) => return disk,

@@ -35,7 +35,7 @@ struct Raw(BufReader<UnixStream>);
 impl Raw {
     fn connect(rig: &Rig) -> Self {
         let stream = UnixStream::connect(&rig.path).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let mut raw = Self(BufReader::new(stream));
         assert!(raw.read().get("QMP").is_some());
         raw
@@ -135,7 +135,7 @@ fn who_does_not_read_is_dropped_and_holds_up_nobody() {
         well.event().unwrap();
     }
     well.execute("query-disks", Map::new()).unwrap();
-    assert!(start.elapsed() < Duration::from_secs(20));
+    assert!(start.elapsed() < Duration::from_secs(60));
     assert_eq!(rig.server.shared.lock().map.len(), 1, "the deaf one is out");
 }
 
@@ -150,7 +150,7 @@ fn a_flood_of_requests_waits_for_its_own_reader_only() {
     well.execute("query-disks", Map::new()).unwrap();
     let start = Instant::now();
     rig.server.stop();
-    assert!(start.elapsed() < 10 * FLUSH_TIME);
+    assert!(start.elapsed() < 60 * FLUSH_TIME);
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn one_client_too_many_is_told() {
     drop(many);
     let start = Instant::now();
     while QmpClient::connect(&rig.path).is_err() {
-        assert!(start.elapsed() < Duration::from_secs(20));
+        assert!(start.elapsed() < Duration::from_secs(60));
         thread::sleep(Duration::from_millis(10));
     }
 }

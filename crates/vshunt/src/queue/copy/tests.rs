@@ -35,7 +35,7 @@ fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
             DiskSpec { file: Some(path), ..spec }
         }
     };
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = Instant::now() + Duration::from_secs(60);
     loop {
         // Another test's child may hold the lock between its fork and exec.
         match Disk::open(&spec) {
@@ -127,7 +127,7 @@ fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress:
         let mut turn = 0;
         while !copy.over.load(Acquire) && Instant::now() < limit {
             turn += 1;
-            set.attach(0, ids[turn % 2], Duration::from_secs(10)).unwrap();
+            set.attach(0, ids[turn % 2], Duration::from_secs(60)).unwrap();
             std::thread::park_timeout(Duration::from_millis(3));
         }
         stop.store(true, Relaxed);

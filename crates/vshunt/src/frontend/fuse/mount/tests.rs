@@ -19,7 +19,9 @@ const PLAIN: Options = Options { source: "vshunt:d0", readonly: false, allow_oth
 /// No operation.
 const NOTHING: u32 = 0;
 /// Within this all must be done that must not hang.
-const SOON_S: u64 = 5;
+const SOON_S: u64 = 60;
+/// How long is tried what others may spoil.
+const TRY_S: u64 = 5;
 
 fn mounted(path: &Path, options: &Options) -> (Server, Mount) {
     let (session, mount) = mount(Mountpoint::prepare(path).unwrap(), options).unwrap();
@@ -248,13 +250,23 @@ fn a_hard_end_frees_a_caller_that_waits_for_the_server() {
             let path = folder.join("disk");
             let (session, mount) = mount(Mountpoint::prepare(&path).unwrap(), &PLAIN).unwrap();
             let server = Server::start(session, hold);
+            let (tid, tids) = std::sync::mpsc::channel();
             let caller = thread::spawn({
                 let path = path.clone();
-                move || fs::read(path)
+                move || {
+                    tid.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
+                    fs::read(path)
+                }
             });
             server.wait_for_held();
-            // With INIT held the caller waits in open(2), or is about to.
-            thread::sleep(Duration::from_millis(100));
+            // With INIT held the caller waits in open(2) before anything of it is seen here.
+            let call = format!("/proc/self/task/{}/syscall", tids.recv().unwrap());
+            let waits_in = if hold == INIT { libc::SYS_openat } else { libc::SYS_read };
+            let begin = Instant::now();
+            while !fs::read_to_string(&call).unwrap().starts_with(&format!("{waits_in} ")) {
+                assert!(begin.elapsed().as_secs() < SOON_S, "the caller does not wait");
+                thread::sleep(Duration::from_millis(1));
+            }
             let start = Instant::now();
             mount.unmount(true).unwrap();
             let errno = caller.join().unwrap().unwrap_err().raw_os_error().unwrap();
@@ -319,7 +331,7 @@ fn what_is_mounted_in_place_of_ours_is_left_alone() {
         let _other = loop {
             let other = mount_fuse(&path, "fuse.vshunt");
             let theirs = look(open_path(&path, false).unwrap()).unwrap().mount;
-            if numbers(theirs) == numbers(mount.id) || start.elapsed().as_secs() > SOON_S {
+            if numbers(theirs) == numbers(mount.id) || start.elapsed().as_secs() > TRY_S {
                 break other;
             }
             umount(&path, 0);
