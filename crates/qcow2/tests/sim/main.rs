@@ -36,6 +36,8 @@ struct Shape {
     holes: u64,
     /// Records of the map's journal; 0: there is none, as for version 2.
     records: usize,
+    /// Space can be taken ahead at the file's end.
+    extends: bool,
 }
 
 impl Shape {
@@ -61,6 +63,7 @@ impl Shape {
             faults: [0, 0, 0, 100, 20][rng.below(5) as usize],
             holes: [0, 0, 3][rng.below(3) as usize],
             records: [0, 16, 64, 4096][rng.below(4) as usize],
+            extends: rng.below(3) > 0,
         };
         if shape.version == 2 {
             shape.records = 0;
@@ -360,7 +363,8 @@ impl Sim {
             _ => -5,
         };
         // What failed may have been done all the same.
-        if !fails || self.rng.below(2) > 0 {
+        let nothing = matches!(step, Step::Extend { .. }) && !self.shape.extends;
+        if !nothing && (!fails || self.rng.below(2) > 0) {
             let slot = &mut self.slots[i];
             perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, step);
         }
