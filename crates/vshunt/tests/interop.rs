@@ -153,7 +153,7 @@ fn interop(packed: bool) {
     daemon
         .disk_add(DiskSpec {
             name: "d".into(),
-            format: Format::Raw,
+            format: Some(Format::Raw),
             file: Some(image),
             locking: true,
             ..Default::default()

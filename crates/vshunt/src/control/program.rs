@@ -11,10 +11,11 @@ use clap::Parser;
 
 use super::cli::LogArgs;
 use super::config::{Control, Setup};
+use super::jobs::args::image_format;
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, clap_failure, print};
 use crate::export::Check;
-use crate::export::spec::{DiskSpec, ExportKind, ExportSpec};
+use crate::export::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 /// What `--print-capabilities` prints (VHostUserBackendCapabilities).
 const CAPABILITIES: &str = "{\"type\":\"block\",\"features\":[\"read-only\",\"blk-file\"]}\n";
@@ -45,6 +46,9 @@ pub(crate) struct BlkCli {
     /// File or block device to serve
     #[arg(long, value_name = "PATH", required = true)]
     blk_file: Option<PathBuf>,
+    /// Its format, qcow2 or raw: raw unless given, which a file that begins as qcow2 is not served as
+    #[arg(long, value_parser = image_format())]
+    format: Option<Format>,
     /// Refuse writes
     #[arg(long)]
     read_only: bool,
@@ -76,6 +80,7 @@ fn setup(cli: BlkCli) -> Outcome<Setup> {
     let disk = DiskSpec {
         name: NAME.into(),
         file: cli.blk_file,
+        format: cli.format,
         readonly: cli.read_only,
         locking: true,
         ..Default::default()

@@ -153,7 +153,7 @@ impl Node {
         let cache = node.cache.unwrap_or_default();
         Ok(DiskSpec {
             name,
-            format,
+            format: Some(format),
             file: node.filename,
             size,
             readonly: node.read_only.unwrap_or(false),
@@ -386,7 +386,7 @@ pub(crate) fn query_named_block_nodes(context: &Context, arguments: Arguments) -
 
 /// The members of QEMU's BlockDeviceInfo that mean something here.
 fn block_device_info(disk: DiskInfo) -> Value {
-    let driver = match disk.spec.format {
+    let driver = match disk.spec.format() {
         Format::Raw => "raw",
         Format::Qcow2 => "qcow2",
         Format::Null => "null-co",

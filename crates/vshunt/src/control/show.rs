@@ -39,7 +39,7 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
     table(
         ["DISK", "FORMAT", ">SIZE", "MODE", "PATH", "EXPORTS", "FILE"],
         disks.iter().map(|d| {
-            let format = match d.spec.format {
+            let format = match d.spec.format() {
                 Format::Raw => "raw",
                 Format::Qcow2 => "qcow2",
                 Format::Null => "null",

@@ -304,6 +304,6 @@ pub(super) fn persistent(entry: &DiskEntry, asked: Option<bool>) -> Result<bool>
             "disk {} cannot keep a bitmap: only qcow2 images of version 3 (compat=1.1) can; leave out persistent",
             entry.name
         ))),
-        asked => Ok(asked.unwrap_or(can && entry.spec().format == Format::Qcow2)),
+        asked => Ok(asked.unwrap_or(can && entry.spec().format() == Format::Qcow2)),
     }
 }

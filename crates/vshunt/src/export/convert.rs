@@ -55,7 +55,7 @@ impl ToConvert {
                 target.size_bytes()
             )));
         }
-        debug_assert!(to.format == Format::Qcow2 || !compress);
+        debug_assert!(to.format() == Format::Qcow2 || !compress);
         let no_memory = || Error::limit("no memory for the map of what is copied");
         let shift = match compress {
             true => target.cluster_bytes().map_or(BLOCK_SHIFT, u64::trailing_zeros),

@@ -136,6 +136,8 @@ impl Daemon {
         // Without the lock: it may wait for the image.
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
+        // What is listed.
+        let spec = DiskSpec { format: Some(spec.format()), ..spec };
         self.check_not_ours(&disk)?;
         let watched = Watched::of(&disk)?;
         let mut state = self.state();

@@ -58,9 +58,9 @@ pub enum Cache {
 pub struct DiskSpec {
     /// Unique among disks.
     pub name: String,
-    /// Kind of image.
-    #[serde(default)]
-    pub format: Format,
+    /// Kind of image; `raw` if nothing is said, which an image that begins as qcow2 is not opened as.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<Format>,
     /// The image; `raw` needs it, the others have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
@@ -83,6 +83,13 @@ pub struct DiskSpec {
     /// nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_size: Option<u64>,
+}
+
+impl DiskSpec {
+    /// Kind of image.
+    pub fn format(&self) -> Format {
+        self.format.unwrap_or_default()
+    }
 }
 
 fn yes() -> bool {

@@ -33,7 +33,7 @@ impl Rig {
         let daemon = Daemon::new(Options { poll_us: 0 }).unwrap();
         let spec = DiskSpec {
             name: "d".into(),
-            format: Format::Ram,
+            format: Some(Format::Ram),
             size: Some(MIB),
             locking: true,
             ..DiskSpec::default()

@@ -157,13 +157,13 @@ impl Rig {
         let backing = if by_kernel() && backing == Backing::Ram { Backing::Tmpfs } else { backing };
         let backing = if by_qcow2() { Backing::Qcow2 } else { backing };
         match backing {
-            Backing::Ram => (spec.format, spec.size) = (Format::Ram, Some(size)),
+            Backing::Ram => (spec.format, spec.size) = (Some(Format::Ram), Some(size)),
             _ => {
                 let dir = if backing == Backing::Tmpfs { &self.shm } else { &self.dir };
                 let file = dir.path().join(format!("{name}.img"));
                 if backing == Backing::Qcow2 {
                     std::fs::write(&file, thin(size)).unwrap();
-                    spec.format = Format::Qcow2;
+                    spec.format = Some(Format::Qcow2);
                 } else {
                     std::fs::File::create(&file).unwrap().set_len(size).unwrap();
                 }

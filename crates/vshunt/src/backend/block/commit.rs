@@ -78,7 +78,8 @@ impl Disk {
             Some("qcow2") => Format::Qcow2,
             _ => Format::Raw,
         };
-        let next = DiskSpec { file: Some(beside(path, name)), format, size: None, ..now.clone() };
+        let next =
+            DiskSpec { file: Some(beside(path, name)), format: Some(format), size: None, ..now.clone() };
         let lock = self.lock_below(&next)?;
         let below = self.open_locked(now, &next).map(|disk| Below { disk, next: next.clone(), lock });
         if below.is_err() {
@@ -92,7 +93,7 @@ impl Disk {
             (shown(now), |e| Error::io(format_args!("cannot mark the image below {}", shown(now)), e));
         // The lock is there; and the mark says that this overlay is.
         let disk = Self::open_unmarked(&DiskSpec { locking: false, ..next.clone() })?;
-        if next.format == Format::Qcow2 {
+        if next.format() == Format::Qcow2 {
             // After it was put right, should a daemon have been killed while it wrote there.
             check_below(next)?;
         }

@@ -30,6 +30,7 @@ mod watch;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
@@ -202,7 +203,7 @@ type SharedFile = Arc<dyn AsRawFd + Send + Sync>;
 impl Disk {
     /// What is wrong with a request for a disk by itself, whatever the machine is like.
     pub fn check(spec: &DiskSpec) -> Result<()> {
-        match spec.format {
+        match spec.format() {
             Format::Raw if spec.file.is_none() => Err(raw::no_image(spec)),
             Format::Raw | Format::Qcow2 => Ok(()),
             Format::Null | Format::Ram => memory_size(spec).map(drop),
@@ -225,14 +226,14 @@ impl Disk {
         if let Some(file) = &spec.file {
             mark::check(file, spec.readonly)?;
         }
-        if let (Some(file), Format::Raw) = (&spec.file, spec.format)
-            && file.is_file()
+        if let (Some(file), None) = (&spec.file, spec.format)
+            && file.metadata().is_ok_and(|m| m.is_file() || m.file_type().is_block_device())
             && raw::begins_as_qcow2(file)
         {
-            tracing::warn!(
-                "{} begins as a qcow2 image and is served as a raw one: if it is qcow2, end this and give format=qcow2",
+            return Err(Error::invalid(format!(
+                "{} begins as a qcow2 image: say format=qcow2 (vshunt-blk: --format=qcow2), or raw if its bytes are the disk",
                 file.display()
-            );
+            )));
         }
         Ok(Arc::new(Self::of(spec, open_kind(spec)?)))
     }
@@ -567,7 +568,7 @@ impl Drop for Disk {
 
 /// Opens and locks what a disk is; its size, and what a guest of it alone is told.
 fn open_kind(spec: &DiskSpec) -> Result<(Kind, u64, Limits)> {
-    Ok(match spec.format {
+    Ok(match spec.format() {
         Format::Raw => {
             let (raw, size_bytes, limits) = raw::open(spec)?;
             (Kind::Raw(raw), size_bytes, limits)
@@ -634,7 +635,7 @@ fn null(io: &mut Io) -> i32 {
 
 /// The size of a disk without an image, and that nothing is asked for which only an image has.
 fn memory_size(spec: &DiskSpec) -> Result<u64> {
-    let (name, format) = (&spec.name, if spec.format == Format::Null { "null" } else { "ram" });
+    let (name, format) = (&spec.name, if spec.format() == Format::Null { "null" } else { "ram" });
     if let Some(file) = &spec.file {
         return Err(Error::invalid(format!(
             "disk {name} has format {format}, which has no image: leave out file={} or use format=raw",

@@ -40,7 +40,7 @@ impl Overlay {
                 below.display()
             )));
         };
-        let backing = Some((name.to_owned(), base.format));
+        let backing = Some((name.to_owned(), base.format()));
         if path.exists() {
             return Err(Error::exists(format!(
                 "{shown} is there already; give another name, or use it as it is, if it is an overlay of {name} \
@@ -133,8 +133,12 @@ impl Disk {
     /// # Errors
     /// It goes on in the image of `now`, which is not marked then; the overlay is unused.
     pub fn put_overlay(&self, now: &DiskSpec, overlay: &Overlay) -> Result<DiskSpec> {
-        let next =
-            DiskSpec { format: Format::Qcow2, file: Some(overlay.path.clone()), size: None, ..now.clone() };
+        let next = DiskSpec {
+            format: Some(Format::Qcow2),
+            file: Some(overlay.path.clone()),
+            size: None,
+            ..now.clone()
+        };
         let base = shown(now);
         let result = self.replace(now, &next, std::slice::from_ref(&overlay.file), |closed| {
             let Some(image) = closed.image() else { return Ok(()) };
@@ -167,7 +171,7 @@ impl Disk {
 }
 
 fn image_of(spec: &DiskSpec) -> Result<&Path> {
-    match (&spec.file, spec.format) {
+    match (&spec.file, spec.format()) {
         (Some(path), Format::Raw | Format::Qcow2) => Ok(path),
         _ => Err(Error::unsupported(format!(
             "disk {} has no image that an overlay could stand on: formats raw and qcow2 have",

@@ -31,7 +31,13 @@ pub(super) fn raw_spec(path: &Path) -> DiskSpec {
 }
 
 pub(super) fn memory_spec(format: Format, size: u64) -> DiskSpec {
-    DiskSpec { name: "d".to_owned(), format, size: Some(size), locking: true, ..DiskSpec::default() }
+    DiskSpec {
+        name: "d".to_owned(),
+        format: Some(format),
+        size: Some(size),
+        locking: true,
+        ..DiskSpec::default()
+    }
 }
 
 /// Opens a disk whose image was closed just now. A child that another test is about to start holds our descriptors
@@ -478,7 +484,7 @@ fn settings_that_make_no_sense_are_refused() {
     let none = DiskSpec { name: "d".to_owned(), ..DiskSpec::default() };
     fails(none.clone(), &["disk d", "add file=PATH"]);
     for format in [Format::Null, Format::Ram] {
-        fails(DiskSpec { format, ..none.clone() }, &["needs a size", "size=1G"]);
+        fails(DiskSpec { format: Some(format), ..none.clone() }, &["needs a size", "size=1G"]);
         fails(memory_spec(format, 0), &["disk d cannot have 0 bytes"]);
         fails(memory_spec(format, 1000), &["not a multiple of 512; 1024 is"]);
         fails(memory_spec(format, 1 << 63), &["more than a file can have"]);

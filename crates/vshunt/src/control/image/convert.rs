@@ -36,7 +36,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
         name: name.to_owned(),
         file: Some(file.to_owned()),
-        format: if format == ImageFormat::Raw { Format::Raw } else { Format::Qcow2 },
+        format: Some(if format == ImageFormat::Raw { Format::Raw } else { Format::Qcow2 }),
         readonly,
         locking: true,
         ..DiskSpec::default()

@@ -82,7 +82,8 @@ fn speed(text: &str) -> Result<Speed, String> {
     }
 }
 
-fn format() -> impl TypedValueParser<Value = Format> {
+/// Formats of images, as flags name them.
+pub(crate) fn image_format() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(["qcow2", "raw"]).map(|f| if f == "raw" { Format::Raw } else { Format::Qcow2 })
 }
 
@@ -104,7 +105,7 @@ pub(crate) struct BackupArgs {
     #[arg(long, value_name = "DISK", conflicts_with_all = ["to", "format", "overwrite", "backing"])]
     pub(crate) target: Option<String>,
     /// Format of the file: qcow2 unless given
-    #[arg(long, value_parser = format())]
+    #[arg(long, value_parser = image_format())]
     pub(crate) format: Option<Format>,
     /// Write compressed clusters (qcow2)
     #[arg(long)]

@@ -22,9 +22,9 @@ fn a_disk_with_everything() {
     assert!(d.readonly && !d.locking);
     assert_eq!((d.direct, d.cache), (Direct::Off, Cache::Unsafe));
     let d = disk("name=q,format=qcow2,file=q,cache-size=4M").unwrap();
-    assert_eq!((d.format, d.cache_size), (Format::Qcow2, Some(4 << 20)));
+    assert_eq!((d.format(), d.cache_size), (Format::Qcow2, Some(4 << 20)));
     let d = disk("name=m,format=ram,size=1.5G").unwrap();
-    assert_eq!((d.format, d.size, d.locking), (Format::Ram, Some(3 << 29), true));
+    assert_eq!((d.format(), d.size, d.locking), (Format::Ram, Some(3 << 29), true));
 }
 
 #[test]

@@ -189,7 +189,7 @@ impl Daemon {
         }
         let disk_of = |path: &Path| DiskSpec {
             name: format!("the target of job {id}"),
-            format,
+            format: Some(format),
             file: Some(path.to_owned()),
             locking: true,
             ..DiskSpec::default()
@@ -391,7 +391,7 @@ fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
     }
     Disk::open(&DiskSpec {
         name: "the backup before".into(),
-        format,
+        format: Some(format),
         file: Some(name.into()),
         readonly: true,
         locking: true,

@@ -250,7 +250,7 @@ mod tests {
     fn device(cache: Cache) -> BlkDevice {
         let spec = DiskSpec {
             name: "d".into(),
-            format: Format::Ram,
+            format: Some(Format::Ram),
             size: Some(1 << 20),
             cache,
             ..DiskSpec::default()

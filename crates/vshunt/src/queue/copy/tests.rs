@@ -20,7 +20,7 @@ fn random(seed: &mut u64, below: u64) -> u64 {
 
 fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
     let path = dir.join(name);
-    let spec = DiskSpec { name: name.to_owned(), format, locking: true, ..DiskSpec::default() };
+    let spec = DiskSpec { name: name.to_owned(), format: Some(format), locking: true, ..DiskSpec::default() };
     let spec = match format {
         Format::Ram => DiskSpec { size: Some(SIZE), ..spec },
         _ => {
@@ -210,7 +210,7 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let ram = |name: &str| {
             let spec = DiskSpec {
                 name: name.to_owned(),
-                format: Format::Ram,
+                format: Some(Format::Ram),
                 size: Some(LARGE),
                 ..DiskSpec::default()
             };

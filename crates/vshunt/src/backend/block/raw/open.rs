@@ -128,7 +128,7 @@ pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result
         let is_qcow2 = begins_as_qcow2(path);
         let path = path.display();
         let remedy = match size {
-            _ if is_qcow2 => "it begins as a qcow2 image: use format=qcow2".to_owned(),
+            _ if is_qcow2 => "it begins as a qcow2 image: say format=qcow2".to_owned(),
             _ if block_device => "choose another device".to_owned(),
             0 => format!("make it longer: truncate -s 10G {path}, say"),
             _ => format!("truncate -s {} {path}", size.next_multiple_of(512)),

@@ -17,7 +17,7 @@ fn bitmapped(dir: &TempDir) -> DiskSpec {
     bitmap::add(&mut Image::open(&file).unwrap(), "off", Some(16), false).unwrap();
     let path = dir.path().join("disk.qcow2");
     fs::write(&path, file.bytes()).unwrap();
-    DiskSpec { format: Format::Qcow2, ..raw_spec(&path) }
+    DiskSpec { format: Some(Format::Qcow2), ..raw_spec(&path) }
 }
 
 /// Name and flags of each bitmap in the file, and what a check finds.

@@ -36,7 +36,7 @@ fn images(backing: bool, mut f: impl FnMut(&DiskSpec)) {
         create(&file, None, &options, &mut |_, _| {}).unwrap();
         let path = dir.path().join("disk.qcow2");
         fs::write(&path, file.bytes()).unwrap();
-        f(&DiskSpec { format: Format::Qcow2, ..raw_spec(&path) });
+        f(&DiskSpec { format: Some(Format::Qcow2), ..raw_spec(&path) });
     }
 }
 
