@@ -13,10 +13,15 @@ use std::time::Duration;
 pub(super) const WINDOW: Duration = Duration::from_millis(40);
 /// Requests in a window from which on guests count as busy.
 const BUSY: u64 = 20;
-/// Every so many windows is one without the job.
+/// Every so many windows is one without the job; more often at first, when the rate is a guess.
 const LOOK_EVERY: u32 = 12;
+const LOOK_EVERY_FIRST: u32 = 3;
+/// So many times.
+const FIRST: u32 = 4;
 /// What guests keep of their speed, in percent.
 const KEEP: u64 = 85;
+/// A rate falls to this part of itself at most at a time.
+const DOWN_MAX: u64 = 4;
 /// One in so many requests that replaces what is not copied costs guests more than the job does otherwise.
 const REPLACED: u64 = 8;
 /// Bounds of the rate, bytes a window: 4 MiB/s at least.
@@ -42,12 +47,14 @@ pub(super) struct Share {
     alone: Option<u64>,
     /// Requests in windows with the job, since the last look; and how many windows.
     beside: (u64, u32),
+    /// Times that the rate was found, since guests began.
+    found: u32,
     last: Window,
 }
 
 impl Default for Share {
     fn default() -> Self {
-        Self { rate: 16 * RATE_MIN, alone: None, beside: (0, 0), last: Window::Look }
+        Self { rate: 16 * RATE_MIN, alone: None, beside: (0, 0), found: 0, last: Window::Look }
     }
 }
 
@@ -66,13 +73,14 @@ impl Share {
                 self.alone = Some((3 * old + requests) / 4);
                 self.adapt();
             }
-            Window::Look => (self.alone, self.beside) = (None, (0, 0)),
+            Window::Look => (self.alone, self.beside, self.found) = (None, (0, 0), 0),
             _ => {
                 self.beside.0 += requests;
                 self.beside.1 += 1;
             }
         }
-        self.last = if self.beside.1 >= LOOK_EVERY {
+        let look_every = if self.found < FIRST { LOOK_EVERY_FIRST } else { LOOK_EVERY };
+        self.last = if self.beside.1 >= look_every {
             Window::Look
         } else if self.alone.is_none() {
             Window::Free
@@ -90,11 +98,12 @@ impl Share {
         let (requests, windows) = std::mem::take(&mut self.beside);
         let Some(alone) = self.alone.filter(|_| windows > 0) else { return };
         let percent = requests * 100 / u64::from(windows) / alone.max(1);
-        self.rate = match percent {
-            ..KEEP => self.rate * 2 / 3,
-            _ => self.rate * 5 / 4,
-        }
-        .clamp(RATE_MIN, RATE_MAX);
+        // What guests lose goes with the rate, more or less: the one at which they would lose what they may. Upwards in small
+        // steps, for it says little of what lies far off.
+        let lost = 100u64.saturating_sub(percent).max(1);
+        let rate = self.rate.saturating_mul(100 - KEEP) / lost;
+        self.found = self.found.saturating_add(1);
+        self.rate = rate.clamp(self.rate / DOWN_MAX, self.rate * 5 / 4).clamp(RATE_MIN, RATE_MAX);
     }
 }
 
@@ -134,6 +143,16 @@ mod tests {
         assert!(guests > 1000 * 4000 * 75 / 100, "{guests}");
         // What 15 in a hundred come to.
         assert!(job > 1000 * 15 * (64 << 10) / 3, "{job}");
+    }
+
+    #[test]
+    fn a_rate_that_costs_much_falls_at_once() {
+        let mut share = Share::default();
+        // The rate that it begins with takes all from guests: a second is not long.
+        let (_, guests) = run(&mut share, 4000, (16 * RATE_MIN) / 100, 25);
+        let (_, later) = run(&mut share, 4000, (16 * RATE_MIN) / 100, 25);
+        assert!(guests > 25 * 4000 * 20 / 100, "{guests}");
+        assert!(later > 25 * 4000 * 70 / 100, "{later}");
     }
 
     #[test]
