@@ -18,6 +18,11 @@ KILLS = 8
 SLOW = ("--speed", "256K")
 
 
+def part(path):
+    """What a backup's file is called until it is whole."""
+    return path.with_name(path.name + ".part")
+
+
 def busy(suite, name, kind, **more):
     """A mounted disk full of data, and writers on it."""
     mount = b.source(suite, name, kind, SIZE, **more)
@@ -48,7 +53,7 @@ def no_space(suite, kind):
         path = folder / f"full.{form}"
         mount.cli("backup", "start", "d0", "--to", path, "--format", form, "--bitmap", "b0")
         ended(mount, f"backup{number}", path, "No space left")
-        r.require(not path.exists(), f"{path} is no backup, and there")
+        r.require(not path.exists() and not part(path).exists(), f"{path} is no backup, and there")
         gone_on(mount, writers)
     # Whoever had the file open may close it a moment later.
     r.wait_for("the room is given back", lambda: os.statvfs(folder).f_bfree > 400)
@@ -66,12 +71,28 @@ def removed(suite):
     for number, replaced in enumerate((False, True)):
         path = suite.path(f"removed.{number}")
         mount.cli("backup", "start", "d0", "--to", path, "--speed", "16M")
-        path.unlink()
+        r.require(not path.exists(), "a file that is not whole has the name of a backup")
+        part(path).unlink()
         if replaced:
-            path.write_bytes(b"another's")
-        ended(mount, f"backup{number}", path, "removed")
-        r.require(path.exists() == replaced, "another's file was taken for ours")
+            part(path).write_bytes(b"another's")
+        ended(mount, f"backup{number}", part(path), "removed")
+        r.require(part(path).exists() == replaced and not path.exists(), "another's file was taken for ours")
         gone_on(mount, writers)
+    # Another gets the name meanwhile: both stay.
+    path = suite.path("removed.taken")
+    mount.cli("backup", "start", "d0", "--to", path, "--job", "taken", "--speed", "16M")
+    path.write_bytes(b"another's")
+    ended(mount, "taken", path, "come to be", part(path), "whole")
+    r.require(path.read_bytes() == b"another's", "another's file was replaced")
+    b.checked(part(path))
+    r.message_of(mount.cli("backup", "start", "d0", "--to", suite.path("removed.1"), check=False), "removed.1.part is there", "may be replaced", code=(1,))
+    # What is replaced stays until then, also if that fails.
+    mount.cli("backup", "start", "d0", "--to", path, "--overwrite", *SLOW, "--job", "cut")
+    mount.cli("job", "cancel", "cut")
+    r.message_of(mount.cli("job", "wait", "cut", check=False), "cancelled", code=(1,))
+    r.require(path.read_bytes() == b"another's" and not part(path).exists(), "a backup that was cancelled replaced another file")
+    mount.cli("backup", "start", "d0", "--to", path, "--overwrite", "--wait")
+    b.checked(path)
     writers.stop()
     mount.stop()
 
@@ -181,7 +202,7 @@ def daemon_goes(suite, how):
         mount.child.process.terminate()
     code = mount.child.wait(r.WAIT_S)
     r.require(code == 0, f"the daemon ended with {code}: {mount.child.tail()}")
-    r.require(not path.exists(), "a backup that was cut short is there")
+    r.require(not path.exists() and not part(path).exists(), "a backup that was cut short is there")
     b.checked(mount.image)
 
 
@@ -214,6 +235,8 @@ def killed(suite, kind, seed):
             os.close(fd)
         if kind == "qcow2":
             b.checked(mount.image, leaks=True)
+        if path.exists():
+            b.checked(path)
         mount.start()
         fd = os.open(mount.path, os.O_RDWR)
         for block, value in synced.items():

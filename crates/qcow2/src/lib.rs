@@ -20,6 +20,7 @@ mod epoch;
 mod error;
 pub mod header;
 mod hit;
+mod holes;
 mod image;
 pub mod info;
 pub mod journal;

@@ -320,6 +320,38 @@ impl Map {
         waiting.into_iter().for_each(wake);
     }
 
+    /// Changes entries that are held, and stay so. As in [`release`](Self::release), nothing is changed without room in the
+    /// journal.
+    pub(crate) fn put(&self, first: u64, entries: &[Entry], journal: Option<&Journal>) -> Put {
+        self.enter(&mut self.shard(self.slice_of(first)), first, entries, journal)
+    }
+
+    /// Under the lock of the entries' shard.
+    fn enter(&self, shard: &mut Shard, first: u64, entries: &[Entry], journal: Option<&Journal>) -> Put {
+        let slice = self.slice_of(first);
+        let frame = self.frame_of(slice).expect("held slices stay");
+        // Under the lock that copies for a flush are made under: see `Journal::mark`.
+        let put = journal.map_or(Put::Done, |journal| journal.put(first, entries));
+        if put == Put::Full {
+            return put;
+        }
+        let words = frame.words.get().expect("a frame with a slice has room");
+        self.change(frame, || {
+            for (i, entry) in entries.iter().enumerate() {
+                let at = ((first + i as u64) & (self.slice_entries - 1)) as usize * self.entry_words;
+                words[at].store(entry.word, Relaxed);
+                if self.entry_words == WORDS {
+                    words[at + 1].store(entry.bits, Relaxed);
+                }
+            }
+        });
+        if !frame.dirty.swap(true, Relaxed) {
+            shard.dirty.insert(slice);
+            self.dirty.fetch_add(1, Relaxed);
+        }
+        put
+    }
+
     /// Changes entries that are held, if there is anything to change, and gives them back. Where there is a journal that
     /// has no room for that, nothing is changed and they stay held.
     pub(crate) fn release(
@@ -335,24 +367,9 @@ impl Map {
         let frame = self.frame_of(slice).expect("held slices stay");
         let mut put = Put::Done;
         if let Some(entries) = entries {
-            // Under the lock that copies for a flush are made under: see `Journal::mark`.
-            put = journal.map_or(Put::Done, |journal| journal.put(first, entries));
+            put = self.enter(&mut shard, first, entries, journal);
             if put == Put::Full {
                 return put;
-            }
-            let words = frame.words.get().expect("a frame with a slice has room");
-            self.change(frame, || {
-                for (i, entry) in entries.iter().enumerate() {
-                    let at = ((first + i as u64) & (self.slice_entries - 1)) as usize * self.entry_words;
-                    words[at].store(entry.word, Relaxed);
-                    if self.entry_words == WORDS {
-                        words[at + 1].store(entry.bits, Relaxed);
-                    }
-                }
-            });
-            if !frame.dirty.swap(true, Relaxed) {
-                shard.dirty.insert(slice);
-                self.dirty.fetch_add(1, Relaxed);
             }
         }
         frame.pins.fetch_sub(1, Relaxed);

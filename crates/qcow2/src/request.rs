@@ -151,6 +151,15 @@ pub enum Step {
         /// Its space is given back.
         punch: bool,
     },
+    /// Gives a range of a file back to its system. Where that cannot be, nothing is done, which is no failure.
+    Discard {
+        /// Which file.
+        file: FileId,
+        /// Where in it.
+        offset: u64,
+        /// How much.
+        len: u64,
+    },
     /// Has a range at a file's end take its space, as far as the file's system can: it is written soon, and much sooner
     /// so. Never makes the file shorter.
     Extend {

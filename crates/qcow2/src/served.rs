@@ -9,6 +9,7 @@ use crate::change::Change;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
 use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
+use crate::holes::Holes;
 use crate::journal::Journal;
 use crate::map::{Entry, Map};
 use crate::{Error, FileId, Image, Result, Storage, Waker};
@@ -83,6 +84,8 @@ pub struct Served {
     pub(crate) map: Map,
     pub(crate) tables: Mutex<Tables>,
     pub(crate) alloc: Mutex<Alloc>,
+    /// In an external data file.
+    pub(crate) holes: Mutex<Holes>,
     pub(crate) epochs: Epochs,
     pub(crate) turns: Mutex<Turns>,
     pub(crate) growth: Mutex<Growth>,
@@ -208,6 +211,7 @@ impl Served {
             map: Map::new(header.l2_entries(), entry_words, clusters, cache),
             tables: Mutex::default(),
             alloc: Mutex::new(alloc),
+            holes: Mutex::default(),
             epochs: Epochs::default(),
             turns: Mutex::default(),
             growth: Mutex::default(),

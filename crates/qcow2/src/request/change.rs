@@ -90,6 +90,12 @@ impl Served {
         self.host(entry).is_some() && entry.word & COPIED != 0
     }
 
+    /// The places of clusters in the data file, which the caller holds, and which the map does not name (any more).
+    fn add_holes(&self, first: u64, count: u64) {
+        let epoch = self.epochs.now();
+        self.holes.lock().expect("no holder panics").add(first, count, epoch);
+    }
+
     /// Counts down what an entry named that is not in the map any more.
     fn let_go(&self, olds: &[Entry]) {
         // Most are written for the first time.
@@ -126,7 +132,11 @@ impl Request {
             }
             let step = match self.op {
                 Op::Write => Step::Data { file: image.data, offset, data: self.guest(pos, n) },
-                _ => Step::ZeroFile { file: image.data, offset, len: n, punch: false },
+                // Elsewhere what is given back are whole clusters.
+                op => {
+                    let punch = image.raw_data && op == Op::Zero { unmap: true };
+                    Step::ZeroFile { file: image.data, offset, len: n, punch }
+                }
             };
             return self.step(Pending::Data(n), step);
         }
@@ -146,6 +156,10 @@ impl Request {
         let own = image.is_own(first);
         let keep = if own { 1 } else { 1 + (1..held).take_while(|i| !image.is_own(get(*i))).count() as u64 };
         image.map.shorten(cluster, held, keep, cx.wake);
+        if image.external && !image.holes.lock().expect("no holder panics").keep(cluster, keep, cx.waker) {
+            image.map.release(cluster, keep, None, None, cx.wake);
+            return self.park();
+        }
         self.change = Some(Change {
             first: cluster,
             held: keep,
@@ -402,6 +416,9 @@ impl Request {
     pub(super) fn abandon_change(&mut self, cx: &mut Context<'_>) {
         let Some(change) = self.change.take() else { return };
         let image = cx.chain.top();
+        if image.external && change.olds.iter().all(|old| image.host(*old).is_none()) {
+            image.add_holes(change.first, change.held);
+        }
         image.map.release(change.first, change.held, None, None, cx.wake);
         // Something may have been written there.
         let taken = Reserve { zero: false, ..change.taken };
@@ -415,6 +432,9 @@ impl Request {
         let (cluster, size) = (image.cluster(pos), image.cluster_size());
         let next = (cluster + 1) << image.cluster_bits;
         let discard = self.op == Op::Discard;
+        if discard && image.raw_data {
+            return self.turn_discard_raw(cx);
+        }
         let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size);
         // Whether an entry can say so.
         let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
@@ -454,27 +474,49 @@ impl Request {
         let olds: Vec<Entry> =
             (0..held).map(|i| image.map.get(cluster + i).expect("held slices stay")).collect();
         let entries: Vec<Entry> = olds.iter().map(|old| self.emptied(chain, *old)).collect();
-        let changed = (entries != olds).then_some(&entries[..]);
-        match image.map.release(cluster, held, changed, image.journal.as_ref(), cx.wake) {
+        let changed = entries != olds;
+        let put = if changed { image.map.put(cluster, &entries, image.journal.as_ref()) } else { Put::Done };
+        let goes = |i: usize| image.host(entries[i]).is_none() && olds[i] != entries[i];
+        if changed && put != Put::Full && image.external {
+            (0..olds.len())
+                .filter(|i| goes(*i) && image.host(olds[*i]).is_some())
+                .for_each(|i| image.add_holes(cluster + i as u64, 1));
+        }
+        image.map.release(cluster, held, None, None, cx.wake);
+        match put {
             Put::Done => {}
             Put::Half => self.make_room(),
             Put::Full => {
-                image.map.release(cluster, held, None, None, cx.wake);
                 self.make_room();
                 return Turn::Again;
             }
         }
-        if changed.is_some() {
-            let gone: Vec<Entry> = olds
-                .iter()
-                .zip(&entries)
-                .filter(|(o, n)| image.host(**n).is_none() && o != n)
-                .map(|(o, _)| *o)
-                .collect();
+        if changed {
+            let gone: Vec<Entry> = (0..olds.len()).filter(|i| goes(*i)).map(|i| olds[i]).collect();
             image.let_go(&gone);
         }
         self.pos = ((cluster + held) << image.cluster_bits).min(self.end);
         Turn::Again
+    }
+
+    /// A raw data file is the disk, whoever reads it: so its clusters stay where they are, and what is discarded is given
+    /// back in place, as a write of that range would go there.
+    fn turn_discard_raw(&mut self, cx: &mut Context<'_>) -> Turn {
+        let (image, pos, end) = (cx.chain.top(), self.pos, self.end);
+        let (what, n) = match image.run(pos, end - pos) {
+            Ok(run) => run,
+            Err(miss) => return self.load(0, miss, cx),
+        };
+        match what {
+            What::Data(offset) => {
+                self.step(Pending::Data(n), Step::Discard { file: image.data, offset, len: n })
+            }
+            // Zeroes already.
+            _ => {
+                self.pos += n;
+                Turn::Again
+            }
+        }
     }
 
     /// What an entry becomes when its cluster is discarded, or is to read as zeroes.

@@ -6,7 +6,7 @@
 //! 3. The refcount table's new entries, if there are any. Sync.
 //! 4. Slices and L1 entries. In any order: a table that is new was all zeroes in the image before 2. Sync.
 //! 5. Clusters that were taken out of the map before 1, and that nobody uses any more, are punched and counted down; these
-//!    counts are the next flush's.
+//!    counts are the next flush's. Those in an external data file are punched alone.
 //!
 //! One flush runs at a time; who comes meanwhile waits, and one of them does the next for all.
 
@@ -158,6 +158,18 @@ impl Request {
         // Twice, if nobody is under way that began before.
         image.epochs.advance();
         image.epochs.advance();
+        if image.external {
+            let mut holes = image.holes.lock().expect("no holder panics");
+            let parked = holes.punched();
+            let next = if run.given_back < BACK_MAX { holes.next(run.number, &image.epochs) } else { None };
+            drop(holes);
+            parked.into_iter().for_each(&mut *cx.wake);
+            if let Some((start, count)) = next {
+                run.given_back += count;
+                let (offset, len) = (start << image.cluster_bits, count << image.cluster_bits);
+                return self.step(Pending::Flush, Step::Discard { file: image.data, offset, len });
+            }
+        }
         let mut alloc = image.alloc.lock().expect("no holder panics");
         loop {
             let (start, count, punched) = run.back;
@@ -214,6 +226,7 @@ impl Request {
             alloc.gone(start, count, image.epochs.now());
         }
         drop(alloc);
+        image.holes.lock().expect("no holder panics").failed_flush(run.number);
         end_turn(image, None, cx);
     }
 }
@@ -233,6 +246,9 @@ impl Run {
         // First what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
         // count all that the copies name.
         let number = image.alloc.lock().expect("no holder panics").begin_flush();
+        if image.external {
+            image.holes.lock().expect("no holder panics").begin_flush(number);
+        }
         let mark = image.journal.as_ref().map_or(0, Journal::mark);
         let slices = image.map.take_dirty();
         let l1 = image.take_l1();

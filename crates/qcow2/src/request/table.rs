@@ -71,12 +71,21 @@ impl Request {
                 table.stage = Stage::Copied;
                 self.step(Pending::Table, Step::ZeroFile { file: image.file, offset, len, punch: false })
             }
+            Stage::Begin => {
+                // Nothing was ever there. But the file has to reach to its end before an entry names it, and nobody has
+                // seen to that where no space is taken ahead.
+                table.stage = Stage::Copied;
+                let unit = image.unit();
+                self.data.reset(unit as usize);
+                let (offset, range) = (offset + len - unit, 0..unit as usize);
+                self.step(Pending::Table, Step::Write { file: image.file, offset, buf: Buf::Data, range })
+            }
             Stage::Fill => {
                 table.stage = Stage::Copied;
                 let range = 0..len as usize;
                 self.step(Pending::Table, Step::Write { file: image.file, offset, buf: Buf::Data, range })
             }
-            Stage::Begin | Stage::Copied | Stage::Ready => {
+            Stage::Copied | Stage::Ready => {
                 table.stage = Stage::Ready;
                 self.table_made(cx);
                 Turn::Again

@@ -85,7 +85,9 @@ impl Disk {
                 let all = [&buf[..*head], &guest[bytes(data)], &buf[*head..*head + *tail]].concat();
                 file(n).write_at(*offset, &all)
             }
-            Step::ZeroFile { file: n, offset, len, .. } => file(n).punch(*offset, *len),
+            Step::ZeroFile { file: n, offset, len, .. } | Step::Discard { file: n, offset, len } => {
+                file(n).punch(*offset, *len)
+            }
             Step::Extend { file: n, offset, len } => file(n).allocate(*offset, *len),
             Step::Sync { file: n } => file(n).sync(),
         };

@@ -1,7 +1,9 @@
 //! A second opinion on an image, by other means than the crate's own: counts every reference and compares.
 
+use std::collections::HashSet;
+
 use qcow2::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
-use qcow2::header::Header;
+use qcow2::header::{Header, incompatible};
 
 fn word(image: &[u8], at: u64) -> u64 {
     let at = at as usize;
@@ -25,7 +27,7 @@ fn count(image: &[u8], h: &Header, cluster: u64) -> u64 {
 /// What is wrong with an image, leaks apart; and how many clusters leak.
 pub(crate) fn check(image: &[u8]) -> Result<u64, String> {
     let h = Header::parse(&image[..image.len().min(Header::BYTES_MAX)]).map_err(|e| e.to_string())?;
-    let size = h.cluster_size();
+    let (size, data_file) = (h.cluster_size(), h.has(incompatible::DATA_FILE));
     let mut uses = vec![0u64; image.len().div_ceil(size as usize) + 1];
     let mut note = |what: &str, offset: u64, bytes: u64| {
         for cluster in offset / size..(offset + bytes).div_ceil(size) {
@@ -53,7 +55,12 @@ pub(crate) fn check(image: &[u8]) -> Result<u64, String> {
         copied.push((entry & OFFSET, entry & COPIED != 0, "L2"));
         for j in 0..h.l2_entries() {
             let e = word(image, (entry & OFFSET) + j * h.l2_entry_bytes());
-            if e & COMPRESSED != 0 {
+            if data_file {
+                let at = (i * h.l2_entries() + j) * size;
+                if e & COMPRESSED != 0 || e & OFFSET != if e & COPIED != 0 { at } else { 0 } {
+                    return Err(format!("entry {e:#x} of the cluster at {at:#x} of a data file"));
+                }
+            } else if e & COMPRESSED != 0 {
                 let c = Compressed::of(e, h.cluster_bits);
                 for cluster in c.offset / size..=(c.offset + c.bytes - 1) / size {
                     note("compressed", cluster * size, 1)?;
@@ -84,4 +91,15 @@ pub(crate) fn check(image: &[u8]) -> Result<u64, String> {
         }
     }
     Ok(leaks)
+}
+
+/// The clusters of a disk that have a place in its data file.
+pub(crate) fn mapped(image: &[u8]) -> HashSet<usize> {
+    let h = Header::parse(&image[..image.len().min(Header::BYTES_MAX)]).unwrap();
+    let table = |n: u64| word(image, h.l1_offset + n / h.l2_entries() * 8) & OFFSET;
+    let entry = |n: u64| match table(n) {
+        0 => 0,
+        at => word(image, at + n % h.l2_entries() * h.l2_entry_bytes()),
+    };
+    (0..h.clusters()).filter(|n| entry(*n) & COPIED != 0).map(|n| n as usize).collect()
 }

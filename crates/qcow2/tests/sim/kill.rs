@@ -93,6 +93,8 @@ impl Storage for Mortal<'_> {
 impl Sim {
     /// Recovers what there is to recover and repairs what there is to repair, with `left` changes of the file to live for.
     fn revive(&self, left: u64) -> qcow2::Result<()> {
+        // All that the journal names has to be stable first.
+        self.files[2].sync().unwrap();
         let file = Mortal { file: &self.files[0], left: Cell::new(left) };
         if let Some(shared) = &self.shared {
             journal::recover(&file, shared, BOOT)?;
@@ -135,8 +137,9 @@ impl Sim {
         let power = self.rng.below(4) == 0;
         if power {
             let rng = &mut self.rng;
-            let left = self.files[0].crashed(|| rng.below(2) == 0);
-            self.files[0] = File::of(left);
+            for file in [0, 2] {
+                self.files[file] = File::of(self.files[file].crashed(|| rng.below(2) == 0));
+            }
             self.shared = None;
             self.crashes += 1;
         }

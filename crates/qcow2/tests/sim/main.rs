@@ -14,7 +14,7 @@ use std::sync::Arc;
 use file::{File, SECTOR};
 use kill::Shared;
 use model::{Model, Time};
-use qcow2::header::{Compression, Header, incompatible};
+use qcow2::header::{Compression, Header, autoclear, incompatible};
 use qcow2::{Chain, Context, Hit, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker, journal};
 use random::Rng;
 
@@ -36,6 +36,20 @@ struct Shape {
     holes: u64,
     /// Records of the map's journal; 0: there is none, as for version 2.
     records: usize,
+    data: Data,
+    /// Space can be taken ahead at the file's end.
+    extends: bool,
+}
+
+/// Where the disk's data is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Data {
+    /// In the image.
+    Within,
+    /// In a file of its own.
+    External,
+    /// Likewise, which is the disk byte for byte.
+    Raw,
 }
 
 impl Shape {
@@ -61,9 +75,15 @@ impl Shape {
             faults: [0, 0, 0, 100, 20][rng.below(5) as usize],
             holes: [0, 0, 3][rng.below(3) as usize],
             records: [0, 16, 64, 4096][rng.below(4) as usize],
+            data: [Data::Within, Data::Within, Data::External, Data::Raw][rng.below(4) as usize],
+            extends: rng.below(3) > 0,
         };
         if shape.version == 2 {
-            shape.records = 0;
+            (shape.records, shape.data) = (0, Data::Within);
+        }
+        if shape.data == Data::Raw {
+            // It says all by itself.
+            shape.below = false;
         }
         shape
     }
@@ -86,14 +106,15 @@ fn blank(shape: &Shape) -> Vec<u8> {
         reftable_clusters: 1,
         snapshots: 0,
         snapshots_offset: 0,
-        incompatible: if shape.extended { incompatible::EXTENDED_L2 } else { 0 },
+        incompatible: if shape.extended { incompatible::EXTENDED_L2 } else { 0 }
+            | if shape.data == Data::Within { 0 } else { incompatible::DATA_FILE },
         compatible: 0,
-        autoclear: 0,
+        autoclear: if shape.data == Data::Raw { autoclear::RAW_DATA } else { 0 },
         refcount_order: order,
         compression: Compression::Zlib,
         backing: None,
         backing_format: None,
-        data_file: None,
+        data_file: (shape.data != Data::Within).then(|| "data".to_owned()),
         bitmaps: None,
         journal: None,
         unknown: vec![],
@@ -159,7 +180,8 @@ struct Slot {
 struct Sim {
     rng: Rng,
     shape: Shape,
-    files: [File; 2],
+    /// The image, the one below it, its data file.
+    files: [File; 3],
     chain: Chain,
     /// What the map's journal lies in.
     shared: Option<Shared>,
@@ -183,7 +205,8 @@ fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
     let mut first = vec![0; 1 << 16];
     file.read_at(0, &mut first).unwrap();
     let header = Header::parse(&first).unwrap();
-    let settings = Settings { file: 0, data: 0, cache_bytes: Some(shape.cache_bytes) };
+    let data = if shape.data == Data::Within { 0 } else { 2 };
+    let settings = Settings { file: 0, data, cache_bytes: Some(shape.cache_bytes) };
     let mut image = Served::open(file, header, settings).unwrap();
     if let Some(shared) = shared {
         image = image.with_journal(shared.journal());
@@ -204,7 +227,7 @@ impl Sim {
                 model.settle(i, 0x4000_0000 + i as u32, 1);
             }
         }
-        let files = [File::of(blank(&shape)), File::of(below)];
+        let files = [File::of(blank(&shape)), File::of(below), File::default()];
         let mut rng = Rng::new(seed);
         let shared = Shared::new(&shape, &mut rng);
         let chain = open(&files[0], &shape, shared.as_ref());
@@ -360,7 +383,8 @@ impl Sim {
             _ => -5,
         };
         // What failed may have been done all the same.
-        if !fails || self.rng.below(2) > 0 {
+        let nothing = matches!(step, Step::Extend { .. }) && !self.shape.extends;
+        if !nothing && (!fails || self.rng.below(2) > 0) {
             let slot = &mut self.slots[i];
             perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, step);
         }
@@ -476,17 +500,18 @@ impl Sim {
         let at = self.tick();
         let all = self.rng.below(4);
         let rng = &mut self.rng;
-        let left = self.files[0].crashed(|| match all {
+        let mut keep = || match all {
             0 => false,
             1 => true,
             _ => rng.below(2) == 0,
-        });
+        };
+        let (left, data) = (self.files[0].crashed(&mut keep), self.files[2].crashed(&mut keep));
         if let Err(e) = check::check(&left) {
             panic!("after a crash at {at}: {e}");
         }
         sample(&left, "after a crash", self.crashes.is_multiple_of(8));
         self.crashes += 1;
-        self.files[0] = File::of(left);
+        (self.files[0], self.files[2]) = (File::of(left), File::of(data));
         // What was in memory went.
         self.shared = None;
         self.repair();
@@ -530,15 +555,33 @@ impl Sim {
         let holes = self.shape.holes > 0;
         assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
         sample(&bytes, "at the end", true);
+        if self.shape.data != Data::Within && (self.shape.faults, self.crashes, self.kills) == (0, 0, 0) {
+            self.check_data_file(&bytes);
+        }
+    }
+
+    /// The data file has no more than the disk needs; a raw one is the disk.
+    fn check_data_file(&mut self, image: &[u8]) {
+        let disk = self.single(Op::Read, 0, self.shape.size);
+        let mut data = vec![0; disk.len()];
+        self.files[2].read_at(0, &mut data).unwrap();
+        if self.shape.data == Data::Raw {
+            assert!(data == disk, "the data file is not the disk");
+        }
+        let cluster = 1 << self.shape.cluster_bits;
+        let mapped = check::mapped(image);
+        for (n, bytes) in data.chunks(cluster).enumerate().filter(|(n, _)| !mapped.contains(n)) {
+            assert!(bytes.iter().all(|b| *b == 0), "cluster {n} was not given back");
+        }
     }
 }
 
-/// Does what a request asks for. Only the image itself is written.
-fn perform(files: &[File; 2], request: &mut Request, op: Op, guest: &mut [u8], step: &Step) {
+/// Does what a request asks for. The image below is not written.
+fn perform(files: &[File; 3], request: &mut Request, op: Op, guest: &mut [u8], step: &Step) {
     let read = |file: u16, offset, bytes: &mut [u8]| files[usize::from(file)].read_at(offset, bytes).unwrap();
     let own = |file: u16| {
-        assert_eq!(file, 0, "the image below is not written");
-        &files[0]
+        assert_ne!(file, 1, "the image below is not written");
+        &files[usize::from(file)]
     };
     match step {
         Step::Data { file, offset, data } => {
@@ -569,7 +612,9 @@ fn perform(files: &[File; 2], request: &mut Request, op: Op, guest: &mut [u8], s
             let all = [&buf[..*head], middle, &buf[*head..*head + *tail]].concat();
             own(*file).write_at(*offset, &all).unwrap();
         }
-        Step::ZeroFile { file, offset, len, .. } => own(*file).zero(*offset, *len),
+        Step::ZeroFile { file, offset, len, .. } | Step::Discard { file, offset, len } => {
+            own(*file).zero(*offset, *len);
+        }
         Step::Extend { file, offset, len } => own(*file).extend(*offset + *len),
         Step::Sync { file } => own(*file).sync().unwrap(),
         Step::Park => {}
@@ -582,21 +627,26 @@ fn sample(image: &[u8], when: &str, wanted: bool) {
     if !wanted {
         return;
     }
-    let path = std::env::temp_dir().join(format!(
-        "vshunt-sim-{}-{:?}.qcow2",
-        std::process::id(),
-        std::thread::current().id()
-    ));
-    std::fs::write(&path, image).unwrap();
-    let ran = std::process::Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output();
-    std::fs::remove_file(&path).unwrap();
+    let name = format!("vshunt-sim-{}-{:?}", std::process::id(), std::thread::current().id());
+    let folder = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("image.qcow2"), image).unwrap();
+    // Whose contents are not looked at.
+    std::fs::write(folder.join("data"), "").unwrap();
+    // Data files are looked for in the folder that it runs in.
+    let ran = std::process::Command::new("qemu-img")
+        .args(["check", "-f", "qcow2", "image.qcow2"])
+        .current_dir(&folder)
+        .output();
+    std::fs::remove_dir_all(&folder).unwrap();
     let Ok(out) = ran else { return };
     // 3: leaks alone.
     let code = out.status.code().unwrap_or(-1);
     assert!(
         matches!(code, 0 | 3),
-        "{when} qemu-img check says {code}: {}",
-        String::from_utf8_lossy(&out.stdout)
+        "{when} qemu-img check says {code}: {}{}",
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr)
     );
 }
 

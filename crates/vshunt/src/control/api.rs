@@ -114,6 +114,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("blockdev-add", qemu::BLOCKDEV_ADD, qemu::blockdev_add),
     command("blockdev-backup", jobs::BLOCKDEV_BACKUP, jobs::blockdev_backup),
     command("blockdev-del", "node-name", qemu::blockdev_del),
+    command("blockdev-snapshot", "node overlay", snapshot::snapshot_onto),
     command("blockdev-snapshot-delete-internal-sync", "device id|name", snapshot::delete_internal_sync),
     command("blockdev-snapshot-internal-sync", "device name", snapshot::internal_sync),
     command("blockdev-snapshot-sync", snapshot::SNAPSHOT_SYNC, snapshot::snapshot_sync),

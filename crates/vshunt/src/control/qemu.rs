@@ -8,7 +8,7 @@
 
 use std::path::PathBuf;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
 use super::api::{Arguments, Context, Nothing, done};
@@ -20,7 +20,7 @@ use crate::export::spec::{
 
 /// Arguments of `blockdev-add` for the help.
 pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|qcow2|file|host_device|null-co|ram, node-name [filename | file: {…}] \
-     [size read-only cache: {direct no-flush} cache-size locking writethrough]";
+     [size read-only cache: {direct no-flush} cache-size locking writethrough backing: null]";
 
 /// Arguments of `block-export-add` for the help.
 pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name addr: {type: unix, path} \
@@ -87,6 +87,9 @@ struct Node {
     locking: Option<OnOffAuto>,
     discard: Option<String>,
     detect_zeroes: Option<String>,
+    /// Of qcow2: null for one that waits for `blockdev-snapshot`; what the image itself says if it is left out.
+    #[serde(default, deserialize_with = "said")]
+    backing: Option<Value>,
     /// Of qcow2: memory for the map of clusters.
     cache_size: Option<u64>,
     /// Ours: true is `cache=writethrough` of a disk.
@@ -103,7 +106,25 @@ enum Child {
     Node(Box<Node>),
 }
 
+/// A member that is there, `null` too.
+fn said<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Value>, D::Error> {
+    Value::deserialize(from).map(Some)
+}
+
 impl Node {
+    /// Whether it is an overlay without what it stands on, as yet.
+    fn is_overlay(&self) -> Result<bool, QmpError> {
+        match &self.backing {
+            None => Ok(false),
+            Some(_) if self.driver != Driver::Qcow2 => refuse("'backing' belongs to driver qcow2 only"),
+            Some(Value::Null) => Ok(true),
+            Some(_) => refuse(
+                "nodes do not stack here: leave 'backing' out, and the image itself says what it stands on; null is for an \
+                 overlay that waits for blockdev-snapshot",
+            ),
+        }
+    }
+
     fn into_disk(self) -> Result<DiskSpec, QmpError> {
         let Some(name) = self.node_name.clone() else {
             return refuse("'node-name' is missing; the disk's name is taken from it");
@@ -195,8 +216,10 @@ impl Node {
 }
 
 pub(crate) fn blockdev_add(context: &Context, arguments: Arguments) -> Answer {
-    let disk = arguments.read::<Node>()?.into_disk()?;
-    Ok(done(context.daemon.disk_add(disk)?))
+    let node = arguments.read::<Node>()?;
+    let overlay = node.is_overlay()?;
+    let disk = node.into_disk()?;
+    Ok(done(if overlay { context.daemon.overlay_add(disk)? } else { context.daemon.disk_add(disk)? }))
 }
 
 #[derive(Deserialize)]
@@ -357,7 +380,8 @@ struct Flat {
 
 pub(crate) fn query_named_block_nodes(context: &Context, arguments: Arguments) -> Answer {
     arguments.read::<Flat>()?;
-    Ok(context.daemon.disks().into_iter().map(block_device_info).collect())
+    let nodes = context.daemon.disks().into_iter().chain(context.daemon.overlays());
+    Ok(nodes.map(block_device_info).collect())
 }
 
 /// The members of QEMU's BlockDeviceInfo that mean something here.

@@ -111,6 +111,18 @@ pub(crate) fn snapshot_sync(context: &Context, arguments: Arguments) -> Answer {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct Snapshot {
+    node: String,
+    overlay: String,
+}
+
+pub(crate) fn snapshot_onto(context: &Context, arguments: Arguments) -> Answer {
+    let Snapshot { node, overlay } = arguments.read()?;
+    Ok(done(context.daemon.snapshot_onto(&node, &overlay)?))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Internal {
     device: String,
     name: String,

@@ -4,8 +4,9 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::daemon::{Daemon, DiskEntry};
+use super::daemon::Daemon;
 use super::life::Export;
+use super::maps::DiskEntry;
 use super::spec::{BitmapInfo, BitmapSpec, Format};
 use crate::backend::block::{Bitmap, Bits, CopyBeforeWrite, Disk, Watch};
 use crate::error::{Error, Result};

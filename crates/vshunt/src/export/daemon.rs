@@ -1,18 +1,16 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
 use super::bitmaps::Watched;
 use super::check::{Check, settings};
-use super::job::Job;
+use super::event::{Event, Listener};
 use super::life::{Backend, Export, removing};
-use super::nets::NetEntry;
+use super::maps::{DiskEntry, ExportEntry, Maps, Phase, no_disk, no_export};
 use super::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, JobInfo, JobStatus, QueueInfo, WorkerInfo,
-    WorkerKind, WorkerSpec,
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
@@ -35,72 +33,6 @@ impl Default for Options {
     }
 }
 
-/// What happened; told to listeners on the thread where it happened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A front-end connected.
-    ExportConnected {
-        /// The export.
-        name: String,
-    },
-    /// The front-end went.
-    ExportDisconnected {
-        /// The export.
-        name: String,
-    },
-    /// An export is gone.
-    ExportDeleted {
-        /// The export.
-        name: String,
-    },
-    /// A queue moved.
-    QueueAttached {
-        /// The export.
-        export: String,
-        /// The queue's index.
-        index: u16,
-        /// Where it is now.
-        worker: WorkerId,
-    },
-    /// A guest misused a ring; it stands until the guest resets it.
-    QueueBroken {
-        /// The export.
-        export: String,
-        /// The queue's index.
-        index: u16,
-        /// What the guest did.
-        reason: String,
-    },
-    /// A worker was made.
-    WorkerNew {
-        /// Its id.
-        id: WorkerId,
-    },
-    /// A worker was freed.
-    WorkerFreed {
-        /// Its id.
-        id: WorkerId,
-    },
-    /// A job came into another state.
-    JobStatus {
-        /// Its name.
-        id: String,
-        /// The state.
-        status: JobStatus,
-    },
-    /// A job is over.
-    JobEnded(JobInfo),
-    /// A disk has another size.
-    DiskResized {
-        /// The disk.
-        name: String,
-        /// Bytes now.
-        size_bytes: u64,
-    },
-}
-
-type Listener = Box<dyn Fn(&Event) + Send + Sync>;
-
 /// Disks, exports and workers of one process.
 ///
 /// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot, then the workers'
@@ -113,56 +45,6 @@ pub struct Daemon {
     pub(super) workers: Arc<Workers>,
     listeners: RwLock<Vec<Listener>>,
     pub(super) this: Weak<Daemon>,
-}
-
-#[derive(Default)]
-pub(super) struct Maps {
-    pub(super) disks: BTreeMap<String, Arc<DiskEntry>>,
-    /// Those under way, and those that are over and not dismissed.
-    pub(super) jobs: BTreeMap<String, Arc<Job>>,
-    /// Jobs that ended so far.
-    pub(super) jobs_ended: u64,
-    pub(super) nets: BTreeMap<String, Arc<NetEntry>>,
-    pub(super) exports: BTreeMap<String, ExportEntry>,
-    /// Exports that are out of the map, and listeners not told yet.
-    untold: usize,
-    shut: bool,
-}
-
-pub(super) struct DiskEntry {
-    pub(super) name: String,
-    /// As it is now: a snapshot gives a disk another file. Guards it alone; held for a look.
-    spec: Mutex<DiskSpec>,
-    pub(super) disk: Arc<Disk>,
-    /// Held over a resize or snapshot, and while an export is made: these come one at a time, and each knows all exports.
-    turn: Mutex<()>,
-    /// What watches its writes.
-    pub(super) watched: Watched,
-}
-
-pub(super) struct ExportEntry {
-    /// Empty where it is a network's.
-    disk: String,
-    pub(super) net: Option<String>,
-    readonly: bool,
-    phase: Phase,
-}
-
-impl ExportEntry {
-    /// One of a network, that is about to be made.
-    pub(super) fn of_net(net: &str) -> Self {
-        Self { disk: String::new(), net: Some(net.to_owned()), readonly: false, phase: Phase::Making }
-    }
-}
-
-/// An export's life. Its name and its disk are in use from the first phase to the end of the last.
-#[derive(Clone)]
-enum Phase {
-    /// Reserved, while it is made without the lock. Not shown.
-    Making,
-    Serving(Arc<Export>),
-    /// Disconnects and drains. Shown; nobody else may remove it.
-    Removing(Arc<Export>),
 }
 
 struct Watch {
@@ -250,26 +132,16 @@ impl Daemon {
     /// Opens a disk.
     pub fn disk_add(&self, spec: DiskSpec) -> Result<()> {
         spec.check()?;
-        let check = |state: &Maps| match state.disks.contains_key(&spec.name) {
-            true => Err(Error::exists(format!("there is a disk {} already", spec.name))),
-            false => state.check_up(),
-        };
-        check(&self.state())?;
+        self.state().check_unnamed(&spec.name)?;
         // Without the lock: it may wait for the image.
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
         self.check_not_ours(&disk)?;
         let watched = Watched::of(&disk)?;
         let mut state = self.state();
-        check(&state)?;
+        state.check_unnamed(&spec.name)?;
         let name = spec.name.clone();
-        let entry = Arc::new(DiskEntry {
-            name: name.clone(),
-            spec: Mutex::new(spec),
-            disk,
-            turn: Mutex::default(),
-            watched,
-        });
+        let entry = Arc::new(DiskEntry::new(spec, disk, watched));
         entry.watch();
         state.disks.insert(name, entry);
         Ok(())
@@ -305,10 +177,13 @@ impl Daemon {
         }
     }
 
-    /// Closes a disk that no export uses.
+    /// Closes a disk that no export uses, or forgets an overlay that waits for its snapshot.
     pub fn disk_remove(&self, name: &str) -> Result<()> {
         let removed = {
             let mut state = self.state();
+            if state.overlays.remove(name).is_some() {
+                return Ok(());
+            }
             if let Some(user) = state.users(name).first() {
                 return Err(Error::busy(format!(
                     "disk {name} is in use by export {user}; remove that first"
@@ -317,24 +192,31 @@ impl Daemon {
             state.disk(name)?.watched.check_free(name)?;
             state.disks.remove(name).ok_or_else(|| no_disk(name))?
         };
-        drop(removed);
+        // Whoever looks at it is done in a moment; the image is closed when this returns.
+        while Arc::strong_count(&removed) > 1 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Ok(())
     }
 
     /// All disks, by name.
     pub fn disks(&self) -> Vec<DiskInfo> {
         self.learn_sizes();
-        let state = self.state();
-        let info = |entry: &Arc<DiskEntry>| DiskInfo {
+        let disks: Vec<_> = {
+            let state = self.state();
+            state.disks.values().map(|entry| (entry.clone(), state.users(&entry.name))).collect()
+        };
+        // Without the lock: one whose image is being replaced is waited for.
+        let info = |(entry, exports): (Arc<DiskEntry>, _)| DiskInfo {
             spec: entry.spec(),
             size_bytes: entry.disk.size_bytes(),
             direct_in_use: entry.disk.direct_in_use(),
             path: entry.disk.path().to_owned(),
-            exports: state.users(&entry.name),
+            exports,
             job: entry.watched.job(),
             bitmaps: entry.watched.bitmap_infos(),
         };
-        state.disks.values().map(info).collect()
+        disks.into_iter().map(info).collect()
     }
 
     /// Serves a disk or a network. Waits for a resize of that disk to end.
@@ -545,131 +427,4 @@ impl Daemon {
         drop(disks);
         self.workers.end_all();
     }
-}
-
-impl DiskEntry {
-    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().expect("no holder panics")
-    }
-
-    /// What the disk is now.
-    pub(super) fn spec(&self) -> DiskSpec {
-        self.spec.lock().expect("no holder panics").clone()
-    }
-
-    /// It is another now; with its turn held.
-    pub(super) fn set_spec(&self, spec: DiskSpec) {
-        *self.spec.lock().expect("no holder panics") = spec;
-    }
-}
-
-impl Phase {
-    /// The export, once it is made.
-    fn export(&self) -> Option<&Arc<Export>> {
-        match self {
-            Self::Making => None,
-            Self::Serving(export) | Self::Removing(export) => Some(export),
-        }
-    }
-}
-
-impl Maps {
-    pub(super) fn check_up(&self) -> Result<()> {
-        match self.shut {
-            true => Err(Error::busy("the daemon is ending")),
-            false => Ok(()),
-        }
-    }
-
-    pub(super) fn disk(&self, name: &str) -> Result<Arc<DiskEntry>> {
-        self.disks.get(name).cloned().ok_or_else(|| no_disk(name))
-    }
-
-    /// Whether a disk whose turn was waited for is still there.
-    fn still(&self, entry: &Arc<DiskEntry>) -> Result<()> {
-        let name = &entry.name;
-        match self.disks.get(name) {
-            Some(there) if Arc::ptr_eq(there, entry) => Ok(()),
-            _ => Err(no_disk(name)),
-        }
-    }
-
-    /// The exports of a disk whose turn was waited for and which is still there.
-    pub(super) fn exports_of(&self, disk: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
-        self.still(disk)?;
-        let of = self.exports.values().filter(|e| e.disk == disk.name);
-        Ok(of.filter_map(|e| e.phase.export().cloned()).collect())
-    }
-
-    /// The disk of an export, and the other exports of that disk.
-    pub(super) fn disk_and_others(&self, export: &str) -> Option<(String, Vec<Arc<Export>>)> {
-        let disk = &self.exports.get(export)?.disk;
-        let others = self.exports.iter().filter(|(name, e)| e.disk == *disk && *name != export);
-        Some((disk.clone(), others.filter_map(|(_, e)| e.phase.export().cloned()).collect()))
-    }
-
-    fn phase(&self, export: &str) -> Result<Phase> {
-        self.exports.get(export).map(|e| e.phase.clone()).ok_or_else(|| no_export(export))
-    }
-
-    /// Enters an export that is to be made, if it may be.
-    fn reserve(&mut self, spec: &ExportSpec, disk: &Arc<DiskEntry>) -> Result<()> {
-        self.check_up()?;
-        self.still(disk)?;
-        self.check_vacant(spec)?;
-        disk.watched.check_exportable(&spec.disk)?;
-        let readonly = spec.refuses_writes() || disk.disk.readonly();
-        let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
-        if let Some((writer, _)) = writer
-            && !readonly
-        {
-            let remedy = match spec.kind {
-                ExportKind::VhostUserBlk => "give readonly=on",
-                ExportKind::Fuse => "leave out writable=on",
-                ExportKind::VhostUserNet => unreachable!("it is of no disk"),
-            };
-            return Err(Error::busy(format!(
-                "disk {} is written by export {writer} already; {remedy}, or remove that export",
-                spec.disk
-            )));
-        }
-        let entry = ExportEntry { disk: spec.disk.clone(), net: None, readonly, phase: Phase::Making };
-        self.exports.insert(spec.name.clone(), entry);
-        Ok(())
-    }
-
-    /// Whether an export's name is free.
-    pub(super) fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
-        match self.exports.contains_key(&spec.name) {
-            true => Err(Error::exists(format!("there is an export {} already", spec.name))),
-            false if self.has_job(&spec.name) => {
-                Err(Error::exists(format!("there is a job {} already, whose queue has that name", spec.name)))
-            }
-            false => Ok(()),
-        }
-    }
-
-    /// The edge from `Serving` to `Removing`; whoever takes it calls [`Daemon::end`].
-    fn mark_removing(&mut self, name: &str) -> Arc<Export> {
-        let entry = self.exports.get_mut(name).expect("the caller saw it under the same lock");
-        let Phase::Serving(export) = entry.phase.clone() else { unreachable!("seen under the same lock") };
-        entry.phase = Phase::Removing(export.clone());
-        export
-    }
-
-    fn is_quiet(&self) -> bool {
-        self.exports.is_empty() && self.untold == 0
-    }
-
-    fn users(&self, disk: &str) -> Vec<String> {
-        self.exports.iter().filter(|(_, e)| e.disk == disk).map(|(name, _)| name.clone()).collect()
-    }
-}
-
-fn no_disk(name: &str) -> Error {
-    Error::not_found(format!("there is no disk {name}; 'disk list' shows those that are there"))
-}
-
-fn no_export(name: &str) -> Error {
-    Error::not_found(format!("there is no export {name}; 'export list' shows those that are there"))
 }

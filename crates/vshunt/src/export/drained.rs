@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::daemon::DiskEntry;
 use super::life::Export;
+use super::maps::DiskEntry;
 use crate::error::{Error, Result};
 
 /// Calls `f`, which may close the disk's image and open it or another, while all queues of all exports of a disk, whose turn

@@ -5,8 +5,10 @@ mod check;
 mod convert;
 mod daemon;
 mod drained;
+mod event;
 mod job;
 mod life;
+mod maps;
 mod nets;
 mod resize;
 mod snapshot;
@@ -16,7 +18,8 @@ mod tests;
 
 pub use check::{Check, check_disk_size, check_one_place};
 pub use convert::ToConvert;
-pub use daemon::{ATTACH_TIMEOUT, Daemon, Event, Options};
+pub use daemon::{ATTACH_TIMEOUT, Daemon, Options};
+pub use event::Event;
 pub use life::{MAX_PAIRS, MAX_QUEUES};
 pub use snapshot::OverlayMode;
 

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::check::Check;
-use super::daemon::{Daemon, ExportEntry, Maps};
+use super::daemon::Daemon;
+use super::maps::{ExportEntry, Maps};
 use super::spec::{ExportSpec, NetInfo, NetSpec};
 use crate::backend::net::Tap;
 use crate::error::{Error, Result};

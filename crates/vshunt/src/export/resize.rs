@@ -6,9 +6,11 @@
 use std::sync::Arc;
 
 use super::bitmaps::{at_rest, writer};
-use super::daemon::{Daemon, DiskEntry, Event};
+use super::daemon::Daemon;
 use super::drained::with_disk_drained;
+use super::event::Event;
 use super::life::Export;
+use super::maps::DiskEntry;
 use super::spec::DiskSpec;
 use crate::backend::block::Disk;
 use crate::error::Result;

@@ -6,9 +6,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::daemon::{Daemon, DiskEntry};
+use super::check::Check;
+use super::daemon::Daemon;
 use super::drained::with_disk_drained;
 use super::life::Export;
+use super::maps::DiskEntry;
+use super::spec::{Cache, Direct, DiskInfo, DiskSpec};
 use crate::backend::block::{Overlay, Saved};
 use crate::error::{Error, Result};
 
@@ -55,6 +58,81 @@ impl Daemon {
                 Err(e)
             }
         }
+    }
+
+    /// Makes an overlay known that is there, to go on in when [`snapshot_onto`](Self::snapshot_onto) is called; one that
+    /// stands on no image is a disk by itself, and is added as one. It is not opened until then.
+    ///
+    /// # Errors
+    /// The name is taken; it is no qcow2 image that can be read.
+    pub fn overlay_add(&self, spec: DiskSpec) -> Result<()> {
+        spec.check()?;
+        self.state().check_unnamed(&spec.name)?;
+        let Some(size_bytes) = Overlay::look(&spec)? else { return self.disk_add(spec) };
+        let mut state = self.state();
+        state.check_unnamed(&spec.name)?;
+        state.overlays.insert(spec.name.clone(), (spec, size_bytes));
+        Ok(())
+    }
+
+    /// Overlays that wait, by name.
+    pub fn overlays(&self) -> Vec<DiskInfo> {
+        let info = |(spec, size_bytes): &(DiskSpec, u64)| DiskInfo {
+            spec: spec.clone(),
+            size_bytes: *size_bytes,
+            direct_in_use: false,
+            path: "none".to_owned(),
+            exports: Vec::new(),
+            job: None,
+            bitmaps: Vec::new(),
+        };
+        self.state().overlays.values().map(info).collect()
+    }
+
+    /// External snapshot of disk `name`, which goes on in an overlay that waits. The disk keeps its name and its settings;
+    /// the overlay's name is free again.
+    ///
+    /// # Errors
+    /// No such overlay, or one whose settings are others; those of [`disk_snapshot`](Self::disk_snapshot). The overlay goes
+    /// on waiting.
+    pub fn snapshot_onto(&self, name: &str, overlay: &str) -> Result<()> {
+        let (now, over) = {
+            let state = self.state();
+            let disk = state.disk(name)?;
+            let Some((over, _)) = state.overlays.get(overlay) else {
+                let why = match state.disks.contains_key(overlay) {
+                    true => {
+                        "is a disk by itself; an overlay is an image that names the one it stands on, added with"
+                    }
+                    false => "is not there; add the overlay first, by blockdev-add with",
+                };
+                return Err(Error::invalid(format!("{overlay} {why} \"backing\": null")));
+            };
+            (disk.spec(), over.clone())
+        };
+        let unlike = |what: &str| {
+            Err(Error::invalid(format!(
+                "overlay {overlay} has another {what} than disk {name}, which keeps its own; leave it out of blockdev-add"
+            )))
+        };
+        if over.readonly {
+            return unlike("read-only");
+        }
+        if over.cache != Cache::default() && over.cache != now.cache
+            || over.direct != Direct::default() && over.direct != now.direct
+        {
+            return unlike("cache");
+        }
+        if over.cache_size.is_some() && over.cache_size != now.cache_size {
+            return unlike("cache-size");
+        }
+        if !over.locking && now.locking {
+            return unlike("locking");
+        }
+        let Some(file) = over.file else { unreachable!("a qcow2 image has one") };
+        self.disk_snapshot(name, &file, OverlayMode::Existing)?;
+        self.state().overlays.remove(overlay);
+        Ok(())
     }
 
     /// Takes an internal snapshot of a qcow2 disk.

@@ -1,7 +1,7 @@
 use crate::Storage;
-use crate::create::Options;
+use crate::create::{DataFile, Options};
 use crate::memory::Memory;
-use crate::request::{ENOSPC, Op};
+use crate::request::{ENOSPC, Op, Step};
 use crate::testing::{self, drive::Disk};
 
 #[test]
@@ -27,4 +27,79 @@ fn no_space_is_when_there_is_none() {
         assert!(file.len().unwrap() <= most);
         testing::assert_clean(&*file, &format!("{room}"));
     }
+}
+
+fn with_data_file(raw: bool) -> Disk {
+    let data_file = Some(DataFile { name: "data".to_owned(), raw });
+    Disk::open(testing::new(&Options { data_file, ..Options::new(1 << 20) }), None)
+}
+
+fn data_of(disk: &Disk, cluster: u64) -> u8 {
+    let mut byte = [0];
+    disk.files[1].read_at(cluster << 16, &mut byte).unwrap();
+    byte[0]
+}
+
+#[test]
+fn a_discard_reaches_the_data_file_with_the_flush() {
+    let mut disk = with_data_file(false);
+    disk.write(0, &[7; 1 << 18]);
+    disk.other(Op::Discard, 0, 3 << 16);
+    disk.other(Op::Zero { unmap: true }, 3 << 16, 1 << 16);
+    disk.write(1 << 16, &[8; 512]);
+    let data = |disk: &Disk| [0, 1, 2, 3].map(|n| data_of(disk, n));
+    assert_eq!(data(&disk), [7, 8, 7, 7]);
+    disk.other(Op::Flush, 0, 0);
+    assert_eq!(data(&disk), [0, 8, 0, 0], "what was written again stays");
+    assert_eq!(disk.read(0, 1 << 16), [0; 1 << 16]);
+    assert_eq!(disk.read((1 << 16) + 512, 512), [0; 512], "what was there before is not");
+    testing::assert_clean(&*disk.close(), "after discards");
+}
+
+#[test]
+fn a_write_waits_for_the_punch_of_its_place() {
+    let mut disk = with_data_file(false);
+    disk.write(0, &[7; 1 << 17]);
+    disk.other(Op::Discard, 0, 1 << 17);
+    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
+    while !matches!(flush.step, Step::Discard { .. }) {
+        assert!(disk.step(&mut flush), "nothing was punched");
+    }
+    let mut write = disk.begin(Op::Write, 4096, vec![9; 512], 512);
+    assert_eq!(write.step, Step::Park);
+    assert!(disk.step(&mut flush));
+    while disk.step(&mut flush) {}
+    disk.wake(&mut write, 0);
+    while disk.step(&mut write) {}
+    assert_eq!(write.step, Step::Done(0));
+    assert_eq!(disk.read(4096, 512), [9; 512]);
+}
+
+#[test]
+fn a_punch_that_fails_costs_nothing_but_space() {
+    let mut disk = with_data_file(false);
+    disk.write(0, &[7; 1 << 16]);
+    disk.other(Op::Discard, 0, 1 << 16);
+    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
+    while !matches!(flush.step, Step::Discard { .. }) {
+        assert!(disk.step(&mut flush), "nothing was punched");
+    }
+    disk.wake(&mut flush, -5);
+    while disk.step(&mut flush) {}
+    assert_eq!(flush.step, Step::Done(0));
+    assert_eq!((data_of(&disk, 0), disk.read(0, 512)), (7, vec![0; 512]));
+}
+
+#[test]
+fn a_raw_data_file_is_the_disk() {
+    let mut disk = with_data_file(true);
+    disk.write(0, &[7; 1 << 18]);
+    // Less than a cluster, too.
+    disk.other(Op::Discard, 512, 1 << 17);
+    disk.other(Op::Zero { unmap: true }, 3 << 16, 1 << 16);
+    let mut data = vec![0; 1 << 18];
+    disk.files[1].read_at(0, &mut data).unwrap();
+    assert!(data == disk.read(0, 1 << 18), "the data file is not the disk");
+    assert_eq!((data[0], data[512], data[1 << 17], data[(1 << 17) + 512], data[3 << 16]), (7, 0, 0, 7, 0));
+    testing::assert_clean(&*disk.close(), "after discards");
 }

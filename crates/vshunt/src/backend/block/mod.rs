@@ -554,8 +554,13 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        if let Kind::Qcow2(image) = &*self.kind() {
+        let kind = self.kind();
+        if let Kind::Qcow2(image) = &*kind {
             image.close();
+        }
+        if self.locked {
+            // No handle is left, and so nothing in flight; but a ring may let go of its files a moment later.
+            kind.files().iter().for_each(|raw| lock::release(raw.image()));
         }
     }
 }

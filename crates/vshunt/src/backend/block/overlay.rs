@@ -52,6 +52,23 @@ impl Overlay {
         Self::take(&path, base, Some(&below)).inspect_err(|_| drop(std::fs::remove_file(&path)))
     }
 
+    /// The bytes of the disk of an image that names one it stands on; none if it names none. It is not locked.
+    ///
+    /// # Errors
+    /// It cannot be read, or is no qcow2 image.
+    pub fn look(spec: &DiskSpec) -> Result<Option<u64>> {
+        let path = absolute(image_of(spec)?)?;
+        let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(&path)
+            .map_err(cannot)?;
+        let plain = Plain::new(file);
+        let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
+        Ok(image.header().backing.is_some().then_some(image.header().size))
+    }
+
     /// Locks one, and lets those use it who may use the image `like`, if that is given.
     fn take(path: &Path, base: &DiskSpec, like: Option<&Path>) -> Result<Self> {
         let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);

@@ -1,15 +1,16 @@
 //! Backups: what a disk was at one point in time.
 
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use super::Job;
+use super::made::{Made, Place};
 use super::run::Plan;
 use crate::backend::block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
 use crate::error::{Error, Result};
 use crate::export::bitmaps::{at_rest, check_new, persistent, writer};
-use crate::export::daemon::{Daemon, DiskEntry};
+use crate::export::daemon::Daemon;
+use crate::export::maps::DiskEntry;
 use crate::export::spec::{BackupSpec, DiskSpec, Format, JobKind};
 use crate::queue::copy::Copy;
 
@@ -28,32 +29,6 @@ struct Target {
     entry: Option<Arc<DiskEntry>>,
     /// It reads as zeroes.
     fresh: bool,
-}
-
-/// A file that was made, which others may remove.
-#[derive(Clone)]
-struct Made {
-    path: PathBuf,
-    /// Device and inode.
-    id: (u64, u64),
-}
-
-impl Made {
-    fn new(path: &Path) -> std::io::Result<Self> {
-        let metadata = path.metadata()?;
-        Ok(Self { path: path.to_owned(), id: (metadata.dev(), metadata.ino()) })
-    }
-
-    /// Whether its name is still its own.
-    fn check(&self) -> Result<()> {
-        match Self::new(&self.path) {
-            Ok(now) if now.id == self.id => Ok(()),
-            _ => Err(Error::invalid(format!(
-                "{} was removed or replaced while it was written; make the backup anew",
-                self.path.display()
-            ))),
-        }
-    }
 }
 
 /// A bitmap that a backup begins anew.
@@ -117,8 +92,7 @@ impl Daemon {
         let (thread, work, begun) = match ready {
             Ok(ready) => ready,
             Err(e) => {
-                drop_target(target, false);
-                return Err(e);
+                return drop_target(target, Err(e));
             }
         };
         let (source, to, of_ends) = (entry.disk.clone(), target.disk.clone(), work.clone());
@@ -206,13 +180,6 @@ impl Daemon {
         let backing = below_path.as_ref().map(|(name, format)| (beside(path, name), *format));
         // Held open, and so locked with all that it stands on: none of these can be replaced by what is made.
         let _below = below_path.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
-        let disk = DiskSpec {
-            name: format!("the target of job {id}"),
-            format,
-            file: Some(path.to_owned()),
-            locking: true,
-            ..DiskSpec::default()
-        };
         if source.disk.has_file(path) {
             return Err(Error::invalid(format!(
                 "{} is of disk {} itself; choose another name",
@@ -220,14 +187,23 @@ impl Daemon {
                 spec.disk
             )));
         }
+        let disk_of = |path: &Path| DiskSpec {
+            name: format!("the target of job {id}"),
+            format,
+            file: Some(path.to_owned()),
+            locking: true,
+            ..DiskSpec::default()
+        };
+        self.check_image(&disk_of(path))?;
+        let place = Place::choose(path, spec.overwrite)?;
+        let disk = disk_of(place.part());
         self.check_image(&disk)?;
-        NewImage { path, format, size, backing, overwrite: spec.overwrite }.make()?;
-        let made = Made::new(path).map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e));
-        let opened = made.and_then(|made| Ok((Disk::open(&disk)?, made)));
-        match opened {
-            Ok((disk, made)) => Ok(Target { disk, made: Some(made), entry: None, fresh }),
+        NewImage { path: place.part(), format, size, backing, overwrite: spec.overwrite }.make()?;
+        let made = place.made()?;
+        match Disk::open(&disk) {
+            Ok(disk) => Ok(Target { disk, made: Some(made), entry: None, fresh }),
             Err(e) => {
-                let _ = std::fs::remove_file(path);
+                made.remove();
                 Err(e)
             }
         }
@@ -268,8 +244,13 @@ impl Ends {
     /// Makes the target stable; nothing stays of what the job had.
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
         let result = copied.and_then(|()| self.settle());
-        let good = result.is_ok();
         let Self { entry, work, begun, target } = self;
+        // One that failed may hang when it is closed: that comes last.
+        let (result, failed) = match result {
+            Ok(()) => (drop_target(target, Ok(())), None),
+            Err(e) => (Err(e), Some(target)),
+        };
+        let good = result.is_ok();
         let _turn = entry.turn();
         if !good {
             // The queue may never have run: no write is to wait for it.
@@ -294,34 +275,36 @@ impl Ends {
             // The job's map says that nothing is left to do; it costs each write a look.
             tracing::warn!("{e}");
         }
-        drop_target(target, good);
-        result
+        match failed {
+            Some(target) => drop_target(target, result),
+            None => result,
+        }
     }
 
     /// Makes the target stable.
     fn settle(&self) -> Result<()> {
         let target = &self.target;
         let synced = target.disk.sync().and_then(|()| target.disk.sync());
-        synced.map_err(|e| Error::io("the backup cannot be made stable", e))?;
-        target.made.as_ref().map_or(Ok(()), Made::check)
+        synced.map_err(|e| Error::io("the backup cannot be made stable", e))
     }
 }
 
-/// Closes a target, and removes a file that is no backup.
-fn drop_target(target: Target, good: bool) {
+/// Closes a target. A file gets its name if it is a backup, and is removed if it is none.
+fn drop_target(target: Target, result: Result<()>) -> Result<()> {
     let Target { disk, made, entry, .. } = target;
-    if made.is_some() && !good {
+    if made.is_some() && result.is_err() {
         disk.abandon();
     }
     drop(disk);
     if let Some(entry) = entry {
         entry.watched.let_go();
     }
-    if let Some(Made { path, .. }) = made.filter(|made| !good && made.check().is_ok())
-        && let Err(e) = std::fs::remove_file(&path)
-    {
-        tracing::warn!("cannot remove {}, which is no backup: {e}", path.display());
+    let Some(made) = made else { return result };
+    let result = result.and_then(|()| made.put());
+    if result.as_ref().is_err_and(|e| !Made::is_left(e)) {
+        made.remove();
     }
+    result
 }
 
 /// The bitmap that begins anew at the point in time.

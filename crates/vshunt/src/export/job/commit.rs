@@ -11,8 +11,9 @@ use super::run::Plan;
 use crate::backend::block::{Below, Bits, CopyBeforeWrite, Disk};
 use crate::error::{Error, Result};
 use crate::export::bitmaps::at_rest;
-use crate::export::daemon::{Daemon, DiskEntry};
+use crate::export::daemon::Daemon;
 use crate::export::drained::with_disk_drained;
+use crate::export::maps::DiskEntry;
 use crate::export::spec::JobKind;
 use crate::queue::copy::Copy;
 

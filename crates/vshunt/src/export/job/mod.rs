@@ -2,6 +2,7 @@
 
 mod backup;
 mod commit;
+mod made;
 mod run;
 mod share;
 
@@ -9,8 +10,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::check::check_job_name;
-use super::daemon::{Daemon, Event, Maps};
+use super::daemon::Daemon;
+use super::event::Event;
 use super::life::queue_info;
+use super::maps::Maps;
 use super::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 use crate::error::{Error, Result};
 use crate::queue::copy::Copy;

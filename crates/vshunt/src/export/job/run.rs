@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use super::share::{Share, WINDOW, Window};
 use super::{AtWork, Job};
 use crate::error::{Error, Result};
-use crate::export::daemon::{Daemon, DiskEntry};
+use crate::export::daemon::Daemon;
+use crate::export::maps::DiskEntry;
 use crate::queue::copy::{Copy, CopyQueue, DEPTH_MAX, NO_LIMIT, Side};
 use crate::worker::{QueueSet, Settings};
 

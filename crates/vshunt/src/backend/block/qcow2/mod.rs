@@ -449,6 +449,11 @@ impl Handle {
                 inner.len = len;
                 file
             }
+            qcow2::Step::Discard { file, offset, len } => {
+                inner.reset(Op::Discard, offset, false);
+                inner.len = len;
+                file
+            }
             qcow2::Step::Sync { file } => {
                 inner.reset(Op::Flush, 0, false);
                 file
