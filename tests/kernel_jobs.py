@@ -133,7 +133,7 @@ disk=/dev/ram0
 driven() {
     name=$1
     shift
-    result "driven: $name" vshunt-bench kernel --quiet --backend $disk "$@"
+    result "driven: $name" vshunt-bench kernel --quiet --timeout 60s --stall 90s --backend $disk "$@"
     none_pinned || echo "not ok driven: $name: pages are pinned"
 }
 driven "every request type, right and wrong, cut at random" --check 60 --layout random --queues 2

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use virtio_driver::{
@@ -15,6 +15,10 @@ const QUEUES: usize = 4;
 const DISK_BYTES: u64 = 64 << 20;
 /// Each queue has a region of its own.
 const REGION_BYTES: u64 = DISK_BYTES / QUEUES as u64;
+/// Rounds of each queue, moves in all at least; on a slow machine rounds go on until there were enough moves.
+const ROUNDS: usize = 150;
+const ROUNDS_MAX: usize = 100_000;
+const MOVES: u32 = 100;
 const BLOCK: usize = 4096;
 const DEPTH: usize = 16;
 
@@ -88,6 +92,7 @@ fn drive(
     index: usize,
     mut queue: VirtioBlkQueue<'_, usize>,
     memory: &Shared,
+    moves: &AtomicU32,
 ) {
     let kick = transport.get_submission_notifier(index);
     queue.set_used_notif_enabled(true);
@@ -108,7 +113,10 @@ fn drive(
         (seed % n as u64) as usize
     };
     let mine = |i: usize| memory.block(index * DEPTH + i);
-    for round in 0..150usize {
+    for round in 0..ROUNDS_MAX {
+        if round >= ROUNDS && moves.load(Ordering::Relaxed) >= MOVES {
+            break;
+        }
         let start = random(blocks - DEPTH);
         let at = |i: usize| base + ((start + i) * BLOCK) as u64;
         for i in 0..DEPTH {
@@ -181,26 +189,27 @@ fn interop(packed: bool) {
         rustix::io::ioctl_fionbio(&fd, true).unwrap();
     }
     let over = Arc::new(AtomicBool::new(false));
+    let moves = Arc::new(AtomicU32::new(0));
     let mover = {
-        let (daemon, over) = (daemon.clone(), over.clone());
+        let (daemon, over, moves) = (daemon.clone(), over.clone(), moves.clone());
         std::thread::spawn(move || {
-            let mut moves = 0u16;
             while !over.load(Ordering::Relaxed) {
-                let to = u32::from(moves / 2 % 3);
-                daemon.queue_attach("e", moves % QUEUES as u16, to, Duration::from_secs(60)).unwrap();
-                moves += 1;
+                let n = moves.load(Ordering::Relaxed);
+                let (queue, to) = (n % QUEUES as u32, n / 2 % 3);
+                daemon.queue_attach("e", queue as u16, to, Duration::from_secs(60)).unwrap();
+                moves.fetch_add(1, Ordering::Relaxed);
             }
-            moves
         })
     };
-    let (transport, memory) = (&*transport, Memory(&memory));
+    let (transport, memory, moves) = (&*transport, Memory(&memory), &*moves);
     std::thread::scope(|scope| {
         for (index, queue) in queues.into_iter().enumerate() {
-            scope.spawn(move || drive(transport, index, queue, memory.get()));
+            scope.spawn(move || drive(transport, index, queue, memory.get(), moves));
         }
     });
     over.store(true, Ordering::Relaxed);
-    assert!(mover.join().unwrap() >= 100, "queues were to move a hundred times");
+    mover.join().unwrap();
+    assert!(moves.load(Ordering::Relaxed) >= MOVES, "{moves:?} moves only");
     let errors: u64 = daemon.queues().iter().map(|q| q.errors).sum();
     assert_eq!(errors, 0);
     daemon.shutdown();

@@ -46,9 +46,13 @@ fn the_owners_limit_of_threads_is_named() {
         command
     };
     let mut daemon = Ends(as_nobody(&["serve"]).spawn().unwrap());
-    wait_for("the control socket", || control.exists());
     // One connection: each new one would need a thread of the daemon's, too.
-    let stream = UnixStream::connect(&control).unwrap();
+    let mut stream = None;
+    wait_for("the control socket", || {
+        stream = UnixStream::connect(&control).ok();
+        stream.is_some()
+    });
+    let stream = stream.unwrap();
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     let mut ask = |command: &str| {
         writeln!(&stream, "{{\"execute\": \"{command}\"}}").unwrap();

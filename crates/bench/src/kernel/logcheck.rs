@@ -9,9 +9,9 @@ use crate::error::{Result, fail};
 use crate::load::LogGate;
 
 /// How long lanes may take to come to rest.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// A device may mark a page some time after its request is seen to be complete; after this it never will.
-const LATE: Duration = Duration::from_secs(2);
+const LATE: Duration = Duration::from_secs(30);
 
 /// What the rounds came to.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
