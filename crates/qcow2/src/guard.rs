@@ -43,7 +43,8 @@ impl Guard {
         blocks: &[u64],
     ) -> Result<Self> {
         let image = Image::open(storage)?;
-        let clusters = image.len.div_ceil(header.cluster_size()).max(64);
+        // As long as the file can come to be.
+        let clusters = image.len.div_ceil(header.cluster_size()).max(header.clusters()).max(64);
         let bits = clusters.next_power_of_two().min(FILTER_BITS_MAX);
         let guard = Self {
             filter: (0..bits / 64).map(|_| AtomicU64::new(0)).collect(),
