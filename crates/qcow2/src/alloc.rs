@@ -11,8 +11,10 @@
 mod pack;
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 use crate::epoch::{Epoch, Epochs};
+use crate::guard::Guard;
 use crate::{Waker, refcount};
 
 /// Consecutive clusters, counted as used, that nobody uses yet.
@@ -76,6 +78,8 @@ pub(crate) struct Alloc {
     /// From here on no cluster was ever written: they read as zeroes.
     virgin: u64,
     gone: Vec<Gone>,
+    /// Is told of new refcount blocks.
+    guard: Option<Arc<Guard>>,
     /// Flushes begun.
     flushes: u64,
     /// Where the next compressed piece goes, within a cluster that is counted once for this; see [`pack`].
@@ -110,9 +114,14 @@ impl Alloc {
             cursor: 0,
             virgin: file_clusters,
             gone: Vec::new(),
+            guard: None,
             flushes: 0,
             tail: None,
         }
+    }
+
+    pub(crate) fn with_guard(self, guard: Option<Arc<Guard>>) -> Self {
+        Self { guard, ..self }
     }
 
     /// The first cluster that was never used.
@@ -157,6 +166,9 @@ impl Alloc {
         self.blocks.insert(index, Block { data, dirty: true, writing: false, used: self.clock });
         self.table[index as usize] = at << self.cluster_bits;
         self.table_dirty.insert(index as usize);
+        if let Some(guard) = &self.guard {
+            guard.add("a refcount block", at);
+        }
         self.virgin = self.virgin.max(at + 1);
     }
 

@@ -18,6 +18,7 @@ pub mod create;
 pub mod entry;
 mod epoch;
 mod error;
+mod guard;
 pub mod header;
 mod hit;
 mod holes;

@@ -10,16 +10,19 @@
 
 mod buffer;
 mod change;
+mod condemn;
 mod fetch;
 mod flush;
 mod pack;
 mod seek;
 mod table;
+mod zero;
 
 use std::ops::Range;
 
 use self::buffer::Buffer;
 use self::change::Change;
+use self::condemn::Mark;
 use self::fetch::Fetch;
 use self::flush::Flush;
 use self::pack::Pack;
@@ -213,6 +216,8 @@ enum Pending {
     /// Space for the file, up to here.
     Extend(u64),
     Flush,
+    /// The header, which is being marked.
+    Mark,
     Parked,
 }
 
@@ -242,6 +247,8 @@ pub struct Request {
     /// An L2 table that is being made.
     table: Option<NewTable>,
     flush: Option<Box<Flush>>,
+    /// The image is being marked as corrupt.
+    mark: Option<Mark>,
 }
 
 /// After one turn.
@@ -278,10 +285,20 @@ impl Request {
         let failed = res.min(0);
         match std::mem::take(&mut self.pending) {
             Pending::Nothing | Pending::Parked => {}
+            Pending::Mark if failed < 0 => return self.fail(EIO, cx),
+            Pending::Mark => {}
             Pending::Data(_) if failed < 0 => return self.fail(failed, cx),
             Pending::Data(n) => self.pos += n,
             Pending::Slice(layer, slice) => {
                 let image = cx.chain.image(layer);
+                let read = &self.meta[..image.map.slice_bytes()];
+                if failed == 0
+                    && layer == 0
+                    && let Some(why) = image.wrong_slice(slice, read)
+                {
+                    image.map.loaded(slice, None, cx.wake);
+                    return self.condemn(why, cx);
+                }
                 let bytes = (failed == 0).then(|| &self.meta[..image.map.slice_bytes()]);
                 let placed = image.map.loaded(slice, bytes, cx.wake);
                 if failed < 0 {
@@ -304,8 +321,12 @@ impl Request {
             Pending::Pack if failed < 0 => return self.fail(failed, cx),
             Pending::Pack => self.packed(cx),
             Pending::Counts(index) => {
-                let bytes = (failed == 0).then(|| self.meta[..].into());
+                let wrong = cx.chain.top().wrong_counts(index, &self.meta).filter(|_| failed == 0);
+                let bytes = (failed == 0 && wrong.is_none()).then(|| self.meta[..].into());
                 cx.chain.top().alloc.lock().expect("no holder panics").loaded(index, bytes, cx.wake);
+                if let Some(why) = wrong {
+                    return self.condemn(why, cx);
+                }
                 if failed < 0 {
                     return self.fail(failed, cx);
                 }
@@ -348,7 +369,9 @@ impl Request {
 
     fn go(&mut self, cx: &mut Context<'_>) -> Step {
         loop {
-            let turn = if self.flush.is_some() {
+            let turn = if self.mark.is_some() {
+                self.turn_mark(cx)
+            } else if self.flush.is_some() {
                 self.turn_flush(cx)
             } else if self.table.is_some() {
                 self.turn_table(cx)
@@ -388,7 +411,7 @@ impl Request {
         self.abandon_table(cx);
         self.abandon_change(cx);
         self.abandon_pack(cx);
-        (self.fetch, self.found) = (None, None);
+        (self.fetch, self.found, self.mark) = (None, None, None);
         self.done(e, cx)
     }
 

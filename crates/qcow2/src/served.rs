@@ -8,6 +8,7 @@ use crate::alloc::{Alloc, Reserve};
 use crate::change::Change;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
+use crate::guard::Guard;
 use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
 use crate::holes::Holes;
 use crate::journal::Journal;
@@ -33,6 +34,8 @@ pub struct Settings {
     pub data: FileId,
     /// Memory for the map, bytes; none: what the whole disk needs, 32 MiB at most.
     pub cache_bytes: Option<u64>,
+    /// It is going to be written: what its tables say is held against where its metadata lies.
+    pub writable: bool,
 }
 
 /// L2 tables that come to be.
@@ -93,6 +96,8 @@ pub struct Served {
     pub(crate) file_len: AtomicU64,
     /// Bytes that are taken beyond what is needed.
     pub(crate) growth_bytes: u64,
+    /// Of one that is written.
+    pub(crate) guard: Option<Arc<Guard>>,
     /// Where changes of the map are put before anybody sees them, so that they outlive us.
     pub(crate) journal: Option<Journal>,
 }
@@ -175,12 +180,22 @@ impl Served {
             return Err(Error::corrupt(format!("an L2 table at {:#x}, beyond the file's end", bad & OFFSET)));
         }
         let count = u64::from(header.reftable_clusters) * cluster / 8;
-        let mut reftable = words("the refcount table", header.reftable_offset, count)?;
-        for at in &mut reftable {
-            if *at & (cluster - 1) != 0 || *at >> 56 != 0 {
+        let reftable = words("the refcount table", header.reftable_offset, count)?;
+        for at in &reftable {
+            if at & (cluster - 1) != 0 || at >> 56 != 0 {
                 return Err(Error::corrupt(format!("a refcount block at {at:#x}, where none can be")));
             }
         }
+        if let Some(bad) = reftable.iter().find(|at| **at >> header.cluster_bits >= file_clusters.max(1)) {
+            return Err(Error::corrupt(format!("a refcount block at {bad:#x}, beyond the file's end")));
+        }
+        let guard = match settings.writable {
+            true => {
+                let l2 = l1.iter().map(|e| e & OFFSET);
+                Some(Arc::new(Guard::new(storage, &header, l2, &reftable)?))
+            }
+            false => None,
+        };
         let entry_words = header.l2_entry_bytes() as usize / 8;
         let whole = header.clusters().next_multiple_of(header.l2_entries()) * header.l2_entry_bytes();
         let cache = settings.cache_bytes.unwrap_or(CACHE_MAX).min(whole.max(UNIT));
@@ -190,7 +205,8 @@ impl Served {
             reftable,
             file_clusters,
             (cache / 4).max(1 << 20),
-        );
+        )
+        .with_guard(guard.clone());
         // The tables' whole length has slices, so that each table has whole ones.
         let clusters = header.l1_needed() * header.l2_entries();
         Ok(Self {
@@ -217,6 +233,7 @@ impl Served {
             growth: Mutex::default(),
             file_len: AtomicU64::new(file_len),
             journal: None,
+            guard,
             growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
             header,
         })
@@ -245,6 +262,12 @@ impl Served {
     /// Bytes of a cluster.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits
+    }
+
+    /// What was found to be wrong with its metadata since it was opened, the first time that is asked: requests that need
+    /// it fail, and the image is marked as corrupt. Takes no lock.
+    pub fn tell_wrong(&self) -> Option<&str> {
+        self.guard.as_ref()?.tell()
     }
 
     /// Slices of the map read in so far.

@@ -1,4 +1,4 @@
-//! Writes, and what makes clusters read as zeroes: whatever changes entries of the map.
+//! Writes to clusters that have no place yet, or whose place is not theirs alone.
 
 use super::fetch::Fetch;
 use super::flush::Flush;
@@ -6,15 +6,13 @@ use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::alloc::{Reserve, Take};
-use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
-use crate::journal::{Journal, Put};
+use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
+use crate::journal::Put;
 use crate::map::Entry;
 use crate::served::{Chain, Miss, Served, What};
 
 /// Clusters that one change holds at most.
-const HELD_MAX: u64 = 512;
-/// Bit of each subcluster that reads as zeroes.
-const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
+pub(super) const HELD_MAX: u64 = 512;
 
 /// A write to clusters that have no place yet, or whose place is not theirs alone.
 #[derive(Debug)]
@@ -50,7 +48,7 @@ enum Stage {
 }
 
 /// Whether the range reads as zeroes throughout.
-fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (usize, Miss)> {
+pub(super) fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (usize, Miss)> {
     while pos < end {
         match chain.find(pos, end - pos)? {
             (_, What::Zero | What::Below, n) => pos += n,
@@ -86,18 +84,18 @@ impl Served {
     }
 
     /// Whether the cluster that has this entry has its place to itself.
-    fn is_own(&self, entry: Entry) -> bool {
+    pub(super) fn is_own(&self, entry: Entry) -> bool {
         self.host(entry).is_some() && entry.word & COPIED != 0
     }
 
     /// The places of clusters in the data file, which the caller holds, and which the map does not name (any more).
-    fn add_holes(&self, first: u64, count: u64) {
+    pub(super) fn add_holes(&self, first: u64, count: u64) {
         let epoch = self.epochs.now();
         self.holes.lock().expect("no holder panics").add(first, count, epoch);
     }
 
     /// Counts down what an entry named that is not in the map any more.
-    fn let_go(&self, olds: &[Entry]) {
+    pub(super) fn let_go(&self, olds: &[Entry]) {
         // Most are written for the first time.
         if olds.iter().all(|old| old.word & COMPRESSED == 0 && self.host(*old).is_none()) {
             return;
@@ -423,114 +421,6 @@ impl Request {
         // Something may have been written there.
         let taken = Reserve { zero: false, ..change.taken };
         image.alloc.lock().expect("no holder panics").give_back(taken);
-    }
-
-    /// Makes clusters read as zeroes, or forgets them.
-    pub(super) fn turn_zero(&mut self, cx: &mut Context<'_>) -> Turn {
-        let chain = cx.chain;
-        let (image, pos) = (chain.top(), self.pos);
-        let (cluster, size) = (image.cluster(pos), image.cluster_size());
-        let next = (cluster + 1) << image.cluster_bits;
-        let discard = self.op == Op::Discard;
-        if discard && image.raw_data {
-            return self.turn_discard_raw(cx);
-        }
-        let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size);
-        // Whether an entry can say so.
-        let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
-        if discard && !(whole && by_entry) {
-            self.pos = next.min(self.end);
-            return Turn::Again;
-        }
-        if !(whole && by_entry) {
-            let to = next.min(self.end);
-            return match is_zero(chain, pos, to) {
-                // A raw data file is zeroes where its entries say so, whoever reads it.
-                Ok(true) if !image.raw_data => {
-                    self.pos = to;
-                    Turn::Again
-                }
-                Ok(_) => self.turn_write(to, cx),
-                Err((layer, miss)) => self.load(layer, miss, cx),
-            };
-        }
-        if image.table_of(cluster).is_none() && !chain.has_below() {
-            self.pos = (((cluster / image.table_entries + 1) * image.table_entries) << image.cluster_bits)
-                .min(self.end);
-            return Turn::Again;
-        }
-        if let Err(turn) = self.writable(cluster, cx) {
-            return turn;
-        }
-        // A last cluster that the disk does not fill counts as whole.
-        let last = if self.end >= image.size { image.size.div_ceil(size) } else { image.cluster(self.end) };
-        let count = (last - cluster).min(image.map.slice_end(cluster) - cluster).min(HELD_MAX);
-        let count = count.min(image.journal.as_ref().map_or(HELD_MAX, Journal::change_max));
-        let held = match image.map.hold(cluster, count, cx.waker) {
-            None => return Turn::Again,
-            Some(0) => return self.park(),
-            Some(held) => held,
-        };
-        let olds: Vec<Entry> =
-            (0..held).map(|i| image.map.get(cluster + i).expect("held slices stay")).collect();
-        let entries: Vec<Entry> = olds.iter().map(|old| self.emptied(chain, *old)).collect();
-        let changed = entries != olds;
-        let put = if changed { image.map.put(cluster, &entries, image.journal.as_ref()) } else { Put::Done };
-        let goes = |i: usize| image.host(entries[i]).is_none() && olds[i] != entries[i];
-        if changed && put != Put::Full && image.external {
-            (0..olds.len())
-                .filter(|i| goes(*i) && image.host(olds[*i]).is_some())
-                .for_each(|i| image.add_holes(cluster + i as u64, 1));
-        }
-        image.map.release(cluster, held, None, None, cx.wake);
-        match put {
-            Put::Done => {}
-            Put::Half => self.make_room(),
-            Put::Full => {
-                self.make_room();
-                return Turn::Again;
-            }
-        }
-        if changed {
-            let gone: Vec<Entry> = (0..olds.len()).filter(|i| goes(*i)).map(|i| olds[i]).collect();
-            image.let_go(&gone);
-        }
-        self.pos = ((cluster + held) << image.cluster_bits).min(self.end);
-        Turn::Again
-    }
-
-    /// A raw data file is the disk, whoever reads it: so its clusters stay where they are, and what is discarded is given
-    /// back in place, as a write of that range would go there.
-    fn turn_discard_raw(&mut self, cx: &mut Context<'_>) -> Turn {
-        let (image, pos, end) = (cx.chain.top(), self.pos, self.end);
-        let (what, n) = match image.run(pos, end - pos) {
-            Ok(run) => run,
-            Err(miss) => return self.load(0, miss, cx),
-        };
-        match what {
-            What::Data(offset) => {
-                self.step(Pending::Data(n), Step::Discard { file: image.data, offset, len: n })
-            }
-            // Zeroes already.
-            _ => {
-                self.pos += n;
-                Turn::Again
-            }
-        }
-    }
-
-    /// What an entry becomes when its cluster is discarded, or is to read as zeroes.
-    fn emptied(&self, chain: &Chain, old: Entry) -> Entry {
-        let image = chain.top();
-        let keeps = self.op == (Op::Zero { unmap: false }) && image.is_own(old);
-        let place = if keeps { old.word & (OFFSET | COPIED) } else { 0 };
-        // Without an image below it reads as zeroes by itself.
-        let says_zero = image.version >= 3 && (keeps || chain.has_below() || self.op != Op::Discard);
-        match (says_zero, image.extended) {
-            (false, _) => Entry::default(),
-            (true, false) => Entry { word: place | ZERO, bits: 0 },
-            (true, true) => Entry { word: place, bits: ALL_ZERO },
-        }
     }
 }
 

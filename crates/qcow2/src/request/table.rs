@@ -112,6 +112,12 @@ impl Request {
         }
         entry.store(place.start << image.cluster_bits | COPIED, Release);
         tables.dirty.insert(table.index);
+        if let Some(guard) = &image.guard {
+            if old != 0 {
+                guard.remove(image.cluster(old));
+            }
+            guard.add("an L2 table", place.start);
+        }
         let waiting = tables.making.remove(&table.index).unwrap_or_default();
         drop(tables);
         if old != 0 {

@@ -103,3 +103,25 @@ fn a_raw_data_file_is_the_disk() {
     assert_eq!((data[0], data[512], data[1 << 17], data[(1 << 17) + 512], data[3 << 16]), (7, 0, 0, 7, 0));
     testing::assert_clean(&*disk.close(), "after discards");
 }
+
+#[test]
+fn a_table_lies_within_the_file_where_no_space_is_taken_ahead() {
+    let mut disk = Disk::open(testing::new(&Options::new(1 << 30)), None);
+    let mut write = disk.begin(Op::Write, 0, vec![1; 512], 512);
+    loop {
+        match write.step {
+            Step::Extend { .. } => disk.wake(&mut write, 0),
+            Step::Data { .. } | Step::Around { .. } => break,
+            _ => assert!(disk.step(&mut write), "it wrote nothing"),
+        }
+    }
+    disk.wake(&mut write, -5);
+    assert_eq!(write.step, Step::Done(-5));
+    disk.other(Op::Flush, 0, 0);
+    let mut entry = [0; 8];
+    let header = disk.chain.top().header().clone();
+    disk.files[0].read_at(header.l1_offset, &mut entry).unwrap();
+    let table = u64::from_be_bytes(entry) & crate::entry::OFFSET;
+    assert_ne!(table, 0);
+    assert!(table + header.cluster_size() <= disk.files[0].len().unwrap());
+}

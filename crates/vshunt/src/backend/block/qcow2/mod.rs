@@ -163,6 +163,21 @@ impl Qcow2 {
         if res < 0 { Err(std::io::Error::from_raw_os_error(-res)) } else { Ok(()) }
     }
 
+    /// After a request that failed: says what is wrong with the image, if that was found and not said yet.
+    #[cold]
+    fn tell_wrong(&self) {
+        let Some(why) = self.chain.top().tell_wrong() else { return };
+        let shown = self.files[0].path().display();
+        let mark = if self.chain.top().header().version >= 3 { "it is marked as corrupt, " } else { "" };
+        let text = format!(
+            "{shown} is corrupt: {why}. {mark}requests that need this fail, and nothing was written over; stop serving it \
+             and repair it with 'vshunt image check -r all {shown}'"
+        );
+        // Workers write no log lines. Once for an image; without a thread it goes unsaid.
+        let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
+        let _ = thread.spawn(move || tracing::error!("{text}"));
+    }
+
     /// Brings the image into order, after its last user. Whether it is: not marked as in use any more.
     pub(super) fn close(self: &Arc<Self>) -> bool {
         if self.abandoned.load(Relaxed) {
@@ -361,6 +376,9 @@ impl Handle {
             let res = match step {
                 qcow2::Step::Done(res) => {
                     io.found = slot.request.found();
+                    if res < 0 {
+                        self.image.tell_wrong();
+                    }
                     return Step::Done(res);
                 }
                 qcow2::Step::Park => {

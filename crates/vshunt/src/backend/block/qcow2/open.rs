@@ -316,7 +316,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
             )));
         }
     };
-    let settings = Settings { file, data, cache_bytes: spec.cache_size };
+    let settings = Settings { file, data, cache_bytes: spec.cache_size, writable: !spec.readonly };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
     Ok(Top { image, below, bitmaps, lost })
 }

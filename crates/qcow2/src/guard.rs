@@ -1,0 +1,168 @@
+//! Where an image's metadata lies, so that no guest's data is written over it: whatever the image says.
+//!
+//! Made when an image is opened for writing, from the tables that are in memory anyway; two that lie over each other are
+//! refused there. What is read later is checked once, when it comes into memory: a slice of the map for entries that name
+//! a cluster of metadata, a refcount block for clusters of metadata that it calls free. So a request that finds its entry in
+//! the map asks nothing here.
+//!
+//! What is wrong is said once ([`Guard::condemn`]); what it was found in does not come into memory.
+//!
+//! Lock order: last.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
+
+use crate::header::{Header, L1_BYTES_MAX};
+use crate::{Error, Image, Result, Storage, bitmap, snapshot};
+
+/// Bits of the filter at most: 64 KiB, which stay in a processor's cache.
+const FILTER_BITS_MAX: u64 = 1 << 19;
+
+/// See above. Shared by all workers.
+pub(crate) struct Guard {
+    /// A bit for some neighbouring clusters each: 0 if none of them is metadata.
+    filter: Box<[AtomicU64]>,
+    filter_shift: u32,
+    /// Clusters of metadata: from, up to, and what. No two have one in common.
+    ranges: Mutex<BTreeMap<u64, (u64, &'static str)>>,
+    /// What was found to be wrong.
+    wrong: OnceLock<String>,
+    told: AtomicBool,
+}
+
+impl Guard {
+    /// Of an image with these tables. `l2` and `blocks`: offsets of L2 tables and refcount blocks.
+    ///
+    /// # Errors
+    /// Two of them lie over each other; tables of snapshots and bitmaps that cannot be read.
+    pub(crate) fn new(
+        storage: &dyn Storage,
+        header: &Header,
+        l2: impl Iterator<Item = u64>,
+        blocks: &[u64],
+    ) -> Result<Self> {
+        let image = Image::open(storage)?;
+        // As long as the file can come to be.
+        let clusters = image.len.div_ceil(header.cluster_size()).max(header.clusters()).max(64);
+        let bits = clusters.next_power_of_two().min(FILTER_BITS_MAX);
+        let guard = Self {
+            filter: (0..bits / 64).map(|_| AtomicU64::new(0)).collect(),
+            filter_shift: clusters.div_ceil(bits).next_power_of_two().trailing_zeros(),
+            ranges: Mutex::default(),
+            wrong: OnceLock::new(),
+            told: AtomicBool::new(false),
+        };
+        let cluster = header.cluster_size();
+        let add = |what, offset: u64, bytes: u64| {
+            let end = offset.saturating_add(bytes).div_ceil(cluster);
+            if bytes == 0 { Ok(()) } else { guard.add_range(what, offset / cluster, end) }
+        };
+        add("the header", 0, 1)?;
+        add("the L1 table", header.l1_offset, u64::from(header.l1_size) * 8)?;
+        add("the refcount table", header.reftable_offset, u64::from(header.reftable_clusters) * cluster)?;
+        let (snapshots, bytes) = snapshot::read_table(&image)?;
+        add("the snapshot table", header.snapshots_offset, bytes)?;
+        for s in &snapshots {
+            add("a snapshot's L1 table", s.l1_offset, (u64::from(s.l1_size) * 8).min(L1_BYTES_MAX))?;
+        }
+        if let Some(at) =
+            header.bitmaps.filter(|_| bitmap::read_directory(&image).is_ok_and(|l| !l.is_empty()))
+        {
+            add("the bitmap directory", at.directory_offset, at.directory_bytes)?;
+        }
+        for offset in blocks.iter().filter(|at| **at != 0) {
+            add("a refcount block", *offset, cluster)?;
+        }
+        for offset in l2.filter(|at| *at != 0) {
+            add("an L2 table", offset, cluster)?;
+        }
+        // A block that comes to be calls all free that it is for.
+        for (start, (end, what)) in guard.ranges.lock().expect("no holder panics").iter() {
+            let entries = header.refblock_entries();
+            for n in start / entries..=(end - 1) / entries {
+                if blocks.get(n as usize).is_none_or(|at| *at == 0) {
+                    return Err(Error::corrupt(format!(
+                        "no refcount block counts {what} in cluster {start:#x}"
+                    )));
+                }
+            }
+        }
+        Ok(guard)
+    }
+
+    fn add_range(&self, what: &'static str, start: u64, end: u64) -> Result<()> {
+        let mut ranges = self.ranges.lock().expect("no holder panics");
+        if let Some((there, (_, other))) = ranges.range(..end).next_back().filter(|(_, (to, _))| *to > start)
+        {
+            return Err(Error::corrupt(format!(
+                "{what} in clusters {start:#x} to {:#x}, and {other} in those from {there:#x} on",
+                end - 1
+            )));
+        }
+        ranges.insert(start, (end, what));
+        drop(ranges);
+        let (first, last) = (start >> self.filter_shift, (end - 1) >> self.filter_shift);
+        for bit in first..=last.min(first + self.filter.len() as u64 * 64) {
+            let (word, mask) = self.filter_bit(bit);
+            word.fetch_or(mask, Relaxed);
+        }
+        Ok(())
+    }
+
+    fn filter_bit(&self, bit: u64) -> (&AtomicU64, u64) {
+        (&self.filter[(bit / 64) as usize & (self.filter.len() - 1)], 1 << (bit % 64))
+    }
+
+    /// A cluster becomes metadata: one that was free.
+    pub(crate) fn add(&self, what: &'static str, cluster: u64) {
+        if let Err(e) = self.add_range(what, cluster, cluster + 1) {
+            debug_assert!(false, "{e}");
+        }
+    }
+
+    /// A cluster of metadata is none any more; one that was a range by itself.
+    pub(crate) fn remove(&self, cluster: u64) {
+        self.ranges.lock().expect("no holder panics").remove(&cluster);
+    }
+
+    /// What of the metadata lies in a cluster.
+    #[inline]
+    pub(crate) fn holds(&self, cluster: u64) -> Option<&'static str> {
+        let (word, mask) = self.filter_bit(cluster >> self.filter_shift);
+        if word.load(Relaxed) & mask == 0 { None } else { self.look(cluster) }
+    }
+
+    fn look(&self, cluster: u64) -> Option<&'static str> {
+        let ranges = self.ranges.lock().expect("no holder panics");
+        let (_, (end, what)) = ranges.range(..=cluster).next_back()?;
+        (cluster < *end).then_some(*what)
+    }
+
+    /// The first cluster of metadata from `start` to `end` for which `bad` is true, and what it is.
+    pub(crate) fn find(
+        &self,
+        start: u64,
+        end: u64,
+        bad: impl Fn(u64) -> bool,
+    ) -> Option<(u64, &'static str)> {
+        let ranges = self.ranges.lock().expect("no holder panics");
+        // One may begin before.
+        let from = ranges.range(..start).next_back().map_or(start, |(from, _)| *from);
+        ranges.range(from..end).find_map(|(from, (to, what))| {
+            let mut clusters = (*from).max(start)..(*to).min(end);
+            clusters.find(|cluster| bad(*cluster)).map(|cluster| (cluster, *what))
+        })
+    }
+
+    /// Something is wrong. Whether nothing was before.
+    pub(crate) fn condemn(&self, why: String) -> bool {
+        self.wrong.set(why).is_ok()
+    }
+
+    /// What is wrong, once.
+    pub(crate) fn tell(&self) -> Option<&str> {
+        let wrong = self.wrong.get()?;
+        (!self.told.swap(true, Relaxed)).then_some(wrong)
+    }
+}

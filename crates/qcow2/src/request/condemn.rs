@@ -1,0 +1,112 @@
+//! Metadata that would have us write over other metadata, found as it is read in: the request fails, and the image is marked
+//! as corrupt, so that nobody opens it for writing before it is repaired.
+
+use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
+use crate::header::{INCOMPATIBLE_AT, incompatible};
+use crate::refcount;
+use crate::served::Served;
+
+/// How far the header's mark is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    Begin,
+    /// The header's beginning was read.
+    Read,
+    Written,
+    Stable,
+}
+
+impl Served {
+    /// What is wrong with a slice of the map that was read.
+    pub(super) fn wrong_slice(&self, slice: u64, bytes: &[u8]) -> Option<String> {
+        let guard = self.guard.as_ref()?;
+        let step = if self.extended { 16 } else { 8 };
+        // What was ever taken lies below; and nothing that is named later than it was read.
+        let end = self.alloc.lock().expect("no holder panics").end();
+        let first = slice * (bytes.len() / step) as u64;
+        bytes.chunks_exact(step).enumerate().find_map(|(i, entry)| {
+            let word = u64::from_be_bytes(entry[..8].try_into().expect("eight bytes"));
+            if word & (OFFSET | COPIED | COMPRESSED) == 0 {
+                return None;
+            }
+            let (pos, at) = ((first + i as u64) << self.cluster_bits, word & OFFSET);
+            let why = if word & COMPRESSED != 0 {
+                let c = Compressed::of(word, self.cluster_bits);
+                let (first, last) = (self.cluster(c.offset), self.cluster(c.offset + c.bytes - 1));
+                match (first..=last).find_map(|cluster| guard.holds(cluster)) {
+                    _ if self.external => "which a data file has no room for".to_owned(),
+                    Some(what) => format!("where {what} is"),
+                    None if first >= end => "beyond the end of the file".to_owned(),
+                    None => return None,
+                }
+            } else if self.external {
+                if at == pos || (at == 0 && word & COPIED == 0) {
+                    return None;
+                }
+                "which is not its place in the data file".to_owned()
+            } else if at & (self.cluster_size() - 1) != 0 {
+                "where no cluster begins".to_owned()
+            } else if let Some(what) = guard.holds(self.cluster(at)) {
+                format!("where {what} is")
+            } else if self.cluster(at) >= end {
+                "beyond the end of the file".to_owned()
+            } else {
+                return None;
+            };
+            Some(format!(
+                "the entry of the disk's bytes from {pos:#x} on, {word:#x}, leads to {at:#x}, {why}"
+            ))
+        })
+    }
+
+    /// What is wrong with a refcount block that was read.
+    pub(super) fn wrong_counts(&self, index: u64, bytes: &[u8]) -> Option<String> {
+        let (entries, order) = (self.header.refblock_entries(), self.header.refcount_order);
+        let (start, end) = (index * entries, (index + 1) * entries);
+        let free = |cluster: u64| refcount::get(bytes, (cluster - start) as usize, order) == 0;
+        let (cluster, what) = self.guard.as_ref()?.find(start, end, free)?;
+        let at = cluster << self.cluster_bits;
+        Some(format!(
+            "the refcount block for clusters from {start:#x} on calls {at:#x} free, where {what} is"
+        ))
+    }
+}
+
+impl Request {
+    /// It cannot be done, for this reason; who finds the first one marks the image.
+    pub(super) fn condemn(&mut self, why: String, cx: &mut Context<'_>) -> Step {
+        let image = cx.chain.top();
+        let first = image.guard.as_ref().is_some_and(|guard| guard.condemn(why));
+        // Version 2 has no room for the mark.
+        if !first || image.version < 3 {
+            return self.fail(EIO, cx);
+        }
+        self.mark = Some(Mark::Begin);
+        self.go(cx)
+    }
+
+    pub(super) fn turn_mark(&mut self, cx: &mut Context<'_>) -> Turn {
+        let image = cx.chain.top();
+        let (file, offset, range) = (image.file, 0, 0..image.unit() as usize);
+        let mark = self.mark.expect("the image is being marked");
+        let (next, step) = match mark {
+            Mark::Begin => {
+                self.meta.reset(range.end);
+                (Mark::Read, Step::Read { file, offset, buf: Buf::Meta, range })
+            }
+            Mark::Read => {
+                // Nobody else writes it while the image is served. In its last, lowest byte.
+                self.meta[INCOMPATIBLE_AT + 7] |= incompatible::CORRUPT as u8;
+                (Mark::Written, Step::Write { file, offset, buf: Buf::Meta, range })
+            }
+            Mark::Written => (Mark::Stable, Step::Sync { file }),
+            Mark::Stable => return Turn::Fail(EIO),
+        };
+        self.mark = Some(next);
+        self.step(Pending::Mark, step)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;
