@@ -49,6 +49,8 @@ stty -F /dev/ttyS1 raw -echo 2>/dev/null
 exec </dev/null >/dev/ttyS1 2>&1
 # More than a loaded machine may keep a VM waiting.
 echo 60 >/proc/sys/kernel/hung_task_timeout_secs
+echo 30 >/proc/sys/kernel/watchdog_thresh
+echo 60 >/sys/module/rcupdate/parameters/rcu_cpu_stall_timeout
 
 say() { echo "@@ $*"; }
 
