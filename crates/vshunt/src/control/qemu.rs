@@ -219,7 +219,8 @@ pub(crate) fn blockdev_add(context: &Context, arguments: Arguments) -> Answer {
     let node = arguments.read::<Node>()?;
     let overlay = node.is_overlay()?;
     let disk = node.into_disk()?;
-    Ok(done(if overlay { context.daemon.overlay_add(disk)? } else { context.daemon.disk_add(disk)? }))
+    let added = if overlay { context.daemon.overlay_add(disk) } else { context.daemon.disk_add(disk) };
+    Ok(done(added?))
 }
 
 #[derive(Deserialize)]
