@@ -1,9 +1,12 @@
-//! Where an image's metadata lies, so that no guest's data is written over it: whatever the image says.
+//! Where a served image's metadata lies, so that no guest's data is written over it, whatever the map says.
 //!
 //! Made when an image is opened for writing, from the tables that are in memory anyway; two that lie over each other are
 //! refused there. What is read later is checked once, when it comes into memory: a slice of the map for entries that name
 //! a cluster of metadata, a refcount block for clusters of metadata that it calls free. So a request that finds its entry in
 //! the map asks nothing here.
+//!
+//! Not seen: a cluster of data that the counts call free, and that becomes metadata while an entry in memory names it. Nor
+//! what is allocated before an image is served and after (bitmaps): that trusts the counts.
 //!
 //! What is wrong is said once ([`Guard::condemn`]); what it was found in does not come into memory.
 //!
@@ -114,10 +117,10 @@ impl Guard {
         (&self.filter[(bit / 64) as usize & (self.filter.len() - 1)], 1 << (bit % 64))
     }
 
-    /// A cluster becomes metadata: one that was free.
+    /// A cluster becomes metadata: one that was free, or was called so.
     pub(crate) fn add(&self, what: &'static str, cluster: u64) {
         if let Err(e) = self.add_range(what, cluster, cluster + 1) {
-            debug_assert!(false, "{e}");
+            self.condemn(e.to_string());
         }
     }
 
@@ -153,6 +156,10 @@ impl Guard {
             let mut clusters = (*from).max(start)..(*to).min(end);
             clusters.find(|cluster| bad(*cluster)).map(|cluster| (cluster, *what))
         })
+    }
+
+    pub(crate) fn is_wrong(&self) -> bool {
+        self.wrong.get().is_some()
     }
 
     /// Something is wrong. Whether nothing was before.

@@ -29,6 +29,8 @@ struct Hole {
 pub(crate) struct Holes {
     /// No two have a place in common.
     waiting: BTreeMap<u64, Hole>,
+    /// A flush has looked at those before it already.
+    looked: u64,
     /// What is being punched: from, and up to.
     punching: (u64, u64),
     /// Who waits for the end of that.
@@ -80,6 +82,7 @@ impl Holes {
 
     /// Before flush `flush` copies the map: what went before is stable with it.
     pub(crate) fn begin_flush(&mut self, flush: u64) {
+        self.looked = 0;
         self.mark(u64::MAX, flush);
     }
 
@@ -92,12 +95,20 @@ impl Holes {
         self.waiting.values_mut().filter(|hole| hole.flush == from).for_each(|hole| hole.flush = to);
     }
 
-    /// Some places that went with flushes up to `flush`, which are stable, and that nobody uses: the caller punches them,
-    /// and says when it has ([`punched`](Self::punched)). One caller at a time.
-    pub(crate) fn next(&mut self, flush: u64, epochs: &Epochs) -> Option<(u64, u64)> {
+    /// Some places, `most` at most, that went with flushes up to `flush`, which are stable, and that nobody uses: the caller
+    /// punches them, and says when it has ([`punched`](Self::punched)). One caller at a time.
+    pub(crate) fn next(&mut self, flush: u64, most: u64, epochs: &Epochs) -> Option<(u64, u64)> {
         let due = |(_, hole): &(&u64, &Hole)| hole.flush <= flush && epochs.is_over(hole.epoch);
-        let (&start, &Hole { count, .. }) = self.waiting.iter().find(due)?;
+        let Some((&start, &hole)) = self.waiting.range(self.looked..).find(due) else {
+            self.looked = u64::MAX;
+            return None;
+        };
         self.waiting.remove(&start);
+        let count = hole.count.min(most);
+        if count < hole.count {
+            self.waiting.insert(start + count, Hole { count: hole.count - count, ..hole });
+        }
+        self.looked = start + count;
         self.punching = (start, start + count);
         Some((start, count))
     }
@@ -118,7 +129,7 @@ mod tests {
     /// All that a flush finds to punch.
     fn all(holes: &mut Holes, flush: u64, epochs: &Epochs) -> Vec<(u64, u64)> {
         std::iter::from_fn(|| {
-            let next = holes.next(flush, epochs);
+            let next = holes.next(flush, 100, epochs);
             holes.punched();
             next
         })
@@ -148,6 +159,7 @@ mod tests {
         holes.begin_flush(7);
         holes.add(13, 1, 0);
         assert_eq!(all(&mut holes, 6, &epochs), []);
+        holes.looked = 0;
         assert_eq!(all(&mut holes, 7, &epochs), [(10, 2), (14, 10)]);
         holes.failed_flush(7);
         holes.begin_flush(8);
@@ -170,12 +182,23 @@ mod tests {
         let (mut holes, epochs) = (Holes::default(), advanced());
         holes.add(4, 4, 0);
         holes.begin_flush(1);
-        assert_eq!(holes.next(1, &epochs), Some((4, 4)));
+        assert_eq!(holes.next(1, 100, &epochs), Some((4, 4)));
         assert!(holes.keep(8, 4, ME) && holes.keep(0, 4, ME));
         assert!(!holes.keep(7, 1, ME) && !holes.keep(0, 100, ME));
         assert_eq!(holes.punched(), [ME, ME]);
         assert!(holes.keep(7, 1, ME));
-        assert_eq!(holes.next(1, &epochs), None);
+        assert_eq!(holes.next(1, 100, &epochs), None);
+    }
+
+    #[test]
+    fn a_long_one_is_punched_in_pieces() {
+        let (mut holes, epochs) = (Holes::default(), advanced());
+        holes.add(4, 10, 0);
+        holes.begin_flush(1);
+        assert_eq!(holes.next(1, 6, &epochs), Some((4, 6)));
+        assert!(holes.keep(10, 1, ME), "the rest is not being punched");
+        assert_eq!(holes.punched(), []);
+        assert_eq!(holes.next(1, 6, &epochs), Some((11, 3)));
     }
 
     #[test]
@@ -189,6 +212,7 @@ mod tests {
         assert_eq!(all(&mut holes, 1, &epochs), []);
         epochs.exit(&member, user);
         advance(&epochs);
-        assert_eq!(all(&mut holes, 1, &epochs), [(4, 4)]);
+        holes.begin_flush(2);
+        assert_eq!(all(&mut holes, 2, &epochs), [(4, 4)]);
     }
 }

@@ -186,11 +186,14 @@ impl Served {
                 return Err(Error::corrupt(format!("a refcount block at {at:#x}, where none can be")));
             }
         }
-        if let Some(bad) = reftable.iter().find(|at| **at >> header.cluster_bits >= file_clusters.max(1)) {
-            return Err(Error::corrupt(format!("a refcount block at {bad:#x}, beyond the file's end")));
-        }
         let guard = match settings.writable {
             true => {
+                let beyond = |at: &&u64| **at >> header.cluster_bits >= file_clusters.max(1);
+                if let Some(bad) = reftable.iter().find(beyond) {
+                    return Err(Error::corrupt(format!(
+                        "a refcount block at {bad:#x}, beyond the file's end"
+                    )));
+                }
                 let l2 = l1.iter().map(|e| e & OFFSET);
                 Some(Arc::new(Guard::new(storage, &header, l2, &reftable)?))
             }
@@ -262,6 +265,11 @@ impl Served {
     /// Bytes of a cluster.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits
+    }
+
+    /// Whether something was found to be wrong with its metadata since it was opened: it is to be repaired.
+    pub fn is_wrong(&self) -> bool {
+        self.guard.as_ref().is_some_and(|guard| guard.is_wrong())
     }
 
     /// What was found to be wrong with its metadata since it was opened, the first time that is asked: requests that need

@@ -27,7 +27,9 @@ impl Served {
         let first = slice * (bytes.len() / step) as u64;
         bytes.chunks_exact(step).enumerate().find_map(|(i, entry)| {
             let word = u64::from_be_bytes(entry[..8].try_into().expect("eight bytes"));
-            if word & (OFFSET | COPIED | COMPRESSED) == 0 {
+            // In a data file the first cluster's place is 0.
+            let place = if self.external { OFFSET | COPIED | COMPRESSED } else { OFFSET | COMPRESSED };
+            if word & place == 0 {
                 return None;
             }
             let (pos, at) = ((first + i as u64) << self.cluster_bits, word & OFFSET);
@@ -60,6 +62,15 @@ impl Served {
         })
     }
 
+    /// What is wrong with clusters that nobody names any more.
+    pub(super) fn wrong_gone(&self, start: u64, count: u64) -> Option<String> {
+        let (cluster, what) = self.guard.as_ref()?.find(start, start + count, |_| true)?;
+        Some(format!(
+            "the last entry of the map that named {:#x} went, where {what} is",
+            cluster << self.cluster_bits
+        ))
+    }
+
     /// What is wrong with a refcount block that was read.
     pub(super) fn wrong_counts(&self, index: u64, bytes: &[u8]) -> Option<String> {
         let (entries, order) = (self.header.refblock_entries(), self.header.refcount_order);
@@ -76,14 +87,26 @@ impl Served {
 impl Request {
     /// It cannot be done, for this reason; who finds the first one marks the image.
     pub(super) fn condemn(&mut self, why: String, cx: &mut Context<'_>) -> Step {
+        match self.turn_condemn(why, cx) {
+            Turn::Fail(e) => self.fail(e, cx),
+            _ => self.go(cx),
+        }
+    }
+
+    /// Likewise, in a turn.
+    pub(super) fn turn_condemn(&mut self, why: String, cx: &mut Context<'_>) -> Turn {
         let image = cx.chain.top();
         let first = image.guard.as_ref().is_some_and(|guard| guard.condemn(why));
+        if let Some(flush) = &mut self.flush {
+            // What was to be given back is not: the next flush would stop there, too.
+            flush.forget_back();
+        }
         // Version 2 has no room for the mark.
         if !first || image.version < 3 {
-            return self.fail(EIO, cx);
+            return Turn::Fail(EIO);
         }
         self.mark = Some(Mark::Begin);
-        self.go(cx)
+        Turn::Again
     }
 
     pub(super) fn turn_mark(&mut self, cx: &mut Context<'_>) -> Turn {

@@ -18,6 +18,8 @@ use crate::served::Served;
 
 /// Clusters that one flush gives back at most, so that it has an end.
 const BACK_MAX: u64 = 1 << 20;
+/// Bytes of a data file that are punched at a time: a write to one of them waits for that.
+const PUNCH_BYTES_MAX: u64 = 1 << 30;
 
 /// A flush, or the wait for one.
 #[derive(Debug)]
@@ -161,12 +163,15 @@ impl Request {
         if image.external {
             let mut holes = image.holes.lock().expect("no holder panics");
             let parked = holes.punched();
-            let next = if run.given_back < BACK_MAX { holes.next(run.number, &image.epochs) } else { None };
+            let most = (PUNCH_BYTES_MAX >> image.cluster_bits).min(BACK_MAX.saturating_sub(run.given_back));
+            let next = if most > 0 { holes.next(run.number, most, &image.epochs) } else { None };
             drop(holes);
             parked.into_iter().for_each(&mut *cx.wake);
             if let Some((start, count)) = next {
                 run.given_back += count;
                 let (offset, len) = (start << image.cluster_bits, count << image.cluster_bits);
+                // A device may end where the disk does.
+                let len = len.min(image.size.next_multiple_of(512) - offset);
                 return self.step(Pending::Flush, Step::Discard { file: image.data, offset, len });
             }
         }
@@ -188,6 +193,9 @@ impl Request {
                         run.back.2 = n;
                         if last {
                             drop(alloc);
+                            if let Some(why) = image.wrong_gone(start, n) {
+                                return self.turn_condemn(why, cx);
+                            }
                             let (offset, len) = (start << image.cluster_bits, n << image.cluster_bits);
                             let step = Step::ZeroFile { file: image.file, offset, len, punch: true };
                             return self.step(Pending::Flush, step);
@@ -239,6 +247,15 @@ fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
     let waiting = std::mem::take(&mut turns.waiting);
     drop(turns);
     waiting.into_iter().for_each(&mut *cx.wake);
+}
+
+impl Flush {
+    /// The clusters that are being given back leak.
+    pub(super) fn forget_back(&mut self) {
+        if let Some(run) = &mut self.run {
+            run.back = (0, 0, 0);
+        }
+    }
 }
 
 impl Run {

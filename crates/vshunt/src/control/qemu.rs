@@ -179,6 +179,9 @@ impl Node {
     fn with_child(mut self) -> Result<Self, QmpError> {
         match (self.driver, self.file.take()) {
             (_, None) => Ok(self),
+            (_, Some(Child::Node(child))) if child.backing.is_some() => {
+                refuse("'backing' belongs to the node of driver qcow2 itself, not into its 'file'")
+            }
             (Driver::Raw, Some(Child::Node(child))) if self.filename.is_some() || child.file.is_some() => {
                 refuse("'file' of driver raw must be the one node that names a file or null-co")
             }

@@ -129,9 +129,13 @@ impl Daemon {
         if !over.locking && now.locking {
             return unlike("locking");
         }
-        let Some(file) = over.file else { unreachable!("a qcow2 image has one") };
-        self.disk_snapshot(name, &file, OverlayMode::Existing)?;
-        self.state().overlays.remove(overlay);
+        let Some(file) = &over.file else { unreachable!("a qcow2 image has one") };
+        self.disk_snapshot(name, file, OverlayMode::Existing)?;
+        let mut state = self.state();
+        // Unless the name is another's by now.
+        if state.overlays.get(overlay).is_some_and(|(there, _)| *there == over) {
+            state.overlays.remove(overlay);
+        }
         Ok(())
     }
 

@@ -38,14 +38,9 @@ impl Below {
     /// Closes it, and lets go of its locks. Nobody else has the disk any more, but for a moment.
     pub(crate) fn close(self) -> DiskSpec {
         let Self { disk, next, lock } = self;
-        for _ in 0..1000 {
-            if Arc::strong_count(&disk) == 1 {
-                break;
-            }
-            // Somebody looks at the job.
-            std::thread::sleep(std::time::Duration::from_millis(1));
+        if let Err(e) = disk.close() {
+            tracing::error!("the image below: {e}");
         }
-        drop(disk);
         drop(lock);
         next
     }

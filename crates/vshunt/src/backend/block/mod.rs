@@ -31,7 +31,7 @@ mod watch;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
 use crate::error::{Error, Result};
@@ -61,6 +61,9 @@ pub(crate) use watch::{Bitmap, Watch};
 /// The unit of sizes and offsets: a disk's size is a multiple of it, whatever its logical block size (virtio 1.3,
 /// 5.2.4: capacity is in 512-byte sectors).
 pub const SECTOR_BYTES: u64 = 512;
+
+/// How long a disk that is to be closed is waited for, ms.
+const CLOSE_MS_MAX: u32 = 10_000;
 
 /// What a request asks of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,6 +165,8 @@ pub struct Disk {
     limits: Limits,
     /// Of the image that it was opened with.
     lost: bool,
+    /// It was closed.
+    shut: AtomicBool,
     // Any thread.
     size_bytes: AtomicU64,
     granule: AtomicU64,
@@ -249,6 +254,7 @@ impl Disk {
             cache: spec.cache,
             limits,
             lost,
+            shut: AtomicBool::new(false),
             size_bytes: AtomicU64::new(size_bytes),
             granule: AtomicU64::new(granule),
             zero_granule: AtomicU64::new(zero_granule),
@@ -553,16 +559,45 @@ impl Disk {
     }
 }
 
-impl Drop for Disk {
-    fn drop(&mut self) {
+impl Disk {
+    /// Closes it. False if that failed: the log says how.
+    fn shut(&self) -> bool {
         let kind = self.kind();
-        if let Kind::Qcow2(image) = &*kind {
-            image.close();
+        let Kind::Qcow2(image) = &*kind else { return true };
+        if self.shut.swap(true, Ordering::AcqRel) {
+            return true;
         }
+        let closed = image.close();
         if self.locked {
-            // No handle is left, and so nothing in flight; but a ring may let go of its files a moment later.
+            // No handle is left, and so nothing in flight; but a ring may let go of its files a moment later. (A raw image's
+            // may be the kernel's by now, in a mount's passthrough or a loop device, and stays locked as long as that.)
             kind.files().iter().for_each(|raw| lock::release(raw.image()));
         }
+        closed
+    }
+
+    /// Closes a disk that nobody else has any more, but for a moment: who looks at its job.
+    ///
+    /// # Errors
+    /// Its last changes are not in its image, or it is still in use.
+    pub(crate) fn close(self: Arc<Self>) -> Result<()> {
+        for _ in 0..CLOSE_MS_MAX {
+            if Arc::strong_count(&self) == 1 {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        match Arc::into_inner(self) {
+            Some(disk) if disk.shut() => Ok(()),
+            Some(_) => Err(Error::invalid("it cannot be closed in good order (see the log)")),
+            None => Err(Error::busy("it cannot be closed: somebody uses it still")),
+        }
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        self.shut();
     }
 }
 

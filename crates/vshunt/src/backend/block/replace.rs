@@ -52,6 +52,11 @@ impl Kind {
         }
     }
 
+    /// Whether it could not be opened again for writing, since it is to be repaired first.
+    fn is_wrong(&self) -> bool {
+        matches!(self, Self::Qcow2(image) if image.is_wrong())
+    }
+
     /// Makes all that was written stable, and lets the file be another's.
     fn finish(&self, cache: Cache, readonly: bool) -> std::io::Result<()> {
         match self {
@@ -91,6 +96,11 @@ impl Disk {
     ) -> Result<()> {
         let mut kind = self.kind.write().expect("no holder panics");
         let path = shown(now);
+        if kind.is_wrong() {
+            return Err(Error::invalid(format!(
+                "{path} was found to be corrupt and stays as it is: end the daemon, and 'vshunt image check -r all' it"
+            )));
+        }
         let along = match &**kind {
             Kind::Qcow2(image) if now.file != next.file => image.leave_bitmaps(),
             _ => Vec::new(),
@@ -148,6 +158,7 @@ impl Disk {
                 if let Kind::Qcow2(image) = &kind {
                     image.close();
                 }
+                kind.files().iter().for_each(|raw| lock::release(raw.image()));
                 Err(e)
             }
         }

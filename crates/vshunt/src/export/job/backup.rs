@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::Job;
-use super::made::{Made, Place};
+use super::made::Made;
 use super::run::Plan;
 use crate::backend::block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
 use crate::error::{Error, Result};
@@ -92,7 +92,8 @@ impl Daemon {
         let (thread, work, begun) = match ready {
             Ok(ready) => ready,
             Err(e) => {
-                return drop_target(target, Err(e));
+                drop_target(target);
+                return Err(e);
             }
         };
         let (source, to, of_ends) = (entry.disk.clone(), target.disk.clone(), work.clone());
@@ -195,11 +196,27 @@ impl Daemon {
             ..DiskSpec::default()
         };
         self.check_image(&disk_of(path))?;
-        let place = Place::choose(path, spec.overwrite)?;
-        let disk = disk_of(place.part());
-        self.check_image(&disk)?;
-        NewImage { path: place.part(), format, size, backing, overwrite: spec.overwrite }.make()?;
-        let made = place.made()?;
+        let made = Made::begin(path, spec.overwrite)?;
+        let disk = disk_of(made.part());
+        let may_be_emptied = match source.disk.has_file(made.part()) {
+            true => Err(Error::invalid(format!(
+                "{} is of disk {} itself; choose another name",
+                made.part().display(),
+                spec.disk
+            ))),
+            false => self.check_image(&disk),
+        };
+        if let Err(e) = may_be_emptied {
+            made.remove();
+            return Err(e);
+        }
+        let image = NewImage { path: made.part(), format, size, backing, overwrite: true };
+        if let Err(e) = image.make() {
+            // What was there may be another's, at work.
+            made.remove();
+            return Err(e);
+        }
+        let made = made.take();
         match Disk::open(&disk) {
             Ok(disk) => Ok(Target { disk, made: Some(made), entry: None, fresh }),
             Err(e) => {
@@ -245,40 +262,21 @@ impl Ends {
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
         let result = copied.and_then(|()| self.settle());
         let Self { entry, work, begun, target } = self;
-        // One that failed may hang when it is closed: that comes last.
-        let (result, failed) = match result {
-            Ok(()) => (drop_target(target, Ok(())), None),
-            Err(e) => (Err(e), Some(target)),
-        };
-        let good = result.is_ok();
-        let _turn = entry.turn();
-        if !good {
+        if result.is_err() {
             // The queue may never have run: no write is to wait for it.
             work.end_now();
         }
-        if let Some(Begun { bitmap, old, before }) = begun {
-            match old.filter(|_| !good) {
-                Some(old) => {
-                    let mut state = bitmap.state();
-                    state.bits.add(&old);
-                    (state.recording, state.gap) = before;
-                }
-                None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
-                None => {}
-            }
-            bitmap.state().job = None;
+        // One that failed may hang when it is closed: that comes last, when nothing else is held.
+        let (result, failed) = match result {
+            Ok(()) => (keep_target(target), None),
+            Err(e) => (Err(e), Some(target)),
+        };
+        let_source_go(daemon, &entry, begun, result.is_ok());
+        drop(entry);
+        if let Some(target) = failed {
+            drop_target(target);
         }
-        entry.watched.let_go();
-        let exports = daemon.state().exports_of(&entry).unwrap_or_default();
-        let writer = exports.iter().find(|e| !e.readonly);
-        if let Err(e) = at_rest(writer, || entry.watch()) {
-            // The job's map says that nothing is left to do; it costs each write a look.
-            tracing::warn!("{e}");
-        }
-        match failed {
-            Some(target) => drop_target(target, result),
-            None => result,
-        }
+        result
     }
 
     /// Makes the target stable.
@@ -289,22 +287,60 @@ impl Ends {
     }
 }
 
-/// Closes a target. A file gets its name if it is a backup, and is removed if it is none.
-fn drop_target(target: Target, result: Result<()>) -> Result<()> {
+/// The disk is as it was before, or its bitmap has begun anew.
+fn let_source_go(daemon: &Daemon, entry: &Arc<DiskEntry>, begun: Option<Begun>, good: bool) {
+    let _turn = entry.turn();
+    if let Some(Begun { bitmap, old, before }) = begun {
+        match old.filter(|_| !good) {
+            Some(old) => {
+                let mut state = bitmap.state();
+                state.bits.add(&old);
+                (state.recording, state.gap) = before;
+            }
+            None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
+            None => {}
+        }
+        bitmap.state().job = None;
+    }
+    entry.watched.let_go();
+    let exports = daemon.state().exports_of(entry).unwrap_or_default();
+    let writer = exports.iter().find(|e| !e.readonly);
+    if let Err(e) = at_rest(writer, || entry.watch()) {
+        // The job's map says that nothing is left to do; it costs each write a look.
+        tracing::warn!("{e}");
+    }
+}
+
+/// Closes a target that has all of the backup. A file gets its name.
+fn keep_target(target: Target) -> Result<()> {
     let Target { disk, made, entry, .. } = target;
-    if made.is_some() && result.is_err() {
+    let Some(made) = made else {
+        drop(disk);
+        if let Some(entry) = entry {
+            entry.watched.let_go();
+        }
+        return Ok(());
+    };
+    if let Err(e) = disk.close() {
+        made.remove();
+        return Err(e);
+    }
+    made.put()
+}
+
+/// Closes a target that is no backup, and removes a file that was made for it.
+fn drop_target(target: Target) {
+    let Target { disk, made, entry, .. } = target;
+    if made.is_some() {
         disk.abandon();
     }
     drop(disk);
     if let Some(entry) = entry {
         entry.watched.let_go();
     }
-    let Some(made) = made else { return result };
-    let result = result.and_then(|()| made.put());
-    if result.as_ref().is_err_and(|e| !Made::is_left(e)) {
+    if let Some(made) = made {
         made.remove();
     }
-    result
 }
 
 /// The bitmap that begins anew at the point in time.

@@ -2,34 +2,42 @@
 //! backup: a new one gets it at the end, and one that is replaced keeps it until then.
 
 use std::ffi::CString;
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 use crate::backend::block::{check_marks, lock_image};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
-/// A place for a backup, before anything is made there.
-pub(super) struct Place {
+/// A file that is made for a backup. Others may remove or replace it.
+pub(super) struct Made {
     /// What it is called in the end.
     path: PathBuf,
     /// What is written to; the same where there is something that cannot be replaced by a rename: a device, a file that
     /// something is mounted over.
     part: PathBuf,
+    /// Held open, so that no other file can be taken for it.
+    file: File,
     /// What has the name and is to be replaced, locked.
     old: Option<File>,
+    /// There was no such file before.
+    new: bool,
 }
 
-impl Place {
-    /// Chooses it.
+impl Made {
+    /// Chooses the file and makes it, empty, if it is not there; one that is there is as it was.
     ///
     /// # Errors
-    /// `Exists` if something has the name and may not be replaced, or has the other one; `Busy` if that is in use.
-    pub(super) fn choose(path: &Path, overwrite: bool) -> Result<Self> {
+    /// `Exists` if something has the name and may not be replaced, or has the other one; `Busy` if what is to be replaced
+    /// is in use. Nothing is left behind.
+    pub(super) fn begin(path: &Path, overwrite: bool) -> Result<Self> {
         let shown = path.display();
         let cannot = |e| Error::io(format_args!("cannot replace {shown}"), e);
+        let open = |path: &Path, flags| {
+            OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY | flags).open(path)
+        };
         let (path, old) = match path.symlink_metadata() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => (path.to_owned(), None),
             Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),
@@ -40,106 +48,126 @@ impl Place {
             }
             Ok(_) => {
                 let path = path.canonicalize().map_err(cannot)?;
-                let meta = path.metadata().map_err(cannot)?;
+                let old = open(&path, libc::O_NONBLOCK).map_err(cannot)?;
+                let meta = old.metadata().map_err(cannot)?;
                 let folder = folder_of(&path).metadata().map_err(cannot)?;
-                if !meta.is_file() || meta.dev() != folder.dev() {
-                    return Ok(Self { part: path.clone(), path, old: None });
-                }
-                let old = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path);
-                let old = old.map_err(cannot)?;
-                lock_image(&old, &path, false)?;
                 check_marks(&path, false)?;
+                if !meta.is_file() || meta.dev() != folder.dev() {
+                    return Ok(Self { part: path.clone(), path, file: old, old: None, new: false });
+                }
+                lock_image(&old, &path, false)?;
                 (path, Some(old))
             }
         };
         let mut part = path.clone().into_os_string();
         part.push(".part");
         let part = PathBuf::from(part);
-        if part.symlink_metadata().is_ok() && !overwrite {
-            return Err(Error::exists(format!(
-                "{0} is there: a backup to {1} that is being made, or was when its daemon was killed; then remove {0}, or \
-                 say that it may be replaced",
-                part.display(),
-                path.display()
-            )));
+        // With the rights of what it replaces, before there is anything in it.
+        let like = old.as_ref().map(File::metadata).transpose().map_err(cannot)?;
+        let mode = like.as_ref().map_or(0o666, |_| 0o600);
+        let mut create = OpenOptions::new();
+        create.read(true).write(true).create_new(true).mode(mode);
+        let (file, new) = match create.open(&part) {
+            Ok(file) => (file, true),
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::io(format_args!("cannot make {}", part.display()), e));
+            }
+            Err(_) if !overwrite => {
+                return Err(Error::exists(format!(
+                    "{0} is there: a backup to {1} that is being made, or was when its daemon was killed; then remove {0}, \
+                     or say that it may be replaced",
+                    part.display(),
+                    path.display()
+                )));
+            }
+            Err(_) => {
+                let cannot = |e| Error::io(format_args!("cannot replace {}", part.display()), e);
+                let file = open(&part, libc::O_NONBLOCK | libc::O_NOFOLLOW).map_err(cannot)?;
+                if !file.metadata().map_err(cannot)?.is_file() {
+                    return Err(Error::invalid(format!("{} is no file; remove it", part.display())));
+                }
+                check_marks(&part, false)?;
+                (file, false)
+            }
+        };
+        let made = Self { path, part, file, old, new };
+        if let Some(like) = like {
+            // Who may not give a file away keeps it.
+            let _ = fchown(&made.file, Some(like.uid()), Some(like.gid()));
+            made.file.set_permissions(like.permissions()).map_err(|e| {
+                made.remove();
+                cannot(e)
+            })?;
         }
-        Ok(Self { path, part, old })
+        Ok(made)
     }
 
-    /// What is to be made.
+    /// What is to be made an image, and written to.
     pub(super) fn part(&self) -> &Path {
         &self.part
     }
 
-    /// Takes note of what was made there.
-    pub(super) fn made(self) -> Result<Made> {
-        match File::open(&self.part) {
-            Ok(file) => Ok(Made { place: self, file }),
-            Err(e) => Err(Error::io(format_args!("cannot open {}", self.part.display()), e)),
-        }
+    /// What was there was emptied: it is ours.
+    pub(super) fn take(self) -> Self {
+        Self { new: self.part != self.path, ..self }
     }
-}
 
-/// A file that was made for a backup. Others may remove or replace it.
-pub(super) struct Made {
-    place: Place,
-    /// Held open, so that no other file can be taken for it.
-    file: File,
-}
-
-impl Made {
     /// Whether the name that is written to is still its own.
     fn check(&self) -> Result<()> {
-        let id_of = |m: Metadata| (m.dev(), m.ino());
-        let (ours, there) = (self.file.metadata(), self.place.part.symlink_metadata());
-        match (ours.map(id_of), there.map(id_of)) {
-            (Ok(ours), Ok(there)) if ours == there => Ok(()),
+        match (id_of(&self.file), self.part.symlink_metadata()) {
+            (Ok(ours), Ok(there)) if ours == (there.dev(), there.ino()) => Ok(()),
             _ => Err(Error::invalid(format!(
                 "{} was removed or replaced while it was written; make the backup anew",
-                self.place.part.display()
+                self.part.display()
             ))),
         }
     }
 
-    /// Gives it its name, after it was closed: it is whole, and stable.
+    /// Makes it stable and gives it its name, after it was closed: it is whole.
     ///
     /// # Errors
-    /// `Invalid` if it is not there any more, `Exists` if another has got the name meanwhile. The backup stays under the name
-    /// that it has then.
+    /// `Invalid` if it is not there any more, `Exists` if another has got the name meanwhile, and the system's. Where it is
+    /// whole all the same, it stays, and the error says under which name.
     pub(super) fn put(&self) -> Result<()> {
+        let Self { path, part, .. } = self;
+        let (shown, now) = (path.display(), part.display());
         self.check()?;
-        let Place { path, part, old } = &self.place;
-        let cannot = |e| Error::io(format_args!("cannot make {} stable", part.display()), e);
-        self.file.sync_all().map_err(cannot)?;
+        if let Err(e) = self.file.sync_all() {
+            self.remove();
+            return Err(Error::io(format_args!("cannot make {now} stable"), e));
+        }
         if part == path {
             return Ok(());
         }
-        rename(part, path, old.is_some()).map_err(|e| match e.kind() {
+        // Whatever has the name by now and is not what was to be replaced stays.
+        let same = |old: &File| {
+            path.symlink_metadata().is_ok_and(|m| id_of(old).is_ok_and(|id| id == (m.dev(), m.ino())))
+        };
+        rename(part, path, self.old.as_ref().is_some_and(same)).map_err(|e| match e.kind() {
             io::ErrorKind::AlreadyExists => Error::exists(format!(
-                "{} has come to be while its backup was made; that is {}, and is whole",
-                path.display(),
-                part.display()
+                "{shown} has come to be while its backup was made; that is {now}, and is whole"
             )),
-            _ => Error::io(format_args!("cannot rename {} to {}", part.display(), path.display()), e),
+            _ => Error::io(format_args!("{now} is whole, and cannot be renamed to {shown}"), e),
         })?;
-        File::open(folder_of(path)).and_then(|folder| folder.sync_all()).map_err(cannot)
+        let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
+        synced.map_err(|e| Error::io(format_args!("{shown} is whole, and its name cannot be made stable"), e))
     }
 
     /// Removes it, unless it is another's by now, or was there before.
     pub(super) fn remove(&self) {
-        if self.place.part == self.place.path {
-            tracing::warn!("{} is no backup", self.place.path.display());
+        if !self.new {
+            tracing::warn!("{} is no backup", self.part.display());
         } else if self.check().is_ok()
-            && let Err(e) = std::fs::remove_file(&self.place.part)
+            && let Err(e) = std::fs::remove_file(&self.part)
         {
-            tracing::warn!("cannot remove {}, which is no backup: {e}", self.place.part.display());
+            tracing::warn!("cannot remove {}, which is no backup: {e}", self.part.display());
         }
     }
+}
 
-    /// Whether a failure to give it its name left a backup behind.
-    pub(super) fn is_left(e: &Error) -> bool {
-        e.kind() == Kind::Exists
-    }
+/// Device and inode.
+fn id_of(file: &File) -> io::Result<(u64, u64)> {
+    file.metadata().map(|m| (m.dev(), m.ino()))
 }
 
 fn folder_of(path: &Path) -> &Path {
@@ -171,10 +199,16 @@ fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    use crate::error::Kind;
+
     fn made(path: &Path, overwrite: bool) -> Made {
-        let place = Place::choose(path, overwrite).unwrap();
-        std::fs::write(place.part(), b"new").unwrap();
-        place.made().unwrap()
+        let made = Made::begin(path, overwrite).unwrap().take();
+        std::fs::write(made.part(), b"new").unwrap();
+        made
+    }
+
+    fn refused(path: &Path, overwrite: bool, word: &str) -> bool {
+        Made::begin(path, overwrite).is_err_and(|e| e.to_string().contains(word))
     }
 
     #[test]
@@ -183,10 +217,10 @@ mod tests {
         let (path, part) = (dir.path().join("b"), dir.path().join("b.part"));
         let first = made(&path, false);
         assert!(!path.exists() && part.exists());
-        assert!(Place::choose(&path, false).is_err_and(|e| e.to_string().contains("b.part")));
+        assert!(refused(&path, false, "b.part"));
         first.put().unwrap();
         assert!(path.exists() && !part.exists());
-        assert!(Place::choose(&path, false).is_err_and(|e| e.kind() == Kind::Exists));
+        assert!(refused(&path, false, "already"));
     }
 
     #[test]
@@ -194,13 +228,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, link) = (dir.path().join("b"), dir.path().join("link"));
         std::fs::write(&path, b"old").unwrap();
+        let mode = |path: &Path| path.metadata().unwrap().mode() & 0o777;
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
         let failed = made(&link, true);
         failed.remove();
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         drop(failed);
         made(&link, true).put().unwrap();
-        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+        assert_eq!((std::fs::read(&path).unwrap(), mode(&path)), (b"new".to_vec(), 0o640));
         assert!(link.is_symlink() && !dir.path().join("b.part").exists());
     }
 
@@ -208,16 +244,32 @@ mod tests {
     fn another_file_of_either_name_stays() {
         let dir = tempfile::tempdir().unwrap();
         let (path, part) = (dir.path().join("b"), dir.path().join("b.part"));
-        let backup = made(&path, false);
-        std::fs::write(&path, b"another's").unwrap();
-        assert!(backup.put().is_err_and(|e| Made::is_left(&e)));
-        assert_eq!(
-            (std::fs::read(&path).unwrap(), std::fs::read(&part).unwrap()),
-            (b"another's".to_vec(), b"new".to_vec())
-        );
-        std::fs::remove_file(&part).unwrap();
-        std::fs::write(&part, b"another's").unwrap();
-        backup.remove();
-        assert!(backup.put().is_err() && part.exists());
+        for overwrite in [false, true] {
+            if overwrite {
+                std::fs::write(&path, b"old").unwrap();
+            }
+            let backup = made(&path, overwrite);
+            let _ = std::fs::remove_file(&path);
+            std::fs::write(&path, b"another's").unwrap();
+            assert!(backup.put().is_err_and(|e| e.kind() == Kind::Exists));
+            let read = |path: &Path| std::fs::read(path).unwrap();
+            assert_eq!((read(&path), read(&part)), (b"another's".to_vec(), b"new".to_vec()));
+            std::fs::remove_file(&part).unwrap();
+            std::fs::write(&part, b"another's").unwrap();
+            backup.remove();
+            assert!(backup.put().is_err() && part.exists());
+            std::fs::remove_file(&path).unwrap();
+            std::fs::remove_file(&part).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_link_is_no_leftover() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("b"), dir.path().join("other"));
+        std::fs::write(&other, b"another's").unwrap();
+        std::os::unix::fs::symlink(&other, dir.path().join("b.part")).unwrap();
+        assert!(refused(&path, true, "b.part") && refused(&path, false, "b.part"));
+        assert_eq!(std::fs::read(&other).unwrap(), b"another's");
     }
 }

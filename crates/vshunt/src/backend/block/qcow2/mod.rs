@@ -165,6 +165,10 @@ impl Qcow2 {
 
     /// After a request that failed: says what is wrong with the image, if that was found and not said yet.
     #[cold]
+    pub(super) fn is_wrong(&self) -> bool {
+        self.chain.top().is_wrong()
+    }
+
     fn tell_wrong(&self) {
         let Some(why) = self.chain.top().tell_wrong() else { return };
         let shown = self.files[0].path().display();
@@ -215,7 +219,12 @@ impl Qcow2 {
             }
             place.remove();
         }
-        if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
+        if self.is_wrong() {
+            // They would be put where the counts say that nothing is.
+            tracing::error!(
+                "the image's bitmaps are not written back, and count as in doubt: it is to be repaired first"
+            );
+        } else if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
             tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
         }
         true
