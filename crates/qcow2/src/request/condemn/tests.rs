@@ -97,6 +97,16 @@ fn an_entry_that_leads_to_metadata() {
 }
 
 #[test]
+fn a_flag_without_a_place_is_none() {
+    let (file, l2) = image(&Options::new(1 << 30));
+    set(&file, l2, COPIED);
+    let mut disk = Disk::open(file, None);
+    assert_eq!(disk.read(0, 512), [0; 512]);
+    disk.write(0, &[9; 512]);
+    assert_eq!((disk.read(0, 512), disk.chain.top().tell_wrong()), (vec![9; 512], None));
+}
+
+#[test]
 fn others_go_on() {
     let (file, l2) = image(&Options::new(1 << 30));
     set(&file, l2, l2 | COPIED);
