@@ -40,7 +40,7 @@ fn world() -> &'static World {
         daemon
             .disk_add(DiskSpec {
                 name: "d".into(),
-                format: Format::Ram,
+                format: Some(Format::Ram),
                 size: Some(1 << 20),
                 ..Default::default()
             })
