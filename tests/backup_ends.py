@@ -91,8 +91,10 @@ def removed(suite):
     mount.cli("job", "cancel", "cut")
     r.message_of(mount.cli("job", "wait", "cut", check=False), "cancelled", code=(1,))
     r.require(path.read_bytes() == b"another's" and not part(path).exists(), "a backup that was cancelled replaced another file")
+    path.chmod(0o640)
     mount.cli("backup", "start", "d0", "--to", path, "--overwrite", "--wait")
     b.checked(path)
+    r.require(path.stat().st_mode & 0o777 == 0o640, "others may read more than they might before")
     writers.stop()
     mount.stop()
 

@@ -31,6 +31,8 @@ pub(crate) struct Guard {
     ranges: Mutex<BTreeMap<u64, (u64, &'static str)>>,
     /// What was found to be wrong.
     wrong: OnceLock<String>,
+    /// The image is marked for that, or cannot be.
+    marked: OnceLock<bool>,
     told: AtomicBool,
 }
 
@@ -54,6 +56,7 @@ impl Guard {
             filter_shift: clusters.div_ceil(bits).next_power_of_two().trailing_zeros(),
             ranges: Mutex::default(),
             wrong: OnceLock::new(),
+            marked: OnceLock::new(),
             told: AtomicBool::new(false),
         };
         let cluster = header.cluster_size();
@@ -119,8 +122,10 @@ impl Guard {
 
     /// A cluster becomes metadata: one that was free, or was called so.
     pub(crate) fn add(&self, what: &'static str, cluster: u64) {
-        if let Err(e) = self.add_range(what, cluster, cluster + 1) {
-            self.condemn(e.to_string());
+        if let Err(e) = self.add_range(what, cluster, cluster + 1)
+            && self.condemn(e.to_string())
+        {
+            self.settle(false);
         }
     }
 
@@ -167,9 +172,14 @@ impl Guard {
         self.wrong.set(why).is_ok()
     }
 
-    /// What is wrong, once.
-    pub(crate) fn tell(&self) -> Option<&str> {
-        let wrong = self.wrong.get()?;
-        (!self.told.swap(true, Relaxed)).then_some(wrong)
+    /// Who was the first to find it has marked the image, or could not.
+    pub(crate) fn settle(&self, marked: bool) {
+        let _ = self.marked.set(marked);
+    }
+
+    /// What is wrong, and whether the image says so; once.
+    pub(crate) fn tell(&self) -> Option<(&str, bool)> {
+        let (wrong, marked) = (self.wrong.get()?, self.marked.get()?);
+        (!self.told.swap(true, Relaxed)).then_some((wrong.as_str(), *marked))
     }
 }

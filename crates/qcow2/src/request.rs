@@ -285,7 +285,10 @@ impl Request {
         let failed = res.min(0);
         match std::mem::take(&mut self.pending) {
             Pending::Nothing | Pending::Parked => {}
-            Pending::Mark if failed < 0 => return self.fail(EIO, cx),
+            Pending::Mark if failed < 0 => {
+                self.marked(false, cx);
+                return self.fail(EIO, cx);
+            }
             Pending::Mark => {}
             Pending::Data(_) if failed < 0 => return self.fail(failed, cx),
             Pending::Data(n) => self.pos += n,

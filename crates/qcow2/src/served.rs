@@ -272,9 +272,9 @@ impl Served {
         self.guard.as_ref().is_some_and(|guard| guard.is_wrong())
     }
 
-    /// What was found to be wrong with its metadata since it was opened, the first time that is asked: requests that need
-    /// it fail, and the image is marked as corrupt. Takes no lock.
-    pub fn tell_wrong(&self) -> Option<&str> {
+    /// What was found to be wrong with its metadata since it was opened, and whether the image is marked as corrupt, the
+    /// first time that is asked: requests that need it fail. None as long as it is being marked. Takes no lock.
+    pub fn tell_wrong(&self) -> Option<(&str, bool)> {
         self.guard.as_ref()?.tell()
     }
 

@@ -2,6 +2,7 @@
 
 #[cfg(not(loom))]
 pub(crate) mod drive;
+mod random;
 
 use std::collections::BTreeMap;
 
@@ -11,23 +12,7 @@ use crate::create::{Options, create};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
 use crate::memory::{Event, Memory};
 use crate::{Image, Storage, image};
-
-/// SplitMix64.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
+pub(crate) use random::Rng;
 
 pub(crate) fn new(options: &Options) -> Memory {
     let file = Memory::new(Vec::new(), 64 << 20);
@@ -170,7 +155,7 @@ pub(crate) fn crash(
 
 /// Looks at what is there if all ends after any of the events.
 pub(crate) fn crashes(before: &[u8], events: &[Event], seed: u64, mut same: impl FnMut(&Memory, &str)) {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     let (mut synced, mut number) = (0, 0);
     for at in 0..=events.len() {
         let orders = if at > synced { 3 } else { 1 };

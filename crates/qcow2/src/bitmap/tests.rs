@@ -3,7 +3,7 @@ use crate::create::Options;
 use crate::memory::Memory;
 use crate::resize::{Around, resize};
 use crate::snapshot;
-use crate::testing::{Random, assert_clean, crash, kinds, new, write};
+use crate::testing::{Rng, assert_clean, crash, kinds, new, write};
 
 const SIZE: u64 = (4 << 20) + 512;
 
@@ -24,7 +24,7 @@ pub(crate) fn put(image: &mut Image<'_>, name: &str, bits: &Bits) -> Result<()> 
 
 #[test]
 fn bits_are_those_of_the_ranges() {
-    let mut random = Random(1);
+    let mut random = Rng::new(1);
     for granularity_bits in [9, 12, 16] {
         let (mut bits, mut model) =
             (Bits::new(SIZE, granularity_bits).unwrap(), vec![false; SIZE as usize >> 9]);
@@ -57,7 +57,7 @@ fn bits_are_those_of_the_ranges() {
 fn stored_bits_are_loaded_again() {
     for (seed, options) in (1..).zip(kinds(SIZE)).filter(|(_, o)| o.version == 3) {
         let file = new(&options);
-        let mut random = Random(seed);
+        let mut random = Rng::new(seed);
         write(&mut open(&file), 0, 1, false);
         add(&mut open(&file), "a", Some(9), true).unwrap();
         add(&mut open(&file), "b", None, false).unwrap();

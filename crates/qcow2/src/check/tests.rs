@@ -2,7 +2,7 @@ use super::*;
 use crate::create::{Options, Preallocation};
 use crate::entry::{COPIED, OFFSET, ZERO};
 use crate::memory::Memory;
-use crate::testing::{Random, assert_clean, checked, contents, kinds, new, write};
+use crate::testing::{Rng, assert_clean, checked, contents, kinds, new, write};
 use crate::{bitmap, refcount, snapshot};
 
 const SIZE: u64 = 256 << 10;
@@ -200,7 +200,7 @@ fn bits_flipped_anywhere_are_repaired_or_refused() {
     for (seed, options) in (1..).zip(kinds(SIZE)) {
         let file = filled(&Options { preallocation: Preallocation::Off, ..options });
         let good = file.bytes();
-        let mut random = Random(seed);
+        let mut random = Rng::new(seed);
         for turn in 0..300 {
             let mut bytes = good.clone();
             for _ in 0..=random.below(3) {

@@ -89,9 +89,10 @@ impl Served {
     }
 
     /// The places of clusters in the data file, which the caller holds, and which the map does not name (any more).
-    pub(super) fn add_holes(&self, first: u64, count: u64) {
+    pub(super) fn add_holes(&self, places: impl Iterator<Item = (u64, u64)>) {
         let epoch = self.epochs.now();
-        self.holes.lock().expect("no holder panics").add(first, count, epoch);
+        let mut holes = self.holes.lock().expect("no holder panics");
+        places.for_each(|(first, count)| holes.add(first, count, epoch));
     }
 
     /// Counts down what an entry named that is not in the map any more.
@@ -415,7 +416,7 @@ impl Request {
         let Some(change) = self.change.take() else { return };
         let image = cx.chain.top();
         if image.external && change.olds.iter().all(|old| image.host(*old).is_none()) {
-            image.add_holes(change.first, change.held);
+            image.add_holes(std::iter::once((change.first, change.held)));
         }
         image.map.release(change.first, change.held, None, None, cx.wake);
         // Something may have been written there.

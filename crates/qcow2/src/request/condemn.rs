@@ -102,11 +102,21 @@ impl Request {
             flush.forget_back();
         }
         // Version 2 has no room for the mark.
+        if first && image.version < 3 {
+            self.marked(false, cx);
+        }
         if !first || image.version < 3 {
             return Turn::Fail(EIO);
         }
         self.mark = Some(Mark::Begin);
         Turn::Again
+    }
+
+    /// The mark is made, or cannot be.
+    pub(super) fn marked(&self, yes: bool, cx: &Context<'_>) {
+        if let Some(guard) = &cx.chain.top().guard {
+            guard.settle(yes);
+        }
     }
 
     pub(super) fn turn_mark(&mut self, cx: &mut Context<'_>) -> Turn {
@@ -124,7 +134,10 @@ impl Request {
                 (Mark::Written, Step::Write { file, offset, buf: Buf::Meta, range })
             }
             Mark::Written => (Mark::Stable, Step::Sync { file }),
-            Mark::Stable => return Turn::Fail(EIO),
+            Mark::Stable => {
+                self.marked(true, cx);
+                return Turn::Fail(EIO);
+            }
         };
         self.mark = Some(next);
         self.step(Pending::Mark, step)

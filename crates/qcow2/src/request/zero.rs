@@ -64,9 +64,8 @@ impl Request {
         let put = if changed { image.map.put(cluster, &entries, image.journal.as_ref()) } else { Put::Done };
         let goes = |i: usize| image.host(entries[i]).is_none() && olds[i] != entries[i];
         if changed && put != Put::Full && image.external {
-            (0..olds.len())
-                .filter(|i| goes(*i) && image.host(olds[*i]).is_some())
-                .for_each(|i| image.add_holes(cluster + i as u64, 1));
+            let went = (0..olds.len()).filter(|i| goes(*i) && image.host(olds[*i]).is_some());
+            image.add_holes(went.map(|i| (cluster + i as u64, 1)));
         }
         image.map.release(cluster, held, None, None, cx.wake);
         match put {

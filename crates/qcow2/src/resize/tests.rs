@@ -2,7 +2,7 @@ use super::*;
 use crate::create::{DataFile, Options, create};
 use crate::memory::Memory;
 use crate::snapshot;
-use crate::testing::{Random, assert_clean, checked, contents, crash, kinds, new, write};
+use crate::testing::{Rng, assert_clean, checked, contents, crash, kinds, new, write};
 
 const SIZE: u64 = 256 << 10;
 
@@ -22,7 +22,7 @@ fn to(file: &Memory, size: u64) {
 fn what_is_within_stays_and_what_is_beyond_goes() {
     for (seed, options) in (1..).zip(kinds(SIZE)) {
         let file = new(&options);
-        let mut random = Random(seed);
+        let mut random = Rng::new(seed);
         for step in 0..20 {
             let size = 512 * (1 + random.below(4 * SIZE / 512));
             let cluster = random.below(open(&file).header.clusters());

@@ -1,7 +1,7 @@
 use super::*;
 use crate::create::Options;
 use crate::memory::Memory;
-use crate::testing::{Random, assert_clean, contents, crash, kinds, new, write};
+use crate::testing::{Rng, assert_clean, contents, crash, kinds, new, write};
 
 const SIZE: u64 = 256 << 10;
 
@@ -10,7 +10,7 @@ fn open(file: &Memory) -> Image<'_> {
 }
 
 fn fill(file: &Memory, options: &Options, seed: u64, clusters: u64) {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     for _ in 0..clusters {
         let cluster = random.below(SIZE / options.cluster_size);
         let compressed = random.below(4) == 0;
@@ -23,7 +23,7 @@ fn fill(file: &Memory, options: &Options, seed: u64, clusters: u64) {
 fn taken_applied_and_deleted_in_any_order() {
     for (seed, options) in (1..).zip(kinds(SIZE)) {
         let file = new(&options);
-        let mut random = Random(seed);
+        let mut random = Rng::new(seed);
         let mut was = Vec::new();
         for step in 0..25 {
             let of = format!("{options:?}, step {step}");

@@ -204,6 +204,7 @@ impl Node {
                         no_flush: cache.no_flush.or(inherited.no_flush),
                     }),
                     size: self.size.or(child.size),
+                    locking: child.locking.or(self.locking),
                     discard: child.discard.or(self.discard),
                     detect_zeroes: self.detect_zeroes.or(child.detect_zeroes),
                     writethrough: self.writethrough.or(child.writethrough),

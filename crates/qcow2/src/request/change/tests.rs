@@ -2,7 +2,10 @@ use crate::Storage;
 use crate::create::{DataFile, Options};
 use crate::memory::Memory;
 use crate::request::{ENOSPC, Op, Step};
-use crate::testing::{self, drive::Disk};
+use crate::testing::{
+    self,
+    drive::{Disk, Started},
+};
 
 #[test]
 fn no_space_is_when_there_is_none() {
@@ -40,6 +43,15 @@ fn data_of(disk: &Disk, cluster: u64) -> u8 {
     byte[0]
 }
 
+/// A flush that is about to punch.
+fn flush_to_punch(disk: &mut Disk) -> Started {
+    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
+    while !matches!(flush.step, Step::Discard { .. }) {
+        assert!(disk.step(&mut flush), "nothing was punched");
+    }
+    flush
+}
+
 #[test]
 fn a_discard_reaches_the_data_file_with_the_flush() {
     let mut disk = with_data_file(false);
@@ -61,10 +73,7 @@ fn a_write_waits_for_the_punch_of_its_place() {
     let mut disk = with_data_file(false);
     disk.write(0, &[7; 1 << 17]);
     disk.other(Op::Discard, 0, 1 << 17);
-    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
-    while !matches!(flush.step, Step::Discard { .. }) {
-        assert!(disk.step(&mut flush), "nothing was punched");
-    }
+    let mut flush = flush_to_punch(&mut disk);
     let mut write = disk.begin(Op::Write, 4096, vec![9; 512], 512);
     assert_eq!(write.step, Step::Park);
     assert!(disk.step(&mut flush));
@@ -80,10 +89,7 @@ fn a_punch_that_fails_costs_nothing_but_space() {
     let mut disk = with_data_file(false);
     disk.write(0, &[7; 1 << 16]);
     disk.other(Op::Discard, 0, 1 << 16);
-    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
-    while !matches!(flush.step, Step::Discard { .. }) {
-        assert!(disk.step(&mut flush), "nothing was punched");
-    }
+    let mut flush = flush_to_punch(&mut disk);
     disk.wake(&mut flush, -5);
     while disk.step(&mut flush) {}
     assert_eq!(flush.step, Step::Done(0));

@@ -65,8 +65,9 @@ fn assert_refused(file: Memory, what: &str) {
             assert!(hit.is_none(), "{what}");
             assert_eq!(disk.run(op, pos, vec![9; 1 << 16], 1 << 16).0, EIO, "{what}, {op:?}");
         }
-        let said = disk.chain.top().tell_wrong().unwrap_or_default().to_owned();
+        let (said, marked) = disk.chain.top().tell_wrong().expect("it was found");
         assert!(said.contains(what), "{said:?} does not name {what}");
+        assert_eq!(marked, version >= 3);
         assert_eq!(disk.chain.top().tell_wrong(), None, "it is said twice");
         let file = disk.close();
         assert!(without_mark(&file) == before, "{what} was written over by {op:?}");
@@ -141,7 +142,7 @@ fn counts_that_call_metadata_free() {
         let before = file.bytes();
         let mut disk = Disk::open(file, None);
         assert_eq!(disk.run(Op::Write, 5 * CLUSTER, vec![9; 512], 512).0, EIO, "{what}");
-        assert!(disk.chain.top().tell_wrong().unwrap().contains(what));
+        assert!(disk.chain.top().tell_wrong().unwrap().0.contains(what));
         // What is there already needs no counts.
         disk.write(0, &[7; 512]);
         let file = disk.close();

@@ -3,14 +3,14 @@ use crate::create::{DataFile, Options};
 use crate::header::Compression;
 use crate::memory::Memory;
 use crate::request::EINVAL;
-use crate::testing::{self, Random, drive::Disk};
+use crate::testing::{self, Rng, drive::Disk};
 use crate::{Image, Step, Storage};
 
 const SIZE: u64 = 1 << 20;
 
 /// Bytes that can be packed to about a quarter of it, or not at all.
 fn some(len: u64, seed: u64, packs: bool) -> Vec<u8> {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     let noise = (0..len).map(|at| if packs && at % 4 > 0 { 7 } else { random.next() as u8 });
     noise.collect()
 }
@@ -68,7 +68,7 @@ fn what_is_packed_reads_as_it_was() {
 #[test]
 fn pieces_go_when_their_clusters_do() {
     for options in kinds() {
-        let mut random = Random(3);
+        let mut random = Rng::new(3);
         let mut disk = Disk::open(testing::new(&options), None);
         let mut all = vec![0; options.size as usize];
         for round in 0..4 {
@@ -128,7 +128,7 @@ fn a_crash_leaks_at_worst() {
 fn several_at_a_time_and_some_that_fail() {
     let (mut went, mut failed) = (0, 0);
     for (seed, options) in kinds().into_iter().enumerate() {
-        let mut random = Random(seed as u64);
+        let mut random = Rng::new(seed as u64);
         let mut disk = Disk::open(testing::new(&options), None);
         let all: Vec<_> = clusters(&options).take(40).collect();
         let begin = |disk: &mut Disk, (pos, len)| {

@@ -141,6 +141,15 @@ fn what_blockdev_add_refuses() {
         ),
         (json!({ "driver": "file", "node-name": "a", "filename": "x", "size": 512 }), "its own size"),
         (json!({ "driver": "null-co", "node-name": "a", "foo": 1 }), "unknown field `foo`"),
+        (json!({ "driver": "raw", "node-name": "a", "filename": "x", "backing": null }), "driver qcow2 only"),
+        (
+            json!({ "driver": "qcow2", "node-name": "a", "filename": "x", "backing": "b" }),
+            "do not stack here",
+        ),
+        (
+            json!({ "driver": "qcow2", "node-name": "a", "file": { "driver": "file", "filename": "x", "backing": null } }),
+            "not into its 'file'",
+        ),
     ];
     for (arguments, want) in cases {
         let why = refused(&context, "blockdev-add", arguments);

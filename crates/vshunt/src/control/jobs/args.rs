@@ -98,7 +98,7 @@ pub(crate) enum BackupCommand {
 pub(crate) struct BackupArgs {
     /// Name of the disk
     pub(crate) disk: String,
-    /// The file to be made
+    /// The file to be made; it is called FILE.part until it is whole
     #[arg(long, value_name = "FILE", required_unless_present = "target")]
     pub(crate) to: Option<PathBuf>,
     /// Copy to this disk of the daemon, which is as large and has no export

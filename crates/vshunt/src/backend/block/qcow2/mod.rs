@@ -163,16 +163,17 @@ impl Qcow2 {
         if res < 0 { Err(std::io::Error::from_raw_os_error(-res)) } else { Ok(()) }
     }
 
-    /// After a request that failed: says what is wrong with the image, if that was found and not said yet.
-    #[cold]
+    /// Whether something was found to be wrong with its metadata since it was opened.
     pub(super) fn is_wrong(&self) -> bool {
         self.chain.top().is_wrong()
     }
 
+    /// After a request that failed: says what is wrong with the image, if that was found and not said yet.
+    #[cold]
     fn tell_wrong(&self) {
-        let Some(why) = self.chain.top().tell_wrong() else { return };
+        let Some((why, marked)) = self.chain.top().tell_wrong() else { return };
         let shown = self.files[0].path().display();
-        let mark = if self.chain.top().header().version >= 3 { "it is marked as corrupt, " } else { "" };
+        let mark = if marked { "it is marked as corrupt, " } else { "" };
         let text = format!(
             "{shown} is corrupt: {why}. {mark}requests that need this fail, and nothing was written over; stop serving it \
              and repair it with 'vshunt image check -r all {shown}'"
