@@ -9,8 +9,8 @@
 # else, or with VSHUNT_NO_INSTALL=1 and no chroot yet: what is in PATH, and a note for what is not.
 #
 # Called by run.py. stdout is for it, `key=value` a line: root (the chroot; empty: none), work (a folder with
-# the same path inside of the chroot and outside), qsd, fio (program as seen from root; empty: not there), and
-# note (any number). Everything else goes to stderr. A failed set-up is a note, not a failure.
+# the same path inside of the chroot and outside), qsd, fio (program as seen from root; empty: not there),
+# testpmd (a path outside of it) or testpmd_in_root, cloud_net (outside of it), and note (any number). Everything else goes to stderr. A failed set-up is a note, not a failure.
 set -euo pipefail
 exec 3>&1 1>&2
 
@@ -91,14 +91,42 @@ use_chroot() {
   has_blkio chroot "$root" "$chroot_fio" || { say "note=fio in $root has no libblkio engine; remove $root to set it up again"; return 1; }
 }
 
+# With VSHUNT_PEERS_NET=1: cloud-hypervisor's network server where somebody built it; nothing here does.
+use_cloud_net() {
+  local program=${VSHUNT_CH_NET:-$dir/bin/vhost_user_net}
+  [ "${VSHUNT_PEERS_NET:-}" = 1 ] || return 0
+  if [ -x "$program" ]; then
+    say "cloud_net=$program"
+  elif [ -n "${VSHUNT_CH_NET:-}" ]; then
+    say "note=VSHUNT_CH_NET=$program is no program that can be run"
+  fi
+}
+
+# With VSHUNT_PEERS_NET=1, for the cases about networks: dpdk-testpmd from PATH, or else from the chroot ($1; empty: none).
+use_testpmd() {
+  [ "${VSHUNT_PEERS_NET:-}" = 1 ] || return 0
+  if command -v dpdk-testpmd >/dev/null; then say "testpmd=$(command -v dpdk-testpmd)"; return 0; fi
+  [ -n "$1" ] || return 0
+  if [ ! -x "$1/usr/bin/dpdk-testpmd" ] && [ "${VSHUNT_NO_INSTALL:-}" != 1 ]; then
+    echo "bench: setting up DPDK in $1"
+    in_root "$1" 'apt-get update -q
+      apt-get install -y -q --no-install-recommends dpdk-dev librte-meta-bus librte-meta-mempool librte-meta-net' ||
+      say "note=set-up failed: DPDK, in $1"
+  fi
+  [ ! -x "$1/usr/bin/dpdk-testpmd" ] || say "testpmd_in_root=dpdk-testpmd"
+}
+
+use_cloud_net
 if use_chroot; then
   say "root=$root"
   say "work=$work"
   say "fio=$chroot_fio"
+  use_testpmd "$root"
   if in_root "$root" 'command -v qemu-storage-daemon' >/dev/null; then say "qsd=qemu-storage-daemon"; fi
   exit 0
 fi
 say "root="
+use_testpmd ""
 mkdir -p "$work" 2>/dev/null && [ -w "$work" ] && say "work=$work"
 if command -v qemu-storage-daemon >/dev/null; then say "qsd=qemu-storage-daemon"; fi
 if command -v fio >/dev/null; then say "fio=$(command -v fio)"; fi

@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 
 import cases
 import kernel
+import net
+import net_switch
+import net_tcp
 import resident
 from fuse import cases as fuse
 from qcow2 import backup, cases as qcow2
@@ -28,11 +31,12 @@ CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers"
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
+         "net-tap": net.tap, "net-user": net.user, "net-switch": net_switch.case, "net-guest": net_tcp.case,
          "qcow2-tmpfs": qcow2.tmpfs, "qcow2-ext4": qcow2.ext4, "qcow2-thin": qcow2.thin, "qcow2-large": qcow2.large,
          "qcow2-backup": backup.backup}
 # Only where it is asked for: what it measures is within the others.
 EXTRA = {"fuse-seed": fuse.seeds}
-GROUPS = {group: [c for c in CASES if c.startswith(f"{group}-")] for group in ("fuse", "qcow2")}
+GROUPS = {group: [c for c in CASES if c.startswith(f"{group}-")] for group in ("fuse", "qcow2", "net")}
 GROUPS["qcow2-read"] = ["qcow2-tmpfs", "qcow2-ext4"]
 SHM_BYTES_MIN = 3 << 29
 PREFIX = "vshunt-bench."
@@ -47,16 +51,18 @@ class Tools:
     qsd: list = field(default_factory=list)
     fio_blkio: list = field(default_factory=list)
     fio_file: list = field(default_factory=list)
+    testpmd: list = field(default_factory=list)
+    cloud_net: str = ""
     versions: dict = field(default_factory=dict)
 
 
 def arguments():
     p = argparse.ArgumentParser(prog="scripts/bench", description="vshunt beside QEMU's storage daemon and the host's own fio.",
                                 epilog="Environment: VSHUNT_PEERS, where the peers are set up (default /var/tmp/vshunt-peers); "
-                                       "VSHUNT_NO_INSTALL=1, set nothing up.")
+                                       "VSHUNT_CH_NET, cloud-hypervisor's vhost_user_net; VSHUNT_NO_INSTALL=1, set nothing up.")
     p.add_argument("--quick", action="store_true", help="one repetition of one second: whether it works, not how fast it is")
     p.add_argument("--only", metavar="CASE", action="append", default=[],
-                   help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2: all that begin so; may be repeated, or a list with commas")
+                   help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2, net: all that begin so; may be repeated, or a list with commas")
     p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
                    help="of null, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3)")
@@ -110,7 +116,8 @@ def find_tools(o, report):
                      if os.path.exists(tools.bench) else ""):
         tools.bench = ""
     found = {"note": []}
-    done = subprocess.run([os.path.join(TOP, "bench", "peers.sh")], stdout=subprocess.PIPE, text=True)
+    env = os.environ | ({"VSHUNT_PEERS_NET": "1"} if any(c in GROUPS["net"] for c in o.only) else {})
+    done = subprocess.run([os.path.join(TOP, "bench", "peers.sh")], stdout=subprocess.PIPE, text=True, env=env)
     for line in done.stdout.splitlines():
         key, _, value = line.partition("=")
         if key == "note":
@@ -123,6 +130,13 @@ def find_tools(o, report):
         report.note(text)
     tools.root = found.get("root", "")
     inside = ["chroot", tools.root] if tools.root else []
+    if path := found.get("testpmd"):
+        tools.testpmd = [path]
+    elif name := found.get("testpmd_in_root"):
+        tools.testpmd = [*inside, name]
+    tools.cloud_net = found.get("cloud_net", "")
+    if tools.cloud_net:
+        tools.versions["cloud-hypervisor"] = first_line([tools.cloud_net, "--version"])
     if found.get("qsd"):
         tools.qsd = [*inside, found["qsd"]]
         tools.versions["storage daemon"] = first_line([*tools.qsd, "--version"])

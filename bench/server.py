@@ -4,6 +4,7 @@
 Who calls it: cases.py, resident.py and fuse/, one server at a time. What must never happen: a server that outlives
 the bench (it dies with us: PR_SET_PDEATHSIG), a process ended by its name, a wait without a bound.
 """
+import contextlib
 import ctypes
 import os
 import re
@@ -50,9 +51,10 @@ def end(process, log=None):
     return False
 
 
-def listens(path):
-    """Whether a UNIX socket of this path is listening (a connection to see would be a front-end)."""
-    with open("/proc/net/unix") as f:
+def listens(path, pid="self"):
+    """Whether a UNIX socket of this path is listening in the network namespace of `pid` (a connection to see would be a
+    front-end)."""
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/net/unix") as f:
         for line in f:
             a = line.split()
             if len(a) > 7 and a[7] == path and a[3] == "00010000":
@@ -88,7 +90,7 @@ class Server:
 
     def _ready(self):
         """Whether a client can be sent to it."""
-        return listens(self.sock)
+        return listens(self.sock, self.pid)
 
     def _clear(self):
         """What it left behind, or one before it did."""

@@ -1,4 +1,4 @@
-"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user-blk disk.
+"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user-blk disk, or a network card.
 
 The guest runs a shell script, the job, and speaks to the rig through its second serial port: lines that begin
 with `@@ `. The first is `@@ ready`, the last `@@ end`; `@@ trouble …` is what its kernel complained about.
@@ -55,9 +55,28 @@ def archive(path, data):
 
 
 class Guest:
-    """A guest with a disk on a vhost-user socket, running `job`."""
+    """A guest with a disk on a vhost-user socket, or a network card with `net` (its address), running `job`.
 
-    def __init__(self, rig, socket, job, queues=4, vcpus=4, memory_mib=640, reconnect=False, packed=False, name="guest"):
+    `tap`: the card is on QEMU's own tap of this name, without vhost, and not on `socket`. `inside`: the beginning of an argv
+    that starts QEMU elsewhere, and becomes it. `more` is for subprocess.
+    """
+
+    def __init__(
+        self,
+        rig,
+        socket,
+        job,
+        queues=4,
+        vcpus=4,
+        memory_mib=640,
+        reconnect=False,
+        packed=False,
+        net=None,
+        tap=None,
+        inside=(),
+        name="guest",
+        **more,
+    ):
         folder = image()
         program, version = qemu()
         initramfs = rig.dir / f"{name}.initramfs"
@@ -65,24 +84,36 @@ class Guest:
             with open(f"{folder}/initramfs", "rb") as base:
                 f.write(base.read())
             f.write(archive("job", job.encode()))
-        chardev = f"socket,id=disk,path={socket}"
+        chardev = f"socket,id=back,path={socket}"
         if reconnect:
             # The option in whole seconds went away in QEMU 10.
             chardev += ",reconnect-ms=500" if version >= (9, 2) else ",reconnect=1"
         self.console = rig.dir / f"{name}.console"
-        device = f"vhost-user-blk-pci,chardev=disk,num-queues={queues}"
+        if net:
+            # Two vectors a pair, one for changes, one for the control queue; no boot ROM. 7.2 without KVM has no memory for
+            # what it keeps of vectors, and falls when vhost-user's are unmasked.
+            vectors = 2 * queues + 2 if version >= (8, 0) else 0
+            device = f"virtio-net-pci,netdev=net,mac={net},mq=on,vectors={vectors},romfile="
+        else:
+            device = f"vhost-user-blk-pci,chardev=back,num-queues={queues}"
         if packed:
             device += ",packed=on"
-        argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
+        argv = [*inside, program, "-name", f"{name},debug-threads=on", "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
         # 7.2 emulates cmpxchg16b wrongly under load.
         argv += ["-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-smp", vcpus, "-m", memory_mib]
         argv += ["-object", f"memory-backend-memfd,id=memory,size={memory_mib}M,share=on", "-numa", "node,memdev=memory"]
         argv += ["-kernel", f"{folder}/vmlinuz", "-initrd", initramfs]
-        argv += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"]
+        command_line = "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"
+        argv += ["-append", command_line + (" vshunt.disk=no" if net else "")]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio"]
-        argv += ["-chardev", chardev, "-device", device]
+        argv += ["-device", device]
+        if not tap:
+            argv += ["-chardev", chardev]
+        if net:
+            back = f"tap,ifname={tap},script=no,downscript=no,vhost=off" if tap else "vhost-user,chardev=back"
+            argv += ["-netdev", f"{back},id=net,queues={queues}"]
         self.rig = rig
-        self.child = Child(rig, name, argv, stdin=subprocess.PIPE)
+        self.child = Child(rig, name, argv, stdin=subprocess.PIPE, **more)
 
     def tell(self, word):
         """A line for the job, by the same port that it speaks through."""

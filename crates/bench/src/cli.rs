@@ -1,6 +1,8 @@
 //! The command line: what `vshunt-bench` is told, and exit codes 0 ok, 1 failed, 2 usage, 3 cannot connect.
 
 mod kernel;
+mod net;
+mod tap;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,12 +26,14 @@ Examples:
   vshunt-bench blk --socket /run/vm0.sock --rw randwrite --verify --reconnect 30s --runtime 1m
   vshunt-bench verify --socket /run/vm0.sock --state /tmp/vm0.state
   vshunt-bench workers --jobs 1,2,4 --runtime 3s
+  vshunt-bench net --socket /run/vm0.sock --mode sink --far vs0 --runtime 5s
+  vshunt-bench tap --queues 1,2
 
 A TIME is a number with ms, s or m, such as 500ms, 10s or 2m; alone it is seconds. A SIZE is bytes, or a number with k, M or G.
 
 Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 cannot connect.";
 
-/// Load generator for vhost-user-blk sockets and the kernel's vhost: a guest driver without a guest.
+/// Load generator for vhost-user-blk and vhost-user-net sockets and the kernel's vhost: a guest driver without a guest.
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES)]
 struct Cli {
@@ -49,6 +53,12 @@ enum Command {
     Kernel(Box<kernel::KernelArgs>),
     /// Compare one worker with many, beside the table that started this project
     Workers(WorkersArgs),
+    /// Drive a network card over vhost-user: send frames, take them, or send them back
+    #[command(after_help = net::EXAMPLES)]
+    Net(Box<net::NetArgs>),
+    /// Measure a tap alone: frames out of 1 to 4 queues and into them, beside the table that started this project
+    #[command(after_help = tap::EXAMPLES)]
+    Tap(tap::TapArgs),
 }
 
 /// A list of CPUs: one value for clap, which would take a bare `Vec` for several.
@@ -105,13 +115,20 @@ struct Shape {
     /// CPUs for the load threads, in turn, such as 0,2-3
     #[arg(long, value_parser = cpus, value_name = "CPUS")]
     pin: Option<Cpus>,
-    /// Requests that are not completed within this time, while the server is there, are an error
+    #[command(flatten)]
+    manner: Manner,
+}
+
+/// How patient a run is, and what it says.
+#[derive(Args)]
+struct Manner {
+    /// What is not completed within this time, while the server is there, is an error
     #[arg(long, value_parser = parse_time, default_value = "30s", value_name = "TIME")]
     stall: Duration,
     /// How long an answer of the server may take
     #[arg(long, value_parser = parse_time, default_value = "10s", value_name = "TIME")]
     timeout: Duration,
-    /// Time between live figures on stderr
+    /// Time between live figures on stderr; of `net --mode echo` they count both ways
     #[arg(long, value_parser = parse_time, default_value = "1s", value_name = "TIME")]
     interval: Duration,
     /// No live figures
@@ -120,6 +137,15 @@ struct Shape {
     /// The result as JSON on stdout
     #[arg(long)]
     json: bool,
+}
+
+impl Manner {
+    fn interval(&self) -> Duration {
+        match self.quiet {
+            true => Duration::from_secs(1 << 30),
+            false => self.interval.max(Duration::from_millis(50)),
+        }
+    }
 }
 
 /// What the load is.
@@ -211,6 +237,8 @@ pub fn main() -> ExitCode {
         Command::Verify(args) => verify(*args),
         Command::Kernel(args) => kernel::run(&args),
         Command::Workers(args) => compare_workers(args),
+        Command::Net(args) => net::run(&args),
+        Command::Tap(args) => tap::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -233,7 +261,7 @@ impl Shape {
             indirect_cap: plan.shuffle.max(3),
             // A page more each, for alignment.
             buffer_bytes: u64::from(self.queues) * (plan.buffer_bytes() + 8192),
-            timeout: self.timeout,
+            timeout: self.manner.timeout,
             ..Options::default()
         }
     }
@@ -246,12 +274,8 @@ impl Shape {
             threads: self.threads.unwrap_or(usize::from(self.queues)),
             spin: Duration::from_micros(self.spin_us),
             pin: self.pin.clone().map(|cpus| cpus.0).unwrap_or_default(),
-            interval: if self.quiet {
-                Duration::from_secs(1 << 30)
-            } else {
-                self.interval.max(Duration::from_millis(50))
-            },
-            stall: self.stall,
+            interval: self.manner.interval(),
+            stall: self.manner.stall,
             ..Plan::default()
         })
     }
@@ -305,7 +329,7 @@ fn blk(args: BlkArgs) -> Result<()> {
     let mut live = Live::new();
     let result = load::run(&mut disk, &plan, &mut live);
     live.finish();
-    show(&plan, rings(&mut disk, connection.packed), &result?, connection.shape.json)
+    show(&plan, rings(&mut disk, connection.packed), &result?, connection.shape.manner.json)
 }
 
 fn verify(args: VerifyArgs) -> Result<()> {
@@ -318,7 +342,7 @@ fn verify(args: VerifyArgs) -> Result<()> {
     let result = load::verify(&mut disk, &plan, state, &mut live);
     live.finish();
     let blocks = result?.verified_blocks.unwrap_or(0);
-    if connection.shape.json {
+    if connection.shape.manner.json {
         println!("{}", serde_json::json!({ "verified_blocks": blocks }));
     } else {
         println!("verified: {blocks} blocks read back, all as written");

@@ -225,11 +225,24 @@ impl Summary {
 
 /// Live figures: a bar on a terminal, a line each interval elsewhere.
 pub struct Live {
+    words: Words,
     bar: Option<ProgressBar>,
     by_time: bool,
     cpu: Option<Duration>,
     ios: u64,
 }
+
+/// What live figures count.
+#[derive(Clone, Copy)]
+struct Words {
+    rate: &'static str,
+    one: &'static str,
+    /// CPU time each: units a second, and their name.
+    cpu: (f64, &'static str),
+}
+
+const REQUESTS: Words = Words { rate: "IOPS", one: "request", cpu: (1e6, "µs") };
+const FRAMES: Words = Words { rate: "frames/s", one: "frame", cpu: (1e9, "ns") };
 
 impl Default for Live {
     fn default() -> Self {
@@ -240,24 +253,35 @@ impl Default for Live {
 impl Live {
     /// To stderr, as it is.
     pub fn new() -> Self {
+        Self::of(REQUESTS)
+    }
+
+    /// The same for a network's frames.
+    pub fn of_frames() -> Self {
+        Self::of(FRAMES)
+    }
+
+    fn of(words: Words) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("{prefix} {bar:20} {msg}");
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Self { bar, by_time: false, cpu: None, ios: 0 }
+        Self { words, bar, by_time: false, cpu: None, ios: 0 }
     }
 
     /// The figures since the last tick.
     fn line(&mut self, tick: &Tick) -> String {
-        let mut line = format!("{:>8} IOPS {:>8.1} MiB/s", show_rate(tick.iops), tick.mib_per_s);
+        let Words { rate, one, cpu: (scale, unit) } = self.words;
+        let mut line = format!("{:>8} {rate} {:>8.1} MiB/s", show_rate(tick.iops), tick.mib_per_s);
         let ios = tick.ios.saturating_sub(self.ios);
         if ios == 0 {
-            line.push_str("  no request completed");
+            let _ = write!(line, "  no {one} completed");
         } else if let (Some(before), Some(now)) = (self.cpu, tick.server_cpu) {
             let spent = now.saturating_sub(before).as_secs_f64();
-            let _ = write!(line, "  server {:.2} µs a request", spent * 1e6 / ios as f64);
+            let each = spent * scale / ios as f64;
+            let _ = write!(line, "  server {each:.2} {unit} a {one}");
         }
         (self.cpu, self.ios) = (tick.server_cpu, tick.ios);
         line
@@ -326,7 +350,7 @@ mod tests {
 
     #[test]
     fn a_stall_has_no_cost_a_request() {
-        let mut live = Live { bar: None, by_time: true, cpu: None, ios: 0 };
+        let mut live = Live { words: REQUESTS, bar: None, by_time: true, cpu: None, ios: 0 };
         let mut line = |ios, cpu_ms| {
             let (iops, mib_per_s, elapsed) = (0.0, 0.0, Duration::from_secs(1));
             let server_cpu = Some(Duration::from_millis(cpu_ms));

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use model::Model;
-use vshunt_bench::driver::{DriverSeg, PAGE, feature, protocol, request};
+use vshunt_bench::driver::{Code, DriverSeg, PAGE, Wire, feature, protocol, request};
 use vshunt_bench::load::{self, Plan, Rw, Silent};
 use vshunt_bench::{Disk, Kind, Options};
 
@@ -86,7 +86,8 @@ fn verified_load_cut_at_will() {
         assert_eq!(outcome.ios(), 20_000);
         assert!(outcome.verified_blocks.unwrap() > 2000);
     }
-    // The checks see through the cuts.
+    // The checks see through the cuts. On another disk: on this one what was written before may be just what gets lost.
+    let model = Model::start("cut-lost", SECTORS);
     model.behaviour().lose_write_in.store(1500, Ordering::Release);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
     let plan = Plan { rw: Rw::Write, ios: Some(3000), shuffle: 3, ..plan() };
@@ -267,4 +268,11 @@ fn a_control_socket_is_told_from_a_vhost_user_one() {
     assert_eq!((error.kind(), error.exit_code()), (Kind::Connect, 3));
     let text = error.to_string();
     assert!(text.contains("control socket") && text.contains("vshunt -c CONTROL status"), "{text}");
+    // One that is gone before we say anything, too.
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    (&theirs).write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n").unwrap();
+    drop(theirs);
+    let mut wire = Wire::from_stream(ours, Duration::from_secs(10));
+    let text = wire.ask(Code::GetFeatures, &[], &[]).unwrap_err().to_string();
+    assert!(text.contains("control socket"), "{text}");
 }

@@ -4,6 +4,8 @@
 pub const VIRTIO_NET_F_CSUM: u32 = 0;
 /// The driver takes such frames.
 pub const VIRTIO_NET_F_GUEST_CSUM: u32 = 1;
+/// The driver changes at run time what of these it takes, by the control virtqueue.
+pub const VIRTIO_NET_F_CTRL_GUEST_OFFLOADS: u32 = 2;
 /// The configuration space has an MTU.
 pub const VIRTIO_NET_F_MTU: u32 = 3;
 /// The configuration space has a MAC address.
@@ -28,7 +30,7 @@ pub const VIRTIO_NET_F_HOST_UFO: u32 = 14;
 pub const VIRTIO_NET_F_MRG_RXBUF: u32 = 15;
 /// The configuration space has the link's status.
 pub const VIRTIO_NET_F_STATUS: u32 = 16;
-/// There is a control virtqueue. Where a front-end of vhost-user has one, it serves it itself.
+/// There is a control virtqueue.
 pub const VIRTIO_NET_F_CTRL_VQ: u32 = 17;
 /// The driver can announce itself to the network when it is told to.
 pub const VIRTIO_NET_F_GUEST_ANNOUNCE: u32 = 21;
@@ -79,9 +81,76 @@ impl NetConfig {
     }
 }
 
+/// What the device answers to a command: it is done (5.1.6.5).
+pub const VIRTIO_NET_OK: u8 = 0;
+/// It is not.
+pub const VIRTIO_NET_ERR: u8 = 1;
+
+// Classes of commands, and in each the one that is known here.
+const CTRL_ANNOUNCE: u8 = 3;
+const CTRL_ANNOUNCE_ACK: u8 = 0;
+const CTRL_MQ: u8 = 4;
+const CTRL_MQ_VQ_PAIRS_SET: u8 = 0;
+const CTRL_GUEST_OFFLOADS: u8 = 5;
+const CTRL_GUEST_OFFLOADS_SET: u8 = 0;
+
+/// A driver's command on the control virtqueue (5.1.6.5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// The driver announced itself to the network as it was told to (5.1.6.5.4).
+    Announced,
+    /// So many queue pairs are in use (5.1.6.5.5).
+    Pairs(u16),
+    /// What it takes, as a mask of feature bits (5.1.6.5.6.1).
+    Offloads(u64),
+}
+
+impl Command {
+    /// Bytes of the longest one.
+    pub const BYTES_MAX: usize = 10;
+
+    /// Reads one from all that the driver wrote: class, command, data. None: not known here, or of another length.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        match bytes {
+            [CTRL_ANNOUNCE, CTRL_ANNOUNCE_ACK] => Some(Self::Announced),
+            [CTRL_MQ, CTRL_MQ_VQ_PAIRS_SET, a, b] => Some(Self::Pairs(u16::from_le_bytes([*a, *b]))),
+            [CTRL_GUEST_OFFLOADS, CTRL_GUEST_OFFLOADS_SET, data @ ..] => {
+                data.try_into().ok().map(|data| Self::Offloads(u64::from_le_bytes(data)))
+            }
+            _ => None,
+        }
+    }
+
+    /// The bytes by which a driver says it.
+    pub fn to_bytes(self) -> Vec<u8> {
+        match self {
+            Self::Announced => vec![CTRL_ANNOUNCE, CTRL_ANNOUNCE_ACK],
+            Self::Pairs(pairs) => [&[CTRL_MQ, CTRL_MQ_VQ_PAIRS_SET][..], &pairs.to_le_bytes()].concat(),
+            Self::Offloads(bits) => {
+                [&[CTRL_GUEST_OFFLOADS, CTRL_GUEST_OFFLOADS_SET][..], &bits.to_le_bytes()].concat()
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands_are_laid_out_as_specified() {
+        assert_eq!(Command::parse(&[4, 0, 3, 1]), Some(Command::Pairs(0x103)));
+        assert_eq!(Command::parse(&[5, 0, 2, 0, 0, 0, 0, 0, 0, 1]), Some(Command::Offloads(1 << 56 | 2)));
+        for command in [Command::Announced, Command::Pairs(2), Command::Offloads(0x82)] {
+            let bytes = command.to_bytes();
+            assert!(bytes.len() <= Command::BYTES_MAX);
+            assert_eq!(Command::parse(&bytes), Some(command));
+            assert_eq!(Command::parse(&bytes[..bytes.len() - 1]), None);
+            assert_eq!(Command::parse(&[&bytes[..], &[0]].concat()), None);
+        }
+        assert_eq!(Command::parse(&[4, 1, 0, 0]), None);
+        assert_eq!(Command::parse(&[0, 0, 1]), None);
+    }
 
     #[test]
     fn the_space_is_laid_out_as_specified() {

@@ -6,6 +6,19 @@
 
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
+/// Asks for the cache line at `ptr`, for a read that comes later. No access: any address will do. Does nothing where stable
+/// Rust has no such instruction.
+#[inline(always)]
+pub(crate) fn prefetch(ptr: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint; the instruction is there on every CPU of this architecture, and faults at no address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = ptr;
+}
+
 macro_rules! accessors {
     ($($int:ty, $atomic:ty, $get:ident, $put:ident, $load:ident, $store:ident;)*) => { $(
         /// One plain volatile load.

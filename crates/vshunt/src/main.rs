@@ -1,4 +1,5 @@
-//! The `vshunt` program; started under a name that begins with `vshunt-blk`, it is that program instead.
+//! The `vshunt` program; started under a name that begins with `vshunt-blk` or `vshunt-net`, it is that program
+//! instead.
 
 use std::process::ExitCode;
 

@@ -169,7 +169,8 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
     let options = args.shape.options(&plan);
     if let Some(chains) = args.hostile {
         let corpus = args.corpus.as_deref().map_or(Ok(vec![]), read_corpus)?;
-        let plan = hostile::Plan { chains, seed: args.work.seed, corpus, patience: args.shape.timeout };
+        let plan =
+            hostile::Plan { chains, seed: args.work.seed, corpus, patience: args.shape.manner.timeout };
         let counts = kernel::run_hostile(&kernel, options, &plan)?;
         let value = serde_json::json!({ "hostile": counts });
         return print(args, &value, || {
@@ -224,7 +225,7 @@ fn net(args: &KernelArgs) -> Result<()> {
         queue_size: args.shape.queue_size,
         frames: args.work.ios.unwrap_or(10_000),
         seed: args.work.seed,
-        patience: args.shape.timeout,
+        patience: args.shape.manner.timeout,
     };
     let report = net::run(&plan)?;
     print(args, &serde_json::json!({ "net": report }), || {
@@ -258,7 +259,7 @@ fn tables(args: &KernelArgs) -> Result<()> {
 }
 
 fn print(args: &KernelArgs, value: &serde_json::Value, text: impl FnOnce() -> String) -> Result<()> {
-    if args.shape.json {
+    if args.shape.manner.json {
         println!("{value:#}");
     } else {
         print!("{}", text());

@@ -1,4 +1,5 @@
-//! The configuration space of a block device (virtio 1.3, 5.2.4), read by hand from its bytes.
+//! The configuration spaces of a block device (virtio 1.3, 5.2.4) and of a network card (5.1.4), read by hand from their
+//! bytes.
 
 use super::wire::{read_u16, read_u32, read_u64};
 
@@ -66,6 +67,34 @@ impl Config {
     }
 }
 
+/// Bytes asked for of a card's space: address, status, queue pairs, MTU.
+pub const CARD_LEN: usize = 12;
+
+/// What a network card says of itself. Fields whose feature was not negotiated mean nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Card {
+    /// Its address (F_MAC).
+    pub mac: [u8; 6],
+    /// Bit 0: the link is up (F_STATUS).
+    pub status: u16,
+    /// Queue pairs (F_MQ).
+    pub pairs: u16,
+    /// Bytes of the longest IP packet (F_MTU).
+    pub mtu: u16,
+}
+
+impl Card {
+    /// Reads it from the bytes of the space; `None` if there are fewer than [`CARD_LEN`].
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        Some(Self {
+            mac: bytes.get(..6)?.try_into().ok()?,
+            status: read_u16(bytes, 6)?,
+            pairs: read_u16(bytes, 8)?,
+            mtu: read_u16(bytes, 10)?,
+        })
+    }
+}
+
 /// Feature bits of the device and of the transport (masks); device-independent ones as in virtio 1.3, 6.
 #[allow(missing_docs)] // the names are the specification's
 pub mod feature {
@@ -79,6 +108,20 @@ pub mod feature {
     pub const BLK_MQ: u64 = 1 << 12;
     pub const BLK_DISCARD: u64 = 1 << 13;
     pub const BLK_WRITE_ZEROES: u64 = 1 << 14;
+    pub const NET_CSUM: u64 = 1 << 0;
+    pub const NET_GUEST_CSUM: u64 = 1 << 1;
+    pub const NET_MTU: u64 = 1 << 3;
+    pub const NET_MAC: u64 = 1 << 5;
+    pub const NET_GUEST_TSO4: u64 = 1 << 7;
+    pub const NET_GUEST_TSO6: u64 = 1 << 8;
+    pub const NET_HOST_TSO4: u64 = 1 << 11;
+    pub const NET_HOST_TSO6: u64 = 1 << 12;
+    pub const NET_MRG_RXBUF: u64 = 1 << 15;
+    pub const NET_STATUS: u64 = 1 << 16;
+    pub const NET_MQ: u64 = 1 << 22;
+    pub const NET_GUEST_USO4: u64 = 1 << 54;
+    pub const NET_GUEST_USO6: u64 = 1 << 55;
+    pub const NET_HOST_USO: u64 = 1 << 56;
     pub const LOG_ALL: u64 = 1 << 26;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
@@ -123,5 +166,9 @@ mod tests {
         assert_eq!(config.max_write_zeroes_seg, 0x3736_3534);
         assert_eq!(config.write_zeroes_may_unmap, 56);
         assert!(Config::parse(&bytes[..56]).is_none());
+        let card = Card::parse(&bytes).unwrap();
+        assert_eq!((card.mac, card.status), ([0, 1, 2, 3, 4, 5], 0x0706));
+        assert_eq!((card.pairs, card.mtu), (0x0908, 0x0b0a));
+        assert!(Card::parse(&bytes[..11]).is_none());
     }
 }

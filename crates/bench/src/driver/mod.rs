@@ -19,7 +19,7 @@ use std::ops::Deref;
 use std::time::Duration;
 
 pub use self::channel::BackendChannel;
-pub use self::config::{CONFIG_LEN, Config, feature, request, status};
+pub use self::config::{CARD_LEN, CONFIG_LEN, Card, Config, feature, request, status};
 pub use self::disk::Disk;
 pub(crate) use self::disk::status_name;
 pub use self::kernel::{Kernel, KernelHandle, KernelOptions, LogSwitch, Workers};
@@ -36,9 +36,24 @@ pub use virtio::driver::DriverSeg;
 /// Bytes of a sector, the unit of every address in a block request.
 pub const SECTOR: u64 = 512;
 
+/// What kind of device is asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Class {
+    /// A block device.
+    #[default]
+    Disk,
+    /// A network card: a receive and a transmit queue in turn.
+    Net {
+        /// Feature bits of the card that the driver takes.
+        wanted: u64,
+    },
+}
+
 /// How to connect.
 #[derive(Clone, Debug)]
 pub struct Options {
+    /// What for.
+    pub class: Class,
     /// Queues to set up.
     pub queues: u16,
     /// Descriptors a queue.
@@ -68,6 +83,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            class: Class::Disk,
             queues: 1,
             queue_size: 256,
             packed: false,
@@ -84,20 +100,26 @@ impl Default for Options {
     }
 }
 
+/// The features of block devices that this driver understands.
+const BLK_FEATURES: u64 = feature::BLK_SIZE_MAX
+    | feature::BLK_SEG_MAX
+    | feature::BLK_RO
+    | feature::BLK_BLK_SIZE
+    | feature::BLK_FLUSH
+    | feature::BLK_TOPOLOGY
+    | feature::BLK_CONFIG_WCE
+    | feature::BLK_MQ
+    | feature::BLK_DISCARD
+    | feature::BLK_WRITE_ZEROES;
+
 impl Options {
     /// The virtio feature bits that this driver understands and was not told to refuse.
     pub fn wanted_features(&self) -> u64 {
-        let mut wanted = feature::BLK_SIZE_MAX
-            | feature::BLK_SEG_MAX
-            | feature::BLK_RO
-            | feature::BLK_BLK_SIZE
-            | feature::BLK_FLUSH
-            | feature::BLK_TOPOLOGY
-            | feature::BLK_CONFIG_WCE
-            | feature::BLK_MQ
-            | feature::BLK_DISCARD
-            | feature::BLK_WRITE_ZEROES
-            | feature::VERSION_1;
+        let mut wanted = match self.class {
+            Class::Disk => BLK_FEATURES,
+            Class::Net { wanted } => wanted,
+        };
+        wanted |= feature::VERSION_1;
         if self.indirect {
             wanted |= feature::INDIRECT_DESC;
         }

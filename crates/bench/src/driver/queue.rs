@@ -98,6 +98,8 @@ pub struct Queue {
     /// Split: the used index up to which completions were taken. Packed: where the next used descriptor will be.
     next_used: u16,
     wrap: bool,
+    /// Notifications that the device sent, as far as the eventfd was emptied.
+    calls: u64,
     /// The call eventfd turned out to be non-blocking (servers make it so): ask poll(2) before reading.
     call_nonblocking: bool,
 }
@@ -167,6 +169,7 @@ impl Queue {
             held: vec![0; usize::from(shape.size)],
             next_used: 0,
             wrap: true,
+            calls: 0,
             call_nonblocking: false,
         })
     }
@@ -179,6 +182,18 @@ impl Queue {
     /// Whether indirect descriptors were negotiated.
     pub fn indirect(&self) -> bool {
         self.indirect
+    }
+
+    /// Slots that are free.
+    #[inline]
+    pub fn free_slots(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Notifications of the device so far, counted when the eventfd is emptied; wake-ups by [`RingParts::wake`] are among
+    /// them.
+    pub fn calls(&self) -> u64 {
+        self.calls
     }
 
     /// Reserves a slot; `None` if all are outstanding.
@@ -434,6 +449,12 @@ impl Queue {
         self.ring.enable_notify()
     }
 
+    /// Asks for a notification once `count` more buffers came back, where EVENT_IDX allows that (else at the next one); true
+    /// if so many are there already.
+    pub fn enable_notify_after(&mut self, count: u16) -> bool {
+        self.ring.enable_notify_after(count)
+    }
+
     /// Asks for none.
     pub fn disable_notify(&mut self) {
         self.ring.disable_notify();
@@ -441,21 +462,27 @@ impl Queue {
 
     /// Empties the call eventfd, sleeping until it is signalled. For a thread with this one queue.
     pub fn sleep(&mut self) {
-        let mut count = [0; 8];
         if !self.call_nonblocking {
-            match rustix::io::read(&*self.parts.call, &mut count) {
+            match self.read_call() {
                 Err(rustix::io::Errno::AGAIN) => self.call_nonblocking = true,
                 _ => return,
             }
         }
         let mut fds = [PollFd::new(&*self.parts.call, PollFlags::IN)];
         let _ = poll(&mut fds, None);
-        let _ = rustix::io::read(&*self.parts.call, &mut count);
+        self.drain_call();
     }
 
     /// Empties the call eventfd after poll(2) said that it is readable.
-    pub fn drain_call(&self) {
-        let _ = rustix::io::read(&*self.parts.call, &mut [0; 8]);
+    pub fn drain_call(&mut self) {
+        let _ = self.read_call();
+    }
+
+    fn read_call(&mut self) -> rustix::io::Result<()> {
+        let mut count = [0; 8];
+        rustix::io::read(&*self.parts.call, &mut count)?;
+        self.calls += u64::from_ne_bytes(count);
+        Ok(())
     }
 
     /// Waits for a completion up to `wait`, or until `also` (the connection) becomes readable.

@@ -9,10 +9,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::channel::BackendChannel;
-use super::config::{CONFIG_LEN, Config, feature};
+use super::config::{CARD_LEN, CONFIG_LEN, Card, Config, feature};
 use super::memory::Memory;
 use super::wire::{Code, Payload, Wire, protocol, read_u32, read_u64};
-use super::{Options, RingSetup};
+use super::{Class, Options, RingSetup};
 use crate::error::{Kind, Result, fail};
 
 /// Device status bits (virtio 1.3, 2.1).
@@ -45,6 +45,7 @@ pub struct Session {
     protocol: u64,
     max_queues: u16,
     config: Config,
+    card: Option<Card>,
     channel: Option<BackendChannel>,
     inflight: Option<InflightRegion>,
 }
@@ -61,6 +62,7 @@ impl Session {
             protocol: 0,
             max_queues: 1,
             config: Config::default(),
+            card: None,
             channel: None,
             inflight: None,
         };
@@ -87,7 +89,12 @@ impl Session {
         }
         if self.features & feature::PROTOCOL_FEATURES != 0 {
             let offered = self.wire.ask_u64(Code::GetProtocolFeatures)?;
-            self.protocol = offered & protocol::OURS & !self.options.refuse_protocol;
+            let ours = match self.options.class {
+                Class::Disk => protocol::OURS,
+                // Nothing that a card says by itself matters here.
+                Class::Net { .. } => protocol::OURS & !protocol::BACKEND_REQ,
+            };
+            self.protocol = offered & ours & !self.options.refuse_protocol;
             self.wire.tell(Code::SetProtocolFeatures, &Payload::new().u64(self.protocol), &[])?;
             self.wire.reply_ack = self.has(protocol::REPLY_ACK);
         }
@@ -99,7 +106,14 @@ impl Session {
             self.wire.tell(Code::SetBackendReqFd, &[], &[theirs.as_fd()])?;
             self.channel = Some(channel);
         }
-        self.config = self.read_config()?;
+        match self.options.class {
+            Class::Disk => self.config = self.read_config()?,
+            // Many servers leave a card's space to the front-end.
+            Class::Net { .. } if self.has(protocol::CONFIG) => {
+                self.card = Card::parse(&self.read_config_bytes(0, CARD_LEN as u32)?);
+            }
+            Class::Net { .. } => {}
+        }
         Ok(())
     }
 
@@ -350,6 +364,11 @@ impl Session {
     /// The configuration as last read.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// What a network card says of itself, if the server tells.
+    pub fn card(&self) -> Option<&Card> {
+        self.card.as_ref()
     }
 
     /// Whether the server gave an in-flight region: without one its death cannot be survived.

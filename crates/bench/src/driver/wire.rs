@@ -214,7 +214,7 @@ impl Wire {
 
     /// Sends a request that is answered by a payload of its own, and returns it.
     pub fn ask(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message> {
-        self.send(code as u32, VERSION, payload, fds).map_err(|e| self.lost(code, e))?;
+        self.send(code as u32, VERSION, payload, fds).map_err(|e| self.unsent(code, e))?;
         let reply = self.recv().map_err(|e| self.lost(code, e))?;
         if reply.code != code as u32 || reply.flags & REPLY == 0 {
             return Err(fail!(
@@ -237,7 +237,7 @@ impl Wire {
     /// Sends a request without an answer of its own; waits for the acknowledgement if they were negotiated.
     pub fn tell(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let flags = if self.reply_ack { VERSION | NEED_REPLY } else { VERSION };
-        self.send(code as u32, flags, payload, fds).map_err(|e| self.lost(code, e))?;
+        self.send(code as u32, flags, payload, fds).map_err(|e| self.unsent(code, e))?;
         if !self.reply_ack {
             return Ok(());
         }
@@ -249,9 +249,18 @@ impl Wire {
         }
     }
 
+    /// The other side is gone, and may have said before who it is.
+    fn unsent(&self, code: Code, e: io::Error) -> Error {
+        let said = match e.kind() {
+            io::ErrorKind::BrokenPipe => recv_message(&self.stream).err().filter(speaks_qmp),
+            _ => None,
+        };
+        self.lost(code, said.unwrap_or(e))
+    }
+
     fn lost(&self, code: Code, e: io::Error) -> Error {
         match e.kind() {
-            _ if e.get_ref().is_some_and(|e| e.is::<SpeaksQmp>()) => fail!(Lost, "{e}"),
+            _ if speaks_qmp(&e) => fail!(Lost, "{e}"),
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
                 fail!(Lost, "the server did not answer {code:?} within {:?}", self.timeout)
             }
@@ -274,6 +283,10 @@ impl std::fmt::Display for SpeaksQmp {
 }
 
 impl std::error::Error for SpeaksQmp {}
+
+fn speaks_qmp(e: &io::Error) -> bool {
+    e.get_ref().is_some_and(|e| e.is::<SpeaksQmp>())
+}
 
 /// Receives one message from either channel.
 pub(crate) fn recv_message(stream: &UnixStream) -> io::Result<Message> {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::loggate::Notes;
 use super::pattern::Pattern;
+use super::thread::Drive;
 use super::{Plan, SECTOR};
 use crate::driver::{Area, FRAME_HEAD, Queue, request, status};
 use crate::error::{Error, Kind, Result, fail};
@@ -22,15 +23,15 @@ const PROBES: usize = 8;
 /// What a lane tells the watching thread, once a batch.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-pub(super) struct LaneGauge {
+pub(crate) struct LaneGauge {
     /// Requests completed.
-    pub(super) done: AtomicU64,
+    pub(crate) done: AtomicU64,
     /// Bytes of data completed.
-    pub(super) bytes: AtomicU64,
+    pub(crate) bytes: AtomicU64,
     /// Requests outstanding.
-    pub(super) outstanding: AtomicU64,
+    pub(crate) outstanding: AtomicU64,
     /// While parked: the vring base that continues the ring.
-    pub(super) base: AtomicU64,
+    pub(crate) base: AtomicU64,
 }
 
 impl LaneGauge {
@@ -192,28 +193,6 @@ impl<'a> Lane<'a> {
         }
     }
 
-    /// Takes every completion that is there; how many.
-    pub(super) fn reap(&mut self) -> Result<u32> {
-        if let Some(notes) = &mut self.notes {
-            notes.look(self.outstanding == 0);
-        }
-        let mut count = 0;
-        let mut now = 0;
-        while let Some(completion) = self.queue.poll()? {
-            if count == 0 {
-                now = now_ns();
-            }
-            count += 1;
-            self.finish(completion.cookie, now)?;
-        }
-        if count > 0 {
-            let ios = self.reads.ios + self.writes.ios + self.flushes.ios;
-            self.gauge.done.store(ios, Ordering::Relaxed);
-            self.gauge.bytes.store(self.reads.bytes + self.writes.bytes, Ordering::Relaxed);
-        }
-        Ok(count)
-    }
-
     #[inline]
     fn finish(&mut self, slot: u16, now: u64) -> Result<()> {
         let InFlight { start_ns, block, op, lowest, buffer, at } = self.in_flight[usize::from(slot)];
@@ -295,40 +274,6 @@ impl<'a> Lane<'a> {
         unsafe { self.data.host().add(at) }
     }
 
-    /// Submits until the depth is reached, the work is done, or the ring is full; publishes the batch.
-    pub(super) fn fill(&mut self) {
-        let before = self.outstanding;
-        let mut now = 0;
-        while self.outstanding < self.depth && self.quota > 0 {
-            if self.notes.as_mut().is_some_and(|notes| !notes.may_submit()) {
-                break;
-            }
-            let Some(slot) = self.queue.take_slot() else { break };
-            let Some((op, block)) = self.next_op() else {
-                self.queue.give_slot(slot);
-                break;
-            };
-            let (buffer, at) = self.buffers.take(slot);
-            let lowest = self.prepare(at, op, block);
-            // Latency does not include making up the data of this request or of others before it.
-            if now == 0 || self.partition.is_some() {
-                now = now_ns();
-            }
-            self.in_flight[usize::from(slot)] = InFlight { start_ns: now, block, op, lowest, buffer, at };
-            if !self.stage(slot, op, block, at) {
-                self.buffers.taken[buffer as usize] = false;
-                self.take_back(slot, op, block);
-                break;
-            }
-            self.outstanding += 1;
-            self.quota -= 1;
-        }
-        if self.outstanding != before {
-            self.queue.publish();
-            self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Relaxed);
-        }
-    }
-
     #[inline]
     fn stage(&mut self, slot: u16, op: Op, block: u64, at: usize) -> bool {
         let (kind, sector) = match op {
@@ -407,41 +352,108 @@ impl<'a> Lane<'a> {
         self.queue.give_slot(slot);
     }
 
-    /// Submits nothing more.
-    pub(super) fn stop(&mut self) {
-        self.quota = 0;
-    }
-
-    /// Whether nothing is outstanding and nothing more will come.
-    pub(super) fn is_finished(&self) -> bool {
-        self.outstanding == 0
-            && (self.quota == 0 || matches!(self.source, Source::Readback(c) if self.no_more(c)))
-    }
-
     fn no_more(&self, cursor: usize) -> bool {
         self.partition.as_deref().is_none_or(|p| p.next_written(cursor).is_none())
-    }
-
-    /// Whether completions may come.
-    pub(super) fn is_waiting(&self) -> bool {
-        self.outstanding > 0
-    }
-
-    /// Notes where the ring stands, for whoever hands it to a new server. All completions must have been taken.
-    pub(super) fn note_base(&self) {
-        self.gauge.base.store(u64::from(self.queue.base_after_loss()), Ordering::Release);
-        self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Release);
-    }
-
-    /// The lane goes no further: nobody need wait for its notes.
-    pub(super) fn end_notes(&mut self) {
-        if let Some(notes) = &mut self.notes {
-            notes.end();
-        }
     }
 
     /// What was counted.
     pub(super) fn counted(self) -> Counted {
         Counted { reads: self.reads, writes: self.writes, flushes: self.flushes }
+    }
+}
+
+impl Drive for Lane<'_> {
+    fn reap(&mut self) -> Result<u32> {
+        if let Some(notes) = &mut self.notes {
+            notes.look(self.outstanding == 0);
+        }
+        let mut count = 0;
+        let mut now = 0;
+        while let Some(completion) = self.queue.poll()? {
+            if count == 0 {
+                now = now_ns();
+            }
+            count += 1;
+            self.finish(completion.cookie, now)?;
+        }
+        if count > 0 {
+            let ios = self.reads.ios + self.writes.ios + self.flushes.ios;
+            self.gauge.done.store(ios, Ordering::Relaxed);
+            self.gauge.bytes.store(self.reads.bytes + self.writes.bytes, Ordering::Relaxed);
+        }
+        Ok(count)
+    }
+
+    fn fill(&mut self) {
+        let before = self.outstanding;
+        let mut now = 0;
+        while self.outstanding < self.depth && self.quota > 0 {
+            if self.notes.as_mut().is_some_and(|notes| !notes.may_submit()) {
+                break;
+            }
+            let Some(slot) = self.queue.take_slot() else { break };
+            let Some((op, block)) = self.next_op() else {
+                self.queue.give_slot(slot);
+                break;
+            };
+            let (buffer, at) = self.buffers.take(slot);
+            let lowest = self.prepare(at, op, block);
+            // Latency does not include making up the data of this request or of others before it.
+            if now == 0 || self.partition.is_some() {
+                now = now_ns();
+            }
+            self.in_flight[usize::from(slot)] = InFlight { start_ns: now, block, op, lowest, buffer, at };
+            if !self.stage(slot, op, block, at) {
+                self.buffers.taken[buffer as usize] = false;
+                self.take_back(slot, op, block);
+                break;
+            }
+            self.outstanding += 1;
+            self.quota -= 1;
+        }
+        if self.outstanding != before {
+            self.queue.publish();
+            self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Relaxed);
+        }
+    }
+
+    fn stop(&mut self) {
+        self.quota = 0;
+    }
+
+    fn is_finished(&self) -> bool {
+        self.outstanding == 0
+            && (self.quota == 0 || matches!(self.source, Source::Readback(c) if self.no_more(c)))
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.outstanding > 0
+    }
+
+    fn note_base(&mut self) {
+        self.gauge.base.store(u64::from(self.queue.base_after_loss()), Ordering::Release);
+        self.gauge.outstanding.store(u64::from(self.outstanding), Ordering::Release);
+    }
+
+    fn end_notes(&mut self) {
+        if let Some(notes) = &mut self.notes {
+            notes.end();
+        }
+    }
+
+    fn has_used(&self) -> bool {
+        self.queue.has_used()
+    }
+
+    fn arm(&mut self) -> bool {
+        self.queue.enable_notify()
+    }
+
+    fn disarm(&mut self) {
+        self.queue.disable_notify();
+    }
+
+    fn queues(&mut self) -> [Option<&mut Queue>; 2] {
+        [Some(self.queue), None]
     }
 }

@@ -3,11 +3,11 @@
 //! [`run`] is called on the thread that owns the [`Disk`]; it watches while load threads own the queues. A thread never
 //! touches the connection, the watching thread never a ring while a thread runs.
 
-mod lane;
+pub(crate) mod lane;
 mod loggate;
 mod pattern;
-mod thread;
-mod watch;
+pub(crate) mod thread;
+pub(crate) mod watch;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -80,6 +80,8 @@ pub struct Plan {
     pub buffers: u16,
     /// Who checks the dirty log meanwhile.
     pub log: Option<Arc<LogGate>>,
+    /// What is submitted, in messages.
+    pub unit: &'static str,
 }
 
 impl Default for Plan {
@@ -111,6 +113,7 @@ impl Default for Plan {
             shuffle: 0,
             buffers: 0,
             log: None,
+            unit: "requests",
         }
     }
 }

@@ -1,16 +1,18 @@
 //! A load thread: drives its lanes until told to stop, parks while the server is away.
 //!
-//! The watching thread talks to it by [`Shared::control`] and wakes it by the queues' own call eventfds.
+//! The watching thread talks to it by [`Shared::control`] and wakes it by the queues' own call eventfds. What a lane is,
+//! is [`Drive`]: a disk's queue ([`super::lane`]), or a network's pair of them.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
-use super::lane::{Lane, LaneGauge};
+use super::lane::LaneGauge;
+use crate::driver::Queue;
 use crate::error::{Error, Kind, Result};
 use crate::stats::{now_ns, thread_cpu};
 
@@ -23,15 +25,45 @@ pub(super) const PARK: u8 = 2;
 /// Give up at once.
 pub(super) const FAIL: u8 = 3;
 
+/// What a load thread drives: a queue under load, or two that belong together. Its own for the length of a phase.
+pub(crate) trait Drive {
+    /// Takes what is completed; how much that was.
+    fn reap(&mut self) -> Result<u32>;
+    /// Submits what there is to submit.
+    fn fill(&mut self);
+    /// Submits nothing more from now on.
+    fn stop(&mut self);
+    /// Whether something is outstanding.
+    fn is_waiting(&self) -> bool;
+    /// Whether nothing is outstanding and nothing more will come.
+    fn is_finished(&self) -> bool;
+    /// Nanoseconds until there is something to submit though nothing completes; `None`: never.
+    fn due_ns(&self) -> Option<u64> {
+        None
+    }
+    /// Notes where the rings stand, for whoever hands them to a new server. All completions must have been taken.
+    fn note_base(&mut self);
+    /// The lane goes no further: nobody need wait for it.
+    fn end_notes(&mut self) {}
+    /// Whether a completion is there.
+    fn has_used(&self) -> bool;
+    /// Asks for notifications; true if there is something to take already.
+    fn arm(&mut self) -> bool;
+    /// Asks for none.
+    fn disarm(&mut self);
+    /// The queues that it sleeps on.
+    fn queues(&mut self) -> [Option<&mut Queue>; 2];
+}
+
 /// What all threads of a phase share.
-pub(super) struct Shared {
+pub(crate) struct Shared {
     /// What the watching thread wants: RUN, STOP, PARK or FAIL.
     pub(super) control: AtomicU8,
     /// CPU time of threads that ended, nanoseconds.
-    pub(super) cpu_ns: AtomicU64,
+    pub(crate) cpu_ns: AtomicU64,
     /// Signalled when a thread ends or parks.
     pub(super) event: OwnedFd,
-    pub(super) gauges: Vec<LaneGauge>,
+    pub(crate) gauges: Vec<LaneGauge>,
     roll: Mutex<Roll>,
     resume: Condvar,
 }
@@ -49,7 +81,7 @@ struct Roll {
 }
 
 impl Shared {
-    pub(super) fn new(lanes: usize, threads: usize) -> Result<Self> {
+    pub(crate) fn new(lanes: usize, threads: usize) -> Result<Self> {
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
             .map_err(|e| Error::with(Kind::System, "cannot make an eventfd: raise ulimit -n", e))?;
         Ok(Self {
@@ -78,7 +110,7 @@ impl Shared {
     }
 
     /// The first error of any thread.
-    pub(super) fn take_error(&self) -> Option<Error> {
+    pub(crate) fn take_error(&self) -> Option<Error> {
         self.roll().error.take()
     }
 
@@ -119,17 +151,18 @@ impl Shared {
 }
 
 /// Runs `lanes` on the calling thread until they are finished. Errors go to `shared`.
-pub(super) fn run(lanes: &mut [Lane<'_>], shared: &Shared, spin: Duration, cpu: Option<usize>) {
+pub(crate) fn run<L: Drive>(lanes: &mut [L], shared: &Shared, spin: Duration, cpu: Option<usize>) {
     let before = thread_cpu();
     let result = pin(cpu).and_then(|()| drive(lanes, shared, spin.as_nanos() as u64));
-    lanes.iter().for_each(Lane::note_base);
-    lanes.iter_mut().for_each(Lane::end_notes);
+    lanes.iter_mut().for_each(L::note_base);
+    lanes.iter_mut().for_each(L::end_notes);
     let spent = thread_cpu().saturating_sub(before);
     shared.cpu_ns.fetch_add(spent.as_nanos() as u64, Ordering::Relaxed);
     shared.end(result.err());
 }
 
-fn pin(cpu: Option<usize>) -> Result<()> {
+/// Has the calling thread run on `cpu` alone.
+pub(crate) fn pin(cpu: Option<usize>) -> Result<()> {
     let Some(cpu) = cpu else { return Ok(()) };
     let mut set = CpuSet::new();
     set.set(cpu);
@@ -137,7 +170,7 @@ fn pin(cpu: Option<usize>) -> Result<()> {
         .map_err(|e| Error::with(Kind::Usage, format!("cannot run on CPU {cpu}: check --pin"), e))
 }
 
-fn drive(lanes: &mut [Lane<'_>], shared: &Shared, spin_ns: u64) -> Result<()> {
+fn drive<L: Drive>(lanes: &mut [L], shared: &Shared, spin_ns: u64) -> Result<()> {
     loop {
         let mut done = 0;
         for lane in lanes.iter_mut() {
@@ -145,7 +178,7 @@ fn drive(lanes: &mut [Lane<'_>], shared: &Shared, spin_ns: u64) -> Result<()> {
         }
         match shared.control.load(Ordering::Acquire) {
             RUN => {}
-            STOP => lanes.iter_mut().for_each(Lane::stop),
+            STOP => lanes.iter_mut().for_each(L::stop),
             PARK => {
                 park(lanes, shared)?;
                 continue;
@@ -157,7 +190,7 @@ fn drive(lanes: &mut [Lane<'_>], shared: &Shared, spin_ns: u64) -> Result<()> {
             lane.fill();
             waiting |= lane.is_waiting();
         }
-        if !waiting && lanes.iter().all(Lane::is_finished) {
+        if !waiting && lanes.iter().all(L::is_finished) {
             return Ok(());
         }
         if done == 0 && !spin_for(lanes, spin_ns) {
@@ -167,7 +200,7 @@ fn drive(lanes: &mut [Lane<'_>], shared: &Shared, spin_ns: u64) -> Result<()> {
 }
 
 /// The server is away and writes no more: takes the last completions and waits for the next server.
-fn park(lanes: &mut [Lane<'_>], shared: &Shared) -> Result<()> {
+fn park<L: Drive>(lanes: &mut [L], shared: &Shared) -> Result<()> {
     for lane in lanes.iter_mut() {
         while lane.reap()? > 0 {}
         lane.note_base();
@@ -177,7 +210,7 @@ fn park(lanes: &mut [Lane<'_>], shared: &Shared) -> Result<()> {
 }
 
 /// Looks for completions for a bounded time; true if there are some.
-fn spin_for(lanes: &[Lane<'_>], spin_ns: u64) -> bool {
+fn spin_for<L: Drive>(lanes: &[L], spin_ns: u64) -> bool {
     if spin_ns == 0 {
         return false;
     }
@@ -185,7 +218,7 @@ fn spin_for(lanes: &[Lane<'_>], spin_ns: u64) -> bool {
     loop {
         // The clock costs more than a look at the rings.
         for _ in 0..16 {
-            if lanes.iter().any(|lane| lane.queue.has_used()) {
+            if lanes.iter().any(L::has_used) {
                 return true;
             }
             std::hint::spin_loop();
@@ -196,32 +229,34 @@ fn spin_for(lanes: &[Lane<'_>], spin_ns: u64) -> bool {
     }
 }
 
-/// Sleeps until a completion comes or the watching thread calls.
-fn sleep(lanes: &mut [Lane<'_>]) {
+/// Sleeps until a completion comes, something is due, or the watching thread calls.
+fn sleep<L: Drive>(lanes: &mut [L]) {
     let mut ready = false;
     for lane in lanes.iter_mut() {
-        ready |= lane.queue.enable_notify();
+        ready |= lane.arm();
     }
     // A change of `control` that was not seen yet is followed by a wake-up, which the eventfd keeps.
     if !ready {
-        match lanes {
-            [lane] => lane.queue.sleep(),
-            _ => sleep_on_many(lanes),
+        let due = lanes.iter().filter_map(L::due_ns).min();
+        let mut queues: Vec<_> = lanes.iter_mut().flat_map(|lane| lane.queues()).flatten().collect();
+        match (&mut queues[..], due) {
+            ([queue], None) => queue.sleep(),
+            (queues, due) => sleep_on_many(queues, due),
         }
     }
-    for lane in lanes.iter_mut() {
-        lane.queue.disable_notify();
-    }
+    lanes.iter_mut().for_each(L::disarm);
 }
 
-fn sleep_on_many(lanes: &mut [Lane<'_>]) {
+fn sleep_on_many(queues: &mut [&mut Queue], due_ns: Option<u64>) {
+    let limit = due_ns
+        .map(|ns| Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as i64 });
     let ready: Vec<bool> = {
         let mut fds: Vec<_> =
-            lanes.iter().map(|lane| PollFd::new(&*lane.queue.parts().call, PollFlags::IN)).collect();
-        let _ = poll(&mut fds, None);
+            queues.iter().map(|queue| PollFd::new(&*queue.parts().call, PollFlags::IN)).collect();
+        let _ = poll(&mut fds, limit.as_ref());
         fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect()
     };
-    for (lane, _) in lanes.iter_mut().zip(ready).filter(|(_, ready)| *ready) {
-        lane.queue.drain_call();
+    for (queue, _) in queues.iter_mut().zip(ready).filter(|(_, ready)| *ready) {
+        queue.drain_call();
     }
 }

@@ -18,27 +18,27 @@ const LOOK: Duration = Duration::from_millis(200);
 const NOTE_AFTER: Duration = Duration::from_secs(1);
 
 /// What the watching thread works with.
-pub(super) struct Watch<'a> {
-    pub(super) transport: &'a mut Transport,
-    pub(super) memory: &'a Memory,
-    pub(super) rings: Vec<RingParts>,
-    pub(super) shared: &'a Shared,
-    pub(super) plan: &'a Plan,
-    pub(super) server_cpu: &'a mut ServerCpu,
-    pub(super) progress: &'a mut dyn Progress,
+pub(crate) struct Watch<'a> {
+    pub(crate) transport: &'a mut Transport,
+    pub(crate) memory: &'a Memory,
+    pub(crate) rings: Vec<RingParts>,
+    pub(crate) shared: &'a Shared,
+    pub(crate) plan: &'a Plan,
+    pub(crate) server_cpu: &'a mut ServerCpu,
+    pub(crate) progress: &'a mut dyn Progress,
     /// Nothing is submitted after this.
-    pub(super) until: Option<Instant>,
+    pub(crate) until: Option<Instant>,
     /// When that came.
-    pub(super) over: Option<Over>,
+    pub(crate) over: Option<Over>,
     /// How often the server died and came back.
-    pub(super) reconnects: u32,
+    pub(crate) reconnects: u32,
     /// The longest time that it was away.
-    pub(super) outage: Duration,
+    pub(crate) outage: Duration,
 }
 
 /// The end of the time to submit.
 #[derive(Clone, Copy)]
-pub(super) struct Over {
+pub(crate) struct Over {
     at: Instant,
     /// It was said what is waited for.
     noted: bool,
@@ -52,7 +52,7 @@ struct Moves {
 
 impl Watch<'_> {
     /// Watches until all threads have ended. On an error they have been told to give up.
-    pub(super) fn run(&mut self) -> Result<()> {
+    pub(crate) fn run(&mut self) -> Result<()> {
         let result = self.watch();
         if result.is_err() {
             self.tell(FAIL);
@@ -176,8 +176,11 @@ impl Watch<'_> {
             && over.at.elapsed() > NOTE_AFTER
         {
             over.noted = true;
-            self.progress
-                .note(&format!("the time is over; waiting for {} requests outstanding", outstanding()));
+            self.progress.note(&format!(
+                "the time is over; waiting for {} {} outstanding",
+                outstanding(),
+                self.plan.unit
+            ));
         }
     }
 
@@ -207,9 +210,10 @@ impl Watch<'_> {
         };
         fail!(
             Io,
-            "queue {queue}: no completion for {:?} with {outstanding} requests outstanding: they are lost, or the \
-             server's storage hangs ({server}; the connection is open)",
-            limit
+            "queue {queue}: no completion for {:?} with {outstanding} {} outstanding: they are lost, or the \
+             server hangs, or its storage ({server}; the connection is open)",
+            limit,
+            self.plan.unit
         )
     }
 

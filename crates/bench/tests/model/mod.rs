@@ -1,6 +1,9 @@
-//! A back-end in this process to try the driver on: a RAM disk behind the `virtio` crate's device side, which dies,
-//! lies and dawdles on command. It is no server: one connection at a time, a polling thread a queue.
+//! A back-end in this process to try the driver on: a RAM disk, or a network card, behind the `virtio` crate's device
+//! side, which dies, lies and dawdles on command. It is no server: one connection at a time, a polling thread a queue.
 
+#![allow(dead_code)] // each test program uses a part of it
+
+pub(crate) mod net;
 mod serve;
 
 use std::os::fd::OwnedFd;
@@ -45,6 +48,8 @@ pub(crate) struct Shared {
     pub(crate) behaviour: Behaviour,
     pub(crate) sectors: AtomicU64,
     data: Mutex<Vec<u8>>,
+    /// It is a network card, not a disk.
+    pub(crate) net: Option<net::Net>,
     /// All queue threads of the present life end when it is set.
     stop: AtomicBool,
     dying: AtomicBool,
@@ -64,6 +69,20 @@ pub(crate) struct Model {
 impl Model {
     /// Serves a disk of `sectors` at a socket of its own.
     pub(crate) fn start(name: &str, sectors: u64) -> Self {
+        Self::serve(name, sectors, None)
+    }
+
+    /// Serves a network card.
+    pub(crate) fn start_net(name: &str) -> Self {
+        Self::serve(name, 0, Some(net::Net::default()))
+    }
+
+    /// The card.
+    pub(crate) fn net(&self) -> &net::Net {
+        self.shared.net.as_ref().expect("a model of a card")
+    }
+
+    fn serve(name: &str, sectors: u64, net: Option<net::Net>) -> Self {
         let path = std::env::temp_dir().join(format!("vshunt-bench-{}-{name}.sock", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).expect("bind");
@@ -71,6 +90,7 @@ impl Model {
             behaviour: Behaviour::default(),
             sectors: AtomicU64::new(sectors),
             data: Mutex::new(vec![0; sectors as usize * 512]),
+            net,
             stop: AtomicBool::new(false),
             dying: AtomicBool::new(false),
             used_logs: Mutex::new(vec![None; usize::from(QUEUES)]),

@@ -12,7 +12,7 @@ use virtio::blk::split_request;
 use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
-use virtio::ring::{Chain, DeviceRing, Head, RingAddrs, RingFeatures, UsedLog, ring_sizes};
+use virtio::ring::{Chain, DeviceRing, Head, RingAddrs, RingFeatures, Seg, UsedLog, ring_sizes};
 use vshunt_bench::driver::{
     CONFIG_LEN, Message, NEED_REPLY, Payload, REPLY, VERSION, Wire, feature, protocol, request,
 };
@@ -116,7 +116,10 @@ impl Life<'_> {
         let code = m.code;
         let ring = || u32_at(&m, 0) as usize;
         match code {
-            1 => return self.reply_u64(code, OFFER),
+            1 => {
+                let offer = self.shared.net.as_ref().map_or(OFFER, |net| net.offer());
+                return self.reply_u64(code, offer);
+            }
             15 => {
                 let refused = self.shared.behaviour.refuse_protocol.load(Ordering::Acquire);
                 return self.reply_u64(code, protocol::OURS & !refused);
@@ -125,6 +128,10 @@ impl Life<'_> {
             36 => return self.reply_u64(code, 8),
             40 => return self.reply_u64(code, 0xf),
             24 => {
+                if self.shared.net.is_some() {
+                    let config = super::net::CONFIG;
+                    return self.reply(code, &Payload::new().bytes(&m.payload[..12]).bytes(&config));
+                }
                 let mut config = [0; CONFIG_LEN];
                 config[..8].copy_from_slice(&self.shared.sectors.load(Ordering::Acquire).to_le_bytes());
                 return self.reply(code, &Payload::new().bytes(&m.payload[..12]).bytes(&config));
@@ -249,31 +256,40 @@ impl Life<'_> {
             log_epoch: u32::MAX,
             pending: Vec::new(),
             chain: Chain::new(),
+            spare: Vec::new(),
             rng: 0x9e37_79b9_7f4a_7c15 ^ (index as u64 + 1),
         };
         self.vrings[index].thread = Some(std::thread::spawn(move || {
             for replay in &replays {
                 queue.ring.replay(&queue.memory.clone(), replay, &mut queue.chain).expect("a replay");
-                queue.carry_out();
+                match queue.shared.net.is_some() {
+                    true => queue.carry_on(),
+                    false => queue.carry_out(),
+                }
             }
-            queue.run();
+            match queue.shared.net.is_some() {
+                true => queue.run_card(),
+                false => queue.run(),
+            }
             queue.ring.base()
         }));
     }
 }
 
-struct QueueThread {
-    index: usize,
-    shared: Arc<Shared>,
-    memory: Arc<GuestMemory>,
-    ring: DeviceRing,
-    kick: OwnedFd,
-    call: OwnedFd,
+pub(super) struct QueueThread {
+    pub(super) index: usize,
+    pub(super) shared: Arc<Shared>,
+    pub(super) memory: Arc<GuestMemory>,
+    pub(super) ring: DeviceRing,
+    pub(super) kick: OwnedFd,
+    pub(super) call: OwnedFd,
     log: Option<UsedLog>,
     log_epoch: u32,
     /// Done, not yet given back: requests complete out of order.
     pending: Vec<(Head, u32)>,
-    chain: Chain,
+    pub(super) chain: Chain,
+    /// A card's: receive buffers taken for a frame that needs more.
+    pub(super) spare: Vec<(Head, Seg)>,
     rng: u64,
 }
 
@@ -285,7 +301,7 @@ impl QueueThread {
         self.rng
     }
 
-    fn ended(&self) -> bool {
+    pub(super) fn ended(&self) -> bool {
         self.shared.stop.load(Ordering::Acquire) || self.shared.dying.load(Ordering::Acquire)
     }
 
@@ -391,6 +407,6 @@ impl QueueThread {
 }
 
 /// Whether this was the step at which the counter reached zero.
-fn counts_down(counter: &std::sync::atomic::AtomicI64) -> bool {
+pub(super) fn counts_down(counter: &std::sync::atomic::AtomicI64) -> bool {
     counter.load(Ordering::Relaxed) > 0 && counter.fetch_sub(1, Ordering::AcqRel) == 1
 }

@@ -136,6 +136,14 @@ impl DriverRing {
         each!(self, r => r.enable_notify())
     }
 
+    /// As [`enable_notify`](Self::enable_notify), with `VIRTIO_RING_F_EVENT_IDX` for when `count` more chains (packed:
+    /// descriptors) have come back; so many must be outstanding. True: they are there already (packed: some are).
+    #[inline]
+    #[must_use = "true: there are completions, and no notification may come for them"]
+    pub fn enable_notify_after(&mut self, count: u16) -> bool {
+        each!(self, r => r.enable_notify_after(count))
+    }
+
     /// Descriptors that are free.
     #[inline]
     pub fn free_descs(&self) -> u16 {

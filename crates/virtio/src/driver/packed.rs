@@ -193,8 +193,14 @@ impl PackedDriver {
 
     #[inline]
     pub(super) fn enable_notify(&mut self) -> bool {
+        self.enable_notify_after(1)
+    }
+
+    #[inline]
+    pub(super) fn enable_notify_after(&mut self, count: u16) -> bool {
         if self.event_idx {
-            self.set_event(self.used.to_bits(), EVENT_DESC);
+            let at = self.used.advance(count.clamp(1, self.size) - 1, self.size);
+            self.set_event(at.to_bits(), EVENT_DESC);
         } else {
             self.set_event(0, EVENT_ENABLE);
         }

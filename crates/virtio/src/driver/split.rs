@@ -168,18 +168,27 @@ impl SplitDriver {
 
     #[inline]
     pub(super) fn enable_notify(&mut self) -> bool {
+        self.enable_notify_after(1)
+    }
+
+    #[inline]
+    pub(super) fn enable_notify_after(&mut self, count: u16) -> bool {
+        let count = if self.event_idx { count.max(1) } else { 1 };
         // SAFETY: the available ring is ours and mapped; the event field is within `ring_sizes`.
         unsafe {
             if self.event_idx {
                 let at = ELEMS + 2 * (self.mask as usize + 1);
-                raw::store_u16(self.addrs.driver.add(at), self.next_used, Ordering::Relaxed);
+                let event = self.next_used.wrapping_add(count - 1);
+                raw::store_u16(self.addrs.driver.add(at), event, Ordering::Relaxed);
             } else {
                 raw::store_u16(self.addrs.driver, 0, Ordering::Relaxed);
             }
         }
         // A full barrier between the wish and the look at the index, the twin of the one in the device's `publish`.
         fence(Ordering::SeqCst);
-        self.has_used()
+        // SAFETY: the used ring stays mapped and aligned. Acquire: as in `has_used`.
+        let used = unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) };
+        used.wrapping_sub(self.next_used) >= count
     }
 
     #[inline]

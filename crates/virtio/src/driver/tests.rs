@@ -44,3 +44,25 @@ fn made_up_ids_are_not_believed() {
     assert_eq!(driver.poll(), Some(Used { cookie: 7, len: 5 }));
     assert_eq!(driver.poll(), None);
 }
+
+#[test]
+fn a_notification_may_wait_for_several() {
+    let arena = Arena::new(&[(0, 0x4000)]);
+    let split = RingFeatures { event_idx: true, ..RingFeatures::default() };
+    let (addrs, guest) = arena.ring(0, 4, split);
+    // SAFETY: the arena outlives the ring.
+    let mut driver = unsafe { DriverRing::new(4, split, addrs) };
+    for cookie in 0..4 {
+        driver.add(&[DriverSeg { addr: 0x3000, len: 8, writable: true }], None, cookie).unwrap();
+    }
+    let _ = driver.publish();
+    for slot in 0..4 {
+        arena.put_u64(guest[2] + 4 + 8 * slot, slot);
+    }
+    arena.put_u16(guest[2] + 2, 2);
+    assert!(driver.enable_notify() && driver.enable_notify_after(2));
+    assert!(!driver.enable_notify_after(3));
+    assert_eq!(arena.bytes(guest[1] + 4 + 8, 2), [2, 0], "the third is to be told");
+    arena.put_u16(guest[2] + 2, 3);
+    assert!(driver.enable_notify_after(3) && !driver.enable_notify_after(4));
+}

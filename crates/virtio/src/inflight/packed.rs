@@ -304,6 +304,21 @@ impl PackedTrack {
         Ok(())
     }
 
+    /// A request goes back to where it was taken from.
+    pub(crate) fn untake(&mut self, id: u16) {
+        let Some(entry) = std::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) else { return };
+        let last = self.last[entry as usize];
+        self.next[last as usize] = self.free_head;
+        // SAFETY: inside of the region: both are entries of a request that was taken.
+        unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
+        self.free_head = entry;
+        self.free_count += self.num[entry as usize];
+        // From here it is free, and recovery would clear its mark.
+        self.store_lists(entry);
+        // SAFETY: inside of the region.
+        unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
+    }
+
     /// A request will be in the next batch.
     #[inline]
     pub(crate) fn stage(&mut self, id: u16) {

@@ -131,6 +131,14 @@ impl SplitTrack {
         self.counter = self.counter.wrapping_add(1);
     }
 
+    /// A request goes back to where it was taken from. `head` is below the ring's size.
+    pub(crate) fn untake(&mut self, head: u16) {
+        if head < self.queue_size {
+            // SAFETY: inside of the region.
+            unsafe { raw::put_u8(self.entry(head).add(INFLIGHT_AT), 0) };
+        }
+    }
+
     /// A request will be in the next batch.
     #[inline]
     pub(crate) fn stage(&mut self, head: u16) {

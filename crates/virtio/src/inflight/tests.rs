@@ -91,13 +91,20 @@ impl World {
                 if ring.pop(&self.arena.mem.clone(), &mut chain).unwrap() {
                     let number = Self::number(&chain);
                     self.order.push(number);
-                    taken.push(chain.head);
+                    taken.push((number, chain.head));
+                }
+            }
+            // Those popped last may go back unused.
+            for _ in 0..rng.below(8).saturating_sub(5) {
+                if let Some((_, head)) = taken.pop_if(|(number, _)| self.order.last() == Some(number)) {
+                    self.order.pop();
+                    ring.unpop(head);
                 }
             }
             for _ in 0..rng.below(4) {
                 if !taken.is_empty() {
                     let index = rng.below(taken.len() as u64) as usize;
-                    ring.push(taken.remove(index), 8);
+                    ring.push(taken.remove(index).1, 8);
                 }
             }
             let _ = ring.publish();

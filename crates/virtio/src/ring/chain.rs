@@ -11,6 +11,16 @@ pub struct Seg {
     pub len: u32,
 }
 
+impl Seg {
+    /// Asks for its first bytes, up to two cache lines, for a read that comes when others were asked for, too: the other
+    /// side wrote them on another CPU.
+    #[inline]
+    pub fn prefetch(&self) {
+        raw::prefetch(self.ptr);
+        raw::prefetch(self.ptr.wrapping_add(self.len.saturating_sub(1).min(64) as usize));
+    }
+}
+
 // SAFETY: a segment is an address and a length; whoever follows it answers for the thread that does so, and for the
 // memory table that it came from being alive.
 unsafe impl Send for Seg {}

@@ -262,6 +262,12 @@ impl DeviceRing {
         each!(self, r => r.pop(mem, chain))
     }
 
+    /// Gives back a request that was popped and not pushed, as if it had not been taken: the next [`pop`](Self::pop) takes it
+    /// again. Of several the one popped last goes first, and none that was popped after it may be under way or pushed.
+    pub fn unpop(&mut self, head: Head) {
+        each!(self, r => r.unpop(head));
+    }
+
     /// Reads the chain with head index `id` again, without taking anything from the available ring. Split only.
     ///
     /// # Errors

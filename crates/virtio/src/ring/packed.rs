@@ -56,6 +56,16 @@ impl Pos {
         if slot >= size { Self { slot: slot - size, wrap: !self.wrap } } else { Self { slot, ..self } }
     }
 
+    /// `count` slots back, at most one lap.
+    #[must_use]
+    const fn retreat(self, count: u16, size: u16) -> Self {
+        if count > self.slot {
+            Self { slot: self.slot + (size - count), wrap: !self.wrap }
+        } else {
+            Self { slot: self.slot - count, ..self }
+        }
+    }
+
     /// Slots from here to `to`, which is at most one lap ahead.
     const fn distance(self, to: Self, size: u16) -> u16 {
         if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { size - self.slot + to.slot }
@@ -275,6 +285,15 @@ impl PackedRing {
         self.avail = self.avail.advance(head.descs, self.size);
         self.taken += head.descs;
         Ok(())
+    }
+
+    pub(super) fn unpop(&mut self, head: Head) {
+        let descs = head.descs.min(self.taken);
+        self.avail = self.avail.retreat(descs, self.size);
+        self.taken -= descs;
+        if let Some(track) = &mut self.inflight {
+            track.untake(head.id);
+        }
     }
 
     #[inline]

@@ -114,6 +114,13 @@ impl SplitRing {
         Ok(true)
     }
 
+    pub(super) fn unpop(&mut self, head: Head) {
+        self.next_avail = self.next_avail.wrapping_sub(1);
+        if let Some(track) = &mut self.inflight {
+            track.untake(head.id);
+        }
+    }
+
     #[inline(always)]
     pub(super) fn pop_head(&mut self, mem: &GuestMemory, chain: &mut Chain, head: u16) -> Result<(), Broken> {
         if head > self.mask {

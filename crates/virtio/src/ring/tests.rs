@@ -138,6 +138,13 @@ impl Pair {
             assert_eq!(bytes(writable), wanted(true));
         }
         self.taken.push((cookie, self.chain.head));
+        // Given back and taken again, the same comes.
+        if cookie.is_multiple_of(5) {
+            let head = self.chain.head;
+            self.device.unpop(head);
+            assert!(self.device.pop(&self.arena.mem, &mut self.chain).unwrap());
+            assert_eq!(self.chain.head, head);
+        }
     }
 
     fn push(&mut self, rng: &mut Rng) {

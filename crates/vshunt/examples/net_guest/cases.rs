@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use virtio::features::*;
 use virtio::net::*;
 
-use crate::guest::{Guest, WANTED};
+use crate::guest::{Guest, Kind, WANTED};
 use crate::host::{FRAME_MIN, GUEST, HEADERS, HOST, Host, Mark, frame, read_mark};
 use crate::{Outcome, text};
 
@@ -25,14 +25,15 @@ struct Case<'a> {
     host: Host,
     ifname: &'a str,
     pairs: u16,
+    kind: Kind,
     seed: u32,
     number: u32,
     failed: u32,
 }
 
 /// Returns how many cases failed.
-pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, seed: u32) -> u32 {
-    let opened = Host::open(ifname).and_then(|host| Ok((host, Guest::connect(socket)?)));
+pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, kind: Kind, seed: u32) -> u32 {
+    let opened = Host::open(ifname).and_then(|host| Ok((host, Guest::connect(socket, kind)?)));
     let (host, guest) = match opened {
         Ok(both) => both,
         Err(why) => {
@@ -40,7 +41,7 @@ pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, seed: u32) -> u32 {
             return 1;
         }
     };
-    let mut c = Case { guest, host, ifname, pairs, seed, number: 0, failed: 0 };
+    let mut c = Case { guest, host, ifname, pairs, kind, seed, number: 0, failed: 0 };
     c.case("what is offered", Case::offers);
     c.case("the configuration space", Case::config);
     c.case("rings are taken over", Case::starts);
@@ -57,13 +58,14 @@ pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, seed: u32) -> u32 {
     c.case("writes are logged", Case::logged);
     let failed = c.failed;
     drop(c);
-    let again = report("another front-end is served after the first", reconnect(socket, ifname, pairs, seed));
+    let again =
+        report("another front-end is served after the first", reconnect(socket, ifname, pairs, kind, seed));
     failed + u32::from(!again)
 }
 
-fn reconnect(socket: &Path, ifname: &str, pairs: u16, seed: u32) -> Outcome {
-    let (guest, host) = (Guest::connect(socket)?, Host::open(ifname)?);
-    let mut c = Case { guest, host, ifname, pairs, seed, number: 1000, failed: 0 };
+fn reconnect(socket: &Path, ifname: &str, pairs: u16, kind: Kind, seed: u32) -> Outcome {
+    let (guest, host) = (Guest::connect(socket, kind)?, Host::open(ifname)?);
+    let mut c = Case { guest, host, ifname, pairs, kind, seed, number: 1000, failed: 0 };
     c.starts()?;
     c.transmits()?;
     c.receives()
@@ -92,17 +94,19 @@ impl Case<'_> {
         let mq = if self.pairs > 1 { 0 } else { bit(VIRTIO_NET_F_MQ) };
         let must = WANTED & !mq | bit(VHOST_F_LOG_ALL) | bit(VIRTIO_NET_F_GUEST_ANNOUNCE);
         let must = must | (0x7F83 & !bit(VIRTIO_NET_F_MTU)) | bit(VIRTIO_NET_F_HOST_USO);
-        // What nobody serves: a control queue, an IOMMU, packed rings, and the bit that would double the headers.
-        let never = bit(VIRTIO_NET_F_CTRL_VQ)
-            | bit(VIRTIO_F_ACCESS_PLATFORM)
-            | bit(VIRTIO_F_RING_PACKED)
-            | bit(VIRTIO_F_ANY_LAYOUT);
+        // What the kernel has not: packed rings, and a control queue.
+        let control = bit(VIRTIO_NET_F_CTRL_VQ) | bit(VIRTIO_NET_F_CTRL_GUEST_OFFLOADS);
+        let ours = bit(VIRTIO_F_RING_PACKED) | control;
+        let must = if self.kind.user { must | ours } else { must };
+        // What nobody serves: an IOMMU, and the bit that would double the headers.
+        let never = bit(VIRTIO_F_ACCESS_PLATFORM) | bit(VIRTIO_F_ANY_LAYOUT);
+        let never = if self.kind.user { never } else { never | ours };
         let offered = self.guest.offered;
         if offered & must != must || offered & never != 0 || offered & mq != 0 {
             return Err(format!("{offered:#x} are offered, {must:#x} must be, {never:#x} never"));
         }
         match self.guest.rings()? {
-            n if n == u64::from(self.pairs) * 2 => Ok(()),
+            n if n == u64::from(self.pairs) * 2 + u64::from(self.kind.user) => Ok(()),
             n => Err(format!("{n} rings for {} pairs", self.pairs)),
         }
     }
@@ -179,7 +183,7 @@ impl Case<'_> {
                     return Err(format!("round {round}: {missing} of {FLOWS} frames do not come"));
                 }
                 for &pair in on {
-                    let wait = Duration::from_millis(20);
+                    let wait = Duration::from_millis(2);
                     while let Some((got, _)) = self.guest.receive(pair, wait)? {
                         let Some(mark) = read_mark(&got) else { continue };
                         let mark = mark?;
@@ -223,7 +227,7 @@ impl Case<'_> {
             let end = Instant::now() + PATIENCE;
             let (got, buffers) = 'found: loop {
                 for pair in self.all() {
-                    let got = self.guest.receive(pair, Duration::from_millis(20))?;
+                    let got = self.guest.receive(pair, Duration::from_millis(2))?;
                     match got.filter(|(got, _)| matches!(read_mark(got), Some(Ok(m)) if m == mark)) {
                         Some(got) => break 'found got,
                         None if Instant::now() > end => return Err(format!("{len} bytes do not come")),

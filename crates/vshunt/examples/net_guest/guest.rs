@@ -1,6 +1,7 @@
 //! The guest's side: a vhost-user front-end with the driver of a network card.
 
-use std::os::fd::AsFd;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,10 +14,11 @@ use vshunt_bench::driver::{
     Wire, protocol,
 };
 
+use crate::control::Control;
 use crate::{Outcome, text};
 
 /// Descriptors of a ring.
-const RING_SIZE: u16 = 256;
+pub(crate) const RING_SIZE: u16 = 256;
 /// A receive buffer: longer frames fill several.
 const BUFFER_BYTES: usize = 2048;
 /// A transmit slot: a header and the longest frame.
@@ -30,6 +32,37 @@ const SEND_RARP: u32 = 19;
 const NET_SET_MTU: u32 = 20;
 const RARP: u64 = 1 << 2;
 const NET_MTU: u64 = 1 << 4;
+
+/// Who serves it, and what kind of guest it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Kind {
+    /// Workers of the daemon, rather than the kernel.
+    pub(crate) user: bool,
+    /// Packed rings.
+    pub(crate) packed: bool,
+    /// No event index.
+    pub(crate) plain: bool,
+    /// Its front-end leaves the control queue to the device.
+    pub(crate) control: bool,
+}
+
+impl Kind {
+    /// What such a guest takes of what is offered.
+    fn wanted(self) -> u64 {
+        let mut wanted = WANTED;
+        if self.packed {
+            wanted |= bit(VIRTIO_F_RING_PACKED);
+        }
+        if self.plain {
+            wanted &= !bit(VIRTIO_RING_F_EVENT_IDX);
+        }
+        if self.control {
+            wanted |= bit(VIRTIO_NET_F_CTRL_VQ) | bit(VIRTIO_NET_F_CTRL_GUEST_OFFLOADS);
+            wanted |= bit(VIRTIO_NET_F_GUEST_CSUM);
+        }
+        wanted
+    }
+}
 
 /// What this guest takes of what is offered.
 pub(crate) const WANTED: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
@@ -48,6 +81,8 @@ type Taken = (Vec<u8>, u16, Vec<u64>);
 struct Pair {
     rx: Queue,
     buffers: Area,
+    /// Taken before they were asked for.
+    early: VecDeque<Taken>,
     tx: Queue,
     /// One for each descriptor.
     slots: Area,
@@ -57,10 +92,33 @@ struct Pair {
 pub(crate) struct Guest {
     pub(crate) wire: Wire,
     pub(crate) offered: u64,
+    kind: Kind,
     features: u64,
     memory: Arc<Memory>,
     pairs: Vec<Pair>,
+    /// Its ring is behind the pairs'.
+    pub(crate) control: Option<Control>,
     log: Option<Area>,
+    /// Bytes, offset, file.
+    inflight: Option<(u64, u64, OwnedFd)>,
+}
+
+/// Connects, and agrees on protocol features: the connection, and what is offered to the guest.
+fn greet(socket: &Path, kind: Kind) -> Outcome<(Wire, u64)> {
+    let mut wire = Wire::connect(socket, Duration::from_secs(20)).map_err(text)?;
+    let offered = wire.ask_u64(Code::GetFeatures).map_err(text)?;
+    wire.tell(Code::SetOwner, &[], &[]).map_err(text)?;
+    let theirs = wire.ask_u64(Code::GetProtocolFeatures).map_err(text)?;
+    let ours = (protocol::OURS & !protocol::BACKEND_REQ) | RARP | NET_MTU;
+    if theirs & (RARP | NET_MTU | protocol::CONFIG) != RARP | NET_MTU | protocol::CONFIG
+        || (theirs & protocol::INFLIGHT_SHMFD != 0) != kind.user
+    {
+        return Err(format!("protocol features {theirs:#x} are offered"));
+    }
+    let agreed = Payload::new().u64(theirs & ours);
+    wire.tell(Code::SetProtocolFeatures, &agreed, &[]).map_err(text)?;
+    wire.reply_ack = true;
+    Ok((wire, offered))
 }
 
 fn numbers(index: u16, value: u32) -> Payload {
@@ -69,24 +127,66 @@ fn numbers(index: u16, value: u32) -> Payload {
 
 impl Guest {
     /// Connects and negotiates.
-    pub(crate) fn connect(socket: &Path) -> Outcome<Self> {
-        let mut wire = Wire::connect(socket, Duration::from_secs(20)).map_err(text)?;
-        let offered = wire.ask_u64(Code::GetFeatures).map_err(text)?;
-        wire.tell(Code::SetOwner, &[], &[]).map_err(text)?;
-        let theirs = wire.ask_u64(Code::GetProtocolFeatures).map_err(text)?;
-        let ours = (protocol::OURS & !protocol::BACKEND_REQ) | RARP | NET_MTU;
-        if theirs & (RARP | NET_MTU | protocol::CONFIG) != RARP | NET_MTU | protocol::CONFIG
-            || theirs & protocol::INFLIGHT_SHMFD != 0
-        {
-            return Err(format!("protocol features {theirs:#x} are offered"));
-        }
-        let agreed = Payload::new().u64(theirs & ours);
-        wire.tell(Code::SetProtocolFeatures, &agreed, &[]).map_err(text)?;
-        wire.reply_ack = true;
+    pub(crate) fn connect(socket: &Path, kind: Kind) -> Outcome<Self> {
+        let (wire, offered) = greet(socket, kind)?;
         let memory =
             Memory::new(&[RegionSpec { guest_addr: DEFAULT_BASE, size: MEMORY_BYTES }]).map_err(text)?;
-        let features = offered & WANTED;
-        Ok(Self { wire, offered, features, memory, pairs: Vec::new(), log: None })
+        let features = offered & kind.wanted();
+        let (pairs, control) = (Vec::new(), None);
+        Ok(Self { wire, offered, kind, features, memory, pairs, control, log: None, inflight: None })
+    }
+
+    /// Whether the daemon has hung up.
+    pub(crate) fn lost(&self) -> bool {
+        let mut byte = 0u8;
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        // SAFETY: one byte at most is written to `byte`, which lives over the call.
+        let n = unsafe { libc::recv(self.wire.socket().as_raw_fd(), (&raw mut byte).cast(), 1, flags) };
+        n == 0 || (n < 0 && std::io::Error::last_os_error().kind() != std::io::ErrorKind::WouldBlock)
+    }
+
+    /// Connects anew, to a daemon that was started after another died, and hands the rings over as they stand.
+    pub(crate) fn reconnect(&mut self, socket: &Path, within: Duration) -> Outcome {
+        let end = Instant::now() + within;
+        loop {
+            match self.hand_over(socket) {
+                Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
+                result => return result,
+            }
+        }
+    }
+
+    fn hand_over(&mut self, socket: &Path) -> Outcome {
+        (self.wire, _) = greet(socket, self.kind)?;
+        self.tell_features()?;
+        self.tell_memory()?;
+        for ring in 0..self.ring_count(self.pairs.len() as u16) {
+            let base = self.base(ring)?;
+            self.tell_ring(ring, base)?;
+        }
+        (0..self.pairs.len() as u16).try_for_each(|pair| self.enable(pair, true))?;
+        self.enable_control()
+    }
+
+    /// With so many pairs.
+    fn ring_count(&self, pairs: u16) -> u16 {
+        2 * pairs + u16::from(self.kind.control)
+    }
+
+    /// Where a ring stands by what the device has used: takes that first.
+    pub(crate) fn base(&mut self, ring: u16) -> Outcome<u32> {
+        let Some(pair) = self.pairs.get_mut(usize::from(ring / 2)) else {
+            return Ok(self.queue(ring).base_after_loss());
+        };
+        if ring.is_multiple_of(2) {
+            // Looked at later: they are kept.
+            while let Some(taken) = pair.take()? {
+                pair.early.push_back(taken);
+            }
+            return Ok(pair.rx.base_after_loss());
+        }
+        pair.take_back()?;
+        Ok(pair.tx.base_after_loss())
     }
 
     /// The configuration space.
@@ -100,13 +200,40 @@ impl Guest {
         self.wire.ask_u64(Code::GetQueueNum).map_err(text)
     }
 
-    /// Tells of memory, and makes the rings.
-    pub(crate) fn set_up(&mut self, pairs: u16) -> Outcome {
-        self.wire.tell(Code::SetFeatures, &Payload::new().u64(self.features), &[]).map_err(text)?;
+    fn tell_features(&mut self) -> Outcome {
+        self.wire.tell(Code::SetFeatures, &Payload::new().u64(self.features), &[]).map_err(text)
+    }
+
+    /// The in-flight region and memory.
+    fn tell_memory(&mut self) -> Outcome {
+        if let Some((size, offset, fd)) = &self.inflight {
+            let rings = self.ring_count(self.pairs.len() as u16);
+            let tell = Payload::new().u64(*size).u64(*offset).u16(rings).u16(RING_SIZE).u32(0);
+            self.wire.tell(Code::SetInflightFd, &tell, &[fd.as_fd()]).map_err(text)?;
+        }
         let region = &self.memory.regions()[0];
         let table = Payload::new().u32(1).u32(0).u64(region.guest_addr).u64(region.size);
         let table = table.u64(region.user_addr()).u64(0);
-        self.wire.tell(Code::SetMemTable, &table, &[region.fd()]).map_err(text)?;
+        self.wire.tell(Code::SetMemTable, &table, &[region.fd()]).map_err(text)
+    }
+
+    /// The region that outlives the daemon.
+    fn get_inflight(&mut self, pairs: u16) -> Outcome {
+        let ask = Payload::new().u64(0).u64(0).u16(self.ring_count(pairs)).u16(RING_SIZE).u32(0);
+        let mut reply = self.wire.ask(Code::GetInflightFd, &ask, &[]).map_err(text)?;
+        let word = |at: usize| Some(u64::from_le_bytes(reply.payload.get(at..at + 8)?.try_into().ok()?));
+        let (size, offset) = word(0).zip(word(8)).ok_or("GET_INFLIGHT_FD was answered too short")?;
+        let fd = reply.fds.pop().ok_or("GET_INFLIGHT_FD was answered without a file")?;
+        self.inflight = Some((size, offset, fd));
+        Ok(())
+    }
+
+    /// Tells of memory, and makes the rings.
+    pub(crate) fn set_up(&mut self, pairs: u16) -> Outcome {
+        self.tell_features()?;
+        if self.kind.user {
+            self.get_inflight(pairs)?;
+        }
         let ring = RingFeatures::from_bits(self.features);
         let shape = QueueShape { size: RING_SIZE, features: ring, indirect_cap: 4 };
         for k in 0..pairs {
@@ -115,7 +242,7 @@ impl Guest {
             let alloc = |bytes| self.memory.alloc(bytes, 4096).map_err(text);
             let buffers = alloc(BUFFER_BYTES * usize::from(RING_SIZE))?;
             let slots = alloc(SLOT_BYTES * usize::from(RING_SIZE))?;
-            let mut pair = Pair { rx, buffers, tx, slots };
+            let mut pair = Pair { rx, buffers, early: VecDeque::new(), tx, slots };
             for _ in 0..RING_SIZE {
                 let slot = pair.rx.take_slot().ok_or("no slot")?;
                 pair.give(slot)?;
@@ -123,11 +250,18 @@ impl Guest {
             pair.rx.publish();
             self.pairs.push(pair);
         }
-        (0..2 * pairs).try_for_each(|ring| self.tell_ring(ring, 0))
+        if self.kind.control {
+            self.control = Some(Control::new(&self.memory, 2 * pairs, shape)?);
+        }
+        self.tell_memory()?;
+        (0..self.ring_count(pairs)).try_for_each(|ring| self.tell_ring(ring, 0))?;
+        self.enable_control()
     }
 
     fn queue(&self, ring: u16) -> &Queue {
-        let pair = &self.pairs[usize::from(ring / 2)];
+        let Some(pair) = self.pairs.get(usize::from(ring / 2)) else {
+            return &self.control.as_ref().expect("the only ring behind the pairs'").queue;
+        };
         if ring.is_multiple_of(2) { &pair.rx } else { &pair.tx }
     }
 
@@ -153,10 +287,18 @@ impl Guest {
 
     /// SET_VRING_ENABLE of both rings of a pair.
     pub(crate) fn enable(&mut self, pair: u16, on: bool) -> Outcome {
-        for ring in [2 * pair, 2 * pair + 1] {
-            self.wire.tell(Code::SetVringEnable, &numbers(ring, on.into()), &[]).map_err(text)?;
+        [2 * pair, 2 * pair + 1].into_iter().try_for_each(|ring| self.enable_ring(ring, on))
+    }
+
+    fn enable_control(&mut self) -> Outcome {
+        match self.control {
+            Some(_) => self.enable_ring(2 * self.pairs.len() as u16, true),
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    fn enable_ring(&mut self, ring: u16, on: bool) -> Outcome {
+        self.wire.tell(Code::SetVringEnable, &numbers(ring, on.into()), &[]).map_err(text)
     }
 
     /// GET_VRING_BASE.
@@ -217,23 +359,20 @@ impl Guest {
         let wire = self.wire.socket();
         let pair = &mut self.pairs[usize::from(pair)];
         let end = Instant::now() + PATIENCE;
-        let slot = loop {
-            pair.take_back()?;
-            match pair.tx.take_slot() {
-                Some(slot) => break slot,
-                None if Instant::now() > end => return Err("frames sent do not come back".to_owned()),
-                None => drop(pair.tx.wait(Duration::from_millis(100), wire)),
+        loop {
+            if pair.send(frame)? {
+                return Ok(());
             }
-        };
-        let area = pair.slots.part(usize::from(slot) * SLOT_BYTES, NET_HDR_BYTES + frame.len());
-        area.write(0, &[0; NET_HDR_BYTES]);
-        area.write(NET_HDR_BYTES, frame);
-        let seg = DriverSeg { addr: area.guest(), len: area.len() as u32, writable: false };
-        if !pair.tx.stage_chain(slot, &[seg], false) {
-            return Err("the transmit ring is full".to_owned());
+            if Instant::now() > end {
+                return Err("frames sent do not come back".to_owned());
+            }
+            pair.tx.wait(Duration::from_millis(100), wire);
         }
-        pair.tx.publish();
-        Ok(())
+    }
+
+    /// Sends a frame on a pair if there is room.
+    pub(crate) fn try_send(&mut self, pair: u16, frame: &[u8]) -> Outcome<bool> {
+        self.pairs[usize::from(pair)].send(frame)
     }
 
     /// Waits until every frame that was sent on a pair is done.
@@ -255,6 +394,9 @@ impl Guest {
     /// writes are logged, its pages must be marked.
     pub(crate) fn receive(&mut self, pair: u16, wait: Duration) -> Outcome<Option<(Vec<u8>, u16)>> {
         let at = usize::from(pair);
+        if let Some((bytes, buffers, _)) = self.pairs[at].early.pop_front() {
+            return Ok(Some((bytes, buffers)));
+        }
         if !self.pairs[at].rx.has_used() {
             let wire = self.wire.socket();
             if !self.pairs[at].rx.wait(wait, wire) {
@@ -272,6 +414,21 @@ impl Guest {
 }
 
 impl Pair {
+    /// Sends a frame if there is room.
+    fn send(&mut self, frame: &[u8]) -> Outcome<bool> {
+        self.take_back()?;
+        let Some(slot) = self.tx.take_slot() else { return Ok(false) };
+        let area = self.slots.part(usize::from(slot) * SLOT_BYTES, NET_HDR_BYTES + frame.len());
+        area.write(0, &[0; NET_HDR_BYTES]);
+        area.write(NET_HDR_BYTES, frame);
+        let seg = DriverSeg { addr: area.guest(), len: area.len() as u32, writable: false };
+        if !self.tx.stage_chain(slot, &[seg], false) {
+            return Err("the transmit ring is full".to_owned());
+        }
+        self.tx.publish();
+        Ok(true)
+    }
+
     /// Takes back what was sent.
     fn take_back(&mut self) -> Outcome {
         while let Some(done) = self.tx.poll().map_err(text)? {

@@ -1,7 +1,8 @@
-//! Sockets that systemd made for us (LISTEN_FDS): the control socket, and those of exports.
+//! Sockets that systemd made for us (LISTEN_FDS): the control socket, that for metrics, and those of exports.
 //!
 //! A descriptor belongs to an export if its name (`FileDescriptorName=`) is the export's name or `socket`, or if it
-//! is bound to the export's `socket`; to control if it is named `control` or bound to the control path.
+//! is bound to the export's `socket`; to control if it is named `control` or bound to the control path; to metrics if it
+//! is named `metrics`.
 //! Called once, on the main thread, before other threads are.
 
 use std::ffi::OsStr;
@@ -55,6 +56,12 @@ pub(crate) fn take_control(fds: &mut Vec<Inherited>, path: Option<&Path>) -> Opt
     Some(fds.swap_remove(at).fd)
 }
 
+/// The socket for metrics among `fds`, if it is there.
+pub(crate) fn take_metrics(fds: &mut Vec<Inherited>) -> Option<OwnedFd> {
+    let at = fds.iter().position(|i| i.is("metrics", None))?;
+    Some(fds.swap_remove(at).fd)
+}
+
 /// Puts descriptors into the exports that they are for; the daemon owns them from then on.
 pub(crate) fn give_to_exports(fds: &mut Vec<Inherited>, exports: &mut [ExportSpec]) {
     for export in exports.iter_mut().filter(|e| e.fd.is_none()) {
@@ -74,11 +81,18 @@ pub(crate) fn check_fd(fd: RawFd) -> Result<()> {
     if fd < 0 {
         return Err(bad("is no file descriptor"));
     }
-    // SAFETY: borrowed for this check only; fcntl and getsockname on a number that is not open fail with EBADF.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-    rustix::io::fcntl_getfd(borrowed).map_err(|_| bad("is not open"))?;
-    let address = getsockname(borrowed).map_err(|_| bad("is no socket"))?;
+    check_open(fd).map_err(|_| bad("is not open"))?;
+    // SAFETY: borrowed for this check only; it is open.
+    let address = getsockname(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| bad("is no socket"))?;
     SocketAddrUnix::try_from(address).map(drop).map_err(|_| bad("is no UNIX socket"))
+}
+
+/// Refuses a descriptor of a network, 0 or more, that is not open.
+pub(crate) fn check_open(fd: RawFd) -> Result<()> {
+    // SAFETY: borrowed for this check only; fcntl of a number that is not open fails with EBADF.
+    let open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) });
+    let why = "is not open; pass one of a tap, by the program that starts this one";
+    open.map(drop).map_err(|_| Error::invalid(format!("fd {fd} {why}")))
 }
 
 #[cfg(test)]

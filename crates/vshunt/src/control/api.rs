@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use super::jobs::qmp as jobs;
 use super::message::{self, QmpError};
 use super::{qemu, snapshot};
-use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
 use crate::export::{ATTACH_TIMEOUT, Daemon};
 
 /// Longest time an attach may be given: a client's thread is not to be parked for ever.
@@ -123,7 +123,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("disk-remove", "name", disk_remove),
     command(
         "export-add",
-        "type name disk|net socket|mountpoint [queues workers readonly serial block-size poll-us engine mac mtu writable growable \
+        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu writable growable \
          allow-other transport passthrough]",
         export_add,
     ),
@@ -133,8 +133,9 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("job-pause", "id", |c, a| jobs::by_id(c, a, Daemon::job_pause)),
     command("job-resume", "id", |c, a| jobs::by_id(c, a, Daemon::job_resume)),
     command("job-set-speed", "id [speed]", jobs::job_set_speed),
-    command("net-add", "type name ifname [queues]", net_add),
+    command("net-add", "type name [ifname|fd netns queues steering address owner group persist]", net_add),
     command("net-remove", "name", net_remove),
+    command("net-set", "name steering", net_set),
     command("query-block-exports", "", qemu::query_block_exports),
     command("query-block-jobs", "", jobs::query_block_jobs),
     command("query-commands", "", query_commands),
@@ -179,6 +180,13 @@ struct Named {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct NetSet {
+    name: String,
+    steering: Steering,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct ExportRemove {
     name: String,
     #[serde(default)]
@@ -213,12 +221,25 @@ fn disk_remove(context: &Context, arguments: Arguments) -> Answer {
     Ok(done(context.daemon.disk_remove(&arguments.read::<Named>()?.name)?))
 }
 
+/// Said to a client that names a file descriptor for a network.
+const NO_TAP_FD: &str = "a file descriptor cannot be named over the control socket; \
+     give an interface's ifname, or pass fd=N to `vshunt serve --net`";
+
 fn net_add(context: &Context, arguments: Arguments) -> Answer {
-    Ok(done(context.daemon.net_add(arguments.read::<NetSpec>()?)?))
+    let spec: NetSpec = arguments.read()?;
+    if spec.fd.is_some() {
+        return Err(QmpError::generic(NO_TAP_FD));
+    }
+    Ok(done(context.daemon.net_add(spec)?))
 }
 
 fn net_remove(context: &Context, arguments: Arguments) -> Answer {
     Ok(done(context.daemon.net_remove(&arguments.read::<Named>()?.name)?))
+}
+
+fn net_set(context: &Context, arguments: Arguments) -> Answer {
+    let NetSet { name, steering } = arguments.read()?;
+    Ok(done(context.daemon.net_set(&name, steering)?))
 }
 
 fn export_add(context: &Context, arguments: Arguments) -> Answer {

@@ -6,8 +6,9 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Parser, Subcommand};
 
+use super::metrics::Address;
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
-use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerKind, WorkerSpec};
+use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
 
 /// Where the daemon listens when nothing is said, for root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
@@ -158,14 +159,16 @@ Columns of disks:
          in memory, copied at once; memory, format ram; none, format null
 
 Columns of networks, which are shown where there are any:
-  QUEUES      of the interface that are open
+  QUEUES      of the interface that are open; of a switch the queue pairs of
+              all its ports
   FROM-GUEST  frames that the guest sent, as the kernel counts the interface's;
               TO-GUEST: frames for it; DROPPED: those that were not taken
 
 Columns of exports:
   OF     the disk or network that it serves
   MODE   ro or rw, for its user
-  STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted
+  STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted;
+         joined: an uplink, whose tap is a port of its switch
   ENGINE user: requests are served by workers of this process; kernel: by the
          kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount
          how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
@@ -173,11 +176,13 @@ Columns of exports:
          the kernel reads and writes the image, only the rest comes to us.
          --json says why not another
 
-Columns of queues (of a network: pairs of a receive and a transmit ring, of which
-the kernel tells no counters):
+Columns of queues (of a card: pairs of a receive and a transmit ring, of which
+the kernel tells no counters with engine=kernel, and then the control queue; of an
+uplink: the tap's, as if the tap were a guest of the switch):
   WORKER     the worker that it is attached to
   STATE      stopped: its guest does not use it; running; broken: its guest
-             misused it, and it stands until the guest resets it
+             misused it, and it stands until the guest resets it, or an
+             uplink's tap is gone
   SIZE       descriptors of the ring; 0 before its first start; of a mount how
              many requests can be under way
   IN-FLIGHT  requests taken and not completed; those of memory are completed as
@@ -211,15 +216,22 @@ on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.
 Disk keys: name, file, format=raw|qcow2|null|ram, size, readonly=on|off, direct=auto|on|off,
 cache=writeback|writethrough|unsafe, locking=on|off, and of qcow2 cache-size.
 
-Network keys: type=tap, name, ifname, queues. An interface of that name is adopted (a tap, multi_queue
-for more queues than one) and stays; else it is made, set up, and removed with the network.
+Network keys: type=tap|switch, name. A switch joins the exports that use it. Of a tap: ifname or fd, netns, queues,
+steering=auto|hash|rss|cpu, address, owner, group, persist=on|off. An interface called ifname, in the network namespace netns (a name as of `ip netns`, or a
+path), is adopted (a tap, multi_queue for more queues than one, or a macvtap) and stays; else a tap is made,
+set up, and removed with the network, unless it is to persist. fd: open descriptors of one, a queue each: 7 or
+7:8:9. steering: which queue a frame comes to: by the kernel's flow table, a hash that it has already, a hash
+over addresses and ports, or the sending CPU. owner and group: who else may open it. address: the interface's
+own MAC; the guest's is the export's mac.
 
 Export keys: type, name, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
 each worker on one CPU, where it does not poll unless poll-us is given.
  of type=vhost-user-blk: disk, socket or fd, readonly=on|off, serial, block-size,
   engine=user|kernel|auto: who serves it; kernel needs the module vhost_blk and a block device or raw file.
- of type=vhost-user-net: net, socket or fd, mac, mtu, engine=kernel; queues are pairs. It needs the module
-  vhost_net; each pair is served by a kernel worker of its own, so leave out workers, or give per-cpu.
+ of type=vhost-user-net: net, socket or fd, mac, mtu, engine=user|kernel|auto; queues are pairs of rings. kernel
+  needs the module vhost_net and a tap; each pair has a kernel worker of its own then: leave out workers, or
+  give per-cpu.
+ of type=uplink: net (a switch), tap (a network of type=tap, which becomes a port of it), mtu.
  of type=fuse: disk, mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
   transport=auto|dev|io_uring, passthrough=auto|off.
 
@@ -230,7 +242,7 @@ const SERVE_AFTER: &str = "\
 Configuration file:
   The same keys in TOML; flags add to it. Paths are relative to the working
   directory, as those of flags are.
-    control = \"/run/vm.sock\"  # or false; pidfile and poll-us go here too
+    control = \"/run/vm.sock\"  # or false; metrics, pidfile and poll-us go here too
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -250,14 +262,18 @@ Configuration file:
 Socket activation:
   A socket that systemd passes (LISTEN_FDS) serves the export whose name or
   socket is its FileDescriptorName=, or whose socket it is bound to. One that
-  is named `control`, or bound to the control path, is the control socket.
+  is named `control`, or bound to the control path, is the control socket;
+  one that is named `metrics` is for metrics.
 
 Examples:
   vshunt serve --disk name=d0,file=disk.img \\
       --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
   vshunt serve --net type=tap,name=n0,ifname=vs0 \\
-      --export type=vhost-user-net,name=c0,net=n0,socket=/tmp/c0.sock,queues=2
-  vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid
+      --export type=vhost-user-net,name=c0,net=n0,socket=/tmp/c0.sock,queues=2,workers=per-queue
+  vshunt serve --net type=switch,name=s0 --net type=tap,name=n0,ifname=vs0 \\
+      --export type=uplink,name=u0,net=s0,tap=n0,queues=2 \\
+      --export type=vhost-user-net,name=c0,net=s0,socket=/tmp/c0.sock
+  vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid --metrics 9150
   vshunt serve --disk name=m,format=ram,size=1G --no-control \\
       --worker name=fast,cpu=2-3,nice=-5 \\
       --export type=vhost-user-blk,name=vm0,disk=m,socket=/tmp/vm0.sock";
@@ -285,6 +301,12 @@ pub(crate) struct ServeArgs {
     /// Have no control socket
     #[arg(long, conflicts_with = "control")]
     pub(crate) no_control: bool,
+    /// Serve metrics for Prometheus over HTTP at PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH
+    ///
+    /// Whoever reaches that place may read them: there is no authentication. They change nothing. An address other than
+    /// the loopback's is taken only as it is written out. docs/control.md has them all.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) metrics: Option<Address>,
     /// Write the process id to a file, once everything is served
     #[arg(long, value_name = "FILE")]
     pub(crate) pidfile: Option<PathBuf>,
@@ -334,6 +356,11 @@ fn worker_kind() -> impl TypedValueParser<Value = WorkerKind> {
         "kernel" => WorkerKind::Kernel,
         _ => WorkerKind::User,
     })
+}
+
+fn steering() -> impl TypedValueParser<Value = Steering> {
+    PossibleValuesParser::new(Steering::ALL.map(|(word, _)| word))
+        .map(|word| word.parse().unwrap_or_default())
 }
 
 impl NewWorkerArgs {
@@ -429,11 +456,21 @@ pub(crate) enum DiskCommand {
 pub(crate) enum NetCommand {
     /// Add a network
     #[command(after_long_help = "Keys:\n  Those of `vshunt serve --net`.\n\nExamples:\n  \
-        vshunt net add type=tap,name=n1,ifname=vs1")]
+        vshunt net add type=tap,name=n1,ifname=vs1\n  \
+        vshunt net add type=tap,name=n2,ifname=vs2,netns=red,steering=rss")]
     Add {
         /// The network
         #[arg(value_name = "KEY=VALUE,…", value_parser = spec::<NetSpec>)]
         net: NetSpec,
+    },
+    /// Change a network, also while it is used
+    #[command(after_long_help = "Examples:\n  vshunt net set n1 --steering rss")]
+    Set {
+        /// Name of the network
+        name: String,
+        /// Which queue a frame comes to
+        #[arg(long, value_name = "WAY", value_parser = steering())]
+        steering: Steering,
     },
     /// Remove a network that is not exported
     Remove {

@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use super::cli::ServeArgs;
+use super::metrics::Address;
 use super::{Failure, Outcome, keyval};
 use crate::error::Error;
 use crate::export::Check;
@@ -28,6 +29,8 @@ pub(crate) enum Control {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Setup {
     pub(crate) control: Control,
+    /// Where to answer GET /metrics, if anywhere.
+    pub(crate) metrics: Option<Address>,
     pub(crate) pidfile: Option<PathBuf>,
     pub(crate) poll_us: Option<u32>,
     pub(crate) disks: Vec<DiskSpec>,
@@ -40,6 +43,7 @@ pub(crate) struct Setup {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct File {
     control: Option<Value>,
+    metrics: Option<Address>,
     pidfile: Option<PathBuf>,
     poll_us: Option<u32>,
     #[serde(default)]
@@ -62,6 +66,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
     setup.nets.extend(args.nets);
     setup.workers.extend(args.workers);
     setup.exports.extend(args.exports);
+    setup.metrics = args.metrics.or(setup.metrics);
     setup.pidfile = args.pidfile.or(setup.pidfile);
     setup.poll_us = args.poll_us.or(setup.poll_us);
     setup.control = match (control, args.no_control) {
@@ -92,10 +97,10 @@ fn check(setup: &Setup) -> Outcome {
     }
     for export in &setup.exports {
         let name = &export.name;
+        if let Some(net) = export.net.iter().chain(&export.tap).find(|net| !nets.contains(&net.as_str())) {
+            return wrong(format!("export {name} is of network {net}, which is not there; add --net"));
+        }
         match &export.net {
-            Some(net) if !nets.contains(&net.as_str()) => {
-                return wrong(format!("export {name} is of network {net}, which is not there; add --net"));
-            }
             None if !disks.contains(&export.disk.as_str()) => {
                 let disk = &export.disk;
                 return wrong(format!("export {name} is of disk {disk}, which is not there; add --disk"));
@@ -122,6 +127,7 @@ fn parse(text: &str) -> Result<Setup, String> {
     };
     Ok(Setup {
         control,
+        metrics: file.metrics,
         pidfile: file.pidfile,
         poll_us: file.poll_us,
         disks: tables("disk", file.disk)?,
@@ -174,6 +180,7 @@ mod tests {
 
     const WHOLE: &str = r#"
         control = "/run/c"
+        metrics = "127.0.0.1:9150"
         pidfile = "/run/p"
         poll-us = 7
         [[disk]]
@@ -219,6 +226,7 @@ mod tests {
     fn it_says_what_flags_say() {
         let setup = parse(WHOLE).unwrap();
         assert_eq!(setup.control, Control::At("/run/c".into()));
+        assert_eq!(setup.metrics, Some("9150".parse().unwrap()));
         assert_eq!((setup.pidfile, setup.poll_us), (Some("/run/p".into()), Some(7)));
         let flag = |text| keyval::parse::<DiskSpec>(text).unwrap();
         assert_eq!(setup.disks, [flag("name=d0,format=ram,size=1.5G"), flag("name=d1,file=/a,readonly=on")]);
@@ -235,6 +243,16 @@ mod tests {
     }
 
     #[test]
+    fn descriptors_and_users_are_numbers_or_words() {
+        for (fd, owner) in [("7", "1000"), ("\"7:8\"", "\"kvm\"")] {
+            let file =
+                format!("[[net]]\ntype = \"tap\"\nname = \"n\"\nfd = {fd}\nowner = {owner}\npersist = true");
+            let flag = format!("type=tap,name=n,fd={fd},owner={owner},persist=on").replace('"', "");
+            assert_eq!(parse(&file).unwrap().nets, [keyval::parse::<NetSpec>(&flag).unwrap()]);
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         let cases = [
             ("[[disk]]\nname = \"d\"\nfil = 1", "disk d: unknown field `fil`"),
@@ -247,6 +265,10 @@ mod tests {
                 "[[net]]\ntype = \"tap\"\nname = \"n\"\nifname = \"a b\"",
                 "network n: no interface can be called",
             ),
+            ("[[net]]\ntype = \"tap\"\nname = \"n\"", "network n: give ifname=NAME"),
+            ("[[net]]\ntype = \"tap\"\nname = \"n\"\nfd = true", "net n: invalid type: boolean `true`"),
+            ("metrics = \":9150\"", "names no address; write 127.0.0.1:9150"),
+            ("metrics = 9150", "expected a string"),
             ("control = true", "control: give the path"),
             ("disks = 1", "unknown field `disks`"),
             ("[[disk", "TOML parse error"),
@@ -265,11 +287,13 @@ mod tests {
         let args = ServeArgs {
             config: Some(path),
             disks: vec![DiskSpec { name: "d2".into(), ..Default::default() }],
+            metrics: Some("unix:/m".parse().unwrap()),
             poll_us: Some(0),
             ..Default::default()
         };
         let setup = setup(Some("/c".into()), args.clone()).unwrap();
         assert_eq!(setup.disks.len(), 3);
+        assert_eq!(setup.metrics, Some(Address::Unix("/m".into())));
         assert_eq!((setup.poll_us, setup.control), (Some(0), Control::At("/c".into())));
         let off = ServeArgs { no_control: true, ..args };
         assert_eq!(super::setup(None, off).unwrap().control, Control::Off);

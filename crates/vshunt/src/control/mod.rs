@@ -15,6 +15,7 @@ mod jobs;
 mod keyval;
 mod log;
 mod message;
+mod metrics;
 mod pages;
 mod program;
 mod qemu;
@@ -91,14 +92,13 @@ impl From<ClientError> for Failure {
 
 type Outcome<T = ()> = Result<T, Failure>;
 
-/// The program: `vshunt`, or `vshunt-blk` if that is what it was started as.
+/// The program: `vshunt`, or `vshunt-blk` or `vshunt-net` if that is what it was started as.
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let name = args.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default().to_string_lossy();
-    let (name, outcome) = if name.starts_with("vshunt-blk") {
-        ("vshunt-blk", program::main(&args))
-    } else {
-        ("vshunt", parse_cli(&args).and_then(run::run))
+    let (name, outcome) = match program::named(&name) {
+        Some((name, main)) => (name, main(&args)),
+        None => ("vshunt", parse_cli(&args).and_then(run::run)),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -8,19 +8,18 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 
 use super::cli::Cli;
-use super::program::BlkCli;
-use super::{Failure, Outcome, api};
+use super::{Failure, Outcome, api, program};
 
 /// Widest line of a list in a page: an indented one fits a terminal of 80.
 const COLUMNS: usize = 70;
 
-/// Writes one page for each command: vshunt.1, vshunt-serve.1, vshunt-worker-new.1, … and vshunt-blk.1.
+/// Writes one page for each command: vshunt.1, vshunt-serve.1, vshunt-worker-new.1, …, vshunt-blk.1 and vshunt-net.1.
 pub(crate) fn write_man(directory: &Path) -> Outcome {
     let failed = |e: std::io::Error| {
         Failure::Failed(format!("cannot write man pages to {}: {e}", directory.display()))
     };
     std::fs::create_dir_all(directory).map_err(failed)?;
-    for command in [Cli::command(), BlkCli::command()] {
+    for command in std::iter::once(Cli::command()).chain(program::commands()) {
         let mut command = command.disable_help_subcommand(true);
         command.build();
         write_pages(&command, directory).map_err(failed)?;
@@ -104,9 +103,15 @@ mod tests {
     fn a_page_for_every_command() {
         let dir = tempfile::tempdir().unwrap();
         write_man(dir.path()).unwrap();
-        for name in
-            ["vshunt", "vshunt-serve", "vshunt-worker", "vshunt-worker-new", "vshunt-qmp", "vshunt-blk"]
-        {
+        for name in [
+            "vshunt",
+            "vshunt-serve",
+            "vshunt-worker",
+            "vshunt-worker-new",
+            "vshunt-qmp",
+            "vshunt-blk",
+            "vshunt-net",
+        ] {
             let text = std::fs::read_to_string(dir.path().join(format!("{name}.1"))).unwrap();
             assert!(text.contains(".TH "), "{name}");
         }

@@ -317,7 +317,7 @@ impl BlockExport {
             (ExportKind::Fuse, Some(_)) => {
                 refuse("'addr' belongs to vhost-user-blk; a mount has a 'mountpoint'")
             }
-            (ExportKind::VhostUserNet, _) => {
+            (ExportKind::VhostUserNet | ExportKind::Uplink, _) => {
                 refuse("a network is no block device: net-add and export-add serve one")
             }
             (ExportKind::VhostUserBlk, None) => refuse("'addr' is missing"),

@@ -215,6 +215,9 @@ fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
 fn net(client: &mut Client, command: NetCommand) -> Outcome {
     match command {
         NetCommand::Add { net } => send(client, "net-add", to_value(&net)?),
+        NetCommand::Set { name, steering } => {
+            send(client, "net-set", json!({ "name": name, "steering": steering }))
+        }
         NetCommand::Remove { name } => send(client, "net-remove", json!({ "name": name })),
         NetCommand::List(args) => list(client, "query-nets", args, show::nets),
     }

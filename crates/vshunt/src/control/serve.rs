@@ -1,9 +1,9 @@
 //! The daemon's life: set up, serve, take down. Runs on the main thread.
 //!
-//! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket, 4 make the daemon and bind its
-//! events, 5 disks, networks, workers, exports, 6 accept control clients, 7 pidfile, tell the service manager.
-//! The end: 1 tell the service manager and clients, 2 remove exports and workers, 3 remove control socket and
-//! pidfile, 4 close connections. A client that sees its connection end finds nothing left.
+//! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket and the one for metrics, 4 make the daemon and bind its
+//! events, 5 disks, networks, workers, exports, 6 accept control clients and scrapers, 7 pidfile, tell the service manager.
+//! The end: 1 tell the service manager and clients, scrapers get no more answers, 2 remove exports and workers, 3 remove
+//! the sockets and the pidfile, 4 close connections. A client that sees its connection end finds nothing left.
 //! An error in set-up takes down what was set up before it.
 
 use std::io::Write;
@@ -18,13 +18,15 @@ use super::activation::{self, Inherited};
 use super::api::{Context, Stop};
 use super::cli::{self, LogArgs};
 use super::config::{Control, Setup};
+use super::metrics::Metrics;
 use super::server::Server;
 use super::socket::ControlSocket;
 use super::{Failure, Outcome, events, log, signals};
+use crate::backend::net::tap;
 use crate::error::{Error, Result};
 use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
 
-/// What differs between `vshunt serve` and `vshunt-blk`.
+/// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
 pub(crate) struct Manner {
     /// Name in messages.
     pub(crate) program: &'static str,
@@ -63,15 +65,28 @@ fn raise_file_limit() {
 }
 
 fn check_fds(setup: &Setup) -> Outcome {
-    let mut seen = Vec::new();
-    for fd in setup.exports.iter().filter_map(|e| e.fd) {
-        activation::check_fd(fd)?;
-        if seen.contains(&fd) {
-            return Err(Failure::Usage(format!("fd {fd} is given to two exports; each needs its own")));
-        }
-        seen.push(fd);
+    let exports: Vec<_> = setup.exports.iter().filter_map(|e| e.fd).collect();
+    exports.iter().try_for_each(|fd| activation::check_fd(*fd))?;
+    let mut seen = exports;
+    if let Some(twice) = twice(&seen) {
+        return Err(Failure::Usage(format!("fd {twice} is given to two exports; each needs its own")));
     }
-    Ok(())
+    for fds in setup.nets.iter().filter_map(|net| net.fd.as_deref()) {
+        let fds = tap::parse_fds(fds)?;
+        fds.iter().try_for_each(|fd| activation::check_open(*fd))?;
+        seen.extend(fds);
+    }
+    match twice(&seen) {
+        Some(fd) => {
+            Err(Failure::Usage(format!("fd {fd} is given twice; each network and export needs its own")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// A number that is there twice.
+fn twice(fds: &[i32]) -> Option<i32> {
+    fds.iter().enumerate().find(|(at, fd)| fds[..*at].contains(fd)).map(|(_, fd)| *fd)
 }
 
 fn wait(stopped: &Receiver<Stop>) -> Stop {
@@ -83,6 +98,7 @@ struct Serving {
     daemon: Arc<Daemon>,
     server: Server,
     control: Option<ControlSocket>,
+    metrics: Option<Metrics>,
     pidfile: Option<Pidfile>,
     down: bool,
 }
@@ -95,6 +111,11 @@ impl Serving {
         stop: Sender<Stop>,
     ) -> Outcome<Self> {
         let control = control_socket(&setup.control, &mut inherited)?;
+        let metrics = match (activation::take_metrics(&mut inherited), &setup.metrics) {
+            (Some(fd), _) => Some(Metrics::inherited(fd)?),
+            (None, Some(address)) => Some(Metrics::bind(address)?),
+            (None, None) => None,
+        };
         activation::give_to_exports(&mut inherited, &mut setup.exports);
         for export in &setup.exports {
             check_one_place(export).map_err(|e| Failure::Usage(e.to_string()))?;
@@ -102,11 +123,14 @@ impl Serving {
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
         let server = Server::new(Context { daemon: Arc::clone(&daemon), stop: stop.clone() })?;
         bind_events(&daemon, &server, stop, manner.ends_with.clone());
-        let mut serving = Self { daemon, server, control, pidfile: None, down: false };
+        let mut serving = Self { daemon, server, control, metrics, pidfile: None, down: false };
         serving.fill(setup)?;
         if let Some(control) = &serving.control {
             let listener = control.listener().map_err(|e| Error::io("cannot use the control socket", e))?;
             serving.server.listen(listener)?;
+        }
+        if let Some(metrics) = &mut serving.metrics {
+            metrics.start(Arc::clone(&serving.daemon))?;
         }
         Ok(serving)
     }
@@ -144,6 +168,9 @@ impl Serving {
         if let Some(control) = &self.control {
             text.push_str(&format!(", control on {}", control.shown()));
         }
+        if let Some(metrics) = &self.metrics {
+            text.push_str(&format!(", metrics on {}", metrics.shown()));
+        }
         if exports.is_empty() {
             text.push_str("; `vshunt disk add` and `vshunt export add` give it something");
         }
@@ -157,7 +184,12 @@ impl Serving {
         self.down = true;
         notify(&[NotifyState::Stopping, NotifyState::Status("ending")]);
         self.server.broadcast(events::shutdown_line(reason));
+        if let Some(metrics) = &self.metrics {
+            metrics.close();
+        }
         self.daemon.shutdown();
+        // Waits for a look at the daemon that is under way, so that nobody has a disk open any more.
+        self.metrics = None;
         if let Some(control) = &mut self.control {
             control.remove();
         }

@@ -73,18 +73,21 @@ fn mode(disk: &DiskInfo) -> String {
 
 pub(crate) fn nets(nets: &[NetInfo]) -> String {
     table(
-        ["NET", "TYPE", "INTERFACE", ">QUEUES", ">MTU", "EXPORT", ">FROM-GUEST", ">TO-GUEST", ">DROPPED"],
+        ["NET", "TYPE", "INTERFACE", ">QUEUES", ">MTU", "EXPORTS", ">FROM-GUEST", ">TO-GUEST", ">DROPPED"],
         nets.iter().map(|n| {
             let count =
                 |f: fn(&NetCounters) -> u64| or_dash(n.counters.map_or(String::new(), |c| f(&c).to_string()));
-            let NetKind::Tap = n.spec.kind;
+            let kind = match n.spec.kind {
+                NetKind::Tap => "tap",
+                NetKind::Switch => "switch",
+            };
             [
                 n.spec.name.clone(),
-                "tap".to_owned(),
-                n.spec.ifname.clone(),
+                kind.to_owned(),
+                or_dash(n.spec.ifname.clone().unwrap_or_default()),
                 n.open_queues.to_string(),
                 or_dash(n.mtu.map_or(String::new(), |mtu| mtu.to_string())),
-                or_dash(n.export.clone().unwrap_or_default()),
+                or_dash(n.exports.join(",")),
                 count(|c| c.from_guest_packets),
                 count(|c| c.to_guest_packets),
                 count(|c| c.from_guest_dropped + c.to_guest_dropped),
@@ -101,14 +104,17 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 ExportKind::VhostUserBlk => "vhost-user-blk",
                 ExportKind::VhostUserNet => "vhost-user-net",
                 ExportKind::Fuse => "fuse",
+                ExportKind::Uplink => "uplink",
             };
-            let at = match (&e.spec.socket, &e.spec.mountpoint, e.spec.fd) {
-                (Some(path), _, _) | (_, Some(path), _) => path.display().to_string(),
-                (None, None, Some(fd)) => format!("fd {fd}"),
-                (None, None, None) => "-".to_owned(),
+            let at = match (&e.spec.socket, &e.spec.mountpoint, e.spec.fd, &e.spec.tap) {
+                (Some(path), ..) | (_, Some(path), ..) => path.display().to_string(),
+                (.., Some(fd), _) => format!("fd {fd}"),
+                (.., Some(tap)) => tap.clone(),
+                (None, None, None, None) => "-".to_owned(),
             };
             let state = match (e.connected, e.spec.kind) {
                 (_, ExportKind::Fuse) => "mounted",
+                (_, ExportKind::Uplink) => "joined",
                 (true, _) => "connected",
                 (false, _) => "waiting",
             };

@@ -3,8 +3,10 @@
 //! Control asks before anything is begun: the command line or the configuration is wrong then. [`Daemon`](super::Daemon)
 //! asks again, for other clients of the protocol.
 
-use super::life::{MAX_PAIRS, MAX_QUEUES};
-use super::spec::{DiskSpec, ExportKind, ExportSpec, NetSpec, WorkerKind, WorkerSpec, Workers as Spread};
+use super::opened::{MAX_PAIRS, MAX_QUEUES};
+use super::spec::{
+    DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, WorkerKind, WorkerSpec, Workers as Spread,
+};
 use crate::backend::block::Disk;
 use crate::backend::net::tap;
 use crate::error::{Error, Result};
@@ -29,14 +31,54 @@ impl Check for NetSpec {
     fn check(&self) -> Result<()> {
         check_name("network", &self.name)?;
         let wrong = |why: String| Err(Error::invalid(format!("network {}: {why}", self.name)));
-        if let Err(e) = tap::check_name(&self.ifname) {
+        if self.kind == NetKind::Switch {
+            return self.check_switch();
+        }
+        let named = match (&self.ifname, &self.fd) {
+            (Some(ifname), None) => tap::check_name(ifname),
+            (None, Some(fd)) => tap::parse_fds(fd).map(drop),
+            (None, None) => return wrong("give ifname=NAME, the interface, or fd=N, its descriptors".into()),
+            (Some(_), Some(_)) => {
+                return wrong("give either ifname=NAME or fd=N: a descriptor knows its interface".into());
+            }
+        };
+        let netns = self.netns.as_deref().map_or(Ok(()), tap::check_netns);
+        if let Err(e) = named.and(netns) {
             return wrong(e.to_string());
         }
-        match self.queues {
-            Some(n) if !(1..=tap::QUEUES_MAX).contains(&n) => {
+        match (&self.fd, self.queues) {
+            (Some(_), _) if self.netns.is_some() => {
+                wrong("netns= is for an interface by name: a descriptor knows its own; leave it out".into())
+            }
+            (Some(_), Some(_)) => wrong("there are as many queues as descriptors; leave out queues".into()),
+            (_, Some(n)) if !(1..=tap::QUEUES_MAX).contains(&n) => {
                 wrong(format!("queues={n} is out of range; a tap has 1 to {}", tap::QUEUES_MAX))
             }
             _ => Ok(()),
+        }
+    }
+}
+
+impl NetSpec {
+    /// A switch has nothing but its name.
+    fn check_switch(&self) -> Result<()> {
+        let keys = [
+            ("ifname", self.ifname.is_some()),
+            ("fd", self.fd.is_some()),
+            ("netns", self.netns.is_some()),
+            ("queues", self.queues.is_some()),
+            ("steering", self.steering.is_some()),
+            ("address", self.address.is_some()),
+            ("owner", self.owner.is_some()),
+            ("group", self.group.is_some()),
+            ("persist", self.persist.is_some()),
+        ];
+        match keys.iter().find(|(_, given)| *given) {
+            Some((key, _)) => Err(Error::invalid(format!(
+                "network {}: {key} is of type=tap, not of type=switch; leave it out",
+                self.name
+            ))),
+            None => Ok(()),
         }
     }
 }
@@ -70,7 +112,10 @@ impl Check for ExportSpec {
         if self.socket.is_some() && self.fd.is_some() {
             return check_one_place(self);
         }
-        let most = if self.kind == ExportKind::VhostUserNet { MAX_PAIRS } else { MAX_QUEUES };
+        let most = match self.kind {
+            ExportKind::VhostUserNet | ExportKind::Uplink => MAX_PAIRS,
+            ExportKind::VhostUserBlk | ExportKind::Fuse => MAX_QUEUES,
+        };
         if let Some(queues) = self.queues
             && !(1..=most).contains(&queues)
         {
@@ -136,6 +181,8 @@ fn check_kind(spec: &ExportSpec) -> Result<()> {
     }
     match spec.kind {
         ExportKind::VhostUserNet if spec.net.is_none() => wrong("give net=NAME, the network to join".into()),
+        ExportKind::Uplink if spec.net.is_none() => wrong("give net=NAME, the switch to join".into()),
+        ExportKind::Uplink if spec.tap.is_none() => wrong("give tap=NAME, the network that joins it".into()),
         ExportKind::VhostUserBlk | ExportKind::Fuse if spec.disk.is_empty() => {
             wrong("give disk=NAME, the disk to serve".into())
         }
@@ -151,18 +198,19 @@ fn kind_name(kind: ExportKind) -> &'static str {
         ExportKind::VhostUserBlk => "vhost-user-blk",
         ExportKind::VhostUserNet => "vhost-user-net",
         ExportKind::Fuse => "fuse",
+        ExportKind::Uplink => "uplink",
     }
 }
 
 /// The keys that are not of every kind of export, whose they are, and whether they are given.
 fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool)> {
-    use ExportKind::{Fuse, VhostUserBlk, VhostUserNet};
+    use ExportKind::{Fuse, Uplink, VhostUserBlk, VhostUserNet};
     vec![
         ("disk", &[VhostUserBlk, Fuse], !spec.disk.is_empty()),
-        ("net", &[VhostUserNet], spec.net.is_some()),
+        ("net", &[VhostUserNet, Uplink], spec.net.is_some()),
+        ("tap", &[Uplink], spec.tap.is_some()),
         ("mac", &[VhostUserNet], spec.mac.is_some()),
-        ("mtu", &[VhostUserNet], spec.mtu.is_some()),
-        ("poll-us", &[VhostUserBlk, Fuse], spec.poll_us.is_some()),
+        ("mtu", &[VhostUserNet, Uplink], spec.mtu.is_some()),
         ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
         ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),

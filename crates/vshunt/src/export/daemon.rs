@@ -7,8 +7,9 @@ use std::time::Duration;
 use super::bitmaps::Watched;
 use super::check::{Check, settings};
 use super::event::{Event, Listener};
-use super::life::{Backend, Export, removing};
+use super::life::{Export, removing};
 use super::maps::{DiskEntry, ExportEntry, Maps, Phase, no_disk, no_export};
+use super::opened::Backend;
 use super::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
@@ -224,9 +225,9 @@ impl Daemon {
     /// Serves a disk or a network. Waits for a resize of that disk to end.
     pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
         spec.check()?;
-        if let Some(net) = &spec.net {
-            let entry = self.state().reserve_net(&spec, net)?;
-            return self.make(spec, Backend::Net(entry.tap.clone(), entry.spec.queues));
+        if spec.net.is_some() {
+            let backend = self.state().reserve_nets(&spec)?;
+            return self.make(spec, backend);
         }
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();

@@ -41,15 +41,16 @@ pub(super) struct DiskEntry {
 pub(super) struct ExportEntry {
     /// Empty where it is a network's.
     disk: String,
-    pub(super) net: Option<String>,
+    /// Of a network: its name, and of an uplink its tap's, too.
+    pub(super) nets: Vec<String>,
     readonly: bool,
     pub(super) phase: Phase,
 }
 
 impl ExportEntry {
-    /// One of a network, that is about to be made.
-    pub(super) fn of_net(net: &str) -> Self {
-        Self { disk: String::new(), net: Some(net.to_owned()), readonly: false, phase: Phase::Making }
+    /// One of networks, that is about to be made.
+    pub(super) fn of_nets(nets: Vec<String>) -> Self {
+        Self { disk: String::new(), nets, readonly: false, phase: Phase::Making }
     }
 }
 
@@ -163,14 +164,14 @@ impl Maps {
             let remedy = match spec.kind {
                 ExportKind::VhostUserBlk => "give readonly=on",
                 ExportKind::Fuse => "leave out writable=on",
-                ExportKind::VhostUserNet => unreachable!("it is of no disk"),
+                ExportKind::VhostUserNet | ExportKind::Uplink => unreachable!("it is of no disk"),
             };
             return Err(Error::busy(format!(
                 "disk {} is written by export {writer} already; {remedy}, or remove that export",
                 spec.disk
             )));
         }
-        let entry = ExportEntry { disk: spec.disk.clone(), net: None, readonly, phase: Phase::Making };
+        let entry = ExportEntry { disk: spec.disk.clone(), nets: vec![], readonly, phase: Phase::Making };
         self.exports.insert(spec.name.clone(), entry);
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Exports and what they need: disks, networks, workers. [`Daemon`] is all that control may call.
 
+mod begin;
 mod bitmaps;
 mod check;
 mod convert;
@@ -10,7 +11,9 @@ mod job;
 mod life;
 mod maps;
 mod nets;
+mod opened;
 mod resize;
+mod served;
 mod snapshot;
 pub mod spec;
 #[cfg(test)]
@@ -20,7 +23,7 @@ pub use check::{Check, check_disk_size, check_one_place};
 pub use convert::ToConvert;
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Options};
 pub use event::Event;
-pub use life::{MAX_PAIRS, MAX_QUEUES};
+pub use opened::{MAX_PAIRS, MAX_QUEUES};
 pub use snapshot::OverlayMode;
 
 pub use crate::worker::DEFAULT_POLL_US;

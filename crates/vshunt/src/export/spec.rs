@@ -9,7 +9,7 @@ mod job;
 mod net;
 
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
-pub use net::{Mac, NetCounters, NetInfo, NetKind, NetSpec};
+pub use net::{Mac, NetCounters, NetDrops, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering};
 
 /// Kind of image behind a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,6 +123,8 @@ pub enum ExportKind {
     VhostUserNet,
     /// A file on the host.
     Fuse,
+    /// A tap that is a port of a switch.
+    Uplink,
 }
 
 /// Who serves an export's requests.
@@ -200,16 +202,19 @@ pub struct ExportSpec {
     /// Name of the disk served; of a network's export empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub disk: String,
-    /// vhost-user-net: name of the network.
+    /// vhost-user-net: name of the network. uplink: of the switch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<String>,
+    /// uplink: name of the network that is the tap.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tap: Option<String>,
     /// Where to listen; made by us and removed at the end. Exclusive with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
     /// An inherited socket, listening (socket activation) or connected (the export ends with its peer).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
-    /// Queues offered: virtqueues, 1..=256, or a network's queue pairs, 1..=128; absent: one for each online CPU.
+    /// Queues offered: virtqueues, 1..=256, or a network's queue pairs, 1..=128, or a tap's queues, likewise; absent: one for each online CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// On how many workers it starts.
@@ -230,10 +235,10 @@ pub struct ExportSpec {
     /// vhost-user-net: the card's address, for front-ends that ask us; absent: the front-end's or the guest's choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<Mac>,
-    /// vhost-user-net: bytes of the longest IP packet, which the interface gets; absent: the interface's.
+    /// vhost-user-net and uplink: bytes of the longest IP packet, which the interface gets; absent: the interface's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// vhost-user: who serves it; absent: user for a disk, kernel for a network.
+    /// vhost-user: who serves it; absent: user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
     /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
@@ -266,7 +271,7 @@ impl ExportSpec {
     pub fn refuses_writes(&self) -> bool {
         match self.kind {
             ExportKind::VhostUserBlk => self.readonly,
-            ExportKind::VhostUserNet => false,
+            ExportKind::VhostUserNet | ExportKind::Uplink => false,
             ExportKind::Fuse => !self.writable.unwrap_or(false),
         }
     }
@@ -383,6 +388,9 @@ pub struct QueueInfo {
     pub kicks: u64,
     /// Notifications sent.
     pub notifications: u64,
+    /// vhost-user-net: what went through, each way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub net: Option<NetQueueCounters>,
 }
 
 /// An export as it is.

@@ -1,12 +1,14 @@
 //! Frontends: the protocol side of an export. They negotiate, build queues, and tear them down.
 
+mod card;
 pub mod fuse;
 pub mod kernel;
 mod queues;
 pub mod socket_file;
+pub mod uplink;
 pub mod vhost_user;
 
-pub use queues::Queues;
+pub use queues::{Queues, UserQueues};
 
 /// What an export wants to know of its frontend. Called on any thread, workers too: none of it may block.
 pub trait Observer: Send + Sync {

@@ -1,17 +1,15 @@
 //! Queues: take a request, drive a backend, complete it. One folder a device.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-
-use virtio::log::DirtyLog;
-use virtio::ring::UsedLog;
-
-use crate::worker::Queue;
 
 pub mod blk;
 pub mod copy;
 pub mod fuse;
 mod listen;
+pub mod net;
+mod vring;
+
+pub use vring::{Parts, Rest, Vring, pair, ring, take_ring};
 
 /// An eventfd that we write to, the front-end's mostly.
 ///
@@ -43,7 +41,6 @@ impl Bell {
     }
 
     /// Whether it was rung since the last time.
-    #[cfg(test)]
     fn take(&self) -> bool {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
@@ -66,22 +63,4 @@ impl Bell {
         let mut fds = [PollFd::new(&self.fd, PollFlags::OUT)];
         poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n == 1)
     }
-}
-
-/// What a frontend may change of a queue that is a virtqueue, on its worker or at rest.
-pub trait Vring {
-    /// Where the ring stands, as GET_VRING_BASE reports it. Only at rest.
-    fn base(&self) -> u32;
-    /// Replaces the descriptor that notifies the guest, and notifies once on it.
-    fn set_call(&mut self, call: Option<Arc<Bell>>);
-    /// Replaces the descriptor that reports a broken ring.
-    fn set_err(&mut self, err: Option<Arc<Bell>>);
-    /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, since a
-    /// request under way was not told to note where it writes.
-    fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);
-}
-
-/// The virtqueue in a worker's queue; None if it is of another kind.
-pub fn vring(queue: &mut dyn Queue) -> Option<&mut dyn Vring> {
-    queue.as_any().downcast_mut::<blk::BlkQueue>().map(|q| q as &mut dyn Vring)
 }

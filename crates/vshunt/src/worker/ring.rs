@@ -222,6 +222,13 @@ impl Ring {
         unsafe { self.push(entry, token) }
     }
 
+    /// Asks for a completion after a while.
+    pub fn timeout(&mut self, after: &'static types::Timespec, token: Token) {
+        let entry = opcode::Timeout::new(after).build();
+        // SAFETY: the time is there for good.
+        unsafe { self.push(entry, token) }
+    }
+
     /// Ends the operation with that token; it completes, with -ECANCELED if it was still under way.
     /// The cancellation itself is silent.
     pub fn cancel(&mut self, token: Token) {

@@ -74,6 +74,24 @@ fn a_region_that_does_not_fit_changes_nothing() {
     }
 }
 
+/// QEMU tells of its memory once for each queue pair of a network card, and takes it back as often.
+#[test]
+fn a_region_that_is_added_again_goes_with_the_last() {
+    let rig = Rig::ram(LOAD_BYTES, 1);
+    let mut machine = Machine::connect(&rig.socket("e"), small());
+    let load = machine.load(0);
+    let more = extra(1);
+    let region = &more.regions()[0];
+    for _ in 0..3 {
+        machine.session.wire().tell(Code::AddMemReg, &single(region), &[region.fd()]).unwrap();
+    }
+    for _ in 0..3 {
+        machine.session.wire().tell(Code::RemMemReg, &single(region), &[region.fd()]).unwrap();
+    }
+    assert!(machine.session.wire().tell(Code::RemMemReg, &single(region), &[region.fd()]).is_err());
+    load.progress(50);
+}
+
 #[test]
 fn as_many_slots_as_promised() {
     let rig = Rig::ram(LOAD_BYTES, 1);

@@ -5,7 +5,6 @@
 //! whole and once before the next is sent, so that nothing is ever dropped for want of room.
 
 mod frame;
-mod tap;
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -21,13 +20,13 @@ use vhost_kernel::Vhost;
 use virtio::driver::DriverSeg;
 use virtio::ring::RingFeatures;
 
-use self::frame::{FRAME_MAX, FRAME_MIN, Way};
-use self::tap::{FarEnd, VNET_HEADER};
+use self::frame::{ETHERTYPE, FRAME_MAX, FRAME_MIN, Way};
 use crate::driver::{
     Area, DEFAULT_BASE, Memory, PAGE, Queue, QueueShape, RegionSpec, RingParts, feature, kernel_region,
     kernel_vring_addr,
 };
 use crate::error::{Error, Kind, Result, fail};
+use crate::link::{PacketSocket, VNET_HEADER, open_tap};
 use crate::rng::XorShift;
 
 /// Frames of a window, over all queue pairs.
@@ -195,9 +194,9 @@ impl Pair {
 /// # Errors
 /// A frame is lost, comes twice or damaged; vhost-net refuses a call, or offers what it does not.
 pub fn run(plan: &Plan) -> Result<Report> {
-    let taps = tap::open(&plan.tap, plan.pairs)?;
+    let taps = open_tap(&plan.tap, plan.pairs)?;
     let mut pairs = taps.into_iter().map(|tap| Pair::open(plan, tap)).collect::<Result<Vec<_>>>()?;
-    let far = FarEnd::open(&plan.tap)?;
+    let far = PacketSocket::open(&plan.tap, ETHERTYPE)?;
     // The core's workers are not for vhost-net: a pair has the worker that comes with its device.
     match pairs[0].vhost.new_worker() {
         Err(e) if e.errno() == Errno::NOTTY => {}
@@ -260,7 +259,7 @@ fn lost(missing: &HashSet<u64>, way: Way, plan: &Plan) -> Error {
 /// Frames from the driver to the far end.
 fn outward(
     pairs: &mut [Pair],
-    far: &FarEnd,
+    far: &PacketSocket,
     plan: &Plan,
     numbers: std::ops::Range<u64>,
     rng: &mut XorShift,
@@ -315,7 +314,7 @@ fn outward(
 /// Frames from the far end to the driver; the tap chooses the queue.
 fn inward(
     pairs: &mut [Pair],
-    far: &FarEnd,
+    far: &PacketSocket,
     plan: &Plan,
     numbers: std::ops::Range<u64>,
     rng: &mut XorShift,
@@ -366,7 +365,7 @@ fn sleep(pairs: &mut [Pair]) -> bool {
             pairs.iter().map(|pair| PollFd::new(&*pair.rx.queue.parts().call, PollFlags::IN)).collect();
         ready = poll(&mut fds, Some(&limit)).unwrap_or(0) > 0;
         let called: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        for (pair, _) in pairs.iter().zip(called).filter(|(_, called)| *called) {
+        for (pair, _) in pairs.iter_mut().zip(called).filter(|(_, called)| *called) {
             pair.rx.queue.drain_call();
         }
     }

@@ -8,7 +8,7 @@ use qcow2::Waker;
 use super::bounce::{AlignedBuf, Pool};
 use super::copy_before_write::{CopyBeforeWrite, Next};
 use super::watch::Watch;
-use super::{Disk, Io, Kind, Op, RingFiles, Step, forget, qcow2 as image};
+use super::{Disk, Extent, Io, Kind, Op, RingFiles, Step, forget, qcow2 as image};
 use crate::worker::{Ring, Token};
 
 /// A disk as one worker's queue uses it: made and used on that worker's thread, with that worker's ring and no other.
@@ -31,9 +31,7 @@ impl Disk {
         let first = offset / granule * granule;
         let len = ((offset + bytes.len() as u64).next_multiple_of(granule) - first) as usize;
         let mut buf = AlignedBuf::new(len).ok_or(io::ErrorKind::OutOfMemory)?;
-        let work = || -> io::Result<()> {
-            let (mut ring, mut io) = (Ring::new()?, Io::default());
-            let handle = self.attach(&mut ring);
+        self.as_queue(|handle, ring, io| {
             let mut merged = Ok(());
             for op in [Op::Read, Op::Write] {
                 if op == Op::Write {
@@ -42,13 +40,45 @@ impl Disk {
                 io.reset(op, first, fua && op == Op::Write);
                 // SAFETY: the buffer and `io` stay here until the request is done.
                 unsafe { io.push(buf.ptr(), len) };
-                merged = merged.and_then(|()| handle.run(&mut ring, &mut io));
+                merged = merged.and_then(|()| handle.run(ring, io));
             }
-            handle.detach(&mut ring);
             merged
+        })
+    }
+
+    /// [`seek`](Self::seek) as the disk's queues would do it; likewise.
+    pub(super) fn seek_as_queue(self: &Arc<Self>, offset: u64, hole: bool) -> io::Result<u64> {
+        let size = self.size_bytes();
+        let mut at = offset / self.granule() * self.granule();
+        self.as_queue(|handle, ring, io| {
+            while at < size {
+                io.reset(Op::Seek { own: false }, at, false);
+                io.len = size - at;
+                handle.run(ring, io)?;
+                let Some(found) = io.found.filter(|found| found.len > 0) else { break };
+                if (found.extent == Extent::Zero) == hole {
+                    return Ok(at.max(offset));
+                }
+                at += found.len;
+            }
+            Ok(size)
+        })
+    }
+
+    /// Does something with a handle and a ring of its own.
+    fn as_queue<T: Send>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&DiskHandle, &mut Ring, &mut Io) -> io::Result<T> + Send,
+    ) -> io::Result<T> {
+        let work = || {
+            let (mut ring, mut io) = (Ring::new()?, Io::default());
+            let handle = self.attach(&mut ring);
+            let done = work(&handle, &mut ring, &mut io);
+            handle.detach(&mut ring);
+            done
         };
         std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("vshunt-merge".to_owned());
+            let thread = std::thread::Builder::new().name("vshunt-aside".to_owned());
             thread.spawn_scoped(scope, work)?.join().expect("it does not panic")
         })
     }

@@ -20,7 +20,7 @@ const DENIED_BASE: i64 = 200;
 
 /// How long another's lock is waited for. A process that was killed goes on holding its locks until its io_uring has
 /// ended what was under way. Waiting for that is also what keeps its last writes off those of its successor.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
 const RETRY: Duration = Duration::from_millis(10);
 
 /// What an image is used for; the values are bit numbers of the protocol.

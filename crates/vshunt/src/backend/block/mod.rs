@@ -454,6 +454,18 @@ impl Disk {
         }
     }
 
+    /// Where data is from `offset` on, or the first hole, by the image's own map; the disk's size where there is none. Of raw
+    /// images the file knows ([`image`](Self::image)); for others all is data. Blocks.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn seek(self: &Arc<Self>, offset: u64, hole: bool) -> std::io::Result<u64> {
+        match &*self.kind() {
+            Kind::Qcow2(_) => self.seek_as_queue(offset, hole),
+            _ => Ok(if hole { self.size_bytes() } else { offset }),
+        }
+    }
+
     /// The persistent dirty bitmaps of a qcow2 image that is open for writing, handed to who sets their bits from before the
     /// first write on; none of other disks. Until [`put_bitmaps`](Self::put_bitmaps) they are in use in the image, and in
     /// doubt for who opens it next.

@@ -1,17 +1,29 @@
-//! Calls that name an interface: struct ifreq of `<linux/if.h>`, and the numbers of `<linux/if_tun.h>`.
+//! Calls that name an interface or ask a tap's file: struct ifreq of `<linux/if.h>`, and the numbers of
+//! `<linux/if_tun.h>`, which macvtap's files know too.
 //!
 //! A name means what it means in the network namespace of the file that is asked.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 // linux/if_tun.h
-pub(super) const TUNSETIFF: libc::Ioctl = 0x4004_54CA;
+const TUNSETIFF: libc::Ioctl = 0x4004_54CA;
+const TUNGETIFF: libc::Ioctl = 0x8004_54D2_u32 as libc::Ioctl;
+const TUNSETQUEUE: libc::Ioctl = 0x4004_54D9;
+const TUNGETDEVNETNS: libc::Ioctl = 0x54E3;
+/// An argument by value.
+pub(super) const TUNSETPERSIST: libc::Ioctl = 0x4004_54CB;
+/// Likewise.
+pub(super) const TUNSETOWNER: libc::Ioctl = 0x4004_54CC;
+/// Likewise.
+pub(super) const TUNSETGROUP: libc::Ioctl = 0x4004_54CE;
+/// Likewise.
 pub(super) const TUNSETOFFLOAD: libc::Ioctl = 0x4004_54D0;
+/// An int behind a pointer.
 pub(super) const TUNSETVNETHDRSZ: libc::Ioctl = 0x4004_54D8;
-pub(super) const TUNSETQUEUE: libc::Ioctl = 0x4004_54D9;
+/// Likewise.
+pub(super) const TUNSETSTEERINGEBPF: libc::Ioctl = 0x8004_54E0_u32 as libc::Ioctl;
+
 pub(super) const IFF_TAP: u16 = 0x0002;
 pub(super) const IFF_MULTI_QUEUE: u16 = 0x0100;
 pub(super) const IFF_ATTACH_QUEUE: u16 = 0x0200;
@@ -45,13 +57,13 @@ impl IfReq {
         self
     }
 
+    fn flags(&self) -> u16 {
+        u16::from_ne_bytes([self.value[0], self.value[1]])
+    }
+
     fn with_number(mut self, number: i32) -> Self {
         self.value[..4].copy_from_slice(&number.to_ne_bytes());
         self
-    }
-
-    fn number(&self) -> i32 {
-        i32::from_ne_bytes(self.value[..4].try_into().expect("4 bytes"))
     }
 
     fn call(&mut self, fd: impl AsFd, code: libc::Ioctl) -> io::Result<()> {
@@ -69,60 +81,71 @@ pub(super) fn join(tun: impl AsFd, name: &str, flags: u16) -> io::Result<()> {
     IfReq::new(name).with_flags(flags).call(tun, TUNSETIFF)
 }
 
+/// TUNGETIFF: the interface of a tap's file, and its flags.
+pub(super) fn joined(tap: impl AsFd) -> io::Result<(String, u16)> {
+    let mut req = IfReq::new("");
+    req.call(tap, TUNGETIFF)?;
+    let name = req.name.split(|byte| *byte == 0).next().unwrap_or_default();
+    Ok((String::from_utf8_lossy(name).into_owned(), req.flags()))
+}
+
 /// TUNSETQUEUE.
 pub(super) fn set_queue(tun: impl AsFd, flag: u16) -> io::Result<()> {
     IfReq::new("").with_flags(flag).call(tun, TUNSETQUEUE)
 }
 
-/// A call to a file of /dev/net/tun whose argument is a number.
-pub(super) fn set_number(tun: impl AsFd, code: libc::Ioctl, number: libc::c_ulong) -> io::Result<()> {
-    // SAFETY: TUNSETOFFLOAD takes its argument by value.
-    match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), code, number) } {
+/// The Ethernet address of a tap's file, wherever its interface is.
+pub(super) fn address(tap: impl AsFd) -> io::Result<[u8; 6]> {
+    let mut req = IfReq::new("");
+    req.call(tap, libc::SIOCGIFHWADDR)?;
+    // struct sockaddr: the family, and what it is long.
+    Ok(req.value[2..8].try_into().expect("6 bytes"))
+}
+
+/// Sets it.
+pub(super) fn set_address(tap: impl AsFd, address: [u8; 6]) -> io::Result<()> {
+    let mut req = IfReq::new("").with_flags(libc::ARPHRD_ETHER);
+    req.value[2..8].copy_from_slice(&address);
+    req.call(tap, libc::SIOCSIFHWADDR)
+}
+
+/// The network namespace that the interface of a tap's file is in (Linux 5.7). It takes CAP_NET_ADMIN there.
+pub(super) fn netns(tun: impl AsFd) -> io::Result<OwnedFd> {
+    // SAFETY: TUNGETDEVNETNS has no argument and touches no memory.
+    match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), TUNGETDEVNETNS) } {
+        // SAFETY: a new descriptor, which nobody else has.
+        fd if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A call to a tap's file whose argument is a number.
+pub(super) fn set_number(tap: impl AsFd, code: libc::Ioctl, number: libc::c_ulong) -> io::Result<()> {
+    // SAFETY: TUNSETOFFLOAD, TUNSETPERSIST, TUNSETOWNER and TUNSETGROUP take their argument by value.
+    match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), code, number) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// A call to a file of /dev/net/tun whose argument is a pointer to an int.
-pub(super) fn set_int(tun: impl AsFd, code: libc::Ioctl, value: libc::c_int) -> io::Result<()> {
-    // SAFETY: TUNSETVNETHDRSZ reads an int.
-    match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), code, &raw const value) } {
+/// A call to a tap's file whose argument is a pointer to an int.
+pub(super) fn set_int(tap: impl AsFd, code: libc::Ioctl, value: libc::c_int) -> io::Result<()> {
+    // SAFETY: TUNSETVNETHDRSZ and TUNSETSTEERINGEBPF read an int, which lives until the call returns.
+    match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), code, &raw const value) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Asks and tells of interfaces in the network namespace in which it was made.
-#[derive(Debug)]
-pub(super) struct Links(OwnedFd);
+/// SIOCSIFMTU, to a socket of the interface's namespace.
+pub(super) fn set_mtu(socket: impl AsFd, name: &str, mtu: u32) -> io::Result<()> {
+    IfReq::new(name).with_number(mtu as i32).call(socket, libc::SIOCSIFMTU)
+}
 
-impl Links {
-    pub(super) fn new() -> io::Result<Self> {
-        let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-        Ok(Self(socket))
-    }
-
-    /// Its number; none if there is no such interface.
-    pub(super) fn index(&self, name: &str) -> Option<i32> {
-        let mut req = IfReq::new(name);
-        req.call(&self.0, libc::SIOCGIFINDEX).ok().map(|()| req.number())
-    }
-
-    pub(super) fn mtu(&self, name: &str) -> io::Result<u32> {
-        let mut req = IfReq::new(name);
-        req.call(&self.0, libc::SIOCGIFMTU)?;
-        Ok(req.number() as u32)
-    }
-
-    pub(super) fn set_mtu(&self, name: &str, mtu: u32) -> io::Result<()> {
-        IfReq::new(name).with_number(mtu as i32).call(&self.0, libc::SIOCSIFMTU)
-    }
-
-    /// Sets IFF_UP.
-    pub(super) fn set_up(&self, name: &str) -> io::Result<()> {
-        let mut req = IfReq::new(name);
-        req.call(&self.0, libc::SIOCGIFFLAGS)?;
-        let flags = u16::from_ne_bytes([req.value[0], req.value[1]]) | libc::IFF_UP as u16;
-        req.with_flags(flags).call(&self.0, libc::SIOCSIFFLAGS)
-    }
+/// Sets IFF_UP, likewise.
+pub(super) fn set_up(socket: impl AsFd, name: &str) -> io::Result<()> {
+    let mut req = IfReq::new(name);
+    req.call(&socket, libc::SIOCGIFFLAGS)?;
+    let flags = req.flags() | libc::IFF_UP as u16;
+    req.with_flags(flags).call(&socket, libc::SIOCSIFFLAGS)
 }

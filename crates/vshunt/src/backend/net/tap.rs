@@ -1,23 +1,65 @@
 //! A tap with several queues: an Ethernet interface of the host whose other end we have.
 //!
-//! [`Tap::open`] makes the interface or adopts one that is there. Each [`TapQueue`] is an open file of /dev/net/tun, for
-//! whoever moves frames: `read` and `write` of one frame each behind a virtio-net header, or the kernel's vhost-net. A
-//! queue begins detached, so that the kernel sends nothing to where nobody reads; [`TapQueue::attach`] and
+//! [`Tap::open`] makes the interface or adopts one that is there, by its name, in any network namespace; a macvtap is
+//! adopted likewise. [`Tap::from_fds`] adopts files that somebody else opened. Each [`TapQueue`] is an open file, for
+//! whoever moves frames: `read` and `write` of one frame each behind a virtio-net header, without waiting, or the kernel's
+//! vhost-net. A queue begins detached, so that the kernel sends nothing to where nobody reads; [`TapQueue::attach`] and
 //! [`TapQueue::detach`] change that at any time (TUNSETQUEUE).
 //!
-//! Called by control threads and by the session thread, never while a frame is moved. What must never happen: an adopted
-//! interface removed, or one that another program uses taken over.
+//! Which queue a frame comes to is the kernel's choice among the attached ones: by its flow table, where the flow goes that
+//! was last written to a queue ("transmit follows receive"), or by a program ([`Steering`]). A flow stays on its queue
+//! while none is attached or detached. The kernel counts attached queues by an index that changes then: [`Tap::order`].
+//!
+//! ```no_run
+//! use std::io::Read;
+//! use vshunt::backend::net::tap::{HEADER_LONG, Options, Steering, Tap};
+//!
+//! # fn main() -> Result<(), vshunt::error::Error> {
+//! let options = Options { netns: Some("red".into()), steering: Steering::Rss, ..Options::default() };
+//! let tap = Tap::open_with("vs0", 4, &options)?;
+//! tap.set_header(HEADER_LONG)?;
+//! let queues = tap.queues(4)?;
+//! for queue in &queues {
+//!     queue.attach()?;
+//! }
+//! let mut frame = [0; 65536 + 64];
+//! // Poll it before: it is non-blocking.
+//! match queues[0].as_ref().read(&mut frame) {
+//!     Ok(bytes) => println!("a header, and a frame of {} bytes", bytes - HEADER_LONG as usize),
+//!     Err(e) => println!("none now: {e}"),
+//! }
+//! queues[3].detach()?;
+//! assert_eq!(tap.order(), [0, 1, 2]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The calls here are control's and the session thread's, never made while a frame is moved. What must never happen: an
+//! adopted interface removed, or one that another program uses taken over.
 
-use std::fs::{File, OpenOptions};
+mod given;
+mod offloads;
+mod open;
+mod queue;
+mod steering;
+
 use std::io::{self, IoSlice};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use rustix::io::Errno;
+pub use given::parse_fds;
+pub use offloads::Offloads;
+pub use open::{Options, check_name};
+pub use queue::TapQueue;
+pub use steering::Steering;
 
-use super::ifreq::{self, Links};
+use self::given::Given;
+use self::open::Source;
+use self::queue::{Order, Since};
+use super::ifreq;
+use super::links::{LinkKind, Links};
+use super::netns::Netns;
+pub use super::netns::check as check_netns;
 use crate::error::{Error, Result};
 pub use crate::export::spec::NetCounters as Counters;
 
@@ -27,6 +69,8 @@ pub const NAME_MAX: usize = 15;
 pub const QUEUES_MAX: u16 = 256;
 /// The smallest MTU: IPv4's, and the kernel's for Ethernet.
 pub const MTU_MIN: u32 = 68;
+/// What an Ethernet interface has that nobody set.
+pub const MTU_DEFAULT: u32 = 1500;
 /// The largest MTU of a tap: 64 KiB less one byte and the Ethernet header.
 pub const MTU_MAX: u32 = 65521;
 
@@ -36,125 +80,18 @@ pub const HEADER_SHORT: u32 = 10;
 /// See [`HEADER_SHORT`].
 pub const HEADER_LONG: u32 = 12;
 
-const CLONE_DEVICE: &str = "/dev/net/tun";
-
-// linux/if_tun.h, TUN_F_*
-const F_CSUM: u32 = 0x01;
-const F_TSO4: u32 = 0x02;
-const F_TSO6: u32 = 0x04;
-const F_TSO_ECN: u32 = 0x08;
-const F_UFO: u32 = 0x10;
-const F_USO: u32 = 0x60;
-
-/// What the reader of the queues takes off the kernel's hands (TUNSETOFFLOAD).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Offloads {
-    /// Frames whose checksum is not computed yet. Without it nothing below holds.
-    pub csum: bool,
-    /// TCP segments over IPv4 longer than the MTU.
-    pub tso4: bool,
-    /// TCP segments over IPv6 longer than the MTU.
-    pub tso6: bool,
-    /// Such segments with ECN.
-    pub ecn: bool,
-    /// UDP fragments.
-    pub ufo: bool,
-    /// UDP segments (both IP versions, or neither).
-    pub uso: bool,
-}
-
-impl Offloads {
-    /// The kernel's bits. It refuses combinations that make no sense, so they are left out.
-    fn bits(self) -> u32 {
-        if !self.csum {
-            return 0;
-        }
-        let tso = self.tso4 || self.tso6;
-        let bit = |on: bool, bits| if on { bits } else { 0 };
-        F_CSUM
-            | bit(self.tso4, F_TSO4)
-            | bit(self.tso6, F_TSO6)
-            | bit(self.ecn && tso, F_TSO_ECN)
-            | bit(self.ufo, F_UFO)
-            | bit(self.uso, F_USO)
-    }
-}
-
-/// One queue of a tap.
-#[derive(Debug)]
-pub struct TapQueue {
-    file: File,
-    name: String,
-    /// The kernel detaches queues of such taps only.
-    multi_queue: bool,
-    /// Held over the call, so that it says what is so.
-    attached: Mutex<bool>,
-}
-
-impl AsFd for TapQueue {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
-    }
-}
-
-impl TapQueue {
-    /// Of a file that was joined just now. Detached, where that can be.
-    fn new(file: File, name: &str, multi_queue: bool) -> Result<Self> {
-        let queue = Self { file, name: name.to_owned(), multi_queue, attached: Mutex::new(true) };
-        queue.detach()?;
-        Ok(queue)
-    }
-
-    /// For all queues of its tap.
-    fn set_offloads(&self, offloads: Offloads) -> Result<()> {
-        ifreq::set_number(&self.file, ifreq::TUNSETOFFLOAD, offloads.bits().into())
-            .map_err(|e| Error::io(format!("tap {} cannot have {offloads:?}", self.name), e))
-    }
-
-    /// Lets frames come to this queue. Idempotent.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn attach(&self) -> Result<()> {
-        self.set(true)
-    }
-
-    /// Lets no frame come to this queue; those that wait in it are dropped. Frames written to it are still taken. Does
-    /// nothing on a tap that is not multi-queue. Idempotent.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn detach(&self) -> Result<()> {
-        self.set(false)
-    }
-
-    /// Whether frames may come to it.
-    pub fn attached(&self) -> bool {
-        *self.attached.lock().expect("no holder panics")
-    }
-
-    fn set(&self, on: bool) -> Result<()> {
-        let mut attached = self.attached.lock().expect("no holder panics");
-        if *attached == on || !self.multi_queue {
-            return Ok(());
-        }
-        let flag = if on { ifreq::IFF_ATTACH_QUEUE } else { ifreq::IFF_DETACH_QUEUE };
-        let (name, what) = (&self.name, if on { "attached" } else { "detached" });
-        ifreq::set_queue(&self.file, flag)
-            .map_err(|e| Error::io(format!("a queue of tap {name} cannot be {what}"), e))?;
-        *attached = on;
-        Ok(())
-    }
-}
-
-/// A tap interface, for as long as this lives: one that was made goes with its last open file.
+/// A tap interface, for as long as this lives: one that was made goes with its last open file, unless it was to persist.
 #[derive(Debug)]
 pub struct Tap {
     name: String,
     made: bool,
+    macvtap: bool,
     multi_queue: bool,
     uso: bool,
-    links: Links,
+    source: Source,
+    links: Option<Links>,
+    order: Arc<Order>,
+    /// Locked before the order; held over the calls that change it.
     state: Mutex<State>,
 }
 
@@ -163,40 +100,99 @@ struct State {
     queues: Vec<Arc<TapQueue>>,
     header: u32,
     offloads: Offloads,
+    steering: Steering,
 }
 
 impl Tap {
+    /// [`Tap::open_with`], and nothing asked for.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open(name: &str, queues: u16) -> Result<Self> {
+        Self::open_with(name, queues, &Options::default())
+    }
+
     /// Opens `queues` queues (one at least) of the tap called `name`, all detached. An interface of that name is adopted,
-    /// and stays when we go; else one is made, set up, and removed with us.
+    /// and stays when we go; else one is made, set up, and removed with us, unless it is to persist.
+    ///
+    /// Other programs' queues are seen of a multi-queue tap, and the kernel lets one program alone have a tap of one queue.
+    /// Of a macvtap they are not: it deals frames out among all.
     ///
     /// # Errors
     /// With what to do: no /dev/net/tun, no permission, a name that none can have, an interface that is no tap, is in use,
-    /// or has one queue where more are asked for; more queues than a tap can have.
-    pub fn open(name: &str, queues: u16) -> Result<Self> {
+    /// or has one queue where more are asked for; more queues than a tap can have; no such namespace; an option that this
+    /// interface cannot have.
+    pub fn open_with(name: &str, queues: u16, options: &Options) -> Result<Self> {
         check_name(name)?;
-        let links = Links::new().map_err(|e| Error::io(format!("cannot look for interface {name}"), e))?;
-        let index = links.index(name);
-        if index.is_some_and(|index| has_carrier(name, index)) {
-            return Err(busy(name));
-        }
-        let file = open_tun()?;
-        let multi_queue = join_first(&file, name, index.is_some())?;
-        let first = Arc::new(TapQueue::new(file, name, multi_queue)?);
-        let with_uso = Offloads { csum: true, uso: true, ..Offloads::default() };
-        let uso = first.set_offloads(with_uso).is_ok();
-        first.set_offloads(Offloads::default())?;
-        // The header that an adopted one has is not known.
-        let state = State { queues: vec![first], header: 0, offloads: Offloads::default() };
-        let made = index.is_none();
-        let tap = Self { name: name.to_owned(), made, multi_queue, uso, links, state: Mutex::new(state) };
-        tap.set_header(HEADER_SHORT)?;
+        let netns = Netns::open(options.netns.as_deref())?;
+        let cannot = |e| Error::io(format!("cannot look for interface {name}"), e);
+        let links = netns.run(Links::new).and_then(|made| made).map_err(cannot)?;
+        let link = open::find_unused(&links, name).map_err(cannot)?;
+        let exists = link.is_some();
+        let source = match link {
+            Some(link) if link.kind == LinkKind::Macvtap => {
+                Source::Macvtap(open::macvtap_device(name, &link, &netns)?)
+            }
+            Some(link) if link.queues > 0 => return Err(open::busy(name)),
+            Some(link) if link.kind == LinkKind::Other => return Err(open::no_tap(name)),
+            _ => Source::Clone(netns),
+        };
+        let order = Arc::new(Order::default());
+        let (file, multi_queue) = source.first(name, exists)?;
+        let first = TapQueue::new(name, 0, multi_queue, &order, Since::Joined, || Ok(file))?;
+        let macvtap = matches!(source, Source::Macvtap(_));
+        let tap = Self {
+            name: name.to_owned(),
+            made: !exists && !options.persist,
+            macvtap,
+            multi_queue,
+            uso: false,
+            source,
+            links: Some(links),
+            order,
+            state: State::new(vec![first]),
+        };
+        let tap = tap.begun(options)?;
         tap.queues(queues)?;
-        if tap.made {
-            tap.links
-                .set_up(name)
-                .map_err(|e| Error::io(format!("tap {name} was made and cannot be set up"), e))?;
+        if let (false, Some(links)) = (exists, &tap.links) {
+            let cannot = |e| Error::io(format!("tap {name} was made and cannot be set up"), e);
+            links.set_up(name).map_err(cannot)?;
         }
+        open::set_rights(name, macvtap, tap.state().queues[0].as_fd(), options)?;
         Ok(tap)
+    }
+
+    /// Adopts open files of a tap (joined by TUNSETIFF, with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR) or of a macvtap, one for
+    /// each queue: all that there will be. They become non-blocking, close-on-exec and, where that can be, detached. The
+    /// interface may be in any network namespace, which `options` then do not name; where we may not enter that, it has
+    /// neither MTU nor counters for us. Nobody else should have queues of it, or [`Tap::order`] does not hold.
+    ///
+    /// # Errors
+    /// With what to do: a descriptor that is no tap's, or one opened otherwise, or all are not of the same tap.
+    pub fn from_fds(fds: Vec<OwnedFd>, options: &Options) -> Result<Self> {
+        let Given { name, macvtap, multi_queue, files, links } = Given::new(fds)?;
+        let order = Arc::new(Order::default());
+        let mut queues = Vec::with_capacity(files.len());
+        for (number, file) in files.into_iter().enumerate() {
+            queues.push(TapQueue::new(&name, number, multi_queue, &order, Since::Given, || Ok(file))?);
+        }
+        let (source, state) = (Source::Given, State::new(queues));
+        let tap = Self { name, made: false, macvtap, multi_queue, uso: false, source, links, order, state };
+        let tap = tap.begun(options)?;
+        open::set_rights(&tap.name, macvtap, tap.state().queues[0].as_fd(), options)?;
+        Ok(tap)
+    }
+
+    /// What it is to have from the beginning on.
+    fn begun(mut self, options: &Options) -> Result<Self> {
+        let with_uso = Offloads { csum: true, uso: true, ..Offloads::default() };
+        let uso = self.tell_offloads(&self.state(), with_uso).is_ok();
+        self.uso = uso;
+        self.tell_offloads(&self.state(), Offloads::default())?;
+        self.set_header(HEADER_SHORT)?;
+        self.set_steering(options.steering)?;
+        open::set_address(&self.name, self.state().queues[0].as_fd(), options)?;
+        Ok(self)
     }
 
     /// Its name.
@@ -214,14 +210,34 @@ impl Tap {
         self.multi_queue
     }
 
+    /// Queues that it can have open at most.
+    pub fn queues_max(&self) -> u16 {
+        match (&self.source, self.multi_queue) {
+            (Source::Given, _) => self.open_queues(),
+            (_, true) => QUEUES_MAX,
+            (_, false) => 1,
+        }
+    }
+
     /// Whether it knows UDP segments ([`Offloads::uso`]): Linux 6.2 and later.
     pub fn has_uso(&self) -> bool {
         self.uso
     }
 
+    /// Whether its interface is still there: somebody else may remove it.
+    pub fn is_there(&self) -> bool {
+        ifreq::joined(&*self.state().queues[0]).is_ok()
+    }
+
     /// Queues that are open.
     pub fn open_queues(&self) -> u16 {
         self.state().queues.len() as u16
+    }
+
+    /// The attached queues, by their numbers in [`Tap::queues`], in the order in which the kernel and its steering programs
+    /// count them. A queue that is detached leaves its place to the last one; one that is attached comes last.
+    pub fn order(&self) -> Vec<usize> {
+        self.order.now()
     }
 
     /// The first `count` queues; those that are not open yet are opened.
@@ -238,9 +254,12 @@ impl Tap {
         }
         let mut state = self.state();
         while state.queues.len() < usize::from(count) {
-            let file = open_tun()?;
-            ifreq::join(&file, name, flags(true)).map_err(|e| explain(name, e, true))?;
-            state.queues.push(Arc::new(TapQueue::new(file, name, true)?));
+            let (number, join) = (state.queues.len(), || self.source.more(name));
+            let queue = TapQueue::new(name, number, true, &self.order, Since::Joined, join)?;
+            if self.macvtap {
+                self.tell_header(&queue, state.header)?;
+            }
+            state.queues.push(Arc::new(queue));
         }
         Ok(state.queues[..usize::from(count)].to_vec())
     }
@@ -254,10 +273,16 @@ impl Tap {
         if state.header == bytes {
             return Ok(());
         }
-        ifreq::set_int(state.queues[0].as_fd(), ifreq::TUNSETVNETHDRSZ, bytes as i32)
-            .map_err(|e| Error::io(format!("tap {} cannot have headers of {bytes} bytes", self.name), e))?;
+        // It is the interface's, but for a macvtap's, where it is each file's own.
+        let told = if self.macvtap { state.queues.len() } else { 1 };
+        state.queues[..told].iter().try_for_each(|queue| self.tell_header(queue, bytes))?;
         state.header = bytes;
         Ok(())
+    }
+
+    fn tell_header(&self, queue: &TapQueue, bytes: u32) -> Result<()> {
+        ifreq::set_int(queue, ifreq::TUNSETVNETHDRSZ, bytes as i32)
+            .map_err(|e| Error::io(format!("tap {} cannot have headers of {bytes} bytes", self.name), e))
     }
 
     /// Sets what readers take off the kernel's hands. For all queues.
@@ -267,19 +292,68 @@ impl Tap {
     pub fn set_offloads(&self, offloads: Offloads) -> Result<()> {
         let mut state = self.state();
         if state.offloads != offloads {
-            state.queues[0].set_offloads(offloads)?;
+            self.tell_offloads(&state, offloads)?;
             state.offloads = offloads;
         }
+        Ok(())
+    }
+
+    fn tell_offloads(&self, state: &State, offloads: Offloads) -> Result<()> {
+        ifreq::set_number(&*state.queues[0], ifreq::TUNSETOFFLOAD, offloads.bits().into()).map_err(
+            |e| match e.raw_os_error() {
+                Some(libc::EBADFD) => Error::io(
+                    format!("interface {} is gone; remove the network, and add it again", self.name),
+                    e,
+                ),
+                _ => Error::io(
+                    format!("tap {} cannot be told which checksums and segments its guest takes", self.name),
+                    e,
+                ),
+            },
+        )
+    }
+
+    /// How frames come to queues.
+    pub fn steering(&self) -> Steering {
+        self.state().steering
+    }
+
+    /// Sets it, at any time; flows may change their queue by it.
+    ///
+    /// # Errors
+    /// With what to do: this user may load no eBPF program, or the interface takes none.
+    pub fn set_steering(&self, steering: Steering) -> Result<()> {
+        let mut state = self.state();
+        if state.steering == steering {
+            return Ok(());
+        }
+        let program = steering::load(steering).map_err(|e| steering::explain(steering, e))?;
+        let set = ifreq::set_int(
+            &*state.queues[0],
+            ifreq::TUNSETSTEERINGEBPF,
+            steering::argument(program.as_ref()),
+        );
+        set.map_err(|e| match e.raw_os_error() {
+            Some(libc::EINVAL | libc::ENOTTY) => Error::unsupported(format!(
+                "interface {} takes no program for steering={steering}: a tap does, of Linux 4.16 or later, and no macvtap; \
+                 leave steering out",
+                self.name
+            )),
+            _ => Error::io(format!("tap {} cannot have steering={steering}", self.name), e),
+        })?;
+        state.steering = steering;
         Ok(())
     }
 
     /// Bytes of the longest IP packet.
     ///
     /// # Errors
-    /// The interface is gone.
+    /// The interface is gone, or where we may not look.
     pub fn mtu(&self) -> Result<u32> {
         let name = &self.name;
-        self.links.mtu(name).map_err(|e| Error::io(format!("the MTU of tap {name} cannot be read"), e))
+        let cannot = |e| Error::io(format!("the MTU of tap {name} cannot be read"), e);
+        let link = self.links()?.find(name).map_err(cannot)?;
+        link.map(|link| link.mtu).ok_or_else(|| cannot(io::Error::from_raw_os_error(libc::ENODEV)))
     }
 
     /// Sets it.
@@ -289,7 +363,7 @@ impl Tap {
     pub fn set_mtu(&self, mtu: u32) -> Result<()> {
         let name = &self.name;
         check_mtu(mtu)?;
-        self.links.set_mtu(name, mtu).map_err(|e| match e.raw_os_error() {
+        self.links()?.set_mtu(name, mtu).map_err(|e| match e.raw_os_error() {
             Some(libc::EPERM) => Error::io(
                 format!(
                     "tap {name} cannot be given an MTU without CAP_NET_ADMIN; run as root, or leave out mtu"
@@ -297,6 +371,15 @@ impl Tap {
                 e,
             ),
             _ => Error::io(format!("tap {name} cannot be given an MTU of {mtu}"), e),
+        })
+    }
+
+    fn links(&self) -> Result<&Links> {
+        self.links.as_ref().ok_or_else(|| {
+            Error::unsupported(format!(
+                "tap {} is in a network namespace that this program may not enter; run as root (CAP_SYS_ADMIN)",
+                self.name
+            ))
         })
     }
 
@@ -316,10 +399,10 @@ impl Tap {
         }
     }
 
-    /// What went through it; none where it is not in the network namespace of the calling thread (any more).
+    /// What went through it; none where it is not in the network namespace any more in which it was opened, or where we may
+    /// not look.
     pub fn counters(&self) -> Option<Counters> {
-        let text = std::fs::read_to_string("/proc/thread-self/net/dev").ok()?;
-        parse_counters(&text, &self.name)
+        Some(self.links.as_ref()?.find(&self.name).ok()??.counters)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -327,21 +410,20 @@ impl Tap {
     }
 }
 
-/// Whether an interface can have that name.
-///
-/// # Errors
-/// [`Invalid`](crate::error::Kind::Invalid), with what would be right.
-pub fn check_name(name: &str) -> Result<()> {
-    let wrong = |why: &str| Err(Error::invalid(format!("no interface can be called {name:?}: {why}")));
-    match name {
-        "" => wrong("a name has a letter at least"),
-        "." | ".." => wrong("that is a folder's"),
-        _ if name.len() > NAME_MAX => wrong(&format!("it has {} bytes; {NAME_MAX} is the most", name.len())),
-        // `%d` would have the kernel choose a number, and we would not know which.
-        _ if name.contains(|c: char| c == '/' || c == ':' || c == '%' || c.is_whitespace()) => {
-            wrong("it may not contain '/', ':', '%' or a space")
+impl State {
+    fn new(queues: Vec<TapQueue>) -> Mutex<Self> {
+        let queues = queues.into_iter().map(Arc::new).collect();
+        // The header that an adopted one has is not known.
+        Mutex::new(Self { queues, header: 0, offloads: Offloads::default(), steering: Steering::Auto })
+    }
+}
+
+impl Drop for Tap {
+    /// An interface that stays is left to the kernel's own steering again.
+    fn drop(&mut self) {
+        if !self.made {
+            let _ = self.set_steering(Steering::Auto);
         }
-        _ => Ok(()),
     }
 }
 
@@ -356,94 +438,6 @@ pub fn check_mtu(mtu: u32) -> Result<()> {
             Err(Error::invalid(format!("mtu={mtu} is out of range; {MTU_MIN} to {MTU_MAX} is possible")))
         }
     }
-}
-
-fn open_tun() -> Result<File> {
-    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(CLONE_DEVICE);
-    file.map_err(|e| match e.raw_os_error() {
-        Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => Error::unsupported(format!(
-            "there is no {CLONE_DEVICE}: the module tun is not loaded or not installed; as root: modprobe tun"
-        )),
-        Some(libc::EACCES | libc::EPERM) => Error::io(
-            format!("no permission to open {CLONE_DEVICE}; run as root, or let this user read and write it"),
-            e,
-        ),
-        _ => Error::io(format!("cannot open {CLONE_DEVICE}"), e),
-    })
-}
-
-fn flags(multi_queue: bool) -> u16 {
-    let flags = ifreq::IFF_TAP | ifreq::IFF_NO_PI | ifreq::IFF_VNET_HDR;
-    if multi_queue { flags | ifreq::IFF_MULTI_QUEUE } else { flags }
-}
-
-/// Joins the first file; returns whether the interface is multi-queue.
-fn join_first(file: &File, name: &str, exists: bool) -> Result<bool> {
-    match ifreq::join(file, name, flags(true)) {
-        Ok(()) => Ok(true),
-        // One that is there may be of one queue: the kernel refuses the other kind.
-        Err(e) if exists && e.raw_os_error() == Some(libc::EINVAL) => {
-            ifreq::join(file, name, flags(false)).map(|()| false).map_err(|e| explain(name, e, exists))
-        }
-        Err(e) => Err(explain(name, e, exists)),
-    }
-}
-
-fn explain(name: &str, e: io::Error, exists: bool) -> Error {
-    match Errno::from_io_error(&e) {
-        Some(Errno::BUSY) => busy(name),
-        Some(Errno::TOOBIG) => {
-            Error::limit(format!("tap {name} cannot have more queues; {QUEUES_MAX} is the most"))
-        }
-        Some(Errno::INVAL) if exists => {
-            Error::invalid(format!("interface {name} is there and is no tap; give another ifname"))
-        }
-        Some(Errno::PERM) if exists => Error::io(
-            format!(
-                "no permission to use tap {name}; run as root (CAP_NET_ADMIN), or make it for this user: ip tuntap add \
-                 dev {name} mode tap multi_queue user NAME"
-            ),
-            e,
-        ),
-        Some(Errno::PERM) => Error::io(
-            format!(
-                "no permission to make tap {name}; run as root (CAP_NET_ADMIN), or make it before, for this user: ip \
-                 tuntap add dev {name} mode tap multi_queue user NAME"
-            ),
-            e,
-        ),
-        _ => Error::io(format!("cannot have tap {name}"), e),
-    }
-}
-
-fn busy(name: &str) -> Error {
-    Error::busy(format!("tap {name} is in use by another program; end that, or give another ifname"))
-}
-
-/// Whether a program has a queue of a tap that is up. The kernel would let us add ours to the others' and deal frames out
-/// among all. It cannot be told of one that is down, or where /sys shows another network namespace.
-fn has_carrier(name: &str, index: i32) -> bool {
-    let dir = Path::new("/sys/class/net").join(name);
-    let read = |file| std::fs::read_to_string(dir.join(file)).unwrap_or_default();
-    read("ifindex").trim() == index.to_string()
-        && !read("tun_flags").is_empty()
-        && read("carrier").trim() == "1"
-}
-
-/// The line of `name` in /proc/net/dev.
-fn parse_counters(text: &str, name: &str) -> Option<Counters> {
-    let line = text.lines().find_map(|l| l.trim_start().strip_prefix(name)?.strip_prefix(':'))?;
-    let n: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
-    // Receive: bytes packets errs drop fifo frame compressed multicast; transmit: bytes packets errs drop …
-    let at = |i: usize| n.get(i).copied();
-    Some(Counters {
-        from_guest_bytes: at(0)?,
-        from_guest_packets: at(1)?,
-        from_guest_dropped: at(3)?,
-        to_guest_bytes: at(8)?,
-        to_guest_packets: at(9)?,
-        to_guest_dropped: at(11)?,
-    })
 }
 
 #[cfg(test)]

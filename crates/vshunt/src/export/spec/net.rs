@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
 /// Kind of network.
@@ -11,6 +12,48 @@ use serde::{Deserialize, Serialize};
 pub enum NetKind {
     /// An interface of the host whose other end is the guest's card.
     Tap,
+    /// The exports of this daemon that use it, joined to each other and to uplinks.
+    Switch,
+}
+
+/// Which of a tap's attached queues a frame for the guest comes to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Steering {
+    /// By the kernel's flow table: where the guest last sent frames of that flow.
+    #[default]
+    Auto,
+    /// By the hash that the kernel has of the frame already, of its sender's socket (which takes another when TCP
+    /// retransmits) or a network card; [`Rss`](Self::Rss) where it has none.
+    Hash,
+    /// By a hash over addresses and ports, the same for both directions of a flow, whoever sent it.
+    Rss,
+    /// By the CPU that sends the frame.
+    Cpu,
+}
+
+impl Steering {
+    /// All ways, with the words for them.
+    pub const ALL: [(&str, Self); 4] =
+        [("auto", Self::Auto), ("hash", Self::Hash), ("rss", Self::Rss), ("cpu", Self::Cpu)];
+}
+
+impl FromStr for Steering {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.iter().find(|(word, _)| *word == text);
+        found
+            .map(|(_, steering)| *steering)
+            .ok_or_else(|| format!("`{text}` is none of auto, hash, rss, cpu"))
+    }
+}
+
+impl fmt::Display for Steering {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = Self::ALL.iter().find(|(_, steering)| steering == self);
+        f.write_str(word.map_or("", |(word, _)| word))
+    }
 }
 
 /// A network: the backend of exports of type vhost-user-net.
@@ -22,18 +65,72 @@ pub struct NetSpec {
     pub kind: NetKind,
     /// Unique among networks.
     pub name: String,
-    /// The interface. One that is there is adopted and stays; else it is made, set up, and removed with the network.
-    pub ifname: String,
+    /// The interface, a tap or macvtap. One that is there is adopted and stays; else a tap is made, set up, and removed with
+    /// the network. Of a tap; either this or `fd`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ifname: Option<String>,
+    /// Open descriptors of the interface, one a queue: `7` or `7:8:9`.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
+    pub fd: Option<String>,
+    /// The network namespace of `ifname`, a name as `ip netns` has it or a path; absent: ours.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub netns: Option<String>,
     /// Queues that the interface is opened with, 1..=256, and the most that an export can have; absent: as the export asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
+    /// Which queue a frame for the guest comes to; absent: [`Steering::Auto`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub steering: Option<Steering>,
+    /// The interface's own Ethernet address; absent: as it is. The guest's is the export's `mac`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<Mac>,
+    /// The user, by name or number, who may open the interface.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
+    pub owner: Option<String>,
+    /// The group whose members may.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
+    pub group: Option<String>,
+    /// Whether an interface that is made stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persist: Option<bool>,
+}
+
+/// What may be written as a number where that is all of it.
+fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    struct Either;
+
+    impl Visitor<'_> for Either {
+        type Value = Option<String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a number or a string")
+        }
+
+        fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+            Ok(Some(text.to_owned()))
+        }
+
+        fn visit_u64<E>(self, number: u64) -> Result<Self::Value, E> {
+            Ok(Some(number.to_string()))
+        }
+
+        fn visit_i64<E>(self, number: i64) -> Result<Self::Value, E> {
+            Ok(Some(number.to_string()))
+        }
+
+        fn visit_unit<E>(self) -> Result<Self::Value, E> {
+            Ok(None)
+        }
+    }
+
+    deserializer.deserialize_any(Either)
 }
 
 /// A network as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetInfo {
-    /// What was asked for.
+    /// What was asked for, and which interface and steering there are.
     #[serde(flatten)]
     pub spec: NetSpec,
     /// Whether the interface was made, and goes with the network.
@@ -42,12 +139,14 @@ pub struct NetInfo {
     pub multi_queue: bool,
     /// Queues of it that are open.
     pub open_queues: u16,
-    /// Bytes of the longest IP packet; none where the interface is gone.
+    /// Bytes of the longest IP packet; none where the interface is gone, or there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// The export that uses it.
+    /// Exports that use it: of a tap one at most.
+    pub exports: Vec<String>,
+    /// Of a switch: Ethernet addresses that it knows the ports of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub export: Option<String>,
+    pub addresses: Option<usize>,
     /// What went through the interface; none where it is gone, or in another network namespace by now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counters: Option<NetCounters>,
@@ -69,6 +168,73 @@ pub struct NetCounters {
     pub to_guest_bytes: u64,
     /// Frames for the guest that found no queue attached, or a full one.
     pub to_guest_dropped: u64,
+}
+
+/// What went through a queue pair that a worker of this process serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct NetQueueCounters {
+    /// Frames that the guest got.
+    pub to_guest_packets: u64,
+    /// Their bytes, without virtio-net headers.
+    pub to_guest_bytes: u64,
+    /// How often it was given some: packets by batches is how many come together.
+    pub to_guest_batches: u64,
+    /// Frames that the guest sent, and the network took.
+    pub from_guest_packets: u64,
+    /// Their bytes, likewise.
+    pub from_guest_bytes: u64,
+    /// How often some were taken together.
+    pub from_guest_batches: u64,
+    /// Frames that did not get through.
+    pub drops: NetDrops,
+}
+
+/// Frames that did not get through, by the reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct NetDrops {
+    /// Descriptors that lead outside of the guest's memory, or have the device write what it is to read.
+    pub malformed: u64,
+    /// Shorter than the virtio-net and the Ethernet header.
+    pub too_short: u64,
+    /// Longer than any frame, or than the one receive buffer that it was to fit in.
+    pub too_long: u64,
+    /// The guest's ring stopped before it had receive buffers for them.
+    pub no_buffers: u64,
+    /// The host found the virtio-net header wrong.
+    pub bad_header: u64,
+    /// The interface was down.
+    pub down: u64,
+    /// The host had no room.
+    pub no_room: u64,
+    /// They waited in a tap's queue that was detached.
+    pub detached: u64,
+    /// In flight when a former daemon ended: they may have been sent, and were not sent again.
+    pub unknown: u64,
+    /// No other port of the switch took them.
+    pub no_receiver: u64,
+    /// The host did not take them for another reason.
+    pub other: u64,
+}
+
+impl NetDrops {
+    /// All of them, by their names.
+    pub fn each(&self) -> [(&'static str, u64); 11] {
+        [
+            ("malformed", self.malformed),
+            ("too-short", self.too_short),
+            ("too-long", self.too_long),
+            ("no-buffers", self.no_buffers),
+            ("bad-header", self.bad_header),
+            ("down", self.down),
+            ("no-room", self.no_room),
+            ("detached", self.detached),
+            ("unknown", self.unknown),
+            ("no-receiver", self.no_receiver),
+            ("other", self.other),
+        ]
+    }
 }
 
 /// An Ethernet address of one station: `52:54:00:12:34:56`.
@@ -123,6 +289,15 @@ impl From<Mac> for String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_for_steering() {
+        for (word, steering) in Steering::ALL {
+            assert_eq!((word.parse(), steering.to_string()), (Ok(steering), word.to_owned()));
+            assert_eq!(serde_json::to_value(steering).unwrap(), word);
+        }
+        assert!("Rss".parse::<Steering>().unwrap_err().contains("none of"));
+    }
 
     #[test]
     fn addresses() {

@@ -13,9 +13,9 @@ use virtio::features::{
 };
 use virtio::net::*;
 
+use super::super::card;
 use super::workers;
-use crate::backend::net::tap::{HEADER_LONG, HEADER_SHORT};
-use crate::backend::net::{Offloads, Tap, TapQueue};
+use crate::backend::net::{Tap, TapQueue};
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Workers as Spread};
 use crate::worker::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
@@ -141,10 +141,7 @@ impl Card {
 
     /// The tap's headers and offloads are the guest's.
     pub(super) fn agreed(&self, features: u64) -> std::result::Result<(), String> {
-        let long = features & (bit(VIRTIO_F_VERSION_1) | bit(VIRTIO_NET_F_MRG_RXBUF)) != 0;
-        let header = if long { HEADER_LONG } else { HEADER_SHORT };
-        let told = self.tap.set_header(header).and_then(|()| self.tap.set_offloads(offloads(features)));
-        told.map_err(|e| e.to_string())
+        card::agree(&self.tap, features).map(drop)
     }
 
     pub(super) fn run(&self, ring: u16, on: bool) -> vhost_kernel::Result<()> {
@@ -188,18 +185,5 @@ impl Card {
              which 'worker set ID --cpu LIST' keeps where you want it",
             self.export
         ))
-    }
-}
-
-fn offloads(features: u64) -> Offloads {
-    let has = |number| features & bit(number) != 0;
-    Offloads {
-        csum: has(VIRTIO_NET_F_GUEST_CSUM),
-        tso4: has(VIRTIO_NET_F_GUEST_TSO4),
-        tso6: has(VIRTIO_NET_F_GUEST_TSO6),
-        ecn: has(VIRTIO_NET_F_GUEST_ECN),
-        ufo: has(VIRTIO_NET_F_GUEST_UFO),
-        // The kernel has both or none.
-        uso: has(VIRTIO_NET_F_GUEST_USO4) && has(VIRTIO_NET_F_GUEST_USO6),
     }
 }

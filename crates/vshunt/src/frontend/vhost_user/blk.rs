@@ -151,9 +151,10 @@ impl Device for BlkDevice {
         features & self.offered
     }
 
-    fn negotiated(&self, features: u64) {
+    fn negotiated(&self, features: u64) -> Result<(), String> {
         self.features.store(features, Relaxed);
         self.update();
+        Ok(())
     }
 
     fn reset(&self) {
@@ -237,7 +238,13 @@ impl Device for BlkDevice {
         Ok(())
     }
 
-    fn queue(&self, parts: VringParts) -> Box<dyn Queue> {
+    fn queue(
+        &self,
+        _index: u16,
+        _way: u16,
+        parts: VringParts,
+        _others: Option<Box<dyn Queue>>,
+    ) -> Box<dyn Queue> {
         Box::new(BlkQueue::new(parts, self.shared.clone()))
     }
 }
@@ -269,12 +276,12 @@ mod tests {
         let device = device(Cache::Writeback);
         assert!(through(&device), "no guest yet");
         for (features, expected) in [(BOTH, false), (bit(VIRTIO_BLK_F_FLUSH), false), (0, true)] {
-            device.negotiated(features);
+            device.negotiated(features).unwrap();
             assert_eq!(through(&device), expected, "{features:#x}");
         }
         let at = BLK_CONFIG_WRITEBACK_AT as u32;
         assert!(device.set_config(at, &[0]).is_err(), "not agreed on");
-        device.negotiated(BOTH);
+        device.negotiated(BOTH).unwrap();
         assert_eq!(device.set_config(at, &[0]), Ok(Then::Settle));
         assert!(through(&device));
         assert_eq!(device.set_config(at, &[0]), Ok(Then::Nothing));
@@ -285,7 +292,7 @@ mod tests {
     #[test]
     fn who_takes_over_a_guest_writes_through_until_it_knows_better() {
         let device = device(Cache::Writeback);
-        device.negotiated(BOTH);
+        device.negotiated(BOTH).unwrap();
         device.resumed().unwrap();
         assert!(through(&device));
         assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(Then::Nothing));
@@ -300,7 +307,7 @@ mod tests {
         assert_eq!(device(Cache::Writeback).features() & BOTH, BOTH);
         let device = device(Cache::Unsafe);
         assert_eq!(device.features() & BOTH, bit(VIRTIO_BLK_F_FLUSH));
-        device.negotiated(0);
+        device.negotiated(0).unwrap();
         assert!(!through(&device));
     }
 }

@@ -3,8 +3,13 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
+use std::sync::atomic::{
+    AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
@@ -16,6 +21,8 @@ use super::guard::{Watch, watch};
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    /// Device and number of the file.
+    file: (u64, u64),
     /// None only while it is dropped.
     watch: Option<Watch>,
 }
@@ -30,7 +37,8 @@ impl Mapping {
     /// a page past its end would be a SIGBUS, against which
     /// only a file that is cut short later is guarded.
     pub(super) fn new(file: &File, len: u64) -> io::Result<Arc<Self>> {
-        let size = file.metadata()?.len();
+        let meta = file.metadata()?;
+        let size = meta.len();
         if len == 0 || size < len {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -45,7 +53,7 @@ impl Mapping {
         let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: the range was mapped just now. Guests' memory does not belong into our core dumps.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
-        let mut map = Self { base, len, watch: None };
+        let mut map = Self { base, len, file: (meta.dev(), meta.ino()), watch: None };
         map.watch = Some(watch(base.as_ptr(), len)?);
         Ok(Arc::new(map))
     }
@@ -62,6 +70,16 @@ impl Mapping {
         self.watch.as_ref().is_some_and(Watch::lost)
     }
 
+    /// Whether it is one of that file.
+    pub(super) fn is_of(&self, file: &File) -> bool {
+        file.metadata().is_ok_and(|meta| (meta.dev(), meta.ino()) == self.file)
+    }
+
+    /// How far into the file a byte of it is.
+    pub(super) fn offset_of(&self, at: *const u8) -> u64 {
+        at.addr().wrapping_sub(self.base.as_ptr().addr()) as u64
+    }
+
     /// Bytes mapped.
     pub(super) fn len(&self) -> usize {
         self.len
@@ -73,6 +91,46 @@ impl Drop for Mapping {
         self.watch = None;
         // SAFETY: mapped by `new`, and nobody holds it any more: memory tables and rings hold an Arc of it.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Room behind the rings' parts of the in-flight region, for what a device is to know again after a restart.
+pub struct Notes {
+    map: Arc<Mapping>,
+    offset: usize,
+}
+
+impl Notes {
+    /// Bytes of it: whether there is something, and that.
+    pub(super) const BYTES: usize = 2 * size_of::<u64>();
+    /// Says that there is, and is not what others would have there.
+    const MARK: u64 = 0x5653_4E4F_5445_0000;
+
+    /// At that offset, if the mapping has room there.
+    pub(super) fn new(map: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        let offset = offset.checked_next_multiple_of(size_of::<u64>())?;
+        let end = offset.checked_add(Self::BYTES)?;
+        (end <= map.len()).then(|| Self { map: map.clone(), offset })
+    }
+
+    fn words(&self) -> [&AtomicU64; 2] {
+        // SAFETY: `new` found room for two words there; the mapping begins at a page and the offset is a multiple of eight, so
+        // that they are aligned. It lives as long as this. A front-end that writes there changes what it is told.
+        [0, 8].map(|at| unsafe { &*self.map.at(self.offset + at).cast::<AtomicU64>() })
+    }
+
+    /// What was noted: a number of 16 bits, and one of 64.
+    pub fn read(&self) -> Option<(u16, u64)> {
+        let [first, second] = self.words();
+        let word = first.load(Acquire);
+        (word & !0xFFFF == Self::MARK).then(|| (word as u16, second.load(Relaxed)))
+    }
+
+    /// Notes that.
+    pub fn write(&self, first: u16, second: u64) {
+        let words = self.words();
+        words[1].store(second, Relaxed);
+        words[0].store(Self::MARK | u64::from(first), Release);
     }
 }
 
@@ -114,4 +172,24 @@ pub(super) fn shared_file(name: &str, len: u64) -> io::Result<File> {
         rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SEAL,
     )?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_are_read_where_they_were_written() {
+        let file = shared_file("notes", 4096).unwrap();
+        let map = Mapping::new(&file, 4096).unwrap();
+        assert!(Notes::new(&map, 4096 - Notes::BYTES + 1).is_none());
+        assert!(Notes::new(&map, usize::MAX).is_none());
+        let notes = Notes::new(&map, 4096 - Notes::BYTES - 3).unwrap();
+        assert_eq!(notes.read(), None);
+        notes.write(0xFFFF, u64::MAX);
+        notes.write(3, 0x82);
+        // By another daemon.
+        let again = Notes::new(&Mapping::new(&file, 4096).unwrap(), 4096 - Notes::BYTES).unwrap();
+        assert_eq!(again.read(), Some((3, 0x82)));
+    }
 }

@@ -1,5 +1,6 @@
 //! The messages that crate `vhost` has no arm for, read and answered by hand: status, the back-end's channel,
-//! the log's eventfd, what is a network's. (vhost-user specification, "Front-end message types".)
+//! the log's eventfd, what is a network's; and SET_VRING_ENABLE, which it refuses before the guest chose its features.
+//! (vhost-user specification, "Front-end message types".)
 
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -12,6 +13,7 @@ use virtio::net::MAC_BYTES;
 const SET_LOG_BASE: u32 = 6;
 const SET_LOG_FD: u32 = 7;
 const GET_VRING_BASE: u32 = 11;
+const SET_VRING_ENABLE: u32 = 18;
 const SEND_RARP: u32 = 19;
 const NET_SET_MTU: u32 = 20;
 const SET_BACKEND_REQ_FD: u32 = 21;
@@ -41,6 +43,8 @@ pub(super) enum Own {
     SetMtu(u64),
     /// The guest with this address is here now; its network is to know.
     Announce([u8; MAC_BYTES]),
+    /// A ring is switched on or off.
+    Enable { ring: u32, on: bool },
     /// An eventfd for the dirty log, which nobody reads any more: taken and closed.
     LogFd,
 }
@@ -72,7 +76,13 @@ impl Next {
     pub(super) fn is_own(self) -> bool {
         matches!(
             self.code,
-            SET_LOG_FD | SEND_RARP | NET_SET_MTU | SET_BACKEND_REQ_FD | SET_STATUS | GET_STATUS
+            SET_LOG_FD
+                | SET_VRING_ENABLE
+                | SEND_RARP
+                | NET_SET_MTU
+                | SET_BACKEND_REQ_FD
+                | SET_STATUS
+                | GET_STATUS
         )
     }
 
@@ -103,6 +113,13 @@ pub(super) fn read_own(stream: &UnixStream) -> io::Result<OwnMessage> {
         (SEND_RARP, BODY_LEN) => Own::Announce(*body.first_chunk().expect("8 bytes")),
         // QEMU sends no payload with this one; others send an empty u64.
         (SET_BACKEND_REQ_FD, _) => Own::BackendChannel(fd.ok_or_else(|| malformed(code))?),
+        (SET_VRING_ENABLE, BODY_LEN) => {
+            let half = |at: usize| u32::from_ne_bytes(body[at..at + 4].try_into().expect("4 bytes"));
+            match half(4) {
+                on @ (0 | 1) => Own::Enable { ring: half(0), on: on == 1 },
+                _ => return Err(malformed(code)),
+            }
+        }
         (SET_LOG_FD, _) => Own::LogFd,
         _ => return Err(malformed(code)),
     };

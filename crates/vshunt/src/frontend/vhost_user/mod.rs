@@ -15,7 +15,7 @@ mod socket;
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
@@ -29,11 +29,13 @@ use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtoco
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::net::MAC_BYTES;
 
+use self::memory::Notes;
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
 use super::{Observer, Queues};
 use crate::error::{Error, Result};
+use crate::export::spec::NetQueueCounters;
 use crate::queue;
 use crate::worker::Queue;
 
@@ -62,8 +64,8 @@ const FEATURE_NAMES: &[(u32, &str)] = &[
 /// The session thread's stack: messages are small, and only pages that it touched count.
 const STACK_BYTES: usize = 256 << 10;
 
-/// What a started ring is made of; see [`queue::blk::Parts`].
-pub type VringParts = queue::blk::Parts;
+/// What a started ring is made of.
+pub type VringParts = queue::Parts;
 
 /// The kind of device behind a socket. Called by the session thread; `config` by any.
 pub trait Device: Send + Sync {
@@ -73,8 +75,8 @@ pub trait Device: Send + Sync {
     fn protocol(&self) -> VhostUserProtocolFeatures {
         VhostUserProtocolFeatures::empty()
     }
-    /// The guest agreed on these (0: none yet).
-    fn negotiated(&self, features: u64);
+    /// The guest agreed on these (0: none yet). The error says why that cannot be.
+    fn negotiated(&self, features: u64) -> std::result::Result<(), String>;
     /// The device is as new (RESET_DEVICE).
     fn reset(&self);
     /// Names of those of its features that are not every device's, by number.
@@ -100,8 +102,37 @@ pub trait Device: Send + Sync {
     fn announce(&self, _mac: [u8; MAC_BYTES]) -> std::result::Result<(), String> {
         Err("this device is on no network".to_owned())
     }
-    /// The queue of a ring that starts.
-    fn queue(&self, parts: VringParts) -> Box<dyn Queue>;
+    /// Ring `way` of queue `index`, one of ours, is about to start; `fresh`: its guest has not used it yet. The error says why
+    /// it cannot.
+    fn opened(&self, _index: u16, _way: u16, _fresh: bool) -> std::result::Result<(), String> {
+        Ok(())
+    }
+    /// A ring of ours does not run (any more), until the front-end starts it again.
+    fn closed(&self, _index: u16, _way: u16) {}
+    /// What becomes readable when a queue wants something done that a worker does not do; then [`called`](Self::called).
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    /// The bell rang.
+    fn called(&self) {}
+    /// Whether it has something to note in the in-flight region that another daemon is to know.
+    fn takes_notes(&self) -> bool {
+        false
+    }
+    /// The region that has room for that, or had; none any more.
+    fn notes(&self, _notes: Option<Notes>) {}
+    /// The queue of a ring that starts: ring `way` of queue `index`. `others`: that queue with its other rings, if such run.
+    fn queue(
+        &self,
+        index: u16,
+        way: u16,
+        parts: VringParts,
+        others: Option<Box<dyn Queue>>,
+    ) -> Box<dyn Queue>;
+    /// What went through a queue of a network.
+    fn net_counters(&self, _index: u16) -> Option<NetQueueCounters> {
+        None
+    }
 }
 
 /// What a change of the configuration space needs to be whole.
@@ -186,6 +217,11 @@ impl VhostUser {
     /// Whether the guest agreed on packed rings.
     pub fn packed(&self) -> bool {
         self.features() & bit(VIRTIO_F_RING_PACKED) != 0
+    }
+
+    /// What went through a queue of a network.
+    pub fn net_counters(&self, index: u16) -> Option<NetQueueCounters> {
+        self.inner.device.net_counters(index)
     }
 
     /// Tells the front-end that the configuration space changed, if it listens.
@@ -299,12 +335,17 @@ impl Inner {
             ];
             let alarms = (0..self.queues.rings()).filter_map(|ring| self.queues.alarm(ring));
             fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
+            let alarms_end = fds.len();
+            fds.extend(self.device.bell().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return false,
             }
             let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-            for (ring, _) in (0u16..).zip(&rung[2..]).filter(|(_, rung)| **rung) {
+            if rung[alarms_end..].contains(&true) {
+                self.device.called();
+            }
+            for (ring, _) in (0u16..).zip(&rung[2..alarms_end]).filter(|(_, rung)| **rung) {
                 if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(ring)) {
                     let reason = "the kernel finds its ring or its addresses wrong";
                     self.reports.add(self.queues.queue_of(ring), reason);
@@ -392,6 +433,9 @@ impl Inner {
             Own::BackendChannel(fd) => {
                 let fd = fd.try_clone().map_err(VhostError::SocketError)?;
                 *self.channel.lock().expect("no holder panics") = Some(fd);
+            }
+            Own::Enable { ring, on } => {
+                done = session.lock().expect("no holder panics").enable(*ring, *on);
             }
             Own::LogFd => {}
         }

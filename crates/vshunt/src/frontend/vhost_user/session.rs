@@ -6,6 +6,7 @@
 mod log;
 mod rings;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -27,7 +28,7 @@ use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::MAX_QUEUE_SIZE;
 
 use self::rings::InflightArea;
-use super::memory::{Mapping, is_eventfd, map_region, shared_file};
+use super::memory::{Mapping, Notes, is_eventfd, map_region, shared_file};
 use super::{Device, Reports, Then};
 use crate::frontend::Queues;
 use crate::queue::{self, Bell};
@@ -74,6 +75,9 @@ pub(super) struct Session {
     protocol: VhostUserProtocolFeatures,
     status: u64,
     regions: Vec<Region>,
+    /// Regions that were added again, by guest address, user address and size: how often. QEMU tells of its memory once for
+    /// each queue pair of a network card.
+    again: BTreeMap<(u64, u64, u64), u16>,
     mem: Arc<GuestMemory>,
     vrings: Vec<Vring>,
     inflight: Option<InflightArea>,
@@ -92,7 +96,11 @@ impl Session {
     ) -> Self {
         let vrings = (0..queues.rings()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
-        device.negotiated(0);
+        if let Err(why) = device.negotiated(0) {
+            tracing::warn!("{name}: what a former front-end agreed on stays: {why}");
+        }
+        queues.agreed(0);
+        device.notes(None);
         Self {
             name: name.to_owned(),
             device,
@@ -103,6 +111,7 @@ impl Session {
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
             regions: Vec::new(),
+            again: BTreeMap::new(),
             mem: Arc::new(GuestMemory::empty()),
             vrings,
             inflight: None,
@@ -214,7 +223,8 @@ impl VhostUserBackendReqHandlerMut for Session {
             if self.vrings.iter().any(|v| v.running) {
                 return Err(refuse("features change while rings run"));
             }
-            self.device.negotiated(features);
+            self.device.negotiated(features).map_err(refuse)?;
+            self.queues.agreed(features);
         }
         if let Some(kernel) = self.queues.kernel()
             && changed & !F_PROTOCOL != 0
@@ -249,6 +259,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             *regions = mapped;
             Ok(())
         })?;
+        self.again.clear();
         Ok(None)
     }
 
@@ -320,7 +331,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
         self.pause(index.into());
         self.vring(index.into())?.kick = Some(Arc::new(fd));
-        self.start(index.into())
+        let started = self.start(index.into());
+        self.close_if_stopped(index.into());
+        started
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -332,13 +345,16 @@ impl VhostUserBackendReqHandlerMut for Session {
         }
         let call = vring.call.clone();
         match &self.queues {
-            Queues::Kernel(kernel) => return kernel.set_call(index.into(), call).map_err(refuse),
-            Queues::User(set) => set.visit(index.into(), move |q| {
-                if let Some(v) = queue::vring(q) {
-                    v.set_call(call);
-                }
-            }),
-        };
+            Queues::Kernel(kernel) => kernel.set_call(index.into(), call).map_err(refuse)?,
+            Queues::User(set) => {
+                let (at, way) = set.place(index.into()).expect("it runs");
+                set.visit(at, move |q| {
+                    if let Some(v) = queue::ring(q, way) {
+                        v.set_call(call);
+                    }
+                });
+            }
+        }
         Ok(())
     }
 
@@ -353,8 +369,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         match &self.queues {
             Queues::Kernel(kernel) => kernel.set_err(index.into(), err),
             Queues::User(set) => {
-                set.visit(index.into(), move |q| {
-                    if let Some(v) = queue::vring(q) {
+                let (at, way) = set.place(index.into()).expect("it runs");
+                set.visit(at, move |q| {
+                    if let Some(v) = queue::ring(q, way) {
                         v.set_err(err);
                     }
                 });
@@ -386,7 +403,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         if enable {
             self.start(index as usize)
         } else {
-            self.stop(index as usize);
+            self.switch_off(index as usize);
             Ok(())
         }
     }
@@ -422,7 +439,10 @@ impl VhostUserBackendReqHandlerMut for Session {
         if queues == 0 || usize::from(queues) > self.vrings.len() || size == 0 || size > MAX_QUEUE_SIZE {
             return Err(refuse(format!("there is no in-flight region for {queues} queues of {size}")));
         }
-        let len = inflight_queue_size(asked.queue_size, self.packed()) * usize::from(asked.num_queues);
+        let mut len = inflight_queue_size(asked.queue_size, self.packed()) * usize::from(asked.num_queues);
+        if self.device.takes_notes() {
+            len = len.next_multiple_of(size_of::<u64>()) + Notes::BYTES;
+        }
         let file = shared_file("vshunt-inflight", len as u64).map_err(Error::ReqHandlerError)?;
         let reply = VhostUserInflight::new(len as u64, 0, asked.num_queues, asked.queue_size);
         self.set_inflight_fd(&reply, file.try_clone().map_err(Error::ReqHandlerError)?)?;
@@ -442,6 +462,13 @@ impl VhostUserBackendReqHandlerMut for Session {
             queues: area.num_queues,
             queue_size: area.queue_size,
         });
+        let parts = usize::from(area.num_queues) * inflight_queue_size(area.queue_size, self.packed());
+        let notes = self
+            .inflight
+            .as_ref()
+            .filter(|_| self.device.takes_notes())
+            .and_then(|inflight| Notes::new(&inflight.map, inflight.offset.checked_add(parts)?));
+        self.device.notes(notes);
         self.cut_off = None;
         if self.inflight.as_ref().is_some_and(InflightArea::was_used)
             && let Err(why) = self.device.resumed()
@@ -463,19 +490,38 @@ impl VhostUserBackendReqHandlerMut for Session {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<u64>> {
+        let key = (region.guest_phys_addr, region.user_addr, region.memory_size);
+        let known = self.regions.iter().find(|r| (r.guest_addr, r.user_addr, r.size) == key);
+        let same = |r: &Region| {
+            let is_there = |map: &Mapping| map.is_of(&file) && map.offset_of(r.host) == region.mmap_offset;
+            r.keep.downcast_ref::<Mapping>().is_some_and(is_there)
+        };
+        if known.is_some_and(same) {
+            let times = self.again.entry(key).or_insert(0);
+            *times =
+                times.checked_add(1).ok_or_else(|| refuse("a memory region is added again and again"))?;
+            return Ok(None);
+        }
+        // Other memory at the same place: it was replaced, and not every pair has said so yet.
         let region = map_region(region, &file).map_err(Error::ReqHandlerError)?;
         self.remap(false, |regions| {
+            regions.retain(|r| (r.guest_addr, r.user_addr, r.size) != key);
             regions.push(region);
             Ok(())
         })?;
+        self.again.remove(&key);
         Ok(None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        let (guest, user, size) = (region.guest_phys_addr, region.user_addr, region.memory_size);
+        let key = (region.guest_phys_addr, region.user_addr, region.memory_size);
+        if let Some(times) = self.again.get_mut(&key).filter(|times| **times > 0) {
+            *times -= 1;
+            return Ok(());
+        }
         self.remap(false, |regions| {
             let before = regions.len();
-            regions.retain(|r| (r.guest_addr, r.user_addr, r.size) != (guest, user, size));
+            regions.retain(|r| (r.guest_addr, r.user_addr, r.size) != key);
             if regions.len() == before { Err(refuse("there is no such memory region")) } else { Ok(()) }
         })
     }

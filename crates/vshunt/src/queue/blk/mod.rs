@@ -17,8 +17,8 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 
-use super::listen::Listen;
-use super::{Bell, Vring};
+use super::listen::{Heard, Listen};
+use super::{Bell, Parts, Vring};
 use crate::backend::block::{Disk, DiskHandle, Io, Step};
 use crate::worker::{Queue, QueueStats, Ring, State, Token};
 
@@ -54,30 +54,6 @@ pub struct BlkShared {
     pub max_zero_sectors: u32,
     /// Largest DISCARD, likewise.
     pub max_discard_sectors: u32,
-}
-
-/// What a started ring brings with it.
-pub struct Parts {
-    /// Device side of the virtqueue, in-flight region attached.
-    pub vring: DeviceRing,
-    /// The guest's memory as of now.
-    pub mem: Arc<GuestMemory>,
-    /// Requests that were in flight when a former daemon died, oldest first.
-    pub replays: Vec<Replay>,
-    /// The guest's kicks.
-    pub kick: Arc<OwnedFd>,
-    /// Notifies the guest; none: it polls.
-    pub call: Option<Arc<Bell>>,
-    /// Tells the front-end that the ring broke.
-    pub err: Option<Arc<Bell>>,
-    /// Where writes to guest memory are marked while it migrates.
-    pub log: Option<Arc<DirtyLog>>,
-    /// Counters.
-    pub stats: Arc<QueueStats>,
-    /// Name for messages, `export:index`.
-    pub name: String,
-    /// Told once when the guest broke the ring; called on the worker, so it must not block (nor log).
-    pub on_broken: Box<dyn Fn(&str) + Send>,
 }
 
 /// A request under way. Its buffers are the guest's; `io` names them until the step is done.
@@ -162,6 +138,11 @@ impl BlkQueue {
         }
     }
 
+    /// Where the ring stands, as GET_VRING_BASE reports it. Only at rest.
+    pub fn base(&self) -> u32 {
+        self.vring.base()
+    }
+
     fn in_flight(&self) -> u32 {
         (self.slots.len() - self.free.len()) as u32
     }
@@ -218,17 +199,10 @@ impl BlkQueue {
 
     fn kicked(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) {
         QueueStats::add(&self.stats.kicks, 1);
-        if more {
-            return;
-        }
-        let listen = self.listen.ended();
-        // What is no eventfd may fail for good, or be ready for good: armed again and again it would keep us busy.
-        let over = i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL);
-        let useless = if result < 0 { result != -libc::ECANCELED } else { result & over != 0 };
-        if listen == Listen::On && useless {
-            self.break_off(&"its kick descriptor cannot be waited for");
-        } else if listen.goes_on() {
-            self.arm_kick(ring, token);
+        match self.listen.heard(result, more) {
+            Heard::Nothing => {}
+            Heard::BeginAgain => self.arm_kick(ring, token),
+            Heard::Useless => self.break_off(&"its kick descriptor cannot be waited for"),
         }
     }
 
@@ -239,10 +213,6 @@ impl BlkQueue {
 }
 
 impl Vring for BlkQueue {
-    fn base(&self) -> u32 {
-        self.vring.base()
-    }
-
     fn set_call(&mut self, call: Option<Arc<Bell>>) {
         self.call = call;
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.

@@ -190,12 +190,18 @@ fn do_task(disk: &Arc<Disk>, gate: &Gate, task: &Task) -> Answer {
     }
 }
 
-fn seek(disk: &Disk, offset: u64, size: u64, hole: bool) -> io::Result<u64> {
+fn seek(disk: &Arc<Disk>, offset: u64, size: u64, hole: bool) -> io::Result<u64> {
     if offset >= size {
         return Err(io::Error::from_raw_os_error(libc::ENXIO));
     }
     let whole = if hole { size } else { offset };
-    let Some(file) = disk.image() else { return Ok(whole) };
+    let Some(file) = disk.image() else {
+        // There is a hole at the end, and nowhere else is data.
+        return match disk.seek(offset, hole)?.min(size) {
+            at if at >= size && !hole => Err(io::Error::from_raw_os_error(libc::ENXIO)),
+            at => Ok(at),
+        };
+    };
     let whence = if hole { libc::SEEK_HOLE } else { libc::SEEK_DATA };
     // SAFETY: a call without memory. (Nobody uses the descriptor's own offset.)
     let at = unsafe { libc::lseek(file.as_raw_fd(), offset as libc::off_t, whence) };

@@ -1,13 +1,21 @@
 //! Against the kernel, each test in a network namespace of its own, as root; skipped where that cannot be.
 
+mod given;
+mod netns;
+mod order;
+mod rights;
+mod steering;
+
 use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 use std::process::Command;
 
+use super::open::CLONE_DEVICE;
 use super::*;
 use crate::error::Kind;
 
-/// Runs `test` on a thread of its own in a new network namespace, with a /sys that shows it.
+/// Runs `test` on a thread of its own in a new network namespace, with a /sys that shows it and an empty /run.
 fn privately(test: impl FnOnce() + Send + 'static) {
     let run = || {
         // SAFETY: new namespaces for this thread alone; no memory is concerned.
@@ -16,11 +24,17 @@ fn privately(test: impl FnOnce() + Send + 'static) {
         let can = new == 0
             && Path::new(CLONE_DEVICE).exists()
             && mount(&["--make-rprivate", "/"])
-            && mount(&["-t", "sysfs", "sysfs", "/sys"]);
-        match can {
-            true => test(),
-            false => println!("skipped: taps, which need root and {CLONE_DEVICE}"),
+            && mount(&["-t", "sysfs", "sysfs", "/sys"])
+            && mount(&["-t", "tmpfs", "tmpfs", "/run"]);
+        if !can {
+            println!("skipped: taps, which need root and {CLONE_DEVICE}");
+            return;
         }
+        // Else the host has something to say by itself.
+        for which in ["all", "default"] {
+            let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1");
+        }
+        test();
     };
     if let Err(panic) = std::thread::spawn(run).join() {
         std::panic::resume_unwind(panic);
@@ -33,8 +47,38 @@ fn ip(args: &str) {
 }
 
 fn refused(name: &str, queues: u16) -> (Kind, String) {
-    let e = Tap::open(name, queues).expect_err("not to be had");
+    refused_with(name, queues, &Options::default())
+}
+
+fn refused_with(name: &str, queues: u16, options: &Options) -> (Kind, String) {
+    let e = Tap::open_with(name, queues, options).expect_err("not to be had");
     (e.kind(), e.to_string())
+}
+
+/// Here.
+fn links() -> Links {
+    Links::new().unwrap()
+}
+
+fn is_there(name: &str) -> bool {
+    links().find(name).unwrap().is_some()
+}
+
+/// Opens one that we had before: see [`await_that`].
+fn open_again(name: &str, queues: u16) -> Tap {
+    let mut tap = None;
+    await_that("a free tap", || match Tap::open(name, queues) {
+        Ok(opened) => tap.insert(opened).multi_queue() || queues == 1,
+        Err(e) if e.kind() == Kind::Busy => false,
+        Err(e) => panic!("{e}"),
+    });
+    tap.unwrap()
+}
+
+/// Gives up all that the calling thread may do.
+fn become_nobody() {
+    // SAFETY: this thread's own credentials (the call itself, not libc's, which changes all threads).
+    assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
 }
 
 /// Waits until the kernel has let go: a child that another test has just forked may have our files, until it is another
@@ -47,35 +91,44 @@ fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// Sends a frame out of the interface, as the host would.
-fn send(name: &str, frame: &[u8]) -> std::io::Result<()> {
-    let index = Links::new().unwrap().index(name).unwrap();
-    // SAFETY: plain calls; the address is as long as it says.
-    unsafe {
-        let socket = libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0);
-        assert!(socket >= 0);
-        let socket = OwnedFd::from_raw_fd(socket);
-        let mut to: libc::sockaddr_ll = std::mem::zeroed();
-        (to.sll_family, to.sll_ifindex) = (libc::AF_PACKET as u16, index);
-        let len = size_of::<libc::sockaddr_ll>() as u32;
-        match libc::sendto(
-            socket.as_raw_fd(),
-            frame.as_ptr().cast(),
-            frame.len(),
-            0,
-            (&raw const to).cast(),
-            len,
-        ) {
+/// Sends frames out of an interface, as the host would.
+struct Wire {
+    socket: OwnedFd,
+    index: i32,
+}
+
+impl Wire {
+    fn new(name: &str) -> Self {
+        let index = links().find(name).unwrap().unwrap().index;
+        let family = rustix::net::AddressFamily::PACKET;
+        let (kind, flags) = (rustix::net::SocketType::RAW, rustix::net::SocketFlags::CLOEXEC);
+        Self { socket: rustix::net::socket_with(family, kind, flags, None).unwrap(), index }
+    }
+
+    fn send(&self, frame: &[u8]) -> io::Result<()> {
+        // SAFETY: a struct of numbers.
+        let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        (to.sll_family, to.sll_ifindex) = (libc::AF_PACKET as u16, self.index);
+        let (fd, len) = (self.socket.as_raw_fd(), size_of::<libc::sockaddr_ll>() as u32);
+        // SAFETY: frame and address are as long as is said, and live until the call returns.
+        let sent =
+            unsafe { libc::sendto(fd, frame.as_ptr().cast(), frame.len(), 0, (&raw const to).cast(), len) };
+        match sent {
             n if n as usize == frame.len() => Ok(()),
-            _ => Err(std::io::Error::last_os_error()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
+}
+
+fn send(name: &str, frame: &[u8]) -> io::Result<()> {
+    Wire::new(name).send(frame)
 }
 
 /// What waits in a queue, header and all; none if nothing does.
 fn receive(queue: &TapQueue) -> Option<Vec<u8>> {
     let mut frame = vec![0; 70_000];
-    match (&queue.file).read(&mut frame) {
+    let mut queue = queue;
+    match queue.read(&mut frame) {
         Ok(n) => Some(frame[..n].to_vec()),
         Err(e) => {
             assert_eq!(e.kind(), io::ErrorKind::WouldBlock, "{e}");
@@ -111,37 +164,20 @@ fn offloads_that_make_no_sense_are_left_out() {
 }
 
 #[test]
-fn counters_are_found_by_name() {
-    let text = "Inter-|   Receive\n face |bytes\n    lo: 9 9 0 0 0 0 0 0 9 9 0 0 0 0 0 0\n\
-                  vs01: 8 8 0 0 0 0 0 0 8 8 0 0 0 0 0 0\n   vs0:100 2 0 1 0 0 0 0 300 4 0 5 0 0 0 0\n";
-    let want = Counters {
-        from_guest_bytes: 100,
-        from_guest_packets: 2,
-        from_guest_dropped: 1,
-        to_guest_bytes: 300,
-        to_guest_packets: 4,
-        to_guest_dropped: 5,
-    };
-    assert_eq!(parse_counters(text, "vs0"), Some(want));
-    assert_eq!(parse_counters(text, "vs"), None);
-}
-
-#[test]
 fn one_that_is_made_goes_with_us() {
     privately(|| {
-        let links = Links::new().unwrap();
         let tap = Tap::open("vs0", 3).unwrap();
         assert!(tap.made() && tap.multi_queue() && tap.open_queues() == 3);
         assert_eq!(tap.mtu().unwrap(), 1500);
         tap.set_mtu(9000).unwrap();
         assert_eq!(tap.mtu().unwrap(), 9000);
         assert_eq!(tap.counters().unwrap().to_guest_bytes, 0);
-        assert!(links.index("vs0").is_some());
+        assert!(is_there("vs0"));
         let queue = tap.queues(1).unwrap();
         drop(tap);
-        assert!(links.index("vs0").is_some(), "a queue is open");
+        assert!(is_there("vs0"), "a queue is open");
         drop(queue);
-        await_that("its end", || links.index("vs0").is_none());
+        await_that("its end", || !is_there("vs0"));
     });
 }
 
@@ -151,11 +187,10 @@ fn one_that_was_there_stays() {
         ip("tuntap add dev vs0 mode tap multi_queue");
         ip("link set vs0 up");
         for _ in 0..3 {
-            await_that("a free tap", || !has_carrier("vs0", Links::new().unwrap().index("vs0").unwrap()));
-            let tap = Tap::open("vs0", 2).unwrap();
+            let tap = open_again("vs0", 2);
             assert!(!tap.made() && tap.multi_queue());
         }
-        assert!(Links::new().unwrap().index("vs0").is_some());
+        assert!(is_there("vs0"));
     });
 }
 
@@ -177,7 +212,8 @@ fn one_with_a_single_queue_is_good_for_one() {
         let e = tap.queues(2).unwrap_err();
         assert!(e.kind() == Kind::Unsupported && e.to_string().contains("multi_queue"), "{e}");
         drop((tap, queue));
-        await_that("a free tap", || !has_carrier("vs1", Links::new().unwrap().index("vs1").unwrap()));
+        drop(open_again("vs1", 1));
+        await_that("a free tap", || Tap::open("vs1", 2).is_err_and(|e| e.kind() != Kind::Busy));
         let (kind, said) = refused("vs1", 2);
         assert!(kind == Kind::Unsupported && said.contains("give queues=1"), "{said}");
     });
@@ -192,7 +228,8 @@ fn what_is_no_tap_or_in_use_is_refused() {
             assert!(kind == Kind::Invalid && said.contains("is no tap"), "{said}");
         }
         ip("tuntap add dev one mode tap");
-        for name in ["one", "many"] {
+        ip("tuntap add dev down mode tap multi_queue");
+        for name in ["one", "many", "down"] {
             let _theirs = Tap::open(name, 1).unwrap();
             let (kind, said) = refused(name, 1);
             assert!(kind == Kind::Busy && said.contains(name), "{said}");
@@ -266,8 +303,7 @@ fn offloads_are_as_told() {
 #[test]
 fn without_a_privilege_it_says_which() {
     privately(|| {
-        // SAFETY: this thread's own credentials (the call itself, not libc's, which changes all threads).
-        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
+        become_nobody();
         let (_, said) = refused("vs0", 1);
         assert!(said.contains("no permission") && said.contains("run as root"), "{said}");
     });

@@ -86,8 +86,9 @@ impl Session {
             match &self.queues {
                 Queues::User(set) => {
                     let (log, used) = self.logs(addrs);
-                    set.with_drained(index as u16, |q| {
-                        if let Some(v) = queue::vring(q) {
+                    let (at, way) = set.place(index as u16).expect("it runs");
+                    set.with_drained(at, |q| {
+                        if let Some(v) = queue::ring(q, way) {
                             v.set_log(log, used);
                         }
                     });

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use vhost::vhost_user::{Error, Result};
+use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
@@ -12,11 +12,11 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 
 use super::super::VringParts;
 use super::super::memory::Mapping;
-use super::{F_LOG_ALL, Session, UserAddrs, Vring, refuse};
-use crate::frontend::Queues;
+use super::{F_LOG_ALL, F_PROTOCOL, Session, UserAddrs, Vring, refuse};
 use crate::frontend::kernel::{KernelQueues, RingSetup};
+use crate::frontend::{Queues, UserQueues};
 use crate::queue;
-use crate::worker::{QueueSet, State};
+use crate::worker::State;
 
 /// The region in which requests in flight are noted, one part a queue.
 pub(super) struct InflightArea {
@@ -60,22 +60,71 @@ impl Session {
         }
     }
 
+    /// SET_VRING_ENABLE. QEMU's network cards send it once protocol features are agreed on, before the guest's driver chose
+    /// the device's.
+    ///
+    /// # Errors
+    /// Protocol features were not agreed on, there is no such ring, or it cannot be started; in words.
+    pub(in super::super) fn enable(&mut self, ring: u32, on: bool) -> std::result::Result<(), String> {
+        if self.protocol.is_empty() && self.features & F_PROTOCOL == 0 {
+            return Err("a ring is switched on or off before protocol features are agreed on".to_owned());
+        }
+        self.set_vring_enable(ring, on).map_err(|e| e.to_string())
+    }
+
     /// Stops a ring for good, until it is told to start.
     pub(super) fn stop(&mut self, index: usize) {
         self.pause(index);
-        if let Some(kernel) = self.queues.kernel() {
-            kernel.close(index as u16);
+        self.close(index);
+    }
+
+    /// Stops a ring that is switched off: what its device or its guest has for it meanwhile is for nobody
+    /// (vhost-user specification, "Ring states").
+    pub(super) fn switch_off(&mut self, index: usize) {
+        self.halt(index, true);
+        self.close(index);
+    }
+
+    fn close(&mut self, index: usize) {
+        match &self.queues {
+            Queues::User(set) => {
+                if let Some((at, way)) = set.place(index as u16) {
+                    self.device.closed(at, way);
+                }
+            }
+            Queues::Kernel(kernel) => kernel.close(index as u16),
+        }
+    }
+
+    /// Closes a ring that was paused and does not run again: nobody is to keep anything for it.
+    pub(super) fn close_if_stopped(&mut self, index: usize) {
+        if !self.vrings[index].running {
+            self.close(index);
         }
     }
 
     /// Stops a ring, whose device keeps what comes for it meanwhile; its base is where it came to.
     pub(super) fn pause(&mut self, index: usize) {
+        self.halt(index, false);
+    }
+
+    fn halt(&mut self, index: usize, discard: bool) {
         if !std::mem::take(&mut self.vrings[index].running) {
             return;
         }
         let base = match &self.queues {
             Queues::User(set) => {
-                set.stop(index as u16).map(|mut queue| queue::vring(queue.as_mut()).map_or(0, |v| v.base()))
+                let (at, way) = set.place(index as u16).expect("it ran");
+                set.stop(at).map(|queue| {
+                    let (base, rest) = queue::take_ring(queue, way, discard);
+                    if let Some(rest) = rest {
+                        set.start(at, rest.queue);
+                        if rest.broken {
+                            set.stats(at).set_state(State::Broken);
+                        }
+                    }
+                    base
+                })
             }
             Queues::Kernel(kernel) => kernel.stop(index as u16),
         };
@@ -107,8 +156,13 @@ impl Session {
         index: usize,
         addrs: UserAddrs,
         kick: Arc<OwnedFd>,
-        queues: &QueueSet,
+        queues: &UserQueues,
     ) -> Result<()> {
+        let Some((at, way)) = queues.place(index as u16) else {
+            return Err(
+                self.unusable(index, "there is no such queue with the features that the guest agreed on")
+            );
+        };
         let vring = &self.vrings[index];
         let (call, err) = (vring.call.clone(), vring.err.clone());
         let mut ring = self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
@@ -118,14 +172,21 @@ impl Session {
         if let Some(inflight) = inflight {
             replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
             if !replays.is_empty() {
-                tracing::info!("{}:{index}: {} requests in flight are replayed", self.name, replays.len());
+                tracing::info!(
+                    "{}:{index}: {} requests were in flight when a former daemon ended",
+                    self.name,
+                    replays.len()
+                );
             }
         }
         let (log, used) = self.logs(addrs);
         ring.set_used_log(used);
         let bell = call.clone().filter(|_| tracked);
         let reports = self.reports.clone();
-        let queue = self.device.queue(VringParts {
+        let stats = queues.stats(at).clone();
+        // Where a packed ring begins, both wrap counters are 1.
+        let fresh = ring.base() == if self.packed() { 0x8000_8000 } else { 0 };
+        let parts = VringParts {
             vring: ring,
             mem: self.mem.clone(),
             replays,
@@ -133,12 +194,20 @@ impl Session {
             call,
             err,
             log,
-            stats: queues.stats(index as u16).clone(),
+            stats: stats.clone(),
             name: format!("{}:{index}", self.name),
-            on_broken: Box::new(move |reason| reports.add(index as u16, reason)),
-        });
-        queues.stats(index as u16).size.store(vring.size, Relaxed);
-        queues.start(index as u16, queue);
+            on_broken: Box::new(move |reason| reports.add(at, reason)),
+        };
+        self.device.opened(at, way, fresh).map_err(|reason| self.unusable(index, &reason))?;
+        stats.size.store(vring.size, Relaxed);
+        // Its other ring, if it has one, runs.
+        let mut others = queues.stop(at);
+        let broken =
+            others.as_mut().and_then(|q| queue::pair(q.as_mut())).is_some_and(|pair| pair.is_broken());
+        queues.start(at, self.device.queue(at, way, parts, others));
+        if broken {
+            stats.set_state(State::Broken);
+        }
         if let Some(bell) = bell {
             // The daemon before us may have died between publishing and notifying.
             bell.ring();
@@ -275,6 +344,9 @@ impl Session {
                 result = result.and(self.start(index));
             } else if ran {
                 tracing::info!("{}:{index} waits for the memory that it lies in", self.name);
+            }
+            if ran {
+                self.close_if_stopped(index);
             }
         }
         result

@@ -1,0 +1,224 @@
+use super::frame::{DATA_VALID, GSO_TCPV6};
+use super::macs::{AGE_S as MAC_AGE_S, Address};
+use super::*;
+
+fn station(number: u16) -> Address {
+    let [a, b] = number.to_be_bytes();
+    Address::new([2, 0, 0, 0, a, b])
+}
+
+/// A frame between two hosts, with ports.
+fn frame(v6: bool, tags: usize, from: (u8, u16), to: (u8, u16), protocol: u8) -> Vec<u8> {
+    let mut bytes = vec![2, 0, 0, 0, 0, to.0, 2, 0, 0, 0, 0, from.0];
+    (0..tags).for_each(|_| bytes.extend([0x81, 0, 0, 5]));
+    if v6 {
+        bytes.extend([0x86, 0xDD, 0x60, 0, 0, 0, 0, 8, protocol, 64]);
+        for host in [from.0, to.0] {
+            bytes.extend([0xFD, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, host]);
+        }
+    } else {
+        bytes.extend([8, 0, 0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, protocol, 0, 0]);
+        bytes.extend([10, 0, 0, from.0, 10, 0, 0, to.0]);
+    }
+    bytes.extend(from.1.to_be_bytes());
+    bytes.extend(to.1.to_be_bytes());
+    bytes.extend([0; 8]);
+    bytes
+}
+
+#[test]
+fn addresses_are_learnt_followed_and_forgotten() {
+    let macs = Macs::new();
+    assert_eq!(macs.find(station(1), 0), None);
+    macs.learn(station(1), 3, 0);
+    macs.learn(station(2), 4, 0);
+    assert_eq!((macs.find(station(1), 1), macs.find(station(2), 1)), (Some(3), Some(4)));
+    macs.learn(station(1), 5, 2);
+    assert_eq!((macs.find(station(1), 2), macs.len(2)), (Some(5), 2));
+    assert_eq!(macs.find(station(2), MAC_AGE_S), Some(4));
+    assert_eq!(macs.find(station(2), MAC_AGE_S + 1), None);
+    assert_eq!(macs.find(station(1), MAC_AGE_S + 2), Some(5));
+    macs.forget(5);
+    assert_eq!(macs.find(station(1), 2), None);
+    // Nobody's, and never learnt.
+    macs.learn(Address::new([0; 6]), 7, 0);
+    assert_eq!(macs.find(Address::new([0; 6]), 0), None);
+}
+
+#[test]
+fn who_makes_up_addresses_pushes_out_his_own() {
+    let macs = Macs::new();
+    (0..200).for_each(|number| macs.learn(station(number), 1, 0));
+    let before: Vec<_> = (0..200).filter(|n| macs.find(station(*n), 0).is_some()).collect();
+    assert!(before.len() > 190, "{}", before.len());
+    (1000..60_000).for_each(|number| macs.learn(station(number), 2, 1));
+    let lost = before.iter().filter(|n| macs.find(station(**n), 1) != Some(1)).count();
+    assert_eq!(lost, 0);
+}
+
+#[test]
+fn a_flow_has_one_hash_both_ways() {
+    let mut all = std::collections::HashSet::new();
+    for (v6, tags) in [(false, 0), (false, 1), (true, 0), (true, 2)] {
+        for port in 1000..1100 {
+            let there = look(&frame(v6, tags, (1, port), (2, 80), 6));
+            let back = look(&frame(v6, tags, (2, 80), (1, port), 6));
+            assert_eq!(there.hash, back.hash);
+            assert_eq!((there.source, there.destination), (back.destination, back.source));
+            all.insert((v6, there.hash));
+        }
+    }
+    // Tags make no other flow, and flows are told apart.
+    assert!(all.len() > 195, "{}", all.len());
+    let tcp = look(&frame(false, 0, (1, 5), (2, 6), 6)).hash;
+    assert_ne!(tcp, look(&frame(false, 0, (1, 5), (2, 6), 17)).hash);
+}
+
+#[test]
+fn flows_spread_over_any_number_of_ends() {
+    for ends in [2u32, 3, 4, 7] {
+        let mut counts = vec![0; ends as usize];
+        for port in 0..4000 {
+            let hash = look(&frame(false, 0, (1, 1000 + port), (2, 80), 6)).hash;
+            counts[(hash % ends) as usize] += 1;
+        }
+        let fair = 4000 / ends as usize;
+        assert!(counts.iter().all(|n| (fair * 8 / 10..fair * 12 / 10).contains(n)), "{counts:?}");
+    }
+}
+
+#[test]
+fn any_bytes_are_looked_at() {
+    let whole = frame(true, 2, (1, 5), (2, 6), 17);
+    for len in 14..whole.len() {
+        look(&whole[..len]);
+    }
+    // Fragments of one packet stay together: only the first one has ports.
+    let mut first = frame(false, 0, (1, 5), (2, 6), 17);
+    first[20] = 0x20;
+    let mut later = frame(false, 0, (1, 99), (2, 98), 17);
+    later[21] = 7;
+    assert_eq!(look(&first).hash, look(&later).hash);
+}
+
+#[test]
+fn headers_that_make_no_sense() {
+    let sane = |header: Header| header.is_sane(100);
+    assert!(sane(Header::default()));
+    assert!(sane(Header { flags: DATA_VALID, ..Header::default() }));
+    let csum = Header { flags: NEEDS_CSUM, csum_start: 34, csum_offset: 16, ..Header::default() };
+    assert!(sane(csum) && sane(Header { csum_start: 82, ..csum }));
+    assert!(!sane(Header { csum_start: 83, ..csum }));
+    assert!(!sane(Header { csum_start: u16::MAX, csum_offset: u16::MAX, ..csum }));
+    let tso = Header { gso_type: GSO_TCPV4, gso_size: 10, ..csum };
+    assert!(sane(tso) && sane(Header { gso_type: GSO_TCPV6 | GSO_ECN, ..tso }));
+    assert!(!sane(Header { gso_size: 0, ..tso }) && !sane(Header { flags: 0, ..tso }));
+    assert!(
+        sane(Header { gso_type: GSO_UDP, ..tso }) && !sane(Header { gso_type: GSO_UDP, gso_size: 0, ..tso })
+    );
+    for gso_type in [2, 3, 6, 0x7F, GSO_ECN, GSO_UDP | GSO_ECN] {
+        assert!(!sane(Header { gso_type, ..tso }), "{gso_type}");
+    }
+    assert!(!sane(Header { flags: 4, ..csum }));
+    assert_eq!(Header::parse(tso.to_bytes()[..10].try_into().unwrap()), tso);
+}
+
+#[test]
+fn transmit_follows_receive() {
+    let switch = Switch::new("s");
+    let port = switch.join(4, None).unwrap();
+    assert!(port.end_of(7, 0).is_none());
+    port.ends.iter().take(3).for_each(|end| end.open());
+    let at = |hash, now| {
+        let end = port.end_of(hash, now).unwrap();
+        port.ends.iter().position(|e| Arc::ptr_eq(e, end)).unwrap()
+    };
+    assert_eq!((at(6, 0), at(7, 0), at(8, 0)), (0, 1, 2));
+    port.learn(6, 2, 0);
+    assert_eq!((at(6, 0), at(6, flows::AGE_S), at(6, flows::AGE_S + 1)), (2, 2, 0));
+    // Not to a pair that takes nothing.
+    port.learn(6, 3, 0);
+    assert_eq!(at(6, 0), 0);
+}
+
+#[test]
+fn ports_come_and_go() {
+    let switch = Switch::new("s");
+    let (a, b) = (switch.join(1, None).unwrap(), switch.join(2, None).unwrap());
+    let version = switch.version();
+    let look = look(&frame(false, 0, (1, 5), (2, 6), 6));
+    assert_eq!(switch.route(a.index, &look, 0), Route::All);
+    let back = super::look(&frame(false, 0, (2, 6), (1, 5), 6));
+    assert_eq!(switch.route(b.index, &back, 0), Route::Port(a.index));
+    assert_eq!(switch.route(a.index, &look, 0), Route::Port(b.index));
+    assert_eq!(switch.route(b.index, &look, 0), Route::Nowhere);
+    assert_eq!(switch.addresses(), 2);
+    switch.leave(b.index);
+    assert!(switch.version() > version && switch.ports()[usize::from(b.index)].is_none());
+    assert_eq!(switch.route(a.index, &look, 0), Route::All);
+    assert_eq!(switch.join(1, None).unwrap().index, b.index);
+}
+
+#[test]
+fn descriptions_come_home() {
+    let (from, to) = (End::new().unwrap(), End::new().unwrap());
+    let send = |slot, tick| {
+        let mut frame = Frame::at(&from);
+        (frame.slot, frame.tick) = (slot, tick);
+        frame.pieces.push(Piece { ptr: std::ptr::null_mut(), len: 0 });
+        frame
+    };
+    let slots = |frames: &[Frame]| frames.iter().map(|f| f.slot).collect::<Vec<_>>();
+    // One that is closed takes none.
+    let mut frames = vec![send(0, 0)];
+    to.put(&mut frames);
+    assert_eq!(slots(&frames), [0]);
+    to.open();
+    frames.extend([send(1, 0), send(2, 1), send(3, 2)]);
+    to.put(&mut frames);
+    assert!(frames.is_empty() && to.has_frames());
+    let mut taken = Default::default();
+    to.take(1, &mut taken);
+    assert_eq!((taken.len(), taken[0].slot, to.has_frames()), (1, 0, true));
+    to.put_back(&mut taken);
+    // Those sent before tick 1 are fetched back, others stay.
+    let mut home = Vec::new();
+    to.revoke(&from, 1, &mut home);
+    assert_eq!(slots(&home), [0, 1]);
+    End::send_home(&mut home);
+    assert!(from.has_returns());
+    from.take_home(&mut home);
+    assert_eq!((slots(&home), from.has_returns()), (vec![0, 1], false));
+    // So does what waits when it closes.
+    to.close();
+    assert!(!to.is_open());
+    home.clear();
+    from.take_home(&mut home);
+    assert_eq!(slots(&home), [2, 3]);
+}
+
+#[test]
+fn who_sleeps_is_rung_for_once() {
+    let (from, to) = (End::new().unwrap(), End::new().unwrap());
+    to.open();
+    let rung = || rustix::io::read(to.bell(), &mut [0; 8]).is_ok();
+    let put = || to.put(&mut vec![Frame::at(&from)]);
+    put();
+    assert!(!rung());
+    to.sleep();
+    put();
+    put();
+    assert!(rung() && !rung());
+    to.wake();
+    put();
+    assert!(!rung());
+}
+
+#[test]
+fn an_inbox_has_an_end() {
+    let (from, to) = (End::new().unwrap(), End::new().unwrap());
+    to.open();
+    let mut frames: Vec<_> = (0..2000).map(|_| Frame::at(&from)).collect();
+    to.put(&mut frames);
+    assert_eq!(frames.len(), 2000 - end::INBOX_MAX);
+}

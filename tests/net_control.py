@@ -1,0 +1,328 @@
+"""A guest whose front-end leaves the control queue to us: pairs that come into use and go out of it under traffic, offloads
+that are switched, commands that lie; workers that change, and kill -9, meanwhile.
+"""
+
+import random
+import struct
+import time
+
+import net_frames as f
+import net_offload as o
+import net_peer as c
+import net_rig as n
+import net_switched as s
+import net_traffic as t
+import rig as r
+
+PAIRS = 4
+TURNS, KILLS = 16, 4
+OK, ERR = 0, 1
+CONTROL = c.MRG_RXBUF | c.MQ | c.CTRL_VQ | c.CTRL_GUEST_OFFLOADS
+
+
+def pairs_set(count):
+    return b"\x04\0", struct.pack("<H", count)
+
+
+def offloads_set(bits):
+    return b"\x05\0", struct.pack("<Q", bits)
+
+
+def obeys(card, said, want=OK):
+    """A command is answered so."""
+    got = card.command(*said)
+    r.require(got == (want, 1), f"{said} is answered by {got}, not by {want}")
+
+
+class Load(t.Load):
+    """Traffic of a guest with a control queue."""
+
+    def order(self, *line):
+        self.answers += 1
+        self.tell(" ".join(str(word) for word in line))
+
+    def obeyed(self):
+        r.wait_for("a command is done", lambda: self.child.output().count("done") >= self.answers or self.ended())
+
+    def use(self, count):
+        self.order("pairs", count)
+        self.obeyed()
+
+
+def pairs(rig, kind, words, daemon):
+    """Pairs come and go, and queues move, the control queue as well: what is lost is counted."""
+    load = Load(rig, daemon, f"control-{kind}", "control", *words)
+    chance = random.Random(t.SEED)
+    control = daemon.control_queue()
+    r.require(control["index"] == PAIRS and control["state"] == "running", f"{control}")
+    workers = [daemon.worker_new() for _ in range(2)]
+    for turn in range(TURNS):
+        load.order("pairs", [4, 1, 2, 4, 3, 1, 4, 2][turn % 8])
+        # While the command may be under way.
+        daemon.cli("attach", f"c0:{chance.choice([PAIRS, chance.randrange(PAIRS)])}", chance.choice(workers))
+        load.order("offloads", chance.choice([0, c.GUEST_CSUM]))
+        load.obeyed()
+    load.use(PAIRS)
+    load.progress()
+    to, back = load.end()
+    drops, control = daemon.drops(), daemon.control_queue()
+    uncounted = to[1] - sum(drops.values())
+    rig.say(f"{kind}: {control['requests']} commands, {to[0]} frames to the guest, {to[1]} lost; counted: {drops}")
+    r.require(back[1] == 0, f"{back[1]} of {back[0]} frames from the guest are lost")
+    r.require(0 <= uncounted <= t.WINDOW, f"{to[1]} of {to[0]} frames to the guest are lost, and {drops} counted")
+    r.require(control["requests"] == 2 * TURNS + 1 and control["errors"] == 0, f"{control}")
+    daemon.end()
+
+
+def killed(rig, kind, words, daemon):
+    """kill -9 while commands are under way: the next daemon does them, and knows those that were done."""
+    load = Load(rig, daemon, f"control-killed-{kind}", "control", *words)
+    chance = random.Random(t.SEED)
+    for turn in range(KILLS):
+        count = turn % PAIRS + 1
+        load.use(PAIRS - count + 1)
+        load.order("pairs", count)
+        time.sleep(chance.choice([0, chance.uniform(0, 0.01)]))
+        daemon.child.kill()
+        daemon.start()
+        load.obeyed()
+        load.progress()
+    to, back = load.end()
+    r.require(f"# {KILLS} reconnects" in load.child.output(), load.child.tail())
+    rig.say(f"{kind}: {KILLS} kills, to the guest {to[0]} frames and {to[1]} lost, from it {back[0]} and {back[1]} lost")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
+def beginning(rig):
+    """One pair is active before the first command, and the card goes on where it was when its rings are stopped meanwhile."""
+    with n.Net(rig, "control", pairs=2) as daemon:
+        host = f.Host("vs0")
+
+        def spread(card):
+            """On which pairs frames of several flows come."""
+            on = set()
+            for pair in range(2):
+                card.fill(100 - len(card.rings[2 * pair].chains), 2048, pair=pair)
+            for port in range(40):
+                source = bytes([2, 0, 0, 0, 1, port])
+                ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 48, 0, 0, 64, 17, 0, bytes([10, 9, 0, 2]), bytes([10, 9, 0, 1 + port]))
+                ip = ip[:10] + struct.pack(">H", f.checksum(ip)) + ip[12:]
+                host.send(f.GUEST_MAC + source + b"\x08\0" + ip + struct.pack(">HHHH", 4000 + port, 9, 28, 0) + bytes(20))
+                want = time.monotonic() + r.WAIT_S
+                while time.monotonic() < want:
+                    got = [(pair, frame) for pair in range(2) if (frame := card.take(pair, 0))]
+                    on.update(pair for pair, frame in got if frame[1][6:12] == source)
+                    if any(frame[1][6:12] == source for _, frame in got):
+                        break
+                else:
+                    raise r.Failed(f"a frame from {source.hex()} does not come")
+            return on
+
+        with c.Card(daemon.socket, CONTROL, pairs=2) as card:
+            r.require(spread(card) == {0}, "frames come on the second pair before it is used")
+            obeys(card, pairs_set(2))
+            r.require(spread(card) == {0, 1}, "no frame comes on the second pair")
+            obeys(card, pairs_set(1))
+            # As when a virtual machine is suspended.
+            for ring in card.rings:
+                base = card.request(c.p.GET_VRING_BASE, struct.pack("<II", ring.index, 0))
+                card.order(c.p.SET_VRING_BASE, base)
+            for ring in card.rings:
+                card.order(c.p.SET_VRING_KICK, struct.pack("<Q", ring.index), [ring.kick])
+            r.require(spread(card) == {0}, "frames come on the second pair again")
+            obeys(card, pairs_set(2))
+        # One that has the control queue itself.
+        with c.Card(daemon.socket, c.MRG_RXBUF | c.MQ, pairs=2) as card:
+            r.require(spread(card) == {0, 1}, "no frame comes on the second pair")
+            r.require(daemon.control_queue()["state"] == "stopped", f"{daemon.control_queue()}")
+        host.close()
+        daemon.end()
+
+
+def lies(rig):
+    """Commands that make no sense are refused; what has no room for that breaks its ring, and no other."""
+    with n.Net(rig, "lies", pairs=2) as daemon:
+        host = f.Host("vs0")
+        far = c.MEMORY + (1 << 30)
+
+        def passes(card):
+            card.fill(4, 2048)
+            card.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC), pair=1)
+            r.require(host.receive() is not None, "a frame from the guest does not come")
+            host.send(f.frame(2, 600))
+            got = f.received(card)
+            r.require(got is not None, "a frame to the guest does not come")
+            f.check(got[1], 2, 600)
+
+        def broken(card, segs):
+            ring = card.rings[-1]
+            ring.add(segs)
+            ring.publish()
+            r.require(ring.broken(), f"{segs}: the front-end is not told of an error")
+            r.wait_for("the state is told", lambda: daemon.control_queue()["state"] == "broken")
+            states = [q["state"] for q in daemon.queues().values()]
+            r.require(states == ["running"] * 2, f"{states}")
+            passes(card)
+
+        bad = [pairs_set(0), pairs_set(3), pairs_set(0xFFFF), offloads_set(c.GUEST_TSO4), offloads_set(1 << 63)]
+        # No commands, others, too short, too long.
+        bad += [[b"\x04"], [b"\x04\0", b"\x01"], [b"\x04\0", b"\x01\0\0"], [b"\x05\0", bytes(7)], [b"\x05\0", bytes(900)]]
+        bad += [[b"\0\0", b"\x01"], [b"\x01\x01", bytes(6)], [b"\x04\x01", bytes(40)], [b"\xff\xff"], []]
+        with c.Card(daemon.socket, CONTROL, pairs=2) as card:
+            for said in bad:
+                obeys(card, said, ERR)
+            ring = card.rings[-1]
+            for segs in (
+                [(far, 2, 0), (ring.room(1), 1, c.WRITE)],
+                [(ring.room(2), 2, 0), (far, 2, 0), (ring.room(1), 1, c.WRITE)],
+            ):
+                card.ram[segs[-1][0]] = 0xEE
+                ring.add(segs)
+                ring.publish()
+                r.require(ring.pop(r.WAIT_S) is not None and card.ram[segs[-1][0]] == ERR, f"{segs} is not refused")
+            # In as many pieces as there are bytes, with an answer of many bytes; and two that mean nothing here.
+            got = card.command(*(bytes([b]) for b in b"\x04\0\x02\0"), answer=64)
+            r.require(got == (OK, 1), f"{got}")
+            obeys(card, pairs_set(1))
+            obeys(card, [b"\x03\0"])
+            obeys(card, offloads_set(0))
+            control = daemon.control_queue()
+            r.require((control["requests"], control["errors"]) == (len(bad) + 6, len(bad) + 2), f"{control}")
+            passes(card)
+            broken(card, [(ring.room(4), 4, 0)])
+        for segs in ([(0, 4, 0), (far, 1, c.WRITE)], [(0, 4, 0), (100, 0, c.WRITE)]):
+            with c.Card(daemon.socket, CONTROL, pairs=2) as card:
+                broken(card, segs)
+        # Without MQ the third ring is the control queue, and there are no pairs to be set.
+        with c.Card(daemon.socket, CONTROL & ~c.MQ, pairs=1) as card:
+            obeys(card, pairs_set(1), ERR)
+            obeys(card, offloads_set(0))
+            r.require(daemon.control_queue()["state"] == "running", f"{daemon.control_queue()}")
+            card.fill(4, 2048)
+            host.send(f.frame(3, 600))
+            r.require(f.received(card) is not None, "a frame to the guest does not come")
+        # A ring that this guest has not.
+        with c.Card(daemon.socket, c.MRG_RXBUF | c.MQ, pairs=2) as card:
+            extra = c.Ring(card, 2 * 2, 16)
+            extra.begin()
+            r.require(extra.broken(), "a control queue starts that was not agreed on")
+        host.close()
+        daemon.end()
+
+
+def frames(card, kind, send, data):
+    """Those in which a super frame comes."""
+    card.fill(120 - len(card.rings[0].chains), 2048)
+    send()
+    got, come = 0, []
+    while got < len(data):
+        taken = card.take()
+        r.require(taken is not None, f"{kind.name}: {got} of {len(data)} bytes come")
+        if taken[1][12:14] == b"\x08\0":
+            come.append(taken[1])
+            got += len(taken[1]) - kind.headers
+    return come
+
+
+def switches_offloads(card, kind, send, frame, data):
+    """A super frame comes whole, and cut while the guest does not take it."""
+    card.fill(100, 2048)
+    for bits, whole in ((None, True), (0, False), (c.GUEST_CSUM | kind.guest, True), (c.GUEST_CSUM, False)):
+        if bits is not None:
+            obeys(card, offloads_set(bits))
+        come = frames(card, kind, send, data)
+        if whole:
+            r.require(come == [frame], f"offloads {bits}: {len(come)} frames come, not the one that was sent")
+        else:
+            r.require(len(come) > 1, f"offloads {bits}: one frame comes")
+            if bits == 0:
+                kind.check(come, data)
+
+
+def offloads(rig):
+    """Of a tap."""
+    kind, data = o.KINDS[0], o.payload(5 * o.MSS)
+    with n.Net(rig, "offloads", pairs=1, mtu=1500) as daemon:
+        host = f.Host("vs0")
+        host.socket.setsockopt(o.SOL_PACKET, o.PACKET_VNET_HDR, 1)
+        frame = kind.frame(f.GUEST_MAC, f.HOST_MAC, data)
+        with c.Card(daemon.socket, CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest) as card:
+            switches_offloads(card, kind, lambda: host.send(kind.header()[:10] + frame), frame, data)
+        host.close()
+        daemon.end()
+
+
+def switched(rig):
+    """Of a switch."""
+    kind, data = o.KINDS[0], o.payload(5 * o.MSS)
+    two = s.Two(rig)
+    a = c.Card(two.sockets[0], c.MRG_RXBUF | c.CSUM | kind.host)
+    b = c.Card(two.sockets[1], CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest)
+    with a, b:
+        frame = kind.frame(s.B_MAC, s.A_MAC, data)
+        switches_offloads(b, kind, lambda: a.transmit(frame, kind.header()), frame, data)
+    r.require(two.child.stop() == 0, two.child.tail())
+
+
+def set_aside(rig):
+    """A frame that waits for buffers of a pair that goes out of use does not come by it any more."""
+    with n.Net(rig, "aside", pairs=2) as daemon:
+        host = f.Host("vs0")
+        with c.Card(daemon.socket, CONTROL, pairs=2) as card:
+            obeys(card, pairs_set(2))
+            card.fill(100, 2048, pair=0)
+            # Too small for a frame by itself.
+            card.fill(1, 600, pair=1)
+            for port in range(40):
+                ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 1028, 0, 0, 64, 17, 0, bytes([10, 9, 0, 2]), bytes([10, 9, 0, 1 + port]))
+                ip = ip[:10] + struct.pack(">H", f.checksum(ip)) + ip[12:]
+                udp = struct.pack(">HHHH", 4000 + port, 9, 1008, 0) + bytes(1000)
+                host.send(f.GUEST_MAC + bytes([2, 0, 0, 0, 1, port]) + b"\x08\0" + ip + udp)
+            while card.take(0, 0.3):
+                pass
+            obeys(card, pairs_set(1))
+            card.fill(20, 2048, pair=1)
+            r.require(card.take(1, 0.5) is None, "a frame comes by a pair that is out of use")
+            r.require(daemon.drops().get("no-buffers", 0) > 0, f"{daemon.drops()}")
+        host.close()
+
+
+def broken_again(rig):
+    """A pair of a switch whose receive ring is broken stays so when it is put out of use and back, and keeps no worker busy."""
+    daemon, sockets = n.joined(rig, "again")
+    try:
+        with c.Card(sockets[0], c.MRG_RXBUF) as a, c.Card(sockets[1], CONTROL, pairs=2) as b:
+            obeys(b, pairs_set(2))
+            # Where it is, and that its flow comes in by pair 1.
+            b.transmit(f.frame(1, 64, f.HOST_MAC, f.GUEST_MAC), pair=1)
+            b.fill(1, 2048, pair=1)
+            a.transmit(f.frame(2, 64, f.GUEST_MAC, f.HOST_MAC))
+            r.require(b.take(1) is not None, "a frame does not come")
+            # Room for a part of the next one, and then nothing that can be used.
+            b.give(600, pair=1)
+            ring = b.rings[2]
+            ring.add([(c.MEMORY + (1 << 30), 2048, c.WRITE)])
+            ring.publish()
+            a.transmit(f.frame(3, 1000, f.GUEST_MAC, f.HOST_MAC))
+            state = lambda: next(q["state"] for q in daemon.status()["queues"] if (q["export"], q["index"]) == ("c1", 1))
+            r.wait_for("a queue that is broken", lambda: state() == "broken")
+            for count in (1, 2):
+                obeys(b, pairs_set(count))
+            a.transmit(f.frame(4, 64, f.GUEST_MAC, f.HOST_MAC))
+            n.rests(daemon)
+        r.require(daemon.child.stop() == 0, daemon.child.tail())
+    finally:
+        daemon.child.kill()
+
+
+def tests(rig):
+    for kind, words in (("split", []), ("packed", ["packed"]), ("plain", ["plain"])):
+        rig.test(f"net: control: pairs come and go under traffic ({kind})", lambda a=(pairs, kind, words): t.with_daemon(rig, *a))
+    for kind, words in (("split", []), ("packed", ["packed"])):
+        rig.test(f"net: control: {KILLS} times kill -9 with commands ({kind})", lambda a=(killed, kind, words): t.with_daemon(rig, *a))
+    rig.test("net: control: one pair is active at first", lambda: beginning(rig))
+    rig.test("net: control: commands that lie", lambda: lies(rig))
+    rig.test("net: control: a frame that waits for a pair that goes", lambda: set_aside(rig))
+    rig.test("net: control: a broken pair that goes and comes", lambda: broken_again(rig))
+    rig.test("net: control: offloads of a tap are switched", lambda: offloads(rig))
+    rig.test("net: control: offloads on a switch are switched", lambda: switched(rig))

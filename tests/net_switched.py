@@ -1,0 +1,240 @@
+"""A switch between two cards in Python, of which every header and buffer is the test's own: what one guest says of its frames and
+another is told; guests that lie, take little, or nothing; what a front-end asks of such a card."""
+
+import struct
+import time
+
+import net_frames as f
+import net_hostile as h
+import net_offload as o
+import net_peer as c
+import net_rig as n
+import peer as p
+import rig as r
+
+A_MAC, B_MAC = f.GUEST_MAC, f.HOST_MAC
+# Flag: the checksum was found right.
+DATA_VALID = 2
+ALL = c.CSUM | c.GUEST_CSUM | c.HOST_TSO4 | c.GUEST_TSO4 | c.HOST_TSO6 | c.GUEST_TSO6
+
+
+class Two(r.Daemon):
+    """A daemon with a switch of two ports, a pair each."""
+
+    def __init__(self, rig):
+        self.sockets = [rig.dir / f"switched{k}.sock" for k in range(2)]
+        exports = []
+        for k, socket in enumerate(self.sockets):
+            exports += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={socket},queues=1,mac={n.MAC},mtu=1400"]
+        super().__init__(rig, "--net", "type=switch,name=s0", *exports, name="switched")
+
+    def cards(self, a=0, b=0, size=256):
+        """Both, with such features besides merged buffers, and the second with such rings."""
+        return c.Card(self.sockets[0], c.MRG_RXBUF | a), c.Card(self.sockets[1], c.MRG_RXBUF | b, size=size)
+
+    def drops(self, card):
+        """By reason, those that are not 0."""
+        net = next(q["net"] for q in self.status()["queues"] if q["export"] == f"c{card}")
+        return {why: count for why, count in net["drops"].items() if count}
+
+    def passes(self, a, b, number, length=600):
+        """A frame from the one to the other."""
+        if len(b.rings[0].chains) == 0:
+            b.fill(4, 2048)
+        a.transmit(f.frame(number, length, B_MAC, A_MAC))
+        got = b.take()
+        r.require(got is not None, f"frame {number} does not come")
+        f.check(got[1], number, length, B_MAC, A_MAC)
+
+
+def super_frames(two, kind, takes):
+    """Whole to a guest that takes them, else cut with right sums."""
+    a, b = two.cards(c.CSUM | kind.host, c.GUEST_CSUM | kind.guest if takes else 0)
+    with a, b:
+        for size in o.SIZES:
+            data = o.payload(size)
+            frame = kind.frame(B_MAC, A_MAC, data)
+            b.fill(120 - len(b.rings[0].chains), 2048)
+            head = kind.header(o.MSS if size > o.MSS else 0)
+            a.transmit(frame, head, cuts=(5, 40))
+            frames, got = [], 0
+            while got < size:
+                taken = b.take()
+                r.require(taken is not None, f"{kind.name}: {got} of {size} bytes come")
+                frames.append(taken[1])
+                got += len(taken[1]) - kind.headers
+                want = head[:10] if takes else bytes(10)
+                r.require(taken[0][:10] == want, f"{kind.name}, {size} bytes: a header {taken[0].hex()}")
+            if takes:
+                r.require(frames == [frame], f"{kind.name}, {size} bytes: other than it was sent")
+            else:
+                kind.check(frames, data)
+
+
+def bomb(two):
+    """A header by which one frame would be cut into a gigabyte."""
+    start, frame = 32_768, bytearray(65_000)
+    frame[:14] = B_MAC + A_MAC + b"\x86\xdd"
+    frame[14], frame[start + 12] = 0x60, 0x50
+    a, b = two.cards(ALL)
+    with a, b:
+        b.fill(100, 2048)
+        before = two.drops(0).get("bad-header", 0)
+        for gso_size in (1, 100):
+            a.transmit(bytes(frame), h.header(o.NEEDS_CSUM, o.TCP6, 0, gso_size, start, 16))
+        r.require(two.drops(0).get("bad-header", 0) == before + 2, f"{two.drops(0)}")
+        with open(f"/proc/{two.child.pid}/status") as status:
+            peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+        r.require(peak < 200_000, f"the daemon had {peak} KiB")
+        two.passes(a, b, 1)
+
+
+def unbelieved(two):
+    """That a guest found a checksum right is nothing that another guest has to believe."""
+    a, b = two.cards(ALL, ALL)
+    with a, b:
+        b.fill(4, 2048)
+        a.transmit(f.frame(2, 600, B_MAC, A_MAC), h.header(flags=DATA_VALID))
+        seen = b.take()
+        r.require(seen is not None and seen[0][:10] == bytes(10), f"{seen and seen[0].hex()}")
+
+
+def lies(two):
+    """Headers that make no sense are not passed on."""
+    a, b = two.cards(ALL, ALL)
+    with a, b:
+        b.fill(4, 2048)
+        for bad in (
+            h.header(gso=0x7F, gso_size=100),
+            h.header(flags=o.NEEDS_CSUM, gso=o.TCP4, gso_size=0, csum_start=34, csum_offset=16),
+            h.header(flags=o.NEEDS_CSUM, csum_start=600, csum_offset=16),
+        ):
+            before = two.drops(0).get("bad-header", 0)
+            a.transmit(f.frame(3, 600, B_MAC, A_MAC), bad)
+            r.require(two.drops(0).get("bad-header", 0) == before + 1, f"{two.drops(0)}")
+        two.passes(a, b, 4)
+
+
+def too_large(two):
+    """A frame that the receiver's whole ring has no room for is lost; those behind it are not."""
+    a, b = two.cards(b=0, size=8)
+    with a, b:
+        b.fill(8, 2048)
+        a.transmit(f.frame(5, 40_000, B_MAC, A_MAC))
+        two.passes(a, b, 6)
+        r.require(two.drops(1) == {"too-long": 1}, f"{two.drops(1)}")
+
+
+def in_order(two):
+    """Requests end in the ring's order, one that waits for a guest's buffers before those that nobody has to wait for."""
+    a, b = two.cards()
+    with a, b:
+        ring, heads = a.rings[1], []
+        b.fill(1, 2048)
+        # To a guest with room for one, then to nobody.
+        for data in (f.frame(7, 600, B_MAC, A_MAC), f.frame(8, 600, B_MAC, A_MAC), b"\0" * 13):
+            data = bytes(c.HEADER) + data
+            at = ring.room(len(data))
+            a.ram[at : at + len(data)] = data
+            heads.append(ring.add([(at, len(data), 0)]))
+        ring.publish()
+        for head in heads:
+            number = ring.taken % ring.size
+            r.require(ring.pop(r.WAIT_S) is not None, "a request does not come back")
+            used = struct.unpack_from("<I", a.ram, ring.used_at + 4 + 8 * number)[0]
+            r.require(used == head, f"head {used} before {head}")
+        r.require(b.take() is not None, "the first frame does not come")
+
+
+def switched_off(two):
+    """What a ring still has to send when it is switched off is dropped, not sent some time later."""
+    a, b = two.cards()
+    with a, b:
+        b.fill(4, 2048)
+        two.passes(a, b, 9)
+        # Shown without a kick, to a worker that sleeps.
+        time.sleep(0.3)
+        ring = a.rings[1]
+        data = bytes(c.HEADER) + f.frame(10, 600, B_MAC, A_MAC)
+        at = ring.room(len(data))
+        a.ram[at : at + len(data)] = data
+        ring.add([(at, len(data), 0)])
+        struct.pack_into("<H", a.ram, ring.avail + 2, ring.offered)
+        before = two.drops(0).get("detached", 0)
+        a.order(p.SET_VRING_ENABLE, struct.pack("<II", 1, 0))
+        r.require(ring.pop(r.WAIT_S) is not None, "the frame is kept")
+        r.require(two.drops(0).get("detached", 0) == before + 1, f"{two.drops(0)}")
+        a.order(p.SET_VRING_ENABLE, struct.pack("<II", 1, 1))
+        two.passes(a, b, 11)
+
+
+def follows(rig):
+    """A flow comes in by the pair on which its guest last sent it, whatever its hash says, and moves with it."""
+    daemon, sockets = n.joined(rig, "follows")
+    try:
+        with c.Card(sockets[0], c.MRG_RXBUF) as a, c.Card(sockets[1], c.MRG_RXBUF | c.MQ, pairs=2) as b:
+            a.fill(100, 2048)
+            for pair in range(2):
+                b.fill(100, 2048, pair=pair)
+            flows = [(A_MAC[:5] + bytes([k]), k % 2) for k in range(12)]
+            for turn in range(3):
+                for k, (mac, pair) in enumerate(flows):
+                    number, pair = turn * len(flows) + k, (pair + turn) % 2
+                    b.transmit(f.frame(number, 200, B_MAC, mac), pair=pair)
+                    r.require(a.take() is not None, "a frame of the flow does not come out")
+                    a.transmit(f.frame(number, 600, mac, B_MAC))
+                    got = b.take(pair)
+                    r.require(got is not None, f"turn {turn}: the flow of {mac.hex()} does not come in by pair {pair}")
+                    f.check(got[1], number, 600, mac, B_MAC)
+        r.require(daemon.child.stop() == 0, daemon.child.tail())
+    finally:
+        daemon.child.kill()
+
+
+def auto(rig):
+    """Who serves a switch's card is said where it was left to us."""
+    daemon, _ = n.joined(rig, "auto")
+    try:
+        daemon.cli("export", "add", f"type=vhost-user-net,name=c2,net=s0,socket={rig.dir}/auto2.sock,engine=auto")
+        export = next(e for e in daemon.status()["exports"] if e["name"] == "c2")
+        r.require((export["engine"], export.get("engine-why")) == ("user", "a switch is ours"), f"{export}")
+        r.require(daemon.child.stop() == 0, daemon.child.tail())
+    finally:
+        daemon.child.kill()
+
+
+def asked(two):
+    """The configuration space, NET_SET_MTU, and SEND_RARP, by which the switch learns where a guest is."""
+    with p.Peer(two.sockets[0]) as peer:
+        peer.handshake()
+
+        def config():
+            answer = peer.request(p.GET_CONFIG, struct.pack("<III", 0, 12, 0) + bytes(12))[12:]
+            return answer[:6], struct.unpack("<HHH", answer[6:12])
+
+        want = bytes.fromhex(n.MAC.replace(":", ""))
+        r.require(config() == (want, (1, 1, 1400)), f"{config()}")
+        r.require(peer.u64(p.NET_SET_MTU, 9000) == p.ACCEPTED and config()[1][2] == 9000, f"{config()}")
+        r.require(peer.u64(p.NET_SET_MTU, 60) == p.REFUSED and config()[1][2] == 9000, f"{config()}")
+        before = two.status()["nets"][0]["addresses"]
+        peer.order(p.SEND_RARP, bytes.fromhex("525400000077") + bytes(2))
+        after = two.status()["nets"][0]["addresses"]
+        r.require(after == before + 1, f"{before} addresses, then {after}")
+
+
+def tests(rig):
+    two = Two(rig)
+    for kind in o.KINDS:
+        for takes in (True, False):
+            how = "a guest that takes it" if takes else "a guest that does not"
+            rig.test(f"net: switch: {kind.name} to {how}", lambda k=kind, t=takes: super_frames(two, k, t))
+    rig.test("net: switch: no frame makes the daemon large", lambda: bomb(two))
+    rig.test("net: switch: no guest says for another that a checksum is right", lambda: unbelieved(two))
+    rig.test("net: switch: headers that make no sense", lambda: lies(two))
+    rig.test("net: switch: a frame larger than the receiver's ring", lambda: too_large(two))
+    rig.test("net: switch: requests end in the ring's order", lambda: in_order(two))
+    rig.test("net: switch: a transmit ring that is switched off keeps nothing", lambda: switched_off(two))
+    rig.test("net: switch: engine=auto says why not the kernel", lambda: auto(rig))
+    rig.test("net: switch: transmit follows receive", lambda: follows(rig))
+    rig.test("net: switch: what a front-end asks of a card", lambda: asked(two))
+    rig.test("net: switch: it ends well", lambda: r.require(two.child.stop() == 0, two.child.tail()))

@@ -1,0 +1,138 @@
+"""DPDK's testpmd as front-end: a driver that is not ours, which polls, without notifications and huge pages."""
+
+import random
+import re
+import struct
+import subprocess
+import time
+
+import net_frames as f
+import net_rig as n
+import rig as r
+
+FRAMES = 600
+SEED = 23
+
+
+def program():
+    """How testpmd is started; `scripts/testpmd` fetches it."""
+    done = subprocess.run([r.ROOT / "scripts/testpmd"], capture_output=True, text=True, timeout=900)
+    if done.returncode == 3:
+        raise r.Skipped(done.stderr.strip().splitlines()[-1])
+    r.require(done.returncode == 0, f"scripts/testpmd ended with {done.returncode}: {done.stderr[-600:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+class Testpmd:
+    """testpmd on a socket, told what to do by lines."""
+
+    def __init__(self, rig, daemon, name, pairs, keys):
+        device = f"net_virtio_user0,path={daemon.socket},queues={pairs},server=0,mac={n.MAC},queue_size=256{keys}"
+        # Else it keeps what it says to itself until it ends.
+        argv = [r.tool("stdbuf", "coreutils"), "-oL", program(), "--no-huge", "--no-pci", "-m", "256", "--iova-mode=va", "-l", "0,1", "--no-telemetry"]
+        argv += ["--file-prefix", f"{rig.dir.name}-{name}", f"--vdev={device}", "--", "-i", "--total-num-mbufs=16384"]
+        argv += [f"--rxq={pairs}", f"--txq={pairs}", "--nb-cores=1", "--txonly-multi-flow"]
+        self.daemon = daemon
+        self.child = r.Child(rig, f"testpmd-{name}", argv, stdin=subprocess.PIPE)
+        self.seen = 0
+        self.wait("testpmd> ")
+
+    def wait(self, words):
+        """Waits until it says that, after what was seen; what it said since."""
+
+        def said():
+            r.require(self.child.running(), f"testpmd ended with {self.child.process.returncode}: {self.child.tail()}")
+            return words in self.child.output()[self.seen :]
+
+        r.wait_for(f"testpmd says {words!r}", said)
+        text = self.child.output()[self.seen :]
+        self.seen += len(text)
+        return text
+
+    def tell(self, line, answer="testpmd> "):
+        self.child.process.stdin.write(f"{line}\n".encode())
+        self.child.process.stdin.flush()
+        return self.wait(answer)
+
+    def forward(self, mode):
+        self.tell(f"set fwd {mode}", f"Set {mode}")
+        self.tell("start", "nb forwarding")
+
+    def stop(self):
+        """Packets received and sent since `forward`."""
+        text = self.tell("stop", "Done.")
+        found = re.search(r"Accumulated forward statistics.*?RX-packets: (\d+).*?TX-packets: (\d+)", text, re.S)
+        r.require(found, f"testpmd says {text!r}")
+        return int(found[1]), int(found[2])
+
+    def end(self):
+        self.child.process.stdin.write(b"quit\n")
+        self.child.process.stdin.flush()
+        code = self.child.wait()
+        r.require(code == 0, f"testpmd ended with {code}: {self.child.tail()}")
+
+
+def packets(daemon, way):
+    return sum(c[way] for c in daemon.counters().values())
+
+
+def blast(host, chance, count):
+    """Frames of many flows to the guest, no faster than they are taken."""
+    for k in range(count):
+        port = 1000 + chance.randrange(64)
+        payload = b"x" * chance.choice((18, 200, 1400))
+        udp = struct.pack(">HHHH", port, 9, len(payload) + 8, 0) + payload
+        ip = struct.pack(">BBHHHBBH8B", 0x45, 0, len(udp) + 20, 0, 0x4000, 64, 17, 0, 10, 9, 0, 1, 10, 9, 0, 2)
+        ip = ip[:10] + struct.pack(">H", f.checksum(ip)) + ip[12:]
+        host.send(f.GUEST_MAC + f.HOST_MAC + b"\x08\x00" + ip + udp)
+        if k % 50 == 49:
+            time.sleep(0.002)
+
+
+def forwarding(rig, pairs, keys):
+    chance = random.Random(SEED)
+    # Its arguments take no path with '='.
+    name = f"{pairs}{keys.replace(',', '-').replace('=', '')}"
+    with n.Net(rig, f"pmd-{name}", pairs=pairs) as daemon:
+        host = f.Host("vs0")
+        pmd = Testpmd(rig, daemon, name, pairs, keys)
+
+        pmd.forward("rxonly")
+        before = packets(daemon, "to-guest-packets")
+        blast(host, chance, FRAMES)
+        r.wait_for("all frames are with the guest", lambda: packets(daemon, "to-guest-packets") - before >= FRAMES)
+        time.sleep(0.05)
+        got = pmd.stop()[0]
+        r.require(got >= FRAMES, f"rxonly: testpmd got {got} of {FRAMES} frames")
+
+        sent = packets(daemon, "from-guest-packets")
+        at_tap = n.statistic("rx_packets")
+        pmd.forward("txonly")
+        r.wait_for("frames come", lambda: packets(daemon, "from-guest-packets") - sent > 20_000)
+        tx = pmd.stop()[1]
+        r.wait_for("what testpmd sent came", lambda: packets(daemon, "from-guest-packets") - sent >= tx)
+        came, seen = packets(daemon, "from-guest-packets") - sent, n.statistic("rx_packets") - at_tap
+        r.require(came == seen == tx, f"txonly: testpmd sent {tx}, we count {came}, the tap {seen}: {daemon.drops()}")
+        used = [index for index, c in daemon.counters().items() if c["from-guest-packets"]]
+        r.require(len(used) == pairs, f"txonly: frames came on the pairs {used} of {pairs}")
+
+        for mode in ("io", "mac"):
+            pmd.forward(mode)
+            sent = packets(daemon, "from-guest-packets")
+            blast(host, chance, FRAMES)
+            r.wait_for(f"{mode}: all come back", lambda s=sent: packets(daemon, "from-guest-packets") - s >= FRAMES)
+            rx, tx = pmd.stop()
+            r.require(rx == tx >= FRAMES, f"{mode}: {rx} received, {tx} sent of {FRAMES}")
+        states = {index: q["state"] for index, q in daemon.queues().items()}
+        r.require(set(states.values()) == {"running"} and not daemon.drops(), f"{states} {daemon.drops()}")
+        host.close()
+        pmd.end()
+        daemon.end()
+
+
+def tests(rig):
+    for pairs in (1, 2, 4):
+        for keys in ("", ",mrg_rxbuf=0", ",packed_vq=1", ",packed_vq=1,mrg_rxbuf=0", ",in_order=0", ",vectorized=1,mrg_rxbuf=0"):
+            if pairs > 1 and "vectorized" in keys or pairs == 2 and "mrg" in keys:
+                continue
+            rig.test(f"net: testpmd, {pairs} pairs{keys}", lambda a=(pairs, keys): forwarding(rig, *a))
