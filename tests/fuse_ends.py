@@ -3,6 +3,7 @@
 Run as a program (`writer …`) it writes with O_DSYNC and notes what was completed.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -53,8 +54,12 @@ class Callers:
     """A writer, fio and dd on a mount, to be cut off."""
 
     def __init__(self, suite, name, path, turn):
+        # fio opens its file again and again. By its path it could get the file below a mount that has just gone, and
+        # would go on writing there; through this descriptor it gets the mount's, or an error.
+        self.held = os.open(path, os.O_RDONLY)
+        held = f"/proc/{os.getpid()}/fd/{self.held}"
         self.writer = r.Child(suite.rig, f"{name}-writer", [sys.executable, "-B", __file__, "writer", path, turn])
-        self.fio = r.Child(suite.rig, f"{name}-fio", fuse_load.fio_argv(path, 120, SLOTS * BLOCK))
+        self.fio = r.Child(suite.rig, f"{name}-fio", fuse_load.fio_argv(held, 120, SLOTS * BLOCK))
         self.dd = r.Child(suite.rig, f"{name}-dd", ["dd", f"if={path}", "of=/dev/null", "bs=512", "iflag=direct"])
         self.all = (self.writer, self.fio, self.dd)
         self.path = path
@@ -78,6 +83,8 @@ class Callers:
 
     def cut_off(self, what):
         """They get their errors, rather than wait for who is gone."""
+        with contextlib.suppress(OSError):  # what its FLUSH gets
+            os.close(self.held)
         for child in self.all:
             code = child.wait()
             r.require(code != 0, f"{child.name} saw no error of {what}")
