@@ -15,7 +15,9 @@ use super::config;
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, image, jobs, pages, print, show, snapshot};
 use crate::export::check_one_place;
-use crate::export::spec::{DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetInfo, WorkerInfo};
+use crate::export::spec::{
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetInfo, QueueInfo, WorkerInfo,
+};
 
 /// How long `quit` waits for the daemon to take everything down.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -136,13 +138,15 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     }
     let none = || json!({});
     let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
+    let queues: Vec<QueueInfo> = call(client, "query-queues", none())?;
     let mut text = vec![
         show::disks(&call::<Vec<_>>(client, "query-disks", none())?),
         show::exports(&call::<Vec<_>>(client, "query-exports", none())?),
-        show::queues(&call::<Vec<_>>(client, "query-queues", none())?),
+        show::queues(&queues),
         show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
     ];
     let jobs: Vec<JobInfo> = call(client, "query-jobs", none())?;
+    text.extend(show::drops(&queues));
     if !jobs.is_empty() {
         text.insert(2, show::jobs(&jobs));
     }

@@ -158,6 +158,17 @@ pub(crate) fn queues(queues: &[QueueInfo]) -> String {
     )
 }
 
+/// What cards' queues lost, and why; nothing where they lost nothing.
+pub(crate) fn drops(queues: &[QueueInfo]) -> Option<String> {
+    let rows: Vec<_> = queues
+        .iter()
+        .flat_map(|q| q.net.iter().flat_map(|n| n.drops.each()).map(move |(why, count)| (q, why, count)))
+        .filter(|(.., count)| *count > 0)
+        .map(|(q, why, count)| [format!("{}:{}", q.export, q.index), why.to_owned(), count.to_string()])
+        .collect();
+    (!rows.is_empty()).then(|| table(["QUEUE", "DROPPED", ">FRAMES"], rows.into_iter()))
+}
+
 pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
     table(
         ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">OF", "SPEED", "TO", "ERROR"],
@@ -258,6 +269,7 @@ fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::export::spec::{NetDrops, NetQueueCounters};
 
     #[test]
     fn columns_line_up() {
@@ -274,6 +286,32 @@ mod tests {
         }
         assert_eq!(cpu_list(&[0, 1, 2, 3, 6, 8, 9]), "0-3,6,8-9");
         assert_eq!(cpu_list(&[]), "");
+    }
+
+    #[test]
+    fn only_what_was_dropped_is_listed() {
+        let queue = |export: &str, net: Option<NetQueueCounters>| QueueInfo {
+            export: export.to_owned(),
+            index: 1,
+            worker: 0,
+            state: "running".to_owned(),
+            size: 256,
+            packed: false,
+            in_flight: 0,
+            generation: 1,
+            requests: 0,
+            errors: 0,
+            read_bytes: 0,
+            write_bytes: 0,
+            kicks: 0,
+            notifications: 0,
+            net,
+        };
+        let card = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));
+        assert_eq!(drops(&[card(NetDrops::default()), queue("d0", None)]), None);
+        let some = NetDrops { no_room: 12, detached: 3, ..NetDrops::default() };
+        let want = "QUEUE  DROPPED   FRAMES\nc0:1   no-room       12\nc0:1   detached       3\n";
+        assert_eq!(drops(&[queue("d0", None), card(some)]).as_deref(), Some(want));
     }
 
     #[test]
