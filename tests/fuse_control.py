@@ -280,6 +280,44 @@ def in_kernel_odd(suite):
     again.stop()
 
 
+def in_kernel_after(suite):
+    """Who has the file open goes on by the kernel after the mount was taken away: till it is closed nobody else may write."""
+    suite.ours()
+    image = suite.image("pass-after.img", 2 * MIB)
+    mount = m.Mount(suite, "pass-after", image=image, growable=True, passthrough="auto")
+    r.require(passthrough(mount.export())[0], "passthrough is off")
+    keys = mount.arguments[3]
+    reader = f"type=vhost-user-blk,name=v0,disk=d0,socket={suite.rig.dir}/pass-after.sock,readonly=on"
+    fd = os.open(mount.path, os.O_RDWR)
+    os.pwrite(fd, b"before", MIB)  # the first write asks the daemon for attributes
+    mount.cli("export", "remove", "f0", "--force")
+    r.require(os.pwrite(fd, b"after", MIB) == 5, "a short write")
+    with m.Opened(image, os.O_RDONLY) as other:
+        r.require(os.pread(other, 5, MIB) == b"after", "the kernel does not go on")
+    for command in (
+        ("export", "add", keys),
+        ("export", "add", reader.replace(",readonly=on", "")),
+        ("snapshot", "d0", "--to", str(suite.rig.dir / "pass-after.qcow2")),
+        ("backup", "start", "d0", "--to", str(suite.rig.dir / "pass-after.backup")),
+        ("bitmap", "add", "d0", "b0"),
+    ):
+        r.message_of(mount.cli(*command, check=False), "d0", "former mount", code=(1,))
+    mount.cli("export", "add", reader)
+    mount.cli("export", "remove", "v0")
+    # Nor has another daemon the image.
+    mount.cli("disk", "remove", "d0")
+    said = mount.cli("disk", "add", f"name=d1,file={image}", check=False)
+    r.message_of(said, "pass-after.img", "in use", code=(1,))
+    m.refused("the close", ["ENOTCONN", "ECONNABORTED"], lambda: os.close(fd))
+    disk = mount.arguments[1]
+    mount.cli("disk", "add", disk)
+    mount.cli("export", "add", keys)
+    with m.Opened(mount.path) as fd:
+        r.require(os.pread(fd, 5, MIB) == b"after", "what was written is gone")
+        os.pwrite(fd, b"again", MIB)
+    mount.stop()
+
+
 def in_kernel_walk(suite):
     """Random operations; sizes that are no multiples of 512 are the kernel's own, and left out."""
     suite.ours()
@@ -342,5 +380,6 @@ def tests_once(suite):
     t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
     t("passthrough: random operations", lambda: in_kernel_walk(suite))
     t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))
+    t("passthrough: nobody else writes while the file is open still", lambda: in_kernel_after(suite))
     t("passthrough: an odd end", lambda: in_kernel_odd(suite))
     t("passthrough: off with a reason", lambda: off(suite))

@@ -173,7 +173,8 @@ impl DiskEntry {
 }
 
 /// The export that writes to a disk, if there is one, and whether its writes can be watched.
-pub(super) fn writer(exports: &[Arc<Export>], disk: &str) -> Result<Option<Arc<Export>>> {
+pub(super) fn writer(exports: &[Arc<Export>], entry: &DiskEntry) -> Result<Option<Arc<Export>>> {
+    let disk = &entry.name;
     let writer = exports.iter().find(|e| !e.readonly).cloned();
     if let Some(export) = &writer {
         let name = &export.spec.name;
@@ -190,6 +191,7 @@ pub(super) fn writer(exports: &[Arc<Export>], disk: &str) -> Result<Option<Arc<E
             )));
         }
     }
+    entry.check_returned()?;
     Ok(writer)
 }
 
@@ -271,7 +273,7 @@ impl Daemon {
         }
         // A job that writes to it is no export, and is not drained.
         entry.watched.check_exportable(disk)?;
-        let writer = writer(&exports, disk)?;
+        let writer = writer(&exports, &entry)?;
         at_rest(writer.as_ref(), || {
             let changed = f(&entry);
             entry.watch();

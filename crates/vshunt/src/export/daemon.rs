@@ -231,6 +231,9 @@ impl Daemon {
         }
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
+        if !spec.refuses_writes() && self.state().writer(&spec.disk).is_none() {
+            entry.check_returned()?;
+        }
         self.state().reserve(&spec, &entry)?;
         self.make(spec, Backend::Disk(entry.disk.clone()))
     }

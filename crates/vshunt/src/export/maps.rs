@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use super::bitmaps::Watched;
 use super::job::Job;
@@ -10,6 +11,9 @@ use super::nets::NetEntry;
 use super::spec::{DiskSpec, ExportKind, ExportSpec};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
+
+/// How long somebody is waited for whose use of a disk's image by the kernel is about to end.
+const RETURN_PATIENCE: Duration = Duration::from_millis(500);
 
 #[derive(Default)]
 pub(super) struct Maps {
@@ -71,6 +75,23 @@ impl DiskEntry {
 
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().expect("no holder panics")
+    }
+
+    /// Whether all writers of the image come by us, but for exports that are there. With its turn held; waits for a moment
+    /// for who is about to end.
+    pub(super) fn check_returned(&self) -> Result<()> {
+        let begin = Instant::now();
+        while self.disk.is_lent() {
+            if begin.elapsed() > RETURN_PATIENCE {
+                return Err(Error::busy(format!(
+                    "the image of disk {} is still written by the kernel, for those who have the file of a former mount \
+                     open: an export with passthrough was taken from them by force; end them",
+                    self.name
+                )));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
     }
 
     /// What the disk is now.
@@ -150,6 +171,11 @@ impl Maps {
         self.exports.get(export).map(|e| e.phase.clone()).ok_or_else(|| no_export(export))
     }
 
+    /// The export that writes to a disk.
+    pub(super) fn writer(&self, disk: &str) -> Option<&str> {
+        self.exports.iter().find(|(_, e)| e.disk == disk && !e.readonly).map(|(name, _)| name.as_str())
+    }
+
     /// Enters an export that is to be made, if it may be.
     pub(super) fn reserve(&mut self, spec: &ExportSpec, disk: &Arc<DiskEntry>) -> Result<()> {
         self.check_up()?;
@@ -157,8 +183,7 @@ impl Maps {
         self.check_vacant(spec)?;
         disk.watched.check_exportable(&spec.disk)?;
         let readonly = spec.refuses_writes() || disk.disk.readonly();
-        let writer = self.exports.iter().find(|(_, e)| e.disk == spec.disk && !e.readonly);
-        if let Some((writer, _)) = writer
+        if let Some(writer) = self.writer(&spec.disk)
             && !readonly
         {
             let remedy = match spec.kind {

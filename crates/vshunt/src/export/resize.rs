@@ -36,7 +36,7 @@ impl Daemon {
             resize(disk, &exports, size_bytes)?;
         } else {
             // Bitmaps are of the disk's size.
-            let writer = writer(&exports, name)?;
+            let writer = writer(&exports, &entry)?;
             at_rest(writer.as_ref(), || entry.resize_watched(size_bytes, || disk.resize(size_bytes)))??;
         }
         self.tell_resized(name, size_bytes, exports);

@@ -181,6 +181,7 @@ impl Daemon {
             )));
         }
         exports.iter().try_for_each(|e| e.check_held())?;
+        entry.check_returned()?;
         Ok(exports)
     }
 }

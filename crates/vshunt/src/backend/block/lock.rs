@@ -17,6 +17,8 @@ use crate::error::{Error, Kind, Result};
 const USED_BASE: i64 = 100;
 /// First byte of the permissions not granted to others.
 const DENIED_BASE: i64 = 200;
+/// Our own, where QEMU has none: the kernel may write to the image by itself (`lend.rs`).
+const LENT: i64 = 300;
 
 /// How long another's lock is waited for. A process that was killed goes on holding its locks until its io_uring has
 /// ended what was under way. Waiting for that is also what keeps its last writes off those of its successor.
@@ -124,6 +126,16 @@ impl Permission {
             Resize => "resize",
         }
     }
+}
+
+/// Marks the image as lent, for as long as this open file lives.
+pub(super) fn mark_lent(file: &File) -> io::Result<()> {
+    hold(file, LENT)
+}
+
+/// Whether another open file marks the image as lent. False where that cannot be told.
+pub(super) fn is_lent(file: &File) -> bool {
+    held_by_another(file, LENT).unwrap_or(false)
 }
 
 fn one_byte(kind: i32, at: i64) -> libc::flock {

@@ -17,6 +17,7 @@ mod create;
 mod handle;
 mod io;
 mod keep;
+mod lend;
 mod lock;
 mod mark;
 mod memory;

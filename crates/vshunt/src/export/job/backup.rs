@@ -47,7 +47,7 @@ impl Daemon {
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
         let exports = self.state().exports_of(&entry)?;
-        let writer = writer(&exports, &spec.disk)?;
+        let writer = writer(&exports, &entry)?;
         entry.watched.check_free(&spec.disk)?;
         if let Some(name) = &spec.incremental {
             let bitmap = entry.watched.bitmap(&spec.disk, name)?;
@@ -235,6 +235,7 @@ impl Daemon {
                 export.spec.name
             )));
         }
+        entry.check_returned()?;
         if entry.disk.readonly() {
             return Err(Error::invalid(format!("disk {name} is read-only; nothing can be copied to it")));
         }

@@ -81,7 +81,7 @@ impl Fuse {
         let at = Mountpoint::prepare(path)?;
         let (session, mount) = mount::mount(at, &options)?;
         let features = session::negotiate(&session, &plan)?;
-        let backing = backing(&session, &mut plan, features, &disk);
+        let backing = backing(&session, &mut plan, features, &disk, writable);
         let allow_other = mount.allow_other();
         let session = Arc::new(session);
         let inner = Arc::new(Inner { mount, session, backing, ending: AtomicBool::new(false), observer });
@@ -227,17 +227,18 @@ impl Drop for Fuse {
 }
 
 /// Opens the image for the kernel where the plan has passthrough, and takes it out of the plan where that fails.
-fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk) -> Option<i32> {
+fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk, writable: bool) -> Option<i32> {
     if !plan.passthrough {
         return None;
     }
-    let why = match disk.image() {
+    let why = match disk.lend(writable) {
         _ if features & abi::init::PASSTHROUGH == 0 => "this kernel has none (Linux 6.9)".to_owned(),
-        None => "there is no image".to_owned(),
-        Some(image) => match session::open_backing(session, &image) {
+        Ok(None) => "there is no image".to_owned(),
+        Ok(Some(image)) => match session::open_backing(session, &image) {
             Ok(id) => return Some(id),
             Err(e) => format!("the kernel refused the image: {e}"),
         },
+        Err(e) => format!("the image cannot be opened for the kernel: {e}"),
     };
     plan.passthrough = false;
     plan.passthrough_why = Some(why);
