@@ -310,15 +310,16 @@ def existing(suite):
 
 
 def over_itself(suite):
-    """Mounted over the image, as QEMU's storage daemon is often used: served or refused, the image survives."""
+    """Mounted over the image, as QEMU's storage daemon is often used: refused by ours, the image survives."""
     name = f"itself-{suite.transport}"
     image = suite.image(f"{name}.img", MIB)
     content = m.fill(image, MIB, ((0, MIB),), 71)
     try:
         mount = m.serving(suite, name, image=image, path=image)
     except r.Failed as e:
-        r.require(str(image) in str(e) and "panicked" not in str(e), str(e))
+        r.require(f"{image} is an image of disk d0 and cannot be mounted over" in str(e), str(e))
     else:
+        r.require(suite.peer, "it is mounted over its own image")
         with m.Opened(image) as fd:
             os.pwrite(fd, b"over itself", 1000)
             content[1000:1011] = b"over itself"
@@ -326,6 +327,25 @@ def over_itself(suite):
         mount.existed = True
         mount.stop()
     m.same(image, content, "the image afterwards")
+
+
+def over_others(suite):
+    """Mounted over an image that another disk stands on; and a disk that stands on a mount of the same daemon."""
+    suite.ours()
+    qemu_img = r.tool("qemu-img", "qemu-utils")
+    folder = suite.rig.dir
+    base, over, path, upper = folder / "below.img", folder / "over.qcow2", folder / "ram.mnt", folder / "upper.qcow2"
+    suite.image(base.name, MIB)
+    r.run([qemu_img, "create", "-q", "-f", "qcow2", "-b", base, "-F", "raw", over])
+    disks = ("--disk", f"name=d0,format=qcow2,file={over}", "--disk", "name=r,format=ram,size=1M")
+    daemon = r.Daemon(suite.rig, *disks, name="over-others")
+    export = "type=fuse,name=f0,disk=r,transport=dev,mountpoint="
+    r.message_of(daemon.cli("export", "add", f"{export}{base}", check=False), base, "disk d0", code=(1, 2))
+    daemon.cli("export", "add", f"{export}{path}")
+    r.run([qemu_img, "create", "-q", "-f", "qcow2", "-b", path, "-F", "raw", upper])
+    said = daemon.cli("disk", "add", f"name=u,format=qcow2,readonly=on,file={upper}", check=False)
+    r.message_of(said, "export f0", code=(1, 2))
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
 def nobody(suite):
@@ -405,6 +425,7 @@ def tests(suite):
 
 def tests_once(suite):
     suite.test("mounted over the image itself", lambda: over_itself(suite))
+    suite.test("mounted over what another disk stands on, and the reverse", lambda: over_others(suite))
     suite.test("allow-other", lambda: others(suite))
     suite.test("without root, by fusermount3", lambda: nobody(suite))
 

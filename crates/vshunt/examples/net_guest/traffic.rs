@@ -225,6 +225,9 @@ impl Driver<'_> {
 
     fn turn(&mut self) -> Outcome {
         if self.guest.lost() {
+            // Its pairs are switched on one after the other: frames that wait at the first one are overtaken by those that
+            // come to the next.
+            self.order.switched = true;
             self.guest.reconnect(self.socket, BACK_WITHIN)?;
             self.reconnects += 1;
             self.stop_early()?;

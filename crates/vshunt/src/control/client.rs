@@ -40,10 +40,13 @@ impl fmt::Display for ClientError {
         match self {
             Self::Unreachable { path, source } => {
                 let path = path.display();
-                write!(
-                    f,
-                    "no vshunt answers on {path}: {source}; is the daemon up, and is this its --control?"
-                )
+                let remedy = match source.kind() {
+                    io::ErrorKind::PermissionDenied => {
+                        "only its daemon's user may use it: run as that user, or as root"
+                    }
+                    _ => "is the daemon up, and is this its --control?",
+                };
+                write!(f, "no vshunt answers on {path}: {source}; {remedy}")
             }
             Self::Refused { desc, .. } => f.write_str(desc),
             Self::Broken(why) => f.write_str(why),

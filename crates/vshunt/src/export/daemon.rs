@@ -1,6 +1,5 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
-use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use super::spec::{
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::frontend::Observer;
+use crate::frontend::fuse::mount::identity;
 use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 
 /// How long an attach waits for requests in flight where nobody says.
@@ -166,16 +166,28 @@ impl Daemon {
 
     /// A process that serves itself a file cannot be killed: each end of it waits for the other.
     fn check_not_ours(&self, disk: &Disk) -> Result<()> {
-        if !disk.image_may_wait() {
-            return Ok(());
-        }
-        let Some(Ok(meta)) = disk.image().map(|image| image.metadata()) else { return Ok(()) };
-        match self.shown().iter().find(|e| e.is_on(meta.dev())) {
+        let devices = disk.devices_that_may_wait();
+        match self.shown().iter().find(|e| devices.iter().any(|device| e.is_on(*device))) {
             None => Ok(()),
             Some(export) => Err(Error::invalid(format!(
-                "that image is the file of export {0} of this daemon, which would wait for itself; export disk {1} itself, \
+                "that image, or one that it consists of, is the file of export {0} of this daemon, which would wait for itself; export disk {1} itself, \
                  or serve the file by another daemon",
                 export.spec.name, export.spec.disk
+            ))),
+        }
+    }
+
+    /// A mount over an image hides it from whatever looks for it by its name, and has that ask us.
+    fn check_mountpoint(&self, spec: &ExportSpec) -> Result<()> {
+        let Some(path) = &spec.mountpoint else { return Ok(()) };
+        let Some(inode) = identity(path) else { return Ok(()) };
+        let disks: Vec<_> = self.state().disks.values().cloned().collect();
+        match disks.iter().find(|entry| entry.disk.has_inode(inode)) {
+            None => Ok(()),
+            Some(entry) => Err(Error::invalid(format!(
+                "{0} is an image of disk {1} and cannot be mounted over; name another file, for example {0}.raw",
+                path.display(),
+                entry.name
             ))),
         }
     }
@@ -231,6 +243,7 @@ impl Daemon {
         }
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
+        self.check_mountpoint(&spec)?;
         if !spec.refuses_writes() && self.state().writer(&spec.disk).is_none() {
             entry.check_returned()?;
         }
@@ -270,7 +283,7 @@ impl Daemon {
                     Phase::Removing(_) => return Err(removing(name)),
                     Phase::Serving(export) if !hard && export.in_use() => {
                         return Err(Error::busy(format!(
-                            "export {name} has a front-end connected; end that, or remove it by force"
+                            "export {name} has a front-end connected; end that, or remove it by force (--force)"
                         )));
                     }
                     Phase::Serving(_) => break,

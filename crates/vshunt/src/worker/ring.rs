@@ -104,6 +104,8 @@ pub struct Ring {
     free: Vec<u32>,
     /// Pushed and not yet completed, for draining.
     pending: u64,
+    /// Completions of what was [`done`](Self::done) without the kernel's ring.
+    at_once: Vec<Completion>,
     /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
     /// may be so late that the work is done by then; it stays up until there is work again.
     stale: bool,
@@ -130,7 +132,7 @@ impl Ring {
             Ok(()) => (0..FIXED_FILES).rev().collect(),
             Err(_) => Vec::new(),
         };
-        Ok(Self { uring, files: HashMap::new(), free, pending: 0, stale: false })
+        Ok(Self { uring, files: HashMap::new(), free, pending: 0, at_once: Vec::new(), stale: false })
     }
 
     /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
@@ -249,6 +251,12 @@ impl Ring {
         }
     }
 
+    /// An operation with that token was done at once, by a system call: it completes like one of the ring.
+    pub fn done(&mut self, token: Token, result: i32) {
+        self.pending += 1;
+        self.at_once.push(Completion { token, result, more: false });
+    }
+
     /// Names this ring to other threads' rings, for [`wake`](Self::wake).
     pub fn id(&self) -> u64 {
         self.uring.as_raw_fd() as u64
@@ -305,7 +313,7 @@ impl Ring {
     /// Whether completions can be taken without an enter.
     #[inline]
     pub(super) fn has_completions(&mut self) -> bool {
-        !self.uring.completion().is_empty()
+        !self.at_once.is_empty() || !self.uring.completion().is_empty()
     }
 
     /// Whether there is something that only an enter brings on: operations pushed, completions that wait for
@@ -324,6 +332,7 @@ impl Ring {
     /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let flag_alone = self.uring.submission().is_empty();
+        let wait = wait && self.at_once.is_empty();
         match self.uring.submitter().submit_and_wait(usize::from(wait)) {
             Ok(_) => {}
             Err(e) if passing(&e) => {}
@@ -335,7 +344,9 @@ impl Ring {
 
     /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
     pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
-        let Some(limit) = limit else { return self.enter(true).map(|()| true) };
+        let Some(limit) = limit.filter(|_| self.at_once.is_empty()) else {
+            return self.enter(true).map(|()| true);
+        };
         let time = types::Timespec::from(limit);
         let args = types::SubmitArgs::new().timespec(&time);
         self.stale = false;
@@ -360,6 +371,8 @@ impl Ring {
             }
             into.push(Completion { token: Token::unpack(cqe.user_data()), result: cqe.result(), more });
         }
+        self.pending -= self.at_once.len() as u64;
+        into.append(&mut self.at_once);
     }
 }
 
@@ -416,6 +429,23 @@ mod tests {
         assert_eq!(ring.free.len(), free);
         ring.forget(RawFd::MAX);
         assert_eq!(ring.free.len(), free);
+    }
+
+    #[test]
+    fn what_was_done_at_once_completes_in_its_order() {
+        let mut ring = Ring::new().unwrap();
+        let token = |slot| Token { index: 1, generation: 2, slot, op: 3 };
+        assert!(!ring.has_completions());
+        for slot in 0..3 {
+            ring.done(token(slot), -i32::from(slot));
+        }
+        assert!(ring.has_completions() && !ring.wants_enter());
+        // It does not wait for the kernel's.
+        assert!(ring.wait(None).unwrap() && ring.wait(Some(std::time::Duration::from_secs(60))).unwrap());
+        let mut seen = Vec::new();
+        ring.run_until_idle(|_, token, result| seen.push((token, result)));
+        assert_eq!(seen, [(token(0), 0), (token(1), -1), (token(2), -2)]);
+        assert!(ring.pending() == 0 && !ring.has_completions());
     }
 
     #[test]

@@ -177,6 +177,8 @@ impl Worker {
             self.ring.enter(false)?;
             requests += self.complete();
             busy |= !self.ring.must_sleep();
+        } else if self.ring.has_completions() {
+            requests += self.complete();
         }
         self.publish();
         if !self.draining.is_empty() {

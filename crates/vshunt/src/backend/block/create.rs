@@ -34,7 +34,7 @@ impl NewImage<'_> {
         let there = self.path.exists();
         if there && !self.overwrite {
             return Err(Error::exists(format!(
-                "{shown} is there already; choose another name, or say that it may be replaced"
+                "{shown} is there already; choose another name, or remove it first"
             )));
         }
         let open = OpenOptions::new()

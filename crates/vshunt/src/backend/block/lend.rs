@@ -2,7 +2,8 @@
 //! (FUSE passthrough).
 //!
 //! What is lent is a file of its own with locks of its own. The kernel keeps it for as long as anybody has the mount's
-//! file open, also when the mount was taken from them or the daemon has gone: so the locks tell whether that is so.
+//! file open, also when the mount was taken from them or the daemon has gone: so the locks tell whether that is so. What they
+//! do not tell of is a mapping (mmap) whose file was closed.
 
 use std::fs::File;
 use std::io;
@@ -20,8 +21,9 @@ impl Disk {
         let writable = writable && !self.readonly;
         let itself = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
         let file = File::options().read(true).write(writable).open(itself)?;
-        if self.locked {
-            lock::take_over(&file, raw.path(), !writable).map_err(io::Error::other)?;
+        // Whoever only reads by the kernel keeps nobody from anything.
+        if writable && self.locked {
+            lock::take_over(&file, raw.path(), false).map_err(io::Error::other)?;
         }
         // Where the file system has no locks nobody can be told apart, and nobody is refused.
         if writable && let Err(e) = lock::mark_lent(&file) {

@@ -78,15 +78,20 @@ fn stands_on(overlay: &Path, base: &Path) -> io::Result<bool> {
     let file =
         match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(overlay) {
             Ok(file) => file,
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Ok(false);
-            }
+            // Removed, which gives the snapshot up. An empty folder, or none, is rather a file system that is not mounted.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && has_others(overlay) => return Ok(false),
             Err(e) => return Err(e),
         };
     match backing_of(overlay, file)? {
         Some(named) => Ok(same(&named, base)),
         None => Ok(false),
     }
+}
+
+/// Whether there are files where that one is missing.
+fn has_others(missing: &Path) -> bool {
+    let folder = missing.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_some())
 }
 
 /// Whether two paths lead to one file.

@@ -31,7 +31,7 @@ mod watch;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
@@ -276,6 +276,19 @@ impl Disk {
     /// Whether that is one of its files, locked or not.
     pub(crate) fn has_file(&self, path: &std::path::Path) -> bool {
         self.kind().files().iter().any(|raw| raw.is_of(path))
+    }
+
+    /// Whether that is one of its files, by device number and inode. Those on file systems of other programs are not asked.
+    pub(crate) fn has_inode(&self, (device, inode): (u64, u64)) -> bool {
+        let of = |raw: &Raw| raw.image().metadata().is_ok_and(|m| (m.dev(), m.ino()) == (device, inode));
+        self.kind().files().iter().any(|raw| !raw.may_wait() && of(raw))
+    }
+
+    /// The devices of its files that are on file systems of other programs.
+    pub(crate) fn devices_that_may_wait(&self) -> Vec<u64> {
+        let kind = self.kind();
+        let waiting = kind.files().iter().filter(|raw| raw.may_wait());
+        waiting.filter_map(|raw| raw.image().metadata().ok()).map(|m| m.dev()).collect()
     }
 
     fn kind(&self) -> Arc<Kind> {

@@ -320,7 +320,7 @@ impl Inner {
         loop {
             for (index, reason) in self.reports.take() {
                 tracing::warn!(
-                    "queue {}:{index} is broken by its guest: {reason}; it stands until the guest resets it",
+                    "queue {}:{index} is broken: {reason}; it stands until it is started anew",
                     self.name
                 );
                 self.observer.queue_broken(index, &reason);

@@ -20,7 +20,7 @@ use virtio::net::*;
 use self::control::Control;
 use super::memory::Notes;
 use super::{Device, Then, VringParts};
-use crate::backend::net::tap::check_mtu;
+use crate::backend::net::tap::{MTU_DEFAULT, check_mtu};
 use crate::backend::net::{Tap, TapQueue};
 use crate::export::spec::NetQueueCounters;
 use crate::frontend::card::{self, GUEST_OFFLOADS};
@@ -158,7 +158,7 @@ impl NetDevice {
         let stats = (0..pairs).map(|_| Arc::default()).collect();
         let format = Format { header: NET_HDR_LEGACY_BYTES, merge: false };
         let agreed = Mutex::new(Agreed { format, features: 0 });
-        let mtu = AtomicU32::new(0);
+        let mtu = AtomicU32::new(MTU_DEFAULT);
         let takes = Arc::default();
         Self { name: name.to_owned(), behind, mac, mtu, pairs, stats, agreed, takes, control: None }
     }
@@ -262,8 +262,12 @@ impl Device for NetDevice {
             status: VIRTIO_NET_S_LINK_UP,
             max_virtqueue_pairs: self.pairs,
             mtu: match &self.behind {
-                // A tap that is gone has none to tell; its guest is cut off anyway.
-                Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.mtu().map_or(0, |mtu| mtu as u16),
+                Behind::Kernel(tap, _) | Behind::Tap(tap, _) => {
+                    // One that cannot be asked, in another network namespace, has the one that it had.
+                    let mtu = tap.mtu().unwrap_or_else(|_| self.mtu.load(Relaxed));
+                    self.mtu.store(mtu, Relaxed);
+                    mtu as u16
+                }
                 Behind::Switch(_) => self.mtu.load(Relaxed) as u16,
             },
         };

@@ -11,6 +11,7 @@ mod looks;
 mod rings;
 pub mod switch;
 pub mod tap;
+mod tap_file;
 
 use std::sync::Arc;
 

@@ -185,25 +185,31 @@ fn no_direct(path: &Path, why: impl Display) -> Error {
 }
 
 fn open_error(path: &Path, readonly: bool, e: io::Error) -> Error {
-    let path = path.display();
+    let shown = path.display();
     match e.raw_os_error() {
+        Some(libc::ENOENT) if path.starts_with("/dev") && !path.starts_with("/dev/shm") => {
+            Error::not_found(format!("there is no device {shown}; is it spelt so, and its volume active?"))
+        }
+        Some(libc::ENOENT) if path.parent().is_some_and(|p| !p.as_os_str().is_empty() && !p.exists()) => {
+            Error::not_found(format!("there is no image {shown}, nor its folder"))
+        }
         Some(libc::ENOENT) => Error::not_found(format!(
-            "there is no image {path}; truncate -s 10G {path} would make one of 10 GiB"
+            "there is no image {shown}; truncate -s 10G {shown} would make one of 10 GiB"
         )),
         Some(libc::EROFS) if !readonly => Error::io(
-            format_args!("cannot open {path} for writing (add readonly=on to serve it read-only)"),
+            format_args!("cannot open {shown} for writing (add readonly=on to serve it read-only)"),
             e,
         ),
         Some(libc::EACCES | libc::EPERM) if !readonly => Error::io(
             format_args!(
-                "cannot open {path} for reading and writing (if it may only be read, add readonly=on)"
+                "cannot open {shown} for reading and writing (if it may only be read, add readonly=on)"
             ),
             e,
         ),
         Some(libc::ETXTBSY) => {
-            Error::busy(format!("{path} is a program that runs; add readonly=on, or choose a disk image"))
+            Error::busy(format!("{shown} is a program that runs; add readonly=on, or choose a disk image"))
         }
-        _ => Error::io(format_args!("cannot open {path}"), e),
+        _ => Error::io(format_args!("cannot open {shown}"), e),
     }
 }
 

@@ -46,6 +46,8 @@ pub struct TapQueue {
     number: usize,
     /// The kernel detaches queues of such taps only.
     multi_queue: bool,
+    /// Whether io_uring reads and writes it without waiting: before Linux 6.4 it refuses that.
+    nowait: bool,
     order: Arc<Order>,
 }
 
@@ -111,7 +113,8 @@ impl TapQueue {
                 Err(e) if since == Since::Given && e.raw_os_error() == Some(libc::EINVAL) => {}
                 other => other.map_err(|e| Self::refused(name, false, e))?,
             }
-            Ok(Self { file, name: name.to_owned(), number, multi_queue, order: order.clone() })
+            let nowait = takes_nowait(&file);
+            Ok(Self { file, name: name.to_owned(), number, multi_queue, nowait, order: order.clone() })
         })
     }
 
@@ -148,6 +151,11 @@ impl TapQueue {
         frames
     }
 
+    /// Whether RWF_NOWAIT is taken, for io_uring; the descriptor does not wait in any case.
+    pub fn has_nowait(&self) -> bool {
+        self.nowait
+    }
+
     /// Whether frames may come to it.
     pub fn attached(&self) -> bool {
         self.index().is_some()
@@ -175,4 +183,11 @@ impl TapQueue {
             Ok(())
         })
     }
+}
+
+/// Whether RWF_NOWAIT is taken: by a frame of one byte, which no tap takes.
+fn takes_nowait(file: &File) -> bool {
+    let frame = [IoSlice::new(&[0])];
+    let flags = rustix::io::ReadWriteFlags::NOWAIT;
+    rustix::io::pwritev2(file, &frame, u64::MAX, flags) != Err(rustix::io::Errno::OPNOTSUPP)
 }

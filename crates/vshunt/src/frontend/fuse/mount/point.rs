@@ -131,6 +131,13 @@ impl Drop for Mountpoint {
     }
 }
 
+/// Device number and inode of what is at `path`, if nothing is mounted there. Asks no server of a mount.
+pub fn identity(path: &Path) -> Option<(u64, u64)> {
+    let seen = open_path(path, true).and_then(look).ok().filter(|seen| !seen.is_mount_root)?;
+    let (major, minor) = seen.mount.device;
+    Some((rustix::fs::makedev(major, minor), seen.inode))
+}
+
 fn is_same(a: &Seen, b: &Seen) -> bool {
     (a.mount.device, a.inode) == (b.mount.device, b.inode)
 }

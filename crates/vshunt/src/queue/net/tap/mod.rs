@@ -17,10 +17,11 @@ pub(super) use self::tx::reason;
 use super::buffers::Buffers;
 use super::line::Line;
 use super::rings::{OP_OWN, Rings};
+use super::tap_file::TapFile;
 use super::{Format, NetStats, Pair};
 use crate::backend::net::TapQueue;
 use crate::queue::{Parts, Vring};
-use crate::worker::{Queue, QueueStats, Ring, RingFile, Token};
+use crate::worker::{Queue, QueueStats, Ring, Token};
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWN;
@@ -32,7 +33,7 @@ pub struct TapPair {
     rings: Rings<Rx, Tx>,
     tap: Arc<TapQueue>,
     /// The tap, as the owning worker's ring knows it; none while it moves.
-    file: Option<RingFile>,
+    file: Option<TapFile>,
     // Any thread's.
     stats: Arc<QueueStats>,
     net: Arc<NetStats>,
@@ -87,8 +88,7 @@ impl Pair for TapPair {
 impl Queue for TapPair {
     fn arm(&mut self, ring: &mut Ring, place: Token) {
         if self.file.is_none() {
-            let tap: Arc<dyn AsRawFd + Send + Sync> = self.tap.clone();
-            self.file = Some(ring.know(&tap));
+            self.file = Some(TapFile::know(ring, &self.tap));
         }
         if let Some(rx) = &mut self.rings.rx {
             rx.looks.arm();
@@ -159,7 +159,7 @@ impl Queue for TapPair {
 
     fn leave(&mut self, ring: &mut Ring) {
         if self.file.take().is_some() {
-            ring.forget(self.tap.as_raw_fd());
+            TapFile::forget(ring, &self.tap);
         }
     }
 

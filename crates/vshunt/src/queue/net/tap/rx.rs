@@ -12,7 +12,6 @@
 
 use std::os::fd::RawFd;
 
-use io_uring::opcode;
 use virtio::ring::Seg;
 
 use super::super::buffers::{Buffers, NoRoom, SEGS_MAX};
@@ -20,9 +19,9 @@ use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::looks::Looks;
 use super::super::rings::Side;
+use super::super::tap_file::{Op, TapFile};
 use super::super::{BATCH, FRAME_MAX};
-use crate::on_file;
-use crate::worker::{Ring, RingFile, Token};
+use crate::worker::{Ring, Token};
 
 /// Frames after the last one of several buffers for which long ones are reckoned with.
 const LONG_HOLD: u8 = 64;
@@ -128,7 +127,7 @@ impl Rx {
     }
 
     /// Begins to read frames, as many as there are buffers for. Returns how many waited for buffers and have them now.
-    pub(super) fn take(&mut self, ring: &mut Ring, file: RingFile, token: Token, budget: u32) -> u32 {
+    pub(super) fn take(&mut self, ring: &mut Ring, file: TapFile, token: Token, budget: u32) -> u32 {
         if self.outstanding > 0 || self.to.line.broken {
             return 0;
         }
@@ -164,7 +163,7 @@ impl Rx {
         (next > first).then_some(Read { first, bufs: next - first, capacity, ..Read::default() })
     }
 
-    fn read(&mut self, ring: &mut Ring, file: RingFile, token: Token, read: Read) {
+    fn read(&mut self, ring: &mut Ring, file: TapFile, token: Token, read: Read) {
         let slot = self.outstanding as usize;
         self.outstanding += 1;
         self.reads.push(read);
@@ -180,13 +179,10 @@ impl Rx {
             self.iovecs.push(libc::iovec { iov_base: spill.cast(), iov_len: rest });
         }
         let iovecs = &self.iovecs[at..];
-        let entry = on_file!(file, |fd| opcode::Readv::new(fd, iovecs.as_ptr(), iovecs.len() as u32)
-            .rw_flags(libc::RWF_NOWAIT)
-            .build());
         // SAFETY: the segments were translated on taking the chain, and the line's memory table, which the queue keeps until
         // it rests, has them mapped; the spill is ours, and this read's alone. `iovecs` has room for one more read whenever
         // one begins (`take`), so it did not move.
-        unsafe { ring.push(entry, Token { slot: slot as u16, ..token }) }
+        unsafe { file.begin(ring, Op::Readv(iovecs), Token { slot: slot as u16, ..token }) }
     }
 
     /// A read is over. With the last of a batch, the frames go to the guest; returns how many.
@@ -203,7 +199,10 @@ impl Rx {
             None => self.looks.found(ring, poll, asked, found),
             Some(result) => {
                 let e = std::io::Error::from_raw_os_error(-result);
-                self.to.line.break_off(&format!("its network gives no more frames: {e}"));
+                self.to.line.break_off(&format!(
+                    "its tap gives no more frames: {e} (if the interface is gone: remove the export and its \
+                     network, and add them again)"
+                ));
             }
         }
         self.settle()

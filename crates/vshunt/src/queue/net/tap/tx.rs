@@ -3,15 +3,14 @@
 //! A request is one frame behind its virtio-net header, just as the tap wants it. Each is one operation on the worker's
 //! ring that never waits, so a batch is through when the enter that sends it returns, in its order.
 
-use io_uring::opcode;
 use virtio::ring::{Head, Seg};
 
 use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::rings::Side;
+use super::super::tap_file::{Op, TapFile};
 use super::super::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
-use crate::on_file;
-use crate::worker::{Ring, RingFile, Token};
+use crate::worker::{Ring, Token};
 
 /// Buffers of one frame at most: those of the longest chain, which the kernel takes in one call (UIO_MAXIOV).
 const IOVECS_FRAME: usize = virtio::ring::MAX_QUEUE_SIZE as usize;
@@ -75,7 +74,7 @@ impl Tx {
     }
 
     /// Takes frames and begins to write them. Returns how many requests were taken.
-    pub(super) fn take(&mut self, ring: &mut Ring, file: RingFile, token: Token, budget: u32) -> u32 {
+    pub(super) fn take(&mut self, ring: &mut Ring, file: TapFile, token: Token, budget: u32) -> u32 {
         if self.outstanding > 0 {
             return 0;
         }
@@ -113,30 +112,25 @@ impl Tx {
         self.line.push(self.line.chain.head, 0);
     }
 
-    fn write(&mut self, ring: &mut Ring, file: RingFile, token: Token, bytes: usize) {
+    fn write(&mut self, ring: &mut Ring, file: TapFile, token: Token, bytes: usize) {
         let slot = self.outstanding as u16;
         self.outstanding += 1;
         // The kernel reads them once the whole batch is described.
         self.line.chain.segs.iter().take(2).for_each(Seg::prefetch);
         self.writes[usize::from(slot)] = Write { head: self.line.chain.head, bytes };
         let iovec = |seg: &Seg| libc::iovec { iov_base: seg.ptr.cast(), iov_len: seg.len as usize };
-        let entry = match &self.line.chain.segs[..] {
-            [seg] => on_file!(file, |fd| opcode::Write::new(fd, seg.ptr, seg.len)
-                .rw_flags(libc::RWF_NOWAIT)
-                .build()),
+        let op = match &self.line.chain.segs[..] {
+            [seg] => Op::Write(seg.ptr, seg.len),
             segs => {
                 let at = self.iovecs.len();
                 self.iovecs.extend(segs.iter().map(iovec));
-                let iovecs = &self.iovecs[at..];
-                on_file!(file, |fd| opcode::Writev::new(fd, iovecs.as_ptr(), iovecs.len() as u32)
-                    .rw_flags(libc::RWF_NOWAIT)
-                    .build())
+                Op::Writev(&self.iovecs[at..])
             }
         };
         // SAFETY: the segments were translated on taking the chain, and the line's memory table, which the queue keeps until
         // it rests, has them mapped. `iovecs` has room for all of a batch, so it did not move, and is cleared when no
         // operation is left.
-        unsafe { ring.push(entry, Token { slot, ..token }) }
+        unsafe { file.begin(ring, op, Token { slot, ..token }) }
     }
 
     /// A frame was written, or not. Returns the requests that are over.

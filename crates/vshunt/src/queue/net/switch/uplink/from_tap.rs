@@ -7,15 +7,13 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use io_uring::opcode;
-
 use super::super::super::looks::Looks;
+use super::super::super::tap_file::{Op, TapFile};
 use super::super::super::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
 use super::super::sender::Sender;
 use crate::backend::net::switch::{Header, LOOK_BYTES, Piece, look};
-use crate::on_file;
 use crate::queue::net::DropReason;
-use crate::worker::{Ring, RingFile, Token};
+use crate::worker::{Ring, Token};
 
 /// Frames on their way at most.
 pub(super) const SLOTS: u16 = 512;
@@ -86,7 +84,7 @@ impl FromTap {
     }
 
     /// Begins to read frames, as many as there are slots for.
-    pub(super) fn take(&mut self, ring: &mut Ring, file: RingFile, token: Token, budget: u32) {
+    pub(super) fn take(&mut self, ring: &mut Ring, file: TapFile, token: Token, budget: u32) {
         if !self.has_work() {
             return;
         }
@@ -96,12 +94,10 @@ impl FromTap {
             self.reads.push(Read { slot, result: 0 });
             self.outstanding += 1;
             let to = self.at(slot);
-            let entry = on_file!(file, |fd| opcode::Read::new(fd, to, SLOT_BYTES as u32)
-                .rw_flags(libc::RWF_NOWAIT)
-                .build());
+            let op = Op::Read(to, SLOT_BYTES as u32);
             // SAFETY: the slot's memory is ours, does not move (the vector never grows), and is this read's alone until it is
             // over: the slot is not free, and the queue is not at rest before.
-            unsafe { ring.push(entry, Token { slot: i as u16, ..token }) }
+            unsafe { file.begin(ring, op, Token { slot: i as u16, ..token }) }
         }
     }
 

@@ -16,8 +16,9 @@ use self::to_tap::ToTap;
 use super::sender::{OP_OWNER, Sender};
 use super::{Plug, Takes};
 use crate::backend::net::TapQueue;
+use crate::queue::net::tap_file::TapFile;
 use crate::queue::net::{DropReason, NetStats};
-use crate::worker::{Queue, QueueStats, Ring, RingFile, State, Token};
+use crate::worker::{Queue, QueueStats, Ring, State, Token};
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWNER;
@@ -46,7 +47,7 @@ pub struct Parts {
 pub struct UplinkPair {
     tap: Arc<TapQueue>,
     /// The tap, as the owning worker's ring knows it; none while it moves.
-    file: Option<RingFile>,
+    file: Option<TapFile>,
     sender: Sender,
     from: FromTap,
     to: ToTap,
@@ -129,8 +130,7 @@ impl UplinkPair {
 impl Queue for UplinkPair {
     fn arm(&mut self, ring: &mut Ring, place: Token) {
         if self.file.is_none() {
-            let tap: Arc<dyn AsRawFd + Send + Sync> = self.tap.clone();
-            self.file = Some(ring.know(&tap));
+            self.file = Some(TapFile::know(ring, &self.tap));
         }
         self.from.looks.arm();
         self.sender.arm(ring, place);
@@ -204,7 +204,7 @@ impl Queue for UplinkPair {
     fn leave(&mut self, ring: &mut Ring) {
         self.sender.left();
         if self.file.take().is_some() {
-            ring.forget(self.tap.as_raw_fd());
+            TapFile::forget(ring, &self.tap);
         }
     }
 

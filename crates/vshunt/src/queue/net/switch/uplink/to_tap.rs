@@ -2,16 +2,14 @@
 
 use std::collections::VecDeque;
 
-use io_uring::opcode;
-
 use super::super::super::tap::reason;
+use super::super::super::tap_file::{Op, TapFile};
 use super::super::super::{BATCH, DropReason};
 use super::super::offload::{Pieces, Takes};
 use super::super::sender::PIECES_MAX;
 use super::from_tap::HEADER;
 use crate::backend::net::switch::{End, Fate, Frame, Header};
-use crate::on_file;
-use crate::worker::{Ring, RingFile, Token};
+use crate::worker::{Ring, Token};
 
 /// What a batch's writes name at most: a header and the pieces of each.
 const IOVECS: usize = BATCH as usize * (PIECES_MAX + 1);
@@ -79,7 +77,7 @@ impl ToTap {
     pub(super) fn take(
         &mut self,
         ring: &mut Ring,
-        file: RingFile,
+        file: TapFile,
         token: Token,
         end: &End,
         budget: u32,
@@ -134,7 +132,7 @@ impl ToTap {
     fn write(
         &mut self,
         ring: &mut Ring,
-        file: RingFile,
+        file: TapFile,
         token: Token,
         header: Header,
         put: impl FnOnce(&mut Vec<libc::iovec>),
@@ -147,13 +145,10 @@ impl ToTap {
         self.iovecs.push(libc::iovec { iov_base: header.cast(), iov_len: HEADER });
         put(&mut self.iovecs);
         let iovecs = &self.iovecs[at..];
-        let entry = on_file!(file, |fd| opcode::Writev::new(fd, iovecs.as_ptr(), iovecs.len() as u32)
-            .rw_flags(libc::RWF_NOWAIT)
-            .build());
         // SAFETY: headers and iovecs have room for all of a batch (a frame has PIECES_MAX pieces at most, which its sender saw
         // to), so they do not move, and are cleared when no operation is left. A frame's memory is its sender's, mapped until
         // the description is home, which we keep until the write is over; a piece's is ours, and as long.
-        unsafe { ring.push(entry, Token { slot, ..token }) }
+        unsafe { file.begin(ring, Op::Writev(iovecs), Token { slot, ..token }) }
     }
 
     /// A frame was written, or not. Whether it was the last one of a batch.
