@@ -28,6 +28,8 @@ WRITE_GAIN_MIN = 1.7
 # What vhost-user-net may add to the tap's own cost, microseconds a frame of 64 bytes.
 ADDED_US_MAX = 0.2
 FLOWS = 64
+# Of the frames that a server took, the share that is to come out of its tap.
+ARRIVED_MIN = 0.99
 
 
 class Missing(Exception):
@@ -100,6 +102,10 @@ def load(b, inside, server, job, taker):
     cpu = (result["server_cpu"] or {}).get("ns_per_frame")
     if not moved["frames"]:
         raise ClientError("no frame came through")
+    # What is given back is not all delivered: a server that drops is cheap.
+    arrived = result["far"]["arrived"]
+    if way == "out" and arrived is not None and arrived < ARRIVED_MIN * moved["frames"]:
+        b.report.note(f"{job}: of the frames given to {taker.ifname}'s server only {arrived / moved['frames']:.1%} arrived")
     kept = {"iops": moved["frames_per_s"], "lost": result["check"]["lost"], "calls": result["calls_per_frame"],
             "kicks": result["kicks_per_frame"], "arrived": result["far"]["arrived"], "offered": result["far"]["sent"]}
     return kept if cpu is None else kept | {"cpu_us": cpu / 1e3}

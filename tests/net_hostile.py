@@ -10,6 +10,7 @@ import rig as r
 
 FRAME = 1000
 TCP4 = 1
+WAITING = 40
 NEEDS_CSUM = 1
 
 
@@ -155,6 +156,23 @@ def down(h):
     h.dropped("malformed", chain([(0, FRAME, c.WRITE)]))
 
 
+def switched_off(h):
+    """Frames that wait in a tap's queue, for want of receive buffers, when its pair is switched off: each is counted."""
+    card, host = h.card()
+    with card:
+        before = h.daemon.drops().get("detached", 0)
+        for number in range(WAITING):
+            host.send(f.frame(number, FRAME, f.GUEST_MAC, f.HOST_MAC))
+        for ring in range(4):
+            answer = card.order(p.SET_VRING_ENABLE, struct.pack("<II", ring, 0))
+            r.require(answer == p.ACCEPTED, f"ring {ring}: {answer}")
+        counted = h.daemon.drops().get("detached", 0) - before
+        # The host may have had something to say by itself.
+        r.require(WAITING <= counted <= WAITING + 10, f"{counted} of {WAITING} frames that waited are counted: {h.daemon.drops()}")
+    host.close()
+    h.dropped("malformed", chain([(0, FRAME, c.WRITE)]))
+
+
 def tests(rig):
     h = Hostile(rig)
     far = c.MEMORY + (1 << 30)
@@ -190,5 +208,6 @@ def tests(rig):
     break_ring("a receive buffer that may only be read", 0, receive_buffer(None, 2048, 0), unusable)
     break_ring("a receive buffer shorter than a header", 0, receive_buffer(None, 8, c.WRITE), unusable)
     rig.test("net: rings are switched before features are chosen", lambda: early(h))
+    rig.test("net: frames that wait when their pair is switched off are counted", lambda: switched_off(h))
     rig.test("net: frames while the interface is down", lambda: down(h))
     rig.test("net: nothing is left after bad guests", h.daemon.end)
