@@ -12,7 +12,7 @@ use vshunt_bench::driver::{feature, protocol};
 use vshunt_bench::load::Silent;
 use vshunt_bench::net::frame::Sizes;
 use vshunt_bench::net::{self, Card, Far, Mode, Outcome, Plan};
-use vshunt_bench::{Error, Kind};
+use vshunt_bench::{Disk, Error, Kind, Options};
 
 /// Every kind of ring.
 fn shapes() -> [Plan; 5] {
@@ -30,6 +30,23 @@ fn shapes() -> [Plan; 5] {
 fn run(model: &Model, plan: &Plan) -> Result<Outcome, Error> {
     let mut card = Card::connect(model.path(), plan)?;
     net::run(&mut card, plan, &mut Silent)
+}
+
+#[test]
+fn a_disk_is_not_taken_for_a_card_nor_the_reverse() {
+    let disk = Model::start("net-on-disk", 2048);
+    let error =
+        Card::connect(disk.path(), &Plan { merge: false, ..Plan::default() }).err().expect("a disk answers");
+    assert_eq!(
+        (error.kind(), error.to_string()),
+        (Kind::Usage, "the server is a disk: use vshunt-bench blk".to_owned())
+    );
+    let card = Model::start_net("disk-on-net");
+    let error = Disk::connect(card.path(), Options::default()).err().expect("a card answers");
+    assert_eq!(
+        (error.kind(), error.to_string()),
+        (Kind::Usage, "the server is a network card: use vshunt-bench net".to_owned())
+    );
 }
 
 #[test]

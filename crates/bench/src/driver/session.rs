@@ -75,6 +75,7 @@ impl Session {
     fn negotiate(&mut self) -> Result<()> {
         let offered = self.wire.ask_u64(Code::GetFeatures)?;
         self.wire.tell(Code::SetOwner, &[], &[])?;
+        check_class(self.options.class, offered)?;
         let wanted =
             self.options.wanted_features() | feature::PROTOCOL_FEATURES & !self.options.refuse_features;
         self.features = offered & wanted;
@@ -412,4 +413,17 @@ pub fn split_base(used_ring: &super::memory::Area) -> u32 {
 pub fn packed_base(next_used: u16, wrap: bool) -> u32 {
     let half = u32::from(next_used & 0x7fff) | u32::from(wrap) << 15;
     half | half << 16
+}
+
+/// Whether a device with these features is of the kind that is asked for. The kinds have bits in common, but merged receive
+/// buffers are a card's alone; it has no block size, and what is a disk's flush is nothing a card has without checksums.
+fn check_class(class: Class, offered: u64) -> Result<()> {
+    let card = offered & feature::NET_MRG_RXBUF != 0;
+    let flush = offered & feature::BLK_FLUSH != 0 && offered & feature::NET_GUEST_CSUM == 0;
+    let disk = !card && (flush || offered & feature::BLK_BLK_SIZE != 0);
+    match class {
+        Class::Disk if card => Err(fail!(Usage, "the server is a network card: use vshunt-bench net")),
+        Class::Net { .. } if disk => Err(fail!(Usage, "the server is a disk: use vshunt-bench blk")),
+        _ => Ok(()),
+    }
 }

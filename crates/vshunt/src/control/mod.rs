@@ -125,7 +125,14 @@ fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
     // The usage and the hint at --help that clap adds bury the sentence that matters.
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let end = ["\n\nUsage:", "\n\nFor more information"].iter().filter_map(|t| text.find(t)).min();
-    Err(Failure::Usage(text[..end.unwrap_or(text.len())].to_owned()))
+    let text = &text[..end.unwrap_or(text.len())];
+    let word = text.strip_prefix("unexpected argument '").and_then(|rest| rest.split('\'').next());
+    Err(Failure::Usage(match word {
+        Some(key) if key.contains('=') && !key.starts_with('-') => {
+            format!("{text}; the keys of an option are joined by commas, without spaces")
+        }
+        _ => text.to_owned(),
+    }))
 }
 
 /// Writes an answer to stdout.

@@ -40,6 +40,12 @@ impl Takes {
         (self.csum || header.flags & NEEDS_CSUM == 0) && self.segments(header.gso_type)
     }
 
+    /// The header of such a frame: who takes no checksums is told of none, not of one that was found right either (Virtio
+    /// 1.3, 5.1.6.4.1).
+    pub(super) fn shown(self, header: Header) -> Header {
+        if self.csum { header } else { Header { flags: 0, ..header } }
+    }
+
     fn segments(self, gso_type: u8) -> bool {
         let whole = match gso_type & !GSO_ECN {
             GSO_NONE => true,

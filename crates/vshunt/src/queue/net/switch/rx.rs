@@ -100,7 +100,7 @@ impl Rx {
             }
             match self.to.room(used, self.to.format.header + frame.len) {
                 Ok(bufs) => {
-                    let mut to = self.begin(used, frame.header);
+                    let mut to = self.begin(used, takes.shown(frame.header));
                     for piece in &frame.pieces {
                         // SAFETY: the sender's memory is mapped until the description is home. Whose buffers overlap with it
                         // shares memory with another guest, and gets what it asked for: bytes of one of the two.

@@ -220,3 +220,12 @@ fn frames_that_lie_are_no_harm() {
     }
     assert!(whole > 1000, "{whole}");
 }
+
+#[test]
+fn who_takes_no_checksums_is_told_of_none() {
+    let valid = Header { flags: 2, ..Header::default() };
+    let (none, some) = (Takes::new(0), Takes::new(bit(VIRTIO_NET_F_GUEST_CSUM)));
+    assert!(none.all_of(&valid) && some.all_of(&valid));
+    assert_eq!(none.shown(valid), Header::default());
+    assert_eq!(some.shown(valid), valid);
+}
