@@ -37,6 +37,7 @@ pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
             return;
         }
         mount_with("none", Path::new("/"), "", libc::MS_REC | libc::MS_PRIVATE);
+        hide_fusectl();
         test(&path);
     })
     .join();
@@ -77,8 +78,19 @@ pub(super) fn own_device(folder: &Path, mode: u32) {
     bind(&device, Path::new("/dev/fuse"));
 }
 
+/// Where fusectl is mounted.
+const CONNECTIONS: &str = "/sys/fs/fuse/connections";
+
 pub(super) fn mount_fusectl() {
-    mount_with("none", Path::new("/sys/fs/fuse/connections"), "fusectl", 0);
+    mount_with("none", Path::new(CONNECTIONS), "fusectl", 0);
+}
+
+/// Unmounts fusectl in this mount namespace. systemd mounts it on each machine, other machines have none: a test
+/// starts without it on both.
+fn hide_fusectl() {
+    let path = std::ffi::CString::new(CONNECTIONS).unwrap();
+    // SAFETY: a C string that lives over the call.
+    while unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) } == 0 {}
 }
 
 pub(super) fn bind(from: &Path, to: &Path) {
