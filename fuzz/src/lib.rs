@@ -15,6 +15,9 @@ pub use messages::messages;
 pub use qcow2_image::qcow2_image;
 pub use rings::rings;
 
+/// What a target is run with: an input of any bytes.
+pub type Run = fn(&[u8]);
+
 /// Every target by name.
-pub const TARGETS: &[(&str, fn(&[u8]))] =
+pub const TARGETS: &[(&str, Run)] =
     &[("rings", rings), ("blk_request", blk_request), ("messages", messages), ("qcow2_image", qcow2_image)];

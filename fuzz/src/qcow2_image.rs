@@ -81,7 +81,7 @@ fn spoil(b: &mut Bytes<'_>, file: &Memory) {
         let value = match b.below(5) {
             0 => b.u64(),
             1 => u64::from(b.u8()) * 512,
-            2 => u64::from(b.u8()) * 512 | 1 << 63,
+            2 => (u64::from(b.u8()) * 512) | (1 << 63),
             3 => 1 << (b.u8() % 64),
             _ => u64::from(b.u8()),
         };
