@@ -57,6 +57,10 @@ LIVING = (
     + """
 need vhost_blk
 vhost-blk-test --seed @SEED@ life
+vhost-blk-test --seed @SEED@ inflight
+# Slow enough that a killed owner leaves requests behind.
+need null_blk nr_devices=1 gb=1 memory_backed=1 queue_mode=2 irqmode=2 completion_nsec=1000000
+vhost-blk-test --seed @SEED@ --disk /dev/nullb0 inflight-kill
 result "life: no page is pinned" none_pinned
 result "life: after use nothing is left allocated, and it is unloaded" leaves_nothing
 """
@@ -113,6 +117,7 @@ vhost-blk-test --disk /dev/sda durable
 # A second, in ticks of 4 ms.
 echo 250 >/sys/bus/pseudo/drivers/scsi_debug/delay
 vhost-blk-test --disk /dev/sda fault-slow
+vhost-blk-test --disk /dev/sda inflight-slow
 echo 0 >/sys/bus/pseudo/drivers/scsi_debug/delay
 need dm_flakey
 flaky=$(dm-table flaky 131072 flakey /dev/ram1 0 1 1)

@@ -17,14 +17,6 @@ static void backend_fails(int device, int fd, uint32_t flags, int error, const c
 	vb_fails(device, VHOST_BLK_SET_BACKEND, &backend, error, what);
 }
 
-static int open_disk(const struct vb_args *args, int flags)
-{
-	int fd = open(args->disk, flags | O_CLOEXEC);
-
-	require(fd >= 0, "%s: %s", args->disk, strerror(errno));
-	return fd;
-}
-
 static void not_the_owner(const struct vb_args *args)
 {
 	struct vhost_vring_state state = { .num = 1 };

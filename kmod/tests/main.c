@@ -29,6 +29,7 @@
 
 static const struct vb_case * const groups[] = {
 	cases_errors, cases_io, cases_life, cases_hostile, cases_fault, cases_data,
+	cases_inflight,
 };
 
 /* A counter of /proc/vmstat, with what the CPUs keep for themselves folded in. */

@@ -81,21 +81,36 @@ void vb_mem_table(struct vb_dev *dev)
 	vb_ok(dev->fd, VHOST_SET_MEM_TABLE, &table, "VHOST_SET_MEM_TABLE");
 }
 
-/* Open, owned, features and memory set; neither backend nor rings. */
-void vb_prepare(struct vb_dev *dev, const struct vb_args *args, uint64_t features)
+/* The guest's memory; the device is not open. */
+void vb_memory(struct vb_dev *dev, const struct vb_args *args, uint64_t features)
 {
 	memset(dev, 0, sizeof(*dev));
 	dev->args = args;
-	dev->fd = vb_open(args);
+	dev->fd = -1;
 	dev->disk = -1;
 	dev->features = features | 1ull << VIRTIO_F_VERSION_1;
 	for (int n = 0; n < REGIONS; n++) {
 		dev->mem[n] = mmap(NULL, REGION_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 		require(dev->mem[n] != MAP_FAILED, "mmap: %s", strerror(errno));
 	}
+}
+
+/* An open device is this process's, with features and memory set. */
+void vb_own(struct vb_dev *dev)
+{
 	vb_ok(dev->fd, VHOST_SET_OWNER, NULL, "VHOST_SET_OWNER");
 	vb_ok(dev->fd, VHOST_SET_FEATURES, &dev->features, "VHOST_SET_FEATURES");
 	vb_mem_table(dev);
+}
+
+/* Open, owned, features and memory set; neither backend nor rings. */
+void vb_prepare(struct vb_dev *dev, const struct vb_args *args, uint64_t features)
+{
+	int fd = vb_open(args);
+
+	vb_memory(dev, args, features);
+	dev->fd = fd;
+	vb_own(dev);
 }
 
 void vb_close(struct vb_dev *dev)
@@ -133,10 +148,17 @@ void vb_backend(struct vb_dev *dev, uint32_t flags)
 
 	memcpy(backend.serial, "smoke-0123456789abcd", VHOST_BLK_SERIAL_BYTES);
 	if (dev->disk < 0)
-		dev->disk = open(dev->args->disk, (flags ? O_RDONLY : O_RDWR) | O_DIRECT | O_CLOEXEC);
-	require(dev->disk >= 0, "%s: %s", dev->args->disk, strerror(errno));
+		dev->disk = open_disk(dev->args, (flags ? O_RDONLY : O_RDWR) | O_DIRECT);
 	backend.fd = dev->disk;
 	vb_ok(dev->fd, VHOST_BLK_SET_BACKEND, &backend, "VHOST_BLK_SET_BACKEND");
+}
+
+int open_disk(const struct vb_args *args, int flags)
+{
+	int fd = open(args->disk, flags | O_CLOEXEC);
+
+	require(fd >= 0, "%s: %s", args->disk, strerror(errno));
+	return fd;
 }
 
 /* Memory and eventfds of a ring; odd rings lie in the second region. */

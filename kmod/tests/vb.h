@@ -101,6 +101,8 @@ uint64_t now_ms(void);
 uint32_t chance(uint64_t *seed, uint32_t below);
 
 int vb_open(const struct vb_args *args);
+void vb_memory(struct vb_dev *dev, const struct vb_args *args, uint64_t features);
+void vb_own(struct vb_dev *dev);
 void vb_prepare(struct vb_dev *dev, const struct vb_args *args, uint64_t features);
 void vb_close(struct vb_dev *dev);
 void *vb_alloc(struct vb_dev *dev, int region, size_t bytes, size_t align);
@@ -150,6 +152,7 @@ uint8_t *buffer_status(struct vb_buffer *buffer, size_t bytes);
 uint8_t do_request(struct vb_ring *ring, struct vb_buffer *buffer, uint32_t type, uint64_t sector, size_t bytes);
 
 /* The disk itself, beside the module. */
+int open_disk(const struct vb_args *args, int flags);
 void disk_read(struct vb_dev *dev, uint64_t sector, void *data, size_t bytes);
 void disk_write(struct vb_dev *dev, uint64_t sector, const void *data, size_t bytes);
 void fill(void *data, size_t bytes, uint64_t seed);
@@ -192,5 +195,6 @@ extern const struct vb_case cases_life[];
 extern const struct vb_case cases_hostile[];
 extern const struct vb_case cases_fault[];
 extern const struct vb_case cases_data[];
+extern const struct vb_case cases_inflight[];
 
 #endif

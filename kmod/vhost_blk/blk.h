@@ -4,6 +4,7 @@
  *
  * dev.c      the misc device: open, release, ioctls. In the owner's context, under vhost_dev.mutex.
  * ring.c     a ring's life: start, turns of its worker, completions, drain, stop.
+ * inflight.c what a ring has in flight, noted for its owner's successor; what a former one left.
  * request.c  a request: header, status, dirty log; what it means, and how it ends.
  * data.c     bios: pinned or copied data, flushes.
  * range.c    DISCARD and WRITE_ZEROES.
@@ -176,6 +177,28 @@ struct vhost_blk_req {
 #define VHOST_BLK_HOLD_BROKEN	BIT(2)	/* the guest put something impossible into it */
 #define VHOST_BLK_HOLD_DROP	BIT(3)	/* the device is closed: nobody is told of anything */
 
+struct vhost_blk_region;
+
+/**
+ * struct vhost_blk_inflight - where a ring notes what it has in flight
+ * @region: in the owner's memory, or NULL: nothing is noted.
+ * @num: descriptors that the region has room for.
+ * @counter: of the request that is taken next.
+ * @last_batch_head: where the list of requests begins that were put back last.
+ * @replays: in the owner's memory: heads of requests that a former owner had in flight.
+ * @replay_num: how many.
+ * @replays_left: of those, the ones that are still to be begun. They count as in flight.
+ */
+struct vhost_blk_inflight {
+	struct vhost_blk_region __user *region;
+	unsigned int num;
+	u64 counter;
+	u16 last_batch_head;
+	struct vring_avail __user *replays;
+	unsigned int replay_num;
+	unsigned int replays_left;
+};
+
 /**
  * struct vhost_blk_ring - a virtqueue
  * @vq: the core's part. @vq.private_data is set from the start until the last request is back: so
@@ -188,10 +211,11 @@ struct vhost_blk_req {
  * @num: how many.
  *
  * Under @vq.mutex:
+ * @inflight: where requests in flight are noted; set while the ring is stopped.
  * @hold: VHOST_BLK_HOLD_*: takes nothing while one is set.
  * @stalled: the next request waits for memory of others (VHOST_BLK_DATA_MAX).
  * @requeued: the kick's work was queued by us, not by a kick.
- * @in_flight: requests taken and not put back. Read without the lock.
+ * @in_flight: requests taken and not put back, also by a former owner. Read without the lock.
  * @data_bytes: of those, the data of IN and OUT.
  * @bounce_bytes: of those, what is copied.
  * @stats: counters. Read without the lock.
@@ -213,6 +237,7 @@ struct vhost_blk_ring {
 	struct vhost_blk_req *reqs;
 	unsigned int num;
 
+	struct vhost_blk_inflight inflight;
 	unsigned int hold;
 	bool stalled;
 	bool requeued;
@@ -258,6 +283,17 @@ void vhost_blk_ring_hold(struct vhost_blk_ring *ring, unsigned int why);
 void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why);
 int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how);
 void vhost_blk_break(struct vhost_blk_ring *ring);
+
+int vhost_blk_inflight_set(struct vhost_blk_ring *ring,
+			   const struct vhost_blk_vring_inflight *from);
+bool vhost_blk_inflight_fits(const struct vhost_blk_ring *ring);
+bool vhost_blk_inflight_take(struct vhost_blk_ring *ring, u16 head);
+void vhost_blk_inflight_untake(struct vhost_blk_ring *ring, u16 head);
+bool vhost_blk_inflight_link(struct vhost_blk_ring *ring, unsigned int count);
+bool vhost_blk_inflight_clear(struct vhost_blk_ring *ring, unsigned int count);
+int vhost_blk_next_desc(struct vhost_blk_ring *ring, unsigned int *out, unsigned int *in,
+			unsigned int *log_num);
+void vhost_blk_replays_drop(struct vhost_blk_ring *ring);
 
 int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, unsigned int out,
 			unsigned int in, unsigned int log_num);

@@ -243,6 +243,34 @@ out:
 	return err;
 }
 
+static long vhost_blk_set_vring_inflight(struct vhost_blk *blk, void __user *argp)
+{
+	struct vhost_blk_vring_inflight inflight;
+	struct vhost_blk_ring *ring;
+	u32 size;
+	long err;
+
+	if (get_user(size, (u32 __user *)argp))
+		return -EFAULT;
+	if (size < VHOST_BLK_VRING_INFLIGHT_SIZE_VER0)
+		return -EINVAL;
+	if (size > PAGE_SIZE)
+		return -E2BIG;
+	err = copy_struct_from_user(&inflight, sizeof(inflight), argp, size);
+	if (err)
+		return err;
+	ring = vhost_blk_ring_at(blk, inflight.index);
+	if (!ring)
+		return -EINVAL;
+
+	mutex_lock(&blk->dev.mutex);
+	err = vhost_dev_check_owner(&blk->dev);
+	if (!err)
+		err = vhost_blk_inflight_set(ring, &inflight);
+	mutex_unlock(&blk->dev.mutex);
+	return err;
+}
+
 /*
  * Whoever has the file may read counters: they are of no memory, and the owner's other processes
  * are its monitors.
@@ -359,6 +387,7 @@ static long vhost_blk_reset_owner(struct vhost_blk *blk)
 {
 	struct vhost_iotlb *umem;
 	long err;
+	int i;
 
 	mutex_lock(&blk->dev.mutex);
 	err = vhost_dev_check_owner(&blk->dev);
@@ -375,6 +404,9 @@ static long vhost_blk_reset_owner(struct vhost_blk *blk)
 	vhost_dev_stop(&blk->dev);
 	vhost_blk_quiesce(blk);
 	vhost_dev_reset_owner(&blk->dev, umem);
+	/* Addresses of the former owner's. No ring runs, and no other thread looks at them. */
+	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++)
+		memset(&blk->rings[i].inflight, 0, sizeof(blk->rings[i].inflight));
 	vhost_blk_disk_put(blk);
 out:
 	mutex_unlock(&blk->dev.mutex);
@@ -450,6 +482,8 @@ static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long a
 		return vhost_blk_set_backend(blk, argp);
 	case VHOST_BLK_ANY_SIZE(VHOST_BLK_GET_VRING_STATS):
 		return vhost_blk_get_vring_stats(blk, argp);
+	case VHOST_BLK_ANY_SIZE(VHOST_BLK_SET_VRING_INFLIGHT):
+		return vhost_blk_set_vring_inflight(blk, argp);
 	}
 
 	switch (cmd) {

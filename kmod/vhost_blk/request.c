@@ -217,8 +217,10 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 	if (!req->status_at)
 		return 0;
 	/* Where the owner has no memory the guest sees no status: no reason to stop its ring. */
-	if (put_user(req->status, req->status_at))
+	if (put_user(req->status, req->status_at)) {
 		pr_debug("Cannot write a status to %p\n", req->status_at);
+		req->lost = vhost_blk_owner_dies();
+	}
 	/* Not for nothing: of more bytes than it is told ranges of, the core makes a BUG. */
 	if (req->log_num &&
 	    vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0) {
@@ -242,8 +244,11 @@ bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len)
 
 	bool good = tell && req->status == VIRTIO_BLK_S_OK;
 
-	if (good && !req->error && req->bounce_segs && vhost_blk_bounce_back(req))
+	if (good && !req->error && req->bounce_segs && vhost_blk_bounce_back(req)) {
+		/* Pages are not brought in for a task that is to die. */
+		req->lost = vhost_blk_owner_dies();
 		vhost_blk_req_fail(req, BLK_STS_IOERR);
+	}
 	vhost_blk_bios_free(req);
 	if (good && vhost_blk_req_goes_on(req))
 		return false;

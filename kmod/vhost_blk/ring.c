@@ -35,6 +35,7 @@ static void vhost_blk_count(__u64 *counter, u64 by)
 void vhost_blk_break(struct vhost_blk_ring *ring)
 {
 	ring->hold |= VHOST_BLK_HOLD_BROKEN;
+	vhost_blk_replays_drop(ring);
 }
 
 /*
@@ -92,6 +93,26 @@ static void vhost_blk_account(struct vhost_blk_ring *ring, struct vhost_blk_req 
 }
 
 /*
+ * Shows the guest the first @count of vq->heads. What cannot be noted is not shown: a successor
+ * would do it again, into buffers that are the guest's by then.
+ */
+static void vhost_blk_put_used(struct vhost_blk_ring *ring, unsigned int count)
+{
+	if (!vhost_blk_inflight_link(ring, count)) {
+		vq_err(&ring->vq, "Cannot write to the in-flight region\n");
+		vhost_blk_break(ring);
+		return;
+	}
+	if (vhost_blk_add_used(&ring->vq, count)) {
+		vhost_blk_break(ring);
+	} else if (!vhost_blk_inflight_clear(ring, count)) {
+		vq_err(&ring->vq, "Cannot write to the in-flight region\n");
+		vhost_blk_break(ring);
+	}
+	vhost_blk_signal(ring);
+}
+
+/*
  * Finishes what is done, under the ring's mutex. @tell: the guest's memory is there to be written
  * to, and current->mm is the owner's.
  */
@@ -123,11 +144,8 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 		req->busy = false;
 		WRITE_ONCE(ring->in_flight, ring->in_flight - 1);
 	}
-	if (count) {
-		if (vhost_blk_add_used(vq, count))
-			vhost_blk_break(ring);
-		vhost_blk_signal(ring);
-	}
+	if (count)
+		vhost_blk_put_used(ring, count);
 	if (ring->stalled) {
 		ring->stalled = false;
 		ring->requeued = true;
@@ -146,10 +164,10 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 	struct vhost_virtqueue *vq = &ring->vq;
 	struct vhost_blk_req *req;
 	unsigned int out, in, log_num = 0;
+	bool replay = ring->inflight.replays_left;
 	int head, bytes;
 
-	head = vhost_get_vq_desc(vq, vq->iov, ARRAY_SIZE(vq->iov), &out, &in,
-				 vhost_has_feature(vq, VHOST_F_LOG_ALL) ? vq->log : NULL, &log_num);
+	head = vhost_blk_next_desc(ring, &out, &in, &log_num);
 	if (head < 0) {
 		/* The core has signalled the error. */
 		vhost_blk_break(ring);
@@ -168,18 +186,37 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 		 * Two requests by one name: the guest could not tell which is done, and the slot is
 		 * in use.
 		 */
-		vhost_blk_put_back(vq);
+		if (!replay)
+			vhost_blk_put_back(vq);
 		vq_err(vq, "Head %d is in flight already\n", head);
+		vhost_blk_break(ring);
+		return -EAGAIN;
+	}
+	/* The mark of a request that is begun again is there, and its number holds. */
+	if (!replay && !vhost_blk_inflight_take(ring, head)) {
+		vhost_blk_put_back(vq);
+		vq_err(vq, "Cannot write to the in-flight region\n");
 		vhost_blk_break(ring);
 		return -EAGAIN;
 	}
 	req->head = head;
 	bytes = vhost_blk_req_begin(ring, req, out, in, log_num);
-	if (bytes < 0) {
+	if (bytes < 0 && !replay) {
+		vhost_blk_inflight_untake(ring, head);
 		vhost_blk_put_back(vq);
-		return -EAGAIN;
+	}
+	if (bytes >= 0 && replay) {
+		/* It was counted when the ring started, and again when it was begun. */
+		ring->inflight.replays_left--;
+		WRITE_ONCE(ring->in_flight, ring->in_flight - 1);
 	}
 	return bytes;
+}
+
+/* What a former owner took is in flight: it is begun though the ring is held, to come to an end. */
+static bool vhost_blk_takes(struct vhost_blk_ring *ring)
+{
+	return ring->reqs && (!ring->hold || ring->inflight.replays_left);
 }
 
 /* A budget's worth of requests, under one plug. */
@@ -196,7 +233,7 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 		 * An owner that dies takes nothing: its next life, or its successor, finds it in
 		 * the ring.
 		 */
-		if (vhost_blk_owner_dies())
+		if (vhost_blk_owner_dies() || !vhost_blk_takes(ring))
 			break;
 		got = vhost_blk_take(ring);
 		if (got < 0)
@@ -235,7 +272,7 @@ static void vhost_blk_kick(struct vhost_work *work)
 	bool take;
 
 	mutex_lock(&vq->mutex);
-	take = ring->reqs && !ring->hold;
+	take = vhost_blk_takes(ring);
 	if (take && !ring->requeued)
 		vhost_blk_count(&ring->stats.kicks, 1);
 	ring->requeued = false;
@@ -299,7 +336,7 @@ int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 
 	BUILD_BUG_ON(VHOST_BLK_VRING_NUM_MAX > UIO_MAXIOV);
 	/* It changes under vhost_dev.mutex only. */
-	if (vq->num > VHOST_BLK_VRING_NUM_MAX)
+	if (vq->num > VHOST_BLK_VRING_NUM_MAX || !vhost_blk_inflight_fits(ring))
 		return -EINVAL;
 	reqs = kvcalloc(vq->num, sizeof(*reqs), GFP_KERNEL_ACCOUNT);
 	if (!reqs)
@@ -319,6 +356,7 @@ int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 	ring->num = vq->num;
 	ring->hold = 0;
 	ring->stalled = false;
+	WRITE_ONCE(ring->in_flight, ring->inflight.replays_left);
 	WRITE_ONCE(ring->stats.running, 1);
 out:
 	mutex_unlock(&vq->mutex);
@@ -340,6 +378,8 @@ void vhost_blk_ring_hold(struct vhost_blk_ring *ring, unsigned int why)
 {
 	mutex_lock(&ring->vq.mutex);
 	ring->hold |= why;
+	if (why & VHOST_BLK_HOLD_DROP)
+		vhost_blk_replays_drop(ring);
 	mutex_unlock(&ring->vq.mutex);
 }
 

@@ -84,6 +84,35 @@ struct vhost_blk_vring_stats {
 
 #define VHOST_BLK_VRING_STATS_SIZE_VER0	72
 
+/**
+ * struct vhost_blk_vring_inflight - where a ring notes what it has in flight
+ * @size: as in struct vhost_blk_backend. At least VHOST_BLK_VRING_INFLIGHT_SIZE_VER0.
+ * @index: the ring.
+ * @region_user_addr: the ring's part of a vhost-user in-flight region for split rings
+ *	(QueueRegionSplit), in the owner's memory, aligned to 8. 0: nothing is noted.
+ * @counter: what the next request taken is numbered with, larger than all that are in the region.
+ * @replay_user_addr: a struct vring_avail in the owner's memory, aligned to 2, whose ring has the
+ *	heads of requests that a former owner took and did not put back. Its flags and idx are not
+ *	looked at. It has to stay until they are done.
+ * @num: descriptors that the region has room for: at least those of the ring.
+ * @last_batch_head: the field of the same name in the region.
+ * @replay_num: how many heads, at most @num.
+ * @reserved: zero.
+ */
+struct vhost_blk_vring_inflight {
+	__u32 size;
+	__u32 index;
+	__aligned_u64 region_user_addr;
+	__aligned_u64 counter;
+	__aligned_u64 replay_user_addr;
+	__u16 num;
+	__u16 last_batch_head;
+	__u16 replay_num;
+	__u16 reserved;
+};
+
+#define VHOST_BLK_VRING_INFLIGHT_SIZE_VER0	40
+
 /*
  * Sets the backend, or takes it away. A device that has one refuses a second with EBUSY. Taking it
  * away stops every ring first, as VHOST_BLK_SET_VRING does. ENOTBLK: no block device. EACCES: not
@@ -102,5 +131,15 @@ struct vhost_blk_vring_stats {
 
 /* Reads a ring's counters, which go on counting over stops. */
 #define VHOST_BLK_GET_VRING_STATS	_IOWR(VHOST_VIRTIO, 0xE2, struct vhost_blk_vring_stats)
+
+/*
+ * Has a stopped ring note from its next start on what it has in flight, and begin with what a
+ * former owner had (VHOST_SET_VRING_BASE is behind those then). The owner has initialised or
+ * repaired the region before, as the protocol says for a reconnect; nothing is read from it here.
+ * It holds until it is set anew or the owner is reset. A ring whose region cannot be written to is
+ * broken. EBUSY: the ring runs. EFAULT: no addresses of user space. EINVAL: misaligned, too many.
+ * VHOST_BLK_SET_VRING fails with EINVAL if the ring has more descriptors than the region.
+ */
+#define VHOST_BLK_SET_VRING_INFLIGHT	_IOW(VHOST_VIRTIO, 0xE3, struct vhost_blk_vring_inflight)
 
 #endif
