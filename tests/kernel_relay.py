@@ -114,12 +114,12 @@ result "disk: large requests" load --rw randrw --verify --queues 1 --bs 1M --iod
 result "disk: flushes" load --rw randwrite --verify --queues 2 --flush-every 4 --runtime 1s
 packed() { fails "packed" load --packed --runtime 1s; }
 result "disk: packed rings are not offered" packed
-moves() {
+moves() { # SECONDS
     # Not the function: it is interrupted, and that would be another process around it.
     vshunt-bench blk --socket /tmp/s --quiet --rw randrw --verify --queues 2 --iodepth 16 --runtime 1h >/tmp/load 2>&1 &
     client=$!
     n=0
-    end=$(($(date +%s) + 5))
+    end=$(($(date +%s) + $1))
     while kill -0 $client 2>/dev/null && { [ $n -lt 4 ] || [ $(date +%s) -lt $end ]; }; do
         id=$(vshunt worker new --kind kernel --export e0) || return 1
         vshunt attach e0:$((n % 2)) $id || return 1
@@ -132,7 +132,7 @@ moves() {
     wait $client || { cat /tmp/load; return 1; }
     [ $n -gt 3 ] || { echo "only $n turns"; return 1; }
 }
-result "disk: workers made, attached and freed while it is verified" moves
+result "disk: workers made, attached and freed while it is verified" moves 5
 last=$(cat /tmp/last)
 counted() {
     requests=$(told queues requests)
@@ -186,6 +186,30 @@ wait $client
 result "file: the load saw nothing of it" is $? 0
 result "file: the daemon ends" quit
 result "file: the loop device is gone" sh -c "! cat /sys/block/loop0/loop/backing_file 2>/dev/null"
+
+need dm_mod
+need dm_delay
+slow=$(dm-table slow 131072 delay /dev/ram1 0 8000)
+serve file=$slow queues=2,workers=2,engine=kernel
+vshunt-bench blk --socket /tmp/s --quiet --rw randread --queues 2 --iodepth 4 --runtime 60s >/dev/null 2>&1 &
+client=$!
+until set -- $(told queues in-flight) && [ "${1:-0}" = 4 ]; do sleep 0.05; done
+kill -9 $client
+wait $client
+# The session stops its rings by now, or is about to, and waits for the disk.
+waits() {
+    n=0
+    end=$(($(date +%s) + 40))
+    while [ $(date +%s) -lt $end ]; do
+        said=$(vshunt attach e0:0 e0/$((n % 2)) --timeout 100ms 2>&1) ||
+            case $said in *"e0:0 waits for its disk"* | *"export e0 waits for its disk"*) return 0 ;; *) break ;; esac
+        n=$((n + 1))
+    done
+    echo "attached $n times, then: $said"
+    return 1
+}
+result "slow: a queue that is about to stop and waits for its disk: attach says so" waits
+result "slow: it ends" quit
 """
 )
 
@@ -259,6 +283,53 @@ under_load() {
     gone
 }
 result "ends: SIGTERM under load" under_load
+# Slow enough that a daemon that is killed leaves requests behind.
+need null_blk nr_devices=1 gb=1 memory_backed=1 queue_mode=2 irqmode=2 completion_nsec=1000000
+begins() { # ENGINE
+    vshunt serve -v -c $C --disk name=d0,file=$disk \\
+        --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=2,workers=2,engine=$1 >>/tmp/serve 2>&1 &
+    pid=$!
+    up
+}
+# Until the guest has done something with this daemon, or has ended.
+works() {
+    until set -- $(told queues requests) && [ "${1:-0}" -gt 100 ] && [ "$2" -gt 100 ]; do
+        kill -0 $client 2>/dev/null || return
+        sleep 0.05
+    done
+}
+# goes_on DISK ENGINE...: daemons of these engines are killed one after the other, and the guest goes on.
+goes_on() {
+    disk=$1
+    shift
+    rm -f /tmp/serve
+    client=
+    for engine; do
+        begins $engine
+        [ -n "$client" ] || {
+            vshunt-bench blk --socket /tmp/s --quiet --rw randrw --verify --range 16M --queues 2 --iodepth 16 --bs 4k \\
+                --reconnect 60s --runtime 1h >/tmp/load 2>&1 &
+            client=$!
+        }
+        works
+        kill -9 $pid
+        wait $pid
+    done
+    begins kernel
+    works
+    kill -INT $client
+    wait $client
+    code=$?
+    quit
+    [ $code = 0 ] || { cat /tmp/load; tail -n 5 /tmp/serve; return 1; }
+    grep -q "requests were in flight" /tmp/serve || { echo "none was in flight when a daemon was killed"; return 1; }
+}
+result "ends: kill -9 under verified load, and on with the next daemon, 6 times" \\
+    goes_on /dev/nullb0 kernel kernel kernel kernel kernel kernel
+result "ends: kill -9, and on with the other engine, 6 times" goes_on /dev/nullb0 kernel user kernel user user kernel
+dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
+result "ends: kill -9 under verified load of a file, 3 times" goes_on /tmp/image kernel kernel kernel
+result "ends: the module can go" unloads
 """
 )
 
@@ -285,7 +356,6 @@ DEVICE_TESTS = ("config", "dirty_log", "hostile", "layout", "memory", "protocol"
 DEVICE_SKIPPED = {
     "packed rings": ("a_packed_chain_without_end",),
     "a write cache that the guest switches off": ("switched_off_cache", "write_cache_is_switched", "every_cache_mode"),
-    "the in-flight region": ("protocol_features_never_offered", "refused_messages_are_answered", "mq_is_not_offered"),
     "more than 64 queues": ("as_many_queues_as_can_be",),
     "thin images": ("in_a_thin_image", "only_what_outlives_us"),
     # As vhost's core has it: a chain that cannot be translated breaks the ring, and the reason has one wording.

@@ -136,6 +136,15 @@ def static(path, package):
     return data
 
 
+def test_program(name):
+    """The bytes of a static program of kmod/tests, built here."""
+    out = r.target_dir() / "kmod/tests"
+    out.mkdir(parents=True, exist_ok=True)
+    r.tool("cc", "gcc")
+    r.run([r.tool("make", "make"), "-s", "-C", r.ROOT / "kmod/tests", f"OUT={out}"], timeout_s=300)
+    return static(out / name, "libc6-dev")
+
+
 def with_libraries(programs):
     """Entries for programs that need libraries, name: path, as the machine's loader finds these."""
     entries, folders = {}, set()

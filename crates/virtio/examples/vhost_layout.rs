@@ -68,6 +68,19 @@ fn main() {
         kicks,
         signals
     );
+    compare!(
+        "vhost_blk_vring_inflight",
+        BlkVringInflight,
+        size,
+        index,
+        region_user_addr,
+        counter,
+        replay_user_addr,
+        num,
+        last_batch_head,
+        replay_num,
+        reserved
+    );
     numbers!(
         VHOST_GET_FEATURES,
         VHOST_SET_FEATURES,
@@ -88,6 +101,7 @@ fn main() {
         VHOST_BLK_SET_BACKEND,
         VHOST_BLK_SET_VRING,
         VHOST_BLK_GET_VRING_STATS,
+        VHOST_BLK_SET_VRING_INFLIGHT,
         VHOST_BLK_VRINGS_MAX,
         VHOST_BLK_VRING_NUM_MAX,
         VHOST_BLK_SERIAL_BYTES,

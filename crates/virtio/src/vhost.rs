@@ -160,6 +160,30 @@ pub struct BlkVringStats {
     pub signals: u64,
 }
 
+/// `struct vhost_blk_vring_inflight`: where a ring notes what it has in flight.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlkVringInflight {
+    /// Bytes of this struct.
+    pub size: u32,
+    /// The ring.
+    pub index: u32,
+    /// Its part of a vhost-user in-flight region for split rings, in the owner's process; 0: nothing is noted.
+    pub region_user_addr: u64,
+    /// What the next request taken is numbered with.
+    pub counter: u64,
+    /// A `struct vring_avail` in the owner's process, whose ring has the heads of requests that a former owner took.
+    pub replay_user_addr: u64,
+    /// Descriptors that the region has room for.
+    pub num: u16,
+    /// The region's field of that name.
+    pub last_batch_head: u16,
+    /// How many heads there are.
+    pub replay_num: u16,
+    /// Zero.
+    pub reserved: u16,
+}
+
 /// An ioctl's number, as `_IOC` makes it on x86, Arm, RISC-V and s390: direction, size, type, number.
 const fn ioc(direction: u32, nr: u32, size: usize) -> u32 {
     direction << 30 | (size as u32) << 16 | VHOST_VIRTIO << 8 | nr
@@ -227,6 +251,8 @@ pub const VHOST_BLK_SET_BACKEND: u32 = iow::<BlkBackend>(0xE0);
 pub const VHOST_BLK_SET_VRING: u32 = iow::<VringState>(0xE1);
 /// `/dev/vhost-blk`: reads a ring's counters.
 pub const VHOST_BLK_GET_VRING_STATS: u32 = iowr::<BlkVringStats>(0xE2);
+/// `/dev/vhost-blk`: where a ring notes what it has in flight.
+pub const VHOST_BLK_SET_VRING_INFLIGHT: u32 = iow::<BlkVringInflight>(0xE3);
 
 // No struct has padding that the compiler chose: the sums of their fields are their sizes.
 const _: () = assert!(size_of::<VringState>() == 8 && size_of::<VringFile>() == 8);
@@ -235,6 +261,7 @@ const _: () = assert!(size_of::<WorkerState>() == 4 && size_of::<VringWorker>() 
 const _: () = assert!(size_of::<MemoryRegion>() == 32 && size_of::<MemoryHeader>() == 8);
 const _: () = assert!(size_of::<BlkBackend>() == 40 && offset_of!(BlkBackend, reserved2) == 36);
 const _: () = assert!(size_of::<BlkVringStats>() == 72 && offset_of!(BlkVringStats, requests) == 16);
+const _: () = assert!(size_of::<BlkVringInflight>() == 40 && offset_of!(BlkVringInflight, num) == 32);
 
 #[cfg(test)]
 mod tests {
@@ -253,6 +280,7 @@ mod tests {
         assert_eq!(VHOST_ATTACH_VRING_WORKER, 0x4008_af15);
         assert_eq!(VHOST_BLK_SET_BACKEND, 0x4028_afe0);
         assert_eq!(VHOST_BLK_GET_VRING_STATS, 0xc048_afe2);
+        assert_eq!(VHOST_BLK_SET_VRING_INFLIGHT, 0x4028_afe3);
     }
 
     #[test]

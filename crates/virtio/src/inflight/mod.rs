@@ -178,5 +178,19 @@ impl Replay {
     }
 }
 
+/// What another server of a split ring needs to write the region on, where the ring that looked at it is not used: what it
+/// keeps by itself, since it reads nothing there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SplitNotes {
+    /// The queue's part of the region.
+    pub base: *mut u8,
+    /// Descriptors that it has room for.
+    pub queue_size: u16,
+    /// What the next request taken is numbered with.
+    pub counter: u64,
+    /// The region's field of that name.
+    pub last_batch_head: u16,
+}
+
 #[cfg(test)]
 mod tests;

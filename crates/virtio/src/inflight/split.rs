@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::raw;
 use crate::ring::Head;
 
-use super::{Inflight, InflightError, Replay, VERSION};
+use super::{Inflight, InflightError, Replay, SplitNotes, VERSION};
 
 // QueueRegionSplit
 const VERSION_AT: usize = 8;
@@ -58,6 +58,12 @@ impl SplitTrack {
             replays = track.repair(size, used);
         }
         Ok((track, replays))
+    }
+
+    /// What it would go on with.
+    pub(crate) fn notes(&self) -> SplitNotes {
+        let Self { base, queue_size, counter, last_batch_head, .. } = *self;
+        SplitNotes { base, queue_size, counter, last_batch_head }
     }
 
     /// The state of a descriptor.

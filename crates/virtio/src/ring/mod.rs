@@ -23,7 +23,7 @@ pub(crate) use packed::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE, Pos};
 use std::sync::Arc;
 
 use crate::features;
-use crate::inflight::{Inflight, InflightError, Replay};
+use crate::inflight::{Inflight, InflightError, Replay, SplitNotes};
 use crate::log::DirtyLog;
 use crate::mem::GuestMemory;
 
@@ -343,6 +343,15 @@ impl DeviceRing {
     /// The region was made for the other layout or for a smaller ring, or is damaged; the ring is unchanged.
     pub fn set_inflight(&mut self, inflight: Inflight) -> Result<Vec<Replay>, InflightError> {
         each!(self, r => r.set_inflight(inflight))
+    }
+
+    /// What another server goes on with in the region of [`set_inflight`](Self::set_inflight); this ring is not to be used any
+    /// more then. None: the ring is packed, or not tracked.
+    pub fn notes(&self) -> Option<SplitNotes> {
+        match self {
+            Self::Split(ring) => ring.notes(),
+            Self::Packed(_) => None,
+        }
     }
 
     /// Fills `chain` with a request that [`set_inflight`](Self::set_inflight) named. It then goes on as if popped.

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use crate::inflight::{Inflight, InflightError, Replay, SplitTrack};
+use crate::inflight::{Inflight, InflightError, Replay, SplitNotes, SplitTrack};
 use crate::mem::GuestMemory;
 use crate::raw;
 
@@ -274,6 +274,10 @@ impl SplitRing {
         self.notify_due = true;
         self.inflight = Some(Box::new(track));
         Ok(replays)
+    }
+
+    pub(super) fn notes(&self) -> Option<SplitNotes> {
+        self.inflight.as_ref().map(|track| track.notes())
     }
 
     pub(super) fn replay(

@@ -1,6 +1,7 @@
 //! An export begins: its queues get their first workers, and its frontend is made.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::opened::{CardServer, Opened, Server, not_the_kernel};
 use super::served::{Frontend, Served};
@@ -141,6 +142,9 @@ fn pin_each(set: &KernelQueues) -> Result<()> {
     (0..set.len()).try_for_each(|i| set.pin(set.first_worker(i), cpus[usize::from(i) % cpus.len()]))
 }
 
+/// Nothing runs yet when queues are dealt out, so that nothing is waited for.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Deals the queues out to new workers of the kernel, as the spec asks. The first is there; all go with the device.
 fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
     let queues = set.len();
@@ -160,7 +164,7 @@ fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
         }
     }
     for (index, &id) in (0..queues).zip(ids.iter().cycle()) {
-        set.attach(index, id)?;
+        set.attach(index, id, ATTACH_TIMEOUT)?;
     }
     Ok(())
 }

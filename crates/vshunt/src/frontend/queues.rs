@@ -123,14 +123,15 @@ impl Queues {
         }
     }
 
-    /// See [`QueueSet::attach`]. The kernel does not wait for requests in flight.
+    /// See [`QueueSet::attach`]. The kernel does not wait for requests in flight; `timeout` bounds the wait for a queue of the
+    /// export that is about to stop.
     ///
     /// # Errors
     /// The queue or the worker is not there, or the worker is not for this queue; the queue stays where it was.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         match self {
             Self::User(set) => set.attach(index, worker, timeout),
-            Self::Kernel(set) => set.attach(index, worker),
+            Self::Kernel(set) => set.attach(index, worker, timeout),
         }
     }
 

@@ -107,14 +107,11 @@ enum Kind {
 }
 
 impl Kind {
-    fn end(self) -> Result<()> {
-        match self {
-            Self::User { shared, thread } => {
-                shared.send(super::thread::Mail::Stop);
-                let _ = thread.join();
-                Ok(())
-            }
-            Self::Kernel(worker) => worker.free(),
+    /// Ends a thread of ours; the kernel ended its own.
+    fn end(self) {
+        if let Self::User { shared, thread } = self {
+            shared.send(super::thread::Mail::Stop);
+            let _ = thread.join();
         }
     }
 }
@@ -239,7 +236,14 @@ impl Workers {
             }
             list.by_id.remove(&id).expect("seen above")
         };
-        entry.kind.end()?;
+        // One that its kernel's device does not let go yet stays in the list.
+        if let Kind::Kernel(worker) = &entry.kind
+            && let Err(e) = worker.free()
+        {
+            self.list().by_id.insert(id, entry);
+            return Err(e);
+        }
+        entry.kind.end();
         tracing::info!(id, "worker freed");
         Ok(())
     }

@@ -3,11 +3,12 @@
 //! A disk has one device, whose rings are its queues and whose workers can be made and changed. A network has a device for
 //! each queue pair, of two rings, with the one worker that came with it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use vhost_kernel::Vhost;
 
 use super::disk::Served;
+use super::inflight::{self, Tracking};
 use super::net::Card;
 use crate::error::Result;
 use crate::worker::{QueueStats, Settings, WorkerId, Workers};
@@ -55,6 +56,37 @@ impl Behind {
         match self {
             Self::Disk(_) => Ok(()),
             Self::Net(card) => card.agreed(features),
+        }
+    }
+
+    /// Whether rings can note what they have in flight.
+    pub(super) fn tracks(&self) -> bool {
+        match self {
+            Self::Disk(served) => served.tracks,
+            Self::Net(_) => false,
+        }
+    }
+
+    /// Tells a ring that is about to start how it is tracked.
+    ///
+    /// # Safety
+    /// As for [`inflight::tell`]; and only where it [`tracks`](Self::tracks).
+    pub(super) unsafe fn track(&self, ring: u16, tracking: Option<&Tracking>) -> vhost_kernel::Result<()> {
+        match self {
+            // SAFETY: the caller's.
+            Self::Disk(served) if served.tracks => unsafe {
+                inflight::tell(&served.device, ring.into(), tracking)
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// Held over calls that wait for a disk, which keep other calls out of the kernel's device meanwhile; none where no call
+    /// waits.
+    pub(super) fn turn(&self) -> Option<&Mutex<()>> {
+        match self {
+            Self::Disk(served) => Some(served.tasks.turn()),
+            Self::Net(_) => None,
         }
     }
 

@@ -9,6 +9,7 @@ use rustix::fs::{Advice, fadvise};
 use vhost_kernel::Vhost;
 use virtio::vhost::{VHOST_BLK_BACKEND_READONLY, VHOST_BLK_VRINGS_MAX};
 
+use super::inflight;
 use super::loop_device::LoopDevice;
 use super::workers::{self, Tasks};
 use crate::backend::block::Disk;
@@ -30,6 +31,8 @@ pub(super) struct Served {
     pub(super) device: Arc<Vhost>,
     pub(super) disk: BlockDevice,
     pub(super) tasks: Arc<Tasks>,
+    /// Whether the module can note what rings have in flight.
+    pub(super) tracks: bool,
 }
 
 impl Served {
@@ -48,7 +51,8 @@ impl Served {
             workers.forget(export);
             return Err(Error::unsupported(format!("export {export}: {e}")));
         }
-        Ok(Self { device, disk, tasks })
+        let tracks = inflight::is_offered(&device);
+        Ok(Self { device, disk, tasks, tracks })
     }
 }
 

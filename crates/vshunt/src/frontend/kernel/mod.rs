@@ -13,24 +13,33 @@
 
 mod behind;
 mod disk;
+mod inflight;
 mod loop_device;
 mod net;
+mod ring;
+mod wait;
 mod workers;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::features::{VHOST_F_LOG_ALL, bit};
 use virtio::mem::{GuestMemory, MAX_REGIONS};
-use virtio::vhost::{MemoryRegion, VHOST_VRING_F_LOG, VringAddr};
+use virtio::vhost::MemoryRegion;
 
 use self::behind::Behind;
 use self::disk::Served;
 pub use self::disk::{Plan, plan};
+pub use self::inflight::Tracking;
 use self::net::Card;
 pub use self::net::{NetPlan, plan_net};
+pub use self::ring::RingSetup;
+use self::ring::{Slot, addresses};
+use self::wait::lock_within;
+use self::workers::PATIENCE;
 use crate::error::{Error, Result};
 use crate::queue::Bell;
 use crate::worker::{Homes, QueueStats, Settings, State, WorkerId, Workers};
@@ -38,37 +47,11 @@ use crate::worker::{Homes, QueueStats, Settings, State, WorkerId, Workers};
 /// vhost's default of its parameter max_mem_regions.
 const REGIONS_DEFAULT: u64 = 64;
 
-/// What a ring is started with. Addresses are ours.
-pub struct RingSetup<'a> {
-    /// Descriptors, a power of two.
-    pub size: u16,
-    /// The next available index.
-    pub base: u32,
-    /// Descriptor table, available ring, used ring.
-    pub parts: [*mut u8; 3],
-    /// Guest address of the used ring, if writes there are to be logged; the log has bits for all of it.
-    pub log: Option<u64>,
-    /// The guest's kicks.
-    pub kick: &'a OwnedFd,
-    /// Notifies the guest; none: it polls.
-    pub call: Option<Arc<Bell>>,
-    /// Tells the front-end that the ring broke.
-    pub err: Option<Arc<Bell>>,
-}
-
-/// One ring. Its lock is held over a whole start, stop or attach, so that these exclude one another. Of a queue with several
-/// rings the first says where it is.
-struct Slot {
-    worker: WorkerId,
-    running: bool,
-    /// Times it was started, or attached while it ran.
-    generation: u32,
-    /// The front-end's.
-    err: Option<Arc<Bell>>,
-}
-
-/// The queues of one export, served by the kernel. Lock order: slots by index, then the workers' list, then what a disk's
-/// workers keep.
+/// The queues of one export, served by the kernel. Lock order: slots by index, then the turn of calls that wait for a disk,
+/// then the workers' list, then what a disk's workers keep.
+///
+/// The session thread takes slots and turn without a limit, since it has nothing else to do; a slot or the turn may be held
+/// for as long as a disk does not answer, so that control threads take them with one.
 pub struct KernelQueues {
     // Fixed.
     name: String,
@@ -129,7 +112,13 @@ impl KernelQueues {
                 if ring == 0 {
                     set.workers.settle_kernel(worker, export)?;
                 }
-                set.slots.push(Mutex::new(Slot { worker, running: false, generation: 0, err: None }));
+                set.slots.push(Mutex::new(Slot {
+                    worker,
+                    running: false,
+                    generation: 0,
+                    err: None,
+                    tracking: None,
+                }));
             }
             set.homes.push(worker);
         }
@@ -139,6 +128,11 @@ impl KernelQueues {
     /// The virtio features that the kernel's device has.
     pub fn features(&self) -> u64 {
         self.features
+    }
+
+    /// Whether rings can note what they have in flight, so that another daemon goes on with it.
+    pub fn tracks(&self) -> bool {
+        self.behind.tracks()
     }
 
     /// Pieces of guest memory at most.
@@ -193,6 +187,33 @@ impl KernelQueues {
         self.slots[usize::from(ring)].lock().expect("no holder panics")
     }
 
+    /// A slot for a control thread. The error names the ring.
+    fn slot_within(&self, ring: u16, timeout: Duration) -> Result<MutexGuard<'_, Slot>> {
+        lock_within(&self.slots[usize::from(ring)], timeout).ok_or_else(|| {
+            Error::busy(format!(
+                "queue {}:{} waits for its disk; try again when the disk answers",
+                self.name,
+                self.queue_of(ring)
+            ))
+        })
+    }
+
+    /// The turn for a call that may wait for the disk.
+    fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        self.behind.turn().map(|turn| turn.lock().expect("no holder panics"))
+    }
+
+    /// The turn for a control thread. The error names the export.
+    fn turn_within(&self, timeout: Duration) -> Result<Option<MutexGuard<'_, ()>>> {
+        let Some(turn) = self.behind.turn() else { return Ok(None) };
+        lock_within(turn, timeout).map(Some).ok_or_else(|| {
+            Error::busy(format!(
+                "a queue of export {} waits for its disk; try again when the disk answers",
+                self.name
+            ))
+        })
+    }
+
     fn note_home(&self, ring: u16, slot: &Slot) {
         self.homes.note(self.queue_of(ring), slot.worker, slot.generation);
     }
@@ -212,6 +233,8 @@ impl KernelQueues {
         &self,
         call: impl Fn(&vhost_kernel::Vhost) -> vhost_kernel::Result<()>,
     ) -> std::result::Result<(), String> {
+        // Switching the log waits for what is in flight.
+        let _turn = self.turn();
         self.behind.devices().into_iter().try_for_each(|device| call(device).map_err(|e| e.to_string()))
     }
 
@@ -256,7 +279,8 @@ impl KernelQueues {
     /// Starts a ring.
     ///
     /// # Safety
-    /// Its parts lie in the guest's memory as it was handed over last, and are as long as its size says.
+    /// Its parts lie in the guest's memory as it was handed over last, and are as long as its size says; its tracking is of a
+    /// region that nobody else writes to while it runs.
     ///
     /// # Errors
     /// The kernel's, in words; the ring is as it was.
@@ -271,7 +295,9 @@ impl KernelQueues {
             unsafe { device.set_vring_addr(&addresses(at, &setup)) }?;
             device.set_vring_call(at, setup.call.as_ref().map(|c| c.as_fd()))?;
             device.set_vring_err(at, Some(self.alarm(ring).as_fd()))?;
-            device.set_vring_kick(at, Some(setup.kick.as_fd()))
+            device.set_vring_kick(at, Some(setup.kick.as_fd()))?;
+            // SAFETY: the caller's; the slot has it for as long as the ring runs.
+            unsafe { self.behind.track(ring, setup.tracking.as_ref()) }
         })();
         told.map_err(|e: vhost_kernel::Error| e.to_string())?;
         self.behind.open(ring, true).map_err(|e| e.to_string())?;
@@ -281,6 +307,7 @@ impl KernelQueues {
         }
         slot.running = true;
         slot.err = setup.err;
+        slot.tracking = setup.tracking;
         slot.generation += 1;
         if self.leads(ring) {
             self.note_home(ring, &slot);
@@ -297,8 +324,11 @@ impl KernelQueues {
         if !std::mem::take(&mut slot.running) {
             return None;
         }
+        let turn = self.turn();
         self.rest(ring);
+        drop(turn);
         slot.err = None;
+        slot.tracking = None;
         // What was rung for this ring is not for the next.
         self.silence(ring);
         if self.leads(ring) {
@@ -334,7 +364,7 @@ impl KernelQueues {
         }
     }
 
-    /// Returns when nothing is in flight on a ring. It cannot be told from a ring that cannot be stopped whether the
+    /// Returns when nothing is in flight on a ring. The caller has the turn. It cannot be told from a ring that cannot be stopped whether the
     /// kernel writes to guest memory, so we end there.
     fn rest(&self, ring: u16) {
         if let Err(e) = self.behind.run(ring, false) {
@@ -400,11 +430,13 @@ impl KernelQueues {
     /// Attaches a queue to a worker of the kernel, whole or not at all; requests in flight go on.
     ///
     /// # Errors
-    /// The queue or the worker is not there, or the worker is not for it.
-    pub fn attach(&self, index: u16, worker: WorkerId) -> Result<()> {
+    /// The queue or the worker is not there, or the worker is not for it. [`Busy`](crate::error::Kind::Busy): a queue of this
+    /// export is about to stop, and waits for its disk longer than `timeout`.
+    pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         self.homes.check(&self.name, index)?;
         let ring = index * self.behind.rings_a_queue();
-        let mut slot = self.slot(ring);
+        let mut slot = self.slot_within(ring, timeout)?;
+        let _turn = self.turn_within(timeout)?;
         self.workers.settle_kernel(worker, &self.name)?;
         if let Err(e) = self.behind.attach(index, worker) {
             self.workers.unsettle(worker);
@@ -424,6 +456,7 @@ impl KernelQueues {
     /// # Errors
     /// The kernel's, and those of the settings.
     pub fn new_worker(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
+        let _turn = self.turn_within(PATIENCE)?;
         self.behind.new_worker(&self.workers, name, settings)
     }
 
@@ -442,7 +475,8 @@ impl KernelQueues {
 
     /// Calls a function while nothing is in flight on any queue.
     pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let slots: Vec<_> = (0..self.rings()).map(|i| self.slot(i)).collect();
+        let slots = (0..self.rings()).map(|i| self.slot_within(i, PATIENCE)).collect::<Result<Vec<_>>>()?;
+        let _turn = self.turn_within(PATIENCE)?;
         let running = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
         running().for_each(|(_, i)| self.rest(i));
         let result = f();
@@ -475,17 +509,5 @@ impl Drop for KernelQueues {
             }
         }
         self.workers.forget(&self.name);
-    }
-}
-
-fn addresses(index: u32, setup: &RingSetup<'_>) -> VringAddr {
-    let [desc, driver, device] = setup.parts.map(|p| p.addr() as u64);
-    VringAddr {
-        index,
-        flags: u32::from(setup.log.is_some()) << VHOST_VRING_F_LOG,
-        desc_user_addr: desc,
-        used_user_addr: device,
-        avail_user_addr: driver,
-        log_guest_addr: setup.log.unwrap_or(0),
     }
 }

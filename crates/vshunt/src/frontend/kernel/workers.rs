@@ -8,22 +8,29 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
 
+use super::wait::lock_within;
 use crate::error::{Error, Result};
 use crate::worker::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
 
 /// The number of the worker that comes with the owner.
 const DEFAULT: u32 = 0;
 
+/// The most that a control thread waits for calls of others that wait for the disk.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
 /// The device's workers and what its queues count. `list` guards itself and the order in which counters are read; it is
-/// held for calls that return at once.
+/// held for calls that return at once. `turn` guards nothing here: while it is held the kernel may be waiting for the disk with
+/// the device's own lock taken, and a call that needs that lock would wait as well, in a state that no signal ends.
 pub(super) struct Tasks {
     export: String,
     device: Arc<Vhost>,
     first: OnceLock<WorkerId>,
+    turn: Mutex<()>,
     list: Mutex<List>,
     stats: Vec<Arc<QueueStats>>,
 }
@@ -52,10 +59,14 @@ impl KernelWorker for Task {
 
     fn free(&self) -> Result<()> {
         let Some(tasks) = self.tasks.upgrade() else { return Ok(()) };
-        tasks
-            .device
-            .free_worker(self.number)
-            .map_err(|e| Error::unsupported(format!("worker {} cannot be freed: {e}", self.id)))?;
+        let cannot = |e| Error::unsupported(format!("worker {} cannot be freed: {e}", self.id));
+        let _turn = tasks.turn_within(PATIENCE).ok_or_else(|| {
+            Error::busy(format!(
+                "worker {} cannot be freed now: a queue of export {} waits for its disk; try again later",
+                self.id, self.export
+            ))
+        })?;
+        tasks.device.free_worker(self.number).map_err(cannot)?;
         let mut list = tasks.list();
         list.numbers.remove(&self.id);
         list.done.remove(&self.id);
@@ -80,6 +91,7 @@ pub(super) fn begin(
         export: export.to_owned(),
         device: device.clone(),
         first: OnceLock::new(),
+        turn: Mutex::default(),
         list: Mutex::default(),
         stats: (0..queues).map(|_| Arc::default()).collect(),
     });
@@ -176,6 +188,15 @@ impl Tasks {
             drop(list);
             Arc::new(Task { tasks: Arc::downgrade(self), export: self.export.clone(), id, number })
         })
+    }
+
+    /// See [`Tasks`].
+    pub(super) fn turn(&self) -> &Mutex<()> {
+        &self.turn
+    }
+
+    fn turn_within(&self, timeout: Duration) -> Option<MutexGuard<'_, ()>> {
+        lock_within(&self.turn, timeout)
     }
 
     fn list(&self) -> MutexGuard<'_, List> {

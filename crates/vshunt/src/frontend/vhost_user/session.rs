@@ -154,13 +154,14 @@ impl Session {
         self.cut_off = None;
     }
 
-    /// What we offer of the protocol. The kernel notes nowhere what it has in flight; and a guest whose writes may be lost
-    /// with us is to be reset, rather than to go on.
+    /// What we offer of the protocol. A module of before, and vhost-net, note nowhere what they have in flight; and a guest whose
+    /// writes may be lost with us is to be reset, rather than to go on.
     fn offered(&self) -> VhostUserProtocolFeatures {
         let all = super::PROTOCOL_FEATURES.union(self.device.protocol());
-        match self.queues {
-            Queues::User(_) if self.device.outlives_us() => all,
-            _ => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
+        let tracks = self.queues.kernel().is_none_or(|kernel| kernel.tracks());
+        match tracks && self.device.outlives_us() {
+            true => all,
+            false => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
         }
     }
 

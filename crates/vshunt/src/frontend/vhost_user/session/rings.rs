@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
-use virtio::inflight::{Inflight, inflight_queue_size};
+use virtio::inflight::{Inflight, Replay, inflight_queue_size};
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
 use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
@@ -13,7 +13,7 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 use super::super::VringParts;
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, F_PROTOCOL, Session, UserAddrs, Vring, refuse};
-use crate::frontend::kernel::{KernelQueues, RingSetup};
+use crate::frontend::kernel::{KernelQueues, RingSetup, Tracking};
 use crate::frontend::{Queues, UserQueues};
 use crate::queue;
 use crate::worker::State;
@@ -170,14 +170,7 @@ impl Session {
         let inflight = self.inflight_of(index)?;
         let tracked = inflight.is_some();
         if let Some(inflight) = inflight {
-            replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
-            if !replays.is_empty() {
-                tracing::info!(
-                    "{}:{index}: {} requests were in flight when a former daemon ended",
-                    self.name,
-                    replays.len()
-                );
-            }
+            replays = self.replays_of(index, &mut ring, inflight)?;
         }
         let (log, used) = self.logs(addrs);
         ring.set_used_log(used);
@@ -215,6 +208,19 @@ impl Session {
         Ok(())
     }
 
+    /// Tracks a ring, and finds what a former daemon had in flight there.
+    fn replays_of(&self, index: usize, ring: &mut DeviceRing, inflight: Inflight) -> Result<Vec<Replay>> {
+        let replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
+        if !replays.is_empty() {
+            tracing::info!(
+                "{}:{index}: {} requests were in flight when a former daemon ended",
+                self.name,
+                replays.len()
+            );
+        }
+        Ok(replays)
+    }
+
     /// Hands the ring over to the kernel.
     fn start_kernel(
         &mut self,
@@ -224,11 +230,24 @@ impl Session {
         kernel: &KernelQueues,
     ) -> Result<()> {
         let vring = &self.vrings[index];
-        // For its checks alone.
-        self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
-        let setup = self.setup(vring, addrs, kick);
-        // SAFETY: its parts were found to lie in the guest's memory, which the kernel has the same table of (`remap`).
+        // For its checks, and to find what was in flight.
+        let mut ring = self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
+        let mut setup = self.setup(vring, addrs, kick);
+        if let (Some(inflight), Some(area)) = (self.inflight_of(index)?, &self.inflight) {
+            let replays = self.replays_of(index, &mut ring, inflight)?;
+            let notes =
+                ring.notes().ok_or_else(|| self.unusable(index, "the kernel serves no packed rings"))?;
+            setup.base = ring.base();
+            setup.tracking = Some(Tracking::new(notes, &replays, area.map.clone()));
+        }
+        let bell = vring.call.clone().filter(|_| setup.tracking.is_some());
+        // SAFETY: its parts were found to lie in the guest's memory, which the kernel has the same table of (`remap`). Its part
+        // of the region was found to lie in a mapping that the tracking keeps, and `ring` is not used any more.
         unsafe { kernel.start(index as u16, setup) }.map_err(|reason| self.unusable(index, &reason))?;
+        if let Some(bell) = bell {
+            // The daemon before us may have died between publishing and notifying.
+            bell.ring();
+        }
         Ok(())
     }
 
@@ -248,6 +267,7 @@ impl Session {
             kick,
             call: vring.call.clone(),
             err: vring.err.clone(),
+            tracking: None,
         }
     }
 
