@@ -134,6 +134,9 @@ moves() { # SECONDS
 }
 result "disk: workers made, attached and freed while it is verified" moves 5
 last=$(cat /tmp/last)
+result "disk: the first worker is freed like others" vshunt worker free e0/0
+result "disk: and so are those that came after it" moves 2
+last=$(cat /tmp/last)
 counted() {
     requests=$(told queues requests)
     set -- $requests

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
+use virtio::vhost::VHOST_BLK_VRINGS_MAX;
 
 use super::wait::lock_within;
 use crate::error::{Error, Result};
@@ -43,6 +44,8 @@ struct List {
     done: BTreeMap<WorkerId, u64>,
     /// Where each queue is, and how much of what it completed is in `done`.
     queues: Vec<(WorkerId, u64)>,
+    /// The kernel's number of the worker that the device's other rings are attached to, which nobody uses.
+    parked: u32,
 }
 
 struct Task {
@@ -66,6 +69,7 @@ impl KernelWorker for Task {
                 self.id, self.export
             ))
         })?;
+        tasks.park_elsewhere(self.number).map_err(cannot)?;
         tasks.device.free_worker(self.number).map_err(cannot)?;
         let mut list = tasks.list();
         list.numbers.remove(&self.id);
@@ -197,6 +201,24 @@ impl Tasks {
 
     fn turn_within(&self, timeout: Duration) -> Option<MutexGuard<'_, ()>> {
         lock_within(&self.turn, timeout)
+    }
+
+    /// The kernel attaches every ring that a device can have to the first worker, and frees none that a ring is attached to:
+    /// before the worker `number` is freed, rings that no queue uses go to another one.
+    fn park_elsewhere(&self, number: u32) -> vhost_kernel::Result<()> {
+        let mut list = self.list();
+        if list.parked != number {
+            return Ok(());
+        }
+        // That of a queue stays for longest. A worker without queues is the only one left when the device ends.
+        let homes = list.queues.iter().filter_map(|(worker, _)| list.numbers.get(worker));
+        let Some(other) = homes.chain(list.numbers.values()).copied().find(|&other| other != number) else {
+            return Ok(());
+        };
+        let unused = self.stats.len() as u32..VHOST_BLK_VRINGS_MAX;
+        unused.into_iter().try_for_each(|ring| self.device.attach(ring, other))?;
+        list.parked = other;
+        Ok(())
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
