@@ -89,12 +89,10 @@ unloads
 rmmod vhost
 need vhost fork_from_owner_default=0
 need vhost_blk
-result "choosing: where workers are no threads of ours engine=kernel is refused" refused "fork_from_owner_default=0" \
-    vshunt serve --no-control --disk name=d0,file=/dev/ram0 \
-    --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=1,engine=kernel
-serve file=/dev/ram0 queues=2,engine=auto
-result "choosing: and engine=auto is ours" is "$(told exports engine)" "user "
-result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-why.*fork_from_owner_default=0'"
+result "choosing: kernel threads are the default of vhost now" is "$(cat /sys/module/vhost/parameters/fork_from_owner_default)" N
+serve file=/dev/ram0 queues=2,workers=2,engine=kernel
+result "choosing: and its workers are threads of the daemon all the same" is "$(told workers kind)" "user kernel kernel "
+result "choosing: one is pinned there" vshunt worker set e0/1 --cpu 1
 result "choosing: it ends" quit
 """
 )

@@ -155,6 +155,19 @@ impl Vhost {
         Ok(value)
     }
 
+    /// VHOST_SET_FORK_FROM_OWNER: has the device's workers made as threads of this process, whatever vhost's parameter
+    /// `fork_from_owner_default` says. Before [`Vhost::set_owner`]. Kernels that have no such call, and with it no such
+    /// parameter or one that cannot be overruled, refuse it with an errno that is not always ENOTTY.
+    pub fn set_fork_from_owner(&self) -> Result<()> {
+        // Such a kernel takes the argument for one that begins with the number of a ring.
+        #[repr(C, align(4))]
+        #[derive(Clone, Copy)]
+        struct Argument([u8; 4]);
+        let argument = Argument([1, 0, 0, 0]);
+        // SAFETY: the kernel reads a byte, or four.
+        unsafe { self.set::<VHOST_SET_FORK_FROM_OWNER, _>("VHOST_SET_FORK_FROM_OWNER", None, argument) }
+    }
+
     /// VHOST_SET_OWNER: this process, whose memory all later addresses are of.
     pub fn set_owner(&self) -> Result<()> {
         self.none::<VHOST_SET_OWNER>("VHOST_SET_OWNER")
@@ -367,6 +380,7 @@ mod tests {
             null.set_owner().unwrap_err(),
             null.features().unwrap_err(),
             null.new_worker().unwrap_err(),
+            null.set_fork_from_owner().unwrap_err(),
             inflight.unwrap_err(),
         ] {
             assert_eq!(e.errno(), Errno::NOTTY, "{e}");

@@ -115,4 +115,7 @@ fn main() {
     compare!("vhost_vring_worker", VringWorker, index, worker_id);
     numbers!(VHOST_NEW_WORKER, VHOST_FREE_WORKER, VHOST_ATTACH_VRING_WORKER, VHOST_GET_VRING_WORKER);
     println!("#endif");
+    println!("#ifdef VHOST_SET_FORK_FROM_OWNER");
+    numbers!(VHOST_SET_FORK_FROM_OWNER);
+    println!("#endif");
 }

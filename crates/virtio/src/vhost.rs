@@ -243,6 +243,9 @@ pub const VHOST_SET_VRING_CALL: u32 = iow::<VringFile>(0x21);
 pub const VHOST_SET_VRING_ERR: u32 = iow::<VringFile>(0x22);
 /// Microseconds that a device polls a ring before it sleeps.
 pub const VHOST_SET_VRING_BUSYLOOP_TIMEOUT: u32 = iow::<VringState>(0x23);
+/// Whether workers are threads of the owner (1) or of the kernel (0); before the device has an owner. Linux 6.17 and stable
+/// kernels, where the kernel was configured so.
+pub const VHOST_SET_FORK_FROM_OWNER: u32 = iow::<u8>(0x84);
 /// `/dev/vhost-net`: the socket or tap of a ring; none stops it.
 pub const VHOST_NET_SET_BACKEND: u32 = iow::<VringFile>(0x30);
 /// `/dev/vhost-blk`: sets the backend or takes it away.
@@ -281,6 +284,7 @@ mod tests {
         assert_eq!(VHOST_BLK_SET_BACKEND, 0x4028_afe0);
         assert_eq!(VHOST_BLK_GET_VRING_STATS, 0xc048_afe2);
         assert_eq!(VHOST_BLK_SET_VRING_INFLIGHT, 0x4028_afe3);
+        assert_eq!(VHOST_SET_FORK_FROM_OWNER, 0x4001_af84);
     }
 
     #[test]

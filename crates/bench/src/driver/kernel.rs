@@ -136,6 +136,8 @@ impl Kernel {
             ));
         }
         let vhost = Vhost::open(&options.device).map_err(oops)?;
+        // For workers that can be made and moved, where the kernel can be asked.
+        let _ = vhost.set_fork_from_owner();
         vhost.set_owner().map_err(oops)?;
         let offered = vhost.features().map_err(oops)?;
         let mut features = offered & shape.wanted_features();

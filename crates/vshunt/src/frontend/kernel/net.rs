@@ -113,7 +113,7 @@ impl Card {
         let NetPlan { tap, pairs } = plan;
         let mut card = Self { export: export.to_owned(), tap, pairs: Vec::new() };
         for (at, (device, queue)) in pairs.into_iter().enumerate() {
-            let owner = || device.set_owner().map(|()| 0);
+            let owner = || workers::own(&device).map(|()| 0);
             let task = |_, _| Arc::new(Task { export: export.to_owned() }) as Arc<dyn KernelWorker>;
             let name = Some(format!("{export}/{at}"));
             let made = workers::adopt(export, workers, name, &Settings::default(), owner, drop, task);

@@ -84,6 +84,15 @@ impl KernelWorker for Task {
     }
 }
 
+/// Makes this process the device's owner, with workers that are its threads.
+pub(super) fn own(device: &Vhost) -> vhost_kernel::Result<()> {
+    // Where there is no such call they are, or the kernel's parameter says otherwise: `adopt` finds out.
+    if let Err(e) = device.set_fork_from_owner() {
+        tracing::debug!("{e}");
+    }
+    device.set_owner()
+}
+
 /// Makes us the device's owner, which makes its first worker.
 pub(super) fn begin(
     export: &str,
@@ -99,7 +108,7 @@ pub(super) fn begin(
         list: Mutex::default(),
         stats: (0..queues).map(|_| Arc::default()).collect(),
     });
-    let owner = || device.set_owner().map(|()| DEFAULT);
+    let owner = || own(device).map(|()| DEFAULT);
     let first = tasks.adopt(workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
     tasks.list().queues = vec![(first, 0); queues.into()];
     let _ = tasks.first.set(first);
@@ -127,7 +136,8 @@ pub(super) fn adopt(
             undo(number);
             Error::unsupported(format!(
                 "export {export}: the kernel's workers are not threads of this process (vhost's \
-                 fork_from_owner_default=0); set it to 1, or take engine=user for a disk"
+                 fork_from_owner_default=0, and this kernel cannot be asked otherwise); load vhost with \
+                 fork_from_owner_default=1, or take engine=user for a disk"
             ))
         })?;
         Ok((tid, worker(id, number)))
