@@ -192,6 +192,13 @@ fn eventfd(file: File) -> Result<OwnedFd> {
     if is_eventfd(&file) { Ok(file.into()) } else { Err(refuse("a ring's descriptor is no eventfd")) }
 }
 
+fn no_bell(e: std::io::Error) -> Error {
+    refuse(format!(
+        "a ring's call or error descriptor cannot be signalled: {e}; where the limit of open files is reached, raise it \
+         (ulimit -n, LimitNOFILE=)"
+    ))
+}
+
 const NOT_OURS: Error = Error::InvalidOperation("this device has no such thing");
 
 impl VhostUserBackendReqHandlerMut for Session {
@@ -338,9 +345,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = fd.map(eventfd).transpose()?;
+        // The kernel engine signals its descriptors by itself.
+        let make = if self.queues.kernel().is_some() { Bell::rare } else { Bell::new };
+        let call = fd.map(eventfd).transpose()?.map(make).transpose().map_err(no_bell)?;
         let vring = self.vring(index.into())?;
-        vring.call = fd.map(|fd| Arc::new(Bell::new(fd)));
+        vring.call = call.map(Arc::new);
         if !vring.running {
             return Ok(());
         }
@@ -360,9 +369,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = fd.map(eventfd).transpose()?;
+        let err = fd.map(eventfd).transpose()?.map(Bell::rare).transpose().map_err(no_bell)?;
         let vring = self.vring(index.into())?;
-        vring.err = fd.map(|fd| Arc::new(Bell::new(fd)));
+        vring.err = err.map(Arc::new);
         if !vring.running {
             return Ok(());
         }
