@@ -47,6 +47,12 @@ pub trait Queue: Send {
     /// Leaves the ring: gives back registered files. Called at rest, right before the queue moves.
     fn leave(&mut self, ring: &mut Ring);
 
+    /// Operations of this queue that may occupy a thread of io-wq each at the same time: those on files that may wait.
+    /// Does not change while the queue is on a worker.
+    fn waits_max(&self) -> u32 {
+        0
+    }
+
     /// For whoever made the queue and changes it by [`QueueSet::visit`](super::QueueSet::visit).
     fn as_any(&mut self) -> &mut dyn Any;
 }

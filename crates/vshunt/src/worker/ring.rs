@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use rustix::process::{Resource, getrlimit};
 
 /// Operations pushed between two enters; more are sent by an extra enter.
 const SQ_ENTRIES: u32 = 256;
@@ -17,6 +18,11 @@ const SQ_ENTRIES: u32 = 256;
 const CQ_ENTRIES: u32 = 1024;
 /// Fixed files a worker can hold: each disk takes at most two.
 const FIXED_FILES: u32 = 256;
+
+/// Threads of io-wq that one ring may have for operations on files and block devices. Each is a kernel thread (some 30 KiB);
+/// the bound keeps a worker with very many queues from using up the threads of its service or user (systemd's TasksMax).
+/// Above it a disk that hangs can delay the operations of other disks on the same worker.
+pub(super) const IO_WQ_THREADS_MAX: u32 = 2048;
 
 /// Widths of [`Token`]'s parts; together they fill `user_data`.
 const SLOT_BITS: u32 = 16;
@@ -109,6 +115,8 @@ pub struct Ring {
     /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
     /// may be so late that the work is done by then; it stays up until there is work again.
     stale: bool,
+    /// Threads that io-wq may have for operations on files.
+    io_wq_threads: u32,
 }
 
 struct FixedFile {
@@ -132,7 +140,32 @@ impl Ring {
             Ok(()) => (0..FIXED_FILES).rev().collect(),
             Err(_) => Vec::new(),
         };
-        Ok(Self { uring, files: HashMap::new(), free, pending: 0, at_once: Vec::new(), stale: false })
+        Ok(Self {
+            uring,
+            files: HashMap::new(),
+            free,
+            pending: 0,
+            at_once: Vec::new(),
+            stale: false,
+            io_wq_threads: 0,
+        })
+    }
+
+    /// Lets `waits` operations on files wait at the same time, as far as [`IO_WQ_THREADS_MAX`] and RLIMIT_NPROC allow.
+    ///
+    /// A flush, an fallocate and a buffered read or write each occupy a thread of io-wq until the file answers. The
+    /// kernel's own bound is four threads a CPU for the whole ring: a disk that hangs would use them up for all disks.
+    pub(super) fn allow_waits(&mut self, waits: u32) {
+        let processes = getrlimit(Resource::Nproc).current.unwrap_or(u64::MAX);
+        let processes = u32::try_from(processes).unwrap_or(u32::MAX);
+        let wanted = waits.min(processes).min(IO_WQ_THREADS_MAX).max(io_wq_threads());
+        if wanted == self.io_wq_threads {
+            return;
+        }
+        // 0: unbounded workers, for files of other kinds, stay as they are. Where it fails the former bound holds.
+        if self.uring.submitter().register_iowq_max_workers(&mut [wanted, 0]).is_ok() {
+            self.io_wq_threads = wanted;
+        }
     }
 
     /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
@@ -374,6 +407,13 @@ impl Ring {
         self.pending -= self.at_once.len() as u64;
         into.append(&mut self.at_once);
     }
+}
+
+/// The kernel's own bound of a ring's io-wq threads for files (`io_init_wq_offload`). Fewer are never asked for.
+fn io_wq_threads() -> u32 {
+    // SAFETY: it reads a number.
+    let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    u32::try_from(cpus).unwrap_or(1).max(1).saturating_mul(4).min(SQ_ENTRIES)
 }
 
 /// Whether an enter that failed so may be made again.

@@ -477,8 +477,11 @@ impl Worker {
         }
     }
 
-    fn count(&self) {
-        let n = self.places.iter().flatten().count();
-        self.shared.queues.store(n as u32, Ordering::Relaxed);
+    /// Takes note of which queues are here, after one has come or gone.
+    fn count(&mut self) {
+        let queues = || self.places.iter().flatten();
+        self.shared.queues.store(queues().count() as u32, Ordering::Relaxed);
+        let waits = queues().map(|p| p.queue.waits_max()).fold(0, u32::saturating_add);
+        self.ring.allow_waits(waits);
     }
 }

@@ -326,6 +326,11 @@ impl Queue for BlkQueue {
         }
     }
 
+    fn waits_max(&self) -> u32 {
+        // A request has one operation on the ring at a time.
+        self.slots.len() as u32
+    }
+
     fn as_any(&mut self) -> &mut dyn Any {
         self
     }
