@@ -236,6 +236,7 @@ pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
                 w.id.to_string(),
                 w.name.clone(),
                 match w.kind {
+                    WorkerKind::User if w.stalled => "user, stalled",
                     WorkerKind::User => "user",
                     WorkerKind::Kernel => "kernel",
                 }

@@ -1,5 +1,6 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
@@ -20,6 +21,9 @@ use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 
 /// How long an attach waits for requests in flight where nobody says.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the removal of an export waits for requests in flight.
+const REMOVE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 
 /// Settings of the daemon.
 #[derive(Clone, Copy, Debug)]
@@ -273,7 +277,8 @@ impl Daemon {
     }
 
     /// Ends an export; returns when it is gone. Without `hard`, one with a front-end connected is
-    /// [`Busy`](crate::error::Kind::Busy), and so is one that is being removed already.
+    /// [`Busy`](crate::error::Kind::Busy), and so is one that is being removed already. One whose requests do not end within
+    /// 10 s is, too: its users are disconnected then, and it goes when they end.
     pub fn export_remove(&self, name: &str, hard: bool) -> Result<()> {
         let export = {
             let mut state = self.state();
@@ -297,11 +302,35 @@ impl Daemon {
             self.changed.notify_all();
             return Err(e);
         }
-        self.end(name, &export);
-        Ok(())
+        self.end_within(name, export, REMOVE_LIMIT)
     }
 
-    /// Takes down an export that is marked as being removed.
+    /// Takes down an export that is marked as being removed, on a thread of its own.
+    ///
+    /// # Errors
+    /// [`Busy`](crate::error::Kind::Busy): requests are still in flight after `limit`. It is taken down when they end.
+    fn end_within(&self, name: &str, export: Arc<Export>, limit: Duration) -> Result<()> {
+        let (done, is_done) = std::sync::mpsc::sync_channel(1);
+        let (this, of, theirs) = (self.this.upgrade(), name.to_owned(), export.clone());
+        let end = move || {
+            if let Some(daemon) = this {
+                daemon.end(&of, &theirs);
+            }
+            drop(theirs);
+            let _ = done.send(());
+        };
+        if std::thread::Builder::new().name("export-end".into()).spawn(end).is_err() {
+            // Without a thread there is no limit.
+            self.end(name, &export);
+            return Ok(());
+        }
+        match is_done.recv_timeout(limit) {
+            Err(RecvTimeoutError::Timeout) => Err(still_busy(name, &export, limit)),
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
+        }
+    }
+
+    /// Takes down an export that is marked as being removed. Waits for its requests in flight, without a limit.
     fn end(&self, name: &str, export: &Export) {
         export.remove();
         {
@@ -361,6 +390,7 @@ impl Daemon {
         let queues = self.queues();
         let on =
             |id| queues.iter().filter(move |q| q.worker == id).map(|q| format!("{}:{}", q.export, q.index));
+        let stalled = self.workers.stalled();
         let states = self.workers.states();
         states
             .into_iter()
@@ -377,6 +407,7 @@ impl Daemon {
                 cpu_time_us: w.cpu_time_us,
                 sleeps: w.sleeps,
                 requests: w.requests,
+                stalled: stalled.contains(&w.id),
             })
             .collect()
     }
@@ -433,7 +464,10 @@ impl Daemon {
             names.into_iter().map(|name| (name.clone(), state.mark_removing(&name))).collect()
         };
         for (name, export) in exports {
-            self.end(&name, &export);
+            // One whose disk hangs does not keep the others from their end.
+            if let Err(e) = self.end_within(&name, export, REMOVE_LIMIT) {
+                tracing::warn!("{e}");
+            }
         }
         self.wait_all_gone();
         let nets = std::mem::take(&mut self.state().nets);
@@ -446,4 +480,20 @@ impl Daemon {
         drop(disks);
         self.workers.end_all();
     }
+}
+
+fn still_busy(name: &str, export: &Export, limit: Duration) -> Error {
+    let queues = export.queue_infos();
+    let busy = queues.iter().filter(|q| q.in_flight > 0);
+    let busy: Vec<_> = busy
+        .map(|q| {
+            format!("queue {}:{} on worker {} has {} in flight", q.export, q.index, q.worker, q.in_flight)
+        })
+        .collect();
+    let busy = if busy.is_empty() { "a queue is not at rest".to_owned() } else { busy.join(", ") };
+    Error::busy(format!(
+        "export {name} has requests that do not end within {} s: {busy}; its users are disconnected, and it goes when they \
+         end ('status' shows whether a worker is stalled)",
+        limit.as_secs()
+    ))
 }

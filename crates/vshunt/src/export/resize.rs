@@ -95,15 +95,20 @@ fn resize(disk: &Disk, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
 }
 
 /// With nothing in flight beyond the new end. Freeing a file's blocks may take the file system seconds: where it can, the
-/// disk is narrowed first, and the queues do not stand still while it is cut.
+/// disk is narrowed while its queues are drained, and cut when they go on.
+///
+/// # Errors
+/// The queues cannot be drained, and nothing was changed; or the disk cannot be cut, and has its old size.
 fn shrink(disk: &Disk, writer: &Arc<Export>, size_bytes: u64) -> Result<()> {
     let old = disk.size_bytes();
     // The kernel's requests do not ask us how large the disk is, and users who may make it longer do so between the drain
     // and the cut.
-    if writer.is_kernel() || writer.spec.growable == Some(true) || !disk.narrow(size_bytes)? {
-        return writer.with_all_drained(|| disk.resize(size_bytes))?;
-    }
-    if let Err(e) = writer.with_all_drained(|| ()).and_then(|()| disk.resize(size_bytes)) {
+    let at_once = writer.is_kernel() || writer.spec.growable == Some(true);
+    let narrowed = writer.with_all_drained(|| match !at_once && disk.narrow(size_bytes)? {
+        true => Ok(true),
+        false => disk.resize(size_bytes).map(|()| false),
+    })??;
+    if narrowed && let Err(e) = disk.resize(size_bytes) {
         disk.narrow(old)?;
         return Err(e);
     }

@@ -354,6 +354,9 @@ pub struct WorkerInfo {
     pub sleeps: u64,
     /// Requests completed while attached here.
     pub requests: u64,
+    /// It has something to do and has not run for a second. Never for workers of the kernel.
+    #[serde(default)]
+    pub stalled: bool,
 }
 
 /// A queue as it is.

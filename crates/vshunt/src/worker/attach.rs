@@ -5,27 +5,34 @@
 //! thread. What must never happen: a queue lost between two workers.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::WorkerId;
 use super::homes::Homes;
+use super::mailbox::{Call, Delivery, Mail, QueueId, Recall, Shared};
 use super::pool::Workers;
 use super::queue::{Queue, QueueStats, State};
-use super::thread::{Mail, Shared};
+use super::ticket::Withdrawn;
 use crate::error::{Error, Result};
-
-/// Names a queue to workers, over all exports.
-pub(super) type QueueId = u64;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
 /// How often a stop that does not end says so.
 const STOP_WARN: Duration = Duration::from_secs(10);
 
+/// How long the requests in flight of one queue may take to end where all queues are drained for a change of their disk.
+pub const DRAIN_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+
+/// How long a worker may take to begin with what it is asked for. One that runs takes less than a millisecond.
+const ANSWER_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+
+/// How often a slot that another thread holds is tried again.
+const SLOT_EVERY: Duration = Duration::from_millis(1);
+
 /// One queue's place in the world. Its lock is held over a whole start, stop or move, so that these exclude
-/// one another; workers never take it.
+/// one another; workers never take it. A stop holds it for as long as requests are in flight, so control threads wait for it
+/// with a limit.
 struct Slot {
     id: QueueId,
     worker: WorkerId,
@@ -33,6 +40,28 @@ struct Slot {
     running: bool,
     /// Times it was attached.
     generation: u32,
+    /// The queue is still in the mailbox of its worker, as far as is known.
+    undelivered: Option<Arc<Delivery>>,
+}
+
+impl Slot {
+    fn new(id: QueueId, worker: WorkerId, mail: Arc<Shared>) -> Self {
+        Self { id, worker, mail, running: false, generation: 0, undelivered: None }
+    }
+
+    /// Takes the queue out of the mailbox, if its worker did not take it yet.
+    fn take_back(&mut self) -> Option<Box<dyn Queue>> {
+        match self.undelivered.take()?.withdraw() {
+            Withdrawn::Back(queue) => Some(queue),
+            Withdrawn::Begun | Withdrawn::Answered(()) => None,
+        }
+    }
+
+    /// Whether its worker does not run, in words that follow the worker's id.
+    fn stalled(&self) -> &'static str {
+        self.mail.ask();
+        if self.mail.is_stalled() { ", which has not run for a second (stalled)" } else { "" }
+    }
 }
 
 /// What brings queues to rest that do not come to rest by themselves. Called with queues' slots held.
@@ -48,9 +77,8 @@ pub trait Coaxing {
     fn ask(&mut self, index: u16) -> std::io::Result<()>;
 }
 
-/// How often it is asked, and how long one queue of several may take.
+/// How often it is asked.
 const COAX_EVERY: Duration = Duration::from_millis(1);
-const COAX_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The queues of one export. Lock order: a slot, then the workers' list.
 pub struct QueueSet {
@@ -78,7 +106,7 @@ impl QueueSet {
             // On an error, dropping the set unsettles those before.
             let mail = workers.settle(worker)?;
             let id = NEXT_ID.fetch_add(1, Relaxed);
-            set.slots.push(Mutex::new(Slot { id, worker, mail, running: false, generation: 0 }));
+            set.slots.push(Mutex::new(Slot::new(id, worker, mail)));
             set.stats.push(Arc::default());
             set.homes.push(worker);
         }
@@ -122,12 +150,35 @@ impl QueueSet {
         self.slots[index as usize].lock().expect("no holder panics")
     }
 
-    /// Gives a queue that its user started to its worker, and returns when it is served.
+    /// The same within a time, for threads that must not wait for a queue's stop.
+    ///
+    /// # Errors
+    /// [`Busy`](crate::error::Kind::Busy): it is not free in time.
+    fn slot_within(&self, index: u16, limit: Duration) -> Result<MutexGuard<'_, Slot>> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.slots[index as usize].try_lock() {
+                Ok(slot) => return Ok(slot),
+                Err(TryLockError::Poisoned(_)) => unreachable!("no holder panics"),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::sleep(SLOT_EVERY),
+                Err(TryLockError::WouldBlock) => {
+                    return Err(Error::busy(format!(
+                        "queue {}:{index} is being started, stopped or moved, and has {} requests in flight; try again",
+                        self.name,
+                        self.stats(index).in_flight.load(Relaxed)
+                    )));
+                }
+            }
+        }
+    }
+
+    /// Gives a queue that its user started to its worker, and returns when it is served. If the worker is stalled, that is
+    /// later than the return: when it runs again, or when the queue is attached to another worker.
     pub fn start(&self, index: u16, queue: Box<dyn Queue>) {
         let mut slot = self.slot(index);
         debug_assert!(!slot.running);
         self.stats(index).set_state(State::Running);
-        hand_over(&slot, queue, self.stats(index));
+        self.hand_over(&mut slot, index, queue);
         slot.running = true;
         slot.generation += 1;
         self.note_home(index, &slot);
@@ -140,53 +191,63 @@ impl QueueSet {
         if !slot.running {
             return None;
         }
-        let queue = self.drain(&slot, index);
+        let queue = self.drain(&mut slot, index);
         slot.running = false;
         self.stats(index).set_state(State::Stopped);
         Some(queue)
     }
 
-    fn drain(&self, slot: &Slot, index: u16) -> Box<dyn Queue> {
-        let (to, back) = sync_channel(1);
-        slot.mail.send(Mail::Release { id: slot.id, to });
+    /// Waits for as long as it takes, and says so every now and then.
+    fn drain(&self, slot: &mut Slot, index: u16) -> Box<dyn Queue> {
+        if let Some(queue) = slot.take_back() {
+            return queue;
+        }
+        let recall = Recall::new(());
+        slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
         loop {
-            match back.recv_timeout(STOP_WARN) {
-                Ok(queue) => return queue,
-                Err(RecvTimeoutError::Timeout) => {
-                    let n = self.stats(index).in_flight.load(Relaxed);
-                    tracing::warn!("queue {}:{index} waits for {n} requests in flight", self.name);
-                }
-                Err(RecvTimeoutError::Disconnected) => unreachable!("a worker gives back what it has"),
+            if let Some(queue) = recall.wait(STOP_WARN) {
+                return queue;
             }
+            tracing::warn!(
+                "queue {}:{index} waits for {} requests in flight on worker {}{}",
+                self.name,
+                self.stats(index).in_flight.load(Relaxed),
+                slot.worker,
+                slot.stalled()
+            );
         }
     }
 
-    /// Calls a function with a running queue while nothing of it is in flight. False if it does not run.
+    /// Calls a function with a running queue while nothing of it is in flight. False if it does not run. Waits like
+    /// [`stop`](Self::stop).
     pub fn with_drained(&self, index: u16, f: impl FnOnce(&mut dyn Queue)) -> bool {
-        let slot = self.slot(index);
+        let mut slot = self.slot(index);
         if !slot.running {
             return false;
         }
-        let mut queue = self.drain(&slot, index);
+        let mut queue = self.drain(&mut slot, index);
         f(queue.as_mut());
-        hand_over(&slot, queue, self.stats(index));
+        self.hand_over(&mut slot, index, queue);
         true
     }
 
-    /// Calls a function while nothing is in flight on any queue. An error, with nothing changed, where the queues cannot be
-    /// brought to rest.
+    /// Calls a function while nothing is in flight on any queue.
+    ///
+    /// # Errors
+    /// A queue cannot be brought to rest, or not within [`DRAIN_LIMIT`] ([`Busy`](crate::error::Kind::Busy)). The function
+    /// was not called then, and all queues go on.
     pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let slots: Vec<_> = (0..self.len()).map(|i| self.slot(i)).collect();
-        let indexed = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
+        let slots: Result<Vec<_>> = (0..self.len()).map(|i| self.slot_within(i, DRAIN_LIMIT)).collect();
+        let mut slots = slots?;
         let no_rest =
             |e| Error::io(format_args!("the queues of export {} cannot be brought to rest", self.name), e);
         let mut coaxing = self.coax().transpose().map_err(no_rest)?;
         let mut queues = Vec::with_capacity(slots.len());
         let mut failed = None;
-        for (slot, i) in indexed() {
+        for (slot, i) in slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running) {
             let drained = match &mut coaxing {
-                Some(coaxing) => self.release(slot, i, COAX_TIMEOUT, Some(coaxing.as_mut())),
-                None => Ok(self.drain(slot, i)),
+                Some(coaxing) => self.release(slot, i, DRAIN_LIMIT, Some(coaxing.as_mut())),
+                None => self.release(slot, i, DRAIN_LIMIT, None),
             };
             match drained {
                 Ok(queue) => queues.push(queue),
@@ -196,129 +257,180 @@ impl QueueSet {
                 }
             }
         }
-        if let Some(e) = failed {
-            for ((slot, i), queue) in indexed().zip(queues) {
-                hand_over(slot, queue, self.stats(i));
-            }
-            return Err(e);
+        let result = failed.map_or_else(|| Ok(f()), Err);
+        let running = slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running);
+        for ((slot, i), queue) in running.zip(queues) {
+            self.hand_over(slot, i, queue);
         }
-        let result = f();
-        for ((slot, i), queue) in indexed().zip(queues) {
-            hand_over(slot, queue, self.stats(i));
-        }
-        Ok(result)
+        result
     }
 
-    /// Calls a function with a running queue, on its worker. False if it does not run.
-    pub fn visit(&self, index: u16, f: impl FnOnce(&mut dyn Queue) + Send + 'static) -> bool {
-        let slot = self.slot(index);
+    /// Calls a function with a running queue, on its worker, or here while no worker has the queue. False if it does not run.
+    ///
+    /// # Errors
+    /// [`Busy`](crate::error::Kind::Busy): the worker does not answer. The function is called when it runs again.
+    pub fn visit(&self, index: u16, f: impl FnOnce(&mut dyn Queue) + Send + 'static) -> Result<bool> {
+        let mut slot = self.slot(index);
         if !slot.running {
-            return false;
+            return Ok(false);
         }
-        let (done, is_done) = sync_channel(1);
-        slot.mail.send(Mail::Visit { id: slot.id, f: Box::new(f), done });
-        is_done.recv().is_ok()
+        if let Some(mut queue) = slot.take_back() {
+            f(queue.as_mut());
+            self.hand_over(&mut slot, index, queue);
+            return Ok(true);
+        }
+        let call = Call::new(Box::new(f));
+        slot.mail.send(Mail::Visit { id: slot.id, call: call.clone() });
+        call.wait(ANSWER_LIMIT).ok_or_else(|| {
+            Error::busy(format!(
+                "worker {} has not answered for {} s; queue {}:{index} is changed when it runs again",
+                slot.worker,
+                ANSWER_LIMIT.as_secs(),
+                self.name
+            ))
+        })
     }
 
     /// Attaches a queue to a worker, whole or not at all: if its requests in flight do not end within
-    /// `timeout`, it goes on where it was and the error is [`Busy`](crate::error::Kind::Busy).
+    /// `timeout`, or one of the two workers does not run, it goes on where it was and the error is
+    /// [`Busy`](crate::error::Kind::Busy). Takes at most some seconds more than `timeout`.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         self.homes.check(&self.name, index)?;
-        let mut slot = self.slot(index);
+        let mut slot = self.slot_within(index, timeout)?;
         if slot.worker == worker {
             return self.workers.check(worker);
         }
         let mail = self.workers.settle(worker)?;
         if slot.running {
-            let mut coaxing = match self.coax() {
-                Some(Err(e)) => {
-                    self.workers.unsettle(worker);
-                    return Err(Error::io(format_args!("queue {}:{index} cannot be moved", self.name), e));
-                }
-                Some(Ok(coaxing)) => Some(coaxing),
-                None => None,
-            };
-            let released = match &mut coaxing {
-                Some(coaxing) => self.release(&slot, index, timeout, Some(coaxing.as_mut())),
-                None => self.release(&slot, index, timeout, None),
-            };
-            match released {
-                Ok(queue) => {
-                    let old = std::mem::replace(&mut slot.mail, mail);
-                    hand_over(&slot, queue, self.stats(index));
-                    drop(old);
-                    slot.generation += 1;
-                }
-                Err(e) => {
-                    self.workers.unsettle(worker);
-                    return Err(e);
-                }
+            if let Err(e) = self.transfer(&mut slot, index, worker, &mail, timeout) {
+                self.workers.unsettle(worker);
+                return Err(e);
             }
-        } else {
-            slot.mail = mail;
+            slot.generation += 1;
         }
+        slot.mail = mail;
         self.workers.unsettle(slot.worker);
         slot.worker = worker;
         self.note_home(index, &slot);
         Ok(())
     }
 
+    /// Attach, steps 1 to 4. On an error the queue is with its old worker.
+    fn transfer(
+        &self,
+        slot: &mut Slot,
+        index: u16,
+        worker: WorkerId,
+        mail: &Arc<Shared>,
+        timeout: Duration,
+    ) -> Result<()> {
+        let not_taken = |slot: &Slot| {
+            Error::busy(format!(
+                "worker {worker} has not run for a second (stalled), so queue {}:{index} stays on worker {}; name another \
+                 worker",
+                self.name, slot.worker
+            ))
+        };
+        mail.ask();
+        if mail.is_stalled() {
+            return Err(not_taken(slot));
+        }
+        let cannot = |e| Error::io(format_args!("queue {}:{index} cannot be moved", self.name), e);
+        let mut coaxing = self.coax().transpose().map_err(cannot)?;
+        let queue = match &mut coaxing {
+            Some(coaxing) => self.release(slot, index, timeout, Some(coaxing.as_mut())),
+            None => self.release(slot, index, timeout, None),
+        }?;
+        let delivery = post(mail, slot.id, queue, self.stats(index));
+        if delivery.wait(ANSWER_LIMIT).is_some() {
+            return Ok(());
+        }
+        match delivery.withdraw() {
+            Withdrawn::Back(queue) => {
+                self.hand_over(slot, index, queue);
+                Err(not_taken(slot))
+            }
+            Withdrawn::Begun | Withdrawn::Answered(()) => Ok(()),
+        }
+    }
+
     /// Attach, steps 1 and 2.
     fn release(
         &self,
-        slot: &Slot,
+        slot: &mut Slot,
         index: u16,
         timeout: Duration,
         coaxing: Option<&mut dyn Coaxing>,
     ) -> Result<Box<dyn Queue>> {
-        let (to, back): (_, Receiver<Box<dyn Queue>>) = sync_channel(1);
-        slot.mail.send(Mail::Release { id: slot.id, to });
+        if let Some(queue) = slot.take_back() {
+            return Ok(queue);
+        }
+        let recall = Recall::new(());
+        slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
         let mut why = String::new();
         match coaxing {
             None => {
-                if let Ok(queue) = back.recv_timeout(timeout) {
+                if let Some(queue) = recall.wait(timeout) {
                     return Ok(queue);
                 }
             }
             Some(coaxing) => {
                 let until = Instant::now() + timeout;
                 while Instant::now() < until {
-                    if let Ok(queue) = back.recv_timeout(COAX_EVERY) {
+                    if let Some(queue) = recall.wait(COAX_EVERY) {
                         return Ok(queue);
                     }
                     why = coaxing.ask(index).map_or_else(|e| format!(" ({e})"), |()| String::new());
                 }
             }
         }
-        let (done, kept) = sync_channel(1);
-        slot.mail.send(Mail::Keep { id: slot.id, done });
-        if kept.recv().unwrap_or(false) {
-            return Err(Error::busy(format!(
-                "queue {}:{index} still had requests in flight after {} ms and stays on worker {}{why}; \
-                 try again, or give it more time",
-                self.name,
-                timeout.as_millis(),
-                slot.worker
-            )));
+        if let Withdrawn::Answered(queue) = recall.withdraw() {
+            return Ok(queue);
         }
-        // It was given back between the two letters.
-        back.recv().map_err(|_| Error::busy(format!("queue {}:{index} is not with its worker", self.name)))
+        slot.mail.send(Mail::Keep { id: slot.id });
+        let in_flight = self.stats(index).in_flight.load(Relaxed);
+        let (name, worker, ms) = (&self.name, slot.worker, timeout.as_millis());
+        Err(Error::busy(match slot.stalled() {
+            "" => format!(
+                "queue {name}:{index} still had requests in flight after {ms} ms and stays on worker {worker}{why}; \
+                 try again, or give it more time"
+            ),
+            stalled => format!(
+                "queue {name}:{index} cannot leave worker {worker}{stalled}; it has {in_flight} requests in flight and is \
+                 served when the worker runs again"
+            ),
+        }))
+    }
+
+    /// Attach, step 3, to the worker of the slot. A worker that does not run has the queue in its mailbox then, where the
+    /// next start, stop or move finds it.
+    fn hand_over(&self, slot: &mut Slot, index: u16, queue: Box<dyn Queue>) {
+        let delivery = post(&slot.mail, slot.id, queue, self.stats(index));
+        if delivery.wait(ANSWER_LIMIT).is_none() {
+            slot.undelivered = Some(delivery);
+            tracing::warn!(
+                "queue {}:{index} waits for worker {}{}; 'queue attach' gives it to another worker",
+                self.name,
+                slot.worker,
+                slot.stalled()
+            );
+        }
     }
 }
 
-/// Attach, step 3: the queue goes to where the slot's mail goes.
-fn hand_over(slot: &Slot, queue: Box<dyn Queue>, stats: &Arc<QueueStats>) {
-    let (done, is_done) = sync_channel(1);
-    slot.mail.send(Mail::Attach { id: slot.id, queue, stats: stats.clone(), done });
-    is_done.recv().expect("a worker with a queue settled on it is not freed");
+/// Puts a queue into a worker's mailbox.
+fn post(mail: &Shared, id: QueueId, queue: Box<dyn Queue>, stats: &Arc<QueueStats>) -> Arc<Delivery> {
+    let delivery = Delivery::new(queue);
+    mail.send(Mail::Attach { id, delivery: delivery.clone(), stats: stats.clone() });
+    delivery
 }
 
 impl Drop for QueueSet {
     fn drop(&mut self) {
         for i in 0..self.len() {
-            debug_assert!(!self.slot(i).running, "stopped before it is dropped");
-            let worker = self.slot(i).worker;
-            self.workers.unsettle(worker);
+            let slot = self.slot(i);
+            debug_assert!(!slot.running, "stopped before it is dropped");
+            self.workers.unsettle(slot.worker);
         }
     }
 }

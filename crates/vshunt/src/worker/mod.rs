@@ -8,6 +8,7 @@
 mod attach;
 mod homes;
 mod kernel;
+mod mailbox;
 mod pace;
 mod pool;
 mod queue;
@@ -15,8 +16,9 @@ mod ring;
 #[cfg(test)]
 mod tests;
 mod thread;
+mod ticket;
 
-pub use attach::{Coax, Coaxing, QueueSet};
+pub use attach::{Coax, Coaxing, DRAIN_LIMIT, QueueSet};
 pub use homes::Homes;
 pub use kernel::KernelWorker;
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};

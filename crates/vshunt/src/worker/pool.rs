@@ -6,13 +6,15 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, getpid, getpriority_process, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::WorkerId;
 use super::kernel::KernelWorker;
-use super::thread::{POLL_US_MAX, Shared, Worker};
+use super::mailbox::{Mail, Shared};
+use super::thread::{POLL_US_MAX, Worker};
 use crate::error::{Error, Result};
 use crate::export::spec::cpu_list;
 
@@ -21,6 +23,10 @@ use crate::export::spec::cpu_list;
 pub const MAX_WORKERS: usize = 1024;
 /// A worker's stack: the loop is flat, and only pages that it touched count.
 const STACK_BYTES: usize = 256 << 10;
+/// How long a worker that was told to end may take. One that is stalled ends when it runs again.
+const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+/// How often it is looked whether it has ended.
+const END_EVERY: Duration = Duration::from_micros(200);
 /// Longest thread name that the kernel keeps.
 const THREAD_NAME_MAX: usize = 15;
 
@@ -108,11 +114,21 @@ enum Kind {
 
 impl Kind {
     /// Ends a thread of ours; the kernel ended its own.
-    fn end(self) {
-        if let Self::User { shared, thread } = self {
-            shared.send(super::thread::Mail::Stop);
-            let _ = thread.join();
+    fn end(self, id: WorkerId) -> Result<()> {
+        let Self::User { shared, thread } = self else { return Ok(()) };
+        shared.send(Mail::Stop);
+        let until = Instant::now() + END_LIMIT;
+        while !thread.is_finished() {
+            if Instant::now() >= until {
+                return Err(Error::busy(format!(
+                    "worker {id} has not run for {} s (stalled); it has no queue any more, and ends when it runs again",
+                    END_LIMIT.as_secs()
+                )));
+            }
+            std::thread::sleep(END_EVERY);
         }
+        let _ = thread.join();
+        Ok(())
     }
 }
 
@@ -243,7 +259,7 @@ impl Workers {
             self.list().by_id.insert(id, entry);
             return Err(e);
         }
-        entry.kind.end();
+        entry.kind.end(id)?;
         tracing::info!(id, "worker freed");
         Ok(())
     }
@@ -271,6 +287,18 @@ impl Workers {
     pub fn states(&self) -> Vec<WorkerState> {
         let list = self.list();
         list.by_id.iter().map(|(&id, e)| state(id, e)).collect()
+    }
+
+    /// Workers that have not run for a second although they have something to do: a word of ours that they do not read.
+    /// Returns at once where all run, else when that second is over. Workers of the in-kernel engine are not asked.
+    pub fn stalled(&self) -> Vec<WorkerId> {
+        let user = |(id, entry): (&WorkerId, &Entry)| match &entry.kind {
+            Kind::User { shared, .. } => Some((*id, shared.clone())),
+            Kind::Kernel(_) => None,
+        };
+        let asked: Vec<_> = self.list().by_id.iter().filter_map(user).collect();
+        asked.iter().for_each(|(_, shared)| shared.ask());
+        asked.into_iter().filter(|(_, shared)| shared.is_stalled()).map(|(id, _)| id).collect()
     }
 
     /// Whether there is such a worker.
@@ -343,7 +371,7 @@ fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<En
         Err(_) => return Err(Error::limit(format!("worker {id} ended before it began"))),
     };
     if let Err(e) = wanted.apply(tid) {
-        shared.send(super::thread::Mail::Stop);
+        shared.send(Mail::Stop);
         let _ = thread.join();
         return Err(e);
     }

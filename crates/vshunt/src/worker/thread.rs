@@ -6,13 +6,12 @@
 //! sleeps in the ring.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::attach::QueueId;
+use super::mailbox::{Mail, QueueId, Recall, Shared, Visitor};
 use super::pace::{Pace, Plan};
 use super::queue::{Queue, QueueStats};
 use super::ring::{Completion, Ring, Token};
@@ -34,66 +33,9 @@ const MAIL_INDEX: u16 = u16::MAX;
 /// Queues a worker can have: places are 16 bits, one is the mailbox.
 pub(super) const PLACES_MAX: usize = MAIL_INDEX as usize;
 
-/// What is done with a queue on its worker.
-pub(super) type Visitor = Box<dyn FnOnce(&mut dyn Queue) + Send>;
-
-/// What control asks of a worker. Each is answered, at the latest when the mailbox is dropped.
-pub(super) enum Mail {
-    /// Attach, step 3 to 4: from now on this queue is yours.
-    Attach { id: QueueId, queue: Box<dyn Queue>, stats: Arc<QueueStats>, done: SyncSender<()> },
-    /// Attach, step 1: drain the queue and give it back.
-    Release { id: QueueId, to: SyncSender<Box<dyn Queue>> },
-    /// The time for a release is over: if it is not given back yet, go on. Answers whether it goes on here.
-    Keep { id: QueueId, done: SyncSender<bool> },
-    /// Calls a function with the queue, between two turns.
-    Visit { id: QueueId, f: Visitor, done: SyncSender<()> },
-    /// No queue is left: end.
-    Stop,
-}
-
-/// What a worker shares with control.
-pub(super) struct Shared {
-    /// Guards the letters alone; held for a push or a swap.
-    letters: Mutex<Vec<Mail>>,
-    /// Whether there are letters: what a polling worker looks at.
-    has_mail: AtomicBool,
-    /// Wakes a sleeping worker.
-    bell: OwnedFd,
-    /// Bound of polling, µs; set by control at any time.
-    pub(super) poll_us: AtomicU32,
-    /// Written by the worker alone.
-    pub(super) sleeps: AtomicU64,
-    pub(super) requests: AtomicU64,
-    pub(super) queues: AtomicU32,
-}
-
-impl Shared {
-    pub(super) fn new(poll_us: u32) -> io::Result<Self> {
-        Ok(Self {
-            letters: Mutex::new(Vec::new()),
-            has_mail: AtomicBool::new(false),
-            bell: rustix::event::eventfd(
-                0,
-                rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
-            )?,
-            poll_us: AtomicU32::new(poll_us),
-            sleeps: AtomicU64::new(0),
-            requests: AtomicU64::new(0),
-            queues: AtomicU32::new(0),
-        })
-    }
-
-    pub(super) fn send(&self, mail: Mail) {
-        self.letters.lock().expect("no holder panics").push(mail);
-        self.has_mail.store(true, Ordering::Release);
-        // Cannot fail: the counter would have to reach 2^64 - 1.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
-    }
-}
-
 enum Phase {
     Active,
-    Draining(SyncSender<Box<dyn Queue>>),
+    Draining(Arc<Recall>),
 }
 
 struct Place {
@@ -387,25 +329,36 @@ impl Worker {
         let letters = std::mem::take(&mut *self.shared.letters.lock().expect("no holder panics"));
         for mail in letters {
             match mail {
-                Mail::Attach { id, queue, stats, done } => {
-                    self.attach(id, queue, stats);
-                    let _ = done.send(());
-                }
-                Mail::Release { id, to } => self.release(id, to),
-                Mail::Keep { id, done } => {
-                    let _ = done.send(self.keep(id));
-                }
-                Mail::Visit { id, f, done } => {
-                    if let Some(index) = self.find(id) {
-                        let place = self.places[index].as_mut().expect("found");
-                        f(place.queue.as_mut());
-                        Self::rouse(place, index as u16, &mut self.awake);
+                Mail::Attach { id, delivery, stats } => {
+                    if let Some(queue) = delivery.begin() {
+                        self.attach(id, queue, stats);
+                        let _ = delivery.answer(());
                     }
-                    let _ = done.send(());
+                }
+                Mail::Release { id, recall } => self.release(id, recall),
+                Mail::Keep { id } => {
+                    if let Some(index) = self.find(id) {
+                        self.keep(index);
+                    }
+                }
+                Mail::Visit { id, call } => {
+                    if let Some(f) = call.begin() {
+                        let _ = call.answer(self.visit(id, f));
+                    }
                 }
                 Mail::Stop => self.stopping = true,
             }
         }
+        QueueStats::add(&self.shared.mails, 1);
+    }
+
+    /// Whether the queue is here.
+    fn visit(&mut self, id: QueueId, f: Visitor) -> bool {
+        let Some(index) = self.find(id) else { return false };
+        let place = self.places[index].as_mut().expect("found");
+        f(place.queue.as_mut());
+        Self::rouse(place, index as u16, &mut self.awake);
+        true
     }
 
     fn find(&self, id: QueueId) -> Option<usize> {
@@ -431,28 +384,29 @@ impl Worker {
     }
 
     /// Attach, step 2.
-    fn release(&mut self, id: QueueId, to: SyncSender<Box<dyn Queue>>) {
+    fn release(&mut self, id: QueueId, recall: Arc<Recall>) {
+        if recall.is_withdrawn() {
+            return;
+        }
         let Some(index) = self.find(id) else { return };
         let place = self.places[index].as_mut().expect("found");
         place.queue.disarm(&mut self.ring, place.token);
-        place.phase = Phase::Draining(to);
+        place.phase = Phase::Draining(recall);
         place.awake = false;
         self.awake.retain(|&i| usize::from(i) != index);
         self.draining.push(index as u16);
     }
 
-    /// A release came to nothing in its time: the queue goes on here, unless it was just given back.
-    fn keep(&mut self, id: QueueId) -> bool {
-        let Some(index) = self.find(id) else { return false };
-        let place = self.places[index].as_mut().expect("found");
-        if !matches!(place.phase, Phase::Draining(_)) {
-            return true;
+    /// The release of a queue was withdrawn: it goes on here.
+    fn keep(&mut self, index: usize) {
+        let place = self.places[index].as_mut().expect("the caller found it");
+        if !matches!(&place.phase, Phase::Draining(recall) if recall.is_withdrawn()) {
+            return;
         }
         place.phase = Phase::Active;
         self.draining.retain(|&i| usize::from(i) != index);
         place.queue.arm(&mut self.ring, place.token);
         Self::rouse(place, index as u16, &mut self.awake);
-        true
     }
 
     /// Gives back the queues whose drain is over.
@@ -465,15 +419,16 @@ impl Worker {
                 continue;
             }
             self.draining.swap_remove(i);
-            let Some(mut place) = slot.take() else { continue };
-            place.queue.publish();
-            place.queue.leave(&mut self.ring);
-            debug_assert_eq!(place.stats.in_flight.load(Ordering::Relaxed), 0);
-            if let Phase::Draining(to) = place.phase {
-                // The receiver waits, or sends Keep before it goes; a closed channel would drop the queue.
-                let _ = to.send(place.queue);
-            }
+            let Some(Place { id, mut queue, phase, stats, .. }) = slot.take() else { continue };
+            queue.publish();
+            queue.leave(&mut self.ring);
+            debug_assert_eq!(stats.in_flight.load(Ordering::Relaxed), 0);
             self.count();
+            let Phase::Draining(recall) = phase else { unreachable!("it is among the draining") };
+            if let Err(queue) = recall.answer(queue) {
+                // The release was withdrawn meanwhile.
+                self.attach(id, queue, stats);
+            }
         }
     }
 

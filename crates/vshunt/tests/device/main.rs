@@ -13,4 +13,5 @@ mod protocol;
 mod requests;
 mod restart;
 mod rig;
+mod stopped;
 mod workers;

@@ -327,6 +327,12 @@ static FAMILIES: &[Family] = &[
         "For how long it may poll before it sleeps",
         Of::Worker(|w| seconds(w.poll_us.into())),
     ),
+    gauge(
+        "worker_stalled",
+        None,
+        "1: it has something to do and has not run for a second",
+        Of::Worker(|w| u64::from(w.stalled).into()),
+    ),
     info("job_info", "A job, and the disk that it is of", Of::JobInfo),
     gauge("job_state", None, "1 for the state that a job is in", Of::JobState),
     gauge("job_failed", None, "1: it failed", Of::Job(|j| j.error.is_some().into())),

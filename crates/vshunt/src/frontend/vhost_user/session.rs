@@ -358,11 +358,15 @@ impl VhostUserBackendReqHandlerMut for Session {
             Queues::Kernel(kernel) => kernel.set_call(index.into(), call).map_err(refuse)?,
             Queues::User(set) => {
                 let (at, way) = set.place(index.into()).expect("it runs");
-                set.visit(at, move |q| {
+                let told = set.visit(at, move |q| {
                     if let Some(v) = queue::ring(q, way) {
                         v.set_call(call);
                     }
                 });
+                // The front end waits for its own queue only.
+                if let Err(e) = told {
+                    tracing::warn!("{}: {e}", self.name);
+                }
             }
         }
         Ok(())
@@ -380,11 +384,15 @@ impl VhostUserBackendReqHandlerMut for Session {
             Queues::Kernel(kernel) => kernel.set_err(index.into(), err),
             Queues::User(set) => {
                 let (at, way) = set.place(index.into()).expect("it runs");
-                set.visit(at, move |q| {
+                let told = set.visit(at, move |q| {
                     if let Some(v) = queue::ring(q, way) {
                         v.set_err(err);
                     }
                 });
+                // The front end waits for its own queue only.
+                if let Err(e) = told {
+                    tracing::warn!("{}: {e}", self.name);
+                }
             }
         }
         Ok(())
@@ -430,7 +438,13 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
-            let settled = self.queues.with_all_drained(|| self.device.settle());
+            let settled = loop {
+                match self.queues.with_all_drained(|| self.device.settle()) {
+                    // The guest waits for its own requests, for as long as they take.
+                    Err(e) if e.kind() == crate::error::Kind::Busy => tracing::warn!("{}: {e}", self.name),
+                    settled => break settled,
+                }
+            };
             settled.map_err(|e| refuse(e.to_string()))?.map_err(refuse)?;
         }
         Ok(())

@@ -63,7 +63,7 @@ fn whole() -> Snapshot {
         ],
         workers: vec![read(json!({
             "id": 2, "name": "a \"b\"\\\n", "kind": "user", "tid": 1, "cpu": [0], "nice": 0, "poll-us": 50,
-            "queues": ["f0:0", "c0:0"], "cpu-time-us": 1_500_000, "sleeps": 12, "requests": 13,
+            "queues": ["f0:0", "c0:0"], "cpu-time-us": 1_500_000, "sleeps": 12, "requests": 13, "stalled": true,
         }))],
     }
 }
@@ -118,6 +118,7 @@ fn what_a_scrape_shows() {
         "vshunt_queue_dropped_packets_total{export=\"c0\",queue=\"0\",reason=\"no-buffers\"} 0",
         "vshunt_worker_cpu_seconds_total{worker=\"2\"} 1.5",
         "vshunt_worker_poll_limit_seconds{worker=\"2\"} 0.00005",
+        "vshunt_worker_stalled{worker=\"2\"} 1",
         "vshunt_worker_info{worker=\"2\",name=\"a \\\"b\\\"\\\\\\n\",kind=\"user\",export=\"\"} 1",
         "vshunt_net_mtu_bytes{net=\"n0\"} 1500",
         "vshunt_net_addresses{net=\"s0\"} 3",

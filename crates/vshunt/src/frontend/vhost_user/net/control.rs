@@ -145,9 +145,9 @@ impl NetDevice {
             return Err(why);
         }
         (count..before).filter(running).for_each(|pair| self.unlink(pair));
-        self.settled(control, count..before, true);
+        let settled = self.settled(control, count..before, true);
         self.note(control);
-        Ok(())
+        settled
     }
 
     /// From now on the guest takes what these feature bits say.
@@ -156,22 +156,28 @@ impl NetDevice {
             tap.set_offloads(card::offloads(bits)).map_err(|e| e.to_string())?;
         }
         self.takes.store(bits, Relaxed);
-        self.settled(control, 0..self.pairs, false);
+        let settled = self.settled(control, 0..self.pairs, false);
         self.note(control);
-        Ok(())
+        settled
     }
 
     /// Returns when the workers of these pairs have ended the turns in which they may not have known yet; nothing comes any more
     /// by pairs that are set `aside`. (What lies in a tap's queue was made for what the guest took before.)
-    fn settled(&self, control: &Control, pairs: Range<u16>, aside: bool) {
+    ///
+    /// # Errors
+    /// A worker does not answer; the others do not wait for it.
+    fn settled(&self, control: &Control, pairs: Range<u16>, aside: bool) -> Result<(), String> {
+        let mut settled = Ok(());
         for pair in pairs {
             // One that does not run has nothing to end.
-            let _ = control.set.visit(pair, move |queue| {
+            let visited = control.set.visit(pair, move |queue| {
                 if let Some(pair) = queue::pair(queue).filter(|_| aside) {
                     pair.set_aside();
                 }
             });
+            settled = settled.and(visited.map(drop).map_err(|e| e.to_string()));
         }
+        settled
     }
 
     fn note(&self, control: &Control) {
