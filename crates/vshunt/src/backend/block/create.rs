@@ -31,6 +31,7 @@ impl NewImage<'_> {
     /// `Exists` if it is there and may not be replaced, `Busy` if another uses it, `Io` else.
     pub(crate) fn make(&self) -> Result<()> {
         let shown = self.path.display();
+        super::own_mounts::check(self.path)?;
         let there = self.path.exists();
         if there && !self.overwrite {
             return Err(Error::exists(format!(

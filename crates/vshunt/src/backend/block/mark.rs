@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
+use super::own_mounts;
 use super::qcow2::backing_of;
 use crate::error::{Error, Result};
 
@@ -31,6 +32,7 @@ const COMMITTING: &str = "user.vshunt.committing";
 /// # Errors
 /// `Busy`, with the overlay's name and what to do.
 pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
+    own_mounts::check(path)?;
     let shown = path.display();
     if let Some(below) = read(path, COMMITTED) {
         return Err(Error::busy(format!(
@@ -75,6 +77,7 @@ pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
 
 /// Whether there is such an overlay and it names that image as the one below it.
 fn stands_on(overlay: &Path, base: &Path) -> io::Result<bool> {
+    own_mounts::check(overlay).map_err(|e| io::Error::other(e.to_string()))?;
     let file =
         match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(overlay) {
             Ok(file) => file,

@@ -23,6 +23,7 @@ mod mark;
 mod memory;
 mod offline;
 mod overlay;
+pub mod own_mounts;
 mod qcow2;
 mod raw;
 mod replace;

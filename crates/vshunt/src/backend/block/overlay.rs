@@ -15,7 +15,7 @@ use qcow2::Image;
 
 use super::qcow2::{Plain, backing_of};
 use super::replace::shown;
-use super::{Disk, NewImage, lock, mark};
+use super::{Disk, NewImage, lock, mark, own_mounts};
 use crate::error::{Error, Result};
 use crate::export::spec::{DiskSpec, Format};
 
@@ -58,6 +58,7 @@ impl Overlay {
     /// It cannot be read, or is no qcow2 image.
     pub fn look(spec: &DiskSpec) -> Result<Option<u64>> {
         let path = absolute(image_of(spec)?)?;
+        own_mounts::check(&path)?;
         let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
         let file = OpenOptions::new()
             .read(true)
@@ -94,6 +95,7 @@ impl Overlay {
     pub fn existing(path: &Path, base: &DiskSpec, size_bytes: u64) -> Result<Self> {
         let path = absolute(path)?;
         let shown = path.display();
+        own_mounts::check(&path)?;
         mark::check(&path, false)?;
         let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
         let overlay = Self::take(&path, base, None)?;

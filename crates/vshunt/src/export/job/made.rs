@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-use crate::backend::block::{check_marks, lock_image};
+use crate::backend::block::{check_marks, lock_image, own_mounts};
 use crate::error::{Error, Result};
 
 /// A file that is made for a backup. Others may remove or replace it.
@@ -38,6 +38,7 @@ impl Made {
         let open = |path: &Path, flags| {
             OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY | flags).open(path)
         };
+        own_mounts::check(path)?;
         let (path, old) = match path.symlink_metadata() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => (path.to_owned(), None),
             Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),

@@ -18,6 +18,7 @@ use self::coax::RingCoax;
 use self::mount::{Mount, Mountpoint, Options, clone_channel};
 pub use self::plan::{Plan, plan};
 use super::Observer;
+use crate::backend::block::own_mounts::OwnMount;
 use crate::backend::block::{Disk, SECTOR_BYTES};
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Transport};
@@ -40,6 +41,7 @@ pub struct Fuse {
 
 struct Inner {
     mount: Mount,
+    _own: OwnMount,
     session: Arc<OwnedFd>,
     backing: Option<i32>,
     /// Its end has begun, by us or by an administrator's umount: told once.
@@ -80,11 +82,13 @@ impl Fuse {
         };
         let at = Mountpoint::prepare(path)?;
         let (session, mount) = mount::mount(at, &options)?;
+        let own = OwnMount::new(mount.device(), &spec.name, &spec.disk);
         let features = session::negotiate(&session, &plan)?;
         let backing = backing(&session, &mut plan, features, &disk, writable);
         let allow_other = mount.allow_other();
         let session = Arc::new(session);
-        let inner = Arc::new(Inner { mount, session, backing, ending: AtomicBool::new(false), observer });
+        let inner =
+            Arc::new(Inner { mount, _own: own, session, backing, ending: AtomicBool::new(false), observer });
         let bells =
             (0..queues.len()).map(|_| Bell::make().map(Arc::new)).collect::<std::io::Result<Vec<_>>>();
         let bells = bells.map_err(|e| Error::io(format_args!("cannot serve {}", spec.name), e))?;

@@ -317,8 +317,10 @@ impl FuseQueue {
                 let out = self.shared.open();
                 self.end_with(ring, place, index, 0, out.bytes());
             }
-            // Nothing is kept back from the disk until a file is closed.
-            op::FLUSH | op::DESTROY => self.end(ring, place, index, 0),
+            // Nothing is kept back from the disk until a file is closed. After this answer the kernel sends no other: a
+            // process that closes the file waits for nobody.
+            op::FLUSH => self.end(ring, place, index, -libc::ENOSYS),
+            op::DESTROY => self.end(ring, place, index, 0),
             op::RELEASE => {
                 self.shared.release();
                 self.end(ring, place, index, 0);

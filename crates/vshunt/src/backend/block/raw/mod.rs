@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use super::bounce::{AlignedBuf, Pool};
 use super::io::Stage;
 use super::memory::Mapping;
-use super::{Extent, Found, Io, Op, SECTOR_BYTES, SharedFile, Step};
+use super::{Extent, Found, Io, Op, SECTOR_BYTES, SharedFile, Step, own_mounts};
 use crate::error::{Error, Result};
 
 pub(super) use open::{begins_as_qcow2, no_image, open, open_part};
@@ -120,6 +120,9 @@ impl Raw {
 
     /// Whether that path leads to the same image now.
     pub(super) fn is_of(&self, path: &Path) -> bool {
+        if own_mounts::check(path).is_err() {
+            return false;
+        }
         match (std::fs::metadata(path), self.file.metadata()) {
             (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
             _ => false,

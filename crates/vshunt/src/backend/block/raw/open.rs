@@ -14,7 +14,7 @@ use rustix::mm::ProtFlags;
 use super::probe::{self, Device, Place};
 use super::{Durable, Raw, ZERO_BYTES, way};
 use crate::backend::block::memory::Mapping;
-use crate::backend::block::{Limits, SharedFile, check_size, lock, shared};
+use crate::backend::block::{Limits, SharedFile, check_size, lock, own_mounts, shared};
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec};
 
@@ -31,6 +31,7 @@ pub(in crate::backend::block) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64,
 fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
+    own_mounts::check(path)?;
     // Looked at before it is opened, for opening a FIFO waits and opening some devices does things.
     check_kind(path, &std::fs::metadata(path).map_err(|e| open_error(path, spec.readonly, e))?)?;
     let (file, direct) = open_file(path, spec)?;

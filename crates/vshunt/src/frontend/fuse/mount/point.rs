@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use super::table::{self, Seen, look, open_path, path_of, proc_path};
 use super::umount::{self, How, Outcome};
 use super::{FS_TYPE, ROUNDS};
+use crate::backend::block::own_mounts;
 use crate::error::{Error, Result};
 
 /// How long another daemon's lock is waited for. A process that was killed goes on holding its locks until its
@@ -218,6 +219,12 @@ fn take_dead_away(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
             "something is mounted over {shown} already ({source}, type {}); unmount it (umount {shown}), or name another \
              file",
             entry.fs_type.to_string_lossy()
+        )));
+    }
+    let (major, minor) = seen.mount.device;
+    if let Some(export) = own_mounts::export_on(rustix::fs::makedev(major, minor)) {
+        return Err(Error::busy(format!(
+            "export {export} of this daemon is mounted over {shown} ({source}); remove that export, or name another file"
         )));
     }
     if !table::is_dead(root) {
