@@ -33,8 +33,7 @@ impl Frontend {
     pub(super) fn config_changed(&self) {
         match self {
             Self::VhostUser(socket) => socket.config_changed(),
-            Self::Fuse(mount) => mount.config_changed(),
-            Self::Uplink(_) => {}
+            Self::Fuse(_) | Self::Uplink(_) => {}
         }
     }
 
@@ -68,6 +67,7 @@ impl Frontend {
             passthrough_why: plan.passthrough_why,
             allow_other: mount.allow_other(),
             open_files: mount.open_files(),
+            forwarded_entries: mount.forwarded_entries(),
         })
     }
 

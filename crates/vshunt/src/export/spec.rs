@@ -453,4 +453,8 @@ pub struct MountInfo {
     pub allow_other: bool,
     /// Times that it is open now.
     pub open_files: u32,
+    /// Over io_uring: idle entries that are still with former workers of their queues, which forward requests that come
+    /// with them.
+    #[serde(default)]
+    pub forwarded_entries: u32,
 }

@@ -5,7 +5,7 @@
 //! thread. What must never happen: a queue lost between two workers.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::WorkerId;
@@ -64,22 +64,6 @@ impl Slot {
     }
 }
 
-/// What brings queues to rest that do not come to rest by themselves. Called with queues' slots held.
-pub trait Coax: Send + Sync {
-    /// Before any queue is asked for: gets ready, which may need queues that work.
-    fn begin(&self) -> std::io::Result<Box<dyn Coaxing>>;
-}
-
-/// One time of it; ends when it is dropped, with the queues back at work (or gone).
-pub trait Coaxing {
-    /// Does what queue `index`, which was told to come to rest and has not done so yet, needs for that. Called again and
-    /// again; never waits for the queue.
-    fn ask(&mut self, index: u16) -> std::io::Result<()>;
-}
-
-/// How often it is asked.
-const COAX_EVERY: Duration = Duration::from_millis(1);
-
 /// The queues of one export. Lock order: a slot, then the workers' list.
 pub struct QueueSet {
     name: String,
@@ -88,7 +72,6 @@ pub struct QueueSet {
     // Any thread's.
     stats: Vec<Arc<QueueStats>>,
     homes: Homes,
-    coax: OnceLock<Box<dyn Coax>>,
 }
 
 impl QueueSet {
@@ -100,7 +83,6 @@ impl QueueSet {
             slots: vec![],
             stats: vec![],
             homes: Homes::default(),
-            coax: OnceLock::new(),
         };
         for &worker in homes {
             // On an error, dropping the set unsettles those before.
@@ -111,15 +93,6 @@ impl QueueSet {
             set.homes.push(worker);
         }
         Ok(set)
-    }
-
-    /// Sets what brings these queues to rest; once, where they need it.
-    pub fn set_coax(&self, coax: Box<dyn Coax>) {
-        let _ = self.coax.set(coax);
-    }
-
-    fn coax(&self) -> Option<std::io::Result<Box<dyn Coaxing>>> {
-        self.coax.get().map(|c| c.begin())
     }
 
     /// How many queues.
@@ -231,7 +204,8 @@ impl QueueSet {
         true
     }
 
-    /// Calls a function while nothing is in flight on any queue.
+    /// Calls a function while nothing is in flight on any queue. Requests that arrive meanwhile are set aside, and taken
+    /// when it returns.
     ///
     /// # Errors
     /// A queue cannot be brought to rest, or not within [`DRAIN_LIMIT`] ([`Busy`](crate::error::Kind::Busy)). The function
@@ -239,17 +213,10 @@ impl QueueSet {
     pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
         let slots: Result<Vec<_>> = (0..self.len()).map(|i| self.slot_within(i, DRAIN_LIMIT)).collect();
         let mut slots = slots?;
-        let no_rest =
-            |e| Error::io(format_args!("the queues of export {} cannot be brought to rest", self.name), e);
-        let mut coaxing = self.coax().transpose().map_err(no_rest)?;
         let mut queues = Vec::with_capacity(slots.len());
         let mut failed = None;
         for (slot, i) in slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running) {
-            let drained = match &mut coaxing {
-                Some(coaxing) => self.release(slot, i, DRAIN_LIMIT, Some(coaxing.as_mut())),
-                None => self.release(slot, i, DRAIN_LIMIT, None),
-            };
-            match drained {
+            match self.release(slot, i, DRAIN_LIMIT) {
                 Ok(queue) => queues.push(queue),
                 Err(e) => {
                     failed = Some(e);
@@ -335,12 +302,7 @@ impl QueueSet {
         if mail.is_stalled() {
             return Err(not_taken(slot));
         }
-        let cannot = |e| Error::io(format_args!("queue {}:{index} cannot be moved", self.name), e);
-        let mut coaxing = self.coax().transpose().map_err(cannot)?;
-        let queue = match &mut coaxing {
-            Some(coaxing) => self.release(slot, index, timeout, Some(coaxing.as_mut())),
-            None => self.release(slot, index, timeout, None),
-        }?;
+        let queue = self.release(slot, index, timeout)?;
         let delivery = post(mail, slot.id, queue, self.stats(index));
         if delivery.wait(ANSWER_LIMIT).is_some() {
             return Ok(());
@@ -355,34 +317,14 @@ impl QueueSet {
     }
 
     /// Attach, steps 1 and 2.
-    fn release(
-        &self,
-        slot: &mut Slot,
-        index: u16,
-        timeout: Duration,
-        coaxing: Option<&mut dyn Coaxing>,
-    ) -> Result<Box<dyn Queue>> {
+    fn release(&self, slot: &mut Slot, index: u16, timeout: Duration) -> Result<Box<dyn Queue>> {
         if let Some(queue) = slot.take_back() {
             return Ok(queue);
         }
         let recall = Recall::new(());
         slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
-        let mut why = String::new();
-        match coaxing {
-            None => {
-                if let Some(queue) = recall.wait(timeout) {
-                    return Ok(queue);
-                }
-            }
-            Some(coaxing) => {
-                let until = Instant::now() + timeout;
-                while Instant::now() < until {
-                    if let Some(queue) = recall.wait(COAX_EVERY) {
-                        return Ok(queue);
-                    }
-                    why = coaxing.ask(index).map_or_else(|e| format!(" ({e})"), |()| String::new());
-                }
-            }
+        if let Some(queue) = recall.wait(timeout) {
+            return Ok(queue);
         }
         if let Withdrawn::Answered(queue) = recall.withdraw() {
             return Ok(queue);
@@ -392,7 +334,7 @@ impl QueueSet {
         let (name, worker, ms) = (&self.name, slot.worker, timeout.as_millis());
         Err(Error::busy(match slot.stalled() {
             "" => format!(
-                "queue {name}:{index} still had requests in flight after {ms} ms and stays on worker {worker}{why}; \
+                "queue {name}:{index} still had requests in flight after {ms} ms and stays on worker {worker}; \
                  try again, or give it more time"
             ),
             stalled => format!(

@@ -40,7 +40,7 @@ pub(super) enum Mail {
     Keep { id: QueueId },
     /// Calls a function with the queue, between two turns.
     Visit { id: QueueId, call: Arc<Call> },
-    /// No queue is left: end.
+    /// No queue is left: end, as soon as no operation of a former queue is left either.
     Stop,
 }
 
@@ -63,6 +63,8 @@ pub(super) struct Shared {
     pub(super) sleeps: AtomicU64,
     pub(super) requests: AtomicU64,
     pub(super) queues: AtomicU32,
+    /// Operations on the ring that former queues left there. Up to date when a queue is given back.
+    pub(super) left: AtomicU32,
 }
 
 impl Shared {
@@ -80,6 +82,7 @@ impl Shared {
             sleeps: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             queues: AtomicU32::new(0),
+            left: AtomicU32::new(0),
         })
     }
 

@@ -18,11 +18,11 @@ mod tests;
 mod thread;
 mod ticket;
 
-pub use attach::{Coax, Coaxing, DRAIN_LIMIT, QueueSet};
+pub use attach::{DRAIN_LIMIT, QueueSet};
 pub use homes::Homes;
 pub use kernel::KernelWorker;
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
-pub use queue::{Queue, QueueStats, State};
+pub use queue::{Forwarder, Queue, QueueStats, State};
 pub use ring::{Ring, RingFile, Token};
 pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -113,10 +113,19 @@ enum Kind {
 }
 
 impl Kind {
-    /// Ends a thread of ours; the kernel ended its own.
+    /// Ends a thread of ours; the kernel ended its own. The thread of a worker that FUSE ring queues left entries on stays
+    /// until the last entry has left it.
     fn end(self, id: WorkerId) -> Result<()> {
         let Self::User { shared, thread } = self else { return Ok(()) };
+        // No queue is on it, so this can only fall.
+        let left = shared.left.load(Acquire);
         shared.send(Mail::Stop);
+        if left > 0 {
+            tracing::info!(
+                "the thread of worker {id} stays until {left} idle entries of ring queues have left it"
+            );
+            return Ok(());
+        }
         let until = Instant::now() + END_LIMIT;
         while !thread.is_finished() {
             if Instant::now() >= until {
@@ -143,6 +152,8 @@ struct List {
     next: WorkerId,
     /// Workers on their way into the list; they count for the limit.
     making: usize,
+    /// Freed workers whose threads may still forward completions; they count for the limit.
+    forwarding: Vec<Arc<Shared>>,
     by_id: BTreeMap<WorkerId, Entry>,
 }
 
@@ -150,7 +161,12 @@ impl Workers {
     /// No workers yet. `default_poll_us` is for those made without a bound of their own.
     pub fn new(default_poll_us: u32) -> Result<Arc<Self>> {
         check_poll(default_poll_us)?;
-        let list = Mutex::new(List { next: FIRST_WORKER, making: 0, by_id: BTreeMap::new() });
+        let list = Mutex::new(List {
+            next: FIRST_WORKER,
+            making: 0,
+            forwarding: Vec::new(),
+            by_id: BTreeMap::new(),
+        });
         Ok(Arc::new(Self { list, default_poll_us }))
     }
 
@@ -209,9 +225,18 @@ impl Workers {
 
     fn reserve(&self) -> Result<WorkerId> {
         let mut list = self.list();
-        if list.by_id.len() + list.making >= MAX_WORKERS {
+        list.forwarding.retain(|shared| shared.left.load(Acquire) > 0);
+        let forwarding = list.forwarding.len();
+        if list.by_id.len() + list.making + forwarding >= MAX_WORKERS {
+            let also = match forwarding {
+                0 => String::new(),
+                n => format!(
+                    " ({n} of them are freed, and end when requests have taken the last idle entries of FUSE queues from \
+                     them, or with the mount)"
+                ),
+            };
             return Err(Error::limit(format!(
-                "there are {MAX_WORKERS} workers already, which is the most; free one with 'worker free ID'"
+                "there are {MAX_WORKERS} workers already{also}, which is the most; free one with 'worker free ID'"
             )));
         }
         list.making += 1;
@@ -250,7 +275,13 @@ impl Workers {
                     if homes == 1 { "it" } else { "them" },
                 )));
             }
-            list.by_id.remove(&id).expect("seen above")
+            let entry = list.by_id.remove(&id).expect("seen above");
+            if let Kind::User { shared, .. } = &entry.kind
+                && shared.left.load(Acquire) > 0
+            {
+                list.forwarding.push(shared.clone());
+            }
+            entry
         };
         // One that its kernel's device does not let go yet stays in the list.
         if let Kind::Kernel(worker) = &entry.kind

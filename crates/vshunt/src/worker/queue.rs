@@ -53,8 +53,26 @@ pub trait Queue: Send {
         0
     }
 
+    /// Called right after [`leave`](Self::leave): what is to take the completions of operations that stay on this ring
+    /// after the queue has left it. `None`: no operation stays. A queue may leave only operations that name no request and
+    /// whose memory outlives them.
+    fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
+        None
+    }
+
     /// For whoever made the queue and changes it by [`QueueSet::visit`](super::QueueSet::visit).
     fn as_any(&mut self) -> &mut dyn Any;
+}
+
+/// Takes completions of operations that a queue left on a worker's ring, and passes them on to the queue.
+///
+/// Stays on that worker's thread. The worker drops it when no completion is to come any more.
+pub trait Forwarder: Send {
+    /// One of the operations completed with `result`. Returns at once.
+    fn forward(&mut self, token: Token, result: i32);
+
+    /// How many completions are still to come.
+    fn left(&self) -> u32;
 }
 
 /// Whether a queue is in use.

@@ -587,3 +587,118 @@ fn tokens_pack_whole() {
     let token = Token { index: 1, generation: 2, slot: 3, op: 4 };
     assert_eq!(Token::unpack(token.pack()), token);
 }
+
+/// A queue that leaves the poll of an eventfd on the ring of each worker that it was attached to.
+struct Leaver {
+    event: Arc<OwnedFd>,
+    polls: u32,
+    forwarded: Arc<AtomicU32>,
+}
+
+const OP_LEFT: u8 = 3;
+
+impl Queue for Leaver {
+    fn arm(&mut self, ring: &mut Ring, place: Token) {
+        ring.poll_once(self.event.as_raw_fd(), place.with(7, OP_LEFT));
+        self.polls += 1;
+    }
+
+    fn take(&mut self, _ring: &mut Ring, _place: Token, _budget: u32) -> u32 {
+        0
+    }
+
+    fn complete(&mut self, _ring: &mut Ring, _token: Token, _result: i32, _more: bool) -> u32 {
+        self.polls -= 1;
+        0
+    }
+
+    fn publish(&mut self) -> bool {
+        false
+    }
+
+    fn has_work(&self) -> bool {
+        false
+    }
+
+    fn wake(&mut self) {}
+
+    fn sleep(&mut self, _ring: &mut Ring, _place: Token, _after: u32) -> bool {
+        false
+    }
+
+    fn disarm(&mut self, _ring: &mut Ring, _place: Token) {}
+
+    fn at_rest(&self) -> bool {
+        true
+    }
+
+    fn leave(&mut self, _ring: &mut Ring) {}
+
+    fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
+        let left = std::mem::take(&mut self.polls);
+        let forwarded = self.forwarded.clone();
+        (left > 0).then(|| Box::new(PollForwarder { left, forwarded }) as Box<dyn Forwarder>)
+    }
+
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+struct PollForwarder {
+    left: u32,
+    forwarded: Arc<AtomicU32>,
+}
+
+impl Forwarder for PollForwarder {
+    fn forward(&mut self, token: Token, result: i32) {
+        assert!(self.left > 0 && result > 0);
+        assert_eq!((token.slot, token.op), (7, OP_LEFT));
+        self.left -= 1;
+        self.forwarded.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn left(&self) -> u32 {
+        self.left
+    }
+}
+
+/// Threads of this process with that name.
+fn threads_named(name: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let comm =
+        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    tasks.map(comm).filter(|comm| comm.trim() == name).count()
+}
+
+#[test]
+fn what_a_queue_left_is_forwarded_by_its_former_workers_which_end_then() {
+    let workers = pool(0);
+    let event = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
+    let forwarded = Arc::new(AtomicU32::new(0));
+    let set = QueueSet::new("left", &workers, &[0]).unwrap();
+    set.start(0, Box::new(Leaver { event: event.clone(), polls: 0, forwarded: forwarded.clone() }));
+    let former: Vec<_> = ["left-1", "left-2"]
+        .map(|name| workers.create(Some(name.to_owned()), &Settings::default()).unwrap())
+        .into();
+    for &worker in former.iter().chain(&[0]) {
+        set.attach(0, worker, Duration::from_secs(60)).unwrap();
+    }
+    // They are freed at once, and their threads stay for what was left on their rings.
+    for &worker in &former {
+        workers.free(worker).unwrap();
+        assert_eq!(workers.check(worker).unwrap_err().kind(), Kind::NotFound);
+    }
+    assert_eq!((threads_named("left-1"), threads_named("left-2")), (1, 1));
+    assert_eq!(forwarded.load(Ordering::SeqCst), 0);
+    // Also what is left on the ring of the worker that the queue is on again.
+    rustix::io::write(&*event, &1u64.to_ne_bytes()).unwrap();
+    let limit = std::time::Instant::now() + Duration::from_secs(60);
+    while forwarded.load(Ordering::SeqCst) < 3 || threads_named("left-1") + threads_named("left-2") > 0 {
+        assert!(std::time::Instant::now() < limit, "a completion was lost, or a thread stays");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    set.stop(0);
+    drop(set);
+    workers.end_all();
+}

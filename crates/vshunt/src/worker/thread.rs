@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::mailbox::{Mail, QueueId, Recall, Shared, Visitor};
 use super::pace::{Pace, Plan};
-use super::queue::{Queue, QueueStats};
+use super::queue::{Forwarder, Queue, QueueStats};
 use super::ring::{Completion, Ring, Token};
 
 /// Requests taken from one queue before its neighbours have their turn.
@@ -51,6 +51,12 @@ struct Place {
     touched: bool,
 }
 
+/// What a queue that moved away left on the ring. The completions have the token that the queue had here.
+struct Left {
+    token: Token,
+    forwarder: Box<dyn Forwarder>,
+}
+
 /// A worker's state; lives on its thread.
 pub(super) struct Worker {
     ring: Ring,
@@ -63,6 +69,8 @@ pub(super) struct Worker {
     asleep: Vec<u16>,
     draining: Vec<u16>,
     touched: Vec<u16>,
+    /// Empty but for former queues with operations on this ring.
+    left: Vec<Left>,
     completions: Vec<Completion>,
     pace: Pace,
     stopping: bool,
@@ -81,6 +89,7 @@ impl Worker {
             asleep: Vec::new(),
             draining: Vec::new(),
             touched: Vec::new(),
+            left: Vec::new(),
             completions: Vec::with_capacity(256),
             pace: Pace::new(),
             stopping: false,
@@ -91,15 +100,21 @@ impl Worker {
         Token { index: MAIL_INDEX, generation: 0, slot: 0, op: 0 }
     }
 
-    /// Runs until told to stop. An error is one of `io_uring_enter` itself, after which nothing can be served.
+    /// Runs until told to stop, and then until nothing of a former queue is left on the ring: the end of this thread would
+    /// cancel those operations, and a request that comes with one at that moment would be lost. An error is one of
+    /// `io_uring_enter` itself, after which nothing can be served.
     pub(super) fn run(&mut self) -> io::Result<()> {
-        while !self.stopping {
+        while !self.is_over() {
             let busy = self.turn()?;
-            if !busy && !self.stopping {
+            if !busy && !self.is_over() {
                 self.rest()?;
             }
         }
         Ok(())
+    }
+
+    fn is_over(&self) -> bool {
+        self.stopping && self.left.is_empty()
     }
 
     /// One turn. Whether there was anything to do.
@@ -187,10 +202,11 @@ impl Worker {
                 }
                 continue;
             }
-            let Some(Some(place)) = self.places.get_mut(token.index as usize) else { continue };
-            if place.token.generation != token.generation {
+            let place = self.places.get_mut(token.index as usize).and_then(Option::as_mut);
+            let Some(place) = place.filter(|p| p.token.generation == token.generation) else {
+                self.forward(token, result);
                 continue;
-            }
+            };
             done += u64::from(place.queue.complete(&mut self.ring, token, result, more));
             if !place.touched {
                 place.touched = true;
@@ -204,6 +220,23 @@ impl Worker {
             QueueStats::add(&self.shared.requests, done);
         }
         done
+    }
+
+    /// A completion for a queue that has left.
+    #[cold]
+    fn forward(&mut self, token: Token, result: i32) {
+        let is_its = |l: &Left| (l.token.index, l.token.generation) == (token.index, token.generation);
+        let Some(at) = self.left.iter().position(is_its) else { return };
+        self.left[at].forwarder.forward(token, result);
+        if self.left[at].forwarder.left() == 0 {
+            self.left.swap_remove(at);
+        }
+        self.count_left();
+    }
+
+    fn count_left(&self) {
+        let n = self.left.iter().map(|l| l.forwarder.left()).sum();
+        self.shared.left.store(n, Ordering::Release);
     }
 
     fn rouse(place: &mut Place, index: u16, awake: &mut Vec<u16>) {
@@ -373,7 +406,12 @@ impl Worker {
             self.places.len() - 1
         });
         let generation = &mut self.generations[index];
-        *generation = if *generation == Token::GENERATION_MAX { 0 } else { *generation + 1 };
+        let next = |g: u32| if g == Token::GENERATION_MAX { 0 } else { g + 1 };
+        *generation = next(*generation);
+        // The numbers are used again after the last one; not while operations with that number are left.
+        while self.left.iter().any(|l| (l.token.index, l.token.generation) == (index as u16, *generation)) {
+            *generation = next(*generation);
+        }
         let token = Token { index: index as u16, generation: *generation, slot: 0, op: 0 };
         let mut place =
             Place { id, queue, token, phase: Phase::Active, stats, awake: false, quiet: 0, touched: false };
@@ -419,9 +457,13 @@ impl Worker {
                 continue;
             }
             self.draining.swap_remove(i);
-            let Some(Place { id, mut queue, phase, stats, .. }) = slot.take() else { continue };
+            let Some(Place { id, mut queue, token, phase, stats, .. }) = slot.take() else { continue };
             queue.publish();
             queue.leave(&mut self.ring);
+            if let Some(forwarder) = queue.forwarder() {
+                self.left.push(Left { token, forwarder });
+                self.count_left();
+            }
             debug_assert_eq!(stats.in_flight.load(Ordering::Relaxed), 0);
             self.count();
             let Phase::Draining(recall) = phase else { unreachable!("it is among the draining") };

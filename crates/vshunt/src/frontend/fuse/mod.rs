@@ -4,17 +4,15 @@
 //! queues serve it on workers. No thread of its own: what comes later comes to the queues. What must never happen: a
 //! mount left behind, or a caller left waiting.
 
-mod coax;
 pub mod mount;
 mod plan;
 mod session;
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use std::sync::{Arc, Mutex};
 
-use self::coax::RingCoax;
 use self::mount::{Mount, Mountpoint, Options, clone_channel};
 pub use self::plan::{Plan, plan};
 use super::Observer;
@@ -32,6 +30,9 @@ pub struct Fuse {
     disk: Arc<Disk>,
     name: String,
     opens: Arc<AtomicU32>,
+    shared: Arc<FuseShared>,
+    /// Of each ring queue, entries on io_urings of former workers.
+    away: Arc<[Arc<AtomicU32>]>,
     plan: Plan,
     features: u64,
     allow_other: bool,
@@ -109,39 +110,22 @@ impl Fuse {
         };
         let shared = Arc::new(FuseShared::new(setup, &bells)?);
         let made = make_queues(spec, &plan, &inner, &shared, &bells, queues);
-        let (boxes, idle) = made.inspect_err(|_| inner.ending.store(true, SeqCst))?;
+        let (boxes, away) = made.inspect_err(|_| inner.ending.store(true, SeqCst))?;
         for (index, queue) in boxes {
             queues.start(index, queue);
         }
-        let this = Self {
+        Ok(Self {
             inner,
             disk,
             name: spec.name.clone(),
             opens,
+            shared,
+            away,
             plan,
             features,
             allow_other,
             queues: Mutex::new(Some(queues.clone())),
-        };
-        this.look();
-        if let (Some(idle), Ok(meta)) = (idle, std::fs::metadata(this.inner.mount.path())) {
-            let path = this.inner.mount.path().to_owned();
-            queues.set_coax(Box::new(RingCoax { path, device: meta.dev(), idle }));
-        }
-        Ok(this)
-    }
-
-    /// Has the kernel ask for the file's attributes: before it did it takes the file for empty, and ends
-    /// asynchronous reads beyond the size that it knows.
-    fn look(&self) {
-        if let Err(e) = std::fs::metadata(self.inner.mount.path()) {
-            tracing::debug!("{}: {e}", self.inner.mount.path().display());
-        }
-    }
-
-    /// The disk has another size.
-    pub fn config_changed(&self) {
-        self.look();
+        })
     }
 
     /// What was decided.
@@ -162,6 +146,11 @@ impl Fuse {
     /// Times that the file is open.
     pub fn open_files(&self) -> u32 {
         self.opens.load(SeqCst)
+    }
+
+    /// Idle entries of ring queues that are still on io_urings of former workers, which forward the requests.
+    pub fn forwarded_entries(&self) -> u32 {
+        self.away.iter().map(|n| n.load(Relaxed)).sum()
     }
 
     /// Flags of INIT that were agreed on.
@@ -204,6 +193,7 @@ impl Fuse {
         }
         // Without its mount it may live on, for those who have the file open or in another mount namespace.
         self.inner.mount.sever(&self.inner.session);
+        self.shared.end();
         for index in 0..queues.len() {
             drop(queues.stop(index));
         }
@@ -252,9 +242,9 @@ fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk, writa
     None
 }
 
-type Made = (Vec<(u16, Box<dyn Queue>)>, Option<Arc<[Arc<AtomicU32>]>>);
+type Made = (Vec<(u16, Box<dyn Queue>)>, Arc<[Arc<AtomicU32>]>);
 
-/// The queues, and of ring queues the counts of entries that are with the kernel.
+/// The queues, and of ring queues the counts of entries on io_urings of former workers.
 fn make_queues(
     spec: &ExportSpec,
     plan: &Plan,
@@ -265,13 +255,13 @@ fn make_queues(
 ) -> Result<Made> {
     let count = queues.len();
     let rings = if plan.transport == Transport::IoUring { count - 1 } else { 0 };
-    let idle: Arc<[Arc<AtomicU32>]> = (0..rings).map(|_| Arc::default()).collect();
+    let away: Arc<[Arc<AtomicU32>]> = (0..rings).map(|_| Arc::default()).collect();
     // The channels are those from `rings` on: their places in the herd are their places in the export.
     let herd = Arc::new(Herd::new(bells.to_vec()));
     let mut made: Vec<(u16, Box<dyn Queue>)> = Vec::new();
     for index in 0..count {
         let source = if index < rings {
-            Source::Ring(inner.session.clone(), index, idle[usize::from(index)].clone())
+            Source::Ring(inner.session.clone(), index, away[usize::from(index)].clone())
         } else {
             let fd =
                 if index == rings { inner.session.clone() } else { Arc::new(clone_channel(&inner.session)?) };
@@ -293,5 +283,5 @@ fn make_queues(
             .map_err(|e| Error::io(format_args!("export {}: no memory for queue {index}", spec.name), e))?;
         made.push((index, Box::new(queue)));
     }
-    Ok((made, (rings > 0).then_some(idle)))
+    Ok((made, away))
 }

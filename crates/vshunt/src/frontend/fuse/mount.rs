@@ -38,6 +38,9 @@ use crate::queue::fuse::abi::DEV_IOC_CLONE;
 const DEVICE: &str = "/dev/fuse";
 /// What a mount of ours is called in mount tables; what stands after the dot is for people and for us.
 const FS_TYPE: &str = "fuse.vshunt";
+/// The kernel checks permissions, and so asks for the file's attributes at each open. Without that it takes the file for
+/// empty until somebody asks, and ends asynchronous reads beyond the size that it knows.
+const CHECKED: &str = "default_permissions";
 /// Looks at a path that others change at the same time, before giving up.
 const ROUNDS: u32 = 8;
 /// FUSE_DEV_IOC_CLONE of <linux/fuse.h>. Named a reading one, it takes the number of a session's descriptor.
@@ -269,8 +272,11 @@ fn mount_directly(
     let target = CString::new(at.itself().as_os_str().as_bytes()).expect("no zero byte in /proc/self/fd");
     let kind = CString::new(FS_TYPE).expect("no zero byte in a constant");
     let (user, group) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
-    let others = if allow_other { ",allow_other,default_permissions" } else { "" };
-    let data = format!("fd={},rootmode=100000,user_id={user},group_id={group}{others}", session.as_raw_fd());
+    let others = if allow_other { ",allow_other" } else { "" };
+    let data = format!(
+        "fd={},rootmode=100000,user_id={user},group_id={group},{CHECKED}{others}",
+        session.as_raw_fd()
+    );
     let data = CString::new(data).expect("no zero byte in numbers");
     let readonly = if options.readonly { libc::MS_RDONLY } else { 0 };
     let flags = libc::MS_NOSUID | libc::MS_NODEV | readonly;
@@ -311,12 +317,12 @@ fn by_helper(at: &Mountpoint, options: &Options) -> Result<(OwnedFd, bool)> {
         AllowOther::On => true,
         AllowOther::Auto => helper::may_allow_other(),
     };
-    let mut flags = Vec::new();
+    let mut flags = vec![CHECKED];
     if options.readonly {
         flags.push("ro");
     }
     if allow_other {
-        flags.extend(["allow_other", "default_permissions"]);
+        flags.push("allow_other");
     }
     let session = helper::mount(&program, at.path(), options.source, &flags).map_err(|said| {
         Error::new(

@@ -10,17 +10,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::plan::Plan;
 use crate::error::{Error, Result};
 use crate::export::spec::Transport;
+use crate::queue::fuse::TRANSFER_BYTES_MAX;
 use crate::queue::fuse::abi::{
     BackingMap, DEV_IOC_BACKING_CLOSE, DEV_IOC_BACKING_OPEN, InHeader, InitIn, InitOut, MAJOR, MINOR,
     MINOR_MIN, OutHeader, Plain, init, op,
 };
-use crate::queue::fuse::{RING_ENTRIES, TRANSFER_BYTES_MAX};
 
 /// How long INIT, which the kernel queues when it mounts, may take to come.
 const INIT_WAIT: Duration = Duration::from_secs(10);
-/// Requests of tasks that do not wait for them (asynchronous reads and writes) at a time, over all queues; besides as
-/// many as ring queues have entries, for all of these may be coaxed at once.
-const BACKGROUND_MIN: u16 = 4096;
+/// Requests of tasks that do not wait for them (asynchronous reads and writes) at a time, over all queues. For a daemon
+/// without CAP_SYS_ADMIN the kernel lowers it to its parameter `max_user_bgreq`.
+const BACKGROUND_MAX: u16 = 4096;
 /// The kernel's smallest buffer for reading requests (FUSE_MIN_READ_BUFFER).
 const READ_BUFFER: usize = 8192;
 const PAGE_BYTES: u32 = 4096;
@@ -50,15 +50,14 @@ pub(super) fn negotiate(session: &OwnedFd, plan: &Plan) -> Result<u64> {
         wanted |= init::OVER_IO_URING;
     }
     let agreed = offered & wanted;
-    let background = BACKGROUND_MIN.saturating_add(plan.queues.saturating_mul(RING_ENTRIES));
     let out = InitOut {
         major: MAJOR,
         minor: MINOR,
         max_readahead: asked.max_readahead,
         flags: agreed as u32,
         flags2: (agreed >> 32) as u32,
-        max_background: background,
-        congestion_threshold: background / 4 * 3,
+        max_background: BACKGROUND_MAX,
+        congestion_threshold: BACKGROUND_MAX / 4 * 3,
         max_write: TRANSFER_BYTES_MAX,
         time_gran: 1,
         max_pages: (TRANSFER_BYTES_MAX / PAGE_BYTES) as u16,

@@ -41,10 +41,18 @@ impl Buffers {
     pub(super) fn piece(&self) -> usize {
         self.piece
     }
+
+    /// Keeps the memory for as long as the process lives: the kernel may still write there.
+    pub(super) fn leak(&mut self) {
+        self.count = 0;
+    }
 }
 
 impl Drop for Buffers {
     fn drop(&mut self) {
+        if self.count == 0 {
+            return;
+        }
         // SAFETY: mapped in `new` with this length; its owner is at rest, so the kernel does not use it any more.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.piece * self.count) };
     }

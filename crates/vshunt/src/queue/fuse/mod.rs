@@ -35,7 +35,7 @@ pub use shared::{FuseShared, Setup};
 
 use super::Bell;
 use crate::backend::block::{DiskHandle, Io, Step};
-use crate::worker::{Queue, QueueStats, Ring, Token};
+use crate::worker::{Forwarder, Queue, QueueStats, Ring, Token};
 
 /// The longest read or write, bytes: what we ask the kernel to keep to.
 pub const TRANSFER_BYTES_MAX: u32 = 1 << 20;
@@ -59,7 +59,7 @@ pub enum Source {
     /// By reading a descriptor of /dev/fuse, together with the other channels of the herd.
     Channel(Arc<OwnedFd>, Arc<Herd>),
     /// By entries of the ring queue for a CPU, on the connection of that descriptor; the last counts entries that are
-    /// with the kernel.
+    /// still on io_urings of former workers.
     Ring(Arc<OwnedFd>, u16, Arc<AtomicU32>),
 }
 
@@ -135,6 +135,8 @@ pub struct FuseQueue {
     bell_listen: Listen,
     /// Between disarm and arm.
     leaving: bool,
+    /// It leaves for good: the connection has ended, so that the kernel gives all entries back.
+    closing: bool,
     gone: bool,
     /// Orders at the clerk.
     tasks: u32,
@@ -178,8 +180,16 @@ impl FuseQueue {
                 alone: 0,
                 called: false,
             },
-            Source::Ring(fd, qid, idle) => Transport::Ring {
-                entries: Entries::new(fd, qid, &buffers, count, TRANSFER_BYTES_MAX as usize, idle)?,
+            Source::Ring(fd, qid, away) => Transport::Ring {
+                entries: Entries::new(
+                    fd,
+                    qid,
+                    &buffers,
+                    count,
+                    TRANSFER_BYTES_MAX as usize,
+                    parts.bell.clone(),
+                    away,
+                )?,
                 ready: Vec::with_capacity(count.into()),
                 serving: 0,
             },
@@ -193,6 +203,7 @@ impl FuseQueue {
             handle: None,
             bell_listen: Listen::Off,
             leaving: false,
+            closing: false,
             gone: false,
             tasks: 0,
             deferred: Vec::new(),
@@ -246,9 +257,8 @@ impl FuseQueue {
             }
             Transport::Ring { entries, serving, .. } => {
                 *serving -= 1;
-                if !self.leaving {
-                    entries.submit(index, ring, place.with(index, OP_ENTRY));
-                }
+                // Also while it leaves: the entry stays behind then, and the reply does not wait for the move.
+                entries.submit(index, ring, place.with(index, OP_ENTRY));
             }
         }
     }
@@ -294,7 +304,8 @@ impl FuseQueue {
         }
     }
 
-    /// The bell: answers of the clerk, an open gate, a call of the herd. Returns requests that ended.
+    /// The bell: answers of the clerk, an open gate, a call of the herd, entries that came back on a former worker. Returns
+    /// requests that ended.
     fn rung(&mut self, ring: &mut Ring, place: Token) -> u32 {
         let before = self.replied;
         for (index, answer) in self.desk.take() {
@@ -304,6 +315,7 @@ impl FuseQueue {
         for index in std::mem::take(&mut self.deferred) {
             self.start(ring, place, index);
         }
+        self.take_returned();
         if let Transport::Channel { herd, ready, called, leads, .. } = &mut self.transport
             && !self.leaving
             && !*leads
@@ -321,7 +333,15 @@ impl FuseQueue {
 
     /// Whether nothing that is under way can ring the bell.
     fn bell_is_over(&self) -> bool {
-        self.tasks == 0 && self.deferred.is_empty() && self.in_flight() == 0
+        self.tasks == 0 && self.deferred.is_empty() && self.in_flight() == 0 && self.has_its_entries()
+    }
+
+    /// Whether no entry is with the kernel that has to come back before this queue leaves.
+    fn has_its_entries(&self) -> bool {
+        match &self.transport {
+            Transport::Channel { .. } => true,
+            Transport::Ring { entries, .. } => !self.closing || entries.idle() == 0,
+        }
     }
 
     /// While it leaves: ends the poll of the bell when nothing is to come by it.
@@ -338,7 +358,7 @@ impl Queue for FuseQueue {
         if self.handle.is_none() {
             self.handle = Some(self.shared.disk().attach(ring));
         }
-        self.leaving = false;
+        (self.leaving, self.closing) = (false, false);
         if self.bell_listen == Listen::Off {
             ring.poll(self.bell.fd(), place.with(0, OP_BELL));
             self.bell_listen = Listen::On;
@@ -347,12 +367,13 @@ impl Queue for FuseQueue {
             Transport::Channel { ready, .. } => *ready = true,
             Transport::Ring { entries, .. } => {
                 for index in 0..self.slots.len() as u16 {
-                    if matches!(entries.at(index), At::New | At::Replied) {
+                    if entries.at(index) == At::New {
                         entries.submit(index, ring, place.with(index, OP_ENTRY));
                     }
                 }
             }
         }
+        self.take_returned();
     }
 
     fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
@@ -382,6 +403,9 @@ impl Queue for FuseQueue {
             }
             OP_ENTRY => {
                 self.entry_back(token.slot, result);
+                if self.leaving {
+                    self.end_listening(ring, token);
+                }
                 0
             }
             OP_READABLE => {
@@ -443,6 +467,7 @@ impl Queue for FuseQueue {
 
     fn disarm(&mut self, ring: &mut Ring, place: Token) {
         self.leaving = true;
+        self.closing = self.shared.has_ended();
         if let Transport::Channel { herd, ready, listen, leads, .. } = &mut self.transport {
             *ready = false;
             *leads = false;
@@ -458,7 +483,7 @@ impl Queue for FuseQueue {
     fn at_rest(&self) -> bool {
         let transport = match &self.transport {
             Transport::Channel { listen, .. } => *listen == Listen::Off,
-            Transport::Ring { entries, .. } => entries.idle() == 0,
+            Transport::Ring { .. } => self.has_its_entries(),
         };
         transport && self.bell_listen == Listen::Off && self.tasks == 0 && self.in_flight() == 0
     }
@@ -474,6 +499,13 @@ impl Queue for FuseQueue {
         self.slots.len() as u32
     }
 
+    fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
+        match &mut self.transport {
+            Transport::Channel { .. } => None,
+            Transport::Ring { entries, .. } => entries.leave(),
+        }
+    }
+
     fn as_any(&mut self) -> &mut dyn Any {
         self
     }
@@ -482,5 +514,13 @@ impl Queue for FuseQueue {
 impl Drop for FuseQueue {
     fn drop(&mut self) {
         debug_assert!(self.at_rest(), "a queue of a mount dropped with requests in flight");
+        if let Transport::Ring { entries, .. } = &mut self.transport
+            && entries.idle() > 0
+        {
+            // `FuseShared::end` was not called before it was stopped.
+            tracing::error!("a ring queue ended with entries at the kernel; their memory is kept");
+            self.buffers.leak();
+            entries.leak();
+        }
     }
 }

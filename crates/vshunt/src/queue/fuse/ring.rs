@@ -2,22 +2,27 @@
 //!
 //! An entry is a header and a payload buffer that the kernel fills with a request; committing the reply fetches the next
 //! one into it. Its command lives on the io_uring that it was submitted to, and the kernel gives it back in two cases
-//! only: with a request, or when the connection ends. So a queue that is to leave its worker keeps the replies until it
-//! is on the new one, and has to be sent a request for each entry that is idle (the frontend does that, see
-//! `frontend::fuse::coax`).
+//! only: with a request, or when the connection ends. Closing that io_uring, or ending its thread, gives idle entries back
+//! too, but a request that the kernel has just put into one of them is lost.
+//!
+//! So idle entries stay on the io_uring of the former worker when a queue moves. That worker forwards each that comes back
+//! with a request ([`Returned`]) to the queue, which serves the request and commits the reply on its present worker's
+//! io_uring: the entry has moved. The kernel gives the next request to the entry that became idle last, so entries in
+//! steady use have moved after one request each.
 //!
 //! What must never happen: the buffers freed while an entry is with the kernel. [`Entries::idle`] counts those.
 
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 use io_uring::{opcode, types};
 use libc::iovec;
 
 use super::abi::{OutHeader, Plain, RingCommand, RingHeader, RingInOut, ring};
 use super::buffer::Buffers;
-use crate::worker::{Ring, Token};
+use crate::queue::Bell;
+use crate::worker::{Forwarder, Ring, Token};
 
 /// Where `addr` and `len` lie in a submission entry (io_uring_enter(2)): of the crate's builder for 80 command bytes
 /// there is no way to set the length.
@@ -28,8 +33,10 @@ const SQE_LEN: usize = 24;
 pub(super) enum At {
     /// Not known to the kernel.
     New,
-    /// With the kernel, waiting for a request.
+    /// With the kernel, waiting for a request, on the present worker's io_uring.
     Kernel,
+    /// The same, on that of a former worker.
+    Away,
     /// With us: a request to serve, or being served.
     Here,
     /// With us: the reply is written, to be committed.
@@ -47,22 +54,53 @@ pub(super) struct Entries {
     /// For registering: what the kernel reads when it takes the submission.
     vectors: Box<[[iovec; 2]]>,
     at: Box<[At]>,
-    /// Entries with the kernel; for the frontend.
-    idle: Arc<AtomicU32>,
+    /// Entries with the kernel, wherever.
+    idle: u32,
+    /// Those of them on io_urings of former workers; for the frontend.
+    away: Arc<AtomicU32>,
+    returned: Arc<Returned>,
+}
+
+/// Entries that came back on the io_uring of a former worker.
+pub(super) struct Returned {
+    /// Indexes and results. Held for a push or a swap.
+    list: Mutex<Vec<(u16, i32)>>,
+    /// Rung after a push; the queue's present worker polls it.
+    bell: Arc<Bell>,
+}
+
+/// On a former worker: passes entries that come back there on to their queue.
+struct EntryForwarder {
+    to: Arc<Returned>,
+    left: u32,
+}
+
+impl Forwarder for EntryForwarder {
+    fn forward(&mut self, token: Token, result: i32) {
+        self.left = self.left.saturating_sub(1);
+        self.to.list.lock().expect("no holder panics").push((token.slot, result));
+        self.to.bell.ring();
+    }
+
+    fn left(&self) -> u32 {
+        self.left
+    }
 }
 
 // SAFETY: the addresses in `vectors` are of buffers that the queue owns and takes along.
 unsafe impl Send for Entries {}
 
 impl Entries {
-    /// Entries of the queue for CPU `qid`; payloads of `payload_len` bytes are in `payloads`.
+    /// Entries of the queue for CPU `qid`; payloads of `payload_len` bytes are in `payloads`. `bell` calls the queue, and
+    /// `away` is kept up to date for other threads.
     pub(super) fn new(
         fd: Arc<OwnedFd>,
         qid: u16,
         payloads: &Buffers,
         count: u16,
         payload_len: usize,
-        idle: Arc<AtomicU32>,
+        bell: Arc<Bell>,
+        away: Arc<AtomicU32>,
     ) -> std::io::Result<Self> {
         let headers = Buffers::new(1, usize::from(count) * HEADER_STRIDE)?;
         let vector = |i: u16| {
@@ -74,7 +112,8 @@ impl Entries {
         };
         let vectors = (0..count).map(vector).collect();
         let at = vec![At::New; count.into()].into();
-        Ok(Self { fd, qid, headers, payload_len, vectors, at, idle })
+        let returned = Arc::new(Returned { list: Mutex::default(), bell });
+        Ok(Self { fd, qid, headers, payload_len, vectors, at, idle: 0, away, returned })
     }
 
     pub(super) fn payload_len(&self) -> usize {
@@ -98,18 +137,50 @@ impl Entries {
     }
 
     fn set(&mut self, index: u16, to: At) {
-        let at = &mut self.at[usize::from(index)];
-        match (*at == At::Kernel, to == At::Kernel) {
-            (false, true) => self.idle.store(self.idle.load(Relaxed) + 1, Relaxed),
-            (true, false) => self.idle.store(self.idle.load(Relaxed) - 1, Relaxed),
-            _ => {}
+        let from = std::mem::replace(&mut self.at[usize::from(index)], to);
+        let is_idle = |at| matches!(at, At::Kernel | At::Away);
+        self.idle = self.idle + u32::from(is_idle(to)) - u32::from(is_idle(from));
+        if from == At::Away || to == At::Away {
+            let away = self.away() + u32::from(to == At::Away) - u32::from(from == At::Away);
+            self.away.store(away, Relaxed);
         }
-        *at = to;
     }
 
     /// Entries with the kernel.
     pub(super) fn idle(&self) -> u32 {
-        self.idle.load(Relaxed)
+        self.idle
+    }
+
+    /// Those of them on io_urings of former workers.
+    pub(super) fn away(&self) -> u32 {
+        self.away.load(Relaxed)
+    }
+
+    /// The queue leaves its worker, and idle entries do not: what is to take them there.
+    pub(super) fn leave(&mut self) -> Option<Box<dyn Forwarder>> {
+        let mut left = 0;
+        for index in 0..self.at.len() as u16 {
+            if self.at(index) == At::Kernel {
+                self.set(index, At::Away);
+                left += 1;
+            }
+        }
+        (left > 0).then(|| Box::new(EntryForwarder { to: self.returned.clone(), left }) as Box<dyn Forwarder>)
+    }
+
+    /// Keeps the headers' memory, as [`Buffers::leak`] does.
+    pub(super) fn leak(&mut self) {
+        self.headers.leak();
+        // The kernel may not have read those of a submission yet.
+        std::mem::forget(std::mem::take(&mut self.vectors));
+    }
+
+    /// Takes the entries that came back on former workers.
+    pub(super) fn take_returned(&mut self) -> Vec<(u16, i32)> {
+        if self.away() == 0 {
+            return Vec::new();
+        }
+        std::mem::take(&mut *self.returned.list.lock().expect("no holder panics"))
     }
 
     /// The kernel gave an entry back: with a request, or for good.

@@ -4,7 +4,7 @@ use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
@@ -49,6 +49,8 @@ pub struct FuseShared {
     pub(super) gives_nothing: bool,
     backing_id: Option<i32>,
     opens: Arc<AtomicU32>,
+    /// The connection has ended.
+    ended: AtomicBool,
     made: Time,
     // Attributes, as chmod and chown set them.
     mode: AtomicU32,
@@ -74,6 +76,7 @@ impl FuseShared {
             looks_wait: disk.image_may_wait(),
             gives_nothing: disk.path() == "none",
             opens,
+            ended: AtomicBool::new(false),
             backing_id,
             made: (made.as_secs() as i64, made.subsec_nanos()),
             mode: AtomicU32::new(if writable { 0o600 } else { 0o400 }),
@@ -81,6 +84,16 @@ impl FuseShared {
             gid: AtomicU32::new(rustix::process::getgid().as_raw()),
             disk,
         })
+    }
+
+    /// The connection has ended, so that the kernel gives back all entries of ring queues: queues that are stopped from now
+    /// on wait for theirs.
+    pub fn end(&self) {
+        self.ended.store(true, Release);
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.load(Acquire)
     }
 
     pub(super) fn disk(&self) -> &Arc<Disk> {

@@ -156,6 +156,15 @@ impl FuseQueue {
         self.begin(ring, place, index, &header, &args, in_buffer);
     }
 
+    /// Entries that came back on former workers of this queue.
+    pub(super) fn take_returned(&mut self) {
+        if let Transport::Ring { entries, .. } = &mut self.transport {
+            for (index, result) in entries.take_returned() {
+                self.entry_back(index, result);
+            }
+        }
+    }
+
     /// An entry of the ring came back.
     pub(super) fn entry_back(&mut self, index: u16, result: i32) {
         let Transport::Ring { entries, ready, .. } = &mut self.transport else { return };
