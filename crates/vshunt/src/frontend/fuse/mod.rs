@@ -87,6 +87,9 @@ impl Fuse {
         let features = session::negotiate(&session, &plan)?;
         let backing = backing(&session, &mut plan, features, &disk, writable);
         let allow_other = mount.allow_other();
+        if let (Transport::Dev, Some(why)) = (plan.transport, &plan.transport_why) {
+            tracing::info!("export {}: transport=auto chose dev: {why}", spec.name);
+        }
         let session = Arc::new(session);
         let inner =
             Arc::new(Inner { mount, _own: own, session, backing, ending: AtomicBool::new(false), observer });

@@ -4,12 +4,16 @@ use rustix::thread::CapabilitySet;
 
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
-use crate::export::spec::{ExportSpec, Passthrough, Transport};
+use crate::export::spec::{ExportSpec, Passthrough, Transport, cpu_list};
+use crate::queue::fuse::RING_QUEUE_BYTES;
+use crate::worker::allowed_cpus;
 
 /// The switch of the kernel's fuse module for requests over io_uring.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
 /// CPUs that there can be.
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
+/// CPUs that are there now.
+const ONLINE: &str = "/sys/devices/system/cpu/online";
 
 /// See the module.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +47,10 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
         (Transport::Auto, Ok(_)) if passthrough.is_ok() => {
             (Transport::Dev, channels, Some("with passthrough no data goes by the queues".to_owned()))
         }
-        (Transport::Auto, Ok(rings)) => (Transport::IoUring, rings + 1, None),
+        (Transport::Auto, Ok(rings)) => match forbidden_cpus().or_else(|| too_little_memory(rings)) {
+            None => (Transport::IoUring, rings + 1, None),
+            Some(why) => (Transport::Dev, spec.queues.unwrap_or(queues_default).min(queues_max), Some(why)),
+        },
         (Transport::Auto, Err(why)) => (Transport::Dev, channels, Some(why)),
     };
     let (passthrough, passthrough_why) = match passthrough {
@@ -81,6 +88,54 @@ fn possible_cpus() -> Result<u16, String> {
     last.map(|n| n + 1).ok_or_else(|| format!("{POSSIBLE} is not understood: {text:?}"))
 }
 
+/// Why the daemon should not serve a queue for each CPU: it may not run on all of them. Requests come by the queue of the CPU
+/// where they are made, and one from a CPU that we may not use wakes a worker on another CPU each time.
+fn forbidden_cpus() -> Option<String> {
+    forbidden(&cpus_of(&std::fs::read_to_string(ONLINE).ok()?), &allowed_cpus())
+}
+
+fn forbidden(online: &[usize], allowed: &[usize]) -> Option<String> {
+    let others: Vec<_> = online.iter().copied().filter(|cpu| !allowed.contains(cpu)).collect();
+    if others.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "io_uring has a queue for each CPU, and the daemon may not run on CPU {} (cpuset or affinity); \
+         ask for transport=io_uring to have it all the same",
+        cpu_list(&others)
+    ))
+}
+
+/// CPU numbers of a list as the kernel writes it: `0-3,8`.
+fn cpus_of(list: &str) -> Vec<usize> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    };
+    list.trim().split(',').filter_map(range).flatten().collect()
+}
+
+/// Why there is no room for the buffers of so many ring queues, if the address space is limited (RLIMIT_AS).
+fn too_little_memory(rings: u16) -> Option<String> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let used = status.lines().find_map(|line| line.strip_prefix("VmSize:"))?;
+    let used_kib = used.trim().trim_end_matches(" kB").parse::<u64>().ok()?;
+    short_of_memory(rings, limit.saturating_sub(used_kib << 10))
+}
+
+fn short_of_memory(rings: u16, free: u64) -> Option<String> {
+    let needed = u64::from(rings) * RING_QUEUE_BYTES;
+    (needed > free).then(|| {
+        format!(
+            "io_uring needs {} MiB of address space for {rings} queues, and the limit leaves {}; raise it (ulimit -v, \
+             LimitAS=)",
+            needed >> 20,
+            free >> 20
+        )
+    })
+}
+
 /// Whether the kernel may read and write the image by itself, or why not.
 fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     if spec.passthrough == Some(Passthrough::Off) {
@@ -108,4 +163,32 @@ fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
         return Err("writes would not be stable at once, as cache=writethrough has it".to_owned());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cpus_are_read() {
+        assert_eq!(cpus_of("0\n"), [0]);
+        assert_eq!(cpus_of("0-2,8,10-11\n"), [0, 1, 2, 8, 10, 11]);
+        assert!(cpus_of("\n").is_empty());
+    }
+
+    #[test]
+    fn a_cpu_that_the_daemon_may_not_use_is_named() {
+        assert_eq!(forbidden(&[0, 1], &[0, 1]), None);
+        // A CPU that is not there now is no obstacle, wherever the daemon may run later.
+        assert_eq!(forbidden(&[0, 1], &[0, 1, 2, 3]), None);
+        let why = forbidden(&[0, 1, 2, 3], &[1]).unwrap();
+        assert!(why.contains("CPU 0,2-3") && why.contains("transport=io_uring"), "{why}");
+    }
+
+    #[test]
+    fn a_limit_that_is_too_low_is_named() {
+        assert_eq!(short_of_memory(2, 2 * RING_QUEUE_BYTES), None);
+        let why = short_of_memory(2, 2 * RING_QUEUE_BYTES - 1).unwrap();
+        assert!(why.contains("2 queues") && why.contains("ulimit -v"), "{why}");
+    }
 }

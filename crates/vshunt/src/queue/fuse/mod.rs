@@ -45,6 +45,8 @@ const SLACK_BYTES: usize = 2 * 4096;
 pub const CHANNEL_SLOTS: u16 = 128;
 /// Entries of one ring queue.
 pub const RING_ENTRIES: u16 = 64;
+/// Address space of one ring queue's buffers; used up as far as requests come.
+pub const RING_QUEUE_BYTES: u64 = RING_ENTRIES as u64 * (TRANSFER_BYTES_MAX as u64 + SLACK_BYTES as u64);
 /// Data of the requests taken in one turn before neighbours on the worker have theirs.
 const TURN_BYTES: u64 = 4 << 20;
 
