@@ -1,0 +1,460 @@
+"""A daemon never waits for its own mount: it dies when it is killed, and commands do not depend on the mount's users.
+
+Run as a program (`load PATH`) it reads and writes the file at random places until an error, which it exits with.
+"""
+
+import contextlib
+import mmap
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fuse_guard
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+DISK_SIZE = 16 * MIB
+
+# Kills for each transport; `--kills` of tests/fuse changes it.
+KILLS = 20
+# A killed daemon is gone within a second; on a machine that is ten times as slow:
+GONE_S = 10.0
+LOAD_THREADS = 4
+LOAD_BYTES = 4096
+
+# Functions of the kernel in which a task waits for a FUSE server.
+WAITS = ("request_wait_answer", "fuse_get_req", "fuse_simple_request", "fuse_flush", "exit_aio", "fuse_wait_aborted")
+
+
+def load(path):
+    """Threads that read and write with O_DIRECT, until an error or SIGTERM."""
+    over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    print("open", flush=True)
+
+    def loop(seed):
+        chance = random.Random(seed)
+        with mmap.mmap(-1, LOAD_BYTES) as buffer:
+            while not over.is_set():
+                offset = chance.randrange(DISK_SIZE // LOAD_BYTES) * LOAD_BYTES
+                try:
+                    os.preadv(fd, [buffer], offset)
+                    os.pwritev(fd, [buffer], offset)
+                except OSError as e:
+                    os.write(1, f"error {e.strerror}\n".encode())
+                    os._exit(3)
+
+    threads = [threading.Thread(target=loop, args=(n,)) for n in range(LOAD_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def loaded(suite, name, path):
+    child = r.Child(suite.rig, name, [sys.executable, "-B", __file__, "load", path])
+    r.wait_for(f"{name} has the file open", lambda: "open" in child.output() or not child.running())
+    return child
+
+
+def connections(path):
+    return [x[0] for x in m.fuse_mounts() if x[1] == str(path)]
+
+
+class Busy:
+    """Commands of one kind to a daemon, one after another, until it is gone. Refusals are no errors here."""
+
+    def __init__(self, mount, action, chance, folder):
+        self.mount = mount
+        self.chance = chance
+        self.folder = folder
+        self.made = 0
+        self.over = False
+        self.workers = []
+        self.thread = threading.Thread(target=self.loop, args=(getattr(self, action),), daemon=True)
+        self.thread.start()
+
+    def cli(self, *arguments):
+        return self.mount.cli(*arguments, check=False)
+
+    def loop(self, turn):
+        while not self.over and self.mount.child.running():
+            with contextlib.suppress(r.Failed):
+                turn()
+
+    def attach(self):
+        if len(self.workers) < 3:
+            self.workers.append(self.cli("worker", "new").stdout.strip())
+        to = self.chance.choice(self.workers)
+        for queue in range(2):
+            self.cli("attach", f"f0:{queue}", to)
+        if self.chance.random() < 0.5:
+            free = self.chance.choice(self.workers)
+            if self.cli("worker", "free", free).returncode == 0:
+                self.workers.remove(free)
+
+    def snapshot(self):
+        self.made += 1
+        self.cli("snapshot", "d0", "--to", self.folder / f"{self.mount.name}-{self.made}.qcow2")
+
+    def remove(self):
+        self.cli("export", "remove", "f0", "--force")
+        self.cli("export", "add", self.mount.arguments[3])
+
+    def end(self):
+        self.over = True
+        self.thread.join(r.WAIT_S)
+
+
+def gone(mount, number):
+    """Signals the daemon; seconds until no thread of it is left."""
+    start = time.monotonic()
+    mount.child.process.send_signal(number)
+    try:
+        mount.child.wait(GONE_S)
+    except r.Failed:
+        m.abort(connections(mount.path))  # or it stays for good
+        raise r.Failed(f"{signal.Signals(number).name}: the daemon is not gone after {GONE_S:g} s") from None
+    return time.monotonic() - start
+
+
+def ended(path):
+    """Whether a killed daemon's mount is gone or refuses requests: the kernel ends an io_uring after its process."""
+    seen = r.run(["stat", path], check=False, env={**os.environ, "LC_ALL": "C"})
+    return not m.mounted(path) or "not connected" in seen.stderr or "connection abort" in seen.stderr
+
+
+def killed(suite, kills):
+    """SIGKILL and SIGABRT at random moments of moves, snapshots and removals under load."""
+    suite.ours()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    chance = random.Random(int(os.environ.get("VSHUNT_SEED", "17")))
+    path = suite.rig.dir / f"killed-{suite.transport}.mnt"
+    folder = suite.memory
+    longest = 0.0
+    for turn in range(kills):
+        name = f"killed-{suite.transport}-{turn}"
+        image = suite.image(f"{name}.img", DISK_SIZE, memory=True)
+        mount = m.Mount(suite, name, image=image, path=path)
+        users = loaded(suite, f"{name}-users", path)
+        action = ("attach", "snapshot", "remove")[turn % 3]
+        busy = Busy(mount, action, chance, folder)
+        time.sleep(chance.uniform(0.0, 0.2))
+        number = signal.SIGABRT if turn % 2 else signal.SIGKILL
+        try:
+            longest = max(longest, gone(mount, number))
+        finally:
+            busy.end()
+        code = users.wait()
+        r.require(code == 3, f"turn {turn} ({action}): the users ended with {code}: {users.tail(3)}")
+        r.wait_for("the killed daemon's connection ends", lambda: ended(path))
+        for left in folder.glob(f"{name}*"):
+            left.unlink()
+    image = suite.image(f"killed-{suite.transport}.img", DISK_SIZE)
+    mount = m.Mount(suite, f"killed-{suite.transport}", image=image, path=path)
+    with m.Opened(path) as fd:
+        r.require(os.pwrite(fd, b"again", 1000) == 5 and os.pread(fd, 5, 1000) == b"again", "the next daemon's mount does not work")
+    mount.stop()
+    suite.rig.say(f"{suite.transport}: {kills} kills, the longest took {longest * 1000:.0f} ms")
+
+
+def mount_id(path):
+    """Of the FUSE mount at `path`, as in mountinfo."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[4] == str(path) and " - fuse" in line:
+            return fields[0]
+    raise r.Failed(f"{path} is not mounted")
+
+
+def family(pid):
+    """A process and its children: (process, thread) pairs."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield pid, task
+        for child in (task / "children").read_text().split():
+            yield from family(int(child))
+
+
+def waiting(pid):
+    """Threads of the process, and of its children, that wait for a FUSE server: their names and stacks."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for process, task in family(pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                stack = (task / "stack").read_text()
+                if any(name in stack for name in WAITS):
+                    found.append(f"{process} {(task / 'comm').read_text().strip()}: {stack.splitlines()[:4]}")
+    return found
+
+
+def open_on(pid, number):
+    """Descriptors of a process that are of the mount with that number."""
+    found = []
+    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if f"mnt_id:\t{number}\n" in info.read_text():
+                found.append(info.name)
+    return found
+
+
+class Stopped:
+    """A mount whose requests for attributes and data get no answer: its image is the file of another daemon, which is
+    stopped. A thread that waits for the mount is held for good."""
+
+    def __init__(self, suite, name):
+        image = suite.image(f"{name}-below.img", DISK_SIZE)
+        below = suite.rig.dir / f"{name}-below.mnt"
+        export = f"type=fuse,name=g0,disk=b,mountpoint={below},transport=dev,passthrough=off,writable=on"
+        self.below = r.Daemon(suite.rig, "--disk", f"name=b,file={image}", "--export", export, name=f"{name}-below")
+        more = ["--disk", "name=r,format=ram,size=1M"]
+        self.mount = m.Mount(suite, name, disk=f"file={below}", more=more)
+        r.run(["stat", self.mount.path])
+
+    def __enter__(self):
+        os.kill(self.below.child.pid, signal.SIGSTOP)
+        return self.mount
+
+    def __exit__(self, *_):
+        os.kill(self.below.child.pid, signal.SIGCONT)
+
+    def end(self):
+        self.mount.stop()
+        r.require(self.below.child.stop() == 0, self.below.child.tail())
+
+
+def never(suite):
+    """Commands to a daemon whose mount answers nobody: none waits for the mount, nor does a child."""
+    suite.ours()
+    name = f"never-{suite.transport}"
+    stopped = Stopped(suite, name)
+    number = mount_id(stopped.mount.path)
+    with stopped as mount:
+        pid = mount.child.pid
+        worker = mount.daemon.worker_new()
+        for queue in mount.queues():
+            mount.cli("attach", f"f0:{queue['index']}", str(worker))
+        r.require(not waiting(pid), f"after moves: {waiting(pid)}")
+        path = mount.path
+        for command in (
+            ("disk", "add", f"name=d1,file={path}"),
+            ("disk", "add", f"name=d1,format=qcow2,file={path}"),
+            ("snapshot", "d0", "--existing", "--to", path),
+            ("backup", "start", "d0", "--to", path, "--overwrite"),
+            ("export", "add", f"type=fuse,name=f1,disk=r,mountpoint={path}"),
+        ):
+            said = mount.cli(*command, check=False)
+            r.message_of(said, path)
+            r.require(not waiting(pid), f"{' '.join(map(str, command))}: {waiting(pid)}")
+        mount.cli("status")
+        r.require(not open_on(pid, number), f"descriptors {open_on(pid, number)} are of its own mount")
+    stopped.end()
+
+
+def watched(suite):
+    """Under load, moves, snapshots and bitmaps: no thread is ever seen to wait for a mount, no descriptor is of it."""
+    suite.ours()
+    name = f"watched-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", DISK_SIZE, memory=True))
+    number, pid = mount_id(mount.path), mount.child.pid
+    users = loaded(suite, f"{name}-users", mount.path)
+    seen, looks, over = [], 0, threading.Event()
+
+    def look():
+        nonlocal looks
+        while not over.is_set():
+            seen.extend(waiting(pid))
+            seen.extend(f"descriptor {fd}" for fd in open_on(pid, number))
+            looks += 1
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    for turn in range(4):
+        worker = mount.daemon.worker_new()
+        for queue in mount.queues():
+            mount.cli("attach", f"f0:{queue['index']}", str(worker))
+        mount.cli("bitmap", "add", "d0", f"b{turn}")
+        mount.cli("snapshot", "d0", "--to", suite.memory / f"{name}-{turn}.qcow2")
+        mount.cli("bitmap", "remove", "d0", f"b{turn}", check=False)
+    mount.cli("export", "remove", "f0", "--force")
+    over.set()
+    watcher.join(r.WAIT_S)
+    r.require(users.wait() == 3, f"the users: {users.tail(3)}")
+    r.require(not seen, f"in {looks} looks: {seen[:3]}")
+    mount.cli("export", "add", mount.arguments[3])
+    mount.stop()
+
+
+def crowded(suite):
+    """A connection that has as many asynchronous requests as it may have: queues move, snapshots are taken."""
+    suite.ours()
+    name = f"crowded-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", DISK_SIZE, memory=True))
+    for number in connections(mount.path):
+        (fuse_guard.CONNECTIONS / str(number) / "max_background").write_text("2")
+        (fuse_guard.CONNECTIONS / str(number) / "congestion_threshold").write_text("1")
+    argv = [
+        r.tool("fio", "fio"), "--name=crowd", f"--filename={mount.path}", "--ioengine=libaio", "--direct=1", "--iodepth=64", "--rw=randrw",
+        "--bs=4k", f"--size={DISK_SIZE}", "--numjobs=2", "--thread", "--time_based", "--runtime=60", "--eta=never", "--allow_file_create=0",
+    ]  # fmt: skip
+    before = sum(q["requests"] for q in mount.queues())
+    users = r.Child(suite.rig, f"{name}-users", argv)
+    r.wait_for("fio's requests", lambda: sum(q["requests"] for q in mount.queues()) > before + 1000 or not users.running())
+    worker = mount.daemon.worker_new()
+    for turn in range(3):
+        for queue in mount.queues():
+            mount.cli("attach", f"f0:{queue['index']}", str(worker if turn % 2 == 0 else 0))
+        mount.cli("snapshot", "d0", "--to", suite.memory / f"{name}-{turn}.qcow2")
+    r.require(users.running(), f"fio ended: {users.tail()}")
+    users.process.send_signal(signal.SIGINT)
+    users.wait()
+    errors = [q for q in mount.queues() if q["errors"]]
+    r.require(not errors, f"requests failed: {errors}")
+    mount.stop()
+
+
+def covered(suite):
+    """Something else is mounted over the path: queues move and snapshots are taken all the same."""
+    suite.ours()
+    name = f"covered-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", DISK_SIZE, memory=True))
+    cover = suite.rig.dir / f"{name}.cover"
+    cover.write_text("cover")
+    users = loaded(suite, f"{name}-users", mount.path)
+    r.run(["mount", "--bind", cover, mount.path])
+    try:
+        worker = mount.daemon.worker_new()
+        for queue in mount.queues():
+            mount.cli("attach", f"f0:{queue['index']}", str(worker))
+        mount.cli("snapshot", "d0", "--to", suite.memory / f"{name}.qcow2")
+        r.require(users.running(), f"the users: {users.tail(3)}")
+    finally:
+        r.run(["umount", mount.path])
+    users.kill()
+    mount.stop()
+
+
+def counted(suite):
+    """A request that is set aside while its queue moves or pauses is counted once, by its queue and by a worker."""
+    suite.ours()
+    name = f"counted-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", DISK_SIZE, memory=True))
+    users = loaded(suite, f"{name}-users", mount.path)
+    workers = [0, mount.daemon.worker_new()]
+    for turn in range(6):
+        for queue in mount.queues():
+            mount.cli("attach", f"f0:{queue['index']}", str(workers[turn % 2]))
+        mount.cli("snapshot", "d0", "--to", suite.memory / f"{name}-{turn}.qcow2")
+    # Not killed: the kernel would send an INTERRUPT for each request, which only the worker counts.
+    r.require(users.stop() == 0, f"the users: {users.tail(3)}")
+    seen = []
+
+    def counts():
+        status = mount.daemon.status()
+        seen[:] = [sum(x["requests"] for x in status[what]) for what in ("queues", "workers")]
+        return seen[0] == seen[1] and all(q["in-flight"] == 0 for q in status["queues"])
+
+    try:
+        r.wait_for("the counts agree", counts, 10)
+    except r.Failed:
+        raise r.Failed(f"the queues counted {seen[0]} requests, their workers {seen[1]}") from None
+    mount.stop()
+
+
+def threads(pid):
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def forwarded(suite):
+    """Idle entries stay with the worker that a ring queue leaves, also when that is freed, until requests took them."""
+    suite.ours()
+    name = f"forwarded-{suite.transport}"
+    mount = m.Mount(suite, name, image=suite.image(f"{name}.img", DISK_SIZE, memory=True))
+    rings = mount.queues()[:-1]
+
+    def left():
+        return mount.export()["mount"]["forwarded-entries"]
+
+    r.require(left() == 0, f"{left()} entries are forwarded before any move")
+    first = mount.daemon.worker_new()
+    for queue in rings:
+        mount.cli("attach", f"f0:{queue['index']}", str(first))
+    was = left()
+    r.require(was > 0, "no entry was idle")
+    second = mount.daemon.worker_new()
+    for queue in rings:
+        mount.cli("attach", f"f0:{queue['index']}", str(second))
+    before = threads(mount.child.pid)
+    mount.cli("worker", "free", str(first))
+    r.require(first not in [w["id"] for w in mount.daemon.status()["workers"]], "the freed worker is listed")
+    with m.Opened(mount.path) as fd:
+        r.require(os.pwrite(fd, b"moved", 1000) == 5 and os.pread(fd, 5, 1000) == b"moved", "a forwarded request came to nothing")
+    cpus = sorted(os.sched_getaffinity(0))
+    try:
+        for cpu in cpus:  # as many requests at a time as there are entries, from each CPU
+            os.sched_setaffinity(0, {cpu})
+            argv = [
+                r.tool("fio", "fio"), "--name=deep", f"--filename={mount.path}", "--ioengine=libaio", "--direct=1", "--iodepth=256",
+                "--iodepth_batch=256", "--iodepth_batch_complete_min=128", "--rw=randread", "--bs=4k", f"--size={DISK_SIZE}", "--loops=4",
+                "--eta=never", "--allow_file_create=0",
+            ]  # fmt: skip
+            r.run(argv)
+    finally:
+        os.sched_setaffinity(0, cpus)
+    now = left()
+    r.require(now < was, f"{now} of {was} entries are still forwarded after as many requests at a time")
+    if now == 0:
+        r.wait_for("the freed worker's thread ends", lambda: threads(mount.child.pid) < before)
+    mount.stop()
+
+
+def confined(suite):
+    """A daemon that may not run on each CPU: `auto` chooses dev and says why; io_uring works when it is asked for."""
+    suite.ours()
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise r.Skipped("there is one CPU")
+    path = suite.rig.dir / "confined.mnt"
+    image = suite.image("confined.img", DISK_SIZE, memory=True)
+    export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,passthrough=off,transport="
+    os.sched_setaffinity(0, cpus[:1])
+    try:
+        daemon = r.Daemon(suite.rig, "-v", "--disk", f"name=d0,file={image}", "--export", f"{export}auto", name="confined")
+    finally:
+        os.sched_setaffinity(0, cpus)
+    mount = daemon.status()["exports"][0]["mount"]
+    r.require(mount["transport"] == "dev" and f"CPU {cpus[1]}" in mount["transport-why"], f"auto chose {mount}")
+    r.require("auto chose dev" in daemon.child.output(), f"the log does not say why: {daemon.child.tail()}")
+    daemon.cli("export", "remove", "f0")
+    daemon.cli("export", "add", f"{export}io_uring")
+    users = loaded(suite, "confined-users", path)
+    worker = daemon.worker_new()
+    for queue in daemon.status()["queues"]:
+        daemon.cli("attach", f"f0:{queue['index']}", str(worker))
+    daemon.cli("snapshot", "d0", "--to", suite.memory / "confined.qcow2")
+    r.require(users.running(), f"the users: {users.tail(3)}")
+    users.kill()
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
+def tests(suite, kills=KILLS):
+    t = suite.test
+    t("waits: commands while the mount answers nobody", lambda: never(suite))
+    t("waits: under load no thread is seen to wait", lambda: watched(suite))
+    t("waits: as many asynchronous requests as there may be", lambda: crowded(suite))
+    t("waits: something is mounted over the path", lambda: covered(suite))
+    t("waits: a request that is set aside is counted once", lambda: counted(suite))
+    if suite.transport == "io_uring":
+        t("waits: entries of a moved queue are forwarded, also by a freed worker", lambda: forwarded(suite))
+        t("waits: a daemon that may not use each CPU", lambda: confined(suite))
+    t(f"waits: killed {kills} times in moves, snapshots and removals", lambda: killed(suite, kills), m.LIMIT_S + 10 * kills)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["load"]:
+    load(sys.argv[2])
