@@ -252,7 +252,7 @@ fn export_add(context: &Context, arguments: Arguments) -> Answer {
 
 fn export_remove(context: &Context, arguments: Arguments) -> Answer {
     let ExportRemove { name, force } = arguments.read()?;
-    Ok(done(context.daemon.export_remove(&name, force)?))
+    Ok(json!({ "disconnected": context.daemon.export_take_down(&name, force)? }))
 }
 
 fn worker_new(context: &Context, arguments: Arguments) -> Answer {

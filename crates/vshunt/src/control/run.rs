@@ -237,7 +237,11 @@ fn export(client: &mut Client, command: ExportCommand) -> Outcome {
             send(client, "export-add", to_value(&export)?)
         }
         ExportCommand::Remove { name, force } => {
-            send(client, "export-remove", json!({ "name": name, "force": force }))
+            let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;
+            if told["disconnected"] == true {
+                print(&format!("{name} is removed; its front end was disconnected\n"))?;
+            }
+            Ok(())
         }
         ExportCommand::List(args) => list(client, "query-exports", args, show::exports),
     }

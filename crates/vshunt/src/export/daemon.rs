@@ -280,6 +280,11 @@ impl Daemon {
     /// [`Busy`](crate::error::Kind::Busy), and so is one that is being removed already. One whose requests do not end within
     /// 10 s is, too: its users are disconnected then, and it goes when they end.
     pub fn export_remove(&self, name: &str, hard: bool) -> Result<()> {
+        self.export_take_down(name, hard).map(drop)
+    }
+
+    /// As [`export_remove`](Self::export_remove). Returns whether a front end lost its device.
+    pub fn export_take_down(&self, name: &str, hard: bool) -> Result<bool> {
         let export = {
             let mut state = self.state();
             loop {
@@ -302,7 +307,12 @@ impl Daemon {
             self.changed.notify_all();
             return Err(e);
         }
-        self.end_within(name, export, REMOVE_LIMIT)
+        let used = export.in_use();
+        if used {
+            tracing::warn!("export {name} is removed by force: its front end loses the device");
+        }
+        self.end_within(name, export, REMOVE_LIMIT)?;
+        Ok(used)
     }
 
     /// Takes down an export that is marked as being removed, on a thread of its own.
