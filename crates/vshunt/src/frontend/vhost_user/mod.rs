@@ -25,7 +25,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use vhost::vhost_user::{BackendReqHandler, Error as VhostError, VhostUserProtocolFeatures};
+use vhost::vhost_user::{
+    BackendReqHandler, Error as VhostError, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
+};
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::net::MAC_BYTES;
 
@@ -389,7 +391,9 @@ impl Inner {
             None => {}
             Some(VhostError::Disconnected) => tracing::info!("{}: the front-end went", self.name),
             Some(_) if self.stopping.load(Relaxed) => {}
-            Some(e) => tracing::warn!("{}: the front-end's connection is closed: {e}", self.name),
+            Some(e) => {
+                tracing::warn!("{}: the front-end's connection is closed: {}", self.name, words_of(&e))
+            }
         }
         let mut session = session.lock().expect("no holder panics");
         session.stop_all();
@@ -422,10 +426,16 @@ impl Inner {
                 result => result,
             };
         }
-        let message = read_own(stream).map_err(VhostError::SocketError)?;
+        let mut message = read_own(stream).map_err(VhostError::SocketError)?;
         let mut value = 0;
         let mut done = Ok(());
-        match &message.what {
+        match &mut message.what {
+            Own::MemTable(regions, files) => {
+                let mut session = session.lock().expect("no holder panics");
+                let told = session.set_mem_table(regions, std::mem::take(files), None);
+                done = told.map(|_| ()).map_err(|e| words_of(&e));
+                message.need_reply &= session.acknowledges();
+            }
             Own::SetMtu(mtu) => done = self.device.set_mtu(*mtu),
             Own::Announce(mac) => done = self.device.announce(*mac),
             Own::SetStatus(status) => session.lock().expect("no holder panics").set_status(*status),
@@ -447,5 +457,13 @@ impl Inner {
             value = 1;
         }
         answer(stream, &message, value).map_err(VhostError::SocketError)
+    }
+}
+
+/// What an error says, without the words of the library around a reason of ours.
+fn words_of(e: &VhostError) -> String {
+    match e {
+        VhostError::ReqHandlerError(e) => e.to_string(),
+        e => e.to_string(),
     }
 }

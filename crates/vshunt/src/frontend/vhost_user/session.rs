@@ -40,6 +40,10 @@ const F_PROTOCOL: u64 = bit(virtio::features::VHOST_USER_F_PROTOCOL_FEATURES);
 /// Page size of the dirty log, fixed by the specification: one bit each.
 const LOG_PAGE_BYTES: u64 = 4096;
 
+/// What to do where a front end shares no memory.
+const SHARE_MEMORY: &str = "Give the VMM memory that it can share; QEMU: -object memory-backend-memfd,id=mem,size=SIZE,\
+     share=on -machine memory-backend=mem";
+
 /// What the front-end told of one ring.
 #[derive(Default)]
 struct Vring {
@@ -259,6 +263,12 @@ impl VhostUserBackendReqHandlerMut for Session {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
+        if table.is_empty() {
+            return Err(refuse(format!(
+                "the front end's memory table has no region: it shares no memory. {SHARE_MEMORY}; SPDK and DPDK: give them huge \
+                 pages"
+            )));
+        }
         let mut mapped = Vec::with_capacity(table.len());
         for (region, file) in table.iter().zip(&files) {
             mapped.push(map_region(region, file).map_err(Error::ReqHandlerError)?);
