@@ -123,8 +123,8 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("disk-remove", "name", disk_remove),
     command(
         "export-add",
-        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu writable growable \
-         allow-other transport passthrough]",
+        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu \
+         memory-may-block writable growable allow-other transport passthrough]",
         export_add,
     ),
     command("export-remove", "name [force]", export_remove),

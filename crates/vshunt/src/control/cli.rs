@@ -225,7 +225,9 @@ over addresses and ports, or the sending CPU. owner and group: who else may open
 own MAC; the guest's is the export's mac.
 
 Export keys: type, name, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
-each worker on one CPU, where it does not poll unless poll-us is given.
+each worker on one CPU, where it does not poll unless poll-us is given. Of vhost-user besides:
+memory-may-block=on|off: guests' memory may be in files of any file system, not only in memory (memfd, tmpfs, hugetlbfs);
+where that file system does not answer, all queues of a worker wait.
  of type=vhost-user-blk: disk, socket or fd, readonly=on|off, serial, block-size,
   engine=user|kernel|auto: who serves it; kernel needs the module vhost_blk and a block device or raw file.
  of type=vhost-user-net: net, socket or fd, mac, mtu, engine=user|kernel|auto; queues are pairs of rings. kernel

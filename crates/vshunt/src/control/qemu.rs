@@ -24,7 +24,7 @@ pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|qcow2|file|host_device|null-c
 
 /// Arguments of `block-export-add` for the help.
 pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name addr: {type: unix, path} \
-     [writable num-queues logical-block-size workers serial poll-us]; or type: fuse, id node-name mountpoint \
+     [writable num-queues logical-block-size workers serial poll-us memory-may-block]; or type: fuse, id node-name mountpoint \
      [writable growable allow-other num-queues workers transport passthrough poll-us]";
 
 /// Said to a client that names a file descriptor.
@@ -282,6 +282,7 @@ struct BlockExport {
     workers: Workers,
     serial: Option<String>,
     poll_us: Option<u32>,
+    memory_may_block: Option<bool>,
 }
 
 impl BlockExport {
@@ -305,6 +306,7 @@ impl BlockExport {
             serial: self.serial,
             block_size: self.logical_block_size,
             poll_us: self.poll_us,
+            memory_may_block: self.memory_may_block,
             mountpoint: self.mountpoint,
             growable: self.growable,
             allow_other: self.allow_other,

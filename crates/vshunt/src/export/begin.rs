@@ -38,7 +38,9 @@ impl Opened {
         };
         let no_control = |e| Error::io(format!("export {} can have no control queue", spec.name), e);
         let start = |socket, device: Arc<dyn Device>, queues: Queues, engine_why| {
-            let socket = VhostUser::start(&spec.name, socket, device, queues.clone(), observer.clone())?;
+            let may_block = spec.memory_may_block == Some(true);
+            let (name, observer) = (&spec.name, observer.clone());
+            let socket = VhostUser::start(name, socket, device, queues.clone(), observer, may_block)?;
             Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_why })
         };
         match self {

@@ -214,6 +214,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
         ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
+        ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),
         ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
         ("readonly", &[VhostUserBlk], spec.readonly),

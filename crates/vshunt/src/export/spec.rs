@@ -241,6 +241,10 @@ pub struct ExportSpec {
     /// vhost-user: who serves it; absent: user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
+    /// vhost-user: whether front ends may share memory in files whose file system makes an access wait (a disk's, a FUSE mount's).
+    /// A worker that waits serves none of its queues. Absent: memfd, tmpfs and hugetlbfs only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_may_block: Option<bool>,
     /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mountpoint: Option<PathBuf>,

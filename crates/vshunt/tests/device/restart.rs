@@ -332,7 +332,7 @@ fn inflight_regions_of_wrong_size_are_refused() {
             let mut machine = super::rig::Machine::open(&rig.socket("e"), options.clone());
             let features = machine.session.features();
             machine.session.set_features(features).unwrap();
-            let file = tempfile::tempfile().unwrap();
+            let file = tempfile::tempfile_in("/dev/shm").unwrap();
             file.set_len(4096).unwrap();
             let payload = Payload::new().u64(mmap_size).u64(offset).u16(queues).u16(queue_size).u32(0);
             let fd = std::os::fd::AsFd::as_fd(&file);

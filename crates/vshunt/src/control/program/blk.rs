@@ -61,6 +61,7 @@ impl Program for BlkCli {
             disk: Self::NAME.into(),
             socket: self.common.socket_path.clone(),
             fd: self.common.fd,
+            memory_may_block: self.common.memory_may_block.then_some(true),
             queues: self.num_queues,
             readonly: self.read_only,
             ..Default::default()

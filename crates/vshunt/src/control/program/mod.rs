@@ -29,6 +29,9 @@ struct Common {
     /// The vhost-user socket, as an open file descriptor
     #[arg(long, value_name = "FDNUM")]
     fd: Option<RawFd>,
+    /// Let the guest's memory be in files of any file system, not only in memory; where that one does not answer, workers wait
+    #[arg(long)]
+    memory_may_block: bool,
     /// Print the capabilities as JSON and exit; all else is ignored
     #[arg(long)]
     print_capabilities: bool,

@@ -76,6 +76,7 @@ impl Program for NetCli {
             net: Some(Self::NAME.into()),
             socket: self.common.socket_path.clone(),
             fd: self.common.fd,
+            memory_may_block: self.common.memory_may_block.then_some(true),
             queues: self.num_queues,
             workers: Workers::PerQueue,
             mac: self.mac,

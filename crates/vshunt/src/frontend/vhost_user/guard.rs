@@ -1,137 +1,285 @@
-//! Keeps a front-end that takes its memory away from taking the daemon with it.
+//! Keeps a front end that takes its memory away from harming anything else in the daemon.
 //!
-//! A shared file may be cut short after it was mapped; touching a page past its new end raises SIGBUS on whichever
-//! worker does so, and would end every export. The handler here looks up the address among the mappings that are
-//! [`watch`]ed and puts zero pages in its place: the guest that lost its memory reads nonsense and breaks its own rings,
-//! nobody else notices. A SIGBUS anywhere else ends the process, as it should.
+//! A shared file may be cut short after it was mapped. An access to a page past its new end raises SIGBUS on whichever
+//! thread does it, and would end every export. The handler here finds the [`watch`]ed mapping that holds the address,
+//! replaces the whole mapping by zero pages with one `mmap`, and shuts the front end's connection down. The session thread
+//! then stops the rings. A SIGBUS anywhere else ends the process, as it should.
 //!
-//! The handler runs on any thread, in the middle of anything: it touches atomics and makes system calls, no more.
+//! The handler runs on any thread, in the middle of anything: it uses atomics and system calls only.
+//!
+//! What must never happen: the handler maps anything outside of the watched mapping that holds the address.
+//!
+//! # The limit of mappings
+//! The kernel refuses a new mapping when the process has more than `vm.max_map_count`. The replacement must work there, too.
+//! It needs no mapping more than before: `super::memory` surrounds each watched mapping with reserved address space, so
+//! that it is one mapping to the kernel (VMA), which never merges with a neighbour. `MAP_FIXED` of exactly that range neither
+//! splits nor adds a mapping. The kernel still refuses at the limit plus one, which a process can reach. Then the handler
+//! unmaps one of [`SPARES`] spare mappings and tries again.
 
 use std::io;
-use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::os::fd::{IntoRawFd, RawFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering, fence};
 
-/// Mappings that can be watched at a time: some exports with as many regions as the protocol has.
-const WATCHED_MAX: usize = 8192;
-/// Sizes in which a page can be replaced: normal, and huge ones, which can only be replaced whole.
-const PAGE_SIZES: [usize; 3] = [4 << 10, 2 << 20, 1 << 30];
+use rustix::fs::MemfdFlags;
 
-/// A watched range; `start` 0: free, [`TAKEN`]: being filled in.
+/// Mappings that can be watched at a time. Each costs two of the kernel's 65,530 mappings of a process at most: itself, and the
+/// reserved address space to the next one.
+pub(super) const WATCHED_MAX: usize = 16384;
+const _: () = assert!(WATCHED_MAX * 2 < 65_530 * 3 / 4);
+
+/// Mappings that exist only to be given back when the process has as many as it may have.
+const SPARES: usize = 32;
+/// Every other page of the spare mappings' address space is one of them. Neighbours with other rights do not merge.
+const SPARE_PAGES: usize = 2 * SPARES + 1;
+
+/// Bytes of a page; what is not huge memory consists of these.
+const PAGE: usize = 4096;
+/// Bytes of the file of zeroes: any user address is an offset in it.
+const ZEROES_BYTES: u64 = 1 << 47;
+
+/// State of a watched mapping.
+const INTACT: u8 = 0;
+const BEING_REPLACED: u8 = 1;
+const REPLACED: u8 = 2;
+const STUCK: u8 = 3;
+
+/// A watched mapping. Whoever makes `start` not 0 owns the other fields until it is 0 again.
 struct Range {
+    /// Changes before and after each change of `start` and `len`: odd while they do not belong together.
+    version: AtomicU32,
+    /// First byte; 0: the slot is free, [`TAKEN`]: it is being filled in.
     start: AtomicUsize,
     len: AtomicUsize,
-    lost: AtomicBool,
+    /// Socket of the front end, which the watch's owner keeps open; -1: none.
+    socket: AtomicI32,
+    state: AtomicU8,
 }
 
 const TAKEN: usize = 1;
 
-static RANGES: [Range; WATCHED_MAX] =
-    [const { Range { start: AtomicUsize::new(0), len: AtomicUsize::new(0), lost: AtomicBool::new(false) } };
-        WATCHED_MAX];
-/// Ranges ever used, so that the handler need not look at all.
+static RANGES: [Range; WATCHED_MAX] = [const {
+    Range {
+        version: AtomicU32::new(0),
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(0),
+        socket: AtomicI32::new(-1),
+        state: AtomicU8::new(INTACT),
+    }
+}; WATCHED_MAX];
+/// Slots ever used, so that the handler looks at no others.
 static USED: AtomicUsize = AtomicUsize::new(0);
-static INSTALL: Once = Once::new();
+static INSTALLED: OnceLock<io::Result<()>> = OnceLock::new();
+/// A sparse file of zeroes that replaces mappings, each by the part at the mapping's own address; -1: there is none, and anonymous
+/// memory replaces them. Anonymous memory counts against RLIMIT_DATA and, with vm.overcommit_memory=2, against the
+/// system's limit at once. The file's pages count when they are written.
+static ZEROES: AtomicI32 = AtomicI32::new(-1);
+/// Where the spare mappings are; 0: nowhere.
+static SPARES_AT: AtomicUsize = AtomicUsize::new(0);
+static SPARES_USED: AtomicUsize = AtomicUsize::new(0);
 
-/// Watches a mapping for as long as it lives; dropped before the mapping goes.
+/// Watches a mapping for as long as it lives. It is dropped before the mapping is unmapped.
 pub(super) struct Watch(usize);
 
 impl Watch {
-    /// Whether a page of it had to be replaced.
+    /// Returns whether the mapping was replaced.
     pub(super) fn lost(&self) -> bool {
-        RANGES[self.0].lost.load(Ordering::Relaxed)
+        RANGES[self.0].state.load(Ordering::Acquire) != INTACT
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        RANGES[self.0].start.store(0, Ordering::Release);
+        let range = &RANGES[self.0];
+        let (start, len) = (range.start.load(Ordering::Relaxed), range.len.load(Ordering::Relaxed));
+        let lost = self.lost();
+        range.set(0, 0);
+        let zeroes = ZEROES.load(Ordering::Acquire);
+        if lost && zeroes >= 0 {
+            let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            // SAFETY: a call on our own file. Nobody uses this part of it any more: the mapping is about to be unmapped,
+            // and its address is nobody else's until then. What was written there is given back.
+            unsafe { libc::fallocate(zeroes, hole, start as libc::off_t, len as libc::off_t) };
+        }
     }
 }
 
-/// Watches `len` bytes at `start`. The error says that too many are watched.
-pub(super) fn watch(start: *mut u8, len: usize) -> io::Result<Watch> {
-    INSTALL.call_once(install);
+impl Range {
+    /// Sets the mapping that the slot watches, by its owner alone; the version tells readers that it changed.
+    fn set(&self, start: usize, len: usize) {
+        self.version.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.len.store(len, Ordering::Relaxed);
+        self.start.store(if start == 0 { TAKEN } else { start }, Ordering::Relaxed);
+        self.version.fetch_add(1, Ordering::Release);
+        if start == 0 {
+            self.start.store(0, Ordering::Release);
+        }
+    }
+
+    /// First byte and length, if the slot watches a mapping and does not change meanwhile.
+    fn get(&self) -> Option<(usize, usize)> {
+        let version = self.version.load(Ordering::Acquire);
+        let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let same = version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
+        (same && start > TAKEN).then_some((start, len))
+    }
+}
+
+/// Watches `len` bytes at `start`, which are one mapping between reserved address space. When it has to be replaced, `socket`
+/// is shut down (-1: none).
+///
+/// # Errors
+/// The table is full, or the handler cannot be installed.
+///
+/// # Safety
+/// Until the watch is dropped the range stays mapped and is changed by nobody else, and the socket stays open. Every access
+/// to the range by this process copes with zeroes at any time.
+pub(super) unsafe fn watch(start: *mut u8, len: usize, socket: RawFd) -> io::Result<Watch> {
+    if let Err(e) = INSTALLED.get_or_init(install) {
+        return Err(io::Error::new(e.kind(), format!("shared memory cannot be guarded: {e}")));
+    }
     for (i, range) in RANGES.iter().enumerate() {
         if range.start.compare_exchange(0, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-            range.len.store(len, Ordering::Relaxed);
-            range.lost.store(false, Ordering::Relaxed);
+            range.state.store(INTACT, Ordering::Relaxed);
+            range.socket.store(socket, Ordering::Relaxed);
+            range.set(start.addr(), len);
             USED.fetch_max(i + 1, Ordering::Release);
-            range.start.store(start.addr(), Ordering::Release);
             return Ok(Watch(i));
         }
     }
-    Err(io::Error::other("more regions of memory are mapped than vshunt can watch"))
+    Err(io::Error::other(format!("vshunt watches {WATCHED_MAX} mappings of shared memory, and no more")))
 }
 
-fn install() {
+/// Installs the handler, and sets aside what it needs.
+fn install() -> io::Result<()> {
+    if let Some(file) = zeroes() {
+        ZEROES.store(file, Ordering::Release);
+    }
+    reserve_spares()?;
     // SAFETY: all zeroes is a valid sigaction: no flags, an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_sigbus as *const () as usize;
-    action.sa_flags = libc::SA_SIGINFO;
-    // SAFETY: the handler has the signature that SA_SIGINFO asks for and keeps to what signal handlers may do.
-    unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) };
+    // The handler needs little stack, but a thread's may be nearly used up: Rust gives each one an alternate stack.
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+    // SAFETY: the handler has the signature that SA_SIGINFO asks for and does only what a signal handler may do.
+    match unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The file of zeroes, open for the life of the process; none if the system or RLIMIT_FSIZE does not allow it.
+fn zeroes() -> Option<RawFd> {
+    // A file beyond the limit would raise SIGXFSZ.
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+    if limit.is_some_and(|limit| limit < ZEROES_BYTES) {
+        return None;
+    }
+    let file = rustix::fs::memfd_create("vshunt-zeroes", MemfdFlags::CLOEXEC).ok()?;
+    rustix::fs::ftruncate(&file, ZEROES_BYTES).ok()?;
+    Some(file.into_raw_fd())
+}
+
+/// Makes the spare mappings: pages that nobody may use, every other one readable so that they do not merge.
+fn reserve_spares() -> io::Result<()> {
+    let (flags, none) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, libc::PROT_NONE);
+    // SAFETY: a new mapping where the kernel likes; no existing memory is touched.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), SPARE_PAGES * PAGE, none, flags, -1, 0) };
+    if at == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    for i in 0..SPARES {
+        // SAFETY: a page of the mapping made just now, which holds nothing.
+        unsafe { libc::mprotect(at.byte_add((2 * i + 1) * PAGE), PAGE, libc::PROT_READ) };
+    }
+    SPARES_AT.store(at.addr(), Ordering::Release);
+    Ok(())
+}
+
+/// Unmaps one spare mapping, so that the process has one mapping less. False if there are none left.
+fn give_spare() -> bool {
+    let (at, i) = (SPARES_AT.load(Ordering::Acquire), SPARES_USED.fetch_add(1, Ordering::Relaxed));
+    if at == 0 || i >= SPARES {
+        return false;
+    }
+    let page = std::ptr::without_provenance_mut(at + (2 * i + 1) * PAGE);
+    // SAFETY: spare page `i` of `reserve_spares`; the counter gives each to one caller only, and nothing is in it.
+    unsafe { libc::munmap(page, PAGE) == 0 }
 }
 
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
     // SAFETY: the kernel passes a siginfo; for SIGBUS it has an address.
-    let addr = unsafe { (*info).si_addr() }.addr();
+    let (addr, code) = unsafe { ((*info).si_addr().addr(), (*info).si_code) };
     // SAFETY: errno is this thread's.
     let errno = unsafe { *libc::__errno_location() };
-    if !replace(addr) {
-        // Not ours: the instruction is repeated and ends the process.
-        // SAFETY: as `install`.
+    if !handle(addr, code) {
+        // The instruction is repeated and ends the process.
+        // SAFETY: as `install`; the default action is always valid.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
-    // SAFETY: as above; whoever was interrupted finds its errno again.
+    // SAFETY: as above; the code that was interrupted finds its errno again.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Puts zero pages where `addr` is. False if it lies in no watched range.
-fn replace(addr: usize) -> bool {
-    for range in &RANGES[..USED.load(Ordering::Acquire)] {
-        let start = range.start.load(Ordering::Acquire);
-        let len = range.len.load(Ordering::Relaxed);
-        if start <= TAKEN || addr < start || addr - start >= len {
-            continue;
+/// Replaces the watched mapping that holds `addr`, or waits until another thread has done so. False if no watched mapping
+/// holds it or it cannot be replaced.
+fn handle(addr: usize, code: libc::c_int) -> bool {
+    let used = USED.load(Ordering::Acquire);
+    // The mapping that the thread was using has a watch, which does not change before the thread goes on.
+    let held = |range: &&Range| range.get().is_some_and(|(start, len)| addr.wrapping_sub(start) < len);
+    let Some(range) = RANGES[..used].iter().find(held) else { return false };
+    let Some((start, len)) = range.get() else { return false };
+    match range.state.compare_exchange(INTACT, BEING_REPLACED, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            let done = replace(start, len);
+            range.state.store(if done { REPLACED } else { STUCK }, Ordering::Release);
+            let socket = range.socket.load(Ordering::Relaxed);
+            if socket >= 0 {
+                // SAFETY: the watch's owner keeps the socket open. `shutdown` may be called by a signal handler.
+                unsafe { libc::shutdown(socket, libc::SHUT_RDWR) };
+            }
+            done
         }
-        range.lost.store(true, Ordering::Relaxed);
-        return PAGE_SIZES.iter().any(|&size| {
-            let page = addr & !(size - 1);
-            let prot = libc::PROT_READ | libc::PROT_WRITE;
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-            // SAFETY: the page holds `addr`, so it belongs to the watched mapping, whose own page size it does not
-            // exceed (smaller ones fail on huge pages); what was mapped there is beyond its file's end.
-            let got = unsafe { libc::mmap(std::ptr::without_provenance_mut(page), size, prot, flags, -1, 0) };
-            got != libc::MAP_FAILED
-        });
+        // A page of ours went bad in the hardware: no mapping helps.
+        Err(REPLACED) => code != libc::BUS_MCEERR_AR,
+        Err(_) => loop {
+            match range.state.load(Ordering::Acquire) {
+                // SAFETY: a system call without arguments.
+                BEING_REPLACED => unsafe { libc::sched_yield() },
+                state => break state == REPLACED,
+            };
+        },
     }
+}
+
+/// Puts zero pages in place of a watched mapping: one `mmap` of exactly that range.
+///
+/// The kernel refuses it where the process has more mappings than it may have, which the spare mappings remedy, and where it has
+/// no memory for its own structures, for which nothing can be done.
+fn replace(start: usize, len: usize) -> bool {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let fixed = libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let file = ZEROES.load(Ordering::Acquire);
+    let (flags, offset) =
+        if file >= 0 { (libc::MAP_SHARED, start) } else { (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, 0) };
+    loop {
+        let at = std::ptr::without_provenance_mut(start);
+        // SAFETY: exactly a watched mapping, whose accesses cope with zeroes (`watch`), and nothing beside it.
+        let got = unsafe { libc::mmap(at, len, prot, flags | fixed, file, offset as libc::off_t) };
+        if got != libc::MAP_FAILED {
+            return true;
+        }
+        if !give_spare() {
+            break;
+        }
+    }
+    let words = b"vshunt: a front end cut its memory short, and the kernel has no memory to replace it: the daemon ends\n";
+    // SAFETY: a write of static bytes, which a signal handler may do.
+    unsafe { libc::write(2, words.as_ptr().cast(), words.len()) };
     false
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::memory::{Mapping, shared_file};
-
-    #[test]
-    fn a_file_that_is_cut_short_reads_as_zeroes() {
-        let file =
-            std::fs::File::from(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-        file.set_len(1 << 20).unwrap();
-        let map = Mapping::new(&file, 1 << 20).unwrap();
-        // SAFETY: inside of the mapping.
-        unsafe { map.at(8192).write_volatile(7) };
-        assert!(!map.lost());
-        file.set_len(4096).unwrap();
-        // SAFETY: inside of the mapping; past the file's end the guard answers.
-        let (lost, kept) = unsafe {
-            map.at(0).write_volatile(9);
-            (map.at(8192).read_volatile(), map.at(0).read_volatile())
-        };
-        assert_eq!((lost, kept), (0, 9));
-        // SAFETY: as above.
-        unsafe { map.at(1 << 19).write_volatile(1) };
-        assert!(map.lost());
-        let other = Mapping::new(&shared_file("other", 4096).unwrap(), 4096).unwrap();
-        assert!(!other.lost());
-    }
-}
+mod tests;

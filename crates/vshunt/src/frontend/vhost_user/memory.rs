@@ -11,20 +11,41 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use virtio::mem::Region;
 
+use super::budget::{Budget, Share};
 use super::guard::{Watch, watch};
 
-/// A shared mapping, unmapped when its last holder lets go.
+/// Bytes of a page, and of the reserved address space on each side of a mapping at least.
+const PAGE: usize = 4096;
+/// Bytes of a huge page as shared memory of a file system without huge pages of its own may have them: a mapping lies in the
+/// address space as the file does in these, so that the kernel can use them.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// A shared mapping of a part of a file, unmapped when its last holder drops it.
+///
+/// Reserved address space surrounds it, so that it is one mapping of the kernel's which merges with no other
+/// (see `super::guard`).
 pub(super) struct Mapping {
+    /// The mapping, whole pages.
     base: NonNull<u8>,
+    base_len: usize,
+    /// The address space that it lies in.
+    reserved: NonNull<u8>,
+    reserved_len: usize,
+    /// Bytes of the mapping before the part that was asked for.
+    skip: usize,
+    /// Bytes of that part.
     len: usize,
+    /// Where that part begins in the file.
+    file_offset: u64,
     /// Device and number of the file.
     file: (u64, u64),
     /// None only while it is dropped.
     watch: Option<Watch>,
+    share: Share,
 }
 
 // SAFETY: it owns a range of address space; access to what lies there is the business of those who hold it.
@@ -33,54 +54,84 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes from the start of `file`, readable and writable. The file must be that long: touching
-    /// a page past its end would be a SIGBUS, against which
-    /// only a file that is cut short later is guarded.
-    pub(super) fn new(file: &File, len: u64) -> io::Result<Arc<Self>> {
+    /// Maps `len` bytes at `offset` of `file`, readable and writable, and no more than the pages that hold them.
+    ///
+    /// # Errors
+    /// The file is shorter, is not in memory (see [`Budget::may_block`]), or the front end's budget or the address space is
+    /// used up. The file must be that long: only a file that is cut short later is guarded.
+    pub(super) fn new(budget: &Arc<Budget>, file: &File, offset: u64, len: u64) -> io::Result<Arc<Self>> {
         let meta = file.metadata()?;
-        let size = meta.len();
-        if len == 0 || size < len {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("{len} bytes to be mapped of a file that has {size}"),
-            ));
-        }
-        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping where the kernel likes; no existing memory is touched.
-        let base =
-            unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags, file.as_fd(), 0) }?;
-        let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        // SAFETY: the range was mapped just now. Guests' memory does not belong into our core dumps.
-        let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
-        let mut map = Self { base, len, file: (meta.dev(), meta.ino()), watch: None };
-        map.watch = Some(watch(base.as_ptr(), len)?);
+        let page = check_file(budget, file, &meta)?;
+        let end = offset.checked_add(len).filter(|end| len > 0 && *end <= meta.len()).ok_or_else(|| {
+            let why = format!("{len} bytes at {offset:#x} of a file that has {}", meta.len());
+            io::Error::new(io::ErrorKind::InvalidInput, format!("shared memory cannot be mapped: {why}"))
+        })?;
+        let number = |n: u64| usize::try_from(n).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+        // Not beyond the file, which is whole pages of its own size where they are huge.
+        let first = offset / page * page;
+        let base_len =
+            number(end.checked_next_multiple_of(page).ok_or(io::ErrorKind::InvalidInput)? - first)?;
+        let align = number(page)?.max(if base_len >= HUGE_PAGE { HUGE_PAGE } else { PAGE });
+        let reserved_len = base_len.checked_add(align + PAGE).ok_or(io::ErrorKind::InvalidInput)?;
+        let share = budget.take(reserved_len as u64)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping where the kernel likes, which nobody can use; no existing memory is touched.
+        let reserved = unsafe { mmap_anonymous(null_mut(), reserved_len, ProtFlags::empty(), flags) }?;
+        let reserved = NonNull::new(reserved.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let at = reserved.addr().get() + PAGE;
+        let ahead = (first as usize).wrapping_sub(at) & (align - 1);
+        // SAFETY: `ahead` is less than `align`, so that the mapping and a page behind it lie in what was reserved.
+        let base = unsafe { reserved.add(PAGE + ahead) };
+        let mut map = Self {
+            base,
+            base_len,
+            reserved,
+            reserved_len,
+            skip: number(offset - first)?,
+            len: number(len)?,
+            file_offset: offset,
+            file: (meta.dev(), meta.ino()),
+            watch: None,
+            share,
+        };
+        map.fill(file, first)?;
         Ok(Arc::new(map))
     }
 
-    /// The byte at `offset`, which the caller checked to lie inside.
+    /// Maps the file into the reserved address space, and watches it.
+    fn fill(&mut self, file: &File, first: u64) -> io::Result<()> {
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
+        let (at, prot) = (self.base.as_ptr().cast(), ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: it replaces address space that `new` reserved and that nobody uses.
+        unsafe { mmap(at, self.base_len, prot, flags, file.as_fd(), first) }?;
+        // SAFETY: the range was mapped just now. Guests' memory does not belong into our core dumps.
+        let _ = unsafe { madvise(at, self.base_len, Advice::LinuxDontDump) };
+        let socket = self.share.budget().socket();
+        // SAFETY: the range stays mapped, and the budget keeps the socket open, until `drop` has dropped the watch. What
+        // others access is shared with the front end, which may write zeroes there, too.
+        self.watch = Some(unsafe { watch(self.base.as_ptr(), self.base_len, socket) }?);
+        Ok(())
+    }
+
+    /// The byte at `offset` of the part that was asked for, which the caller checked to lie inside.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);
         // SAFETY: inside the mapping.
-        unsafe { self.base.as_ptr().add(offset) }
+        unsafe { self.base.as_ptr().add(self.skip + offset) }
     }
 
-    /// Whether the front-end took memory away from under it.
+    /// Whether the front end took memory away from under it.
     pub(super) fn lost(&self) -> bool {
         self.watch.as_ref().is_some_and(Watch::lost)
     }
 
-    /// Whether it is one of that file.
-    pub(super) fn is_of(&self, file: &File) -> bool {
-        file.metadata().is_ok_and(|meta| (meta.dev(), meta.ino()) == self.file)
+    /// Whether it is that part of that file.
+    pub(super) fn is_of(&self, file: &File, offset: u64, len: u64) -> bool {
+        file.metadata().is_ok_and(|meta| meta.is_file() && (meta.dev(), meta.ino()) == self.file)
+            && (self.file_offset, self.len as u64) == (offset, len)
     }
 
-    /// How far into the file a byte of it is.
-    pub(super) fn offset_of(&self, at: *const u8) -> u64 {
-        at.addr().wrapping_sub(self.base.as_ptr().addr()) as u64
-    }
-
-    /// Bytes mapped.
+    /// Bytes of the part that was asked for.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -88,10 +139,39 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.lost() {
+            self.share.budget().note_loss();
+        }
         self.watch = None;
-        // SAFETY: mapped by `new`, and nobody holds it any more: memory tables and rings hold an Arc of it.
-        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+        // SAFETY: reserved by `new`, and nobody holds what lies in it any more: memory tables and rings hold an Arc of it.
+        let _ = unsafe { munmap(self.reserved.as_ptr().cast(), self.reserved_len) };
     }
+}
+
+/// Checks that an access to a file waits for nobody, or that the user accepts it. Returns the size of its pages in bytes.
+fn check_file(budget: &Budget, file: &File, meta: &std::fs::Metadata) -> io::Result<u64> {
+    const RAMFS_MAGIC: u32 = 0x8584_58F6;
+    let fs = rustix::fs::fstatfs(file)?;
+    // Sign extension differs between architectures.
+    let kind = fs.f_type as u32;
+    if kind == libc::HUGETLBFS_MAGIC as u32 {
+        return Ok(u64::try_from(fs.f_bsize).unwrap_or(0).max(PAGE as u64));
+    }
+    // A device's node lies in memory, too; what its driver maps need not.
+    let in_memory = meta.is_file() && (kind == libc::TMPFS_MAGIC as u32 || kind == RAMFS_MAGIC);
+    if in_memory || budget.may_block() {
+        return Ok(PAGE as u64);
+    }
+    let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let path = path.map_or_else(|_| "a file".to_owned(), |path| path.display().to_string());
+    Err(io::Error::new(
+        io::ErrorKind::Unsupported,
+        format!(
+            "the front end shares {path} (file system {kind:#x}), which is not memory: where that file system does not \
+             answer, all queues of a worker wait. Share memory (QEMU: memory-backend-memfd,share=on), or add the export \
+             with memory-may-block=on"
+        ),
+    ))
 }
 
 /// Room behind the rings' parts of the in-flight region, for what a device is to know again after a restart.
@@ -106,16 +186,19 @@ impl Notes {
     /// Says that there is, and is not what others would have there.
     const MARK: u64 = 0x5653_4E4F_5445_0000;
 
-    /// At that offset, if the mapping has room there.
+    /// At that offset, if the mapping has room there and begins at a multiple of eight.
     pub(super) fn new(map: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        if !map.at(0).addr().is_multiple_of(size_of::<u64>()) {
+            return None;
+        }
         let offset = offset.checked_next_multiple_of(size_of::<u64>())?;
         let end = offset.checked_add(Self::BYTES)?;
         (end <= map.len()).then(|| Self { map: map.clone(), offset })
     }
 
     fn words(&self) -> [&AtomicU64; 2] {
-        // SAFETY: `new` found room for two words there; the mapping begins at a page and the offset is a multiple of eight, so
-        // that they are aligned. It lives as long as this. A front-end that writes there changes what it is told.
+        // SAFETY: `new` found room for two words there; it found the mapping's begin aligned, and the offset is a multiple of
+        // eight. It lives as long as this. A front-end that writes there changes what it is told.
         [0, 8].map(|at| unsafe { &*self.map.at(self.offset + at).cast::<AtomicU64>() })
     }
 
@@ -134,20 +217,28 @@ impl Notes {
     }
 }
 
-/// Maps one memory region as the front-end describes it. The mapping begins at the file's start, since huge
-/// pages could not be mapped from an odd offset.
-pub(super) fn map_region(region: &VhostUserMemoryRegion, file: &File) -> io::Result<Region> {
-    let end = region.mmap_offset.checked_add(region.memory_size).ok_or(io::ErrorKind::InvalidInput)?;
-    let mapping = Mapping::new(file, end)?;
-    let offset = usize::try_from(region.mmap_offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-    if offset >= mapping.len() {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
+/// Maps one memory region as the front end describes it. A mapping of the same part of the same file among those that it
+/// `has` is used again.
+pub(super) fn map_region(
+    budget: &Arc<Budget>,
+    region: &VhostUserMemoryRegion,
+    file: &File,
+    has: &[Region],
+) -> io::Result<Region> {
+    let (offset, size) = (region.mmap_offset, region.memory_size);
+    let same = |r: &Region| {
+        let mapping = r.keep.clone().downcast::<Mapping>().ok()?;
+        mapping.is_of(file, offset, size).then_some(mapping)
+    };
+    let mapping = match has.iter().find_map(same) {
+        Some(mapping) => mapping,
+        None => Mapping::new(budget, file, offset, size)?,
+    };
     Ok(Region {
         guest_addr: region.guest_phys_addr,
         user_addr: region.user_addr,
-        size: region.memory_size,
-        host: mapping.at(offset),
+        size,
+        host: mapping.at(0),
         keep: mapping,
     })
 }
@@ -175,21 +266,4 @@ pub(super) fn shared_file(name: &str, len: u64) -> io::Result<File> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn notes_are_read_where_they_were_written() {
-        let file = shared_file("notes", 4096).unwrap();
-        let map = Mapping::new(&file, 4096).unwrap();
-        assert!(Notes::new(&map, 4096 - Notes::BYTES + 1).is_none());
-        assert!(Notes::new(&map, usize::MAX).is_none());
-        let notes = Notes::new(&map, 4096 - Notes::BYTES - 3).unwrap();
-        assert_eq!(notes.read(), None);
-        notes.write(0xFFFF, u64::MAX);
-        notes.write(3, 0x82);
-        // By another daemon.
-        let again = Notes::new(&Mapping::new(&file, 4096).unwrap(), 4096 - Notes::BYTES).unwrap();
-        assert_eq!(again.read(), Some((3, 0x82)));
-    }
-}
+mod tests;

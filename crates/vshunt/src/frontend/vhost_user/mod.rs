@@ -6,6 +6,8 @@
 //! request is in flight.
 
 pub mod blk;
+mod budget;
+mod channel;
 mod guard;
 mod memory;
 mod messages;
@@ -23,6 +25,7 @@ use std::sync::atomic::{
 };
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{
@@ -31,6 +34,7 @@ use vhost::vhost_user::{
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::net::MAC_BYTES;
 
+use self::budget::Budget;
 use self::memory::Notes;
 use self::messages::{Next, Own, answer, read_own};
 use self::session::Session;
@@ -65,6 +69,8 @@ const FEATURE_NAMES: &[(u32, &str)] = &[
 
 /// The session thread's stack: messages are small, and only pages that it touched count.
 const STACK_BYTES: usize = 256 << 10;
+/// How long rings may wait for the first memory table before the user is told. Front ends may send it last.
+const MEMORY_WAIT: Duration = Duration::from_secs(1);
 
 /// What a started ring is made of.
 pub type VringParts = queue::Parts;
@@ -157,6 +163,8 @@ struct Inner {
     device: Arc<dyn Device>,
     queues: Queues,
     observer: Arc<dyn Observer>,
+    /// Whether front ends may share files that are not in memory.
+    memory_may_block: bool,
     stopping: AtomicBool,
     reports: Arc<Reports>,
     connected: AtomicBool,
@@ -168,13 +176,15 @@ struct Inner {
 }
 
 impl VhostUser {
-    /// Begins to serve; the queues' homes are in `queues`.
+    /// Begins to serve; the queues' homes are in `queues`. `memory_may_block`: see
+    /// [`ExportSpec`](crate::export::spec::ExportSpec).
     pub fn start(
         name: &str,
         socket: Socket,
         device: Arc<dyn Device>,
         queues: Queues,
         observer: Arc<dyn Observer>,
+        memory_may_block: bool,
     ) -> Result<Self> {
         let reports = Reports::new().map_err(|e| Error::io(format!("cannot serve {name}"), e))?;
         let inner = Arc::new(Inner {
@@ -182,6 +192,7 @@ impl VhostUser {
             device,
             queues,
             observer,
+            memory_may_block,
             stopping: AtomicBool::new(false),
             reports: Arc::new(reports),
             connected: AtomicBool::new(false),
@@ -291,13 +302,24 @@ impl Reports {
     }
 }
 
+/// What ended a wait of the session thread.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Woken {
+    /// There is something to read.
+    Readable,
+    /// The time is over.
+    Late,
+    /// The export ends.
+    Ends,
+}
+
 impl Inner {
     /// The session thread.
     fn serve(&self, socket: Socket) {
         match socket {
             Socket::Connected(stream) => self.session(stream),
             Socket::Listening(listener, file) => {
-                while self.wait(listener.as_fd()) {
+                while self.wait(listener.as_fd(), None) == Woken::Readable {
                     match listener.accept() {
                         Ok((stream, _)) => self.session(stream),
                         Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
@@ -317,8 +339,9 @@ impl Inner {
         }
     }
 
-    /// Waits until `fd` is readable; false if the export is to end.
-    fn wait(&self, fd: std::os::fd::BorrowedFd<'_>) -> bool {
+    /// Waits until `fd` is readable, for `limit` at most, and does what workers and the device ask for meanwhile.
+    fn wait(&self, fd: BorrowedFd<'_>, limit: Option<Duration>) -> Woken {
+        let limit = limit.map(|limit| rustix::event::Timespec::try_from(limit).expect("it is short"));
         loop {
             for (index, reason) in self.reports.take() {
                 tracing::warn!(
@@ -329,7 +352,7 @@ impl Inner {
             }
             // After the bell was silenced: whoever ends us sets the flag first and rings then.
             if self.stopping.load(SeqCst) {
-                return false;
+                return Woken::Ends;
             }
             let mut fds = vec![
                 PollFd::new(&self.reports.bell, PollFlags::IN),
@@ -339,9 +362,10 @@ impl Inner {
             fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
             let alarms_end = fds.len();
             fds.extend(self.device.bell().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)));
-            match poll(&mut fds, None) {
+            match poll(&mut fds, limit.as_ref()) {
+                Ok(0) => return Woken::Late,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(_) => return false,
+                Err(_) => return Woken::Ends,
             }
             let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             if rung[alarms_end..].contains(&true) {
@@ -354,7 +378,7 @@ impl Inner {
                 }
             }
             if rung[1] {
-                return !self.stopping.load(Relaxed);
+                return if self.stopping.load(Relaxed) { Woken::Ends } else { Woken::Readable };
             }
         }
     }
@@ -362,7 +386,9 @@ impl Inner {
     /// Serves one front-end until it goes, misbehaves, or the export ends.
     fn session(&self, stream: UnixStream) {
         let _ = stream.set_nonblocking(false);
-        let Ok(ours) = stream.try_clone() else { return };
+        let (Ok(ours), Ok(to_shut_down)) = (stream.try_clone(), stream.try_clone()) else { return };
+        let ours = Arc::new(ours);
+        channel::enter(&ours);
         *self.stream.lock().expect("no holder panics") = stream.try_clone().ok();
         self.connected.store(true, Relaxed);
         self.observer.connected(true);
@@ -377,17 +403,28 @@ impl Inner {
             self.queues.clone(),
             self.features.clone(),
             self.reports.clone(),
+            Budget::new(Some(to_shut_down.into()), self.memory_may_block),
         )));
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
         let ended = loop {
-            if !self.wait(ours.as_fd()) {
-                break None;
-            }
-            if let Err(e) = self.message(&ours, &session, &mut handler) {
-                break Some(e);
+            let waits = session.lock().expect("no holder panics").waits_for_memory();
+            match self.wait(ours.as_fd(), waits.then_some(MEMORY_WAIT)) {
+                Woken::Ends => break None,
+                Woken::Late => session.lock().expect("no holder panics").warn_of_no_memory(),
+                Woken::Readable => {
+                    if let Err(e) = self.message(&ours, &session, &mut handler) {
+                        break Some(e);
+                    }
+                }
             }
         };
+        let mut session = session.lock().expect("no holder panics");
         match ended {
+            _ if session.lost_memory() => tracing::warn!(
+                "{}: the front end cut memory short that it shares: its queues stop and its connection is closed; start \
+                 the guest anew",
+                self.name
+            ),
             None => {}
             Some(VhostError::Disconnected) => tracing::info!("{}: the front-end went", self.name),
             Some(_) if self.stopping.load(Relaxed) => {}
@@ -395,11 +432,7 @@ impl Inner {
                 tracing::warn!("{}: the front-end's connection is closed: {}", self.name, words_of(&e))
             }
         }
-        let mut session = session.lock().expect("no holder panics");
         session.stop_all();
-        if session.lost_memory() {
-            tracing::warn!("{}: the front-end took memory away from under its guest", self.name);
-        }
         drop(session);
         *self.channel.lock().expect("no holder panics") = None;
         *self.stream.lock().expect("no holder panics") = None;
@@ -441,6 +474,10 @@ impl Inner {
             Own::SetStatus(status) => session.lock().expect("no holder panics").set_status(*status),
             Own::GetStatus => value = session.lock().expect("no holder panics").status(),
             Own::BackendChannel(fd) => {
+                channel::write_only(fd, Some(stream)).map_err(|e| {
+                    let why = format!("the back-end request channel is not usable: {e}");
+                    VhostError::ReqHandlerError(io::Error::new(e.kind(), why))
+                })?;
                 let fd = fd.try_clone().map_err(VhostError::SocketError)?;
                 *self.channel.lock().expect("no holder panics") = Some(fd);
             }

@@ -3,6 +3,7 @@
 //! All of it belongs to the session thread. A ring runs when it has memory, addresses, a kick and is enabled;
 //! it is then a queue on a worker and comes back, drained, before anything that it leans on goes away.
 
+mod inflight;
 mod log;
 mod rings;
 
@@ -22,13 +23,14 @@ use vhost::vhost_user::{
     Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
 };
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
-use virtio::inflight::inflight_queue_size;
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::MAX_QUEUE_SIZE;
 
-use self::rings::InflightArea;
-use super::memory::{Mapping, Notes, is_eventfd, map_region, shared_file};
+use self::inflight::InflightArea;
+use super::budget::Budget;
+use super::channel::write_only;
+use super::memory::{Mapping, is_eventfd, map_region};
 use super::{Device, Reports, Then};
 use crate::frontend::Queues;
 use crate::queue::{self, Bell};
@@ -40,6 +42,8 @@ const F_PROTOCOL: u64 = bit(virtio::features::VHOST_USER_F_PROTOCOL_FEATURES);
 /// Page size of the dirty log, fixed by the specification: one bit each.
 const LOG_PAGE_BYTES: u64 = 4096;
 
+/// Bytes of the dirty log at most: bits for 32 TiB of guest-physical addresses.
+const LOG_BYTES_MAX: u64 = 1 << 30;
 /// What to do where a front end shares no memory.
 const SHARE_MEMORY: &str = "Give the VMM memory that it can share; QEMU: -object memory-backend-memfd,id=mem,size=SIZE,\
      share=on -machine memory-backend=mem";
@@ -55,6 +59,13 @@ struct Vring {
     err: Option<Arc<Bell>>,
     enabled: bool,
     running: bool,
+}
+
+impl Vring {
+    /// Whether it stands, and has all that it needs except for memory.
+    fn may_start(&self) -> bool {
+        !self.running && self.enabled && self.size > 0 && self.kick.is_some() && self.addrs.is_some()
+    }
 }
 
 /// Ring addresses as the front-end has them: in its own address space.
@@ -75,6 +86,8 @@ pub(super) struct Session {
     /// Features agreed on, for `status` to read.
     agreed: Arc<AtomicU64>,
     reports: Arc<Reports>,
+    /// What it may map.
+    budget: Arc<Budget>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     status: u64,
@@ -83,11 +96,15 @@ pub(super) struct Session {
     /// each queue pair of a network card.
     again: BTreeMap<(u64, u64, u64), u16>,
     mem: Arc<GuestMemory>,
+    /// Whether a memory table with regions came, or the user was told that none did.
+    had_memory: bool,
     vrings: Vec<Vring>,
     inflight: Option<InflightArea>,
     /// Why this guest does not go on with its requests in flight, nor with others.
     cut_off: Option<String>,
     log: Option<Arc<DirtyLog>>,
+    /// What it lies in.
+    log_map: Option<Arc<Mapping>>,
 }
 
 impl Session {
@@ -97,6 +114,7 @@ impl Session {
         queues: Queues,
         agreed: Arc<AtomicU64>,
         reports: Arc<Reports>,
+        budget: Arc<Budget>,
     ) -> Self {
         let vrings = (0..queues.rings()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
@@ -111,16 +129,19 @@ impl Session {
             queues,
             agreed,
             reports,
+            budget,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
             regions: Vec::new(),
             again: BTreeMap::new(),
             mem: Arc::new(GuestMemory::empty()),
+            had_memory: false,
             vrings,
             inflight: None,
             cut_off: None,
             log: None,
+            log_map: None,
         }
     }
 
@@ -203,6 +224,23 @@ fn no_bell(e: std::io::Error) -> Error {
     ))
 }
 
+/// A ring's call descriptor: an eventfd, or the socket that User-mode Linux has for it.
+fn call_fd(file: File, by_kernel: bool) -> Result<OwnedFd> {
+    if is_eventfd(&file) {
+        return Ok(file.into());
+    }
+    let fd = OwnedFd::from(file);
+    match write_only(&fd, None) {
+        Ok(()) if by_kernel => Err(refuse(
+            "the kernel cannot notify by a socket: add the export with engine=user, or use eventfds",
+        )),
+        Ok(()) => Ok(fd),
+        Err(why) => {
+            Err(refuse(format!("a ring's descriptor is no eventfd, nor a socket to notify by: {why}")))
+        }
+    }
+}
+
 const NOT_OURS: Error = Error::InvalidOperation("this device has no such thing");
 
 impl VhostUserBackendReqHandlerMut for Session {
@@ -271,7 +309,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         }
         let mut mapped = Vec::with_capacity(table.len());
         for (region, file) in table.iter().zip(&files) {
-            mapped.push(map_region(region, file).map_err(Error::ReqHandlerError)?);
+            let region = map_region(&self.budget, region, file, &self.regions);
+            mapped.push(region.map_err(Error::ReqHandlerError)?);
         }
         self.remap(true, |regions| {
             *regions = mapped;
@@ -355,9 +394,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let by_kernel = self.queues.kernel().is_some();
+        let fd = fd.map(|fd| call_fd(fd, by_kernel)).transpose()?;
         // The kernel engine signals its descriptors by itself.
-        let make = if self.queues.kernel().is_some() { Bell::rare } else { Bell::new };
-        let call = fd.map(eventfd).transpose()?.map(make).transpose().map_err(no_bell)?;
+        let make = if by_kernel { Bell::rare } else { Bell::new };
+        let call = fd.map(make).transpose().map_err(no_bell)?;
         let vring = self.vring(index.into())?;
         vring.call = call.map(Arc::new);
         if !vring.running {
@@ -469,49 +510,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        let (queues, size) = (asked.num_queues, asked.queue_size);
-        if queues == 0 || usize::from(queues) > self.vrings.len() || size == 0 || size > MAX_QUEUE_SIZE {
-            return Err(refuse(format!("there is no in-flight region for {queues} queues of {size}")));
-        }
-        let mut len = inflight_queue_size(asked.queue_size, self.packed()) * usize::from(asked.num_queues);
-        if self.device.takes_notes() {
-            len = len.next_multiple_of(size_of::<u64>()) + Notes::BYTES;
-        }
-        let file = shared_file("vshunt-inflight", len as u64).map_err(Error::ReqHandlerError)?;
-        let reply = VhostUserInflight::new(len as u64, 0, asked.num_queues, asked.queue_size);
-        self.set_inflight_fd(&reply, file.try_clone().map_err(Error::ReqHandlerError)?)?;
-        Ok((reply, file))
+        self.make_inflight(asked)
     }
 
     fn set_inflight_fd(&mut self, area: &VhostUserInflight, file: File) -> Result<()> {
-        if self.vrings.iter().any(|v| v.running) {
-            return Err(refuse("the in-flight region changes while rings run"));
-        }
-        let end = area.mmap_offset.checked_add(area.mmap_size).filter(|_| area.mmap_size > 0);
-        let end = end.ok_or_else(|| refuse("the in-flight region has no end or no bytes"))?;
-        let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
-        self.inflight = Some(InflightArea {
-            map,
-            offset: area.mmap_offset as usize,
-            queues: area.num_queues,
-            queue_size: area.queue_size,
-        });
-        let parts = usize::from(area.num_queues) * inflight_queue_size(area.queue_size, self.packed());
-        let notes = self
-            .inflight
-            .as_ref()
-            .filter(|_| self.device.takes_notes())
-            .and_then(|inflight| Notes::new(&inflight.map, inflight.offset.checked_add(parts)?));
-        self.device.notes(notes);
-        self.cut_off = None;
-        if self.inflight.as_ref().is_some_and(InflightArea::was_used)
-            && let Err(why) = self.device.resumed()
-        {
-            tracing::error!("{}: the guest cannot go on where it was: {why}", self.name);
-            self.cut_off = Some(why.clone());
-            return Err(refuse(why));
-        }
-        Ok(())
+        self.take_inflight(area, &file)
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
@@ -527,7 +530,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let key = (region.guest_phys_addr, region.user_addr, region.memory_size);
         let known = self.regions.iter().find(|r| (r.guest_addr, r.user_addr, r.size) == key);
         let same = |r: &Region| {
-            let is_there = |map: &Mapping| map.is_of(&file) && map.offset_of(r.host) == region.mmap_offset;
+            let is_there = |map: &Mapping| map.is_of(&file, region.mmap_offset, region.memory_size);
             r.keep.downcast_ref::<Mapping>().is_some_and(is_there)
         };
         if known.is_some_and(same) {
@@ -537,7 +540,8 @@ impl VhostUserBackendReqHandlerMut for Session {
             return Ok(None);
         }
         // Other memory at the same place: it was replaced, and not every pair has said so yet.
-        let region = map_region(region, &file).map_err(Error::ReqHandlerError)?;
+        let region =
+            map_region(&self.budget, region, &file, &self.regions).map_err(Error::ReqHandlerError)?;
         self.remap(false, |regions| {
             regions.retain(|r| (r.guest_addr, r.user_addr, r.size) != key);
             regions.push(region);
@@ -578,10 +582,14 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let end = log.mmap_offset.checked_add(log.mmap_size).filter(|_| log.mmap_size > 0);
-        let end = end.ok_or_else(|| refuse("the dirty log has no end or no bytes"))?;
-        let map = Mapping::new(&file, end).map_err(Error::ReqHandlerError)?;
-        self.go_over_to(&map, log.mmap_offset as usize, log.mmap_size)
+        if log.mmap_size > LOG_BYTES_MAX {
+            return Err(refuse(format!(
+                "the dirty log has {} bytes, and {LOG_BYTES_MAX} is the limit",
+                log.mmap_size
+            )));
+        }
+        let map = Mapping::new(&self.budget, &file, log.mmap_offset, log.mmap_size);
+        self.go_over_to(&map.map_err(Error::ReqHandlerError)?)
     }
 }
 

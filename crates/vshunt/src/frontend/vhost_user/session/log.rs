@@ -46,9 +46,9 @@ impl Session {
         (Some(log), used)
     }
 
-    /// Marks pages from now on in `size` bytes at `offset` of a mapping, which the caller checked to lie inside.
-    pub(super) fn go_over_to(&mut self, map: &Arc<Mapping>, offset: usize, size: u64) -> Result<()> {
-        let at = map.at(offset);
+    /// Marks pages from now on in a mapping.
+    pub(super) fn go_over_to(&mut self, map: &Arc<Mapping>) -> Result<()> {
+        let (at, size) = (map.at(0), map.len() as u64);
         // SAFETY: inside the mapping, which the log keeps.
         let told = Arc::new(unsafe { DirtyLog::new(at, size as usize, map.clone()) });
         // Also what running rings mark of themselves: the kernel goes over to the new log in the midst of that.
@@ -59,7 +59,7 @@ impl Session {
             return Err(refuse(format!("the dirty log covers {covered:#x} of {last:#x} bytes of memory")));
         }
         // The old one is kept until the kernel has gone over to this one.
-        let old = self.log.replace(told);
+        let old = (self.log.replace(told), self.log_map.replace(map.clone()));
         if let Some(kernel) = self.queues.kernel().cloned() {
             // SAFETY: it covers all that is marked (above), and `self.log` keeps the mapping until another log was told
             // or, when the session ends, features without logging.

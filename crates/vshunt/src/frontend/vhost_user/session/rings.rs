@@ -12,45 +12,19 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 
 use super::super::VringParts;
 use super::super::memory::Mapping;
-use super::{F_LOG_ALL, F_PROTOCOL, Session, UserAddrs, Vring, refuse};
+use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, Vring, refuse};
 use crate::frontend::kernel::{KernelQueues, RingSetup, Tracking};
 use crate::frontend::{Queues, UserQueues};
 use crate::queue;
 use crate::worker::State;
 
-/// The region in which requests in flight are noted, one part a queue.
-pub(super) struct InflightArea {
-    pub(super) map: Arc<Mapping>,
-    pub(super) offset: usize,
-    pub(super) queues: u16,
-    pub(super) queue_size: u16,
-}
-
-impl InflightArea {
-    /// Whether a device initialised it before: the version that follows the 64 bits of features is not 0 then.
-    pub(super) fn was_used(&self) -> bool {
-        let at = self.offset + size_of::<u64>();
-        // SAFETY: inside of the mapping, and aligned, since the mapping is and a part's offset is even by the
-        // check beside it; a front-end that writes there meanwhile only changes the answer.
-        at + 2 <= self.map.len()
-            && at.is_multiple_of(2)
-            && unsafe { self.map.at(at).cast::<u16>().read_volatile() } != 0
-    }
-
-    /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
-    /// stood is not to outlive a reset.
-    pub(super) fn clear(&self) {
-        let len = self.map.len() - self.offset;
-        // SAFETY: inside of the mapping, since the offset is (`set_inflight_fd`); rings, which alone use it, are gone.
-        unsafe { self.map.at(self.offset).write_bytes(0, len) };
-    }
-}
-
 impl Session {
-    /// Whether the front-end cut a file short that holds its guest's memory.
+    /// Whether the front end cut a file short that it shares, and an access found that out.
     pub(in super::super) fn lost_memory(&self) -> bool {
-        self.regions.iter().any(|r| r.keep.downcast_ref::<Mapping>().is_some_and(Mapping::lost))
+        self.budget.lost()
+            || self.regions.iter().any(|r| r.keep.downcast_ref::<Mapping>().is_some_and(Mapping::lost))
             || self.inflight.as_ref().is_some_and(|area| area.map.lost())
+            || self.log_map.as_ref().is_some_and(|map| map.lost())
     }
 
     /// Drains and stops every ring; called when the front-end goes, too.
@@ -134,10 +108,24 @@ impl Session {
         tracing::debug!("{}:{index} stopped", self.name);
     }
 
+    /// Whether a ring has all that it needs, except for memory, and no memory ever came.
+    pub(in super::super) fn waits_for_memory(&self) -> bool {
+        !self.had_memory && self.vrings.iter().any(Vring::may_start)
+    }
+
+    /// Says once that rings wait for memory, and how to share it: the guest waits, too, and shows nothing of it.
+    pub(in super::super) fn warn_of_no_memory(&mut self) {
+        self.had_memory = true;
+        tracing::warn!(
+            "{}: the front end started a ring and has shared no memory, so the guest hangs. {SHARE_MEMORY}",
+            self.name
+        );
+    }
+
     /// Starts a ring if all that it needs is there.
     pub(super) fn start(&mut self, index: usize) -> Result<()> {
         let vring = &self.vrings[index];
-        if vring.running || !vring.enabled || vring.size == 0 || self.mem.regions().is_empty() {
+        if !vring.may_start() || self.mem.regions().is_empty() {
             return Ok(());
         }
         let (Some(kick), Some(addrs)) = (vring.kick.clone(), vring.addrs) else { return Ok(()) };
@@ -310,7 +298,7 @@ impl Session {
             return Err(self.bad_inflight(index, &"the in-flight region has no room for this queue"));
         }
         let len = inflight_queue_size(area.queue_size, self.packed());
-        let offset = area.offset + index * len;
+        let offset = index * len;
         if offset + len > area.map.len() {
             return Err(self.bad_inflight(index, &"it ends before this queue's part"));
         }
@@ -352,6 +340,7 @@ impl Session {
         let mut result = taken.map_err(|e| refuse(format!("the memory table is not usable: {e}")));
         // Else rings go on with the old one.
         if result.is_ok() {
+            self.had_memory |= !regions.is_empty();
             (self.regions, self.mem) = (regions, mem);
         }
         if let Some(kernel) = kernel.filter(|_| self.logging()) {
