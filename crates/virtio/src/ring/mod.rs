@@ -321,6 +321,14 @@ impl DeviceRing {
         each!(self, r => r.base())
     }
 
+    /// Takes back what [`disable_kick`](Self::disable_kick) said, for a ring that is given up.
+    ///
+    /// The next owner of the device side may be another program, which relies on a kick for the first request. Does
+    /// nothing on a split ring with `VIRTIO_RING_F_EVENT_IDX`, whose driver goes by an index that the next owner sets.
+    pub fn allow_kicks(&mut self) {
+        each!(self, r => r.allow_kicks());
+    }
+
     /// How far used elements are published: split, the used index; packed, the position with the wrap counter in
     /// bit 15.
     pub fn used_index(&self) -> u16 {

@@ -385,6 +385,10 @@ impl PackedRing {
         self.set_event(0, EVENT_DISABLE);
     }
 
+    pub(super) fn allow_kicks(&mut self) {
+        self.set_event(0, EVENT_ENABLE);
+    }
+
     #[inline]
     pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
         let mut ahead = 0;

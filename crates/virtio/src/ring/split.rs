@@ -226,6 +226,12 @@ impl SplitRing {
         }
     }
 
+    pub(super) fn allow_kicks(&mut self) {
+        if !self.event_idx {
+            self.set_control(0, 0);
+        }
+    }
+
     #[inline]
     pub(super) fn enable_kick_after(&mut self, count: u16) -> bool {
         let mut ahead = 0;

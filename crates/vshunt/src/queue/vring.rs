@@ -45,6 +45,8 @@ pub trait Vring {
     /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, since a
     /// request under way was not told to note where it writes.
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);
+    /// Says that kicks are wanted again, for the program that has the ring next. Only at rest.
+    fn allow_kicks(&mut self);
 }
 
 /// A virtqueue of a worker's queue: the only one of a disk's or of a card's control (`way` 0), or one of a pair's two.
@@ -79,7 +81,12 @@ pub struct Rest {
 /// that has another.
 ///
 /// `discard`: the ring is switched off, so that what a guest's card still has to send is dropped, not sent some time later.
-pub fn take_ring(mut queue: Box<dyn Queue>, way: u16, discard: bool) -> (u32, Option<Rest>) {
+/// `hand_over`: the front-end waits for the answer and gives the ring to another device side, which is to be kicked. In all
+/// other cases the front-end may use the ring's memory for something else by now, and nothing is written there.
+pub fn take_ring(mut queue: Box<dyn Queue>, way: u16, discard: bool, hand_over: bool) -> (u32, Option<Rest>) {
+    if hand_over && let Some(ring) = ring(queue.as_mut(), way) {
+        ring.allow_kicks();
+    }
     if let Some(pair) = pair(queue.as_mut()) {
         let (base, more) = pair.remove(way, discard);
         let broken = pair.is_broken();

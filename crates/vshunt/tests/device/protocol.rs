@@ -14,7 +14,8 @@ use vshunt_bench::driver::{
 };
 
 use super::rig::{
-    Backing, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, signalled, small, wait_for,
+    Backing, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, shapes, signalled, small,
+    wait_for,
 };
 
 /// Whether the server has closed the connection.
@@ -292,6 +293,25 @@ fn get_vring_base_drains_and_says_where_the_ring_stands() {
         assert_eq!(base, want);
         // Once more says the same.
         assert_eq!(machine.session.stop_ring(0).unwrap(), want);
+    }
+}
+
+#[test]
+fn a_ring_that_is_given_up_asks_for_kicks() {
+    let rig = Rig::ram(LOAD_BYTES, 1);
+    for options in shapes().into_iter().filter(|options| !options.event_idx) {
+        let mut machine = Machine::connect(&rig.socket("e"), options.clone());
+        let load = machine.load(0);
+        for turn in 0..20 {
+            load.progress(50);
+            // While requests come it asks for none.
+            let base = machine.session.stop_ring(0).unwrap();
+            // Split: the used ring's flags. Packed: those of the device's event suppression structure (2.8.10).
+            let flags = machine.parts[0].device.load_u16(if options.packed { 2 } else { 0 });
+            assert_eq!(flags, 0, "turn {turn}, packed {}", options.packed);
+            machine.session.set_ring(&RingSetup { parts: &machine.parts[0], base }, false).unwrap();
+            machine.parts[0].kick();
+        }
     }
 }
 

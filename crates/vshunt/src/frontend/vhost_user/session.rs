@@ -372,7 +372,7 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
         self.vring(index)?;
-        self.stop(index as usize);
+        self.hand_over(index as usize);
         let vring = self.vring(index)?;
         vring.kick = None;
         let base = vring.base;

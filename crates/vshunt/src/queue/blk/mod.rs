@@ -229,6 +229,10 @@ impl Vring for BlkQueue {
         self.noted = noted(self.vring.size(), log.as_ref());
         self.log = log;
     }
+
+    fn allow_kicks(&mut self) {
+        self.vring.allow_kicks();
+    }
 }
 
 impl Queue for BlkQueue {

@@ -128,6 +128,10 @@ fn in_bounds(sector: u64, len: u64, size: u64) -> Result<(), i32> {
 /// The one range of a DISCARD or WRITE_ZEROES (we offer max_*_seg = 1).
 fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
     let mut bytes = [0u8; BLK_RANGE_LEN];
+    // More ranges than max_*_seg says are a request that this device does not have, as QEMU answers, too.
+    if request.data_len > BLK_RANGE_LEN as u64 {
+        return Err(-libc::EOPNOTSUPP);
+    }
     if request.data_len != BLK_RANGE_LEN as u64 || gather(data, &mut bytes) != BLK_RANGE_LEN {
         return Err(-libc::EINVAL);
     }

@@ -68,4 +68,8 @@ impl Vring for Line {
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {
         Line::set_log(self, log, used);
     }
+
+    fn allow_kicks(&mut self) {
+        self.vring.allow_kicks();
+    }
 }

@@ -52,10 +52,16 @@ impl Session {
         self.close(index);
     }
 
+    /// [`stop`](Self::stop) for GET_VRING_BASE: the front-end may give the ring to another program next.
+    pub(super) fn hand_over(&mut self, index: usize) {
+        self.halt(index, false, true);
+        self.close(index);
+    }
+
     /// Stops a ring that is switched off: what its device or its guest has for it meanwhile is for nobody
     /// (vhost-user specification, "Ring states").
     pub(super) fn switch_off(&mut self, index: usize) {
-        self.halt(index, true);
+        self.halt(index, true, false);
         self.close(index);
     }
 
@@ -79,10 +85,10 @@ impl Session {
 
     /// Stops a ring, whose device keeps what comes for it meanwhile; its base is where it came to.
     pub(super) fn pause(&mut self, index: usize) {
-        self.halt(index, false);
+        self.halt(index, false, false);
     }
 
-    fn halt(&mut self, index: usize, discard: bool) {
+    fn halt(&mut self, index: usize, discard: bool, hand_over: bool) {
         if !std::mem::take(&mut self.vrings[index].running) {
             return;
         }
@@ -90,7 +96,7 @@ impl Session {
             Queues::User(set) => {
                 let (at, way) = set.place(index as u16).expect("it ran");
                 set.stop(at).map(|queue| {
-                    let (base, rest) = queue::take_ring(queue, way, discard);
+                    let (base, rest) = queue::take_ring(queue, way, discard, hand_over);
                     if let Some(rest) = rest {
                         set.start(at, rest.queue);
                         if rest.broken {
