@@ -191,6 +191,7 @@ class Changes:
         both.ours("create", "-q", "-f", "qcow2", "-b", "large", "-F", "qcow2", "over", "2M")
         both.ours("resize", "over", "10M")
         r.require(self.contents("over") == (b"\7" * (2 << 20)).ljust(10 << 20, b"\0"), "the image below shows")
+        self.over_another()
         # A data file of its own follows.
         both.ours("create", "-q", "-f", "qcow2", "-o", "data_file=ext.data,data_file_raw=on", "ext", "1M")
         both.io("ext", "write -P 5 0 1M")
@@ -200,6 +201,24 @@ class Changes:
         data = (both.dir / "ext.data").read_bytes()
         r.require(data == b"\5" * (1 << 20) + b"\0" * (1 << 20) + b"\6" * (1 << 19), "the data file is another")
         r.require(both.same_check("ext") == 0, "not clean")
+
+    def over_another(self):
+        """The disk, or the image below, ends within a cluster."""
+        both = self.both
+        for size in (100_352, 300_032):
+            (both.dir / f"base{size}").write_bytes(b"\7" * size)
+        for old, below in ((196_608, 100_352), (100_352, 100_352), (100_352, 300_032), (131_072, 300_032)):
+            for mode, extended in (("off", "off"), ("off", "on"), ("metadata", "off"), ("falloc", "on"), ("full", "off")):
+                options = f"extended_l2={extended}"
+                both.ours("create", "-q", "-f", "qcow2", "-o", options, "-b", f"base{below}", "-F", "raw", "short", old)
+                both.ours("bitmap", "--add", "short", "b")
+                both.ours("resize", "-q", f"--preallocation={mode}", "short", "512000")
+                of = f"{old} over {below}, {mode}, {options}"
+                r.require(both.same_check("short") == 0, f"{of}: not clean")
+                want = (b"\7" * min(old, below)).ljust(512_000, b"\0")
+                r.require(self.contents("short") == want, f"{of}: it reads otherwise")
+                if mode == "full":
+                    r.require(self.bits("short", "b") == [], f"{of}: the bitmap is not what it was")
 
     def refused(self, _):
         both = self.both
@@ -239,8 +258,45 @@ class Changes:
         both.ours("check", "-r", "all", "sick")
         both.ours("snapshot", "-c", "x", "sick")
         r.require(both.same_check("sick") == 0, "not clean")
+        self.of_no_use()
+        self.later_version()
         # One that was not closed is repaired first.
         both.ours("create", "-q", "-f", "qcow2", "-o", "lazy_refcounts=on", "open", "4M")
         both.io("open", "write -P 5 0 1M", "abort", check=False)
         both.ours("snapshot", "-c", "x", "open")
         r.require(both.same_check("open") == 0, "not clean")
+
+    def of_no_use(self):
+        """What QEMU stumbles over although it leads to nothing: a flag without a table, a table without entries."""
+        both = self.both
+        both.theirs("create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "useless", "1M")
+        both.io("useless", "write -P 3 0 64k")
+        before = self.contents("useless")
+        data = bytearray((both.dir / "useless").read_bytes())
+        l1 = int.from_bytes(data[40:48], "big")
+        data[l1 + 8 * 20 : l1 + 8 * 21] = (1 << 63).to_bytes(8, "big")
+        data[64:72] = (0x201).to_bytes(8, "big")
+        (both.dir / "useless").write_bytes(data)
+        r.require(both.theirs("info", "useless", check=False).returncode != 0, "QEMU opens it: the test tests nothing")
+        r.require(both.ours("check", "-q", "useless", check=False).returncode == 2, "nothing is found")
+        both.ours("check", "-q", "-r", "all", "useless")
+        r.require(both.same_check("useless") == 0, "not clean")
+        data = (both.dir / "useless").read_bytes()
+        r.require(data[l1 + 8 * 20 : l1 + 8 * 21] == bytes(8) == data[64:72], "it is still there")
+        both.io("useless", "write -P 4 700k 1k")
+        r.require(self.contents("useless")[: 64 << 10] == before[: 64 << 10], "the disk is another")
+        r.require(both.same_check("useless") == 0, "not clean after a write")
+
+    def later_version(self):
+        """An image of a version that nobody knows is no raw disk."""
+        both = self.both
+        both.theirs("create", "-q", "-f", "qcow2", "later", "1M")
+        data = bytearray((both.dir / "later").read_bytes())
+        for version in (1, 4, 7):
+            data[7] = version
+            (both.dir / "later").write_bytes(data)
+            for arguments in (["info", "later"], ["check", "later"], ["resize", "later", "2M"], ["snapshot", "-l", "later"],
+                              ["convert", "-O", "raw", "later", "later.raw"]):
+                r.message_of(both.ours(*arguments, check=False), "later", f"version {version}", "raw")
+        r.require((both.dir / "later").read_bytes() == bytes(data), "the image was touched")
+        both.ours("convert", "-f", "raw", "-O", "raw", "later", "later.raw")

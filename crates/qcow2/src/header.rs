@@ -156,9 +156,17 @@ impl Header {
     /// Bytes to read from the image's start that hold the header, whatever it says; images may be shorter.
     pub const BYTES_MAX: usize = 1 << 21;
 
-    /// Whether a file that begins so is a qcow2 image.
-    pub fn is_qcow2(start: &[u8]) -> bool {
-        start.len() >= 8 && start[..4] == MAGIC && matches!(be32(start, 4), 2 | 3)
+    /// Returns the version of the qcow2 image that begins with `start`, or nothing for a file without the magic number.
+    ///
+    /// The version may be one that [`peek_cluster_bits`](Self::peek_cluster_bits) refuses. Such a file is an image all
+    /// the same: to take it for a raw disk would show its metadata as data, and writes would destroy it.
+    pub fn probe(start: &[u8]) -> Option<u32> {
+        (start.len() >= 8 && start[..4] == MAGIC).then(|| be32(start, 4))
+    }
+
+    /// Whether images of that version can be opened.
+    pub fn knows(version: u32) -> bool {
+        matches!(version, 2 | 3)
     }
 
     /// The log2 of the cluster size, so that the first cluster can be read; `start` has 24 bytes.
@@ -170,7 +178,7 @@ impl Header {
             return Err(Error::NotQcow2);
         }
         match be32(start, 4) {
-            2 | 3 => {}
+            n if Self::knows(n) => {}
             1 => return Err(Error::unsupported("qcow version 1: convert it with qemu-img".to_owned())),
             n => return Err(Error::unsupported(format!("qcow2 version {n}; versions 2 and 3 are known"))),
         }

@@ -4,7 +4,7 @@ mod grow;
 
 use crate::change::{Change, is_data};
 use crate::create::Preallocation;
-use crate::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
+use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
 use crate::header::{Header, L1_BYTES_MAX, autoclear, incompatible};
 use crate::{Error, Image, Progress, Result, Storage, bitmap, image};
 use grow::Grown;
@@ -102,12 +102,16 @@ fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<Plac
     of.sync().map_err(&cannot)
 }
 
-/// The disk's last cluster, if the disk ends within it and it has data.
+/// The disk's last cluster, if the disk ends within it and something has to be done about the rest of it.
 struct Tail {
     l1: usize,
     slot: usize,
     /// Where in the cluster the disk ends.
     within: u64,
+    /// It has its place in the file, whose end is to be cleared.
+    data: bool,
+    /// Subclusters behind the end that are to read as zeroes, as the bits of an extended entry.
+    hide: u64,
 }
 
 impl Tail {
@@ -132,12 +136,13 @@ impl Tail {
         };
         let external = h.has(incompatible::DATA_FILE) && e & COPIED != 0;
         let data = (is_data(e) || external) && e & ZERO == 0;
-        let whole = match words {
-            1 => data || e & ZERO != 0,
-            _ => data && subclusters & 0xffff_ffff == 0xffff_ffff,
+        let shows = grows && e & COMPRESSED == 0 && around.below.is_some_and(|below| below > end);
+        let (hidden, hide) = match (shows, words) {
+            (false, _) => (true, 0),
+            (true, 1) => (data || e & ZERO != 0, 0),
+            (true, _) => hide_subclusters(subclusters, within, h.cluster_size()),
         };
-        let hidden = whole || e & COMPRESSED != 0 || around.below.is_none_or(|below| below <= end);
-        if grows && !hidden {
+        if !hidden {
             return Err(Error::unsupported(format!(
                 "the disk ends within a cluster that the image below shows through, at {end}; write to its last \
                  sector first"
@@ -149,30 +154,52 @@ impl Tail {
                 h.cluster_size()
             )));
         }
-        Ok(data.then_some(Self { l1: (cluster / h.l2_entries()) as usize, slot, within }))
+        let l1 = (cluster / h.l2_entries()) as usize;
+        Ok((data || hide != 0).then_some(Self { l1, slot, within, data, hide }))
     }
 
-    /// Sees to it that the cluster is the disk's alone, and says where it is.
+    /// Sees to it that the cluster is the disk's alone, and says where it is if it has a place.
     fn own(&self, change: &mut Change<'_, '_>, l1: &mut [u64]) -> Result<Option<Place>> {
         let bits = change.header().cluster_bits;
         let (external, size) = (change.header().has(incompatible::DATA_FILE), change.header().cluster_size());
         let at = l1[self.l1] & OFFSET;
-        let mut table = change.l2(at)?;
-        let from = table[self.slot] & OFFSET;
-        let place =
-            |offset: u64| Some(Place { external, offset: offset + self.within, bytes: size - self.within });
-        if external || change.count(from >> bits)? == 1 {
-            return Ok(place(from));
+        let mut table = match at {
+            0 => vec![0; change.header().l2_entries() as usize * change.words()],
+            at => change.l2(at)?,
+        };
+        let mut from = table[self.slot] & OFFSET;
+        let shared = self.data && !external && change.count(from >> bits)? != 1;
+        if shared {
+            let mut data = vec![0; size as usize];
+            change.image.file.read_at(from, &mut data).map_err(Error::io("cannot read the last cluster"))?;
+            let to = change.put(data)?;
+            change.release(from, 1)?;
+            table[self.slot] = to | table[self.slot] & !(OFFSET | COPIED);
+            from = to;
         }
-        let mut data = vec![0; size as usize];
-        change.image.file.read_at(from, &mut data).map_err(Error::io("cannot read the last cluster"))?;
-        let to = change.put(data)?;
-        change.release(from, 1)?;
-        table[self.slot] = to | table[self.slot] & !(OFFSET | COPIED);
-        change.release(at, 1)?;
-        l1[self.l1] = change.put(image::to_bytes(&table))?;
-        Ok(place(to))
+        if self.hide != 0 {
+            table[self.slot + 1] |= self.hide;
+        }
+        if shared || self.hide != 0 {
+            if at != 0 {
+                change.release(at, 1)?;
+            }
+            l1[self.l1] = change.put(image::to_bytes(&table))?;
+        }
+        let place = Place { external, offset: from + self.within, bytes: size - self.within };
+        Ok(self.data.then_some(place))
     }
+}
+
+/// Whether the image below can be hidden behind byte `within` of a cluster with these subclusters, and the bits that do
+/// it. The subcluster that the disk ends in has to be there for that, or be zeroes.
+fn hide_subclusters(subclusters: u64, within: u64, cluster_size: u64) -> (bool, u64) {
+    let sub_size = cluster_size / u64::from(SUBCLUSTERS);
+    let known = subclusters | subclusters >> 32;
+    let last = within / sub_size;
+    let hidden = within.is_multiple_of(sub_size) || known >> last & 1 != 0;
+    let behind = (0xffff_ffff << within.div_ceil(sub_size)) & 0xffff_ffff;
+    (hidden, (behind & !known) << 32)
 }
 
 /// Frees everything behind `end`.

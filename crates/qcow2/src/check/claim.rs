@@ -117,6 +117,12 @@ impl Checker<'_, '_> {
     fn claim_snapshots(&mut self) -> Result<Vec<(u64, u32)>> {
         let header = &self.image.header;
         let (at, version, size) = (header.snapshots_offset, header.version, header.size);
+        if header.snapshots == 0 && !self.image.holds(at, 0) {
+            // QEMU refuses to open such an image, although the table has no entry.
+            self.corrupt(format_args!("snapshot table of no entries at {at:#x}, where the file has none"));
+            self.trouble.snapshots = Some(Vec::new());
+            return Ok(Vec::new());
+        }
         let (list, bytes) = match snapshot::read_table(&self.image) {
             Ok(read) => read,
             Err(e @ Error::Io { .. }) => return Err(e),
@@ -205,6 +211,14 @@ impl Checker<'_, '_> {
             }
             let at = *e & entry::OFFSET;
             if at == 0 {
+                // QEMU's write path follows the flag and takes the header for the L2 table.
+                if *e & entry::COPIED != 0
+                    && self
+                        .corrupt(format_args!("{of}, entry {n} has no L2 table and the flag COPIED: {e:#x}"))
+                {
+                    *e = 0;
+                    changed = true;
+                }
                 continue;
             }
             match self.claim(at, cluster, Class::L2, 1) {

@@ -221,3 +221,44 @@ fn bits_flipped_anywhere_are_repaired_or_refused() {
     }
     assert!(repaired > 100, "{repaired} were corrupt: the test tests little");
 }
+
+#[test]
+fn an_l1_entry_without_a_table_has_no_flag() {
+    for options in kinds(SIZE) {
+        let file = filled(&options);
+        let header = open(&file).header().clone();
+        let before = contents(&file);
+        // An entry behind the tables of the disk, in its own table and in that of the snapshot.
+        let last = header.l1_offset + u64::from(header.l1_size) * 8 - 8;
+        let table = get(&file, last);
+        let of_snapshot = snapshot::read_table(&open(&file)).unwrap().0[0].l1_offset;
+        for (at, what) in [(last, "the active table"), (of_snapshot, "the table of a snapshot")] {
+            let old = get(&file, at);
+            put(&file, at, COPIED);
+            repaired(&file, &format!("{options:?}: {what}"));
+            assert_eq!(get(&file, at), 0, "{options:?}: {what}");
+            // What it led to has no reference any more.
+            assert!(old == 0 || check(&file, Repair::No, &mut Quiet).unwrap().is_clean());
+        }
+        if table == 0 {
+            assert_eq!(contents(&file), before, "{options:?}");
+        }
+    }
+}
+
+#[test]
+fn a_place_of_no_snapshots_is_repaired() {
+    for options in kinds(SIZE) {
+        for wrong in [0x201, 1 << 50, u64::MAX - 511] {
+            let file = new(&options);
+            write(&mut open(&file), 1, 7, false);
+            let before = contents(&file);
+            assert_eq!(open(&file).header().snapshots, 0);
+            put(&file, 64, wrong);
+            repaired(&file, &format!("{options:?}: a snapshot table at {wrong:#x}"));
+            let header = open(&file).header().clone();
+            assert_eq!((header.snapshots, header.snapshots_offset), (0, 0), "{options:?}: {wrong:#x}");
+            assert_eq!(contents(&file), before);
+        }
+    }
+}

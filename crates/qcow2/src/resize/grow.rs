@@ -53,11 +53,7 @@ impl Grown<'_> {
         }
         let external = h.has(incompatible::DATA_FILE);
         let extended = h.has(incompatible::EXTENDED_L2);
-        if around.below.is_some() && !extended {
-            return Err(Error::invalid(
-                "preallocation with an image below needs extended_l2: it would hide what is there",
-            ));
-        }
+        // Only new clusters get a place, and the image below is hidden there in any case.
         if !external {
             // Behind the end of the file all is zero.
             change.look_from(change.image.len.div_ceil(h.cluster_size()));

@@ -104,6 +104,30 @@ fn preallocated_growth_has_its_places() {
 }
 
 #[test]
+fn preallocated_growth_lies_over_an_image_below() {
+    for how in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+        for mut options in kinds(SIZE) {
+            options.backing = Some(("base".to_owned(), "raw".to_owned()));
+            // The image below ends within the last cluster of the disk, before its end, or far behind it.
+            for below in [SIZE - 100, SIZE / 2, 2 * SIZE] {
+                if options.version < 3 && below > SIZE {
+                    continue;
+                }
+                let file = new(&options);
+                write(&mut open(&file), 3, 5, false);
+                let of = format!("{options:?}, {how:?} over {below}");
+                let around = around(Some(below), how);
+                resize(&mut open(&file), 4 * SIZE, &around, &mut |_, _| {}).expect(&of);
+                let r = checked(&file);
+                let grown = 3 * SIZE / options.cluster_size;
+                assert_eq!((r.is_clean(), r.allocated_clusters), (true, grown + 1), "{of}");
+                assert!(contents(&file).iter().all(|(c, ends)| *c == 3 || *ends == (0, 0)), "{of}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_larger_image_below_does_not_show() {
     let backing = || Some(("base".to_owned(), "raw".to_owned()));
     for extended_l2 in [false, true] {
@@ -126,6 +150,16 @@ fn a_larger_image_below_does_not_show() {
     let file = new(&Options { backing: backing(), ..Options::new(SIZE + 512) });
     let e = resize(&mut open(&file), 4 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {});
     assert!(e.unwrap_err().to_string().contains("below"));
+    // Subclusters can be hidden one by one: no data is needed where the disk ends at one's end.
+    let options = Options { backing: backing(), extended_l2: true, ..Options::new(SIZE + 4096) };
+    let file = new(&options);
+    resize(&mut open(&file), 2 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {}).unwrap();
+    assert_clean(&file, "grown within a cluster");
+    let i = open(&file);
+    let l1 = i.table(i.header.l1_offset, 1, "L1").unwrap();
+    let table = image::words(&i.read(l1[0] & OFFSET, 65536, "L2").unwrap());
+    let at = (SIZE >> 16) as usize * 2;
+    assert_eq!((table[at], table[at + 1]), (0, 0xffff_fffc << 32));
     let file = new(&Options { backing: backing(), version: 2, ..Options::new(SIZE) });
     let e = resize(&mut open(&file), 4 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {});
     assert!(e.unwrap_err().to_string().contains("version 2"));

@@ -30,12 +30,32 @@ impl Disk {
         let granule = self.granule();
         let first = offset / granule * granule;
         let len = ((offset + bytes.len() as u64).next_multiple_of(granule) - first) as usize;
+        self.read_and_write(first, len, fua, |buf| {
+            buf[(offset - first) as usize..][..bytes.len()].copy_from_slice(bytes);
+        })
+    }
+
+    /// Reads a range of whole sectors and writes the same bytes back, as the disk's queues would do it; likewise.
+    pub(super) fn rewrite(self: &Arc<Self>, offset: u64, len: u64) -> io::Result<()> {
+        self.read_and_write(offset, len as usize, false, |_| {})
+    }
+
+    fn read_and_write(
+        self: &Arc<Self>,
+        first: u64,
+        len: usize,
+        fua: bool,
+        change: impl FnOnce(&mut [u8]) + Send,
+    ) -> io::Result<()> {
         let mut buf = AlignedBuf::new(len).ok_or(io::ErrorKind::OutOfMemory)?;
+        let mut change = Some(change);
         self.as_queue(|handle, ring, io| {
             let mut merged = Ok(());
             for op in [Op::Read, Op::Write] {
-                if op == Op::Write {
-                    buf.bytes()[(offset - first) as usize..][..bytes.len()].copy_from_slice(bytes);
+                if op == Op::Write
+                    && let Some(change) = change.take()
+                {
+                    change(&mut buf.bytes()[..len]);
                 }
                 io.reset(op, first, fua && op == Op::Write);
                 // SAFETY: the buffer and `io` stay here until the request is done.

@@ -3,6 +3,7 @@
 //! Called as [`replace`](super::replace) has it. The image is checked first, since an offline change writes to what the
 //! counts call free; so the pause grows with the image's tables (some 2 MiB for each 16 GiB in use).
 
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use qcow2::check::{Quiet, Repair, check};
@@ -13,7 +14,7 @@ use qcow2::snapshot::{self, Snapshot, read_table};
 use qcow2::{Image, Storage};
 
 use super::replace::{Closed, shown};
-use super::{Disk, Kind};
+use super::{Disk, Kind, SECTOR_BYTES};
 use crate::error::{Error, Result};
 use crate::export::spec::DiskSpec;
 
@@ -57,8 +58,11 @@ impl Disk {
     ///
     /// # Errors
     /// Those of the change, which leave the image as it was, and of [`replace`](Self::replace).
-    pub fn resize_closed(&self, now: &DiskSpec, size_bytes: u64) -> Result<()> {
+    pub fn resize_closed(self: &Arc<Self>, now: &DiskSpec, size_bytes: u64) -> Result<()> {
         Self::check_size(size_bytes)?;
+        if size_bytes > self.size_bytes() && !self.readonly {
+            self.own_last_cluster()?;
+        }
         self.offline(now, |image, closed| {
             let data = match image.header().data_file {
                 Some(_) => Some(closed.file(1)?),
@@ -68,6 +72,23 @@ impl Disk {
             let around = Around { data, below: closed.below, preallocation: Preallocation::Off };
             qcow2::resize::resize(image, size_bytes, &around, &mut |_, _| {}).map_err(|e| wrong(now, &e))
         })
+    }
+
+    /// Copies the disk's last cluster up from the image below, where the disk ends within it: only then can the rest of the
+    /// cluster be hidden when the disk grows. The disk's contents stay as they are. Blocks.
+    ///
+    /// # Errors
+    /// The cluster cannot be read or written.
+    pub fn own_last_cluster(self: &Arc<Self>) -> Result<()> {
+        let kind = self.kind();
+        let Kind::Qcow2(image) = &*kind else { return Ok(()) };
+        let size = self.size_bytes();
+        if image.below().is_none() || size.is_multiple_of(image.cluster_bytes()) {
+            return Ok(());
+        }
+        // A write of its last sector copies the cluster, or with extended L2 entries the subcluster.
+        self.rewrite(size - SECTOR_BYTES, SECTOR_BYTES)
+            .map_err(|e| Error::io("the disk's last cluster cannot be copied from the image below", e))
     }
 
     /// Takes an internal snapshot.

@@ -21,10 +21,9 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         (None, false) => For::Reading,
     };
     let file = ImageFile::open(path, purpose)?;
-    let io = |e| Failure::Failed(format!("cannot read {}: {e}", path.display()));
     let format = match args.format {
         Some(format) => format,
-        None => file.probe().map_err(io)?,
+        None => file.probe(path)?,
     };
     if format == ImageFormat::Raw {
         let text = format!("{}: images of format raw cannot be checked", path.display());

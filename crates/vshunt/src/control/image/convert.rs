@@ -102,16 +102,15 @@ fn source(args: &ConvertArgs) -> Outcome<(ImageFormat, u64)> {
     let cannot = |e: std::io::Error| Failure::Failed(format!("cannot read {shown}: {e}"));
     let format = match args.format {
         Some(format) => format,
-        None => file.probe().map_err(cannot)?,
+        None => file.probe(&args.from)?,
     };
     let size = match format {
         ImageFormat::Raw => qcow2::Storage::len(&file).map_err(cannot)?,
         ImageFormat::Qcow2 => qcow2::Image::open(&file).map_err(|e| failed(&args.from, &e))?.header().size,
     };
-    if !size.is_multiple_of(512) || size == 0 {
-        return Err(Failure::Failed(format!(
-            "{shown} has {size} bytes, which is no size of a disk: not a positive multiple of 512"
-        )));
+    // A raw file may end within a sector, whose rest reads as zeroes.
+    match size.checked_next_multiple_of(512) {
+        Some(rounded) if size > 0 => Ok((format, rounded)),
+        _ => Err(Failure::Failed(format!("{shown} has {size} bytes, which is no size of a disk"))),
     }
-    Ok((format, size))
 }

@@ -62,11 +62,21 @@ impl ImageFile {
         Ok(Self { file, device: kind.is_block_device(), end: Cell::new(None) })
     }
 
-    /// Its format, by how it begins.
-    pub(super) fn probe(&self) -> io::Result<ImageFormat> {
-        let mut start = [0; 8];
-        self.read_at(0, &mut start)?;
-        Ok(if Header::is_qcow2(&start) { ImageFormat::Qcow2 } else { ImageFormat::Raw })
+    /// Its format, by how it begins. `path` is for the message.
+    ///
+    /// # Errors
+    /// It cannot be read, or begins as a qcow2 image of a version that is not known.
+    pub(super) fn probe(&self, path: &Path) -> Outcome<ImageFormat> {
+        let (shown, mut start) = (path.display(), [0; 8]);
+        self.read_at(0, &mut start).map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
+        match Header::probe(&start) {
+            None => Ok(ImageFormat::Raw),
+            Some(version) if Header::knows(version) => Ok(ImageFormat::Qcow2),
+            Some(version) => Err(Failure::Failed(format!(
+                "{shown} begins as a qcow2 image of version {version}, and versions 2 and 3 are known; convert it with \
+                 qemu-img, or give -f raw if its bytes are the disk"
+            ))),
+        }
     }
 
     /// Brings in what a killed daemon had not written to a qcow2 image, opened for writing; its counts are to be repaired

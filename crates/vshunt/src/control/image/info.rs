@@ -62,7 +62,7 @@ fn describe(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<D
     let io = |e| Failure::Failed(format!("cannot read {}: {e}", path.display()));
     let format = match format {
         Some(format) => format,
-        None => file.probe().map_err(io)?,
+        None => file.probe(path)?,
     };
     let qcow2 = match format {
         ImageFormat::Qcow2 => Some(info(&file).map_err(|e| failed(path, &e))?),

@@ -64,7 +64,7 @@ fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(I
     let file = ImageFile::open(path, For::Writing)?;
     let format = match format {
         Some(format) => format,
-        None => file.probe().map_err(|e| Failure::Failed(format!("cannot read {}: {e}", path.display())))?,
+        None => file.probe(path)?,
     };
     if format == ImageFormat::Raw {
         return Ok((file, format));

@@ -12,7 +12,9 @@ use super::file::{For, ImageFile};
 use super::info::beside;
 use super::progress::Bar;
 use super::{ImageFormat, changing, failed};
+use crate::backend::block::Disk;
 use crate::control::{Failure, Outcome, print};
+use crate::export::spec::{Cache, DiskSpec, Format};
 
 pub(super) fn run(args: &ResizeArgs, quiet: bool) -> Outcome {
     let path = &args.file;
@@ -64,19 +66,43 @@ fn raw(path: &Path, file: &ImageFile, (old, size): (u64, u64), mode: Mode, quiet
 }
 
 fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> Outcome {
-    let mut image = Image::open(file).map_err(|e| failed(path, &e))?;
-    let header = image.header().clone();
+    let header = Image::open(file).map_err(|e| failed(path, &e))?.header().clone();
     let data = match &header.data_file {
         Some(name) => Some(ImageFile::open(&beside(path, name), For::Writing)?),
         None => None,
     };
     // What is below matters only to what comes to lie over it.
     let below = if size > header.size { below(path, &header)? } else { None };
+    let ends_within = !header.size.is_multiple_of(header.cluster_size());
+    if ends_within && below.is_some_and(|below| below > header.size || mode != Mode::Off) {
+        own_last_cluster(path)?;
+    }
+    let mut image = Image::open(file).map_err(|e| failed(path, &e))?;
     let around =
         Around { data: data.as_ref().map(|d| d as &dyn Storage), below, preallocation: mode.preallocation() };
     let mut bar = Bar::new("preallocating", quiet);
     qcow2::resize::resize(&mut image, size, &around, &mut |done, all| bar.set(done, all))
         .map_err(|e| failed(path, &e))
+}
+
+/// Has the disk's last cluster copied from the image below, by the image as a disk: with all that it stands on.
+fn own_last_cluster(path: &Path) -> Outcome {
+    let spec = DiskSpec {
+        name: path.display().to_string(),
+        file: Some(path.to_owned()),
+        format: Some(Format::Qcow2),
+        // All is stable when it is closed, and no journal is needed.
+        cache: Cache::Writethrough,
+        // This process has locked it, by another descriptor.
+        locking: false,
+        ..DiskSpec::default()
+    };
+    let disk = Disk::open(&spec).map_err(|e| Failure::Failed(e.to_string()))?;
+    // Nothing reads differently afterwards: what its bitmaps say stays true.
+    let bitmaps = disk.take_bitmaps();
+    let done = disk.own_last_cluster();
+    disk.put_bitmaps(bitmaps);
+    done.and_then(|()| disk.close()).map_err(|e| Failure::Failed(format!("{}: {e}", path.display())))
 }
 
 fn below(path: &Path, header: &Header) -> Outcome<Option<u64>> {

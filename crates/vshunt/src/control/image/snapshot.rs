@@ -9,7 +9,7 @@ use super::args::SnapshotArgs;
 use super::file::{For, ImageFile};
 use super::info::snapshot_table;
 use super::{ImageFormat, changing, failed, no_qcow2};
-use crate::control::{Failure, Outcome, print};
+use crate::control::{Outcome, print};
 
 pub(super) fn run(args: &SnapshotArgs, quiet: bool) -> Outcome {
     let path = &args.file;
@@ -33,10 +33,9 @@ pub(super) fn run(args: &SnapshotArgs, quiet: bool) -> Outcome {
 fn list(args: &SnapshotArgs) -> Outcome {
     let path = &args.file;
     let file = ImageFile::open(path, if args.force_share { For::Sharing } else { For::Reading })?;
-    let io = |e| Failure::Failed(format!("cannot read {}: {e}", path.display()));
     let format = match args.format {
         Some(format) => format,
-        None => file.probe().map_err(io)?,
+        None => file.probe(path)?,
     };
     if format != ImageFormat::Qcow2 {
         return Err(no_qcow2(path, "snapshots"));
