@@ -310,26 +310,6 @@ def existing(suite):
     r.require(path.read_text() == "what was here", "the file under the mount was changed")
 
 
-def over_itself(suite):
-    """Mounted over the image, as QEMU's storage daemon is often used: refused by ours, the image survives."""
-    name = f"itself-{suite.transport}"
-    image = suite.image(f"{name}.img", MIB)
-    content = m.fill(image, MIB, ((0, MIB),), 71)
-    try:
-        mount = m.serving(suite, name, image=image, path=image)
-    except r.Failed as e:
-        r.require(f"{image} is an image of disk d0 and cannot be mounted over" in str(e), str(e))
-    else:
-        r.require(suite.peer, "it is mounted over its own image")
-        with m.Opened(image) as fd:
-            os.pwrite(fd, b"over itself", 1000)
-            content[1000:1011] = b"over itself"
-        m.same(image, content, "the mount")
-        mount.existed = True
-        mount.stop()
-    m.same(image, content, "the image afterwards")
-
-
 def over_others(suite):
     """Mounted over an image that another disk stands on; and a disk that stands on a mount of the same daemon."""
     suite.ours()
@@ -425,7 +405,6 @@ def tests(suite):
 
 
 def tests_once(suite):
-    suite.test("mounted over the image itself", lambda: over_itself(suite))
     suite.test("mounted over what another disk stands on, and the reverse", lambda: over_others(suite))
     suite.test("allow-other", lambda: others(suite))
     suite.test("without root, by fusermount3", lambda: nobody(suite))

@@ -136,6 +136,10 @@ impl Serving {
     }
 
     fn fill(&mut self, setup: Setup) -> Result<()> {
+        // A dead mount with passthrough keeps the locks of its image: it has to go before the image is opened.
+        for path in setup.exports.iter().filter_map(|export| export.mountpoint.as_ref()) {
+            Daemon::take_over_mountpoint(path, &setup.disks)?;
+        }
         for disk in setup.disks {
             self.daemon.disk_add(disk)?;
         }

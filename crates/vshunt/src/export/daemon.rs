@@ -1,5 +1,6 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
+use std::path::Path;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
@@ -16,7 +17,7 @@ use super::spec::{
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::frontend::Observer;
-use crate::frontend::fuse::mount::identity;
+use crate::frontend::fuse::mount::{identity, mounted_device, remove_left_behind, uncover};
 use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 
 /// How long an attach waits for requests in flight where nobody says.
@@ -139,11 +140,15 @@ impl Daemon {
         spec.check()?;
         self.state().check_unnamed(&spec.name)?;
         // Without the lock: it may wait for the image.
+        if let Some(file) = &spec.file {
+            uncover(file)?;
+        }
+        self.check_not_mounted(&spec)?;
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
         // What is listed.
         let spec = DiskSpec { format: Some(spec.format()), ..spec };
-        self.check_not_ours(&disk)?;
+        self.check_not_ours(&spec, &disk)?;
         let watched = Watched::of(&disk)?;
         let mut state = self.state();
         state.check_unnamed(&spec.name)?;
@@ -169,31 +174,63 @@ impl Daemon {
     }
 
     /// A process that serves itself a file cannot be killed: each end of it waits for the other.
-    fn check_not_ours(&self, disk: &Disk) -> Result<()> {
+    fn check_not_ours(&self, spec: &DiskSpec, disk: &Disk) -> Result<()> {
         let devices = disk.devices_that_may_wait();
         match self.shown().iter().find(|e| devices.iter().any(|device| e.is_on(*device))) {
             None => Ok(()),
-            Some(export) => Err(Error::invalid(format!(
-                "that image, or one that it consists of, is the file of export {0} of this daemon, which would wait for itself; export disk {1} itself, \
-                 or serve the file by another daemon",
-                export.spec.name, export.spec.disk
-            ))),
+            Some(export) => Err(served_by_itself(export, &spec.name)),
         }
     }
 
-    /// A mount over an image hides it from whatever looks for it by its name, and has that ask us.
+    /// Takes a mount away that a killed daemon left at an export's mountpoint, before `disks` are opened: with passthrough it
+    /// keeps the locks of its image.
+    ///
+    /// # Errors
+    /// `Busy` where the dead mount cannot be taken away; the system's.
+    pub fn take_over_mountpoint(path: &Path, disks: &[DiskSpec]) -> Result<()> {
+        if uncover(path)? {
+            let below = identity(path);
+            // An empty image may be mounted over itself.
+            let is_image = |disk: &DiskSpec| disk.file.as_deref().and_then(identity) == below;
+            if !disks.iter().any(is_image) {
+                remove_left_behind(path);
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a disk whose image is the file of one of the daemon's own mounts, without a request to that mount.
+    fn check_not_mounted(&self, spec: &DiskSpec) -> Result<()> {
+        let Some(device) = spec.file.as_deref().and_then(mounted_device) else { return Ok(()) };
+        match self.shown().iter().find(|e| e.is_on(device)) {
+            None => Ok(()),
+            Some(export) => Err(served_by_itself(export, &spec.name)),
+        }
+    }
+
+    /// A mount over an image hides it from everything that opens it by its name. The disk that is mounted has it open
+    /// already; no other may need it.
     fn check_mountpoint(&self, spec: &ExportSpec) -> Result<()> {
         let Some(path) = &spec.mountpoint else { return Ok(()) };
         let Some(inode) = identity(path) else { return Ok(()) };
         let disks: Vec<_> = self.state().disks.values().cloned().collect();
-        match disks.iter().find(|entry| entry.disk.has_inode(inode)) {
-            None => Ok(()),
-            Some(entry) => Err(Error::invalid(format!(
-                "{0} is an image of disk {1} and cannot be mounted over; name another file, for example {0}.raw",
-                path.display(),
-                entry.name
-            ))),
+        let shown = path.display();
+        for entry in disks.iter().filter(|entry| entry.disk.has_inode(inode)) {
+            let name = &entry.name;
+            if *name != spec.disk || !entry.disk.image_has_inode(inode) {
+                return Err(Error::invalid(format!(
+                    "{shown} is an image of disk {name} and cannot be mounted over; name another file, for example \
+                     {shown}.raw"
+                )));
+            }
+            if let Some(job) = entry.watched.job() {
+                return Err(Error::busy(format!(
+                    "{shown} is the image of disk {name}, whose job {job} may have to open it by its name; wait for the \
+                     job to end, or name another file, for example {shown}.raw"
+                )));
+            }
         }
+        Ok(())
     }
 
     /// Closes a disk that no export uses, or forgets an overlay that waits for its snapshot.
@@ -505,5 +542,14 @@ fn still_busy(name: &str, export: &Export, limit: Duration) -> Error {
         "export {name} has requests that do not end within {} s: {busy}; its users are disconnected, and it goes when they \
          end ('status' shows whether a worker is stalled)",
         limit.as_secs()
+    ))
+}
+
+/// The image of disk `name` is on a mount of this daemon.
+fn served_by_itself(export: &Export, name: &str) -> Error {
+    Error::invalid(format!(
+        "the image of disk {name}, or one that it consists of, is the file of export {0} of this daemon, which would wait \
+         for itself; export disk {1} itself, or serve the file by another daemon",
+        export.spec.name, export.spec.disk
     ))
 }

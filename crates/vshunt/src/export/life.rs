@@ -6,6 +6,7 @@ use std::sync::{Arc, RwLock, RwLockReadGuard};
 use super::opened::{Backend, Opened, check_block_size};
 use super::served::{Frontend, Served};
 use super::spec::{Engine, ExportInfo, ExportKind, ExportSpec, QueueInfo};
+use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::frontend::{Observer, Queues};
 use crate::worker::{QueueStats, State, WorkerId, Workers};
@@ -68,6 +69,28 @@ impl Export {
     /// Whether it is the mount with that device number.
     pub(super) fn is_on(&self, device: u64) -> bool {
         matches!(&*self.served(), Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.device() == device)
+    }
+
+    /// Whether its mount lies over the image of `disk` itself, so that the image has no name while the mount is there.
+    ///
+    /// # Errors
+    /// `Busy`, with the mount and the remedy.
+    pub(super) fn check_uncovered(&self, disk: &Disk) -> Result<()> {
+        match &*self.served() {
+            Some(Served { frontend: Frontend::Fuse(mount), .. }) => {
+                let (path, below) = mount.below();
+                match disk.has_inode(below) {
+                    true => Err(Error::busy(format!(
+                        "export {0} is mounted over the image {1}, which cannot be opened by its name meanwhile: remove \
+                         export {0}, and add it with another mountpoint",
+                        self.spec.name,
+                        path.display()
+                    ))),
+                    false => Ok(()),
+                }
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether the kernel changes the disk's size without asking us.

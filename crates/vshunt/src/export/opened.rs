@@ -118,6 +118,13 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
             spec.disk
         ));
     }
+    if disk.size_bytes() == 0 && spec.growable != Some(true) {
+        return wrong(format!(
+            "the image of disk {} is empty, which only a FUSE export with writable=on,growable=on serves; make it longer: \
+             truncate -s 10G FILE, say",
+            spec.disk
+        ));
+    }
     let least = disk.limits().block_size;
     if spec.block_size.is_some_and(|size| size < least) {
         return Err(Error::invalid(format!(

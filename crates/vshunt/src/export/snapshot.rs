@@ -180,6 +180,7 @@ impl Daemon {
                 entry.name
             )));
         }
+        exports.iter().try_for_each(|e| e.check_uncovered(&entry.disk))?;
         exports.iter().try_for_each(|e| e.check_held())?;
         entry.check_returned()?;
         Ok(exports)

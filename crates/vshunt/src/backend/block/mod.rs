@@ -235,10 +235,10 @@ impl Disk {
         }
         if let (Some(file), None) = (&spec.file, spec.format)
             && file.metadata().is_ok_and(|m| m.is_file() || m.file_type().is_block_device())
-            && raw::begins_as_qcow2(file)
+            && let Some(remedy) = raw::begins_as_qcow2(file)
         {
             return Err(Error::invalid(format!(
-                "{} begins as a qcow2 image: say format=qcow2 (vshunt-blk: --format=qcow2), or raw if its bytes are the disk",
+                "{} begins as a qcow2 image: {remedy}, or say format=raw if its bytes are the disk",
                 file.display()
             )));
         }
@@ -285,6 +285,13 @@ impl Disk {
         self.kind().files().iter().any(|raw| !raw.may_wait() && of(raw))
     }
 
+    /// Whether its image itself has that device number and inode, rather than an image below or a data file.
+    pub(crate) fn image_has_inode(&self, (device, inode): (u64, u64)) -> bool {
+        let kind = self.kind();
+        let image = kind.files().first().and_then(|raw| raw.image().metadata().ok());
+        image.is_some_and(|m| (m.dev(), m.ino()) == (device, inode))
+    }
+
     /// The devices of its files that are on file systems of other programs.
     pub(crate) fn devices_that_may_wait(&self) -> Vec<u64> {
         let kind = self.kind();
@@ -296,7 +303,7 @@ impl Disk {
         self.kind.read().expect("no holder panics").clone()
     }
 
-    /// Its size now, bytes; a positive multiple of 512.
+    /// Its size now, bytes; a multiple of 512. It is 0 for an empty image file only, which a growable mount alone serves.
     #[inline]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
@@ -352,13 +359,13 @@ impl Disk {
         }
     }
 
-    /// Ends it after `end` bytes: its size is that in whole sectors, at least one, and what was beyond reads as zeroes
+    /// Ends it after `end` bytes: its size is that in whole sectors, 0 included, and what was beyond reads as zeroes
     /// should it grow again. Blocks. No write may be under way, and no other change of the size.
     ///
     /// # Errors
-    /// `EPERM` for a block device, `ENOSPC` for memory, else the system's.
+    /// `EPERM` for a block device, `ENOSPC` for memory, `EFBIG` for more than a file can have, else the system's.
     pub fn truncate(&self, end: u64) -> std::io::Result<()> {
-        let (old, size_bytes) = (self.size_bytes(), end.next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES));
+        let (old, size_bytes) = (self.size_bytes(), whole_sectors(end)?);
         self.size_bytes.store(size_bytes.min(old), Ordering::Release);
         let cut = match &*self.kind() {
             Kind::Null => Ok(()),
@@ -383,7 +390,7 @@ impl Disk {
     /// # Errors
     /// `EPERM` for a block device, `ENOSPC` for memory, else the system's.
     pub fn lengthen(&self, end: u64) -> std::io::Result<bool> {
-        let (old, size_bytes) = (self.size_bytes(), end.next_multiple_of(SECTOR_BYTES));
+        let (old, size_bytes) = (self.size_bytes(), whole_sectors(end)?);
         if size_bytes <= old {
             return Ok(false);
         }
@@ -716,6 +723,12 @@ fn memory_size(spec: &DiskSpec) -> Result<u64> {
     };
     check_size(size).map_err(|why| Error::invalid(format!("disk {name} cannot have {size} bytes: {why}")))?;
     Ok(size)
+}
+
+/// The end of the sector that a file of `end` bytes ends in.
+fn whole_sectors(end: u64) -> std::io::Result<u64> {
+    let rounded = end.checked_next_multiple_of(SECTOR_BYTES).filter(|size| i64::try_from(*size).is_ok());
+    rounded.ok_or_else(|| std::io::Error::from_raw_os_error(libc::EFBIG))
 }
 
 /// Why a size cannot be a disk's.

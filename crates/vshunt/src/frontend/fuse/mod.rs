@@ -10,6 +10,7 @@ mod session;
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use std::sync::{Arc, Mutex};
 
@@ -141,6 +142,11 @@ impl Fuse {
         self.allow_other
     }
 
+    /// Where it is mounted, and the device number and inode of the file below.
+    pub fn below(&self) -> (&Path, (u64, u64)) {
+        (self.inner.mount.path(), self.inner.mount.below())
+    }
+
     /// Its device number.
     pub fn device(&self) -> u64 {
         self.inner.mount.device()
@@ -208,11 +214,11 @@ impl Fuse {
     /// The kernel wrote to the image by itself and may have made it longer, by any number of bytes.
     fn settle_size(&self) {
         let Some(Ok(meta)) = self.disk.image().map(|image| image.metadata()) else { return };
-        let size = meta.size().next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES);
+        let size = meta.size().next_multiple_of(SECTOR_BYTES);
         if (size != self.disk.size_bytes() || size != meta.size())
-            && let Err(e) = self.disk.resize(size)
+            && let Err(e) = self.disk.truncate(size)
         {
-            tracing::warn!("{e}");
+            tracing::warn!("export {}: its image cannot be given {size} bytes: {e}", self.name);
         }
     }
 }

@@ -27,7 +27,7 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter};
 
-pub use self::point::{Mountpoint, identity};
+pub use self::point::{Mountpoint, identity, mounted_device, remove_left_behind, uncover};
 use self::table::{MountId, look, open_path};
 use self::umount::{How, Outcome};
 use crate::error::{Error, Kind, Result};
@@ -104,6 +104,11 @@ impl Mount {
     /// Where it is mounted: absolute and without symbolic links.
     pub fn path(&self) -> &Path {
         self.at.path()
+    }
+
+    /// Device number and inode of the file that it is mounted over.
+    pub fn below(&self) -> (u64, u64) {
+        self.at.identity()
     }
 
     /// Whether others may use the file: what [`AllowOther`] came to.

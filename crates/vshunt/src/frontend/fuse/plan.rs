@@ -2,7 +2,7 @@
 
 use rustix::thread::CapabilitySet;
 
-use crate::backend::block::Disk;
+use crate::backend::block::{Disk, SECTOR_BYTES};
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Passthrough, Transport, cpu_list};
 use crate::queue::fuse::RING_QUEUE_BYTES;
@@ -144,13 +144,16 @@ fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     let Some(image) = disk.image() else {
         return Err("only a raw image is a file that the kernel can go to".to_owned());
     };
-    if !image.metadata().is_ok_and(|m| m.file_type().is_file()) {
+    let Some(meta) = image.metadata().ok().filter(|m| m.file_type().is_file()) else {
         return Err("the kernel does it for files, not for block devices".to_owned());
-    }
+    };
     if !rustix::thread::capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::SYS_ADMIN)) {
         return Err("the kernel does it for root alone (CAP_SYS_ADMIN)".to_owned());
     }
     let (writable, growable) = (spec.writable.unwrap_or(false), spec.growable.unwrap_or(false));
+    if !growable && !meta.len().is_multiple_of(SECTOR_BYTES) {
+        return Err("the image ends within a sector, which the kernel would not fill with zeroes".to_owned());
+    }
     if growable && disk.image_may_wait() {
         return Err(
             "the image is a file that another program serves, which would be asked for its size".to_owned()

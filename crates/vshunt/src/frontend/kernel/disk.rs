@@ -12,7 +12,7 @@ use virtio::vhost::{VHOST_BLK_BACKEND_READONLY, VHOST_BLK_VRINGS_MAX};
 use super::inflight;
 use super::loop_device::LoopDevice;
 use super::workers::{self, Tasks};
-use crate::backend::block::Disk;
+use crate::backend::block::{Disk, SECTOR_BYTES};
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, ExportSpec};
 use crate::worker::Workers;
@@ -140,7 +140,14 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<
     if disk.cache() == Cache::Unsafe {
         return Err(format!("disk {} has cache=unsafe, and the kernel leaves out no flush", spec.disk));
     }
-    let is_file = image.metadata().is_ok_and(|m| m.is_file());
+    let meta = image.metadata().ok();
+    let is_file = meta.as_ref().is_some_and(|m| m.is_file());
+    if is_file && meta.is_some_and(|m| !m.len().is_multiple_of(SECTOR_BYTES)) {
+        return Err(format!(
+            "the image of disk {} ends within a sector, which a loop device leaves out; make it longer: truncate -s %512 FILE",
+            spec.disk
+        ));
+    }
     if !is_file && !disk.direct_in_use() {
         return Err(format!("disk {} has direct=off, and the kernel passes the page cache by", spec.disk));
     }

@@ -64,6 +64,8 @@ pub mod fattr {
     pub const SIZE: u32 = 1 << 3;
     pub const ATIME: u32 = 1 << 4;
     pub const MTIME: u32 = 1 << 5;
+    /// The caller has an open file: not by name, and not the truncation that open(O_TRUNC) asks for.
+    pub const FH: u32 = 1 << 6;
     pub const ATIME_NOW: u32 = 1 << 7;
     pub const MTIME_NOW: u32 = 1 << 8;
 }

@@ -377,6 +377,9 @@ impl FuseQueue {
                 () if set.size == self.shared.disk().size_bytes() => {
                     self.end_attr(ring, place, index, Then::Attr)
                 }
+                // open(O_TRUNC), as a shell's `>` and cp do. They go on to write, and the size stays as a block device's
+                // would. The kernel sends the same for truncate(2) to 0 by name; ftruncate(2) has a file.
+                () if set.size == 0 && !has(fattr::FH) => self.end_attr(ring, place, index, Then::Attr),
                 () => self.end(ring, place, index, -libc::EPERM),
             };
         }

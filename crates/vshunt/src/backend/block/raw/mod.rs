@@ -118,13 +118,15 @@ impl Raw {
         self.direct
     }
 
-    /// Whether that path leads to the same image now.
+    /// Whether that path leads to the same image now. Asks no server of a FUSE mount, which may be this process.
     pub(super) fn is_of(&self, path: &Path) -> bool {
         if own_mounts::check(path).is_err() {
             return false;
         }
-        match (std::fs::metadata(path), self.file.metadata()) {
-            (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+        use rustix::fs::{AtFlags, CWD, StatxFlags, makedev, statx};
+        let at_path = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO);
+        match (at_path, self.file.metadata()) {
+            (Ok(a), Ok(b)) => (makedev(a.stx_dev_major, a.stx_dev_minor), a.stx_ino) == (b.dev(), b.ino()),
             _ => false,
         }
     }
@@ -466,13 +468,28 @@ impl Raw {
             .ok_or(std::io::Error::from(std::io::ErrorKind::OutOfMemory))?;
         let (whole, block) = (buf.bytes(), block as usize);
         let last = whole.len() - block;
-        self.file.read_exact_at(&mut whole[..block], start)?;
+        self.read_block(&mut whole[..block], start)?;
         if last > 0 {
-            self.file.read_exact_at(&mut whole[last..], start + last as u64)?;
+            self.read_block(&mut whole[last..], start + last as u64)?;
         }
         let at = (offset - start) as usize;
         whole[at..at + bytes.len()].copy_from_slice(bytes);
         self.file.write_all_at(whole, start)
+    }
+
+    /// Reads a block. The file may end within it or before: the rest is zeroes.
+    fn read_block(&self, block: &mut [u8], offset: u64) -> std::io::Result<()> {
+        loop {
+            match self.file.read_at(block, offset) {
+                // A short read ends at the end of the file: blocks are no larger than a page.
+                Ok(n) => {
+                    block[n..].fill(0);
+                    return Ok(());
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
     }
 
     fn has(&self, io: &Io, way: u8) -> bool {

@@ -11,10 +11,12 @@ use std::sync::atomic::{AtomicI32, AtomicU8};
 
 use rustix::mm::ProtFlags;
 
+use qcow2::header::Header;
+
 use super::probe::{self, Device, Place};
 use super::{Durable, Raw, ZERO_BYTES, way};
 use crate::backend::block::memory::Mapping;
-use crate::backend::block::{Limits, SharedFile, check_size, lock, own_mounts, shared};
+use crate::backend::block::{Limits, SECTOR_BYTES, SharedFile, check_size, lock, own_mounts, shared};
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec};
 
@@ -120,30 +122,45 @@ pub(in crate::backend::block) fn no_image(spec: &DiskSpec) -> Error {
     Error::invalid(format!("disk {} has format raw, which needs an image: add file=PATH", spec.name))
 }
 
-/// The size of an image: a positive multiple of 512.
+/// Returns the size of the disk in an image, a multiple of 512 bytes.
+///
+/// A file may have any length: as QEMU has it, the disk ends with the sector that the file ends in, and what the file
+/// lacks of that sector reads as zeroes. A write to the sector makes the file longer. An empty file is a disk of 0 bytes.
+///
+/// # Errors
+/// `Invalid` for a length that no disk can have; the system's.
 pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result<u64> {
     let size = if block_device { probe::device_size(file) } else { file.metadata().map(|m| m.len()) };
     let size =
         size.map_err(|e| Error::io(format_args!("cannot ask for the size of {}", path.display()), e))?;
-    check_size(size).map_err(|why| {
-        let is_qcow2 = begins_as_qcow2(path);
-        let path = path.display();
-        let remedy = match size {
-            _ if is_qcow2 => "it begins as a qcow2 image: say format=qcow2".to_owned(),
-            _ if block_device => "choose another device".to_owned(),
-            0 => format!("make it longer: truncate -s 10G {path}, say"),
-            _ => format!("truncate -s {} {path}", size.next_multiple_of(512)),
-        };
-        Error::invalid(format!("{path} has {size} bytes, which is no size of a disk: {why}; {remedy}"))
-    })?;
-    Ok(size)
+    let rounded = match block_device {
+        true => size,
+        false => size.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(size),
+    };
+    match check_size(rounded) {
+        Err(_) if rounded == 0 && !block_device => Ok(0),
+        Ok(()) => Ok(rounded),
+        Err(why) => {
+            let remedy = if block_device { "choose another device" } else { "choose another file" };
+            let path = path.display();
+            Err(Error::invalid(format!(
+                "{path} has {size} bytes, which is no size of a disk: {why}; {remedy}"
+            )))
+        }
+    }
 }
 
-/// Whether it may be no raw image at all. Only for what is said: a guest may write so to its raw disk.
-pub(in crate::backend::block) fn begins_as_qcow2(path: &Path) -> bool {
-    let mut magic = [0; 4];
-    let read = File::open(path).and_then(|mut file| io::Read::read_exact(&mut file, &mut magic));
-    read.is_ok() && magic == *b"QFI\xfb"
+/// Returns the remedy for a file that begins as a qcow2 image where a raw one is expected, or nothing for other files.
+/// Only for messages: a guest may write such a beginning to its raw disk.
+pub(in crate::backend::block) fn begins_as_qcow2(path: &Path) -> Option<String> {
+    let mut start = [0; 8];
+    File::open(path).and_then(|mut file| io::Read::read_exact(&mut file, &mut start)).ok()?;
+    Some(match Header::probe(&start)? {
+        version if Header::knows(version) => "say format=qcow2 (vshunt-blk: --format=qcow2)".to_owned(),
+        version => format!(
+            "its version {version} is not known (2 and 3 are), convert it with 'qemu-img convert -O qcow2'"
+        ),
+    })
 }
 
 fn check_kind(path: &Path, meta: &Metadata) -> Result<()> {

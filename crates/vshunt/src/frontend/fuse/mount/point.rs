@@ -104,6 +104,12 @@ impl Mountpoint {
         &self.path
     }
 
+    /// Device number and inode of the file below the mount.
+    pub(super) fn identity(&self) -> (u64, u64) {
+        let (major, minor) = self.device;
+        (rustix::fs::makedev(major, minor), self.inode)
+    }
+
     /// A path to this very file, even if it has been renamed or mounted over.
     pub(super) fn itself(&self) -> PathBuf {
         proc_path(&self.file)
@@ -130,6 +136,51 @@ impl Drop for Mountpoint {
     fn drop(&mut self) {
         self.remove(&self.path);
     }
+}
+
+/// Takes a mount away that a killed vshunt left over `path`, so that the file below is seen again. Whether there was one.
+///
+/// The image that is to be opened may lie below its own dead mount; and a dead mount with passthrough keeps the locks of
+/// its image for as long as it is there. Every other mount stays, and so does one whose server still answers.
+///
+/// # Errors
+/// `Busy` where the dead mount cannot be taken away; the system's.
+pub fn uncover(path: &Path) -> Result<bool> {
+    let mut was_there = false;
+    for _ in 0..ROUNDS {
+        // What cannot be looked at is reported when it is opened.
+        let Ok(root) = open_path(path, true) else { break };
+        let Some(seen) = look(&root).ok().filter(|seen| seen.is_mount_root) else { break };
+        match table::entry(seen.mount.id)? {
+            Some(entry) if entry.fs_type == FS_TYPE && table::is_dead(&root) => {
+                detach_dead(path, &entry, &seen)?;
+                was_there = true;
+            }
+            Some(_) => break,
+            None => {}
+        }
+    }
+    Ok(was_there)
+}
+
+/// Removes the file that a killed vshunt mounted over at `path`, once it is [uncovered](uncover), if that file is empty:
+/// it was made for the mount, or is made again whenever it is wanted.
+pub fn remove_left_behind(path: &Path) {
+    let Ok(file) = open_path(path, true) else { return };
+    let Ok(seen) = look(&file) else { return };
+    if seen.is_mount_root || seen.kind != FileType::RegularFile || seen.size_bytes != 0 {
+        return;
+    }
+    if let Err(e) = path_of(&file).map_err(std::io::Error::from).and_then(fs::remove_file) {
+        tracing::debug!("cannot remove the file {} that a disk was mounted over: {e}", path.display());
+    }
+}
+
+/// Returns the device number of the file system that is mounted at `path` itself. Asks no server of a mount.
+pub fn mounted_device(path: &Path) -> Option<u64> {
+    let seen = open_path(path, true).and_then(look).ok().filter(|seen| seen.is_mount_root)?;
+    let (major, minor) = seen.mount.device;
+    Some(rustix::fs::makedev(major, minor))
 }
 
 /// Device number and inode of what is at `path`, if nothing is mounted there. Asks no server of a mount.
@@ -233,6 +284,12 @@ fn take_dead_away(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
              its daemon is gone: umount -l {shown})"
         )));
     }
+    detach_dead(path, &entry, seen)
+}
+
+/// Ends a mount without a server.
+fn detach_dead(path: &Path, entry: &table::Entry, seen: &Seen) -> Result<()> {
+    let (shown, source) = (path.display(), entry.source.to_string_lossy());
     // What is dead is held by nobody in earnest: whoever has it open only gets errors.
     if umount::end(&entry.point, seen.mount.device, How::Detach)? == Outcome::InUse {
         return Err(Error::busy(format!(

@@ -1,0 +1,214 @@
+"""Images that are no whole disk, and a mount over the image itself."""
+
+import os
+import random
+
+import fuse_mount as m
+import rig as r
+
+MIB = 1 << 20
+SECTOR = 512
+
+
+def rounded(size):
+    return -(-size // SECTOR) * SECTOR
+
+
+def odd_sizes(suite):
+    """A file that ends within a sector is served up to the sector's end, which reads as zeroes."""
+    for direct in ("on", "off"):
+        for size in (1, 1000, MIB + 1, MIB - 511):
+            name = f"odd-{size}-{direct}-{suite.transport}"
+            image = suite.image(f"{name}.img", size)
+            content = bytes(m.fill(image, size, ((0, size),), size)).ljust(rounded(size), b"\0")
+            if direct == "on" and suite.peer:
+                continue
+            mount = m.serving(suite, name, image=image, direct=direct)
+            r.require(mount.path.stat().st_size == rounded(size), f"{size} bytes are shown as {mount.path.stat().st_size}")
+            m.same(mount.path, content, f"{size} bytes")
+            r.require(image.stat().st_size == size, "to be read made the image longer")
+            with m.Opened(mount.path) as fd:
+                # A write before the end of the file, and one across it: what the sector has besides stays.
+                os.pwrite(fd, b"x", 0)
+                r.require(os.pwrite(fd, b"yz", rounded(size) - 2) == 2, "a short write")
+                os.fsync(fd)
+            content = bytearray(content)
+            content[0:1], content[-2:] = b"x", b"yz"
+            m.same(mount.path, content, f"{size} bytes, written")
+            mount.stop()
+            m.same(image, content, "the image, now of whole sectors")
+
+
+def odd_growable(suite):
+    """The same for a growable mount, which goes on behind the sector."""
+    name = f"odd-growable-{suite.transport}"
+    image = suite.image(f"{name}.img", 700)
+    content = bytes(m.fill(image, 700, ((0, 700),), 5)).ljust(1024, b"\0")
+    mount = m.serving(suite, name, image=image, growable=True)
+    with m.Opened(mount.path, os.O_WRONLY | os.O_APPEND) as fd:
+        os.write(fd, b"a" * 600)
+    want = (content + b"a" * 600).ljust(2048, b"\0")
+    m.same(mount.path, want, "appended")
+    mount.stop()
+    m.same(image, want, "the image")
+
+
+def empty(suite):
+    """A growable mount of an empty file, and one that is emptied; a fresh qcow2 image as its contents."""
+    name = f"empty-{suite.transport}"
+    image = suite.image(f"{name}.img", 0)
+    mount = m.serving(suite, name, image=image, growable=True)
+    r.require(mount.path.stat().st_size == 0 and mount.path.read_bytes() == b"", "an empty file is not empty")
+    data = random.Random(8).randbytes(3000)
+    mount.path.write_bytes(data)
+    m.same(mount.path, data.ljust(3072, b"\0"), "written from nothing")
+    os.truncate(mount.path, 0)
+    r.require((mount.path.stat().st_size, image.stat().st_size) == (0, 0), "truncated to 0 it is not empty")
+    with m.Opened(mount.path) as fd:
+        r.require(os.pread(fd, 100, 0) == b"", "an empty file has bytes")
+        r.require(os.pwrite(fd, b"e", 4096) == 1, "a short write")
+    m.same(mount.path, (bytes(4096) + b"e").ljust(4608, b"\0"), "grown from nothing")
+    r.run(["sh", "-c", 'exec >"$0"', mount.path])
+    r.require((mount.path.stat().st_size, image.stat().st_size) == (0, 0), "emptied by a shell it is not empty")
+    tool = r.tool("qemu-img", "qemu-utils")
+    r.run([tool, "create", "-q", "-f", "qcow2", mount.path, "8M"])
+    r.run([tool, "check", "-q", "-f", "qcow2", mount.path])
+    mount.stop()
+    again = m.serving(suite, f"{name}-2", disk=f"file={image},format=raw", growable=True)
+    r.run([tool, "check", "-q", "-f", "qcow2", again.path])
+    again.stop()
+
+
+def empty_refused(suite):
+    """An empty image is nobody else's disk."""
+    suite.ours()
+    image = suite.image("empty-refused.img", 0)
+    daemon = r.Daemon(suite.rig, "--disk", f"name=d0,file={image}", name="empty-refused")
+    folder = suite.rig.dir
+    for keys in (
+        f"type=vhost-user-blk,socket={folder}/empty.sock",
+        f"type=fuse,mountpoint={folder}/empty.mnt",
+        f"type=fuse,mountpoint={folder}/empty.mnt,writable=on",
+    ):
+        done = daemon.cli("export", "add", f"name=e0,disk=d0,{keys}", check=False)
+        r.message_of(done, "disk d0 is empty", "growable=on", code=(1, 2))
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
+def truncating_open(suite):
+    """A mount that does not grow keeps its size when it is opened with O_TRUNC, as a block device does."""
+    suite.differs("overlooks O_TRUNC, or cuts the image", before=None)
+    name = f"trunc-{suite.transport}"
+    image = suite.image(f"{name}.img", MIB)
+    content = bytearray(m.fill(image, MIB, ((0, MIB),), 6))
+    mount = m.serving(suite, name, image=image)
+
+    def holds(what):
+        r.require(mount.path.stat().st_size == MIB, f"{what}: the size is {mount.path.stat().st_size}")
+        m.same(mount.path, content, what)
+
+    os.close(os.open(mount.path, os.O_RDWR | os.O_TRUNC))
+    holds("O_TRUNC")
+    r.run(["sh", "-c", 'printf shell >"$0"', mount.path])
+    content[:5] = b"shell"
+    holds("> of a shell")
+    source = suite.rig.dir / f"{name}.source"
+    source.write_bytes(random.Random(7).randbytes(300_000))
+    r.run(["cp", source, mount.path])
+    content[:300_000] = source.read_bytes()
+    holds("cp")
+    r.run(["dd", f"if={source}", f"of={mount.path}", "bs=64k", "count=1"])
+    with m.Opened(mount.path) as fd:
+        m.refused("ftruncate", ["EPERM"], lambda: os.ftruncate(fd, 0))
+    holds("dd")
+    mount.stop()
+    m.same(image, content, "the image")
+
+
+def killed_odd(suite):
+    """Passthrough leaves an image of any length when the daemon is killed: the next one serves it."""
+    suite.ours()
+    image = suite.image("killed-odd.img", MIB)
+    content = m.fill(image, MIB, ((0, MIB),), 9)
+    mount = m.Mount(suite, "killed-odd", image=image, growable=True, passthrough="auto")
+    with m.Opened(mount.path) as fd:
+        os.pwrite(fd, b"k", MIB)
+    mount.child.kill()
+    r.require(image.stat().st_size == MIB + 1, f"the kernel did not write: {image.stat().st_size} bytes")
+    mount.start()
+    m.same(mount.path, content + b"k", "by the next daemon")
+    mount.stop()
+    m.same(image, (content + b"k").ljust(MIB + SECTOR, b"\0"), "the image afterwards")
+
+
+def over_itself(suite):
+    """Mounted over the image, as QEMU's storage daemon is often used; the image outlives a daemon that is killed."""
+    name = f"itself-{suite.transport}"
+    image = suite.image(f"{name}.img", MIB)
+    content = m.fill(image, MIB, ((0, MIB),), 71)
+    mount = m.serving(suite, name, image=image, path=image)
+    mount.existed = True
+    with m.Opened(image) as fd:
+        os.pwrite(fd, b"over itself", 1000)
+        content[1000:1011] = b"over itself"
+    m.same(image, content, "the mount")
+    if not suite.peer:
+        for turn in range(3):
+            mount.child.kill()
+            m.refused("a mount without its daemon", ["ENOTCONN", "ECONNABORTED"], image.read_bytes)
+            # The same command again: the dead mount goes, and the image below is served.
+            mount.start()
+            m.same(image, content, "by the next daemon")
+            with m.Opened(image) as fd:
+                os.pwrite(fd, bytes([turn]) * 100, turn * 10_000)
+                content[turn * 10_000 : turn * 10_000 + 100] = bytes([turn]) * 100
+    mount.stop()
+    m.same(image, content, "the image afterwards")
+
+
+def qcow2_over_itself(suite):
+    """A qcow2 image under its own contents: what would open the image by its name is refused, with the mount's name."""
+    suite.ours()
+    tool = r.tool("qemu-img", "qemu-utils")
+    folder, image = suite.rig.dir, suite.rig.dir / "itself.qcow2"
+    r.run([tool, "create", "-q", "-f", "qcow2", image, "4M"])
+    mount = m.Mount(suite, "itself-qcow2", disk=f"file={image},format=qcow2", path=image)
+    mount.existed = True
+    content = random.Random(72).randbytes(MIB)
+    with m.Opened(image) as fd:
+        os.pwrite(fd, content, MIB)
+    want = bytes(MIB) + content + bytes(2 * MIB)
+    m.same(image, want, "the mount")
+    for command in (
+        ("resize", "d0", "8M"),
+        ("snapshot", "d0", "--to", f"{folder}/itself.over"),
+        ("snapshot", "d0", "--internal", "s0"),
+    ):
+        r.message_of(mount.cli(*command, check=False), "export f0", image, "another mountpoint", code=(1, 2))
+    for disk in (f"name=d1,file={image},readonly=on,format=raw", f"name=d1,file={image},format=qcow2"):
+        r.message_of(mount.cli("disk", "add", disk, check=False), "export f0", code=(1, 2))
+    # By descriptors: it needs no name.
+    mount.cli("backup", "start", "d0", "--to", folder / "itself.backup", "--format", "raw", "--wait", timeout_s=r.WAIT_S)
+    m.same(folder / "itself.backup", want, "a backup")
+    mount.child.kill()
+    mount.start()
+    m.same(image, want, "by the next daemon")
+    mount.stop()
+    r.run([tool, "check", "-q", image])
+    r.run([tool, "compare", "-f", "qcow2", "-F", "raw", image, folder / "itself.backup"])
+
+
+def tests(suite):
+    t = suite.test
+    t("images that end within a sector", lambda: odd_sizes(suite))
+    t("growable: an image that ends within a sector", lambda: odd_growable(suite))
+    t("growable: an empty image", lambda: empty(suite))
+    t("O_TRUNC without growable: the size stays", lambda: truncating_open(suite))
+
+
+def tests_once(suite):
+    t = suite.test
+    t("an empty image: refused where nobody can make it longer", lambda: empty_refused(suite))
+    t("passthrough: killed after an odd write", lambda: killed_odd(suite))
+    t("mounted over the image itself", lambda: over_itself(suite))
+    t("a qcow2 image mounted over itself", lambda: qcow2_over_itself(suite))
