@@ -198,16 +198,109 @@ def qcow2_over_itself(suite):
     r.run([tool, "compare", "-f", "qcow2", "-F", "raw", image, folder / "itself.backup"])
 
 
+def growing_qcow2(suite):
+    """Users change the size of a qcow2 disk: against a plain file, over kills, with a longer image below."""
+    suite.ours()
+    tool = r.tool("qemu-img", "qemu-utils")
+    base = suite.image("growing.base", 2 * MIB)
+    m.fill(base, 2 * MIB, ((0, 2 * MIB),), 21)
+    kinds = (
+        ("plain", ("cluster_size=64k",), ()),
+        ("small", ("cluster_size=512",), ()),
+        ("over", ("cluster_size=64k",), ("-b", base, "-F", "raw")),
+        ("extended", ("extended_l2=on",), ("-b", base, "-F", "raw")),
+        ("old", ("compat=0.10",), ()),
+    )
+    for kind, options, below in kinds:
+        name = f"growing-{kind}-{suite.transport}"
+        image, start = suite.rig.dir / f"{name}.qcow2", 300_032
+        r.run([tool, "create", "-q", "-f", "qcow2", "-o", ",".join(options), *below, image, start])
+        model = bytearray(base.read_bytes()[:start] if below else bytes(start))
+        mount = m.Mount(suite, name, disk=f"file={image},format=qcow2", growable=True)
+        chance = random.Random(name)
+        for step in range(40):
+            size, what = len(model), chance.randrange(10)
+            with m.Opened(mount.path) as fd:
+                if what < 5:  # appended, across the end, or behind it
+                    at = max(0, size + SECTOR * chance.randrange(-40, 200 if what == 0 else 1))
+                    data = chance.randbytes(chance.choice((1, 512, 4096, 5000, 200_000)))
+                    r.require(os.pwrite(fd, data, at) == len(data), f"{name}, step {step}: a short write")
+                    model.extend(bytes(max(0, at + len(data) - size)))
+                    model[at : at + len(data)] = data
+                elif what < 8:
+                    new = chance.choice((0, chance.randrange(size + 1), size + chance.randrange(MIB)))
+                    os.ftruncate(fd, new)
+                    model = model[:new].ljust(new, b"\0")
+                elif what == 8 and size:
+                    at = chance.randrange(size)
+                    length = chance.randrange(1, size - at + 1)
+                    m.fallocate(fd, m.PUNCH, at, length)
+                    model[at : at + length] = bytes(length)
+                else:
+                    os.fsync(fd)
+            model = model.ljust(rounded(len(model)), b"\0")
+            r.require(mount.path.stat().st_size == len(model), f"{name}, step {step}: {mount.path.stat().st_size} bytes, not {len(model)}")
+            if step in (15, 30):
+                if kind != "old":  # version 2 has no journal: what was not flushed is lost with the daemon
+                    mount.child.kill()
+                else:
+                    mount.child.stop()
+                mount.start()
+            if step % 5 == 0:
+                m.same(mount.path, model, f"{name}, step {step}")
+        m.same(mount.path, model, name)
+        mount.stop()
+        r.run([tool, "check", "-q", image])
+        (suite.rig.dir / f"{name}.model").write_bytes(model)
+        if model:
+            r.run([tool, "compare", "-f", "qcow2", "-F", "raw", image, suite.rig.dir / f"{name}.model"])
+
+
+def growing_qcow2_ends(suite):
+    """Other commands beside a growable qcow2 disk, and what cannot grow."""
+    suite.ours()
+    tool = r.tool("qemu-img", "qemu-utils")
+    folder = suite.rig.dir
+    image = folder / "growing-ends.qcow2"
+    r.run([tool, "create", "-q", "-f", "qcow2", "-o", "cluster_size=512", image, "1M"])
+    mount = m.Mount(suite, "growing-ends", disk=f"file={image},format=qcow2", growable=True)
+    data = random.Random(22).randbytes(MIB)
+    with m.Opened(mount.path) as fd:
+        os.pwrite(fd, data, MIB)
+        m.refused("far behind the end", ["EFBIG"], lambda: os.pwrite(fd, b"x", 1 << 40))
+    mount.cli("resize", "d0", "3M")
+    r.require(mount.path.stat().st_size == 3 * MIB, "resized by a command it has another size")
+    mount.cli("resize", "--shrink", "d0", "1280K")
+    mount.cli("snapshot", "d0", "--internal", "s0")
+    with m.Opened(mount.path) as fd:
+        os.ftruncate(fd, 2 * MIB)
+        os.pwrite(fd, b"end", 2 * MIB)
+    want = bytes(MIB) + data[: MIB // 4] + bytes(3 * MIB // 4) + b"end".ljust(SECTOR, b"\0")
+    m.same(mount.path, want, "grown again")
+    mount.stop()
+    r.run([tool, "check", "-q", image])
+    # The image's data lies elsewhere.
+    other = folder / "growing-data.qcow2"
+    r.run([tool, "create", "-q", "-f", "qcow2", "-o", f"data_file={folder}/growing.data", other, "1M"])
+    daemon = r.Daemon(suite.rig, "--disk", f"name=d0,file={other},format=qcow2", name="growing-data")
+    export = f"name=f0,type=fuse,disk=d0,mountpoint={folder}/growing-data.mnt,writable=on,growable=on"
+    r.message_of(daemon.cli("export", "add", export, check=False), other, "data file", code=(1, 2))
+    daemon.cli("resize", "d0", "2M")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
 def tests(suite):
     t = suite.test
     t("images that end within a sector", lambda: odd_sizes(suite))
     t("growable: an image that ends within a sector", lambda: odd_growable(suite))
     t("growable: an empty image", lambda: empty(suite))
+    t("growable: a qcow2 disk", lambda: growing_qcow2(suite))
     t("O_TRUNC without growable: the size stays", lambda: truncating_open(suite))
 
 
 def tests_once(suite):
     t = suite.test
+    t("growable: a qcow2 disk beside other commands", lambda: growing_qcow2_ends(suite))
     t("an empty image: refused where nobody can make it longer", lambda: empty_refused(suite))
     t("passthrough: killed after an odd write", lambda: killed_odd(suite))
     t("mounted over the image itself", lambda: over_itself(suite))

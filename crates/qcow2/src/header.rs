@@ -4,6 +4,8 @@ use crate::{Error, Result};
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
 const LEN_V2: usize = 72;
+/// Where a header has the disk's size, 64 bits.
+pub const SIZE_AT: u64 = 24;
 /// Where a version 3 header has its incompatible features.
 pub(crate) const INCOMPATIBLE_AT: usize = 72;
 const LEN_V3: usize = 104;

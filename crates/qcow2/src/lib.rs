@@ -41,7 +41,7 @@ pub use error::{Error, Result};
 pub use hit::Hit;
 pub use image::Image;
 pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
-pub use served::{Chain, Layer, Served, Settings, User, make_ready};
+pub use served::{Chain, Layer, Served, Settings, User, make_ready, make_ready_for};
 pub use storage::Storage;
 
 /// Told how far long work came: units done, of how many.

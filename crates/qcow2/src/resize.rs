@@ -82,6 +82,46 @@ pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: P
     Ok(())
 }
 
+/// Entries of the L1 table that leave room for a disk that grows while it is served: 256 KiB of them, which reach 16 TiB
+/// with clusters of 64 KiB, and 1 GiB with clusters of 512 bytes.
+const ROOM_L1_ENTRIES: u64 = 32 << 10;
+
+/// Makes the image ready for its disk to grow while it is served, by a change of the header's size alone: its L1 table is
+/// long enough, and nothing shows behind the disk's end, neither old data nor the image below. The disk stays as it is.
+///
+/// # Errors
+/// An image with a data file; one below that is larger than the room, or shows through the disk's last cluster; the
+/// storage's. The image is as it was then.
+pub fn make_room(image: &mut Image<'_>, below: Option<u64>) -> Result<()> {
+    let mut header = image.header.clone();
+    if header.has(incompatible::DATA_FILE) {
+        return Err(Error::unsupported("an image with a data file does not grow while it is served"));
+    }
+    let around = Around { data: None, below, preallocation: Preallocation::Off };
+    let tail = Tail::find(image, header.size, &around, true)?;
+    let mut change = Change::begin(image)?;
+    let mut l1 = change.l1()?;
+    cut(&mut change, &mut l1, header.size)?;
+    let entries = ROOM_L1_ENTRIES.max(header.l1_needed() * 2).min(L1_BYTES_MAX / 8);
+    l1.resize(l1.len().max(entries as usize), 0);
+    // As if the disk was as long as the image below.
+    let long = Header { size: below.unwrap_or(0).max(header.size), ..header.clone() };
+    if long.l1_needed() > l1.len() as u64 {
+        return Err(Error::unsupported(
+            "the image below is too large for the disk to grow while it is served",
+        ));
+    }
+    Grown { from: header.clusters(), header: &long }.hide_below(&mut change, &mut l1, &around)?;
+    let place = match tail {
+        Some(tail) => tail.own(&mut change, &mut l1)?,
+        None => None,
+    };
+    change.set_flags(&mut l1)?;
+    change.replace_l1(&l1, &mut header)?;
+    clear_tail(change.image.file, None, place)?;
+    change.commit(header)
+}
+
 /// The bytes of the last cluster behind the disk's end: offset and length in the file that holds them.
 #[derive(Clone, Copy)]
 struct Place {

@@ -36,6 +36,8 @@ pub struct Settings {
     pub cache_bytes: Option<u64>,
     /// It is going to be written: what its tables say is held against where its metadata lies.
     pub writable: bool,
+    /// Its disk may get longer while it is served, as far as its L1 table reaches.
+    pub room: bool,
 }
 
 /// L2 tables that come to be.
@@ -77,7 +79,10 @@ pub struct Served {
     pub(crate) raw_data: bool,
     pub(crate) file: FileId,
     pub(crate) data: FileId,
-    pub(crate) size: u64,
+    /// Size of the disk, bytes. Changed by control alone, with no change of the disk under way.
+    size: AtomicU64,
+    /// What it can be at most as long as the image is open, bytes.
+    room: u64,
     /// Clusters that a worker reserves at a time.
     pub(crate) reserve_clusters: u64,
     pub(crate) l1_offset: u64,
@@ -131,6 +136,14 @@ pub(crate) enum Miss {
 /// # Errors
 /// The storage's; an image that is dirty or corrupt.
 pub fn make_ready(storage: &dyn Storage) -> Result<()> {
+    make_ready_for(storage, false)
+}
+
+/// The same, for a disk that may come to need all that its L1 table reaches (`room`, see [`Settings::room`]).
+///
+/// # Errors
+/// Those of [`make_ready`].
+pub fn make_ready_for(storage: &dyn Storage, room: bool) -> Result<()> {
     let mut image = Image::open(storage)?;
     if image.header().autoclear & !autoclear::KNOWN != 0 {
         // It clears them.
@@ -139,7 +152,8 @@ pub fn make_ready(storage: &dyn Storage) -> Result<()> {
     let h = image.header().clone();
     let (entries, table) = (h.refblock_entries(), u64::from(h.reftable_clusters) * h.cluster_size() / 8);
     let there = image.len.div_ceil(h.cluster_size());
-    let disk = if h.has(incompatible::DATA_FILE) { 0 } else { h.clusters() };
+    let clusters = if room { reached(&h) } else { h.clusters() };
+    let disk = if h.has(incompatible::DATA_FILE) { 0 } else { clusters };
     // What waits to be free, and the blocks that count all this.
     let all = (there + disk + h.l1_needed()) / 4 * 5;
     let need = (all + all / entries).div_ceil(entries) + 1;
@@ -150,6 +164,11 @@ pub fn make_ready(storage: &dyn Storage) -> Result<()> {
     let mut change = Change::begin(&mut image)?;
     change.widen(need.min(most));
     change.commit(h)
+}
+
+/// Clusters that the L1 table reaches.
+fn reached(h: &Header) -> u64 {
+    u64::from(h.l1_size) * h.l2_entries()
 }
 
 impl Served {
@@ -200,7 +219,10 @@ impl Served {
             false => None,
         };
         let entry_words = header.l2_entry_bytes() as usize / 8;
-        let whole = header.clusters().next_multiple_of(header.l2_entries()) * header.l2_entry_bytes();
+        // The tables' whole length has slices, so that each table has whole ones.
+        let clusters =
+            if settings.room { reached(&header) } else { header.l1_needed() * header.l2_entries() };
+        let whole = clusters * header.l2_entry_bytes();
         let cache = settings.cache_bytes.unwrap_or(CACHE_MAX).min(whole.max(UNIT));
         let alloc = Alloc::new(
             header.cluster_bits,
@@ -210,8 +232,6 @@ impl Served {
             (cache / 4).max(1 << 20),
         )
         .with_guard(guard.clone());
-        // The tables' whole length has slices, so that each table has whole ones.
-        let clusters = header.l1_needed() * header.l2_entries();
         Ok(Self {
             cluster_bits: header.cluster_bits,
             version: header.version,
@@ -221,7 +241,11 @@ impl Served {
             raw_data: header.has(incompatible::DATA_FILE) && header.autoclear & autoclear::RAW_DATA != 0,
             file: settings.file,
             data: settings.data,
-            size: header.size,
+            size: AtomicU64::new(header.size),
+            room: match settings.room {
+                true => clusters.saturating_mul(cluster).min(i64::MAX as u64 & !511),
+                false => header.size,
+            },
             // Long runs for large disks; small ones do not become large by what is reserved.
             reserve_clusters: (header.size / RESERVES).min(RESERVE_BYTES_MAX) >> header.cluster_bits,
             l1_offset: header.l1_offset,
@@ -258,8 +282,21 @@ impl Served {
     }
 
     /// Size of the disk, bytes.
+    #[inline]
     pub fn size(&self) -> u64 {
-        self.size
+        self.size.load(Acquire)
+    }
+
+    /// What the disk can be made to have at most as long as the image is open, bytes: see [`Settings::room`].
+    pub fn room(&self) -> u64 {
+        self.room
+    }
+
+    /// The disk has another size, `room` at most, which the header on the storage has already. No write, discard or
+    /// WriteZeroes may be under way.
+    pub fn set_size(&self, size: u64) {
+        debug_assert!(size <= self.room);
+        self.size.store(size, Release);
     }
 
     /// Bytes of a cluster.
@@ -488,7 +525,7 @@ impl Chain {
         let mut n = len;
         for (i, layer) in self.layers.iter().enumerate() {
             let size = match layer {
-                Layer::Qcow2(image) => image.size,
+                Layer::Qcow2(image) => image.size(),
                 Layer::Raw { size, .. } => *size,
             };
             // An image below may be shorter.

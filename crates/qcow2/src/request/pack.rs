@@ -50,7 +50,7 @@ impl Served {
     /// Whether a range is one cluster, or what the disk has of its last one.
     pub(super) fn is_one_cluster(&self, pos: u64, end: u64) -> bool {
         let next = (self.cluster(pos) + 1) << self.cluster_bits;
-        pos & (self.cluster_size() - 1) == 0 && pos < end && end == next.min(self.size)
+        pos & (self.cluster_size() - 1) == 0 && pos < end && end == next.min(self.size())
     }
 
     /// Whether a cluster has no place, neither here nor in the data file.

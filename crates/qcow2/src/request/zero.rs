@@ -21,7 +21,7 @@ impl Request {
         if discard && image.raw_data {
             return self.turn_discard_raw(cx);
         }
-        let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size);
+        let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size());
         // Whether an entry can say so.
         let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
         if discard && !(whole && by_entry) {
@@ -49,7 +49,8 @@ impl Request {
             return turn;
         }
         // A last cluster that the disk does not fill counts as whole.
-        let last = if self.end >= image.size { image.size.div_ceil(size) } else { image.cluster(self.end) };
+        let last =
+            if self.end >= image.size() { image.size().div_ceil(size) } else { image.cluster(self.end) };
         let count = (last - cluster).min(image.map.slice_end(cluster) - cluster).min(HELD_MAX);
         let count = count.min(image.journal.as_ref().map_or(HELD_MAX, Journal::change_max));
         let held = match image.map.hold(cluster, count, cx.waker) {

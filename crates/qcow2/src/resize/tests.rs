@@ -194,3 +194,45 @@ fn sizes_that_cannot_be_are_refused() {
     let e = resize(&mut open(&file), 4096 + 512, &around(None, Preallocation::Off), &mut |_, _| {});
     assert!(e.unwrap_err().to_string().contains("compressed"));
 }
+
+#[test]
+fn room_to_grow_changes_nothing_but_what_lies_behind_the_end() {
+    for (seed, options) in (1..).zip(kinds(SIZE + 512)) {
+        // The image names none below: QEMU checks it, too.
+        let below = (options.version == 3).then_some(2 * SIZE);
+        let file = new(&options);
+        let last = SIZE / options.cluster_size;
+        for cluster in [0, last] {
+            write(&mut open(&file), cluster, 7, false);
+        }
+        let before = contents(&file);
+        let make = |i: &mut Image<'_>| make_room(i, below).unwrap();
+        crash(&file, seed, make, |f, of| {
+            assert_eq!(open(f).header.size, SIZE + 512, "{of}");
+            assert_eq!(contents(f)[&0], (7, 7), "{of}");
+        });
+        make(&mut open(&file));
+        assert_clean(&file, &format!("{options:?}"));
+        let i = open(&file);
+        assert!(u64::from(i.header.l1_size) >= ROOM_L1_ENTRIES && i.header.size == SIZE + 512);
+        // The header alone makes the disk longer, and it reads as zeroes there.
+        let mut after = before.clone();
+        after.insert(last, (7, if options.cluster_size > 512 { 0 } else { 7 }));
+        file.write_at(24, &(3 * SIZE).to_be_bytes()).unwrap();
+        assert_eq!(contents(&file), after, "{options:?}");
+        assert_clean(&file, "grown");
+        if below.is_some() {
+            let per = i.header.l2_entries();
+            let words = i.header.l2_entry_bytes() as usize / 8;
+            let zero = |cluster: u64| {
+                let l1 = i.table(i.header.l1_offset, u64::from(i.header.l1_size), "L1").unwrap();
+                let at = l1[(cluster / per) as usize] & OFFSET;
+                let table = image::words(&i.read(at, i.header.cluster_size(), "L2").unwrap());
+                let slot = (cluster % per) as usize * words;
+                if words == 2 { table[slot + 1] >> 32 == 0xffff_ffff } else { table[slot] & ZERO != 0 }
+            };
+            let end = 2 * SIZE / options.cluster_size;
+            assert!((last + 1..end).all(zero), "{options:?}: the image below shows");
+        }
+    }
+}

@@ -27,7 +27,7 @@ impl Disk {
     pub(crate) fn open(file: Memory, below: Option<Memory>) -> Self {
         let header = Image::open(&file).unwrap().header().clone();
         let data = u16::from(header.data_file.is_some());
-        let settings = Settings { file: 0, data, cache_bytes: None, writable: true };
+        let settings = Settings { file: 0, data, cache_bytes: None, writable: true, room: false };
         let image = Arc::new(Served::open(&file, header, settings).unwrap());
         let layers = below.iter().map(|b| Layer::Raw { file: 2, size: b.len().unwrap() }).collect();
         let user = image.join();

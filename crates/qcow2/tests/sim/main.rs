@@ -206,7 +206,8 @@ fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
     file.read_at(0, &mut first).unwrap();
     let header = Header::parse(&first).unwrap();
     let data = if shape.data == Data::Within { 0 } else { 2 };
-    let settings = Settings { file: 0, data, cache_bytes: Some(shape.cache_bytes), writable: true };
+    let settings =
+        Settings { file: 0, data, cache_bytes: Some(shape.cache_bytes), writable: true, room: false };
     let mut image = Served::open(file, header, settings).unwrap();
     if let Some(shared) = shared {
         image = image.with_journal(shared.journal());

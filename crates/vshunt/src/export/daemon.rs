@@ -288,6 +288,9 @@ impl Daemon {
         if !spec.refuses_writes() && self.state().writer(&spec.disk).is_none() {
             entry.check_returned()?;
         }
+        if spec.growable == Some(true) {
+            self.make_growable(&entry)?;
+        }
         self.state().reserve(&spec, &entry)?;
         self.make(spec, Backend::Disk(entry.disk.clone()))
     }

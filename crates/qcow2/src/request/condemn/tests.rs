@@ -152,7 +152,7 @@ fn counts_that_call_metadata_free() {
 }
 
 fn open(file: &Memory, writable: bool) -> crate::Result<Served> {
-    let settings = Settings { file: 0 as FileId, data: 0, cache_bytes: None, writable };
+    let settings = Settings { file: 0 as FileId, data: 0, cache_bytes: None, writable, room: false };
     Served::open(file, header(file), settings)
 }
 

@@ -184,7 +184,7 @@ impl Disk {
     }
 
     fn open_unmarked(spec: &DiskSpec) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self::of(spec, super::open_kind(spec)?)))
+        Ok(Arc::new(Self::of(spec, super::open_kind(spec, false)?)))
     }
 }
 

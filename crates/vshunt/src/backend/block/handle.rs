@@ -35,6 +35,25 @@ impl Disk {
         })
     }
 
+    /// Makes a range read as zeroes, of any bytes, as the disk's queues would do it; likewise. Space is given back.
+    pub(super) fn clear(self: &Arc<Self>, range: std::ops::Range<u64>) -> io::Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        let whole = range.start.next_multiple_of(super::SECTOR_BYTES);
+        if whole > range.start {
+            self.merge_as_queue(range.start, &vec![0; (whole.min(range.end) - range.start) as usize], false)?;
+        }
+        if whole >= range.end {
+            return Ok(());
+        }
+        self.as_queue(|handle, ring, io| {
+            io.reset(Op::WriteZeroes { unmap: true }, whole, false);
+            io.len = range.end - whole;
+            handle.run(ring, io)
+        })
+    }
+
     /// Reads a range of whole sectors and writes the same bytes back, as the disk's queues would do it; likewise.
     pub(super) fn rewrite(self: &Arc<Self>, offset: u64, len: u64) -> io::Result<()> {
         self.read_and_write(offset, len as usize, false, |_| {})

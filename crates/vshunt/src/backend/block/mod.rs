@@ -165,6 +165,8 @@ pub struct Disk {
     locked: bool,
     cache: Cache,
     limits: Limits,
+    /// Users of a mount may give it another size: a qcow2 image is opened with room for that.
+    grows: AtomicBool,
     /// Of the image that it was opened with.
     lost: bool,
     /// It was closed.
@@ -242,7 +244,7 @@ impl Disk {
                 file.display()
             )));
         }
-        Ok(Arc::new(Self::of(spec, open_kind(spec)?)))
+        Ok(Arc::new(Self::of(spec, open_kind(spec, false)?)))
     }
 
     fn of(spec: &DiskSpec, (kind, size_bytes, limits): (Kind, u64, Limits)) -> Self {
@@ -255,6 +257,7 @@ impl Disk {
             locked: spec.locking,
             cache: spec.cache,
             limits,
+            grows: AtomicBool::new(false),
             lost,
             shut: AtomicBool::new(false),
             size_bytes: AtomicU64::new(size_bytes),
@@ -364,7 +367,7 @@ impl Disk {
     ///
     /// # Errors
     /// `EPERM` for a block device, `ENOSPC` for memory, `EFBIG` for more than a file can have, else the system's.
-    pub fn truncate(&self, end: u64) -> std::io::Result<()> {
+    pub fn truncate(self: &Arc<Self>, end: u64) -> std::io::Result<()> {
         let (old, size_bytes) = (self.size_bytes(), whole_sectors(end)?);
         self.size_bytes.store(size_bytes.min(old), Ordering::Release);
         let cut = match &*self.kind() {
@@ -374,6 +377,9 @@ impl Disk {
             }
             Kind::Raw(raw) => raw.truncate(end, size_bytes),
             Kind::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
+            Kind::Qcow2(image) if self.grows() => {
+                self.clear(end..old).and_then(|()| image.set_size(size_bytes))
+            }
             Kind::Qcow2(_) => Err(std::io::Error::from_raw_os_error(libc::EPERM)),
         };
         self.size_bytes.store(if cut.is_ok() { size_bytes } else { old }, Ordering::Release);
@@ -384,11 +390,18 @@ impl Disk {
         ram.resize(old, new).map_err(|_| std::io::Error::from_raw_os_error(libc::ENOSPC))
     }
 
+    /// Whether its users may give it another size; see [`make_growable`](Self::make_growable).
+    pub fn grows(&self) -> bool {
+        self.grows.load(Ordering::Relaxed)
+    }
+
     /// Makes it `end` bytes long, in whole sectors, if it is shorter; what it grows by reads as zeroes. Whether it was
-    /// shorter. Blocks. One at a time, and none during a [`resize`](Self::resize).
+    /// shorter. Blocks. One at a time, and none during a [`resize`](Self::resize). No write may be under way to a qcow2
+    /// disk.
     ///
     /// # Errors
-    /// `EPERM` for a block device, `ENOSPC` for memory, else the system's.
+    /// `EPERM` for a block device, `ENOSPC` for memory, `EFBIG` for a qcow2 disk that its L1 table does not reach so far
+    /// for, else the system's.
     pub fn lengthen(&self, end: u64) -> std::io::Result<bool> {
         let (old, size_bytes) = (self.size_bytes(), whole_sectors(end)?);
         if size_bytes <= old {
@@ -399,6 +412,7 @@ impl Disk {
             Kind::Ram(ram) => Self::resize_ram(ram, old, size_bytes)?,
             Kind::Raw(raw) => raw.lengthen(size_bytes)?,
             Kind::Gone => return Err(std::io::Error::from_raw_os_error(libc::EIO)),
+            Kind::Qcow2(image) if self.grows() => image.set_size(size_bytes)?,
             Kind::Qcow2(_) => return Err(std::io::Error::from_raw_os_error(libc::EPERM)),
         }
         self.size_bytes.store(size_bytes, Ordering::Release);
@@ -636,14 +650,14 @@ impl Drop for Disk {
 }
 
 /// Opens and locks what a disk is; its size, and what a guest of it alone is told.
-fn open_kind(spec: &DiskSpec) -> Result<(Kind, u64, Limits)> {
+fn open_kind(spec: &DiskSpec, room: bool) -> Result<(Kind, u64, Limits)> {
     Ok(match spec.format() {
         Format::Raw => {
             let (raw, size_bytes, limits) = raw::open(spec)?;
             (Kind::Raw(raw), size_bytes, limits)
         }
         Format::Qcow2 => {
-            let (image, size_bytes, limits) = qcow2::open(spec)?;
+            let (image, size_bytes, limits) = qcow2::open(spec, room)?;
             (Kind::Qcow2(Arc::new(image)), size_bytes, limits)
         }
         Format::Null => (Kind::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
@@ -676,7 +690,7 @@ fn forget(raw: &Raw, ring: &mut Ring) {
 
 fn no_resize() -> Error {
     Error::unsupported(
-        "a qcow2 disk gets another size by resize alone, not by its users: leave out growable=on",
+        "a qcow2 disk gets another size while its image is closed, or by the users of a growable mount",
     )
 }
 

@@ -4,6 +4,7 @@
 //! counts call free; so the pause grows with the image's tables (some 2 MiB for each 16 GiB in use).
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use qcow2::check::{Quiet, Repair, check};
@@ -89,6 +90,24 @@ impl Disk {
         // A write of its last sector copies the cluster, or with extended L2 entries the subcluster.
         self.rewrite(size - SECTOR_BYTES, SECTOR_BYTES)
             .map_err(|e| Error::io("the disk's last cluster cannot be copied from the image below", e))
+    }
+
+    /// Lets the users of a mount change the size of a qcow2 disk, closed for it; see [`replace`](Self::replace). Its image
+    /// gets an L1 table with room, so that to grow later is one write of its header. For all other disks there is nothing to
+    /// do.
+    ///
+    /// # Errors
+    /// An image with a data file, or that stands on one too large; those of [`replace`](Self::replace).
+    pub fn make_growable(self: &Arc<Self>, now: &DiskSpec) -> Result<()> {
+        if !self.is_qcow2() {
+            return Ok(());
+        }
+        self.own_last_cluster()?;
+        self.grows.store(true, Ordering::Relaxed);
+        self.offline(now, |image, closed| {
+            qcow2::resize::make_room(image, closed.below).map_err(|e| wrong(now, &e))
+        })
+        .inspect_err(|_| self.grows.store(false, Ordering::Relaxed))
     }
 
     /// Takes an internal snapshot.

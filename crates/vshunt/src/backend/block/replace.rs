@@ -147,7 +147,7 @@ impl Disk {
     /// Opens an image whose files' locks are held, by other descriptors, in part.
     fn open_again(&self, spec: &DiskSpec, held: &[Held]) -> Result<(Kind, u64)> {
         let (kind, size_bytes, limits) =
-            super::open_kind(&DiskSpec { locking: false, size: None, ..spec.clone() })?;
+            super::open_kind(&DiskSpec { locking: false, size: None, ..spec.clone() }, self.grows())?;
         let result = self.check_limits(spec, &limits).and_then(|()| match self.locked {
             true => kind.files().iter().try_for_each(|raw| inherit(raw, held)),
             false => Ok(()),

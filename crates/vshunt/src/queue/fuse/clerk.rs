@@ -184,6 +184,8 @@ fn do_task(disk: &Arc<Disk>, gate: &Gate, task: &Task) -> Answer {
                 disk.merge(offset, bytes, fua)
             }))
         }
+        // A write of the last cluster that does not know the disk's new end would be in the way.
+        Task::Lengthen { end } if disk.is_qcow2() => done(gate.closed(|| disk.lengthen(end).map(drop))),
         Task::Lengthen { end } => done(disk.lengthen(end).map(drop)),
         Task::Truncate { end } => done(gate.closed(|| disk.truncate(end))),
         Task::Edges { offset, len, block } => done(gate.closed(|| edges(disk, offset, len, block))),

@@ -122,6 +122,29 @@ impl Qcow2 {
         self.files.iter().any(|raw| raw.is_of(path))
     }
 
+    /// Gives its disk another size: of what it is made longer by nothing shows, as `make_room` of the format's crate has
+    /// left it; of what it is made shorter by the caller has made zeroes. Blocks. No write may be under way.
+    ///
+    /// # Errors
+    /// `EFBIG` beyond the room that it was opened with, `EIO` for an image that is wrong, else the system's.
+    pub(super) fn set_size(&self, size: u64) -> std::io::Result<()> {
+        let (top, file) = (self.chain.top(), &self.files[0]);
+        if size > top.room() {
+            return Err(std::io::Error::from_raw_os_error(libc::EFBIG));
+        }
+        // By the sector, as all metadata is written. Nobody else writes the header while the image is served but whoever
+        // marks it as corrupt, from the same sector read before: that is known by the second look.
+        let wrong = || match top.is_wrong() {
+            true => Err(std::io::Error::from_raw_os_error(libc::EIO)),
+            false => Ok(()),
+        };
+        wrong()?;
+        file.merge(qcow2::header::SIZE_AT, &size.to_be_bytes(), self.through)?;
+        wrong()?;
+        top.set_size(size);
+        Ok(())
+    }
+
     /// As [`Op::Flush`], but it waits. On a thread of its own: the end of a ring interrupts what its thread waits for next,
     /// which callers are not prepared for.
     pub(super) fn flush_now(self: &Arc<Self>) -> std::io::Result<()> {

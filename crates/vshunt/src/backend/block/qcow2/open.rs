@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::{Header, incompatible};
-use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready};
+use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready_for};
 
 use super::Qcow2;
 use super::bitmaps::Bitmaps;
@@ -115,7 +115,8 @@ impl Opened {
 }
 
 /// Opens, locks and understands the image of `spec`, the ones below it and its data file.
-pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Limits)> {
+/// `room`: its disk may get longer while it is served.
+pub(in crate::backend::block) fn open(spec: &DiskSpec, room: bool) -> Result<(Qcow2, u64, Limits)> {
     let Some(path) = &spec.file else {
         return Err(Error::invalid(format!(
             "disk {} has format qcow2, which needs an image: add file=PATH",
@@ -125,7 +126,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
     let mut opened = Opened { files: vec![], limits: None };
     // Its own way of being durable is the map's too, so the files are flushed when we say so.
     let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
-    let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path)?;
+    let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path, room)?;
     let (image, mut below) = (top.image, top.below);
     let size = image.size();
     if spec.size.is_some_and(|s| s != size) {
@@ -135,9 +136,9 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
             spec.size.unwrap_or(0)
         )));
     }
-    if size == 0 || !size.is_multiple_of(SECTOR_BYTES) {
+    if !size.is_multiple_of(SECTOR_BYTES) {
         return Err(Error::invalid(format!(
-            "{} has a disk of {size} bytes, which is no size of one: not a positive multiple of 512",
+            "{} has a disk of {size} bytes, which is no size of one: not a multiple of 512",
             path.display()
         )));
     }
@@ -149,8 +150,8 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec) -> Result<(Qcow2, u64, Li
         let part = DiskSpec { file: Some(lower.path.clone()), readonly: true, size: None, ..spec.clone() };
         match lower.format {
             Format::Qcow2 => {
-                let next =
-                    open_image(&mut opened, &part, &lower.path).map_err(|e| e.context(lower.why(path)))?;
+                let next = open_image(&mut opened, &part, &lower.path, false)
+                    .map_err(|e| e.context(lower.why(path)))?;
                 below_size.get_or_insert(next.image.size());
                 layers.push(Layer::Qcow2(Arc::new(next.image)));
                 below = next.below;
@@ -260,7 +261,7 @@ fn put_right(
 }
 
 /// Opens one image, and says which it stands on.
-fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> {
+fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path, room: bool) -> Result<Top> {
     let shown = path.display();
     let (file, _, plain) = opened.add(spec)?;
     let wrong = |e: qcow2::Error| match e {
@@ -282,7 +283,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
         }
         let of = &opened.files[usize::from(file)];
         lost = put_right(of, &plain, &header, path).map_err(wrong)?;
-        make_ready(&plain).map_err(wrong)?;
+        make_ready_for(&plain, room).map_err(wrong)?;
         bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     } else if qcow2::journal::journal_of(&header).is_some() && !mark::is_committing(path) {
@@ -316,7 +317,7 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path) -> Result<Top> 
             )));
         }
     };
-    let settings = Settings { file, data, cache_bytes: spec.cache_size, writable: !spec.readonly };
+    let settings = Settings { file, data, cache_bytes: spec.cache_size, writable: !spec.readonly, room };
     let image = Served::open(&plain, header, settings).map_err(wrong)?;
     Ok(Top { image, below, bitmaps, lost })
 }
