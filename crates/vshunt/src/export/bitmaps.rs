@@ -5,6 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::daemon::Daemon;
+use super::drained::with_disk_drained;
 use super::life::Export;
 use super::maps::DiskEntry;
 use super::spec::{BitmapInfo, BitmapSpec, Format};
@@ -206,15 +207,69 @@ pub(super) fn at_rest<R>(writer: Option<&Arc<Export>>, f: impl FnOnce() -> R) ->
 impl Daemon {
     /// Begins a dirty bitmap.
     pub fn bitmap_add(&self, spec: &BitmapSpec) -> Result<()> {
+        let granularity = spec.granularity.unwrap_or(GRANULARITY);
+        {
+            let entry = self.state().disk(&spec.disk)?;
+            let _turn = entry.turn();
+            self.place_bitmap(&entry, &spec.name, granularity, spec.persistent)?;
+        }
         self.change_bitmaps(&spec.disk, |entry| {
             check_new(entry, &spec.name)?;
             let persistent = persistent(entry, spec.persistent)?;
-            let granularity = spec.granularity.unwrap_or(GRANULARITY);
             let bitmap = Bitmap::new(&spec.name, entry.disk.size_bytes(), granularity, persistent)?;
             (bitmap.state().recording, bitmap.state().gap) = (!spec.disabled, spec.disabled);
             entry.watched.state().bitmaps.push(Arc::new(bitmap));
             Ok(())
         })
+    }
+
+    /// Gives a bitmap that is about to be begun its place in the disk's image, marked as in use, so that it is there after
+    /// our death: in doubt, as every bitmap whose writer did not write it back. The disk's turn is held. The image is closed
+    /// and opened again for it, which guests wait for.
+    ///
+    /// Nothing is done where it is not to be kept, and where it is going to be refused. A disk that a job has stays open: the
+    /// bitmap gets its place when the image is closed.
+    ///
+    /// # Errors
+    /// The image has no room for it; those of draining the disk. The disk goes on as it was.
+    pub(super) fn place_bitmap(
+        &self,
+        entry: &Arc<DiskEntry>,
+        name: &str,
+        granularity: u64,
+        asked: Option<bool>,
+    ) -> Result<()> {
+        let disk = &entry.disk;
+        let kept = !disk.readonly() && disk.is_qcow2() && persistent(entry, asked).is_ok_and(|kept| kept);
+        let exports = self.state().exports_of(entry)?;
+        if !kept || check_new(entry, name).is_err() || writer(&exports, entry).is_err() {
+            return Ok(());
+        }
+        if let Some(job) = entry.watched.job() {
+            tracing::warn!(
+                "bitmap {name} of disk {} is not in its image before job {job} is over and the disk is closed: should vshunt be \
+                 killed before, it is lost",
+                entry.name
+            );
+            return Ok(());
+        }
+        let bitmap = Arc::new(Bitmap::new(name, disk.size_bytes(), granularity, true)?);
+        let exports = self.changeable(entry)?;
+        let _ = disk.sync();
+        entry.watched.state().bitmaps.push(bitmap.clone());
+        let placed = with_disk_drained(entry, &exports, || {
+            disk.reopen(&entry.spec())?;
+            match disk.take_bitmaps().iter().any(|there| there.name == name) {
+                true => Ok(()),
+                false => Err(Error::invalid(format!(
+                    "bitmap {name} cannot be kept in the image of disk {} (see the log); --persistent false leaves it in memory",
+                    entry.name
+                ))),
+            }
+        });
+        // The one that is begun then has its name.
+        entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap));
+        placed
     }
 
     /// Ends one.

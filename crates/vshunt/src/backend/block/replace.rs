@@ -144,6 +144,15 @@ impl Disk {
         result
     }
 
+    /// Closes the image and opens it again, which puts the bitmaps that are [left with it](Self::keep_bitmaps) into it. As
+    /// [`replace`](Self::replace) has it.
+    ///
+    /// # Errors
+    /// Those of [`replace`](Self::replace).
+    pub(crate) fn reopen(&self, now: &DiskSpec) -> Result<()> {
+        self.replace(now, now, &[], |_| Ok(()))
+    }
+
     /// Opens an image whose files' locks are held, by other descriptors, in part.
     fn open_again(&self, spec: &DiskSpec, held: &[Held]) -> Result<(Kind, u64)> {
         let (kind, size_bytes, limits) =

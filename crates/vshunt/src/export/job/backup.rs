@@ -86,6 +86,9 @@ impl Daemon {
         target: Target,
     ) -> Result<()> {
         let ready = self.job_thread(&job.id).and_then(|thread| {
+            if let Some(name) = &spec.bitmap {
+                self.place_bitmap(entry, name, 1 << CLUSTER_SHIFT, None)?;
+            }
             let (work, begun) = self.freeze(spec, job, entry, writer)?;
             Ok((thread, work, begun))
         });
