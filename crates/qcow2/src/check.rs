@@ -121,11 +121,11 @@ pub fn check(file: &dyn Storage, repair: Repair, watch: &mut dyn Watch) -> Resul
 fn clear_bits(file: &dyn Storage) -> Result<()> {
     let mut image = Image::open(file)?;
     let bits = incompatible::DIRTY | incompatible::CORRUPT;
-    if image.header.incompatible & bits == 0 {
+    if image.header.incompatible & bits == 0 && image.header.mark.is_none() {
         return Ok(());
     }
     let incompatible = image.header.incompatible & !bits;
-    image.replace_header(Header { incompatible, journal: None, ..image.header.clone() })
+    image.replace_header(Header { incompatible, mark: None, ..image.header.clone() })
 }
 
 /// One run over an image.

@@ -268,7 +268,7 @@ fn header(options: &Options) -> Result<Header> {
         backing_format: options.backing.as_ref().map(|(_, format)| format.clone()),
         data_file: options.data_file.as_ref().map(|d| d.name.clone()),
         bitmaps: None,
-        journal: None,
+        mark: None,
         unknown: Vec::new(),
         extra: Vec::new(),
     };

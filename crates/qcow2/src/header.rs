@@ -1,5 +1,10 @@
 //! The header, its extensions and the names behind it: the first cluster of an image.
 
+mod mark;
+
+pub(crate) use self::mark::generation_at;
+pub use self::mark::{Mark, Open};
+
 use crate::{Error, Result};
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -59,19 +64,8 @@ mod extension {
     pub(super) const BITMAPS: u32 = 0x2385_2875;
     pub(super) const CRYPTO: u32 = 0x0537_be77;
     pub(super) const DATA_FILE: u32 = 0x4441_5441;
-    /// Of ours: see [`super::Mark`].
-    pub(super) const JOURNAL: u32 = u32::from_be_bytes(*b"VSJN");
-}
-
-/// The number of a [journal](crate::journal), in an extension that only we know: changes of the map may be there that
-/// are not in the image yet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mark {
-    /// The journal's number; random.
-    pub id: [u8; 16],
-    /// It is the first extension, where we write it. Who writes the header without knowing it moves it behind those that
-    /// he knows: the image was another's since then, and the journal says nothing of it any more.
-    pub untouched: bool,
+    /// Known to this program alone: see [`super::Mark`].
+    pub(super) const MARK: u32 = u32::from_be_bytes(*b"VSJN");
 }
 
 /// How clusters are compressed.
@@ -134,8 +128,8 @@ pub struct Header {
     pub data_file: Option<String>,
     /// Persistent bitmaps.
     pub bitmaps: Option<BitmapsAt>,
-    /// Where changes are that the image lacks.
-    pub journal: Option<Mark>,
+    /// It is open for writing, or was not closed.
+    pub mark: Option<Mark>,
     /// Extensions that we do not know, to be kept: type and contents.
     pub unknown: Vec<(u32, Vec<u8>)>,
     /// Where the known header ends and what is behind that we do not know, to be kept.
@@ -227,7 +221,7 @@ impl Header {
             backing_format: None,
             data_file: None,
             bitmaps: None,
-            journal: None,
+            mark: None,
             unknown: Vec::new(),
             extra: Vec::new(),
         };
@@ -303,12 +297,11 @@ impl Header {
                         "the image is encrypted; encrypted images are not served",
                     ));
                 }
-                extension::JOURNAL if len == 16 && self.journal.is_none() => {
-                    let id = data.try_into().expect("16 bytes");
-                    self.journal = Some(Mark { id, untouched: at == begin + 8 });
+                // One that is not as this program writes it says nothing, and goes with the next change of the header.
+                extension::MARK => {
+                    let mark = Open::decode(data).map(|open| Mark { open, untouched: at == begin + 8 });
+                    self.mark = self.mark.or(mark);
                 }
-                // One that is not as we write it says nothing, and goes with the next change of the header.
-                extension::JOURNAL => {}
                 _ => self.unknown.push((kind, data.to_vec())),
             }
             at = at.saturating_add(len.next_multiple_of(8));
@@ -401,6 +394,12 @@ impl Header {
     /// Whether an incompatible feature is set.
     pub fn has(&self, bit: u64) -> bool {
         self.incompatible & bit != 0
+    }
+
+    /// Whether its last writer did not close it: its reference counts may be wrong, and completed writes may be missing.
+    pub fn is_open(&self) -> bool {
+        // Version 2 has no bit for it.
+        self.has(incompatible::DIRTY) || (self.version < 3 && self.mark.is_some())
     }
 
     /// Bytes of a cluster.
@@ -502,8 +501,8 @@ impl Header {
             out.resize(out.len().next_multiple_of(8), 0);
         };
         // First, in the first sector with the fields: a change of both is one write that no storage tears.
-        if let Some(mark) = self.journal.as_ref().filter(|mark| mark.untouched) {
-            add(extension::JOURNAL, &mark.id);
+        if let Some(data) = self.mark.filter(|mark| mark.untouched).and_then(|mark| mark.open.encode()) {
+            add(extension::MARK, &data);
         }
         if let Some(b) = &self.bitmaps {
             let mut data = [0; 24];

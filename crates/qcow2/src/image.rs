@@ -95,9 +95,9 @@ impl<'s> Image<'s> {
     /// It does not fit into a cluster; the storage's.
     pub(crate) fn replace_header(&mut self, mut new: Header) -> Result<()> {
         new.autoclear &= autoclear::KNOWN;
-        if !new.has(incompatible::DIRTY) {
-            // All is in the image; and another that sets the bit again means no journal of ours.
-            new.journal = None;
+        if new.version >= 3 && !new.has(incompatible::DIRTY) {
+            // All is in the image; and another program that sets the bit again does not mean the journal of this one.
+            new.mark = None;
         }
         let bytes = new.encode()?;
         let old = &self.header;
@@ -108,7 +108,7 @@ impl<'s> Image<'s> {
             &old.unknown,
             &old.extra,
             old.bitmaps,
-            old.journal,
+            old.mark,
         ) == (
             &new.backing,
             &new.backing_format,
@@ -116,7 +116,7 @@ impl<'s> Image<'s> {
             &new.unknown,
             &new.extra,
             new.bitmaps,
-            new.journal,
+            new.mark,
         );
         if same_names {
             // Its layout may be another's; what does not change stays as it is.

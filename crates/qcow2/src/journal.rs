@@ -10,6 +10,11 @@
 //! over the others and its number, is there. Records lie in a ring; a flush that wrote the map gives back the places of
 //! those that were put before it copied the map.
 //!
+//! A journal belongs to one state of its image. Each flush that writes the map also writes a larger generation into the
+//! header, and into the journal once all of the flush is stable. An image that was rolled back to a state from before the last
+//! such flush has another generation: its journal names data that the image does not have, and is refused. A state from after
+//! that flush cannot be told from the last one, for nothing but the guest's data was written since.
+//!
 //! What must never happen: an entry that others can read before its record is whole; a place that is used again while its
 //! record is needed; a journal that is applied to an image which others changed since (see [`Mark`](crate::header::Mark)).
 
@@ -17,22 +22,27 @@ mod recover;
 #[cfg(test)]
 mod tests;
 
-pub use self::recover::{begin, end, journal_of, recover};
+pub use self::recover::{Begun, Changes, Recovery, Refusal, begin, begin_without, end, journal_of, recover};
 
 use crate::map::Entry;
 use crate::sync::AtomicU64;
 use crate::sync::Ordering::{Acquire, Relaxed, Release};
 
-const MAGIC: u64 = u64::from_be_bytes(*b"VSJNMAP1");
+/// The last digit is the version of this layout.
+const MAGIC: u64 = u64::from_be_bytes(*b"VSJNMAP2");
 
 /// Words before the records, and what they are. Numbers of 16 bytes take two.
-const HEAD_WORDS: usize = 8;
+const HEAD_WORDS: usize = 16;
 const AT_MAGIC: usize = 0;
 const AT_ID: usize = 1;
 const AT_BOOT: usize = 3;
 const AT_RECORDS: usize = 5;
 /// Number of the first record that is needed.
 const AT_FIRST: usize = 6;
+/// The generation that the image has had since the last flush that wrote the map.
+const AT_STABLE: usize = 7;
+/// The largest one that a flush has begun to write.
+const AT_TRIED: usize = 8;
 
 const RECORD_WORDS: usize = 4;
 /// Bits of a record's first word: the index, how many entries, what they are.
@@ -247,23 +257,43 @@ impl Journal {
         self.next.0.load(Relaxed)
     }
 
-    /// The copies since `mark` are in the image: what was put before is not needed any more. One flush at a time.
-    pub(crate) fn forget(&self, mark: u64) {
-        self.memory.words()[AT_FIRST].store(mark, Release);
+    /// Returns the generation that a flush is to write into the header with the map. One flush at a time.
+    pub(crate) fn next_generation(&self) -> u64 {
+        let tried = &self.memory.words()[AT_TRIED];
+        // Not one that a flush which failed may have left in the image.
+        let next = tried.load(Relaxed) + 1;
+        tried.store(next, Release);
+        next
+    }
+
+    /// Gives back what was put before `mark`: the copies made since then are in the image, on stable storage, and so is
+    /// `generation` if the map was written. One flush at a time.
+    pub(crate) fn forget(&self, mark: u64, generation: Option<u64>) {
+        let words = self.memory.words();
+        // First, so that no journal without these records fits an image without these copies.
+        if let Some(generation) = generation {
+            words[AT_STABLE].store(generation, Release);
+        }
+        words[AT_FIRST].store(mark, Release);
     }
 }
 
-/// The records that a journal has, oldest first; none: it is not that one, or of another run of the machine.
-fn read(words: &[AtomicU64], id: [u8; 16], boot: [u8; 16]) -> Option<Vec<Record>> {
-    let (head, places) = words.split_at_checked(HEAD_WORDS)?;
+/// Reads the records that a journal has, oldest first, for an image with this number and generation, in this run of the
+/// machine.
+fn read(words: &[AtomicU64], id: [u8; 16], generation: u64, boot: [u8; 16]) -> Result<Vec<Record>, Refusal> {
+    let (head, places) = words.split_at_checked(HEAD_WORDS).ok_or(Refusal::Other)?;
     let get = |at: usize| head[at].load(Acquire);
     let is = |at: usize, number: [u8; 16]| halves(number) == [get(at), get(at + 1)];
     if get(AT_MAGIC) != MAGIC || !is(AT_ID, id) || !is(AT_BOOT, boot) {
-        return None;
+        return Err(Refusal::Other);
     }
     let (records, first) = (get(AT_RECORDS), get(AT_FIRST));
     if records == 0 || records > (places.len() / RECORD_WORDS) as u64 {
-        return None;
+        return Err(Refusal::Other);
+    }
+    // The writer may have been killed in a flush, before or after that wrote the generation.
+    if !(get(AT_STABLE)..=get(AT_TRIED)).contains(&generation) {
+        return Err(Refusal::RolledBack);
     }
     let record = |number: u64| {
         let place = &places[(number % records) as usize * RECORD_WORDS..];
@@ -272,5 +302,5 @@ fn read(words: &[AtomicU64], id: [u8; 16], boot: [u8; 16]) -> Option<Vec<Record>
         // One that is not whole was being put in: what it says had not happened yet.
         if whole { Record::of(parts) } else { None }
     };
-    Some((0..records).filter_map(|i| record(first.wrapping_add(i))).collect())
+    Ok((0..records).filter_map(|i| record(first.wrapping_add(i))).collect())
 }

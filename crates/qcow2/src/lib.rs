@@ -18,6 +18,7 @@ pub mod create;
 pub mod entry;
 mod epoch;
 mod error;
+mod first;
 mod guard;
 pub mod header;
 mod hit;

@@ -302,6 +302,9 @@ impl Request {
                     image.map.loaded(slice, None, cx.wake);
                     return self.condemn(why, cx);
                 }
+                if failed == 0 {
+                    image.patch_slice(slice, &mut self.meta[..image.map.slice_bytes()]);
+                }
                 let bytes = (failed == 0).then(|| &self.meta[..image.map.slice_bytes()]);
                 let placed = image.map.loaded(slice, bytes, cx.wake);
                 if failed < 0 {

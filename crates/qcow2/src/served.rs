@@ -8,10 +8,11 @@ use crate::alloc::{Alloc, Reserve};
 use crate::change::Change;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
+use crate::first::First;
 use crate::guard::Guard;
 use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
 use crate::holes::Holes;
-use crate::journal::Journal;
+use crate::journal::{Begun, Changes, Journal};
 use crate::map::{Entry, Map};
 use crate::{Error, FileId, Image, Result, Storage, Waker};
 
@@ -105,6 +106,10 @@ pub struct Served {
     pub(crate) guard: Option<Arc<Guard>>,
     /// Where changes of the map are put before anybody sees them, so that they outlive us.
     pub(crate) journal: Option<Journal>,
+    /// Its first bytes, where flushes write the journal's generation; none without a journal.
+    pub(crate) first: Option<First>,
+    /// What a killed writer's journal has and the file has not; of an image that is only read.
+    pub(crate) changes: Option<Changes>,
 }
 
 /// What a piece of the disk is, as far as one image says.
@@ -260,15 +265,37 @@ impl Served {
             growth: Mutex::default(),
             file_len: AtomicU64::new(file_len),
             journal: None,
+            first: None,
+            changes: None,
             guard,
             growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
             header,
         })
     }
 
-    /// Changes of its map are put into this journal from now on, whose number the header has.
-    pub fn with_journal(self, journal: Journal) -> Self {
-        Self { journal: Some(journal.with_cluster(self.cluster_size())), ..self }
+    /// Changes of its map are put into this journal from now on, which was [begun](crate::journal::begin) in the image.
+    pub fn with_journal(self, journal: Journal, begun: Begun) -> Self {
+        let journal = Some(journal.with_cluster(self.cluster_size()));
+        Self { journal, first: Some(First::new(begun.0)), ..self }
+    }
+
+    /// The image is only read, and reads as if these changes were in it.
+    ///
+    /// # Errors
+    /// Changes that the image has no place for.
+    pub fn with_changes(self, changes: Changes) -> Result<Self> {
+        let mut l1: Vec<u64> = self.l1.iter().map(|e| e.load(Relaxed)).collect();
+        changes.patch_l1(&self.header, &mut l1)?;
+        let l1 = l1.into_iter().map(AtomicU64::new).collect();
+        Ok(Self { l1, changes: Some(changes), ..self })
+    }
+
+    /// Brings changes from a journal into a slice of the map that was read.
+    pub(crate) fn patch_slice(&self, slice: u64, bytes: &mut [u8]) {
+        if let Some(changes) = &self.changes {
+            let first = slice * (bytes.len() as u64 / self.header.l2_entry_bytes());
+            changes.patch(&self.header, first, bytes);
+        }
     }
 
     /// Whether completed writes outlive this process though nobody flushed.

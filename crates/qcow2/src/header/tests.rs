@@ -20,7 +20,7 @@ pub(crate) fn header() -> Header {
         backing_format: Some("qcow2".into()),
         data_file: None,
         bitmaps: Some(BitmapsAt { count: 1, directory_bytes: 40, directory_offset: 0x5_0000 }),
-        journal: None,
+        mark: None,
         unknown: vec![(0x1234_5678, b"kept".to_vec())],
         extra: vec![],
     }

@@ -2,27 +2,46 @@
 
 use super::{Kind, Record, Words, read};
 use crate::entry::{COPIED, OFFSET};
-use crate::header::{Header, Mark, incompatible};
+use crate::header::{Header, Mark, Open, incompatible};
 use crate::map::Entry;
+use crate::served::UNIT;
 use crate::{Error, Image, Result, Storage};
 
-/// Marks a version 3 image that was closed: what it lacks is in the journal of this number from now on, and its
-/// reference counts may be wrong.
+/// An image that is marked as open: its first bytes, where flushes write the journal's generation.
+pub struct Begun(pub(crate) Vec<u8>);
+
+/// Marks a version 3 image that was closed: from now on what it lacks is in the journal of this number, and its reference
+/// counts may be wrong.
 ///
 /// # Errors
 /// An image of version 2, one that was not closed, a header that has no room, and the storage's.
-pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<()> {
+pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
+    let header = mark(file, Open::Journal { id, generation: 0 })?;
+    let mut first = vec![0; UNIT.min(header.cluster_size()) as usize];
+    file.read_at(0, &mut first).map_err(Error::io("cannot read the header"))?;
+    Ok(Begun(first))
+}
+
+/// Marks an image that was closed, of any version, and that is written without a journal: its reference counts may be wrong
+/// from now on. `stable`: each completed write is on stable storage, so that none can be missing.
+///
+/// # Errors
+/// Those of [`begin`].
+pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<()> {
+    mark(file, Open::Without { stable }).map(drop)
+}
+
+fn mark(file: &dyn Storage, open: Open) -> Result<Header> {
     let mut image = Image::open(file)?;
     let header = image.header().clone();
-    if header.version < 3 || header.has(incompatible::DIRTY) {
+    // Other programs would not see the mark in an image of version 2, and change it under a journal.
+    if header.is_open() || (header.version < 3 && !matches!(open, Open::Without { .. })) {
         return Err(Error::invalid("only a version 3 image that was closed can begin a journal"));
     }
-    let journal = Some(Mark { id, untouched: true });
-    image.replace_header(Header {
-        incompatible: header.incompatible | incompatible::DIRTY,
-        journal,
-        ..header
-    })
+    let dirty = if header.version < 3 { 0 } else { incompatible::DIRTY };
+    let mark = Some(Mark { open, untouched: true });
+    image.replace_header(Header { incompatible: header.incompatible | dirty, mark, ..header })?;
+    Ok(image.header().clone())
 }
 
 /// The image has all, with right counts, on stable storage: takes the mark away.
@@ -33,16 +52,116 @@ pub fn end(file: &dyn Storage) -> Result<()> {
     let mut image = Image::open(file)?;
     let header = image.header().clone();
     let incompatible = header.incompatible & !incompatible::DIRTY;
-    image.replace_header(Header { incompatible, journal: None, ..header })
+    image.replace_header(Header { incompatible, mark: None, ..header })
 }
 
-/// The journal that may have changes of an image: none if it was closed, or if another program changed it since.
-pub fn journal_of(header: &Header) -> Option<Mark> {
-    header.journal.filter(|mark| mark.untouched && header.has(incompatible::DIRTY))
+/// Returns how the image was opened by its last writer, if that did not close it and no other program changed the image
+/// since.
+pub fn journal_of(header: &Header) -> Option<Open> {
+    header.mark.filter(|mark| mark.untouched && header.is_open()).map(|mark| mark.open)
 }
 
-/// Writes what the journal in `memory` has into its image. How many records that were; none: it is not the image's
-/// journal, or not of this run of the machine, and nothing was done.
+/// Why the journal in memory says nothing about an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The image has none.
+    None,
+    /// It is another image's, or of another run of the machine.
+    Other,
+    /// The image is in another state than the one that the journal belongs to.
+    RolledBack,
+    /// It was written by an earlier version of this program, which did not say for which state of the image.
+    Older,
+}
+
+/// What became of a recovery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recovery {
+    /// So many records were brought in.
+    Done(u64),
+    /// Nothing was done.
+    Refused(Refusal),
+}
+
+/// What a journal has for an image.
+#[derive(Clone, Debug)]
+pub struct Changes(Vec<Record>);
+
+impl Changes {
+    /// Reads what the journal in `memory` has for an image with this header, in the run of the machine `boot`.
+    ///
+    /// # Errors
+    /// The journal says nothing about this image.
+    pub fn read(header: &Header, memory: &dyn Words, boot: [u8; 16]) -> std::result::Result<Self, Refusal> {
+        match journal_of(header) {
+            Some(Open::Journal { id, generation }) => read(memory.words(), id, generation, boot).map(Self),
+            Some(Open::Older) => Err(Refusal::Older),
+            Some(Open::Without { .. }) | None => Err(Refusal::None),
+        }
+    }
+
+    /// How many records.
+    pub fn count(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    /// Writes all of it into its image.
+    ///
+    /// # Errors
+    /// Changes that the image has no place for, and the storage's.
+    fn apply(&self, file: &dyn Storage) -> Result<()> {
+        let image = Image::open(file)?;
+        // The data that the entries name is stable before they are, as in every flush.
+        image.sync()?;
+        let h = image.header();
+        let l1 = image.table(h.l1_offset, h.l1_size.into(), "the L1 table")?;
+        let mut replay = Replay { l1, image };
+        self.0.iter().try_for_each(|record| replay.apply(record))?;
+        replay.image.sync()
+    }
+
+    /// Brings changes of the L1 table into one that was read.
+    ///
+    /// # Errors
+    /// An entry that the table has no place for.
+    pub(crate) fn patch_l1(&self, header: &Header, l1: &mut [u64]) -> Result<()> {
+        self.0.iter().filter(|r| r.kind == Kind::Table).try_for_each(|r| table_entry(header, l1, r).map(drop))
+    }
+
+    /// Brings changes into the entries of the map from that of cluster `first` on, as they were read.
+    pub(crate) fn patch(&self, header: &Header, first: u64, bytes: &mut [u8]) {
+        let each = header.l2_entry_bytes();
+        let end = first + bytes.len() as u64 / each;
+        for record in self.0.iter().filter(|r| r.kind != Kind::Table) {
+            for cluster in record.index.max(first)..(record.index + record.count).min(end) {
+                let at = ((cluster - first) * each) as usize;
+                entry_bytes(header, record, cluster - record.index, &mut bytes[at..at + each as usize]);
+            }
+        }
+    }
+}
+
+/// The entry number `i` of a record as it is in the image.
+fn entry_bytes(header: &Header, record: &Record, i: u64, bytes: &mut [u8]) {
+    let step = if record.kind == Kind::Run { i * header.cluster_size() } else { 0 };
+    let entry = Entry { word: record.entry.word.wrapping_add(step), ..record.entry };
+    bytes[..8].copy_from_slice(&entry.word.to_be_bytes());
+    if header.has(incompatible::EXTENDED_L2) {
+        bytes[8..].copy_from_slice(&entry.bits.to_be_bytes());
+    }
+}
+
+/// Puts a record into the L1 table; the entry that it has then.
+fn table_entry(header: &Header, l1: &mut [u64], record: &Record) -> Result<u64> {
+    let table = record.entry.word & OFFSET;
+    let entry = l1.get_mut(record.index as usize);
+    let entry =
+        entry.filter(|_| table != 0 && table & (header.cluster_size() - 1) == 0).ok_or_else(foreign)?;
+    *entry = table | COPIED;
+    Ok(*entry)
+}
+
+/// Writes what the journal in `memory` has into its image, if it belongs to that image in its present state.
 ///
 /// All that was written to the data file, where that is another, has to be stable. Reference counts are wrong
 /// afterwards and are to be [repaired](crate::check), which ends the journal; until then all of it can be done again
@@ -50,20 +169,14 @@ pub fn journal_of(header: &Header) -> Option<Mark> {
 ///
 /// # Errors
 /// A journal that cannot be this image's, and the storage's.
-pub fn recover(file: &dyn Storage, memory: &dyn Words, boot: [u8; 16]) -> Result<Option<u64>> {
+pub fn recover(file: &dyn Storage, memory: &dyn Words, boot: [u8; 16]) -> Result<Recovery> {
     let image = Image::open(file)?;
-    let Some(mark) = journal_of(image.header()) else { return Ok(None) };
-    let Some(records) = read(memory.words(), mark.id, boot) else { return Ok(None) };
-    // The data that the entries name is stable before they are, as in every flush.
-    image.sync()?;
-    let h = image.header();
-    let l1 = image.table(h.l1_offset, h.l1_size.into(), "the L1 table")?;
-    let mut replay = Replay { l1, image };
-    for record in &records {
-        replay.apply(record)?;
-    }
-    replay.image.sync()?;
-    Ok(Some(records.len() as u64))
+    let changes = match Changes::read(image.header(), memory, boot) {
+        Ok(changes) => changes,
+        Err(why) => return Ok(Recovery::Refused(why)),
+    };
+    changes.apply(file)?;
+    Ok(Recovery::Done(changes.count()))
 }
 
 struct Replay<'s> {
@@ -74,40 +187,33 @@ struct Replay<'s> {
 impl Replay<'_> {
     fn apply(&mut self, record: &Record) -> Result<()> {
         let h = self.image.header();
-        let (cluster, entries) = (h.cluster_size(), h.l2_entries());
+        let (entries, each) = (h.l2_entries(), h.l2_entry_bytes());
         if record.kind == Kind::Table {
-            return self.apply_table(record.index, record.entry.word & OFFSET);
+            return self.apply_table(record);
         }
         let table = self.l1.get((record.index / entries) as usize).map_or(0, |e| e & OFFSET);
         let at = record.index % entries;
         if table == 0 || record.count == 0 || at + record.count > entries {
             return Err(foreign());
         }
-        let mut bytes = Vec::with_capacity((record.count * h.l2_entry_bytes()) as usize);
-        for i in 0..record.count {
-            let step = if record.kind == Kind::Run { i * cluster } else { 0 };
-            let entry = Entry { word: record.entry.word.wrapping_add(step), ..record.entry };
-            bytes.extend_from_slice(&entry.word.to_be_bytes());
-            if h.has(incompatible::EXTENDED_L2) {
-                bytes.extend_from_slice(&entry.bits.to_be_bytes());
-            }
+        let mut bytes = vec![0; (record.count * each) as usize];
+        for (i, entry) in (0..).zip(bytes.chunks_exact_mut(each as usize)) {
+            entry_bytes(h, record, i, entry);
         }
-        self.image.write(table + at * h.l2_entry_bytes(), &bytes, "cannot write an L2 table")
+        self.image.write(table + at * each, &bytes, "cannot write an L2 table")
     }
 
-    fn apply_table(&mut self, index: u64, table: u64) -> Result<()> {
+    fn apply_table(&mut self, record: &Record) -> Result<()> {
+        let (index, table) = (record.index, record.entry.word & OFFSET);
+        let entry = table_entry(self.image.header(), &mut self.l1, record)?;
         let (at, cluster) = (self.image.header().l1_offset + 8 * index, self.image.header().cluster_size());
-        let entry = self.l1.get_mut(index as usize);
-        let entry = entry.filter(|_| table != 0 && table & (cluster - 1) == 0).ok_or_else(foreign)?;
-        *entry = table | COPIED;
-        let bytes = entry.to_be_bytes();
         // The file may not reach so far: nothing but zeroes was there yet.
         let file = self.image.file;
         let len = file.len().map_err(Error::io("the file's length"))?;
         if len < table + cluster {
             file.set_len(table + cluster).map_err(Error::io("cannot make the file longer"))?;
         }
-        self.image.write(at, &bytes, "cannot write the L1 table")
+        self.image.write(at, &entry.to_be_bytes(), "cannot write the L1 table")
     }
 }
 

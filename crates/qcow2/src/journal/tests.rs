@@ -24,7 +24,7 @@ impl Memory {
     }
 
     fn records(&self) -> Vec<Record> {
-        read(&self.0, ID, BOOT).unwrap()
+        read(&self.0, ID, 0, BOOT).unwrap()
     }
 }
 
@@ -37,7 +37,7 @@ mod alone {
     use super::*;
     use crate::check::{Quiet, Repair, check};
     use crate::create::{Options, create};
-    use crate::header::{Header, incompatible};
+    use crate::header::{Header, Open, incompatible};
     use crate::{Image, Storage, memory};
 
     #[test]
@@ -68,7 +68,7 @@ mod alone {
             let records = memory.records();
             assert!(records.iter().zip(0..).all(|(r, n)| (r.index, r.entry) == (n, entry(round, n))));
             assert_eq!(records.len(), 16);
-            journal.forget(journal.mark());
+            journal.forget(journal.mark(), None);
             assert!(memory.records().is_empty());
         }
     }
@@ -83,11 +83,55 @@ mod alone {
         memory.0[HEAD_WORDS + RECORD_WORDS + 1].store(3, Relaxed);
         let indices: Vec<u64> = memory.records().iter().map(|r| r.index).collect();
         assert_eq!(indices, [0, 2]);
-        assert!(read(&memory.0, BOOT, BOOT).is_none() && read(&memory.0, ID, ID).is_none());
-        assert!(read(&memory.0[..HEAD_WORDS - 1], ID, BOOT).is_none());
+        assert!(read(&memory.0, BOOT, 0, BOOT).is_err() && read(&memory.0, ID, 0, ID).is_err());
+        assert!(read(&memory.0[..HEAD_WORDS - 1], ID, 0, BOOT).is_err());
         // More records than there is room for.
         memory.0[AT_RECORDS].store(17, Relaxed);
-        assert!(read(&memory.0, ID, BOOT).is_none());
+        assert!(read(&memory.0, ID, 0, BOOT).is_err());
+    }
+
+    const OPEN: Open = Open::Journal { id: ID, generation: 0 };
+
+    fn is_mine(header: &Header) -> bool {
+        journal_of(header) == Some(OPEN)
+    }
+
+    fn refused(why: Refusal) -> Recovery {
+        Recovery::Refused(why)
+    }
+
+    #[test]
+    fn a_journal_is_of_one_state_of_the_image() {
+        let memory = Memory::new(16);
+        let journal = memory.journal();
+        let fits = |generation| read(&memory.0, ID, generation, BOOT).map(|records| records.len());
+        journal.put(0, &[entry(512, 0)]);
+        assert_eq!((fits(0), fits(1)), (Ok(1), Err(Refusal::RolledBack)));
+        // Killed in a flush: the image has either.
+        let mark = journal.mark();
+        assert_eq!(journal.next_generation(), 1);
+        assert_eq!((fits(0), fits(1), fits(2)), (Ok(1), Ok(1), Err(Refusal::RolledBack)));
+        // One that failed may have left its own.
+        assert_eq!(journal.next_generation(), 2);
+        journal.forget(mark, Some(2));
+        assert_eq!((fits(1), fits(2)), (Err(Refusal::RolledBack), Ok(0)));
+        journal.forget(journal.mark(), None);
+        assert_eq!((fits(1), fits(2)), (Err(Refusal::RolledBack), Ok(0)));
+    }
+
+    #[test]
+    fn a_journal_of_an_earlier_version_is_refused() {
+        let (file, memory) = (image(), Memory::new(16));
+        begin(&file, ID).unwrap();
+        memory.journal();
+        // As it was: a number, and no generation.
+        let len = u32::from_be_bytes(file.bytes()[100..104].try_into().unwrap()) as usize;
+        let rest = file.bytes()[len + 32..4096].to_vec();
+        file.write_at(len as u64 + 4, &16u32.to_be_bytes()).unwrap();
+        file.write_at(len as u64 + 24, &rest).unwrap();
+        assert_eq!(recover(&file, &memory, BOOT).unwrap(), refused(Refusal::Older));
+        assert!(check(&file, Repair::All, &mut Quiet).unwrap().is_clean());
+        assert!(!Image::open(&file).unwrap().header().is_open());
     }
 
     fn image() -> memory::Memory {
@@ -102,23 +146,31 @@ mod alone {
         let (file, memory) = (image(), Memory::new(16));
         let before = file.bytes();
         let journal = memory.journal().with_cluster(4096);
-        assert_eq!(recover(&file, &memory, BOOT).unwrap(), None, "a closed image lacks nothing");
+        assert_eq!(
+            recover(&file, &memory, BOOT).unwrap(),
+            refused(Refusal::None),
+            "a closed image lacks nothing"
+        );
         begin(&file, ID).unwrap();
         assert!(begin(&file, ID).is_err(), "it was not closed");
         let header = Image::open(&file).unwrap().header().clone();
-        assert!(header.has(incompatible::DIRTY) && journal_of(&header).unwrap().id == ID);
-        assert_eq!(recover(&file, &memory, ID).unwrap(), None, "another run of the machine");
+        assert!(header.has(incompatible::DIRTY) && is_mine(&header));
+        assert_eq!(
+            recover(&file, &memory, ID).unwrap(),
+            refused(Refusal::Other),
+            "another run of the machine"
+        );
         // A table at the file's end, and two clusters behind it.
         let end = file.len().unwrap().next_multiple_of(4096);
         journal.put_table(0, end | 1 << 63);
         journal.put(3, &[entry((end + 4096) | 1 << 63, 0), entry((end + 8192) | 1 << 63, 0)]);
         file.write_at(end + 4096, &[7; 8192]).unwrap();
         for _ in 0..2 {
-            assert_eq!(recover(&file, &memory, BOOT).unwrap(), Some(2));
+            assert_eq!(recover(&file, &memory, BOOT).unwrap(), Recovery::Done(2));
         }
         assert!(check(&file, Repair::All, &mut Quiet).unwrap().is_clean());
         let header = Image::open(&file).unwrap().header().clone();
-        assert!(header.journal.is_none() && !header.has(incompatible::DIRTY));
+        assert!(header.mark.is_none() && !header.has(incompatible::DIRTY));
         let mut l2 = [0; 16];
         file.read_at(end + 24, &mut l2).unwrap();
         assert_eq!(l2[..8], ((end + 4096) | 1 << 63).to_be_bytes());
@@ -154,16 +206,16 @@ mod alone {
         let mut first = file.bytes()[..4096].to_vec();
         // As QEMU writes a header anew: what it does not know goes behind what it knows.
         let len = u32::from_be_bytes(first[100..104].try_into().unwrap()) as usize;
-        let mut mark: Vec<u8> = first.drain(len..len + 24).collect();
+        let mut mark: Vec<u8> = first.drain(len..len + 32).collect();
         let names = u32::from_be_bytes(first[len + 4..len + 8].try_into().unwrap()) as usize;
         mark.extend(&first[len + 8 + names..]);
         first.truncate(len + 8 + names);
         first.extend(mark);
         let header = Header::parse(&first).unwrap();
-        let mark = header.journal.unwrap();
-        assert!(mark.id == ID && !mark.untouched && journal_of(&header).is_none());
+        let mark = header.mark.unwrap();
+        assert!(mark.open == OPEN && !mark.untouched && journal_of(&header).is_none());
         let again = Header::parse(&header.encode().unwrap()).unwrap();
-        assert_eq!(again.journal, None, "it is not written first again");
+        assert_eq!(again.mark, None, "it is not written first again");
     }
 }
 
@@ -206,7 +258,7 @@ mod interleavings {
             for copy in map.take_dirty() {
                 found[copy.slice as usize] = u64::from_be_bytes(copy.bytes[..].try_into().unwrap());
             }
-            journal.forget(mark);
+            journal.forget(mark, None);
             writers.into_iter().for_each(|writer| writer.join().unwrap());
             for record in memory.records() {
                 found[record.index as usize] = record.entry.word;

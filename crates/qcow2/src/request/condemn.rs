@@ -3,6 +3,7 @@
 
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
+use crate::first::Copied;
 use crate::header::{INCOMPATIBLE_AT, incompatible};
 use crate::refcount;
 use crate::served::Served;
@@ -13,7 +14,8 @@ pub(super) enum Mark {
     Begin,
     /// The header's beginning was read.
     Read,
-    Written,
+    /// This version of it was written; none: the one that was read.
+    Written(Option<u64>),
     Stable,
 }
 
@@ -124,16 +126,23 @@ impl Request {
         let (file, offset, range) = (image.file, 0, 0..image.unit() as usize);
         let mark = self.mark.expect("the image is being marked");
         let (next, step) = match mark {
+            Mark::Begin if let Some(first) = &image.first => self.write_first(first.set_corrupt(), image),
             Mark::Begin => {
                 self.meta.reset(range.end);
                 (Mark::Read, Step::Read { file, offset, buf: Buf::Meta, range })
             }
             Mark::Read => {
-                // Nobody else writes it while the image is served. In its last, lowest byte.
+                // Without a journal nobody else writes it while the image is served. In its last, lowest byte.
                 self.meta[INCOMPATIBLE_AT + 7] |= incompatible::CORRUPT as u8;
-                (Mark::Written, Step::Write { file, offset, buf: Buf::Meta, range })
+                (Mark::Written(None), Step::Write { file, offset, buf: Buf::Meta, range })
             }
-            Mark::Written => (Mark::Stable, Step::Sync { file }),
+            Mark::Written(version) => {
+                let newer = version.and_then(|version| image.first.as_ref()?.since(version));
+                match newer {
+                    Some(copied) => self.write_first(copied, image),
+                    None => (Mark::Stable, Step::Sync { file }),
+                }
+            }
             Mark::Stable => {
                 self.marked(true, cx);
                 return Turn::Fail(EIO);
@@ -141,6 +150,13 @@ impl Request {
         };
         self.mark = Some(next);
         self.step(Pending::Mark, step)
+    }
+
+    /// Writes a copy of the header's beginning, which flushes change too.
+    fn write_first(&mut self, (bytes, version): Copied, image: &Served) -> (Mark, Step) {
+        let range = 0..bytes.len();
+        self.meta.set(&bytes);
+        (Mark::Written(Some(version)), Step::Write { file: image.file, offset: 0, buf: Buf::Meta, range })
     }
 }
 

@@ -4,7 +4,8 @@
 //!    flush's.
 //! 2. Counts are written. Sync: with them all data is stable that the copies name.
 //! 3. The refcount table's new entries, if there are any. Sync.
-//! 4. Slices and L1 entries. In any order: a table that is new was all zeroes in the image before 2. Sync.
+//! 4. Slices and L1 entries. In any order: a table that is new was all zeroes in the image before 2. Then the journal's next
+//!    generation, if there is a journal. Sync.
 //! 5. Clusters that were taken out of the map before 1, and that nobody uses any more, are punched and counted down; these
 //!    counts are the next flush's. Those in an external data file are punched alone.
 //!
@@ -12,6 +13,7 @@
 
 use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Dirty;
+use crate::first::Copied;
 use crate::journal::Journal;
 use crate::map::Copy;
 use crate::served::Served;
@@ -44,6 +46,8 @@ struct Run {
     l1: Vec<(u64, u64, Vec<u8>)>,
     blocks: Vec<Dirty>,
     table: Vec<Dirty>,
+    /// The journal's generation that goes with the map, and the copy of the header's piece that has it.
+    generation: Option<(u64, Copied)>,
     stage: Stage,
     /// How many of the stage's pieces are written.
     at: usize,
@@ -66,6 +70,7 @@ enum Stage {
     Table,
     TableSync,
     Map,
+    Generation,
     MapSync,
     Back,
 }
@@ -118,6 +123,7 @@ impl Request {
                     run.table.get(run.at).map(|t| (image.reftable_offset + t.offset, t.bytes.to_vec()))
                 }
                 Stage::Map => run.map_piece(image),
+                Stage::Generation => run.generation.as_ref().map(|(_, (bytes, _))| (0, bytes.clone())),
                 Stage::Data | Stage::TableSync | Stage::MapSync => {
                     return self.step(Pending::Flush, Step::Sync { file: image.file });
                 }
@@ -130,7 +136,7 @@ impl Request {
                 return self
                     .step(Pending::Flush, Step::Write { file: image.file, offset, buf: Buf::Meta, range });
             }
-            run.next_stage();
+            run.next_stage(image);
         }
     }
 
@@ -142,6 +148,7 @@ impl Request {
             Stage::Back => {}
             _ if failed < 0 => return Err(failed),
             Stage::Counts | Stage::Table | Stage::Map => run.at += 1,
+            Stage::Generation => run.wrote_generation(image),
             Stage::Data if image.data != image.file => run.stage = Stage::DataFile,
             Stage::Data => (run.stage, run.at) = (Stage::Table, 0),
             Stage::DataFile => (run.stage, run.at) = (Stage::Table, 0),
@@ -280,6 +287,7 @@ impl Run {
             l1,
             blocks,
             table,
+            generation: None,
             stage: Stage::Counts,
             at: 0,
             back: (0, 0, 0),
@@ -287,16 +295,32 @@ impl Run {
         }
     }
 
-    fn next_stage(&mut self) {
+    fn next_stage(&mut self, image: &Served) {
         self.at = 0;
         self.stage = match self.stage {
             Stage::Counts => Stage::Data,
             Stage::Table if self.table.is_empty() => Stage::Map,
             Stage::Table => Stage::TableSync,
             Stage::Map if self.slices.is_empty() && self.l1.is_empty() => Stage::Back,
-            Stage::Map => Stage::MapSync,
+            Stage::Map => match (&image.journal, &image.first) {
+                (Some(journal), Some(first)) => {
+                    let generation = journal.next_generation();
+                    self.generation = Some((generation, first.set_generation(generation)));
+                    Stage::Generation
+                }
+                _ => Stage::MapSync,
+            },
             other => other,
         };
+    }
+
+    /// The piece with the generation was written: again if it was changed meanwhile.
+    fn wrote_generation(&mut self, image: &Served) {
+        let Some((_, copied)) = &mut self.generation else { return };
+        match image.first.as_ref().and_then(|first| first.since(copied.1)) {
+            Some(newer) => *copied = newer,
+            None => self.stage = Stage::MapSync,
+        }
     }
 
     /// The next slice, or piece of the L1 table.
@@ -315,7 +339,7 @@ impl Run {
     /// What was taken was written, or goes back.
     fn settle(&mut self, image: &Served, done: bool) {
         if let Some(journal) = image.journal.as_ref().filter(|_| done) {
-            journal.forget(self.mark);
+            journal.forget(self.mark, self.generation.as_ref().map(|(generation, _)| *generation));
         }
         for copy in std::mem::take(&mut self.slices) {
             image.map.written(copy.slice, done);

@@ -4,12 +4,14 @@ use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 use qcow2::check::{Quiet, Repair};
-use qcow2::journal::{self, Journal, Words};
-use qcow2::{Storage, make_ready};
+use qcow2::header::Header;
+use qcow2::journal::{self, Changes, Journal, Words};
+use qcow2::{Chain, Op, Served, Settings, Storage, make_ready};
 
-use super::{File, Rng, Shape, Sim, check, open, sample};
+use super::{Data, File, Rng, Shape, Sim, below, check, open, sample};
 
 /// This run of the machine.
 const BOOT: [u8; 16] = *b"this run, no one";
@@ -32,9 +34,14 @@ impl Shared {
         if shape.records == 0 {
             return None;
         }
-        let words = (0..8 + 4 * shape.records).map(|_| AtomicU64::new(0)).collect();
+        let words = (0..16 + 4 * shape.records).map(|_| AtomicU64::new(0)).collect();
         let id = u128::from(rng.next()) << 64 | u128::from(rng.next());
         Some(Self { id: id.to_be_bytes(), words })
+    }
+
+    /// The number of the first record that is needed: it grows when a flush has written the map.
+    pub(crate) fn first_record(&self) -> u64 {
+        self.words[6].load(Relaxed)
     }
 
     pub(crate) fn journal(&self) -> Journal {
@@ -120,10 +127,33 @@ impl Sim {
         self.join();
     }
 
+    /// What somebody reads who may not write the image, before anybody recovers it.
+    fn read_through(&mut self) -> Option<Vec<u8>> {
+        let mut first = vec![0; 1 << 16];
+        self.files[0].read_at(0, &mut first).unwrap();
+        let header = Header::parse(&first).unwrap();
+        let changes = Changes::read(&header, self.shared.as_ref()?, BOOT).unwrap();
+        let data = if self.shape.data == Data::Within { 0 } else { 2 };
+        let settings = Settings {
+            file: 0,
+            data,
+            cache_bytes: Some(self.shape.cache_bytes),
+            writable: false,
+            room: false,
+        };
+        let image = Served::open(&self.files[0], header, settings).unwrap().with_changes(changes).unwrap();
+        let before = self.files[0].bytes();
+        self.chain = Chain::new(Arc::new(image), below(&self.shape));
+        let read = self.single(Op::Read, 0, self.shape.size);
+        assert!(self.files[0].bytes() == before, "a reader wrote");
+        Some(read)
+    }
+
     /// The process goes, now, and maybe those who come after it while they recover; at times the power, too.
     pub(crate) fn kill(&mut self) {
         let at = self.tick();
         self.kills += 1;
+        let read = self.read_through();
         while self.rng.below(3) == 0 {
             let most = [4, 40, 400][self.rng.below(3) as usize];
             let left = self.rng.below(most);
@@ -147,6 +177,8 @@ impl Sim {
         self.repair();
         self.reopen();
         if all {
+            let whole = read.is_none_or(|read| read == self.single(Op::Read, 0, self.shape.size));
+            assert!(whole, "a reader saw something else than what was recovered");
             self.look(|model, sector, value, _| model.may_read(sector, value, at, at), "is after a kill");
         } else {
             self.look(

@@ -8,6 +8,7 @@ mod kill;
 mod model;
 #[path = "../../src/testing/random.rs"]
 mod random;
+mod rollback;
 
 use std::sync::Arc;
 
@@ -116,7 +117,7 @@ fn blank(shape: &Shape) -> Vec<u8> {
         backing_format: None,
         data_file: (shape.data != Data::Within).then(|| "data".to_owned()),
         bitmaps: None,
-        journal: None,
+        mark: None,
         unknown: vec![],
         extra: vec![],
     };
@@ -199,9 +200,13 @@ struct Sim {
 
 /// Opens an image that was closed or repaired.
 fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
-    if let Some(shared) = shared {
-        journal::begin(file, shared.id).unwrap();
-    }
+    let begun = match shared {
+        Some(shared) => Some(journal::begin(file, shared.id).unwrap()),
+        None => {
+            journal::begin_without(file, false).unwrap();
+            None
+        }
+    };
     let mut first = vec![0; 1 << 16];
     file.read_at(0, &mut first).unwrap();
     let header = Header::parse(&first).unwrap();
@@ -209,16 +214,24 @@ fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
     let settings =
         Settings { file: 0, data, cache_bytes: Some(shape.cache_bytes), writable: true, room: false };
     let mut image = Served::open(file, header, settings).unwrap();
-    if let Some(shared) = shared {
-        image = image.with_journal(shared.journal());
+    if let Some((shared, begun)) = shared.zip(begun) {
+        image = image.with_journal(shared.journal(), begun);
     }
+    Chain::new(Arc::new(image), below(shape))
+}
+
+/// What the image stands on.
+fn below(shape: &Shape) -> Vec<Layer> {
     let below = Layer::Raw { file: 1, size: shape.size / 2 / 512 * 512 };
-    Chain::new(Arc::new(image), if shape.below { vec![below] } else { vec![] })
+    if shape.below { vec![below] } else { vec![] }
 }
 
 impl Sim {
     fn new(seed: u64) -> Self {
-        let shape = Shape::of(seed);
+        Self::of(seed, Shape::of(seed))
+    }
+
+    fn of(seed: u64, shape: Shape) -> Self {
         let sectors = (shape.size / SECTOR as u64) as usize;
         let mut model = Model::new(sectors);
         let mut below = vec![0u8; shape.size as usize / 2 / 512 * 512];
@@ -544,12 +557,9 @@ impl Sim {
         for _ in 0..3 {
             self.single(Op::Flush, 0, 0);
         }
-        if self.shared.is_some() {
-            journal::end(&self.files[0]).unwrap();
-        }
+        journal::end(&self.files[0]).unwrap();
         let bytes = self.files[0].bytes();
-        let dirty = Header::parse(&bytes).unwrap().has(incompatible::DIRTY);
-        assert!(!dirty, "it is not marked as closed");
+        assert!(!Header::parse(&bytes).unwrap().is_open(), "it is not marked as closed");
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
         assert!(self.shape.faults == 0 || self.faults > 0, "nothing failed");
         assert!(self.hits > 0, "no request went the short way");

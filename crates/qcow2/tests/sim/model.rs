@@ -16,6 +16,7 @@ struct Write {
 }
 
 /// All that was done to each sector, as far as it can still be read.
+#[derive(Clone)]
 pub(crate) struct Model {
     sectors: Vec<VecDeque<Write>>,
     /// Flushes that ended: when they began and ended.

@@ -143,6 +143,7 @@ impl Serving {
         for disk in setup.disks {
             self.daemon.disk_add(disk)?;
         }
+        self.daemon.sweep_journals();
         for net in setup.nets {
             self.daemon.net_add(net)?;
         }

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::*;
 use std::time::Duration;
 
 use super::spec::{DiskSpec, Format};
-use crate::backend::block::{Bits, CopyBeforeWrite, Disk};
+use crate::backend::block::{Bits, CopyBeforeWrite, Disk, Reading};
 use crate::error::{Error, Result};
 use crate::queue::copy::{Copy, CopyQueue, Side};
 use crate::worker::{DEFAULT_POLL_US, QueueSet, Settings, Workers, allowed_cpus};
@@ -32,6 +32,11 @@ impl ToConvert {
     /// Those of opening a disk.
     pub fn open(from: &DiskSpec) -> Result<Self> {
         Ok(Self { disk: Disk::open(from)?, name: name(from) })
+    }
+
+    /// How it reads, of it and the images below each that was not closed.
+    pub fn readings(&self) -> Vec<Reading> {
+        self.disk.readings()
     }
 
     /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes. `progress` is told bytes

@@ -14,7 +14,7 @@ use super::opened::Backend;
 use super::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
-use crate::backend::block::Disk;
+use crate::backend::block::{Disk, sweep_journals};
 use crate::error::{Error, Result};
 use crate::frontend::Observer;
 use crate::frontend::fuse::mount::{identity, mounted_device, remove_left_behind, uncover};
@@ -133,6 +133,14 @@ impl Daemon {
 
     pub(super) fn wait<'a>(&self, state: MutexGuard<'a, Maps>) -> MutexGuard<'a, Maps> {
         self.changed.wait(state).expect("no holder panics")
+    }
+
+    /// Begins to remove what daemons that were killed left in /dev/shm for images that are gone. Once, after its disks are
+    /// added. On a thread of its own: to look for an image may wait for its file system.
+    pub fn sweep_journals(&self) {
+        let thread = std::thread::Builder::new().name("vshunt-sweep".to_owned());
+        // Without one they stay until the next daemon.
+        let _ = thread.spawn(sweep_journals);
     }
 
     /// Opens a disk.

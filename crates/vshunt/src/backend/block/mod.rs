@@ -56,7 +56,11 @@ use memory::Ram;
 pub use offline::Saved;
 pub use overlay::Overlay;
 use qcow2::Qcow2;
-pub(crate) use qcow2::{Lacks, forget as forget_journal, recover as recover_journal};
+pub use qcow2::Reading;
+pub(crate) use qcow2::{
+    Lacks, Through, forget as forget_journal, read_through, recover as recover_journal,
+    sweep as sweep_journals,
+};
 use raw::Raw;
 pub(crate) use watch::{Bitmap, Watch};
 
@@ -598,6 +602,14 @@ impl Disk {
             // Changes of its map are in our memory until the next flush, unless it has a journal.
             Kind::Qcow2(image) => image.outlives_us(),
             Kind::Null | Kind::Ram(_) | Kind::Raw(_) | Kind::Gone => true,
+        }
+    }
+
+    /// How its image and those below read, of these each that was not closed and is only read.
+    pub fn readings(&self) -> Vec<Reading> {
+        match &*self.kind() {
+            Kind::Qcow2(image) => image.readings().to_vec(),
+            Kind::Null | Kind::Ram(_) | Kind::Raw(_) | Kind::Gone => Vec::new(),
         }
     }
 

@@ -9,7 +9,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::create::Preallocation;
-use qcow2::header::incompatible::DIRTY;
 use qcow2::resize::Around;
 use qcow2::snapshot::{self, Snapshot, read_table};
 use qcow2::{Image, Storage};
@@ -180,7 +179,7 @@ impl Disk {
                 )));
             }
             let mut image = Image::open(&file).map_err(|e| wrong(now, &e))?;
-            if image.header().has(DIRTY) {
+            if image.header().is_open() {
                 return Err(Error::busy(format!(
                     "{} could not be closed, and stays as it is; try again",
                     shown(now)

@@ -11,8 +11,8 @@ use crate::control::keyval::parse_size;
 
 pub(crate) const AFTER: &str = "\
 Exit status:
-  As of every command (vshunt --help), but for `check`, whose own is in
-  vshunt image check --help.
+  As of every command (vshunt --help). `check` and `convert` have their own, in
+  vshunt image check --help and vshunt image convert --help.
 
 Examples:
   vshunt image create -f qcow2 disk.qcow2 20G
@@ -96,6 +96,15 @@ const CONVERT_AFTER: &str = "\
 What reads as zeroes takes no space in the new image. Images below the first one
 are copied with it: the new one stands on none.
 
+An image whose vshunt was killed is copied with what is in its journal. Where that
+is missing, or belongs to another state of the image, a warning says so.
+
+Exit status:
+  0   the copy is whole
+  1   it failed, and there is no copy
+  2   the command line is wrong
+  3   there is a copy, which may lack what was written last and not flushed
+
 Examples:
   vshunt image convert -O qcow2 disk.raw disk.qcow2
   vshunt image convert -O qcow2 -c -o compression_type=zstd disk.raw disk.qcow2
@@ -106,7 +115,8 @@ Exit status:
   0   nothing is wrong, or nothing any more
   1   the image could not be checked
   2   it is corrupt
-  3   clusters are leaked: a waste of space, no harm to data
+  3   clusters are leaked: a waste of space, no harm to data; or the image was
+      not closed, and what its journal has is not in it (`-r all` brings it in)
   63  images of this format cannot be checked
 
 What is repaired with `-r all`: reference counts that are wrong, entries of

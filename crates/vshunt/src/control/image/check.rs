@@ -12,6 +12,8 @@ use crate::control::{Failure, Outcome, print};
 
 /// Exit code for a format that has nothing to check, as qemu-img has it.
 const NOT_CHECKED: u8 = 63;
+/// Exit code for leaks alone, as qemu-img has it, and for an image that was not closed.
+const LEAKS: u8 = 3;
 
 pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
     let path = &args.file;
@@ -39,6 +41,8 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         // What only the journal names would be taken for leaks.
         file.recover(path)?;
     }
+    // It is checked as the last flush left it: what its journal has is counted when it is brought in.
+    let whole = repair != Repair::No || file.is_whole(path)?;
     let mut bar = Bar::new("checking", quiet);
     let result = check(&file, repair, &mut bar).map_err(|e| match e {
         // Repairing is what was just tried.
@@ -58,7 +62,8 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
     match result {
         CheckResult { check_errors: 1.., .. } => Err(Failure::Status(1)),
         CheckResult { corruptions: 1.., .. } => Err(Failure::Status(2)),
-        CheckResult { leaks: 1.., .. } => Err(Failure::Status(3)),
+        CheckResult { leaks: 1.., .. } => Err(Failure::Status(LEAKS)),
+        _ if !whole => Err(Failure::Status(LEAKS)),
         _ => Ok(()),
     }
 }

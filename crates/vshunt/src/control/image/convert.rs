@@ -14,6 +14,8 @@ use crate::export::spec::{DiskSpec, Format};
 
 /// Images in a chain at most that are looked at; opening one refuses what is longer.
 const CHAIN_MAX: usize = 256;
+/// Exit code for a copy of an image that may lack completed writes.
+const LACKS: u8 = 3;
 
 pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     if create::is_help(&args.options) {
@@ -45,6 +47,8 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     let to = disk("target", &args.to, args.output_format, false);
     // Before anything is made: what cannot be read replaces nothing.
     let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
+    let readings = source.readings();
+    readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
     let data = create::data_file(&args.options, &args.to)?.map(|file| (!file.exists(), file));
     if !args.no_create {
         let create = CreateArgs {
@@ -69,7 +73,11 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
             let _ = std::fs::remove_file(file);
         }
         Failure::Failed(e.to_string())
-    })
+    })?;
+    match readings.iter().any(|reading| reading.lacks) {
+        true => Err(Failure::Status(LACKS)),
+        false => Ok(()),
+    }
 }
 
 /// Refuses a target that the image consists of, under whatever name: it would be cut short before it is read.

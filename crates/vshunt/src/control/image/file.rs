@@ -12,7 +12,9 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
 use super::ImageFormat;
-use crate::backend::block::{Lacks, check_marks, forget_journal, lock_image, recover_journal};
+use crate::backend::block::{
+    Lacks, Through, check_marks, forget_journal, lock_image, read_through, recover_journal,
+};
 use crate::control::{Failure, Outcome};
 use crate::error::Kind;
 
@@ -31,6 +33,8 @@ pub(super) enum For {
 pub(super) struct ImageFile {
     file: File,
     device: bool,
+    /// It is not locked.
+    shared: bool,
     /// Where a device ends for whoever shortened it: it keeps its length.
     end: Cell<Option<u64>>,
 }
@@ -59,7 +63,8 @@ impl ImageFile {
                 _ => Failure::Failed(e.to_string()),
             })?;
         }
-        Ok(Self { file, device: kind.is_block_device(), end: Cell::new(None) })
+        let shared = purpose == For::Sharing;
+        Ok(Self { file, device: kind.is_block_device(), shared, end: Cell::new(None) })
     }
 
     /// Its format, by how it begins. `path` is for the message.
@@ -83,17 +88,44 @@ impl ImageFile {
     /// then.
     pub(super) fn recover(&self, path: &Path) -> Outcome {
         match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
-            Lacks::Nothing => {}
+            Lacks::Nothing | Lacks::Counts => {}
             Lacks::Recovered(n) => eprintln!(
                 "vshunt: {} was not closed: {n} changes of its map are brought in that were not written yet",
                 path.display()
             ),
-            Lacks::Lost => eprintln!(
-                "vshunt: {} was not closed, and what was written to it and not flushed may be lost",
+            Lacks::Lost(why) => eprintln!(
+                "vshunt: {} was not closed and {why}: what was written to it and not flushed may be lost",
                 path.display()
             ),
         }
         Ok(())
+    }
+
+    /// Whether a qcow2 image has all that was written to it: it was closed, or a living process has it. If not, the user is
+    /// told what it lacks.
+    pub(super) fn is_whole(&self, path: &Path) -> Outcome<bool> {
+        let fail = |e: qcow2::Error| super::failed(path, &e);
+        let header = qcow2::Image::open(self).map_err(fail)?.header().clone();
+        let shown = path.display();
+        match read_through(&self.file, &header, self.shared) {
+            // One that a living process writes is whole once that has closed it.
+            Through::Whole | Through::Live => Ok(true),
+            Through::Changes(changes) => {
+                eprintln!(
+                    "vshunt: {shown} was not closed: {} changes of its map are in its journal, and not in the image yet; \
+                     'vshunt image check -r all {shown}' brings them in",
+                    changes.count()
+                );
+                Ok(false)
+            }
+            Through::Lost(why) => {
+                eprintln!(
+                    "vshunt: {shown} was not closed and {why}: what was written to it and not flushed may be lost; \
+                     'vshunt image check -r all {shown}' repairs what is there"
+                );
+                Ok(false)
+            }
+        }
     }
 
     /// It was repaired: what [`recover`](Self::recover) brought in is not needed any more.

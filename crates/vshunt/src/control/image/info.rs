@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
 use qcow2::bitmap::flag;
-use qcow2::header::{Compression, LAZY_REFCOUNTS, autoclear, incompatible};
+use qcow2::header::{Compression, LAZY_REFCOUNTS, Open, autoclear, incompatible};
 use qcow2::info::{Info, info};
 use qcow2::snapshot::Snapshot;
 use serde_json::{Map, Value, json};
@@ -122,7 +122,7 @@ fn human(of: &Described) -> String {
     let _ = writeln!(text, "cluster_size: {}", h.cluster_size());
     if h.has(incompatible::DIRTY) {
         text.push_str("cleanly shut down: no\n");
-        if qcow2::journal::journal_of(h).is_some() {
+        if matches!(qcow2::journal::journal_of(h), Some(Open::Journal { .. })) {
             text.push_str("map journal: in the shared memory of the vshunt that serves it, or was killed\n");
         }
     }

@@ -71,7 +71,7 @@ fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(I
     }
     let fail = |e: qcow2::Error| failed(path, &e);
     let header = Image::open(&file).map_err(fail)?.header().clone();
-    let dirty = header.has(incompatible::DIRTY) && !header.has(incompatible::CORRUPT);
+    let dirty = header.is_open() && !header.has(incompatible::CORRUPT);
     if dirty {
         file.recover(path)?;
     }

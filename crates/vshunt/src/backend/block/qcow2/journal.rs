@@ -1,8 +1,10 @@
 //! Where the journal of an image's map lies: a file in /dev/shm, one an image, named by the image's device and inode.
 //!
 //! Made when an image is opened for writing, and removed when it is closed in good order. Whoever opens the image after
-//! the daemon was killed finds it, has what it says brought into the image, and puts a new one in its place. On a control
-//! thread, all of it; workers see the memory alone.
+//! the daemon was killed finds it, has what it says brought into the image, and puts a new one in its place. A program that
+//! may not write to the image reads through it. On a control thread, all of it; workers see the memory alone.
+//!
+//! Behind the records a file names its image, so that files of images that are gone can be removed ([`sweep`]).
 //!
 //! Who has one holds a lock on it, so that even with locking=off no living daemon's journal is taken for a dead one's.
 //!
@@ -19,24 +21,27 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use qcow2::Storage;
-use qcow2::header::{Header, incompatible};
-use qcow2::journal::{self, Journal, Words};
+use qcow2::header::{Header, Open, incompatible};
+use qcow2::journal::{self, Begun, Changes, Journal, Recovery, Refusal, Words};
 use rustix::fs::{FallocateFlags, FlockOperation};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::open::beside;
+use super::sweep::{self, NAME_BYTES};
 
 /// Files here outlive processes, and no run of the machine.
-const FOLDER: &str = "/dev/shm";
+pub(super) const FOLDER: &str = "/dev/shm";
 /// A number of the machine's run, and a new number with each read.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const NEW_ID: &str = "/proc/sys/kernel/random/uuid";
 /// Of a journal: whoever made one larger was not us.
-const BYTES_MAX: u64 = 4 << 20;
+pub(super) const BYTES_MAX: u64 = 4 << 20;
 
 /// How long the end of a killed daemon is waited for.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
+/// How long a reader waits for a process that has the journal only for a look.
+const READER_PATIENCE: Duration = Duration::from_millis(200);
 
 /// A mapping of words.
 struct Mapped {
@@ -52,12 +57,13 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Maps all of a locked file, whose bytes have their memory.
+    /// Maps the records of a locked file, whose bytes have their memory.
     fn new(file: File) -> io::Result<Self> {
         let len = file.metadata()?.len();
-        if !(8..=BYTES_MAX).contains(&len) {
+        if !(8 + NAME_BYTES..=BYTES_MAX).contains(&len) {
             return Err(io::Error::other(format!("it has {len} bytes")));
         }
+        let len = len - NAME_BYTES;
         let (len, prot) = (len as usize / 8 * 8, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping where the kernel likes; no existing memory is touched.
         let base = unsafe { mmap(null_mut(), len, prot, MapFlags::SHARED, file.as_fd(), 0) }?;
@@ -69,7 +75,7 @@ impl Mapped {
 impl Words for Mapped {
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: so many words are mapped, at a page's start, until `self` is dropped; others that have the file map it
-        // too, and everybody goes by atomics.
+        // too, and everybody uses atomics. `new` upholds it: a file is never shorter than its mapping.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.words) }
     }
 }
@@ -96,15 +102,12 @@ impl Place {
         Ok(Self(Path::new(FOLDER).join(format!("vshunt-{kind}-{device:x}-{number:x}"))))
     }
 
-    /// What is there, if it is a file of ours. `WouldBlock`: somebody who lives has it.
-    fn find(&self, patience: Duration) -> io::Result<Mapped> {
-        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(&self.0)?;
-        let meta = file.metadata()?;
-        if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
+    /// What is there, if it is a file of ours. `WouldBlock`: a process that lives has it. `how`: exclusively, or beside
+    /// others that only read.
+    fn find(&self, how: FlockOperation, patience: Duration) -> io::Result<Mapped> {
+        let file = open_own(&self.0)?;
         let start = Instant::now();
-        while let Err(e) = lock(&file) {
+        while let Err(e) = rustix::fs::flock(&file, how) {
             if e != Errno::WOULDBLOCK || start.elapsed() >= patience {
                 return Err(e.into());
             }
@@ -113,15 +116,16 @@ impl Place {
         Mapped::new(file)
     }
 
-    /// Makes it anew, instead of what is there.
-    fn make(&self, bytes: usize) -> io::Result<Mapped> {
+    /// Makes it anew for the image that `image` has open by the name `path`, instead of what is there.
+    fn make(&self, bytes: usize, image: &File, path: &Path) -> io::Result<Mapped> {
         let new = self.0.with_extension(format!("{}", std::process::id()));
         // Of a process of the same number that died in between.
         let _ = std::fs::remove_file(&new);
         let options = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new);
         let made = options.and_then(|file| {
-            rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-            lock(&file)?;
+            rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64 + NAME_BYTES)?;
+            rustix::fs::flock(&file, ALONE)?;
+            sweep::write_name(&file, bytes as u64, image, path)?;
             let mapped = Mapped::new(file)?;
             std::fs::rename(&new, &self.0)?;
             Ok(mapped)
@@ -138,8 +142,21 @@ impl Place {
     }
 }
 
-fn lock(file: &File) -> rustix::io::Result<()> {
-    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
+/// How a journal's file is locked.
+pub(super) const ALONE: FlockOperation = FlockOperation::NonBlockingLockExclusive;
+const BESIDE_READERS: FlockOperation = FlockOperation::NonBlockingLockShared;
+
+/// Opens a journal's file.
+///
+/// # Errors
+/// The system's; `PermissionDenied` for a file that another user made or may write to.
+pub(super) fn open_own(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(file)
 }
 
 /// A number as the kernel writes it.
@@ -151,20 +168,25 @@ fn number(path: &str) -> io::Result<[u8; 16]> {
         .map_err(|_| io::Error::other(format!("{path} has no number")))
 }
 
-/// Begins a journal for an image that was closed or repaired, of so many clusters.
+/// Begins a journal for an image that was closed or repaired, of so many clusters. `path`: its name.
 ///
 /// # Errors
 /// Where there is no room or no /dev/shm; the image is as it was then.
-pub(super) fn begin(image: &File, storage: &dyn Storage, header: &Header) -> io::Result<(Journal, Place)> {
+pub(super) fn begin(
+    image: &File,
+    path: &Path,
+    storage: &dyn Storage,
+    header: &Header,
+) -> io::Result<(Journal, Begun, Place)> {
     let (place, id, boot) = (Place::of(image)?, number(NEW_ID)?, number(BOOT_ID)?);
-    let memory = place.make(Journal::bytes(header.clusters()))?;
+    let memory = place.make(Journal::bytes(header.clusters()), image, path)?;
     let begun = Journal::new(Box::new(memory), id, boot).ok_or_else(|| io::Error::other("it is too small"));
     let begun = begun.and_then(|journal| {
-        journal::begin(storage, id).map_err(|e| io::Error::other(e.to_string()))?;
-        Ok(journal)
+        let begun = journal::begin(storage, id).map_err(|e| io::Error::other(e.to_string()))?;
+        Ok((journal, begun))
     });
     match begun {
-        Ok(journal) => Ok((journal, place)),
+        Ok((journal, begun)) => Ok((journal, begun, place)),
         Err(e) => {
             place.remove();
             Err(e)
@@ -177,10 +199,69 @@ pub(super) fn begin(image: &File, storage: &dyn Storage, header: &Header) -> io:
 pub(crate) enum Lacks {
     /// It was closed: none.
     Nothing,
+    /// It was not closed, and each completed write was stable: none, but its reference counts may be wrong.
+    Counts,
     /// So many records of its journal were brought in.
     Recovered(u64),
-    /// It was not closed, and there is no journal of it: what was completed and not flushed is lost.
-    Lost,
+    /// What was completed and not flushed is lost.
+    Lost(Why),
+}
+
+/// Why an image that was not closed has no journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// It is not there, or cannot be read.
+    Missing,
+    /// It belongs to another state of the image.
+    RolledBack,
+    /// An earlier version of this program wrote it.
+    Older,
+    /// It was written without one.
+    Without,
+}
+
+impl std::fmt::Display for Why {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Missing => {
+                "has no journal in /dev/shm (the machine was started again, another program repaired it, or RemoveIPC= of \
+                 systemd-logind took the journal away)"
+            }
+            Self::RolledBack => {
+                "is in another state than the one that its journal in /dev/shm belongs to (it was rolled back or restored \
+                 from a copy): the journal is left out"
+            }
+            Self::Older => {
+                "has a journal of an earlier version of vshunt, which does not say for which state of the image (to have \
+                 that brought in, open the image with that version first)"
+            }
+            Self::Without => "was written without a journal",
+        })
+    }
+}
+
+impl From<Refusal> for Why {
+    fn from(why: Refusal) -> Self {
+        match why {
+            Refusal::None | Refusal::Other => Self::Missing,
+            Refusal::RolledBack => Self::RolledBack,
+            Refusal::Older => Self::Older,
+        }
+    }
+}
+
+/// What an image lacks by its header alone; none: its journal says.
+fn lacks(header: &Header) -> Option<Lacks> {
+    if header.mark.is_none() && !header.is_open() {
+        return Some(Lacks::Nothing);
+    }
+    match journal::journal_of(header) {
+        Some(Open::Journal { .. }) => None,
+        Some(Open::Older) => Some(Lacks::Lost(Why::Older)),
+        Some(Open::Without { stable: true }) => Some(Lacks::Counts),
+        Some(Open::Without { stable: false }) => Some(Lacks::Lost(Why::Without)),
+        None => Some(Lacks::Lost(Why::Missing)),
+    }
 }
 
 /// Brings into an image, opened for writing, what a killed daemon had not written to it. Its reference counts are to be
@@ -190,23 +271,64 @@ pub(crate) enum Lacks {
 /// The storage's, a journal that the image has no place for, and one of a daemon that lives.
 pub(crate) fn recover(image: &File, storage: &dyn Storage, path: &Path) -> qcow2::Result<Lacks> {
     let header = qcow2::Image::open(storage)?.header().clone();
-    if header.journal.is_none() && !header.has(incompatible::DIRTY) {
-        return Ok(Lacks::Nothing);
+    if let Some(lacks) = lacks(&header) {
+        return Ok(lacks);
     }
-    let found = Place::of(image).and_then(|place| Ok((place.find(PATIENCE)?, number(BOOT_ID)?)));
+    let found = Place::of(image).and_then(|place| Ok((place.find(ALONE, PATIENCE)?, number(BOOT_ID)?)));
     let (memory, boot) = match found {
         Ok(found) => found,
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
             let why = io::Error::new(e.kind(), "another vshunt serves the image; stop it");
             return Err(qcow2::Error::io("the map's journal")(why));
         }
-        Err(_) => return Ok(Lacks::Lost),
+        Err(_) => return Ok(Lacks::Lost(Why::Missing)),
     };
     if let Some(name) = header.data_file.filter(|_| header.incompatible & incompatible::DATA_FILE != 0) {
         let synced = File::open(beside(path, &name)).and_then(|file| file.sync_data());
         synced.map_err(qcow2::Error::io("cannot bring the data file to stable storage"))?;
     }
-    Ok(journal::recover(storage, &memory, boot)?.map_or(Lacks::Lost, Lacks::Recovered))
+    Ok(match journal::recover(storage, &memory, boot)? {
+        Recovery::Done(records) => Lacks::Recovered(records),
+        Recovery::Refused(why) => Lacks::Lost(why.into()),
+    })
+}
+
+/// What a reader finds who may not bring a journal into its image.
+#[derive(Debug)]
+pub(crate) enum Through {
+    /// The image has all that there is.
+    Whole,
+    /// What the image lacks.
+    Changes(Changes),
+    /// A daemon that lives has the image open, and its journal.
+    Live,
+    /// What was completed and not flushed is lost.
+    Lost(Why),
+}
+
+/// Reads what an image lacks, with this header, of which nothing is changed. `shared`: it is not locked, and a daemon that lives
+/// may have it open.
+pub(crate) fn read_through(image: &File, header: &Header, shared: bool) -> Through {
+    // One that another program left has its map; its counts alone may be wrong.
+    if journal::journal_of(header).is_none() {
+        return Through::Whole;
+    }
+    match lacks(header) {
+        // Nothing tells whether its daemon lives.
+        Some(Lacks::Lost(Why::Without)) if shared => return Through::Live,
+        Some(Lacks::Lost(why)) => return Through::Lost(why),
+        Some(_) => return Through::Whole,
+        None => {}
+    }
+    let found = Place::of(image)
+        .and_then(|place| Ok((place.find(BESIDE_READERS, READER_PATIENCE)?, number(BOOT_ID)?)));
+    match found {
+        Ok((memory, boot)) => {
+            Changes::read(header, &memory, boot).map_or_else(|e| Through::Lost(e.into()), Through::Changes)
+        }
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Through::Live,
+        Err(_) => Through::Lost(Why::Missing),
+    }
 }
 
 /// The image has all now: takes its journal away.
@@ -224,16 +346,17 @@ mod tests {
     fn one_file_an_image_and_none_left_behind() {
         let image = tempfile::tempfile().unwrap();
         let place = Place::of(&image).unwrap();
-        let Ok(first) = place.make(1 << 20) else {
+        let path = Path::new("/image");
+        let Ok(first) = place.make(1 << 20, &image, path) else {
             eprintln!("skip one_file_an_image_and_none_left_behind: no room in {FOLDER}");
             return;
         };
-        let find = || place.find(Duration::ZERO);
+        let find = || place.find(ALONE, Duration::ZERO);
         assert_eq!(find().err().unwrap().kind(), io::ErrorKind::WouldBlock, "its owner lives");
         drop(first);
         let first = find().unwrap();
         first.words()[3].store(7, std::sync::atomic::Ordering::Relaxed);
-        let second = place.make(1 << 16).unwrap();
+        let second = place.make(1 << 16, &image, path).unwrap();
         assert_eq!(second.words()[3].load(std::sync::atomic::Ordering::Relaxed), 0);
         assert_eq!((first.words().len(), second.words().len()), (1 << 17, 1 << 13));
         drop(second);

@@ -9,6 +9,7 @@
 mod bitmaps;
 mod journal;
 mod open;
+mod sweep;
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -22,8 +23,10 @@ use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 use self::bitmaps::Bitmaps;
 pub(super) use self::bitmaps::enter as enter_bitmaps;
-pub(crate) use self::journal::{Lacks, forget, recover};
+pub(crate) use self::journal::{Lacks, Through, forget, read_through, recover};
+pub use self::open::Reading;
 pub(super) use self::open::{Plain, backing_of, beside, open};
+pub(crate) use self::sweep::sweep;
 use super::bounce::Pool;
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, Step};
@@ -41,8 +44,12 @@ pub(super) struct Qcow2 {
     readonly: bool,
     /// Where its map's journal lies.
     journal: Option<journal::Place>,
+    /// Its header says that it is open.
+    marked: bool,
     /// Completed writes of its last daemon may be missing.
     lost: bool,
+    /// Of it and those below: how they read that were not closed and are only read.
+    readings: Vec<Reading>,
     /// It is about to be deleted.
     abandoned: AtomicBool,
     /// Flushes are done at once.
@@ -87,6 +94,11 @@ impl Qcow2 {
     /// See [`Disk::lost`](super::Disk::lost).
     pub(super) fn lost(&self) -> bool {
         self.lost
+    }
+
+    /// See [`Disk::readings`](super::Disk::readings).
+    pub(super) fn readings(&self) -> &[Reading] {
+        &self.readings
     }
 
     /// Whether one of its files waits for other programs.
@@ -235,14 +247,14 @@ impl Qcow2 {
         }
         let plain = || Plain::of(&self.files[0], false, self.careless);
         // First, since a change of bitmaps begins on an image that was closed.
-        if let Some(place) = &self.journal {
+        if self.marked {
             let opened = plain().map_err(qcow2::Error::io("cannot open it"));
             if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
                 tracing::error!("the image stays marked as not closed, and is repaired next time: {e}");
                 return false;
             }
-            place.remove();
         }
+        self.journal.iter().for_each(journal::Place::remove);
         if self.is_wrong() {
             // They would be put where the counts say that nothing is.
             tracing::error!(

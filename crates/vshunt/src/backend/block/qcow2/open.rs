@@ -10,11 +10,12 @@ use std::sync::atomic::AtomicBool;
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::{Header, incompatible};
+use qcow2::journal::Changes;
 use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready_for};
 
 use super::Qcow2;
 use super::bitmaps::Bitmaps;
-use super::journal::{self, Lacks, Place};
+use super::journal::{self, Lacks, Place, Through};
 use crate::backend::block::raw::{self, Raw};
 use crate::backend::block::{Limits, SECTOR_BYTES, mark};
 use crate::error::{Error, Result};
@@ -127,7 +128,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec, room: bool) -> Result<(Qc
     // Its own way of being durable is the map's too, so the files are flushed when we say so.
     let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
     let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path, room)?;
-    let (image, mut below) = (top.image, top.below);
+    let (image, mut below, mut readings) = (top.image, top.below, Vec::from_iter(top.reading));
     let size = image.size();
     if spec.size.is_some_and(|s| s != size) {
         return Err(Error::invalid(format!(
@@ -153,6 +154,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec, room: bool) -> Result<(Qc
                 let next = open_image(&mut opened, &part, &lower.path, false)
                     .map_err(|e| e.context(lower.why(path)))?;
                 below_size.get_or_insert(next.image.size());
+                readings.extend(next.reading);
                 layers.push(Layer::Qcow2(Arc::new(next.image)));
                 below = next.below;
             }
@@ -165,11 +167,13 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec, room: bool) -> Result<(Qc
     }
     let limits = limits(opened.limits.expect("the image was opened"), &image, spec.readonly);
     // The last thing that can fail: from here on the image is to be closed.
-    let (image, journal) = with_journal(image, spec, path, &opened.files[0]);
+    let (image, journal, marked) = with_journal(image, spec, path, &opened.files[0]);
     let qcow2 = Qcow2 {
         chain: Chain::new(Arc::new(image), layers),
         journal,
+        marked,
         lost: top.lost,
+        readings,
         files: opened.files,
         below: below_size,
         bitmaps: top.bitmaps,
@@ -199,24 +203,53 @@ struct Top {
     bitmaps: Bitmaps,
     /// Completed writes of its last daemon may be missing.
     lost: bool,
+    /// It was not closed, and is only read.
+    reading: Option<Reading>,
 }
 
-/// Begins the journal of an image that is written, where there can be one: what is completed is not lost then if we are
-/// killed. Where each write is stable when it is done there is no need of one.
-fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Served, Option<Place>) {
-    if spec.readonly || spec.cache == Cache::Writethrough || image.header().version < 3 {
-        return (image, None);
+/// How an image reads that was not closed and is not opened for writing.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    /// What was found, in a sentence that names the image.
+    pub text: String,
+    /// Completed writes may be missing.
+    pub lacks: bool,
+}
+
+/// Marks an image that is written as open, and begins its journal, where there can be one: what is completed is not lost
+/// then if we are killed. Where each write is stable when it is done there is no need of one. Whether it is marked.
+fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Served, Option<Place>, bool) {
+    if spec.readonly {
+        return (image, None, false);
     }
-    let plain = Plain::of(file, false, spec.cache == Cache::Unsafe);
-    match plain.and_then(|plain| journal::begin(file.image(), &plain, image.header())) {
-        Ok((journal, place)) => (image.with_journal(journal), Some(place)),
+    let shown = path.display();
+    let stable = spec.cache == Cache::Writethrough;
+    let plain = match Plain::of(file, false, spec.cache == Cache::Unsafe) {
+        Ok(plain) => plain,
         Err(e) => {
             tracing::warn!(
-                "{} has no journal in /dev/shm ({e}): should vshunt be killed, writes since the last flush are lost, and \
-                 a guest does not go on with the next one; make room there and open it again",
-                path.display()
+                "{shown} cannot be marked as open, and clusters may leak should vshunt be killed: {e}"
             );
-            (image, None)
+            return (image, None, false);
+        }
+    };
+    if !stable && image.header().version >= 3 {
+        match journal::begin(file.image(), path, &plain, image.header()) {
+            Ok((journal, begun, place)) => return (image.with_journal(journal, begun), Some(place), true),
+            Err(e) => tracing::warn!(
+                "{shown} has no journal in /dev/shm ({e}): should vshunt be killed, writes since the last flush are lost, and \
+                 a guest does not go on with the next one; make room there and open it again"
+            ),
+        }
+    }
+    match qcow2::journal::begin_without(&plain, stable) {
+        Ok(()) => (image, None, true),
+        Err(e) => {
+            tracing::warn!(
+                "{shown} cannot be marked as open ({e}): should vshunt be killed, clusters may leak until 'vshunt image check \
+                 -r leaks {shown}'"
+            );
+            (image, None, false)
         }
     }
 }
@@ -241,15 +274,16 @@ fn put_right(
             );
             false
         }
-        Lacks::Lost => {
+        Lacks::Counts => false,
+        Lacks::Lost(why) => {
             tracing::warn!(
-                "{shown} was not closed and has no journal in /dev/shm (the machine was started again, or another program \
-                 repaired it): what was written and not flushed may be lost, and no guest goes on with it where it was"
+                "{shown} was not closed and {why}: what was written and not flushed may be lost, and no guest goes on with it \
+                 where it was"
             );
             true
         }
     };
-    if header.has(incompatible::DIRTY) {
+    if header.is_open() {
         tracing::info!("{shown} was not closed: its reference counts are repaired");
         let found = check(plain, Repair::All, &mut Quiet)?;
         if found.corruptions > 0 || found.check_errors > 0 {
@@ -286,13 +320,11 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path, room: bool) -> 
         make_ready_for(&plain, room).map_err(wrong)?;
         bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
         header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
-    } else if qcow2::journal::journal_of(&header).is_some() && !mark::is_committing(path) {
-        // What a commit left half done lies below the overlay's own.
-        tracing::warn!(
-            "{shown} was not closed, and is only read: what was written to it last may be missing; serve it once for \
-             writing"
-        );
     }
+    let (changes, reading) = match spec.readonly {
+        true => through(&opened.files[usize::from(file)], &header, path, !spec.locking),
+        false => (None, None),
+    };
     let data = match &header.data_file {
         Some(name) if header.has(incompatible::DATA_FILE) => {
             let part = DiskSpec { file: Some(beside(path, name)), size: None, ..spec.clone() };
@@ -318,8 +350,49 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path, room: bool) -> 
         }
     };
     let settings = Settings { file, data, cache_bytes: spec.cache_size, writable: !spec.readonly, room };
-    let image = Served::open(&plain, header, settings).map_err(wrong)?;
-    Ok(Top { image, below, bitmaps, lost })
+    let mut image = Served::open(&plain, header, settings).map_err(wrong)?;
+    if let Some(changes) = changes {
+        image = image.with_changes(changes).map_err(wrong)?;
+    }
+    Ok(Top { image, below, bitmaps, lost, reading })
+}
+
+/// What a journal has for an image that is only read, and what is to be said about that.
+fn through(file: &Raw, header: &Header, path: &Path, shared: bool) -> (Option<Changes>, Option<Reading>) {
+    let shown = path.display();
+    // What a commit left half done lies below the overlay's own.
+    let quiet = mark::is_committing(path);
+    let (changes, text, lacks) = match journal::read_through(file.image(), header, shared) {
+        Through::Whole => return (None, None),
+        Through::Changes(changes) => {
+            let n = changes.count();
+            (
+                Some(changes),
+                format!("{shown} was not closed: {n} changes of its map are read from its journal"),
+                false,
+            )
+        }
+        // It is known to be used by another process.
+        Through::Live => {
+            tracing::warn!(
+                "{shown} is open in another vshunt, and is only read: what is written to it may be missing"
+            );
+            return (None, None);
+        }
+        Through::Lost(why) => (
+            None,
+            format!(
+                "{shown} was not closed and {why}: what was written to it and not flushed may be missing"
+            ),
+            true,
+        ),
+    };
+    match (quiet, lacks) {
+        (true, _) => return (changes, None),
+        (false, false) => tracing::info!("{text}"),
+        (false, true) => tracing::warn!("{text}; serve it once for writing"),
+    }
+    (changes, Some(Reading { text, lacks }))
 }
 
 /// Which image an overlay in `file` stands on; none if it is no qcow2 image.

@@ -1,0 +1,128 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::*;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// A folder of journals, and one of images.
+struct Places {
+    journals: tempfile::TempDir,
+    images: tempfile::TempDir,
+}
+
+impl Places {
+    fn new() -> Self {
+        // On a file system that has handles, as /dev/shm and most have.
+        let folder = || tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+        Self { journals: folder(), images: folder() }
+    }
+
+    /// Makes an image and its journal, whose file comes back; `handle`: it has one.
+    fn add(&self, image: &str, handle: bool) -> (PathBuf, PathBuf) {
+        let path = self.images.path().join(image);
+        let file = File::create(&path).unwrap();
+        let meta = file.metadata().unwrap();
+        let journal = self.journals.path().join(format!("vshunt-map-{:x}-{:x}", meta.dev(), meta.ino()));
+        let mut name = Name::of(&file, &path).unwrap();
+        if !handle {
+            name.handle.clear();
+        }
+        std::fs::write(&journal, [vec![7; 4096], name.encode()].concat()).unwrap();
+        (path, journal)
+    }
+
+    fn sweep(&self, now: SystemTime) {
+        sweep_in(self.journals.path(), now);
+    }
+}
+
+#[test]
+fn a_name_is_read_as_it_was_written() {
+    static NUMBER: AtomicU64 = AtomicU64::new(1);
+    for handle in [vec![], vec![3; 20]] {
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = Name { missed_s: number, device: number << 40, handle, path: "/a/b\u{fc}".into() };
+        assert_eq!(Name::decode(&name.encode()), Some(name));
+    }
+    assert_eq!(Name::decode(&[0; NAME_BYTES as usize]), None);
+    let mut bytes = Name { missed_s: 0, device: 0, handle: vec![], path: "/a".into() }.encode();
+    bytes[AT_PATH..AT_PATH + 8].fill(0xff);
+    assert_eq!(Name::decode(&bytes), None, "longer than there is room");
+    assert_eq!(Name::decode(&bytes[..100]), None);
+}
+
+#[test]
+fn the_journal_of_an_image_that_is_gone_goes() {
+    let (places, now) = (Places::new(), SystemTime::now());
+    let ((image, journal), (kept, kepts)) = (places.add("gone", true), places.add("kept", true));
+    places.sweep(now + 30 * DAY);
+    assert!(journal.exists() && kepts.exists(), "its image is there");
+    // By another name, it is the same.
+    let moved = places.images.path().join("moved");
+    std::fs::rename(&kept, &moved).unwrap();
+    std::fs::remove_file(&image).unwrap();
+    let folder = File::open(places.images.path()).unwrap();
+    let can = is_there(&handle_of(&File::open(&moved).unwrap()).unwrap_or_default(), &folder);
+    if can != Some(true) {
+        eprintln!(
+            "skip the_journal_of_an_image_that_is_gone_goes: no file handles here, or not for this user"
+        );
+        return;
+    }
+    places.sweep(now);
+    assert!(!journal.exists(), "its image is gone");
+    places.sweep(now + 30 * DAY);
+    assert!(kepts.exists(), "its image was moved");
+}
+
+#[test]
+fn without_a_handle_an_image_has_to_be_missing_for_long() {
+    let (places, now) = (Places::new(), SystemTime::now());
+    let (image, journal) = places.add("image", false);
+    let away = places.images.path().join("away");
+    std::fs::rename(&image, &away).unwrap();
+    places.sweep(now);
+    places.sweep(now + 6 * DAY);
+    assert!(journal.exists(), "it is missing since six days");
+    std::fs::rename(&away, &image).unwrap();
+    places.sweep(now + 8 * DAY);
+    assert!(journal.exists(), "it is there again");
+    std::fs::remove_file(&image).unwrap();
+    // Another file has its name.
+    std::fs::write(&image, "").unwrap();
+    std::fs::remove_file(&image).unwrap();
+    places.sweep(now + 9 * DAY);
+    assert!(journal.exists(), "it is missing since today");
+    places.sweep(now + 17 * DAY);
+    assert!(!journal.exists(), "it is missing since eight days");
+}
+
+#[test]
+fn a_journal_is_kept_where_it_cannot_be_told() {
+    let (places, now) = (Places::new(), SystemTime::now());
+    // In use by a process that lives.
+    let (image, used) = places.add("used", true);
+    let user = File::open(&used).unwrap();
+    rustix::fs::flock(&user, ALONE).unwrap();
+    std::fs::remove_file(&image).unwrap();
+    // On a file system that is not mounted: its folder is missing, or on another device.
+    let (_, unmounted) = places.add("unmounted", true);
+    let (_, elsewhere) = places.add("elsewhere", true);
+    for (journal, path, device) in [(&unmounted, "/none-such/image", 1), (&elsewhere, "/proc/image", 1)] {
+        let name = Name { missed_s: 1, device, handle: vec![], path: path.into() };
+        std::fs::write(journal, name.encode()).unwrap();
+    }
+    // Of an earlier version, another user's, another program's.
+    let older = places.journals.path().join("vshunt-map-1-2");
+    std::fs::write(&older, vec![0; 16384]).unwrap();
+    let (image, shared) = places.add("shared", true);
+    std::fs::set_permissions(&shared, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
+    std::fs::remove_file(image).unwrap();
+    let other = places.journals.path().join("vshunt-map-1-2.77");
+    std::fs::write(&other, vec![0; 16384]).unwrap();
+    places.sweep(now + 30 * DAY);
+    places.sweep(now + 60 * DAY);
+    for journal in [&used, &unmounted, &elsewhere, &older, &shared, &other] {
+        assert!(journal.exists(), "{} is removed", journal.display());
+    }
+}
