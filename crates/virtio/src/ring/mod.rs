@@ -340,6 +340,14 @@ impl DeviceRing {
         each!(self, r => r.set_used_log(log));
     }
 
+    /// Takes every buffer as device-readable from now on: for rings on which the device writes nothing, as a network
+    /// card's transmit ring. DPDK's virtio-user marks the header's buffer there as device-writable, and DPDK's vhost
+    /// library ignores the flag. The write flag of a descriptor that refers to an indirect table is ignored on every
+    /// ring (2.7.5.3.2, 2.8.19).
+    pub fn set_all_readable(&mut self) {
+        each!(self, r => r.set_all_readable());
+    }
+
     /// Tracks requests in `inflight` from now on, and says what was taken and not published when the last owner of the
     /// region went away, in the order in which it was taken. Repairs the ring's positions first: they follow from the
     /// region, whatever base the front-end gave. Call it before the first [`pop`](Self::pop).

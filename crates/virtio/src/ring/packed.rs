@@ -425,6 +425,10 @@ impl PackedRing {
         self.published.to_bits()
     }
 
+    pub(super) fn set_all_readable(&mut self) {
+        self.walker.set_all_readable();
+    }
+
     pub(super) fn set_used_log(&mut self, log: Option<UsedLog>) {
         self.log = log;
     }

@@ -267,6 +267,10 @@ impl SplitRing {
         self.published
     }
 
+    pub(super) fn set_all_readable(&mut self) {
+        self.walker.set_all_readable();
+    }
+
     pub(super) fn set_used_log(&mut self, log: Option<UsedLog>) {
         self.log = log;
     }

@@ -32,6 +32,8 @@ pub(super) struct Walker {
     /// The region of the last hit.
     window: Flat,
     indirect: bool,
+    /// Whether every buffer counts as device-readable, whatever its write flag says.
+    all_readable: bool,
     /// A copy of an indirect table that is misaligned or runs over a region's end.
     table: Vec<u64>,
 }
@@ -39,7 +41,12 @@ pub(super) struct Walker {
 impl Walker {
     /// `indirect`: whether indirect descriptors were negotiated.
     pub(super) fn new(indirect: bool) -> Self {
-        Self { mem_id: 0, window: Flat::NONE, indirect, table: Vec::new() }
+        Self { mem_id: 0, window: Flat::NONE, indirect, all_readable: false, table: Vec::new() }
+    }
+
+    /// From now on the write flag of a buffer means nothing: all buffers are device-readable.
+    pub(super) fn set_all_readable(&mut self) {
+        self.all_readable = true;
     }
 }
 
@@ -83,7 +90,8 @@ impl<'a> Fast<'a> {
     pub(super) fn finish(self, chain: &mut Chain, head: Head) {
         chain.head = head;
         chain.fault = None;
-        let writable = if self.writable.is_null() { self.next } else { self.writable };
+        let all_readable = self.writable.is_null() || self.walker.all_readable;
+        let writable = if all_readable { self.next } else { self.writable };
         chain.readable = self.count(writable);
         // SAFETY: the segments before `next` were written, and `new` reserved memory for them.
         unsafe { chain.segs.set_len(self.count(self.next)) };
@@ -274,7 +282,7 @@ impl<'a> Fast<'a> {
             if self.writable.is_null() {
                 self.writable = self.next;
             }
-        } else if !self.writable.is_null() {
+        } else if !self.writable.is_null() && !self.walker.all_readable {
             return false;
         }
         self.buffer(d.addr, d.len())
@@ -327,6 +335,7 @@ impl<'a> Careful<'a> {
             // Nothing to read or write, so the address does not matter either.
             return;
         }
+        let write = write && !self.walker.all_readable;
         if !write && chain.readable != before {
             return self.fault(ChainFault::Order);
         }

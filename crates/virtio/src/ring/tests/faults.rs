@@ -152,3 +152,83 @@ fn broken_rings_say_so() {
     assert_eq!(taken, 8);
     assert!(!ring.has_avail());
 }
+
+/// A chain of a packed ring: its one descriptor refers to a table of entries (address, flags).
+fn pop_table(entries: &[(u64, u16)], flags: u16, all_readable: bool) -> Chain {
+    let arena = arena();
+    let features = RingFeatures { packed: true, indirect: true, ..Default::default() };
+    let (addrs, _) = arena.ring(RING, 8, features);
+    for (at, (addr, flags)) in (TABLES..).step_by(16).zip(entries) {
+        arena.put_u64(at, *addr);
+        arena.put_u64(at + 8, 16 | u64::from(*flags) << 48);
+    }
+    let flags = DESC_F_AVAIL | DESC_F_INDIRECT | flags;
+    arena.put_u64(RING, TABLES);
+    let len = 16 * entries.len() as u64;
+    arena.put_u64(RING + 8, len | u64::from(flags) << 48);
+    // SAFETY: the arena outlives the ring.
+    let mut ring = unsafe { DeviceRing::new(8, features, addrs, 0x8000_8000) }.unwrap();
+    if all_readable {
+        ring.set_all_readable();
+    }
+    let mut chain = Chain::new();
+    assert!(ring.pop(&arena.mem, &mut chain).unwrap());
+    chain
+}
+
+#[test]
+fn a_transmit_ring_ignores_write_flags() {
+    const N: u16 = DESC_F_NEXT;
+    const W: u16 = DESC_F_WRITE;
+    let seen = |chain: &Chain| (chain.fault, chain.segs.len(), chain.readable);
+    // As DPDK's virtio-user has it, and in other places; the last buffer lies over a region's end, which takes the careful walk.
+    let border = BUFFERS + 0x1_0000 - 8;
+    for (flags, last) in
+        [([W, 0], BUFFERS + 64), ([0, W], BUFFERS + 64), ([W, W], BUFFERS + 64), ([W, 0], border)]
+    {
+        let table = [(BUFFERS, flags[0]), (last, flags[1])];
+        let buffers = 2 + usize::from(last == border);
+        assert_eq!(seen(&pop_table(&table, 0, true)), (None, buffers, buffers), "{flags:?}");
+        if flags == [W, 0] {
+            assert_eq!(pop_table(&table, 0, false).fault, Some(ChainFault::Order));
+        }
+    }
+    // The same on a split ring.
+    let arena = arena();
+    for (first, second) in [(W, 0), (0, W), (W, W)] {
+        put_desc(&arena, RING, BUFFERS, 16, N | first, 1);
+        put_desc(&arena, RING + 16, BUFFERS + 64, 16, second, 0);
+        let features = RingFeatures::default();
+        let (addrs, guest) = arena.ring(RING, 8, features);
+        arena.put_u16(guest[1] + 2, 1);
+        // SAFETY: the arena outlives the ring.
+        let mut ring = unsafe { DeviceRing::new(8, features, addrs, 0) }.unwrap();
+        ring.set_all_readable();
+        let mut chain = Chain::new();
+        assert!(ring.pop(&arena.mem, &mut chain).unwrap());
+        assert_eq!(seen(&chain), (None, 2, 2));
+    }
+}
+
+#[test]
+fn the_write_flag_of_what_refers_to_a_table_is_ignored() {
+    const W: u16 = DESC_F_WRITE;
+    let table = [(BUFFERS, 0), (BUFFERS + 64, W)];
+    for flags in [0, W] {
+        let chain = pop_table(&table, flags, false);
+        assert_eq!((chain.fault, chain.segs.len(), chain.readable), (None, 2, 1), "packed, {flags}");
+    }
+    let arena = arena();
+    put_desc(&arena, TABLES, BUFFERS, 16, DESC_F_NEXT, 1);
+    put_desc(&arena, TABLES + 16, BUFFERS + 64, 16, W, 0);
+    // Alone, and behind another buffer of the ring.
+    for flags in [0, W] {
+        put_desc(&arena, RING, TABLES, 32, DESC_F_INDIRECT | flags, 0);
+        let chain = pop_split(&arena, true);
+        assert_eq!((chain.fault, chain.segs.len(), chain.readable), (None, 2, 1), "split, {flags}");
+        put_desc(&arena, RING, BUFFERS + 128, 16, DESC_F_NEXT, 1);
+        put_desc(&arena, RING + 16, TABLES, 32, DESC_F_INDIRECT | flags, 0);
+        let chain = pop_split(&arena, true);
+        assert_eq!((chain.fault, chain.segs.len(), chain.readable), (None, 3, 2), "split, behind, {flags}");
+    }
+}

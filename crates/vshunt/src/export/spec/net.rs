@@ -194,7 +194,7 @@ pub struct NetQueueCounters {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetDrops {
-    /// Descriptors that lead outside of the guest's memory, or have the device write what it is to read.
+    /// Descriptors that lead outside of the guest's memory, or are no chain.
     pub malformed: u64,
     /// Shorter than the virtio-net and the Ethernet header.
     pub too_short: u64,

@@ -8,7 +8,7 @@ use crate::worker::QueueStats;
 /// Why a frame did not get through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drop {
-    /// Its descriptors lead outside of the guest's memory, or have the device write what it is to read.
+    /// Its descriptors lead outside of the guest's memory, or are no chain.
     Malformed,
     /// Shorter than its virtio-net header and an Ethernet header.
     TooShort,

@@ -46,6 +46,8 @@ unsafe impl Send for Tx {}
 
 impl Tx {
     pub(super) fn new(mut line: Line, header: usize) -> Self {
+        // The device writes nothing here: a guest that says so of a buffer (DPDK's virtio-user does) means nothing by it.
+        line.vring.set_all_readable();
         // They may have been sent.
         line.discard(Drop::Unknown, true);
         let writes = [Write::default(); BATCH as usize];
