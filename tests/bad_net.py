@@ -78,6 +78,17 @@ class Networks:
         refuse("an uplink whose tap is a switch", "n0 is a switch", net=SWITCH, export=f"{UPLINK}net=n0,tap=n0")
         for mac in ("52:54:00:12:34", "52-54-00-12-34-56", "ff:ff:ff:ff:ff:ff", "00:00:00:00:00:00"):
             refuse(f"the address {mac}", mac, export=f"net=n0,mac={mac}")
+        on = {"net": SWITCH}
+        refuse("an uplink with a filter", "mac-filter is of type=vhost-user-net", **on, export=f"{UPLINK}net=n0,tap=n0,mac-filter=on")
+        refuse("a filter without an address", "give mac=", **on, export="net=n0,mac-filter=on")
+        for limit in (0, 8193):
+            refuse(f"{limit} addresses behind a port", f"mac-limit={limit}", "8192", **on, export=f"net=n0,mac-limit={limit}")
+        for vlan in (0, 4095):
+            refuse(f"the VLAN {vlan}", f"vlan={vlan}", "4094", **on, export=f"net=n0,vlan={vlan}")
+        for trunk in ("0", "4095", "9-2", "a", "1-"):
+            refuse(f"the trunk {trunk}", "no list of VLANs", "1,2,10-20", **on, export=f"net=n0,trunk={trunk}")
+        refuse("a VLAN that is tagged and not", "vlan=5", "trunk=1-9", **on, export="net=n0,vlan=5,trunk=1-9")
+        refuse("a disk with a VLAN", "vlan is of type=vhost-user-net", export="type=vhost-user-blk,name=e,disk=d,vlan=5,socket=/s")
         for mtu in (67, 65522):
             refuse(f"an MTU of {mtu}", mtu, "65521", export=f"net=n0,mtu={mtu}")
         if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
@@ -99,6 +110,8 @@ class Networks:
         one = "ip tuntap add dev vs1 mode tap"
         refuse("a tap with one queue for two", "vs1", "multi_queue", net=tap("ifname=vs1,queues=2"), before=one)
         refuse("an uplink whose switch is a tap", "n0 is a tap", export=f"{UPLINK}net=n0,tap=n0")
+        for key in ("mac-limit=9", "vlan=5", "trunk=5", "isolated=on", "reserved=off", "mac-filter=off"):
+            refuse(f"{key} on a tap", f"{key.split('=')[0]} is of a port of a switch", "leave it out", export=f"net=n0,{key}")
         both = ["--net", "type=switch,name=s0", "--export", f"{UPLINK}net=s0,tap=n0"]
         refuse("an uplink whose tap is a card's", "in use by export c0", more=both)
         refuse("an uplink of more queues than its tap", "queues=3", "has 2", net=tap("ifname=vs0,queues=2"), export=f"{UPLINK}net=s0,tap=n0,queues=3",

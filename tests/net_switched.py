@@ -18,15 +18,19 @@ DATA_VALID = 2
 ALL = c.CSUM | c.GUEST_CSUM | c.HOST_TSO4 | c.GUEST_TSO4 | c.HOST_TSO6 | c.GUEST_TSO6
 
 
+# Those of the exports: the first one's is that of the cards.
+MACS = (n.MAC, "52:54:00:12:34:57")
+
+
 class Two(r.Daemon):
     """A daemon with a switch of two ports, a pair each."""
 
-    def __init__(self, rig):
-        self.sockets = [rig.dir / f"switched{k}.sock" for k in range(2)]
+    def __init__(self, rig, name="switched", mtu=1500):
+        self.sockets = [rig.dir / f"{name}{k}.sock" for k in range(2)]
         exports = []
         for k, socket in enumerate(self.sockets):
-            exports += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={socket},queues=1,mac={n.MAC},mtu=1400"]
-        super().__init__(rig, "--net", "type=switch,name=s0", *exports, name="switched")
+            exports += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={socket},queues=1,mac={MACS[k]},mtu={mtu},mac-filter=off"]
+        super().__init__(rig, "--net", "type=switch,name=s0", *exports, name=name)
 
     def cards(self, a=0, b=0, size=256):
         """Both, with such features besides merged buffers, and the second with such rings."""
@@ -71,8 +75,10 @@ def super_frames(two, kind, takes):
                 kind.check(frames, data)
 
 
-def bomb(two):
+def bomb(rig):
     """A header by which one frame would be cut into a gigabyte."""
+    # Its headers alone are longer than a usual MTU.
+    two = Two(rig, "bomb", mtu=65_521)
     start, frame = 32_768, bytearray(65_000)
     frame[:14] = B_MAC + A_MAC + b"\x86\xdd"
     frame[14], frame[start + 12] = 0x60, 0x50
@@ -87,6 +93,7 @@ def bomb(two):
             peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
         r.require(peak < 200_000, f"the daemon had {peak} KiB")
         two.passes(a, b, 1)
+    r.require(two.child.stop() == 0, two.child.tail())
 
 
 def unbelieved(two):
@@ -117,10 +124,11 @@ def lies(two):
 
 def too_large(two):
     """A frame that the receiver's whole ring has no room for is lost; those behind it are not."""
-    a, b = two.cards(b=0, size=8)
+    a, b = two.cards(c.CSUM | c.HOST_TSO4, c.GUEST_CSUM | c.GUEST_TSO4, size=8)
     with a, b:
+        kind = o.KINDS[0]
         b.fill(8, 2048)
-        a.transmit(f.frame(5, 40_000, B_MAC, A_MAC))
+        a.transmit(kind.frame(B_MAC, A_MAC, o.payload(40_000)), kind.header())
         two.passes(a, b, 6)
         r.require(two.drops(1) == {"too-long": 1}, f"{two.drops(1)}")
 
@@ -213,9 +221,12 @@ def asked(two):
             return answer[:6], struct.unpack("<HHH", answer[6:12])
 
         want = bytes.fromhex(n.MAC.replace(":", ""))
-        r.require(config() == (want, (1, 1, 1400)), f"{config()}")
-        r.require(peer.u64(p.NET_SET_MTU, 9000) == p.ACCEPTED and config()[1][2] == 9000, f"{config()}")
-        r.require(peer.u64(p.NET_SET_MTU, 60) == p.REFUSED and config()[1][2] == 9000, f"{config()}")
+        r.require(config() == (want, (1, 1, 1500)), f"{config()}")
+        r.require(peer.u64(p.NET_SET_MTU, 1400) == p.ACCEPTED and config()[1][2] == 1400, f"{config()}")
+        # No more than the export's mtu, and no less than IP has.
+        for wrong in (1501, 9000, 60):
+            r.require(peer.u64(p.NET_SET_MTU, wrong) == p.REFUSED and config()[1][2] == 1400, f"{wrong}: {config()}")
+        r.require(peer.u64(p.NET_SET_MTU, 1500) == p.ACCEPTED, "the export's own MTU is refused")
         before = two.status()["nets"][0]["addresses"]
         peer.order(p.SEND_RARP, bytes.fromhex("525400000077") + bytes(2))
         after = two.status()["nets"][0]["addresses"]
@@ -228,7 +239,7 @@ def tests(rig):
         for takes in (True, False):
             how = "a guest that takes it" if takes else "a guest that does not"
             rig.test(f"net: switch: {kind.name} to {how}", lambda k=kind, t=takes: super_frames(two, k, t))
-    rig.test("net: switch: no frame makes the daemon large", lambda: bomb(two))
+    rig.test("net: switch: no frame makes the daemon large", lambda: bomb(rig))
     rig.test("net: switch: no guest says for another that a checksum is right", lambda: unbelieved(two))
     rig.test("net: switch: headers that make no sense", lambda: lies(two))
     rig.test("net: switch: a frame larger than the receiver's ring", lambda: too_large(two))

@@ -243,9 +243,12 @@ def let_go(rig):
 def announced(up):
     """Where a guest came to is told to what the switch's uplinks lead to."""
     host = f.Host("vs0")
-    mac = bytes.fromhex("525400000077")
+    mac, other = f.GUEST_MAC, bytes.fromhex("525400000077")
     with p.Peer(up.socket) as peer:
         peer.handshake()
+        # Not where it is not the export's address: the front end could take over another guest's.
+        peer.order(p.SEND_RARP, other + bytes(2))
+        r.require(host.receive(other, wait_s=0.2) is None, "an address that is not the export's is announced")
         peer.order(p.SEND_RARP, mac + bytes(2))
         frame = host.receive(mac)
         r.require(frame is not None and frame[12:14] == b"\x80\x35", f"{frame and frame.hex()}")

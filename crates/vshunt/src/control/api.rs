@@ -124,7 +124,8 @@ pub(crate) const COMMANDS: &[Command] = &[
     command(
         "export-add",
         "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu \
-         memory-may-block writable growable allow-other transport passthrough]",
+         mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
+         passthrough]",
         export_add,
     ),
     command("export-remove", "name [force]", export_remove),

@@ -168,13 +168,22 @@ Columns of exports:
   OF     the disk or network that it serves
   MODE   ro or rw, for its user
   STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted;
-         joined: an uplink, whose tap is a port of its switch
+         joined: an uplink, whose tap is a port of its switch; blocked: one that
+         makes a loop with another one
   ENGINE user: requests are served by workers of this process; kernel: by the
          kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount
          how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
          each CPU, and a channel for what does not go by these); passthrough:
          the kernel reads and writes the image, only the rest comes to us.
          --json says why not another
+
+Columns of ports, which are shown where there is a switch:
+  VLANS     none; 5: untagged; 1-9t: tagged
+  OPTIONS   mac-filter: only frames from the export's mac leave it; isolated: no
+            frames to other isolated ports; reserved: 01:80:c2:00:00:00 to 0f pass
+  MTU       the longest IP packet that passes
+  LEARNT    addresses that were learnt behind it, of so many at most
+  STATE     forwarding; blocked: an uplink that makes a loop with another one
 
 Columns of queues (of a card: pairs of a receive and a transmit ring, of which
 the kernel tells no counters with engine=kernel, and then the control queue; of an
@@ -234,6 +243,10 @@ where that file system does not answer, all queues of a worker wait.
   needs the module vhost_net and a tap; each pair has a kernel worker of its own then: leave out workers, or
   give per-cpu.
  of type=uplink: net (a switch), tap (a network of type=tap, which becomes a port of it), mtu.
+ of both on a switch: mac-limit, vlan=N, trunk=N,,N-N, isolated=on|off, reserved=on|off; of type=vhost-user-net
+  mac-filter=on|off: whether only frames from mac leave the port, on where mac is given. vlan: its frames are
+  untagged at the port; trunk: their frames are tagged. isolated: no frames between isolated ports. mac-limit:
+  addresses that are learnt behind it (256, an uplink 4096). reserved: 01:80:c2:00:00:00 to 0f pass.
  of type=fuse: disk, mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
   transport=auto|dev|io_uring, passthrough=auto|off.
 

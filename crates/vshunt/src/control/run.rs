@@ -138,10 +138,11 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     }
     let none = || json!({});
     let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
+    let exports: Vec<ExportInfo> = call(client, "query-exports", none())?;
     let queues: Vec<QueueInfo> = call(client, "query-queues", none())?;
     let mut text = vec![
         show::disks(&call::<Vec<_>>(client, "query-disks", none())?),
-        show::exports(&call::<Vec<_>>(client, "query-exports", none())?),
+        show::exports(&exports),
         show::queues(&queues),
         show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
     ];
@@ -149,6 +150,9 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     text.extend(show::drops(&queues));
     if !jobs.is_empty() {
         text.insert(2, show::jobs(&jobs));
+    }
+    if let Some(ports) = show::ports(&exports) {
+        text.insert(2, ports);
     }
     if !nets.is_empty() {
         text.insert(1, show::nets(&nets));

@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 
 use crate::export::spec::{
     BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind, JobStatus,
-    MountInfo, NetCounters, NetInfo, NetKind, QueueInfo, Transport, WorkerInfo, WorkerKind, cpu_list,
+    MountInfo, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport, WorkerInfo, WorkerKind,
+    cpu_list,
 };
 
 /// A column's title; one that begins with `>` holds numbers.
@@ -114,6 +115,7 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
             };
             let state = match (e.connected, e.spec.kind) {
                 (_, ExportKind::Fuse) => "mounted",
+                (_, ExportKind::Uplink) if is_blocked(e) => "blocked",
                 (_, ExportKind::Uplink) => "joined",
                 (true, _) => "connected",
                 (false, _) => "waiting",
@@ -137,6 +139,39 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
             ]
         }),
     )
+}
+
+fn is_blocked(export: &ExportInfo) -> bool {
+    export.port.as_ref().is_some_and(|port| port.state == PortState::Blocked)
+}
+
+/// Ports of switches and their options; nothing where there are none.
+pub(crate) fn ports(exports: &[ExportInfo]) -> Option<String> {
+    let rows: Vec<_> = exports
+        .iter()
+        .filter_map(|e| {
+            let (spec, port) = (&e.spec, e.port.as_ref()?);
+            let vlans = spec.vlan.map(|vlan| vlan.to_string()).into_iter();
+            let vlans: Vec<_> = vlans.chain(spec.trunk.as_ref().map(|trunk| format!("{trunk}t"))).collect();
+            let options = [
+                (port.mac_filter, "mac-filter"),
+                (spec.isolated == Some(true), "isolated"),
+                (spec.reserved == Some(true), "reserved"),
+            ];
+            let options: Vec<_> = options.iter().filter(|(on, _)| *on).map(|(_, word)| *word).collect();
+            Some([
+                spec.name.clone(),
+                spec.of().to_owned(),
+                or_dash(vlans.join(",")),
+                or_dash(options.join(",")),
+                port.mtu.to_string(),
+                format!("{}/{}", port.addresses, port.mac_limit),
+                if is_blocked(e) { "blocked" } else { "forwarding" }.to_owned(),
+            ])
+        })
+        .collect();
+    let titles = ["PORT", "SWITCH", "VLANS", "OPTIONS", ">MTU", ">LEARNT", "STATE"];
+    (!rows.is_empty()).then(|| table(titles, rows.into_iter()))
 }
 
 pub(crate) fn queues(queues: &[QueueInfo]) -> String {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::opened::{CardServer, Opened, Server, not_the_kernel};
 use super::served::{Frontend, Served};
 use super::spec::{Engine, ExportKind, ExportSpec, Workers as Spread};
+use crate::backend::net::switch::{Lan, MACS_GUEST, MACS_UPLINK, PortOptions};
 use crate::backend::net::tap::MTU_DEFAULT;
 use crate::error::{Error, Result};
 use crate::frontend::fuse::Fuse;
@@ -96,11 +97,10 @@ impl Opened {
                 let why = auto.then(|| not_the_kernel(spec, "a switch is ours".to_owned()));
                 let pairs = spec.queues.unwrap_or(1);
                 let set = queues(pairs, has_control(pairs))?;
-                let port = switch.join(pairs, None)?;
+                let port = switch.join(pairs, port_options(spec))?;
                 let mac = spec.mac.map(|mac| mac.0);
                 let plug = Plug { switch, port };
-                let mtu = spec.mtu.unwrap_or(MTU_DEFAULT);
-                let device = NetDevice::of_switch(&spec.name, plug, set.clone(), mac, mtu);
+                let device = NetDevice::of_switch(&spec.name, plug, set.clone(), mac, spec.mtu);
                 let device = device.map_err(no_control)?;
                 start(socket, Arc::new(device), Queues::card(set, has_control(pairs)), why)
             }
@@ -109,7 +109,7 @@ impl Opened {
                     tap.set_mtu(mtu)?;
                 }
                 let set = queues(spec.queues.unwrap_or(1), false)?;
-                let uplink = Uplink::start(&spec.name, tap, switch, &set, &observer)?;
+                let uplink = Uplink::start(&spec.name, tap, switch, port_options(spec), &set, &observer)?;
                 Ok(Served {
                     frontend: Frontend::Uplink(uplink),
                     queues: Queues::user(set, 1),
@@ -122,6 +122,22 @@ impl Opened {
                 Ok(Served { frontend: Frontend::Fuse(mount), queues: Queues::user(set, 1), engine_why: None })
             }
         }
+    }
+}
+
+/// What an export's port is to be, with what is not said.
+fn port_options(spec: &ExportSpec) -> PortOptions {
+    let macs = if spec.kind == ExportKind::Uplink { MACS_UPLINK } else { MACS_GUEST };
+    PortOptions {
+        name: spec.name.clone(),
+        mac: spec.mac.map(|mac| mac.0),
+        mac_filter: spec.mac_filter.unwrap_or(spec.mac.is_some()),
+        mac_limit: spec.mac_limit.unwrap_or(macs),
+        lan: Lan::new(spec.vlan, spec.trunk.as_ref()),
+        isolated: spec.isolated.unwrap_or(false),
+        reserved: spec.reserved.unwrap_or(false),
+        mtu: spec.mtu.unwrap_or(MTU_DEFAULT),
+        tap: None,
     }
 }
 

@@ -5,10 +5,10 @@
 
 use super::opened::{MAX_PAIRS, MAX_QUEUES};
 use super::spec::{
-    DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, WorkerKind, WorkerSpec, Workers as Spread,
+    DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,
 };
 use crate::backend::block::Disk;
-use crate::backend::net::tap;
+use crate::backend::net::{switch, tap};
 use crate::error::{Error, Result};
 use crate::queue::blk::SERIAL_MAX;
 use crate::worker::{Settings, WorkerId};
@@ -124,6 +124,7 @@ impl Check for ExportSpec {
         if let Some(Err(e)) = self.mtu.map(tap::check_mtu) {
             return wrong(e.to_string());
         }
+        check_port(self)?;
         if self.workers == Spread::Count(0) {
             return wrong("workers=0 would serve nothing; give 1 or more, or per-queue".to_owned());
         }
@@ -139,6 +140,40 @@ impl Check for ExportSpec {
         }
         Settings { poll_us: self.poll_us, ..Settings::default() }.check()
     }
+}
+
+/// What is wrong with the options of a switch's port by themselves.
+fn check_port(spec: &ExportSpec) -> Result<()> {
+    let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    if spec.mac_filter == Some(true) && spec.mac.is_none() {
+        return wrong("mac-filter=on needs the address that may send; give mac=ADDRESS".to_owned());
+    }
+    let limits = 1..=switch::MACS_MAX as u32;
+    if let Some(limit) = spec.mac_limit.filter(|limit| !limits.contains(limit)) {
+        return wrong(format!("mac-limit={limit} is out of range; 1 to {} is possible", limits.end()));
+    }
+    match (spec.vlan, &spec.trunk) {
+        (Some(vlan), _) if !(1..=VLAN_MAX).contains(&vlan) => {
+            wrong(format!("vlan={vlan} is out of range; 1 to {VLAN_MAX} is possible"))
+        }
+        (Some(vlan), Some(trunk)) if trunk.has(vlan) => wrong(format!(
+            "vlan={vlan} is untagged at the port, and trunk={trunk} has it tagged; leave it out of one of the two"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The options of a switch's port that are given: on a tap they would do nothing.
+pub(super) fn port_keys(spec: &ExportSpec) -> impl Iterator<Item = &'static str> {
+    let keys = [
+        ("mac-filter", spec.mac_filter.is_some()),
+        ("mac-limit", spec.mac_limit.is_some()),
+        ("vlan", spec.vlan.is_some()),
+        ("trunk", spec.trunk.is_some()),
+        ("isolated", spec.isolated.is_some()),
+        ("reserved", spec.reserved.is_some()),
+    ];
+    keys.into_iter().filter(|(_, given)| *given).map(|(key, _)| key)
 }
 
 /// Whether a disk may be asked to have that size.
@@ -210,6 +245,12 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("net", &[VhostUserNet, Uplink], spec.net.is_some()),
         ("tap", &[Uplink], spec.tap.is_some()),
         ("mac", &[VhostUserNet], spec.mac.is_some()),
+        ("mac-filter", &[VhostUserNet], spec.mac_filter.is_some()),
+        ("mac-limit", &[VhostUserNet, Uplink], spec.mac_limit.is_some()),
+        ("vlan", &[VhostUserNet, Uplink], spec.vlan.is_some()),
+        ("trunk", &[VhostUserNet, Uplink], spec.trunk.is_some()),
+        ("isolated", &[VhostUserNet, Uplink], spec.isolated.is_some()),
+        ("reserved", &[VhostUserNet, Uplink], spec.reserved.is_some()),
         ("mtu", &[VhostUserNet, Uplink], spec.mtu.is_some()),
         ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
         ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),

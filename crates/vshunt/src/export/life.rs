@@ -171,6 +171,7 @@ impl Export {
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),
             mount: served.as_ref().and_then(|s| s.frontend.mount()),
+            port: served.as_ref().and_then(|s| s.frontend.port()),
             queue_list: served.as_ref().map_or(Vec::new(), |s| self.list(s)),
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::check::check_one_place;
+use super::check::{check_one_place, port_keys};
 use super::nets::Net;
 use super::spec::{Engine, ExportKind, ExportSpec};
 use crate::backend::block::Disk;
@@ -78,6 +78,12 @@ impl Opened {
                 spec.queues = Some(pairs);
                 match net {
                     Net::Tap(tap) => {
+                        if let Some(key) = port_keys(spec).next() {
+                            return Err(Error::invalid(format!(
+                                "export {}: {key} is of a port of a switch, and its network is a tap; leave it out",
+                                spec.name
+                            )));
+                        }
                         check_there(&tap)?;
                         let server = net_server(spec, &tap, pairs)?;
                         Self::Card(open_socket(spec)?, server, tap)

@@ -1,6 +1,6 @@
 //! What serves an export, whatever its kind.
 
-use super::spec::{MountInfo, NetQueueCounters};
+use super::spec::{MountInfo, NetQueueCounters, PortInfo};
 use crate::frontend::Queues;
 use crate::frontend::fuse::Fuse;
 use crate::frontend::uplink::Uplink;
@@ -54,6 +54,14 @@ impl Frontend {
             Self::VhostUser(socket) => socket.net_counters(queue),
             Self::Fuse(_) => None,
             Self::Uplink(uplink) => uplink.net_counters(queue),
+        }
+    }
+
+    pub(super) fn port(&self) -> Option<PortInfo> {
+        match self {
+            Self::VhostUser(socket) => socket.port(),
+            Self::Fuse(_) => None,
+            Self::Uplink(uplink) => Some(uplink.port()),
         }
     }
 

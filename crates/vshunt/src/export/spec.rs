@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 
 mod job;
 mod net;
+mod port;
 
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
 pub use net::{Mac, NetCounters, NetDrops, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering};
+pub use port::{PortInfo, PortState, VLAN_MAX, Vlans};
 
 /// Kind of image behind a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -235,7 +237,26 @@ pub struct ExportSpec {
     /// vhost-user-net: the card's address, for front-ends that ask us; absent: the front-end's or the guest's choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<Mac>,
-    /// vhost-user-net and uplink: bytes of the longest IP packet, which the interface gets; absent: the interface's.
+    /// vhost-user-net on a switch: whether only frames from `mac` leave the port; absent: on where `mac` is given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac_filter: Option<bool>,
+    /// On a switch: addresses that are learnt behind the port at most, 1..=8192; absent: 256, of an uplink 4096.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac_limit: Option<u32>,
+    /// On a switch: the VLAN, 1..=4094, whose frames are untagged at the port. The others are dropped, but for `trunk`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// On a switch: the VLANs whose frames are tagged at the port.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "Vlans::deserialize")]
+    pub trunk: Option<Vlans>,
+    /// On a switch: whether no frames go between this port and other isolated ones; absent: not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub isolated: Option<bool>,
+    /// On a switch: whether frames to 01:80:c2:00:00:00 to 0f (STP, LACP, LLDP) pass, between ports that say so; absent: not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reserved: Option<bool>,
+    /// vhost-user-net and uplink: bytes of the longest IP packet, which the interface gets; absent: the interface's. A port
+    /// of a switch drops what is longer; its guest is told 1500 where it is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
     /// vhost-user: who serves it; absent: user.
@@ -419,6 +440,9 @@ pub struct ExportInfo {
     /// fuse: how it is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<MountInfo>,
+    /// On a switch: its port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<PortInfo>,
     /// Its queues.
     pub queue_list: Vec<QueueInfo>,
 }

@@ -1,16 +1,28 @@
 //! A tap as a port of a switch: no front-end and no guest, its queues run from the beginning to the end.
+//!
+//! A thread of each uplink looks after what changes by itself, every [`LOOK_EVERY`]: the interface's MTU, the addresses of the
+//! host behind it, and loops through another uplink.
 
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use super::Observer;
+use crate::backend::net::switch::{Port, PortOptions};
 use crate::backend::net::tap::HEADER_LONG;
 use crate::backend::net::{Offloads, Switch, Tap, TapQueue};
-use crate::error::Result;
-use crate::export::spec::NetQueueCounters;
+use crate::error::{Error, Result};
+use crate::export::spec::{NetQueueCounters, PortInfo};
 use crate::queue::net::switch::uplink::{Parts, UplinkPair};
 use crate::queue::net::switch::{Plug, Takes};
 use crate::queue::net::{DropReason, NetStats};
 use crate::worker::QueueSet;
+
+/// How often the thread looks. A loop is found after twice that at most.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// How long after probes were sent it looks whether they came back.
+const PROBE_BACK: Duration = Duration::from_millis(200);
 
 /// See the module.
 pub struct Uplink {
@@ -20,10 +32,12 @@ pub struct Uplink {
     stats: Vec<Arc<NetStats>>,
     /// None once it is stopped. Guards nothing else.
     queues: Mutex<Option<Arc<QueueSet>>>,
+    /// The thread; it ends when its sender is dropped. None once it was stopped. Guards nothing else.
+    watcher: Mutex<Option<(mpsc::Sender<()>, JoinHandle<()>)>>,
 }
 
 impl Uplink {
-    /// Joins a tap to a switch, a queue of it for each of `queues`.
+    /// Joins a tap to a switch, a queue of it for each of `queues`. `options` are of a port without a tap and an MTU.
     ///
     /// # Errors
     /// The tap does not let us, or the switch is full; nothing is joined then.
@@ -31,6 +45,7 @@ impl Uplink {
         name: &str,
         tap: Arc<Tap>,
         switch: Arc<Switch>,
+        options: PortOptions,
         queues: &Arc<QueueSet>,
         observer: &Arc<dyn Observer>,
     ) -> Result<Self> {
@@ -39,7 +54,10 @@ impl Uplink {
         // Who does not take what the host leaves to be done has it done by the switch.
         tap.set_offloads(Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: false, uso })?;
         let taps = tap.queues(queues.len())?;
-        let port = switch.join(queues.len(), Some(&tap))?;
+        let mtu = tap.mtu().unwrap_or(options.mtu);
+        let port =
+            switch.join(queues.len(), PortOptions { tap: Some(Arc::downgrade(&tap)), mtu, ..options })?;
+        switch.set_hosts(&port, tap.host_addresses());
         let plug = Arc::new(Plug { switch, port });
         let stats: Vec<Arc<NetStats>> = (0..queues.len()).map(|_| Arc::default()).collect();
         let this = Self {
@@ -48,7 +66,9 @@ impl Uplink {
             taps,
             stats,
             queues: Mutex::new(Some(queues.clone())),
+            watcher: Mutex::default(),
         };
+        let whole = tap;
         for (index, (tap, net)) in (0..).zip(this.taps.iter().zip(&this.stats)) {
             let (observer, own) = (observer.clone(), name.to_owned());
             let parts = Parts {
@@ -67,7 +87,23 @@ impl Uplink {
                 return Err(e);
             }
         }
+        let (sender, stop) = mpsc::channel();
+        // It keeps neither the network nor the port's place: those go when the export does.
+        let (tap, own) = (Arc::downgrade(&whole), plug.clone());
+        let watch = move || watch(&own.switch, &own.port, &tap, &stop);
+        match std::thread::Builder::new().name("uplink".into()).spawn(watch) {
+            Ok(thread) => *this.watcher.lock().expect("no holder panics") = Some((sender, thread)),
+            Err(e) => {
+                this.stop();
+                return Err(Error::io(format!("uplink {name} can have no thread"), e));
+            }
+        }
         Ok(this)
+    }
+
+    /// Its port as it is.
+    pub fn port(&self) -> PortInfo {
+        self.plug.info()
     }
 
     /// Counters of a queue; the tap is the guest.
@@ -77,6 +113,11 @@ impl Uplink {
 
     /// Ends it: what waits for the tap goes home, what waits in it is dropped. Idempotent.
     pub fn stop(&self) {
+        if let Some((sender, thread)) = self.watcher.lock().expect("no holder panics").take() {
+            drop(sender);
+            // It cannot panic; and if it did, there would be nothing to be done about it here.
+            let _ = thread.join();
+        }
         let Some(queues) = self.queues.lock().expect("no holder panics").take() else { return };
         for end in &self.plug.port.ends {
             end.close();
@@ -87,6 +128,35 @@ impl Uplink {
             if let Err(e) = tap.detach() {
                 tracing::warn!("{}: {e}", self.name);
             }
+        }
+    }
+}
+
+/// The thread of an uplink.
+fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::Receiver<()>) {
+    let ended = |wait| !matches!(stop.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
+    let mut was_blocked = false;
+    loop {
+        let Some(tap) = tap.upgrade() else { return };
+        // An interface that is gone keeps what was known of it.
+        if let Ok(mtu) = tap.mtu() {
+            port.set_mtu(mtu);
+            switch.set_hosts(port, tap.host_addresses());
+        }
+        drop(tap);
+        switch.probe(port);
+        if ended(PROBE_BACK) {
+            return;
+        }
+        let blocked = port.is_blocked(switch.now_s());
+        if blocked && !was_blocked {
+            tracing::warn!("{}", switch.loop_of(port));
+        } else if was_blocked && !blocked {
+            tracing::info!("uplink {} is free again: no probe came back any more", port.name());
+        }
+        was_blocked = blocked;
+        if ended(LOOK_EVERY - PROBE_BACK) {
+            return;
         }
     }
 }

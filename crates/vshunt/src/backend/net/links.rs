@@ -24,6 +24,7 @@ const RTM_GETLINK: u16 = 18;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
+const IFLA_MASTER: u16 = 10;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_STATS64: u16 = 23;
 const IFLA_INFO_KIND: u16 = 1;
@@ -42,6 +43,8 @@ pub(super) enum LinkKind {
     Tun,
     /// A macvtap or ipvtap: its files are /dev/tapN.
     Macvtap,
+    /// A bridge of the kernel.
+    Bridge,
     /// Of another driver.
     Other,
 }
@@ -54,6 +57,8 @@ pub(super) struct Link {
     /// Its Ethernet address, if it has one.
     pub(super) address: Option<[u8; 6]>,
     pub(super) mtu: u32,
+    /// The bridge, bond or the like that it is a port of.
+    pub(super) master: Option<i32>,
     /// Queues that programs have of a multi-queue tun or tap, attached or not. 0 of all others.
     pub(super) queues: u32,
     /// Whether a tun or tap has struct tun_pi before each frame.
@@ -79,9 +84,18 @@ impl Links {
 
     /// The interface of that name; none if there is none.
     pub(super) fn find(&self, name: &str) -> io::Result<Option<Link>> {
+        self.ask(0, Some(name))
+    }
+
+    /// The interface of that number; none if there is none.
+    pub(super) fn find_index(&self, index: i32) -> io::Result<Option<Link>> {
+        self.ask(index, None)
+    }
+
+    fn ask(&self, index: i32, name: Option<&str>) -> io::Result<Option<Link>> {
         let mut asked = self.asked.lock().expect("no holder panics");
         *asked = asked.wrapping_add(1);
-        send(&self.socket, &question(name, *asked), SendFlags::empty())?;
+        send(&self.socket, &question(index, name, *asked), SendFlags::empty())?;
         let mut answer = vec![0; ANSWER_BYTES];
         loop {
             let (_, len) = recv(&self.socket, &mut answer[..], RecvFlags::DONTWAIT)?;
@@ -110,20 +124,24 @@ impl Links {
     }
 }
 
-/// RTM_GETLINK, by name.
-fn question(name: &str, number: u32) -> Vec<u8> {
-    let attribute = ATTRIBUTE_BYTES + name.len() + 1;
+/// RTM_GETLINK, by number, or by name where that is 0.
+fn question(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
+    let attribute = name.map_or(0, |name| ATTRIBUTE_BYTES + name.len() + 1);
     let len = HEADER_BYTES + IFINFO_BYTES + attribute.next_multiple_of(4);
     let mut message = Vec::with_capacity(len);
     message.extend((len as u32).to_ne_bytes());
     message.extend(RTM_GETLINK.to_ne_bytes());
     message.extend(NLM_F_REQUEST.to_ne_bytes());
     message.extend(number.to_ne_bytes());
-    // From whom; and struct ifinfomsg, which says nothing.
-    message.extend([0; 4 + IFINFO_BYTES]);
-    message.extend((attribute as u16).to_ne_bytes());
-    message.extend(IFLA_IFNAME.to_ne_bytes());
-    message.extend(name.as_bytes());
+    // From whom; and struct ifinfomsg, which says the number alone.
+    message.extend([0; 4 + 4]);
+    message.extend(index.to_ne_bytes());
+    message.extend([0; IFINFO_BYTES - 8]);
+    if let Some(name) = name {
+        message.extend((attribute as u16).to_ne_bytes());
+        message.extend(IFLA_IFNAME.to_ne_bytes());
+        message.extend(name.as_bytes());
+    }
     message.resize(len, 0);
     message
 }
@@ -137,6 +155,7 @@ impl Link {
         let kind = match attribute(info, IFLA_INFO_KIND) {
             Some(b"tun\0") => LinkKind::Tun,
             Some(b"macvtap\0" | b"ipvtap\0") => LinkKind::Macvtap,
+            Some(b"bridge\0") => LinkKind::Bridge,
             _ => LinkKind::Other,
         };
         let data = attribute(info, IFLA_INFO_DATA).unwrap_or_default();
@@ -150,6 +169,7 @@ impl Link {
             kind,
             address: attribute(all, IFLA_ADDRESS).and_then(|bytes| bytes.try_into().ok()),
             mtu: number(attribute(all, IFLA_MTU)?, 0)?,
+            master: attribute(all, IFLA_MASTER).and_then(|bytes| number(bytes, 0)).map(|index| index as i32),
             queues,
             packet_information: kind == LinkKind::Tun
                 && attribute(data, IFLA_TUN_PI).is_some_and(|bytes| bytes != [0]),

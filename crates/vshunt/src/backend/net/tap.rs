@@ -134,7 +134,9 @@ impl Tap {
                 Source::Macvtap(open::macvtap_device(name, &link, &netns)?)
             }
             Some(link) if link.queues > 0 => return Err(open::busy(name)),
-            Some(link) if link.kind == LinkKind::Other => return Err(open::no_tap(name)),
+            Some(link) if matches!(link.kind, LinkKind::Bridge | LinkKind::Other) => {
+                return Err(open::no_tap(name));
+            }
             _ => Source::Clone(netns),
         };
         let order = Arc::new(Order::default());
@@ -354,6 +356,16 @@ impl Tap {
         let cannot = |e| Error::io(format!("the MTU of tap {name} cannot be read"), e);
         let link = self.links()?.find(name).map_err(cannot)?;
         link.map(|link| link.mtu).ok_or_else(|| cannot(io::Error::from_raw_os_error(libc::ENODEV)))
+    }
+
+    /// Addresses by which the host sends through the interface: its own, and that of the bridge that it is a port of. None
+    /// where that is not known, and of a macvtap, whose address is that of the guest.
+    pub fn host_addresses(&self) -> Vec<[u8; 6]> {
+        let Some(links) = self.links.as_ref().filter(|_| !self.macvtap) else { return Vec::new() };
+        let Ok(Some(link)) = links.find(&self.name) else { return Vec::new() };
+        let master = link.master.and_then(|index| links.find_index(index).ok().flatten());
+        let bridge = master.filter(|master| master.kind == LinkKind::Bridge);
+        link.address.into_iter().chain(bridge.and_then(|bridge| bridge.address)).collect()
     }
 
     /// Sets it.

@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::export::Daemon;
 use crate::export::spec::{
     DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, NetCounters, NetInfo, NetQueueCounters,
-    QueueInfo, WorkerInfo,
+    PortInfo, PortState, QueueInfo, WorkerInfo,
 };
 
 /// Before every name.
@@ -139,6 +139,8 @@ enum Of {
     NetCounter(fn(&NetCounters) -> u64),
     ExportInfo,
     Export(fn(&ExportInfo) -> Option<u64>),
+    /// Of ports of a switch.
+    Port(fn(&PortInfo) -> u64),
     QueueState,
     Queue(fn(&QueueInfo) -> u64),
     /// Of queues whose requests we see.
@@ -238,6 +240,19 @@ static FAMILIES: &[Family] = &[
         "Times that a mounted file is open",
         Of::Export(|e| e.mount.as_ref().map(|m| m.open_files.into())),
     ),
+    gauge(
+        "export_addresses",
+        None,
+        "Ethernet addresses that were learnt behind a port of a switch",
+        Of::Port(|p| p.addresses.into()),
+    ),
+    gauge(
+        "export_blocked",
+        None,
+        "1: an uplink that is blocked, since it makes a loop with another one",
+        Of::Port(|p| (p.state == PortState::Blocked).into()),
+    ),
+    counter("export_loops", None, "Times that an uplink was blocked for a loop", Of::Port(|p| p.loops)),
     gauge("queue_state", None, "1 for the state that a queue is in", Of::QueueState),
     gauge("queue_worker", None, "The worker that a queue is attached to", Of::Queue(|q| q.worker.into())),
     gauge(
@@ -358,6 +373,9 @@ impl Of {
             }
             Self::ExportInfo => s.exports.iter().map(|e| sample(export_labels(e), 1)).collect(),
             Self::Export(f) => s.exports.iter().filter_map(|e| Some(sample([export(e)], f(e)?))).collect(),
+            Self::Port(f) => {
+                s.exports.iter().filter_map(|e| Some(sample([export(e)], f(e.port.as_ref()?)))).collect()
+            }
             Self::QueueState => s.queues.iter().flat_map(queue_states).collect(),
             Self::Queue(f) => s.queues.iter().map(|q| sample(queue(q), f(q))).collect(),
             Self::QueueCounter(f) => s.counted().map(|q| sample(queue(q), f(q))).collect(),

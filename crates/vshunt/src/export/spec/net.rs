@@ -96,7 +96,7 @@ pub struct NetSpec {
 }
 
 /// What may be written as a number where that is all of it.
-fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+pub(super) fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     struct Either;
 
     impl Visitor<'_> for Either {
@@ -214,13 +214,34 @@ pub struct NetDrops {
     pub unknown: u64,
     /// No other port of the switch took them.
     pub no_receiver: u64,
+    /// The source was a group's address, or zero.
+    #[serde(default)]
+    pub bad_source: u64,
+    /// The source was not the port's `mac` (`mac-filter`), or is another port's by configuration.
+    #[serde(default)]
+    pub foreign_source: u64,
+    /// They were for 01:80:c2:00:00:00 to 0f, which bridges do not forward to, and not both ports have `reserved=on`.
+    #[serde(default)]
+    pub reserved: u64,
+    /// The port is not in their VLAN, or does not take their tags.
+    #[serde(default)]
+    pub vlan: u64,
+    /// They were longer than the MTU of the port, or of the other one.
+    #[serde(default)]
+    pub over_mtu: u64,
+    /// The port and the other one are isolated.
+    #[serde(default)]
+    pub isolated: u64,
+    /// The port, or the other one, is an uplink that is blocked for a loop.
+    #[serde(default, rename = "loop")]
+    pub looped: u64,
     /// The host did not take them for another reason.
     pub other: u64,
 }
 
 impl NetDrops {
     /// All of them, by their names.
-    pub fn each(&self) -> [(&'static str, u64); 11] {
+    pub fn each(&self) -> [(&'static str, u64); 18] {
         [
             ("malformed", self.malformed),
             ("too-short", self.too_short),
@@ -232,6 +253,13 @@ impl NetDrops {
             ("detached", self.detached),
             ("unknown", self.unknown),
             ("no-receiver", self.no_receiver),
+            ("bad-source", self.bad_source),
+            ("foreign-source", self.foreign_source),
+            ("reserved", self.reserved),
+            ("vlan", self.vlan),
+            ("over-mtu", self.over_mtu),
+            ("isolated", self.isolated),
+            ("loop", self.looped),
             ("other", self.other),
         ]
     }

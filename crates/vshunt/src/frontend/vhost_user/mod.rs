@@ -41,7 +41,7 @@ use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
 use super::{Observer, Queues};
 use crate::error::{Error, Result};
-use crate::export::spec::NetQueueCounters;
+use crate::export::spec::{NetQueueCounters, PortInfo};
 use crate::queue;
 use crate::worker::Queue;
 
@@ -141,6 +141,11 @@ pub trait Device: Send + Sync {
     fn net_counters(&self, _index: u16) -> Option<NetQueueCounters> {
         None
     }
+
+    /// Of a card on a switch: its port.
+    fn port(&self) -> Option<PortInfo> {
+        None
+    }
 }
 
 /// What a change of the configuration space needs to be whole.
@@ -230,6 +235,11 @@ impl VhostUser {
     /// Whether the guest agreed on packed rings.
     pub fn packed(&self) -> bool {
         self.features() & bit(VIRTIO_F_RING_PACKED) != 0
+    }
+
+    /// Of a card on a switch: its port.
+    pub fn port(&self) -> Option<PortInfo> {
+        self.inner.device.port()
     }
 
     /// What went through a queue of a network.

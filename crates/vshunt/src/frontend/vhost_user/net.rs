@@ -22,7 +22,7 @@ use super::memory::Notes;
 use super::{Device, Then, VringParts};
 use crate::backend::net::tap::{MTU_DEFAULT, check_mtu};
 use crate::backend::net::{Tap, TapQueue};
-use crate::export::spec::NetQueueCounters;
+use crate::export::spec::{NetQueueCounters, PortInfo};
 use crate::frontend::card::{self, GUEST_OFFLOADS};
 use crate::queue;
 use crate::queue::net::control::ControlQueue;
@@ -92,8 +92,10 @@ pub struct NetDevice {
     name: String,
     behind: Behind,
     mac: Option<[u8; MAC_BYTES]>,
-    /// Of a switch's port, which has no interface to ask: bytes of the longest IP packet.
+    /// Of a tap that cannot be asked: bytes of the longest IP packet.
     mtu: AtomicU32,
+    /// Of a switch's port: the MTU that the operator gave, which a front-end may not exceed.
+    mtu_max: Option<u32>,
     pairs: u16,
     /// Counters, one a pair that our workers serve.
     stats: Vec<Arc<NetStats>>,
@@ -137,7 +139,7 @@ impl NetDevice {
         Self::make(name, Behind::Tap(tap, queues), pairs, mac).controlled(set)
     }
 
-    /// A card on a switch, with a queue pair for each of the port's ends.
+    /// A card on a switch, with a queue pair for each of the port's ends. A front-end may not set an MTU above `mtu_max`.
     ///
     /// # Errors
     /// As of a tap's.
@@ -146,12 +148,11 @@ impl NetDevice {
         plug: Plug,
         set: Arc<QueueSet>,
         mac: Option<[u8; MAC_BYTES]>,
-        mtu: u32,
+        mtu_max: Option<u32>,
     ) -> io::Result<Self> {
         let pairs = plug.port.ends.len() as u16;
         let device = Self::make(name, Behind::Switch(Arc::new(plug)), pairs, mac);
-        device.mtu.store(mtu, Relaxed);
-        device.controlled(set)
+        Self { mtu_max, ..device }.controlled(set)
     }
 
     fn make(name: &str, behind: Behind, pairs: u16, mac: Option<[u8; MAC_BYTES]>) -> Self {
@@ -160,7 +161,8 @@ impl NetDevice {
         let agreed = Mutex::new(Agreed { format, features: 0 });
         let mtu = AtomicU32::new(MTU_DEFAULT);
         let takes = Arc::default();
-        Self { name: name.to_owned(), behind, mac, mtu, pairs, stats, agreed, takes, control: None }
+        let name = name.to_owned();
+        Self { name, behind, mac, mtu, mtu_max: None, pairs, stats, agreed, takes, control: None }
     }
 
     fn agreed(&self) -> Agreed {
@@ -268,7 +270,7 @@ impl Device for NetDevice {
                     self.mtu.store(mtu, Relaxed);
                     mtu as u16
                 }
-                Behind::Switch(_) => self.mtu.load(Relaxed) as u16,
+                Behind::Switch(plug) => plug.port.mtu() as u16,
             },
         };
         config.to_bytes().to_vec()
@@ -293,7 +295,14 @@ impl Device for NetDevice {
         let mtu = u32::try_from(mtu).unwrap_or(u32::MAX);
         match &self.behind {
             Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.set_mtu(mtu),
-            Behind::Switch(_) => check_mtu(mtu).map(|()| self.mtu.store(mtu, Relaxed)),
+            Behind::Switch(plug) => match self.mtu_max {
+                Some(most) if mtu > most => {
+                    return Err(format!(
+                        "the front-end asks for an MTU of {mtu}, and the export has mtu={most}"
+                    ));
+                }
+                _ => check_mtu(mtu).map(|()| plug.port.set_mtu(mtu)),
+            },
         }
         .map_err(|e| e.to_string())
     }
@@ -303,7 +312,7 @@ impl Device for NetDevice {
         let frame = rarp(mac);
         let told = match &self.behind {
             Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.inject(&frame),
-            Behind::Switch(plug) => plug.switch.announce(plug.port.index, &frame),
+            Behind::Switch(plug) => plug.switch.announce(&plug.port, &frame),
         };
         if let Err(e) = told {
             tracing::warn!("{}: the guest's new place is not announced: {e}", self.name);
@@ -378,6 +387,13 @@ impl Device for NetDevice {
         let mut queue = others.unwrap_or_else(make);
         queue::pair(queue.as_mut()).expect("all others of a card are pairs").add(way, parts, format);
         queue
+    }
+
+    fn port(&self) -> Option<PortInfo> {
+        match &self.behind {
+            Behind::Switch(plug) => Some(plug.info()),
+            _ => None,
+        }
     }
 
     fn net_counters(&self, index: u16) -> Option<NetQueueCounters> {

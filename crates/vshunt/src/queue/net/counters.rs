@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::backend::net::switch::Refusal;
 use crate::export::spec::{NetDrops, NetQueueCounters};
 use crate::worker::QueueStats;
 
@@ -28,8 +29,37 @@ pub enum Drop {
     Unknown,
     /// No other port of the switch takes it.
     NoReceiver,
+    /// Its source is a group's address, or zero.
+    BadSource,
+    /// Its source is not the port's address, or is another port's.
+    ForeignSource,
+    /// It is for a station that bridges do not forward to.
+    Reserved,
+    /// Its port is not in its VLAN, or it has tags that the port does not take.
+    Vlan,
+    /// It is longer than a port's MTU.
+    OverMtu,
+    /// Its port and the other one are isolated.
+    Isolated,
+    /// Its port, or the other one, is blocked: an uplink that makes a loop.
+    Loop,
     /// The host took it not, for another reason.
     Other,
+}
+
+impl From<Refusal> for Drop {
+    fn from(why: Refusal) -> Self {
+        match why {
+            Refusal::NoReceiver => Self::NoReceiver,
+            Refusal::BadSource => Self::BadSource,
+            Refusal::ForeignSource => Self::ForeignSource,
+            Refusal::Reserved => Self::Reserved,
+            Refusal::Vlan => Self::Vlan,
+            Refusal::OverMtu => Self::OverMtu,
+            Refusal::Isolated => Self::Isolated,
+            Refusal::Loop => Self::Loop,
+        }
+    }
 }
 
 const DROPS: usize = Drop::Other as usize + 1;
@@ -89,6 +119,13 @@ impl NetStats {
                 detached: of(Drop::Detached),
                 unknown: of(Drop::Unknown),
                 no_receiver: of(Drop::NoReceiver),
+                bad_source: of(Drop::BadSource),
+                foreign_source: of(Drop::ForeignSource),
+                reserved: of(Drop::Reserved),
+                vlan: of(Drop::Vlan),
+                over_mtu: of(Drop::OverMtu),
+                isolated: of(Drop::Isolated),
+                looped: of(Drop::Loop),
                 other: of(Drop::Other),
             },
         }

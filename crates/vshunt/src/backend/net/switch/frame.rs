@@ -5,11 +5,14 @@ use std::sync::Arc;
 use super::End;
 use super::macs::Address;
 
-/// Bytes of a frame that are looked at: Ethernet, two VLAN tags, IPv6 with ports.
-pub const LOOK_BYTES: usize = 14 + 2 * 4 + 40 + 4;
+/// Bytes of a frame that are looked at: Ethernet, two VLAN tags, IPv6, and TCP up to the length of its header.
+pub const LOOK_BYTES: usize = 14 + 2 * 4 + 40 + 13;
 
-const ETH_VLAN: u16 = 0x8100;
+/// EtherType of a VLAN tag (802.1Q, 9.4).
+pub(super) const ETH_VLAN: u16 = 0x8100;
 const ETH_QINQ: u16 = 0x88A8;
+/// Of the outer tag, before 802.1ad had a number for it.
+const ETH_QINQ_OLD: u16 = 0x9100;
 const ETH_IPV4: u16 = 0x0800;
 const ETH_IPV6: u16 = 0x86DD;
 const IP_TCP: u8 = 6;
@@ -72,11 +75,13 @@ impl Header {
         bytes
     }
 
-    /// Whether it makes sense for a frame of `len` bytes: another guest will believe it.
-    pub fn is_sane(&self, len: usize) -> bool {
+    /// Whether it makes sense for a frame of `len` bytes, whose packet begins at `payload`: another guest will believe it. A
+    /// checksum is written behind the addresses and tags only, which others have checked by then.
+    pub fn is_sane(&self, len: usize, payload: usize) -> bool {
         let needs = self.flags & NEEDS_CSUM != 0;
-        let end = usize::from(self.csum_start) + usize::from(self.csum_offset) + 2;
-        if self.flags & !(NEEDS_CSUM | DATA_VALID) != 0 || (needs && end > len) {
+        let start = usize::from(self.csum_start);
+        let end = start + usize::from(self.csum_offset) + 2;
+        if self.flags & !(NEEDS_CSUM | DATA_VALID) != 0 || (needs && (start < payload || end > len)) {
             return false;
         }
         match self.gso_type & !GSO_ECN {
@@ -88,6 +93,60 @@ impl Header {
     }
 }
 
+impl Header {
+    /// The header of the same frame with bytes more, or fewer, before its packet.
+    pub fn moved(self, by: isize) -> Self {
+        let moved = |at: u16| usize::from(at).saturating_add_signed(by).min(u16::MAX.into()) as u16;
+        match by {
+            0 => self,
+            _ => Self {
+                // 0: it is not told.
+                hdr_len: if self.hdr_len == 0 { 0 } else { moved(self.hdr_len) },
+                csum_start: if self.flags & NEEDS_CSUM == 0 {
+                    self.csum_start
+                } else {
+                    moved(self.csum_start)
+                },
+                ..self
+            },
+        }
+    }
+}
+
+/// A frame that is about to be sent, as its sender looks at it.
+#[derive(Clone, Copy, Debug)]
+pub struct Packet<'a> {
+    /// Its first bytes, up to [`LOOK_BYTES`], where nobody else writes.
+    pub first: &'a [u8],
+    /// What they say.
+    pub look: Look,
+    /// Bytes of the longest packet that it will be cut into, or its own: what an MTU is for.
+    pub bytes: usize,
+}
+
+impl<'a> Packet<'a> {
+    /// A frame of `len` bytes that begins with `first`, 14 at least. None: its header makes no sense.
+    pub fn new(first: &'a [u8], header: &Header, len: usize) -> Option<Self> {
+        let look = look(first);
+        if !header.is_sane(len, look.payload) {
+            return None;
+        }
+        let start = usize::from(header.csum_start);
+        let headers = match header.gso_type & !GSO_ECN {
+            GSO_NONE => None,
+            GSO_UDP => Some(UDP_BYTES),
+            // Behind options of IP it is not among the bytes that are looked at: then the least is taken.
+            _ => Some(first.get(start + 12).map_or(TCP_MIN, |byte| usize::from(byte >> 4) * 4).max(TCP_MIN)),
+        };
+        let cut = headers.map_or(len, |bytes| len.min(start + bytes + usize::from(header.gso_size)));
+        Some(Self { first, look, bytes: cut.saturating_sub(look.payload) })
+    }
+}
+
+/// Bytes of UDP's header, and of TCP's without options.
+const UDP_BYTES: usize = 8;
+const TCP_MIN: usize = 20;
+
 /// What a switch needs to know of a frame.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
@@ -97,13 +156,35 @@ pub struct Look {
     pub source: Address,
     /// Of its flow, the same both ways.
     pub hash: u32,
+    /// Where its packet begins: behind addresses, up to two VLAN tags, and the EtherType.
+    pub payload: usize,
 }
 
 /// Looks at the first bytes of a frame, 14 at least.
 pub fn look(bytes: &[u8]) -> Look {
     let six = |at: usize| -> [u8; 6] { bytes[at..at + 6].try_into().expect("six bytes") };
     let (destination, source) = (Address::new(six(0)), Address::new(six(6)));
-    Look { destination, source, hash: flow(bytes).unwrap_or_else(|| station_hash(&bytes[..12])) }
+    let payload = payload(bytes);
+    let hash = flow(bytes, payload).unwrap_or_else(|| station_hash(&bytes[..12]));
+    Look { destination, source, hash, payload }
+}
+
+/// The 16-bit word at a place, if it is there.
+pub(super) fn word_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
+}
+
+/// Whether an EtherType is that of a VLAN tag of any kind.
+pub(super) fn is_tag(kind: u16) -> bool {
+    matches!(kind, ETH_VLAN | ETH_QINQ | ETH_QINQ_OLD)
+}
+
+fn payload(bytes: &[u8]) -> usize {
+    let mut at = 12;
+    while at < 20 && word_at(bytes, at).is_some_and(is_tag) {
+        at += 4;
+    }
+    at + 2
 }
 
 /// Every bit of the word changes about half of the result's: shifts and odd factors in turn.
@@ -123,14 +204,9 @@ fn station_hash(both: &[u8]) -> u32 {
 }
 
 /// Of IP: addresses, protocol and ports, where it is no fragment.
-fn flow(bytes: &[u8]) -> Option<u32> {
-    let word = |at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
-    let mut at = 12;
-    while matches!(word(at)?, ETH_VLAN | ETH_QINQ) && at < 20 {
-        at += 4;
-    }
-    let ip = at + 2;
-    let (addresses, length, protocol, ports) = match word(at)? {
+fn flow(bytes: &[u8], ip: usize) -> Option<u32> {
+    let word = |at: usize| word_at(bytes, at);
+    let (addresses, length, protocol, ports) = match word(ip - 2)? {
         ETH_IPV4 => {
             let header = usize::from(bytes.get(ip)? & 15) * 4;
             let whole = word(ip + 6)? & 0x3FFF == 0;

@@ -1,111 +1,276 @@
-//! Which port an Ethernet address is behind: learnt from frames' senders, forgotten after a while (IEEE 802.1Q, 8.7).
+//! Which port a station is behind: learnt from frames' senders, by VLAN, forgotten after a while (IEEE 802.1Q, 8.7 and 8.8).
 //!
-//! A table of small sets, read and written by any worker without a lock. Each entry is one word, so that what is read is an
-//! address with its own port; two that learn at once may lose one of the two, which the next frame mends. Who makes up
-//! addresses pushes out its own, not its neighbours'.
+//! A table of small sets, read and written by any worker without a lock. Each entry is one word, so that a reader sees a
+//! station with its own port. A change is a compare-and-swap; if two workers change an entry at once, one of them loses, and
+//! the next frame of its station repairs that.
+//!
+//! The table is shared fairly. A port has a limit of entries; at its limit it gives up an old one of its own ([`Learnt`]). In
+//! a full set the port that has the most entries in the table gives one up, so a port with few entries always gets a place.
+//! Where a station lies is not known to guests: the hash has a secret of the switch.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
-use super::frame::mix;
+use super::PORTS_MAX;
 
 /// Sets, a power of two, and entries of one.
-const SETS: usize = 1024;
+const SET_BITS: u32 = 10;
+const SETS: usize = 1 << SET_BITS;
 const WAYS: usize = 8;
+/// Addresses that the table has room for.
+pub const MACS_MAX: usize = SETS * WAYS;
 /// Seconds after which an address that sends nothing is forgotten (802.1Q's recommended value).
 pub(super) const AGE_S: u32 = 300;
+
+/// Bits of an address and a VLAN together.
+const KEY_BITS: u32 = 48 + 12;
+const KEY_MASK: u64 = (1 << KEY_BITS) - 1;
+/// A word: what is left of the scattered key, [`KNOWN`], the port.
+const TAG_SHIFT: u32 = u64::BITS - (KEY_BITS - SET_BITS);
+const KNOWN: u64 = 1 << (TAG_SHIFT - 1);
+const _: () = assert!(PORTS_MAX as u64 <= KNOWN);
+/// Places of a port's list that are looked at for the oldest address: bounds the work for one frame.
+const LOOKS: usize = 16;
 
 /// An Ethernet address, in the low 48 bits, the first byte lowest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address(u64);
 
 impl Address {
-    pub(super) fn new(bytes: [u8; 6]) -> Self {
+    /// Of the bytes as they are in a frame.
+    pub const fn new(bytes: [u8; 6]) -> Self {
         let [a, b, c, d, e, f] = bytes;
         Self(u64::from_le_bytes([a, b, c, d, e, f, 0, 0]))
     }
 
-    /// Whether it is of several stations, or of all.
+    /// Whether it is an address of several stations, or of all.
     pub fn is_group(self) -> bool {
         self.0 & 1 != 0
     }
 
-    fn set(self) -> usize {
-        mix(self.0) as usize % SETS
+    /// Whether it is an address that a station can have: neither a group's nor zero.
+    pub fn is_stations(self) -> bool {
+        !self.is_group() && self.0 != 0
     }
 
-    fn with(self, port: u16) -> u64 {
-        self.0 | u64::from(port) << 48
+    /// Whether bridges do not forward frames for it: 01:80:c2:00:00:00 to 0f (802.1Q, table 8-1).
+    pub fn is_reserved(self) -> bool {
+        const FIRST: Address = Address::new([1, 0x80, 0xC2, 0, 0, 0]);
+        self.0 & !(0xF << 40) == FIRST.0
+    }
+
+    pub(super) fn number(self) -> u64 {
+        self.0
     }
 }
 
-/// `word`: address and port; 0: free (no station has that address).
+/// `word`: see above; 0: free.
 #[derive(Default)]
 struct Entry {
     word: AtomicU64,
     seen_s: AtomicU32,
 }
 
+fn port_of(word: u64) -> usize {
+    (word & (KNOWN - 1)) as usize
+}
+
 impl Entry {
-    fn port(&self) -> u16 {
-        (self.word.load(Relaxed) >> 48) as u16
+    fn word(&self) -> u64 {
+        self.word.load(Relaxed)
     }
 
-    fn is_of(&self, address: Address) -> bool {
-        self.word.load(Relaxed) & (u64::MAX >> 16) == address.0
+    fn seen_s(&self) -> u32 {
+        self.seen_s.load(Relaxed)
     }
 
     fn is_old(&self, now_s: u32) -> bool {
-        now_s.saturating_sub(self.seen_s.load(Relaxed)) > AGE_S
+        now_s.saturating_sub(self.seen_s()) > AGE_S
     }
 
     fn is_free(&self, now_s: u32) -> bool {
-        self.word.load(Relaxed) == 0 || self.is_old(now_s)
+        self.word() == 0 || self.is_old(now_s)
+    }
+
+    fn is_of_port(&self, port: u16) -> bool {
+        let word = self.word();
+        word != 0 && port_of(word) == usize::from(port)
+    }
+}
+
+/// The places in the table that a port has addresses in, as many as its limit is. Any worker's that has a queue of the port.
+pub(super) struct Learnt {
+    /// [`NOWHERE`], or an entry's number, which may be another port's by now.
+    places: Box<[AtomicU32]>,
+    /// The place to be used next, modulo their number.
+    next: AtomicUsize,
+}
+
+const NOWHERE: u32 = u32::MAX;
+
+impl Learnt {
+    /// Of a port that may have `limit` addresses, at least one.
+    pub(super) fn new(limit: u32) -> Self {
+        let limit = limit.clamp(1, MACS_MAX as u32);
+        Self { places: (0..limit).map(|_| AtomicU32::new(NOWHERE)).collect(), next: AtomicUsize::new(0) }
+    }
+
+    /// The limit.
+    pub(super) fn limit(&self) -> u32 {
+        self.places.len() as u32
+    }
+
+    /// Notes an entry. Returns the one that it takes the place of: if it is the port's, the port has to give it up.
+    fn note(&self, entry: usize, seen_s: impl Fn(u32) -> Option<u32>) -> u32 {
+        let count = self.places.len();
+        let start = self.next.fetch_add(1, Relaxed) % count;
+        let mut oldest = (start, u32::MAX);
+        for at in (start..start + LOOKS.min(count)).map(|at| at % count) {
+            match seen_s(self.places[at].load(Relaxed)) {
+                None => {
+                    oldest = (at, 0);
+                    break;
+                }
+                Some(seen_s) if seen_s < oldest.1 => oldest = (at, seen_s),
+                Some(_) => {}
+            }
+        }
+        self.places[oldest.0].swap(entry as u32, Relaxed)
     }
 }
 
 /// See the module.
-pub(super) struct Macs(Box<[[Entry; WAYS]]>);
+pub(super) struct Macs {
+    sets: Box<[[Entry; WAYS]]>,
+    /// Entries of each port.
+    counts: Box<[AtomicU32]>,
+    secret: u64,
+}
 
 impl Macs {
     pub(super) fn new() -> Self {
-        Self((0..SETS).map(|_| Default::default()).collect())
+        Self {
+            sets: (0..SETS).map(|_| Default::default()).collect(),
+            counts: (0..PORTS_MAX).map(|_| AtomicU32::new(0)).collect(),
+            secret: RandomState::new().build_hasher().finish(),
+        }
     }
 
-    pub(super) fn find(&self, address: Address, now_s: u32) -> Option<u16> {
-        let entry = self.0[address.set()].iter().find(|entry| entry.is_of(address))?;
-        (address.0 != 0 && !entry.is_old(now_s)).then(|| entry.port())
+    /// The set of a station, and the word's upper bits. The key is scattered by steps that can be undone (a shift, an odd
+    /// factor), so that the two together are that station's alone.
+    fn place(&self, address: Address, vlan: u16) -> (usize, u64) {
+        let mut key = (address.0 | u64::from(vlan) << 48) ^ (self.secret & KEY_MASK);
+        for factor in [0xFF51_AFD7_ED55_8CCD_u64 ^ (self.secret & !1), 0xC4CE_B9FE_1A85_EC53] {
+            key = (key ^ key >> 31).wrapping_mul(factor) & KEY_MASK;
+        }
+        key ^= key >> 31;
+        (key as usize % SETS, key >> SET_BITS << TAG_SHIFT | KNOWN)
     }
 
-    pub(super) fn learn(&self, address: Address, port: u16, now_s: u32) {
-        if address.0 == 0 {
+    /// The port that a station of a VLAN is behind.
+    pub(super) fn find(&self, address: Address, vlan: u16, now_s: u32) -> Option<u16> {
+        let (set, tag) = self.place(address, vlan);
+        let entry = self.sets[set].iter().find(|entry| entry.word() & !(KNOWN - 1) == tag)?;
+        let word = entry.word();
+        // The second look may find another station there.
+        let same = word & !(KNOWN - 1) == tag && !entry.is_old(now_s);
+        same.then(|| port_of(word) as u16)
+    }
+
+    /// A station of a VLAN sent a frame by a port, whose list is `own`.
+    #[inline]
+    pub(super) fn learn(&self, address: Address, vlan: u16, port: u16, own: &Learnt, now_s: u32) {
+        if !address.is_stations() {
             return;
         }
-        let set = &self.0[address.set()];
-        if let Some(entry) = set.iter().find(|entry| entry.is_of(address)) {
-            // Mostly nothing changes: a line that others read stays theirs.
-            if entry.port() != port {
-                entry.word.store(address.with(port), Relaxed);
+        let (set, tag) = self.place(address, vlan);
+        let word = tag | u64::from(port);
+        match self.sets[set].iter().position(|entry| entry.word() & !(KNOWN - 1) == tag) {
+            Some(way) => {
+                let entry = &self.sets[set][way];
+                let old = entry.word();
+                if old != word {
+                    return self.change((set, way), old, word, own, now_s);
+                }
+                // Mostly nothing changes: a line that others read stays theirs.
+                if entry.seen_s() != now_s {
+                    entry.seen_s.store(now_s, Relaxed);
+                }
             }
-            if entry.seen_s.load(Relaxed) != now_s {
-                entry.seen_s.store(now_s, Relaxed);
-            }
+            None => self.add(set, word, own, now_s),
+        }
+    }
+
+    /// Finds a place for a station that is new.
+    #[cold]
+    fn add(&self, set: usize, word: u64, own: &Learnt, now_s: u32) {
+        let entries = &self.sets[set];
+        let way = entries.iter().position(|entry| entry.is_free(now_s)).or_else(|| {
+            let share = |port: usize| self.counts[port].load(Relaxed);
+            let port = port_of(word);
+            let most = entries.iter().map(|entry| port_of(entry.word())).max_by_key(|port| share(*port))?;
+            let giver = if share(most) > share(port) { most } else { port };
+            let of_giver = entries.iter().enumerate().filter(|(_, entry)| entry.is_of_port(giver as u16));
+            of_giver.min_by_key(|(_, entry)| entry.seen_s()).map(|(way, _)| way)
+        });
+        if let Some(way) = way {
+            self.change((set, way), entries[way].word(), word, own, now_s);
+        }
+    }
+
+    /// Makes an entry a station's. If another worker changed it meanwhile, it stays as that left it.
+    #[cold]
+    fn change(&self, (set, way): (usize, usize), old: u64, new: u64, own: &Learnt, now_s: u32) {
+        let entry = &self.sets[set][way];
+        if !self.swap(entry, old, new) {
             return;
         }
-        let own =
-            || set.iter().filter(|entry| entry.port() == port).min_by_key(|entry| entry.seen_s.load(Relaxed));
-        let Some(entry) = set.iter().find(|entry| entry.is_free(now_s)).or_else(own) else { return };
         entry.seen_s.store(now_s, Relaxed);
-        entry.word.store(address.with(port), Relaxed);
-    }
-
-    /// All that was behind a port.
-    pub(super) fn forget(&self, port: u16) {
-        for entry in self.0.iter().flatten().filter(|entry| entry.port() == port) {
-            entry.word.store(0, Relaxed);
+        let number = set * WAYS + way;
+        if old != 0 && port_of(old) == port_of(new) {
+            // It is among the port's places already.
+            return;
+        }
+        let port = port_of(new) as u16;
+        let is_own = |at: u32| {
+            let entry = self.sets.as_flattened().get(at as usize)?;
+            (at as usize != number && entry.is_of_port(port)).then_some(entry)
+        };
+        if let Some(entry) = is_own(own.note(number, |at| is_own(at).map(Entry::seen_s))) {
+            self.swap(entry, entry.word(), 0);
         }
     }
 
+    /// Changes an entry's word, and counts whose it is. False: another worker was there before.
+    fn swap(&self, entry: &Entry, old: u64, new: u64) -> bool {
+        let done = entry.word.compare_exchange(old, new, Relaxed, Relaxed).is_ok();
+        if done && old != 0 {
+            self.counts[port_of(old)].fetch_sub(1, Relaxed);
+        }
+        if done && new != 0 {
+            self.counts[port_of(new)].fetch_add(1, Relaxed);
+        }
+        done
+    }
+
+    /// Forgets all stations behind a port.
+    pub(super) fn forget(&self, port: u16) {
+        for entry in self.sets.iter().flatten().filter(|entry| entry.is_of_port(port)) {
+            let word = entry.word();
+            if word != 0 && port_of(word) == usize::from(port) {
+                self.swap(entry, word, 0);
+            }
+        }
+    }
+
+    /// Entries of a port; some may be too old to count.
+    pub(super) fn count(&self, port: u16) -> u32 {
+        self.counts[usize::from(port)].load(Relaxed)
+    }
+
+    /// Stations that are known.
     pub(super) fn len(&self, now_s: u32) -> usize {
-        self.0.iter().flatten().filter(|entry| !entry.is_free(now_s)).count()
+        self.sets.iter().flatten().filter(|entry| !entry.is_free(now_s)).count()
     }
 }

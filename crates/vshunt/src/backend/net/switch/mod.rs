@@ -5,6 +5,10 @@
 //! receive". The frame itself stays where it is, in the sender's memory; its description goes to the end's inbox, the worker
 //! that has the end copies the bytes into its guest's buffers, once, and sends the description home.
 //!
+//! Ports do not trust each other. The sender's worker decides whether a frame passes ([`port`]): by its source, its VLAN
+//! ([`vlan`]), its length, and what both ports may do. It decides by a copy of the frame's first bytes, and that copy is what
+//! is sent. Uplinks that lead to the same network are found by probes ([`probe`]).
+//!
 //! Ports come and go under the switch's lock; senders have a snapshot of them, which they renew when its number changed. What
 //! must never happen: a frame's memory unmapped while another worker may copy it. Its ring is not at rest before each
 //! description is home ([`End::revoke`] fetches those that nobody took).
@@ -13,18 +17,26 @@ mod end;
 mod flows;
 mod frame;
 mod macs;
+mod pins;
+mod port;
+mod probe;
+mod vlan;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 pub use self::end::End;
-use self::flows::Flows;
 pub use self::frame::{
-    Fate, Frame, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, LOOK_BYTES, Look, NEEDS_CSUM, Piece, look,
+    Fate, Frame, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, LOOK_BYTES, Look, NEEDS_CSUM, Packet, Piece,
+    look,
 };
-use self::macs::Macs;
-use super::Tap;
+pub use self::macs::MACS_MAX;
+use self::macs::{Address, Macs};
+use self::pins::{Pin, Pins};
+pub use self::port::{MACS_GUEST, MACS_UPLINK, Port, PortOptions, Refusal};
+pub use self::vlan::{Form, Lan, Start};
 use crate::error::{Error, Result};
 
 /// Ports of one switch at most.
@@ -41,46 +53,67 @@ pub enum Route {
     Nowhere,
 }
 
-/// The ports of a switch at some time, by number.
-pub type Ports = Arc<Vec<Option<Arc<Port>>>>;
-
-/// One export on a switch.
-pub struct Port {
-    /// Its number.
-    pub index: u16,
-    /// Its queue pairs.
-    pub ends: Vec<Arc<End>>,
-    /// Of an uplink: where it leads, for as long as the network is there. Senders keep ports for longer.
-    tap: Option<Weak<Tap>>,
-    flows: Flows,
+/// The ports of a switch at some time.
+#[derive(Default)]
+pub struct View {
+    /// By number.
+    pub ports: Vec<Option<Arc<Port>>>,
+    pins: Pins,
 }
 
-impl Port {
-    /// The end for a flow: where the guest sends it, or by its hash among those that take frames; none takes any.
-    pub fn end_of(&self, hash: u32, now_s: u32) -> Option<&Arc<End>> {
-        let learnt = self.flows.find(hash, now_s).and_then(|pair| self.ends.get(usize::from(pair)));
-        if let Some(end) = learnt.filter(|end| end.is_open()) {
-            return Some(end);
-        }
-        let open = self.ends.iter().filter(|end| end.is_open()).count();
-        (open > 0).then(|| self.ends.iter().filter(|end| end.is_open()).nth(hash as usize % open))?
+impl View {
+    /// The port of that number, if there is one.
+    pub fn port(&self, index: usize) -> Option<&Arc<Port>> {
+        self.ports.get(index)?.as_ref()
     }
 
-    /// The guest sent a flow on a pair.
-    pub fn learn(&self, hash: u32, pair: u16, now_s: u32) {
-        self.flows.learn(hash, pair, now_s);
+    /// All ports.
+    pub fn all(&self) -> impl Iterator<Item = &Arc<Port>> {
+        self.ports.iter().flatten()
+    }
+
+    /// Ports by configuration of an address in a VLAN.
+    fn pinned(&self, address: Address, vlan: u16) -> impl Iterator<Item = Pin> + '_ {
+        let in_vlan =
+            move |pin: &Pin| self.port(pin.port.into()).is_some_and(|port| port.lan.form(vlan).is_some());
+        self.pins.of(address).filter(in_vlan)
+    }
+}
+
+/// What changes when ports come and go.
+#[derive(Default)]
+struct State {
+    view: Arc<View>,
+    /// Addresses of the host behind uplinks, by port.
+    hosts: HashMap<u16, Vec<[u8; 6]>>,
+}
+
+impl State {
+    /// Makes a view of these ports.
+    fn renew(&mut self, ports: Vec<Option<Arc<Port>>>) {
+        let exports = ports
+            .iter()
+            .flatten()
+            .filter_map(|port| Some(Pin { address: port.mac?, port: port.index, host: false }));
+        let hosts = self.hosts.iter().flat_map(|(port, addresses)| {
+            addresses.iter().map(|bytes| Pin { address: Address::new(*bytes), port: *port, host: true })
+        });
+        let pins = Pins::new(exports.chain(hosts));
+        self.view = Arc::new(View { ports, pins });
     }
 }
 
 /// See the module.
 pub struct Switch {
     name: String,
-    /// Guards the list of ports.
-    ports: Mutex<Ports>,
+    /// Guards the list of ports, and the addresses that are theirs by configuration.
+    state: Mutex<State>,
     /// Counts its changes.
     version: AtomicU64,
     macs: Macs,
     start: Instant,
+    /// By which its own probes are known; nobody else can make it up.
+    id: probe::Id,
 }
 
 impl Switch {
@@ -88,25 +121,26 @@ impl Switch {
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
-            ports: Mutex::default(),
+            state: Mutex::default(),
             version: AtomicU64::new(0),
             macs: Macs::new(),
             start: Instant::now(),
+            id: probe::Id::random(),
         }
     }
 
-    /// Seconds since it was made: the clock of all that ages here.
+    /// Seconds since it was made, and one: the clock of all that ages here.
     pub fn now_s(&self) -> u32 {
-        self.start.elapsed().as_secs() as u32
+        self.start.elapsed().as_secs() as u32 + 1
     }
 
-    /// A new port with so many queue pairs, which leads to a tap or to a guest.
+    /// A new port with so many queue pairs.
     ///
     /// # Errors
-    /// There are [`PORTS_MAX`] already.
-    pub fn join(&self, pairs: u16, tap: Option<&Arc<Tap>>) -> Result<Arc<Port>> {
-        let mut ports = self.ports.lock().expect("no holder panics");
-        let mut list = Vec::clone(&ports);
+    /// There are [`PORTS_MAX`] already, or its address is another port's that it shares a VLAN with.
+    pub fn join(&self, pairs: u16, options: PortOptions) -> Result<Arc<Port>> {
+        let mut state = self.state.lock().expect("no holder panics");
+        let mut list = state.view.ports.clone();
         let free = list.iter().position(Option::is_none).unwrap_or(list.len());
         if free >= PORTS_MAX {
             return Err(Error::limit(format!(
@@ -117,23 +151,44 @@ impl Switch {
         if free == list.len() {
             list.push(None);
         }
+        let name = options.name.clone();
         let ends = (0..pairs).map(|_| End::new()).collect::<std::io::Result<_>>();
         let ends = ends.map_err(|e| Error::io(format!("no port of switch {} can be made", self.name), e))?;
-        let port =
-            Arc::new(Port { index: free as u16, ends, tap: tap.map(Arc::downgrade), flows: Flows::new() });
+        let port = Arc::new(Port::new(free as u16, ends, options));
+        let same =
+            |other: &&Arc<Port>| port.mac.is_some() && other.mac == port.mac && port.lan.meets(&other.lan);
+        if let Some(other) = state.view.all().find(same) {
+            return Err(Error::invalid(format!(
+                "export {name}: its mac is that of export {} on switch {}, too; give each a mac of its own",
+                other.name, self.name
+            )));
+        }
         list[free] = Some(port.clone());
-        *ports = Arc::new(list);
+        state.renew(list);
         self.version.fetch_add(1, Ordering::Release);
         Ok(port)
     }
 
     /// A port goes; its queues are at rest.
     pub fn leave(&self, port: u16) {
-        let mut ports = self.ports.lock().expect("no holder panics");
-        let mut list = Vec::clone(&ports);
+        let mut state = self.state.lock().expect("no holder panics");
+        let mut list = state.view.ports.clone();
         list[usize::from(port)] = None;
-        *ports = Arc::new(list);
+        state.hosts.remove(&port);
+        state.renew(list);
         self.macs.forget(port);
+        self.version.fetch_add(1, Ordering::Release);
+    }
+
+    /// The host behind an uplink has these addresses: no other port may use them.
+    pub fn set_hosts(&self, port: &Port, addresses: Vec<[u8; 6]>) {
+        let mut state = self.state.lock().expect("no holder panics");
+        if state.hosts.get(&port.index).map_or(&[][..], Vec::as_slice) == addresses {
+            return;
+        }
+        state.hosts.insert(port.index, addresses);
+        let list = state.view.ports.clone();
+        state.renew(list);
         self.version.fetch_add(1, Ordering::Release);
     }
 
@@ -144,48 +199,78 @@ impl Switch {
     }
 
     /// The ports now.
-    pub fn ports(&self) -> Ports {
-        self.ports.lock().expect("no holder panics").clone()
+    pub fn view(&self) -> Arc<View> {
+        self.state.lock().expect("no holder panics").view.clone()
     }
 
-    /// Where a frame from port `from` goes; its sender is learnt.
-    pub fn route(&self, from: u16, look: &Look, now_s: u32) -> Route {
-        if !look.source.is_group() {
-            self.macs.learn(look.source, from, now_s);
-        }
-        if look.destination.is_group() {
-            return Route::All;
-        }
-        match self.macs.find(look.destination, now_s) {
-            Some(port) if port == from => Route::Nowhere,
-            Some(port) => Route::Port(port),
-            None => Route::All,
-        }
-    }
-
-    /// Tells of the station at port `from` that sends `frame`: to the switch itself, and to all that its uplinks lead to.
+    /// Where a frame goes that a port took, in a VLAN; its sender is learnt.
     ///
     /// # Errors
-    /// An uplink's interface is down; all others were told.
-    pub fn announce(&self, from: u16, frame: &[u8]) -> Result<()> {
-        self.route(from, &look(frame), self.now_s());
-        let ports = self.ports();
-        let taps = ports.iter().flatten().filter_map(|port| port.tap.as_ref()?.upgrade());
+    /// Its source is another port's by configuration.
+    pub fn route(
+        &self,
+        view: &View,
+        from: &Port,
+        look: &Look,
+        vlan: u16,
+        now_s: u32,
+    ) -> Result<Route, Refusal> {
+        let mut owners = view.pinned(look.source, vlan).peekable();
+        if owners.peek().is_none() {
+            self.macs.learn(look.source, vlan, from.index, &from.learnt, now_s);
+        } else if owners.all(|pin| pin.port != from.index && !(pin.host && from.is_uplink())) {
+            // The host's frames may come by several uplinks.
+            return Err(Refusal::ForeignSource);
+        }
+        if look.destination.is_group() {
+            return Ok(Route::All);
+        }
+        let pinned = view.pinned(look.destination, vlan).next().map(|pin| pin.port);
+        let to = pinned.or_else(|| self.macs.find(look.destination, vlan, now_s));
+        Ok(match to {
+            Some(port) if port == from.index => Route::Nowhere,
+            Some(port) => Route::Port(port),
+            None => Route::All,
+        })
+    }
+
+    /// Tells of the station at a port that sends `frame`: to the switch itself, and to all that its uplinks lead to.
+    ///
+    /// # Errors
+    /// The port may not send that frame, or an uplink's interface is down; all others were told.
+    pub fn announce(&self, from: &Port, frame: &[u8]) -> Result<()> {
+        let (view, now_s) = (self.view(), self.now_s());
+        let refused = |why| {
+            Error::invalid(format!("switch {} does not take it from {}: {why:?}", self.name, from.name))
+        };
+        let Some(packet) = Packet::new(frame, &Header::default(), frame.len()) else { return Ok(()) };
+        let vlan = from.admit(&packet, now_s).map_err(refused)?;
+        self.route(&view, from, &packet.look, vlan, now_s).map_err(refused)?;
+        let start = Start::new(frame, vlan);
         let mut all = Ok(());
-        for told in taps.map(|tap| tap.inject(frame)) {
-            all = all.and(told);
+        for port in view.all().filter(|port| port.index != from.index) {
+            let tap = port.tap.as_ref().and_then(std::sync::Weak::upgrade);
+            let (Some(tap), Ok(form)) = (tap, port.accept(from, &packet, vlan, now_s)) else { continue };
+            if start.has(form) {
+                all = all.and(tap.inject(&[start.bytes(form), &frame[start.taken()..]].concat()));
+            }
         }
         all
     }
 
     /// Queue pairs of all ports.
     pub fn ends(&self) -> u16 {
-        self.ports().iter().flatten().map(|port| port.ends.len() as u16).sum()
+        self.view().all().map(|port| port.ends.len() as u16).sum()
     }
 
     /// Addresses that are known now, with their ports.
     pub fn addresses(&self) -> usize {
-        self.macs.len(self.now_s())
+        self.macs.len(self.now_s()) + self.view().pins.len()
+    }
+
+    /// Addresses that were learnt behind a port.
+    pub fn addresses_of(&self, port: &Port) -> u32 {
+        self.macs.count(port.index)
     }
 }
 

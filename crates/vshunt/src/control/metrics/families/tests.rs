@@ -27,6 +27,10 @@ fn whole() -> Snapshot {
     let net = json!({ "type": "vhost-user-net", "name": "c0", "net": "n0", "engine": "user", "connected": false,
         "features": [], "queue-list": [] });
     let mut kernel = net.clone();
+    let port = json!({ "number": 1, "state": "blocked", "mac-filter": true, "addresses": 14, "mac-limit": 256, "mtu": 1500,
+        "loops": 15 });
+    let mut net = net;
+    net["port"] = port;
     (kernel["name"], kernel["engine"]) = ("k0".into(), "kernel".into());
     Snapshot {
         disks: vec![read(json!({
@@ -123,6 +127,9 @@ fn what_a_scrape_shows() {
         "vshunt_net_mtu_bytes{net=\"n0\"} 1500",
         "vshunt_net_addresses{net=\"s0\"} 3",
         "vshunt_export_open_files{export=\"f0\"} 5",
+        "vshunt_export_addresses{export=\"c0\"} 14",
+        "vshunt_export_blocked{export=\"c0\"} 1",
+        "vshunt_export_loops_total{export=\"c0\"} 15",
         "vshunt_export_info{export=\"k0\",type=\"vhost-user-net\",disk=\"\",net=\"n0\",tap=\"\",engine=\"kernel\"} 1",
         "vshunt_bitmap_dirty_bytes{disk=\"d0\",bitmap=\"b0\"} 131072",
         "vshunt_job_state{job=\"j0\",state=\"paused\"} 1",

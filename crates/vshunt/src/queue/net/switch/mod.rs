@@ -27,6 +27,7 @@ use super::rings::Rings;
 use super::{Format, NetStats, Pair};
 use crate::backend::net::Switch;
 use crate::backend::net::switch::Port;
+use crate::export::spec::PortInfo;
 use crate::queue::{Parts, Vring};
 use crate::worker::{Queue, QueueStats, Ring, Token};
 
@@ -36,6 +37,22 @@ pub struct Plug {
     pub switch: Arc<Switch>,
     /// The port.
     pub port: Arc<Port>,
+}
+
+impl Plug {
+    /// The port as it is.
+    pub fn info(&self) -> PortInfo {
+        let Self { switch, port } = self;
+        PortInfo {
+            number: port.index,
+            state: port.state(switch.now_s()),
+            mac_filter: port.mac_filter(),
+            addresses: switch.addresses_of(port),
+            mac_limit: port.mac_limit(),
+            mtu: port.mtu(),
+            loops: port.loops(),
+        }
+    }
 }
 
 impl Drop for Plug {

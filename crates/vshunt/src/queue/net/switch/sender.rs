@@ -3,6 +3,7 @@
 //! Slots are the owner's numbers of what it sends; one is over once all its descriptions are home, in whatever order. Those
 //! that nobody takes are fetched back when the queue leaves its worker, and after a while in any case.
 
+use std::cell::UnsafeCell;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
@@ -11,7 +12,9 @@ use io_uring::types::Timespec;
 use super::super::counters::Drop;
 use super::super::rings::OP_OWN;
 use super::Plug;
-use crate::backend::net::switch::{End, Fate, Frame, Header, Look, NEEDS_CSUM, Piece, Ports, Route};
+use crate::backend::net::switch::{
+    End, Fate, Form, Frame, Header, NEEDS_CSUM, Packet, Piece, Port, Refusal, Route, Start, View,
+};
 use crate::queue::listen::Listen;
 use crate::worker::{Ring, Token};
 
@@ -22,8 +25,10 @@ pub(super) const OP_OWNER: u8 = OP_OWN + 2;
 
 /// How long a frame waits for a guest's buffers at least; at most twice that.
 static TICK: Timespec = Timespec::new().nsec(10_000_000);
-/// Pieces of a frame at most: each description has them all, and a switch may have many ports.
-pub(super) const PIECES_MAX: usize = 128;
+/// Buffers of a frame at most: each description has them all, and a switch may have many ports.
+pub(super) const BUFFERS_MAX: usize = 128;
+/// Pieces of a description at most: our copy of the frame's first bytes goes before the rest of the buffers.
+pub(super) const PIECES_MAX: usize = BUFFERS_MAX + 1;
 /// Frames on their way to an end that has taken none for a while: enough to find out whether it does again.
 const STUCK_MAX: u32 = 4;
 /// Ends that stay listed.
@@ -66,18 +71,22 @@ pub(super) struct Sender {
     /// Where descriptions come home, and others' frames come to.
     pub(super) end: Arc<End>,
     slots: Box<[Slot]>,
+    /// The first bytes of each slot's frame, as they were checked. Written while the slot is over, read by the workers that
+    /// copy the frame until all its descriptions are home.
+    starts: Box<[UnsafeCell<Start>]>,
     /// Slots that are not over.
     out: u32,
     /// What came to be over, for the owner to take; and frames that somebody did not get.
     pub(super) over: Vec<Over>,
     no_room: u64,
     lies: u64,
+    over_mtu: u64,
     /// Descriptions that are home.
     spare: Vec<Frame>,
     /// By where they go. One that is slow has this port wait; one that takes nothing soon gets hardly anything.
     lanes: Vec<Lane>,
     returned: Vec<Frame>,
-    ports: Ports,
+    view: Arc<View>,
     version: u64,
     now_s: u32,
     tick: u32,
@@ -97,14 +106,16 @@ impl Sender {
             index,
             end,
             slots: Box::default(),
+            starts: Box::default(),
             out: 0,
             over: Vec::new(),
             no_room: 0,
             lies: 0,
+            over_mtu: 0,
             spare: Vec::new(),
             lanes: Vec::new(),
             returned: Vec::new(),
-            ports: Ports::default(),
+            view: Arc::default(),
             version: u64::MAX,
             now_s: 0,
             tick: 0,
@@ -118,6 +129,7 @@ impl Sender {
     pub(super) fn set_slots(&mut self, count: u16) {
         debug_assert!(self.out == 0);
         self.slots = (0..count).map(|_| Slot::default()).collect();
+        self.starts = (0..count).map(|_| UnsafeCell::default()).collect();
     }
 
     pub(super) fn at_rest(&self) -> bool {
@@ -129,57 +141,68 @@ impl Sender {
         let switch = &self.plug.switch;
         let version = switch.version();
         if version != self.version {
-            (self.ports, self.version) = (switch.ports(), version);
+            (self.view, self.version) = (switch.view(), version);
         }
         self.now_s = switch.now_s();
     }
 
-    /// Describes a frame of `len` bytes, which `pieces` puts into a description, for all who are to have it, but for ends that
-    /// have `most` already. Its slot is not over until it is among [`over`](Self::over); on an error it never was on its way.
+    /// Describes a frame for all who are to have it, but for ends that have `most` already. Its slot is not over until it is
+    /// among [`over`](Self::over); on an error it never was on its way.
     ///
-    /// The memory of the pieces stays as it is until then.
+    /// The first bytes that are sent are those of the packet: a guest may change its memory after they were looked at. The rest
+    /// is the memory that `pieces` adds to a description, without as many bytes as it is told. It stays mapped until then.
     pub(super) fn send(
         &mut self,
         slot: u16,
-        look: &Look,
-        header: Header,
-        len: usize,
+        packet: &Packet<'_>,
+        told: Told,
         most: u32,
-        pieces: impl Fn(&mut Vec<Piece>),
+        pieces: impl Fn(usize, &mut Vec<Piece>),
     ) -> Result<(), Drop> {
-        let Self { plug, end: home, lanes, spare, ports, now_s, tick, no_room, .. } = self;
-        let port = &plug.port;
-        let route = plug.switch.route(port.index, look, *now_s);
+        let Self { plug, end: home, lanes, spare, starts, view, now_s, tick, no_room, over_mtu, .. } = self;
+        let (port, look) = (&*plug.port, &packet.look);
+        let vlan = port.admit(packet, *now_s)?;
+        let route = plug.switch.route(view, port, look, vlan, *now_s)?;
         port.learn(look.hash, self.index, *now_s);
+        // SAFETY: the slot is over, so that no other worker reads there, and this worker alone has the sender.
+        let start = unsafe {
+            let start = &mut *starts[usize::from(slot)].get();
+            start.set(packet.first, vlan);
+            &*start
+        };
         let (mut left, mut full) = (0, 0);
-        let mut put = |to: &Arc<End>| {
-            let at = lanes.iter().position(|lane| Arc::ptr_eq(&lane.end, to)).unwrap_or_else(|| {
-                lanes.push(Lane { end: to.clone(), frames: Vec::new(), outstanding: 0, stuck: false });
+        let mut put = |to: &Port| -> Result<(), Refusal> {
+            let form = to.accept(port, packet, vlan, *now_s)?;
+            if !start.has(form) {
+                return Err(Refusal::Vlan);
+            }
+            let end = to.end_of(look.hash, *now_s).ok_or(Refusal::NoReceiver)?;
+            let at = lanes.iter().position(|lane| Arc::ptr_eq(&lane.end, end)).unwrap_or_else(|| {
+                lanes.push(Lane { end: end.clone(), frames: Vec::new(), outstanding: 0, stuck: false });
                 lanes.len() - 1
             });
             let lane = &mut lanes[at];
             if lane.outstanding >= if lane.stuck { STUCK_MAX.min(most) } else { most } {
                 full += 1;
-                return;
+                return Ok(());
             }
             let mut frame = spare.pop().unwrap_or_else(|| Frame::at(home));
-            frame.slot = slot;
-            frame.lane = at as u16;
-            frame.tick = *tick;
-            frame.len = len;
-            frame.header = header;
-            frame.fate = Fate::NoRoom;
-            frame.pieces.clear();
-            pieces(&mut frame.pieces);
+            (frame.slot, frame.lane, frame.tick) = (slot, at as u16, *tick);
+            told.describe(&mut frame, start, form);
+            pieces(start.taken(), &mut frame.pieces);
             lane.frames.push(frame);
             lane.outstanding += 1;
             left += 1;
+            Ok(())
         };
-        let to = |at: usize| ports.get(at)?.as_ref()?.end_of(look.hash, *now_s);
-        let others = |at: &usize| *at != usize::from(port.index);
         match route {
-            Route::Port(at) => to(usize::from(at)).into_iter().for_each(&mut put),
-            Route::All => (0..ports.len()).filter(others).filter_map(to).for_each(&mut put),
+            Route::Port(at) => view.port(at.into()).map_or(Err(Refusal::NoReceiver), |to| put(to))?,
+            Route::All => {
+                for to in view.all().filter(|to| to.index != port.index) {
+                    // Those that are not for it do not count; those that it is too long for do.
+                    *over_mtu += u64::from(put(to) == Err(Refusal::OverMtu));
+                }
+            }
             Route::Nowhere => {}
         }
         *no_room += full;
@@ -190,6 +213,12 @@ impl Sender {
         }
         self.slots[usize::from(slot)] = Slot { left, taken: false, tick: *tick };
         Ok(())
+    }
+
+    /// Whether a frame that came in by an uplink is a probe of the switch, which ends here.
+    #[inline]
+    pub(super) fn is_probe(&self, first: &[u8]) -> bool {
+        self.plug.switch.is_probe(&self.view, &self.plug.port, first, self.now_s)
     }
 
     /// Puts this turn's descriptions where they go.
@@ -238,7 +267,11 @@ impl Sender {
 
     /// Counts frames that somebody did not get, since the last time.
     pub(super) fn count_lost(&mut self, mut lost: impl FnMut(Drop, u64)) {
-        for (why, count) in [(Drop::NoRoom, &mut self.no_room), (Drop::BadHeader, &mut self.lies)] {
+        for (why, count) in [
+            (Drop::NoRoom, &mut self.no_room),
+            (Drop::BadHeader, &mut self.lies),
+            (Drop::OverMtu, &mut self.over_mtu),
+        ] {
             if *count > 0 {
                 lost(why, std::mem::take(count));
             }
@@ -308,7 +341,7 @@ impl Sender {
     /// Fetches what was sent before `tick` and was not taken yet.
     fn revoke(&mut self, tick: u32) {
         // Those that joined since cannot have any.
-        for other in self.ports.iter().flatten().flat_map(|port| &port.ends) {
+        for other in self.view.all().flat_map(|port| &port.ends) {
             other.revoke(&self.end, tick, &mut self.returned);
         }
     }
@@ -333,6 +366,25 @@ impl Sender {
     /// It left its worker.
     pub(super) fn left(&mut self) {
         self.leaving = false;
+    }
+}
+
+/// What is told of a frame besides its bytes, as it came.
+#[derive(Clone, Copy)]
+pub(super) struct Told {
+    pub(super) header: Header,
+    pub(super) len: usize,
+}
+
+impl Told {
+    /// Describes the frame as it begins with `start`, in one form; the rest of its pieces is to be added.
+    fn describe(&self, frame: &mut Frame, start: &Start, form: Form) {
+        let (first, longer) = (start.bytes(form), start.longer(form));
+        frame.len = self.len.wrapping_add_signed(longer);
+        frame.header = self.header.moved(longer);
+        frame.fate = Fate::NoRoom;
+        frame.pieces.clear();
+        frame.pieces.push(Piece { ptr: first.as_ptr().cast_mut(), len: first.len() });
     }
 }
 

@@ -1,4 +1,7 @@
 //! Frames from the guest: each is described, and its description put before the ends that it goes to.
+//!
+//! The first bytes of a frame are read once, into memory of ours. What is looked at there is what is sent: the guest may
+//! change its own memory while the frame waits.
 
 use std::collections::VecDeque;
 
@@ -8,8 +11,8 @@ use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::rings::Side;
 use super::super::{ETH_HEADER_BYTES, FRAME_MAX};
-use super::sender::{Over, PIECES_MAX, Sender, told};
-use crate::backend::net::switch::{Header, LOOK_BYTES, Piece, look};
+use super::sender::{BUFFERS_MAX, Over, Sender, Told, told};
+use crate::backend::net::switch::{Header, LOOK_BYTES, Packet, Piece};
 
 /// Bytes of the header that say something.
 const HEADER_BYTES: usize = 10;
@@ -92,7 +95,7 @@ impl Tx {
     /// Sends the frame in the scratch chain, the request of `slot`. Returns its bytes.
     fn send(&mut self, slot: u16, sender: &mut Sender) -> Result<usize, Drop> {
         let chain = &self.line.chain;
-        if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > PIECES_MAX {
+        if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > BUFFERS_MAX {
             return Err(Drop::Malformed);
         }
         let bytes: usize = chain.segs.iter().map(|seg| seg.len as usize).sum();
@@ -107,13 +110,10 @@ impl Tx {
         let first = &mut first[..(self.header + LOOK_BYTES).min(bytes)];
         gather(&chain.segs, first);
         let header = Header::parse(first[..HEADER_BYTES].try_into().expect("ten bytes"));
-        if !header.is_sane(len) {
-            return Err(Drop::BadHeader);
-        }
-        let look = look(&first[self.header..]);
-        let pieces = |to: &mut Vec<Piece>| skip_into(&chain.segs, self.header, to);
+        let packet = Packet::new(&first[self.header..], &header, len).ok_or(Drop::BadHeader)?;
+        let pieces = |taken: usize, to: &mut Vec<Piece>| skip_into(&chain.segs, self.header + taken, to);
         // It waits for whomever it sends to.
-        sender.send(slot, &look, told(header), len, u32::MAX, pieces)?;
+        sender.send(slot, &packet, Told { header: told(header), len }, u32::MAX, pieces)?;
         Ok(len)
     }
 

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::backend::net::Switch;
-use crate::backend::net::switch::Piece;
+use crate::backend::net::switch::{Lan, Piece, PortOptions};
 
 /// A TCP packet of `data` bytes as a guest leaves it: with the pseudo header's sum alone.
 fn super_frame(v4: bool, tagged: bool, data: usize, size: u16) -> (Vec<u8>, Header) {
@@ -62,7 +62,18 @@ fn super_frame(v4: bool, tagged: bool, data: usize, size: u16) -> (Vec<u8>, Head
 }
 
 fn describe(bytes: &mut [u8], header: Header) -> Frame {
-    let end = Switch::new("s").join(1, None).unwrap().ends[0].clone();
+    let options = PortOptions {
+        name: "a".to_owned(),
+        mac: None,
+        mac_filter: false,
+        mac_limit: 1,
+        lan: Lan::Plain,
+        isolated: false,
+        reserved: false,
+        mtu: 1500,
+        tap: None,
+    };
+    let end = Switch::new("s").join(1, options).unwrap().ends[0].clone();
     let mut frame = Frame::at(&Arc::clone(&end));
     let (a, b) = bytes.split_at_mut(bytes.len() / 3);
     for part in [a, b] {
@@ -212,7 +223,7 @@ fn frames_that_lie_are_no_harm() {
             3 => (header.gso_type, header.csum_offset) = (GSO_UDP, UDP_CSUM as u16),
             _ => {}
         }
-        if header.is_sane(bytes.len()) {
+        if header.is_sane(bytes.len(), 14) {
             whole += u32::from(made.make(&describe(&mut bytes, header), Takes::default()));
             let total: usize = pieces(&mut made).iter().map(Vec::len).sum();
             assert!(total < 10_000_000);

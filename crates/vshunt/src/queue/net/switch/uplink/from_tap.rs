@@ -10,8 +10,8 @@ use std::os::fd::RawFd;
 use super::super::super::looks::Looks;
 use super::super::super::tap_file::{Op, TapFile};
 use super::super::super::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
-use super::super::sender::Sender;
-use crate::backend::net::switch::{Header, LOOK_BYTES, Piece, look};
+use super::super::sender::{Sender, Told};
+use crate::backend::net::switch::{Header, LOOK_BYTES, Packet, Piece};
 use crate::queue::net::DropReason;
 use crate::worker::{Ring, Token};
 
@@ -158,13 +158,20 @@ impl FromTap {
         }
         // Of the kernel, which is believed in what it found right, too.
         let header = Header::parse(bytes[..10].try_into().expect("ten bytes"));
-        if !header.is_sane(frame.len()) {
-            return Err(DropReason::BadHeader);
+        let (first, len) = (&frame[..frame.len().min(LOOK_BYTES)], frame.len());
+        if sender.is_probe(first) {
+            self.free.push(slot);
+            return Ok(());
         }
-        self.lens[usize::from(slot)] = frame.len();
-        let piece = Piece { ptr: at.wrapping_add(HEADER), len: frame.len() };
-        let look = look(&frame[..frame.len().min(LOOK_BYTES)]);
+        let packet = Packet::new(first, &header, len).ok_or(DropReason::BadHeader)?;
+        self.lens[usize::from(slot)] = len;
+        let frame = at.wrapping_add(HEADER);
+        let pieces = |taken: usize, to: &mut Vec<Piece>| {
+            if taken < len {
+                to.push(Piece { ptr: frame.wrapping_add(taken), len: len - taken });
+            }
+        };
         let most = self.free.len() as u32;
-        sender.send(slot, &look, header, frame.len(), most, |to| to.push(piece))
+        sender.send(slot, &packet, Told { header, len }, most, pieces)
     }
 }
