@@ -1,7 +1,7 @@
 //! The regular file that a disk is mounted over: found or made, and removed again if it was made.
 //!
 //! Called by whoever exports a disk, from any thread and without locks of theirs: a lock is waited for, a dead mount
-//! is probed for up to a second. What must never happen: a file that was there before is removed or written to, a live
+//! is probed for up to two seconds. What must never happen: a file that was there before is removed or written to, a live
 //! mount is taken away.
 
 use std::fs;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, flock, openat};
 use rustix::io::Errno;
 
-use super::table::{self, Seen, look, open_path, path_of, proc_path};
+use super::table::{self, Seen, Server, look, open_path, path_of, proc_path};
 use super::umount::{self, How, Outcome};
 use super::{FS_TYPE, ROUNDS};
 use crate::backend::block::own_mounts;
@@ -152,7 +152,7 @@ pub fn uncover(path: &Path) -> Result<bool> {
         let Ok(root) = open_path(path, true) else { break };
         let Some(seen) = look(&root).ok().filter(|seen| seen.is_mount_root) else { break };
         match table::entry(seen.mount.id)? {
-            Some(entry) if entry.fs_type == FS_TYPE && table::is_dead(&root) => {
+            Some(entry) if entry.fs_type == FS_TYPE && is_dead(&root) => {
                 detach_dead(path, &entry, &seen)?;
                 was_there = true;
             }
@@ -278,7 +278,7 @@ fn take_dead_away(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
             "export {export} of this daemon is mounted over {shown} ({source}); remove that export, or name another file"
         )));
     }
-    if !table::is_dead(root) {
+    if !is_dead(root) {
         return Err(Error::busy(format!(
             "another vshunt has its disk mounted over {shown} ({source}); remove that export, or name another file (if \
              its daemon is gone: umount -l {shown})"
@@ -298,6 +298,18 @@ fn detach_dead(path: &Path, entry: &table::Entry, seen: &Seen) -> Result<()> {
     }
     tracing::warn!("took away the mount of {source} over {shown}, which a killed vshunt had left");
     Ok(())
+}
+
+/// Whether a mount has no server. One that was killed a moment ago is waited for.
+fn is_dead(root: &OwnedFd) -> bool {
+    let start = Instant::now();
+    loop {
+        match table::ask_server(root) {
+            Server::Dead => return true,
+            Server::Unclear if start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
+            Server::Alive | Server::Unclear => return false,
+        }
+    }
 }
 
 fn cannot_look(path: &Path, e: Errno) -> Error {

@@ -26,8 +26,21 @@ const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
 /// How long a server may take to answer before it is called stuck. It is alive then.
 const PROBE_PATIENCE: Duration = Duration::from_secs(1);
-/// How the probe ends when the connection has no server.
+/// How the probe ends when the connection has no server, and when the request failed otherwise.
 const PROBE_SAYS_DEAD: i32 = 42;
+const PROBE_SAYS_FAILED: i32 = 43;
+
+/// What is known of the server of a FUSE mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Server {
+    /// It answered.
+    Alive,
+    /// There is none.
+    Dead,
+    /// It did not answer in time, or the request failed. A server that has just been killed looks so until the kernel has
+    /// ended its io_uring, which it does after the process is gone.
+    Unclear,
+}
 
 /// STATX_MNT_ID_UNIQUE (Linux 6.8), which rustix does not name.
 const UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
@@ -147,12 +160,12 @@ fn unescape(field: &[u8]) -> OsString {
     OsStr::from_bytes(&out).to_owned()
 }
 
-/// Whether the FUSE mount that `root` refers to has no server any more.
+/// Whether the FUSE mount that `root` refers to has a server.
 ///
 /// Nothing tells that but a request. A connection without a server refuses it at once; a server that is stuck with it
 /// holds whoever asked, beyond the reach of SIGKILL. So a child process asks. One that is held costs a process (and
 /// what memory we change meanwhile) until that server goes on or ends.
-pub(super) fn is_dead(root: &OwnedFd) -> bool {
+pub(super) fn ask_server(root: &OwnedFd) -> Server {
     let fd = root.as_raw_fd();
     // SAFETY: fork needs nothing; the child only makes system calls (see `probe`), so that locks which other threads
     // held at that moment do not matter to it.
@@ -160,7 +173,7 @@ pub(super) fn is_dead(root: &OwnedFd) -> bool {
         0 => probe(fd),
         pid => match Pid::from_raw(pid) {
             Some(pid) if pid.as_raw_nonzero().get() > 0 => pid,
-            _ => return false,
+            _ => return Server::Unclear,
         },
     };
     if let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) {
@@ -168,16 +181,20 @@ pub(super) fn is_dead(root: &OwnedFd) -> bool {
         let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timeout));
     }
     if let Ok(Some((_, status))) = waitpid(Some(child), WaitOptions::NOHANG) {
-        return status.exit_status() == Some(PROBE_SAYS_DEAD);
+        return match status.exit_status() {
+            Some(0) => Server::Alive,
+            Some(PROBE_SAYS_DEAD) => Server::Dead,
+            _ => Server::Unclear,
+        };
     }
     let _ = kill_process(child, Signal::KILL);
     // Whoever waits for a child can be killed, unlike that child: this thread keeps nobody from ending.
     let reaper = std::thread::Builder::new().name("fuse-probe".into());
     let _ = reaper.spawn(move || waitpid(Some(child), WaitOptions::empty()));
-    false
+    Server::Unclear
 }
 
-/// The life of the child process of [`is_dead`].
+/// The life of the child process of [`ask_server`].
 fn probe(fd: RawFd) -> ! {
     const NOT_CONNECTED: [i32; 2] = [libc::ENOTCONN, libc::ECONNABORTED];
     // SAFETY: system calls on this process's own descriptors and stack, and none that takes a lock in user space. All
@@ -188,8 +205,15 @@ fn probe(fd: RawFd) -> ! {
         let mut buffer = std::mem::MaybeUninit::<libc::statx>::uninit();
         let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC;
         let rc = libc::statx(0, c"".as_ptr(), flags, libc::STATX_BASIC_STATS, buffer.as_mut_ptr());
-        let dead = rc < 0 && NOT_CONNECTED.contains(&*libc::__errno_location());
-        libc::_exit(if dead { PROBE_SAYS_DEAD } else { 0 })
+        let errno = *libc::__errno_location();
+        let dead = rc < 0 && NOT_CONNECTED.contains(&errno);
+        libc::_exit(match rc {
+            0 => 0,
+            // The mount of another user: its kernel side refuses us, whatever its server is like.
+            _ if errno == libc::EACCES => 0,
+            _ if dead => PROBE_SAYS_DEAD,
+            _ => PROBE_SAYS_FAILED,
+        })
     }
 }
 
