@@ -21,6 +21,9 @@ import time
 import traceback
 from pathlib import Path
 
+# What a daemon may not do ends it, so that a test fails which needs more than the sandbox leaves.
+os.environ.setdefault("VSHUNT_SANDBOX", "kill")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Nothing that a rig waits for takes this long, on a machine ten times as slow as ours neither; what does, hangs.

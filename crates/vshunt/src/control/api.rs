@@ -146,6 +146,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
     command("query-nets", "", |c, a| list(a, || c.daemon.nets())),
     command("query-queues", "", |c, a| list(a, || c.daemon.queues())),
+    command("query-sandbox", "", |_, a| sandbox(a)),
     command("query-version", "", |_, a| a.read::<Nothing>().map(|_| message::version())),
     command("query-workers", "", |c, a| list(a, || c.daemon.workers())),
     command("queue-attach", "export index worker [timeout-ms]", queue_attach),
@@ -212,6 +213,12 @@ struct QueueAttach {
 fn list<T: Serialize>(arguments: Arguments, get: impl FnOnce() -> Vec<T>) -> Answer {
     arguments.read::<Nothing>()?;
     serde_json::to_value(get()).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+}
+
+fn sandbox(arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    serde_json::to_value(crate::sandbox::info())
+        .map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
 }
 
 fn disk_add(context: &Context, arguments: Arguments) -> Answer {

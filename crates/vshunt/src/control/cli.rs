@@ -9,6 +9,7 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 use super::metrics::Address;
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
 use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
+use crate::sandbox::Mode;
 
 /// Where the daemon listens when nothing is said, for root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
@@ -26,6 +27,7 @@ Exit status:
 
 Environment:
   VSHUNT_CONTROL  the control socket, where -c/--control is not given
+  VSHUNT_SANDBOX  on, log, off or kill, where --sandbox is not given
 
 Examples:
   vshunt serve --disk name=d0,file=disk.img \\
@@ -205,6 +207,8 @@ Columns of workers:
   POLL-US  for how long it may poll before it sleeps, in microseconds
   QUEUES   those attached to it, EXPORT:INDEX
 
+The last line says what the sandbox restricts; see docs/sandbox.md.
+
 With --json there is more; docs/control.md explains it.";
 
 const SERVE: &str = "\
@@ -214,6 +218,8 @@ Disks, networks, exports and workers come from flags, from a configuration file,
 socket. The daemon stays in the foreground and says in one line on stderr what it serves where,
 unless -q is given. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
 at its start stays ignored.
+
+Once it has its sockets it gives up what it does not need: capabilities, system calls, paths (--sandbox).
 
 The control socket has mode 0600. Its place is that of --control, else of the configuration file,
 else of VSHUNT_CONTROL, else the default; --no-control has none. A daemon that answers there already
@@ -257,7 +263,8 @@ const SERVE_AFTER: &str = "\
 Configuration file:
   The same keys in TOML; flags add to it. Paths are relative to the working
   directory, as those of flags are.
-    control = \"/run/vm.sock\"  # or false; metrics, pidfile and poll-us go here too
+    control = \"/run/vm.sock\"  # or false; metrics, pidfile, poll-us, sandbox,
+                              # sandbox-workers and allow-path go here too
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -325,6 +332,29 @@ pub(crate) struct ServeArgs {
     /// Write the process id to a file, once everything is served
     #[arg(long, value_name = "FILE")]
     pub(crate) pidfile: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct SandboxArgs {
+    /// What the daemon may do besides serving: on, log (allow, and have the kernel log it), off, kill (end at once)
+    ///
+    /// Without it: $VSHUNT_SANDBOX, else the configuration file's, else on. docs/sandbox.md says what is restricted.
+    #[arg(id = "sandbox", long = "sandbox", value_name = "MODE", value_parser = sandbox_mode())]
+    pub(crate) mode: Option<Mode>,
+    /// Filter the system calls of workers, too, which makes each of them slower
+    #[arg(id = "sandbox-workers", long = "sandbox-workers")]
+    pub(crate) workers: bool,
+    /// Open no file outside of what is configured and of this folder, also for clients; may be repeated
+    ///
+    /// Without a control socket that is so in any case, since no client can ask for more.
+    #[arg(id = "allow-path", long = "allow-path", value_name = "FOLDER")]
+    pub(crate) allow_paths: Vec<PathBuf>,
+}
+
+fn sandbox_mode() -> impl TypedValueParser<Value = Mode> {
+    PossibleValuesParser::new(Mode::ALL.map(|(name, _)| name)).map(|name| name.parse().unwrap_or_default())
 }
 
 #[derive(Debug, Subcommand)]

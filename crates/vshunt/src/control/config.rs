@@ -6,12 +6,13 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::cli::ServeArgs;
+use super::cli::{SandboxArgs, ServeArgs};
 use super::metrics::Address;
 use super::{Failure, Outcome, keyval};
 use crate::error::Error;
 use crate::export::Check;
 use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
+use crate::sandbox::Mode;
 
 /// What the user said about the control socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,6 +38,7 @@ pub(crate) struct Setup {
     pub(crate) nets: Vec<NetSpec>,
     pub(crate) workers: Vec<WorkerSpec>,
     pub(crate) exports: Vec<ExportSpec>,
+    pub(crate) sandbox: SandboxArgs,
 }
 
 #[derive(Deserialize)]
@@ -46,6 +48,11 @@ struct File {
     metrics: Option<Address>,
     pidfile: Option<PathBuf>,
     poll_us: Option<u32>,
+    sandbox: Option<Mode>,
+    #[serde(default)]
+    sandbox_workers: bool,
+    #[serde(default)]
+    allow_path: Vec<PathBuf>,
     #[serde(default)]
     disk: Vec<Table>,
     #[serde(default)]
@@ -74,6 +81,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
         (Some(path), _) => Control::At(path),
         (None, false) => setup.control,
     };
+    setup.sandbox = args.sandbox.over(setup.sandbox)?;
     check(&setup)?;
     if setup.control == Control::Off && setup.exports.is_empty() {
         return Err(Failure::Usage("nothing to do: no --export, and no control socket to add one".into()));
@@ -134,6 +142,11 @@ fn parse(text: &str) -> Result<Setup, String> {
         nets: tables("net", file.net)?,
         workers: tables("worker", file.worker)?,
         exports: tables("export", file.export)?,
+        sandbox: SandboxArgs {
+            mode: file.sandbox,
+            workers: file.sandbox_workers,
+            allow_paths: file.allow_path,
+        },
     })
 }
 
@@ -183,6 +196,9 @@ mod tests {
         metrics = "127.0.0.1:9150"
         pidfile = "/run/p"
         poll-us = 7
+        sandbox = "log"
+        sandbox-workers = true
+        allow-path = ["/images"]
         [[disk]]
         name = "d0"
         format = "ram"
@@ -228,6 +244,9 @@ mod tests {
         assert_eq!(setup.control, Control::At("/run/c".into()));
         assert_eq!(setup.metrics, Some("9150".parse().unwrap()));
         assert_eq!((setup.pidfile, setup.poll_us), (Some("/run/p".into()), Some(7)));
+        let sandbox =
+            SandboxArgs { mode: Some(Mode::Log), workers: true, allow_paths: vec!["/images".into()] };
+        assert_eq!(setup.sandbox, sandbox);
         let flag = |text| keyval::parse::<DiskSpec>(text).unwrap();
         assert_eq!(setup.disks, [flag("name=d0,format=ram,size=1.5G"), flag("name=d1,file=/a,readonly=on")]);
         let flag = |text| keyval::parse::<WorkerSpec>(text).unwrap();
@@ -270,6 +289,7 @@ mod tests {
             ("metrics = \":9150\"", "names no address; write 127.0.0.1:9150"),
             ("metrics = 9150", "expected a string"),
             ("control = true", "control: give the path"),
+            ("sandbox = \"x\"", "unknown variant `x`"),
             ("disks = 1", "unknown field `disks`"),
             ("[[disk", "TOML parse error"),
         ];

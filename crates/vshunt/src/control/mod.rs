@@ -8,6 +8,7 @@ mod api;
 mod cli;
 pub mod client;
 mod config;
+mod confine;
 mod events;
 pub mod framing;
 mod image;

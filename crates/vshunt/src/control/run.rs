@@ -133,6 +133,7 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
             "exports": query(client, "query-exports")?,
             "jobs": query(client, "query-jobs")?,
             "queues": query(client, "query-queues")?,
+            "sandbox": query(client, "query-sandbox")?,
             "workers": query(client, "query-workers")?,
         }));
     }
@@ -157,6 +158,7 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     if !nets.is_empty() {
         text.insert(1, show::nets(&nets));
     }
+    text.push(show::sandbox(&call(client, "query-sandbox", none())?));
     print(&text.join("\n"))
 }
 

@@ -1,7 +1,8 @@
 //! The daemon's life: set up, serve, take down. Runs on the main thread.
 //!
-//! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket and the one for metrics, 4 make the daemon and bind its
-//! events, 5 disks, networks, workers, exports, 6 accept control clients and scrapers, 7 pidfile, tell the service manager.
+//! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket and the one for
+//! metrics, 4 start the sandbox, 5 make the daemon and bind its events, 6 disks, networks, workers, exports, 7 accept control
+//! clients and scrapers, 8 pidfile, tell the service manager.
 //! The end: 1 tell the service manager and clients, scrapers get no more answers, 2 remove exports and workers, 3 remove
 //! the sockets and the pidfile, 4 close connections. A client that sees its connection end finds nothing left.
 //! An error in set-up takes down what was set up before it.
@@ -21,10 +22,11 @@ use super::config::{Control, Setup};
 use super::metrics::Metrics;
 use super::server::Server;
 use super::socket::ControlSocket;
-use super::{Failure, Outcome, events, log, signals};
+use super::{Failure, Outcome, confine, events, log, signals};
 use crate::backend::net::tap;
 use crate::error::{Error, Result};
 use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
+use crate::sandbox;
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
 pub(crate) struct Manner {
@@ -42,10 +44,13 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     let blocked = signals::block()?;
     log::start(manner.program, manner.log.verbose, manner.log.quiet);
     let (stop, stopped) = channel();
-    signals::forward(blocked, stop.clone())?;
     raise_file_limit();
-    let inherited = activation::take()?;
-    let mut serving = Serving::set_up(setup, inherited, manner, stop)?;
+    let mut inherited = activation::take()?;
+    let sockets = Sockets::bind(&setup, &mut inherited)?;
+    // Before there are other threads, which inherit what this one may do.
+    sandbox::start(confine::plan(&setup, sockets.control.is_some()))?;
+    signals::forward(blocked, stop.clone())?;
+    let mut serving = Serving::set_up(setup, inherited, sockets, manner, stop)?;
     serving.announce(manner);
     let reason = wait(&stopped);
     tracing::info!(?reason, "ending");
@@ -94,6 +99,24 @@ fn wait(stopped: &Receiver<Stop>) -> Stop {
     stopped.recv().unwrap_or(Stop::Quit)
 }
 
+/// Where clients come from: held before anything is restricted, since a port below 1024 needs a capability.
+struct Sockets {
+    control: Option<ControlSocket>,
+    metrics: Option<Metrics>,
+}
+
+impl Sockets {
+    fn bind(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Self> {
+        let control = control_socket(&setup.control, inherited)?;
+        let metrics = match (activation::take_metrics(inherited), &setup.metrics) {
+            (Some(fd), _) => Some(Metrics::inherited(fd)?),
+            (None, Some(address)) => Some(Metrics::bind(address)?),
+            (None, None) => None,
+        };
+        Ok(Self { control, metrics })
+    }
+}
+
 struct Serving {
     daemon: Arc<Daemon>,
     server: Server,
@@ -107,15 +130,10 @@ impl Serving {
     fn set_up(
         mut setup: Setup,
         mut inherited: Vec<Inherited>,
+        Sockets { control, metrics }: Sockets,
         manner: &Manner,
         stop: Sender<Stop>,
     ) -> Outcome<Self> {
-        let control = control_socket(&setup.control, &mut inherited)?;
-        let metrics = match (activation::take_metrics(&mut inherited), &setup.metrics) {
-            (Some(fd), _) => Some(Metrics::inherited(fd)?),
-            (None, Some(address)) => Some(Metrics::bind(address)?),
-            (None, None) => None,
-        };
         activation::give_to_exports(&mut inherited, &mut setup.exports);
         for export in &setup.exports {
             check_one_place(export).map_err(|e| Failure::Usage(e.to_string()))?;

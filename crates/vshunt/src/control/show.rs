@@ -7,6 +7,7 @@ use crate::export::spec::{
     MountInfo, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport, WorkerInfo, WorkerKind,
     cpu_list,
 };
+use crate::sandbox::{Mode, SandboxInfo};
 
 /// A column's title; one that begins with `>` holds numbers.
 type Title = &'static str;
@@ -56,6 +57,22 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
                 or_dash(d.spec.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default()),
             ]
         }),
+    )
+}
+
+/// What the daemon's threads may do, in one line.
+pub(crate) fn sandbox(info: &SandboxInfo) -> String {
+    let or_none = |list: &[String]| if list.is_empty() { "none".to_owned() } else { list.join(",") };
+    if info.mode == Mode::Off {
+        return "sandbox: off\n".to_owned();
+    }
+    format!(
+        "sandbox: {}; system calls filtered: {}; landlock: {}; capabilities: {}; refused: {}\n",
+        info.mode.name(),
+        or_none(&info.filtered),
+        info.landlock,
+        or_none(&info.capabilities),
+        info.refused
     )
 }
 

@@ -18,6 +18,7 @@ use crate::backend::block::{Disk, sweep_journals};
 use crate::error::{Error, Result};
 use crate::frontend::Observer;
 use crate::frontend::fuse::mount::{identity, mounted_device, remove_left_behind, uncover};
+use crate::sandbox::{self, ThreadKind};
 use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 
 /// How long an attach waits for requests in flight where nobody says.
@@ -92,7 +93,8 @@ impl Observer for Watch {
                 tracing::debug!("{e}");
             }
         };
-        if let Err(e) = std::thread::Builder::new().name("export-end".into()).spawn(remove) {
+        let builder = std::thread::Builder::new().name("export-end".into());
+        if let Err(e) = sandbox::spawn(ThreadKind::Control, builder, remove) {
             // It serves nobody any more, and goes with the next remove or the daemon.
             tracing::error!(
                 "export {}: its peer went, and no thread can be had to remove it: {e}",

@@ -15,6 +15,14 @@ use crate::error::{Error, Result};
 /// How long somebody is waited for whose use of a disk's image by the kernel is about to end.
 const RETURN_PATIENCE: Duration = Duration::from_millis(500);
 
+/// Disks at once, overlays that wait for their snapshot included. Each costs descriptors and memory for its map; it keeps
+/// one control client from using up what others need.
+pub(super) const DISKS_MAX: usize = 1024;
+/// Networks at once, for the same reason.
+pub(super) const NETS_MAX: usize = 1024;
+/// Exports at once, for the same reason: each costs a thread.
+pub(super) const EXPORTS_MAX: usize = 1024;
+
 #[derive(Default)]
 pub(super) struct Maps {
     pub(super) disks: BTreeMap<String, Arc<DiskEntry>>,
@@ -140,6 +148,9 @@ impl Maps {
             (_, true) => Err(Error::exists(format!(
                 "there is an overlay {name} already, which waits for blockdev-snapshot"
             ))),
+            _ if self.disks.len() + self.overlays.len() >= DISKS_MAX => Err(Error::limit(format!(
+                "there are {DISKS_MAX} disks already, which is the most; remove one with 'disk remove NAME'"
+            ))),
             _ => self.check_up(),
         }
     }
@@ -208,6 +219,9 @@ impl Maps {
             false if self.has_job(&spec.name) => {
                 Err(Error::exists(format!("there is a job {} already, whose queue has that name", spec.name)))
             }
+            false if self.exports.len() >= EXPORTS_MAX => Err(Error::limit(format!(
+                "there are {EXPORTS_MAX} exports already, which is the most; remove one with 'export remove NAME'"
+            ))),
             false => Ok(()),
         }
     }
@@ -235,4 +249,24 @@ pub(super) fn no_disk(name: &str) -> Error {
 
 pub(super) fn no_export(name: &str) -> Error {
     Error::not_found(format!("there is no export {name}; 'export list' shows those that are there"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    #[test]
+    fn no_more_exports_than_the_constant_says() {
+        let mut maps = Maps::default();
+        for at in 0..EXPORTS_MAX {
+            maps.exports.insert(format!("e{at}"), ExportEntry::of_nets(Vec::new()));
+        }
+        let spec = ExportSpec { name: "more".into(), ..ExportSpec::default() };
+        let error = maps.check_vacant(&spec).unwrap_err();
+        assert_eq!(error.kind(), Kind::Limit);
+        assert!(error.to_string().contains("export remove"), "{error}");
+        maps.exports.remove("e7");
+        maps.check_vacant(&spec).unwrap();
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::check::Check;
 use super::daemon::Daemon;
-use super::maps::{ExportEntry, Maps};
+use super::maps::{ExportEntry, Maps, NETS_MAX};
 use super::opened::Backend;
 use super::spec::{ExportSpec, NetInfo, NetKind, NetSpec, Steering};
 use crate::backend::net::tap::{self, Options};
@@ -150,6 +150,11 @@ impl Maps {
         let NetSpec { name, ifname, netns, .. } = spec;
         if self.nets.contains_key(name) {
             return Err(Error::exists(format!("there is a network {name} already")));
+        }
+        if self.nets.len() >= NETS_MAX {
+            return Err(Error::limit(format!(
+                "there are {NETS_MAX} networks already, which is the most; remove one with 'net remove NAME'"
+            )));
         }
         // The kernel would give our own taps to us again.
         let same = |net: &&Arc<NetEntry>| net.spec.ifname == *ifname && net.spec.netns == *netns;

@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Error, Result};
+use crate::sandbox;
 
 /// Connections that may wait for accept.
 const BACKLOG: i32 = 64;
@@ -54,9 +55,13 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let is_ours = |m: fs::Metadata| (m.dev(), m.ino()) == (self.device, self.inode);
-        if fs::symlink_metadata(&self.path).is_ok_and(is_ours) {
-            let _ = fs::remove_file(&self.path);
-        }
+        let remove = || {
+            if fs::symlink_metadata(&self.path).is_ok_and(is_ours) {
+                let _ = fs::remove_file(&self.path);
+            }
+        };
+        // A session's thread may not remove files itself.
+        let _ = sandbox::errand(remove);
     }
 }
 

@@ -10,9 +10,12 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 
+use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode};
 use rustix::fs::{FileType, fstat};
 use rustix::net::SendFlags;
+
+use crate::sandbox;
 
 /// Entries of a notifier's rings: one no-op at a time.
 const NOTIFIER_ENTRIES: u32 = 1;
@@ -104,8 +107,17 @@ impl Bell {
 /// A ring whose completions signal `fd`.
 fn notifier(fd: &OwnedFd) -> io::Result<IoUring> {
     // Queues move: it is used by several threads, one at a time. So neither SINGLE_ISSUER nor DEFER_TASKRUN.
-    let ring = IoUring::new(NOTIFIER_ENTRIES)?;
+    let restricted = sandbox::restricts_rings();
+    let mut builder = IoUring::builder();
+    if restricted {
+        builder.setup_r_disabled();
+    }
+    let ring = builder.build(NOTIFIER_ENTRIES)?;
     ring.submitter().register_eventfd(fd.as_raw_fd())?;
+    if restricted {
+        ring.submitter().register_restrictions(&mut [Restriction::sqe_op(opcode::Nop::CODE)])?;
+        ring.submitter().register_enable_rings()?;
+    }
     Ok(ring)
 }
 

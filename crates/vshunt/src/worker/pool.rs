@@ -17,6 +17,7 @@ use super::mailbox::{Mail, Shared};
 use super::thread::{POLL_US_MAX, Worker};
 use crate::error::{Error, Result};
 use crate::export::spec::cpu_list;
+use crate::sandbox::{self, ThreadKind};
 
 /// Workers that live at the same time. Far above what one host has CPUs for; it keeps a runaway script from
 /// eating the machine, as RLIMIT_NPROC does for the user.
@@ -391,10 +392,8 @@ fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<En
     let shared = Arc::new(Shared::new(poll_us).map_err(cannot)?);
     let (ready, is_ready) = sync_channel::<io::Result<i32>>(1);
     let theirs = shared.clone();
-    let thread = std::thread::Builder::new()
-        .name(thread_name(&name))
-        .stack_size(STACK_BYTES)
-        .spawn(move || body(theirs, &ready))
+    let builder = std::thread::Builder::new().name(thread_name(&name)).stack_size(STACK_BYTES);
+    let thread = sandbox::spawn(ThreadKind::Worker, builder, move || body(theirs, &ready))
         .map_err(|e| spawn_error(id, e))?;
     let tid = match is_ready.recv() {
         Ok(Ok(tid)) => tid,
@@ -417,6 +416,10 @@ fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>
             return;
         }
     };
+    if let Err(e) = sandbox::ring_is_made() {
+        let _ = ready.send(Err(e));
+        return;
+    }
     let _ = ready.send(Ok(rustix::thread::gettid().as_raw_nonzero().get()));
     if let Err(e) = worker.run() {
         // Its queues cannot be given back safely with operations in flight: end as kill -9 would, so that

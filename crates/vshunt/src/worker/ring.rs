@@ -9,8 +9,11 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
+use io_uring::register::Restriction;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::process::{Resource, getrlimit};
+
+use crate::sandbox;
 
 /// Operations pushed between two enters; more are sent by an extra enter.
 const SQ_ENTRIES: u32 = 256;
@@ -129,17 +132,25 @@ struct FixedFile {
 impl Ring {
     /// A ring for the calling thread, which alone may use it.
     pub fn new() -> io::Result<Self> {
-        let uring = IoUring::<squeue::Entry128>::builder()
+        let restricted = sandbox::restricts_rings();
+        let mut builder = IoUring::<squeue::Entry128>::builder();
+        builder
             .setup_single_issuer()
             .setup_defer_taskrun()
             .setup_taskrun_flag()
             .setup_submit_all()
-            .setup_cqsize(CQ_ENTRIES)
-            .build(SQ_ENTRIES)?;
+            .setup_cqsize(CQ_ENTRIES);
+        if restricted {
+            builder.setup_r_disabled();
+        }
+        let uring = builder.build(SQ_ENTRIES)?;
         let free = match uring.submitter().register_files_sparse(FIXED_FILES) {
             Ok(()) => (0..FIXED_FILES).rev().collect(),
             Err(_) => Vec::new(),
         };
+        if restricted {
+            restrict(&uring)?;
+        }
         Ok(Self {
             uring,
             files: HashMap::new(),
@@ -414,6 +425,16 @@ fn io_wq_threads() -> u32 {
     // SAFETY: it reads a number.
     let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
     u32::try_from(cpus).unwrap_or(1).max(1).saturating_mul(4).min(SQ_ENTRIES)
+}
+
+/// Makes the ring refuse what the daemon does not use, and take everything else from now on.
+fn restrict(uring: &IoUring<squeue::Entry128>) -> io::Result<()> {
+    let operations = sandbox::RING_OPERATIONS.map(Restriction::sqe_op);
+    let registrations = sandbox::RING_REGISTRATIONS.map(Restriction::register_op);
+    let flags = [Restriction::sqe_flags_allowed(sandbox::RING_FLAGS)];
+    let mut all: Vec<_> = operations.into_iter().chain(registrations).chain(flags).collect();
+    uring.submitter().register_restrictions(&mut all)?;
+    uring.submitter().register_enable_rings()
 }
 
 /// Whether an enter that failed so may be made again.

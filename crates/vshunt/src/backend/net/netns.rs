@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::error::{Error, Result};
+use crate::sandbox;
 
 /// Where ip-netns(8) keeps the names.
 const NAMES: &str = "/run/netns";
@@ -29,7 +30,9 @@ impl Netns {
         let Some(which) = which else { return Ok(Self(None)) };
         check(which)?;
         let path = if which.contains('/') { PathBuf::from(which) } else { PathBuf::from(NAMES).join(which) };
-        let file = File::open(&path).map_err(|e| match e.kind() {
+        // One that is named by a process needs CAP_SYS_PTRACE where that process may more than we do.
+        let opened = sandbox::errand(|| File::open(&path)).and_then(|file| file);
+        let file = opened.map_err(|e| match e.kind() {
             io::ErrorKind::NotFound if which.contains('/') => Error::not_found(format!(
                 "there is no network namespace {which}; give the path of one, or its name"
             )),
@@ -70,14 +73,18 @@ impl Netns {
     /// It cannot be entered; the errand was not done.
     pub(super) fn run<T: Send>(&self, errand: impl FnOnce() -> T + Send) -> io::Result<T> {
         let Some(fd) = &self.0 else { return Ok(errand()) };
-        std::thread::scope(|scope| {
-            let there = || {
-                move_into_link_name_space(fd.as_fd(), Some(LinkNameSpaceType::Network))?;
-                Ok(errand())
-            };
-            let thread = std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, there)?;
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+        // In any case on a thread of its own, also where the sandbox lets the calling one enter: it could not come back.
+        sandbox::errand(|| {
+            std::thread::scope(|scope| {
+                let there = || {
+                    move_into_link_name_space(fd.as_fd(), Some(LinkNameSpaceType::Network))?;
+                    Ok(errand())
+                };
+                let thread =
+                    std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, there)?;
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+        })?
     }
 }
 

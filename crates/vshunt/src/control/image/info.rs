@@ -81,6 +81,25 @@ fn below(of: &Described) -> Option<(PathBuf, Option<String>)> {
     Some((beside(&of.path, header.backing.as_ref()?), header.backing_format.clone()))
 }
 
+/// The files of a qcow2 image and of those below it, by what their headers say; nothing is locked. What cannot be read
+/// ends the list, and what is not called qcow2 is not looked into.
+pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut next = Some(image.to_owned());
+    while let Some(path) = next.take().filter(|path| !files.contains(path) && files.len() < CHAIN_MAX) {
+        files.push(path.clone());
+        let Ok(described) = describe(&path, Some(ImageFormat::Qcow2), For::Sharing) else { break };
+        let header = described.qcow2.as_ref().map(|info| &info.header);
+        files.extend(header.and_then(|h| h.data_file.as_ref()).map(|name| beside(&path, name)));
+        match below(&described) {
+            Some((path, Some(format))) if format == "qcow2" => next = Some(path),
+            Some((path, _)) => files.push(path),
+            None => {}
+        }
+    }
+    files
+}
+
 /// A name in an image, as a path: relative to the folder of the image.
 pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
     match image.parent() {

@@ -24,6 +24,7 @@ use serve::{Render, Scrapes};
 use crate::error::{Error, Result};
 use crate::export::Daemon;
 use crate::frontend::socket_file::SocketFile;
+use crate::sandbox::{self, ThreadKind};
 
 /// The place where metrics are asked for. Its thread ends, and its socket's file goes, when it is dropped.
 pub(crate) struct Metrics {
@@ -73,7 +74,8 @@ impl Metrics {
 
     fn start_with(&mut self, render: Render) -> Result<()> {
         let scrapes = Scrapes::new(self.listener.clone(), self.wake.clone(), render);
-        let thread = thread::Builder::new().name("metrics".into()).spawn(move || scrapes.run());
+        let builder = thread::Builder::new().name("metrics".into());
+        let thread = sandbox::spawn(ThreadKind::Metrics, builder, move || scrapes.run());
         self.thread = Some(thread.map_err(|e| Error::io("cannot start serving metrics", e))?);
         Ok(())
     }

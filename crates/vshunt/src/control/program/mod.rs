@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Command, CommandFactory, Parser};
 
-use super::cli::LogArgs;
+use super::cli::{LogArgs, SandboxArgs};
 use super::config::{Control, Setup};
 use super::metrics::Address;
 use super::serve::{Manner, serve};
@@ -41,6 +41,8 @@ struct Common {
     /// Serve metrics for Prometheus at PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH, for whoever reaches it
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
     #[command(flatten)]
     log: LogArgs,
 }
@@ -80,6 +82,7 @@ fn run<P: Program>(args: &[OsString]) -> Outcome {
     let (mut setup, common) = P::try_parse_from(args).or_else(clap_failure)?.setup()?;
     setup.control = common.control.map_or(Control::Off, Control::At);
     setup.metrics = common.metrics;
+    setup.sandbox = common.sandbox.over(SandboxArgs::default())?;
     let ends_with = common.fd.map(|_| P::NAME.to_owned());
     serve(setup, &Manner { program: P::PROGRAM, log: common.log, ends_with })
 }

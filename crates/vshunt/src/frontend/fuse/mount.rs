@@ -33,6 +33,7 @@ use self::umount::{How, Outcome};
 use crate::error::{Error, Kind, Result};
 use crate::export::spec::AllowOther;
 use crate::queue::fuse::abi::DEV_IOC_CLONE;
+use crate::sandbox;
 
 /// The kernel's side of FUSE.
 const DEVICE: &str = "/dev/fuse";
@@ -285,13 +286,16 @@ fn mount_directly(
     let data = CString::new(data).expect("no zero byte in numbers");
     let readonly = if options.readonly { libc::MS_RDONLY } else { 0 };
     let flags = libc::MS_NOSUID | libc::MS_NODEV | readonly;
-    // SAFETY: C strings that live over the call; the kernel copies them.
-    let rc =
-        unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, data.as_ptr().cast()) };
-    if rc == 0 {
-        return Ok(());
-    }
-    Err(match last_errno() {
+    let mount = || {
+        // SAFETY: C strings that live over the call; the kernel copies them.
+        let rc = unsafe {
+            libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, data.as_ptr().cast())
+        };
+        if rc == 0 { Ok(()) } else { Err(last_errno()) }
+    };
+    let failed = |e| Refusal::Other(Error::io(format!("cannot mount over {shown}"), e));
+    let Err(e) = sandbox::errand(mount).map_err(failed)? else { return Ok(()) };
+    Err(match e {
         Errno::PERM => Refusal::NotPermitted,
         Errno::NODEV => Refusal::Other(Error::unsupported(
             "the kernel knows no FUSE file systems; load them: modprobe fuse",

@@ -7,6 +7,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use crate::sandbox;
+
 // linux/loop.h
 const LOOP_SET_CAPACITY: libc::Ioctl = 0x4C07;
 const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
@@ -61,11 +63,7 @@ impl LoopDevice {
     /// What went wrong with which file of the system's.
     pub(super) fn new(image: &File, readonly: bool, direct: bool, block_size: u32) -> Result<Self, String> {
         let at = "/dev/loop-control";
-        let control = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(at)
-            .map_err(|e| format!("cannot open {at}: {e}"))?;
+        let control = open(Path::new(at), true).map_err(|e| format!("cannot open {at}: {e}"))?;
         // What tools show for it.
         let name = std::fs::read_link(format!("/proc/self/fd/{}", image.as_raw_fd())).unwrap_or_default();
         let mut flags = LO_FLAGS_AUTOCLEAR;
@@ -111,8 +109,13 @@ fn free(control: &File, readonly: bool) -> Result<(File, PathBuf), String> {
         return Err(format!("no loop device can be had: {}", io::Error::last_os_error()));
     }
     let path = PathBuf::from(format!("/dev/loop{number}"));
-    let file = OpenOptions::new().read(true).write(!readonly).open(&path);
+    let file = open(&path, !readonly);
     file.map(|file| (file, path.clone())).map_err(|e| format!("cannot open {}: {e}", path.display()))
+}
+
+/// Opens a device which the sandbox, for one that may be made only now, has no rule for.
+fn open(path: &Path, write: bool) -> io::Result<File> {
+    sandbox::errand(|| OpenOptions::new().read(true).write(write).open(path))?
 }
 
 fn configure(device: &File, image: &File, name: &Path, flags: u32, block_size: u32) -> io::Result<()> {

@@ -43,6 +43,7 @@ use super::{Observer, Queues};
 use crate::error::{Error, Result};
 use crate::export::spec::{NetQueueCounters, PortInfo};
 use crate::queue;
+use crate::sandbox::{self, ThreadKind};
 use crate::worker::Queue;
 
 /// What we offer of the protocol. REPLY_ACK is crate `vhost`'s own doing.
@@ -206,10 +207,10 @@ impl VhostUser {
             channel: Mutex::new(None),
         });
         let theirs = inner.clone();
-        let thread = std::thread::Builder::new()
+        let builder = std::thread::Builder::new()
             .name(format!("vu-{name}").chars().take(15).collect())
-            .stack_size(STACK_BYTES)
-            .spawn(move || theirs.serve(socket))
+            .stack_size(STACK_BYTES);
+        let thread = sandbox::spawn(ThreadKind::Session, builder, move || theirs.serve(socket))
             .map_err(|e| Error::io(format!("cannot start the session thread of {name}"), e))?;
         Ok(Self { inner, thread: Mutex::new(Some(thread)) })
     }

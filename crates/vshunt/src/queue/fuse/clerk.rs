@@ -18,6 +18,7 @@ use super::gate::Gate;
 use super::shared::{errno, look};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
+use crate::sandbox::{self, ThreadKind};
 
 /// Answers for one queue. Its lock guards the list; held for a push or a swap.
 pub(super) struct Desk {
@@ -124,9 +125,8 @@ impl Clerk {
                 }
             }
         };
-        let thread = std::thread::Builder::new()
-            .name(format!("{export}/clerk").chars().take(15).collect())
-            .spawn(run)
+        let builder = std::thread::Builder::new().name(format!("{export}/clerk").chars().take(15).collect());
+        let thread = sandbox::spawn(ThreadKind::Mount, builder, run)
             .map_err(|e| Error::io(format_args!("cannot start a thread for export {export}"), e))?;
         Ok(Self { orders: Some(orders), thread: Some(thread) })
     }

@@ -19,6 +19,8 @@ use rustix::net::{
     socketpair,
 };
 
+use crate::sandbox;
+
 /// What the program is called.
 pub(super) const NAME: &str = "fusermount3";
 /// Where it is looked for besides PATH, which a service's may lack.
@@ -91,9 +93,8 @@ fn say(error: impl Into<io::Error>) -> String {
 fn run(mut command: Command) -> std::result::Result<(), String> {
     // What it says begins with its name as it was called. Some of it is looked at: no other language.
     command.arg0(NAME).env("LC_ALL", "C").current_dir("/").stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(say)?;
-    // The parent's copy of the socket goes with the command.
-    drop(command);
+    // The child is this process's, whichever thread makes it; the parent's copy of the socket goes with the command.
+    let mut child = sandbox::errand(move || command.spawn()).map_err(say)?.map_err(say)?;
     let limit = Instant::now() + PATIENCE;
     let status = loop {
         match child.try_wait().map_err(say)? {

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 
 use super::helper;
 use crate::error::{Error, Result};
+use crate::sandbox;
 
 /// Where fusectl is mounted.
 const CONNECTIONS: &str = "/sys/fs/fuse/connections";
@@ -80,7 +81,7 @@ pub(super) fn sever(session: &OwnedFd, (_, minor): (u32, u32)) -> io::Result<()>
     }
     let mut file = match fs::File::options().write(true).open(format!("{CONNECTIONS}/{minor}/abort")) {
         Ok(file) => file,
-        Err(_) => open_unmounted(&format!("{minor}/abort"))?,
+        Err(_) => sandbox::errand(|| open_unmounted(&format!("{minor}/abort")))??,
     };
     // Numbers are used again: only if ours has not ended by now is the file that of our connection.
     if ended() { Ok(()) } else { file.write_all(b"1") }
@@ -125,9 +126,12 @@ fn by_helper(point: &Path, lazy: bool) -> Result<Outcome> {
 
 fn umount2(point: &Path, flags: i32) -> rustix::io::Result<()> {
     let point = std::ffi::CString::new(point.as_os_str().as_bytes()).map_err(|_| Errno::INVAL)?;
-    // SAFETY: a C string that lives over the call.
-    match unsafe { libc::umount2(point.as_ptr(), flags | libc::UMOUNT_NOFOLLOW) } {
-        0 => Ok(()),
-        _ => Err(super::last_errno()),
-    }
+    let umount = || {
+        // SAFETY: a C string that lives over the call.
+        match unsafe { libc::umount2(point.as_ptr(), flags | libc::UMOUNT_NOFOLLOW) } {
+            0 => Ok(()),
+            _ => Err(super::last_errno()),
+        }
+    };
+    sandbox::errand(umount).map_err(|_| Errno::AGAIN)?
 }

@@ -1,0 +1,192 @@
+//! What the sandbox is to leave to a daemon with this configuration, and what a user says about it.
+//!
+//! Called on the main thread before there are others. A control client may add what is not configured: with a control
+//! socket nothing is given up that some kind of disk, network or export needs.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use super::cli::SandboxArgs;
+use super::config::{Control, Setup};
+use super::metrics::Address;
+use super::{Failure, Outcome, cli, image};
+use crate::export::spec::{ExportKind, Format, NetKind};
+use crate::sandbox::{CapabilitySet, Mode, Plan, Rule};
+
+/// The environment's word, where no flag is given. It counts more than a configuration file, so that a test-suite can run
+/// all daemons with one setting.
+const VARIABLE: &str = "VSHUNT_SANDBOX";
+
+/// What is read besides what is configured: users' and groups' names, network namespaces, the kernel's own files.
+const READ: [&str; 9] =
+    ["/proc", "/sys", "/etc", "/usr", "/lib", "/lib64", "/nix/store", "/run/netns", "/run/systemd/userdb"];
+
+/// What is written besides what is configured: journals of thin images, the connections of FUSE mounts.
+const WRITTEN: [&str; 2] = ["/dev/shm", "/sys/fs/fuse/connections"];
+
+/// Devices that exports open.
+const DEVICES: [&str; 5] = ["/dev/null", "/dev/fuse", "/dev/net/tun", "/dev/vhost-net", "/dev/vhost-blk"];
+
+impl SandboxArgs {
+    /// These, and what they leave open from the environment and the configuration file.
+    pub(super) fn over(self, file: Self) -> Outcome<Self> {
+        let variable = std::env::var(VARIABLE).ok().filter(|value| !value.is_empty());
+        let of_environment = variable
+            .map(|value| value.parse::<Mode>().map_err(|why| Failure::Usage(format!("{VARIABLE}: {why}"))))
+            .transpose()?;
+        let mode = self.mode.or(of_environment).or(file.mode);
+        let workers = self.workers || file.workers;
+        let allow_paths: Vec<_> = file.allow_paths.into_iter().chain(self.allow_paths).collect();
+        let idle = match mode {
+            Some(Mode::Off) if workers => Some("--sandbox-workers has no effect with --sandbox=off"),
+            Some(Mode::Off | Mode::Log) if !allow_paths.is_empty() => {
+                Some("--allow-path has no effect with --sandbox=off or log")
+            }
+            _ => None,
+        };
+        match idle {
+            Some(why) => Err(Failure::Usage(format!("{why}; leave one of them out"))),
+            None => Ok(Self { mode, workers, allow_paths }),
+        }
+    }
+}
+
+/// What is to be left. `control`: clients may come.
+pub(super) fn plan(setup: &Setup, control: bool) -> Plan {
+    let mounts = setup.exports.iter().any(|e| e.kind == ExportKind::Fuse);
+    let allow = &setup.sandbox.allow_paths;
+    Plan {
+        mode: setup.sandbox.mode.unwrap_or_default(),
+        workers: setup.sandbox.workers,
+        capabilities: capabilities(setup, control, mounts),
+        paths: (!control || !allow.is_empty()).then(|| paths(setup)),
+        set_user_id: !rustix::process::geteuid().is_root() && (control || mounts),
+    }
+}
+
+fn capabilities(setup: &Setup, control: bool, mounts: bool) -> CapabilitySet {
+    // Images and sockets of other users, scheduling of workers, limits.
+    let mut needed = CapabilitySet::CHOWN
+        | CapabilitySet::DAC_OVERRIDE
+        | CapabilitySet::DAC_READ_SEARCH
+        | CapabilitySet::FOWNER
+        | CapabilitySet::IPC_LOCK
+        | CapabilitySet::SYS_NICE
+        | CapabilitySet::SYS_RESOURCE;
+    let taps = setup.nets.iter().any(|n| n.kind == NetKind::Tap);
+    if control || taps {
+        needed |= CapabilitySet::NET_ADMIN | CapabilitySet::BPF;
+    }
+    if control || setup.nets.iter().any(|n| n.netns.is_some()) {
+        needed |= CapabilitySet::SYS_PTRACE;
+    }
+    // For mounting, and for entering network namespaces; a tap that is passed may be of another one.
+    if control || mounts || taps {
+        needed |= CapabilitySet::SYS_ADMIN;
+    }
+    needed
+}
+
+/// What may be opened: the folders of all that is configured, what the daemon needs besides, and what the user allows.
+fn paths(setup: &Setup) -> Vec<Rule> {
+    let mut rules = Vec::new();
+    let mut add = |path: PathBuf, write| rules.push(Rule { path, write });
+    for disk in &setup.disks {
+        let Some(file) = &disk.file else { continue };
+        let files = match disk.format() {
+            Format::Qcow2 => image::chain(file),
+            // What a guest writes to a raw image is not looked at.
+            Format::Raw | Format::Null | Format::Ram => vec![file.clone()],
+        };
+        for file in files {
+            // Others are made beside a file: overlays, backups. Beside a device there are other devices.
+            let device = std::fs::metadata(&file).is_ok_and(|m| m.file_type().is_block_device());
+            folder_of(&file).filter(|_| !device).into_iter().for_each(|folder| add(folder, true));
+            add(file, true);
+        }
+    }
+    let control = match &setup.control {
+        Control::At(path) => Some(path.clone()),
+        Control::Default => cli::control_path(None),
+        Control::Off => None,
+    };
+    let metrics = match &setup.metrics {
+        Some(Address::Unix(path)) => Some(path.clone()),
+        _ => None,
+    };
+    let places = setup.exports.iter().flat_map(|e| [e.socket.clone(), e.mountpoint.clone()]).flatten();
+    for place in places.chain(control).chain(metrics).chain(setup.pidfile.clone()) {
+        folder_of(&place).into_iter().for_each(|folder| add(folder, true));
+    }
+    for net in &setup.nets {
+        net.netns.iter().filter(|name| name.contains('/')).for_each(|path| add(PathBuf::from(path), false));
+    }
+    READ.iter().for_each(|path| add(PathBuf::from(path), false));
+    WRITTEN.iter().chain(&DEVICES).for_each(|path| add(PathBuf::from(path), true));
+    macvtaps().into_iter().for_each(|device| add(device, true));
+    setup.sandbox.allow_paths.iter().for_each(|path| add(path.clone(), true));
+    rules
+}
+
+/// The folder that a file is in, symbolic links followed; none for the root folder, which would allow all.
+fn folder_of(path: &Path) -> Option<PathBuf> {
+    let real = std::fs::canonicalize(path).or_else(|_| std::path::absolute(path)).ok()?;
+    real.parent().filter(|folder| folder.parent().is_some()).map(Path::to_owned)
+}
+
+/// Macvtaps that are there now.
+fn macvtaps() -> Vec<PathBuf> {
+    let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+    let is_one = |name: &str| {
+        let number = name.strip_prefix("tap");
+        number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    };
+    entries.filter(|e| is_one(&e.file_name().to_string_lossy())).map(|e| e.path()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::spec::{DiskSpec, ExportSpec};
+
+    fn mode(mode: Option<Mode>) -> SandboxArgs {
+        SandboxArgs { mode, ..SandboxArgs::default() }
+    }
+
+    #[test]
+    fn what_has_no_effect_is_refused() {
+        let workers = SandboxArgs { workers: true, ..mode(Some(Mode::Off)) };
+        assert!(matches!(workers.over(mode(None)), Err(Failure::Usage(_))));
+        for of in [Mode::Off, Mode::Log] {
+            let paths = SandboxArgs { allow_paths: vec!["/x".into()], ..mode(None) };
+            let off = mode(Some(of));
+            assert!(matches!(off.over(paths), Err(Failure::Usage(_))));
+        }
+    }
+
+    #[test]
+    fn flags_count_more_than_the_file() {
+        let file = SandboxArgs { allow_paths: vec!["/a".into()], ..mode(Some(Mode::Off)) };
+        let flags = SandboxArgs { allow_paths: vec!["/b".into()], ..mode(Some(Mode::On)) };
+        let both = flags.over(file).unwrap();
+        assert_eq!((both.mode, both.allow_paths), (Some(Mode::On), vec!["/a".into(), "/b".into()]));
+    }
+
+    #[test]
+    fn what_clients_may_add_is_left_to_the_daemon() {
+        let disk = DiskSpec { name: "d".into(), file: Some("/images/a.img".into()), ..DiskSpec::default() };
+        let export = ExportSpec { socket: Some("/run/v/a.sock".into()), ..ExportSpec::default() };
+        let setup =
+            Setup { control: Control::Off, disks: vec![disk], exports: vec![export], ..Setup::default() };
+        let alone = plan(&setup, false);
+        assert!(!alone.capabilities.intersects(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
+        let paths = alone.paths.unwrap();
+        for path in ["/images", "/run/v"] {
+            assert!(paths.contains(&Rule { path: path.into(), write: true }), "{path}: {paths:?}");
+        }
+        assert!(!paths.iter().any(|rule| rule.path == Path::new("/")));
+        let asked = plan(&setup, true);
+        assert!(asked.capabilities.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
+        assert_eq!(asked.paths, None);
+    }
+}

@@ -1,0 +1,115 @@
+//! Which files a thread may open (landlock(7)).
+//!
+//! Descriptors that are open already are not restricted, nor are those that others pass to us.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use super::Rule;
+
+/// LANDLOCK_ACCESS_FS_* of linux/landlock.h that a rule can grant.
+mod access {
+    pub(super) const WRITE_FILE: u64 = 1 << 1;
+    pub(super) const READ_FILE: u64 = 1 << 2;
+    pub(super) const READ_DIR: u64 = 1 << 3;
+    pub(super) const REMOVE_FILE: u64 = 1 << 5;
+    pub(super) const MAKE_REG: u64 = 1 << 8;
+    pub(super) const MAKE_SOCK: u64 = 1 << 9;
+    /// Renaming between folders; since version 2.
+    pub(super) const REFER: u64 = 1 << 13;
+    /// Since version 3.
+    pub(super) const TRUNCATE: u64 = 1 << 14;
+    /// On devices that are opened from now on; since version 5.
+    pub(super) const IOCTL_DEV: u64 = 1 << 15;
+    /// What can be granted on something that is no folder.
+    pub(super) const OF_FILES: u64 = WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
+    /// For a rule that lets nothing be changed.
+    pub(super) const READING: u64 = READ_FILE | READ_DIR;
+    /// For a rule that lets things be changed.
+    pub(super) const ALL: u64 = OF_FILES | READ_DIR | REMOVE_FILE | MAKE_REG | MAKE_SOCK | REFER;
+}
+
+/// LANDLOCK_CREATE_RULESET_VERSION.
+const ASK_VERSION: u32 = 1;
+/// LANDLOCK_RULE_PATH_BENEATH.
+const PATH_BENEATH: libc::c_int = 1;
+
+/// `struct landlock_ruleset_attr` as the first version has it; the kernel takes shorter ones than its own.
+#[repr(C)]
+struct RulesetAttr {
+    handled_access_fs: u64,
+}
+
+/// `struct landlock_path_beneath_attr`.
+#[repr(C, packed)]
+struct PathBeneath {
+    allowed_access: u64,
+    parent_fd: i32,
+}
+
+/// Rules that threads can be put under.
+pub(super) struct Ruleset {
+    fd: OwnedFd,
+}
+
+impl Ruleset {
+    /// All file access is refused but what `rules` grant. `None`: the kernel has no Landlock.
+    ///
+    /// Paths that are not there are left out. An older kernel restricts less.
+    pub(super) fn new(rules: &[Rule]) -> io::Result<Option<Self>> {
+        let none = std::ptr::null::<u8>();
+        // SAFETY: with this flag the kernel reads no memory.
+        let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0, ASK_VERSION) };
+        let handled: u64 = match version {
+            ..=0 => return Ok(None),
+            1 => (1 << 13) - 1,
+            2 => (1 << 14) - 1,
+            3 | 4 => (1 << 15) - 1,
+            5.. => (1 << 16) - 1,
+        };
+        let attr = RulesetAttr { handled_access_fs: handled };
+        // SAFETY: the kernel reads as much of `attr` as is said; it lives over the call.
+        let fd = unsafe {
+            libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), 0)
+        };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor that the call has just made, which nobody else knows.
+        let ruleset = Self { fd: unsafe { OwnedFd::from_raw_fd(fd as i32) } };
+        for rule in rules {
+            ruleset.add(rule, handled)?;
+        }
+        Ok(Some(ruleset))
+    }
+
+    fn add(&self, rule: &Rule, handled: u64) -> io::Result<()> {
+        let path = match rustix::fs::open(&rule.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(path) => path,
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS) => return Ok(()),
+            Err(e) => return Err(e.into()),
+        };
+        let folder = std::fs::metadata(&rule.path).is_ok_and(|m| m.is_dir());
+        let device = std::fs::metadata(&rule.path).is_ok_and(|m| m.file_type().is_char_device());
+        let wanted = if rule.write { access::ALL } else { access::READING };
+        let possible = if folder { u64::MAX } else { access::OF_FILES };
+        let allowed = wanted & possible & handled | if device { access::IOCTL_DEV & handled } else { 0 };
+        let attr = PathBeneath { allowed_access: allowed, parent_fd: path.as_raw_fd() };
+        let ruleset = self.fd.as_raw_fd();
+        // SAFETY: the kernel reads `attr`, of the layout that this kind of rule has; it lives over the call.
+        let rc =
+            unsafe { libc::syscall(libc::SYS_landlock_add_rule, ruleset, PATH_BENEATH, &raw const attr, 0) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Puts the calling thread under the rules, besides those that it is under already. Needs `no_new_privs`.
+    pub(super) fn enter(&self) -> io::Result<()> {
+        // SAFETY: a call without memory.
+        let rc = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.fd.as_raw_fd(), 0) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,165 @@
+//! What each kind of thread may do: the one table of the sandbox.
+//!
+//! A system call that is missing here shows in the log as «a session thread made system call 101» (`ausyscall 101` names
+//! it), or ends the daemon with `--sandbox=kill`. Add it to the least group that needs it, and say why.
+
+use std::path::PathBuf;
+
+use io_uring::opcode;
+
+use super::{Rule, ThreadKind};
+
+/// Lists system calls by their names in libc, as numbers.
+macro_rules! calls {
+    ($($name:ident)*) => { &[$(libc::$name as u32),*] };
+}
+
+/// All threads: memory, threads, time, and I/O on descriptors that are open already.
+const ALL: &[u32] = calls! {
+    // First what data paths use: a kernel without the bitmap of answers runs the filter in this order.
+    SYS_io_uring_enter SYS_preadv2 SYS_pwritev2 SYS_readv SYS_writev SYS_read SYS_write SYS_futex
+    SYS_pread64 SYS_pwrite64 SYS_preadv SYS_pwritev SYS_fdatasync SYS_fsync SYS_fallocate SYS_sync_file_range
+    SYS_io_uring_register SYS_close SYS_dup SYS_dup3 SYS_fcntl SYS_ioctl SYS_lseek SYS_fstat SYS_fstatfs SYS_ppoll
+    SYS_eventfd2 SYS_mmap SYS_munmap SYS_mprotect SYS_mremap SYS_madvise SYS_mincore SYS_msync SYS_brk SYS_membarrier
+    SYS_clone SYS_clone3 SYS_set_robust_list SYS_rseq SYS_exit SYS_exit_group SYS_sched_yield
+    SYS_sched_getaffinity SYS_getcpu SYS_gettid SYS_getpid SYS_tgkill SYS_restart_syscall
+    SYS_rt_sigaction SYS_rt_sigprocmask SYS_rt_sigreturn SYS_rt_sigtimedwait SYS_sigaltstack SYS_prctl
+    SYS_clock_gettime SYS_clock_getres SYS_clock_nanosleep SYS_nanosleep SYS_gettimeofday SYS_getrandom
+    // Memory allocation reads /proc/sys/vm/overcommit_memory. Which files can be opened is for Landlock to say.
+    SYS_openat SYS_readlinkat SYS_newfstatat SYS_statx SYS_getcwd SYS_uname
+    // Whoever finds a queue gone asks what became of its socket.
+    SYS_getsockopt SYS_getsockname SYS_getpeername SYS_shutdown
+};
+
+/// Those of x86-64 alone; other architectures have only the newer calls.
+#[cfg(target_arch = "x86_64")]
+const ALL_OLD: &[u32] =
+    calls! { SYS_poll SYS_readlink SYS_stat SYS_lstat SYS_open SYS_dup2 SYS_time SYS_arch_prctl };
+#[cfg(not(target_arch = "x86_64"))]
+const ALL_OLD: &[u32] = &[];
+
+/// Sockets that are open or are made, and what goes by them.
+const SOCKETS: &[u32] = calls! {
+    SYS_recvmsg SYS_sendmsg SYS_recvfrom SYS_sendto SYS_accept4 SYS_accept SYS_setsockopt SYS_socketpair
+};
+
+/// A front end's session: rings, guest memory, taps' settings, an end that is handed to a thread of its own.
+const SESSION: &[u32] = calls! {
+    SYS_memfd_create SYS_ftruncate SYS_statfs SYS_pipe2 SYS_kcmp SYS_bpf SYS_socket SYS_bind SYS_connect
+    SYS_sched_setaffinity SYS_sched_setscheduler SYS_getpriority SYS_setpriority SYS_prlimit64 SYS_getdents64
+    SYS_getuid SYS_geteuid SYS_getgid SYS_getegid SYS_faccessat SYS_faccessat2 SYS_io_uring_setup
+    SYS_mlock SYS_munlock SYS_fadvise64
+};
+
+/// A mount's slow operations: attributes and sizes of images, holes, rings of their own.
+const MOUNT: &[u32] = calls! {
+    SYS_io_uring_setup SYS_ftruncate SYS_utimensat SYS_fchmod SYS_fchown SYS_statfs SYS_getuid SYS_geteuid SYS_getgid
+    SYS_getegid SYS_copy_file_range SYS_memfd_create SYS_pipe2 SYS_getdents64 SYS_faccessat SYS_faccessat2
+    SYS_fadvise64 SYS_wait4 SYS_waitid SYS_pidfd_open SYS_pidfd_send_signal SYS_kill SYS_close_range
+    SYS_getpriority SYS_setpriority SYS_sched_setaffinity SYS_sched_setscheduler SYS_prlimit64
+    SYS_io_setup SYS_io_submit SYS_io_getevents SYS_io_destroy SYS_io_cancel
+};
+
+/// Scrapers' thread: what it shows of workers.
+const METRICS: &[u32] = calls! { SYS_getpriority SYS_getdents64 SYS_prlimit64 SYS_getuid SYS_geteuid };
+
+/// Control threads: files, sockets, processes. Left out are calls that change what the process is or reach into others
+/// (mount, setns, unshare, execve, setuid and the like, ptrace, process_vm_*, keyctl, perf_event_open, userfaultfd,
+/// init_module, kexec, reboot, swapon, personality, chroot): what of these is needed, an errand does.
+const CONTROL: &[u32] = calls! {
+    SYS_io_uring_setup SYS_openat2 SYS_mkdirat SYS_unlinkat SYS_renameat SYS_renameat2 SYS_linkat SYS_symlinkat
+    SYS_fchmod SYS_fchmodat SYS_fchown SYS_fchownat SYS_utimensat SYS_truncate SYS_ftruncate SYS_faccessat SYS_faccessat2
+    SYS_getdents64 SYS_statfs SYS_flock SYS_copy_file_range SYS_sendfile SYS_splice SYS_tee SYS_fadvise64 SYS_readahead
+    SYS_sync SYS_syncfs SYS_chdir SYS_fchdir SYS_umask SYS_memfd_create SYS_pipe2 SYS_close_range
+    SYS_getxattr SYS_lgetxattr SYS_fgetxattr SYS_setxattr SYS_fsetxattr SYS_listxattr SYS_flistxattr
+    SYS_socket SYS_bind SYS_listen SYS_connect SYS_bpf SYS_kcmp SYS_timerfd_create SYS_timerfd_settime
+    SYS_signalfd4 SYS_epoll_create1 SYS_epoll_ctl SYS_epoll_pwait SYS_pselect6
+    SYS_wait4 SYS_waitid SYS_kill SYS_pidfd_open SYS_pidfd_send_signal SYS_getppid SYS_getpgid SYS_getsid SYS_setsid
+    SYS_getpriority SYS_setpriority SYS_sched_setaffinity SYS_sched_setscheduler SYS_sched_getscheduler
+    SYS_sched_getparam SYS_sched_setparam SYS_prlimit64 SYS_getrlimit SYS_setrlimit SYS_getrusage SYS_sysinfo SYS_times
+    SYS_getuid SYS_geteuid SYS_getgid SYS_getegid SYS_getgroups SYS_capget SYS_capset SYS_mlock SYS_munlock
+    SYS_io_setup SYS_io_submit SYS_io_getevents SYS_io_destroy SYS_io_cancel SYS_get_robust_list
+    SYS_set_tid_address
+};
+
+#[cfg(target_arch = "x86_64")]
+const CONTROL_OLD: &[u32] = calls! {
+    SYS_unlink SYS_rename SYS_mkdir SYS_rmdir SYS_link SYS_symlink SYS_chmod SYS_chown SYS_lchown SYS_access SYS_pipe
+    SYS_select SYS_epoll_create SYS_epoll_wait SYS_getdents SYS_fork SYS_vfork SYS_utime SYS_utimes SYS_getpgrp
+};
+#[cfg(not(target_arch = "x86_64"))]
+const CONTROL_OLD: &[u32] = &[];
+
+/// Numbers of the system calls that threads of this kind may make.
+pub(super) fn allowed(kind: ThreadKind) -> Vec<u32> {
+    let groups: &[&[u32]] = match kind {
+        ThreadKind::Control => &[ALL, ALL_OLD, SOCKETS, CONTROL, CONTROL_OLD],
+        ThreadKind::Session => &[ALL, ALL_OLD, SOCKETS, SESSION],
+        ThreadKind::Mount => &[ALL, ALL_OLD, SOCKETS, MOUNT],
+        ThreadKind::Metrics => &[ALL, ALL_OLD, SOCKETS, METRICS],
+        ThreadKind::Worker => &[ALL, ALL_OLD],
+    };
+    groups.concat()
+}
+
+/// What threads that serve guests may open: nothing but what the kernel tells of itself and of us, and its vhost devices.
+pub(super) fn guest_paths() -> Vec<Rule> {
+    let rule = |(path, write): (&str, bool)| Rule { path: PathBuf::from(path), write };
+    [("/proc", false), ("/sys", false), ("/dev/vhost-net", true), ("/dev/vhost-blk", true)].map(rule).into()
+}
+
+/// Operations that rings take; all others complete with EACCES. A filter of system calls does not see them.
+pub(crate) const RING_OPERATIONS: [u8; 17] = [
+    opcode::Nop::CODE,
+    opcode::Read::CODE,
+    opcode::Readv::CODE,
+    opcode::ReadFixed::CODE,
+    opcode::Write::CODE,
+    opcode::Writev::CODE,
+    opcode::WriteFixed::CODE,
+    opcode::Fsync::CODE,
+    opcode::SyncFileRange::CODE,
+    opcode::Fallocate::CODE,
+    opcode::PollAdd::CODE,
+    opcode::PollRemove::CODE,
+    opcode::Timeout::CODE,
+    opcode::TimeoutRemove::CODE,
+    opcode::AsyncCancel::CODE,
+    opcode::MsgRingData::CODE,
+    opcode::UringCmd16::CODE,
+];
+
+/// Registrations that a ring takes after it was made (IORING_REGISTER_* of linux/io_uring.h): files, the number of io-wq's
+/// workers, cancelling.
+pub(crate) const RING_REGISTRATIONS: [u8; 6] = [2, 3, 6, 14, 19, 24];
+
+/// Flags of operations: IOSQE_FIXED_FILE, IO_DRAIN, IO_LINK, IO_HARDLINK, ASYNC, CQE_SKIP_SUCCESS.
+pub(crate) const RING_FLAGS: u8 = 1 | 2 | 4 | 8 | 16 | 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_thread_may_change_what_the_process_is_or_reach_into_others() {
+        let never = calls! {
+            SYS_execve SYS_execveat SYS_ptrace SYS_process_vm_readv SYS_process_vm_writev SYS_mount SYS_umount2
+            SYS_pivot_root SYS_chroot SYS_setns SYS_unshare SYS_setuid SYS_setgid SYS_setresuid SYS_setresgid SYS_setgroups
+            SYS_init_module SYS_finit_module SYS_kexec_load SYS_perf_event_open SYS_keyctl SYS_add_key SYS_userfaultfd
+            SYS_personality SYS_reboot SYS_swapon SYS_open_by_handle_at SYS_seccomp
+        };
+        for kind in ThreadKind::ALL {
+            let allowed = allowed(kind);
+            assert!(!never.iter().any(|number| allowed.contains(number)), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn workers_may_do_least_and_make_no_rings() {
+        let worker = allowed(ThreadKind::Worker);
+        assert!(!worker.contains(&(libc::SYS_io_uring_setup as u32)));
+        for kind in ThreadKind::ALL {
+            assert!(worker.iter().all(|number| allowed(kind).contains(number)), "{kind:?}");
+        }
+    }
+}

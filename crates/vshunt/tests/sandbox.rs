@@ -1,0 +1,253 @@
+//! What the daemon's threads may still do once it serves, as the kernel tells it.
+
+mod common;
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+
+use common::{Daemon, output, vshunt, wait, wait_for};
+use serde_json::Value;
+use vshunt::error::Kind;
+use vshunt::export::spec::{DiskSpec, Format, NetKind, NetSpec};
+use vshunt::export::{Daemon as Library, Options};
+
+/// Bits of capability sets in /proc/PID/status.
+const SYS_ADMIN: u64 = 1 << 21;
+const SYS_MODULE: u64 = 1 << 16;
+const SYS_PTRACE: u64 = 1 << 19;
+
+/// One field of every thread's status, with the threads' names.
+fn threads(pid: u32, field: &str) -> Vec<(String, String)> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let of_thread = |task: &Path| -> Option<(String, String)> {
+        let status = fs::read_to_string(task.join("status")).ok()?;
+        let value = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            line.map(|value| value.trim().to_owned())
+        };
+        Some((value("Name")?, value(field)?))
+    };
+    tasks.filter_map(|task| of_thread(&task.unwrap().path())).collect()
+}
+
+/// A daemon, and the folder of its export's socket.
+struct Served {
+    daemon: Daemon,
+    _dir: tempfile::TempDir,
+}
+
+impl std::ops::Deref for Served {
+    type Target = Daemon;
+
+    fn deref(&self) -> &Daemon {
+        &self.daemon
+    }
+}
+
+fn status(daemon: &Daemon) -> Value {
+    let (code, text, error) = output(vshunt().arg("-c").arg(&daemon.control).args(["status", "--json"]));
+    assert_eq!(code, 0, "{error}");
+    serde_json::from_str::<Value>(&text).unwrap()["sandbox"].clone()
+}
+
+fn serve(mode: &str, more: &[&str]) -> Served {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = format!("type=vhost-user-blk,name=e0,disk=d0,socket={}/s", dir.path().display());
+    let mut args = vec!["--disk", "name=d0,format=null,size=1M", "--export", &socket, "--worker", "name=w1"];
+    args.extend(more);
+    let daemon = Daemon::start_with(&args, |command| {
+        command.env_remove("VSHUNT_SANDBOX");
+        if !mode.is_empty() {
+            command.args(["--sandbox", mode]);
+        }
+    });
+    Served { daemon, _dir: dir }
+}
+
+#[test]
+fn by_default_every_thread_is_confined() {
+    let daemon = serve("", &[]);
+    let pid = daemon.child.id();
+    for (name, value) in threads(pid, "NoNewPrivs") {
+        assert!(value == "1" || name == "launcher", "{name}: {value}");
+    }
+    let mut sessions = 0;
+    for (name, value) in threads(pid, "Seccomp") {
+        let open = name == "launcher" || name.starts_with("worker-") || name == "w1";
+        assert_eq!(value == "2", !open, "{name}: {value}");
+        sessions += usize::from(name == "vu-e0");
+    }
+    assert_eq!(sessions, 1);
+    for (name, value) in threads(pid, "CapEff") {
+        let set = u64::from_str_radix(&value, 16).unwrap();
+        assert_eq!(set & SYS_MODULE, 0, "{name}: {value}");
+        assert!(set & SYS_PTRACE == 0 || name == "launcher", "{name}: {value}");
+        assert!(set == 0 || !name.starts_with("worker-"), "{name}: {value}");
+        assert!(set & SYS_ADMIN == 0 || name != "vu-e0", "{name}: {value}");
+    }
+    let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let core = limits.lines().find(|line| line.starts_with("Max core file size")).unwrap();
+    assert_eq!(core.split_whitespace().nth(4), Some("0"), "{core}");
+    let info = status(&daemon);
+    assert_eq!((&info["mode"], &info["refused"]), (&Value::from("on"), &Value::from(0)));
+    assert_eq!(info["filtered"], serde_json::json!(["control", "session", "mount", "metrics"]));
+    let (_, text, _) = output(vshunt().arg("-c").arg(&daemon.control).arg("status"));
+    assert!(text.lines().last().unwrap().starts_with("sandbox: on; "), "{text}");
+}
+
+#[test]
+fn workers_made_later_are_confined_like_the_first() {
+    let daemon = serve("kill", &[]);
+    let (code, id, error) = output(vshunt().arg("-c").arg(&daemon.control).args(["worker", "new"]));
+    assert_eq!(code, 0, "{error}");
+    let name = format!("worker-{}", id.trim());
+    let made = threads(daemon.child.id(), "Seccomp");
+    assert!(made.contains(&(name.clone(), "2".to_owned())), "{name}: {made:?}");
+    let capable = threads(daemon.child.id(), "CapEff");
+    let set = &capable.iter().find(|(thread, _)| *thread == name).unwrap().1;
+    assert_eq!(u64::from_str_radix(set, 16), Ok(0));
+}
+
+#[test]
+fn off_restricts_nothing() {
+    let daemon = serve("off", &[]);
+    let pid = daemon.child.id();
+    let own = threads(std::process::id(), "CapEff").pop().unwrap().1;
+    assert!(threads(pid, "Seccomp").iter().all(|(_, value)| value == "0"));
+    assert!(threads(pid, "NoNewPrivs").iter().all(|(_, value)| value == "0"));
+    assert!(threads(pid, "CapEff").iter().all(|(_, value)| *value == own));
+    assert_eq!(status(&daemon)["mode"], "off");
+}
+
+#[test]
+fn log_filters_and_restricts_nothing_else() {
+    let daemon = serve("log", &["--sandbox-workers"]);
+    let pid = daemon.child.id();
+    let own = threads(std::process::id(), "CapEff").pop().unwrap().1;
+    assert!(threads(pid, "CapEff").iter().all(|(_, value)| *value == own));
+    let filtered = threads(pid, "Seccomp");
+    assert!(filtered.iter().all(|(name, value)| value == "2" || name == "launcher"), "{filtered:?}");
+    let info = status(&daemon);
+    assert_eq!((&info["mode"], &info["landlock"]), (&Value::from("log"), &Value::from("off")));
+}
+
+#[test]
+fn a_wrong_mode_is_named() {
+    let (code, _, error) = output(vshunt().args(["serve"]).env("VSHUNT_SANDBOX", "much"));
+    assert_eq!((code, error.trim()), (2, "vshunt: VSHUNT_SANDBOX: `much` is not one of on, log, off, kill"));
+    let (code, _, error) = output(vshunt().args(["serve", "--sandbox=much"]));
+    assert!(code == 2 && error.contains("[possible values: on, log, off, kill]"), "{error}");
+    let (code, _, error) = output(vshunt().args(["serve", "--sandbox=off", "--allow-path=/tmp"]));
+    assert!(code == 2 && error.contains("--allow-path has no effect"), "{error}");
+}
+
+/// Landlock is missing on some kernels; then there is nothing to see.
+fn has_landlock(daemon: &Daemon) -> bool {
+    let missing = status(daemon)["landlock"] == "missing";
+    if missing {
+        println!("skip: this kernel has no Landlock");
+    }
+    !missing
+}
+
+fn add(daemon: &Daemon, name: &str, file: &Path) -> (i32, String, String) {
+    let disk = format!("name={name},file={}", file.display());
+    output(vshunt().arg("-c").arg(&daemon.control).args(["disk", "add", &disk]))
+}
+
+#[test]
+fn with_allow_path_nothing_else_is_opened() {
+    let (inside, outside) = (tempfile::tempdir_in("/tmp").unwrap(), tempfile::tempdir_in("/tmp").unwrap());
+    for dir in [&inside, &outside] {
+        fs::write(dir.path().join("a.img"), vec![0; 1 << 20]).unwrap();
+    }
+    let daemon = serve("kill", &["--allow-path", inside.path().to_str().unwrap()]);
+    if !has_landlock(&daemon) {
+        return;
+    }
+    assert_eq!(status(&daemon)["landlock"], "process");
+    let (code, _, error) = add(&daemon, "in", &inside.path().join("a.img"));
+    assert_eq!(code, 0, "{error}");
+    let (code, _, error) = add(&daemon, "out", &outside.path().join("a.img"));
+    assert!(code == 1 && error.contains("ermission denied"), "{error}");
+    // Without it clients may name any file.
+    let daemon = serve("kill", &[]);
+    assert_eq!(status(&daemon)["landlock"], "guests");
+    let (code, _, error) = add(&daemon, "out", &outside.path().join("a.img"));
+    assert_eq!(code, 0, "{error}");
+}
+
+#[test]
+fn without_a_control_socket_it_serves_and_ends_cleanly() {
+    let dir = tempfile::tempdir().unwrap();
+    let (image, socket) = (dir.path().join("a.img"), dir.path().join("s"));
+    fs::write(&image, vec![0; 1 << 20]).unwrap();
+    let mut child = vshunt()
+        .args(["serve", "--no-control", "--disk", &format!("name=d,file={}", image.display())])
+        .args(["--export", &format!("type=vhost-user-blk,name=e,disk=d,socket={}", socket.display())])
+        .spawn()
+        .unwrap();
+    wait_for("the export's socket", || UnixStream::connect(&socket).is_ok());
+    let capable = threads(child.id(), "CapEff");
+    for (name, value) in &capable {
+        assert_eq!(u64::from_str_radix(value, 16).unwrap() & SYS_ADMIN, 0, "{name}: {value}");
+    }
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert_eq!(wait(&mut child), 0);
+    assert!(!socket.exists(), "the socket is left");
+}
+
+#[test]
+fn its_memory_is_closed_to_processes_of_its_user() {
+    if !rustix::process::getuid().is_root() || output(Command::new("setpriv").arg("--version")).0 != 0 {
+        println!(
+            "skip its_memory_is_closed_to_processes_of_its_user: needs root and setpriv (package util-linux)"
+        );
+        return;
+    }
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    rustix::fs::chmod(dir.path(), rustix::fs::Mode::from_raw_mode(0o777)).unwrap();
+    let program = dir.path().join("vshunt");
+    fs::copy(env!("CARGO_BIN_EXE_vshunt"), &program).unwrap();
+    let control = dir.path().join("c");
+    let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+    let mut child = Command::new("setpriv")
+        .args(nobody)
+        .arg(&program)
+        .args(["serve", "-c"])
+        .arg(&control)
+        .spawn()
+        .unwrap();
+    wait_for("the control socket", || UnixStream::connect(&control).is_ok());
+    let memory = format!("/proc/{}/mem", child.id());
+    let (code, _, _) = output(Command::new("setpriv").args(nobody).args(["head", "-c1", &memory]));
+    let (ended, _, error) = output(vshunt().arg("-c").arg(&control).arg("quit"));
+    assert!(ended == 0 && wait(&mut child) == 0, "{error}");
+    assert_ne!(code, 0, "another process of the same user reads its memory");
+}
+
+#[test]
+fn no_more_disks_and_networks_than_the_constants_say() {
+    let daemon = Library::new(Options::default()).unwrap();
+    let disk = |at: usize| DiskSpec {
+        name: format!("d{at}"),
+        format: Some(Format::Null),
+        size: Some(1 << 20),
+        ..DiskSpec::default()
+    };
+    let full = (0..).find_map(|at| daemon.disk_add(disk(at)).err().map(|e| (at, e)));
+    let (at, error) = full.unwrap();
+    assert_eq!((at, error.kind()), (1024, Kind::Limit), "{error}");
+    let switch = |at: usize| NetSpec { kind: NetKind::Switch, name: format!("s{at}"), ..net() };
+    let full = (0..).find_map(|at| daemon.net_add(switch(at)).err().map(|e| (at, e)));
+    let (at, error) = full.unwrap();
+    assert_eq!((at, error.kind()), (1024, Kind::Limit), "{error}");
+    daemon.shutdown();
+}
+
+fn net() -> NetSpec {
+    serde_json::from_value(serde_json::json!({ "type": "switch", "name": "s" })).unwrap()
+}
