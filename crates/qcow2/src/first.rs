@@ -1,12 +1,12 @@
 //! The first bytes of an image that is served: the only piece of metadata that two requests may change at the same time.
 //!
-//! A flush writes the journal's generation there, and a request that finds the image corrupt sets the mark for that. Both
-//! change a copy in memory and write all of it. A write that is over and finds the copy changed since is done again, so that
-//! the last write has both changes.
+//! A flush writes the journal's generation there, a request that finds the image corrupt sets the mark for that, and a disk
+//! that grows or shrinks gets its size. Each changes a copy in memory and writes all of it. A write that is over and finds the
+//! copy changed since is done again, so that the last write has all changes.
 
 use std::sync::Mutex;
 
-use crate::header::{INCOMPATIBLE_AT, generation_at, incompatible};
+use crate::header::{INCOMPATIBLE_AT, SIZE_AT, generation_at, incompatible};
 
 /// The first bytes as they are to be in the image, a [unit](crate::served::Served::unit) of them.
 pub(crate) struct First(Mutex<State>);
@@ -41,6 +41,12 @@ impl First {
         })
     }
 
+    /// Sets the size of the disk, bytes.
+    pub(crate) fn set_size(&self, size: u64) -> Copied {
+        let at = SIZE_AT as usize;
+        self.change(|bytes| bytes[at..at + 8].copy_from_slice(&size.to_be_bytes()))
+    }
+
     /// Marks the image as corrupt.
     pub(crate) fn set_corrupt(&self) -> Copied {
         // In the field's last, lowest byte.
@@ -51,5 +57,20 @@ impl First {
     pub(crate) fn since(&self, version: u64) -> Option<Copied> {
         let state = self.0.lock().expect("no holder panics");
         (state.version != version).then(|| (state.bytes.clone(), state.version))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_write_that_is_over_late_is_done_again_with_all_changes() {
+        let first = First::new(vec![0; 512]);
+        let (_, early) = first.set_size(0x0102_0304);
+        let (late, version) = first.set_corrupt();
+        assert_eq!(late[SIZE_AT as usize..][..8], 0x0102_0304u64.to_be_bytes());
+        assert_eq!(first.since(early), Some((late, version)));
+        assert_eq!(first.since(version), None);
     }
 }

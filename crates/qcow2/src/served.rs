@@ -319,6 +319,31 @@ impl Served {
         self.room
     }
 
+    /// Writes the size of the disk, bytes, into the image by `write`. That is given the image's first bytes, and is called
+    /// again if a request has changed them meanwhile. `None`: no request writes there, and nothing was done; the caller writes
+    /// the field of the header itself.
+    ///
+    /// # Errors
+    /// Those of `write`. The image has either size then.
+    pub fn write_size<E>(
+        &self,
+        size: u64,
+        mut write: impl FnMut(&[u8]) -> std::result::Result<(), E>,
+    ) -> Option<std::result::Result<(), E>> {
+        let first = self.first.as_ref()?;
+        let mut copied = first.set_size(size);
+        loop {
+            if let Err(e) = write(&copied.0) {
+                first.set_size(self.size());
+                return Some(Err(e));
+            }
+            match first.since(copied.1) {
+                Some(newer) => copied = newer,
+                None => return Some(Ok(())),
+            }
+        }
+    }
+
     /// The disk has another size, `room` at most, which the header on the storage has already. No write, discard or
     /// WriteZeroes may be under way.
     pub fn set_size(&self, size: u64) {

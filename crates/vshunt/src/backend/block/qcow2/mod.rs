@@ -144,14 +144,17 @@ impl Qcow2 {
         if size > top.room() {
             return Err(std::io::Error::from_raw_os_error(libc::EFBIG));
         }
-        // By the sector, as all metadata is written. Nobody else writes the header while the image is served but whoever
-        // marks it as corrupt, from the same sector read before: that is known by the second look.
+        // Where there is a journal, flushes write the header's sector, too. Else only a request that marks the image as corrupt
+        // does, from the same sector read before: that is known by the second look.
         let wrong = || match top.is_wrong() {
             true => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             false => Ok(()),
         };
         wrong()?;
-        file.merge(qcow2::header::SIZE_AT, &size.to_be_bytes(), self.through)?;
+        match top.write_size(size, |bytes| file.merge(0, bytes, self.through)) {
+            Some(written) => written?,
+            None => file.merge(qcow2::header::SIZE_AT, &size.to_be_bytes(), self.through)?,
+        }
         wrong()?;
         top.set_size(size);
         Ok(())
