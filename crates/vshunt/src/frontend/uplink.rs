@@ -57,7 +57,7 @@ impl Uplink {
         let mtu = tap.mtu().unwrap_or(options.mtu);
         let port =
             switch.join(queues.len(), PortOptions { tap: Some(Arc::downgrade(&tap)), mtu, ..options })?;
-        switch.set_hosts(&port, tap.host_addresses());
+        switch.set_hosts(&port, tap.host_addresses().unwrap_or_default());
         let plug = Arc::new(Plug { switch, port });
         let stats: Vec<Arc<NetStats>> = (0..queues.len()).map(|_| Arc::default()).collect();
         let this = Self {
@@ -138,10 +138,12 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
     let mut was_blocked = false;
     loop {
         let Some(tap) = tap.upgrade() else { return };
-        // An interface that is gone keeps what was known of it.
+        // What cannot be read now stays as it was: a guest must not get the host's address.
         if let Ok(mtu) = tap.mtu() {
             port.set_mtu(mtu);
-            switch.set_hosts(port, tap.host_addresses());
+        }
+        if let Some(addresses) = tap.host_addresses() {
+            switch.set_hosts(port, addresses);
         }
         drop(tap);
         switch.probe(port);

@@ -358,14 +358,18 @@ impl Tap {
         link.map(|link| link.mtu).ok_or_else(|| cannot(io::Error::from_raw_os_error(libc::ENODEV)))
     }
 
-    /// Addresses by which the host sends through the interface: its own, and that of the bridge that it is a port of. None
-    /// where that is not known, and of a macvtap, whose address is that of the guest.
-    pub fn host_addresses(&self) -> Vec<[u8; 6]> {
-        let Some(links) = self.links.as_ref().filter(|_| !self.macvtap) else { return Vec::new() };
-        let Ok(Some(link)) = links.find(&self.name) else { return Vec::new() };
-        let master = link.master.and_then(|index| links.find_index(index).ok().flatten());
+    /// Returns the addresses by which the host sends through the interface: its own, and that of the bridge that it is a
+    /// port of. Empty for a macvtap, whose address is that of the guest, and in a network namespace that this program may
+    /// not enter. `None`: the kernel did not tell.
+    pub fn host_addresses(&self) -> Option<Vec<[u8; 6]>> {
+        let Some(links) = self.links.as_ref().filter(|_| !self.macvtap) else { return Some(Vec::new()) };
+        let link = links.find(&self.name).ok()??;
+        let master = match link.master {
+            Some(index) => links.find_index(index).ok()?,
+            None => None,
+        };
         let bridge = master.filter(|master| master.kind == LinkKind::Bridge);
-        link.address.into_iter().chain(bridge.and_then(|bridge| bridge.address)).collect()
+        Some(link.address.into_iter().chain(bridge.and_then(|bridge| bridge.address)).collect())
     }
 
     /// Sets it.

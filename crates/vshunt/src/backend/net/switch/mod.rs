@@ -22,7 +22,7 @@ mod port;
 mod probe;
 mod vlan;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -85,7 +85,7 @@ impl View {
 struct State {
     view: Arc<View>,
     /// Addresses of the host behind uplinks, by port.
-    hosts: HashMap<u16, Vec<[u8; 6]>>,
+    hosts: BTreeMap<u16, Vec<[u8; 6]>>,
 }
 
 impl State {
@@ -112,8 +112,6 @@ pub struct Switch {
     version: AtomicU64,
     macs: Macs,
     start: Instant,
-    /// By which its own probes are known; nobody else can make it up.
-    id: probe::Id,
 }
 
 impl Switch {
@@ -125,7 +123,6 @@ impl Switch {
             version: AtomicU64::new(0),
             macs: Macs::new(),
             start: Instant::now(),
-            id: probe::Id::random(),
         }
     }
 
@@ -225,7 +222,9 @@ impl Switch {
         if look.destination.is_group() {
             return Ok(Route::All);
         }
-        let pinned = view.pinned(look.destination, vlan).next().map(|pin| pin.port);
+        // The host can have several uplinks, one of which makes a loop.
+        let forwards = |port: &u16| view.port((*port).into()).is_some_and(|port| !port.is_blocked(now_s));
+        let pinned = view.pinned(look.destination, vlan).map(|pin| pin.port).find(forwards);
         let to = pinned.or_else(|| self.macs.find(look.destination, vlan, now_s));
         Ok(match to {
             Some(port) if port == from.index => Route::Nowhere,

@@ -9,6 +9,7 @@ use super::End;
 use super::flows::Flows;
 use super::frame::Packet;
 use super::macs::{Address, Learnt};
+use super::probe;
 use super::vlan::{Form, Lan};
 use crate::backend::net::Tap;
 use crate::export::spec::PortState;
@@ -88,6 +89,8 @@ pub struct Port {
     loops: AtomicU64,
     /// The uplink with which it makes a loop.
     loop_with: AtomicU32,
+    /// By which its own probes are known.
+    pub(super) probe: probe::Id,
 }
 
 impl Port {
@@ -108,6 +111,7 @@ impl Port {
             blocked_until_s: AtomicU32::new(0),
             loops: AtomicU64::new(0),
             loop_with: AtomicU32::new(0),
+            probe: probe::Id::random(),
         }
     }
 

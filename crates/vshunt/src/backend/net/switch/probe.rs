@@ -3,11 +3,12 @@
 //! While a switch has several uplinks, each of them sends a probe every few seconds ([`Switch::probe`], on the uplink's own
 //! thread). A probe that was sent by one uplink and comes in by another one shows that both lead to the same network; the
 //! one with the higher number is blocked for as long as probes come ([`Switch::is_probe`], on a worker). Guests get no
-//! probes, and cannot make any: a probe has a random number of the switch. Probes of other switches pass like other frames,
-//! so that a loop through several daemons shows, too.
+//! probes, and cannot make any: a probe has a random number of its uplink. A station on the network of one uplink sees the
+//! number of that one only, which means nothing there. Probes of other switches pass like other frames, so that a loop through
+//! several daemons shows, too.
 //!
 //! ```text
-//! destination (group) | source | [tag] | 0x9000 | "vshunt lp" | id (16) | number of the uplink (2) | zeroes
+//! destination (group) | source | [tag] | 0x9000 | "vshunt lp" | id of the uplink (16) | zeroes
 //! ```
 
 use std::collections::hash_map::RandomState;
@@ -31,7 +32,7 @@ const VLANS_PROBED: usize = 64;
 /// A random number.
 type Number = [u8; 16];
 
-/// By which a switch knows its own probes.
+/// By which a switch knows the probes of an uplink.
 pub(super) struct Id(Number);
 
 impl Id {
@@ -47,8 +48,8 @@ impl Id {
 
 impl Switch {
     /// The probe of an uplink, in a VLAN or without a tag.
-    pub(super) fn probe_frame(&self, port: u16, vlan: Option<u16>) -> Vec<u8> {
-        let id = &self.id.0;
+    pub(super) fn probe_frame(port: &Port, vlan: Option<u16>) -> Vec<u8> {
+        let id = &port.probe.0;
         let mut frame = GROUP.to_vec();
         // Locally administered, one station's.
         frame.push(0x02);
@@ -60,7 +61,6 @@ impl Switch {
         frame.extend(ETH_TEST.to_be_bytes());
         frame.extend(MAGIC);
         frame.extend(id);
-        frame.extend(port.to_be_bytes());
         frame.resize(frame.len().max(FRAME_MIN), 0);
         frame
     }
@@ -82,7 +82,7 @@ impl Switch {
         };
         for vlan in bare.then_some(None).into_iter().chain(tagged.into_iter().map(Some)) {
             // An interface that is down, or has no room, takes none: the next ones come soon.
-            let _ = tap.inject(&self.probe_frame(port.index, vlan));
+            let _ = tap.inject(&Self::probe_frame(port, vlan));
         }
     }
 
@@ -97,16 +97,14 @@ impl Switch {
     fn is_own_probe(&self, view: &View, port: &Port, first: &[u8], now_s: u32) -> bool {
         let at = if word_at(first, 12) == Some(ETH_VLAN) { 16 } else { 12 };
         let (magic, id) = (at + 2, at + 2 + MAGIC.len());
-        let own = word_at(first, at) == Some(ETH_TEST)
-            && first.get(magic..id) == Some(&MAGIC[..])
-            && first.get(id..id + 16) == Some(&self.id.0[..]);
-        if !own {
+        if word_at(first, at) != Some(ETH_TEST) || first.get(magic..id) != Some(&MAGIC[..]) {
             return false;
         }
-        let from = word_at(first, id + 16).and_then(|from| view.port(from.into()));
-        if let Some(from) =
-            from.filter(|from| from.index != port.index && from.is_uplink() && from.meets(port))
-        {
+        let Some(number) = first.get(id..id + size_of::<Number>()) else { return false };
+        let Some(from) = view.all().find(|from| from.is_uplink() && from.probe.0 == number) else {
+            return false;
+        };
+        if from.index != port.index && from.meets(port) {
             let (stays, goes) = if from.index < port.index { (&**from, port) } else { (port, &**from) };
             if goes.block(stays.index, now_s) {
                 // What was learnt there is to be found by the other uplink.

@@ -249,9 +249,11 @@ fn a_loop_of_uplinks_blocks_the_later_one() {
     let uplink = |name| port(&switch, PortOptions { tap: Some(Weak::new()), ..guest(name) });
     let (a, b, c) = (uplink("a"), uplink("b"), port(&switch, guest("c")));
     let view = switch.view();
-    let probe = |from: &Port, vlan| switch.probe_frame(from.index, vlan);
+    let probe = |from: &Port, vlan| Switch::probe_frame(from, vlan);
     // Another switch's, one's own that comes back where it was sent, and what only looks like one.
-    assert!(!switch.is_probe(&view, &a, &Switch::new("s").probe_frame(a.index, None), 1));
+    let other = Switch::new("s");
+    let theirs = port(&other, PortOptions { tap: Some(Weak::new()), ..guest("theirs") });
+    assert!(!switch.is_probe(&view, &a, &Switch::probe_frame(&theirs, None), 1));
     assert!(switch.is_probe(&view, &a, &probe(&a, None), 1));
     assert!(!switch.is_probe(&view, &a, &probe(&b, None)[..38], 1));
     assert!(!a.is_blocked(1) && !b.is_blocked(1));
