@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import rig as r
@@ -210,8 +211,26 @@ def bitmap_stays(rig):
     r.require(image("check", path, check=False).returncode == 0, "the image is not clean")
 
 
+# A journal's file ends with the name of its image: 8 bytes that mark it, then when the image was missed first.
+NAME_BYTES, NAME_MAGIC = 8192, b"VSJNNAM1"
+
+
+def missed_at(journal):
+    """When a sweep missed the image of a journal first, seconds since 1970; 0: never."""
+    name = journal.read_bytes()[-NAME_BYTES:]
+    r.require(name.startswith(NAME_MAGIC), f"{journal} does not name its image")
+    return int.from_bytes(name[8:16], "little")
+
+
+def missed_two_days_ago(journal):
+    """Have a journal say so."""
+    with open(journal, "r+b") as file:
+        file.seek(-NAME_BYTES + 8, os.SEEK_END)
+        file.write(int(time.time() - 2 * 24 * 3600).to_bytes(8, "little"))
+
+
 def swept(rig):
-    """A daemon that starts removes the journal of an image that is gone, and no other."""
+    """A daemon that starts removes the journal of an image that is gone since yesterday, and no other."""
     gone, kept = create(rig.dir / "gone.qcow2"), create(rig.dir / "kept.qcow2")
     for path in (gone, kept):
         disk = Killed(rig, path, f"sweep-{path.stem}")
@@ -226,6 +245,12 @@ def swept(rig):
     moved = kept.rename(rig.dir / "moved.qcow2")
     gone.unlink()
     try:
+        first = r.Daemon(rig, name="sweeper-first")
+        r.wait_for("the sweep", lambda: missed_at(journals[0]) > 0)
+        r.require(journals[0].exists(), "the journal is removed on the first day")
+        first.cli("quit")
+        r.require(first.child.wait() == 0, first.child.tail())
+        missed_two_days_ago(journals[0])
         other = r.Daemon(rig, name="sweeper")
         r.wait_for("the sweep", lambda: not journals[0].exists())
         r.require(journals[1].exists(), "the journal of an image that was moved is removed")

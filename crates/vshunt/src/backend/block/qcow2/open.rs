@@ -374,10 +374,11 @@ fn through(file: &Raw, header: &Header, path: &Path, shared: bool) -> (Option<Ch
         }
         // It is known to be used by another process.
         Through::Live => {
-            tracing::warn!(
+            let text = format!(
                 "{shown} is open in another vshunt, and is only read: what is written to it may be missing"
             );
-            return (None, None);
+            tracing::warn!("{text}");
+            return (None, Some(Reading { text, lacks: true }));
         }
         Through::Lost(why) => (
             None,

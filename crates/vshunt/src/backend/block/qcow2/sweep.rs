@@ -33,8 +33,10 @@ const AT_PATH: usize = AT_HANDLE + 8 + HANDLE_HEAD + HANDLE_MAX;
 const PATH_MAX: usize = 4096;
 const _: () = assert!(AT_PATH + 8 + PATH_MAX <= NAME_BYTES as usize);
 
-/// Where no handle tells, an image has to be missing for so long: it may have been moved, and be opened later.
+/// For how long an image has to be missing. Where no handle tells, it may have been moved, and be opened later. A handle can
+/// be wrong: another file system can have the same device number and be mounted at the same place for a while.
 const MISSING_FOR: Duration = Duration::from_secs(7 * 24 * 3600);
+const GONE_FOR: Duration = Duration::from_secs(24 * 3600);
 
 /// Which image a journal belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -232,11 +234,11 @@ fn sweep_one(path: &Path, journal: &str, now_s: u64) -> io::Result<Option<PathBu
     let Some(name) = Name::decode(&bytes) else { return Ok(None) };
     let missed = |seconds: u64| file.write_all_at(&seconds.to_le_bytes(), at + AT_MISSED as u64);
     let gone = match look(journal, &name) {
-        Image::Gone => true,
-        Image::Missing if name.missed_s == 0 => {
+        Image::Gone | Image::Missing if name.missed_s == 0 => {
             missed(now_s)?;
             false
         }
+        Image::Gone => now_s.saturating_sub(name.missed_s) >= GONE_FOR.as_secs(),
         Image::Missing => now_s.saturating_sub(name.missed_s) >= MISSING_FOR.as_secs(),
         Image::There | Image::Unknown => {
             if name.missed_s != 0 {

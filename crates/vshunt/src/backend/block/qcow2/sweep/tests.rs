@@ -70,7 +70,9 @@ fn the_journal_of_an_image_that_is_gone_goes() {
         return;
     }
     places.sweep(now);
-    assert!(!journal.exists(), "its image is gone");
+    assert!(journal.exists(), "its image is gone since today");
+    places.sweep(now + GONE_FOR);
+    assert!(!journal.exists(), "its image is gone since yesterday");
     places.sweep(now + 30 * DAY);
     assert!(kepts.exists(), "its image was moved");
 }
