@@ -201,8 +201,10 @@ impl Fuse {
             }
         }
         // Without its mount it may live on, for those who have the file open or in another mount namespace.
-        self.inner.mount.sever(&self.inner.session);
-        self.shared.end();
+        // Idle entries of ring queues come back when it ends, and not before.
+        if self.inner.mount.sever(&self.inner.session) {
+            self.shared.end();
+        }
         for index in 0..queues.len() {
             drop(queues.stop(index));
         }

@@ -156,10 +156,13 @@ impl Mount {
     }
 
     /// Aborts the connection of `session`, which is this mount's, if it has not ended with the mount.
-    pub fn sever(&self, session: &OwnedFd) {
-        if let Err(e) = umount::sever(session, self.id.device) {
+    /// Returns whether it has ended.
+    pub fn sever(&self, session: &OwnedFd) -> bool {
+        let severed = umount::sever(session, self.id.device);
+        if let Err(e) = &severed {
             tracing::warn!("{}: cannot end its connection: {e}", self.path().display());
         }
+        severed.is_ok()
     }
 
     /// Ends the mount; where it was last.
