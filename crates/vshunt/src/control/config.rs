@@ -196,7 +196,7 @@ mod tests {
         metrics = "127.0.0.1:9150"
         pidfile = "/run/p"
         poll-us = 7
-        sandbox = "log"
+        sandbox = "on"
         sandbox-workers = true
         allow-path = ["/images"]
         [[disk]]
@@ -245,7 +245,7 @@ mod tests {
         assert_eq!(setup.metrics, Some("9150".parse().unwrap()));
         assert_eq!((setup.pidfile, setup.poll_us), (Some("/run/p".into()), Some(7)));
         let sandbox =
-            SandboxArgs { mode: Some(Mode::Log), workers: true, allow_paths: vec!["/images".into()] };
+            SandboxArgs { mode: Some(Mode::On), workers: true, allow_paths: vec!["/images".into()] };
         assert_eq!(setup.sandbox, sandbox);
         let flag = |text| keyval::parse::<DiskSpec>(text).unwrap();
         assert_eq!(setup.disks, [flag("name=d0,format=ram,size=1.5G"), flag("name=d1,file=/a,readonly=on")]);

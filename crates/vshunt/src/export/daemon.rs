@@ -141,8 +141,8 @@ impl Daemon {
     /// added. On a thread of its own: to look for an image may wait for its file system.
     pub fn sweep_journals(&self) {
         let thread = std::thread::Builder::new().name("vshunt-sweep".to_owned());
-        // Without one they stay until the next daemon.
-        let _ = thread.spawn(sweep_journals);
+        // It opens images by their handles, which control threads may not. Without a thread they stay until the next daemon.
+        let _ = thread.spawn(|| sandbox::errand(sweep_journals));
     }
 
     /// Opens a disk.
@@ -386,7 +386,10 @@ impl Daemon {
         }
         match is_done.recv_timeout(limit) {
             Err(RecvTimeoutError::Timeout) => Err(still_busy(name, &export, limit)),
-            Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(Error::busy(format!("export {name} is not removed: its thread failed; see the log")))
+            }
+            Ok(()) => Ok(()),
         }
     }
 

@@ -47,7 +47,11 @@ impl Bell {
         if is_socket(&fd)? {
             return Ok(Self { fd, way: Way::Socket });
         }
-        let ring = notifier(&fd)?;
+        // kernel.io_uring_disabled=1 asks for a capability that a session's thread has not.
+        let ring = match notifier(&fd) {
+            Err(e) if e.raw_os_error() == Some(libc::EPERM) => sandbox::errand(|| notifier(&fd))?,
+            made => made,
+        }?;
         Ok(Self { fd, way: Way::Ring(Box::new(Mutex::new(ring))) })
     }
 

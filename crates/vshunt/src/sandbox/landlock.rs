@@ -91,7 +91,11 @@ impl Ruleset {
         let path = match rustix::fs::open(&rule.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
             Ok(path) => path,
             Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS) => return Ok(()),
-            Err(e) => return Err(e.into()),
+            Err(e) => {
+                // What needs it fails later, and names it.
+                tracing::warn!("sandbox: {} cannot be opened ({e}), so it stays closed", rule.path.display());
+                return Ok(());
+            }
         };
         let folder = std::fs::metadata(&rule.path).is_ok_and(|m| m.is_dir());
         let device = std::fs::metadata(&rule.path).is_ok_and(|m| m.file_type().is_char_device());
@@ -103,7 +107,12 @@ impl Ruleset {
         // SAFETY: the kernel reads `attr`, of the layout that this kind of rule has; it lives over the call.
         let rc =
             unsafe { libc::syscall(libc::SYS_landlock_add_rule, ruleset, PATH_BENEATH, &raw const attr, 0) };
-        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        match io::Error::last_os_error() {
+            _ if rc == 0 => Ok(()),
+            // A file of the kernel's own (a memfd, a namespace), which Landlock does not restrict.
+            e if e.raw_os_error() == Some(libc::EBADFD) => Ok(()),
+            e => Err(e),
+        }
     }
 
     /// Puts the calling thread under the rules, besides those that it is under already. Needs `no_new_privs`.

@@ -114,7 +114,9 @@ impl ThreadKind {
                     | CapabilitySet::SYS_ADMIN
                     | CapabilitySet::IPC_LOCK
             }
-            Self::Metrics | Self::Worker => CapabilitySet::empty(),
+            // Until its ring is made: rings of others count against RLIMIT_MEMLOCK, and kernel.io_uring_disabled=1 refuses them.
+            Self::Worker => CapabilitySet::IPC_LOCK | CapabilitySet::SYS_ADMIN,
+            Self::Metrics => CapabilitySet::empty(),
         }
     }
 }
@@ -258,9 +260,13 @@ fn enter(kind: ThreadKind) -> io::Result<()> {
     }
 }
 
-/// The last step of a worker's confinement: from now on it makes no ring.
+/// The last step of a worker's confinement: from now on it makes no ring, and has no capability.
 pub(crate) fn ring_is_made() -> io::Result<()> {
-    RUNNING.get().map_or(Ok(()), |running| running.install(ThreadKind::Worker))
+    let Some(running) = RUNNING.get() else { return Ok(()) };
+    if running.mode.restricts() {
+        capabilities::keep(CapabilitySet::empty())?;
+    }
+    running.install(ThreadKind::Worker)
 }
 
 /// Whether rings are to refuse operations that the daemon does not use.

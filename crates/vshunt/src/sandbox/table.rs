@@ -29,6 +29,8 @@ const ALL: &[u32] = calls! {
     SYS_openat SYS_readlinkat SYS_newfstatat SYS_statx SYS_getcwd SYS_uname
     // Whoever finds a queue gone asks what became of its socket.
     SYS_getsockopt SYS_getsockname SYS_getpeername SYS_shutdown
+    // A call descriptor can be a socket (User-mode Linux).
+    SYS_sendto
 };
 
 /// Those of x86-64 alone; other architectures have only the newer calls.
@@ -40,7 +42,7 @@ const ALL_OLD: &[u32] = &[];
 
 /// Sockets that are open or are made, and what goes by them.
 const SOCKETS: &[u32] = calls! {
-    SYS_recvmsg SYS_sendmsg SYS_recvfrom SYS_sendto SYS_accept4 SYS_accept SYS_setsockopt SYS_socketpair
+    SYS_recvmsg SYS_sendmsg SYS_recvfrom SYS_accept4 SYS_accept SYS_setsockopt SYS_socketpair
 };
 
 /// A front end's session: rings, guest memory, taps' settings, an end that is handed to a thread of its own.
@@ -72,6 +74,7 @@ const CONTROL: &[u32] = calls! {
     SYS_getdents64 SYS_statfs SYS_flock SYS_copy_file_range SYS_sendfile SYS_splice SYS_tee SYS_fadvise64 SYS_readahead
     SYS_sync SYS_syncfs SYS_chdir SYS_fchdir SYS_umask SYS_memfd_create SYS_pipe2 SYS_close_range
     SYS_getxattr SYS_lgetxattr SYS_fgetxattr SYS_setxattr SYS_fsetxattr SYS_listxattr SYS_flistxattr
+    SYS_removexattr SYS_lremovexattr SYS_fremovexattr
     SYS_socket SYS_bind SYS_listen SYS_connect SYS_bpf SYS_kcmp SYS_timerfd_create SYS_timerfd_settime
     SYS_signalfd4 SYS_epoll_create1 SYS_epoll_ctl SYS_epoll_pwait SYS_pselect6
     SYS_wait4 SYS_waitid SYS_kill SYS_pidfd_open SYS_pidfd_send_signal SYS_getppid SYS_getpgid SYS_getsid SYS_setsid
@@ -80,6 +83,8 @@ const CONTROL: &[u32] = calls! {
     SYS_getuid SYS_geteuid SYS_getgid SYS_getegid SYS_getgroups SYS_capget SYS_capset SYS_mlock SYS_munlock
     SYS_io_setup SYS_io_submit SYS_io_getevents SYS_io_destroy SYS_io_cancel SYS_get_robust_list
     SYS_set_tid_address
+    // A journal names its image by its handle.
+    SYS_name_to_handle_at
 };
 
 #[cfg(target_arch = "x86_64")]

@@ -118,8 +118,10 @@ pub struct Ring {
     /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
     /// may be so late that the work is done by then; it stays up until there is work again.
     stale: bool,
-    /// Threads that io-wq may have for operations on files.
+    /// Threads that io-wq may have for operations on files; 0: the kernel's own bound.
     io_wq_threads: u32,
+    /// The least and the most of these that are asked for.
+    io_wq_bounds: (u32, u32),
 }
 
 struct FixedFile {
@@ -159,6 +161,8 @@ impl Ring {
             at_once: Vec::new(),
             stale: false,
             io_wq_threads: 0,
+            // Found here: a worker's thread may not ask for limits later.
+            io_wq_bounds: io_wq_bounds(),
         })
     }
 
@@ -167,9 +171,8 @@ impl Ring {
     /// A flush, an fallocate and a buffered read or write each occupy a thread of io-wq until the file answers. The
     /// kernel's own bound is four threads a CPU for the whole ring: a disk that hangs would use them up for all disks.
     pub(super) fn allow_waits(&mut self, waits: u32) {
-        let processes = getrlimit(Resource::Nproc).current.unwrap_or(u64::MAX);
-        let processes = u32::try_from(processes).unwrap_or(u32::MAX);
-        let wanted = waits.min(processes).min(IO_WQ_THREADS_MAX).max(io_wq_threads());
+        let (least, most) = self.io_wq_bounds;
+        let wanted = waits.min(most).max(least);
         if wanted == self.io_wq_threads {
             return;
         }
@@ -420,11 +423,13 @@ impl Ring {
     }
 }
 
-/// The kernel's own bound of a ring's io-wq threads for files (`io_init_wq_offload`). Fewer are never asked for.
-fn io_wq_threads() -> u32 {
+/// The kernel's own bound of a ring's io-wq threads for files (`io_init_wq_offload`), and the most that there may be.
+fn io_wq_bounds() -> (u32, u32) {
     // SAFETY: it reads a number.
     let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-    u32::try_from(cpus).unwrap_or(1).max(1).saturating_mul(4).min(SQ_ENTRIES)
+    let kernels = u32::try_from(cpus).unwrap_or(1).max(1).saturating_mul(4).min(SQ_ENTRIES);
+    let processes = getrlimit(Resource::Nproc).current.unwrap_or(u64::MAX);
+    (kernels, u32::try_from(processes).unwrap_or(u32::MAX).min(IO_WQ_THREADS_MAX))
 }
 
 /// Makes the ring refuse what the daemon does not use, and take everything else from now on.

@@ -35,8 +35,8 @@ const SPARE_PAGES: usize = 2 * SPARES + 1;
 
 /// Bytes of a page; what is not huge memory consists of these.
 const PAGE: usize = 4096;
-/// Bytes of the file of zeroes: any user address is an offset in it.
-const ZEROES_BYTES: u64 = 1 << 47;
+/// Bytes of the file of zeroes: any user address of any architecture is an offset in it.
+const ZEROES_BYTES: u64 = 1 << 56;
 
 /// State of a watched mapping.
 const INTACT: u8 = 0;

@@ -168,8 +168,9 @@ fn check_file(budget: &Budget, file: &File, meta: &std::fs::Metadata) -> io::Res
         io::ErrorKind::Unsupported,
         format!(
             "the front end shares {path} (file system {kind:#x}), which is not memory: where that file system does not \
-             answer, all queues of a worker wait. Share memory (QEMU: memory-backend-memfd,share=on), or add the export \
-             with memory-may-block=on"
+             answer, all queues of a worker wait. Share memory (QEMU: memory-backend-memfd,share=on; libvirt: \
+             <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>), or add the export with \
+             memory-may-block=on"
         ),
     ))
 }

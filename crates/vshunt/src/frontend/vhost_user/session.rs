@@ -219,8 +219,8 @@ fn eventfd(file: File) -> Result<OwnedFd> {
 
 fn no_bell(e: std::io::Error) -> Error {
     refuse(format!(
-        "a ring's call or error descriptor cannot be signalled: {e}; where the limit of open files is reached, raise it \
-         (ulimit -n, LimitNOFILE=)"
+        "a ring's call or error descriptor cannot be signalled: {e}; where a limit of open files or of locked memory is \
+         reached, raise it (ulimit -n and -l, LimitNOFILE= and LimitMEMLOCK=)"
     ))
 }
 
@@ -424,7 +424,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let err = fd.map(eventfd).transpose()?.map(Bell::rare).transpose().map_err(no_bell)?;
+        // A worker makes no ring of its own, so it is made here. The kernel engine signals its descriptors by itself.
+        let make = if self.queues.kernel().is_some() { Bell::rare } else { Bell::new };
+        let err = fd.map(eventfd).transpose()?.map(make).transpose().map_err(no_bell)?;
         let vring = self.vring(index.into())?;
         vring.err = err.map(Arc::new);
         if !vring.running {
