@@ -217,7 +217,7 @@ class Converts:
             (["missing", "out"], ["missing"]),
             (["good.raw", "nowhere/out"], ["nowhere/out"]),
             (["-c", "good.raw", "out"], ["-c", "-O qcow2"]),
-            (["-O", "qcow2", "none.raw", "out"], ["none.raw", "512"]),
+            (["-O", "qcow2", "none.raw", "out"], ["none.raw", "0 bytes"]),
             (["junk", "out"], ["junk"]),
             (["-f", "qcow2", "good.raw", "out"], ["good.raw"]),
             (["-O", "qcow2", "-o", "colour=red", "good.raw", "out"], ["colour"]),

@@ -563,9 +563,10 @@ fn still_busy(name: &str, export: &Export, limit: Duration) -> Error {
 
 /// The image of disk `name` is on a mount of this daemon.
 fn served_by_itself(export: &Export, name: &str) -> Error {
+    let at = export.spec.mountpoint.as_deref().unwrap_or(Path::new("a mount")).display();
     Error::invalid(format!(
-        "the image of disk {name}, or one that it consists of, is the file of export {0} of this daemon, which would wait \
-         for itself; export disk {1} itself, or serve the file by another daemon",
+        "the image of disk {name}, or one that it consists of, is {at}, the file of export {0} of this daemon, which would \
+         wait for itself; export disk {1} itself, or serve the file by another daemon",
         export.spec.name, export.spec.disk
     ))
 }
