@@ -95,8 +95,9 @@ impl Lan {
 }
 
 /// The first bytes of a frame as it leaves, in memory of the queue that sends it: what was checked is what is sent, whatever
-/// the guest writes to its own memory meanwhile.
+/// the guest writes to its own memory meanwhile. A cache line of its own: receivers read one while the sender writes the next.
 #[derive(Clone, Copy)]
+#[repr(align(64))]
 pub struct Start {
     bare: [u8; START],
     tagged: [u8; START + TAG],
