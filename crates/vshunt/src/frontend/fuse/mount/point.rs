@@ -152,7 +152,8 @@ pub fn uncover(path: &Path) -> Result<bool> {
         let Ok(root) = open_path(path, true) else { break };
         let Some(seen) = look(&root).ok().filter(|seen| seen.is_mount_root) else { break };
         match table::entry(seen.mount.id)? {
-            Some(entry) if entry.fs_type == FS_TYPE && is_dead(&root) => {
+            // A mount of this process has a server, which must not be asked by it.
+            Some(entry) if entry.fs_type == FS_TYPE && !is_own(&seen) && is_dead(&root) => {
                 detach_dead(path, &entry, &seen)?;
                 was_there = true;
             }
@@ -188,6 +189,12 @@ pub fn identity(path: &Path) -> Option<(u64, u64)> {
     let seen = open_path(path, true).and_then(look).ok().filter(|seen| !seen.is_mount_root)?;
     let (major, minor) = seen.mount.device;
     Some((rustix::fs::makedev(major, minor), seen.inode))
+}
+
+/// Whether it is on a mount that this process serves.
+fn is_own(seen: &Seen) -> bool {
+    let (major, minor) = seen.mount.device;
+    own_mounts::export_on(rustix::fs::makedev(major, minor)).is_some()
 }
 
 fn is_same(a: &Seen, b: &Seen) -> bool {
