@@ -31,7 +31,7 @@ impl Sim {
         Kept { image, data, model: self.model.clone(), at, flushes }
     }
 
-    /// The process is killed, and whoever opens the image next finds the earlier state.
+    /// Kills the process. The next open finds the earlier state of the image.
     fn roll_back(&mut self, to: Kept) {
         (self.files[0], self.files[2]) = (File::of(to.image), File::of(to.data));
         self.model = to.model;

@@ -243,7 +243,8 @@ pub struct ExportSpec {
     /// On a switch: addresses that are learnt behind the port at most, 1..=8192; absent: 256, of an uplink 4096.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac_limit: Option<u32>,
-    /// On a switch: the VLAN, 1..=4094, whose frames are untagged at the port. The others are dropped, but for `trunk`.
+    /// On a switch: the VLAN, 1..=4094, whose frames are untagged at the port. Frames of other VLANs are dropped unless
+    /// `trunk` names them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vlan: Option<u16>,
     /// On a switch: the VLANs whose frames are tagged at the port.

@@ -114,8 +114,8 @@ enum Kind {
 }
 
 impl Kind {
-    /// Ends a thread of ours; the kernel ended its own. The thread of a worker that FUSE ring queues left entries on stays
-    /// until the last entry has left it.
+    /// Ends a worker of this process. A worker of the kernel has ended before. Where FUSE ring queues left idle entries, the
+    /// thread stays until the last entry has left it.
     fn end(self, id: WorkerId) -> Result<()> {
         let Self::User { shared, thread } = self else { return Ok(()) };
         // No queue is on it, so this can only fall.
@@ -321,7 +321,7 @@ impl Workers {
         list.by_id.iter().map(|(&id, e)| state(id, e)).collect()
     }
 
-    /// Workers that have not run for a second although they have something to do: a word of ours that they do not read.
+    /// Returns the workers that were asked to read their mailbox and have not done so for a second.
     /// Returns at once where all run, else when that second is over. Workers of the in-kernel engine are not asked.
     pub fn stalled(&self) -> Vec<WorkerId> {
         let user = |(id, entry): (&WorkerId, &Entry)| match &entry.kind {

@@ -35,7 +35,7 @@ impl Disk {
         })
     }
 
-    /// Makes a range read as zeroes, of any bytes, as the disk's queues would do it; likewise. Space is given back.
+    /// Makes a range of any bytes read as zeroes, by the operations that the disk's queues use, and gives its space back. Blocks.
     pub(super) fn clear(self: &Arc<Self>, range: std::ops::Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -54,7 +54,7 @@ impl Disk {
         })
     }
 
-    /// Reads a range of whole sectors and writes the same bytes back, as the disk's queues would do it; likewise.
+    /// Reads a range of whole sectors and writes the same bytes back, by the operations that the disk's queues use. Blocks.
     pub(super) fn rewrite(self: &Arc<Self>, offset: u64, len: u64) -> io::Result<()> {
         self.read_and_write(offset, len as usize, false, |_| {})
     }

@@ -242,7 +242,7 @@ fn handle(addr: usize, code: libc::c_int) -> bool {
             }
             done
         }
-        // A page of ours went bad in the hardware: no mapping helps.
+        // The hardware lost a page of this process. No mapping helps.
         Err(REPLACED) => code != libc::BUS_MCEERR_AR,
         Err(_) => loop {
             match range.state.load(Ordering::Acquire) {

@@ -508,7 +508,7 @@ impl Inner {
     }
 }
 
-/// What an error says, without the words of the library around a reason of ours.
+/// Returns the text of an error. Where the crate `vhost` wraps a reason of this module, only the reason.
 fn words_of(e: &VhostError) -> String {
     match e {
         VhostError::ReqHandlerError(e) => e.to_string(),

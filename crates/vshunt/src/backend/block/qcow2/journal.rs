@@ -102,7 +102,7 @@ impl Place {
         Ok(Self(Path::new(FOLDER).join(format!("vshunt-{kind}-{device:x}-{number:x}"))))
     }
 
-    /// What is there, if it is a file of ours. `WouldBlock`: a process that lives has it. `how`: exclusively, or beside
+    /// Maps the journal that exists, if this user made it. `WouldBlock`: a living process has it. `how`: exclusively, or beside
     /// others that only read.
     fn find(&self, how: FlockOperation, patience: Duration) -> io::Result<Mapped> {
         let file = open_own(&self.0)?;

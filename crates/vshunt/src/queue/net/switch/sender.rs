@@ -146,7 +146,7 @@ impl Sender {
         self.now_s = switch.now_s();
     }
 
-    /// Describes a frame for all who are to have it, but for ends that have `most` already. Its slot is not over until it is
+    /// Describes a frame for all its receivers, except ends that have `most` frames already. Its slot is not over until it is
     /// among [`over`](Self::over); on an error it never was on its way.
     ///
     /// The first bytes that are sent are those of the packet: a guest may change its memory after they were looked at. The rest

@@ -1,7 +1,7 @@
 //! Frames from the guest: each is described, and its description put before the ends that it goes to.
 //!
-//! The first bytes of a frame are read once, into memory of ours. What is looked at there is what is sent: the guest may
-//! change its own memory while the frame waits.
+//! The first bytes of a frame are read once, into the sender's own memory. The checks read that copy, and that copy is sent: the
+//! guest may change its memory while the frame waits.
 
 use std::collections::VecDeque;
 
