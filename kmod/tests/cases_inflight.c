@@ -335,6 +335,11 @@ static void arguments(const struct vb_args *args)
 	vb_ok(dev.fd, VHOST_BLK_SET_VRING_INFLIGHT, &bad, "VHOST_BLK_SET_VRING_INFLIGHT");
 	ring_set_up(&ring);
 	vb_fails(dev.fd, VHOST_BLK_SET_VRING, &state, EINVAL, "a ring that is larger than its region");
+	/* More requests of a former owner than the ring has descriptors. */
+	bad = good;
+	bad.replay_num = NUM + 1;
+	vb_ok(dev.fd, VHOST_BLK_SET_VRING_INFLIGHT, &bad, "VHOST_BLK_SET_VRING_INFLIGHT");
+	vb_fails(dev.fd, VHOST_BLK_SET_VRING, &state, EINVAL, "more requests to begin again than descriptors");
 	vb_ok(dev.fd, VHOST_BLK_SET_VRING_INFLIGHT, &good, "VHOST_BLK_SET_VRING_INFLIGHT");
 	vb_ok(dev.fd, VHOST_BLK_SET_VRING, &state, "VHOST_BLK_SET_VRING");
 	vb_fails(dev.fd, VHOST_BLK_SET_VRING_INFLIGHT, &good, EBUSY, "a ring that runs");

@@ -88,10 +88,19 @@ int vhost_blk_inflight_set(struct vhost_blk_ring *ring,
 /**
  * vhost_blk_inflight_fits - whether the ring, as large as it is now, can be noted
  * @ring: the ring.
+ *
+ * A former owner had no more in flight than the ring has descriptors. The core reads the list of
+ * its requests as it reads an available ring, whose entries are as many.
  */
 bool vhost_blk_inflight_fits(const struct vhost_blk_ring *ring)
 {
-	return !ring->inflight.region || ring->vq.num <= ring->inflight.num;
+	const struct vhost_blk_inflight *inflight = &ring->inflight;
+
+	if (!inflight->region)
+		return true;
+	if (inflight->replays_left && inflight->replay_num > ring->vq.num)
+		return false;
+	return ring->vq.num <= inflight->num;
 }
 
 /**
@@ -135,6 +144,46 @@ void vhost_blk_inflight_untake(struct vhost_blk_ring *ring, u16 head)
 		pr_debug("Cannot write to the in-flight region %p\n", region);
 }
 
+/* What is noted of a batch. */
+enum vhost_blk_note {
+	/* A list through its heads. */
+	VHOST_BLK_NOTE_LINK,
+	/* Their marks go, and the used index. */
+	VHOST_BLK_NOTE_CLEAR,
+};
+
+static bool vhost_blk_inflight_batch(struct vhost_blk_ring *ring, unsigned int count,
+				     enum vhost_blk_note what)
+{
+	struct vhost_blk_region __user *region = ring->inflight.region;
+	u16 last = ring->inflight.last_batch_head, head;
+	struct vhost_virtqueue *vq = &ring->vq;
+	unsigned int i;
+
+	if (!region)
+		return true;
+	if (!user_write_access_begin(region, vhost_blk_region_bytes(&ring->inflight)))
+		return false;
+	for (i = 0; i < count; i++) {
+		head = vhost32_to_cpu(vq, vq->heads[i].id);
+		if (what == VHOST_BLK_NOTE_CLEAR) {
+			unsafe_put_user(0, &region->desc[head].inflight, fault);
+			continue;
+		}
+		unsafe_put_user(last, &region->desc[head].next, fault);
+		unsafe_put_user(head, &region->last_batch_head, fault);
+		last = head;
+	}
+	if (what == VHOST_BLK_NOTE_CLEAR)
+		unsafe_put_user(vq->last_used_idx, &region->used_idx, fault);
+	user_write_access_end();
+	ring->inflight.last_batch_head = last;
+	return true;
+fault:
+	user_write_access_end();
+	return false;
+}
+
 /**
  * vhost_blk_inflight_link - notes which requests the used index is about to pass
  * @ring: the ring.
@@ -144,27 +193,7 @@ void vhost_blk_inflight_untake(struct vhost_blk_ring *ring, u16 head)
  */
 bool vhost_blk_inflight_link(struct vhost_blk_ring *ring, unsigned int count)
 {
-	struct vhost_blk_region __user *region = ring->inflight.region;
-	struct vhost_virtqueue *vq = &ring->vq;
-	u16 last = ring->inflight.last_batch_head, head;
-	unsigned int i;
-
-	if (!region)
-		return true;
-	if (!user_write_access_begin(region, vhost_blk_region_bytes(&ring->inflight)))
-		return false;
-	for (i = 0; i < count; i++) {
-		head = vhost32_to_cpu(vq, vq->heads[i].id);
-		unsafe_put_user(last, &region->desc[head].next, fault);
-		unsafe_put_user(head, &region->last_batch_head, fault);
-		last = head;
-	}
-	user_write_access_end();
-	ring->inflight.last_batch_head = last;
-	return true;
-fault:
-	user_write_access_end();
-	return false;
+	return vhost_blk_inflight_batch(ring, count, VHOST_BLK_NOTE_LINK);
 }
 
 /**
@@ -176,25 +205,7 @@ fault:
  */
 bool vhost_blk_inflight_clear(struct vhost_blk_ring *ring, unsigned int count)
 {
-	struct vhost_blk_region __user *region = ring->inflight.region;
-	struct vhost_virtqueue *vq = &ring->vq;
-	unsigned int i;
-	u16 head;
-
-	if (!region)
-		return true;
-	if (!user_write_access_begin(region, vhost_blk_region_bytes(&ring->inflight)))
-		return false;
-	for (i = 0; i < count; i++) {
-		head = vhost32_to_cpu(vq, vq->heads[i].id);
-		unsafe_put_user(0, &region->desc[head].inflight, fault);
-	}
-	unsafe_put_user(vq->last_used_idx, &region->used_idx, fault);
-	user_write_access_end();
-	return true;
-fault:
-	user_write_access_end();
-	return false;
+	return vhost_blk_inflight_batch(ring, count, VHOST_BLK_NOTE_CLEAR);
 }
 
 /**

@@ -96,7 +96,8 @@ struct vhost_blk_vring_stats {
  *	looked at. It has to stay until they are done.
  * @num: descriptors that the region has room for: at least those of the ring.
  * @last_batch_head: the field of the same name in the region.
- * @replay_num: how many heads, at most @num.
+ * @replay_num: how many heads, at most @num, and at most the descriptors that the ring starts
+ *	with.
  * @reserved: zero.
  */
 struct vhost_blk_vring_inflight {
