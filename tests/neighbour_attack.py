@@ -339,8 +339,8 @@ class Front(p.Peer):
             if self.chance.random() < 0.5:
                 other.close()
 
-    def any_fd(self, own=False):
-        """A descriptor of any kind; `own`: also of this connection."""
+    def any_fd(self):
+        """A descriptor of any kind, also of this connection."""
         kind = self.chance.randrange(8)
         if kind < 3:
             fd = self.keep(os.memfd_create("any"))
@@ -352,7 +352,7 @@ class Front(p.Peer):
             reader, writer = os.pipe()
             self.keep(reader)
             return self.keep(writer)
-        if kind == 5 and own:
+        if kind == 5:
             return self.socket.fileno()
         if kind == 6 and self.memory:
             return self.memory.fd

@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use crate::load::{Outcome, Plan, Progress, Tick};
-use crate::stats::Ops;
+use crate::stats::{Ops, SlowRequest};
 use crate::units::{show_nanos, show_rate, show_size};
 
 /// The machine that a figure was measured on.
@@ -101,6 +101,10 @@ pub struct Summary {
     pub write: Direction,
     /// Flushes.
     pub flush: Direction,
+    /// Requests that took half a second or longer.
+    pub slow_ios: u64,
+    /// The first of them, as far as they are listed.
+    pub slow: Vec<SlowRequest>,
     /// The load threads' CPU time.
     pub client_cpu: Cpu,
     /// The server's CPU time; null if it cannot be known.
@@ -165,6 +169,8 @@ impl Summary {
             read: direction(&outcome.reads),
             write: direction(&outcome.writes),
             flush: direction(&outcome.flushes),
+            slow_ios: outcome.slow.count,
+            slow: outcome.slow.listed.clone(),
             client_cpu: cpu(outcome.client_cpu),
             server_cpu: outcome.server_cpu.map(cpu),
             verified_blocks: outcome.verified_blocks,

@@ -8,6 +8,51 @@ use hdrhistogram::Histogram;
 /// Latencies above this (one minute) are counted as this.
 const LATENCY_NS_MAX: u64 = 60_000_000_000;
 
+/// What takes this long is listed by itself: half a second.
+pub const SLOW_NS: u64 = 500_000_000;
+/// Requests that a queue lists, at most.
+const SLOW_LISTED_MAX: usize = 64;
+
+/// A request that took long.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct SlowRequest {
+    /// When it was completed: nanoseconds of the system's monotonic clock.
+    pub end_ns: u64,
+    /// How long it took, nanoseconds.
+    pub latency_ns: u64,
+}
+
+/// Requests that took [`SLOW_NS`] or longer.
+#[derive(Clone, Debug, Default)]
+pub struct Slow {
+    /// How many.
+    pub count: u64,
+    /// The first of them.
+    pub listed: Vec<SlowRequest>,
+}
+
+impl Slow {
+    /// With room for as many as a queue lists.
+    pub fn of_a_queue() -> Self {
+        Self { count: 0, listed: Vec::with_capacity(SLOW_LISTED_MAX) }
+    }
+
+    /// Lists a request, if there is room.
+    #[cold]
+    pub fn record(&mut self, request: SlowRequest) {
+        self.count += 1;
+        if self.listed.len() < SLOW_LISTED_MAX {
+            self.listed.push(request);
+        }
+    }
+
+    /// Adds those of another queue.
+    pub fn add(&mut self, other: &Self) {
+        self.count += other.count;
+        self.listed.extend_from_slice(&other.listed);
+    }
+}
+
 /// Requests of one direction: how many, how large, how long.
 #[derive(Clone)]
 pub struct Ops {

@@ -11,7 +11,7 @@ use super::{Plan, SECTOR};
 use crate::driver::{Area, FRAME_HEAD, Queue, request, status};
 use crate::error::{Error, Kind, Result, fail};
 use crate::rng::XorShift;
-use crate::stats::{Ops, now_ns};
+use crate::stats::{Ops, SLOW_NS, Slow, SlowRequest, now_ns};
 use crate::verify::{Partition, Stamp, check_sectors, write_sectors};
 
 /// Bytes around the data of a shuffled request: for its header, its status, and for data to begin where it will.
@@ -90,6 +90,7 @@ pub(super) struct Lane<'a> {
     reads: Ops,
     writes: Ops,
     flushes: Ops,
+    slow: Slow,
 }
 
 /// Where the data of requests lie in a lane's memory.
@@ -148,6 +149,7 @@ pub(super) struct Counted {
     pub(super) reads: Ops,
     pub(super) writes: Ops,
     pub(super) flushes: Ops,
+    pub(super) slow: Slow,
 }
 
 /// A lane's share of the work.
@@ -190,6 +192,7 @@ impl<'a> Lane<'a> {
             reads: Ops::default(),
             writes: Ops::default(),
             flushes: Ops::default(),
+            slow: Slow::of_a_queue(),
         }
     }
 
@@ -220,6 +223,9 @@ impl<'a> Lane<'a> {
                 self.writes.record(self.block_bytes, latency);
             }
             Op::Flush => self.flushes.record(0, latency),
+        }
+        if latency >= SLOW_NS {
+            self.slow.record(SlowRequest { end_ns: now, latency_ns: latency });
         }
         self.queue.give_slot(slot);
         self.buffers.taken[buffer as usize] = false;
@@ -358,7 +364,7 @@ impl<'a> Lane<'a> {
 
     /// What was counted.
     pub(super) fn counted(self) -> Counted {
-        Counted { reads: self.reads, writes: self.writes, flushes: self.flushes }
+        Counted { reads: self.reads, writes: self.writes, flushes: self.flushes, slow: self.slow }
     }
 }
 

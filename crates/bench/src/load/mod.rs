@@ -22,7 +22,7 @@ use self::watch::Watch;
 use crate::driver::{Area, Disk, PAGE, Shuffle, feature};
 use crate::error::{Result, fail};
 use crate::rng::XorShift;
-use crate::stats::{Ops, ServerCpu};
+use crate::stats::{Ops, ServerCpu, Slow};
 use crate::verify::{Partition, StateFile};
 
 pub use crate::driver::SECTOR;
@@ -181,6 +181,8 @@ pub struct Outcome {
     pub writes: Ops,
     /// Flushes of the load.
     pub flushes: Ops,
+    /// Requests of the load that took long.
+    pub slow: Slow,
     /// CPU time of the load threads.
     pub client_cpu: Duration,
     /// CPU time of the server, if it can be known.
@@ -436,10 +438,11 @@ fn phase(
     outcome.server_cpu = server_cpu.sample();
     outcome.client_cpu = Duration::from_nanos(shared.cpu_ns.load(Ordering::Relaxed));
     for lane in lanes {
-        let Counted { mut reads, mut writes, mut flushes } = lane.counted();
+        let Counted { mut reads, mut writes, mut flushes, slow } = lane.counted();
         outcome.reads.add(&mut reads);
         outcome.writes.add(&mut writes);
         outcome.flushes.add(&mut flushes);
+        outcome.slow.add(&slow);
     }
     result.and(shared.take_error().map_or(Ok(()), Err))
 }
