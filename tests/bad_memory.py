@@ -1,8 +1,10 @@
 """What a vhost-user front end may share with us and hand over to us: memory, regions, sockets. For tests/bad-input."""
 
 import array
+import contextlib
 import os
 import re
+import signal
 import socket as sockets
 import struct
 import tempfile
@@ -10,8 +12,8 @@ import tempfile
 import peer as p
 import rig as r
 
-SET_BACKEND_REQ_FD, GET_INFLIGHT_FD, RESET_DEVICE = 21, 31, 34
-PF_BACKEND_REQ, PF_INFLIGHT, PF_RESET = 1 << 5, 1 << 12, 1 << 13
+SET_BACKEND_REQ_FD, GET_INFLIGHT_FD, RESET_DEVICE, ADD_MEM_REG = 21, 31, 34, 37
+PF_BACKEND_REQ, PF_INFLIGHT, PF_RESET, PF_SLOTS = 1 << 5, 1 << 12, 1 << 13, 1 << 15
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 
@@ -114,6 +116,35 @@ class Shared:
             self.send("memory that is a file on a disk", on_disk)
             self.rig.test("bad message: memory that is a file on a disk, where the export allows it", allowed)
 
+    def hung_tests(self):
+        """Files on a FUSE mount whose server has stopped. Even their attributes cannot be had."""
+
+        def under(body):
+            def test(c):
+                self.open(c, PF_INFLIGHT | PF_SLOTS)
+                with hung_file(self.rig) as fd:
+                    body(c, fd)
+                self.said("vm0", "memory-may-block=on")
+
+            return test
+
+        def memory(c, fd):
+            r.require(c.table([(p.GUEST, p.MEMORY, p.USER, 0)], [fd]) == p.REFUSED, "it was accepted")
+
+        def added(c, fd):
+            payload = struct.pack("<QQQQQ", 0, p.GUEST, p.MEMORY, p.USER, 0)
+            r.require(c.order(ADD_MEM_REG, payload, [fd]) == p.REFUSED, "it was accepted")
+
+        def inflight(c, fd):
+            payload = struct.pack("<QQHHI", 4096, 0, 1, 16, 0)
+            r.require(c.order(p.SET_INFLIGHT_FD, payload, [fd]) == p.REFUSED, "it was accepted")
+
+        if not os.path.exists("/dev/fuse") or os.geteuid():
+            return r.Rig.line("skip bad message: files of a FUSE server that has stopped: needs /dev/fuse and root")
+        self.send("memory that is a file of a FUSE server that has stopped", under(memory))
+        self.send("a region that is a file of a FUSE server that has stopped", under(added))
+        self.send("an in-flight region that is a file of a FUSE server that has stopped", under(inflight))
+
     def inflight_tests(self):
         def inflight(c, size, queues=1, length=16, offset=0):
             self.open(c, PF_INFLIGHT | PF_RESET)
@@ -136,6 +167,37 @@ class Shared:
             r.require(answer == p.ACCEPTED, "an in-flight region as other back-ends make it was refused")
 
         self.send("an in-flight region that is rounded up to a page", fitting)
+
+        def moved_on(c):
+            """The region moves through a large sparse file, and each place is reset."""
+            self.open(c, PF_INFLIGHT | PF_RESET)
+            size = 4096
+            fd = self.memfd(c, GIB)
+            places = [n * MIB for n in range(200)]
+            for offset in places:
+                payload = struct.pack("<QQHHI", size, offset, 2, 16, 0)
+                r.require(c.order(p.SET_INFLIGHT_FD, payload, [fd]) == p.ACCEPTED, "the region was refused")
+                r.require(c.order(RESET_DEVICE) == p.ACCEPTED, "the reset was refused")
+            charged = os.fstat(fd).st_blocks * 512
+            r.require(charged == 0, f"{charged >> 10} KiB were charged for resets of regions that no ring used")
+
+        self.send("in-flight regions all over a sparse file, each of them reset", moved_on)
+
+        def cleared(c):
+            """What is in a region does not outlive a reset, wherever the file's pages are."""
+            self.open(c, PF_INFLIGHT | PF_RESET)
+            size, begin = 5 * 4096 - 8, 4096 + 8
+            fd = self.memfd(c, MIB)
+            for page in (0, 1, 4, 5, 6):
+                os.pwrite(fd, b"x" * 4096, page * 4096)
+            payload = struct.pack("<QQHHI", size, begin, 2, 1024, 0)
+            r.require(c.order(p.SET_INFLIGHT_FD, payload, [fd]) == p.ACCEPTED, "the region was refused")
+            r.require(c.order(RESET_DEVICE) == p.ACCEPTED, "the reset was refused")
+            data = os.pread(fd, 7 * 4096, 0)
+            r.require(data[begin : begin + size] == bytes(size), "the region has something after a reset")
+            r.require(data[:begin] == b"x" * begin and data[begin + size :] == b"x" * 4096, "something beside it was cleared")
+
+        self.send("a reset of an in-flight region with pages that the file has and has not", cleared)
 
         def no_such_queues(c):
             r.require(inflight(c, 4096, queues=60000)[0] == p.REFUSED, "60,000 queues were accepted")
@@ -247,9 +309,28 @@ class Shared:
 
     def tests(self):
         self.memory_tests()
+        self.hung_tests()
         self.inflight_tests()
         self.table_tests()
         self.channel_tests()
+
+
+@contextlib.contextmanager
+def hung_file(rig):
+    """A file of a FUSE mount, open, whose server has stopped. The server runs again afterwards."""
+    path = rig.image("hung.mnt", 0)
+    export = f"type=fuse,name=f,disk=d,mountpoint={path},writable=on"
+    server = r.Daemon(rig, "--disk", f"name=d,format=ram,size={p.MEMORY}", "--export", export, name="hung")
+    # The first close tells the kernel that closing asks the server nothing. Else each close would wait for it, this rig's, too.
+    os.close(os.open(path, os.O_RDWR))
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.kill(server.child.pid, signal.SIGSTOP)
+        yield fd
+    finally:
+        os.kill(server.child.pid, signal.SIGCONT)
+        os.close(fd)
+        r.require(server.child.stop() == 0, f"the FUSE server ended badly: {server.child.tail()}")
 
 
 def in_memory(path):

@@ -3,7 +3,8 @@
 A FUSE server that dies or loops leaves its callers in the kernel, where even SIGKILL may not reach them. So the rig
 goes on in a private mount namespace (`enter`), as the child of a guardian that aborts the connections of the
 namespace's mounts when a test is over its time; the callers then get an error and the test fails. The guardian also
-ends what a killed rig leaves behind and puts `enable_uring` back. It makes no call that a mount could keep.
+ends what a killed rig leaves behind and puts `enable_uring` and `kernel.io_uring_disabled` back. It makes no call that a mount
+could keep.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ import rig as r
 INSIDE = "VSHUNT_FUSE_RIG"
 CONNECTIONS = Path("/sys/fs/fuse/connections")
 ENABLE_URING = Path("/sys/module/fuse/parameters/enable_uring")
+URING_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")
 
 # What a test has after its connections were aborted.
 AFTER_ABORT_S = 30.0
@@ -34,9 +36,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 class Clock:
     """Memory shared with the guardian: when the present test is over its time, how often that was, what
-    `enable_uring` was before the rig changed it."""
+    `enable_uring` and `io_uring_disabled` were before the rig changed them."""
 
-    FORMAT = "dQc"
+    FORMAT = "dQcc"
 
     def __init__(self):
         self.memory = mmap.mmap(-1, 4096)
@@ -44,9 +46,9 @@ class Clock:
     def get(self):
         return struct.unpack_from(self.FORMAT, self.memory)
 
-    def put(self, limit=None, aborts=None, uring=None):
+    def put(self, limit=None, aborts=None, uring=None, disabled=None):
         old = self.get()
-        new = (old[0] if limit is None else limit, old[1] if aborts is None else aborts, uring or old[2])
+        new = (old[0] if limit is None else limit, old[1] if aborts is None else aborts, uring or old[2], disabled or old[3])
         struct.pack_into(self.FORMAT, self.memory, 0, *new)
 
 
@@ -122,7 +124,7 @@ def guard(rig, clock):
     while code is None:
         connections |= {m[0] for m in fuse_mounts()}
         now = time.monotonic()
-        limit, aborts, _ = clock.get()
+        limit, aborts, *_ = clock.get()
         if limit and now > limit:
             abort(connections)
             times = times + 1 if aborts else 1
@@ -162,32 +164,35 @@ def guard(rig, clock):
     return code
 
 
-def put_back(clock):
-    """`enable_uring` as it was before the rig changed it."""
-    was = clock.get()[2]
-    if was in (b"Y", b"N"):
-        try:
-            ENABLE_URING.write_bytes(was)
-        except OSError as e:
-            os.write(1, f"# {ENABLE_URING} stays as it is: {e}\n".encode())
-        clock.put(uring=b"-")
+def put_back(clock, *names):
+    """The settings that the rig changed, or these of them, as they were before."""
+    _, _, uring, disabled = clock.get()
+    for name, path, was, values in (("uring", ENABLE_URING, uring, b"YN"), ("disabled", URING_DISABLED, disabled, b"012")):
+        if was in values and name in (names or (name,)):
+            try:
+                path.write_bytes(was)
+            except OSError as e:
+                os.write(1, f"# {path} stays as it is: {e}\n".encode())
+            clock.put(**{name: b"-"})
 
 
-class Uring:
-    """`enable_uring` as the rig wants it, for `with`; put back afterwards. Two rigs take turns."""
+class Setting:
+    """A setting of the kernel as the rig wants it, for `with`; put back afterwards. Two rigs take turns."""
 
-    def __init__(self, clock, value):
+    def __init__(self, clock, path, name, value):
         self.clock = clock
+        self.path = path
+        self.name = name
         self.value = value
 
     def __enter__(self):
         try:
-            self.lock = open(ENABLE_URING, "rb")
-            r.wait_for("another rig leaves enable_uring alone", self._locked, 600, 0.2)
-            self.clock.put(uring=ENABLE_URING.read_bytes()[:1])
-            ENABLE_URING.write_text(self.value)
+            self.lock = open(self.path, "rb")
+            r.wait_for(f"another rig leaves {self.path.name} alone", self._locked, 600, 0.2)
+            self.clock.put(**{self.name: self.path.read_bytes()[:1]})
+            self.path.write_text(self.value)
         except OSError as e:
-            raise r.Skipped(f"{ENABLE_URING} cannot be written: {e}") from e
+            raise r.Skipped(f"{self.path} cannot be written: {e}") from e
 
     def _locked(self):
         try:
@@ -197,5 +202,15 @@ class Uring:
             return False
 
     def __exit__(self, *_):
-        put_back(self.clock)
+        put_back(self.clock, self.name)
         self.lock.close()
+
+
+def Uring(clock, value):
+    """`enable_uring` of the kernel's fuse module, Y or N."""
+    return Setting(clock, ENABLE_URING, "uring", value)
+
+
+def UringDisabled(clock, value):
+    """`kernel.io_uring_disabled`: 0 for none, 1 for processes without CAP_SYS_ADMIN, 2 for all."""
+    return Setting(clock, URING_DISABLED, "disabled", value)

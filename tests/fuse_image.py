@@ -289,6 +289,55 @@ def growing_qcow2_ends(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
+def growing_refused(suite):
+    """A refused export, or a refused size, leaves a qcow2 image byte for byte as it was, while it is served and afterwards."""
+    suite.ours()
+    tool = r.tool("qemu-img", "qemu-utils")
+    folder = suite.rig.dir
+    below, image, old = (folder / f"refused-{name}.qcow2" for name in ("below", "over", "old"))
+    r.run([tool, "create", "-q", "-f", "qcow2", below, "1M"])
+    r.run([r.tool("qemu-io", "qemu-utils"), "-f", "qcow2", "-c", "write -P 7 0 1M", below])
+    # Their last cluster shows what is below, which is longer.
+    over = lambda name, compat: r.run(
+        [tool, "create", "-q", "-f", "qcow2", "-o", f"compat={compat}", "-b", below, "-F", "qcow2", name, 300_032]
+    )
+    over(image, "1.1")
+    over(old, "0.10")
+    r.run([tool, "snapshot", "-c", "s0", old])
+    at_rest = {path: path.read_bytes() for path in (image, old)}
+    (folder / "taken.img").write_bytes(bytes(MIB))
+    daemon = r.Daemon(
+        suite.rig, "--disk", f"name=d0,file={image},format=qcow2", "--disk", f"name=d1,file={old},format=qcow2",
+        "--disk", "name=d2,format=ram,size=1M", "--export", f"type=vhost-user-blk,name=taken,disk=d2,socket={folder}/taken.sock",
+        name="refused",
+    )  # fmt: skip
+    served = {path: path.read_bytes() for path in (image, old)}
+
+    def refused(path, why, *arguments):
+        r.message_of(daemon.cli(*arguments, check=False), "", why, code=(1, 2))
+        r.require(path.read_bytes() == served[path], f"{arguments} was refused ({why}) and has changed the image")
+
+    def export(disk, keys, path, why):
+        refused(path, why, "export", "add", f"type=fuse,disk={disk},writable=on,growable=on,{keys}")
+
+    export("d0", f"name=f0,mountpoint={folder}", image, "is a folder")
+    export("d0", f"name=f0,mountpoint={folder}/missing/f0.mnt", image, "missing")
+    export("d0", f"name=taken,mountpoint={folder}/f0.mnt", image, "already")
+    export("d0", f"name=f0,mountpoint={folder}/f0.mnt,queues=1,workers=5000", image, "")
+    daemon.cli("export", "add", f"type=vhost-user-blk,name=writer,disk=d0,socket={folder}/writer.sock")
+    export("d0", f"name=f0,mountpoint={folder}/f0.mnt", image, "writer")
+    daemon.cli("export", "remove", "writer")
+    # These are found with the image closed, which is opened anew then.
+    export_old = f"type=fuse,disk=d1,writable=on,growable=on,name=f1,mountpoint={folder}/f1.mnt"
+    r.message_of(daemon.cli("export", "add", export_old, check=False), "", "version 2", code=(1, 2))
+    r.message_of(daemon.cli("resize", "d1", "2M", check=False), "", "version 2", code=(1, 2))
+    for disk in ("d0", "d1"):
+        daemon.cli("disk", "remove", disk)
+    for path, data in at_rest.items():
+        r.require(path.read_bytes() == data, f"{path} is not what it was before it was served")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
 def tests(suite):
     t = suite.test
     t("images that end within a sector", lambda: odd_sizes(suite))
@@ -301,6 +350,7 @@ def tests(suite):
 def tests_once(suite):
     t = suite.test
     t("growable: a qcow2 disk beside other commands", lambda: growing_qcow2_ends(suite))
+    t("growable: what is refused leaves a qcow2 image as it was", lambda: growing_refused(suite))
     t("an empty image: refused where nobody can make it longer", lambda: empty_refused(suite))
     t("passthrough: killed after an odd write", lambda: killed_odd(suite))
     t("mounted over the image itself", lambda: over_itself(suite))

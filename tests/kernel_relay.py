@@ -366,6 +366,7 @@ DEVICE_SKIPPED = {
         "the_same_head_twice",
         "head_outside_of_the_table",
         "available_index_that_jumps",
+        "full_error_descriptor",
     ),
     # It takes what Linux guests send, several ranges of any size; where they are not offered the type is unknown.
     "limits of DISCARD and WRITE_ZEROES": ("discard_and_write_zeroes_refused", "more_than_the_maximum", "a_read_only_export"),

@@ -19,6 +19,8 @@ EVIL = bytes.fromhex("5254000000ee")
 ALL = b"\xff" * 6
 # What a frame has to be to be passed over by `Net.next`.
 MARK = 0x7FFF_0000
+# Where the switch's loop probes go.
+PROBES = bytes.fromhex("037673686c70")
 PACKET_AUXDATA, TP_STATUS_VLAN_VALID = 8, 1 << 4
 
 
@@ -359,12 +361,15 @@ class Tagged(f.Host):
         super().__init__(ifname)
         self.socket.setsockopt(263, PACKET_AUXDATA, 1)
 
-    def next(self, source):
-        """The next frame from this address, with its tag."""
+    def next(self, address, at=6):
+        """The next frame from this address, or with `at=0` to it, with its tag."""
         self.socket.settimeout(r.WAIT_S)
         while True:
-            data, control, *_ = self.socket.recvmsg(1 << 17, 256)
-            if data[6:12] != source:
+            try:
+                data, control, *_ = self.socket.recvmsg(1 << 17, 256)
+            except TimeoutError as e:
+                raise r.Failed(f"no frame with the address {text(address)} comes") from e
+            if data[at : at + 6] != address:
                 continue
             for level, kind, value in control:
                 if (level, kind) == (263, PACKET_AUXDATA):
@@ -394,9 +399,7 @@ def uplink(rig):
         large.transmit(f.frame(1, 60, A, D))
         got(a, "a frame within VLAN 5")
         net.refused("over-mtu", 1, "c2", lambda: large.transmit(f.frame(3, 1515, C, D)))
-        with open("/sys/class/net/vs0/address") as file:
-            own = bytes.fromhex(file.read().strip().replace(":", ""))
-        net.refused("foreign-source", 1, "c1", lambda: b.transmit(f.frame(3, 200, ALL, own)))
+        net.refused("foreign-source", 1, "c1", lambda: b.transmit(f.frame(3, 200, ALL, mac_of("vs0"))))
         # An MTU that changes elsewhere is seen after a while.
         n.ip("link", "set", "vs0", "mtu", "9000")
         r.wait_for("the uplink's new MTU", lambda: net.port("u0")["mtu"] == 9000)
@@ -439,6 +442,82 @@ def loop(rig):
             n.ip("link", "del", "br0")
 
 
+def loop_in_one_vlan(rig):
+    """A loop in one VLAN of many: each has its turn of probes, and the one that makes the loop has each."""
+    last, turn = 200, 64
+    with Net(rig, "one-vlan", uplinks=[f"trunk=1-{last}"] * 2) as net:
+        one, two = Tagged("vs0"), Tagged("vs1")
+        # The network between both passes on VLAN 200 alone, one way.
+        seen, counts = [], []
+        while len(counts) < 5:
+            probe = one.next(PROBES, at=0)
+            r.require(probe[12:14] == b"\x81\x00", f"a probe without a tag: {probe[:20].hex()}")
+            vlan = int.from_bytes(probe[14:16], "big")
+            seen.append(vlan)
+            r.require(len(seen) < 5 * last, f"no probe in VLAN {last}, or too few: {counts} of {len(seen)}")
+            if vlan == last:
+                two.send(probe)
+                counts.append(len(seen))
+        r.require(set(seen) == set(range(1, last + 1)), f"no probe in VLANs {set(range(1, last + 1)) - set(seen)}")
+        # The first one may be part of its turn.
+        between = [after - before for before, after in zip(counts, counts[1:])]
+        r.require(all(count <= turn + 1 for count in between), f"probes until VLAN {last} has the next one: {between}")
+        r.wait_for("a blocked uplink", lambda: net.port("u1")["state"] == "blocked")
+        ports = net.port("u0"), net.port("u1")
+        r.require((ports[0]["loops"], ports[1]["loops"]) == (0, 1), f"{ports}")
+        one.close()
+        two.close()
+
+
+def host(rig):
+    """While two uplinks make a loop the guest reaches each address of the host, and the host reaches the guest."""
+    with Net(rig, "host", "", uplinks=["", ""]) as net:
+        try:
+            for k in range(2):
+                n.ip("link", "add", f"br{k}", "address", f"02:00:00:00:00:f{k}", "type", "bridge")
+                n.ip("link", "set", f"vs{k}", "master", f"br{k}")
+                n.ip("link", "set", f"br{k}", "up")
+            # Those of both bridges and both taps; nobody has sent a frame yet.
+            r.wait_for("the host's addresses", lambda: net.status()["nets"][0]["addresses"] == 4)
+            n.ip("link", "add", "vx0", "type", "veth", "peer", "name", "vx1")
+            for k in range(2):
+                n.ip("link", "set", f"vx{k}", "master", f"br{k}", "up")
+            r.wait_for("a blocked uplink", lambda: net.port("u1")["state"] == "blocked")
+            card, hosts = net.card(0), [f.Host(f"br{k}") for k in range(2)]
+            # A tap's own address is its bridge's, too. Those of br1 are behind the uplink that is blocked.
+            addresses = [(k, mac_of(f"{name}{k}")) for k in range(2) for name in ("br", "vs")]
+            for number, (k, address) in enumerate(addresses):
+                # The host begins: frames that went round before the loop was found have told its bridges wrong places.
+                frame = f.frame(10 + number, 200, ALL if number == 0 else A, address)
+                hosts[k].send(frame)
+                r.require(got(card, f"the host's frame from {text(address)}") == frame, "another frame came")
+                frame = f.frame(number, 200, address, A)
+                card.transmit(frame)
+                r.require(hosts[k].receive(A) == frame, f"the guest's frame to {text(address)} does not come")
+                net.refused("foreign-source", 1, "c0", lambda source=address: card.transmit(f.frame(9, 200, ALL, source)))
+            # To all: once to the guest, and what comes to the blocked uplink is counted.
+            for k in range(2):
+                before = net.drops("u1").get("loop", 0)
+                frame = f.frame(net.mark(), 200, ALL, addresses[2 * k][1])
+                hosts[k].send(frame)
+                r.require(got(card, "the host's frame to all") == frame, "it comes twice, or another one comes")
+                r.wait_for("a count of it", lambda b=before: net.drops("u1").get("loop", 0) > b)
+            frame = f.frame(net.mark(), 200, A, addresses[0][1])
+            hosts[0].send(frame)
+            r.require(got(card, "the host's next frame") == frame, "a frame to all came twice")
+            r.require(net.port("u1")["state"] == "blocked", "the loop is not there any more")
+            for each in hosts:
+                each.close()
+        finally:
+            for link in ("vx0", "br0", "br1"):
+                r.run([r.tool("ip", "iproute2"), "link", "del", link], check=False)
+
+
+def mac_of(ifname):
+    with open(f"/sys/class/net/{ifname}/address") as file:
+        return bytes.fromhex(file.read().strip().replace(":", ""))
+
+
 def tests(rig):
     rig.test("net: ports: only an export's own address leaves it", lambda: sources(rig))
     rig.test("net: ports: a guest with many addresses", lambda: stations(rig))
@@ -452,3 +531,5 @@ def tests(rig):
     rig.test("net: ports: a frame that is changed while it waits", lambda: changed(rig))
     rig.test("net: ports: an uplink with VLANs", lambda: uplink(rig))
     rig.test("net: ports: two uplinks that make a loop", lambda: loop(rig))
+    rig.test("net: ports: a loop in one VLAN of many", lambda: loop_in_one_vlan(rig))
+    rig.test("net: ports: the host while two uplinks make a loop", lambda: host(rig))

@@ -3,6 +3,7 @@ another is told; guests that lie, take little, or nothing; what a front-end asks
 
 import struct
 import time
+from pathlib import Path
 
 import net_frames as f
 import net_hostile as h
@@ -12,6 +13,7 @@ import net_rig as n
 import peer as p
 import rig as r
 
+GET_INFLIGHT_FD, PF_INFLIGHT = 31, 1 << 12
 A_MAC, B_MAC = f.GUEST_MAC, f.HOST_MAC
 # Flag: the checksum was found right.
 DATA_VALID = 2
@@ -231,6 +233,24 @@ def asked(two):
         peer.order(p.SEND_RARP, bytes.fromhex("525400000077") + bytes(2))
         after = two.status()["nets"][0]["addresses"]
         r.require(after == before + 1, f"{before} addresses, then {after}")
+        r.require(peer.u64(p.NET_SET_MTU, 68) == p.ACCEPTED and config()[1][2] == 68, f"{config()}")
+    with p.Peer(two.sockets[0]) as peer:
+        peer.handshake()
+        r.require(config() == (want, (1, 1, 1500)), f"the next front end has what a former one set: {config()}")
+
+
+def left(two):
+    """A front end that leaves: its in-flight region, where the card notes what its guest set, is let go of."""
+
+    def mapped():
+        return Path(f"/proc/{two.child.pid}/maps").read_text().count("memfd:vshunt-inflight")
+
+    with p.Peer(two.sockets[0]) as peer:
+        peer.handshake(c.CTRL_VQ)
+        peer.message(p.SET_PROTOCOL_FEATURES, struct.pack("<Q", p.PF_MQ | p.PF_REPLY_ACK | PF_INFLIGHT))
+        peer.request(GET_INFLIGHT_FD, struct.pack("<QQHHI", 0, 0, 2, 16, 0))
+        r.require(mapped() == 1, f"{mapped()} in-flight regions are mapped")
+    r.wait_for("the region is let go of", lambda: mapped() == 0)
 
 
 def tests(rig):
@@ -248,4 +268,5 @@ def tests(rig):
     rig.test("net: switch: engine=auto says why not the kernel", lambda: auto(rig))
     rig.test("net: switch: transmit follows receive", lambda: follows(rig))
     rig.test("net: switch: what a front-end asks of a card", lambda: asked(two))
+    rig.test("net: switch: a front end that leaves holds nothing", lambda: left(two))
     rig.test("net: switch: it ends well", lambda: r.require(two.child.stop() == 0, two.child.tail()))

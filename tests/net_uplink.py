@@ -215,7 +215,7 @@ def vanished(rig):
                 r.message_of(added, "vs0 is gone", "add it again")
             host.close()
             r.require(up.child.stop() == 0, up.child.tail())
-            r.require("gives no more frames" in up.child.output(), "nothing is said of the tap: " + up.child.tail())
+            r.require("can no longer be read" in up.child.output(), "nothing is said of the tap: " + up.child.tail())
         finally:
             up.child.kill()
 

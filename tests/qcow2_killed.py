@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import shutil
 import subprocess
 import time
@@ -107,15 +108,66 @@ def rolled_back(rig):
     disk.write(0, b"c" * (4 * MIB))
     disk.kill()
     r.require(journal_of(path).exists(), "there is no journal")
-    with open(copy, "rb") as old, open(path, "r+b") as f:
-        f.truncate(0)
-        shutil.copyfileobj(old, f)
+    restore(copy, path)
     done = image("check", path, check=False)
     r.require(done.returncode == 3 and "rolled back" in done.stderr, f"check: {done.returncode} {done.stdout}{done.stderr}")
     disk = Killed(rig, path, "rolled-again")
     r.require("rolled back" in disk.daemon.child.output(), f"the daemon does not say so: {disk.daemon.child.tail()}")
     wrong = [n for n in range(8) if disk.read(n * MIB, MIB) != b"a" * MIB]
     r.require(not wrong, f"MiB {wrong} of 8 that were flushed are another")
+    disk.quit()
+    r.require(image("check", path, check=False).returncode == 0, "the image is not clean")
+
+
+def restore(copy, path):
+    """In place, as a restored backup is: the image's file stays the same one."""
+    with open(copy, "rb") as old, open(path, "r+b") as f:
+        f.truncate(0)
+        shutil.copyfileobj(old, f)
+
+
+def rolled_back_any_time(rig, seed, more):
+    """An overlay is restored to a random moment under its journal, with no flush between. `more`: clusters are written in between,
+    and the journal is refused; else it is brought in. Each piece has what was flushed at that moment, or something newer."""
+    rng, name = random.Random(seed), f"any-{seed}-{'more' if more else 'same'}"
+    base, path, copy = rig.dir / f"{name}.base", rig.dir / f"{name}.qcow2", rig.dir / f"{name}.copy"
+    base.write_bytes(b"base" * (16 * MIB))
+    create(path, f"backing_file={base},backing_fmt=raw")
+    disk = Killed(rig, path, name)
+    piece, cluster = 4096, 64 << 10
+    written = {n: [b"base" * (piece // 4)] for n in range(64 * MIB // piece)}
+    fresh = rng.sample(range(64 * MIB // cluster), 64 * MIB // cluster)
+
+    def write(clusters):
+        for n in clusters:
+            at = (n * cluster + rng.randrange(cluster // piece) * piece) // piece
+            data = rng.randbytes(16) * (piece // 16)
+            disk.write(at * piece, data)
+            written[at].append(data)
+
+    write(fresh.pop() for _ in range(rng.randrange(1, 60)))
+    disk.write(0, written[0][-1], flush=True)
+    may = {n: [values[-1]] for n, values in written.items()}
+    write(fresh.pop() for _ in range(rng.randrange(60)))
+    shutil.copyfile(path, copy)
+    head = copy.read_bytes()[:4096]
+
+    def changed():
+        write([fresh.pop()])
+        with open(path, "rb") as f:
+            return f.read(4096) != head or not fresh
+
+    if more:
+        r.wait_for("another generation in the header", changed)
+    disk.kill()
+    restore(copy, path)
+    done = image("check", path, check=False)
+    r.require(("rolled back" in done.stderr) == more, f"check: {done.returncode} {done.stdout}{done.stderr}")
+    disk = Killed(rig, path, f"{name}-again")
+    for n, values in written.items():
+        found = disk.read(n * piece, piece)
+        right = may[n] + values[values.index(may[n][0]) :] if more else values[-1:]
+        r.require(found in right, f"piece {n} has {found[:16]} of {[v[:16] for v in right]}")
     disk.quit()
     r.require(image("check", path, check=False).returncode == 0, "the image is not clean")
 
@@ -152,8 +204,11 @@ def looked_at(rig, options):
     r.require(copy.read_bytes()[:MIB] == expected[:MIB] or copy.read_bytes()[:MIB] == b"a" * MIB, "what was flushed is another")
     shutil.copyfile(aside, journal)
     os.chmod(journal, 0o600)
+    done = image("check", "-r", "leaks", path, check=False)
+    r.require(done.returncode == 1 and "-r all" in done.stderr, f"check -r leaks: {done.returncode} {done.stderr}")
+    r.require(path.read_bytes() == before, "check -r leaks changed the image")
     done = image("check", "-r", "all", path, check=False)
-    r.require(done.returncode == 0 and "are brought in" in done.stderr, f"check -r: {done.returncode} {done.stderr}")
+    r.require(done.returncode == 0 and "are applied from its journal" in done.stderr, f"check -r: {done.returncode} {done.stderr}")
     image("convert", "-O", "raw", path, copy)
     r.require(copy.read_bytes()[: 5 * MIB] == expected, "it was not brought in")
     r.require(not journal.exists(), "the journal is left behind")
@@ -170,6 +225,7 @@ def no_leaks(rig, name, options, keys):
         disk.kill()
     first = image("check", path, check=False)
     r.require(first.returncode == 3 and "leaked" in first.stdout, f"it has no leaks: {first.stdout}{first.stderr}")
+    r.require("cleanly shut down: no" in image("info", path).stdout, "info does not say that it was not closed")
     if "compat=0.10" in options:
         # QEMU keeps what it does not know, and takes it for no fault.
         done = r.run([r.tool("qemu-img", "qemu-utils"), "check", path], check=False)
@@ -266,6 +322,10 @@ def swept(rig):
 
 def tests(rig, test):
     test("rolled back under its journal", lambda: rolled_back(rig))
+    for seed in range(3):
+        for more in (False, True):
+            what = "rolled back to any moment" if more else "restored to the last moment"
+            test(f"{what}, seed {seed}", lambda s=seed, m=more: rolled_back_any_time(rig, s, m))
     for name, options in (("plain", ""), ("subclusters", "extended_l2=on"), ("data file", "data_file=DATA")):
         test(f"looked at after a kill, {name}", lambda o=options: looked_at(rig, o))
     for name, options, keys in (

@@ -6,9 +6,10 @@
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::create::{Options, Preallocation, create};
+use qcow2::header::{Header, Open};
 use qcow2::memory::Memory;
 use qcow2::resize::{Around, resize};
-use qcow2::{Image, Storage, bitmap, header::Header, info, snapshot};
+use qcow2::{Image, Storage, bitmap, info, journal, snapshot};
 
 use crate::bytes::Bytes;
 
@@ -59,6 +60,12 @@ fn good(b: &mut Bytes<'_>) -> Option<Memory> {
         ..Options::new(512 * (1 + u64::from(b.u8())))
     };
     create(&file, None, &options, &mut |_, _| {}).ok()?;
+    if flags & 64 != 0 && options.version == 3 {
+        // A longer header than any program writes: what is behind it is kept, and extensions come later.
+        let len = 104 + 8 * (u32::from(b.u16()) % (options.cluster_size as u32 / 8));
+        file.write_at(100, &len.to_be_bytes()).ok()?;
+        file.write_at(112, &vec![0; options.cluster_size as usize - 112]).ok()?;
+    }
     let mut image = Image::open(&file).ok()?;
     if flags & 16 != 0 {
         let _ = snapshot::create(&mut image, "s", (1, 2));
@@ -91,13 +98,25 @@ fn spoil(b: &mut Bytes<'_>, file: &Memory) {
     }
 }
 
+/// Opens an image for writing with a journal, writes a generation as a flush does, and closes it.
+fn serve(file: &Memory, generation: u64) -> qcow2::Result<()> {
+    let id = [1; 16];
+    let mut begun = journal::begin(file, id)?;
+    begun.set_generation(generation);
+    file.write_at(0, begun.bytes()).map_err(qcow2::Error::io("cannot write the header"))?;
+    let header = Image::open(file)?.header().clone();
+    let mark = journal::journal_of(&header);
+    assert_eq!(mark, Some(Open::Journal { id, generation }), "a generation went astray");
+    journal::end(file)
+}
+
 /// What else can be done to an image, right or not; one that was clean stays so. VSHUNT_FUZZ_KEEP names a file for what
 /// is left, to be looked at.
 fn change(b: &mut Bytes<'_>, file: &Memory, clean: bool) {
     for _ in 0..3 {
         let Ok(mut image) = Image::open(file) else { return };
         let around = Around { data: None, below: None, preallocation: Preallocation::Off };
-        let what = b.below(8);
+        let what = b.below(9);
         let done = match what {
             0 => snapshot::create(&mut image, "new", (1, 2)).map(drop),
             1 => snapshot::apply(&mut image, "s"),
@@ -106,6 +125,7 @@ fn change(b: &mut Bytes<'_>, file: &Memory, clean: bool) {
             4 => bitmap::remove(&mut image, "b"),
             5 => bitmap::load(&image, "b").map(drop),
             6 => bitmap::mark_in_use(&mut image),
+            7 => serve(file, b.u64()),
             _ => resize(&mut image, u64::from(b.u16()) * 512, &around, &mut |_, _| {}),
         };
         if std::env::var_os("VSHUNT_FUZZ_KEEP").is_some_and(|to| std::fs::write(to, file.bytes()).is_err()) {

@@ -44,9 +44,9 @@ impl<'i, 's> Change<'i, 's> {
     /// Begins one.
     ///
     /// # Errors
-    /// The image is dirty or corrupt, or its refcount table cannot be read.
+    /// The image was not closed or is corrupt, or its refcount table cannot be read.
     pub(crate) fn begin(image: &'i mut Image<'s>) -> Result<Self> {
-        if image.header.has(incompatible::DIRTY | incompatible::CORRUPT) {
+        if image.header.is_open() || image.header.has(incompatible::CORRUPT) {
             return Err(Error::corrupt("it was not closed, or is marked as corrupt"));
         }
         Self::begin_repair(image)
@@ -376,6 +376,10 @@ impl<'i, 's> Change<'i, 's> {
         let room = (u64::from(header.reftable_clusters) << header.cluster_bits) / 8;
         if !self.moved.is_empty() || self.table.len() as u64 > room {
             self.move_table(&mut header)?;
+        }
+        if header.snapshots == 0 {
+            // The place of a table without entries counts as nothing, and the file may come to end before it.
+            header.snapshots_offset = 0;
         }
         self.write_blocks()?;
         self.image.sync()?;

@@ -15,6 +15,12 @@ pub enum Error {
     /// A correct image that needs what we do not have.
     #[error("{0}")]
     Unsupported(String),
+    /// A disk ends here, within a cluster that the image below shows through. That cluster has to be the disk's own before the
+    /// rest of it can be hidden.
+    #[error(
+        "the disk ends within a cluster that the image below shows through, at {0}; write to its last sector first"
+    )]
+    LastClusterBelow(u64),
     /// A wish that no image can fulfil.
     #[error("{0}")]
     Invalid(String),

@@ -1,76 +1,206 @@
 //! The first bytes of an image that is served: the only piece of metadata that two requests may change at the same time.
 //!
 //! A flush writes the journal's generation there, a request that finds the image corrupt sets the mark for that, and a disk
-//! that grows or shrinks gets its size. Each changes a copy in memory and writes all of it. A write that is over and finds the
-//! copy changed since is done again, so that the last write has all changes.
+//! that grows or shrinks gets its size. Each changes a copy in memory and writes all of it.
+//!
+//! Two such writes may be under way at the same time, and may reach the image in either order. So each is noted here from its
+//! begin to its end ([`First::ended`], [`First::failed`], [`First::settle`]). A write that ends is done again if the copy was
+//! changed since, or if a write of an older copy was under way when it began: that one may have come later. A change is in the
+//! image for good once its write has ended and need not be done again.
 
-use std::sync::Mutex;
+use std::io;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::Duration;
 
-use crate::header::{INCOMPATIBLE_AT, SIZE_AT, generation_at, incompatible};
+use crate::header::{INCOMPATIBLE_AT, SIZE_AT, incompatible};
+use crate::journal::Begun;
 
 /// The first bytes as they are to be in the image, a [unit](crate::served::Served::unit) of them.
-pub(crate) struct First(Mutex<State>);
+pub(crate) struct First {
+    state: Mutex<State>,
+    /// A write has ended. Control alone waits for that.
+    over: Condvar,
+}
 
 /// Guarded by the lock: held for a change or a copy, taken alone.
 struct State {
-    bytes: Vec<u8>,
+    first: Begun,
     /// Grows with each change.
     version: u64,
+    /// Writes that were begun.
+    begun: u64,
+    /// Those under way: of a flush, of a request that marks the image, of control.
+    writing: Vec<Write>,
 }
 
-/// What is to be written, and the version that it is of.
+/// A write under way.
+#[derive(Clone, Copy)]
+struct Write {
+    number: u64,
+    version: u64,
+    /// A write of an older version was under way when it began.
+    over_older: bool,
+}
+
+/// What is to be written, and the number of that write.
 pub(crate) type Copied = (Vec<u8>, u64);
 
-impl First {
-    pub(crate) fn new(bytes: Vec<u8>) -> Self {
-        Self(Mutex::new(State { bytes, version: 0 }))
+impl State {
+    /// A write of the copy as it is now begins.
+    fn begin(&mut self) -> Copied {
+        self.begun += 1;
+        let (number, version) = (self.begun, self.version);
+        let over_older = self.writing.iter().any(|w| w.version < version);
+        self.writing.push(Write { number, version, over_older });
+        (self.first.bytes().to_vec(), number)
     }
 
-    fn change(&self, f: impl FnOnce(&mut [u8])) -> Copied {
-        let mut state = self.0.lock().expect("no holder panics");
-        f(&mut state.bytes);
-        state.version += 1;
-        (state.bytes.clone(), state.version)
-    }
-
-    /// Sets the journal's generation.
-    pub(crate) fn set_generation(&self, generation: u64) -> Copied {
-        self.change(|bytes| {
-            let at = generation_at(bytes);
-            bytes[at..at + 8].copy_from_slice(&generation.to_be_bytes());
-        })
-    }
-
-    /// Sets the size of the disk, bytes.
-    pub(crate) fn set_size(&self, size: u64) -> Copied {
-        let at = SIZE_AT as usize;
-        self.change(|bytes| bytes[at..at + 8].copy_from_slice(&size.to_be_bytes()))
-    }
-
-    /// Marks the image as corrupt.
-    pub(crate) fn set_corrupt(&self) -> Copied {
-        // In the field's last, lowest byte.
-        self.change(|bytes| bytes[INCOMPATIBLE_AT + 7] |= incompatible::CORRUPT as u8)
-    }
-
-    /// What is to be written again after a write of `version`; none: nothing was changed since.
-    pub(crate) fn since(&self, version: u64) -> Option<Copied> {
-        let state = self.0.lock().expect("no holder panics");
-        (state.version != version).then(|| (state.bytes.clone(), state.version))
+    /// A write is over. Returns it, and whether it is to be done again.
+    fn end(&mut self, number: u64) -> Option<(Write, bool)> {
+        let at = self.writing.iter().position(|w| w.number == number)?;
+        let write = self.writing.swap_remove(at);
+        Some((write, write.over_older || write.version != self.version))
     }
 }
 
-#[cfg(test)]
+impl First {
+    pub(crate) fn new(first: Begun) -> Self {
+        Self {
+            state: Mutex::new(State { first, version: 0, begun: 0, writing: Vec::new() }),
+            over: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no holder panics")
+    }
+
+    /// Changes the copy; a write of it begins.
+    fn change(&self, f: impl FnOnce(&mut Begun)) -> Copied {
+        let mut state = self.lock();
+        f(&mut state.first);
+        state.version += 1;
+        state.begin()
+    }
+
+    /// Sets the journal's generation, and begins a write.
+    pub(crate) fn set_generation(&self, generation: u64) -> Copied {
+        self.change(|first| first.set_generation(generation))
+    }
+
+    /// Sets the size of the disk, bytes, and begins a write.
+    pub(crate) fn set_size(&self, size: u64) -> Copied {
+        let at = SIZE_AT as usize;
+        self.change(|first| first.fields()[at..at + 8].copy_from_slice(&size.to_be_bytes()))
+    }
+
+    /// Marks the image as corrupt, and begins a write.
+    pub(crate) fn set_corrupt(&self) -> Copied {
+        // In the field's last, lowest byte.
+        self.change(|first| first.fields()[INCOMPATIBLE_AT + 7] |= incompatible::CORRUPT as u8)
+    }
+
+    /// A write has ended well. Returns what is to be written again: a write of that begins. None: all is in the image.
+    pub(crate) fn ended(&self, number: u64) -> Option<Copied> {
+        let mut state = self.lock();
+        let (_, again) = state.end(number)?;
+        self.over.notify_all();
+        again.then(|| state.begin())
+    }
+
+    /// A write has failed, and may have reached the image all the same.
+    pub(crate) fn failed(&self, number: u64) {
+        self.lock().end(number);
+        self.over.notify_all();
+    }
+
+    /// As [`ended`](Self::ended), for control: waits for the writes of older versions, for `limit` at most, rather than write
+    /// again meanwhile.
+    ///
+    /// # Errors
+    /// `TimedOut`. It is not known then what is in the image.
+    pub(crate) fn settle(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
+        let mut state = self.lock();
+        let Some((write, again)) = state.end(number) else { return Ok(None) };
+        self.over.notify_all();
+        let older = |state: &mut State| state.writing.iter().any(|w| w.version < write.version);
+        let (mut state, waited) =
+            self.over.wait_timeout_while(state, limit, older).expect("no holder panics");
+        if waited.timed_out() {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("an earlier write of the image's header has not ended for {} s", limit.as_secs()),
+            ));
+        }
+        Ok(again.then(|| state.begin()))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::create::{Options, create};
+    use crate::journal::begin;
+    use crate::memory::Memory;
+
+    fn first() -> First {
+        let file = Memory::new(Vec::new(), 64 << 20);
+        create(&file, None, &Options::new(1 << 20), &mut |_, _| {}).unwrap();
+        First::new(begin(&file, [1; 16]).unwrap())
+    }
+
+    const NO_TIME: Duration = Duration::ZERO;
+
+    fn size_in(bytes: &[u8]) -> u64 {
+        let at = SIZE_AT as usize;
+        u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap())
+    }
 
     #[test]
     fn a_write_that_is_over_late_is_done_again_with_all_changes() {
-        let first = First::new(vec![0; 512]);
+        let first = first();
         let (_, early) = first.set_size(0x0102_0304);
-        let (late, version) = first.set_corrupt();
-        assert_eq!(late[SIZE_AT as usize..][..8], 0x0102_0304u64.to_be_bytes());
-        assert_eq!(first.since(early), Some((late, version)));
-        assert_eq!(first.since(version), None);
+        let (late, number) = first.set_corrupt();
+        assert_eq!(size_in(&late), 0x0102_0304);
+        let (bytes, again) = first.ended(early).unwrap();
+        assert_eq!(bytes, late);
+        // The one that began while the older one was under way may have come before that.
+        let (bytes, last) = first.ended(number).unwrap();
+        assert_eq!(bytes, late);
+        assert_eq!((first.ended(again), first.ended(last)), (None, None));
+    }
+
+    #[test]
+    fn a_write_is_done_again_until_no_older_one_was_under_way() {
+        let first = first();
+        let (_, early) = first.set_generation(1);
+        let (late, mut number) = first.set_corrupt();
+        for over in [false, false, true] {
+            if over {
+                first.failed(early);
+            }
+            let (bytes, again) = first.ended(number).expect("the older one may have come later");
+            assert_eq!(bytes, late);
+            number = again;
+        }
+        assert_eq!(first.ended(number), None);
+    }
+
+    #[test]
+    fn control_waits_for_older_writes_and_writes_again() {
+        let first = first();
+        let (_, early) = first.set_generation(1);
+        let late = first.set_size(4 << 20).1;
+        assert_eq!(first.settle(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let (bytes, size) = first.set_size(5 << 20);
+        std::thread::scope(|scope| {
+            let control = scope.spawn(|| first.settle(size, Duration::from_secs(600)).unwrap());
+            let (again, request) = first.ended(early).unwrap();
+            assert_eq!((size_in(&again), &again), (5 << 20, &bytes));
+            let (again, size) = control.join().unwrap().expect("the flush's write may have come later");
+            assert_eq!(again, bytes);
+            assert_eq!(first.settle(size, NO_TIME).unwrap(), None);
+            assert_eq!(first.ended(request), None);
+        });
     }
 }

@@ -437,6 +437,11 @@ impl Header {
         u64::MAX >> (64 - (1u32 << self.refcount_order))
     }
 
+    /// Bytes of the header as it is written, without extensions and names.
+    fn known_bytes(&self) -> usize {
+        if self.version >= 3 { LEN_COMPRESSION + self.extra.len() } else { LEN_V2 }
+    }
+
     /// The first cluster: header, extensions, names.
     ///
     /// # Errors
@@ -465,8 +470,7 @@ impl Header {
                 out.extend_from_slice(&n.to_be_bytes());
             }
             out.extend_from_slice(&self.refcount_order.to_be_bytes());
-            let len = (LEN_COMPRESSION + self.extra.len()) as u32;
-            out.extend_from_slice(&len.to_be_bytes());
+            out.extend_from_slice(&(self.known_bytes() as u32).to_be_bytes());
             out.push(u8::from(self.compression == Compression::Zstd));
             out.extend_from_slice(&[0; 7]);
             out.extend_from_slice(&self.extra);

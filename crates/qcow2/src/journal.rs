@@ -10,10 +10,20 @@
 //! over the others and its number, is there. Records lie in a ring; a flush that wrote the map gives back the places of
 //! those that were put before it copied the map.
 //!
-//! A journal belongs to one state of its image. Each flush that writes the map also writes a larger generation into the
-//! header, and into the journal once all of the flush is stable. An image that was rolled back to a state from before the last
-//! such flush has another generation: its journal names data that the image does not have, and is refused. A state from after
-//! that flush cannot be told from the last one, for nothing but the guest's data was written since.
+//! A journal belongs to one state of its image. Its records name data that was written before them, which an earlier state of
+//! the image does not have. So a number in the header, the generation, grows with the records: each flush that writes the map
+//! writes a larger one, and so does a request that puts a record in when the last one is older than [`GENERATION_LASTS`]
+//! ([`crate::request`], `generation`). The journal has it, too, once it is in the image. An image with another generation was
+//! rolled back, or restored from a copy: its journal is refused. A record may also name a place behind the end of such an
+//! image's file; then the journal is refused whatever the generation.
+//!
+//! Not noticed is a rollback to a state from after the last generation was written, if records were put in between that state
+//! and the process's death. All of these were put in within the time that a generation lasts, or while the last flush was under
+//! way, and no L2 table is among them outside of a flush: a record that names one is followed by a generation at once.
+//!
+//! The file's modification time says nothing more. The last write before a process's death is not noted anywhere, and later
+//! writes by others set the time as ours do: `cp` over an image makes it newer, a rollback older, and so does a clock that is
+//! set back, or that of a file server.
 //!
 //! What must never happen: an entry that others can read before its record is whole; a place that is used again while its
 //! record is needed; a journal that is applied to an image which others changed since (see [`Mark`](crate::header::Mark)).
@@ -23,6 +33,8 @@ mod recover;
 mod tests;
 
 pub use self::recover::{Begun, Changes, Recovery, Refusal, begin, begin_without, end, journal_of, recover};
+
+use std::time::{Duration, Instant};
 
 use crate::map::Entry;
 use crate::sync::AtomicU64;
@@ -39,10 +51,14 @@ const AT_BOOT: usize = 3;
 const AT_RECORDS: usize = 5;
 /// Number of the first record that is needed.
 const AT_FIRST: usize = 6;
-/// The generation that the image has had since the last flush that wrote the map.
-const AT_STABLE: usize = 7;
-/// The largest one that a flush has begun to write.
+/// The generation that was written into the image last.
+const AT_GENERATION: usize = 7;
+/// The largest one whose write has begun.
 const AT_TRIED: usize = 8;
+
+/// A record that is put in later than this after a generation was written needs a new one. A write of the header's piece
+/// each time: so short a time that a rollback in it is unlikely, and so long that a disk with moving heads loses little.
+pub const GENERATION_LASTS: Duration = Duration::from_millis(250);
 
 const RECORD_WORDS: usize = 4;
 /// Bits of a record's first word: the index, how many entries, what they are.
@@ -172,6 +188,10 @@ pub struct Journal {
     step: u64,
     /// Number of the next record.
     next: Line,
+    /// When the journal was made, after how many nanoseconds a generation was written last, and how long it lasts.
+    made: Instant,
+    written: AtomicU64,
+    lasts: Duration,
 }
 
 impl Journal {
@@ -198,8 +218,14 @@ impl Journal {
         words[AT_RECORDS].store(records, Relaxed);
         words[AT_FIRST].store(0, Relaxed);
         words[AT_MAGIC].store(MAGIC, Release);
-        let next = Line(AtomicU64::new(0));
-        Some(Self { records, key: halves(id)[1], step: 0, next, memory })
+        let (next, written, made) = (Line(AtomicU64::new(0)), AtomicU64::new(0), Instant::now());
+        let (key, lasts) = (halves(id)[1], GENERATION_LASTS);
+        Some(Self { records, key, step: 0, next, memory, made, written, lasts })
+    }
+
+    /// A generation lasts for so long, instead of [`GENERATION_LASTS`].
+    pub fn with_generations_of(self, lasts: Duration) -> Self {
+        Self { lasts, ..self }
     }
 
     /// For an image with clusters of so many bytes.
@@ -257,24 +283,35 @@ impl Journal {
         self.next.0.load(Relaxed)
     }
 
-    /// Returns the generation that a flush is to write into the header with the map. One flush at a time.
+    /// Whether a record that was just put in needs a new generation.
+    pub(crate) fn needs_generation(&self) -> bool {
+        let written = Duration::from_nanos(self.written.load(Relaxed));
+        self.made.elapsed().saturating_sub(written) >= self.lasts
+    }
+
+    /// Returns the generation that is to be written into the header. One request at a time, the one that has the flushes'
+    /// turn.
     pub(crate) fn next_generation(&self) -> u64 {
         let tried = &self.memory.words()[AT_TRIED];
-        // Not one that a flush which failed may have left in the image.
+        // Not one that a write which failed may have left in the image.
         let next = tried.load(Relaxed) + 1;
         tried.store(next, Release);
         next
     }
 
-    /// Gives back what was put before `mark`: the copies made since then are in the image, on stable storage, and so is
-    /// `generation` if the map was written. One flush at a time.
-    pub(crate) fn forget(&self, mark: u64, generation: Option<u64>) {
-        let words = self.memory.words();
-        // First, so that no journal without these records fits an image without these copies.
+    /// The write of this generation into the header is over; none: it failed, and may be there or not. Under the same turn.
+    pub(crate) fn wrote_generation(&self, generation: Option<u64>) {
         if let Some(generation) = generation {
-            words[AT_STABLE].store(generation, Release);
+            self.memory.words()[AT_GENERATION].store(generation, Release);
         }
-        words[AT_FIRST].store(mark, Release);
+        self.written.store(self.made.elapsed().as_nanos() as u64, Relaxed);
+    }
+
+    /// Gives back what was put before `mark`: the copies made since then are in the image, on stable storage. So is a new
+    /// generation if the map was written, which [`wrote_generation`](Self::wrote_generation) was told before: no journal
+    /// without these records fits an image without these copies. One flush at a time.
+    pub(crate) fn forget(&self, mark: u64) {
+        self.memory.words()[AT_FIRST].store(mark, Release);
     }
 }
 
@@ -291,8 +328,8 @@ fn read(words: &[AtomicU64], id: [u8; 16], generation: u64, boot: [u8; 16]) -> R
     if records == 0 || records > (places.len() / RECORD_WORDS) as u64 {
         return Err(Refusal::Other);
     }
-    // The writer may have been killed in a flush, before or after that wrote the generation.
-    if !(get(AT_STABLE)..=get(AT_TRIED)).contains(&generation) {
+    // The writer may have been killed before or after its last write of a generation.
+    if !(get(AT_GENERATION)..=get(AT_TRIED)).contains(&generation) {
         return Err(Refusal::RolledBack);
     }
     let record = |number: u64| {

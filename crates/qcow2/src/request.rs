@@ -13,6 +13,7 @@ mod change;
 mod condemn;
 mod fetch;
 mod flush;
+mod generation;
 mod pack;
 mod seek;
 mod table;
@@ -25,6 +26,7 @@ use self::change::Change;
 use self::condemn::Mark;
 use self::fetch::Fetch;
 use self::flush::Flush;
+use self::generation::NewGeneration;
 use self::pack::Pack;
 pub use self::seek::{Extent, Found};
 use self::table::NewTable;
@@ -216,6 +218,8 @@ enum Pending {
     /// Space for the file, up to here.
     Extend(u64),
     Flush,
+    /// The header, which gets a new generation.
+    Generation,
     /// The header, which is being marked.
     Mark,
     Parked,
@@ -247,6 +251,8 @@ pub struct Request {
     /// An L2 table that is being made.
     table: Option<NewTable>,
     flush: Option<Box<Flush>>,
+    /// The image gets a new generation.
+    generation: Option<NewGeneration>,
     /// The image is being marked as corrupt.
     mark: Option<Mark>,
 }
@@ -286,10 +292,11 @@ impl Request {
         match std::mem::take(&mut self.pending) {
             Pending::Nothing | Pending::Parked => {}
             Pending::Mark if failed < 0 => {
-                self.marked(false, cx);
+                self.mark_failed(cx);
                 return self.fail(EIO, cx);
             }
             Pending::Mark => {}
+            Pending::Generation => self.wrote_generation(failed == 0, cx),
             Pending::Data(_) if failed < 0 => return self.fail(failed, cx),
             Pending::Data(n) => self.pos += n,
             Pending::Slice(layer, slice) => {
@@ -377,6 +384,8 @@ impl Request {
         loop {
             let turn = if self.mark.is_some() {
                 self.turn_mark(cx)
+            } else if self.generation.is_some() {
+                self.turn_generation(cx)
             } else if self.flush.is_some() {
                 self.turn_flush(cx)
             } else if self.table.is_some() {
@@ -417,7 +426,7 @@ impl Request {
         self.abandon_table(cx);
         self.abandon_change(cx);
         self.abandon_pack(cx);
-        (self.fetch, self.found, self.mark) = (None, None, None);
+        (self.fetch, self.found, self.generation, self.mark) = (None, None, None, None);
         self.done(e, cx)
     }
 

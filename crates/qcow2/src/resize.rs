@@ -26,30 +26,70 @@ pub struct Around<'d> {
 /// A size that the image's tables cannot have, or that would need data of the image below, or of a compressed cluster,
 /// to be copied; the storage's. The image is as it was then.
 pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: Progress<'_>) -> Result<()> {
-    let old = image.header.size;
     if size > i64::MAX as u64 - (1 << 21) {
         return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
     }
-    let size = size.next_multiple_of(512);
+    set_size(image, size.next_multiple_of(512), around, false, progress)
+}
+
+/// Entries of the L1 table that leave room for a disk that grows while it is served: 256 KiB of them, which reach 16 TiB
+/// with clusters of 64 KiB, and 1 GiB with clusters of 512 bytes.
+const ROOM_L1_ENTRIES: u64 = 32 << 10;
+
+/// Makes the image ready for its disk to grow while it is served, by a change of the header's size alone: its L1 table is
+/// long enough, and nothing shows behind the disk's end, neither old data nor the image below. The disk stays as it is.
+///
+/// # Errors
+/// An image with a data file; one below that is larger than the room, or shows through the disk's last cluster
+/// ([`Error::LastClusterBelow`], found when all else was checked); the storage's. The image is as it was then.
+pub fn make_room(image: &mut Image<'_>, below: Option<u64>) -> Result<()> {
+    resize_with_room(image, image.header.size, below)
+}
+
+/// Makes the disk of an image `size` bytes long, as [`resize`] does, and ready to grow, as [`make_room`] does: both or neither.
+///
+/// # Errors
+/// Those of both.
+pub fn resize_with_room(image: &mut Image<'_>, size: u64, below: Option<u64>) -> Result<()> {
+    if image.header.has(incompatible::DATA_FILE) {
+        return Err(Error::unsupported("an image with a data file does not grow while it is served"));
+    }
+    let around = Around { data: None, below, preallocation: Preallocation::Off };
+    set_size(image, size, &around, true, &mut |_, _| {})
+}
+
+/// Checks first, and says at last whether the image below shows through; `room`: see [`make_room`].
+fn set_size(
+    image: &mut Image<'_>,
+    size: u64,
+    around: &Around<'_>,
+    room: bool,
+    progress: Progress<'_>,
+) -> Result<()> {
+    let old = image.header.size;
     let mut header = Header { size, ..image.header.clone() };
-    if header.l1_needed() * 8 > L1_BYTES_MAX {
-        return Err(Error::invalid(format!(
-            "a disk of {size} bytes is too large for clusters of {} bytes",
-            header.cluster_size()
-        )));
-    }
-    if header.snapshots > 0 && header.version < 3 {
-        return Err(Error::unsupported("a version 2 image with snapshots keeps its size; delete them first"));
-    }
-    let bitmaps = bitmap::after_resize(image, size)?;
+    let (grows, shrinks) = (size > old || room, size < old || (size == old && !room));
+    let l1_entries = check_size(image, &header, room)?;
     let end = old.min(size);
-    let tail = Tail::find(image, end, around, size > old)?;
+    // With room it is as if the disk was as long as the image below.
+    let long =
+        Header { size: if room { around.below.unwrap_or(0).max(size) } else { size }, ..header.clone() };
+    let grown = Grown { from: end.div_ceil(header.cluster_size()), header: &long };
+    if grows {
+        if long.l1_needed() > l1_entries {
+            return Err(Error::unsupported(
+                "the image below is too large for the disk to grow while it is served",
+            ));
+        }
+        grown.check(around)?;
+    }
+    let bitmaps = if size == old && room { None } else { bitmap::after_resize(image, size)? };
+    let tail = Tail::find(image, end, around, grows, shrinks)?;
     let mut change = Change::begin(image)?;
     let mut l1 = change.l1()?;
     cut(&mut change, &mut l1, end)?;
-    if size > old {
-        l1.resize(l1.len().max(header.l1_needed() as usize), 0);
-        let grown = Grown { from: old.div_ceil(header.cluster_size()), header: &header };
+    if grows {
+        l1.resize(l1_entries as usize, 0);
         grown.hide_below(&mut change, &mut l1, around)?;
         grown.preallocate(&mut change, &mut l1, around, progress)?;
     }
@@ -62,7 +102,7 @@ pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: P
     if let Some(bitmaps) = bitmaps {
         bitmap::replace_directory(&mut change, bitmaps, &mut header)?;
     }
-    if size > old {
+    if grows && !shrinks {
         // Before the disk grows, nobody reads what is behind its end.
         clear_tail(change.image.file, around.data, place)?;
     }
@@ -82,44 +122,24 @@ pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: P
     Ok(())
 }
 
-/// Entries of the L1 table that leave room for a disk that grows while it is served: 256 KiB of them, which reach 16 TiB
-/// with clusters of 64 KiB, and 1 GiB with clusters of 512 bytes.
-const ROOM_L1_ENTRIES: u64 = 32 << 10;
-
-/// Makes the image ready for its disk to grow while it is served, by a change of the header's size alone: its L1 table is
-/// long enough, and nothing shows behind the disk's end, neither old data nor the image below. The disk stays as it is.
+/// How many entries the L1 table is to have, where the disk does not only get smaller.
 ///
 /// # Errors
-/// An image with a data file; one below that is larger than the room, or shows through the disk's last cluster; the
-/// storage's. The image is as it was then.
-pub fn make_room(image: &mut Image<'_>, below: Option<u64>) -> Result<()> {
-    let mut header = image.header.clone();
-    if header.has(incompatible::DATA_FILE) {
-        return Err(Error::unsupported("an image with a data file does not grow while it is served"));
+/// A size that the image cannot have.
+fn check_size(image: &Image<'_>, header: &Header, room: bool) -> Result<u64> {
+    let needed = header.l1_needed();
+    if needed * 8 > L1_BYTES_MAX {
+        return Err(Error::invalid(format!(
+            "a disk of {} bytes is too large for clusters of {} bytes",
+            header.size,
+            header.cluster_size()
+        )));
     }
-    let around = Around { data: None, below, preallocation: Preallocation::Off };
-    let tail = Tail::find(image, header.size, &around, true)?;
-    let mut change = Change::begin(image)?;
-    let mut l1 = change.l1()?;
-    cut(&mut change, &mut l1, header.size)?;
-    let entries = ROOM_L1_ENTRIES.max(header.l1_needed() * 2).min(L1_BYTES_MAX / 8);
-    l1.resize(l1.len().max(entries as usize), 0);
-    // As if the disk was as long as the image below.
-    let long = Header { size: below.unwrap_or(0).max(header.size), ..header.clone() };
-    if long.l1_needed() > l1.len() as u64 {
-        return Err(Error::unsupported(
-            "the image below is too large for the disk to grow while it is served",
-        ));
+    if header.size != image.header.size && header.snapshots > 0 && header.version < 3 {
+        return Err(Error::unsupported("a version 2 image with snapshots keeps its size; delete them first"));
     }
-    Grown { from: header.clusters(), header: &long }.hide_below(&mut change, &mut l1, &around)?;
-    let place = match tail {
-        Some(tail) => tail.own(&mut change, &mut l1)?,
-        None => None,
-    };
-    change.set_flags(&mut l1)?;
-    change.replace_l1(&l1, &mut header)?;
-    clear_tail(change.image.file, None, place)?;
-    change.commit(header)
+    let entries = if room { ROOM_L1_ENTRIES.max(needed * 2).min(L1_BYTES_MAX / 8) } else { needed };
+    Ok(entries.max(image.header.l1_size.into()))
 }
 
 /// The bytes of the last cluster behind the disk's end: offset and length in the file that holds them.
@@ -155,8 +175,15 @@ struct Tail {
 }
 
 impl Tail {
-    /// The last cluster of a disk that ends, or ended, at `end`.
-    fn find(image: &Image<'_>, end: u64, around: &Around<'_>, grows: bool) -> Result<Option<Self>> {
+    /// The last cluster of a disk that ends, or ended, at `end`. `grows`: nothing is to show behind it; `shrinks`: data are cut
+    /// off there.
+    fn find(
+        image: &Image<'_>,
+        end: u64,
+        around: &Around<'_>,
+        grows: bool,
+        shrinks: bool,
+    ) -> Result<Option<Self>> {
         let h = &image.header;
         let within = end % h.cluster_size();
         if within == 0 {
@@ -182,17 +209,14 @@ impl Tail {
             (true, 1) => (data || e & ZERO != 0, 0),
             (true, _) => hide_subclusters(subclusters, within, h.cluster_size()),
         };
-        if !hidden {
-            return Err(Error::unsupported(format!(
-                "the disk ends within a cluster that the image below shows through, at {end}; write to its last \
-                 sector first"
-            )));
-        }
-        if e & COMPRESSED != 0 && !grows {
+        if e & COMPRESSED != 0 && shrinks {
             return Err(Error::unsupported(format!(
                 "{end} lies within a compressed cluster; give a multiple of {} bytes",
                 h.cluster_size()
             )));
+        }
+        if !hidden {
+            return Err(Error::LastClusterBelow(end));
         }
         let l1 = (cluster / h.l2_entries()) as usize;
         Ok((data || hide != 0).then_some(Self { l1, slot, within, data, hide }))

@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use crate::alloc::{Alloc, Reserve};
 use crate::change::Change;
@@ -25,6 +26,9 @@ const RESERVE_BYTES_MAX: u64 = 4 << 20;
 const RESERVES: u64 = 256;
 /// Memory for L2 slices at most, unless told otherwise: as QEMU has it.
 const CACHE_MAX: u64 = 32 << 20;
+
+/// How long control waits for a request's write of the header: one piece of metadata, and as long as for a worker.
+const FIRST_WAIT: Duration = Duration::from_secs(10);
 
 /// What an image is opened with.
 #[derive(Clone, Copy, Debug)]
@@ -276,7 +280,7 @@ impl Served {
     /// Changes of its map are put into this journal from now on, which was [begun](crate::journal::begin) in the image.
     pub fn with_journal(self, journal: Journal, begun: Begun) -> Self {
         let journal = Some(journal.with_cluster(self.cluster_size()));
-        Self { journal, first: Some(First::new(begun.0)), ..self }
+        Self { journal, first: Some(First::new(begun)), ..self }
     }
 
     /// The image is only read, and reads as if these changes were in it.
@@ -320,28 +324,33 @@ impl Served {
     }
 
     /// Writes the size of the disk, bytes, into the image by `write`. That is given the image's first bytes, and is called
-    /// again if a request has changed them meanwhile. `None`: no request writes there, and nothing was done; the caller writes
-    /// the field of the header itself.
+    /// again if a request has changed them meanwhile, or has written an older copy of them. Blocks: a request's write under way
+    /// may take the size back, so that its end is waited for. `None`: no request writes there, and nothing was done; the caller
+    /// writes the field of the header itself.
     ///
     /// # Errors
-    /// Those of `write`. The image has either size then.
-    pub fn write_size<E>(
+    /// Those of `write`; `TimedOut` where a request's write does not end. The image has either size then.
+    pub fn write_size(
         &self,
         size: u64,
-        mut write: impl FnMut(&[u8]) -> std::result::Result<(), E>,
-    ) -> Option<std::result::Result<(), E>> {
+        mut write: impl FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> Option<std::io::Result<()>> {
         let first = self.first.as_ref()?;
         let mut copied = first.set_size(size);
-        loop {
+        let failed = loop {
             if let Err(e) = write(&copied.0) {
-                first.set_size(self.size());
-                return Some(Err(e));
+                first.failed(copied.1);
+                break e;
             }
-            match first.since(copied.1) {
-                Some(newer) => copied = newer,
-                None => return Some(Ok(())),
+            match first.settle(copied.1, FIRST_WAIT) {
+                Ok(Some(newer)) => copied = newer,
+                Ok(None) => return Some(Ok(())),
+                Err(e) => break e,
             }
-        }
+        };
+        // Later writes of requests have the size that the disk keeps.
+        first.failed(first.set_size(self.size()).1);
+        Some(Err(failed))
     }
 
     /// The disk has another size, `room` at most, which the header on the storage has already. No write, discard or

@@ -3,14 +3,17 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 
-use common::{output, wait_for};
+use common::{PATIENCE, output, wait_for};
 use vshunt::error::Kind;
 use vshunt::export::spec::WorkerSpec;
 use vshunt::export::{Daemon, Options};
 use vshunt::worker::MAX_WORKERS;
+use vshunt_bench::Disk;
+use vshunt_bench::driver::{self, Code, Payload};
 
 #[test]
 fn no_more_workers_than_the_constant_says() {
@@ -24,6 +27,38 @@ fn no_more_workers_than_the_constant_says() {
     daemon.worker_free(17).unwrap();
     daemon.worker_new(WorkerSpec::default()).unwrap();
     daemon.shutdown();
+}
+
+/// Descriptors that front ends are told of broken rings by: those of 128 queues took 128 io_urings.
+#[test]
+fn an_error_descriptor_takes_no_ring() {
+    const QUEUES: u16 = 8;
+    let export = format!("type=vhost-user-blk,name=e,disk=d,socket=e.sock,queues={QUEUES}");
+    let daemon = common::Daemon::start(&["--disk", "name=d,format=ram,size=1M", "--export", &export]);
+    // A daemon in its sandbox shows its descriptors to root alone.
+    let Ok(folder) = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).map(|dir| dir.count())
+    else {
+        println!("skip an_error_descriptor_takes_no_ring: needs root");
+        return;
+    };
+    assert!(folder > 0);
+    let rings = || {
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap().flatten();
+        let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
+        links.filter(|link| link.to_string_lossy().contains("io_uring")).count()
+    };
+    let options = driver::Options { queues: QUEUES, queue_size: 64, timeout: PATIENCE, ..Default::default() };
+    let mut disk = Disk::connect(daemon.path().join("e.sock"), options).unwrap();
+    let before = rings();
+    assert!(before > usize::from(QUEUES), "each call descriptor has one, and each worker");
+    let err = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    for queue in 0..u64::from(QUEUES) {
+        let wire = disk.session().wire();
+        wire.tell(Code::SetVringErr, &Payload::new().u64(queue), &[err.as_fd()]).unwrap();
+    }
+    // All of it was done once a later message is answered.
+    disk.session().read_config().unwrap();
+    assert_eq!(rings(), before);
 }
 
 /// RLIMIT_NPROC does not bind root, so the daemon runs as nobody.

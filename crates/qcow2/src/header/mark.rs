@@ -1,6 +1,6 @@
 //! The header extension by which this program marks an image that it has open for writing.
 
-use super::{LEN_V2, be32, be64};
+use super::{Header, be64};
 
 /// Says that an image is open for writing, in an extension that only this program knows, and what it may lack if its writer
 /// is killed.
@@ -63,8 +63,13 @@ impl Open {
     }
 }
 
-/// Where the generation lies in the first bytes of an image: the mark is the first extension.
-pub(crate) fn generation_at(first: &[u8]) -> usize {
-    let header = if be32(first, 4) >= 3 { be32(first, 100) as usize } else { LEN_V2 };
-    header + 8 + MARK_OLDER
+/// Bytes at an image's start that storage writes whole, or not at all.
+const SECTOR: usize = 512;
+
+/// Where the generation lies in the first bytes of an image whose first extension is the mark of a journal; none: the mark does
+/// not lie in the first sector, since the image says that its header is that long. A flush changes the generation alone, in a
+/// write that must not tear.
+pub(crate) fn generation_at(header: &Header) -> Option<usize> {
+    let at = header.known_bytes() + 8 + MARK_OLDER;
+    (header.version >= 3 && at + 8 <= SECTOR).then_some(at)
 }

@@ -1,25 +1,57 @@
 //! Beginning and ending with a journal, and what is done when its image was not closed.
 
 use super::{Kind, Record, Words, read};
-use crate::entry::{COPIED, OFFSET};
-use crate::header::{Header, Mark, Open, incompatible};
+use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
+use crate::header::{Header, Mark, Open, generation_at, incompatible};
 use crate::map::Entry;
 use crate::served::UNIT;
 use crate::{Error, Image, Result, Storage};
 
 /// An image that is marked as open: its first bytes, where flushes write the journal's generation.
-pub struct Begun(pub(crate) Vec<u8>);
+#[derive(Clone, Debug)]
+pub struct Begun {
+    bytes: Vec<u8>,
+    /// Where the generation lies in them; [`begin`] checked that it does.
+    generation_at: usize,
+}
+
+impl Begun {
+    /// The first bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The first bytes, for fields of the header that have a fixed place.
+    pub(crate) fn fields(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+
+    /// Sets the journal's generation.
+    pub fn set_generation(&mut self, generation: u64) {
+        let at = self.generation_at;
+        self.bytes[at..at + 8].copy_from_slice(&generation.to_be_bytes());
+    }
+}
 
 /// Marks a version 3 image that was closed: from now on what it lacks is in the journal of this number, and its reference
 /// counts may be wrong.
 ///
 /// # Errors
-/// An image of version 2, one that was not closed, a header that has no room, and the storage's.
+/// An image of version 2, one that was not closed, a header that has no room or is so long that the mark would not lie in the
+/// first sector, and the storage's.
 pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
+    let header = Image::open(file)?.header().clone();
+    if header.version >= 3 && generation_at(&header).is_none() {
+        return Err(Error::unsupported(
+            "its header is so long that a journal's mark does not fit into the first 512 bytes; 'vshunt image convert' makes an \
+             image with a short one",
+        ));
+    }
     let header = mark(file, Open::Journal { id, generation: 0 })?;
-    let mut first = vec![0; UNIT.min(header.cluster_size()) as usize];
-    file.read_at(0, &mut first).map_err(Error::io("cannot read the header"))?;
-    Ok(Begun(first))
+    let mut bytes = vec![0; UNIT.min(header.cluster_size()) as usize];
+    file.read_at(0, &mut bytes).map_err(Error::io("cannot read the header"))?;
+    let generation_at = generation_at(&header).expect("a mark does not change the header's length");
+    Ok(Begun { bytes, generation_at })
 }
 
 /// Marks an image that was closed, of any version, and that is written without a journal: its reference counts may be wrong
@@ -88,15 +120,26 @@ pub enum Recovery {
 pub struct Changes(Vec<Record>);
 
 impl Changes {
-    /// Reads what the journal in `memory` has for an image with this header, in the run of the machine `boot`.
+    /// Reads what the journal in `memory` has for an image with this header, in a file of `len` bytes, in the run of the
+    /// machine `boot`.
     ///
     /// # Errors
     /// The journal says nothing about this image.
-    pub fn read(header: &Header, memory: &dyn Words, boot: [u8; 16]) -> std::result::Result<Self, Refusal> {
-        match journal_of(header) {
-            Some(Open::Journal { id, generation }) => read(memory.words(), id, generation, boot).map(Self),
-            Some(Open::Older) => Err(Refusal::Older),
-            Some(Open::Without { .. }) | None => Err(Refusal::None),
+    pub fn read(
+        header: &Header,
+        len: u64,
+        memory: &dyn Words,
+        boot: [u8; 16],
+    ) -> std::result::Result<Self, Refusal> {
+        let records = match journal_of(header) {
+            Some(Open::Journal { id, generation }) => read(memory.words(), id, generation, boot)?,
+            Some(Open::Older) => return Err(Refusal::Older),
+            Some(Open::Without { .. }) | None => return Err(Refusal::None),
+        };
+        // What a record names was written before it, and made the file so long.
+        match records.iter().any(|record| names_from(header, record).is_some_and(|at| at >= len)) {
+            true => Err(Refusal::RolledBack),
+            false => Ok(Self(records)),
         }
     }
 
@@ -151,6 +194,22 @@ fn entry_bytes(header: &Header, record: &Record, i: u64, bytes: &mut [u8]) {
     }
 }
 
+/// The last place in the image's file from which on there is something that a record names; none: it names nothing there.
+fn names_from(header: &Header, record: &Record) -> Option<u64> {
+    let Entry { word, bits } = record.entry;
+    let external = header.has(incompatible::DATA_FILE);
+    match record.kind {
+        Kind::Table => Some(word & OFFSET),
+        _ if external || word & OFFSET == 0 => None,
+        _ if word & COMPRESSED != 0 => Some(Compressed::of(word, header.cluster_bits).offset),
+        // A place that is kept for a cluster of zeroes.
+        _ if header.has(incompatible::EXTENDED_L2) && bits as u32 == 0 => None,
+        _ if !header.has(incompatible::EXTENDED_L2) && word & ZERO != 0 => None,
+        Kind::Run => Some((word & OFFSET) + (record.count - 1) * header.cluster_size()),
+        Kind::Same => Some(word & OFFSET),
+    }
+}
+
 /// Puts a record into the L1 table; the entry that it has then.
 fn table_entry(header: &Header, l1: &mut [u64], record: &Record) -> Result<u64> {
     let table = record.entry.word & OFFSET;
@@ -171,7 +230,8 @@ fn table_entry(header: &Header, l1: &mut [u64], record: &Record) -> Result<u64> 
 /// A journal that cannot be this image's, and the storage's.
 pub fn recover(file: &dyn Storage, memory: &dyn Words, boot: [u8; 16]) -> Result<Recovery> {
     let image = Image::open(file)?;
-    let changes = match Changes::read(image.header(), memory, boot) {
+    let len = file.len().map_err(Error::io("the file's length"))?;
+    let changes = match Changes::read(image.header(), len, memory, boot) {
         Ok(changes) => changes,
         Err(why) => return Ok(Recovery::Refused(why)),
     };

@@ -37,6 +37,7 @@ mod alone {
     use super::*;
     use crate::check::{Quiet, Repair, check};
     use crate::create::{Options, create};
+    use crate::entry::COPIED;
     use crate::header::{Header, Open, incompatible};
     use crate::{Image, Storage, memory};
 
@@ -68,7 +69,7 @@ mod alone {
             let records = memory.records();
             assert!(records.iter().zip(0..).all(|(r, n)| (r.index, r.entry) == (n, entry(round, n))));
             assert_eq!(records.len(), 16);
-            journal.forget(journal.mark(), None);
+            journal.forget(journal.mark());
             assert!(memory.records().is_empty());
         }
     }
@@ -113,10 +114,43 @@ mod alone {
         assert_eq!((fits(0), fits(1), fits(2)), (Ok(1), Ok(1), Err(Refusal::RolledBack)));
         // One that failed may have left its own.
         assert_eq!(journal.next_generation(), 2);
-        journal.forget(mark, Some(2));
+        journal.wrote_generation(Some(2));
+        journal.forget(mark);
         assert_eq!((fits(1), fits(2)), (Err(Refusal::RolledBack), Ok(0)));
-        journal.forget(journal.mark(), None);
+        journal.forget(journal.mark());
         assert_eq!((fits(1), fits(2)), (Err(Refusal::RolledBack), Ok(0)));
+        // Of one whose write failed the image may have either.
+        assert_eq!(journal.next_generation(), 3);
+        journal.wrote_generation(None);
+        assert_eq!((fits(1), fits(2), fits(3)), (Err(Refusal::RolledBack), Ok(0), Ok(0)));
+    }
+
+    #[test]
+    fn a_generation_lasts_for_a_while() {
+        let journal = |lasts| Memory::new(16).journal().with_generations_of(lasts);
+        assert!(journal(Duration::ZERO).needs_generation());
+        assert!(!journal(Duration::MAX).needs_generation());
+    }
+
+    #[test]
+    fn records_that_name_what_is_behind_the_images_end_are_another_states() {
+        for data in [false, true] {
+            let (file, memory) = (image(), Memory::new(16));
+            begin(&file, ID).unwrap();
+            let journal = memory.journal().with_cluster(4096);
+            let end = file.len().unwrap().next_multiple_of(4096);
+            journal.put_table(0, end | COPIED);
+            file.set_len(end + 3 * 4096).unwrap();
+            let places = [1, 2, 3].map(|n| entry((end + n * 4096) | COPIED, 0));
+            journal.put(3, if data { &places } else { &places[..2] });
+            // The image's file does not reach to the third one.
+            let is = if data { refused(Refusal::RolledBack) } else { Recovery::Done(2) };
+            assert_eq!(recover(&file, &memory, BOOT).unwrap(), is);
+        }
+        let (file, memory) = (image(), Memory::new(16));
+        begin(&file, ID).unwrap();
+        memory.journal().put_table(0, file.len().unwrap().next_multiple_of(4096) | COPIED);
+        assert_eq!(recover(&file, &memory, BOOT).unwrap(), refused(Refusal::RolledBack));
     }
 
     #[test]
@@ -132,6 +166,38 @@ mod alone {
         assert_eq!(recover(&file, &memory, BOOT).unwrap(), refused(Refusal::Older));
         assert!(check(&file, Repair::All, &mut Quiet).unwrap().is_clean());
         assert!(!Image::open(&file).unwrap().header().is_open());
+    }
+
+    /// An image that says that its header is `len` bytes long.
+    fn image_with_header(len: u32) -> memory::Memory {
+        let file = memory::Memory::new(Vec::new(), 64 << 20);
+        let options = Options { cluster_size: 1 << 16, ..Options::new(8 << 20) };
+        create(&file, None, &options, &mut |_, _| {}).unwrap();
+        file.write_at(100, &len.to_be_bytes()).unwrap();
+        file.write_at(112, &vec![0; (1 << 16) - 112]).unwrap();
+        file
+    }
+
+    #[test]
+    fn the_mark_lies_in_the_first_sector_or_there_is_no_journal() {
+        for len in [104, 112, 120, 480] {
+            let file = image_with_header(len);
+            let mut begun = begin(&file, ID).unwrap();
+            begun.set_generation(7);
+            file.write_at(0, begun.bytes()).unwrap();
+            let header = Image::open(&file).unwrap().header().clone();
+            assert_eq!(journal_of(&header), Some(Open::Journal { id: ID, generation: 7 }), "{len}");
+        }
+        // 4072: the mark would end with the piece that flushes write. 8192: behind it.
+        for len in [488, 4064, 4072, 8192, (1 << 16) - 64] {
+            let file = image_with_header(len);
+            let before = file.bytes();
+            let why = begin(&file, ID).unwrap_err().to_string();
+            assert!(why.contains("first 512 bytes"), "{len}: {why}");
+            assert!(file.bytes() == before, "{len}: a refused image was changed");
+            begin_without(&file, false).unwrap();
+            assert!(Image::open(&file).unwrap().header().is_open());
+        }
     }
 
     fn image() -> memory::Memory {
@@ -258,7 +324,7 @@ mod interleavings {
             for copy in map.take_dirty() {
                 found[copy.slice as usize] = u64::from_be_bytes(copy.bytes[..].try_into().unwrap());
             }
-            journal.forget(mark, None);
+            journal.forget(mark);
             writers.into_iter().for_each(|writer| writer.join().unwrap());
             for record in memory.records() {
                 found[record.index as usize] = record.entry.word;

@@ -2,12 +2,13 @@
 
 use super::fetch::Fetch;
 use super::flush::Flush;
+use super::generation::NewGeneration;
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::alloc::{Reserve, Take};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
-use crate::journal::Put;
+use crate::journal::{Journal, Put};
 use crate::map::Entry;
 use crate::served::{Chain, Miss, Served, What};
 
@@ -391,15 +392,11 @@ impl Request {
         };
         let entries: Vec<Entry> = change.olds.iter().enumerate().map(entry).collect();
         let journal = image.journal.as_ref();
-        match image.map.release(change.first, change.held, Some(&entries), journal, cx.wake) {
-            Put::Done => {}
-            Put::Half => self.make_room(),
-            Put::Full => {
-                self.make_room();
-                change.stage = Stage::Enter;
-                self.change = Some(change);
-                return;
-            }
+        let put = image.map.release(change.first, change.held, Some(&entries), journal, cx.wake);
+        if !self.entered(put, image) {
+            change.stage = Stage::Enter;
+            self.change = Some(change);
+            return;
         }
         if !image.is_own(change.olds[0]) {
             image.let_go(&change.olds);
@@ -407,9 +404,15 @@ impl Request {
         self.pos = change.guest.1;
     }
 
-    /// A flush has to give back places in the journal.
-    pub(super) fn make_room(&mut self) {
-        self.flush.get_or_insert_with(|| Box::new(Flush::new(true)));
+    /// What is to be done after records were put into the journal: a flush gives back places, or the image gets a new
+    /// generation. False: they are not in, and can be put in after the flush.
+    pub(super) fn entered(&mut self, put: Put, image: &Served) -> bool {
+        if put != Put::Done {
+            self.flush.get_or_insert_with(|| Box::new(Flush::new(true)));
+        } else if image.journal.as_ref().is_some_and(Journal::needs_generation) {
+            self.generation = Some(NewGeneration::Due);
+        }
+        put != Put::Full
     }
 
     pub(super) fn abandon_change(&mut self, cx: &mut Context<'_>) {

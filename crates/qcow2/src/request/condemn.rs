@@ -137,8 +137,8 @@ impl Request {
                 (Mark::Written(None), Step::Write { file, offset, buf: Buf::Meta, range })
             }
             Mark::Written(version) => {
-                let newer = version.and_then(|version| image.first.as_ref()?.since(version));
-                match newer {
+                let again = version.and_then(|version| image.first.as_ref()?.ended(version));
+                match again {
                     Some(copied) => self.write_first(copied, image),
                     None => (Mark::Stable, Step::Sync { file }),
                 }
@@ -150,6 +150,14 @@ impl Request {
         };
         self.mark = Some(next);
         self.step(Pending::Mark, step)
+    }
+
+    /// A step of marking it has failed.
+    pub(super) fn mark_failed(&mut self, cx: &Context<'_>) {
+        if let (Some(Mark::Written(Some(version))), Some(first)) = (self.mark, &cx.chain.top().first) {
+            first.failed(version);
+        }
+        self.marked(false, cx);
     }
 
     /// Writes a copy of the header's beginning, which flushes change too.

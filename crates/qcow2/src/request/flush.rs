@@ -143,12 +143,15 @@ impl Request {
     /// A step of a flush is over.
     pub(super) fn flushed(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
         let Some(run) = self.flush.as_mut().and_then(|f| f.run.as_mut()) else { return Ok(()) };
+        if run.stage == Stage::Generation {
+            return run.wrote_generation(failed, image);
+        }
         match run.stage {
             // What cannot be punched is given back all the same.
             Stage::Back => {}
             _ if failed < 0 => return Err(failed),
             Stage::Counts | Stage::Table | Stage::Map => run.at += 1,
-            Stage::Generation => run.wrote_generation(image),
+            Stage::Generation => {}
             Stage::Data if image.data != image.file => run.stage = Stage::DataFile,
             Stage::Data => (run.stage, run.at) = (Stage::Table, 0),
             Stage::DataFile => (run.stage, run.at) = (Stage::Table, 0),
@@ -247,7 +250,7 @@ impl Request {
 }
 
 /// The next one may flush.
-fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
+pub(super) fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
     let mut turns = image.turns.lock().expect("no holder panics");
     turns.running = false;
     turns.done = turns.done.max(done.unwrap_or(0));
@@ -314,13 +317,24 @@ impl Run {
         };
     }
 
-    /// The piece with the generation was written: again if it was changed meanwhile.
-    fn wrote_generation(&mut self, image: &Served) {
-        let Some((_, copied)) = &mut self.generation else { return };
-        match image.first.as_ref().and_then(|first| first.since(copied.1)) {
-            Some(newer) => *copied = newer,
-            None => self.stage = Stage::MapSync,
+    /// The write of the piece with the generation has ended: it is done again where it may not have the last word.
+    fn wrote_generation(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
+        let (Some((generation, copied)), Some(first)) = (&mut self.generation, &image.first) else {
+            return Ok(());
+        };
+        if failed < 0 {
+            first.failed(copied.1);
+            return Err(failed);
         }
+        match first.ended(copied.1) {
+            Some(again) => *copied = again,
+            None => {
+                let written = Some(*generation);
+                image.journal.iter().for_each(|journal| journal.wrote_generation(written));
+                self.stage = Stage::MapSync;
+            }
+        }
+        Ok(())
     }
 
     /// The next slice, or piece of the L1 table.
@@ -339,7 +353,7 @@ impl Run {
     /// What was taken was written, or goes back.
     fn settle(&mut self, image: &Served, done: bool) {
         if let Some(journal) = image.journal.as_ref().filter(|_| done) {
-            journal.forget(self.mark, self.generation.as_ref().map(|(generation, _)| *generation));
+            journal.forget(self.mark);
         }
         for copy in std::mem::take(&mut self.slices) {
             image.map.written(copy.slice, done);
@@ -357,3 +371,6 @@ impl Run {
         image.alloc.lock().expect("no holder panics").written(&blocks, &table, done);
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -172,13 +172,11 @@ impl Request {
         let put = image.map.release(pack.cluster, 1, Some(&entry), image.journal.as_ref(), cx.wake);
         if put == Put::Full {
             pack.stage = Stage::Enter;
-            return self.make_room();
+        } else {
+            self.pack = None;
+            self.pos = self.end;
         }
-        if put == Put::Half {
-            self.make_room();
-        }
-        self.pack = None;
-        self.pos = self.end;
+        self.entered(put, image);
     }
 
     pub(super) fn abandon_pack(&mut self, cx: &mut Context<'_>) {

@@ -1,5 +1,6 @@
 //! An L2 table that comes to be: where there was none, or as a copy of one that a snapshot has, too.
 
+use super::generation::NewGeneration;
 use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
 use crate::entry::{COPIED, OFFSET};
@@ -108,7 +109,8 @@ impl Request {
         if put == Put::Full {
             drop(tables);
             self.table = Some(table);
-            return self.make_room();
+            self.entered(put, image);
+            return;
         }
         entry.store(place.start << image.cluster_bits | COPIED, Release);
         tables.dirty.insert(table.index);
@@ -124,8 +126,10 @@ impl Request {
             image.alloc.lock().expect("no holder panics").gone(image.cluster(old), 1, image.epochs.now());
         }
         waiting.into_iter().for_each(&mut *cx.wake);
-        if put == Put::Half {
-            self.make_room();
+        self.entered(put, image);
+        if image.journal.is_some() {
+            // At once: what an image without this table would lose is all that the table maps.
+            self.generation = Some(NewGeneration::Due);
         }
     }
 

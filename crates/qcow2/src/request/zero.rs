@@ -69,15 +69,10 @@ impl Request {
             image.add_holes(went.map(|i| (cluster + i as u64, 1)));
         }
         image.map.release(cluster, held, None, None, cx.wake);
-        match put {
-            Put::Done => {}
-            Put::Half => self.make_room(),
-            Put::Full => {
-                self.make_room();
+        if changed {
+            if !self.entered(put, image) {
                 return Turn::Again;
             }
-        }
-        if changed {
             let gone: Vec<Entry> = (0..olds.len()).filter(|i| goes(*i)).map(|i| olds[i]).collect();
             image.let_go(&gone);
         }

@@ -15,6 +15,19 @@ pub(super) struct Grown<'h> {
 }
 
 impl Grown<'_> {
+    /// Whether what lies below [can be hidden](Self::hide_below).
+    pub(super) fn check(&self, around: &Around<'_>) -> Result<()> {
+        match self.from < self.hidden_end(around) && self.header.version < 3 {
+            true => Err(Error::unsupported("a version 2 image cannot grow over a larger image below")),
+            false => Ok(()),
+        }
+    }
+
+    /// The first cluster that the image below does not reach.
+    fn hidden_end(&self, around: &Around<'_>) -> u64 {
+        around.below.unwrap_or(0).min(self.header.size).div_ceil(self.header.cluster_size())
+    }
+
     /// The image below must not show where the disk did not reach before.
     pub(super) fn hide_below(
         &self,
@@ -23,12 +36,9 @@ impl Grown<'_> {
         around: &Around<'_>,
     ) -> Result<()> {
         let h = self.header;
-        let below = around.below.unwrap_or(0).min(h.size).div_ceil(h.cluster_size());
+        let below = self.hidden_end(around);
         if self.from >= below {
             return Ok(());
-        }
-        if h.version < 3 {
-            return Err(Error::unsupported("a version 2 image cannot grow over a larger image below"));
         }
         let zeroes: &[u64] = if h.has(incompatible::EXTENDED_L2) { &[0, 0xffff_ffff << 32] } else { &[ZERO] };
         self.each_table(change, l1, below, |_, entries, _| {

@@ -19,6 +19,18 @@ fn to(file: &Memory, size: u64) {
 }
 
 #[test]
+fn the_place_of_a_snapshot_table_without_entries_goes_with_the_end_of_the_file() {
+    let file = new(&Options { cluster_size: 4096, ..Options::new(SIZE) });
+    let end = file.len().unwrap().next_multiple_of(4096);
+    file.set_len(end + 8 * 4096).unwrap();
+    file.write_at(64, &(end + 7 * 4096).to_be_bytes()).unwrap();
+    assert_clean(&file, "a place within the file");
+    to(&file, 2 * SIZE);
+    assert!(file.len().unwrap() < end + 7 * 4096, "the file was not cut");
+    assert_clean(&file, "the file is shorter");
+}
+
+#[test]
 fn what_is_within_stays_and_what_is_beyond_goes() {
     for (seed, options) in (1..).zip(kinds(SIZE)) {
         let file = new(&options);
@@ -234,5 +246,51 @@ fn room_to_grow_changes_nothing_but_what_lies_behind_the_end() {
             let end = 2 * SIZE / options.cluster_size;
             assert!((last + 1..end).all(zero), "{options:?}: the image below shows");
         }
+    }
+}
+
+/// A disk with room gets another size and keeps its room, in one change.
+#[test]
+fn another_size_with_room_is_one_change() {
+    for (seed, options) in (1..).zip(kinds(SIZE + 512)) {
+        let below = (options.version == 3).then_some(2 * SIZE);
+        for size in [SIZE / 2 + 1024, SIZE, 3 * SIZE + 512] {
+            let file = new(&options);
+            for cluster in [0, SIZE / 2 / options.cluster_size, SIZE / options.cluster_size] {
+                write(&mut open(&file), cluster, 7, false);
+            }
+            make_room(&mut open(&file), below).unwrap();
+            let make = |i: &mut Image<'_>| resize_with_room(i, size, below).unwrap();
+            crash(&file, seed, make, |f, of| {
+                let i = open(f);
+                assert!([SIZE + 512, size].contains(&i.header.size), "{of}");
+                assert!(u64::from(i.header.l1_size) >= ROOM_L1_ENTRIES, "{of}");
+            });
+            make(&mut open(&file));
+            assert_clean(&file, &format!("{options:?}, {size} bytes"));
+            // The same as both changes one after the other: nothing shows behind the end.
+            let before = contents(&file);
+            make_room(&mut open(&file), below).unwrap();
+            assert_eq!(contents(&file), before, "{options:?}, {size} bytes");
+        }
+    }
+}
+
+/// That the image below shows through is found last, and nothing is written before.
+#[test]
+fn what_is_refused_leaves_each_byte_as_it_was() {
+    for version in [2, 3] {
+        let options = Options { version, ..Options::new(SIZE + 512) };
+        let file = new(&options);
+        let before = file.bytes();
+        let refused = |what: &dyn Fn(&mut Image<'_>) -> Result<()>, shows: bool| {
+            let e = what(&mut open(&file)).unwrap_err();
+            assert_eq!(matches!(e, Error::LastClusterBelow(_)), shows, "{e}");
+            assert!(file.bytes() == before, "{e}: and the file has changed");
+        };
+        refused(&|i| make_room(i, Some(2 * SIZE)), version == 3);
+        refused(&|i| resize_with_room(i, SIZE / 2 + 512, Some(2 * SIZE)), version == 3);
+        refused(&|i| resize_with_room(i, i64::MAX as u64 - 1023, Some(2 * SIZE)), false);
+        refused(&|i| make_room(i, Some(1 << 60)), false);
     }
 }

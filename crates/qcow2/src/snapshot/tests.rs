@@ -1,5 +1,6 @@
 use super::*;
 use crate::create::Options;
+use crate::journal;
 use crate::memory::Memory;
 use crate::testing::{Rng, assert_clean, contents, crash, kinds, new, write};
 
@@ -17,6 +18,19 @@ fn fill(file: &Memory, options: &Options, seed: u64, clusters: u64) {
         write(&mut open(file), cluster, random.next() as u8 | 1, compressed);
     }
     assert_clean(file, &format!("{options:?}"));
+}
+
+#[test]
+fn an_image_that_was_not_closed_is_not_changed() {
+    for version in [2, 3] {
+        let file = new(&Options { version, ..Options::new(SIZE) });
+        journal::begin_without(&file, true).unwrap();
+        let before = file.bytes();
+        assert!(create(&mut open(&file), "s", (1, 7)).is_err(), "version {version}");
+        assert!(file.bytes() == before);
+        journal::end(&file).unwrap();
+        create(&mut open(&file), "s", (1, 7)).unwrap();
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use qcow2::check::{Quiet, Repair};
 use qcow2::header::Header;
@@ -20,6 +21,7 @@ const BOOT: [u8; 16] = *b"this run, no one";
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) id: [u8; 16],
+    lasts: Duration,
     words: Arc<[AtomicU64]>,
 }
 
@@ -36,7 +38,7 @@ impl Shared {
         }
         let words = (0..16 + 4 * shape.records).map(|_| AtomicU64::new(0)).collect();
         let id = u128::from(rng.next()) << 64 | u128::from(rng.next());
-        Some(Self { id: id.to_be_bytes(), words })
+        Some(Self { id: id.to_be_bytes(), lasts: shape.generation_lasts, words })
     }
 
     /// The number of the first record that is needed: it grows when a flush has written the map.
@@ -44,8 +46,13 @@ impl Shared {
         self.words[6].load(Relaxed)
     }
 
+    /// Another number when records were put in.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.words[16..].iter().fold(0, |sum, word| sum.rotate_left(7).wrapping_add(word.load(Relaxed)))
+    }
+
     pub(crate) fn journal(&self) -> Journal {
-        Journal::new(Box::new(self.clone()), self.id, BOOT).unwrap()
+        Journal::new(Box::new(self.clone()), self.id, BOOT).unwrap().with_generations_of(self.lasts)
     }
 }
 
@@ -132,7 +139,8 @@ impl Sim {
         let mut first = vec![0; 1 << 16];
         self.files[0].read_at(0, &mut first).unwrap();
         let header = Header::parse(&first).unwrap();
-        let changes = Changes::read(&header, self.shared.as_ref()?, BOOT).unwrap();
+        let len = self.files[0].len().unwrap();
+        let changes = Changes::read(&header, len, self.shared.as_ref()?, BOOT).unwrap();
         let data = if self.shape.data == Data::Within { 0 } else { 2 };
         let settings = Settings {
             file: 0,

@@ -11,6 +11,7 @@ mod random;
 mod rollback;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use file::{File, SECTOR};
 use kill::Shared;
@@ -37,6 +38,8 @@ struct Shape {
     holes: u64,
     /// Records of the map's journal; 0: there is none, as for version 2.
     records: usize,
+    /// How long a generation of the journal lasts: until a flush, or until the next record.
+    generation_lasts: Duration,
     data: Data,
     /// Space can be taken ahead at the file's end.
     extends: bool,
@@ -76,6 +79,7 @@ impl Shape {
             faults: [0, 0, 0, 100, 20][rng.below(5) as usize],
             holes: [0, 0, 3][rng.below(3) as usize],
             records: [0, 16, 64, 4096][rng.below(4) as usize],
+            generation_lasts: if seed & 1 == 0 { Duration::MAX } else { Duration::ZERO },
             data: [Data::Within, Data::Within, Data::External, Data::Raw][rng.below(4) as usize],
             extends: rng.below(3) > 0,
         };

@@ -3,6 +3,8 @@
 //! The journal's changes lead to data that the earlier state does not have, so that they must not be applied. Flushes that
 //! were complete at the time of the earlier state have to be there.
 
+use std::time::Duration;
+
 use super::model::{Model, Time};
 use super::{File, Shape, Sim};
 
@@ -31,6 +33,19 @@ impl Sim {
         Kept { image, data, model: self.model.clone(), at, flushes }
     }
 
+    /// Lets what is under way come to its end, and then one request at a time until one puts a record into the journal. False:
+    /// none did.
+    fn puts_a_record(&mut self) -> bool {
+        self.finish();
+        let put_in = |sim: &Self| sim.shared.as_ref().expect("it has a journal").fingerprint();
+        let before = put_in(self);
+        (0..200).any(|_| {
+            self.begin(0);
+            self.finish();
+            put_in(self) != before
+        })
+    }
+
     /// Kills the process. The next open finds the earlier state of the image.
     fn roll_back(&mut self, to: Kept) {
         (self.files[0], self.files[2]) = (File::of(to.image), File::of(to.data));
@@ -41,11 +56,16 @@ impl Sim {
     }
 }
 
-/// Runs one seed; how many times its image was rolled back.
-fn run(seed: u64) -> u32 {
+/// What has a journal, and is rolled back.
+fn sim(seed: u64, generation_lasts: Duration) -> Sim {
     let shape = Shape::of(seed);
     let records = if shape.records == 0 { 64 } else { shape.records };
-    let mut sim = Sim::of(seed, Shape { version: 3, records, faults: 0, ..shape });
+    Sim::of(seed, Shape { version: 3, records, generation_lasts, faults: 0, ..shape })
+}
+
+/// Runs one seed; how many times its image was rolled back.
+fn run(seed: u64) -> u32 {
+    let mut sim = sim(seed, Duration::MAX);
     let (mut kept, mut flushes, mut first, mut rolled) = (None::<Kept>, 0, 0, 0);
     for turn in 0..4000 {
         sim.turn();
@@ -67,6 +87,35 @@ fn run(seed: u64) -> u32 {
     sim.crashes += 1; // Clusters may leak where what was under way was rolled back.
     sim.close();
     rolled
+}
+
+/// Runs one seed with generations that each record ends: the image is rolled back to any moment, and only one record has to
+/// be put in between. How many times it was rolled back.
+fn run_any(seed: u64) -> u32 {
+    let mut sim = sim(seed, Duration::ZERO);
+    let mut rolled = 0;
+    for _ in 0..24 {
+        for _ in 0..sim.rng.below(600) {
+            sim.turn();
+        }
+        let kept = sim.keep(0);
+        for _ in 0..sim.rng.below(200) {
+            sim.turn();
+        }
+        if sim.puts_a_record() {
+            sim.roll_back(kept);
+            rolled += 1;
+        }
+    }
+    sim.crashes += 1; // As above.
+    sim.close();
+    rolled
+}
+
+#[test]
+fn a_rollback_to_any_moment_is_noticed() {
+    let rolled: u32 = (0..24).map(run_any).sum();
+    assert!(rolled > 400, "only {rolled} rollbacks");
 }
 
 #[test]

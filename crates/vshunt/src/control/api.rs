@@ -3,6 +3,7 @@
 //! Run on the reader thread of the client that asked; a command blocks that client only. Those that QEMU's storage
 //! daemon has are in `qemu.rs`. The arguments of ours are the spec types as they are.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
@@ -12,11 +13,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::fdset::{self, Fdsets};
 use super::jobs::qmp as jobs;
 use super::message::{self, QmpError};
 use super::{qemu, snapshot};
 use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
 use crate::export::{ATTACH_TIMEOUT, Daemon};
+use crate::sandbox;
 
 /// Longest time an attach may be given: a client's thread is not to be parked for ever.
 const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
@@ -37,18 +40,27 @@ pub(crate) enum Stop {
 pub(crate) struct Context {
     pub(crate) daemon: Arc<Daemon>,
     pub(crate) stop: Sender<Stop>,
+    /// Descriptors that clients passed.
+    pub(crate) fdsets: Arc<Fdsets>,
 }
 
 /// The arguments of a command under way.
 pub(crate) struct Arguments {
     command: &'static str,
     members: Map<String, Value>,
+    /// The descriptor that came with `add-fd`.
+    fd: Option<OwnedFd>,
 }
 
 impl Arguments {
+    /// Takes the descriptor that came with the command.
+    pub(crate) fn take_fd(&mut self) -> Option<OwnedFd> {
+        self.fd.take()
+    }
+
     /// All members as `T`; a member that `T` does not know is an error.
     pub(crate) fn read<T: DeserializeOwned>(self) -> Result<T, QmpError> {
-        let Self { command, members } = self;
+        let Self { command, members, .. } = self;
         serde_json::from_value(Value::Object(members))
             .map_err(|e| QmpError::generic(format!("arguments of '{command}': {e}")))
     }
@@ -86,6 +98,7 @@ const fn command(
 
 /// Every command after negotiation.
 pub(crate) const COMMANDS: &[Command] = &[
+    command(fdset::ADD_FD, "[fdset-id opaque], with one descriptor (SCM_RIGHTS)", fdset::add_fd),
     command("backup-start", jobs::BACKUP_START, jobs::backup_start),
     command("bitmap-add", "disk name [granularity persistent disabled]", jobs::bitmap_add),
     command("block-commit", "device [job-id speed auto-dismiss]", jobs::block_commit),
@@ -142,6 +155,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("query-commands", "", query_commands),
     command("query-disks", "", |c, a| list(a, || c.daemon.disks())),
     command("query-exports", "", |c, a| list(a, || c.daemon.exports())),
+    command("query-fdsets", "", fdset::query_fdsets),
     command("query-jobs", "", |c, a| list(a, || c.daemon.jobs())),
     command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
     command("query-nets", "", |c, a| list(a, || c.daemon.nets())),
@@ -151,17 +165,22 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("query-workers", "", |c, a| list(a, || c.daemon.workers())),
     command("queue-attach", "export index worker [timeout-ms]", queue_attach),
     command("quit", "", quit),
+    command("remove-fd", "fdset-id [fd]", fdset::remove_fd),
     command("worker-free", "id", worker_free),
     command("worker-new", "[name cpu nice poll-us kind export]", worker_new),
     command("worker-set", "id [name cpu nice poll-us]", worker_set),
 ];
 
-/// Runs the command called `name`.
-pub(crate) fn run(context: &Context, name: &str, members: Map<String, Value>) -> Answer {
+/// Runs the command called `name`. `fd`: the descriptor that came with it, of `add-fd` alone.
+pub(crate) fn run(context: &Context, name: &str, members: Map<String, Value>, fd: Option<OwnedFd>) -> Answer {
     let Some(command) = COMMANDS.iter().find(|c| c.name == name) else {
         return Err(QmpError::command_not_found(format!("The command {name} has not been found")));
     };
-    (command.run)(context, Arguments { command: command.name, members })
+    let arguments = Arguments { command: command.name, members, fd };
+    let answer = sandbox::as_command(|| (command.run)(context, arguments))
+        .unwrap_or_else(|e| Err(QmpError::generic(format!("the command cannot be run: {e}"))));
+    context.fdsets.prune(&context.daemon);
+    answer
 }
 
 /// The answer of a command that returns nothing.
@@ -222,7 +241,9 @@ fn sandbox(arguments: Arguments) -> Answer {
 }
 
 fn disk_add(context: &Context, arguments: Arguments) -> Answer {
-    Ok(done(context.daemon.disk_add(arguments.read::<DiskSpec>()?)?))
+    let disk: DiskSpec = arguments.read()?;
+    let file = disk.file.map(|file| context.fdsets.resolve(file, !disk.readonly)).transpose()?;
+    Ok(done(context.daemon.disk_add(DiskSpec { file, ..disk })?))
 }
 
 fn disk_remove(context: &Context, arguments: Arguments) -> Answer {

@@ -24,6 +24,7 @@ Exit status:
   2  usage: the command line or the configuration file is wrong by itself,
      whatever is there; nothing was tried
   3  no daemon answers on the control socket
+  `vshunt image check` and `convert` have codes of their own: see their --help
 
 Environment:
   VSHUNT_CONTROL  the control socket, where -c/--control is not given
@@ -172,6 +173,7 @@ Columns of exports:
   STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted;
          joined: an uplink, whose tap is a port of its switch; blocked: one that
          makes a loop with another one
+         removing: it goes when its last requests end
   ENGINE user: requests are served by workers of this process; kernel: by the
          kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount
          how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
@@ -201,7 +203,8 @@ uplink: the tap's, as if the tap were a guest of the switch):
   REQUESTS, ERRORS, READ, WRITTEN  since the export was added
 
 Columns of workers:
-  KIND     user: a thread of this process; kernel: one of the kernel's, for the
+  KIND     user: a thread of this process (stalled: it has something to do and
+           has not run for a second); kernel: one of the kernel's, for the
            queues of one export
   CPU      where it may run
   POLL-US  for how long it may poll before it sleeps, in microseconds
@@ -218,6 +221,11 @@ Disks, networks, exports and workers come from flags, from a configuration file,
 socket. The daemon stays in the foreground and says in one line on stderr what it serves where,
 unless -q is given. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
 at its start stays ignored.
+
+A clean end waits for requests in flight, since guests' memory is in use. If a disk does not answer, it
+waits for that disk, and warns. A second signal, more than a second after the first, ends the daemon at
+once, with status 1: sockets and mounts may be left, and the next daemon does the requests again that
+front ends keep in an in-flight region.
 
 Once it has its sockets it gives up what it does not need: capabilities, system calls, paths (--sandbox).
 
@@ -346,9 +354,10 @@ pub(crate) struct SandboxArgs {
     /// Filter the system calls of workers, too, which makes each of them slower
     #[arg(id = "sandbox-workers", long = "sandbox-workers")]
     pub(crate) workers: bool,
-    /// Open no file outside of what is configured and of this folder, also for clients; may be repeated
+    /// Let clients name files, sockets and mountpoints in this folder; may be repeated
     ///
-    /// Without a control socket that is so in any case, since no client can ask for more.
+    /// Clients have to pass all other files that are not configured, as the commands of vshunt do. docs/sandbox.md
+    /// says more.
     #[arg(id = "allow-path", long = "allow-path", value_name = "FOLDER")]
     pub(crate) allow_paths: Vec<PathBuf>,
 }

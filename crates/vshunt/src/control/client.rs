@@ -4,11 +4,14 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Map, Value, json};
 
 /// How long a daemon may take to greet. Commands themselves have no bound of ours: an attach may take its time.
@@ -91,6 +94,28 @@ impl Client {
         let mut text = json!({ "execute": command, "arguments": arguments }).to_string();
         text.push('\n');
         self.reader.get_ref().write_all(text.as_bytes()).map_err(broken)?;
+        self.answer()
+    }
+
+    /// Passes a descriptor, as a set of its own, and returns the set's number. `what`: said by `query-fdsets`.
+    pub fn add_fd(&mut self, fd: impl AsFd, what: &str) -> Result<u64, ClientError> {
+        let text = json!({ "execute": "add-fd", "arguments": { "opaque": what } }).to_string();
+        let (fds, mut space) = ([fd.as_fd()], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let stream = self.reader.get_ref();
+        let bytes = [IoSlice::new(text.as_bytes())];
+        // It goes with the first byte.
+        let sent =
+            sendmsg(stream, &bytes, &mut control, SendFlags::NOSIGNAL).map_err(|e| broken(e.into()))?;
+        let mut stream = stream;
+        stream.write_all(&text.as_bytes()[sent..]).and_then(|()| stream.write_all(b"\n")).map_err(broken)?;
+        let answer = self.answer()?;
+        let id = answer["fdset-id"].as_u64();
+        id.ok_or_else(|| ClientError::Broken(format!("the daemon sent what is no answer: {answer}")))
+    }
+
+    fn answer(&mut self) -> Result<Value, ClientError> {
         loop {
             let mut answer = self.read()?;
             if answer.get("event").is_some() {

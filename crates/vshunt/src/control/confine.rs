@@ -1,7 +1,8 @@
 //! What the sandbox is to leave to a daemon with this configuration, and what a user says about it.
 //!
 //! Called on the main thread before there are others. A control client may add what is not configured: with a control
-//! socket nothing is given up that some kind of disk, network or export needs.
+//! socket no capability is given up that some kind of disk, network or export needs. Files that are not configured it opens
+//! itself, and passes (`fdset`).
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -21,8 +22,8 @@ const VARIABLE: &str = "VSHUNT_SANDBOX";
 const READ: [&str; 9] =
     ["/proc", "/sys", "/etc", "/usr", "/lib", "/lib64", "/nix/store", "/run/netns", "/run/systemd/userdb"];
 
-/// What is written besides what is configured: journals of thin images, the connections of FUSE mounts.
-const WRITTEN: [&str; 2] = ["/dev/shm", "/sys/fs/fuse/connections"];
+/// What is written besides what is configured: journals of thin images.
+const WRITTEN: [&str; 1] = ["/dev/shm"];
 
 /// Devices that exports open.
 const DEVICES: [&str; 5] = ["/dev/null", "/dev/fuse", "/dev/net/tun", "/dev/vhost-net", "/dev/vhost-blk"];
@@ -54,12 +55,11 @@ impl SandboxArgs {
 /// What is to be left. `control`: clients may come.
 pub(super) fn plan(setup: &Setup, control: bool) -> Plan {
     let mounts = setup.exports.iter().any(|e| e.kind == ExportKind::Fuse);
-    let allow = &setup.sandbox.allow_paths;
     Plan {
         mode: setup.sandbox.mode.unwrap_or_default(),
         workers: setup.sandbox.workers,
         capabilities: capabilities(setup, control, mounts),
-        paths: (!control || !allow.is_empty()).then(|| paths(setup)),
+        paths: paths(setup),
         set_user_id: !rustix::process::geteuid().is_root() && (control || mounts),
     }
 }
@@ -180,13 +180,13 @@ mod tests {
             Setup { control: Control::Off, disks: vec![disk], exports: vec![export], ..Setup::default() };
         let alone = plan(&setup, false);
         assert!(!alone.capabilities.intersects(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
-        let paths = alone.paths.unwrap();
+        let paths = alone.paths;
         for path in ["/images", "/run/v"] {
             assert!(paths.contains(&Rule { path: path.into(), write: true }), "{path}: {paths:?}");
         }
         assert!(!paths.iter().any(|rule| rule.path == Path::new("/")));
         let asked = plan(&setup, true);
         assert!(asked.capabilities.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
-        assert_eq!(asked.paths, None);
+        assert_eq!(asked.paths, paths);
     }
 }

@@ -55,6 +55,11 @@ impl Framer {
         Self { buffer: Vec::new(), state: State::Between, depth: 0 }
     }
 
+    /// Whether a message has begun and not ended.
+    pub fn is_in_message(&self) -> bool {
+        matches!(self.state, State::Body | State::Text { .. })
+    }
+
     /// Takes `bytes` in; calls `emit` for each message or error that they complete.
     pub fn push(&mut self, bytes: &[u8], mut emit: impl FnMut(Frame)) {
         for &byte in bytes {

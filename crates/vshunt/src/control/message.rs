@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Kind};
+use crate::sandbox;
 
 /// Error classes of QMP that are in use here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,13 +35,21 @@ impl QmpError {
     }
 }
 
+/// Appended where the sandbox may be the reason.
+const REFUSED: &str = "; if its mode permits that, the sandbox does not: start the daemon with --allow-path=FOLDER, or use the \
+     command 'vshunt', which passes files (docs/sandbox.md)";
+
 impl From<Error> for QmpError {
     fn from(e: Error) -> Self {
         let class = match e.kind() {
             Kind::NotFound => Class::DeviceNotFound,
             _ => Class::GenericError,
         };
-        Self { class, desc: e.to_string() }
+        let remedy = match e.errno() {
+            Some(libc::EACCES) if sandbox::bounds_paths() => REFUSED,
+            _ => "",
+        };
+        Self { class, desc: format!("{e}{remedy}") }
     }
 }
 

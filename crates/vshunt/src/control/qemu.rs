@@ -223,6 +223,8 @@ pub(crate) fn blockdev_add(context: &Context, arguments: Arguments) -> Answer {
     let node = arguments.read::<Node>()?;
     let overlay = node.is_overlay()?;
     let disk = node.into_disk()?;
+    let file = disk.file.map(|file| context.fdsets.resolve(file, !disk.readonly)).transpose()?;
+    let disk = DiskSpec { file, ..disk };
     let added = if overlay { context.daemon.overlay_add(disk) } else { context.daemon.disk_add(disk) };
     Ok(done(added?))
 }

@@ -12,6 +12,7 @@ use super::cli::{
 };
 use super::client::Client;
 use super::config;
+use super::passing::{self, Wanted};
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, image, jobs, pages, print, show, snapshot};
 use crate::export::check_one_place;
@@ -215,7 +216,8 @@ fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
     match command {
         DiskCommand::Add { disk } => {
             let disk = DiskSpec { file: absolute(disk.file)?, ..disk };
-            send(client, "disk-add", to_value(&disk)?)
+            let value = to_value(&disk)?;
+            passing::with(client, |_| Ok(Wanted::disk(&disk)), &[], |client| send(client, "disk-add", value))
         }
         DiskCommand::Remove { name } => send(client, "disk-remove", json!({ "name": name })),
         DiskCommand::List(args) => list(client, "query-disks", args, show::disks),
@@ -224,7 +226,12 @@ fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
 
 fn net(client: &mut Client, command: NetCommand) -> Outcome {
     match command {
-        NetCommand::Add { net } => send(client, "net-add", to_value(&net)?),
+        NetCommand::Add { net } => {
+            let value = to_value(&net)?;
+            let path = net.netns.as_ref().filter(|name| name.contains('/'));
+            let wanted = path.map_or_else(Vec::new, |path| Wanted::file(Path::new(path), false));
+            passing::with(client, |_| Ok(wanted), &[], |client| send(client, "net-add", value))
+        }
         NetCommand::Set { name, steering } => {
             send(client, "net-set", json!({ "name": name, "steering": steering }))
         }
@@ -240,7 +247,10 @@ fn export(client: &mut Client, command: ExportCommand) -> Outcome {
             let (socket, mountpoint) = (export.socket.clone(), export.mountpoint.clone());
             let (socket, mountpoint) = (absolute(socket)?, absolute(mountpoint)?);
             let export = ExportSpec { socket, mountpoint, ..*export };
-            send(client, "export-add", to_value(&export)?)
+            let value = to_value(&export)?;
+            let places = [&export.socket, &export.mountpoint].into_iter().flatten();
+            let wanted = places.flat_map(|path| Wanted::folder_of(path)).collect();
+            passing::with(client, |_| Ok(wanted), &[], |client| send(client, "export-add", value))
         }
         ExportCommand::Remove { name, force } => {
             let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;

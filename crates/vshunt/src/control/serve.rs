@@ -139,7 +139,8 @@ impl Serving {
             check_one_place(export).map_err(|e| Failure::Usage(e.to_string()))?;
         }
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
-        let server = Server::new(Context { daemon: Arc::clone(&daemon), stop: stop.clone() })?;
+        let context = Context { daemon: Arc::clone(&daemon), stop: stop.clone(), fdsets: Arc::default() };
+        let server = Server::new(context)?;
         bind_events(&daemon, &server, stop, manner.ends_with.clone());
         let mut serving = Self { daemon, server, control, metrics, pidfile: None, down: false };
         serving.fill(setup)?;

@@ -8,8 +8,10 @@
 //! Lock: `clients`, held for map accesses and `try_send` only.
 
 use std::collections::HashMap;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSliceMut, Write};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -18,9 +20,12 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 
 use super::api::{self, Context};
+use super::fdset;
 use super::framing::{Frame, Framer};
 use super::message::{self, QmpError, Request};
 use crate::error::{Error, Result};
@@ -205,7 +210,10 @@ fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
     let reader = {
         let shared = Arc::clone(shared);
         move || {
-            Session { context: &shared.context, out, negotiated }.read(reading);
+            let Context { daemon, fdsets, .. } = &shared.context;
+            fdsets.client_came();
+            Session { context: &shared.context, out, negotiated, passed: Passed::default() }.read(&reading);
+            fdsets.client_left(daemon);
             shared.lock().map.remove(&id);
         }
     };
@@ -232,31 +240,86 @@ struct Session<'a> {
     context: &'a Context,
     out: SyncSender<Line>,
     negotiated: Arc<AtomicBool>,
+    passed: Passed,
+}
+
+/// The descriptor that a client sent with its last bytes, for `add-fd`.
+///
+/// A descriptor comes with some byte of the stream. It belongs to the first `add-fd` that ends in the same read or, if a
+/// message is unfinished then, to that message. In all other cases it is closed, and when the next one comes.
+#[derive(Default)]
+struct Passed {
+    fd: Option<OwnedFd>,
+    /// It came with the bytes that are being looked at.
+    fresh: bool,
+}
+
+impl Passed {
+    /// Takes what came with a read.
+    fn arrived(&mut self, fd: Option<OwnedFd>) {
+        self.fresh = fd.is_some();
+        if fd.is_some() {
+            self.fd = fd;
+        }
+    }
+
+    /// The descriptor that is of a message that has ended; `wants`: an `add-fd`.
+    fn of_message(&mut self, wants: bool) -> Option<OwnedFd> {
+        let fd = self.fd.take_if(|_| wants || !self.fresh);
+        fd.filter(|_| wants)
+    }
+
+    /// All bytes of a read were looked at; `unfinished`: the last message has not ended.
+    fn looked_at(&mut self, unfinished: bool) {
+        if !unfinished {
+            self.fd = None;
+        }
+    }
+}
+
+/// Reads some bytes; the descriptor that came along. More than one in a message are too many: the others are closed, by the
+/// kernel or here.
+fn receive(stream: &UnixStream, bytes: &mut [u8]) -> rustix::io::Result<(usize, Option<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = recvmsg(stream, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let mut fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let first = fds.by_ref().flatten().next();
+    fds.for_each(drop);
+    Ok((got.bytes, first))
 }
 
 impl Session<'_> {
-    fn read(&self, mut stream: UnixStream) {
+    fn read(&mut self, stream: &UnixStream) {
         let mut framer = Framer::new();
         let mut bytes = [0; 4096];
         if self.send(message::greeting()).is_err() {
             return;
         }
         loop {
-            let count = match stream.read(&mut bytes) {
-                Ok(0) => return,
-                Ok(count) => count,
-                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            let count = match receive(stream, &mut bytes) {
+                Ok((0, _)) => return,
+                Ok((count, fd)) => {
+                    self.passed.arrived(fd);
+                    count
+                }
+                Err(Errno::INTR) => continue,
                 Err(_) => return,
             };
             let mut state = Ok(());
             framer.push(&bytes[..count], |frame| {
                 if state.is_ok() {
-                    state = self.send(self.answer(frame));
+                    let answer = self.answer(frame);
+                    state = self.send(answer);
                 }
             });
             if state.is_err() {
                 return;
             }
+            self.passed.looked_at(framer.is_in_message());
         }
     }
 
@@ -265,25 +328,26 @@ impl Session<'_> {
         self.out.send(line.into()).map_err(|_| Gone)
     }
 
-    fn answer(&self, frame: Frame) -> String {
-        let text = match frame {
-            Frame::Message(text) => text,
-            Frame::Error(why) => return message::reply(None, Err(QmpError::generic(why))),
+    fn answer(&mut self, frame: Frame) -> String {
+        let request = match frame {
+            Frame::Message(text) => Request::parse(&text),
+            Frame::Error(why) => Err((None, QmpError::generic(why))),
         };
-        match Request::parse(&text) {
+        let fd = self.passed.of_message(request.as_ref().is_ok_and(|r| r.command == fdset::ADD_FD));
+        match request {
             Ok(request) => {
                 let id = request.id.clone();
                 tracing::debug!(command = request.command, "control command");
-                message::reply(id, self.run(request))
+                message::reply(id, self.run(request, fd))
             }
             Err((id, e)) => message::reply(id, Err(e)),
         }
     }
 
-    fn run(&self, request: Request) -> Result<Value, QmpError> {
+    fn run(&self, request: Request, fd: Option<OwnedFd>) -> Result<Value, QmpError> {
         let negotiation = request.command == "qmp_capabilities";
         match (self.negotiated.load(Ordering::Acquire), negotiation) {
-            (true, false) => api::run(self.context, &request.command, request.arguments),
+            (true, false) => api::run(self.context, &request.command, request.arguments, fd),
             (true, true) => Err(QmpError::command_not_found(
                 "Capabilities negotiation is already complete, command ignored",
             )),

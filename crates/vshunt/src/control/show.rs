@@ -131,6 +131,7 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 (None, None, None, None) => "-".to_owned(),
             };
             let state = match (e.connected, e.spec.kind) {
+                _ if e.removing => "removing",
                 (_, ExportKind::Fuse) => "mounted",
                 (_, ExportKind::Uplink) if is_blocked(e) => "blocked",
                 (_, ExportKind::Uplink) => "joined",
@@ -322,7 +323,7 @@ fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::export::spec::{NetDrops, NetQueueCounters};
+    use crate::export::spec::{DropReason, NetDrops, NetQueueCounters};
 
     #[test]
     fn columns_line_up() {
@@ -339,6 +340,23 @@ mod tests {
         }
         assert_eq!(cpu_list(&[0, 1, 2, 3, 6, 8, 9]), "0-3,6,8-9");
         assert_eq!(cpu_list(&[]), "");
+    }
+
+    #[test]
+    fn an_export_that_is_being_removed_says_so() {
+        let export = |removing: bool| -> ExportInfo {
+            let value = serde_json::json!({ "type": "vhost-user-blk", "name": "e0", "disk": "d0", "engine": "user",
+                "connected": true, "removing": removing, "features": [], "queue-list": [] });
+            serde_json::from_value(value).unwrap()
+        };
+        for (removing, state) in [(false, "connected"), (true, "removing")] {
+            let text = exports(&[export(removing)]);
+            assert_eq!(
+                text.lines().nth(1).and_then(|row| row.split_whitespace().nth(4)),
+                Some(state),
+                "{text}"
+            );
+        }
     }
 
     #[test]
@@ -362,7 +380,11 @@ mod tests {
         };
         let card = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));
         assert_eq!(drops(&[card(NetDrops::default()), queue("d0", None)]), None);
-        let some = NetDrops { no_room: 12, detached: 3, ..NetDrops::default() };
+        let some = NetDrops::new(|why| match why {
+            DropReason::NoRoom => 12,
+            DropReason::Detached => 3,
+            _ => 0,
+        });
         let want = "QUEUE  DROPPED   FRAMES\nc0:1   no-room       12\nc0:1   detached       3\n";
         assert_eq!(drops(&[queue("d0", None), card(some)]).as_deref(), Some(want));
     }

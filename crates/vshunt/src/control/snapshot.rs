@@ -6,10 +6,12 @@ use clap::{ArgGroup, Args};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::Outcome;
 use super::api::{Arguments, Context, done};
 use super::client::Client;
 use super::message::QmpError;
-use super::{Failure, Outcome};
+use super::passing::{self, Wanted};
+use super::run::{absolute, send};
 use crate::backend::block::Saved;
 use crate::export::OverlayMode;
 
@@ -50,10 +52,10 @@ pub(crate) struct SnapshotArgs {
 /// What the command line asks for, as a command of the socket.
 pub(crate) fn run(client: &mut Client, args: SnapshotArgs) -> Outcome {
     let SnapshotArgs { disk, to, existing, internal, delete } = args;
+    let to = absolute(to)?;
+    let overlay = to.clone();
     let (command, mut arguments) = match (to, internal, delete) {
         (Some(file), ..) => {
-            let file =
-                std::path::absolute(&file).map_err(|e| Failure::Usage(format!("{}: {e}", file.display())))?;
             let mode = if existing { "existing" } else { "absolute-paths" };
             ("blockdev-snapshot-sync", json!({ "snapshot-file": file, "format": "qcow2", "mode": mode }))
         }
@@ -61,9 +63,9 @@ pub(crate) fn run(client: &mut Client, args: SnapshotArgs) -> Outcome {
         (_, _, name) => ("blockdev-snapshot-delete-internal-sync", json!({ "name": name })),
     };
     arguments["device"] = disk.into();
-    let Value::Object(arguments) = arguments else { unreachable!("made above") };
-    client.execute(command, arguments)?;
-    Ok(())
+    let wanted = overlay.as_deref().map_or_else(Vec::new, Wanted::folder_of);
+    let made = overlay.as_deref().map_or_else(Vec::new, |file| Wanted::file(file, true));
+    passing::with(client, |_| Ok(wanted), &made, |client| send(client, command, arguments))
 }
 
 type Answer = Result<Value, QmpError>;
@@ -106,7 +108,8 @@ pub(crate) fn snapshot_sync(context: &Context, arguments: Arguments) -> Answer {
         Mode::AbsolutePaths => OverlayMode::New,
         Mode::Existing => OverlayMode::Existing,
     };
-    Ok(done(context.daemon.disk_snapshot(&disk, &args.snapshot_file, mode)?))
+    let overlay = context.fdsets.resolve(args.snapshot_file, true)?;
+    Ok(done(context.daemon.disk_snapshot(&disk, &overlay, mode)?))
 }
 
 #[derive(Deserialize)]

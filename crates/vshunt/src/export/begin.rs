@@ -21,6 +21,7 @@ use crate::worker::{FIRST_WORKER, QueueSet, Settings, WorkerId, Workers};
 
 impl Opened {
     /// Makes queues, workers and frontend, and lets them begin; workers that were made are in `own_workers` even if that fails.
+    /// `prepare` is for a mount; see [`Fuse::start`].
     ///
     /// # Errors
     /// What cannot be made.
@@ -29,6 +30,7 @@ impl Opened {
         spec: &ExportSpec,
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
+        prepare: &dyn Fn() -> Result<()>,
         own_workers: &mut Vec<WorkerId>,
     ) -> Result<Served> {
         let mut queues = |count, control: bool| -> Result<Arc<QueueSet>> {
@@ -118,7 +120,7 @@ impl Opened {
             }
             Self::Mount(plan, disk) => {
                 let set = queues(plan.queues, false)?;
-                let mount = Fuse::start(spec, plan, disk, &set, observer)?;
+                let mount = Fuse::start(spec, plan, disk, &set, observer, prepare)?;
                 Ok(Served { frontend: Frontend::Fuse(mount), queues: Queues::user(set, 1), engine_why: None })
             }
         }

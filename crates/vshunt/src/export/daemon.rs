@@ -1,9 +1,9 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
 use std::path::Path;
-use std::sync::mpsc::RecvTimeoutError;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::bitmaps::Watched;
 use super::check::{Check, settings};
@@ -17,7 +17,7 @@ use super::spec::{
 use crate::backend::block::{Disk, sweep_journals};
 use crate::error::{Error, Result};
 use crate::frontend::Observer;
-use crate::frontend::fuse::mount::{identity, mounted_device, remove_left_behind, uncover};
+use crate::frontend::fuse::mount::{identity, remove_left_behind, uncover};
 use crate::sandbox::{self, ThreadKind};
 use crate::worker::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
 
@@ -153,12 +153,10 @@ impl Daemon {
         if let Some(file) = &spec.file {
             uncover(file)?;
         }
-        self.check_not_mounted(&spec)?;
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
         // What is listed.
         let spec = DiskSpec { format: Some(spec.format()), ..spec };
-        self.check_not_ours(&spec, &disk)?;
         let watched = Watched::of(&disk)?;
         let mut state = self.state();
         state.check_unnamed(&spec.name)?;
@@ -183,15 +181,6 @@ impl Daemon {
         )))
     }
 
-    /// A process that serves itself a file cannot be killed: each end of it waits for the other.
-    fn check_not_ours(&self, spec: &DiskSpec, disk: &Disk) -> Result<()> {
-        let devices = disk.devices_that_may_wait();
-        match self.shown().iter().find(|e| devices.iter().any(|device| e.is_on(*device))) {
-            None => Ok(()),
-            Some(export) => Err(served_by_itself(export, &spec.name)),
-        }
-    }
-
     /// Takes a mount away that a killed daemon left at an export's mountpoint, before `disks` are opened: with passthrough it
     /// keeps the locks of its image.
     ///
@@ -207,15 +196,6 @@ impl Daemon {
             }
         }
         Ok(())
-    }
-
-    /// Refuses a disk whose image is the file of one of the daemon's own mounts, without a request to that mount.
-    fn check_not_mounted(&self, spec: &DiskSpec) -> Result<()> {
-        let Some(device) = spec.file.as_deref().and_then(mounted_device) else { return Ok(()) };
-        match self.shown().iter().find(|e| e.is_on(device)) {
-            None => Ok(()),
-            Some(export) => Err(served_by_itself(export, &spec.name)),
-        }
     }
 
     /// A mount over an image hides it from everything that opens it by its name. The disk that is mounted has it open
@@ -265,6 +245,14 @@ impl Daemon {
         Ok(())
     }
 
+    /// Whether a disk, or an overlay that waits, has the file with that device number and inode, as its image or below. A disk
+    /// whose image is being replaced may have it. Waits for nothing.
+    pub fn has_file(&self, id: (u64, u64)) -> bool {
+        let state = self.state();
+        state.disks.values().any(|entry| entry.disk.may_have_file(id))
+            || state.overlays.values().any(|overlay| overlay.id == Some(id))
+    }
+
     /// All disks, by name.
     pub fn disks(&self) -> Vec<DiskInfo> {
         self.learn_sizes();
@@ -290,7 +278,7 @@ impl Daemon {
         spec.check()?;
         if spec.net.is_some() {
             let backend = self.state().reserve_nets(&spec)?;
-            return self.make(spec, backend);
+            return self.make(spec, backend, &|| Ok(()));
         }
         let entry = self.state().disk(&spec.disk)?;
         let _turn = entry.turn();
@@ -298,18 +286,17 @@ impl Daemon {
         if !spec.refuses_writes() && self.state().writer(&spec.disk).is_none() {
             entry.check_returned()?;
         }
-        if spec.growable == Some(true) {
-            self.make_growable(&entry)?;
-        }
         self.state().reserve(&spec, &entry)?;
-        self.make(spec, Backend::Disk(entry.disk.clone()))
+        let growable = spec.growable == Some(true);
+        let prepare = || if growable { self.make_growable(&entry) } else { Ok(()) };
+        self.make(spec, Backend::Disk(entry.disk.clone()), &prepare)
     }
 
-    /// Makes an export that is reserved.
-    fn make(&self, spec: ExportSpec, backend: Backend) -> Result<()> {
+    /// Makes an export that is reserved. `prepare` is called once nothing is left that could be refused.
+    fn make(&self, spec: ExportSpec, backend: Backend, prepare: &dyn Fn() -> Result<()>) -> Result<()> {
         let name = spec.name.clone();
         let watch = Watch { name: name.clone(), daemon: self.this.clone() };
-        let made = Export::create(spec, backend, &self.workers, Arc::new(watch));
+        let made = Export::create(spec, backend, &self.workers, Arc::new(watch), prepare);
         let mut state = self.state();
         let result = match made {
             Ok(export) => {
@@ -361,36 +348,29 @@ impl Daemon {
         if used {
             tracing::warn!("export {name} is removed by force: its front end loses the device");
         }
-        self.end_within(name, export, REMOVE_LIMIT)?;
+        let ended = self.begin_end(name, export.clone());
+        await_end(name, &export, &ended, Instant::now() + REMOVE_LIMIT)?;
         Ok(used)
     }
 
-    /// Takes down an export that is marked as being removed, on a thread of its own.
-    ///
-    /// # Errors
-    /// [`Busy`](crate::error::Kind::Busy): requests are still in flight after `limit`. It is taken down when they end.
-    fn end_within(&self, name: &str, export: Arc<Export>, limit: Duration) -> Result<()> {
+    /// Begins to take down an export that is marked as being removed, on a thread of its own. Says when that is over.
+    fn begin_end(&self, name: &str, export: Arc<Export>) -> Receiver<()> {
         let (done, is_done) = std::sync::mpsc::sync_channel(1);
         let (this, of, theirs) = (self.this.upgrade(), name.to_owned(), export.clone());
+        let theirs_done = done.clone();
         let end = move || {
             if let Some(daemon) = this {
                 daemon.end(&of, &theirs);
             }
             drop(theirs);
-            let _ = done.send(());
+            let _ = theirs_done.send(());
         };
         if std::thread::Builder::new().name("export-end".into()).spawn(end).is_err() {
             // Without a thread there is no limit.
             self.end(name, &export);
-            return Ok(());
+            let _ = done.send(());
         }
-        match is_done.recv_timeout(limit) {
-            Err(RecvTimeoutError::Timeout) => Err(still_busy(name, &export, limit)),
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(Error::busy(format!("export {name} is not removed: its thread failed; see the log")))
-            }
-            Ok(()) => Ok(()),
-        }
+        is_done
     }
 
     /// Takes down an export that is marked as being removed. Waits for its requests in flight, without a limit.
@@ -409,7 +389,12 @@ impl Daemon {
 
     /// All exports, by name.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        self.shown().iter().map(|e| e.info()).collect()
+        let shown = |entry: &ExportEntry| {
+            let export = entry.phase.export()?.clone();
+            Some((export, matches!(entry.phase, Phase::Removing(_))))
+        };
+        let shown: Vec<_> = self.state().exports.values().filter_map(shown).collect();
+        shown.into_iter().map(|(export, removing)| ExportInfo { removing, ..export.info() }).collect()
     }
 
     pub(super) fn shown(&self) -> Vec<Arc<Export>> {
@@ -526,11 +511,23 @@ impl Daemon {
             let names: Vec<String> = state.exports.iter().filter_map(served).collect();
             names.into_iter().map(|name| (name.clone(), state.mark_removing(&name))).collect()
         };
-        for (name, export) in exports {
-            // One whose disk hangs does not keep the others from their end.
-            if let Err(e) = self.end_within(&name, export, REMOVE_LIMIT) {
+        // One whose disk hangs does not keep the others from their end.
+        let ending: Vec<_> =
+            exports.iter().map(|(name, export)| self.begin_end(name, export.clone())).collect();
+        let until = Instant::now() + REMOVE_LIMIT;
+        let mut hang = false;
+        for ((name, export), ended) in exports.iter().zip(&ending) {
+            if let Err(e) = await_end(name, export, ended, until) {
                 tracing::warn!("{e}");
+                hang = true;
             }
+        }
+        drop(exports);
+        if hang {
+            tracing::warn!(
+                "the daemon ends when these requests do; to end it at once, send SIGTERM again (after 'vshunt quit' twice, \
+                 more than a second apart): front ends that keep an in-flight region lose no request by that"
+            );
         }
         self.wait_all_gone();
         let nets = std::mem::take(&mut self.state().nets);
@@ -545,7 +542,21 @@ impl Daemon {
     }
 }
 
-fn still_busy(name: &str, export: &Export, limit: Duration) -> Error {
+/// Waits for the end of an export, until a time that is [`REMOVE_LIMIT`] after its beginning.
+///
+/// # Errors
+/// [`Busy`](crate::error::Kind::Busy): requests are still in flight then. It is taken down when they end.
+fn await_end(name: &str, export: &Export, ended: &Receiver<()>, until: Instant) -> Result<()> {
+    match ended.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Err(RecvTimeoutError::Timeout) => Err(still_busy(name, export)),
+        Err(RecvTimeoutError::Disconnected) => {
+            Err(Error::busy(format!("export {name} is not removed: its thread failed; see the log")))
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+fn still_busy(name: &str, export: &Export) -> Error {
     let queues = export.queue_infos();
     let busy = queues.iter().filter(|q| q.in_flight > 0);
     let busy: Vec<_> = busy
@@ -557,16 +568,6 @@ fn still_busy(name: &str, export: &Export, limit: Duration) -> Error {
     Error::busy(format!(
         "export {name} has requests that do not end within {} s: {busy}; its users are disconnected, and it goes when they \
          end ('status' shows whether a worker is stalled)",
-        limit.as_secs()
-    ))
-}
-
-/// The image of disk `name` is on a mount of this daemon.
-fn served_by_itself(export: &Export, name: &str) -> Error {
-    let at = export.spec.mountpoint.as_deref().unwrap_or(Path::new("a mount")).display();
-    Error::invalid(format!(
-        "the image of disk {name}, or one that it consists of, is {at}, the file of export {0} of this daemon, which would \
-         wait for itself; export disk {1} itself, or serve the file by another daemon",
-        export.spec.name, export.spec.disk
+        REMOVE_LIMIT.as_secs()
     ))
 }

@@ -24,16 +24,18 @@ pub(super) struct Export {
 }
 
 impl Export {
-    /// Checks the whole request before anything is made; what was made is unmade on an error.
+    /// Checks the whole request before anything is made; what was made is unmade on an error. `prepare` changes the image of a
+    /// mount's disk as the mount needs it, after all that is checked.
     pub(super) fn create(
         mut spec: ExportSpec,
         backend: Backend,
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
+        prepare: &dyn Fn() -> Result<()>,
     ) -> Result<Self> {
         let (opened, readonly) = Opened::open(&mut spec, backend)?;
         let mut own_workers = Vec::new();
-        match opened.begin(&spec, workers, observer, &mut own_workers) {
+        match opened.begin(&spec, workers, observer, prepare, &mut own_workers) {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
                 Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
@@ -64,11 +66,6 @@ impl Export {
     /// Whether a front-end would lose its device; a mount says so itself, and an uplink has none.
     pub(super) fn in_use(&self) -> bool {
         matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet) && self.connected()
-    }
-
-    /// Whether it is the mount with that device number.
-    pub(super) fn is_on(&self, device: u64) -> bool {
-        matches!(&*self.served(), Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.device() == device)
     }
 
     /// Whether its mount lies over the image of `disk` itself, so that the image has no name while the mount is there.
@@ -169,6 +166,7 @@ impl Export {
             },
             engine_why: served.as_ref().and_then(|s| s.engine_why.clone()),
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
+            removing: false,
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),
             mount: served.as_ref().and_then(|s| s.frontend.mount()),
             port: served.as_ref().and_then(|s| s.frontend.port()),

@@ -26,8 +26,8 @@ pub(super) const EXPORTS_MAX: usize = 1024;
 #[derive(Default)]
 pub(super) struct Maps {
     pub(super) disks: BTreeMap<String, Arc<DiskEntry>>,
-    /// Overlays that wait for their snapshot, and the bytes of their disks. Their names are no disk's.
-    pub(super) overlays: BTreeMap<String, (DiskSpec, u64)>,
+    /// Overlays that wait for their snapshot. Their names are no disk's.
+    pub(super) overlays: BTreeMap<String, Waiting>,
     /// Those under way, and those that are over and not dismissed.
     pub(super) jobs: BTreeMap<String, Arc<Job>>,
     /// Jobs that ended so far.
@@ -37,6 +37,15 @@ pub(super) struct Maps {
     /// Exports that are out of the map, and listeners not told yet.
     pub(super) untold: usize,
     pub(super) shut: bool,
+}
+
+/// An overlay that waits for its snapshot.
+pub(super) struct Waiting {
+    pub(super) spec: DiskSpec,
+    /// Of its disk.
+    pub(super) size_bytes: u64,
+    /// Device number and inode of its file.
+    pub(super) id: Option<(u64, u64)>,
 }
 
 pub(super) struct DiskEntry {

@@ -49,22 +49,20 @@ impl Daemon {
         let (disk, now) = (&entry.disk, entry.spec());
         let _ = disk.sync();
         with_disk_drained(entry, exports, || {
-            entry.resize_watched(size_bytes, || disk.resize_closed(&now, size_bytes))?;
-            // What lies behind the new end is to be hidden anew.
-            if disk.grows() { disk.make_growable(&now) } else { Ok(()) }
+            entry.resize_watched(size_bytes, || disk.resize_closed(&now, size_bytes))
         })?;
         // What was asked for when it was added is not so any more.
         entry.set_spec(DiskSpec { size: None, ..now });
         Ok(())
     }
 
-    /// Gets a qcow2 disk ready for an export whose users may change its size; with the disk's turn held.
+    /// Gets a qcow2 disk ready for an export whose users may change its size, and which is about to be made; with the disk's
+    /// turn held.
     ///
     /// # Errors
     /// The image cannot grow, or cannot be closed for it.
     pub(super) fn make_growable(&self, entry: &Arc<DiskEntry>) -> Result<()> {
-        if !entry.disk.is_qcow2() || self.state().writer(&entry.name).is_some() {
-            // Where there is a writer already, the export is refused.
+        if !entry.disk.is_qcow2() {
             return Ok(());
         }
         let exports = self.changeable(entry)?;

@@ -10,10 +10,11 @@ use super::check::Check;
 use super::daemon::Daemon;
 use super::drained::with_disk_drained;
 use super::life::Export;
-use super::maps::DiskEntry;
+use super::maps::{DiskEntry, Waiting};
 use super::spec::{Cache, Direct, DiskInfo, DiskSpec};
 use crate::backend::block::{Overlay, Saved};
 use crate::error::{Error, Result};
+use crate::frontend::fuse::mount::identity;
 
 /// Where the overlay of a snapshot comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,17 +70,18 @@ impl Daemon {
         spec.check()?;
         self.state().check_unnamed(&spec.name)?;
         let Some(size_bytes) = Overlay::look(&spec)? else { return self.disk_add(spec) };
+        let id = spec.file.as_deref().and_then(identity);
         let mut state = self.state();
         state.check_unnamed(&spec.name)?;
-        state.overlays.insert(spec.name.clone(), (spec, size_bytes));
+        state.overlays.insert(spec.name.clone(), Waiting { spec, size_bytes, id });
         Ok(())
     }
 
     /// Overlays that wait, by name.
     pub fn overlays(&self) -> Vec<DiskInfo> {
-        let info = |(spec, size_bytes): &(DiskSpec, u64)| DiskInfo {
-            spec: spec.clone(),
-            size_bytes: *size_bytes,
+        let info = |waiting: &Waiting| DiskInfo {
+            spec: waiting.spec.clone(),
+            size_bytes: waiting.size_bytes,
             direct_in_use: false,
             path: "none".to_owned(),
             exports: Vec::new(),
@@ -99,7 +101,7 @@ impl Daemon {
         let (now, over) = {
             let state = self.state();
             let disk = state.disk(name)?;
-            let Some((over, _)) = state.overlays.get(overlay) else {
+            let Some(Waiting { spec: over, .. }) = state.overlays.get(overlay) else {
                 let why = match state.disks.contains_key(overlay) {
                     true => {
                         "is a disk by itself; an overlay is an image that names the one it stands on, added with"
@@ -133,7 +135,7 @@ impl Daemon {
         self.disk_snapshot(name, file, OverlayMode::Existing)?;
         let mut state = self.state();
         // Unless the name is another's by now.
-        if state.overlays.get(overlay).is_some_and(|(there, _)| *there == over) {
+        if state.overlays.get(overlay).is_some_and(|there| there.spec == over) {
             state.overlays.remove(overlay);
         }
         Ok(())

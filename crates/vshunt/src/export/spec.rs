@@ -5,12 +5,14 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+mod drops;
 mod job;
 mod net;
 mod port;
 
+pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
-pub use net::{Mac, NetCounters, NetDrops, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering};
+pub use net::{Mac, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering};
 pub use port::{PortInfo, PortState, VLAN_MAX, Vlans};
 
 /// Kind of image behind a disk.
@@ -436,6 +438,9 @@ pub struct ExportInfo {
     pub engine_why: Option<String>,
     /// Whether a front-end is connected.
     pub connected: bool,
+    /// Whether it is being removed: its users are disconnected, and it goes when its last request ends.
+    #[serde(default)]
+    pub removing: bool,
     /// Virtio features, or flags of FUSE's INIT, agreed on, by name.
     pub features: Vec<String>,
     /// fuse: how it is served.

@@ -9,18 +9,19 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::Observer;
-use crate::backend::net::switch::{Port, PortOptions};
+use crate::backend::net::switch::{PROBE_EVERY_S, Port, PortOptions};
 use crate::backend::net::tap::HEADER_LONG;
 use crate::backend::net::{Offloads, Switch, Tap, TapQueue};
 use crate::error::{Error, Result};
-use crate::export::spec::{NetQueueCounters, PortInfo};
+use crate::export::spec::{DropReason, NetQueueCounters, PortInfo};
+use crate::queue::net::NetStats;
 use crate::queue::net::switch::uplink::{Parts, UplinkPair};
 use crate::queue::net::switch::{Plug, Takes};
-use crate::queue::net::{DropReason, NetStats};
+use crate::sandbox::{self, ThreadKind};
 use crate::worker::QueueSet;
 
-/// How often the thread looks. A loop is found after twice that at most.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// How often the thread looks, which is a turn of loop probes.
+const LOOK_EVERY: Duration = Duration::from_secs(PROBE_EVERY_S as u64);
 /// How long after probes were sent it looks whether they came back.
 const PROBE_BACK: Duration = Duration::from_millis(200);
 
@@ -51,7 +52,7 @@ impl Uplink {
     ) -> Result<Self> {
         let uso = tap.has_uso();
         tap.set_header(HEADER_LONG)?;
-        // Who does not take what the host leaves to be done has it done by the switch.
+        // The switch does what the host leaves to be done for ports that do not take such frames.
         tap.set_offloads(Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: false, uso })?;
         let taps = tap.queues(queues.len())?;
         let mtu = tap.mtu().unwrap_or(options.mtu);
@@ -91,11 +92,12 @@ impl Uplink {
         // It keeps neither the network nor the port's place: those go when the export does.
         let (tap, own) = (Arc::downgrade(&whole), plug.clone());
         let watch = move || watch(&own.switch, &own.port, &tap, &stop);
-        match std::thread::Builder::new().name("uplink".into()).spawn(watch) {
+        let builder = std::thread::Builder::new().name("uplink".into());
+        match sandbox::spawn(ThreadKind::Control, builder, watch) {
             Ok(thread) => *this.watcher.lock().expect("no holder panics") = Some((sender, thread)),
             Err(e) => {
                 this.stop();
-                return Err(Error::io(format!("uplink {name} can have no thread"), e));
+                return Err(Error::io(format!("cannot start the thread of uplink {name}"), e));
             }
         }
         Ok(this)
@@ -135,10 +137,10 @@ impl Uplink {
 /// The thread of an uplink.
 fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::Receiver<()>) {
     let ended = |wait| !matches!(stop.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
-    let mut was_blocked = false;
+    let (mut was_blocked, mut turn) = (false, 0);
     loop {
         let Some(tap) = tap.upgrade() else { return };
-        // What cannot be read now stays as it was: a guest must not get the host's address.
+        // What cannot be read now stays as it was: no guest may take over the host's address.
         if let Ok(mtu) = tap.mtu() {
             port.set_mtu(mtu);
         }
@@ -146,7 +148,8 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
             switch.set_hosts(port, addresses);
         }
         drop(tap);
-        switch.probe(port);
+        switch.probe(port, turn);
+        turn = turn.wrapping_add(1);
         if ended(PROBE_BACK) {
             return;
         }
@@ -154,7 +157,7 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
         if blocked && !was_blocked {
             tracing::warn!("{}", switch.loop_of(port));
         } else if was_blocked && !blocked {
-            tracing::info!("uplink {} is free again: no probe came back any more", port.name());
+            tracing::info!("uplink {} forwards frames again: no loop probe came back lately", port.name());
         }
         was_blocked = blocked;
         if ended(LOOK_EVERY - PROBE_BACK) {
@@ -163,15 +166,15 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
     }
 }
 
-/// A queue has lost its tap. On a thread of its own: a worker writes no log line, and waits for no client that is told.
+/// Reports that a queue has lost its tap. On a thread of its own: a worker writes no log line and waits for no client.
 fn tell(name: &str, index: u16, why: &str, observer: &Arc<dyn Observer>) {
     let (name, why, observer) = (name.to_owned(), why.to_owned(), observer.clone());
     let told = move || {
-        tracing::warn!("{name}:{index}: {why}; remove the export and its network, and add them again");
+        tracing::warn!("{name}:{index}: {why}; remove the export and its network, then add both again");
         observer.queue_broken(index, &why);
     };
-    // Without a thread for it the queue's state still says so.
-    let _ = std::thread::Builder::new().name("uplink-broken".into()).spawn(told);
+    // It does what a session thread does for a front end's queues. Without it the queue's state still says so.
+    sandbox::detach(ThreadKind::Session, std::thread::Builder::new().name("uplink-broken".into()), told);
 }
 
 impl Drop for Uplink {

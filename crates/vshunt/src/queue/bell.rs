@@ -47,15 +47,12 @@ impl Bell {
         if is_socket(&fd)? {
             return Ok(Self { fd, way: Way::Socket });
         }
-        // kernel.io_uring_disabled=1 asks for a capability that a session's thread has not.
-        let ring = match notifier(&fd) {
-            Err(e) if e.raw_os_error() == Some(libc::EPERM) => sandbox::errand(|| notifier(&fd))?,
-            made => made,
-        }?;
+        let ring = permitted_notifier(&fd)?;
         Ok(Self { fd, way: Way::Ring(Box::new(Mutex::new(ring))) })
     }
 
-    /// A front end's descriptor that is signalled once in a while: it costs more time then, and no io_uring before.
+    /// A front end's descriptor that is signalled once in a while, and never by a worker: it costs more time then, and no
+    /// io_uring before.
     ///
     /// # Errors
     /// The descriptor cannot be examined.
@@ -96,7 +93,7 @@ impl Bell {
             Way::Own => drop(rustix::io::write(&self.fd, &1u64.to_ne_bytes())),
             Way::Ring(ring) => signal(&mut ring.lock().expect("no holder panics")),
             Way::RingOnce => {
-                if let Ok(mut ring) = notifier(&self.fd) {
+                if let Ok(mut ring) = permitted_notifier(&self.fd) {
                     signal(&mut ring);
                 }
             }
@@ -105,6 +102,15 @@ impl Bell {
                 let _ = rustix::net::send(&self.fd, &1u64.to_ne_bytes(), flags);
             }
         }
+    }
+}
+
+/// Makes a [`notifier`], by an errand where the calling thread may not: kernel.io_uring_disabled=1 asks for a capability that a
+/// session's thread does not have.
+fn permitted_notifier(fd: &OwnedFd) -> io::Result<IoUring> {
+    match notifier(fd) {
+        Err(e) if e.raw_os_error() == Some(libc::EPERM) => sandbox::errand(|| notifier(fd))?,
+        made => made,
     }
 }
 

@@ -24,8 +24,6 @@ pub struct Parts {
     pub kick: Arc<OwnedFd>,
     /// Notifies the guest; none: it polls.
     pub call: Option<Arc<Bell>>,
-    /// Tells the front-end that the ring broke.
-    pub err: Option<Arc<Bell>>,
     /// Where writes to guest memory are marked while it migrates.
     pub log: Option<Arc<DirtyLog>>,
     /// Counters of its queue.
@@ -40,8 +38,6 @@ pub struct Parts {
 pub trait Vring {
     /// Replaces the descriptor that notifies the guest, and notifies once on it.
     fn set_call(&mut self, call: Option<Arc<Bell>>);
-    /// Replaces the descriptor that reports a broken ring.
-    fn set_err(&mut self, err: Option<Arc<Bell>>);
     /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, since a
     /// request under way was not told to note where it writes.
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);
@@ -81,8 +77,8 @@ pub struct Rest {
 /// that has another.
 ///
 /// `discard`: the ring is switched off, so that what a guest's card still has to send is dropped, not sent some time later.
-/// `hand_over`: the front-end waits for the answer and gives the ring to another device side, which is to be kicked. In all
-/// other cases the front-end may use the ring's memory for something else by now, and nothing is written there.
+/// `hand_over`: the ring's memory is still the ring's, and the front end may give the ring to another device side, which is
+/// to be kicked. In all other cases the front-end may use that memory for something else by now, and nothing is written there.
 pub fn take_ring(mut queue: Box<dyn Queue>, way: u16, discard: bool, hand_over: bool) -> (u32, Option<Rest>) {
     if hand_over && let Some(ring) = ring(queue.as_mut(), way) {
         ring.allow_kicks();

@@ -3,13 +3,12 @@
 //! Descriptors that are open already are not restricted, nor are those that others pass to us.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, fcntl_getfl, statx};
 use rustix::io::Errno;
 
-use super::Rule;
+use super::{Granted, Rule};
 
 /// LANDLOCK_ACCESS_FS_* of linux/landlock.h that a rule can grant.
 mod access {
@@ -57,10 +56,10 @@ pub(super) struct Ruleset {
 }
 
 impl Ruleset {
-    /// All file access is refused but what `rules` grant. `None`: the kernel has no Landlock.
+    /// All file access is refused but what `rules` and `granted` allow. `None`: the kernel has no Landlock.
     ///
     /// Paths that are not there are left out. An older kernel restricts less.
-    pub(super) fn new(rules: &[Rule]) -> io::Result<Option<Self>> {
+    pub(super) fn new(rules: &[Rule], granted: &[Granted]) -> io::Result<Option<Self>> {
         let none = std::ptr::null::<u8>();
         // SAFETY: with this flag the kernel reads no memory.
         let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0, ASK_VERSION) };
@@ -84,6 +83,10 @@ impl Ruleset {
         for rule in rules {
             ruleset.add(rule, handled)?;
         }
+        for granted in granted {
+            let fd = (**granted).as_fd();
+            ruleset.allow(fd, allowed_by(fd)? & handled)?;
+        }
         Ok(Some(ruleset))
     }
 
@@ -97,19 +100,29 @@ impl Ruleset {
                 return Ok(());
             }
         };
-        let folder = std::fs::metadata(&rule.path).is_ok_and(|m| m.is_dir());
-        let device = std::fs::metadata(&rule.path).is_ok_and(|m| m.file_type().is_char_device());
         let wanted = if rule.write { access::ALL } else { access::READING };
-        let possible = if folder { u64::MAX } else { access::OF_FILES };
-        let allowed = wanted & possible & handled | if device { access::IOCTL_DEV & handled } else { 0 };
-        let attr = PathBeneath { allowed_access: allowed, parent_fd: path.as_raw_fd() };
+        let allowed = match kind_of(path.as_fd())? {
+            FileType::Directory => wanted,
+            FileType::CharacterDevice => wanted & access::OF_FILES | access::IOCTL_DEV,
+            _ => wanted & access::OF_FILES,
+        };
+        let allowed = allowed & handled;
+        self.allow(path.as_fd(), allowed)
+    }
+
+    /// Allows `access` of what a descriptor refers to, and what is below.
+    fn allow(&self, path: BorrowedFd<'_>, access: u64) -> io::Result<()> {
+        if access == 0 {
+            return Ok(());
+        }
+        let attr = PathBeneath { allowed_access: access, parent_fd: path.as_raw_fd() };
         let ruleset = self.fd.as_raw_fd();
         // SAFETY: the kernel reads `attr`, of the layout that this kind of rule has; it lives over the call.
         let rc =
             unsafe { libc::syscall(libc::SYS_landlock_add_rule, ruleset, PATH_BENEATH, &raw const attr, 0) };
         match io::Error::last_os_error() {
             _ if rc == 0 => Ok(()),
-            // A file of the kernel's own (a memfd, a namespace), which Landlock does not restrict.
+            // A file of the kernel's own (a memfd, a namespace) or a socket, which Landlock does not restrict.
             e if e.raw_os_error() == Some(libc::EBADFD) => Ok(()),
             e => Err(e),
         }
@@ -121,4 +134,22 @@ impl Ruleset {
         let rc = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.fd.as_raw_fd(), 0) };
         if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
+}
+
+/// Looks what a descriptor refers to. The server of a FUSE mount is not asked: a configured path may be one of our own by now.
+fn kind_of(fd: BorrowedFd<'_>) -> io::Result<FileType> {
+    let seen = statx(fd, c"", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE)?;
+    Ok(FileType::from_raw_mode(seen.stx_mode.into()))
+}
+
+/// What an open descriptor allows: of a file what it is open for, of a folder all that a rule can. Nothing for one that is
+/// open with O_PATH or for writing alone, which shows no right to read.
+fn allowed_by(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let folder = kind_of(fd)? == FileType::Directory;
+    Ok(match fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::PATH) {
+        OFlags::RDONLY if folder => access::ALL,
+        OFlags::RDONLY => access::READ_FILE | access::IOCTL_DEV,
+        OFlags::RDWR => access::OF_FILES,
+        _ => 0,
+    })
 }

@@ -77,13 +77,27 @@ pub fn spawn<T: Send + 'static>(
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     let Some(running) = RUNNING.get() else { return builder.spawn(body) };
-    running.launcher.make(builder, move || {
+    running.launcher.make(builder, confined(kind, body))
+}
+
+/// Makes a thread as [`spawn`] does, and does not wait for it: for workers, which wait for no thread. Nothing happens if the
+/// system has no thread for it.
+pub fn detach(kind: ThreadKind, builder: Builder, body: impl FnOnce() + Send + 'static) {
+    let Some(running) = RUNNING.get() else { return drop(builder.spawn(body)) };
+    let body = confined(kind, body);
+    // The launcher ends with the process.
+    let _ = running.launcher.orders.send(Box::new(move || drop(builder.spawn(body))));
+}
+
+/// Has `body` begin with the thread's confinement.
+fn confined<T>(kind: ThreadKind, body: impl FnOnce() -> T) -> impl FnOnce() -> T {
+    move || {
         if let Err(e) = enter(kind) {
             tracing::error!("a {} thread cannot be confined ({e}); ending at once", kind.name());
             std::process::abort();
         }
         body()
-    })
+    }
 }
 
 /// Does something that the calling thread may not, on a thread that may, and waits for its end.

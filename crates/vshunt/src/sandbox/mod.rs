@@ -6,14 +6,20 @@
 //! (tests of the library, `vshunt image`), all of this does nothing.
 //!
 //! One thread keeps its rights: the [`launcher`]. It makes threads, and does what a control thread may not do itself
-//! ([`errand`]): mounting, unmounting, running fusermount3, entering a network namespace.
+//! ([`errand`]): mounting, unmounting, running fusermount3, entering a network namespace. For mountpoints and namespaces that
+//! clients name it does so in [places](check_place) that are configured or allowed.
+//!
+//! A control client may pass descriptors of files that are not configured. Its commands then run on threads that may open
+//! these, too ([`as_command`]).
 //!
 //! docs/sandbox.md says what this protects from and what not: threads share memory.
 
 mod capabilities;
 mod filter;
+mod granted;
 mod landlock;
 mod launcher;
+mod places;
 mod table;
 
 use std::cell::Cell;
@@ -28,8 +34,10 @@ pub use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+pub use granted::{Granted, as_command, reopen, set_granted};
 use landlock::Ruleset;
-pub use launcher::{errand, spawn};
+pub use launcher::{detach, errand, spawn};
+pub use places::check_place;
 pub(crate) use table::{RING_FLAGS, RING_OPERATIONS, RING_REGISTRATIONS};
 
 /// What happens to a thread that does more than it may.
@@ -130,8 +138,8 @@ pub struct Plan {
     pub workers: bool,
     /// Capabilities that something needs; all others are given up.
     pub capabilities: CapabilitySet,
-    /// What all threads but the launcher may open, if that is known.
-    pub paths: Option<Vec<Rule>>,
+    /// What all threads but the launcher may open.
+    pub paths: Vec<Rule>,
     /// Whether fusermount3 may be needed, which is a set-user-id program: the launcher goes without `no_new_privs`.
     pub set_user_id: bool,
 }
@@ -155,8 +163,8 @@ pub struct SandboxInfo {
     pub capabilities: Vec<String>,
     /// Kinds of threads that have a filter of system calls.
     pub filtered: Vec<String>,
-    /// Which threads Landlock keeps from opening files: `process`: all, from all that is not configured or allowed;
-    /// `guests`: those that serve guests; `off`; `missing`: the kernel has no Landlock.
+    /// Which threads Landlock keeps from opening files: `process`: all, from all that is not configured, allowed or passed by a
+    /// client; `off`; `missing`: the kernel has no Landlock.
     pub landlock: String,
     /// Whether threads can gain privileges by running a program: only for fusermount3, and only the launcher.
     pub set_user_id: bool,
@@ -170,8 +178,14 @@ struct Running {
     set_user_id: bool,
     /// One for each of [`ThreadKind::ALL`]; `None`: no filter.
     filters: [Option<filter::Program>; 5],
-    /// What all threads may open, if that is known.
+    /// What all threads may open.
     process: Option<Ruleset>,
+    /// What that was made of, if anything is restricted.
+    rules: Option<Vec<Rule>>,
+    /// Where errands may act for clients, if anything is restricted.
+    places: Option<places::Places>,
+    /// What clients have passed descriptors of.
+    granted: granted::Grants,
     /// What threads that serve guests may open.
     guests: Option<Ruleset>,
     launcher: launcher::Launcher,
@@ -214,9 +228,10 @@ pub fn start(plan: Plan) -> Result<()> {
     let filters = ThreadKind::ALL.map(|kind| filtered(kind).then(|| filter::Program::new(kind, plan.mode)));
     let (mut process, mut guests) = (None, None);
     if plan.mode.restricts() {
-        process = plan.paths.as_deref().map(Ruleset::new).transpose().map_err(cannot)?.flatten();
-        guests = Ruleset::new(&table::guest_paths()).map_err(cannot)?;
+        process = Ruleset::new(&plan.paths, &[]).map_err(cannot)?;
+        guests = Ruleset::new(&table::guest_paths(), &[]).map_err(cannot)?;
     }
+    let rules = plan.mode.restricts().then_some(plan.paths);
     let launcher = launcher::Launcher::start(plan.mode, plan.capabilities, plan.set_user_id)?;
     let running = Running {
         mode: plan.mode,
@@ -224,6 +239,9 @@ pub fn start(plan: Plan) -> Result<()> {
         set_user_id: plan.set_user_id,
         filters,
         process,
+        places: rules.as_deref().map(places::Places::new),
+        rules,
+        granted: granted::Grants::default(),
         guests,
         launcher,
     };
@@ -243,14 +261,19 @@ fn hide() -> io::Result<()> {
 /// Confines the calling thread for good.
 fn enter(kind: ThreadKind) -> io::Result<()> {
     let Some(running) = RUNNING.get() else { return Ok(()) };
+    // Rulesets add up: those of the process are in force already where this thread has inherited them.
+    let ruleset = match kind {
+        ThreadKind::Control => running.process.as_ref(),
+        _ => running.guests.as_ref(),
+    };
+    enter_under(running, kind, ruleset)
+}
+
+/// Confines the calling thread for good, to the files of `ruleset`.
+fn enter_under(running: &Running, kind: ThreadKind, ruleset: Option<&Ruleset>) -> io::Result<()> {
     KIND.set(kind);
     rustix::thread::set_no_new_privs(true)?;
     if running.mode.restricts() {
-        // Rulesets add up: those of the process are in force already where this thread has inherited them.
-        let ruleset = match kind {
-            ThreadKind::Control => running.process.as_ref(),
-            _ => running.guests.as_ref(),
-        };
         ruleset.map_or(Ok(()), Ruleset::enter)?;
         capabilities::keep(running.capabilities & kind.capabilities())?;
     }
@@ -274,6 +297,16 @@ pub(crate) fn restricts_rings() -> bool {
     RUNNING.get().is_some_and(|running| running.mode.restricts())
 }
 
+/// Whether control threads may open nothing but what is configured, allowed or granted.
+pub fn bounds_paths() -> bool {
+    RUNNING.get().is_some_and(|running| running.process.is_some())
+}
+
+/// System calls refused so far.
+pub fn refused() -> u64 {
+    REFUSED.load(Ordering::Relaxed)
+}
+
 /// What is in force.
 pub fn info() -> SandboxInfo {
     let Some(running) = RUNNING.get() else {
@@ -287,11 +320,10 @@ pub fn info() -> SandboxInfo {
         };
     };
     let filtered = ThreadKind::ALL.iter().zip(&running.filters).filter(|(_, filter)| filter.is_some());
-    let landlock = match (&running.process, &running.guests) {
-        (Some(_), _) => "process",
-        (None, Some(_)) => "guests",
-        (None, None) if running.mode == Mode::Log => "off",
-        (None, None) => "missing",
+    let landlock = match running.process {
+        Some(_) => "process",
+        None if running.mode == Mode::Log => "off",
+        None => "missing",
     };
     SandboxInfo {
         mode: running.mode,
@@ -299,6 +331,6 @@ pub fn info() -> SandboxInfo {
         filtered: filtered.map(|(kind, _)| kind.name().to_owned()).collect(),
         landlock: landlock.into(),
         set_user_id: running.set_user_id,
-        refused: REFUSED.load(Ordering::Relaxed),
+        refused: refused(),
     }
 }

@@ -5,7 +5,7 @@
 //! thread. What must never happen: a queue lost between two workers.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::WorkerId;
@@ -14,6 +14,7 @@ use super::mailbox::{Call, Delivery, Mail, QueueId, Recall, Shared};
 use super::pool::Workers;
 use super::queue::{Queue, QueueStats, State};
 use super::ticket::Withdrawn;
+use super::wait::lock_until;
 use crate::error::{Error, Result};
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
@@ -26,9 +27,6 @@ pub const DRAIN_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else {
 
 /// How long a worker may take to begin with what it is asked for. One that runs takes less than a millisecond.
 const ANSWER_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
-
-/// How often a slot that another thread holds is tried again.
-const SLOT_EVERY: Duration = Duration::from_millis(1);
 
 /// One queue's place in the world. Its lock is held over a whole start, stop or move, so that these exclude
 /// one another; workers never take it. A stop holds it for as long as requests are in flight, so control threads wait for it
@@ -123,26 +121,18 @@ impl QueueSet {
         self.slots[index as usize].lock().expect("no holder panics")
     }
 
-    /// The same within a time, for threads that must not wait for a queue's stop.
+    /// Takes a slot for a thread that must not wait for a queue's stop, and gives up at `until`.
     ///
     /// # Errors
     /// [`Busy`](crate::error::Kind::Busy): it is not free in time.
-    fn slot_within(&self, index: u16, limit: Duration) -> Result<MutexGuard<'_, Slot>> {
-        let until = Instant::now() + limit;
-        loop {
-            match self.slots[index as usize].try_lock() {
-                Ok(slot) => return Ok(slot),
-                Err(TryLockError::Poisoned(_)) => unreachable!("no holder panics"),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::sleep(SLOT_EVERY),
-                Err(TryLockError::WouldBlock) => {
-                    return Err(Error::busy(format!(
-                        "queue {}:{index} is being started, stopped or moved, and has {} requests in flight; try again",
-                        self.name,
-                        self.stats(index).in_flight.load(Relaxed)
-                    )));
-                }
-            }
-        }
+    fn slot_until(&self, index: u16, until: Instant) -> Result<MutexGuard<'_, Slot>> {
+        lock_until(&self.slots[index as usize], until).ok_or_else(|| {
+            Error::busy(format!(
+                "queue {}:{index} is being started, stopped or moved, and has {} requests in flight; try again",
+                self.name,
+                self.stats(index).in_flight.load(Relaxed)
+            ))
+        })
     }
 
     /// Gives a queue that its user started to its worker, and returns when it is served. If the worker is stalled, that is
@@ -208,27 +198,29 @@ impl QueueSet {
     /// when it returns.
     ///
     /// # Errors
-    /// A queue cannot be brought to rest, or not within [`DRAIN_LIMIT`] ([`Busy`](crate::error::Kind::Busy)). The function
-    /// was not called then, and all queues go on.
+    /// A queue cannot be brought to rest, or not all of them are at rest within [`DRAIN_LIMIT`]
+    /// ([`Busy`](crate::error::Kind::Busy)). The function was not called then, and all queues go on.
     pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let slots: Result<Vec<_>> = (0..self.len()).map(|i| self.slot_within(i, DRAIN_LIMIT)).collect();
+        let until = Instant::now() + DRAIN_LIMIT;
+        let slots: Result<Vec<_>> = (0..self.len()).map(|i| self.slot_until(i, until)).collect();
         let mut slots = slots?;
-        let mut queues = Vec::with_capacity(slots.len());
+        let running = slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running);
+        let leaving: Vec<_> = running.map(|(slot, i)| (i, ask_back(slot))).collect();
+        let mut queues = Vec::with_capacity(leaving.len());
         let mut failed = None;
-        for (slot, i) in slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running) {
-            match self.release(slot, i, DRAIN_LIMIT) {
-                Ok(queue) => queues.push(queue),
-                Err(e) => {
-                    failed = Some(e);
-                    break;
-                }
+        for (i, leaving) in leaving {
+            let slot = &slots[usize::from(i)];
+            if failed.is_some() {
+                queues.extend(keep(slot, leaving).map(|queue| (i, queue)));
+                continue;
+            }
+            match self.await_release(slot, i, leaving, (until, DRAIN_LIMIT)) {
+                Ok(queue) => queues.push((i, queue)),
+                Err(e) => failed = Some(e),
             }
         }
         let result = failed.map_or_else(|| Ok(f()), Err);
-        let running = slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running);
-        for ((slot, i), queue) in running.zip(queues) {
-            self.hand_over(slot, i, queue);
-        }
+        self.hand_over_all(&mut slots, queues);
         result
     }
 
@@ -263,13 +255,14 @@ impl QueueSet {
     /// [`Busy`](crate::error::Kind::Busy). Takes at most some seconds more than `timeout`.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         self.homes.check(&self.name, index)?;
-        let mut slot = self.slot_within(index, timeout)?;
+        let until = Instant::now() + timeout;
+        let mut slot = self.slot_until(index, until)?;
         if slot.worker == worker {
             return self.workers.check(worker);
         }
         let mail = self.workers.settle(worker)?;
         if slot.running {
-            if let Err(e) = self.transfer(&mut slot, index, worker, &mail, timeout) {
+            if let Err(e) = self.transfer(&mut slot, index, worker, &mail, (until, timeout)) {
                 self.workers.unsettle(worker);
                 return Err(e);
             }
@@ -289,7 +282,7 @@ impl QueueSet {
         index: u16,
         worker: WorkerId,
         mail: &Arc<Shared>,
-        timeout: Duration,
+        limit: (Instant, Duration),
     ) -> Result<()> {
         let not_taken = |slot: &Slot| {
             Error::busy(format!(
@@ -302,7 +295,8 @@ impl QueueSet {
         if mail.is_stalled() {
             return Err(not_taken(slot));
         }
-        let queue = self.release(slot, index, timeout)?;
+        let leaving = ask_back(slot);
+        let queue = self.await_release(slot, index, leaving, limit)?;
         let delivery = post(mail, slot.id, queue, self.stats(index));
         if delivery.wait(ANSWER_LIMIT).is_some() {
             return Ok(());
@@ -316,20 +310,22 @@ impl QueueSet {
         }
     }
 
-    /// Attach, steps 1 and 2.
-    fn release(&self, slot: &mut Slot, index: u16, timeout: Duration) -> Result<Box<dyn Queue>> {
-        if let Some(queue) = slot.take_back() {
+    /// Attach, step 2. The limit: when the wait is over, and how long a time the command had for it.
+    fn await_release(
+        &self,
+        slot: &Slot,
+        index: u16,
+        leaving: Leaving,
+        (until, timeout): (Instant, Duration),
+    ) -> Result<Box<dyn Queue>> {
+        if let Leaving::Asked(recall) = &leaving
+            && let Some(queue) = recall.wait(until.saturating_duration_since(Instant::now()))
+        {
             return Ok(queue);
         }
-        let recall = Recall::new(());
-        slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
-        if let Some(queue) = recall.wait(timeout) {
+        if let Some(queue) = keep(slot, leaving) {
             return Ok(queue);
         }
-        if let Withdrawn::Answered(queue) = recall.withdraw() {
-            return Ok(queue);
-        }
-        slot.mail.send(Mail::Keep { id: slot.id });
         let in_flight = self.stats(index).in_flight.load(Relaxed);
         let (name, worker, ms) = (&self.name, slot.worker, timeout.as_millis());
         Err(Error::busy(match slot.stalled() {
@@ -348,7 +344,25 @@ impl QueueSet {
     /// next start, stop or move finds it.
     fn hand_over(&self, slot: &mut Slot, index: u16, queue: Box<dyn Queue>) {
         let delivery = post(&slot.mail, slot.id, queue, self.stats(index));
-        if delivery.wait(ANSWER_LIMIT).is_none() {
+        self.await_delivery(slot, index, delivery, Instant::now() + ANSWER_LIMIT);
+    }
+
+    /// The same for several queues, which are all posted before any worker is waited for. They have one deadline.
+    fn hand_over_all(&self, slots: &mut [MutexGuard<'_, Slot>], queues: Vec<(u16, Box<dyn Queue>)>) {
+        let post_to = |(i, queue)| {
+            let slot = &slots[usize::from(i)];
+            (i, post(&slot.mail, slot.id, queue, self.stats(i)))
+        };
+        let posted: Vec<_> = queues.into_iter().map(post_to).collect();
+        let until = Instant::now() + ANSWER_LIMIT;
+        for (i, delivery) in posted {
+            self.await_delivery(&mut slots[usize::from(i)], i, delivery, until);
+        }
+    }
+
+    /// Waits until the worker of the slot has a queue that was posted.
+    fn await_delivery(&self, slot: &mut Slot, index: u16, delivery: Arc<Delivery>, until: Instant) {
+        if delivery.wait(until.saturating_duration_since(Instant::now())).is_none() {
             slot.undelivered = Some(delivery);
             tracing::warn!(
                 "queue {}:{index} waits for worker {}{}; 'queue attach' gives it to another worker",
@@ -358,6 +372,37 @@ impl QueueSet {
             );
         }
     }
+}
+
+/// A queue that is to leave its worker.
+enum Leaving {
+    /// It did not get there, and is back.
+    Here(Box<dyn Queue>),
+    /// Its worker was asked for it.
+    Asked(Arc<Recall>),
+}
+
+/// Attach, step 1.
+fn ask_back(slot: &mut Slot) -> Leaving {
+    if let Some(queue) = slot.take_back() {
+        return Leaving::Here(queue);
+    }
+    let recall = Recall::new(());
+    slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
+    Leaving::Asked(recall)
+}
+
+/// Withdraws step 1: the queue stays on its worker. Returns it if it has left its worker already.
+fn keep(slot: &Slot, leaving: Leaving) -> Option<Box<dyn Queue>> {
+    let recall = match leaving {
+        Leaving::Here(queue) => return Some(queue),
+        Leaving::Asked(recall) => recall,
+    };
+    if let Withdrawn::Answered(queue) = recall.withdraw() {
+        return Some(queue);
+    }
+    slot.mail.send(Mail::Keep { id: slot.id });
+    None
 }
 
 /// Puts a queue into a worker's mailbox.

@@ -29,6 +29,8 @@ pub(super) type Delivery = Ticket<Box<dyn Queue>, ()>;
 pub(super) type Recall = Ticket<(), Box<dyn Queue>>;
 /// A function to be called with a queue. The answer: whether the queue was there.
 pub(super) type Call = Ticket<Visitor, bool>;
+/// The end of a worker. It can be withdrawn until the worker has begun to end.
+pub(super) type Ending = Ticket<(), ()>;
 
 /// What control asks of a worker.
 pub(super) enum Mail {
@@ -41,7 +43,7 @@ pub(super) enum Mail {
     /// Calls a function with the queue, between two turns.
     Visit { id: QueueId, call: Arc<Call> },
     /// No queue is left: end, as soon as no operation of a former queue is left either.
-    Stop,
+    Stop { ending: Arc<Ending> },
 }
 
 /// What a worker shares with control.

@@ -17,6 +17,7 @@ mod ring;
 mod tests;
 mod thread;
 mod ticket;
+mod wait;
 
 pub use attach::{DRAIN_LIMIT, QueueSet};
 pub use homes::Homes;
@@ -25,6 +26,7 @@ pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowe
 pub use queue::{Forwarder, Queue, QueueStats, State};
 pub use ring::{Ring, RingFile, Token};
 pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
+pub use wait::lock_until;
 
 /// Names a worker; never reused while the daemon lives.
 pub type WorkerId = u32;

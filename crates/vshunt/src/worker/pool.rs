@@ -13,8 +13,9 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::WorkerId;
 use super::kernel::KernelWorker;
-use super::mailbox::{Mail, Shared};
+use super::mailbox::{Ending, Mail, Shared};
 use super::thread::{POLL_US_MAX, Worker};
+use super::ticket::Withdrawn;
 use crate::error::{Error, Result};
 use crate::export::spec::cpu_list;
 use crate::sandbox::{self, ThreadKind};
@@ -24,7 +25,7 @@ use crate::sandbox::{self, ThreadKind};
 pub const MAX_WORKERS: usize = 1024;
 /// A worker's stack: the loop is flat, and only pages that it touched count.
 const STACK_BYTES: usize = 256 << 10;
-/// How long a worker that was told to end may take. One that is stalled ends when it runs again.
+/// How long a worker may take to begin with its end, and then how long its thread may take to end.
 const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 /// How often it is looked whether it has ended.
 const END_EVERY: Duration = Duration::from_micros(200);
@@ -105,40 +106,76 @@ struct Entry {
     kind: Kind,
     /// Queues whose home it is, running or not: such a worker is not freed.
     homes: u32,
+    /// It is being freed: it gets no queue, and is listed until it is certain that it ends.
+    ending: bool,
+    /// Its thread, if it is one of this process.
+    thread: Option<JoinHandle<()>>,
 }
 
 /// Who runs it.
+#[derive(Clone)]
 enum Kind {
-    User { shared: Arc<Shared>, thread: JoinHandle<()> },
+    User { shared: Arc<Shared> },
     Kernel(Arc<dyn KernelWorker>),
 }
 
 impl Kind {
-    /// Ends a worker of this process. A worker of the kernel has ended before. Where FUSE ring queues left idle entries, the
-    /// thread stays until the last entry has left it.
-    fn end(self, id: WorkerId) -> Result<()> {
-        let Self::User { shared, thread } = self else { return Ok(()) };
+    /// Has the worker end.
+    ///
+    /// # Errors
+    /// It does not, and works as before: the kernel refuses it, or it is stalled.
+    fn end(&self, id: WorkerId) -> Result<()> {
+        let shared = match self {
+            Self::User { shared } => shared,
+            Self::Kernel(worker) => return worker.free(),
+        };
+        let ending = Ending::new(());
+        shared.send(Mail::Stop { ending: ending.clone() });
+        if ending.wait(END_LIMIT).is_some() {
+            return Ok(());
+        }
+        match ending.withdraw() {
+            Withdrawn::Back(()) => Err(Error::busy(format!(
+                "worker {id} has not run for {} s (stalled), and stays; free it when it runs again",
+                END_LIMIT.as_secs()
+            ))),
+            Withdrawn::Begun | Withdrawn::Answered(()) => Ok(()),
+        }
+    }
+}
+
+impl Entry {
+    fn new(name: String, tid: i32, kind: Kind, thread: Option<JoinHandle<()>>) -> Self {
+        Self { name, tid, kind, homes: 0, ending: false, thread }
+    }
+
+    /// Whether it is not about to end.
+    fn check_stays(&self, id: WorkerId) -> Result<()> {
+        match self.ending {
+            true => Err(Error::busy(format!("worker {id} is being freed"))),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits for a thread that has begun to end. Where FUSE ring queues left idle entries, it stays until the last entry has
+    /// left it, and is not waited for.
+    fn join(self, id: WorkerId) {
+        let (Kind::User { shared }, Some(thread)) = (self.kind, self.thread) else { return };
         // No queue is on it, so this can only fall.
         let left = shared.left.load(Acquire);
-        shared.send(Mail::Stop);
         if left > 0 {
             tracing::info!(
                 "the thread of worker {id} stays until {left} idle entries of ring queues have left it"
             );
-            return Ok(());
+            return;
         }
         let until = Instant::now() + END_LIMIT;
-        while !thread.is_finished() {
-            if Instant::now() >= until {
-                return Err(Error::busy(format!(
-                    "worker {id} has not run for {} s (stalled); it has no queue any more, and ends when it runs again",
-                    END_LIMIT.as_secs()
-                )));
-            }
+        while !thread.is_finished() && Instant::now() < until {
             std::thread::sleep(END_EVERY);
         }
-        let _ = thread.join();
-        Ok(())
+        if thread.is_finished() {
+            let _ = thread.join();
+        }
     }
 }
 
@@ -212,7 +249,7 @@ impl Workers {
         let (tid, worker) = made?;
         tracing::info!(id, tid, "kernel worker made");
         let name = name.unwrap_or_else(|| format!("worker-{id}"));
-        list.by_id.insert(id, Entry { name, tid, kind: Kind::Kernel(worker), homes: 0 });
+        list.by_id.insert(id, Entry::new(name, tid, Kind::Kernel(worker), None));
         Ok(id)
     }
 
@@ -266,9 +303,11 @@ impl Workers {
     }
 
     fn end(&self, id: WorkerId) -> Result<()> {
-        let entry = {
+        let kind = {
             let mut list = self.list();
-            let homes = list.by_id.get(&id).ok_or_else(|| unknown(id))?.homes;
+            let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+            entry.check_stays(id)?;
+            let homes = entry.homes;
             if homes > 0 {
                 return Err(Error::busy(format!(
                     "worker {id} has {homes} queue{}; attach {} to another worker first",
@@ -276,22 +315,26 @@ impl Workers {
                     if homes == 1 { "it" } else { "them" },
                 )));
             }
-            let entry = list.by_id.remove(&id).expect("seen above");
-            if let Kind::User { shared, .. } = &entry.kind
+            entry.ending = true;
+            entry.kind.clone()
+        };
+        let ended = kind.end(id);
+        let entry = {
+            let mut list = self.list();
+            if let Err(e) = ended {
+                list.by_id.entry(id).and_modify(|entry| entry.ending = false);
+                return Err(e);
+            }
+            if let Kind::User { shared } = &kind
                 && shared.left.load(Acquire) > 0
             {
                 list.forwarding.push(shared.clone());
             }
-            entry
+            list.by_id.remove(&id)
         };
-        // One that its kernel's device does not let go yet stays in the list.
-        if let Kind::Kernel(worker) = &entry.kind
-            && let Err(e) = worker.free()
-        {
-            self.list().by_id.insert(id, entry);
-            return Err(e);
+        if let Some(entry) = entry {
+            entry.join(id);
         }
-        entry.kind.end(id)?;
         tracing::info!(id, "worker freed");
         Ok(())
     }
@@ -306,7 +349,7 @@ impl Workers {
             settings.check_kernel()?;
         }
         wanted.apply(entry.tid)?;
-        if let (Some(us), Kind::User { shared, .. }) = (settings.poll_us, &entry.kind) {
+        if let (Some(us), Kind::User { shared }) = (settings.poll_us, &entry.kind) {
             shared.poll_us.store(us, Relaxed);
         }
         if let Some(name) = name {
@@ -325,7 +368,7 @@ impl Workers {
     /// Returns at once where all run, else when that second is over. Workers of the in-kernel engine are not asked.
     pub fn stalled(&self) -> Vec<WorkerId> {
         let user = |(id, entry): (&WorkerId, &Entry)| match &entry.kind {
-            Kind::User { shared, .. } => Some((*id, shared.clone())),
+            Kind::User { shared } => Some((*id, shared.clone())),
             Kind::Kernel(_) => None,
         };
         let asked: Vec<_> = self.list().by_id.iter().filter_map(user).collect();
@@ -342,8 +385,9 @@ impl Workers {
     pub(super) fn settle(&self, id: WorkerId) -> Result<Arc<Shared>> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        entry.check_stays(id)?;
         let shared = match &entry.kind {
-            Kind::User { shared, .. } => shared.clone(),
+            Kind::User { shared } => shared.clone(),
             Kind::Kernel(worker) => {
                 let export = worker.export();
                 return Err(Error::unsupported(format!(
@@ -363,6 +407,7 @@ impl Workers {
     pub fn settle_kernel(&self, id: WorkerId, export: &str) -> Result<()> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
+        entry.check_stays(id)?;
         let of = match &entry.kind {
             Kind::Kernel(worker) if worker.export() == export => {
                 entry.homes += 1;
@@ -401,11 +446,11 @@ fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<En
         Err(_) => return Err(Error::limit(format!("worker {id} ended before it began"))),
     };
     if let Err(e) = wanted.apply(tid) {
-        shared.send(Mail::Stop);
+        shared.send(Mail::Stop { ending: Ending::new(()) });
         let _ = thread.join();
         return Err(e);
     }
-    Ok(Entry { name, tid, kind: Kind::User { shared, thread }, homes: 0 })
+    Ok(Entry::new(name, tid, Kind::User { shared }, Some(thread)))
 }
 
 fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>>) {
@@ -553,7 +598,7 @@ fn state(id: WorkerId, e: &Entry) -> WorkerState {
     let pid = Pid::from_raw(e.tid);
     let cpu = sched_getaffinity(pid).map_or(Vec::new(), |set| cpus(&set));
     let (kernel_of, poll_us, sleeps, requests) = match &e.kind {
-        Kind::User { shared, .. } => {
+        Kind::User { shared } => {
             let (sleeps, requests) = (shared.sleeps.load(Relaxed), shared.requests.load(Relaxed));
             (None, shared.poll_us.load(Relaxed), sleeps, requests)
         }

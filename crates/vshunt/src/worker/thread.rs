@@ -379,7 +379,12 @@ impl Worker {
                         let _ = call.answer(self.visit(id, f));
                     }
                 }
-                Mail::Stop => self.stopping = true,
+                Mail::Stop { ending } => {
+                    if ending.begin().is_some() {
+                        self.stopping = true;
+                        let _ = ending.answer(());
+                    }
+                }
             }
         }
         QueueStats::add(&self.shared.mails, 1);

@@ -570,6 +570,22 @@ fn a_full_call_descriptor_blocks_nobody() {
     }
 }
 
+/// Its flag is cleared, its counter is full, and the ring breaks: a write to it waits for ever.
+#[test]
+fn a_full_error_descriptor_blocks_nobody() {
+    let mut field = Field::new(&small());
+    let full = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap();
+    rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    let index = Payload::new().u64(0);
+    field.machine.session.wire().tell(Code::SetVringErr, &index, &[full.as_fd()]).unwrap();
+    field.err = full;
+    let mut raw = Raw::new(&mut field.machine, 0);
+    raw.sane();
+    raw.head(64);
+    // The session answers, and the ring works again.
+    field.broken_and_mended(&mut raw, "head");
+}
+
 /// A worker that waits for, or writes to, what is no eventfd might spin or block.
 #[test]
 fn descriptors_that_are_no_eventfds_are_refused() {

@@ -315,6 +315,26 @@ fn a_ring_that_is_given_up_asks_for_kicks() {
     }
 }
 
+/// QEMU switches a ring off first, and asks for its base then.
+#[test]
+fn a_ring_that_is_switched_off_and_given_up_asks_for_kicks() {
+    let rig = Rig::ram(LOAD_BYTES, 1);
+    for options in shapes() {
+        let mut machine = Machine::connect(&rig.socket("e"), options.clone());
+        let load = machine.load(0);
+        for turn in 0..20 {
+            load.progress(50);
+            machine.session.enable(0, false).unwrap();
+            let base = machine.session.stop_ring(0).unwrap();
+            let flags = machine.parts[0].device.load_u16(if options.packed { 2 } else { 0 });
+            assert_eq!(flags, 0, "turn {turn}, packed {}, event_idx {}", options.packed, options.event_idx);
+            machine.session.set_ring(&RingSetup { parts: &machine.parts[0], base }, false).unwrap();
+            machine.session.enable(0, true).unwrap();
+            machine.parts[0].kick();
+        }
+    }
+}
+
 #[test]
 fn a_ring_whose_inflight_region_was_refused_restarts_from_its_base() {
     let rig = Rig::ram(LOAD_BYTES, 1);

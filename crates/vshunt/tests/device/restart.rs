@@ -118,7 +118,7 @@ fn verified_load_over_many_deaths_on_a_thin_disk() {
             let mut repair = Command::new(env!("CARGO_BIN_EXE_vshunt"));
             let out = repair.args(["image", "check", "-r", "all"]).arg(&file).output().unwrap();
             let said = String::from_utf8_lossy(&out.stderr);
-            assert!(out.status.success() && said.contains("are brought in"), "{said}");
+            assert!(out.status.success() && said.contains("are applied"), "{said}");
             assert!(!journal.exists(), "it is left behind");
         }
     }

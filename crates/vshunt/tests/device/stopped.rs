@@ -11,6 +11,7 @@ use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use vshunt::error::Kind;
 use vshunt::export::spec::{Direct, DiskSpec, WorkerSpec};
+use vshunt_bench::Disk;
 use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
 
 use super::rig::{
@@ -205,6 +206,11 @@ fn commands_do_not_wait_for_a_disk_that_hangs() {
     });
     let error = rig.daemon.export_remove("e1", true).unwrap_err();
     assert!(error.to_string().contains("being removed"), "{error}");
+    assert!(rig.daemon.exports().iter().any(|e| e.spec.name == "e1" && e.removing), "status does not say so");
+    // Another image is compared with those that are open, whose servers are not asked.
+    let other = rig.dir.path().join("other.img");
+    std::fs::File::create(&other).unwrap().set_len(MIB).unwrap();
+    disk_on(&rig, "other", &other);
     // The queue is at work: it takes what comes.
     let beyond = MIB as usize / PIECE - 1;
     let segs = whole_read(&mut clients[0], beyond);
@@ -218,6 +224,96 @@ fn commands_do_not_wait_for_a_disk_that_hangs() {
     rig.daemon.disk_resize("d0", MIB / 2).unwrap();
     drop(clients);
     rig.daemon.shutdown();
+}
+
+/// A daemon in a process of its own, which logs to `daemon.log`; killed when dropped.
+struct Served {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Served {
+    fn start(dir: &Path, args: &[String]) -> Self {
+        let log = dir.join("daemon.log");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+        command.arg("serve").args(args).stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(std::fs::File::create(&log).unwrap()).env("VSHUNT_SANDBOX", "kill");
+        for name in ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "JOURNAL_STREAM"] {
+            command.env_remove(name);
+        }
+        Self { child: command.spawn().unwrap(), log }
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap()
+    }
+
+    fn signal(&self) {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Requests in flight of the queue of an export, as the command line client tells.
+fn told_in_flight(control: &str, export: &str) -> Option<u64> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+    let output = command.args(["-c", control, "status", "--json"]).output().unwrap();
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
+    let queues = status["queues"].as_array()?;
+    queues.iter().find(|q| q["export"] == export)?["in-flight"].as_u64()
+}
+
+/// A signal ends the exports whose disks answer at once, however many do not. For those the daemon waits; it says that a
+/// second signal ends it, and one does.
+#[test]
+fn a_second_signal_ends_a_daemon_whose_disks_hang() {
+    let dir = tempfile::Builder::new().prefix("vshunt-device").tempdir_in("/var/tmp").unwrap();
+    let Some(below) = Below::new(dir.path(), MIB, 2) else { return };
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let control = path("daemon.sock");
+    let mut args = vec!["--control".to_owned(), control.clone()];
+    let disks = ["a", "b"]
+        .iter()
+        .zip(&below.mounts)
+        .map(|(n, mount)| (*n, format!("file={},direct=off", mount.display())));
+    for (name, disk) in disks.chain([("z", "format=ram,size=1M".to_owned())]) {
+        args.extend(["--disk".into(), format!("name={name},{disk}"), "--export".into()]);
+        args.push(format!(
+            "type=vhost-user-blk,name={name},disk={name},socket={},queues=1",
+            path(&format!("{name}.sock"))
+        ));
+    }
+    let mut served = Served::start(dir.path(), &args);
+    let mut clients = Vec::new();
+    for name in ["a", "b"] {
+        let socket = dir.path().join(format!("{name}.sock"));
+        wait_for("the export", || {
+            assert!(served.child.try_wait().unwrap().is_none(), "{}", served.log());
+            std::os::unix::net::UnixStream::connect(&socket).ok()
+        });
+        clients.push(Client::new(Disk::connect(&socket, Options { queues: 1, ..small() }).unwrap()));
+    }
+    below.stop();
+    for (client, name) in clients.iter_mut().zip(["a", "b"]) {
+        submit(client, request::IN, 0);
+        wait_for("a request in flight", || (told_in_flight(&control, name) == Some(1)).then_some(()));
+    }
+    served.signal();
+    let other = dir.path().join("z.sock");
+    wait_for("the end of the other export", || (!other.exists()).then_some(()));
+    assert!(!served.log().contains("do not end"), "it waited for those that hang: {}", served.log());
+    wait_for("a word on how to end it", || served.log().contains("send SIGTERM again").then_some(()));
+    assert!(served.child.try_wait().unwrap().is_none(), "{}", served.log());
+    served.signal();
+    let code = wait_for("the end of the daemon", || served.child.try_wait().unwrap());
+    assert_eq!(code.code(), Some(1), "{}", served.log());
+    assert!(served.log().contains("told to end twice"), "{}", served.log());
 }
 
 /// A read of piece `n` of the disk, with its status at 8.

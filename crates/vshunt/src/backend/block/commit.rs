@@ -173,9 +173,12 @@ impl Disk {
             return Err(Error::invalid(format!("disk {} has no image", now.name)));
         };
         let result = self.replace(now, next, &[], |_| {
-            let marked =
-                mark::put_committed(&overlay, &below).and_then(|()| mark::take_overlay(&File::open(&below)?));
-            marked.map_err(|e| Error::io(format_args!("cannot mark {} as committed", overlay.display()), e))
+            mark::put_committed(&overlay, &below)
+                .map_err(|e| Error::io(format_args!("cannot mark {} as committed", overlay.display()), e))?;
+            let unmarked = File::open(&below).and_then(|file| mark::take_overlay(&file));
+            unmarked.map_err(|e| {
+                Error::io(format_args!("cannot unmark {}, which is below an overlay", below.display()), e)
+            })
         });
         if result.is_err() {
             undo_marks(&overlay, &below);

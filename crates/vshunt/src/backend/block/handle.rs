@@ -158,7 +158,7 @@ impl DiskHandle {
             Kind::Null => Step::Done(super::null(io)),
             Kind::Gone => Step::Done(-libc::EIO),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
-            Kind::Raw(raw) if raw.inline() => Step::Done(raw.run_inline(io, &self.pool)),
+            Kind::Raw(raw) if raw.at_once(io) => Step::Done(raw.run_inline(io, &self.pool)),
             Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
             Kind::Qcow2(_) => self.image().start(&self.pool, ring, io, token),
         }

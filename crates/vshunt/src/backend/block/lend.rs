@@ -7,9 +7,9 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 
 use super::{Disk, Kind, lock};
+use crate::sandbox;
 
 impl Disk {
     /// The image for the kernel, marked as lent if it may be written; none where there is no raw image.
@@ -19,8 +19,7 @@ impl Disk {
     pub(crate) fn lend(&self, writable: bool) -> io::Result<Option<File>> {
         let Kind::Raw(raw) = &*self.kind() else { return Ok(None) };
         let writable = writable && !self.readonly;
-        let itself = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
-        let file = File::options().read(true).write(writable).open(itself)?;
+        let file = sandbox::reopen(raw.image(), writable)?;
         // Whoever only reads by the kernel keeps nobody from anything.
         if writable && self.locked {
             lock::take_over(&file, raw.path(), false).map_err(io::Error::other)?;

@@ -119,13 +119,11 @@ pub(super) fn put_overlay(base: &File, overlay: &Path) -> io::Result<bool> {
 /// # Errors
 /// The system's; that there is none is no error.
 pub(super) fn take_overlay(base: &File) -> io::Result<()> {
+    let mut taken = false;
     for name in [OVERLAY, COMMITTING] {
-        match rustix::fs::fremovexattr(base.as_fd(), name) {
-            Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => {}
-            Err(e) => return Err(e.into()),
-        }
+        taken |= take(base, name)?;
     }
-    base.sync_all()
+    if taken { base.sync_all() } else { Ok(()) }
 }
 
 /// Says of an image that a commit to it has begun; on stable storage when it returns.
@@ -152,11 +150,19 @@ pub(super) fn put_committed(overlay: &Path, below: &Path) -> io::Result<()> {
 /// Takes that back.
 ///
 /// # Errors
-/// The system's.
+/// The system's; that there is none is no error.
 pub(super) fn take_committed(overlay: &Path) -> io::Result<()> {
-    match rustix::fs::removexattr(overlay, COMMITTED) {
-        Ok(()) => File::open(overlay)?.sync_all(),
-        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => Ok(()),
+    let overlay = File::open(overlay)?;
+    if take(&overlay, COMMITTED)? { overlay.sync_all() } else { Ok(()) }
+}
+
+/// Removes a mark. False if there is none.
+fn take(file: &File, name: &str) -> io::Result<bool> {
+    match rustix::fs::fremovexattr(file.as_fd(), name) {
+        Ok(()) => Ok(true),
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(false),
+        // Of a device node, which has none, and of a file that nobody may change, which may have one.
+        Err(Errno::PERM) if rustix::fs::fgetxattr(file.as_fd(), name, &mut [0u8; 0]).is_err() => Ok(false),
         Err(e) => Err(e.into()),
     }
 }
@@ -179,4 +185,42 @@ fn read(path: &Path, name: &str) -> Option<PathBuf> {
 
 fn remove(path: &Path, name: &str) -> io::Result<()> {
     rustix::fs::removexattr(path, name).map_err(Into::into)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+
+    use super::*;
+
+    #[test]
+    fn a_mark_that_stays_is_an_error() {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        let (file, path) = (image.as_file(), image.path());
+        let marked = put_overlay(file, Path::new("/over")).unwrap();
+        put_committed(path, Path::new("/below")).unwrap();
+        let flags = ioctl_getflags(file).unwrap_or(IFlags::empty());
+        if !marked || ioctl_setflags(file, flags | IFlags::IMMUTABLE).is_err() {
+            eprintln!(
+                "skip a_mark_that_stays_is_an_error: no marks or no immutable files here, or not for this user"
+            );
+            return;
+        }
+        let (overlay, committed) = (take_overlay(file), take_committed(path));
+        ioctl_setflags(file, flags).unwrap();
+        for taken in [overlay, committed] {
+            assert_eq!(taken.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        }
+        for _ in 0..2 {
+            take_overlay(file).unwrap();
+            take_committed(path).unwrap();
+            assert!(read(path, OVERLAY).is_none() && read(path, COMMITTED).is_none());
+        }
+    }
+
+    #[test]
+    fn where_there_can_be_no_mark_there_is_none_to_take() {
+        take_overlay(&File::open("/dev/null").unwrap()).unwrap();
+        take_committed(Path::new("/dev/null")).unwrap();
+    }
 }

@@ -32,7 +32,7 @@ mod watch;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
@@ -288,22 +288,18 @@ impl Disk {
 
     /// Whether that is one of its files, by device number and inode. Those on file systems of other programs are not asked.
     pub(crate) fn has_inode(&self, (device, inode): (u64, u64)) -> bool {
-        let of = |raw: &Raw| raw.image().metadata().is_ok_and(|m| (m.dev(), m.ino()) == (device, inode));
-        self.kind().files().iter().any(|raw| !raw.may_wait() && of(raw))
+        self.kind().files().iter().any(|raw| !raw.may_wait() && raw.id() == (device, inode))
+    }
+
+    /// Whether that is one of its files, by device number and inode as they were when it was opened. True while the image is
+    /// being replaced. Waits for nothing.
+    pub(crate) fn may_have_file(&self, id: (u64, u64)) -> bool {
+        self.kind.try_read().map_or(true, |kind| kind.files().iter().any(|raw| raw.id() == id))
     }
 
     /// Whether its image itself has that device number and inode, rather than an image below or a data file.
     pub(crate) fn image_has_inode(&self, (device, inode): (u64, u64)) -> bool {
-        let kind = self.kind();
-        let image = kind.files().first().and_then(|raw| raw.image().metadata().ok());
-        image.is_some_and(|m| (m.dev(), m.ino()) == (device, inode))
-    }
-
-    /// The devices of its files that are on file systems of other programs.
-    pub(crate) fn devices_that_may_wait(&self) -> Vec<u64> {
-        let kind = self.kind();
-        let waiting = kind.files().iter().filter(|raw| raw.may_wait());
-        waiting.filter_map(|raw| raw.image().metadata().ok()).map(|m| m.dev()).collect()
+        self.kind().files().first().is_some_and(|raw| raw.id() == (device, inode))
     }
 
     fn kind(&self) -> Arc<Kind> {
@@ -683,7 +679,9 @@ fn open_kind(spec: &DiskSpec, room: bool) -> Result<(Kind, u64, Limits)> {
 /// Makes a raw file known to a ring.
 fn know(raw: &Raw, ring: &mut Ring) -> RingFiles {
     if raw.inline() {
-        return RingFiles::NONE;
+        // Few requests are the ring's: they go without one of its places for files.
+        let file = RingFile::Plain(raw.file().as_raw_fd());
+        return RingFiles { file, aside: file };
     }
     let file = ring.know(raw.file());
     RingFiles { file, aside: raw.aside().map_or(file, |f| ring.know(f)) }

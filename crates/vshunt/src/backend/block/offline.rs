@@ -54,23 +54,24 @@ impl Disk {
         matches!(&*self.kind(), Kind::Qcow2(_))
     }
 
-    /// [`resize`](Self::resize) of a qcow2 disk, closed for it; see [`replace`](Self::replace).
+    /// [`resize`](Self::resize) of a qcow2 disk, closed for it; see [`replace`](Self::replace). A disk that can grow while it is
+    /// served still can afterwards.
     ///
     /// # Errors
     /// Those of the change, which leave the image as it was, and of [`replace`](Self::replace).
     pub fn resize_closed(self: &Arc<Self>, now: &DiskSpec, size_bytes: u64) -> Result<()> {
         Self::check_size(size_bytes)?;
-        if size_bytes > self.size_bytes() && !self.readonly {
-            self.own_last_cluster()?;
-        }
-        self.offline(now, |image, closed| {
+        self.offline_owned(now, self.size_bytes().min(size_bytes), |image, closed| {
+            if self.grows() {
+                return Ok(qcow2::resize::resize_with_room(image, size_bytes, closed.below));
+            }
             let data = match image.header().data_file {
                 Some(_) => Some(closed.file(1)?),
                 None => None,
             };
             let data = data.as_ref().map(|d| d as &dyn Storage);
             let around = Around { data, below: closed.below, preallocation: Preallocation::Off };
-            qcow2::resize::resize(image, size_bytes, &around, &mut |_, _| {}).map_err(|e| wrong(now, &e))
+            Ok(qcow2::resize::resize(image, size_bytes, &around, &mut |_, _| {}))
         })
     }
 
@@ -80,14 +81,18 @@ impl Disk {
     /// # Errors
     /// The cluster cannot be read or written.
     pub fn own_last_cluster(self: &Arc<Self>) -> Result<()> {
+        self.own_cluster(self.size_bytes())
+    }
+
+    /// The same for the cluster that `end` lies in.
+    fn own_cluster(self: &Arc<Self>, end: u64) -> Result<()> {
         let kind = self.kind();
         let Kind::Qcow2(image) = &*kind else { return Ok(()) };
-        let size = self.size_bytes();
-        if image.below().is_none() || size.is_multiple_of(image.cluster_bytes()) {
+        if image.below().is_none() || end.is_multiple_of(image.cluster_bytes()) {
             return Ok(());
         }
         // A write of its last sector copies the cluster, or with extended L2 entries the subcluster.
-        self.rewrite(size - SECTOR_BYTES, SECTOR_BYTES)
+        self.rewrite(end - SECTOR_BYTES, SECTOR_BYTES)
             .map_err(|e| Error::io("the disk's last cluster cannot be copied from the image below", e))
     }
 
@@ -101,12 +106,10 @@ impl Disk {
         if !self.is_qcow2() {
             return Ok(());
         }
-        self.own_last_cluster()?;
         self.grows.store(true, Ordering::Relaxed);
-        self.offline(now, |image, closed| {
-            qcow2::resize::make_room(image, closed.below).map_err(|e| wrong(now, &e))
-        })
-        .inspect_err(|_| self.grows.store(false, Ordering::Relaxed))
+        let room = |image: &mut Image<'_>, closed: &Closed| Ok(qcow2::resize::make_room(image, closed.below));
+        self.offline_owned(now, self.size_bytes(), room)
+            .inspect_err(|_| self.grows.store(false, Ordering::Relaxed))
     }
 
     /// Takes an internal snapshot.
@@ -156,6 +159,27 @@ impl Disk {
             snapshot::delete(image, &saved.id).map_err(|e| wrong(now, &e))?;
             Ok(saved.clone())
         })
+    }
+
+    /// Has `change` done to the image while it is closed. If nothing but [`qcow2::Error::LastClusterBelow`] is in the way of
+    /// it, the cluster that `end` lies in is copied up, and it is done then: what is refused writes nothing.
+    fn offline_owned(
+        self: &Arc<Self>,
+        now: &DiskSpec,
+        end: u64,
+        change: impl Fn(&mut Image<'_>, &Closed) -> Result<qcow2::Result<()>>,
+    ) -> Result<()> {
+        let attempt = |last: bool| {
+            self.offline(now, |image, closed| match change(image, closed)? {
+                Err(qcow2::Error::LastClusterBelow(_)) if !last => Ok(false),
+                done => done.map(|()| true).map_err(|e| wrong(now, &e)),
+            })
+        };
+        if !attempt(false)? {
+            self.own_cluster(end)?;
+            attempt(true)?;
+        }
+        Ok(())
     }
 
     /// Has `change` done to the image while it is closed.

@@ -1,12 +1,13 @@
 //! Network namespaces, each entered by a thread that is made for one errand and ends with it: a worker, or a control thread
 //! that clients come back to, stays where it is.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 
+use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::error::{Error, Result};
@@ -31,17 +32,17 @@ impl Netns {
         check(which)?;
         let path = if which.contains('/') { PathBuf::from(which) } else { PathBuf::from(NAMES).join(which) };
         // One that is named by a process needs CAP_SYS_PTRACE where that process may more than we do.
-        let opened = sandbox::errand(|| File::open(&path)).and_then(|file| file);
-        let file = opened.map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound if which.contains('/') => Error::not_found(format!(
-                "there is no network namespace {which}; give the path of one, or its name"
-            )),
-            io::ErrorKind::NotFound => Error::not_found(format!(
-                "there is no network namespace {which} ({}); make it: ip netns add {which}",
-                path.display()
-            )),
-            _ => Error::io(format!("cannot open network namespace {which}"), e),
-        })?;
+        let look =
+            || openat(CWD, &path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(io::Error::from);
+        let opened = sandbox::errand(look).and_then(|file| file);
+        let cannot = |e: io::Error| cannot_open(which, &path, e);
+        let found = opened.map_err(cannot)?;
+        if which.contains('/') {
+            sandbox::check_place(&found, false, format_args!("network namespace {which}"))?;
+        }
+        // The very file that was checked.
+        let itself = format!("/proc/self/fd/{}", found.as_raw_fd());
+        let file = sandbox::errand(|| open(Path::new(&itself))).and_then(|file| file).map_err(cannot)?;
         let there = Self(Some(file.into()));
         there.run(|| ()).map_err(|e| match e.raw_os_error() {
             Some(libc::EINVAL) => Error::invalid(format!("{} is no network namespace", path.display())),
@@ -88,6 +89,24 @@ impl Netns {
     }
 }
 
+/// Opens what is at `path`, without waiting: a FIFO there would hold the errand and its caller for ever.
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
+}
+
+fn cannot_open(which: &str, path: &Path, e: io::Error) -> Error {
+    match e.kind() {
+        io::ErrorKind::NotFound if which.contains('/') => Error::not_found(format!(
+            "there is no network namespace {which}; give the path of one, or its name"
+        )),
+        io::ErrorKind::NotFound => Error::not_found(format!(
+            "there is no network namespace {which} ({}); make it: ip netns add {which}",
+            path.display()
+        )),
+        _ => Error::io(format!("cannot open network namespace {which}"), e),
+    }
+}
+
 /// Whether a network namespace can be called that, or be at that path.
 ///
 /// # Errors
@@ -101,5 +120,20 @@ pub fn check(which: &str) -> Result<()> {
             Err(Error::invalid(format!("netns={which} is a folder; give a name ('ip netns list') or a path")))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fifo_is_no_namespace_and_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
+            .unwrap();
+        let why = Netns::open(path.to_str()).unwrap_err().to_string();
+        assert!(why.contains("is no network namespace"), "{why}");
     }
 }

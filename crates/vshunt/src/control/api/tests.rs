@@ -7,12 +7,12 @@ use crate::export::Options;
 fn context() -> (Context, Receiver<Stop>) {
     let (stop, stopped) = channel();
     let daemon = Daemon::new(Options { poll_us: 0 }).unwrap();
-    (Context { daemon, stop }, stopped)
+    (Context { daemon, stop, fdsets: Arc::default() }, stopped)
 }
 
 fn call(context: &Context, name: &str, arguments: Value) -> Answer {
     let Value::Object(members) = arguments else { panic!("arguments are an object") };
-    run(context, name, members)
+    run(context, name, members, None)
 }
 
 fn refused(context: &Context, name: &str, arguments: Value) -> String {

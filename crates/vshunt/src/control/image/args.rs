@@ -233,7 +233,7 @@ pub(crate) struct CheckArgs {
     /// Format of the image [default: as it begins]
     #[arg(short, long, value_parser = format())]
     pub(super) format: Option<ImageFormat>,
-    /// Repair what is wrong
+    /// Repair what is wrong; an image that was not closed needs `all`
     #[arg(short, long, value_name = "WHAT")]
     pub(super) repair: Option<Repaired>,
     /// How to print

@@ -37,6 +37,13 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         Some(Repaired::Leaks) => Repair::Leaks,
         Some(Repaired::All) => Repair::All,
     };
+    if repair == Repair::Leaks && !file.is_whole(path)? {
+        // Counts of an image that was not closed are not up to date: repairing leaks alone would leave it without them.
+        return Err(Failure::Failed(format!(
+            "{} was not closed, so that its reference counts are not up to date: use -r all",
+            path.display()
+        )));
+    }
     if repair != Repair::No {
         // What only the journal names would be taken for leaks.
         file.recover(path)?;

@@ -1,9 +1,9 @@
 //! A file or block device as `qcow2` sees it.
 
 use std::cell::Cell;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use qcow2::Storage;
@@ -29,6 +29,13 @@ pub(super) enum For {
     Making,
 }
 
+fn check_kind(path: &Path, kind: FileType) -> Outcome {
+    match kind.is_file() || kind.is_block_device() {
+        true => Ok(()),
+        false => Err(Failure::Failed(format!("{} is neither a file nor a block device", path.display()))),
+    }
+}
+
 /// An open image, locked.
 pub(super) struct ImageFile {
     file: File,
@@ -46,17 +53,21 @@ impl ImageFile {
         if writable {
             check_marks(path, false)?;
         }
+        // Images name files that their writers chose. To open some devices does things, so that the kind is looked at before;
+        // it may be another one then. To open a FIFO waits for its other end, but not so.
+        if let Ok(meta) = std::fs::metadata(path) {
+            check_kind(path, meta.file_type())?;
+        }
         let file = OpenOptions::new()
             .read(true)
             .write(writable)
             .create(purpose == For::Making)
             .truncate(false)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(path)
             .map_err(|e| Failure::Failed(format!("cannot open {shown}: {e}")))?;
         let kind = file.metadata().map_err(|e| Failure::Failed(format!("{shown}: {e}")))?.file_type();
-        if !kind.is_file() && !kind.is_block_device() {
-            return Err(Failure::Failed(format!("{shown} is neither a file nor a block device")));
-        }
+        check_kind(path, kind)?;
         if purpose != For::Sharing {
             lock_image(&file, path, !writable).map_err(|e| match e.kind() {
                 Kind::Busy => in_use(path, purpose),
@@ -90,11 +101,11 @@ impl ImageFile {
         match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
             Lacks::Nothing | Lacks::Counts => {}
             Lacks::Recovered(n) => eprintln!(
-                "vshunt: {} was not closed: {n} changes of its map are brought in that were not written yet",
+                "vshunt: {} was not closed: {n} changes of its map are applied from its journal",
                 path.display()
             ),
             Lacks::Lost(why) => eprintln!(
-                "vshunt: {} was not closed and {why}: what was written to it and not flushed may be lost",
+                "vshunt: {} was not closed and {why}: writes that were not flushed may be lost",
                 path.display()
             ),
         }
@@ -112,15 +123,15 @@ impl ImageFile {
             Through::Whole | Through::Live => Ok(true),
             Through::Changes(changes) => {
                 eprintln!(
-                    "vshunt: {shown} was not closed: {} changes of its map are in its journal, and not in the image yet; \
-                     'vshunt image check -r all {shown}' brings them in",
+                    "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
+                     'vshunt image check -r all {shown}' applies them",
                     changes.count()
                 );
                 Ok(false)
             }
             Through::Lost(why) => {
                 eprintln!(
-                    "vshunt: {shown} was not closed and {why}: what was written to it and not flushed may be lost; \
+                    "vshunt: {shown} was not closed and {why}: writes that were not flushed may be lost; \
                      'vshunt image check -r all {shown}' repairs what is there"
                 );
                 Ok(false)
@@ -266,5 +277,17 @@ mod tests {
         assert!(why.contains("is in use") && why.contains("-U") && why.contains("/f"), "{why}");
         ImageFile::open(&path, For::Sharing).unwrap();
         assert!(ImageFile::open(dir.path(), For::Reading).is_err());
+    }
+
+    #[test]
+    fn a_fifo_is_refused_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
+            .unwrap();
+        for purpose in [For::Reading, For::Sharing, For::Writing] {
+            let Err(Failure::Failed(why)) = ImageFile::open(&path, purpose) else { panic!("opened") };
+            assert!(why.contains("neither a file nor a block device"), "{why}");
+        }
     }
 }

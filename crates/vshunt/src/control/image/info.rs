@@ -100,6 +100,12 @@ pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
     files
 }
 
+/// The data file of a qcow2 image, by what its header says.
+pub(crate) fn data_file(image: &Path) -> Option<PathBuf> {
+    let described = describe(image, Some(ImageFormat::Qcow2), For::Sharing).ok()?;
+    Some(beside(image, described.qcow2?.header.data_file.as_ref()?))
+}
+
 /// A name in an image, as a path: relative to the folder of the image.
 pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
     match image.parent() {
@@ -139,7 +145,7 @@ fn human(of: &Described) -> String {
     let Some(info) = &of.qcow2 else { return text };
     let h = &info.header;
     let _ = writeln!(text, "cluster_size: {}", h.cluster_size());
-    if h.has(incompatible::DIRTY) {
+    if h.is_open() {
         text.push_str("cleanly shut down: no\n");
         if matches!(qcow2::journal::journal_of(h), Some(Open::Journal { .. })) {
             text.push_str("map journal: in the shared memory of the vshunt that serves it, or was killed\n");
@@ -226,7 +232,7 @@ fn json(of: &Described) -> Value {
         return Value::Object(map);
     };
     let h = &info.header;
-    map.insert("dirty-flag".into(), json!(h.has(incompatible::DIRTY)));
+    map.insert("dirty-flag".into(), json!(h.is_open()));
     map.insert("cluster-size".into(), json!(h.cluster_size()));
     if let Some(name) = &h.backing {
         map.insert("backing-filename".into(), json!(name));

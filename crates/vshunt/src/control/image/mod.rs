@@ -24,7 +24,7 @@ use super::{Failure, Outcome};
 
 use args::ImageCommand;
 use file::{For, ImageFile};
-pub(crate) use info::chain;
+pub(crate) use info::{chain, data_file};
 pub(crate) use progress::Bar;
 
 pub(crate) use args::{AFTER, ImageArgs};

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use self::args::{BackupArgs, BackupCommand, BitmapCommand, CommitArgs, JobCommand, Speed};
 use super::client::Client;
 use super::image::Bar;
+use super::passing::{self, Wanted};
 use super::run::{absolute, call, list, send, to_value};
 use super::{Failure, Outcome, print, show};
 use crate::export::spec::{BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus};
@@ -20,7 +21,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -> Outcome {
     let BackupCommand::Start(args) = command;
     let wait = args.wait;
-    let started: Value = call(client, "backup-start", to_value(&spec(*args)?)?)?;
+    let spec = spec(*args)?;
+    let value = to_value(&spec)?;
+    let started: Value =
+        passing::with(client, |_| Ok(files(&spec)), &[], |client| call(client, "backup-start", value))?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match wait {
         true => wait_and_dismiss(client, &id, quiet),
@@ -31,12 +35,28 @@ pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -
 pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outcome {
     let speed = args.speed.and_then(Speed::limit);
     let arguments = json!({ "disk": args.disk, "job": args.job, "speed": speed });
-    let started: Value = call(client, "commit-start", arguments)?;
+    let started: Value = passing::with(
+        client,
+        |client| passing::of_disk(client, &args.disk),
+        &[],
+        |client| call(client, "commit-start", arguments),
+    )?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match args.wait {
         true => wait_and_dismiss(client, &id, quiet),
         false => print(&format!("{id}\n")),
     }
+}
+
+/// What the daemon needs for a backup to a file. It is made, or replaced, in its folder; a device is written.
+fn files(spec: &BackupSpec) -> Vec<Wanted> {
+    let to = spec.to.iter().filter(|to| !passing::is_served_by_vshunt(to));
+    let to = to.flat_map(|to| match std::fs::metadata(to) {
+        Ok(meta) if !meta.is_file() => Wanted::file(to, true),
+        _ => Wanted::folder_of(to),
+    });
+    let backing = spec.backing.iter().flat_map(|file| Wanted::image(file, Format::Qcow2, false, false));
+    to.chain(backing).collect()
 }
 
 fn spec(args: BackupArgs) -> Outcome<BackupSpec> {

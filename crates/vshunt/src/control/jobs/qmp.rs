@@ -22,7 +22,9 @@ fn refuse<T>(why: &str) -> Result<T, QmpError> {
 }
 
 pub(crate) fn backup_start(context: &Context, arguments: Arguments) -> Answer {
-    let spec: BackupSpec = arguments.read()?;
+    let mut spec: BackupSpec = arguments.read()?;
+    spec.to = spec.to.map(|to| context.fdsets.resolve(to, true)).transpose()?;
+    spec.backing = spec.backing.map(|backing| context.fdsets.resolve(backing, false)).transpose()?;
     Ok(json!({ "job": context.daemon.backup_start(&spec, false)? }))
 }
 

@@ -37,6 +37,8 @@ pub(super) struct Snapshot {
     jobs: Vec<JobInfo>,
     queues: Vec<QueueInfo>,
     workers: Vec<WorkerInfo>,
+    /// System calls that the sandbox refused.
+    refused: u64,
 }
 
 impl Snapshot {
@@ -48,6 +50,7 @@ impl Snapshot {
             jobs: daemon.jobs(),
             queues: daemon.queues(),
             workers: daemon.workers(),
+            refused: crate::sandbox::refused(),
         }
     }
 
@@ -107,7 +110,13 @@ struct Sample<'a> {
 
 impl Sample<'_> {
     fn encode(&self, encoder: &mut MetricEncoder<'_>, kind: MetricType) -> fmt::Result {
-        let mut encoder = encoder.encode_family(&self.labels)?;
+        match self.labels.is_empty() {
+            true => self.encode_value(encoder, kind),
+            false => self.encode_value(&mut encoder.encode_family(&self.labels)?, kind),
+        }
+    }
+
+    fn encode_value(&self, encoder: &mut MetricEncoder<'_>, kind: MetricType) -> fmt::Result {
         match (kind, self.value) {
             (MetricType::Counter, Number::Whole(n)) => encoder.encode_counter::<NoLabelSet, _, u64>(&n, None),
             (MetricType::Counter, Number::Real(n)) => encoder.encode_counter::<NoLabelSet, _, u64>(&n, None),
@@ -130,6 +139,7 @@ struct Family {
 /// Whose it is, and where it comes from.
 enum Of {
     Program,
+    Refused,
     DiskInfo,
     Disk(fn(&DiskInfo) -> u64),
     Bitmaps,
@@ -174,6 +184,7 @@ const SECONDS: Option<Unit> = Some(Unit::Seconds);
 /// Every metric, in the order shown.
 static FAMILIES: &[Family] = &[
     info("build_info", "The program's version", Of::Program),
+    counter("sandbox_refused_calls", None, "System calls that the sandbox refused", Of::Refused),
     info("disk_info", "A disk, how it is served and by which path requests reach it", Of::DiskInfo),
     gauge("disk_size", BYTES, "Size of a disk", Of::Disk(|d| d.size_bytes)),
     gauge("bitmap_dirty", BYTES, "What a dirty bitmap says was written", Of::Bitmaps),
@@ -363,6 +374,7 @@ impl Of {
     fn samples<'a>(&self, s: &'a Snapshot) -> Vec<Sample<'a>> {
         match self {
             Self::Program => vec![sample([("version", env!("CARGO_PKG_VERSION").into())], 1)],
+            Self::Refused => vec![sample([], s.refused)],
             Self::DiskInfo => s.disks.iter().map(|d| sample(disk_labels(d), 1)).collect(),
             Self::Disk(f) => s.disks.iter().map(|d| sample([disk(d)], f(d))).collect(),
             Self::Bitmaps => s.disks.iter().flat_map(bitmaps).collect(),

@@ -21,7 +21,7 @@ fn rig() -> Rig {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("c");
     let daemon = Daemon::new(Options { poll_us: 0 }).unwrap();
-    let context = Context { daemon: Arc::clone(&daemon), stop: channel().0 };
+    let context = Context { daemon: Arc::clone(&daemon), stop: channel().0, fdsets: Arc::default() };
     let server = Server::new(context).unwrap();
     let events = server.clone();
     daemon.on_event(Box::new(move |e| events.broadcast(events::line(e))));
@@ -179,3 +179,5 @@ fn one_client_too_many_is_told() {
         thread::sleep(Duration::from_millis(10));
     }
 }
+
+mod passed;

@@ -6,6 +6,8 @@ use std::str::FromStr;
 use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
+use super::NetDrops;
+
 /// Kind of network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -188,81 +190,6 @@ pub struct NetQueueCounters {
     pub from_guest_batches: u64,
     /// Frames that did not get through.
     pub drops: NetDrops,
-}
-
-/// Frames that did not get through, by the reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct NetDrops {
-    /// Descriptors that lead outside of the guest's memory, or are no chain.
-    pub malformed: u64,
-    /// Shorter than the virtio-net and the Ethernet header.
-    pub too_short: u64,
-    /// Longer than any frame, or than the one receive buffer that it was to fit in.
-    pub too_long: u64,
-    /// The guest's ring stopped before it had receive buffers for them.
-    pub no_buffers: u64,
-    /// The host found the virtio-net header wrong.
-    pub bad_header: u64,
-    /// The interface was down.
-    pub down: u64,
-    /// The host had no room.
-    pub no_room: u64,
-    /// They waited in a tap's queue that was detached.
-    pub detached: u64,
-    /// In flight when a former daemon ended: they may have been sent, and were not sent again.
-    pub unknown: u64,
-    /// No other port of the switch took them.
-    pub no_receiver: u64,
-    /// The source was a group's address, or zero.
-    #[serde(default)]
-    pub bad_source: u64,
-    /// The source was not the port's `mac` (`mac-filter`), or is another port's by configuration.
-    #[serde(default)]
-    pub foreign_source: u64,
-    /// They were for 01:80:c2:00:00:00 to 0f, which bridges do not forward to, and not both ports have `reserved=on`.
-    #[serde(default)]
-    pub reserved: u64,
-    /// The port is not in their VLAN, or does not take their tags.
-    #[serde(default)]
-    pub vlan: u64,
-    /// They were longer than the MTU of the port, or of the other one.
-    #[serde(default)]
-    pub over_mtu: u64,
-    /// The port and the other one are isolated.
-    #[serde(default)]
-    pub isolated: u64,
-    /// The port, or the other one, is an uplink that is blocked for a loop.
-    #[serde(default, rename = "loop")]
-    pub looped: u64,
-    /// The host did not take them for another reason.
-    pub other: u64,
-}
-
-impl NetDrops {
-    /// All of them, by their names.
-    pub fn each(&self) -> [(&'static str, u64); 18] {
-        [
-            ("malformed", self.malformed),
-            ("too-short", self.too_short),
-            ("too-long", self.too_long),
-            ("no-buffers", self.no_buffers),
-            ("bad-header", self.bad_header),
-            ("down", self.down),
-            ("no-room", self.no_room),
-            ("detached", self.detached),
-            ("unknown", self.unknown),
-            ("no-receiver", self.no_receiver),
-            ("bad-source", self.bad_source),
-            ("foreign-source", self.foreign_source),
-            ("reserved", self.reserved),
-            ("vlan", self.vlan),
-            ("over-mtu", self.over_mtu),
-            ("isolated", self.isolated),
-            ("loop", self.looped),
-            ("other", self.other),
-        ]
-    }
 }
 
 /// An Ethernet address of one station: `52:54:00:12:34:56`.

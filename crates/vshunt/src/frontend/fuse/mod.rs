@@ -61,7 +61,8 @@ impl Inner {
 }
 
 impl Fuse {
-    /// Mounts and serves; the queues' homes are in `queues`, as many as the plan says.
+    /// Mounts and serves; the queues' homes are in `queues`, as many as the plan says. `prepare` is called when the mountpoint
+    /// is ready, and before anything is mounted: it may open the disk's image by its name, over which the mount may lie.
     ///
     /// # Errors
     /// The mountpoint's and the mount's, see [`mount`]; nothing is left behind then.
@@ -71,6 +72,7 @@ impl Fuse {
         disk: Arc<Disk>,
         queues: &Arc<QueueSet>,
         observer: Arc<dyn Observer>,
+        prepare: &dyn Fn() -> Result<()>,
     ) -> Result<Self> {
         let Some(path) = &spec.mountpoint else {
             return Err(Error::invalid(format!("export {}: mountpoint=PATH is missing", spec.name)));
@@ -83,6 +85,7 @@ impl Fuse {
             allow_other: spec.allow_other.unwrap_or_default(),
         };
         let at = Mountpoint::prepare(path)?;
+        prepare()?;
         let (session, mount) = mount::mount(at, &options)?;
         let own = OwnMount::new(mount.device(), &spec.name, &spec.disk);
         let features = session::negotiate(&session, &plan)?;
@@ -145,11 +148,6 @@ impl Fuse {
     /// Where it is mounted, and the device number and inode of the file below.
     pub fn below(&self) -> (&Path, (u64, u64)) {
         (self.inner.mount.path(), self.inner.mount.below())
-    }
-
-    /// Its device number.
-    pub fn device(&self) -> u64 {
-        self.inner.mount.device()
     }
 
     /// Times that the file is open.

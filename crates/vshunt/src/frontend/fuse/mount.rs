@@ -27,7 +27,7 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter};
 
-pub use self::point::{Mountpoint, identity, mounted_device, remove_left_behind, uncover};
+pub use self::point::{Mountpoint, identity, remove_left_behind, uncover};
 use self::table::{MountId, look, open_path};
 use self::umount::{How, Outcome};
 use crate::error::{Error, Kind, Result};

@@ -5,7 +5,7 @@ use rustix::thread::CapabilitySet;
 use crate::backend::block::{Disk, SECTOR_BYTES};
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Passthrough, Transport, cpu_list};
-use crate::queue::fuse::RING_QUEUE_BYTES;
+use crate::queue::fuse::{CHANNEL_BYTES, RING_QUEUE_BYTES};
 use crate::worker::allowed_cpus;
 
 /// The switch of the kernel's fuse module for requests over io_uring.
@@ -47,9 +47,13 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
         (Transport::Auto, Ok(_)) if passthrough.is_ok() => {
             (Transport::Dev, channels, Some("with passthrough no data goes by the queues".to_owned()))
         }
-        (Transport::Auto, Ok(rings)) => match forbidden_cpus().or_else(|| too_little_memory(rings)) {
-            None => (Transport::IoUring, rings + 1, None),
-            Some(why) => (Transport::Dev, spec.queues.unwrap_or(queues_default).min(queues_max), Some(why)),
+        (Transport::Auto, Ok(rings)) => match (forbidden_cpus(), too_little_memory(rings)) {
+            (None, None) => (Transport::IoUring, rings + 1, None),
+            // A channel has as many buffers as two ring queues: no more channels than there is room for.
+            (_, Some((why, room))) if spec.queues.is_none() => {
+                (Transport::Dev, channels.min(room), Some(why))
+            }
+            (Some(why), _) | (None, Some((why, _))) => (Transport::Dev, channels, Some(why)),
         },
         (Transport::Auto, Err(why)) => (Transport::Dev, channels, Some(why)),
     };
@@ -115,8 +119,9 @@ fn cpus_of(list: &str) -> Vec<usize> {
     list.trim().split(',').filter_map(range).flatten().collect()
 }
 
-/// Why there is no room for the buffers of so many ring queues, if the address space is limited (RLIMIT_AS).
-fn too_little_memory(rings: u16) -> Option<String> {
+/// Why there is no room for the buffers of so many ring queues, if the address space is limited (RLIMIT_AS), and how many
+/// channels there is room for; one at least, which then fails by itself.
+fn too_little_memory(rings: u16) -> Option<(String, u16)> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let used = status.lines().find_map(|line| line.strip_prefix("VmSize:"))?;
@@ -124,15 +129,17 @@ fn too_little_memory(rings: u16) -> Option<String> {
     short_of_memory(rings, limit.saturating_sub(used_kib << 10))
 }
 
-fn short_of_memory(rings: u16, free: u64) -> Option<String> {
-    let needed = u64::from(rings) * RING_QUEUE_BYTES;
+fn short_of_memory(rings: u16, free: u64) -> Option<(String, u16)> {
+    // The channel of /dev/fuse for what does not go by ring queues has as much as one that serves all.
+    let needed = u64::from(rings) * RING_QUEUE_BYTES + CHANNEL_BYTES;
     (needed > free).then(|| {
-        format!(
+        let why = format!(
             "io_uring needs {} MiB of address space for {rings} queues, and the limit leaves {}; raise it (ulimit -v, \
              LimitAS=)",
             needed >> 20,
             free >> 20
-        )
+        );
+        (why, u16::try_from(free / CHANNEL_BYTES).unwrap_or(u16::MAX).max(1))
     })
 }
 
@@ -190,8 +197,11 @@ mod tests {
 
     #[test]
     fn a_limit_that_is_too_low_is_named() {
-        assert_eq!(short_of_memory(2, 2 * RING_QUEUE_BYTES), None);
-        let why = short_of_memory(2, 2 * RING_QUEUE_BYTES - 1).unwrap();
+        let needed = 2 * RING_QUEUE_BYTES + CHANNEL_BYTES;
+        assert_eq!(short_of_memory(2, needed), None);
+        let (why, room) = short_of_memory(2, needed - 1).unwrap();
+        assert_eq!((room, short_of_memory(2, 0).unwrap().1), (1, 1));
+        assert_eq!(short_of_memory(200, 3 * CHANNEL_BYTES).unwrap().1, 3);
         assert!(why.contains("2 queues") && why.contains("ulimit -v"), "{why}");
     }
 }

@@ -17,13 +17,12 @@ mod inflight;
 mod loop_device;
 mod net;
 mod ring;
-mod wait;
 mod workers;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::features::{VHOST_F_LOG_ALL, bit};
@@ -38,11 +37,10 @@ use self::net::Card;
 pub use self::net::{NetPlan, plan_net};
 pub use self::ring::RingSetup;
 use self::ring::{Slot, addresses};
-use self::wait::lock_within;
 use self::workers::PATIENCE;
 use crate::error::{Error, Result};
 use crate::queue::Bell;
-use crate::worker::{Homes, QueueStats, Settings, State, WorkerId, Workers};
+use crate::worker::{Homes, QueueStats, Settings, State, WorkerId, Workers, lock_until};
 
 /// vhost's default of its parameter max_mem_regions.
 const REGIONS_DEFAULT: u64 = 64;
@@ -112,13 +110,7 @@ impl KernelQueues {
                 if ring == 0 {
                     set.workers.settle_kernel(worker, export)?;
                 }
-                set.slots.push(Mutex::new(Slot {
-                    worker,
-                    running: false,
-                    generation: 0,
-                    err: None,
-                    tracking: None,
-                }));
+                set.slots.push(Mutex::new(Slot { worker, running: false, generation: 0, tracking: None }));
             }
             set.homes.push(worker);
         }
@@ -187,9 +179,9 @@ impl KernelQueues {
         self.slots[usize::from(ring)].lock().expect("no holder panics")
     }
 
-    /// A slot for a control thread. The error names the ring.
-    fn slot_within(&self, ring: u16, timeout: Duration) -> Result<MutexGuard<'_, Slot>> {
-        lock_within(&self.slots[usize::from(ring)], timeout).ok_or_else(|| {
+    /// A slot for a control thread, which gives up at `until`. The error names the ring.
+    fn slot_until(&self, ring: u16, until: Instant) -> Result<MutexGuard<'_, Slot>> {
+        lock_until(&self.slots[usize::from(ring)], until).ok_or_else(|| {
             Error::busy(format!(
                 "queue {}:{} waits for its disk; try again when the disk answers",
                 self.name,
@@ -203,10 +195,10 @@ impl KernelQueues {
         self.behind.turn().map(|turn| turn.lock().expect("no holder panics"))
     }
 
-    /// The turn for a control thread. The error names the export.
-    fn turn_within(&self, timeout: Duration) -> Result<Option<MutexGuard<'_, ()>>> {
+    /// The turn for a control thread, which gives up at `until`. The error names the export.
+    fn turn_until(&self, until: Instant) -> Result<Option<MutexGuard<'_, ()>>> {
         let Some(turn) = self.behind.turn() else { return Ok(None) };
-        lock_within(turn, timeout).map(Some).ok_or_else(|| {
+        lock_until(turn, until).map(Some).ok_or_else(|| {
             Error::busy(format!(
                 "a queue of export {} waits for its disk; try again when the disk answers",
                 self.name
@@ -306,7 +298,6 @@ impl KernelQueues {
             return Err(e.to_string());
         }
         slot.running = true;
-        slot.err = setup.err;
         slot.tracking = setup.tracking;
         slot.generation += 1;
         if self.leads(ring) {
@@ -327,7 +318,6 @@ impl KernelQueues {
         let turn = self.turn();
         self.rest(ring);
         drop(turn);
-        slot.err = None;
         slot.tracking = None;
         // What was rung for this ring is not for the next.
         self.silence(ring);
@@ -387,11 +377,6 @@ impl KernelQueues {
         Ok(())
     }
 
-    /// Replaces the descriptor that tells the front-end of a broken ring.
-    pub fn set_err(&self, ring: u16, err: Option<Arc<Bell>>) {
-        self.slot(ring).err = err;
-    }
-
     /// Changes whether a running ring's own writes are logged.
     ///
     /// # Safety
@@ -417,9 +402,6 @@ impl KernelQueues {
             return false;
         }
         stats.set_state(State::Broken);
-        if let Some(err) = &slot.err {
-            err.ring();
-        }
         true
     }
 
@@ -435,8 +417,9 @@ impl KernelQueues {
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         self.homes.check(&self.name, index)?;
         let ring = index * self.behind.rings_a_queue();
-        let mut slot = self.slot_within(ring, timeout)?;
-        let _turn = self.turn_within(timeout)?;
+        let until = Instant::now() + timeout;
+        let mut slot = self.slot_until(ring, until)?;
+        let _turn = self.turn_until(until)?;
         self.workers.settle_kernel(worker, &self.name)?;
         if let Err(e) = self.behind.attach(index, worker) {
             self.workers.unsettle(worker);
@@ -456,7 +439,7 @@ impl KernelQueues {
     /// # Errors
     /// The kernel's, and those of the settings.
     pub fn new_worker(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
-        let _turn = self.turn_within(PATIENCE)?;
+        let _turn = self.turn_until(Instant::now() + PATIENCE)?;
         self.behind.new_worker(&self.workers, name, settings)
     }
 
@@ -475,8 +458,9 @@ impl KernelQueues {
 
     /// Calls a function while nothing is in flight on any queue.
     pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let slots = (0..self.rings()).map(|i| self.slot_within(i, PATIENCE)).collect::<Result<Vec<_>>>()?;
-        let _turn = self.turn_within(PATIENCE)?;
+        let until = Instant::now() + PATIENCE;
+        let slots = (0..self.rings()).map(|i| self.slot_until(i, until)).collect::<Result<Vec<_>>>()?;
+        let _turn = self.turn_until(until)?;
         let running = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
         running().for_each(|(_, i)| self.rest(i));
         let result = f();

@@ -23,8 +23,6 @@ pub struct RingSetup<'a> {
     pub kick: &'a OwnedFd,
     /// Notifies the guest; none: it polls.
     pub call: Option<Arc<Bell>>,
-    /// Tells the front-end that the ring broke.
-    pub err: Option<Arc<Bell>>,
     /// Where it notes what it has in flight; only if the queues [track](super::KernelQueues::tracks) that.
     pub tracking: Option<Tracking>,
 }
@@ -36,8 +34,6 @@ pub(super) struct Slot {
     pub(super) running: bool,
     /// Times it was started, or attached while it ran.
     pub(super) generation: u32,
-    /// The front-end's.
-    pub(super) err: Option<Arc<Bell>>,
     /// What the kernel has addresses of while it runs.
     pub(super) tracking: Option<Tracking>,
 }

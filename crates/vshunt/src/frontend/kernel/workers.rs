@@ -8,15 +8,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
 use virtio::vhost::VHOST_BLK_VRINGS_MAX;
 
-use super::wait::lock_within;
 use crate::error::{Error, Result};
-use crate::worker::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
+use crate::worker::{KernelWorker, QueueStats, Settings, WorkerId, Workers, lock_until};
 
 /// The number of the worker that comes with the owner.
 const DEFAULT: u32 = 0;
@@ -63,7 +62,7 @@ impl KernelWorker for Task {
     fn free(&self) -> Result<()> {
         let Some(tasks) = self.tasks.upgrade() else { return Ok(()) };
         let cannot = |e| Error::unsupported(format!("worker {} cannot be freed: {e}", self.id));
-        let _turn = tasks.turn_within(PATIENCE).ok_or_else(|| {
+        let _turn = lock_until(tasks.turn(), Instant::now() + PATIENCE).ok_or_else(|| {
             Error::busy(format!(
                 "worker {} cannot be freed now: a queue of export {} waits for its disk; try again later",
                 self.id, self.export
@@ -207,10 +206,6 @@ impl Tasks {
     /// See [`Tasks`].
     pub(super) fn turn(&self) -> &Mutex<()> {
         &self.turn
-    }
-
-    fn turn_within(&self, timeout: Duration) -> Option<MutexGuard<'_, ()>> {
-        lock_within(&self.turn, timeout)
     }
 
     /// The kernel attaches every ring that a device can have to the first worker, and frees none that a ring is attached to:

@@ -41,15 +41,21 @@ pub(super) fn write_only(fd: &OwnedFd, own: Option<&UnixStream>) -> io::Result<(
     if !is_stream || getpeername(fd).is_err() {
         return Err(wrong("it is no connected UNIX stream socket"));
     }
-    shutdown(fd, rustix::net::Shutdown::Read)?;
-    // What was queued before: descriptors in it are closed, since there is no room for them in this call.
-    let mut scrap = [0u8; 4096];
-    let _ = recv(fd.as_fd(), &mut scrap[..1], RecvFlags::DONTWAIT | RecvFlags::OOB);
-    while recv(fd.as_fd(), &mut scrap[..], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {}
+    stop_reading(fd);
     let own_end = own.is_some_and(peer_stopped_receiving);
     let list = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
     list.iter().filter_map(Weak::upgrade).for_each(|stream| end_if_peer_stopped_receiving(&stream));
     if own_end { Err(wrong("it is the front end's own end of this connection")) } else { Ok(()) }
+}
+
+/// Ends the receiving direction of a socket, and closes what is queued there.
+pub(super) fn stop_reading(fd: impl AsFd) {
+    // It fails only for a socket that has no other end any more, and then nothing can come.
+    let _ = shutdown(&fd, rustix::net::Shutdown::Read);
+    // Descriptors are closed, since there is no room for them in these calls.
+    let mut scrap = [0u8; 4096];
+    let _ = recv(&fd, &mut scrap[..1], RecvFlags::DONTWAIT | RecvFlags::OOB);
+    while recv(&fd, &mut scrap[..], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {}
 }
 
 fn end_if_peer_stopped_receiving(stream: &UnixStream) {

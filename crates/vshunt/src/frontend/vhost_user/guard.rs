@@ -38,6 +38,11 @@ const PAGE: usize = 4096;
 /// Bytes of the file of zeroes: any user address of any architecture is an offset in it.
 const ZEROES_BYTES: u64 = 1 << 56;
 
+/// Faults in a mapping that was replaced, at most. Each thread that was about to use it may have one, since its signal may come
+/// after the replacement; more mean that the page that replaces the old one cannot be had (the limit of vm.overcommit_memory=2),
+/// and the thread would fault for ever.
+const LATE_MAX: u32 = 4096;
+
 /// State of a watched mapping.
 const INTACT: u8 = 0;
 const BEING_REPLACED: u8 = 1;
@@ -54,6 +59,8 @@ struct Range {
     /// Socket of the front end, which the watch's owner keeps open; -1: none.
     socket: AtomicI32,
     state: AtomicU8,
+    /// Faults since it was replaced.
+    late: AtomicU32,
 }
 
 const TAKEN: usize = 1;
@@ -65,6 +72,7 @@ static RANGES: [Range; WATCHED_MAX] = [const {
         len: AtomicUsize::new(0),
         socket: AtomicI32::new(-1),
         state: AtomicU8::new(INTACT),
+        late: AtomicU32::new(0),
     }
 }; WATCHED_MAX];
 /// Slots ever used, so that the handler looks at no others.
@@ -143,6 +151,7 @@ pub(super) unsafe fn watch(start: *mut u8, len: usize, socket: RawFd) -> io::Res
     for (i, range) in RANGES.iter().enumerate() {
         if range.start.compare_exchange(0, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok() {
             range.state.store(INTACT, Ordering::Relaxed);
+            range.late.store(0, Ordering::Relaxed);
             range.socket.store(socket, Ordering::Relaxed);
             range.set(start.addr(), len);
             USED.fetch_max(i + 1, Ordering::Release);
@@ -243,7 +252,8 @@ fn handle(addr: usize, code: libc::c_int) -> bool {
             done
         }
         // The hardware lost a page of this process. No mapping helps.
-        Err(REPLACED) => code != libc::BUS_MCEERR_AR,
+        Err(REPLACED) if code == libc::BUS_MCEERR_AR => false,
+        Err(REPLACED) => may_repeat(&range.late),
         Err(_) => loop {
             match range.state.load(Ordering::Acquire) {
                 // SAFETY: a system call without arguments.
@@ -252,6 +262,17 @@ fn handle(addr: usize, code: libc::c_int) -> bool {
             };
         },
     }
+}
+
+/// Counts a fault in a mapping that was replaced. False if there were so many that the system has no memory for its pages.
+fn may_repeat(late: &AtomicU32) -> bool {
+    // Saturates: the process ends at the first one that is too much.
+    if late.fetch_add(1, Ordering::Relaxed) < LATE_MAX {
+        return true;
+    }
+    late.store(LATE_MAX, Ordering::Relaxed);
+    say(b"vshunt: a front end cut its memory short, and the system has no memory for the pages that replace it: the daemon ends\n");
+    false
 }
 
 /// Puts zero pages in place of a watched mapping: one `mmap` of exactly that range.
@@ -275,10 +296,14 @@ fn replace(start: usize, len: usize) -> bool {
             break;
         }
     }
-    let words = b"vshunt: a front end cut its memory short, and the kernel has no memory to replace it: the daemon ends\n";
-    // SAFETY: a write of static bytes, which a signal handler may do.
-    unsafe { libc::write(2, words.as_ptr().cast(), words.len()) };
+    say(b"vshunt: a front end cut its memory short, and the kernel has no memory to replace it: the daemon ends\n");
     false
+}
+
+/// Writes a line to standard error, from a signal handler.
+fn say(line: &'static [u8]) {
+    // SAFETY: a write of static bytes, which a signal handler may do.
+    unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Mappings of what a front-end shares: guest memory, the in-flight region, the dirty log.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::MetadataExt;
@@ -60,8 +60,13 @@ impl Mapping {
     /// The file is shorter, is not in memory (see [`Budget::may_block`]), or the front end's budget or the address space is
     /// used up. The file must be that long: only a file that is cut short later is guarded.
     pub(super) fn new(budget: &Arc<Budget>, file: &File, offset: u64, len: u64) -> io::Result<Arc<Self>> {
-        let meta = file.metadata()?;
-        let page = check_file(budget, file, &meta)?;
+        Self::of(budget, &Shared::new(budget, file)?, offset, len)
+    }
+
+    /// [`new`](Self::new) for a file that was checked.
+    fn of(budget: &Arc<Budget>, shared: &Shared<'_>, offset: u64, len: u64) -> io::Result<Arc<Self>> {
+        let Shared { file, meta, page } = shared;
+        let page = *page;
         let end = offset.checked_add(len).filter(|end| len > 0 && *end <= meta.len()).ok_or_else(|| {
             let why = format!("{len} bytes at {offset:#x} of a file that has {}", meta.len());
             io::Error::new(io::ErrorKind::InvalidInput, format!("shared memory cannot be mapped: {why}"))
@@ -126,8 +131,10 @@ impl Mapping {
     }
 
     /// Whether it is that part of that file.
-    pub(super) fn is_of(&self, file: &File, offset: u64, len: u64) -> bool {
-        file.metadata().is_ok_and(|meta| meta.is_file() && (meta.dev(), meta.ino()) == self.file)
+    pub(super) fn is_of(&self, shared: &Shared<'_>, offset: u64, len: u64) -> bool {
+        let meta = &shared.meta;
+        meta.is_file()
+            && (meta.dev(), meta.ino()) == self.file
             && (self.file_offset, self.len as u64) == (offset, len)
     }
 
@@ -148,31 +155,46 @@ impl Drop for Mapping {
     }
 }
 
-/// Checks that an access to a file waits for nobody, or that the user accepts it. Returns the size of its pages in bytes.
-fn check_file(budget: &Budget, file: &File, meta: &std::fs::Metadata) -> io::Result<u64> {
-    const RAMFS_MAGIC: u32 = 0x8584_58F6;
-    let fs = rustix::fs::fstatfs(file)?;
-    // Sign extension differs between architectures.
-    let kind = fs.f_type as u32;
-    if kind == libc::HUGETLBFS_MAGIC as u32 {
-        return Ok(u64::try_from(fs.f_bsize).unwrap_or(0).max(PAGE as u64));
+/// A file that a front end shares, and that was checked: an access to it waits for nobody, or the user accepts that.
+pub(super) struct Shared<'f> {
+    file: &'f File,
+    meta: Metadata,
+    /// Size of its pages, bytes.
+    page: u64,
+}
+
+impl<'f> Shared<'f> {
+    /// Checks a file. Without [`Budget::may_block`] no file system is asked that could wait: the attributes of a file on a FUSE
+    /// mount come from its server, which may not answer.
+    ///
+    /// # Errors
+    /// It is not in memory, and the user does not accept others.
+    pub(super) fn new(budget: &Budget, file: &'f File) -> io::Result<Self> {
+        // The kernel answers this for files of tmpfs and hugetlbfs alone, memfds among them, and asks no file system.
+        let in_memory = rustix::fs::fcntl_get_seals(file).is_ok();
+        if !in_memory && !budget.may_block() {
+            return Err(not_memory(file));
+        }
+        let (meta, fs) = (file.metadata()?, rustix::fs::fstatfs(file)?);
+        // Sign extension differs between architectures.
+        let huge = fs.f_type as u32 == libc::HUGETLBFS_MAGIC as u32;
+        let page = if huge { u64::try_from(fs.f_bsize).unwrap_or(0).max(PAGE as u64) } else { PAGE as u64 };
+        Ok(Self { file, meta, page })
     }
-    // A device's node lies in memory, too; what its driver maps need not.
-    let in_memory = meta.is_file() && (kind == libc::TMPFS_MAGIC as u32 || kind == RAMFS_MAGIC);
-    if in_memory || budget.may_block() {
-        return Ok(PAGE as u64);
-    }
+}
+
+fn not_memory(file: &File) -> io::Error {
     let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let path = path.map_or_else(|_| "a file".to_owned(), |path| path.display().to_string());
-    Err(io::Error::new(
+    io::Error::new(
         io::ErrorKind::Unsupported,
         format!(
-            "the front end shares {path} (file system {kind:#x}), which is not memory: where that file system does not \
+            "the front end shares {path}, which is not memory (memfd, tmpfs or hugetlbfs): where its file system does not \
              answer, all queues of a worker wait. Share memory (QEMU: memory-backend-memfd,share=on; libvirt: \
              <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>), or add the export with \
              memory-may-block=on"
         ),
-    ))
+    )
 }
 
 /// Room behind the rings' parts of the in-flight region, for what a device is to know again after a restart.
@@ -227,13 +249,14 @@ pub(super) fn map_region(
     has: &[Region],
 ) -> io::Result<Region> {
     let (offset, size) = (region.mmap_offset, region.memory_size);
+    let shared = Shared::new(budget, file)?;
     let same = |r: &Region| {
         let mapping = r.keep.clone().downcast::<Mapping>().ok()?;
-        mapping.is_of(file, offset, size).then_some(mapping)
+        mapping.is_of(&shared, offset, size).then_some(mapping)
     };
     let mapping = match has.iter().find_map(same) {
         Some(mapping) => mapping,
-        None => Mapping::new(budget, file, offset, size)?,
+        None => Mapping::of(budget, &shared, offset, size)?,
     };
     Ok(Region {
         guest_addr: region.guest_phys_addr,

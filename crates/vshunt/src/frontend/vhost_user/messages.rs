@@ -1,179 +1,272 @@
-//! The messages that crate `vhost` has no arm for, read and answered by hand: status, the back-end's channel,
-//! the log's eventfd, what is a network's; and two that it refuses in a form that front ends use: SET_VRING_ENABLE before the guest
-//! chose its features, and SET_MEM_TABLE with no region, or with room for more regions than there are.
-//! (vhost-user specification, "Front-end message types".)
+//! Messages of front ends: how they are read and answered (vhost-user specification, "Message structure").
+//!
+//! Called by session threads. A read never waits, and takes no byte beyond the message that it is for: a message that its front end
+//! does not finish stays in a [`Reader`], whose deadline the session thread waits for beside all else. The read loop of crate
+//! `vhost` cannot be used: it waits without limit, and retries when a message brings too many descriptors.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut, Write};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
-use vhost::vhost_user::message::VhostUserMemoryRegion;
-use virtio::net::MAC_BYTES;
-
-const SET_MEM_TABLE: u32 = 5;
-const SET_LOG_BASE: u32 = 6;
-const SET_LOG_FD: u32 = 7;
-const GET_VRING_BASE: u32 = 11;
-const SET_VRING_ENABLE: u32 = 18;
-const SEND_RARP: u32 = 19;
-const NET_SET_MTU: u32 = 20;
-const SET_BACKEND_REQ_FD: u32 = 21;
-const GET_INFLIGHT_FD: u32 = 31;
-const SET_STATUS: u32 = 39;
-const GET_STATUS: u32 = 40;
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg, sockopt,
+};
+use vhost::vhost_user::{Error, Result};
 
 /// Back-end message: the configuration space changed; no payload.
 const CONFIG_CHANGE_MSG: u32 = 2;
 
 const HEADER_LEN: usize = 12;
-const BODY_LEN: usize = 8;
-/// Regions that one SET_MEM_TABLE may have: as many descriptors as crate `vhost` takes with a message. The specification has 8.
-const TABLE_REGIONS_MAX: usize = 32;
-/// Bytes of one region in it.
-const REGION_LEN: usize = 32;
-const BODY_MAX: usize = BODY_LEN + TABLE_REGIONS_MAX * REGION_LEN;
+/// Bytes of a payload at most: the largest are a configuration space and a memory table.
+const BODY_MAX: usize = 4096;
+/// Descriptors of one message at most: those of a memory table. The specification has 8.
+pub(super) const FDS_MAX: usize = 32;
+/// How long a message may take from its first byte to its last, and an answer that the front end does not read. Front ends
+/// send a message by one system call.
+const MESSAGE_WAIT: Duration = Duration::from_secs(5);
 const FLAG_VERSION: u32 = 1;
 const FLAG_VERSION_MASK: u32 = 3;
 const FLAG_REPLY: u32 = 1 << 2;
 const FLAG_NEED_REPLY: u32 = 1 << 3;
 
-/// A message that we handle ourselves.
-pub(super) enum Own {
-    /// Device status as the guest sets it; 0 is a reset.
-    SetStatus(u64),
-    /// What is the device status?
-    GetStatus,
-    /// The channel for messages to the front-end.
-    BackendChannel(OwnedFd),
-    /// The whole of the guest's memory: regions, and a file for each.
-    MemTable(Vec<VhostUserMemoryRegion>, Vec<File>),
-    /// The longest IP packet that the guest may send, as it is told.
-    SetMtu(u64),
-    /// The guest with this address is here now; its network is to know.
-    Announce([u8; MAC_BYTES]),
-    /// A ring is switched on or off.
-    Enable { ring: u32, on: bool },
-    /// An eventfd for the dirty log, which nobody reads any more: taken and closed.
-    LogFd,
-}
-
-/// The message and what its answer needs.
-pub(super) struct OwnMessage {
-    pub(super) what: Own,
-    code: u32,
+/// A whole message of a front end.
+pub(super) struct Message {
+    pub(super) code: u32,
     pub(super) need_reply: bool,
+    body: Vec<u8>,
+    fds: Vec<OwnedFd>,
 }
 
-/// The next message's header, not consumed.
+impl Message {
+    /// Its payload, of any length.
+    pub(super) fn body(&self) -> Fields<'_> {
+        Fields(&self.body)
+    }
+
+    /// Its payload, which must have that many bytes.
+    pub(super) fn exactly(&self, len: usize) -> Result<Fields<'_>> {
+        if self.body.len() == len { Ok(Fields(&self.body)) } else { Err(self.malformed()) }
+    }
+
+    /// Takes its descriptors.
+    pub(super) fn files(&mut self) -> Vec<File> {
+        std::mem::take(&mut self.fds).into_iter().map(File::from).collect()
+    }
+
+    /// Takes its only descriptor, if there is one and no other.
+    pub(super) fn file(&mut self) -> Option<File> {
+        let mut files = self.files();
+        if files.len() == 1 { files.pop() } else { None }
+    }
+
+    pub(super) fn has_fds(&self) -> bool {
+        !self.fds.is_empty()
+    }
+
+    /// The error of a message whose parts do not fit each other. It ends the connection.
+    pub(super) fn malformed(&self) -> Error {
+        invalid(format!("message {} is malformed", self.code))
+    }
+}
+
+/// Numbers of a payload, by their place. The caller has checked the length.
 #[derive(Clone, Copy)]
-pub(super) struct Next {
-    code: u32,
-    flags: u32,
-}
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
-impl Next {
-    /// Waits until a message begins. One that the peer does not finish is `None`.
-    pub(super) fn peek(stream: &UnixStream) -> io::Result<Option<Self>> {
-        let mut bytes = [0u8; 8];
-        let (n, _) = recv(stream, &mut bytes, RecvFlags::PEEK | RecvFlags::WAITALL)?;
-        let word = |i: usize| u32::from_ne_bytes(bytes[i..i + 4].try_into().expect("4 bytes"));
-        Ok((n == bytes.len()).then(|| Self { code: word(0), flags: word(4) }))
+impl Fields<'_> {
+    pub(super) fn u16(&self, at: usize) -> u16 {
+        u16::from_ne_bytes(*self.0[at..].first_chunk().expect("the length was checked"))
     }
 
-    /// Whether the message is one of ours.
-    pub(super) fn is_own(self) -> bool {
-        matches!(
-            self.code,
-            SET_MEM_TABLE
-                | SET_LOG_FD
-                | SET_VRING_ENABLE
-                | SEND_RARP
-                | NET_SET_MTU
-                | SET_BACKEND_REQ_FD
-                | SET_STATUS
-                | GET_STATUS
-        )
+    pub(super) fn u32(&self, at: usize) -> u32 {
+        u32::from_ne_bytes(*self.0[at..].first_chunk().expect("the length was checked"))
     }
 
-    /// Whether the front-end is told when the message is refused, where acknowledgements were agreed on. Those with
-    /// an answer of their own have no way to say no.
-    pub(super) fn is_acknowledged(self) -> bool {
-        self.flags & FLAG_NEED_REPLY != 0
-            && !matches!(self.code, SET_LOG_BASE | GET_VRING_BASE | GET_INFLIGHT_FD)
+    pub(super) fn u64(&self, at: usize) -> u64 {
+        u64::from_ne_bytes(*self.0[at..].first_chunk().expect("the length was checked"))
     }
 }
 
-/// Reads such a message.
-pub(super) fn read_own(stream: &UnixStream) -> io::Result<OwnMessage> {
-    let mut header = [0u8; HEADER_LEN];
-    let mut fds = Vec::new();
-    recv_all(stream, &mut header, &mut fds)?;
-    let word = |i: usize| u32::from_ne_bytes(header[i..i + 4].try_into().expect("4 bytes"));
-    let (code, flags, size) = (word(0), word(4), word(8) as usize);
-    let size_max = if code == SET_MEM_TABLE { BODY_MAX } else { BODY_LEN };
-    let mut body = [0u8; BODY_MAX];
-    if flags & FLAG_VERSION_MASK != FLAG_VERSION || flags & FLAG_REPLY != 0 || size > size_max {
-        return Err(malformed(code));
-    }
-    recv_all(stream, &mut body[..size], &mut fds)?;
-    let what = match code {
-        SET_MEM_TABLE => table(&body[..size], fds)?,
-        _ => small(code, size, *body.first_chunk().expect("it is longer"), fds.pop())?,
-    };
-    Ok(OwnMessage { what, code, need_reply: flags & FLAG_NEED_REPLY != 0 })
+/// Bytes and descriptors that were read from a connection and belong to no whole message yet.
+#[derive(Default)]
+pub(super) struct Reader {
+    bytes: Vec<u8>,
+    fds: Vec<OwnedFd>,
+    /// When the first of these bytes came.
+    begun: Option<Instant>,
 }
 
-/// A message of one number at most, and its last descriptor.
-fn small(code: u32, size: usize, body: [u8; BODY_LEN], fd: Option<OwnedFd>) -> io::Result<Own> {
-    Ok(match (code, size) {
-        (SET_STATUS, BODY_LEN) => Own::SetStatus(u64::from_ne_bytes(body)),
-        (GET_STATUS, 0) => Own::GetStatus,
-        (NET_SET_MTU, BODY_LEN) => Own::SetMtu(u64::from_ne_bytes(body)),
-        // The address, and two bytes of nothing.
-        (SEND_RARP, BODY_LEN) => Own::Announce(*body.first_chunk().expect("8 bytes")),
-        // QEMU sends no payload with this one; others send an empty u64.
-        (SET_BACKEND_REQ_FD, _) => Own::BackendChannel(fd.ok_or_else(|| malformed(code))?),
-        (SET_VRING_ENABLE, BODY_LEN) => {
-            let half = |at: usize| u32::from_ne_bytes(body[at..at + 4].try_into().expect("4 bytes"));
-            match half(4) {
-                on @ (0 | 1) => Own::Enable { ring: half(0), on: on == 1 },
-                _ => return Err(malformed(code)),
+impl Reader {
+    /// Makes a connection ready to be read, and its answers bounded in time.
+    pub(super) fn prepare(stream: &UnixStream) -> io::Result<()> {
+        // An urgent byte would stay in the queue with its descriptors, beside the stream that is read.
+        sockopt::set_socket_oobinline(stream, true)?;
+        stream.set_nonblocking(false)?;
+        stream.set_write_timeout(Some(MESSAGE_WAIT))
+    }
+
+    /// Returns the next message, or none when not all of it is there yet. Does not wait.
+    ///
+    /// # Errors
+    /// The front end closed the connection, or what it sends is no message. Nothing more can be read then.
+    pub(super) fn next(&mut self, stream: &UnixStream) -> Result<Option<Message>> {
+        loop {
+            let wanted = self.wanted()?;
+            if self.bytes.len() >= wanted {
+                return Ok(Some(self.take(wanted)));
+            }
+            match self.receive(stream, wanted - self.bytes.len()) {
+                Ok(true) => {}
+                Ok(false) => return Ok(None),
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && self.bytes.is_empty() => {
+                    return Err(Error::Disconnected);
+                }
+                Err(e) => return Err(Error::SocketError(e)),
             }
         }
-        (SET_LOG_FD, _) => Own::LogFd,
-        _ => return Err(malformed(code)),
-    })
+    }
+
+    /// Reads what a connection that waits for its turn has sent, as far as there is room.
+    ///
+    /// # Errors
+    /// The front end has gone, or has sent descriptors or more than a few messages. No front end does the latter before its
+    /// first message was answered; and what descriptors hold open may be the connection that is waited for.
+    pub(super) fn read_ahead(&mut self, stream: &UnixStream) -> io::Result<()> {
+        loop {
+            let room = BODY_MAX.saturating_sub(self.bytes.len());
+            if room == 0 {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "it sends too much before its turn"));
+            }
+            let more = self.receive(stream, room)?;
+            if !self.fds.is_empty() {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "it sends descriptors before its turn",
+                ));
+            }
+            if !more {
+                // The time that its message may take begins with its turn.
+                self.begun = None;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether a message can be had without reading.
+    pub(super) fn is_ready(&self) -> bool {
+        self.wanted().map_or(true, |wanted| self.bytes.len() >= wanted)
+    }
+
+    /// When the message that has begun must be whole. None: no message has begun.
+    pub(super) fn deadline(&mut self) -> Option<Instant> {
+        if self.bytes.is_empty() {
+            return None;
+        }
+        Some(*self.begun.get_or_insert_with(Instant::now) + MESSAGE_WAIT)
+    }
+
+    /// Bytes of the next message: those of its header until that is there.
+    fn wanted(&self) -> Result<usize> {
+        if self.bytes.len() < HEADER_LEN {
+            return Ok(HEADER_LEN);
+        }
+        let header = Fields(&self.bytes);
+        let (code, flags, size) = (header.u32(0), header.u32(4), header.u32(8) as usize);
+        let known = FLAG_VERSION_MASK | FLAG_REPLY | FLAG_NEED_REPLY;
+        if flags & FLAG_VERSION_MASK != FLAG_VERSION
+            || flags & FLAG_REPLY != 0
+            || flags & !known != 0
+            || size > BODY_MAX
+        {
+            return Err(invalid(format!("message {code} is malformed")));
+        }
+        Ok(HEADER_LEN + size)
+    }
+
+    /// Takes the message that has this many bytes, all of which are there.
+    fn take(&mut self, len: usize) -> Message {
+        let rest = self.bytes.split_off(len);
+        let body = self.bytes.split_off(HEADER_LEN);
+        let header = Fields(&self.bytes);
+        let (code, flags) = (header.u32(0), header.u32(4));
+        self.bytes = rest;
+        self.begun = None;
+        Message { code, need_reply: flags & FLAG_NEED_REPLY != 0, body, fds: std::mem::take(&mut self.fds) }
+    }
+
+    /// Reads up to `room` bytes and what came along with them. False: there is nothing to be read now.
+    fn receive(&mut self, stream: &UnixStream, room: usize) -> io::Result<bool> {
+        let mut bytes = [0u8; BODY_MAX];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut iov = [IoSliceMut::new(&mut bytes[..room.min(BODY_MAX)])];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let got = match recvmsg(stream.as_fd(), &mut iov, &mut control, flags) {
+            Ok(got) => got,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+            Err(e) => return Err(e.into()),
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(more) = message {
+                self.fds.extend(more);
+            }
+        }
+        if got.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > FDS_MAX {
+            let why =
+                "a message has too many descriptors, or this process has no more (ulimit -n, LimitNOFILE=)";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        }
+        if got.bytes == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended within a message"));
+        }
+        self.begun.get_or_insert_with(Instant::now);
+        self.bytes.extend_from_slice(&bytes[..got.bytes]);
+        Ok(true)
+    }
 }
 
-/// SET_MEM_TABLE: a count, padding, regions. User-mode Linux always sends room for two regions, whatever the count says.
-fn table(body: &[u8], fds: Vec<OwnedFd>) -> io::Result<Own> {
-    let (count, rest) = body.split_at_checked(BODY_LEN).ok_or_else(|| malformed(SET_MEM_TABLE))?;
-    let count = u32::from_ne_bytes(*count.first_chunk().expect("8 bytes")) as usize;
-    if count > rest.len() / REGION_LEN || fds.len() != count {
-        return Err(malformed(SET_MEM_TABLE));
+/// The error of bytes that are no message. It ends the connection.
+pub(super) fn invalid(why: String) -> Error {
+    Error::SocketError(io::Error::new(io::ErrorKind::InvalidData, why))
+}
+
+/// The error of a message that was not finished in time.
+pub(super) fn unfinished() -> Error {
+    let why = format!("a message was not finished within {} s", MESSAGE_WAIT.as_secs());
+    Error::SocketError(io::Error::new(io::ErrorKind::TimedOut, why))
+}
+
+/// Answers a message.
+///
+/// # Errors
+/// The front end has gone, or has not read its answers for some seconds. The connection is over then.
+pub(super) fn answer(stream: &UnixStream, code: u32, body: &[u8], file: Option<&File>) -> io::Result<()> {
+    let mut reply = Vec::with_capacity(HEADER_LEN + body.len());
+    for word in [code, FLAG_VERSION | FLAG_REPLY, body.len() as u32] {
+        reply.extend_from_slice(&word.to_ne_bytes());
     }
-    let region = |bytes: &[u8]| {
-        let word = |i: usize| u64::from_ne_bytes(bytes[8 * i..8 * i + 8].try_into().expect("8 bytes"));
-        VhostUserMemoryRegion::new(word(0), word(1), word(2), word(3))
+    reply.extend_from_slice(body);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = file.map(AsFd::as_fd);
+    if let Some(fd) = &fds {
+        control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(fd)));
+    }
+    let unread = |e: Errno| match e {
+        Errno::AGAIN => io::Error::new(io::ErrorKind::TimedOut, "it does not read its answers"),
+        e => e.into(),
     };
-    let regions = rest.chunks_exact(REGION_LEN).take(count).map(region).collect();
-    Ok(Own::MemTable(regions, fds.into_iter().map(File::from).collect()))
-}
-
-/// Answers a [`Own::GetStatus`], or acknowledges another if the front-end asked for that.
-pub(super) fn answer(mut stream: &UnixStream, to: &OwnMessage, value: u64) -> io::Result<()> {
-    if !to.need_reply && !matches!(to.what, Own::GetStatus) {
-        return Ok(());
+    let first = sendmsg(stream, &[IoSlice::new(&reply)], &mut control, SendFlags::NOSIGNAL);
+    let mut done = first.map_err(unread)?;
+    while done < reply.len() {
+        done += send(stream, &reply[done..], SendFlags::NOSIGNAL).map_err(unread)?;
     }
-    let mut reply = [0u8; HEADER_LEN + BODY_LEN];
-    reply[..4].copy_from_slice(&to.code.to_ne_bytes());
-    reply[4..8].copy_from_slice(&(FLAG_VERSION | FLAG_REPLY).to_ne_bytes());
-    reply[8..12].copy_from_slice(&(BODY_LEN as u32).to_ne_bytes());
-    reply[12..].copy_from_slice(&value.to_ne_bytes());
-    stream.write_all(&reply)
+    Ok(())
 }
 
 /// Tells the front-end that the configuration space changed.
@@ -181,36 +274,7 @@ pub(super) fn config_changed(channel: &OwnedFd) -> io::Result<()> {
     let mut message = [0u8; HEADER_LEN];
     message[..4].copy_from_slice(&CONFIG_CHANGE_MSG.to_ne_bytes());
     message[4..8].copy_from_slice(&FLAG_VERSION.to_ne_bytes());
-    let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
-    rustix::net::send(channel, &message, flags)?;
-    Ok(())
-}
-
-fn malformed(code: u32) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("message {code} is malformed"))
-}
-
-/// Fills `buf`, and appends the descriptors that came along: a message of more than [`TABLE_REGIONS_MAX`] is refused.
-fn recv_all(stream: &UnixStream, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<()> {
-    let mut done = 0;
-    while done < buf.len() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TABLE_REGIONS_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut iov = [IoSliceMut::new(&mut buf[done..])];
-        let got = recvmsg(stream.as_fd(), &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        if got.bytes == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        done += got.bytes;
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(more) = message {
-                fds.extend(more);
-            }
-        }
-        if fds.len() > TABLE_REGIONS_MAX {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "a message has too many descriptors"));
-        }
-    }
+    send(channel, &message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
     Ok(())
 }
 

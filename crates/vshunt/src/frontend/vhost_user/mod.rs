@@ -8,37 +8,39 @@
 pub mod blk;
 mod budget;
 mod channel;
+mod dispatch;
 mod guard;
 mod memory;
 mod messages;
 pub mod net;
 mod session;
 mod socket;
+mod waiting;
 
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
     Ordering::{Relaxed, SeqCst},
 };
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use vhost::vhost_user::{
-    BackendReqHandler, Error as VhostError, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
-};
+use vhost::vhost_user::{Error as VhostError, VhostUserProtocolFeatures};
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::net::MAC_BYTES;
 
 use self::budget::Budget;
+use self::dispatch::{Answer, answers_itself, dispatch};
 use self::memory::Notes;
-use self::messages::{Next, Own, answer, read_own};
+use self::messages::{Message, Reader};
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
+use self::waiting::{Connection, Waiting};
 use super::{Observer, Queues};
 use crate::error::{Error, Result};
 use crate::export::spec::{NetQueueCounters, PortInfo};
@@ -46,7 +48,7 @@ use crate::queue;
 use crate::sandbox::{self, ThreadKind};
 use crate::worker::Queue;
 
-/// What we offer of the protocol. REPLY_ACK is crate `vhost`'s own doing.
+/// What we offer of the protocol.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::LOG_SHMFD)
     .union(VhostUserProtocolFeatures::REPLY_ACK)
@@ -86,6 +88,8 @@ pub trait Device: Send + Sync {
     }
     /// The guest agreed on these (0: none yet). The error says why that cannot be.
     fn negotiated(&self, features: u64) -> std::result::Result<(), String>;
+    /// A new front end is connected: what a former one set, and the guest did not choose, is forgotten.
+    fn connected(&self) {}
     /// The device is as new (RESET_DEVICE).
     fn reset(&self);
     /// Names of those of its features that are not every device's, by number.
@@ -283,10 +287,19 @@ impl Drop for VhostUser {
     }
 }
 
-/// What workers have to tell, passed to the session thread, which may log and block where a worker may not.
+/// A queue broke.
+struct Report {
+    queue: u16,
+    /// The virtqueue of it whose error descriptor is to be signalled.
+    ring: Option<u16>,
+    reason: String,
+}
+
+/// What workers have to tell, passed to the session thread, which may log and block where a worker may not. It signals error
+/// descriptors, too: so no worker has them, and none needs an io_uring ([`Bell`](queue::Bell)) that is there beforehand.
 struct Reports {
     /// Guards the list alone; held for a push or a swap.
-    list: Mutex<Vec<(u16, String)>>,
+    list: Mutex<Vec<Report>>,
     /// Wakes the session thread, to read the list or to end.
     bell: OwnedFd,
 }
@@ -298,8 +311,9 @@ impl Reports {
     }
 
     /// A queue broke, for a reason. Once a start of a ring at most, so the list is bounded.
-    fn add(&self, index: u16, reason: &str) {
-        self.list.lock().expect("no holder panics").push((index, reason.to_owned()));
+    fn add(&self, queue: u16, ring: Option<u16>, reason: &str) {
+        let report = Report { queue, ring, reason: reason.to_owned() };
+        self.list.lock().expect("no holder panics").push(report);
         self.wake();
     }
 
@@ -307,7 +321,7 @@ impl Reports {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    fn take(&self) -> Vec<(u16, String)> {
+    fn take(&self) -> Vec<Report> {
         let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
         std::mem::take(&mut *self.list.lock().expect("no holder panics"))
     }
@@ -328,18 +342,9 @@ impl Inner {
     /// The session thread.
     fn serve(&self, socket: Socket) {
         match socket {
-            Socket::Connected(stream) => self.session(stream),
+            Socket::Connected(stream) => self.take(stream, &mut Waiting::new(&self.name, None)),
             Socket::Listening(listener, file) => {
-                while self.wait(listener.as_fd(), None) == Woken::Readable {
-                    match listener.accept() {
-                        Ok((stream, _)) => self.session(stream),
-                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                        Err(e) => {
-                            tracing::error!("{}: cannot take a connection: {e}", self.name);
-                            std::thread::sleep(std::time::Duration::from_millis(100));
-                        }
-                    }
-                }
+                self.listen(&listener);
                 // Before the listener goes: see `SocketFile`.
                 drop(file);
                 return;
@@ -350,17 +355,54 @@ impl Inner {
         }
     }
 
-    /// Waits until `fd` is readable, for `limit` at most, and does what workers and the device ask for meanwhile.
-    fn wait(&self, fd: BorrowedFd<'_>, limit: Option<Duration>) -> Woken {
-        let limit = limit.map(|limit| rustix::event::Timespec::try_from(limit).expect("it is short"));
+    /// Serves one connection after the other until the export ends.
+    fn listen(&self, listener: &UnixListener) {
+        let mut waiting = Waiting::new(&self.name, Some(listener));
         loop {
-            for (index, reason) in self.reports.take() {
-                tracing::warn!(
-                    "queue {}:{index} is broken: {reason}; it stands until it is started anew",
-                    self.name
-                );
-                self.observer.queue_broken(index, &reason);
+            if let Some(next) = waiting.next() {
+                self.session(next, &mut waiting);
+            } else if self.wait(listener.as_fd(), None, None) != Woken::Readable {
+                return;
+            } else {
+                match listener.accept() {
+                    Ok((stream, _)) => self.take(stream, &mut waiting),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(e) => waiting.cannot_accept(&e),
+                }
             }
+        }
+    }
+
+    fn take(&self, stream: UnixStream, waiting: &mut Waiting<'_>) {
+        match Connection::new(stream) {
+            Ok(connection) => self.session(connection, waiting),
+            Err(e) => tracing::error!("{}: cannot take a connection: {e}", self.name),
+        }
+    }
+
+    /// Does what workers ask for. Broken queues are reported to the log, the listeners and the front end.
+    fn pass_on_reports(&self, session: Option<&Session>) {
+        for Report { queue, ring, reason } in self.reports.take() {
+            let name = &self.name;
+            tracing::warn!("queue {name}:{queue} is broken: {reason}; it stands until it is started anew");
+            self.observer.queue_broken(queue, &reason);
+            if let (Some(session), Some(ring)) = (session, ring) {
+                session.signal_error(ring);
+            }
+        }
+    }
+
+    /// Waits until `fd` is readable, or until a time, and does what workers, the device and connections that wait for their
+    /// turn ask for meanwhile. `with`: the session, and the connections that wait.
+    fn wait(
+        &self,
+        fd: BorrowedFd<'_>,
+        until: Option<Instant>,
+        with: Option<(&Session, &mut Waiting<'_>)>,
+    ) -> Woken {
+        let (session, mut waiting) = with.unzip();
+        loop {
+            self.pass_on_reports(session);
             // After the bell was silenced: whoever ends us sets the flag first and rings then.
             if self.stopping.load(SeqCst) {
                 return Woken::Ends;
@@ -373,19 +415,31 @@ impl Inner {
             fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
             let alarms_end = fds.len();
             fds.extend(self.device.bell().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)));
-            match poll(&mut fds, limit.as_ref()) {
+            let device_end = fds.len();
+            fds.extend(
+                waiting.iter().flat_map(|w| w.fds()).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
+            );
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = left.map(|left| rustix::event::Timespec::try_from(left).expect("it is short"));
+            match poll(&mut fds, left.as_ref()) {
                 Ok(0) => return Woken::Late,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return Woken::Ends,
             }
             let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-            if rung[alarms_end..].contains(&true) {
+            drop(fds);
+            if rung[device_end..].contains(&true)
+                && let Some(waiting) = &mut waiting
+            {
+                waiting.look();
+            }
+            if rung[alarms_end..device_end].contains(&true) {
                 self.device.called();
             }
             for (ring, _) in (0u16..).zip(&rung[2..alarms_end]).filter(|(_, rung)| **rung) {
                 if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(ring)) {
                     let reason = "the kernel finds its ring or its addresses wrong";
-                    self.reports.add(self.queues.queue_of(ring), reason);
+                    self.reports.add(self.queues.queue_of(ring), Some(ring), reason);
                 }
             }
             if rung[1] {
@@ -395,41 +449,24 @@ impl Inner {
     }
 
     /// Serves one front-end until it goes, misbehaves, or the export ends.
-    fn session(&self, stream: UnixStream) {
-        let _ = stream.set_nonblocking(false);
-        let (Ok(ours), Ok(to_shut_down)) = (stream.try_clone(), stream.try_clone()) else { return };
+    fn session(&self, mut connection: Connection, waiting: &mut Waiting<'_>) {
+        let clones = (connection.stream.try_clone(), connection.stream.try_clone());
+        let (Ok(ours), Ok(to_shut_down)) = clones else { return };
         let ours = Arc::new(ours);
         channel::enter(&ours);
-        *self.stream.lock().expect("no holder panics") = stream.try_clone().ok();
+        *self.stream.lock().expect("no holder panics") = ours.try_clone().ok();
         self.connected.store(true, Relaxed);
         self.observer.connected(true);
         tracing::info!("{}: a front-end is connected", self.name);
-        #[allow(
-            clippy::arc_with_non_send_sync,
-            reason = "crate vhost wants an Arc; it never leaves this thread"
-        )]
-        let session = Arc::new(Mutex::new(Session::new(
+        let mut session = Session::new(
             &self.name,
             self.device.clone(),
             self.queues.clone(),
             self.features.clone(),
             self.reports.clone(),
             Budget::new(Some(to_shut_down.into()), self.memory_may_block),
-        )));
-        let mut handler = BackendReqHandler::from_stream(stream, session.clone());
-        let ended = loop {
-            let waits = session.lock().expect("no holder panics").waits_for_memory();
-            match self.wait(ours.as_fd(), waits.then_some(MEMORY_WAIT)) {
-                Woken::Ends => break None,
-                Woken::Late => session.lock().expect("no holder panics").warn_of_no_memory(),
-                Woken::Readable => {
-                    if let Err(e) = self.message(&ours, &session, &mut handler) {
-                        break Some(e);
-                    }
-                }
-            }
-        };
-        let mut session = session.lock().expect("no holder panics");
+        );
+        let ended = self.converse(&mut connection, &mut session, waiting);
         match ended {
             _ if session.lost_memory() => tracing::warn!(
                 "{}: the front end cut memory short that it shares: its queues stop and its connection is closed; start \
@@ -443,6 +480,9 @@ impl Inner {
                 tracing::warn!("{}: the front-end's connection is closed: {}", self.name, words_of(&e))
             }
         }
+        // What it has sent and nobody reads may hold other connections open; the drain may take long.
+        channel::stop_reading(&connection.stream);
+        connection.reader = Reader::default();
         session.stop_all();
         drop(session);
         *self.channel.lock().expect("no holder panics") = None;
@@ -451,67 +491,71 @@ impl Inner {
         self.observer.connected(false);
     }
 
+    /// Does what the front end asks for, message by message; returns why that ended. None: the export ends.
+    fn converse(
+        &self,
+        connection: &mut Connection,
+        session: &mut Session,
+        waiting: &mut Waiting<'_>,
+    ) -> Option<VhostError> {
+        let Connection { stream, reader } = connection;
+        loop {
+            let message_ends = reader.deadline();
+            let memory_comes = session.waits_for_memory().then(|| Instant::now() + MEMORY_WAIT);
+            let until = message_ends.into_iter().chain(memory_comes).min();
+            if !reader.is_ready() {
+                match self.wait(stream.as_fd(), until, Some((&*session, &mut *waiting))) {
+                    Woken::Ends => return None,
+                    Woken::Late if message_ends.is_some_and(|end| end <= Instant::now()) => {
+                        return Some(messages::unfinished());
+                    }
+                    Woken::Late if session.waits_for_memory() => session.warn_of_no_memory(),
+                    Woken::Late | Woken::Readable => {}
+                }
+            }
+            let handled = match reader.next(stream) {
+                Ok(Some(message)) => self.message(stream, session, message),
+                Ok(None) => Ok(()),
+                Err(e) => Err(e),
+            };
+            if let Err(e) = handled {
+                return Some(e);
+            }
+        }
+    }
+
     fn message(
         &self,
         stream: &UnixStream,
-        session: &Mutex<Session>,
-        handler: &mut BackendReqHandler<Mutex<Session>>,
+        session: &mut Session,
+        message: Message,
     ) -> std::result::Result<(), VhostError> {
-        let next = Next::peek(stream).map_err(VhostError::SocketError)?;
-        if !next.is_some_and(Next::is_own) {
-            return match handler.handle_request() {
-                Err(VhostError::ReqHandlerError(e))
-                    if next.is_some_and(Next::is_acknowledged)
-                        && session.lock().expect("no holder panics").acknowledges() =>
-                {
-                    tracing::warn!("{}: a message is refused: {e}", self.name);
-                    Ok(())
-                }
-                result => result,
-            };
+        let (code, need_reply) = (message.code, message.need_reply);
+        let value = match dispatch(self, stream, session, message) {
+            Ok(Answer::Payload(bytes, file)) => {
+                return messages::answer(stream, code, &bytes, file.as_ref())
+                    .map_err(VhostError::SocketError);
+            }
+            Ok(Answer::Done) => 0u64,
+            Err(VhostError::ReqHandlerError(e))
+                if need_reply && !answers_itself(code) && session.acknowledges() =>
+            {
+                tracing::warn!("{}: a message is refused: {e}", self.name);
+                1
+            }
+            Err(e) => return Err(e),
+        };
+        if need_reply && session.acknowledges() {
+            messages::answer(stream, code, &value.to_ne_bytes(), None).map_err(VhostError::SocketError)?;
         }
-        let mut message = read_own(stream).map_err(VhostError::SocketError)?;
-        let mut value = 0;
-        let mut done = Ok(());
-        match &mut message.what {
-            Own::MemTable(regions, files) => {
-                let mut session = session.lock().expect("no holder panics");
-                let told = session.set_mem_table(regions, std::mem::take(files), None);
-                done = told.map(|_| ()).map_err(|e| words_of(&e));
-                message.need_reply &= session.acknowledges();
-            }
-            Own::SetMtu(mtu) => done = self.device.set_mtu(*mtu),
-            Own::Announce(mac) => done = self.device.announce(*mac),
-            Own::SetStatus(status) => session.lock().expect("no holder panics").set_status(*status),
-            Own::GetStatus => value = session.lock().expect("no holder panics").status(),
-            Own::BackendChannel(fd) => {
-                channel::write_only(fd, Some(stream)).map_err(|e| {
-                    let why = format!("the back-end request channel is not usable: {e}");
-                    VhostError::ReqHandlerError(io::Error::new(e.kind(), why))
-                })?;
-                let fd = fd.try_clone().map_err(VhostError::SocketError)?;
-                *self.channel.lock().expect("no holder panics") = Some(fd);
-            }
-            Own::Enable { ring, on } => {
-                done = session.lock().expect("no holder panics").enable(*ring, *on);
-            }
-            Own::LogFd => {}
-        }
-        if let Err(why) = done {
-            tracing::warn!("{}: a message is refused: {why}", self.name);
-            if !message.need_reply {
-                return Err(VhostError::ReqHandlerError(io::Error::other(why)));
-            }
-            value = 1;
-        }
-        answer(stream, &message, value).map_err(VhostError::SocketError)
+        Ok(())
     }
 }
 
-/// Returns the text of an error. Where the crate `vhost` wraps a reason of this module, only the reason.
+/// Returns the text of an error. Where crate `vhost`'s type wraps a reason of this module, only the reason.
 fn words_of(e: &VhostError) -> String {
     match e {
-        VhostError::ReqHandlerError(e) => e.to_string(),
+        VhostError::ReqHandlerError(e) | VhostError::SocketError(e) => e.to_string(),
         e => e.to_string(),
     }
 }

@@ -22,13 +22,13 @@ use super::memory::Notes;
 use super::{Device, Then, VringParts};
 use crate::backend::net::tap::{MTU_DEFAULT, check_mtu};
 use crate::backend::net::{Tap, TapQueue};
-use crate::export::spec::{NetQueueCounters, PortInfo};
+use crate::export::spec::{DropReason, NetQueueCounters, PortInfo};
 use crate::frontend::card::{self, GUEST_OFFLOADS};
 use crate::queue;
 use crate::queue::net::control::ControlQueue;
 use crate::queue::net::switch::{Plug, SwitchPair};
 use crate::queue::net::tap::TapPair;
-use crate::queue::net::{DropReason, Format, NetStats, RINGS};
+use crate::queue::net::{Format, NetStats, RINGS};
 use crate::worker::{Queue, QueueSet};
 
 /// The ring of a pair by which the guest receives.
@@ -250,6 +250,13 @@ impl Device for NetDevice {
             control.forget();
         }
         Ok(())
+    }
+
+    /// An MTU that a former front end gave would have the switch drop frames of this one. A tap's MTU is the host's.
+    fn connected(&self) {
+        if let Behind::Switch(plug) = &self.behind {
+            plug.port.set_mtu(self.mtu_max.unwrap_or(MTU_DEFAULT));
+        }
     }
 
     fn reset(&self) {}

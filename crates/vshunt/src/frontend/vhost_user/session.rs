@@ -5,9 +5,9 @@
 
 mod inflight;
 mod log;
+mod repeats;
 mod rings;
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -28,9 +28,10 @@ use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::MAX_QUEUE_SIZE;
 
 use self::inflight::InflightArea;
+use self::repeats::Repeats;
 use super::budget::Budget;
 use super::channel::write_only;
-use super::memory::{Mapping, is_eventfd, map_region};
+use super::memory::{Mapping, Shared, is_eventfd, map_region};
 use super::{Device, Reports, Then};
 use crate::frontend::Queues;
 use crate::queue::{self, Bell};
@@ -56,7 +57,7 @@ struct Vring {
     base: u32,
     kick: Option<Arc<OwnedFd>>,
     call: Option<Arc<Bell>>,
-    err: Option<Arc<Bell>>,
+    err: Option<Bell>,
     enabled: bool,
     running: bool,
 }
@@ -92,9 +93,8 @@ pub(super) struct Session {
     protocol: VhostUserProtocolFeatures,
     status: u64,
     regions: Vec<Region>,
-    /// Regions that were added again, by guest address, user address and size: how often. QEMU tells of its memory once for
-    /// each queue pair of a network card.
-    again: BTreeMap<(u64, u64, u64), u16>,
+    /// Regions that were added again.
+    again: Repeats,
     mem: Arc<GuestMemory>,
     /// Whether a memory table with regions came, or the user was told that none did.
     had_memory: bool,
@@ -123,6 +123,7 @@ impl Session {
         }
         queues.agreed(0);
         device.notes(None);
+        device.connected();
         Self {
             name: name.to_owned(),
             device,
@@ -134,7 +135,7 @@ impl Session {
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
             regions: Vec::new(),
-            again: BTreeMap::new(),
+            again: Repeats::default(),
             mem: Arc::new(GuestMemory::empty()),
             had_memory: false,
             vrings,
@@ -152,7 +153,12 @@ impl Session {
 
     /// Whether refused messages are answered by a word, so that the front-end may go on.
     pub(super) fn acknowledges(&self) -> bool {
-        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+        self.has(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    /// Whether a protocol feature was agreed on.
+    pub(super) fn has(&self, feature: VhostUserProtocolFeatures) -> bool {
+        self.protocol.contains(feature)
     }
 
     /// SET_STATUS; 0 resets the rings. Not what the guest chose in the configuration space: QEMU writes 0 whenever
@@ -424,30 +430,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        // A worker makes no ring of its own, so it is made here. The kernel engine signals its descriptors by itself.
-        let make = if self.queues.kernel().is_some() { Bell::rare } else { Bell::new };
-        let err = fd.map(eventfd).transpose()?.map(make).transpose().map_err(no_bell)?;
-        let vring = self.vring(index.into())?;
-        vring.err = err.map(Arc::new);
-        if !vring.running {
-            return Ok(());
-        }
-        let err = vring.err.clone();
-        match &self.queues {
-            Queues::Kernel(kernel) => kernel.set_err(index.into(), err),
-            Queues::User(set) => {
-                let (at, way) = set.place(index.into()).expect("it runs");
-                let told = set.visit(at, move |q| {
-                    if let Some(v) = queue::ring(q, way) {
-                        v.set_err(err);
-                    }
-                });
-                // The front end waits for its own queue only.
-                if let Err(e) = told {
-                    tracing::warn!("{}: {e}", self.name);
-                }
-            }
-        }
+        let err = fd.map(eventfd).transpose()?.map(Bell::rare).transpose().map_err(no_bell)?;
+        self.vring(index.into())?.err = err;
         Ok(())
     }
 
@@ -530,16 +514,17 @@ impl VhostUserBackendReqHandlerMut for Session {
         _postcopy: Option<bool>,
     ) -> Result<Option<u64>> {
         let key = (region.guest_phys_addr, region.user_addr, region.memory_size);
+        let shared = Shared::new(&self.budget, &file).map_err(Error::ReqHandlerError)?;
         let known = self.regions.iter().find(|r| (r.guest_addr, r.user_addr, r.size) == key);
         let same = |r: &Region| {
-            let is_there = |map: &Mapping| map.is_of(&file, region.mmap_offset, region.memory_size);
+            let is_there = |map: &Mapping| map.is_of(&shared, region.mmap_offset, region.memory_size);
             r.keep.downcast_ref::<Mapping>().is_some_and(is_there)
         };
         if known.is_some_and(same) {
-            let times = self.again.entry(key).or_insert(0);
-            *times =
-                times.checked_add(1).ok_or_else(|| refuse("a memory region is added again and again"))?;
-            return Ok(None);
+            return match self.again.add(key) {
+                true => Ok(None),
+                false => Err(refuse("a memory region is added again and again")),
+            };
         }
         // Other memory at the same place: it was replaced, and not every pair has said so yet.
         let region =
@@ -549,14 +534,13 @@ impl VhostUserBackendReqHandlerMut for Session {
             regions.push(region);
             Ok(())
         })?;
-        self.again.remove(&key);
+        self.again.forget(key);
         Ok(None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
         let key = (region.guest_phys_addr, region.user_addr, region.memory_size);
-        if let Some(times) = self.again.get_mut(&key).filter(|times| **times > 0) {
-            *times -= 1;
+        if self.again.remove(key) {
             return Ok(());
         }
         self.remap(false, |regions| {
@@ -598,6 +582,8 @@ impl VhostUserBackendReqHandlerMut for Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.stop_all();
+        // They lie in the front end's memory, which keeps its connection open.
+        self.device.notes(None);
         self.agreed.store(0, Relaxed);
         if let Some(kernel) = self.queues.kernel()
             && let Err(e) =

@@ -88,7 +88,6 @@ pub struct BlkQueue {
     noted: Box<[Vec<Seg>]>,
     kick: Arc<OwnedFd>,
     call: Option<Arc<Bell>>,
-    err: Option<Arc<Bell>>,
     // Any thread's.
     shared: Arc<BlkShared>,
     stats: Arc<QueueStats>,
@@ -130,7 +129,6 @@ impl BlkQueue {
             log: parts.log,
             kick: parts.kick,
             call: parts.call,
-            err: parts.err,
             shared,
             stats: parts.stats,
             name: parts.name,
@@ -170,9 +168,6 @@ impl BlkQueue {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(&reason.to_string());
-        if let Some(err) = &self.err {
-            err.ring();
-        }
     }
 
     /// Takes what a former daemon left in flight, before anything new.
@@ -217,10 +212,6 @@ impl Vring for BlkQueue {
         self.call = call;
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.
         self.notify();
-    }
-
-    fn set_err(&mut self, err: Option<Arc<Bell>>) {
-        self.err = err;
     }
 
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {

@@ -43,6 +43,8 @@ pub const TRANSFER_BYTES_MAX: u32 = 1 << 20;
 const SLACK_BYTES: usize = 2 * 4096;
 /// Requests of one channel under way.
 pub const CHANNEL_SLOTS: u16 = 128;
+/// Address space of one channel's buffers; used up as far as requests come.
+pub const CHANNEL_BYTES: u64 = CHANNEL_SLOTS as u64 * (TRANSFER_BYTES_MAX as u64 + SLACK_BYTES as u64);
 /// Entries of one ring queue.
 pub const RING_ENTRIES: u16 = 64;
 /// Address space of one ring queue's buffers; used up as far as requests come.

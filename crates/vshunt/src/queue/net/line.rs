@@ -8,7 +8,8 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 
-use super::counters::{Drop, NetStats};
+use super::counters::NetStats;
+use crate::export::spec::DropReason;
 use crate::queue::listen::{Heard, Listen};
 use crate::queue::{Bell, Parts};
 use crate::worker::{QueueStats, Ring, State, Token};
@@ -29,7 +30,6 @@ pub(super) struct Line {
     listen: Listen,
     kick: Arc<OwnedFd>,
     call: Option<Arc<Bell>>,
-    err: Option<Arc<Bell>>,
     log: Option<Arc<DirtyLog>>,
     stats: Arc<QueueStats>,
     net: Arc<NetStats>,
@@ -51,7 +51,6 @@ impl Line {
             listen: Listen::Off,
             kick: parts.kick,
             call: parts.call,
-            err: parts.err,
             log: parts.log,
             stats: parts.stats,
             net,
@@ -89,9 +88,6 @@ impl Line {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(reason);
-        if let Some(err) = &self.err {
-            err.ring();
-        }
     }
 
     /// Whether a request can be taken.
@@ -139,14 +135,14 @@ impl Line {
 
     /// Counts frames that did not get through.
     #[cold]
-    pub(super) fn dropped(&self, why: Drop, frames: u64) {
+    pub(super) fn dropped(&self, why: DropReason, frames: u64) {
         self.lost(why, frames);
         self.ended(frames);
     }
 
     /// Counts those of a request that is not over by that.
     #[cold]
-    pub(super) fn lost(&self, why: Drop, frames: u64) {
+    pub(super) fn lost(&self, why: DropReason, frames: u64) {
         self.net.dropped(why, frames);
         QueueStats::add(&self.stats.errors, frames);
     }
@@ -158,7 +154,7 @@ impl Line {
 
     /// Ends all that is there without sending it: what a former daemon had taken, or what is left of a ring that is switched
     /// off. Only while its queue is on no worker.
-    pub(super) fn discard(&mut self, why: Drop, replays_only: bool) {
+    pub(super) fn discard(&mut self, why: DropReason, replays_only: bool) {
         // No more than a ring holds: a guest that lies may offer without an end.
         for _ in 0..self.vring.size() {
             if (replays_only && self.replays.is_empty()) || !self.pop() {
@@ -211,10 +207,6 @@ impl Line {
         self.call = call;
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.
         self.notify();
-    }
-
-    pub(super) fn set_err(&mut self, err: Option<Arc<Bell>>) {
-        self.err = err;
     }
 
     pub(super) fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use virtio::log::DirtyLog;
 use virtio::ring::UsedLog;
 
-pub use self::counters::{Drop as DropReason, NetStats};
+pub use self::counters::NetStats;
 use self::line::Line;
 use super::{Bell, Parts, Vring};
 
@@ -59,10 +59,6 @@ pub trait Pair {
 impl Vring for Line {
     fn set_call(&mut self, call: Option<Arc<Bell>>) {
         Line::set_call(self, call);
-    }
-
-    fn set_err(&mut self, err: Option<Arc<Bell>>) {
-        Line::set_err(self, err);
     }
 
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {

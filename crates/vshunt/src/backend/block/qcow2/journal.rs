@@ -29,6 +29,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::open::beside;
 use super::sweep::{self, NAME_BYTES};
+use crate::backend::block::own_mounts;
 
 /// Files here outlive processes, and no run of the machine.
 pub(super) const FOLDER: &str = "/dev/shm";
@@ -106,27 +107,21 @@ impl Place {
     /// others that only read.
     fn find(&self, how: FlockOperation, patience: Duration) -> io::Result<Mapped> {
         let file = open_own(&self.0)?;
-        let start = Instant::now();
-        while let Err(e) = rustix::fs::flock(&file, how) {
-            if e != Errno::WOULDBLOCK || start.elapsed() >= patience {
-                return Err(e.into());
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        lock(&file, how, patience)?;
         Mapped::new(file)
     }
 
     /// Makes it anew for the image that `image` has open by the name `path`, instead of what is there.
     fn make(&self, bytes: usize, image: &File, path: &Path) -> io::Result<Mapped> {
-        let new = self.0.with_extension(format!("{}", std::process::id()));
-        // Of a process of the same number that died in between.
-        let _ = std::fs::remove_file(&new);
+        // No other process, and none that died before, has a file of this name.
+        let new = self.0.with_extension(format!("{:032x}", u128::from_be_bytes(number(NEW_ID)?)));
         let options = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new);
         let made = options.and_then(|file| {
             rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64 + NAME_BYTES)?;
             rustix::fs::flock(&file, ALONE)?;
             sweep::write_name(&file, bytes as u64, image, path)?;
             let mapped = Mapped::new(file)?;
+            let _old = self.hold_old()?;
             std::fs::rename(&new, &self.0)?;
             Ok(mapped)
         });
@@ -134,6 +129,21 @@ impl Place {
             let _ = std::fs::remove_file(&new);
         }
         made
+    }
+
+    /// Locks the file that is there, so that no sweep that has looked at it removes the one that takes its place; none: it is not
+    /// there, or another user's, which this user's sweep leaves.
+    ///
+    /// # Errors
+    /// The system's; `WouldBlock` where a process keeps it locked.
+    fn hold_old(&self) -> io::Result<Option<File>> {
+        loop {
+            let Ok(old) = open_own(&self.0) else { return Ok(None) };
+            lock(&old, ALONE, READER_PATIENCE)?;
+            if sweep::is_at(&old, &self.0)? {
+                return Ok(Some(old));
+            }
+        }
     }
 
     /// Takes it away, if it is there.
@@ -145,6 +155,18 @@ impl Place {
 /// How a journal's file is locked.
 pub(super) const ALONE: FlockOperation = FlockOperation::NonBlockingLockExclusive;
 const BESIDE_READERS: FlockOperation = FlockOperation::NonBlockingLockShared;
+
+/// Locks a journal's file, after a wait of `patience` at most.
+fn lock(file: &File, how: FlockOperation, patience: Duration) -> io::Result<()> {
+    let start = Instant::now();
+    while let Err(e) = rustix::fs::flock(file, how) {
+        if e != Errno::WOULDBLOCK || start.elapsed() >= patience {
+            return Err(e.into());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
 
 /// Opens a journal's file.
 ///
@@ -224,16 +246,16 @@ impl std::fmt::Display for Why {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Missing => {
-                "has no journal in /dev/shm (the machine was started again, another program repaired it, or RemoveIPC= of \
-                 systemd-logind took the journal away)"
+                "has no journal in /dev/shm (the machine was rebooted, another program repaired the image, or RemoveIPC= of \
+                 systemd-logind removed the journal)"
             }
             Self::RolledBack => {
-                "is in another state than the one that its journal in /dev/shm belongs to (it was rolled back or restored \
-                 from a copy): the journal is left out"
+                "does not match its journal in /dev/shm, which is not used (the image was rolled back or restored from a \
+                 copy)"
             }
             Self::Older => {
-                "has a journal of an earlier version of vshunt, which does not say for which state of the image (to have \
-                 that brought in, open the image with that version first)"
+                "has a journal of an earlier version of vshunt, which does not name the state of the image (to apply it, open \
+                 the image with that version first)"
             }
             Self::Without => "was written without a journal",
         })
@@ -284,7 +306,9 @@ pub(crate) fn recover(image: &File, storage: &dyn Storage, path: &Path) -> qcow2
         Err(_) => return Ok(Lacks::Lost(Why::Missing)),
     };
     if let Some(name) = header.data_file.filter(|_| header.incompatible & incompatible::DATA_FILE != 0) {
-        let synced = File::open(beside(path, &name)).and_then(|file| file.sync_data());
+        let data = beside(path, &name);
+        let ours = own_mounts::check(&data).map_err(|e| io::Error::other(e.to_string()));
+        let synced = ours.and_then(|()| File::open(data)?.sync_data());
         synced.map_err(qcow2::Error::io("cannot bring the data file to stable storage"))?;
     }
     Ok(match journal::recover(storage, &memory, boot)? {
@@ -324,7 +348,10 @@ pub(crate) fn read_through(image: &File, header: &Header, shared: bool) -> Throu
         .and_then(|place| Ok((place.find(BESIDE_READERS, READER_PATIENCE)?, number(BOOT_ID)?)));
     match found {
         Ok((memory, boot)) => {
-            Changes::read(header, &memory, boot).map_or_else(|e| Through::Lost(e.into()), Through::Changes)
+            // A device does not get shorter.
+            let len = image.metadata().map_or(u64::MAX, |m| if m.is_file() { m.len() } else { u64::MAX });
+            let changes = Changes::read(header, len, &memory, boot);
+            changes.map_or_else(|e| Through::Lost(e.into()), Through::Changes)
         }
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Through::Live,
         Err(_) => Through::Lost(Why::Missing),
@@ -356,9 +383,15 @@ mod tests {
         drop(first);
         let first = find().unwrap();
         first.words()[3].store(7, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(first.words().len(), 1 << 17);
+        // One that looks whether the file is to be removed.
+        let sweep = first;
+        assert_eq!(place.make(1 << 16, &image, path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(std::fs::metadata(&place.0).unwrap().len(), (1 << 20) + NAME_BYTES, "it was replaced");
+        drop(sweep);
         let second = place.make(1 << 16, &image, path).unwrap();
         assert_eq!(second.words()[3].load(std::sync::atomic::Ordering::Relaxed), 0);
-        assert_eq!((first.words().len(), second.words().len()), (1 << 17, 1 << 13));
+        assert_eq!(second.words().len(), 1 << 13);
         drop(second);
         assert_eq!(find().unwrap().words().len(), 1 << 13);
         let perms = std::os::unix::fs::PermissionsExt::from_mode(0o622);

@@ -31,6 +31,7 @@ use super::bounce::Pool;
 use super::raw::Raw;
 use super::{Io, Op, RingFiles, Step};
 use crate::on_file;
+use crate::sandbox::{self, ThreadKind};
 use crate::worker::{Ring, Token};
 
 /// An open image, with those below it.
@@ -218,7 +219,7 @@ impl Qcow2 {
         );
         // Workers write no log lines. Once for an image; without a thread it goes unsaid.
         let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
-        let _ = thread.spawn(move || tracing::error!("{text}"));
+        sandbox::detach(ThreadKind::Session, thread, move || tracing::error!("{text}"));
     }
 
     /// Brings the image into order, after its last user. Whether it is: not marked as in use any more.
@@ -528,7 +529,7 @@ impl Handle {
         };
         slot.file = file;
         let (raw, files) = self.file(file);
-        if raw.inline() {
+        if raw.at_once(&slot.inner) {
             return Step::Done(raw.run_inline(&mut slot.inner, pool));
         }
         raw.start(files, pool, ring, &mut slot.inner, token)

@@ -1,8 +1,8 @@
 //! Opening an image with all that belongs to it: on a control thread, before there are requests.
 
-use std::fs::{File, OpenOptions};
+use std::fmt::Display;
+use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use crate::backend::block::raw::{self, Raw};
 use crate::backend::block::{Limits, SECTOR_BYTES, mark};
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, DiskSpec, Format};
+use crate::sandbox;
 
 /// Images below one another at most: more is a loop.
 const CHAIN_MAX: usize = 200;
@@ -43,9 +44,7 @@ impl Plain {
 
     /// The same file, opened anew: what O_DIRECT demands does not hold for it.
     pub(in crate::backend::block) fn of(raw: &Raw, readonly: bool, careless: bool) -> io::Result<Self> {
-        let path = format!("/proc/self/fd/{}", raw.image().as_raw_fd());
-        let file = OpenOptions::new().read(true).write(!readonly).open(path)?;
-        Ok(Self { file, careless })
+        Ok(Self { file: sandbox::reopen(raw.image(), !readonly)?, careless })
     }
 }
 
@@ -139,7 +138,7 @@ pub(in crate::backend::block) fn open(spec: &DiskSpec, room: bool) -> Result<(Qc
     }
     if !size.is_multiple_of(SECTOR_BYTES) {
         return Err(Error::invalid(format!(
-            "{} has a disk of {size} bytes, which is no size of one: not a multiple of 512",
+            "{} has a disk of {size} bytes; the size of a disk must be a multiple of 512",
             path.display()
         )));
     }
@@ -227,9 +226,7 @@ fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Ser
     let plain = match Plain::of(file, false, spec.cache == Cache::Unsafe) {
         Ok(plain) => plain,
         Err(e) => {
-            tracing::warn!(
-                "{shown} cannot be marked as open, and clusters may leak should vshunt be killed: {e}"
-            );
+            tracing::warn!("{}", unmarked(&shown, &e));
             return (image, None, false);
         }
     };
@@ -237,21 +234,26 @@ fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Ser
         match journal::begin(file.image(), path, &plain, image.header()) {
             Ok((journal, begun, place)) => return (image.with_journal(journal, begun), Some(place), true),
             Err(e) => tracing::warn!(
-                "{shown} has no journal in /dev/shm ({e}): should vshunt be killed, writes since the last flush are lost, and \
-                 a guest does not go on with the next one; make room there and open it again"
+                "{shown} has no journal in /dev/shm ({e}): if vshunt is killed, writes since the last flush are lost, and the \
+                 guest has to be restarted; where space is missing, free some, then remove the disk and add it again"
             ),
         }
     }
     match qcow2::journal::begin_without(&plain, stable) {
         Ok(()) => (image, None, true),
         Err(e) => {
-            tracing::warn!(
-                "{shown} cannot be marked as open ({e}): should vshunt be killed, clusters may leak until 'vshunt image check \
-                 -r leaks {shown}'"
-            );
+            tracing::warn!("{}", unmarked(&shown, &e));
             (image, None, false)
         }
     }
+}
+
+/// What to tell of an image that cannot be marked as open.
+fn unmarked(shown: &dyn Display, e: &dyn Display) -> String {
+    format!(
+        "{shown} cannot be marked as open ({e}): if vshunt is killed, clusters may leak; 'vshunt image check -r leaks {shown}' \
+         frees them"
+    )
 }
 
 /// Brings an image that was not closed into order. Whether completed writes may be missing.
@@ -269,16 +271,14 @@ fn put_right(
             return Ok(false);
         }
         Lacks::Recovered(n) => {
-            tracing::info!(
-                "{shown} was not closed: {n} changes of its map are brought in that were not written yet"
-            );
+            tracing::info!("{shown} was not closed: {n} changes of its map are applied from its journal");
             false
         }
         Lacks::Counts => false,
         Lacks::Lost(why) => {
             tracing::warn!(
-                "{shown} was not closed and {why}: what was written and not flushed may be lost, and no guest goes on with it \
-                 where it was"
+                "{shown} was not closed and {why}: writes that were not flushed may be lost, and a guest that was using it \
+                 has to be restarted"
             );
             true
         }
@@ -338,14 +338,14 @@ fn open_image(opened: &mut Opened, spec: &DiskSpec, path: &Path, room: bool) -> 
         (Some(name), Some("qcow2")) => Some(Lower { path: beside(path, name), format: Format::Qcow2 }),
         (Some(name), Some(other)) => {
             return Err(Error::unsupported(format!(
-                "{shown} stands on {name} of format {other}; raw and qcow2 are known"
+                "{shown} stands on {name} of format {other}; only raw and qcow2 are supported"
             )));
         }
         (Some(name), None) => {
             // Guessed from its contents, a guest could make its raw disk name any file of the host.
             return Err(Error::invalid(format!(
-                "{shown} stands on {name} and does not say of which format that is: \
-                 'qemu-img rebase -u -b {name} -F FORMAT {shown}' says it"
+                "{shown} stands on {name} and does not name the format of that image: add it with 'qemu-img rebase -u -b {name} \
+                 -F FORMAT {shown}'"
             )));
         }
     };
@@ -375,23 +375,21 @@ fn through(file: &Raw, header: &Header, path: &Path, shared: bool) -> (Option<Ch
         // It is known to be used by another process.
         Through::Live => {
             let text = format!(
-                "{shown} is open in another vshunt, and is only read: what is written to it may be missing"
+                "{shown} is open in another vshunt process and is only read here: recent writes may be missing"
             );
             tracing::warn!("{text}");
             return (None, Some(Reading { text, lacks: true }));
         }
         Through::Lost(why) => (
             None,
-            format!(
-                "{shown} was not closed and {why}: what was written to it and not flushed may be missing"
-            ),
+            format!("{shown} was not closed and {why}: writes that were not flushed may be missing"),
             true,
         ),
     };
     match (quiet, lacks) {
         (true, _) => return (changes, None),
         (false, false) => tracing::info!("{text}"),
-        (false, true) => tracing::warn!("{text}; serve it once for writing"),
+        (false, true) => tracing::warn!("{text}; open it once for writing to repair it"),
     }
     (changes, Some(Reading { text, lacks }))
 }

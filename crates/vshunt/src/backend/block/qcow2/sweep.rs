@@ -3,8 +3,12 @@
 //! Called once when a daemon has started, on a control thread. A journal says at its end which image it belongs to: the path
 //! that it was opened by, the device, and the file handle, which finds the file under whatever name (name_to_handle_at(2)).
 //!
+//! A process that is killed while it makes a journal leaves a file with one more part to its name, which is removed an hour
+//! later.
+//!
 //! What must never happen: a journal removed whose image is still there. So it is kept if a living process has it, if another
-//! user made it, if the image's file system is not mounted, and whenever it cannot be told.
+//! user made it, if the image's file system is not mounted, and whenever it cannot be told. A file is locked from before it is
+//! looked at until it is removed, and another takes its place only under that lock (`journal::Place::make`).
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -37,6 +41,8 @@ const _: () = assert!(AT_PATH + 8 + PATH_MAX <= NAME_BYTES as usize);
 /// be wrong: another file system can have the same device number and be mounted at the same place for a while.
 const MISSING_FOR: Duration = Duration::from_secs(7 * 24 * 3600);
 const GONE_FOR: Duration = Duration::from_secs(24 * 3600);
+/// Nothing makes a journal for so long.
+const HALF_MADE_FOR: Duration = Duration::from_secs(3600);
 
 /// Which image a journal belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -206,12 +212,40 @@ fn sweep_in(folder: &Path, now: SystemTime) {
     let Ok(files) = std::fs::read_dir(folder) else { return };
     for file in files.flatten() {
         let name = file.file_name();
-        let Some(name) = name.to_str().filter(|n| is_journal(n)) else { continue };
+        let Some(name) = name.to_str() else { continue };
         // Others are in use, another user's, or gone meanwhile.
-        if let Ok(Some(image)) = sweep_one(&file.path(), name, now_s) {
+        if is_half_made(name) {
+            let _ = sweep_half_made(&file.path(), now);
+        } else if is_journal(name)
+            && let Ok(Some(image)) = sweep_one(&file.path(), name, now_s)
+        {
             tracing::info!("{} is gone: its journal {} is removed", image.display(), file.path().display());
         }
     }
+}
+
+/// Whether a file has the name of a journal that is being made.
+fn is_half_made(name: &str) -> bool {
+    let parts = name.split_once('.');
+    parts.is_some_and(|(name, part)| is_journal(name) && part.bytes().all(|b| b.is_ascii_hexdigit()))
+}
+
+/// Removes a file whose maker was killed before it was whole.
+fn sweep_half_made(path: &Path, now: SystemTime) -> io::Result<()> {
+    let file = open_own(path)?;
+    let age = now.duration_since(file.metadata()?.modified()?).unwrap_or_default();
+    // Before it is locked: its maker locks it a moment after it made it, and does not wait.
+    if age < HALF_MADE_FOR {
+        return Ok(());
+    }
+    rustix::fs::flock(&file, ALONE)?;
+    if is_at(&file, path)? { std::fs::remove_file(path) } else { Ok(()) }
+}
+
+/// Whether a file that is open is the one of that name.
+pub(super) fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let (open, named) = (file.metadata()?, std::fs::symlink_metadata(path));
+    Ok(named.is_ok_and(|named| (named.dev(), named.ino()) == (open.dev(), open.ino())))
 }
 
 fn is_journal(name: &str) -> bool {
@@ -247,9 +281,8 @@ fn sweep_one(path: &Path, journal: &str, now_s: u64) -> io::Result<Option<PathBu
             false
         }
     };
-    // The name may be another file's by now.
-    let same = std::fs::symlink_metadata(path).is_ok_and(|m| (m.dev(), m.ino()) == (meta.dev(), meta.ino()));
-    if !gone || !same {
+    // The name may have been another file's before this one was locked.
+    if !gone || !is_at(&file, path)? {
         return Ok(None);
     }
     std::fs::remove_file(path)?;

@@ -1,4 +1,5 @@
-//! The driver of a raw image's requests for files in memory: each operation is a system call, made at once.
+//! The driver of a raw image's requests for files in memory: each operation is a system call, made at once. Long ranges are
+//! zeroed, discarded or allocated by a thread of io_uring's instead, as on a disk: they take as long as a file is large.
 //!
 //! Such a file is as stable as it will ever be once it is written: syncing does nothing, so it is left out.
 
@@ -9,7 +10,18 @@ use crate::backend::block::bounce::Pool;
 use crate::backend::block::io::Stage;
 use crate::backend::block::{Io, Op, Step, last_errno};
 
+/// Bytes that are zeroed, discarded or allocated at once, at most: other queues of the worker wait meanwhile.
+const AT_ONCE_MAX: u64 = 4 << 20;
+
 impl Raw {
+    /// Whether a request is done by [`run_inline`](Self::run_inline), before it returns.
+    #[inline]
+    pub(in crate::backend::block) fn at_once(&self, io: &Io) -> bool {
+        let long =
+            || io.len > AT_ONCE_MAX && matches!(io.op, Op::Discard | Op::WriteZeroes { .. } | Op::Allocate);
+        self.inline && !long()
+    }
+
     /// Does a whole request: 0, or a negative errno.
     #[inline]
     pub(in crate::backend::block) fn run_inline(&self, io: &mut Io, pool: &Pool) -> i32 {

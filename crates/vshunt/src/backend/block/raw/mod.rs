@@ -21,7 +21,7 @@ mod ring;
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
@@ -71,6 +71,8 @@ enum Durable {
 pub(super) struct Raw {
     // Control, fixed at open.
     path: PathBuf,
+    /// Device number and inode.
+    id: (u64, u64),
     file: Arc<File>,
     known: SharedFile,
     /// The same file through the page cache, for requests that O_DIRECT refuses.
@@ -118,6 +120,11 @@ impl Raw {
         self.direct
     }
 
+    /// Device number and inode.
+    pub(super) fn id(&self) -> (u64, u64) {
+        self.id
+    }
+
     /// Whether that path leads to the same image now. Asks no server of a FUSE mount, which may be this process.
     pub(super) fn is_of(&self, path: &Path) -> bool {
         if own_mounts::check(path).is_err() {
@@ -125,10 +132,7 @@ impl Raw {
         }
         use rustix::fs::{AtFlags, CWD, StatxFlags, makedev, statx};
         let at_path = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO);
-        match (at_path, self.file.metadata()) {
-            (Ok(a), Ok(b)) => (makedev(a.stx_dev_major, a.stx_dev_minor), a.stx_ino) == (b.dev(), b.ino()),
-            _ => false,
-        }
+        at_path.is_ok_and(|at| (makedev(at.stx_dev_major, at.stx_dev_minor), at.stx_ino) == self.id)
     }
 
     /// See [`Disk::granule`](super::Disk::granule). Without O_DIRECT the page cache takes any bytes.
@@ -215,7 +219,7 @@ impl Raw {
         if self.block_device {
             return Err(std::io::Error::from_raw_os_error(libc::EPERM));
         }
-        if self.file.metadata()?.size() < size_bytes { self.file.set_len(size_bytes) } else { Ok(()) }
+        if self.file.metadata()?.len() < size_bytes { self.file.set_len(size_bytes) } else { Ok(()) }
     }
 
     /// The first operation of a request.

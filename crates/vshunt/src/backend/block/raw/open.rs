@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::mm::ProtFlags;
 
 use qcow2::header::Header;
@@ -35,10 +36,12 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let shown = path.display();
     own_mounts::check(path)?;
     // Looked at before it is opened, for opening a FIFO waits and opening some devices does things.
-    check_kind(path, &std::fs::metadata(path).map_err(|e| open_error(path, spec.readonly, e))?)?;
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let seen = rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|e| open_error(path, spec.readonly, e.into()))?;
+    check_kind(path, &File::from(seen))?;
     let (file, direct) = open_file(path, spec)?;
-    let meta = file.metadata().map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?;
-    check_kind(path, &meta)?;
+    let meta = check_kind(path, &file)?;
     let block_device = meta.file_type().is_block_device();
     if block_device && !spec.readonly && probe::device_readonly(&file) {
         return Err(Error::invalid(format!("{shown} is a read-only device: add readonly=on")));
@@ -96,6 +99,7 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let file = Arc::new(file);
     let raw = Raw {
         path: path.clone(),
+        id: (meta.dev(), meta.ino()),
         known: shared(&file),
         file,
         aside,
@@ -163,10 +167,22 @@ pub(in crate::backend::block) fn begins_as_qcow2(path: &Path) -> Option<String> 
     })
 }
 
-fn check_kind(path: &Path, meta: &Metadata) -> Result<()> {
+/// Returns what an image is, if it can be one.
+fn check_kind(path: &Path, file: &File) -> Result<Metadata> {
+    let cannot = |e| Error::io(format_args!("cannot look at {}", path.display()), e);
+    let meta = file.metadata().map_err(cannot)?;
     let kind = meta.file_type();
     let what = match () {
-        () if kind.is_file() || kind.is_block_device() => return Ok(()),
+        () if kind.is_block_device() => return Ok(meta),
+        () if kind.is_file() => match probe::of_the_kernel(file).map_err(cannot)? {
+            None => return Ok(meta),
+            Some(name) => {
+                return Err(Error::invalid(format!(
+                    "{} is on {name}, a file system of the kernel's own; an image is a file or a block device",
+                    path.display()
+                )));
+            }
+        },
         () if kind.is_dir() => "a directory",
         () if kind.is_char_device() => "a character device",
         () if kind.is_fifo() => "a FIFO",

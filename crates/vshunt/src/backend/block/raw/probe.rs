@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
@@ -27,6 +27,36 @@ pub(super) enum Place {
     Hugetlbfs,
     /// A file that a program serves; virtiofs, too.
     Fuse,
+}
+
+/// File systems of the kernel's own, by their magic numbers (linux/magic.h): their files are no storage. What is written to
+/// some of them changes the system, and `/proc/self/mem` is the daemon's memory.
+const OF_THE_KERNEL: [(u32, &str); 19] = [
+    (0x0000_9FA0, "proc"),
+    (0x6265_6572, "sysfs"),
+    (0x6462_6720, "debugfs"),
+    (0x7472_6163, "tracefs"),
+    (0x0027_E0EB, "cgroup"),
+    (0x6367_7270, "cgroup2"),
+    (0x7363_6673, "securityfs"),
+    (0xF97C_FF8C, "selinuxfs"),
+    (0x4341_5D53, "smackfs"),
+    (0x5A3C_69F0, "apparmorfs"),
+    (0xCAFE_4A11, "bpf"),
+    (0x6165_676C, "pstore"),
+    (0xDE5E_81E4, "efivarfs"),
+    (0x6265_6570, "configfs"),
+    (0x6E73_6673, "nsfs"),
+    (0x6573_5543, "fusectl"),
+    (0x1980_0202, "mqueue"),
+    (0x4249_4E4D, "binfmt_misc"),
+    (0x0765_5821, "resctrl"),
+];
+
+/// The name of the file system where a file is, if it is one of the kernel's own.
+pub(super) fn of_the_kernel(file: impl AsFd) -> io::Result<Option<&'static str>> {
+    let magic = rustix::fs::fstatfs(file)?.f_type as u32;
+    Ok(OF_THE_KERNEL.iter().find(|(known, _)| *known == magic).map(|(_, name)| *name))
 }
 
 /// Where a file is, by its file system's magic number (linux/magic.h).

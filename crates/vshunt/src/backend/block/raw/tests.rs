@@ -460,6 +460,7 @@ fn what_is_no_image_is_refused() {
     fails(&raw_spec(&file("none")), NotFound, &["there is no image", "none; truncate -s 10G"]);
     fails(&raw_spec(dir.path()), Invalid, &["is a directory"]);
     fails(&raw_spec("/dev/zero".as_ref()), Invalid, &["/dev/zero is a character device"]);
+    fails(&raw_spec("/proc/self/mem".as_ref()), Invalid, &["/proc/self/mem is on proc"]);
     // Any length will do: the disk has whole sectors.
     for (name, len, size) in [("empty", 0, 0), ("odd", 1025, 1536)] {
         assert_eq!(open_soon(&raw_spec(&image(&dir, name, len))).size_bytes(), size, "{name}");
@@ -590,6 +591,29 @@ fn file_systems_in_memory_that_can_less_than_tmpfs() {
             assert_eq!(rig.read(512, 4096), [0; 4096]);
         }
     });
+}
+
+/// What takes as long as the file is large is not done on the worker.
+#[test]
+fn long_ranges_of_files_in_memory_are_the_rings() {
+    const LARGE: u64 = 64 << 20;
+    let dir = scratch("/dev/shm");
+    let mut rig = Rig::new(&raw_spec(&image(&dir, "disk.img", LARGE)));
+    for op in [Op::Discard, Op::WriteZeroes { unmap: true }, Op::WriteZeroes { unmap: false }, Op::Allocate] {
+        assert_eq!(rig.write(0, &pattern(1 << 20)), 0);
+        assert_eq!(rig.write(LARGE - (1 << 20), &pattern(1 << 20)), 0);
+        for (offset, len, by_ring) in [(0, 1 << 20, false), (512, LARGE - 512, true)] {
+            let mut completions = 0;
+            let results = rig.run_with(&[Ask::new(op, offset, len)], |_, res| {
+                completions += 1;
+                res
+            });
+            assert_eq!((results, completions > 0), (vec![0], by_ring), "{op:?} of {len} bytes");
+        }
+        if op != Op::Allocate {
+            assert!(rig.read(LARGE - (1 << 20), 1 << 20).iter().all(|byte| *byte == 0), "{op:?}");
+        }
+    }
 }
 
 #[test]

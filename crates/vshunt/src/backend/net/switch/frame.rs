@@ -179,7 +179,9 @@ pub(super) fn is_tag(kind: u16) -> bool {
     matches!(kind, ETH_VLAN | ETH_QINQ | ETH_QINQ_OLD)
 }
 
-fn payload(bytes: &[u8]) -> usize {
+/// Returns where the packet of a frame begins: behind addresses, up to two VLAN tags of any kind, and the EtherType. The frame
+/// may end before that.
+pub fn payload(bytes: &[u8]) -> usize {
     let mut at = 12;
     while at < 20 && word_at(bytes, at).is_some_and(is_tag) {
         at += 4;

@@ -30,14 +30,16 @@ use std::time::Instant;
 pub use self::end::End;
 pub use self::frame::{
     Fate, Frame, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, LOOK_BYTES, Look, NEEDS_CSUM, Packet, Piece,
-    look,
+    look, payload,
 };
 pub use self::macs::MACS_MAX;
 use self::macs::{Address, Macs};
 use self::pins::{Pin, Pins};
-pub use self::port::{MACS_GUEST, MACS_UPLINK, Port, PortOptions, Refusal};
-pub use self::vlan::{Form, Lan, Start};
+pub use self::port::{MACS_GUEST, MACS_UPLINK, Port, PortOptions};
+pub use self::probe::PROBE_EVERY_S;
+pub use self::vlan::{Form, Lan, NO_VLAN, Start};
 use crate::error::{Error, Result};
+use crate::export::spec::DropReason;
 
 /// Ports of one switch at most.
 pub const PORTS_MAX: usize = 256;
@@ -51,6 +53,46 @@ pub enum Route {
     All,
     /// It would come back to where it is from.
     Nowhere,
+}
+
+/// The last route of a turn that led to one port: most frames of a turn are between the same two stations. A sender keeps it for
+/// one turn only, in which neither its view of the ports nor the time changes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LastRoute(Option<Known>);
+
+impl LastRoute {
+    /// Returns the route of a frame in a VLAN: the last one if it was of the same stations, else what `find` finds.
+    ///
+    /// # Errors
+    /// Those of `find`.
+    #[inline]
+    pub fn or_find(
+        &mut self,
+        look: &Look,
+        vlan: u16,
+        find: impl FnOnce() -> Result<Route, DropReason>,
+    ) -> Result<Route, DropReason> {
+        let Look { source, destination, .. } = *look;
+        if let Some(known) = &self.0
+            && (known.source, known.destination, known.vlan) == (source, destination, vlan)
+        {
+            return Ok(Route::Port(known.port));
+        }
+        let route = find()?;
+        if let Route::Port(port) = route {
+            self.0 = Some(Known { source, destination, vlan, port });
+        }
+        Ok(route)
+    }
+}
+
+/// What was looked up for a frame.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    source: Address,
+    destination: Address,
+    vlan: u16,
+    port: u16,
 }
 
 /// The ports of a switch at some time.
@@ -211,13 +253,16 @@ impl Switch {
         look: &Look,
         vlan: u16,
         now_s: u32,
-    ) -> Result<Route, Refusal> {
-        let mut owners = view.pinned(look.source, vlan).peekable();
-        if owners.peek().is_none() {
-            self.macs.learn(look.source, vlan, from.index, &from.learnt, now_s);
-        } else if owners.all(|pin| pin.port != from.index && !(pin.host && from.is_uplink())) {
-            // The host's frames may come by several uplinks.
-            return Err(Refusal::ForeignSource);
+    ) -> Result<Route, DropReason> {
+        // The port's own address is pinned to it: `join` lets no other port of its VLANs have the same.
+        if from.mac != Some(look.source) {
+            let mut owners = view.pinned(look.source, vlan).peekable();
+            if owners.peek().is_none() {
+                self.macs.learn(look.source, vlan, from.index, &from.learnt, now_s);
+            } else if owners.all(|pin| pin.port != from.index && !(pin.host && from.is_uplink())) {
+                // The host's frames may come by several uplinks.
+                return Err(DropReason::ForeignSource);
+            }
         }
         if look.destination.is_group() {
             return Ok(Route::All);
@@ -239,8 +284,13 @@ impl Switch {
     /// The port may not send that frame, or an uplink's interface is down; all others were told.
     pub fn announce(&self, from: &Port, frame: &[u8]) -> Result<()> {
         let (view, now_s) = (self.view(), self.now_s());
-        let refused = |why| {
-            Error::invalid(format!("switch {} does not take it from {}: {why:?}", self.name, from.name))
+        let refused = |why: DropReason| {
+            Error::invalid(format!(
+                "switch {} does not take it from {}: {}",
+                self.name,
+                from.name,
+                why.name()
+            ))
         };
         let Some(packet) = Packet::new(frame, &Header::default(), frame.len()) else { return Ok(()) };
         let vlan = from.admit(&packet, now_s).map_err(refused)?;

@@ -9,10 +9,10 @@ use super::End;
 use super::flows::Flows;
 use super::frame::Packet;
 use super::macs::{Address, Learnt};
-use super::probe;
+use super::probe::Probe;
 use super::vlan::{Form, Lan};
 use crate::backend::net::Tap;
-use crate::export::spec::PortState;
+use crate::export::spec::{DropReason, PortState};
 
 /// Addresses that are learnt behind a guest's port at most, if nothing is said.
 pub const MACS_GUEST: u32 = 256;
@@ -44,27 +44,6 @@ pub struct PortOptions {
     pub tap: Option<Weak<Tap>>,
 }
 
-/// Why a port, or the switch, does not let a frame pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// No other port takes it.
-    NoReceiver,
-    /// Its source is a group's address, or zero.
-    BadSource,
-    /// Its source is not the port's address, or is another port's.
-    ForeignSource,
-    /// It is for a station that bridges do not forward to.
-    Reserved,
-    /// The port is not in its VLAN, or it has tags that the port does not take.
-    Vlan,
-    /// It is longer than a port's MTU.
-    OverMtu,
-    /// Both ports are isolated.
-    Isolated,
-    /// The port is an uplink that is blocked, since it makes a loop.
-    Loop,
-}
-
 /// One export on a switch.
 pub struct Port {
     /// Its number.
@@ -89,8 +68,8 @@ pub struct Port {
     loops: AtomicU64,
     /// The uplink with which it makes a loop.
     loop_with: AtomicU32,
-    /// By which its own probes are known.
-    pub(super) probe: probe::Id,
+    /// Of its own loop probes.
+    pub(super) probe: Probe,
 }
 
 impl Port {
@@ -111,7 +90,7 @@ impl Port {
             blocked_until_s: AtomicU32::new(0),
             loops: AtomicU64::new(0),
             loop_with: AtomicU32::new(0),
-            probe: probe::Id::random(),
+            probe: Probe::new(),
         }
     }
 
@@ -165,25 +144,25 @@ impl Port {
     /// # Errors
     /// Why it does not.
     #[inline]
-    pub fn admit(&self, packet: &Packet<'_>, now_s: u32) -> Result<u16, Refusal> {
+    pub fn admit(&self, packet: &Packet<'_>, now_s: u32) -> Result<u16, DropReason> {
         let look = &packet.look;
         if self.is_blocked(now_s) {
-            return Err(Refusal::Loop);
+            return Err(DropReason::Loop);
         }
         if !look.source.is_stations() {
-            return Err(Refusal::BadSource);
+            return Err(DropReason::BadSource);
         }
         if self.mac_filter && self.mac != Some(look.source) {
-            return Err(Refusal::ForeignSource);
+            return Err(DropReason::ForeignSource);
         }
         if look.destination.is_reserved() && !self.reserved {
-            return Err(Refusal::Reserved);
+            return Err(DropReason::Reserved);
         }
         // The kernel keeps to a tap's MTU by itself, and knows at once when it changes.
         if !self.is_uplink() && packet.bytes > self.mtu() as usize {
-            return Err(Refusal::OverMtu);
+            return Err(DropReason::OverMtu);
         }
-        self.lan.admits(packet.first).ok_or(Refusal::Vlan)
+        self.lan.admits(packet.first).ok_or(DropReason::Vlan)
     }
 
     /// How a frame of a VLAN, which another port took, leaves by this one.
@@ -191,19 +170,25 @@ impl Port {
     /// # Errors
     /// Why it does not.
     #[inline]
-    pub fn accept(&self, from: &Self, packet: &Packet<'_>, vlan: u16, now_s: u32) -> Result<Form, Refusal> {
-        let form = self.lan.form(vlan).ok_or(Refusal::NoReceiver)?;
+    pub fn accept(
+        &self,
+        from: &Self,
+        packet: &Packet<'_>,
+        vlan: u16,
+        now_s: u32,
+    ) -> Result<Form, DropReason> {
+        let form = self.lan.form(vlan).ok_or(DropReason::NoReceiver)?;
         if self.isolated && from.isolated {
-            return Err(Refusal::Isolated);
+            return Err(DropReason::Isolated);
         }
         if self.is_blocked(now_s) {
-            return Err(Refusal::Loop);
+            return Err(DropReason::Loop);
         }
         if packet.look.destination.is_reserved() && !self.reserved {
-            return Err(Refusal::Reserved);
+            return Err(DropReason::Reserved);
         }
         match packet.bytes > self.mtu() as usize {
-            true => Err(Refusal::OverMtu),
+            true => Err(DropReason::OverMtu),
             false => Ok(form),
         }
     }

@@ -15,9 +15,9 @@ use super::frame::{ETH_VLAN, is_tag, word_at};
 use crate::export::spec::Vlans;
 
 /// The VLAN of frames between ports without VLANs.
-pub(super) const NO_VLAN: u16 = 0;
+pub const NO_VLAN: u16 = 0;
 /// Bits of a tag that say the VLAN; the others are priority and drop eligibility.
-const VLAN_BITS: u16 = 0xFFF;
+pub(super) const VLAN_BITS: u16 = 0xFFF;
 /// Bytes of both addresses, and of a tag.
 const ADDRESSES: usize = 12;
 const TAG: usize = 4;

@@ -14,6 +14,7 @@ use crate::backend::net::ifreq;
 use crate::backend::net::links::{Link, Links};
 use crate::backend::net::netns::Netns;
 use crate::error::{Error, Result};
+use crate::sandbox;
 
 pub(super) const CLONE_DEVICE: &str = "/dev/net/tun";
 
@@ -153,7 +154,9 @@ pub(super) fn macvtap_device(name: &str, link: &Link, netns: &Netns) -> Result<P
 }
 
 fn open_macvtap(path: &Path, name: &str) -> Result<File> {
-    open_nonblocking(path).map_err(|e| match e.raw_os_error() {
+    // Its device came with the interface, maybe after the sandbox was set up.
+    let opened = sandbox::errand(|| open_nonblocking(path)).and_then(|file| file);
+    opened.map_err(|e| match e.raw_os_error() {
         Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => Error::unsupported(format!(
             "there is no {} of macvtap {name}; where /dev is not the system's, pass open descriptors: fd=N",
             path.display()

@@ -69,6 +69,7 @@ fn whole() -> Snapshot {
             "id": 2, "name": "a \"b\"\\\n", "kind": "user", "tid": 1, "cpu": [0], "nice": 0, "poll-us": 50,
             "queues": ["f0:0", "c0:0"], "cpu-time-us": 1_500_000, "sleeps": 12, "requests": 13, "stalled": true,
         }))],
+        refused: 16,
     }
 }
 
@@ -111,6 +112,7 @@ fn what_a_scrape_shows() {
     let lines: HashSet<&str> = text.lines().collect();
     for line in [
         concat!("vshunt_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1"),
+        "vshunt_sandbox_refused_calls_total 16",
         "# TYPE vshunt_queue_requests counter",
         "vshunt_queue_requests_total{export=\"f0\",queue=\"0\"} 18446744073709551615",
         "# UNIT vshunt_queue_read_bytes bytes",
@@ -145,7 +147,7 @@ fn what_a_scrape_shows() {
 #[test]
 fn what_is_not_there_has_no_metric() {
     let text = text(Snapshot::default());
-    assert_eq!(text.lines().filter(|l| l.starts_with("# TYPE")).count(), 1, "{text}");
+    assert_eq!(text.lines().filter(|l| l.starts_with("# TYPE")).count(), 2, "{text}");
 }
 
 #[test]

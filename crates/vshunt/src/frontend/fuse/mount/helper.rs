@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -95,24 +95,36 @@ fn run(mut command: Command) -> std::result::Result<(), String> {
     command.arg0(NAME).env("LC_ALL", "C").current_dir("/").stdout(Stdio::null()).stderr(Stdio::piped());
     // The child is this process's, whichever thread makes it; the parent's copy of the socket goes with the command.
     let mut child = sandbox::errand(move || command.spawn()).map_err(say)?.map_err(say)?;
-    let limit = Instant::now() + PATIENCE;
-    let status = loop {
-        match child.try_wait().map_err(say)? {
-            Some(status) => break status,
-            None if Instant::now() > limit => {
-                let _ = child.kill();
-                let _ = child.try_wait();
-                return Err(format!("nothing for {} s", PATIENCE.as_secs()));
-            }
-            None => std::thread::sleep(Duration::from_millis(2)),
-        }
-    };
+    let status = end_of(&mut child, PATIENCE).map_err(say)?;
+    let status = status.ok_or_else(|| format!("nothing for {} s", PATIENCE.as_secs()))?;
     if status.success() {
         return Ok(());
     }
     let said = said(&child);
     let said = said.trim().strip_prefix(NAME).map_or(said.trim(), |rest| rest.trim_start_matches([':', ' ']));
     Err(if said.is_empty() { status.to_string() } else { said.replace('\n', "; ") })
+}
+
+/// Waits for the end of a child; none: it had not ended within `limit`, and was killed.
+fn end_of(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
+    let ended = wait(child, limit)?;
+    if ended.is_none() {
+        child.kill()?;
+        // So that no zombie stays. Not without a limit: it may be in a system call that a signal does not end.
+        wait(child, PATIENCE)?;
+    }
+    Ok(ended)
+}
+
+/// Waits for the end of a child; none: it has not ended within `limit`.
+fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
+    let limit = Instant::now() + limit;
+    loop {
+        match child.try_wait()? {
+            None if Instant::now() <= limit => std::thread::sleep(Duration::from_millis(2)),
+            ended => return Ok(ended),
+        }
+    }
 }
 
 /// What the ended child wrote to its standard error. One read: others may hold the pipe open and we do not wait.
@@ -150,6 +162,13 @@ mod tests {
     #[test]
     fn commas_and_backslashes_stay_in_the_value() {
         assert_eq!(escape("vshunt:a,b\\c"), "vshunt:a\\,b\\\\c");
+    }
+
+    #[test]
+    fn one_that_hangs_is_killed_and_leaves_no_zombie() {
+        let mut child = Command::new("/bin/sh").args(["-c", "exec sleep 1000"]).spawn().unwrap();
+        assert_eq!(end_of(&mut child, Duration::ZERO).unwrap(), None);
+        assert!(!Path::new(&format!("/proc/{}", child.id())).exists());
     }
 
     #[test]

@@ -18,6 +18,7 @@ use super::umount::{self, How, Outcome};
 use super::{FS_TYPE, ROUNDS};
 use crate::backend::block::own_mounts;
 use crate::error::{Error, Result};
+use crate::sandbox;
 
 /// How long another daemon's lock is waited for. A process that was killed goes on holding its locks until its
 /// io_uring has ended what was under way.
@@ -58,6 +59,7 @@ impl Mountpoint {
                 }
                 Err(e) => return Err(cannot_look(path, e)),
             };
+            sandbox::check_place(&file, true, format_args!("mountpoint {shown}"))?;
             let seen = look(&file).map_err(|e| cannot_look(path, e))?;
             if seen.kind == FileType::Directory {
                 return Err(Error::invalid(format!(
@@ -126,7 +128,8 @@ impl Mountpoint {
             return;
         }
         self.made.store(false, Ordering::Relaxed);
-        if let Err(e) = fs::remove_file(path) {
+        // It may be in a folder that was permitted for the time of one command only.
+        if let Err(e) = sandbox::errand(|| fs::remove_file(path)).and_then(|removed| removed) {
             tracing::warn!("cannot remove the file {} that a disk was mounted over: {e}", path.display());
         }
     }
@@ -177,13 +180,6 @@ pub fn remove_left_behind(path: &Path) {
     }
 }
 
-/// Returns the device number of the file system that is mounted at `path` itself. Asks no server of a mount.
-pub fn mounted_device(path: &Path) -> Option<u64> {
-    let seen = open_path(path, true).and_then(look).ok().filter(|seen| seen.is_mount_root)?;
-    let (major, minor) = seen.mount.device;
-    Some(rustix::fs::makedev(major, minor))
-}
-
 /// Device number and inode of what is at `path`, if nothing is mounted there. Asks no server of a mount.
 pub fn identity(path: &Path) -> Option<(u64, u64)> {
     let seen = open_path(path, true).and_then(look).ok().filter(|seen| !seen.is_mount_root)?;
@@ -224,6 +220,7 @@ fn make(path: &Path) -> Result<Option<u64>> {
         }
         Err(e) => return Err(cannot_look(path, e)),
     };
+    sandbox::check_place(&folder, true, format_args!("the folder of mountpoint {shown}"))?;
     // For the owner alone, for whom fusermount3 wants it writable.
     let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match openat(&folder, name, flags, Mode::RUSR | Mode::WUSR) {

@@ -64,9 +64,9 @@ pub(super) fn end(point: &Path, device: (u32, u32), how: How) -> Result<Outcome>
 /// Where fusectl is not mounted nothing happens: the connection then ends with its descriptors.
 pub(super) fn abort((_, minor): (u32, u32)) {
     // The connection's number is the device number, and that of a mount without a device has no major part.
-    let file = format!("{CONNECTIONS}/{minor}/abort");
-    if let Err(e) = fs::write(&file, "1") {
-        tracing::debug!("cannot abort by {file}: {e}");
+    let written = open_mounted(minor).and_then(|mut file| file.write_all(b"1"));
+    if let Err(e) = written {
+        tracing::debug!("cannot abort by {CONNECTIONS}/{minor}/abort: {e}");
     }
 }
 
@@ -79,12 +79,18 @@ pub(super) fn sever(session: &OwnedFd, (_, minor): (u32, u32)) -> io::Result<()>
     if ended() {
         return Ok(());
     }
-    let mut file = match fs::File::options().write(true).open(format!("{CONNECTIONS}/{minor}/abort")) {
+    let mut file = match open_mounted(minor) {
         Ok(file) => file,
         Err(_) => sandbox::errand(|| open_unmounted(&format!("{minor}/abort")))??,
     };
     // Numbers are used again: only if ours has not ended by now is the file that of our connection.
     if ended() { Ok(()) } else { file.write_all(b"1") }
+}
+
+/// Opens the file of fusectl that aborts a connection, for writing. By the launcher: a Landlock rule for the folder would be
+/// of the file system that is there when the rule is made, and fusectl may be mounted later.
+fn open_mounted(minor: u32) -> io::Result<fs::File> {
+    sandbox::errand(|| fs::File::options().write(true).open(format!("{CONNECTIONS}/{minor}/abort")))?
 }
 
 /// A file of fusectl where that is mounted nowhere, for writing.

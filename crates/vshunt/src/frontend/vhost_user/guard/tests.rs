@@ -1,7 +1,7 @@
 use std::process::Command;
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -129,11 +129,12 @@ fn at_the_limit(left: usize) {
     let file = memfd(bytes);
     let lost = map(&file, bytes);
     others.extend((0..4).map(|_| other()));
-    let go = Arc::new(AtomicBool::new(false));
+    let (go, started) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let threads: Vec<_> = (0..4)
         .map(|i| {
-            let (lost, go) = (lost.clone(), go.clone());
+            let (lost, go, started) = (lost.clone(), go.clone(), started.clone());
             std::thread::spawn(move || {
+                started.fetch_add(1, Ordering::Release);
                 while !go.load(Ordering::Acquire) {
                     std::thread::yield_now();
                 }
@@ -141,6 +142,10 @@ fn at_the_limit(left: usize) {
             })
         })
         .collect();
+    // The start of a thread allocates.
+    while started.load(Ordering::Acquire) < threads.len() {
+        std::thread::yield_now();
+    }
     let rest = fill(limit, left);
     file.set_len(0).unwrap();
     go.store(true, Ordering::Release);
@@ -202,4 +207,23 @@ fn fill(limit: usize, left: usize) -> impl FnOnce() {
         free(many, all);
         singles.iter().filter(|at| **at != libc::MAP_FAILED).for_each(|at| _ = free(*at, PAGE));
     }
+}
+
+#[test]
+fn a_fault_that_repeats_in_a_replaced_mapping_ends_the_process() {
+    let file = memfd(MIB);
+    let lost = map(&file, MIB);
+    file.set_len(0).unwrap();
+    assert_eq!(get(&lost, 4096), 0);
+    let addr = lost.at(4096).addr();
+    // As the kernel tells of a page that it cannot have.
+    assert!((0..LATE_MAX).all(|_| handle(addr, libc::BUS_ADRERR)));
+    assert!(!handle(addr, libc::BUS_ADRERR) && !handle(addr, libc::BUS_ADRERR));
+    drop(lost);
+    // Another mapping in that slot of the table begins anew.
+    let file = memfd(MIB);
+    let lost = map(&file, MIB);
+    file.set_len(0).unwrap();
+    assert_eq!(get(&lost, 4096), 0);
+    assert!(handle(lost.at(4096).addr(), libc::BUS_ADRERR));
 }

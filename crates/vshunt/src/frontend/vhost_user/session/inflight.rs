@@ -1,10 +1,14 @@
 //! The region in which requests in flight are noted, which the front end keeps while no daemon runs.
 //!
-//! It is as large as the front end says, so it is bounded here by what its queues need: a reset writes all of it.
+//! It is as large as the front end says, so it is bounded here by what its queues need: a reset may write all of it.
 
 use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Error, Result};
 use virtio::inflight::inflight_queue_size;
@@ -19,6 +23,9 @@ const INFLIGHT_ROUND_BYTES: u64 = 4096;
 /// The region in which requests in flight are noted, one part a queue.
 pub(super) struct InflightArea {
     pub(super) map: Arc<Mapping>,
+    /// What it lies in, and where.
+    file: File,
+    offset: u64,
     pub(super) queues: u16,
     pub(super) queue_size: u16,
 }
@@ -26,19 +33,44 @@ pub(super) struct InflightArea {
 impl InflightArea {
     /// Whether a device initialised it before: the version that follows the 64 bits of features is not 0 then.
     pub(super) fn was_used(&self) -> bool {
-        let at = size_of::<u64>();
-        // SAFETY: inside of the mapping, and aligned, both checked beside it; a front end that writes there meanwhile only
-        // changes the answer.
+        // By a call: to look at a page of the mapping that the file does not have would make one.
+        let (at, mut version) = (size_of::<u64>(), [0; 2]);
         at + 2 <= self.map.len()
-            && self.map.at(at).cast::<u16>().is_aligned()
-            && unsafe { self.map.at(at).cast::<u16>().read_volatile() } != 0
+            && self.file.read_exact_at(&mut version, self.offset + at as u64).is_ok()
+            && version != [0; 2]
     }
 
     /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
     /// stood is not to outlive a reset.
+    ///
+    /// Pages that the file does not have are left out. They read as zeroes; to write them would charge them to the daemon,
+    /// once for each part of a large file that a front end names as its region.
     pub(super) fn clear(&self) {
-        // SAFETY: inside of the mapping; rings, which alone use it, are gone.
-        unsafe { self.map.at(0).write_bytes(0, self.map.len()) };
+        let mut from = 0;
+        while let Some(data) = self.next_data(from) {
+            let len = data.end - data.start;
+            // SAFETY: inside of the mapping; rings, which alone use it, are gone.
+            unsafe { self.map.at(data.start).write_bytes(0, len) };
+            from = data.end;
+        }
+    }
+
+    /// The next part of the region, at `from` or behind it, that the file has pages of; all of the rest where the file cannot
+    /// tell.
+    fn next_data(&self, from: usize) -> Option<Range<usize>> {
+        if from >= self.map.len() {
+            return None;
+        }
+        let (at, end) = (self.offset + from as u64, self.offset + self.map.len() as u64);
+        let data = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
+            Ok(data) if data < end => data.max(at),
+            Ok(_) | Err(Errno::NXIO) => return None,
+            Err(_) => return Some(from..self.map.len()),
+        };
+        let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(data)).unwrap_or(end).min(end);
+        // A front end that punches holes meanwhile may have made this one empty.
+        let within = |pos: u64| (pos - self.offset) as usize;
+        Some(within(data)..within(hole.max(data + 1)))
     }
 }
 
@@ -89,7 +121,13 @@ impl Session {
         let map = map.map_err(Error::ReqHandlerError)?;
         let parts = usize::from(area.num_queues) * inflight_queue_size(area.queue_size, self.packed());
         let notes = self.device.takes_notes().then(|| Notes::new(&map, parts)).flatten();
-        self.inflight = Some(InflightArea { map, queues: area.num_queues, queue_size: area.queue_size });
+        self.inflight = Some(InflightArea {
+            map,
+            file: file.try_clone().map_err(Error::ReqHandlerError)?,
+            offset: area.mmap_offset,
+            queues: area.num_queues,
+            queue_size: area.queue_size,
+        });
         self.device.notes(notes);
         self.cut_off = None;
         if self.inflight.as_ref().is_some_and(InflightArea::was_used)

@@ -98,7 +98,7 @@ impl Session {
                     // SAFETY: as when it was started.
                     if let Err(e) = unsafe { kernel.set_addresses(index as u16, &setup) } {
                         let queue = self.queues.queue_of(index as u16);
-                        self.reports.add(queue, &format!("its writes cannot be logged: {e}"));
+                        self.reports.add(queue, None, &format!("its writes cannot be logged: {e}"));
                     }
                 }
             }

@@ -59,9 +59,10 @@ impl Session {
     }
 
     /// Stops a ring that is switched off: what its device or its guest has for it meanwhile is for nobody
-    /// (vhost-user specification, "Ring states").
+    /// (vhost-user specification, "Ring states"). QEMU switches a ring off before it asks for its base, so the front end may
+    /// give this ring to another program, too. Its memory stays the ring's until GET_VRING_BASE is answered.
     pub(super) fn switch_off(&mut self, index: usize) {
-        self.halt(index, true, false);
+        self.halt(index, true, true);
         self.close(index);
     }
 
@@ -158,7 +159,7 @@ impl Session {
             );
         };
         let vring = &self.vrings[index];
-        let (call, err) = (vring.call.clone(), vring.err.clone());
+        let call = vring.call.clone();
         let mut ring = self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
         let mut replays = Vec::new();
         let inflight = self.inflight_of(index)?;
@@ -179,11 +180,10 @@ impl Session {
             replays,
             kick,
             call,
-            err,
             log,
             stats: stats.clone(),
             name: format!("{}:{index}", self.name),
-            on_broken: Box::new(move |reason| reports.add(at, reason)),
+            on_broken: Box::new(move |reason| reports.add(at, Some(index as u16), reason)),
         };
         self.device.opened(at, way, fresh).map_err(|reason| self.unusable(index, &reason))?;
         stats.size.store(vring.size, Relaxed);
@@ -260,19 +260,24 @@ impl Session {
             }),
             kick,
             call: vring.call.clone(),
-            err: vring.err.clone(),
             tracking: None,
+        }
+    }
+
+    /// Signals a ring's error descriptor (VHOST_USER_SET_VRING_ERR), if the front end gave one.
+    pub(in super::super) fn signal_error(&self, ring: u16) {
+        if let Some(err) = self.vrings.get(usize::from(ring)).and_then(|vring| vring.err.as_ref()) {
+            err.ring();
         }
     }
 
     /// A ring that cannot start: told to all who want to know.
     fn unusable(&self, index: usize, reason: &str) -> Error {
         let queue = self.queues.queue_of(index as u16);
-        self.reports.add(queue, reason);
+        self.reports.add(queue, None, reason);
         self.queues.stats(queue).set_state(State::Broken);
-        if let Some(err) = &self.vrings[index].err {
-            err.ring();
-        }
+        // At once: the connection may end by this error.
+        self.signal_error(index as u16);
         refuse(format!("queue {index} cannot start: {reason}"))
     }
 

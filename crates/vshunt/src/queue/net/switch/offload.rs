@@ -4,7 +4,9 @@
 use virtio::features::bit;
 use virtio::net::*;
 
-use crate::backend::net::switch::{Frame, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, NEEDS_CSUM};
+use crate::backend::net::switch::{
+    Frame, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, NEEDS_CSUM, payload,
+};
 
 /// What a guest takes of what others leave to be done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -194,14 +196,10 @@ fn segment(tcp: &mut [u8], from: usize, first: bool, last: bool) {
     tcp[TCP_SEQ..TCP_SEQ + 4].copy_from_slice(&seq.wrapping_add(from as u32).to_be_bytes());
 }
 
-/// Where the IP header is, and whether it is IPv4: behind Ethernet, and VLAN tags if there are some, and before `at`.
+/// Returns where the IP header is and whether it is IPv4. It lies behind Ethernet and up to two VLAN tags, and before `at`.
 fn network_header(bytes: &[u8], at: usize) -> Option<(usize, bool)> {
-    let mut kind = 12;
-    while kind < 20 && matches!(bytes.get(kind..kind + 2)?, [0x81, 0] | [0x88, 0xA8]) {
-        kind += 4;
-    }
-    let ip = kind + 2;
-    let v4 = match (bytes.get(kind..ip)?, bytes.get(ip)? >> 4) {
+    let ip = payload(bytes);
+    let v4 = match (bytes.get(ip - 2..ip)?, bytes.get(ip)? >> 4) {
         ([8, 0], 4) => true,
         ([0x86, 0xDD], 6) => false,
         _ => return None,

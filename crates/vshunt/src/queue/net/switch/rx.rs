@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::super::buffers::{Buffers, Cursor, NoRoom};
-use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::rings::Side;
 use super::offload::{Pieces, Takes};
 use crate::backend::net::switch::{End, Fate, Frame, Header};
+use crate::export::spec::DropReason;
 
 /// See the module.
 pub(super) struct Rx {
@@ -133,7 +133,7 @@ impl Rx {
             self.to.line.received(count, bytes);
         }
         if lost > 0 {
-            self.to.line.dropped(Drop::TooLong, lost);
+            self.to.line.dropped(DropReason::TooLong, lost);
         }
         (count + lost) as u32
     }
@@ -142,7 +142,7 @@ impl Rx {
     pub(super) fn drop_pieces(&mut self) {
         let lost = self.pieces.len() as u64;
         if lost > 0 {
-            self.to.line.dropped(Drop::NoBuffers, lost);
+            self.to.line.dropped(DropReason::NoBuffers, lost);
             self.pieces = Pieces::default();
         }
     }

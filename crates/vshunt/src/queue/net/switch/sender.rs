@@ -9,12 +9,12 @@ use std::sync::Arc;
 
 use io_uring::types::Timespec;
 
-use super::super::counters::Drop;
 use super::super::rings::OP_OWN;
 use super::Plug;
 use crate::backend::net::switch::{
-    End, Fate, Form, Frame, Header, NEEDS_CSUM, Packet, Piece, Port, Refusal, Route, Start, View,
+    End, Fate, Form, Frame, Header, LastRoute, NEEDS_CSUM, NO_VLAN, Packet, Piece, Port, Route, Start, View,
 };
+use crate::export::spec::DropReason;
 use crate::queue::listen::Listen;
 use crate::worker::{Ring, Token};
 
@@ -89,6 +89,8 @@ pub(super) struct Sender {
     view: Arc<View>,
     version: u64,
     now_s: u32,
+    /// Of this turn.
+    last: LastRoute,
     tick: u32,
     timer: Listen,
     /// The bell, which others ring.
@@ -118,6 +120,7 @@ impl Sender {
             view: Arc::default(),
             version: u64::MAX,
             now_s: 0,
+            last: LastRoute::default(),
             tick: 0,
             timer: Listen::Off,
             bell: Listen::Off,
@@ -144,13 +147,15 @@ impl Sender {
             (self.view, self.version) = (switch.view(), version);
         }
         self.now_s = switch.now_s();
+        self.last = LastRoute::default();
     }
 
     /// Describes a frame for all its receivers, except ends that have `most` frames already. Its slot is not over until it is
     /// among [`over`](Self::over); on an error it never was on its way.
     ///
     /// The first bytes that are sent are those of the packet: a guest may change its memory after they were looked at. The rest
-    /// is the memory that `pieces` adds to a description, without as many bytes as it is told. It stays mapped until then.
+    /// is the memory that `pieces` adds to a description, without as many bytes as it is told; that may be none. It stays mapped
+    /// until then.
     pub(super) fn send(
         &mut self,
         slot: u16,
@@ -158,25 +163,29 @@ impl Sender {
         told: Told,
         most: u32,
         pieces: impl Fn(usize, &mut Vec<Piece>),
-    ) -> Result<(), Drop> {
-        let Self { plug, end: home, lanes, spare, starts, view, now_s, tick, no_room, over_mtu, .. } = self;
+    ) -> Result<(), DropReason> {
+        let Self {
+            plug, end: home, lanes, spare, starts, view, now_s, last, tick, no_room, over_mtu, ..
+        } = self;
         let (port, look) = (&*plug.port, &packet.look);
         let vlan = port.admit(packet, *now_s)?;
-        let route = plug.switch.route(view, port, look, vlan, *now_s)?;
+        let route = last.or_find(look, vlan, || plug.switch.route(view, port, look, vlan, *now_s))?;
         port.learn(look.hash, self.index, *now_s);
-        // SAFETY: the slot is over, so that no other worker reads there, and this worker alone has the sender.
-        let start = unsafe {
-            let start = &mut *starts[usize::from(slot)].get();
+        // What nobody else writes to, and what leaves as it came, is sent from where it is.
+        let copied = !(told.stable && vlan == NO_VLAN);
+        let start = copied.then(|| {
+            // SAFETY: the slot is over, so that no other worker reads there, and this worker alone has the sender.
+            let start = unsafe { &mut *starts[usize::from(slot)].get() };
             start.set(packet.first, vlan);
             &*start
-        };
+        });
         let (mut left, mut full) = (0, 0);
-        let mut put = |to: &Port| -> Result<(), Refusal> {
+        let mut put = |to: &Port| -> Result<(), DropReason> {
             let form = to.accept(port, packet, vlan, *now_s)?;
-            if !start.has(form) {
-                return Err(Refusal::Vlan);
+            if start.is_some_and(|start| !start.has(form)) {
+                return Err(DropReason::Vlan);
             }
-            let end = to.end_of(look.hash, *now_s).ok_or(Refusal::NoReceiver)?;
+            let end = to.end_of(look.hash, *now_s).ok_or(DropReason::NoReceiver)?;
             let at = lanes.iter().position(|lane| Arc::ptr_eq(&lane.end, end)).unwrap_or_else(|| {
                 lanes.push(Lane { end: end.clone(), frames: Vec::new(), outstanding: 0, stuck: false });
                 lanes.len() - 1
@@ -188,26 +197,26 @@ impl Sender {
             }
             let mut frame = spare.pop().unwrap_or_else(|| Frame::at(home));
             (frame.slot, frame.lane, frame.tick) = (slot, at as u16, *tick);
-            told.describe(&mut frame, start, form);
-            pieces(start.taken(), &mut frame.pieces);
+            told.describe(&mut frame, start.map(|start| (start, form)));
+            pieces(start.map_or(0, Start::taken), &mut frame.pieces);
             lane.frames.push(frame);
             lane.outstanding += 1;
             left += 1;
             Ok(())
         };
         match route {
-            Route::Port(at) => view.port(at.into()).map_or(Err(Refusal::NoReceiver), |to| put(to))?,
+            Route::Port(at) => view.port(at.into()).map_or(Err(DropReason::NoReceiver), |to| put(to))?,
             Route::All => {
                 for to in view.all().filter(|to| to.index != port.index) {
                     // Those that are not for it do not count; those that it is too long for do.
-                    *over_mtu += u64::from(put(to) == Err(Refusal::OverMtu));
+                    *over_mtu += u64::from(put(to) == Err(DropReason::OverMtu));
                 }
             }
             Route::Nowhere => {}
         }
         *no_room += full;
         match (left, full) {
-            (0, 0) => return Err(Drop::NoReceiver),
+            (0, 0) => return Err(DropReason::NoReceiver),
             (0, _) => self.over.push(Over { slot, taken: false }),
             _ => self.out += 1,
         }
@@ -266,11 +275,11 @@ impl Sender {
     }
 
     /// Counts frames that somebody did not get, since the last time.
-    pub(super) fn count_lost(&mut self, mut lost: impl FnMut(Drop, u64)) {
+    pub(super) fn count_lost(&mut self, mut lost: impl FnMut(DropReason, u64)) {
         for (why, count) in [
-            (Drop::NoRoom, &mut self.no_room),
-            (Drop::BadHeader, &mut self.lies),
-            (Drop::OverMtu, &mut self.over_mtu),
+            (DropReason::NoRoom, &mut self.no_room),
+            (DropReason::BadHeader, &mut self.lies),
+            (DropReason::OverMtu, &mut self.over_mtu),
         ] {
             if *count > 0 {
                 lost(why, std::mem::take(count));
@@ -374,16 +383,22 @@ impl Sender {
 pub(super) struct Told {
     pub(super) header: Header,
     pub(super) len: usize,
+    /// Nobody changes its bytes before its slot is over: they are not a guest's.
+    pub(super) stable: bool,
 }
 
 impl Told {
-    /// Describes the frame as it begins with `start`, in one form; the rest of its pieces is to be added.
-    fn describe(&self, frame: &mut Frame, start: &Start, form: Form) {
+    /// Describes the frame as it begins with `start`, in one form, or as it came; the rest of its pieces is to be added.
+    fn describe(&self, frame: &mut Frame, start: Option<(&Start, Form)>) {
+        frame.fate = Fate::NoRoom;
+        frame.pieces.clear();
+        let Some((start, form)) = start else {
+            (frame.len, frame.header) = (self.len, self.header);
+            return;
+        };
         let (first, longer) = (start.bytes(form), start.longer(form));
         frame.len = self.len.wrapping_add_signed(longer);
         frame.header = self.header.moved(longer);
-        frame.fate = Fate::NoRoom;
-        frame.pieces.clear();
         frame.pieces.push(Piece { ptr: first.as_ptr().cast_mut(), len: first.len() });
     }
 }

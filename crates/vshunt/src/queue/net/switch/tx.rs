@@ -7,12 +7,12 @@ use std::collections::VecDeque;
 
 use virtio::ring::{Head, Seg};
 
-use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::rings::Side;
 use super::super::{ETH_HEADER_BYTES, FRAME_MAX};
 use super::sender::{BUFFERS_MAX, Over, Sender, Told, told};
 use crate::backend::net::switch::{Header, LOOK_BYTES, Packet, Piece};
+use crate::export::spec::DropReason;
 
 /// Bytes of the header that say something.
 const HEADER_BYTES: usize = 10;
@@ -46,7 +46,7 @@ impl Tx {
         // The device writes nothing here: a guest that says so of a buffer (DPDK's virtio-user does) means nothing by it.
         line.vring.set_all_readable();
         // They may have been sent.
-        line.discard(Drop::Unknown, true);
+        line.discard(DropReason::Unknown, true);
         let size = line.vring.size();
         Self {
             line,
@@ -93,27 +93,27 @@ impl Tx {
     }
 
     /// Sends the frame in the scratch chain, the request of `slot`. Returns its bytes.
-    fn send(&mut self, slot: u16, sender: &mut Sender) -> Result<usize, Drop> {
+    fn send(&mut self, slot: u16, sender: &mut Sender) -> Result<usize, DropReason> {
         let chain = &self.line.chain;
         if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > BUFFERS_MAX {
-            return Err(Drop::Malformed);
+            return Err(DropReason::Malformed);
         }
         let bytes: usize = chain.segs.iter().map(|seg| seg.len as usize).sum();
         let len = match bytes.checked_sub(self.header) {
             Some(len @ ETH_HEADER_BYTES..) => len,
-            _ => return Err(Drop::TooShort),
+            _ => return Err(DropReason::TooShort),
         };
         if len > FRAME_MAX {
-            return Err(Drop::TooLong);
+            return Err(DropReason::TooLong);
         }
         let mut first = [0; HEADER_BYTES + 2 + LOOK_BYTES];
         let first = &mut first[..(self.header + LOOK_BYTES).min(bytes)];
         gather(&chain.segs, first);
         let header = Header::parse(first[..HEADER_BYTES].try_into().expect("ten bytes"));
-        let packet = Packet::new(&first[self.header..], &header, len).ok_or(Drop::BadHeader)?;
+        let packet = Packet::new(&first[self.header..], &header, len).ok_or(DropReason::BadHeader)?;
         let pieces = |taken: usize, to: &mut Vec<Piece>| skip_into(&chain.segs, self.header + taken, to);
         // It waits for whomever it sends to.
-        sender.send(slot, &packet, Told { header: told(header), len }, u32::MAX, pieces)?;
+        sender.send(slot, &packet, Told { header: told(header), len, stable: false }, u32::MAX, pieces)?;
         Ok(len)
     }
 
@@ -164,7 +164,7 @@ impl Side for Tx {
     fn stop(mut self, discard: bool) -> u32 {
         debug_assert!(self.order.is_empty());
         if discard {
-            self.line.discard(Drop::Detached, false);
+            self.line.discard(DropReason::Detached, false);
         }
         self.line.vring.base()
     }

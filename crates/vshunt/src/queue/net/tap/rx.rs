@@ -15,12 +15,12 @@ use std::os::fd::RawFd;
 use virtio::ring::Seg;
 
 use super::super::buffers::{Buffers, NoRoom, SEGS_MAX};
-use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::looks::Looks;
 use super::super::rings::Side;
 use super::super::tap_file::{Op, TapFile};
 use super::super::{BATCH, FRAME_MAX};
+use crate::export::spec::DropReason;
 use crate::worker::{Ring, Token};
 
 /// Frames after the last one of several buffers for which long ones are reckoned with.
@@ -100,7 +100,7 @@ impl Rx {
         if self.holds() {
             let lost = self.reads.iter().filter(|read| read.result > 0).count() as u64;
             self.reads.clear();
-            self.to.line.dropped(Drop::NoBuffers, lost);
+            self.to.line.dropped(DropReason::NoBuffers, lost);
         }
     }
 
@@ -200,8 +200,8 @@ impl Rx {
             Some(result) => {
                 let e = std::io::Error::from_raw_os_error(-result);
                 self.to.line.break_off(&format!(
-                    "its tap gives no more frames: {e} (if the interface is gone: remove the export and its \
-                     network, and add them again)"
+                    "its tap can no longer be read: {e} (if the interface is gone, remove the export and its \
+                     network, then add both again)"
                 ));
             }
         }
@@ -248,7 +248,7 @@ impl Rx {
             self.to.line.received(frames, bytes);
         }
         if dropped > 0 {
-            self.to.line.dropped(Drop::TooLong, dropped);
+            self.to.line.dropped(DropReason::TooLong, dropped);
         }
         (frames + dropped) as u32
     }
@@ -304,7 +304,7 @@ impl Side for Rx {
         debug_assert!(self.at_rest());
         let lost = self.reads.iter().filter(|read| read.result > 0).count() as u64;
         if lost > 0 {
-            self.to.line.dropped(Drop::NoBuffers, lost);
+            self.to.line.dropped(DropReason::NoBuffers, lost);
         }
         self.to.stop()
     }

@@ -5,11 +5,11 @@
 
 use virtio::ring::{Head, Seg};
 
-use super::super::counters::Drop;
 use super::super::line::Line;
 use super::super::rings::Side;
 use super::super::tap_file::{Op, TapFile};
 use super::super::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
+use crate::export::spec::DropReason;
 use crate::worker::{Ring, Token};
 
 /// Buffers of one frame at most: those of the longest chain, which the kernel takes in one call (UIO_MAXIOV).
@@ -49,7 +49,7 @@ impl Tx {
         // The device writes nothing here: a guest that says so of a buffer (DPDK's virtio-user does) means nothing by it.
         line.vring.set_all_readable();
         // They may have been sent.
-        line.discard(Drop::Unknown, true);
+        line.discard(DropReason::Unknown, true);
         let writes = [Write::default(); BATCH as usize];
         Self {
             line,
@@ -96,20 +96,20 @@ impl Tx {
     }
 
     /// Bytes of the frame in the scratch chain, with its header.
-    fn frame(&self) -> Result<usize, Drop> {
+    fn frame(&self) -> Result<usize, DropReason> {
         let chain = &self.line.chain;
         if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > IOVECS_FRAME {
-            return Err(Drop::Malformed);
+            return Err(DropReason::Malformed);
         }
         let bytes = chain.segs.iter().map(|seg| seg.len as usize).sum();
         match bytes {
-            n if n < self.header + ETH_HEADER_BYTES => Err(Drop::TooShort),
-            n if n > self.header + FRAME_MAX => Err(Drop::TooLong),
+            n if n < self.header + ETH_HEADER_BYTES => Err(DropReason::TooShort),
+            n if n > self.header + FRAME_MAX => Err(DropReason::TooLong),
             n => Ok(n),
         }
     }
 
-    fn refuse(&mut self, why: Drop) {
+    fn refuse(&mut self, why: DropReason) {
         self.line.dropped(why, 1);
         self.line.push(self.line.chain.head, 0);
     }
@@ -171,19 +171,19 @@ impl Side for Tx {
     fn stop(mut self, discard: bool) -> u32 {
         debug_assert!(self.at_rest());
         if discard {
-            self.line.discard(Drop::Detached, false);
+            self.line.discard(DropReason::Detached, false);
         }
         self.line.vring.base()
     }
 }
 
 /// Why a tap did not take a frame.
-pub(in crate::queue::net) fn reason(errno: i32) -> Drop {
+pub(in crate::queue::net) fn reason(errno: i32) -> DropReason {
     match errno {
-        libc::EINVAL => Drop::BadHeader,
-        libc::EMSGSIZE => Drop::TooLong,
-        libc::EIO | libc::EBADFD | libc::ENETDOWN => Drop::Down,
-        libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM => Drop::NoRoom,
-        _ => Drop::Other,
+        libc::EINVAL => DropReason::BadHeader,
+        libc::EMSGSIZE => DropReason::TooLong,
+        libc::EIO | libc::EBADFD | libc::ENETDOWN => DropReason::Down,
+        libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM => DropReason::NoRoom,
+        _ => DropReason::Other,
     }
 }

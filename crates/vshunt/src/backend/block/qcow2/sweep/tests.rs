@@ -100,6 +100,25 @@ fn without_a_handle_an_image_has_to_be_missing_for_long() {
 }
 
 #[test]
+fn a_file_whose_maker_was_killed_goes() {
+    let (places, now) = (Places::new(), SystemTime::now());
+    let half = |name: &str| places.journals.path().join(format!("vshunt-map-1-2.{name}"));
+    let (by_process, by_number, used) = (half("4711"), half("00112233445566778899aabbccddeeff"), half("5"));
+    for path in [&by_process, &by_number, &used] {
+        std::fs::write(path, [7; 100]).unwrap();
+    }
+    places.sweep(now);
+    let minute = Duration::from_secs(60);
+    places.sweep(now + 59 * minute);
+    assert!(by_process.exists() && by_number.exists() && used.exists(), "they may be being made");
+    let maker = File::open(&used).unwrap();
+    rustix::fs::flock(&maker, ALONE).unwrap();
+    places.sweep(now + 61 * minute);
+    assert!(!by_process.exists() && !by_number.exists(), "their makers are gone");
+    assert!(used.exists(), "its maker has it");
+}
+
+#[test]
 fn a_journal_is_kept_where_it_cannot_be_told() {
     let (places, now) = (Places::new(), SystemTime::now());
     // In use by a process that lives.
@@ -120,7 +139,7 @@ fn a_journal_is_kept_where_it_cannot_be_told() {
     let (image, shared) = places.add("shared", true);
     std::fs::set_permissions(&shared, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
     std::fs::remove_file(image).unwrap();
-    let other = places.journals.path().join("vshunt-map-1-2.77");
+    let other = places.journals.path().join("vshunt-map-1-2.old");
     std::fs::write(&other, vec![0; 16384]).unwrap();
     places.sweep(now + 30 * DAY);
     places.sweep(now + 60 * DAY);

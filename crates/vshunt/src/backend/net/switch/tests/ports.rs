@@ -22,20 +22,20 @@ const B: [u8; 6] = [2, 0, 0, 0, 0, 2];
 const PLAIN: Header =
     Header { flags: 0, gso_type: 0, hdr_len: 0, gso_size: 0, csum_start: 0, csum_offset: 0 };
 
-fn admit(port: &Port, bytes: &[u8]) -> Result<u16, Refusal> {
+fn admit(port: &Port, bytes: &[u8]) -> Result<u16, DropReason> {
     let first = &bytes[..bytes.len().min(LOOK_BYTES)];
     port.admit(&Packet::new(first, &PLAIN, bytes.len()).unwrap(), 1)
 }
 
 /// What comes out of `to`, byte for byte, of a frame that came in by `from`.
-fn pass(from: &Port, to: &Port, bytes: &[u8]) -> Result<Vec<u8>, Refusal> {
+fn pass(from: &Port, to: &Port, bytes: &[u8]) -> Result<Vec<u8>, DropReason> {
     let first = &bytes[..bytes.len().min(LOOK_BYTES)];
     let packet = Packet::new(first, &PLAIN, bytes.len()).unwrap();
     let vlan = from.admit(&packet, 1)?;
     let form = to.accept(from, &packet, vlan, 1)?;
     let start = Start::new(packet.first, vlan);
     if !start.has(form) {
-        return Err(Refusal::Vlan);
+        return Err(DropReason::Vlan);
     }
     let whole = [start.bytes(form), &bytes[start.taken()..]].concat();
     assert_eq!(whole.len(), bytes.len().wrapping_add_signed(start.longer(form)));
@@ -51,9 +51,9 @@ fn only_its_own_address_leaves_a_filtered_port() {
     let switch = Switch::new("s");
     let a = port(&switch, PortOptions { mac: Some(A), mac_filter: true, ..guest("a") });
     assert_eq!(admit(&a, &tagged(A, B, &[], 50)), Ok(0));
-    assert_eq!(admit(&a, &tagged(B, A, &[], 50)), Err(Refusal::ForeignSource));
-    assert_eq!(admit(&a, &tagged([1, 0, 0, 0, 0, 1], A, &[], 50)), Err(Refusal::BadSource));
-    assert_eq!(admit(&a, &tagged([0; 6], A, &[], 50)), Err(Refusal::BadSource));
+    assert_eq!(admit(&a, &tagged(B, A, &[], 50)), Err(DropReason::ForeignSource));
+    assert_eq!(admit(&a, &tagged([1, 0, 0, 0, 0, 1], A, &[], 50)), Err(DropReason::BadSource));
+    assert_eq!(admit(&a, &tagged([0; 6], A, &[], 50)), Err(DropReason::BadSource));
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn a_configured_address_is_learnt_nowhere_else() {
     assert_eq!(route(&b, &to_a), Ok(Route::Port(a.index)));
     assert_eq!(
         (route(&b, &as_a), route(&up, &as_a)),
-        (Err(Refusal::ForeignSource), Err(Refusal::ForeignSource))
+        (Err(DropReason::ForeignSource), Err(DropReason::ForeignSource))
     );
     assert_eq!((route(&a, &as_a), route(&b, &to_a)), (Ok(Route::Port(b.index)), Ok(Route::Port(a.index))));
     // The host's, which may come by another uplink, too, and is learnt there as little.
@@ -77,7 +77,7 @@ fn a_configured_address_is_learnt_nowhere_else() {
     switch.set_hosts(&up, vec![host, A]);
     let other = port(&switch, PortOptions { tap: Some(Weak::new()), ..guest("v") });
     let as_host = look(&tagged(host, B, &[], 50));
-    assert_eq!(route(&b, &as_host), Err(Refusal::ForeignSource));
+    assert_eq!(route(&b, &as_host), Err(DropReason::ForeignSource));
     assert_eq!(
         (route(&up, &as_host), route(&other, &as_host)),
         (Ok(Route::Port(b.index)), Ok(Route::Port(b.index)))
@@ -101,13 +101,48 @@ fn a_configured_address_is_learnt_nowhere_else() {
 }
 
 #[test]
+fn a_route_is_looked_up_once_a_turn() {
+    let switch = Switch::new("s");
+    let ports = [
+        port(&switch, PortOptions { mac: Some(B), ..guest("b") }),
+        port(&switch, guest("a")),
+        port(&switch, guest("c")),
+    ];
+    let [b, a, c] = &ports;
+    let view = switch.view();
+    let mut last = LastRoute::default();
+    let find = |look: &Look, vlan| switch.route(&view, a, look, vlan, 1);
+    let mut route = |bytes: &[u8], vlan| last.or_find(&look(bytes), vlan, || find(&look(bytes), vlan));
+    let to_b = tagged(A, B, &[], 50);
+    assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
+    assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
+    // What is known is of both addresses and the VLAN.
+    assert_eq!(route(&tagged(B, B, &[], 50), 0), Err(DropReason::ForeignSource));
+    assert_eq!(route(&tagged(A, [2, 0, 0, 0, 0, 7], &[], 50), 0), Ok(Route::All));
+    assert_eq!(route(&to_b, 7), Ok(Route::All));
+    assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
+    // A station that moved is found in the next turn.
+    let station = [2, 0, 0, 0, 0, 9];
+    switch.macs.learn(Address::new(station), 0, b.index, &b.learnt, 1);
+    assert_eq!(route(&tagged(A, station, &[], 50), 0), Ok(Route::Port(b.index)));
+    switch.macs.learn(Address::new(station), 0, c.index, &c.learnt, 1);
+    assert_eq!(route(&tagged(A, station, &[], 50), 0), Ok(Route::Port(b.index)));
+    last = LastRoute::default();
+    let to_station = look(&tagged(A, station, &[], 50));
+    assert_eq!(last.or_find(&to_station, 0, || find(&to_station, 0)), Ok(Route::Port(c.index)));
+    // A port's own address is not learnt.
+    assert_eq!(switch.route(&view, b, &look(&tagged(B, A, &[], 50)), 0, 1), Ok(Route::Port(a.index)));
+    assert_eq!(switch.macs.find(Address::new(B), 0, 1), None);
+}
+
+#[test]
 fn reserved_addresses_pass_between_ports_that_say_so() {
     let switch = Switch::new("s");
     let with = |name| PortOptions { reserved: true, ..guest(name) };
     let (a, b, c) = (port(&switch, guest("a")), port(&switch, with("b")), port(&switch, with("c")));
     for last in 0..=0x1F {
         let frame = tagged(A, [1, 0x80, 0xC2, 0, 0, last], &[], 50);
-        let refused = if last < 0x10 { Err(Refusal::Reserved) } else { Ok(frame.clone()) };
+        let refused = if last < 0x10 { Err(DropReason::Reserved) } else { Ok(frame.clone()) };
         assert_eq!((pass(&a, &b, &frame), pass(&b, &a, &frame)), (refused.clone(), refused), "{last:#x}");
         assert_eq!(pass(&b, &c, &frame), Ok(frame));
     }
@@ -119,7 +154,7 @@ fn isolated_ports_meet_others_only() {
     let with = |name| PortOptions { isolated: true, ..guest(name) };
     let (a, b, c) = (port(&switch, guest("a")), port(&switch, with("b")), port(&switch, with("c")));
     let frame = tagged(A, B, &[], 50);
-    assert_eq!(pass(&b, &c, &frame), Err(Refusal::Isolated));
+    assert_eq!(pass(&b, &c, &frame), Err(DropReason::Isolated));
     assert_eq!((pass(&a, &b, &frame), pass(&b, &a, &frame)), (Ok(frame.clone()), Ok(frame.clone())));
 }
 
@@ -151,7 +186,7 @@ fn vlans_are_networks_of_their_own() {
         }
         switch.leave(other.index);
     }
-    let no = Err(Refusal::NoReceiver);
+    let no = Err(DropReason::NoReceiver);
     assert_eq!(
         (pass(&five, &six, &bare(9)), pass(&five, &plain, &bare(9)), pass(&plain, &five, &bare(9))),
         (no.clone(), no.clone(), no)
@@ -164,22 +199,22 @@ fn vlans_are_networks_of_their_own() {
         tag(0x88A8, 5, 50),
         tag(0x9100, 0, 50),
     ] {
-        assert_eq!(admit(&five, &frame), Err(Refusal::Vlan));
+        assert_eq!(admit(&five, &frame), Err(DropReason::Vlan));
     }
     assert_eq!(
         (admit(&trunk, &bare(50)), admit(&trunk, &tag(0x8100, 7, 50))),
-        (Err(Refusal::Vlan), Err(Refusal::Vlan))
+        (Err(DropReason::Vlan), Err(DropReason::Vlan))
     );
     // A tag that the frame ends in.
-    assert_eq!(admit(&trunk, &tag(0x8100, 5, 0)[..17]), Err(Refusal::Vlan));
-    assert_eq!(admit(&five, &tag(0x8100, 0, 0)[..14]), Err(Refusal::Vlan));
+    assert_eq!(admit(&trunk, &tag(0x8100, 5, 0)[..17]), Err(DropReason::Vlan));
+    assert_eq!(admit(&five, &tag(0x8100, 0, 0)[..14]), Err(DropReason::Vlan));
     // A second tag passes behind the first, and never comes to be the first.
     for inner in [(0x8100, 6), (0x88A8, 6), (0x9100, 6)] {
         let double = tagged(A, B, &[(0x8100, 5), inner], 50);
         assert_eq!(pass(&trunk, &hybrid, &double), Ok(double.clone()));
-        assert_eq!(pass(&trunk, &five, &double), Err(Refusal::Vlan));
+        assert_eq!(pass(&trunk, &five, &double), Err(DropReason::Vlan));
         let hidden = tagged(A, B, &[(0x8100, 0), inner], 50);
-        assert_eq!(pass(&six, &hybrid, &hidden), Err(Refusal::Vlan));
+        assert_eq!(pass(&six, &hybrid, &hidden), Err(DropReason::Vlan));
     }
 }
 
@@ -190,9 +225,9 @@ fn an_mtu_is_for_packets() {
     let (a, b, large) = (with("a", 1500), with("b", 1400), with("large", 9000));
     for tags in [&[][..], &[(0x8100, 5)], &[(0x88A8, 7), (0x8100, 5)]] {
         let frame = |len| tagged(A, B, tags, len);
-        assert_eq!((admit(&a, &frame(1500)), admit(&a, &frame(1501))), (Ok(0), Err(Refusal::OverMtu)));
-        assert_eq!(pass(&a, &b, &frame(1401)), Err(Refusal::OverMtu));
-        assert_eq!(pass(&large, &a, &frame(1501)), Err(Refusal::OverMtu));
+        assert_eq!((admit(&a, &frame(1500)), admit(&a, &frame(1501))), (Ok(0), Err(DropReason::OverMtu)));
+        assert_eq!(pass(&a, &b, &frame(1401)), Err(DropReason::OverMtu));
+        assert_eq!(pass(&large, &a, &frame(1501)), Err(DropReason::OverMtu));
         assert!(pass(&a, &b, &frame(1400)).is_ok() && admit(&large, &frame(9000)).is_ok());
     }
     // A super frame is as long as one of its segments: MTU and headers.
@@ -267,7 +302,10 @@ fn a_loop_of_uplinks_blocks_the_later_one() {
     assert!(text.contains("uplinks b and a of switch s") && text.contains("export remove b"), "{text}");
     let bytes = tagged(A, B, &[], 50);
     let packet = Packet::new(&bytes, &PLAIN, bytes.len()).unwrap();
-    assert_eq!((b.admit(&packet, 2), b.accept(&c, &packet, 0, 2)), (Err(Refusal::Loop), Err(Refusal::Loop)));
+    assert_eq!(
+        (b.admit(&packet, 2), b.accept(&c, &packet, 0, 2)),
+        (Err(DropReason::Loop), Err(DropReason::Loop))
+    );
     // It is free again once no probe came for a while.
     assert!(b.is_blocked(2 + port::BLOCK_S - 1) && !b.is_blocked(2 + port::BLOCK_S));
     // Uplinks that pass nothing to each other make no loop.

@@ -4,11 +4,24 @@ use super::*;
 use crate::backend::net::Switch;
 use crate::backend::net::switch::{Lan, Piece, PortOptions};
 
+/// Kinds of VLAN tags, and how a frame can have them: none, one, or two.
+const TAGS: [&[u16]; 8] = [
+    &[],
+    &[0x8100],
+    &[0x88A8],
+    &[0x9100],
+    &[0x8100, 0x8100],
+    &[0x88A8, 0x8100],
+    &[0x9100, 0x8100],
+    &[0x9100, 0x9100],
+];
+
 /// A TCP packet of `data` bytes as a guest leaves it: with the pseudo header's sum alone.
-fn super_frame(v4: bool, tagged: bool, data: usize, size: u16) -> (Vec<u8>, Header) {
+fn super_frame(v4: bool, tags: &[u16], data: usize, size: u16) -> (Vec<u8>, Header) {
     let mut bytes = vec![2; 12];
-    if tagged {
-        bytes.extend([0x81, 0, 0, 7]);
+    for kind in tags {
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend([0, 7]);
     }
     let ip_at = bytes.len() + 2;
     let tcp_len = 32 + data;
@@ -94,14 +107,14 @@ fn pieces(pieces: &mut Pieces) -> Vec<Vec<u8>> {
 
 #[test]
 fn segments_are_packets_of_their_own() {
-    for (v4, tagged) in [(true, false), (true, true), (false, false), (false, true)] {
+    for (v4, tags) in TAGS.iter().flat_map(|tags| [(true, *tags), (false, *tags)]) {
         for (data, size) in [(1, 1448), (1448, 1448), (1449, 1448), (64_000, 1448), (4001, 500), (0, 100)] {
-            let (mut bytes, header) = super_frame(v4, tagged, data, size);
+            let (mut bytes, header) = super_frame(v4, tags, data, size);
             let mut made = Pieces::default();
-            assert!(made.make(&describe(&mut bytes, header), Takes::default()));
+            assert!(made.make(&describe(&mut bytes, header), Takes::default()), "{tags:x?}");
             let all = pieces(&mut made);
             let (tcp, size) = (usize::from(header.csum_start), usize::from(size));
-            let ip = if tagged { 18 } else { 14 };
+            let ip = 14 + 4 * tags.len();
             assert_eq!(all.len(), data.div_ceil(size).max(1));
             let mut got = Vec::new();
             for (i, piece) in all.iter().enumerate() {
@@ -137,7 +150,7 @@ fn segments_are_packets_of_their_own() {
 fn datagrams_of_their_own() {
     for v4 in [true, false] {
         // The TCP packet's headers, made into UDP's.
-        let (mut bytes, header) = super_frame(v4, false, 5000, 1);
+        let (mut bytes, header) = super_frame(v4, &[], 5000, 1);
         let at = usize::from(header.csum_start);
         bytes.drain(at + UDP..at + 32);
         bytes[14 + if v4 { 9 } else { 6 }] = IP_UDP as u8;
@@ -158,7 +171,7 @@ fn datagrams_of_their_own() {
 
 #[test]
 fn a_checksum_is_computed() {
-    let (mut bytes, header) = super_frame(true, false, 301, 1448);
+    let (mut bytes, header) = super_frame(true, &[], 301, 1448);
     let header = Header { gso_type: GSO_NONE, gso_size: 0, ..header };
     let mut made = Pieces::default();
     assert!(made.make(&describe(&mut bytes, header), Takes::default()));
@@ -173,7 +186,7 @@ fn what_a_guest_takes_goes_as_it_is() {
     let all =
         [VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_ECN];
     let takes = Takes::new(all.iter().fold(0, |bits, number| bits | bit(*number)));
-    let (_, header) = super_frame(true, false, 1, 1);
+    let (_, header) = super_frame(true, &[], 1, 1);
     assert!(takes.all_of(&header) && takes.all_of(&Header::default()));
     for without in all.iter().filter(|number| **number != VIRTIO_NET_F_GUEST_TSO6) {
         let fewer =
@@ -185,7 +198,7 @@ fn what_a_guest_takes_goes_as_it_is() {
 
 #[test]
 fn what_is_made_of_a_frame_is_bounded() {
-    let (mut bytes, header) = super_frame(false, false, 65_000, 1);
+    let (mut bytes, header) = super_frame(false, &[], 65_000, 1);
     let mut made = Pieces::default();
     assert!(!made.make(&describe(&mut bytes, header), Takes::default()));
     assert_eq!(made.len(), 0);
@@ -209,8 +222,12 @@ fn frames_that_lie_are_no_harm() {
     let mut made = Pieces::default();
     let mut whole = 0;
     for _ in 0..20_000 {
-        let (mut bytes, mut header) =
-            super_frame(next() % 2 == 0, next() % 2 == 0, next() as usize % 3000, 4 + next() as u16 % 2000);
+        let (mut bytes, mut header) = super_frame(
+            next() % 2 == 0,
+            TAGS[next() as usize % TAGS.len()],
+            next() as usize % 3000,
+            4 + next() as u16 % 2000,
+        );
         for _ in 0..next() % 4 {
             let at = next() as usize % 60;
             bytes[at] = next() as u8;

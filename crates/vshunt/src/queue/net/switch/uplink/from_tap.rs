@@ -12,7 +12,7 @@ use super::super::super::tap_file::{Op, TapFile};
 use super::super::super::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
 use super::super::sender::{Sender, Told};
 use crate::backend::net::switch::{Header, LOOK_BYTES, Packet, Piece};
-use crate::queue::net::DropReason;
+use crate::export::spec::DropReason;
 use crate::worker::{Ring, Token};
 
 /// Frames on their way at most.
@@ -104,7 +104,7 @@ impl FromTap {
     /// A read is over. With the last of a batch its frames are sent on their ways.
     ///
     /// # Errors
-    /// The tap gives no more frames.
+    /// The tap can no longer be read.
     pub(super) fn complete(
         &mut self,
         ring: &mut Ring,
@@ -172,6 +172,6 @@ impl FromTap {
             }
         };
         let most = self.free.len() as u32;
-        sender.send(slot, &packet, Told { header, len }, most, pieces)
+        sender.send(slot, &packet, Told { header, len, stable: true }, most, pieces)
     }
 }

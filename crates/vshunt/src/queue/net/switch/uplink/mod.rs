@@ -16,8 +16,9 @@ use self::to_tap::ToTap;
 use super::sender::{OP_OWNER, Sender};
 use super::{Plug, Takes};
 use crate::backend::net::TapQueue;
+use crate::export::spec::DropReason;
+use crate::queue::net::NetStats;
 use crate::queue::net::tap_file::TapFile;
-use crate::queue::net::{DropReason, NetStats};
 use crate::worker::{Queue, QueueStats, Ring, State, Token};
 
 /// Operations of a token.
@@ -111,7 +112,7 @@ impl UplinkPair {
     fn break_off(&mut self, e: &std::io::Error) {
         self.broken = true;
         self.stats.set_state(State::Broken);
-        (self.on_broken)(&format!("its tap gives no more frames: {e}"));
+        (self.on_broken)(&format!("its tap can no longer be read: {e}"));
         self.sender.end.close();
     }
 

@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 
+use super::super::super::BATCH;
 use super::super::super::tap::reason;
 use super::super::super::tap_file::{Op, TapFile};
-use super::super::super::{BATCH, DropReason};
 use super::super::offload::{Pieces, Takes};
 use super::super::sender::PIECES_MAX;
 use super::from_tap::HEADER;
 use crate::backend::net::switch::{End, Fate, Frame, Header};
+use crate::export::spec::DropReason;
 use crate::worker::{Ring, Token};
 
 /// What a batch's writes name at most: a header and the pieces of each.

@@ -1,0 +1,303 @@
+//! What each message of a front end means: its payload is checked, and the session or the device does it.
+//! (vhost-user specification, "Front-end message types".) Called by the session thread.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use vhost::vhost_user::message::{
+    FrontendReq as Code, VhostUserConfigFlags, VhostUserInflight, VhostUserLog, VhostUserMemoryRegion,
+    VhostUserMsgValidator, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags,
+};
+use vhost::vhost_user::{
+    Error, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
+};
+
+use super::messages::{Message, invalid};
+use super::session::Session;
+use super::{Inner, channel};
+
+/// Bytes of the configuration space that a front end may name at most.
+const CONFIG_BYTES_MAX: u32 = 4096;
+/// Bytes of one region in SET_MEM_TABLE.
+const REGION_LEN: usize = 32;
+/// Bytes of a memory table before its regions, and of the padding before a single region.
+const REGIONS_AT: usize = 8;
+/// Bytes of an offset, a size and flags, which come before bytes of the configuration space.
+const CONFIG_HEADER_LEN: usize = 12;
+/// Bytes of what says how large an in-flight region is: two 64-bit numbers, two 16-bit ones, and padding.
+const INFLIGHT_LEN: usize = 24;
+/// In the payload of a ring's descriptor: the ring's index; and whether there is no descriptor.
+const RING_INDEX_MASK: u64 = 0xFF;
+const RING_NO_FD: u64 = 0x100;
+
+/// What a message is answered with.
+pub(super) enum Answer {
+    /// Nothing, or an acknowledgement if the front end asked for one.
+    Done,
+    /// A payload, and a descriptor with it.
+    Payload(Vec<u8>, Option<File>),
+}
+
+impl Answer {
+    fn number(value: u64) -> Self {
+        Self::Payload(value.to_ne_bytes().into(), None)
+    }
+}
+
+/// Whether a message is answered by a payload of its own, and so cannot be refused by an acknowledgement.
+pub(super) fn answers_itself(code: u32) -> bool {
+    use Code::{GET_INFLIGHT_FD, GET_VRING_BASE, SET_LOG_BASE};
+    [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD].map(u32::from).contains(&code)
+}
+
+/// Does what a message asks for.
+///
+/// # Errors
+/// [`Error::ReqHandlerError`]: it is refused, for a reason in words. All others end the connection.
+pub(super) fn dispatch(
+    inner: &Inner,
+    stream: &UnixStream,
+    session: &mut Session,
+    mut message: Message,
+) -> Result<Answer> {
+    use Code::*;
+    let code = Code::try_from(message.code)
+        .map_err(|_| invalid(format!("message {} is not known", message.code)))?;
+    let takes_fds = matches!(
+        code,
+        SET_MEM_TABLE
+            | SET_VRING_CALL
+            | SET_VRING_KICK
+            | SET_VRING_ERR
+            | SET_LOG_BASE
+            | SET_LOG_FD
+            | SET_BACKEND_REQ_FD
+            | SET_INFLIGHT_FD
+            | ADD_MEM_REG
+            // Some front ends send the region's descriptor here, too.
+            | REM_MEM_REG
+    );
+    if message.has_fds() && !takes_fds {
+        return Err(message.malformed());
+    }
+    match code {
+        SET_MEM_TABLE | ADD_MEM_REG | REM_MEM_REG | GET_MAX_MEM_SLOTS => memory(session, code, message),
+        GET_INFLIGHT_FD | SET_INFLIGHT_FD | SET_LOG_BASE => areas(session, code, message),
+        SET_VRING_NUM | SET_VRING_ADDR | SET_VRING_BASE | GET_VRING_BASE | SET_VRING_ENABLE => {
+            ring(session, code, &message)
+        }
+        SET_VRING_CALL | SET_VRING_KICK | SET_VRING_ERR => ring_fd(session, code, message),
+        GET_CONFIG | SET_CONFIG => config(session, code, &message),
+        NET_SET_MTU => {
+            let mtu = message.exactly(8)?.u64(0);
+            done(inner.device.set_mtu(mtu).map_err(refuse))
+        }
+        SEND_RARP => {
+            // The address, and two bytes of nothing.
+            let body = message.exactly(8)?;
+            done(inner.device.announce(*body.0.first_chunk().expect("8 bytes")).map_err(refuse))
+        }
+        SET_BACKEND_REQ_FD => {
+            let fd = message.file().ok_or_else(|| message.malformed())?;
+            back_end_channel(inner, stream, fd.into())
+        }
+        // An eventfd for the dirty log, which nobody reads any more: taken and closed.
+        SET_LOG_FD => Ok(Answer::Done),
+        _ => negotiation(session, code, &message),
+    }
+}
+
+fn done(result: Result<()>) -> Result<Answer> {
+    result.map(|()| Answer::Done)
+}
+
+fn refuse(why: String) -> Error {
+    Error::ReqHandlerError(io::Error::other(why))
+}
+
+/// The error of a message that needs a protocol feature, unless it was agreed on.
+fn need(session: &Session, feature: Protocol) -> Result<()> {
+    if session.has(feature) { Ok(()) } else { Err(Error::InactiveOperation(feature)) }
+}
+
+/// Features, the number of queues, and the state of the device as a whole.
+fn negotiation(session: &mut Session, code: Code, message: &Message) -> Result<Answer> {
+    use Code::*;
+    match code {
+        SET_FEATURES => return done(session.set_features(message.exactly(8)?.u64(0))),
+        SET_PROTOCOL_FEATURES => return done(session.set_protocol_features(message.exactly(8)?.u64(0))),
+        SET_STATUS => {
+            session.set_status(message.exactly(8)?.u64(0));
+            return Ok(Answer::Done);
+        }
+        _ => {}
+    }
+    message.exactly(0)?;
+    match code {
+        SET_OWNER => done(session.set_owner()),
+        RESET_OWNER => done(session.reset_owner()),
+        RESET_DEVICE => {
+            need(session, Protocol::RESET_DEVICE)?;
+            done(session.reset_device())
+        }
+        GET_FEATURES => session.get_features().map(Answer::number),
+        GET_PROTOCOL_FEATURES => session.get_protocol_features().map(|all| Answer::number(all.bits())),
+        GET_QUEUE_NUM => {
+            need(session, Protocol::MQ)?;
+            session.get_queue_num().map(Answer::number)
+        }
+        GET_STATUS => Ok(Answer::number(session.status())),
+        _ => Err(invalid(format!("message {} is not served", message.code))),
+    }
+}
+
+/// Guest memory.
+fn memory(session: &mut Session, code: Code, mut message: Message) -> Result<Answer> {
+    match code {
+        Code::SET_MEM_TABLE => {
+            let (regions, files) = table(&mut message)?;
+            return session.set_mem_table(&regions, files, None).map(|_| Answer::Done);
+        }
+        _ => need(session, Protocol::CONFIGURE_MEM_SLOTS)?,
+    }
+    if code == Code::GET_MAX_MEM_SLOTS {
+        message.exactly(0)?;
+        return session.get_max_mem_slots().map(Answer::number);
+    }
+    let body = message.exactly(REGIONS_AT + REGION_LEN)?;
+    let word = |i: usize| body.u64(REGIONS_AT + 8 * i);
+    let region = VhostUserSingleMemoryRegion::new(word(0), word(1), word(2), word(3));
+    if !region.is_valid() {
+        return Err(message.malformed());
+    }
+    if code == Code::REM_MEM_REG {
+        return done(session.remove_mem_region(&region));
+    }
+    let file = message.file().ok_or_else(|| message.malformed())?;
+    session.add_mem_region(&region, file, None).map(|_| Answer::Done)
+}
+
+/// SET_MEM_TABLE: a count, padding, regions. User-mode Linux always sends room for two regions, whatever the count says.
+pub(super) fn table(message: &mut Message) -> Result<(Vec<VhostUserMemoryRegion>, Vec<File>)> {
+    let files = message.files();
+    let body = message.body();
+    let room = body.0.len().checked_sub(REGIONS_AT).ok_or_else(|| message.malformed())? / REGION_LEN;
+    let count = body.u32(0) as usize;
+    if count > room || files.len() != count {
+        return Err(message.malformed());
+    }
+    let region = |number: usize| {
+        let word = |i: usize| body.u64(REGIONS_AT + REGION_LEN * number + 8 * i);
+        VhostUserMemoryRegion::new(word(0), word(1), word(2), word(3))
+    };
+    Ok(((0..count).map(region).collect(), files))
+}
+
+/// Memory of another kind: the in-flight region, the dirty log.
+fn areas(session: &mut Session, code: Code, mut message: Message) -> Result<Answer> {
+    let file = message.file();
+    if code == Code::SET_LOG_BASE {
+        need(session, Protocol::LOG_SHMFD)?;
+        let body = message.exactly(16)?;
+        let log = VhostUserLog::new(body.u64(0), body.u64(8));
+        if !log.is_valid() {
+            return Err(message.malformed());
+        }
+        session.set_log_base(&log, file.ok_or(Error::IncorrectFds)?)?;
+        return Ok(Answer::Payload(body.0.to_vec(), None));
+    }
+    need(session, Protocol::INFLIGHT_SHMFD)?;
+    let body = message.exactly(INFLIGHT_LEN)?;
+    let area = VhostUserInflight::new(body.u64(0), body.u64(8), body.u16(16), body.u16(18));
+    if !area.is_valid() {
+        return Err(message.malformed());
+    }
+    if code == Code::SET_INFLIGHT_FD {
+        return done(session.set_inflight_fd(&area, file.ok_or(Error::IncorrectFds)?));
+    }
+    let (area, file) = session.get_inflight_fd(&area)?;
+    let mut reply = Vec::with_capacity(INFLIGHT_LEN);
+    reply.extend_from_slice(&area.mmap_size.to_ne_bytes());
+    reply.extend_from_slice(&area.mmap_offset.to_ne_bytes());
+    reply.extend_from_slice(&area.num_queues.to_ne_bytes());
+    reply.extend_from_slice(&area.queue_size.to_ne_bytes());
+    reply.resize(INFLIGHT_LEN, 0);
+    Ok(Answer::Payload(reply, Some(file)))
+}
+
+/// A ring's size, place and state.
+fn ring(session: &mut Session, code: Code, message: &Message) -> Result<Answer> {
+    if code == Code::SET_VRING_ADDR {
+        let body = message.exactly(40)?;
+        let (descriptors, used, available) = (body.u64(8), body.u64(16), body.u64(24));
+        let flags = VhostUserVringAddrFlags::from_bits(body.u32(4)).ok_or_else(|| message.malformed())?;
+        // The alignment of virtio 1.3, 2.7.
+        if descriptors % 16 != 0 || available % 2 != 0 || used % 4 != 0 {
+            return Err(message.malformed());
+        }
+        return done(session.set_vring_addr(body.u32(0), flags, descriptors, used, available, body.u64(32)));
+    }
+    let body = message.exactly(8)?;
+    let (index, value) = (body.u32(0), body.u32(4));
+    match code {
+        Code::SET_VRING_NUM => done(session.set_vring_num(index, value)),
+        Code::SET_VRING_BASE => done(session.set_vring_base(index, value)),
+        Code::SET_VRING_ENABLE if value <= 1 => done(session.enable(index, value == 1).map_err(refuse)),
+        Code::GET_VRING_BASE => {
+            let state = session.get_vring_base(index)?;
+            let (index, base) = (state.index, state.num);
+            Ok(Answer::Payload([index.to_ne_bytes(), base.to_ne_bytes()].concat(), None))
+        }
+        _ => Err(message.malformed()),
+    }
+}
+
+/// A ring's kick, call or error descriptor.
+fn ring_fd(session: &mut Session, code: Code, mut message: Message) -> Result<Answer> {
+    let value = message.exactly(8)?.u64(0);
+    let file = message.file();
+    if file.is_some() == (value & RING_NO_FD != 0) {
+        return Err(message.malformed());
+    }
+    let index = (value & RING_INDEX_MASK) as u8;
+    done(match code {
+        Code::SET_VRING_CALL => session.set_vring_call(index, file),
+        Code::SET_VRING_KICK => session.set_vring_kick(index, file),
+        _ => session.set_vring_err(index, file),
+    })
+}
+
+/// The configuration space: an offset, a size, flags, and that many bytes.
+fn config(session: &mut Session, code: Code, message: &Message) -> Result<Answer> {
+    need(session, Protocol::CONFIG)?;
+    let body = message.body();
+    let (header, bytes) = body.0.split_at_checked(CONFIG_HEADER_LEN).ok_or_else(|| message.malformed())?;
+    let (offset, size) = (body.u32(0), body.u32(4));
+    let flags = VhostUserConfigFlags::from_bits(body.u32(8)).ok_or_else(|| message.malformed())?;
+    let inside = offset.checked_add(size).is_some_and(|end| end <= CONFIG_BYTES_MAX);
+    if size == 0 || !inside || bytes.len() != size as usize {
+        return Err(message.malformed());
+    }
+    if code == Code::SET_CONFIG {
+        return done(session.set_config(offset, bytes, flags));
+    }
+    let mut reply = header.to_vec();
+    match session.get_config(offset, size, flags) {
+        Ok(config) => reply.extend_from_slice(&config),
+        // No bytes say that there are none.
+        Err(_) => reply[4..8].fill(0),
+    }
+    Ok(Answer::Payload(reply, None))
+}
+
+/// SET_BACKEND_REQ_FD: the channel for messages to the front end.
+fn back_end_channel(inner: &Inner, stream: &UnixStream, fd: OwnedFd) -> Result<Answer> {
+    channel::write_only(&fd, Some(stream)).map_err(|e| {
+        let why = format!("the back-end request channel is not usable: {e}");
+        Error::ReqHandlerError(io::Error::new(e.kind(), why))
+    })?;
+    *inner.channel.lock().expect("no holder panics") = Some(fd);
+    Ok(Answer::Done)
+}
