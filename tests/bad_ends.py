@@ -63,7 +63,8 @@ class Ends:
         return next(e for e in self.daemon.status()["exports"] if e["name"] == name)["connected"]
 
     def descriptors(self):
-        return len(os.listdir(f"/proc/{self.daemon.child.pid}/fd"))
+        """Open files of the daemon, without the socket that it has for each process that receives descriptors."""
+        return len(os.listdir(f"/proc/{self.daemon.child.pid}/fd")) - r.receivers(self.daemon.child.pid)
 
     def all_removable(self):
         """Wait until no front end is left at the exports that were made, and remove them as a user does."""

@@ -107,6 +107,25 @@ def run(argv, timeout_s=WAIT_S, check=True, **more):
     return done
 
 
+def receivers(pid):
+    """How many processes receive descriptors for this daemon."""
+
+    def children(parent, name):
+        found = []
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                number, rest = status.read_text().split(" (", 1)
+            except OSError:
+                continue  # it has ended
+            comm, rest = rest.rsplit(") ", 1)
+            state, of = rest.split()[:2]
+            if comm == name and int(of) == parent and state != "Z":
+                found.append(int(number))
+        return found
+
+    return sum(len(children(spawner, "vshunt-receiver")) for spawner in children(pid, "vshunt-spawner"))
+
+
 def message_of(done, *words, code=(1, 2)):
     """The error of a program of ours that failed: one sentence on stderr with these words in it."""
     text = done.stderr.strip()

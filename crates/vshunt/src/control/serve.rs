@@ -26,6 +26,7 @@ use super::{Failure, Outcome, confine, events, log, signals};
 use crate::backend::net::tap;
 use crate::error::{Error, Result};
 use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
+use crate::frontend::vhost_user;
 use crate::sandbox;
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
@@ -47,8 +48,10 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     raise_file_limit();
     let mut inherited = activation::take()?;
     let sockets = Sockets::bind(&setup, &mut inherited)?;
-    // Before there are other threads, which inherit what this one may do.
-    sandbox::start(confine::plan(&setup, sockets.control.is_some()))?;
+    // Before there are other threads, which inherit what this one may do, and which a process that is forked would not have.
+    let plan = confine::plan(&setup, sockets.control.is_some());
+    vhost_user::start_receivers(plan.mode)?;
+    sandbox::start(plan)?;
     signals::forward(blocked, stop.clone())?;
     let mut serving = Serving::set_up(setup, inherited, sockets, manner, stop)?;
     serving.announce(manner);

@@ -24,11 +24,18 @@ pub(super) struct Program {
 impl Program {
     /// The filter of threads of this kind.
     pub(super) fn new(kind: ThreadKind, mode: Mode) -> Self {
-        let refuse = match mode {
-            Mode::Log => libc::SECCOMP_RET_LOG,
-            // The handler of SIGSYS logs it, then answers EPERM or ends the process.
-            Mode::On | Mode::Kill | Mode::Off => libc::SECCOMP_RET_TRAP,
-        };
+        // The handler of SIGSYS logs what is refused, then answers EPERM or ends the process.
+        Self::of(&table::allowed(kind), mode, libc::SECCOMP_RET_TRAP)
+    }
+
+    /// The filter of a process that receives descriptors: what is refused ends it.
+    pub(super) fn of_receiver(mode: Mode) -> Self {
+        Self::of(table::RECEIVER, mode, libc::SECCOMP_RET_KILL_PROCESS)
+    }
+
+    /// A filter that allows system calls of these numbers. `refuse`: what becomes of others, where the mode refuses them.
+    fn of(allowed: &[u32], mode: Mode, refuse: u32) -> Self {
+        let refuse = if mode == Mode::Log { libc::SECCOMP_RET_LOG } else { refuse };
         let other = if mode == Mode::Log { libc::SECCOMP_RET_LOG } else { libc::SECCOMP_RET_KILL_PROCESS };
         let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
         let equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
@@ -40,8 +47,8 @@ impl Program {
             op(load, 0, 0, offset_of!(libc::seccomp_data, nr) as u32),
         ];
         // No arguments are looked at: the kernel then keeps each answer in a bitmap and does not run the program.
-        for number in table::allowed(kind) {
-            code.extend([op(equal, 0, 1, number), end(libc::SECCOMP_RET_ALLOW)]);
+        for number in allowed {
+            code.extend([op(equal, 0, 1, *number), end(libc::SECCOMP_RET_ALLOW)]);
         }
         code.push(end(refuse));
         Self { code }

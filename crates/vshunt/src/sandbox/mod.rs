@@ -258,6 +258,39 @@ fn hide() -> io::Result<()> {
     Ok(())
 }
 
+/// Confines a process that was forked before the daemon had threads, and that forks others: it keeps no capability.
+///
+/// # Errors
+/// The system's.
+pub fn confine_spawner(mode: Mode) -> io::Result<()> {
+    if mode == Mode::Off {
+        return Ok(());
+    }
+    rustix::thread::set_no_new_privs(true)?;
+    if mode.restricts() {
+        hide()?;
+        capabilities::keep(CapabilitySet::empty())?;
+    }
+    Ok(())
+}
+
+/// Confines a process that receives descriptors from strangers: it opens nothing, and makes the system calls alone that it needs
+/// for that. It comes from one that [`confine_spawner`] confined.
+///
+/// # Errors
+/// The system's.
+pub fn confine_receiver(mode: Mode) -> io::Result<()> {
+    if mode.restricts()
+        && let Some(nothing) = Ruleset::new(&[], &[])?
+    {
+        nothing.enter()?;
+    }
+    match mode {
+        Mode::Off => Ok(()),
+        _ => filter::Program::of_receiver(mode).install(),
+    }
+}
+
 /// Confines the calling thread for good.
 fn enter(kind: ThreadKind) -> io::Result<()> {
     let Some(running) = RUNNING.get() else { return Ok(()) };

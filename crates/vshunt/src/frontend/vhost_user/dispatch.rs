@@ -14,6 +14,7 @@ use vhost::vhost_user::{
     Error, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
 };
 
+use super::memory::not_memory;
 use super::messages::{Message, invalid};
 use super::session::Session;
 use super::{Inner, channel};
@@ -82,6 +83,9 @@ pub(super) fn dispatch(
     if message.has_fds() && !takes_fds {
         return Err(message.malformed());
     }
+    if let Some(what) = message.refused_fd() {
+        return not_taken(code, what);
+    }
     match code {
         SET_MEM_TABLE | ADD_MEM_REG | REM_MEM_REG | GET_MAX_MEM_SLOTS => memory(session, code, message),
         GET_INFLIGHT_FD | SET_INFLIGHT_FD | SET_LOG_BASE => areas(session, code, message),
@@ -106,6 +110,19 @@ pub(super) fn dispatch(
         // An eventfd for the dirty log, which nobody reads any more: taken and closed.
         SET_LOG_FD => Ok(Answer::Done),
         _ => negotiation(session, code, &message),
+    }
+}
+
+/// A message that came with a descriptor whose close could wait. It is closed already.
+fn not_taken(code: Code, what: &str) -> Result<Answer> {
+    use Code::{ADD_MEM_REG, REM_MEM_REG, SET_INFLIGHT_FD, SET_LOG_BASE, SET_LOG_FD, SET_MEM_TABLE};
+    match code {
+        // Theirs is of no use.
+        SET_LOG_FD | REM_MEM_REG => Ok(Answer::Done),
+        SET_MEM_TABLE | ADD_MEM_REG | SET_INFLIGHT_FD | SET_LOG_BASE => {
+            Err(Error::ReqHandlerError(not_memory(what)))
+        }
+        _ => Err(refuse(format!("a descriptor is {what}, which is no eventfd, nor a UNIX socket"))),
     }
 }
 

@@ -173,7 +173,10 @@ impl<'f> Shared<'f> {
         // The kernel answers this for files of tmpfs and hugetlbfs alone, memfds among them, and asks no file system.
         let in_memory = rustix::fs::fcntl_get_seals(file).is_ok();
         if !in_memory && !budget.may_block() {
-            return Err(not_memory(file));
+            let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+            return Err(not_memory(
+                &path.map_or_else(|_| "a file".into(), |path| path.display().to_string()),
+            ));
         }
         let (meta, fs) = (file.metadata()?, rustix::fs::fstatfs(file)?);
         // Sign extension differs between architectures.
@@ -183,9 +186,8 @@ impl<'f> Shared<'f> {
     }
 }
 
-fn not_memory(file: &File) -> io::Error {
-    let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    let path = path.map_or_else(|_| "a file".to_owned(), |path| path.display().to_string());
+/// The error of a file that is not in memory, by its name.
+pub(super) fn not_memory(path: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::Unsupported,
         format!(

@@ -1,31 +1,28 @@
 //! Messages of front ends: how they are read and answered (vhost-user specification, "Message structure").
 //!
-//! Called by session threads. A read never waits, and takes no byte beyond the message that it is for: a message that its front end
+//! Called by session threads. A read never waits for the front end, and takes no byte beyond the message that it is for: a message that its front end
 //! does not finish stays in a [`Reader`], whose deadline the session thread waits for beside all else. The read loop of crate
 //! `vhost` cannot be used: it waits without limit, and retries when a message brings too many descriptors.
 
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg, sockopt,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg, sockopt};
 use vhost::vhost_user::{Error, Result};
+
+use super::receive::{Descriptors, ROOM_MAX, Receiver, look, read};
 
 /// Back-end message: the configuration space changed; no payload.
 const CONFIG_CHANGE_MSG: u32 = 2;
 
 const HEADER_LEN: usize = 12;
 /// Bytes of a payload at most: the largest are a configuration space and a memory table.
-const BODY_MAX: usize = 4096;
-/// Descriptors of one message at most: those of a memory table. The specification has 8.
-pub(super) const FDS_MAX: usize = 32;
+const BODY_MAX: usize = ROOM_MAX;
 /// How long a message may take from its first byte to its last, and an answer that the front end does not read. Front ends
 /// send a message by one system call.
 const MESSAGE_WAIT: Duration = Duration::from_secs(5);
@@ -39,7 +36,7 @@ pub(super) struct Message {
     pub(super) code: u32,
     pub(super) need_reply: bool,
     body: Vec<u8>,
-    fds: Vec<OwnedFd>,
+    fds: Descriptors,
 }
 
 impl Message {
@@ -55,7 +52,7 @@ impl Message {
 
     /// Takes its descriptors.
     pub(super) fn files(&mut self) -> Vec<File> {
-        std::mem::take(&mut self.fds).into_iter().map(File::from).collect()
+        std::mem::take(&mut self.fds.taken).into_iter().map(File::from).collect()
     }
 
     /// Takes its only descriptor, if there is one and no other.
@@ -65,7 +62,12 @@ impl Message {
     }
 
     pub(super) fn has_fds(&self) -> bool {
-        !self.fds.is_empty()
+        self.fds.len() > 0
+    }
+
+    /// What one of its descriptors was, in words, if that was not taken: its close could wait.
+    pub(super) fn refused_fd(&self) -> Option<&str> {
+        self.fds.refused.first().map(String::as_str)
     }
 
     /// The error of a message whose parts do not fit each other. It ends the connection.
@@ -96,7 +98,7 @@ impl Fields<'_> {
 #[derive(Default)]
 pub(super) struct Reader {
     bytes: Vec<u8>,
-    fds: Vec<OwnedFd>,
+    fds: Descriptors,
     /// When the first of these bytes came.
     begun: Option<Instant>,
 }
@@ -110,17 +112,18 @@ impl Reader {
         stream.set_write_timeout(Some(MESSAGE_WAIT))
     }
 
-    /// Returns the next message, or none when not all of it is there yet. Does not wait.
+    /// Returns the next message, or none when not all of it is there yet. Does not wait for more; for what `receiver` does it
+    /// waits some seconds at most.
     ///
     /// # Errors
     /// The front end closed the connection, or what it sends is no message. Nothing more can be read then.
-    pub(super) fn next(&mut self, stream: &UnixStream) -> Result<Option<Message>> {
+    pub(super) fn next(&mut self, stream: &UnixStream, receiver: &mut Receiver) -> Result<Option<Message>> {
         loop {
             let wanted = self.wanted()?;
             if self.bytes.len() >= wanted {
                 return Ok(Some(self.take(wanted)));
             }
-            match self.receive(stream, wanted - self.bytes.len()) {
+            match self.receive(stream, wanted - self.bytes.len(), Some(&mut *receiver)) {
                 Ok(true) => {}
                 Ok(false) => return Ok(None),
                 Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && self.bytes.is_empty() => {
@@ -142,14 +145,7 @@ impl Reader {
             if room == 0 {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "it sends too much before its turn"));
             }
-            let more = self.receive(stream, room)?;
-            if !self.fds.is_empty() {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    "it sends descriptors before its turn",
-                ));
-            }
-            if !more {
+            if !self.receive(stream, room, None)? {
                 // The time that its message may take begins with its turn.
                 self.begun = None;
                 return Ok(());
@@ -199,33 +195,32 @@ impl Reader {
         Message { code, need_reply: flags & FLAG_NEED_REPLY != 0, body, fds: std::mem::take(&mut self.fds) }
     }
 
-    /// Reads up to `room` bytes and what came along with them. False: there is nothing to be read now.
-    fn receive(&mut self, stream: &UnixStream, room: usize) -> io::Result<bool> {
-        let mut bytes = [0u8; BODY_MAX];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut iov = [IoSliceMut::new(&mut bytes[..room.min(BODY_MAX)])];
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let got = match recvmsg(stream.as_fd(), &mut iov, &mut control, flags) {
-            Ok(got) => got,
-            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
-            Err(e) => return Err(e.into()),
-        };
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(more) = message {
-                self.fds.extend(more);
+    /// Reads up to `room` bytes and what came along with them; without a receiver, descriptors are an error. False: there is
+    /// nothing to be read now.
+    fn receive(
+        &mut self,
+        stream: &UnixStream,
+        room: usize,
+        receiver: Option<&mut Receiver>,
+    ) -> io::Result<bool> {
+        let Some(there) = look(stream, room)? else { return Ok(false) };
+        let bytes = match receiver {
+            _ if there.bytes == 0 => {
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended within a message"));
             }
-        }
-        if got.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > FDS_MAX {
-            let why =
-                "a message has too many descriptors, or this process has no more (ulimit -n, LimitNOFILE=)";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
-        }
-        if got.bytes == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended within a message"));
-        }
+            _ if !there.fds => read(stream, there.bytes)?,
+            Some(receiver) => {
+                let (bytes, fds) = receiver.receive(stream, there.bytes)?;
+                self.fds.append(fds)?;
+                bytes
+            }
+            None => {
+                let why = "it sends descriptors before its turn";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+            }
+        };
         self.begun.get_or_insert_with(Instant::now);
-        self.bytes.extend_from_slice(&bytes[..got.bytes]);
+        self.bytes.extend_from_slice(&bytes);
         Ok(true)
     }
 }

@@ -13,6 +13,7 @@ mod guard;
 mod memory;
 mod messages;
 pub mod net;
+mod receive;
 mod session;
 mod socket;
 mod waiting;
@@ -38,6 +39,8 @@ use self::budget::Budget;
 use self::dispatch::{Answer, answers_itself, dispatch};
 use self::memory::Notes;
 use self::messages::{Message, Reader};
+use self::receive::Receiver;
+pub use self::receive::process::start as start_receivers;
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
 use self::waiting::{Connection, Waiting};
@@ -183,6 +186,8 @@ struct Inner {
     stream: Mutex<Option<UnixStream>>,
     /// The channel to the front-end; held for one send.
     channel: Mutex<Option<OwnedFd>>,
+    /// What receives descriptors. Only the session thread uses it.
+    receiver: Mutex<Receiver>,
 }
 
 impl VhostUser {
@@ -209,6 +214,7 @@ impl VhostUser {
             features: Arc::default(),
             stream: Mutex::new(None),
             channel: Mutex::new(None),
+            receiver: Mutex::new(Receiver::new(memory_may_block)),
         });
         let theirs = inner.clone();
         let builder = std::thread::Builder::new()
@@ -499,6 +505,7 @@ impl Inner {
         waiting: &mut Waiting<'_>,
     ) -> Option<VhostError> {
         let Connection { stream, reader } = connection;
+        let mut receiver = self.receiver.lock().expect("no holder panics");
         loop {
             let message_ends = reader.deadline();
             let memory_comes = session.waits_for_memory().then(|| Instant::now() + MEMORY_WAIT);
@@ -513,7 +520,7 @@ impl Inner {
                     Woken::Late | Woken::Readable => {}
                 }
             }
-            let handled = match reader.next(stream) {
+            let handled = match reader.next(stream, &mut receiver) {
                 Ok(Some(message)) => self.message(stream, session, message),
                 Ok(None) => Ok(()),
                 Err(e) => Err(e),

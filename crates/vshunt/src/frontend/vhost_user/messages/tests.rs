@@ -1,6 +1,7 @@
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 
 use super::super::dispatch::table;
+use super::super::receive::FDS_MAX;
 use super::*;
 
 const GET_FEATURES: u32 = 1;
@@ -27,8 +28,15 @@ fn pass(to: &UnixStream, bytes: &[u8], fds: &[impl AsFd], flags: SendFlags) {
     sendmsg(to, &[IoSlice::new(bytes)], &mut control, flags).unwrap();
 }
 
-fn files(count: usize) -> Vec<File> {
-    (0..count).map(|_| File::open("/dev/null").unwrap()).collect()
+/// Files in memory.
+fn files(count: usize) -> Vec<OwnedFd> {
+    let file = || rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    (0..count).map(|_| file()).collect()
+}
+
+/// The next message of a reader, received by this process.
+fn next(reader: &mut Reader, stream: &UnixStream) -> Result<Option<Message>> {
+    reader.next(stream, &mut Receiver::new(false))
 }
 
 /// Whether all descriptors of a connection's far end are closed.
@@ -37,7 +45,7 @@ fn hung_up(near: &UnixStream) -> bool {
 }
 
 fn recv_nothing(stream: &UnixStream) -> rustix::io::Result<usize> {
-    rustix::net::recv(stream, &mut [0u8; 1][..], RecvFlags::DONTWAIT).map(|(n, _)| n)
+    rustix::net::recv(stream, &mut [0u8; 1][..], rustix::net::RecvFlags::DONTWAIT).map(|(n, _)| n)
 }
 
 /// What is read of a SET_MEM_TABLE that says `count` regions, has room for `room`, and brings `fds` descriptors.
@@ -49,7 +57,7 @@ fn read(count: u32, room: usize, fds: usize) -> Result<(Vec<VhostUserMemoryRegio
         message.extend([i << 30, 4096, i << 31, 8192].into_iter().flat_map(u64::to_ne_bytes));
     }
     pass(&far, &message, &files(fds), SendFlags::empty());
-    let mut message = Reader::default().next(&near)?.expect("all of it was sent");
+    let mut message = next(&mut Reader::default(), &near)?.expect("all of it was sent");
     assert!(message.need_reply);
     table(&mut message).map(|(regions, files)| (regions, files.len()))
 }
@@ -87,14 +95,14 @@ fn messages_come_whole_however_they_are_cut_and_each_has_its_descriptors() {
         pass(&far, &header(GET_FEATURES, FLAG_VERSION, 0), &files(0), SendFlags::empty());
         pass(&far, &kick[..cut], &files(1), SendFlags::empty());
         assert_eq!(reader.deadline(), None);
-        let mut first = reader.next(&near).unwrap().unwrap();
+        let mut first = next(&mut reader, &near).unwrap().unwrap();
         assert_eq!((first.code, first.files().len()), (GET_FEATURES, 0));
-        assert!(reader.next(&near).unwrap().is_none(), "{cut}");
+        assert!(next(&mut reader, &near).unwrap().is_none(), "{cut}");
         let deadline = reader.deadline().expect("a message has begun");
-        assert!(reader.next(&near).unwrap().is_none());
+        assert!(next(&mut reader, &near).unwrap().is_none());
         assert_eq!(reader.deadline(), Some(deadline), "more time was given");
         pass(&far, &kick[cut..], &files(0), SendFlags::empty());
-        let mut second = reader.next(&near).unwrap().unwrap();
+        let mut second = next(&mut reader, &near).unwrap().unwrap();
         assert_eq!((second.code, second.exactly(8).unwrap().u64(0)), (SET_VRING_KICK, 7));
         assert_eq!((second.files().len(), reader.deadline()), (1, None));
     }
@@ -110,7 +118,7 @@ fn a_reader_that_is_dropped_closes_what_came_with_half_a_message() {
         pass(&far, &bytes[..len], &[&far], SendFlags::empty());
         drop(far);
         let mut reader = Reader::default();
-        assert!(reader.next(&near).unwrap().is_none());
+        assert!(next(&mut reader, &near).unwrap().is_none());
         assert!(reader.deadline().is_some());
         assert!(!hung_up(&near));
         drop(reader);
@@ -124,7 +132,7 @@ fn descriptors_with_an_urgent_byte_are_read_like_others() {
     pass(&far, b"x", &[&far], SendFlags::OOB);
     drop(far);
     let mut reader = Reader::default();
-    assert!(reader.next(&near).unwrap().is_none());
+    assert!(next(&mut reader, &near).unwrap().is_none());
     assert!(reader.deadline().is_some());
     drop(reader);
     assert!(hung_up(&near));
@@ -138,7 +146,7 @@ fn more_descriptors_than_a_message_may_have_end_the_connection_and_are_closed() 
         pass(&far, &message, &vec![&far; count], SendFlags::empty());
         drop(far);
         let mut reader = Reader::default();
-        let why = reader.next(&near).map(|_| ()).unwrap_err().to_string();
+        let why = next(&mut reader, &near).map(|_| ()).unwrap_err().to_string();
         assert!(why.contains("too many descriptors"), "{why}");
         drop(reader);
         assert!(hung_up(&near));
@@ -152,28 +160,28 @@ fn descriptors_in_several_pieces_of_one_message_are_counted_together() {
     for byte in message.chunks(1) {
         pass(&far, byte, &files(1), SendFlags::empty());
     }
-    let why = Reader::default().next(&near).map(|_| ()).unwrap_err().to_string();
+    let why = next(&mut Reader::default(), &near).map(|_| ()).unwrap_err().to_string();
     assert!(why.contains("too many descriptors"), "{why}");
 }
 
 #[test]
 fn headers_that_are_none_and_ends_are_told() {
-    let next = |bytes: &[u8]| {
+    let end = |bytes: &[u8]| {
         let (near, far) = pair();
         pass(&far, bytes, &files(0), SendFlags::empty());
         drop(far);
-        Reader::default().next(&near).map(|_| ()).unwrap_err()
+        next(&mut Reader::default(), &near).map(|_| ()).unwrap_err()
     };
     for (flags, size) in
         [(0, 0), (2, 0), (FLAG_VERSION | FLAG_REPLY, 0), (FLAG_VERSION | 16, 0), (1, BODY_MAX + 1)]
     {
-        let why = next(&header(GET_FEATURES, flags, size)).to_string();
+        let why = end(&header(GET_FEATURES, flags, size)).to_string();
         assert!(why.contains("malformed"), "{why}");
     }
-    assert!(matches!(next(&[1, 0, 0]), Error::SocketError(e) if e.kind() == io::ErrorKind::UnexpectedEof));
+    assert!(matches!(end(&[1, 0, 0]), Error::SocketError(e) if e.kind() == io::ErrorKind::UnexpectedEof));
     let (near, far) = pair();
     drop(far);
-    assert!(matches!(Reader::default().next(&near), Err(Error::Disconnected)));
+    assert!(matches!(next(&mut Reader::default(), &near), Err(Error::Disconnected)));
 }
 
 #[test]
@@ -186,8 +194,18 @@ fn what_is_read_ahead_comes_first() {
     assert!(reader.is_ready());
     pass(&far, &ask[3..], &files(0), SendFlags::empty());
     for _ in 0..3 {
-        assert_eq!(reader.next(&near).unwrap().unwrap().code, GET_FEATURES);
+        assert_eq!(next(&mut reader, &near).unwrap().unwrap().code, GET_FEATURES);
     }
     assert!(!reader.is_ready());
-    assert!(reader.next(&near).unwrap().is_none());
+    assert!(next(&mut reader, &near).unwrap().is_none());
+}
+
+#[test]
+fn a_descriptor_whose_close_could_wait_is_named_and_closed() {
+    let (near, far) = pair();
+    let kick = [header(SET_VRING_KICK, FLAG_VERSION, 8), 0u64.to_ne_bytes().into()].concat();
+    pass(&far, &kick, &[File::open("/dev/null").unwrap()], SendFlags::empty());
+    let mut message = next(&mut Reader::default(), &near).unwrap().unwrap();
+    assert!(message.has_fds() && message.file().is_none());
+    assert_eq!(message.refused_fd(), Some("/dev/null"));
 }

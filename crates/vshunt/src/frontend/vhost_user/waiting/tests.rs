@@ -2,6 +2,7 @@ use std::mem::MaybeUninit;
 
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
 
+use super::super::receive::Receiver;
 use super::*;
 
 /// A listener, and the path that it listens at, in a folder that is removed with it.
@@ -84,7 +85,7 @@ fn front_ends_that_wait_are_served_in_their_order_with_what_they_have_sent() {
     for number in [1, 3, 4] {
         let mut next = waiting.next().unwrap();
         assert!(next.reader.is_ready());
-        assert_eq!(next.reader.next(&next.stream).unwrap().unwrap().code, number);
+        assert_eq!(next.reader.next(&next.stream, &mut Receiver::new(false)).unwrap().unwrap().code, number);
     }
     assert!(waiting.next().is_none());
 }
