@@ -2,6 +2,8 @@
 
 import os
 import random
+import tempfile
+from pathlib import Path
 
 import fuse_mount as m
 import rig as r
@@ -198,6 +200,25 @@ def qcow2_over_itself(suite):
     r.run([tool, "compare", "-f", "qcow2", "-F", "raw", image, folder / "itself.backup"])
 
 
+def over_itself_with_base(suite):
+    """The image below is in another folder: the next daemon finds it although a dead mount hides the image that names it."""
+    suite.ours()
+    tool = r.tool("qemu-img", "qemu-utils")
+    image = suite.rig.dir / "based.qcow2"
+    with tempfile.TemporaryDirectory(prefix="vshunt-below.") as below:
+        base = Path(below) / "base.img"
+        content = random.Random(73).randbytes(MIB)
+        base.write_bytes(content)
+        r.run([tool, "create", "-q", "-f", "qcow2", "-b", base, "-F", "raw", image])
+        mount = m.Mount(suite, "itself-based", disk=f"file={image},format=qcow2", path=image)
+        mount.existed = True
+        m.same(image, content, "the mount")
+        mount.child.kill()
+        mount.start()
+        m.same(image, content, "by the next daemon")
+        mount.stop()
+
+
 def growing_qcow2(suite):
     """Users change the size of a qcow2 disk: against a plain file, over kills, with a longer image below."""
     suite.ours()
@@ -355,3 +376,4 @@ def tests_once(suite):
     t("passthrough: killed after an odd write", lambda: killed_odd(suite))
     t("mounted over the image itself", lambda: over_itself(suite))
     t("a qcow2 image mounted over itself", lambda: qcow2_over_itself(suite))
+    t("an image with one below it elsewhere, mounted over itself, after a kill", lambda: over_itself_with_base(suite))

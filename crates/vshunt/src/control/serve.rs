@@ -1,8 +1,8 @@
 //! The daemon's life: set up, serve, take down. Runs on the main thread.
 //!
 //! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the control socket and the one for
-//! metrics, 4 start the sandbox, 5 make the daemon and bind its events, 6 disks, networks, workers, exports, 7 accept control
-//! clients and scrapers, 8 pidfile, tell the service manager.
+//! metrics, 4 take away mounts that a killed daemon left, start the sandbox, 5 make the daemon and bind its events, 6 disks,
+//! networks, workers, exports, 7 accept control clients and scrapers, 8 pidfile, tell the service manager.
 //! The end: 1 tell the service manager and clients, scrapers get no more answers, 2 remove exports and workers, 3 remove
 //! the sockets and the pidfile, 4 close connections. A client that sees its connection end finds nothing left.
 //! An error in set-up takes down what was set up before it.
@@ -48,10 +48,13 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     raise_file_limit();
     let mut inherited = activation::take()?;
     let sockets = Sockets::bind(&setup, &mut inherited)?;
-    // Before there are other threads, which inherit what this one may do, and which a process that is forked would not have.
-    let plan = confine::plan(&setup, sockets.control.is_some());
-    vhost_user::start_receivers(plan.mode)?;
-    sandbox::start(plan)?;
+    // Before there are other threads, which a process that is forked would not have.
+    vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
+    // The sandbox looks at images and mountpoints by their names. A dead mount would hide them.
+    let mountpoints = setup.exports.iter().filter_map(|export| export.mountpoint.as_deref());
+    Daemon::take_over(mountpoints, &setup.disks)?;
+    // Other threads inherit what this one may do.
+    sandbox::start(confine::plan(&setup, sockets.control.is_some()))?;
     signals::forward(blocked, stop.clone())?;
     let mut serving = Serving::set_up(setup, inherited, sockets, manner, stop)?;
     serving.announce(manner);
@@ -158,10 +161,6 @@ impl Serving {
     }
 
     fn fill(&mut self, setup: Setup) -> Result<()> {
-        // A dead mount with passthrough keeps the locks of its image: it has to go before the image is opened.
-        for path in setup.exports.iter().filter_map(|export| export.mountpoint.as_ref()) {
-            Daemon::take_over_mountpoint(path, &setup.disks)?;
-        }
         for disk in setup.disks {
             self.daemon.disk_add(disk)?;
         }

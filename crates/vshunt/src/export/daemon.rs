@@ -181,12 +181,21 @@ impl Daemon {
         )))
     }
 
-    /// Takes a mount away that a killed daemon left at an export's mountpoint, before `disks` are opened: with passthrough it
-    /// keeps the locks of its image.
+    /// Takes away mounts that a killed daemon left at mountpoints of exports or over images of `disks`. Called before the images
+    /// are looked at, which such a mount hides, and before they are opened: a dead mount with passthrough keeps the locks of
+    /// its image.
     ///
     /// # Errors
-    /// `Busy` where the dead mount cannot be taken away; the system's.
-    pub fn take_over_mountpoint(path: &Path, disks: &[DiskSpec]) -> Result<()> {
+    /// `Busy` where a dead mount cannot be taken away; the system's.
+    pub fn take_over<'a>(mountpoints: impl IntoIterator<Item = &'a Path>, disks: &[DiskSpec]) -> Result<()> {
+        mountpoints.into_iter().try_for_each(|path| Self::take_over_mountpoint(path, disks))?;
+        for file in disks.iter().filter_map(|disk| disk.file.as_deref()) {
+            uncover(file)?;
+        }
+        Ok(())
+    }
+
+    fn take_over_mountpoint(path: &Path, disks: &[DiskSpec]) -> Result<()> {
         if uncover(path)? {
             let below = identity(path);
             // An empty image may be mounted over itself.
