@@ -93,8 +93,14 @@ fn say(error: impl Into<io::Error>) -> String {
 fn run(mut command: Command) -> std::result::Result<(), String> {
     // What it says begins with its name as it was called. Some of it is looked at: no other language.
     command.arg0(NAME).env("LC_ALL", "C").current_dir("/").stdout(Stdio::null()).stderr(Stdio::piped());
-    // The child is this process's, whichever thread makes it; the parent's copy of the socket goes with the command.
-    let mut child = sandbox::errand(move || command.spawn()).map_err(say)?.map_err(say)?;
+    sandbox::errand(move || run_here(command)).map_err(say)?
+}
+
+/// The part of [`run`] that control threads may not do themselves.
+fn run_here(mut command: Command) -> std::result::Result<(), String> {
+    let mut child = command.spawn().map_err(say)?;
+    // Closes the parent's copy of the socket.
+    drop(command);
     let status = end_of(&mut child, PATIENCE).map_err(say)?;
     let status = status.ok_or_else(|| format!("nothing for {} s", PATIENCE.as_secs()))?;
     if status.success() {

@@ -20,6 +20,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxAttributes, S
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, waitpid};
 
 use crate::error::{Error, Result};
+use crate::sandbox;
 
 /// A thread may have a mount namespace of its own; what counts is where mount(2) of this very thread acts.
 const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
@@ -165,7 +166,14 @@ fn unescape(field: &[u8]) -> OsString {
 /// Nothing tells that but a request. A connection without a server refuses it at once; a server that is stuck with it
 /// holds whoever asked, beyond the reach of SIGKILL. So a child process asks. One that is held costs a process (and
 /// what memory we change meanwhile) until that server goes on or ends.
+///
+/// By the launcher: control threads may neither make processes nor signal them.
 pub(super) fn ask_server(root: &OwnedFd) -> Server {
+    sandbox::errand(|| ask_here(root)).unwrap_or(Server::Unclear)
+}
+
+/// The part of [`ask_server`] that control threads may not do themselves.
+fn ask_here(root: &OwnedFd) -> Server {
     let fd = root.as_raw_fd();
     // SAFETY: fork needs nothing; the child only makes system calls (see `probe`), so that locks which other threads
     // held at that moment do not matter to it.
