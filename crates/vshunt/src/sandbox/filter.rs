@@ -5,7 +5,8 @@ use std::io;
 use std::mem::{MaybeUninit, offset_of};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{KIND, Mode, REFUSED, ThreadKind, table};
+use super::table::{self, Check};
+use super::{KIND, Mode, REFUSED, ThreadKind};
 
 /// AUDIT_ARCH_* of linux/audit.h: system calls of another architecture have other numbers.
 #[cfg(target_arch = "x86_64")]
@@ -46,9 +47,23 @@ impl Program {
             end(other),
             op(load, 0, 0, offset_of!(libc::seccomp_data, nr) as u32),
         ];
-        // No arguments are looked at: the kernel then keeps each answer in a bitmap and does not run the program.
+        // The kernel keeps the answer in a bitmap for each call whose arguments the program does not look at, and does not run
+        // the program for it. No call of a data path is checked.
         for number in allowed {
-            code.extend([op(equal, 0, 1, *number), end(libc::SECCOMP_RET_ALLOW)]);
+            let body = match table::check(*number) {
+                None => vec![end(libc::SECCOMP_RET_ALLOW)],
+                Some(check) => checked(&check, refuse),
+            };
+            code.push(op(equal, 0, body.len() as u8, *number));
+            code.extend(body);
+        }
+        // Not a trap: the C library blocks all signals while it makes a thread, and a trap would end the process.
+        let absent = match mode {
+            Mode::Log => libc::SECCOMP_RET_ALLOW,
+            Mode::On | Mode::Kill | Mode::Off => libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32,
+        };
+        for number in table::ABSENT {
+            code.extend([op(equal, 0, 1, *number), end(absent)]);
         }
         code.push(end(refuse));
         Self { code }
@@ -63,6 +78,34 @@ impl Program {
         // SAFETY: the kernel copies `len` instructions, which live over the call, and writes nothing.
         let rc = unsafe { libc::syscall(libc::SYS_seccomp, set, flags, &raw const program) };
         if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+/// Instructions for a call that is allowed with some arguments only.
+fn checked(check: &Check, refuse: u32) -> Vec<libc::sock_filter> {
+    let load = |argument: u32, half: u32| {
+        let at = offset_of!(libc::seccomp_data, args) as u32 + argument * 8 + half * 4;
+        op((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0, at)
+    };
+    let equal = |jt, jf, k| op((libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16, jt, jf, k);
+    let end = |action| op((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, action);
+    match check {
+        Check::OneOf(argument, values) => {
+            let mut code = vec![load(*argument, 0)];
+            for value in values {
+                code.extend([equal(0, 1, *value), end(libc::SECCOMP_RET_ALLOW)]);
+            }
+            code.push(end(refuse));
+            code
+        }
+        Check::Null(argument) => vec![
+            load(*argument, 0),
+            equal(0, 3, 0),
+            load(*argument, 1),
+            equal(0, 1, 0),
+            end(libc::SECCOMP_RET_ALLOW),
+            end(refuse),
+        ],
     }
 }
 
@@ -175,4 +218,58 @@ fn number(context: &libc::ucontext_t) -> usize {
 #[cfg(target_arch = "aarch64")]
 fn set_result(context: &mut libc::ucontext_t, result: i64) {
     context.uc_mcontext.regs[0] = result as u64;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errno() -> Option<i32> {
+        io::Error::last_os_error().raw_os_error()
+    }
+
+    /// What the kernel answers under the filter of `kind`. A child that should not be there ends at once.
+    fn answers(kind: ThreadKind) {
+        // SAFETY: the flags ask for a copy of this process, as fork does.
+        let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+        if child == 0 {
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(0) };
+        }
+        assert_eq!((child, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
+        // SAFETY: the kernel has no such call here, and reads nothing.
+        let rc = unsafe { libc::syscall(libc::SYS_clone3, 0, 0) };
+        assert_eq!((rc, errno()), (-1, Some(libc::ENOSYS)), "{kind:?}");
+        let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+        let (old, none) = (&raw mut limit, std::ptr::null_mut::<libc::rlimit64>());
+        // SAFETY: the kernel writes one limit to `old`, which lives over the call.
+        let rc = unsafe { libc::syscall(libc::SYS_prlimit64, 0, libc::RLIMIT_CORE, none, old) };
+        assert_eq!(rc, 0, "{kind:?}");
+        // SAFETY: the kernel reads one limit, the one that is in force.
+        let rc = unsafe { libc::syscall(libc::SYS_prlimit64, 0, libc::RLIMIT_CORE, old, none) };
+        assert_eq!((rc, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
+        // SAFETY: no memory. It asks for the state that the process has.
+        let rc = unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
+        assert_eq!((rc, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
+        // SAFETY: signal 0 is none.
+        let rc = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
+        assert_eq!((rc, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
+        // SAFETY: as above; the calling thread.
+        let rc = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), libc::gettid(), 0) };
+        assert_eq!(rc, 0, "{kind:?}");
+        assert_eq!(std::thread::Builder::new().name("made".into()).spawn(|| 7).unwrap().join().unwrap(), 7);
+    }
+
+    #[test]
+    fn threads_are_made_and_processes_are_not() {
+        handle_violations(Mode::On).unwrap();
+        for kind in ThreadKind::ALL {
+            let run = move || {
+                rustix::thread::set_no_new_privs(true).unwrap();
+                Program::new(kind, Mode::On).install().unwrap();
+                answers(kind);
+            };
+            std::thread::spawn(run).join().unwrap();
+        }
+    }
 }

@@ -29,7 +29,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
+use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 pub use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 
@@ -84,8 +84,10 @@ impl FromStr for Mode {
 pub enum ThreadKind {
     /// The operator: main thread, control clients, jobs, and all that these make.
     Control,
-    /// The front end of one export.
+    /// The front end of one disk.
     Session,
+    /// The front end of one network card.
+    CardSession,
     /// The users of one mount.
     Mount,
     /// Scrapers.
@@ -95,12 +97,14 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    const ALL: [Self; 5] = [Self::Control, Self::Session, Self::Mount, Self::Metrics, Self::Worker];
+    const ALL: [Self; 6] =
+        [Self::Control, Self::Session, Self::CardSession, Self::Mount, Self::Metrics, Self::Worker];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Control => "control",
             Self::Session => "session",
+            Self::CardSession => "card-session",
             Self::Mount => "mount",
             Self::Metrics => "metrics",
             Self::Worker => "worker",
@@ -112,13 +116,13 @@ impl ThreadKind {
         match self {
             // The launcher alone opens the name spaces of other processes.
             Self::Control => CapabilitySet::all().difference(CapabilitySet::SYS_PTRACE),
+            Self::Session => CapabilitySet::IPC_LOCK,
             // Offloads, steering and queues of taps change at a guest's command.
-            Self::Session => CapabilitySet::NET_ADMIN | CapabilitySet::BPF | CapabilitySet::IPC_LOCK,
-            // Attributes of an image whose owner is another user.
+            Self::CardSession => CapabilitySet::NET_ADMIN | CapabilitySet::BPF | CapabilitySet::IPC_LOCK,
+            // Attributes of an image whose owner is another user; rings of its own.
             Self::Mount => {
                 CapabilitySet::DAC_OVERRIDE
                     | CapabilitySet::FOWNER
-                    | CapabilitySet::CHOWN
                     | CapabilitySet::SYS_ADMIN
                     | CapabilitySet::IPC_LOCK
             }
@@ -177,7 +181,7 @@ struct Running {
     capabilities: CapabilitySet,
     set_user_id: bool,
     /// One for each of [`ThreadKind::ALL`]; `None`: no filter.
-    filters: [Option<filter::Program>; 5],
+    filters: [Option<filter::Program>; 6],
     /// What all threads may open.
     process: Option<Ruleset>,
     /// What that was made of, if anything is restricted.
@@ -196,6 +200,9 @@ impl Running {
         self.filters[kind as usize].as_ref().map_or(Ok(()), filter::Program::install)
     }
 }
+
+/// Open files that the process may have at most: what systemd permits a service by default.
+const OPEN_FILES_MAX: u64 = 524_288;
 
 static RUNNING: OnceLock<Running> = OnceLock::new();
 /// System calls refused so far.
@@ -222,6 +229,7 @@ pub fn start(plan: Plan) -> Result<()> {
     };
     if plan.mode.restricts() {
         hide().map_err(cannot)?;
+        limit().map_err(cannot)?;
     }
     filter::handle_violations(plan.mode).map_err(cannot)?;
     let filtered = |kind| kind != ThreadKind::Worker || plan.workers || plan.mode == Mode::Kill;
@@ -289,6 +297,19 @@ pub fn confine_receiver(mode: Mode) -> io::Result<()> {
         Mode::Off => Ok(()),
         _ => filter::Program::of_receiver(mode).install(),
     }
+}
+
+/// Limits the process to what it needs: no message queues, no real-time priority, and open files as far as
+/// [`OPEN_FILES_MAX`]. The filters let no thread raise a limit again.
+fn limit() -> io::Result<()> {
+    for resource in [Resource::Msgqueue, Resource::Rtprio] {
+        setrlimit(resource, Rlimit { current: Some(0), maximum: Some(0) })?;
+    }
+    let files = getrlimit(Resource::Nofile);
+    // `None` is no limit.
+    let below = |limit: Option<u64>| Some(limit.map_or(OPEN_FILES_MAX, |limit| limit.min(OPEN_FILES_MAX)));
+    setrlimit(Resource::Nofile, Rlimit { current: below(files.current), maximum: below(files.maximum) })?;
+    Ok(())
 }
 
 /// Confines the calling thread for good.

@@ -110,6 +110,10 @@ pub trait Device: Send + Sync {
     fn outlives_us(&self) -> bool {
         true
     }
+    /// What the thread that serves the front end needs.
+    fn thread_kind(&self) -> ThreadKind {
+        ThreadKind::Session
+    }
     /// NET_SET_MTU. The error says why not.
     fn set_mtu(&self, _mtu: u64) -> std::result::Result<(), String> {
         Err("this device has no MTU".to_owned())
@@ -217,10 +221,11 @@ impl VhostUser {
             receiver: Mutex::new(Receiver::new(memory_may_block)),
         });
         let theirs = inner.clone();
+        let kind = inner.device.thread_kind();
         let builder = std::thread::Builder::new()
             .name(format!("vu-{name}").chars().take(15).collect())
             .stack_size(STACK_BYTES);
-        let thread = sandbox::spawn(ThreadKind::Session, builder, move || theirs.serve(socket))
+        let thread = sandbox::spawn(kind, builder, move || theirs.serve(socket))
             .map_err(|e| Error::io(format!("cannot start the session thread of {name}"), e))?;
         Ok(Self { inner, thread: Mutex::new(Some(thread)) })
     }

@@ -29,6 +29,7 @@ use crate::queue::net::control::ControlQueue;
 use crate::queue::net::switch::{Plug, SwitchPair};
 use crate::queue::net::tap::TapPair;
 use crate::queue::net::{Format, NetStats, RINGS};
+use crate::sandbox::ThreadKind;
 use crate::worker::{Queue, QueueSet};
 
 /// The ring of a pair by which the guest receives.
@@ -196,6 +197,10 @@ impl NetDevice {
 }
 
 impl Device for NetDevice {
+    fn thread_kind(&self) -> ThreadKind {
+        ThreadKind::CardSession
+    }
+
     fn features(&self) -> u64 {
         let (served, tap) = match &self.behind {
             Behind::Kernel(tap, served) => (*served, Some(tap)),
