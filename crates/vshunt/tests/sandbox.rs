@@ -268,6 +268,48 @@ fn the_command_line_passes_what_it_names() {
 }
 
 #[test]
+fn folders_of_sockets_and_of_images_below_are_closed_to_files() {
+    let [images, below, sockets] = [(); 3].map(|()| tempfile::tempdir_in("/tmp").unwrap());
+    let at = |dir: &tempfile::TempDir, name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (top, base, pidfile) = (at(&images, "top"), at(&below, "base"), at(&below, "pid"));
+    fs::write(&base, vec![7; 1 << 20]).unwrap();
+    fs::write(at(&sockets, "a.img"), vec![0; 1 << 20]).unwrap();
+    let made =
+        output(vshunt().args(["image", "create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &top]));
+    assert_eq!(made.0, 0, "{}", made.2);
+    let disk = format!("name=d1,format=qcow2,file={top}");
+    let export = format!("type=vhost-user-blk,name=e1,disk=d1,socket={}", at(&sockets, "s"));
+    let free = "name=d2,format=null,size=1M";
+    let args = ["--disk", &disk, "--export", &export, "--pidfile", &pidfile, "--disk", free];
+    let mut daemon = serve("kill", &args);
+    if !has_landlock(&daemon) {
+        return;
+    }
+    let snapshot = |to: String| json!({ "device": "d1", "snapshot-file": to });
+    let refused = |(code, error): (i32, String)| {
+        assert!(code == 1 && error.contains("ermission denied") && error.contains("--allow-path"), "{error}");
+    };
+    refused(qmp(&daemon, "disk-add", &json!({ "name": "d3", "file": at(&sockets, "a.img") })));
+    refused(qmp(&daemon, "blockdev-snapshot-sync", &snapshot(at(&below, "over"))));
+    refused(qmp(&daemon, "blockdev-snapshot-sync", &snapshot(at(&sockets, "over"))));
+    assert!(!Path::new(&at(&below, "over")).exists() && !Path::new(&at(&sockets, "over")).exists());
+    // Sockets can be made in a folder of sockets, and images beside an image.
+    let socket = json!({ "type": "vhost-user-blk", "name": "e2", "disk": "d2", "socket": at(&sockets, "t") });
+    let (code, error) = qmp(&daemon, "export-add", &socket);
+    assert_eq!(code, 0, "{error}");
+    let (code, error) = qmp(&daemon, "blockdev-snapshot-sync", &snapshot(at(&images, "over")));
+    assert_eq!(code, 0, "{error}");
+    // A commit opens the image below for writing.
+    let (code, error) = qmp(&daemon, "block-commit", &json!({ "device": "d1" }));
+    assert_eq!(code, 0, "{error}");
+    assert!(fs::read_to_string(&pidfile).unwrap().trim() == daemon.child.id().to_string());
+    daemon.ok(&["quit"]);
+    let (code, _, error) = daemon.daemon.end();
+    assert_eq!(code, 0, "{error}");
+    assert!(!Path::new(&pidfile).exists());
+}
+
+#[test]
 fn mountpoints_and_namespaces_are_configured_or_allowed_too() {
     let (inside, outside) = (tempfile::tempdir_in("/tmp").unwrap(), tempfile::tempdir_in("/tmp").unwrap());
     let daemon = serve("kill", &["--allow-path", inside.path().to_str().unwrap()]);

@@ -12,7 +12,7 @@ use super::config::{Control, Setup};
 use super::metrics::Address;
 use super::{Failure, Outcome, cli, image};
 use crate::export::spec::{ExportKind, Format, NetKind};
-use crate::sandbox::{CapabilitySet, Mode, Plan, Rule};
+use crate::sandbox::{Access, CapabilitySet, Mode, Plan, Rule};
 
 /// The environment's word, where no flag is given. It counts more than a configuration file, so that a test-suite can run
 /// all daemons with one setting.
@@ -90,7 +90,7 @@ fn capabilities(setup: &Setup, control: bool, mounts: bool) -> CapabilitySet {
 /// What may be opened: the folders of all that is configured, what the daemon needs besides, and what the user allows.
 fn paths(setup: &Setup) -> Vec<Rule> {
     let mut rules = Vec::new();
-    let mut add = |path: PathBuf, write| rules.push(Rule { path, write });
+    let mut add = |path: PathBuf, access| rules.push(Rule { path, access });
     for disk in &setup.disks {
         let Some(file) = &disk.file else { continue };
         let files = match disk.format() {
@@ -98,12 +98,11 @@ fn paths(setup: &Setup) -> Vec<Rule> {
             // What a guest writes to a raw image is not looked at.
             Format::Raw | Format::Null | Format::Ram => vec![file.clone()],
         };
-        for file in files {
-            // Others are made beside a file: overlays, backups. Beside a device there are other devices.
-            let device = std::fs::metadata(&file).is_ok_and(|m| m.file_type().is_block_device());
-            folder_of(&file).filter(|_| !device).into_iter().for_each(|folder| add(folder, true));
-            add(file, true);
-        }
+        // Others are made beside an image: overlays, backups. Beside a device there are other devices.
+        let device = std::fs::metadata(file).is_ok_and(|m| m.file_type().is_block_device());
+        folder_of(file).filter(|_| !device).into_iter().for_each(|folder| add(folder, Access::Write));
+        // Images below are opened for writing by a commit, or to mark them.
+        files.into_iter().for_each(|file| add(file, Access::Write));
     }
     let control = match &setup.control {
         Control::At(path) => Some(path.clone()),
@@ -114,17 +113,23 @@ fn paths(setup: &Setup) -> Vec<Rule> {
         Some(Address::Unix(path)) => Some(path.clone()),
         _ => None,
     };
-    let places = setup.exports.iter().flat_map(|e| [e.socket.clone(), e.mountpoint.clone()]).flatten();
-    for place in places.chain(control).chain(metrics).chain(setup.pidfile.clone()) {
-        folder_of(&place).into_iter().for_each(|folder| add(folder, true));
+    let sockets = setup.exports.iter().filter_map(|e| e.socket.clone());
+    for socket in sockets.chain(control).chain(metrics) {
+        folder_of(&socket).into_iter().for_each(|folder| add(folder, Access::Sockets));
+    }
+    for mountpoint in setup.exports.iter().filter_map(|e| e.mountpoint.as_deref()) {
+        folder_of(mountpoint).into_iter().for_each(|folder| add(folder, Access::Mounts));
     }
     for net in &setup.nets {
-        net.netns.iter().filter(|name| name.contains('/')).for_each(|path| add(PathBuf::from(path), false));
+        net.netns
+            .iter()
+            .filter(|name| name.contains('/'))
+            .for_each(|path| add(PathBuf::from(path), Access::Read));
     }
-    READ.iter().for_each(|path| add(PathBuf::from(path), false));
-    WRITTEN.iter().chain(&DEVICES).for_each(|path| add(PathBuf::from(path), true));
-    macvtaps().into_iter().for_each(|device| add(device, true));
-    setup.sandbox.allow_paths.iter().for_each(|path| add(path.clone(), true));
+    READ.iter().for_each(|path| add(PathBuf::from(path), Access::Read));
+    WRITTEN.iter().chain(&DEVICES).for_each(|path| add(PathBuf::from(path), Access::Write));
+    macvtaps().into_iter().for_each(|device| add(device, Access::Write));
+    setup.sandbox.allow_paths.iter().for_each(|path| add(path.clone(), Access::Write));
     rules
 }
 
@@ -176,14 +181,23 @@ mod tests {
     fn what_clients_may_add_is_left_to_the_daemon() {
         let disk = DiskSpec { name: "d".into(), file: Some("/images/a.img".into()), ..DiskSpec::default() };
         let export = ExportSpec { socket: Some("/run/v/a.sock".into()), ..ExportSpec::default() };
-        let setup =
-            Setup { control: Control::Off, disks: vec![disk], exports: vec![export], ..Setup::default() };
+        let mount = ExportSpec { mountpoint: Some("/mnt/v/a".into()), ..ExportSpec::default() };
+        let setup = Setup {
+            control: Control::Off,
+            disks: vec![disk],
+            exports: vec![export, mount],
+            pidfile: Some("/run/pid/a".into()),
+            ..Setup::default()
+        };
         let alone = plan(&setup, false);
         assert!(!alone.capabilities.intersects(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
         let paths = alone.paths;
-        for path in ["/images", "/run/v"] {
-            assert!(paths.contains(&Rule { path: path.into(), write: true }), "{path}: {paths:?}");
+        for (path, access) in
+            [("/images", Access::Write), ("/run/v", Access::Sockets), ("/mnt/v", Access::Mounts)]
+        {
+            assert!(paths.contains(&Rule { path: path.into(), access }), "{path}: {paths:?}");
         }
+        assert!(!paths.iter().any(|rule| rule.path == Path::new("/run/pid")), "{paths:?}");
         assert!(!paths.iter().any(|rule| rule.path == Path::new("/")));
         let asked = plan(&setup, true);
         assert!(asked.capabilities.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));

@@ -278,13 +278,13 @@ fn control_socket(wanted: &Control, inherited: &mut Vec<Inherited>) -> Outcome<O
     }
 }
 
-/// A pidfile that goes with the daemon.
+/// A pidfile that goes with the daemon. Errands write and remove it, so that no thread may change its folder.
 struct Pidfile(PathBuf);
 
 impl Pidfile {
     fn write(path: PathBuf) -> Result<Self> {
         let failed = |e| Error::io(format!("cannot write pidfile {}", path.display()), e);
-        write_pid(&path).map_err(failed)?;
+        sandbox::errand(|| write_pid(&path)).and_then(|written| written).map_err(failed)?;
         Ok(Self(path))
     }
 }
@@ -295,6 +295,6 @@ fn write_pid(path: &Path) -> std::io::Result<()> {
 
 impl Drop for Pidfile {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        let _ = sandbox::errand(|| std::fs::remove_file(&self.0));
     }
 }

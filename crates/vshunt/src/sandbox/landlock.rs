@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, fcntl_getfl, statx};
 use rustix::io::Errno;
 
-use super::{Granted, Rule};
+use super::{Access, Granted, Rule};
 
 /// LANDLOCK_ACCESS_FS_* of linux/landlock.h that a rule can grant.
 mod access {
@@ -28,6 +28,8 @@ mod access {
     pub(super) const OF_FILES: u64 = WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
     /// For a rule that lets nothing be changed.
     pub(super) const READING: u64 = READ_FILE | READ_DIR;
+    /// For a folder of sockets: a folder is listed to lock it.
+    pub(super) const SOCKETS: u64 = MAKE_SOCK | REMOVE_FILE | READ_DIR;
     /// For a rule that lets things be changed.
     pub(super) const ALL: u64 = OF_FILES | READ_DIR | REMOVE_FILE | MAKE_REG | MAKE_SOCK | REFER;
 }
@@ -53,6 +55,8 @@ struct PathBeneath {
 /// Rules that threads can be put under.
 pub(super) struct Ruleset {
     fd: OwnedFd,
+    /// See [`pinned`](Self::pinned).
+    _paths: Vec<OwnedFd>,
 }
 
 impl Ruleset {
@@ -79,7 +83,7 @@ impl Ruleset {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: a descriptor that the call has just made, which nobody else knows.
-        let ruleset = Self { fd: unsafe { OwnedFd::from_raw_fd(fd as i32) } };
+        let ruleset = Self { fd: unsafe { OwnedFd::from_raw_fd(fd as i32) }, _paths: Vec::new() };
         for rule in rules {
             ruleset.add(rule, handled)?;
         }
@@ -90,7 +94,23 @@ impl Ruleset {
         Ok(Some(ruleset))
     }
 
+    /// As [`new`](Self::new), for files of the kernel's own: keeps them open. A rule is of an inode, and procfs makes another
+    /// one for the same name when nothing has used the name for a while.
+    pub(super) fn pinned(rules: &[Rule]) -> io::Result<Option<Self>> {
+        let open =
+            |rule: &Rule| rustix::fs::open(&rule.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).ok();
+        // Before the rules are made, so that these are of the same inodes.
+        let paths = rules.iter().filter_map(open).collect();
+        Ok(Self::new(rules, &[])?.map(|ruleset| Self { _paths: paths, ..ruleset }))
+    }
+
     fn add(&self, rule: &Rule, handled: u64) -> io::Result<()> {
+        let wanted = match rule.access {
+            Access::Read => access::READING,
+            Access::Write => access::ALL,
+            Access::Sockets => access::SOCKETS,
+            Access::Mounts => return Ok(()),
+        };
         let path = match rustix::fs::open(&rule.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
             Ok(path) => path,
             Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS) => return Ok(()),
@@ -100,7 +120,6 @@ impl Ruleset {
                 return Ok(());
             }
         };
-        let wanted = if rule.write { access::ALL } else { access::READING };
         let allowed = match kind_of(path.as_fd())? {
             FileType::Directory => wanted,
             FileType::CharacterDevice => wanted & access::OF_FILES | access::IOCTL_DEV,
@@ -152,4 +171,59 @@ fn allowed_by(fd: BorrowedFd<'_>) -> io::Result<u64> {
         OFlags::RDWR => access::OF_FILES,
         _ => 0,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sandbox::table;
+
+    /// Runs `work` on a thread that may open nothing but what threads that serve guests may. None: no Landlock here.
+    fn confined<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
+        let ruleset = Ruleset::pinned(&table::guest_paths()).unwrap()?;
+        let run = || {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            ruleset.enter().unwrap();
+            work()
+        };
+        Some(std::thread::scope(|scope| scope.spawn(run).join().unwrap()))
+    }
+
+    #[test]
+    fn threads_that_serve_guests_read_about_their_own_process_only() {
+        let open = |path: &str| std::fs::File::open(path).map(drop).map_err(|e| e.kind());
+        let refused = Err(io::ErrorKind::PermissionDenied);
+        let seen = confined(|| {
+            let own = [
+                "/proc/self/status",
+                "/proc/thread-self/comm",
+                "/proc/self/task",
+                "/sys/devices/system/cpu/online",
+            ];
+            let others = ["/proc/version", "/proc", "/proc/sys/kernel/ostype", "/sys/kernel", "/etc/passwd"];
+            (own.map(open), others.map(open))
+        });
+        let Some((own, others)) = seen else { return };
+        assert_eq!(own, [Ok(()); 4]);
+        assert_eq!(others, [refused; 5]);
+    }
+
+    #[test]
+    fn a_folder_of_sockets_is_no_folder_of_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        std::fs::write(path("file"), "").unwrap();
+        let rule = Rule { path: dir.path().to_owned(), access: Access::Sockets };
+        let Some(ruleset) = Ruleset::new(&[rule], &[]).unwrap() else { return };
+        let run = || {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            ruleset.enter().unwrap();
+            assert!(std::fs::File::open(path("file")).is_err());
+            assert!(std::fs::File::create(path("new")).is_err());
+            assert!(std::fs::File::open(dir.path()).is_ok());
+            std::os::unix::net::UnixListener::bind(path("socket")).map(drop).unwrap();
+            std::fs::remove_file(path("socket")).unwrap();
+        };
+        std::thread::scope(|scope| scope.spawn(run).join().unwrap());
+    }
 }

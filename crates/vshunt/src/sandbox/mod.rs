@@ -153,8 +153,33 @@ pub struct Plan {
 pub struct Rule {
     /// A folder or a file; one that is not there is left out.
     pub path: PathBuf,
-    /// Whether it may be changed.
-    pub write: bool,
+    /// What may be done there.
+    pub access: Access,
+}
+
+/// What may be done at a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Files are read, folders listed.
+    Read,
+    /// All that the daemon does with files.
+    Write,
+    /// Sockets are made, files removed, the folder listed. No file is opened.
+    Sockets,
+    /// Errands make and remove mountpoints, and mount over them. No other thread opens or makes files there.
+    Mounts,
+}
+
+impl Access {
+    /// Whether an errand may act there for a client; `change`: it makes a file, or mounts over one.
+    fn is_place(self, change: bool) -> bool {
+        match self {
+            Self::Write => true,
+            Self::Read => !change,
+            Self::Mounts => change,
+            Self::Sockets => false,
+        }
+    }
 }
 
 /// What is in force, as `status` shows it.
@@ -237,7 +262,7 @@ pub fn start(plan: Plan) -> Result<()> {
     let (mut process, mut guests) = (None, None);
     if plan.mode.restricts() {
         process = Ruleset::new(&plan.paths, &[]).map_err(cannot)?;
-        guests = Ruleset::new(&table::guest_paths(), &[]).map_err(cannot)?;
+        guests = Ruleset::pinned(&table::guest_paths()).map_err(cannot)?;
     }
     let rules = plan.mode.restricts().then_some(plan.paths);
     let launcher = launcher::Launcher::start(plan.mode, plan.capabilities, plan.set_user_id)?;

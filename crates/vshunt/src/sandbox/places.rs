@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags, makedev, openat, statx};
 
-use super::{RUNNING, Rule};
+use super::{Access, RUNNING, Rule};
 use crate::error::{Error, Result};
 
 /// Device number and inode.
@@ -13,10 +13,10 @@ type Id = (u64, u64);
 
 /// The configured and allowed paths, as they were at the start.
 pub(super) struct Places {
-    /// Without symbolic links; whether what is there may be changed.
-    folders: Vec<(PathBuf, bool)>,
-    /// Files that are named by themselves; whether they may be changed.
-    files: Vec<(Id, bool)>,
+    /// Without symbolic links.
+    folders: Vec<(PathBuf, Access)>,
+    /// Files that are named by themselves.
+    files: Vec<(Id, Access)>,
 }
 
 impl Places {
@@ -24,16 +24,16 @@ impl Places {
         let (mut folders, mut files) = (Vec::new(), Vec::new());
         for rule in rules {
             match std::fs::canonicalize(&rule.path) {
-                Ok(path) if path.is_dir() => folders.push((path, rule.write)),
-                _ => files.extend(id_at(&rule.path).map(|id| (id, rule.write))),
+                Ok(path) if path.is_dir() => folders.push((path, rule.access)),
+                _ => files.extend(id_at(&rule.path).map(|id| (id, rule.access))),
             }
         }
         Self { folders, files }
     }
 
     fn contain(&self, path: &Path, id: Option<Id>, change: bool) -> bool {
-        self.folders.iter().any(|(folder, write)| path.starts_with(folder) && (*write || !change))
-            || self.files.iter().any(|(file, write)| Some(*file) == id && (*write || !change))
+        self.folders.iter().any(|(folder, access)| path.starts_with(folder) && access.is_place(change))
+            || self.files.iter().any(|(file, access)| Some(*file) == id && access.is_place(change))
     }
 }
 
@@ -87,16 +87,25 @@ mod tests {
     fn a_place_is_in_a_folder_or_a_file_of_the_rules() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| std::fs::canonicalize(dir.path()).unwrap().join(name);
-        for folder in ["read", "write"] {
+        for folder in ["read", "write", "sockets", "mounts"] {
             std::fs::create_dir(path(folder)).unwrap();
         }
         std::fs::write(path("file"), "").unwrap();
         std::os::unix::fs::symlink(path("write"), path("link")).unwrap();
-        let rule = |name: &str, write| Rule { path: path(name), write };
-        let places =
-            Places::new(&[rule("read", false), rule("link", true), rule("file", true), rule("none", true)]);
+        let rule = |(name, access): (&str, Access)| Rule { path: path(name), access };
+        let rules = [
+            ("read", Access::Read),
+            ("link", Access::Write),
+            ("file", Access::Write),
+            ("none", Access::Write),
+            ("sockets", Access::Sockets),
+            ("mounts", Access::Mounts),
+        ];
+        let places = Places::new(&rules.map(rule));
         let contain = |name: &str, change| places.contain(&path(name), id_at(&path(name)), change);
         assert!(contain("write/a", true) && contain("write", true) && contain("file", true));
+        assert!(!contain("sockets/a", true) && !contain("sockets/a", false));
+        assert!(contain("mounts/a", true) && !contain("mounts/a", false));
         assert!(contain("read/a", false) && !contain("read/a", true));
         assert!(!contain("written", false) && !contain("none", false) && !contain("", false));
     }

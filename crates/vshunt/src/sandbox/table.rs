@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use io_uring::opcode;
 
-use super::{Rule, ThreadKind};
+use super::{Access, Rule, ThreadKind};
 
 /// Lists system calls by their names in libc, as numbers.
 macro_rules! calls {
@@ -155,10 +155,20 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<u32> {
     [ALL, ALL_OLD, ALL_LIBC, &groups.concat()].concat()
 }
 
-/// What threads that serve guests may open: nothing but what the kernel tells of itself and of us, and its vhost devices.
+/// What threads that serve guests may open: what the kernel tells about this process, its memory policy, the CPUs, and its
+/// vhost devices.
 pub(super) fn guest_paths() -> Vec<Rule> {
-    let rule = |(path, write): (&str, bool)| Rule { path: PathBuf::from(path), write };
-    [("/proc", false), ("/sys", false), ("/dev/vhost-net", true), ("/dev/vhost-blk", true)].map(rule).into()
+    let rule = |(path, access): (&str, Access)| Rule { path: PathBuf::from(path), access };
+    [
+        ("/proc/self", Access::Read),
+        ("/proc/sys/vm/overcommit_memory", Access::Read),
+        ("/sys/devices/system/cpu", Access::Read),
+        ("/sys/module", Access::Read),
+        ("/dev/vhost-net", Access::Write),
+        ("/dev/vhost-blk", Access::Write),
+    ]
+    .map(rule)
+    .into()
 }
 
 /// Operations that rings take; all others complete with EACCES. A filter of system calls does not see them.

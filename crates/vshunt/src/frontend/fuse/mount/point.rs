@@ -223,7 +223,9 @@ fn make(path: &Path) -> Result<Option<u64>> {
     sandbox::check_place(&folder, true, format_args!("the folder of mountpoint {shown}"))?;
     // For the owner alone, for whom fusermount3 wants it writable.
     let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    match openat(&folder, name, flags, Mode::RUSR | Mode::WUSR) {
+    // Landlock would have to let all files below that folder be made and read.
+    let made = sandbox::errand(|| openat(&folder, name, flags, Mode::RUSR | Mode::WUSR));
+    match made.unwrap_or(Err(Errno::AGAIN)) {
         Ok(file) => look(file).map(|seen| Some(seen.inode)).map_err(|e| cannot_look(path, e)),
         Err(Errno::EXIST) => Ok(None),
         Err(e) => {
@@ -243,7 +245,9 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<Option<OwnedFd>> {
     let itself = proc_path(file);
     let flags = OFlags::NONBLOCK | OFlags::CLOEXEC;
     let open = |access| openat(CWD, &itself, flags | access, Mode::empty());
-    let Ok(file) = open(OFlags::RDONLY).or_else(|_| open(OFlags::WRONLY)) else { return Ok(None) };
+    // An errand, as for the making of the file. It is a regular file and was checked.
+    let opened = sandbox::errand(|| open(OFlags::RDONLY).or_else(|_| open(OFlags::WRONLY)));
+    let Ok(Ok(file)) = opened else { return Ok(None) };
     let start = Instant::now();
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
