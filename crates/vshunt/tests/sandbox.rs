@@ -159,6 +159,9 @@ fn log_filters_and_restricts_nothing_else() {
     assert!(filtered.iter().all(|(name, value)| value == "2" || of_the_launcher(name)), "{filtered:?}");
     let info = status(&daemon);
     assert_eq!((&info["mode"], &info["landlock"]), (&Value::from("log"), &Value::from("off")));
+    let line = daemon.ok(&["status"]).lines().last().unwrap().to_owned();
+    let capabilities = if info["capabilities"] == json!([]) { "none" } else { "all" };
+    assert!(line.contains(&format!("capabilities: {capabilities}; ")), "{line}");
 }
 
 #[test]
@@ -307,6 +310,35 @@ fn folders_of_sockets_and_of_images_below_are_closed_to_files() {
     let (code, _, error) = daemon.daemon.end();
     assert_eq!(code, 0, "{error}");
     assert!(!Path::new(&pidfile).exists());
+}
+
+#[test]
+fn an_overlay_that_the_sandbox_hides_is_to_be_allowed() {
+    let [images, elsewhere] = [(); 2].map(|()| tempfile::tempdir_in("/tmp").unwrap());
+    let image = images.path().join("a.img");
+    let (base, over) = (image.to_str().unwrap(), elsewhere.path().join("over"));
+    fs::write(&image, vec![7; 1 << 20]).unwrap();
+    let daemon = serve("kill", &["--disk", &format!("name=d1,file={base}")]);
+    if !has_landlock(&daemon) {
+        return;
+    }
+    // Needs marks (extended attributes of users).
+    daemon.ok(&["snapshot", "d1", "--to", over.to_str().unwrap()]);
+    drop(daemon);
+    if !marked(&image) {
+        println!("skip an_overlay_that_the_sandbox_hides_is_to_be_allowed: no extended attributes in /tmp");
+        return;
+    }
+    let (disk, control) = (format!("name=d1,file={base}"), images.path().join("c"));
+    let (code, _, error) = output(vshunt().args(["serve", "--disk", &disk, "-c"]).arg(control));
+    let remedy = format!("--allow-path={}", elsewhere.path().display());
+    let at = |what: &str| error.find(what).unwrap_or_else(|| panic!("{what} is missing: {error}"));
+    assert!(code == 1 && at(&remedy) < at("setfattr"), "{error}");
+}
+
+/// Whether the image is marked as having an overlay.
+fn marked(image: &Path) -> bool {
+    rustix::fs::getxattr(image, "user.vshunt.overlay", &mut [0u8; 4096]).is_ok()
 }
 
 #[test]

@@ -40,6 +40,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use crate::error::Error;
+use crate::sandbox;
 use client::ClientError;
 
 /// How a program ends that did not succeed; the exit code, and the sentence for stderr.
@@ -78,9 +79,17 @@ impl fmt::Display for Failure {
     }
 }
 
+/// Appended at the start of a daemon where the sandbox may be the reason.
+const REFUSED: &str =
+    "; if its mode permits that, the sandbox does not: add --allow-path=FOLDER (docs/sandbox.md)";
+
 impl From<Error> for Failure {
     fn from(e: Error) -> Self {
-        Self::Failed(e.to_string())
+        let remedy = match e.errno() {
+            Some(libc::EACCES) if sandbox::bounds_paths() => REFUSED,
+            _ => "",
+        };
+        Self::Failed(format!("{e}{remedy}"))
     }
 }
 

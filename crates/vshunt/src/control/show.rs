@@ -71,7 +71,11 @@ pub(crate) fn sandbox(info: &SandboxInfo) -> String {
         info.mode.name(),
         or_none(&info.filtered),
         info.landlock,
-        or_none(&info.capabilities),
+        match (info.mode, info.capabilities.is_empty()) {
+            // None was given up.
+            (Mode::Log, false) => "all".to_owned(),
+            _ => or_none(&info.capabilities),
+        },
         info.refused
     )
 }

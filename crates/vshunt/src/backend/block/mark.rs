@@ -16,7 +16,8 @@ use rustix::io::Errno;
 
 use super::own_mounts;
 use super::qcow2::backing_of;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
+use crate::sandbox;
 
 const OVERLAY: &str = "user.vshunt.overlay";
 /// Of an overlay whose contents were brought into the image below, with that image's path: what it shows is no disk's any
@@ -65,6 +66,15 @@ pub(crate) fn check(path: &Path, readonly: bool) -> Result<()> {
             remove(path, OVERLAY)
                 .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
         }
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied && sandbox::bounds_paths() => Err(Error::new(
+            Kind::Io,
+            format!(
+                "{shown} is marked as having an overlay {over}, which cannot be looked at: {e}. If its mode permits that, the \
+                 sandbox does not: start the daemon with --allow-path={} ('setfattr -x {OVERLAY} {shown}' only if you know \
+                 that there is no overlay)",
+                folder_of(&overlay).display()
+            ),
+        )),
         Err(e) => Err(Error::io(
             format_args!(
                 "{shown} is marked as having an overlay {over}, which cannot be looked at ('setfattr -x {OVERLAY} {shown}' \
@@ -82,7 +92,9 @@ fn stands_on(overlay: &Path, base: &Path) -> io::Result<bool> {
         match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(overlay) {
             Ok(file) => file,
             // Removed, which gives the snapshot up. An empty folder, or none, is rather a file system that is not mounted.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && has_others(overlay) => return Ok(false),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return if has_others(overlay)? { Ok(false) } else { Err(e) };
+            }
             Err(e) => return Err(e),
         };
     match backing_of(overlay, file)? {
@@ -92,9 +104,19 @@ fn stands_on(overlay: &Path, base: &Path) -> io::Result<bool> {
 }
 
 /// Whether there are files where that one is missing.
-fn has_others(missing: &Path) -> bool {
-    let folder = missing.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_some())
+///
+/// # Errors
+/// The folder is closed to this thread.
+fn has_others(missing: &Path) -> io::Result<bool> {
+    match std::fs::read_dir(folder_of(missing)) {
+        Ok(mut entries) => Ok(entries.next().is_some()),
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Err(e),
+        Err(_) => Ok(false),
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Whether two paths lead to one file.
