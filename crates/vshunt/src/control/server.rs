@@ -20,6 +20,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
@@ -247,6 +248,9 @@ struct Session<'a> {
 ///
 /// A descriptor comes with some byte of the stream. It belongs to the first `add-fd` that ends in the same read or, if a
 /// message is unfinished then, to that message. In all other cases it is closed, and when the next one comes.
+///
+/// Only a descriptor of a file is kept (see [`is_file`]). A socket could be the client's own end of the connection: the daemon
+/// would hold that end open itself, would never see the end of the stream, and the client would keep its place for ever.
 #[derive(Default)]
 struct Passed {
     fd: Option<OwnedFd>,
@@ -257,6 +261,7 @@ struct Passed {
 impl Passed {
     /// Takes what came with a read.
     fn arrived(&mut self, fd: Option<OwnedFd>) {
+        let fd = fd.filter(is_file);
         self.fresh = fd.is_some();
         if fd.is_some() {
             self.fd = fd;
@@ -275,6 +280,17 @@ impl Passed {
             self.fd = None;
         }
     }
+}
+
+/// Whether a descriptor has a name in some file system: a file, a directory, a device or a FIFO. Sockets, io_uring instances
+/// and the like have none. Asks no server of a FUSE mount.
+fn is_file(fd: &OwnedFd) -> bool {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    statx(fd, "", flags, StatxFlags::TYPE).is_ok_and(|seen| {
+        use FileType::{BlockDevice, CharacterDevice, Directory, Fifo, RegularFile};
+        let kind = FileType::from_raw_mode(seen.stx_mode.into());
+        matches!(kind, RegularFile | Directory | BlockDevice | CharacterDevice | Fifo)
+    })
 }
 
 /// Reads some bytes; the descriptor that came along. More than one in a message are too many: the others are closed, by the

@@ -1,7 +1,10 @@
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, sendmsg};
 
 use super::super::{Address, Metrics};
 use super::*;
@@ -171,4 +174,34 @@ fn the_end_waits_for_no_client() {
     rig.metrics = Metrics::bind(&Address::Unix(path.with_extension("other"))).unwrap();
     assert!(!path.exists());
     assert_eq!((&silent).read(&mut [0]).unwrap(), 0);
+}
+
+/// Sends `bytes` with a descriptor.
+fn pass(stream: &UnixStream, bytes: &[u8], fd: &impl AsFd) {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let sent = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::empty());
+    assert_eq!(sent, Ok(bytes.len()));
+}
+
+/// Descriptors are closed as the bytes with them are read, so that no client keeps its connection open by passing its own end.
+#[test]
+fn descriptors_that_clients_pass_are_closed() {
+    let render: Render = Box::new(String::new);
+    for begin in [&b"GET /me"[..], b"GET /metrics HTTP/1.1\r\n\r\n"] {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut connection = Connection::new(ours.into(), Instant::now());
+        let mut page = Page { render: &render, text: None };
+        pass(&theirs, begin, &theirs);
+        pass(&theirs, b"x", &theirs);
+        drop(theirs);
+        // Those that are answered have left one turn later.
+        for _ in 0..4 {
+            connection.go_on(&mut page);
+        }
+        assert!(matches!(connection.state, State::Over), "{begin:?}");
+    }
 }

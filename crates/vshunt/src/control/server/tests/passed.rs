@@ -244,3 +244,29 @@ fn a_set_is_a_disks_file_and_stays_open_as_long_as_the_disk() {
     assert!(desc(&raw.ask(add)).contains("--allow-path"));
     rig.server.stop();
 }
+
+/// Else the daemon would keep the connection open itself, and the client its place among those that can be connected.
+#[test]
+fn a_client_that_passes_its_own_end_is_gone_when_it_goes() {
+    let rig = rig();
+    for negotiated in [false, true] {
+        // An unfinished message keeps a descriptor until its end.
+        for text in ["{", "{'execute': 'add-fd'}", "{'execute': 'add-fd'} {"] {
+            let raw = if negotiated { Raw::ready(&rig) } else { Raw::connect(&rig) };
+            let own = raw.0.get_ref().try_clone().unwrap();
+            raw.pass(text, &[own.into()]);
+            drop(raw);
+        }
+    }
+    let until = Instant::now() + Duration::from_secs(60);
+    while !rig.server.shared.lock().map.is_empty() {
+        assert!(Instant::now() < until, "a client is kept");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut raw = Raw::ready(&rig);
+    assert_eq!(raw.sets(), json!([]));
+    // Another socket is refused, too.
+    let (_far, near) = UnixStream::pair().unwrap();
+    assert_eq!(desc(&raw.add(near.into())), "No file descriptor supplied via SCM_RIGHTS");
+    rig.server.stop();
+}
