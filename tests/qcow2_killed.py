@@ -172,6 +172,11 @@ def rolled_back_any_time(rig, seed, more):
     r.require(image("check", path, check=False).returncode == 0, "the image is not clean")
 
 
+def map_journal(path, *options):
+    """What `image info` says of the journal of an image; None: nothing."""
+    return json.loads(image("info", *options, "--output=json", path).stdout).get("map-journal")
+
+
 def looked_at(rig, options):
     """`check` and `convert` of a killed image see what its journal has, say so, and change nothing."""
     path, copy = create(rig.dir / "looked.qcow2", options.replace("DATA", f"{rig.dir}/looked.data")), rig.dir / "looked.raw"
@@ -181,14 +186,21 @@ def looked_at(rig, options):
     disk.write(2 * MIB, b"c" * (3 * MIB))
     live = image("check", "-U", path, check=False)
     r.require("journal" not in live.stderr, f"a living daemon's image is said to be left: {live.stderr}")
+    r.require(map_journal(path, "-U") == {"filename": str(journal_of(path)), "state": "in-use"}, "info of a living daemon's image")
     disk.kill()
     before = path.read_bytes()
+    said = map_journal(path)
+    pending = {"filename": str(journal_of(path)), "state": "pending", "changes": said.get("changes")}
+    r.require(said == pending and said["changes"] > 0, f"info: {said}")
+    text = image("info", path).stdout
+    r.require(f"map journal: {journal_of(path)}: {said['changes']} changes" in text, f"info: {text}")
     done = image("check", path, check=False)
     r.require(done.returncode == 3, f"check ended with {done.returncode}: {done.stdout}{done.stderr}")
     r.require("in its journal" in done.stderr and "-r all" in done.stderr, f"check says {done.stderr!r}")
     done = image("check", "--output=json", path, check=False)
     found = json.loads(done.stdout)
     r.require(done.returncode == 3 and "corruptions" not in found, f"check: {found}")
+    r.require(found.get("not-closed") is True and found.get("map-journal") == said, f"check: {found}")
     done = image("convert", "-O", "raw", path, copy, check=False)
     r.require(done.returncode == 0 and "from its journal" in done.stderr, f"convert: {done.returncode} {done.stderr}")
     expected = b"b" * 4096 + b"a" * (MIB - 4096) + bytes(MIB) + b"c" * (3 * MIB)
@@ -201,6 +213,8 @@ def looked_at(rig, options):
     for command in (("check", path), ("convert", "-O", "raw", path, copy)):
         done = image(*command, check=False)
         r.require(done.returncode == 3 and "no journal" in done.stderr, f"{command[0]}: {done.returncode} {done.stderr}")
+    said = map_journal(path)
+    r.require((said["state"], said["filename"]) == ("lost", str(journal)) and "no journal" in said["why"], f"info: {said}")
     r.require(copy.read_bytes()[:MIB] == expected[:MIB] or copy.read_bytes()[:MIB] == b"a" * MIB, "what was flushed is another")
     shutil.copyfile(aside, journal)
     os.chmod(journal, 0o600)
@@ -212,6 +226,9 @@ def looked_at(rig, options):
     image("convert", "-O", "raw", path, copy)
     r.require(copy.read_bytes()[: 5 * MIB] == expected, "it was not brought in")
     r.require(not journal.exists(), "the journal is left behind")
+    r.require(map_journal(path) is None, "info names a journal of an image that was closed")
+    found = json.loads(image("check", "--output=json", path).stdout)
+    r.require("not-closed" not in found and "map-journal" not in found, f"check: {found}")
 
 
 def no_leaks(rig, name, options, keys):

@@ -58,8 +58,8 @@ pub use overlay::Overlay;
 use qcow2::Qcow2;
 pub use qcow2::Reading;
 pub(crate) use qcow2::{
-    Lacks, Through, forget as forget_journal, read_through, recover as recover_journal,
-    sweep as sweep_journals,
+    Lacks, Through, forget as forget_journal, path_of as journal_path, read_through,
+    recover as recover_journal, sweep as sweep_journals,
 };
 use raw::Raw;
 pub(crate) use watch::{Bitmap, Watch};

@@ -43,8 +43,7 @@ pub(crate) enum ImageCommand {
     #[command(after_long_help = CONVERT_AFTER)]
     Convert(Box<ConvertArgs>),
     /// Describe an image
-    #[command(after_long_help = "Examples:\n  vshunt image info disk.qcow2\n  \
-        vshunt image info --backing-chain --output=json overlay.qcow2")]
+    #[command(after_long_help = INFO_AFTER)]
     Info(InfoArgs),
     /// Check an image, and repair it
     #[command(after_long_help = CHECK_AFTER)]
@@ -110,6 +109,19 @@ Examples:
   vshunt image convert -O qcow2 -c -o compression_type=zstd disk.raw disk.qcow2
   vshunt image convert overlay.qcow2 disk.raw";
 
+const INFO_AFTER: &str = "\
+An image that a vshunt has open, or was killed with, is not `cleanly shut down`. Its
+line `map journal` names the file in /dev/shm with changes of the image's map that
+are not in the image yet, and its state. With --output=json this is `map-journal`:
+  filename  the file; absent for an image that was written without one
+  state     pending: `changes` changes are there, and `vshunt image check -r all`
+            or the next start brings them in; in-use: a running vshunt has it;
+            lost: it is missing or is not the image's, and `why`
+
+Examples:
+  vshunt image info disk.qcow2
+  vshunt image info --backing-chain --output=json overlay.qcow2";
+
 const CHECK_AFTER: &str = "\
 Exit status:
   0   nothing is wrong, or nothing any more
@@ -118,6 +130,9 @@ Exit status:
   3   clusters are leaked: a waste of space, no harm to data; or the image was
       not closed, and what its journal has is not in it (`-r all` brings it in)
   63  images of this format cannot be checked
+
+With --output=json an image that was not closed has `not-closed` (true) and
+`map-journal`, as `vshunt image info` has it.
 
 What is repaired with `-r all`: reference counts that are wrong, entries of
 tables that cannot be right, and the marks for dirty and corrupt. An entry whose

@@ -6,6 +6,7 @@ use qcow2::check::{CheckResult, Repair, check};
 
 use super::args::{CheckArgs, Output, Repaired};
 use super::file::{For, ImageFile};
+use super::journal::MapJournal;
 use super::progress::Bar;
 use super::{ImageFormat, failed};
 use crate::control::{Failure, Outcome, print};
@@ -37,7 +38,7 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         Some(Repaired::Leaks) => Repair::Leaks,
         Some(Repaired::All) => Repair::All,
     };
-    if repair == Repair::Leaks && !file.is_whole(path)? {
+    if repair == Repair::Leaks && file.lacking(path)?.is_some() {
         // Counts of an image that was not closed are not up to date: repairing leaks alone would leave it without them.
         return Err(Failure::Failed(format!(
             "{} was not closed, so that its reference counts are not up to date: use -r all",
@@ -49,7 +50,7 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         file.recover(path)?;
     }
     // It is checked as the last flush left it: what its journal has is counted when it is brought in.
-    let whole = repair != Repair::No || file.is_whole(path)?;
+    let lacking = if repair == Repair::No { file.lacking(path)? } else { None };
     let mut bar = Bar::new("checking", quiet);
     let result = check(&file, repair, &mut bar).map_err(|e| match e {
         // Repairing is what was just tried.
@@ -62,7 +63,9 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         file.recovered();
     }
     match args.output {
-        Output::Json => print(&format!("{:#}\n", json(&args.file.display().to_string(), &result)))?,
+        Output::Json => {
+            print(&format!("{:#}\n", json(&args.file.display().to_string(), &result, lacking.as_ref())))?
+        }
         Output::Human if !quiet => print(&human(&result))?,
         Output::Human => {}
     }
@@ -70,7 +73,7 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         CheckResult { check_errors: 1.., .. } => Err(Failure::Status(1)),
         CheckResult { corruptions: 1.., .. } => Err(Failure::Status(2)),
         CheckResult { leaks: 1.., .. } => Err(Failure::Status(LEAKS)),
-        _ if !whole => Err(Failure::Status(LEAKS)),
+        _ if lacking.is_some() => Err(Failure::Status(LEAKS)),
         _ => Ok(()),
     }
 }
@@ -124,8 +127,9 @@ fn human(r: &CheckResult) -> String {
     text
 }
 
-/// As QEMU's ImageCheck: numbers that are 0 are left out, but for two.
-fn json(filename: &str, r: &CheckResult) -> Value {
+/// As QEMU's ImageCheck: numbers that are 0 are left out, except for two. Besides, for an image that lacks something that was
+/// written to it: `not-closed` (true) and `map-journal`.
+fn json(filename: &str, r: &CheckResult, lacking: Option<&MapJournal>) -> Value {
     let mut map = Map::new();
     map.insert("filename".into(), json!(filename));
     map.insert("format".into(), json!("qcow2"));
@@ -144,6 +148,10 @@ fn json(filename: &str, r: &CheckResult) -> Value {
         if n != 0 {
             map.insert(key.into(), json!(n));
         }
+    }
+    if let Some(journal) = lacking {
+        map.insert("not-closed".into(), json!(true));
+        map.insert("map-journal".into(), journal.json());
     }
     Value::Object(map)
 }

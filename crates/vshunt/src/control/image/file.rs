@@ -7,13 +7,14 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use qcow2::Storage;
-use qcow2::header::Header;
+use qcow2::header::{Header, Open};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
 use super::ImageFormat;
+use super::journal::MapJournal;
 use crate::backend::block::{
-    Lacks, Through, check_marks, forget_journal, lock_image, read_through, recover_journal,
+    Lacks, Through, check_marks, forget_journal, journal_path, lock_image, read_through, recover_journal,
 };
 use crate::control::{Failure, Outcome};
 use crate::error::Kind;
@@ -112,31 +113,39 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Whether a qcow2 image has all that was written to it: it was closed, or a living process has it. If not, the user is
-    /// told what it lacks.
-    pub(super) fn is_whole(&self, path: &Path) -> Outcome<bool> {
+    /// The map journal of a qcow2 image with this header; none: the image was closed, or its last writer kept none and each
+    /// write was stable. Changes nothing.
+    pub(super) fn journal(&self, header: &Header) -> Option<MapJournal> {
+        let open = qcow2::journal::journal_of(header)?;
+        let state = match read_through(&self.file, header, self.shared) {
+            Through::Whole => return None,
+            state => state,
+        };
+        let has_file = !matches!(open, Open::Without { .. });
+        Some(MapJournal { path: journal_path(&self.file).ok().filter(|_| has_file), state })
+    }
+
+    /// The map journal of a qcow2 image that lacks something that was written to it, which the user is told; none: it was
+    /// closed, or a living process has it.
+    pub(super) fn lacking(&self, path: &Path) -> Outcome<Option<MapJournal>> {
         let fail = |e: qcow2::Error| super::failed(path, &e);
         let header = qcow2::Image::open(self).map_err(fail)?.header().clone();
         let shown = path.display();
-        match read_through(&self.file, &header, self.shared) {
+        let journal = self.journal(&header);
+        match journal.as_ref().map(|journal| &journal.state) {
             // One that a living process writes is whole once that has closed it.
-            Through::Whole | Through::Live => Ok(true),
-            Through::Changes(changes) => {
-                eprintln!(
-                    "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
-                     'vshunt image check -r all {shown}' applies them",
-                    changes.count()
-                );
-                Ok(false)
-            }
-            Through::Lost(why) => {
-                eprintln!(
-                    "vshunt: {shown} was not closed and {why}: writes that were not flushed may be lost; \
-                     'vshunt image check -r all {shown}' repairs what is there"
-                );
-                Ok(false)
-            }
+            None | Some(Through::Whole | Through::Live) => return Ok(None),
+            Some(Through::Changes(changes)) => eprintln!(
+                "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
+                 'vshunt image check -r all {shown}' applies them",
+                changes.count()
+            ),
+            Some(Through::Lost(why)) => eprintln!(
+                "vshunt: {shown} was not closed and {why}: writes that were not flushed may be lost; \
+                 'vshunt image check -r all {shown}' repairs what is there"
+            ),
         }
+        Ok(journal)
     }
 
     /// It was repaired: what [`recover`](Self::recover) brought in is not needed any more.

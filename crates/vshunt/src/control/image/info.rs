@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
 use qcow2::bitmap::flag;
-use qcow2::header::{Compression, LAZY_REFCOUNTS, Open, autoclear, incompatible};
+use qcow2::header::{Compression, LAZY_REFCOUNTS, autoclear, incompatible};
 use qcow2::info::{Info, info};
 use qcow2::snapshot::Snapshot;
 use serde_json::{Map, Value, json};
 
 use super::args::{InfoArgs, Output};
 use super::file::{For, ImageFile};
+use super::journal::MapJournal;
 use super::{ImageFormat, failed, units};
 use crate::control::{Failure, Outcome, print};
 
@@ -25,6 +26,8 @@ struct Described {
     space_bytes: u64,
     /// What a qcow2 image says of itself.
     qcow2: Option<Info>,
+    /// What it has outside of itself, if it was not closed.
+    journal: Option<MapJournal>,
 }
 
 pub(super) fn run(args: &InfoArgs) -> Outcome {
@@ -57,7 +60,15 @@ fn known(name: Option<&str>, path: &Path) -> Outcome<Option<ImageFormat>> {
     }
 }
 
+/// Describes an image, with its journal.
 fn describe(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<Described> {
+    let (file, mut described) = look(path, format, purpose)?;
+    described.journal = described.qcow2.as_ref().and_then(|info| file.journal(&info.header));
+    Ok(described)
+}
+
+/// Opens an image and describes what is in its file.
+fn look(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<(ImageFile, Described)> {
     let file = ImageFile::open(path, purpose)?;
     let io = |e| Failure::Failed(format!("cannot read {}: {e}", path.display()));
     let format = match format {
@@ -72,7 +83,8 @@ fn describe(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<D
         Some(info) => info.header.size,
         None => file.len().map_err(io)?.next_multiple_of(512),
     };
-    Ok(Described { path: path.to_owned(), size_bytes, space_bytes: file.space().map_err(io)?, qcow2 })
+    let space_bytes = file.space().map_err(io)?;
+    Ok((file, Described { path: path.to_owned(), size_bytes, space_bytes, qcow2, journal: None }))
 }
 
 /// Path and format of the image below.
@@ -88,7 +100,7 @@ pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
     let mut next = Some(image.to_owned());
     while let Some(path) = next.take().filter(|path| !files.contains(path) && files.len() < CHAIN_MAX) {
         files.push(path.clone());
-        let Ok(described) = describe(&path, Some(ImageFormat::Qcow2), For::Sharing) else { break };
+        let Ok((_, described)) = look(&path, Some(ImageFormat::Qcow2), For::Sharing) else { break };
         let header = described.qcow2.as_ref().map(|info| &info.header);
         files.extend(header.and_then(|h| h.data_file.as_ref()).map(|name| beside(&path, name)));
         match below(&described) {
@@ -102,7 +114,7 @@ pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
 
 /// The data file of a qcow2 image, by what its header says.
 pub(crate) fn data_file(image: &Path) -> Option<PathBuf> {
-    let described = describe(image, Some(ImageFormat::Qcow2), For::Sharing).ok()?;
+    let (_, described) = look(image, Some(ImageFormat::Qcow2), For::Sharing).ok()?;
     Some(beside(image, described.qcow2?.header.data_file.as_ref()?))
 }
 
@@ -147,8 +159,8 @@ fn human(of: &Described) -> String {
     let _ = writeln!(text, "cluster_size: {}", h.cluster_size());
     if h.is_open() {
         text.push_str("cleanly shut down: no\n");
-        if matches!(qcow2::journal::journal_of(h), Some(Open::Journal { .. })) {
-            text.push_str("map journal: in the shared memory of the vshunt that serves it, or was killed\n");
+        if let Some(journal) = &of.journal {
+            let _ = writeln!(text, "map journal: {}", journal.text());
         }
     }
     if let Some(name) = &h.backing {
@@ -234,6 +246,9 @@ fn json(of: &Described) -> Value {
     let h = &info.header;
     map.insert("dirty-flag".into(), json!(h.is_open()));
     map.insert("cluster-size".into(), json!(h.cluster_size()));
+    if let Some(journal) = &of.journal {
+        map.insert("map-journal".into(), journal.json());
+    }
     if let Some(name) = &h.backing {
         map.insert("backing-filename".into(), json!(name));
         map.insert("full-backing-filename".into(), json!(beside(&of.path, name).display().to_string()));

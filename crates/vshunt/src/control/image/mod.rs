@@ -9,6 +9,7 @@ mod convert;
 mod create;
 mod file;
 mod info;
+mod journal;
 mod progress;
 mod resize;
 mod snapshot;

@@ -358,6 +358,11 @@ pub(crate) fn read_through(image: &File, header: &Header, shared: bool) -> Throu
     }
 }
 
+/// The path that the journal of an image has, whether the file is there or not.
+pub(crate) fn path_of(image: &File) -> io::Result<PathBuf> {
+    Place::of(image).map(|place| place.0)
+}
+
 /// The image has all now: takes its journal away.
 pub(crate) fn forget(image: &File) {
     if let Ok(place) = Place::of(image) {

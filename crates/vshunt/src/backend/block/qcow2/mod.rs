@@ -23,7 +23,7 @@ use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 
 use self::bitmaps::Bitmaps;
 pub(super) use self::bitmaps::enter as enter_bitmaps;
-pub(crate) use self::journal::{Lacks, Through, forget, read_through, recover};
+pub(crate) use self::journal::{Lacks, Through, forget, path_of, read_through, recover};
 pub use self::open::Reading;
 pub(super) use self::open::{Plain, backing_of, beside, open};
 pub(crate) use self::sweep::sweep;

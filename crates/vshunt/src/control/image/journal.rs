@@ -1,0 +1,53 @@
+//! The map journal of an image that was not closed, as `info` and `check` show it.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use crate::backend::block::Through;
+
+/// The journal of a qcow2 image that its last writer, a vshunt, has not closed.
+pub(super) struct MapJournal {
+    /// Its file, if the image was written with one. The file may be missing; see `state`.
+    pub(super) path: Option<PathBuf>,
+    /// What is in it. Never [`Through::Whole`].
+    pub(super) state: Through,
+}
+
+impl MapJournal {
+    /// One word for the state: `pending`, `in-use` or `lost`.
+    fn word(&self) -> &'static str {
+        match self.state {
+            Through::Whole | Through::Changes(_) => "pending",
+            Through::Live => "in-use",
+            Through::Lost(_) => "lost",
+        }
+    }
+
+    /// For a line of text.
+    pub(super) fn text(&self) -> String {
+        let path = self.path.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string());
+        match &self.state {
+            Through::Whole => path,
+            Through::Changes(changes) => {
+                format!("{path}: {} changes that are not in the image yet", changes.count())
+            }
+            Through::Live => format!("{path}: in use by a running vshunt"),
+            Through::Lost(why) => format!("{path}: not usable: the image {why}"),
+        }
+    }
+
+    /// For `--output=json`.
+    pub(super) fn json(&self) -> Value {
+        let mut value = json!({ "state": self.word() });
+        if let Some(path) = &self.path {
+            value["filename"] = json!(path.display().to_string());
+        }
+        match &self.state {
+            Through::Changes(changes) => value["changes"] = json!(changes.count()),
+            Through::Lost(why) => value["why"] = json!(format!("the image {why}")),
+            Through::Whole | Through::Live => {}
+        }
+        value
+    }
+}
