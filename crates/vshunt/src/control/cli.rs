@@ -179,7 +179,8 @@ Columns of exports:
          how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
          each CPU, and a channel for what does not go by these); passthrough:
          the kernel reads and writes the image, only the rest comes to us.
-         --json says why not another
+         CHOSEN BECAUSE: why engine=auto is not kernel, or transport=auto not
+         io_uring
 
 Columns of ports, which are shown where there is a switch:
   VLANS     none; 5: untagged; 1-9t: tagged

@@ -156,6 +156,9 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     if let Some(ports) = show::ports(&exports) {
         text.insert(2, ports);
     }
+    if let Some(choices) = show::choices(&exports) {
+        text.insert(2, choices);
+    }
     if !nets.is_empty() {
         text.insert(1, show::nets(&nets));
     }

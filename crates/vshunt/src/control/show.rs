@@ -142,13 +142,6 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 (true, _) => "connected",
                 (false, _) => "waiting",
             };
-            let engine = match &e.mount {
-                Some(MountInfo { passthrough: true, .. }) => "passthrough",
-                Some(MountInfo { transport: Transport::IoUring, .. }) => "io_uring",
-                Some(_) => "dev",
-                None if e.engine == Engine::Kernel => "kernel",
-                None => "user",
-            };
             [
                 e.spec.name.clone(),
                 kind.to_owned(),
@@ -156,11 +149,36 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 if e.spec.refuses_writes() { "ro" } else { "rw" }.to_owned(),
                 state.to_owned(),
                 e.queue_list.len().to_string(),
-                engine.to_owned(),
+                engine(e).to_owned(),
                 at,
             ]
         }),
     )
+}
+
+/// Why exports of `engine=auto` and mounts of `transport=auto` are served as they are; nothing where there is no reason to
+/// give.
+pub(crate) fn choices(exports: &[ExportInfo]) -> Option<String> {
+    let rows: Vec<_> = exports
+        .iter()
+        .filter_map(|e| {
+            let of_mount = e.mount.as_ref().filter(|mount| !mount.passthrough);
+            let why = e.engine_why.as_ref().or(of_mount.and_then(|mount| mount.transport_why.as_ref()))?;
+            Some([e.spec.name.clone(), engine(e).to_owned(), why.clone()])
+        })
+        .collect();
+    (!rows.is_empty()).then(|| table(["EXPORT", "ENGINE", "CHOSEN BECAUSE"], rows.into_iter()))
+}
+
+/// Who serves an export's requests, or how they come.
+fn engine(export: &ExportInfo) -> &'static str {
+    match &export.mount {
+        Some(MountInfo { passthrough: true, .. }) => "passthrough",
+        Some(MountInfo { transport: Transport::IoUring, .. }) => "io_uring",
+        Some(_) => "dev",
+        None if export.engine == Engine::Kernel => "kernel",
+        None => "user",
+    }
 }
 
 fn is_blocked(export: &ExportInfo) -> bool {
@@ -361,6 +379,36 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn the_reason_of_a_choice_is_shown() {
+        let export = |kind: &str, more: serde_json::Value| -> ExportInfo {
+            let mut value = serde_json::json!({ "type": kind, "name": "e0", "disk": "d0", "engine": "user",
+                "connected": false, "features": [], "queue-list": [] });
+            value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            serde_json::from_value(value).unwrap()
+        };
+        let mount = |passthrough: bool, why: Option<&str>| {
+            let mut mount = serde_json::json!({ "transport": "dev", "passthrough": passthrough, "allow-other": true,
+                "open-files": 0 });
+            if let Some(why) = why {
+                mount["transport-why"] = why.into();
+            }
+            export("fuse", serde_json::json!({ "mountpoint": "/m", "mount": mount }))
+        };
+        let kernel = export("vhost-user-blk", serde_json::json!({ "engine-why": "no module" }));
+        let shown = |e: ExportInfo| choices(&[e]);
+        assert_eq!(shown(mount(false, None)), None);
+        assert_eq!(shown(mount(true, Some("with passthrough"))), None);
+        let want = |engine: &str, why: &str| {
+            Some(table(
+                ["EXPORT", "ENGINE", "CHOSEN BECAUSE"],
+                [["e0", engine, why].map(str::to_owned)].into_iter(),
+            ))
+        };
+        assert_eq!(shown(mount(false, Some("no ring"))), want("dev", "no ring"));
+        assert_eq!(shown(kernel), want("user", "no module"));
     }
 
     #[test]
