@@ -4,6 +4,7 @@ Cards are in Python (net_peer), so that every byte is the test's own. That a fra
 frames of one sender keep their order.
 """
 
+import json
 import struct
 import time
 
@@ -188,6 +189,12 @@ def vlans(rig):
         passes(b, B, a, A)
         cc.transmit(f.frame(3, 200, A, C))
         r.require(got_tagged(trunk, "VLAN 6's frame") == tag(f.frame(3, 200, A, C), 6), "another frame came")
+        listed = json.loads(net.cli("net", "addresses", "s0", "--json").stdout)
+        known = [(text(B), 5, "c1"), (text(A), 5, "c0"), (text(C), 6, "c2"), (text(A), 6, "c3")]
+        r.require(sorted((x["address"], x["vlan"], x["export"]) for x in listed) == sorted(known), f"{listed}")
+        r.require(all(x["origin"] == "learnt" and x["age-s"] < 300 for x in listed), f"{listed}")
+        shown = net.cli("net", "addresses", "s0").stdout.splitlines()
+        r.require(len(shown) == 5 and shown[0].split() == ["ADDRESS", "VLAN", "PORT", "ORIGIN", "AGE"], f"{shown}")
         # Priority alone is no VLAN; an access port's guest may not choose one.
         b.transmit(tag(f.frame(4, 200, A, B), 0xE000))
         r.require(got(a, "a frame with a priority") == f.frame(4, 200, A, B), "the tag stays")

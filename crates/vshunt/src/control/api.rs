@@ -158,6 +158,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("query-fdsets", "", fdset::query_fdsets),
     command("query-jobs", "", |c, a| list(a, || c.daemon.jobs())),
     command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
+    command("query-net-addresses", "name", query_net_addresses),
     command("query-nets", "", |c, a| list(a, || c.daemon.nets())),
     command("query-queues", "", |c, a| list(a, || c.daemon.queues())),
     command("query-sandbox", "", |_, a| sandbox(a)),
@@ -269,6 +270,11 @@ fn net_remove(context: &Context, arguments: Arguments) -> Answer {
 fn net_set(context: &Context, arguments: Arguments) -> Answer {
     let NetSet { name, steering } = arguments.read()?;
     Ok(done(context.daemon.net_set(&name, steering)?))
+}
+
+fn query_net_addresses(context: &Context, arguments: Arguments) -> Answer {
+    let addresses = context.daemon.net_addresses(&arguments.read::<Named>()?.name)?;
+    serde_json::to_value(addresses).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
 }
 
 fn export_add(context: &Context, arguments: Arguments) -> Answer {

@@ -534,7 +534,27 @@ pub(crate) enum NetCommand {
     },
     /// List networks
     List(ListArgs),
+    /// List the Ethernet addresses that a switch knows, and the ports they are behind
+    #[command(after_long_help = ADDRESSES_AFTER)]
+    Addresses {
+        /// Name of the network, a switch
+        name: String,
+        #[command(flatten)]
+        list: ListArgs,
+    },
 }
+
+const ADDRESSES_AFTER: &str = "\
+Columns:
+  VLAN    in which it was learnt; -: without VLANs, or all VLANs of the port
+  PORT    the export behind which it is
+  ORIGIN  configured: the export's mac; host: of an uplink's interface, or of the
+          bridge that this is a port of; learnt: a frame from it came in there
+  AGE     seconds since it sent a frame; it is forgotten after 300
+
+Examples:
+  vshunt net addresses s0
+  vshunt net addresses s0 --json";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {

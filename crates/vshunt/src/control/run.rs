@@ -17,7 +17,7 @@ use super::serve::{Manner, serve};
 use super::{Failure, Outcome, image, jobs, pages, print, show, snapshot};
 use crate::export::check_one_place;
 use crate::export::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetInfo, QueueInfo, WorkerInfo,
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
 };
 
 /// How long `quit` waits for the daemon to take everything down.
@@ -240,6 +240,15 @@ fn net(client: &mut Client, command: NetCommand) -> Outcome {
         }
         NetCommand::Remove { name } => send(client, "net-remove", json!({ "name": name })),
         NetCommand::List(args) => list(client, "query-nets", args, show::nets),
+        NetCommand::Addresses { name, list: ListArgs { json } } => {
+            let value: Value = call(client, "query-net-addresses", json!({ "name": name }))?;
+            if json {
+                return print_json(&value);
+            }
+            let addresses: Vec<NetAddress> = serde_json::from_value(value)
+                .map_err(|e| Failure::Failed(format!("the daemon's answer is not understood: {e}")))?;
+            print(&show::addresses(&addresses))
+        }
     }
 }
 

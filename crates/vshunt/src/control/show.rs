@@ -3,9 +3,9 @@
 use std::fmt::Write as _;
 
 use crate::export::spec::{
-    BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind, JobStatus,
-    MountInfo, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport, WorkerInfo, WorkerKind,
-    cpu_list,
+    AddressOrigin, BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind,
+    JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport,
+    WorkerInfo, WorkerKind, cpu_list,
 };
 use crate::sandbox::{Mode, SandboxInfo};
 
@@ -113,6 +113,28 @@ pub(crate) fn nets(nets: &[NetInfo]) -> String {
                 count(|c| c.from_guest_packets),
                 count(|c| c.to_guest_packets),
                 count(|c| c.from_guest_dropped + c.to_guest_dropped),
+            ]
+        }),
+    )
+}
+
+/// What a switch knows of addresses.
+pub(crate) fn addresses(addresses: &[NetAddress]) -> String {
+    table(
+        ["ADDRESS", ">VLAN", "PORT", "ORIGIN", ">AGE"],
+        addresses.iter().map(|a| {
+            let number = |n: Option<u32>| or_dash(n.map_or(String::new(), |n| n.to_string()));
+            let origin = match a.origin {
+                AddressOrigin::Configured => "configured",
+                AddressOrigin::Host => "host",
+                AddressOrigin::Learnt => "learnt",
+            };
+            [
+                a.address.to_string(),
+                number(a.vlan.map(u32::from)),
+                a.export.clone(),
+                origin.to_owned(),
+                number(a.age_s),
             ]
         }),
     )
@@ -379,6 +401,20 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn addresses_of_a_switch_are_a_table() {
+        let value = serde_json::json!([
+            { "address": "52:54:00:00:00:01", "export": "c0", "origin": "configured" },
+            { "address": "52:54:00:00:00:02", "export": "u0", "origin": "learnt", "vlan": 5, "age-s": 12 },
+        ]);
+        let list: Vec<NetAddress> = serde_json::from_value(value.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&list).unwrap(), value);
+        let want = "ADDRESS            VLAN  PORT  ORIGIN      AGE\n\
+                    52:54:00:00:00:01     -  c0    configured    -\n\
+                    52:54:00:00:00:02     5  u0    learnt       12\n";
+        assert_eq!(addresses(&list), want);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use super::check::Check;
 use super::daemon::Daemon;
 use super::maps::{ExportEntry, Maps, NETS_MAX};
 use super::opened::Backend;
-use super::spec::{ExportSpec, NetInfo, NetKind, NetSpec, Steering};
+use super::spec::{ExportSpec, NetAddress, NetInfo, NetKind, NetSpec, Steering};
 use crate::backend::net::tap::{self, Options};
 use crate::backend::net::{Switch, Tap};
 use crate::error::{Error, Result};
@@ -87,6 +87,21 @@ impl Daemon {
             Net::Tap(tap) => tap.set_steering(steering),
             Net::Switch(_) => Err(Error::unsupported(format!(
                 "network {name} is a switch, which sends a flow where it came from; steering is of type=tap"
+            ))),
+        }
+    }
+
+    /// The addresses that a switch knows the ports of, some 8,192 at most.
+    ///
+    /// # Errors
+    /// `NotFound`; `Unsupported` for a tap, behind which the kernel keeps no such list.
+    pub fn net_addresses(&self, name: &str) -> Result<Vec<NetAddress>> {
+        let entry = self.state().nets.get(name).cloned().ok_or_else(|| no_net(name))?;
+        match &entry.net {
+            Net::Switch(switch) => Ok(switch.stations()),
+            Net::Tap(_) => Err(Error::unsupported(format!(
+                "network {name} is a tap, and only a network of type=switch knows addresses; 'bridge fdb show' has those of a \
+                 bridge that the tap is a port of"
             ))),
         }
     }

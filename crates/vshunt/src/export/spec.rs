@@ -12,7 +12,9 @@ mod port;
 
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
-pub use net::{Mac, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering};
+pub use net::{
+    AddressOrigin, Mac, NetAddress, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering,
+};
 pub use port::{PortInfo, PortState, VLAN_MAX, Vlans};
 
 /// Kind of image behind a disk.

@@ -222,3 +222,13 @@ fn quit_asks_the_daemon_to_end() {
     call(&context, "quit", json!({})).unwrap();
     assert_eq!(stopped.try_recv(), Ok(Stop::Quit));
 }
+
+#[test]
+fn addresses_of_networks() {
+    let (context, _) = context();
+    call(&context, "net-add", json!({ "type": "switch", "name": "s0" })).unwrap();
+    assert_eq!(call(&context, "query-net-addresses", json!({ "name": "s0" })).unwrap(), json!([]));
+    let missing = call(&context, "query-net-addresses", json!({ "name": "s1" })).unwrap_err();
+    assert_eq!(missing.class, Class::DeviceNotFound);
+    assert!(refused(&context, "query-net-addresses", json!({})).contains("missing field `name`"));
+}

@@ -154,6 +154,36 @@ pub struct NetInfo {
     pub counters: Option<NetCounters>,
 }
 
+/// How a switch knows which port an address is behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AddressOrigin {
+    /// It is the `mac` of the export.
+    Configured,
+    /// It is an address of the uplink's interface, or of the bridge that this is a port of.
+    Host,
+    /// A frame from it came in by the port.
+    Learnt,
+}
+
+/// An Ethernet address that a switch knows the port of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct NetAddress {
+    /// The address.
+    pub address: Mac,
+    /// The VLAN in which it was learnt; none: without VLANs, or, of one that was not learnt, all VLANs of the port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// The export whose port it is behind.
+    pub export: String,
+    /// How that is known.
+    pub origin: AddressOrigin,
+    /// Of one that was learnt: seconds since it sent a frame. It is forgotten after 300.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age_s: Option<u32>,
+}
+
 /// What went through a network since its interface was made, as the kernel counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -63,6 +63,12 @@ impl Address {
     pub(super) fn number(self) -> u64 {
         self.0
     }
+
+    /// The bytes as they are in a frame.
+    pub(super) fn bytes(self) -> [u8; 6] {
+        let [a, b, c, d, e, f, ..] = self.0.to_le_bytes();
+        [a, b, c, d, e, f]
+    }
 }
 
 /// `word`: see above; 0: free.
@@ -140,6 +146,22 @@ impl Learnt {
     }
 }
 
+/// A station that was learnt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Known {
+    pub(super) address: Address,
+    pub(super) vlan: u16,
+    pub(super) port: u16,
+    /// Seconds since it sent a frame.
+    pub(super) age_s: u32,
+}
+
+/// The number that undoes a multiplication by `odd`, modulo 2^64: Newton's method, which doubles the bits that are right each
+/// time, 3 at first.
+fn inverse(odd: u64) -> u64 {
+    (0..5).fold(odd, |x, _| x.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(x))))
+}
+
 /// See the module.
 pub(super) struct Macs {
     sets: Box<[[Entry; WAYS]]>,
@@ -161,11 +183,28 @@ impl Macs {
     /// factor), so that the two together are that station's alone.
     fn place(&self, address: Address, vlan: u16) -> (usize, u64) {
         let mut key = (address.0 | u64::from(vlan) << 48) ^ (self.secret & KEY_MASK);
-        for factor in [0xFF51_AFD7_ED55_8CCD_u64 ^ (self.secret & !1), 0xC4CE_B9FE_1A85_EC53] {
+        for factor in self.factors() {
             key = (key ^ key >> 31).wrapping_mul(factor) & KEY_MASK;
         }
         key ^= key >> 31;
         (key as usize % SETS, key >> SET_BITS << TAG_SHIFT | KNOWN)
+    }
+
+    fn factors(&self) -> [u64; 2] {
+        [0xFF51_AFD7_ED55_8CCD_u64 ^ (self.secret & !1), 0xC4CE_B9FE_1A85_EC53]
+    }
+
+    /// The station whose entry, with this word, is in that set: undoes [`place`](Self::place).
+    fn station(&self, set: usize, word: u64) -> (Address, u16) {
+        let mut key = word >> TAG_SHIFT << SET_BITS | set as u64;
+        // The shift is more than half of the key, so that the same step again undoes it.
+        key ^= key >> 31;
+        for factor in self.factors().into_iter().rev() {
+            key = key.wrapping_mul(inverse(factor)) & KEY_MASK;
+            key ^= key >> 31;
+        }
+        key ^= self.secret & KEY_MASK;
+        (Address(key & ((1 << 48) - 1)), (key >> 48) as u16)
     }
 
     /// The port that a station of a VLAN is behind.
@@ -267,6 +306,21 @@ impl Macs {
     /// Entries of a port; some may be too old to count.
     pub(super) fn count(&self, port: u16) -> u32 {
         self.counts[usize::from(port)].load(Relaxed)
+    }
+
+    /// All stations that are known, in no order. Entries that change meanwhile may be missing.
+    pub(super) fn all(&self, now_s: u32) -> Vec<Known> {
+        let known = |(number, entry): (usize, &Entry)| {
+            let (word, seen_s) = (entry.word(), entry.seen_s());
+            // The time is of this station only if the entry is still its.
+            if word == 0 || entry.is_old(now_s) || entry.word() != word {
+                return None;
+            }
+            let (address, vlan) = self.station(number / WAYS, word);
+            let port = port_of(word) as u16;
+            Some(Known { address, vlan, port, age_s: now_s.saturating_sub(seen_s) })
+        };
+        self.sets.as_flattened().iter().enumerate().filter_map(known).collect()
     }
 
     /// Stations that are known.

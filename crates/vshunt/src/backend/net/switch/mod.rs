@@ -39,7 +39,7 @@ pub use self::port::{MACS_GUEST, MACS_UPLINK, Port, PortOptions};
 pub use self::probe::PROBE_EVERY_S;
 pub use self::vlan::{Form, Lan, NO_VLAN, Start};
 use crate::error::{Error, Result};
-use crate::export::spec::DropReason;
+use crate::export::spec::{AddressOrigin, DropReason, Mac, NetAddress};
 
 /// Ports of one switch at most.
 pub const PORTS_MAX: usize = 256;
@@ -315,6 +315,36 @@ impl Switch {
     /// Addresses that are known now, with their ports.
     pub fn addresses(&self) -> usize {
         self.macs.len(self.now_s()) + self.view().pins.len()
+    }
+
+    /// All addresses that are known now: those by configuration, then those that were learnt, each by port, VLAN and address.
+    /// At most [`MACS_MAX`] were learnt.
+    pub fn stations(&self) -> Vec<NetAddress> {
+        let (view, now_s) = (self.view(), self.now_s());
+        let name = |port: u16| view.port(port.into()).map(|port| port.name().to_owned());
+        let pinned = view.pins.all().filter_map(|pin| {
+            let origin = if pin.host { AddressOrigin::Host } else { AddressOrigin::Configured };
+            let (address, export) = (Mac(pin.address.bytes()), name(pin.port)?);
+            Some(NetAddress { address, vlan: None, export, origin, age_s: None })
+        });
+        let learnt = self.macs.all(now_s).into_iter().filter_map(|known| {
+            // Frames for it go to the port by configuration.
+            if view.pinned(known.address, known.vlan).next().is_some() {
+                return None;
+            }
+            Some(NetAddress {
+                address: Mac(known.address.bytes()),
+                vlan: Some(known.vlan).filter(|vlan| *vlan != NO_VLAN),
+                export: name(known.port)?,
+                origin: AddressOrigin::Learnt,
+                age_s: Some(known.age_s),
+            })
+        });
+        let mut all: Vec<_> = pinned.chain(learnt).collect();
+        all.sort_by_cached_key(|a| {
+            (a.origin == AddressOrigin::Learnt, a.export.clone(), a.vlan, a.address.0)
+        });
+        all
     }
 
     /// Addresses that were learnt behind a port.

@@ -41,6 +41,11 @@ impl Pins {
         this
     }
 
+    /// All of them, in no order.
+    pub(super) fn all(&self) -> impl Iterator<Item = Pin> + '_ {
+        self.slots.iter().copied().flatten()
+    }
+
     /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.count

@@ -99,3 +99,54 @@ fn workers_that_learn_at_once_keep_the_count() {
     (0..2).for_each(|port| macs.forget(port));
     assert_eq!((macs.count(0), macs.count(1), macs.len(20)), (0, 0, 0));
 }
+
+#[test]
+fn all_stations_are_listed() {
+    for _ in 0..20 {
+        // Each table has another secret.
+        let (macs, all) = (Macs::new(), Learnt::new(MACS_MAX as u32));
+        let known = |number: u32| super::super::macs::Known {
+            address: station(number.wrapping_mul(0x9E37_79B9)),
+            vlan: (number % 4095) as u16,
+            port: (number % 256) as u16,
+            age_s: 0,
+        };
+        for known in (0..500).map(known) {
+            macs.learn(known.address, known.vlan, known.port, &all, 7);
+        }
+        let key = |known: &super::super::macs::Known| (known.address.number(), known.vlan);
+        let (mut want, mut found) = ((0..500).map(known).collect::<Vec<_>>(), macs.all(7));
+        want.sort_by_key(key);
+        found.sort_by_key(key);
+        assert_eq!(found, want);
+        assert!(macs.all(10).iter().all(|known| known.age_s == 3));
+        assert_eq!(macs.all(7 + AGE_S + 1), []);
+    }
+}
+
+#[test]
+fn a_switch_tells_addresses_by_configuration_and_learnt_ones() {
+    use crate::export::spec::{AddressOrigin, Mac, NetAddress};
+    let switch = Switch::new("s");
+    let mac = |last: u8| [2, 0, 0, 0, 0, last];
+    let fixed = switch.join(1, PortOptions { mac: Some(mac(9)), ..guest("fixed") }).unwrap();
+    let (b, a) = (switch.join(1, guest("b")).unwrap(), switch.join(1, guest("a")).unwrap());
+    // 4 is learnt before it is known to be the host's.
+    for (port, from) in [(&b, 1), (&a, 2), (&a, 1), (&b, 4), (&fixed, 9)] {
+        let look = look(&frame(false, 0, (from, 5), (7, 6), 6));
+        switch.route(&switch.view(), port, &look, 0, switch.now_s()).unwrap();
+    }
+    switch.set_hosts(&b, vec![mac(4)]);
+    let shown = |n: &NetAddress| (n.address, n.vlan, n.export.clone(), n.origin, n.age_s.is_some());
+    let want = [
+        (4, "b", AddressOrigin::Host, false),
+        (9, "fixed", AddressOrigin::Configured, false),
+        (1, "a", AddressOrigin::Learnt, true),
+        (2, "a", AddressOrigin::Learnt, true),
+    ];
+    let want = want.map(|(last, port, origin, aged)| (Mac(mac(last)), None, port.to_owned(), origin, aged));
+    assert_eq!(switch.stations().iter().map(shown).collect::<Vec<_>>(), want);
+    // Of one whose port is gone nothing is told.
+    switch.leave(a.index);
+    assert!(switch.stations().iter().all(|n| n.export != "a"));
+}
