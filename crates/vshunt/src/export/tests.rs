@@ -2,6 +2,7 @@
 //!
 //! A listener that does not return holds the thread that tells of an event, and with it the step it is in.
 
+use std::io::{Read, Write};
 use std::os::fd::IntoRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -230,6 +231,41 @@ fn an_export_ends_with_its_one_connection() {
     drop(ours);
     rig.await_event(&Event::ExportDeleted { name: "e".into() });
     rig.daemon.wait_all_gone();
+}
+
+/// Of a front end that comes and goes in a loop not all is told, but at last whether one is connected.
+#[test]
+fn a_front_end_cannot_fill_the_queues_of_events() {
+    let rig = Rig::new();
+    rig.export("e");
+    let begin = Instant::now();
+    let served = || loop {
+        let mut stream = UnixStream::connect(rig.socket("e")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+        // One that finds too many waiting is closed.
+        if stream.write_all(&get_features).is_ok() && stream.read(&mut [0]).is_ok_and(|n| n == 1) {
+            return stream;
+        }
+        assert!(begin.elapsed() < PATIENCE, "none is served");
+    };
+    for _ in 0..200 {
+        drop(served());
+    }
+    let last = served();
+    let events = rig.events.lock().unwrap();
+    let mut told: Vec<Event> = events.try_iter().collect();
+    let (connected, disconnected) =
+        (Event::ExportConnected { name: "e".into() }, Event::ExportDisconnected { name: "e".into() });
+    if told.last() != Some(&connected) {
+        told.push(events.recv_timeout(PATIENCE).unwrap());
+        assert_eq!(told.last(), Some(&connected));
+    }
+    drop(last);
+    assert_eq!(events.recv_timeout(PATIENCE).unwrap(), disconnected);
+    let most = 64 + 8 * (begin.elapsed().as_secs() as usize + 1);
+    assert!(told.len() < most, "{} events", told.len());
+    assert!(told.windows(2).all(|two| two[0] != two[1]), "one is told twice");
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod card;
 pub mod fuse;
 pub mod kernel;
 mod queues;
+pub mod rate;
 pub mod socket_file;
 pub mod uplink;
 pub mod vhost_user;

@@ -26,7 +26,7 @@ use std::sync::atomic::{
     AtomicBool, AtomicU64,
     Ordering::{Relaxed, SeqCst},
 };
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -44,6 +44,7 @@ pub use self::receive::process::start as start_receivers;
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
 use self::waiting::{Connection, Waiting};
+use super::rate::Rate;
 use super::{Observer, Queues};
 use crate::error::{Error, Result};
 use crate::export::spec::{NetQueueCounters, PortInfo};
@@ -77,6 +78,12 @@ const FEATURE_NAMES: &[(u32, &str)] = &[
 const STACK_BYTES: usize = 256 << 10;
 /// How long rings may wait for the first memory table before the user is told. Front ends may send it last.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
+
+/// What the names of session threads begin with.
+pub const THREAD_PREFIX: &str = "vu-";
+/// How many events an export tells of its front ends and broken queues at once, and a second after that. A front end that
+/// connects and leaves in a loop would fill the queues of those who listen.
+const EVENTS: Rate = Rate::new(64, 8);
 
 /// What a started ring is made of.
 pub type VringParts = queue::Parts;
@@ -185,6 +192,8 @@ struct Inner {
     stopping: AtomicBool,
     reports: Arc<Reports>,
     connected: AtomicBool,
+    /// Guards the account alone; taken by the session thread, and held for no call.
+    told: Mutex<Told>,
     features: Arc<AtomicU64>,
     /// The connection, to be shut down by others; guards nothing else.
     stream: Mutex<Option<UnixStream>>,
@@ -215,6 +224,7 @@ impl VhostUser {
             stopping: AtomicBool::new(false),
             reports: Arc::new(reports),
             connected: AtomicBool::new(false),
+            told: Mutex::new(Told { connected: false, rate: EVENTS }),
             features: Arc::default(),
             stream: Mutex::new(None),
             channel: Mutex::new(None),
@@ -223,7 +233,7 @@ impl VhostUser {
         let theirs = inner.clone();
         let kind = inner.device.thread_kind();
         let builder = std::thread::Builder::new()
-            .name(format!("vu-{name}").chars().take(15).collect())
+            .name(format!("{THREAD_PREFIX}{name}").chars().take(15).collect())
             .stack_size(STACK_BYTES);
         let thread = sandbox::spawn(kind, builder, move || theirs.serve(socket))
             .map_err(|e| Error::io(format!("cannot start the session thread of {name}"), e))?;
@@ -338,6 +348,29 @@ impl Reports {
     }
 }
 
+/// What the observer was told.
+struct Told {
+    /// Whether a front end is connected.
+    connected: bool,
+    rate: Rate,
+}
+
+impl Told {
+    /// Whether the observer is to be told of this state at `now`. If so, it counts as told.
+    fn take(&mut self, connected: bool, now: Instant) -> bool {
+        let take = self.connected != connected && self.rate.take(now);
+        if take {
+            self.connected = connected;
+        }
+        take
+    }
+
+    /// When the observer is to be told of this state, `now` or later; none: it knows.
+    fn due(&self, connected: bool, now: Instant) -> Option<Instant> {
+        (self.connected != connected).then(|| self.rate.next(now))
+    }
+}
+
 /// What ended a wait of the session thread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Woken {
@@ -363,6 +396,19 @@ impl Inner {
         }
         if !self.stopping.load(Relaxed) {
             self.observer.ended();
+        }
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().expect("no holder panics")
+    }
+
+    /// Tells the observer whether a front end is connected, unless it knows, or too much was told; then [`wait`](Self::wait)
+    /// makes up for it.
+    fn tell_connected(&self) {
+        let connected = self.connected.load(Relaxed);
+        if self.told().take(connected, Instant::now()) {
+            self.observer.connected(connected);
         }
     }
 
@@ -396,7 +442,9 @@ impl Inner {
         for Report { queue, ring, reason } in self.reports.take() {
             let name = &self.name;
             tracing::warn!("queue {name}:{queue} is broken: {reason}; it stands until it is started anew");
-            self.observer.queue_broken(queue, &reason);
+            if self.told().rate.take(Instant::now()) {
+                self.observer.queue_broken(queue, &reason);
+            }
             if let (Some(session), Some(ring)) = (session, ring) {
                 session.signal_error(ring);
             }
@@ -430,10 +478,14 @@ impl Inner {
             fds.extend(
                 waiting.iter().flat_map(|w| w.fds()).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
             );
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            self.tell_connected();
+            let now = Instant::now();
+            let due = self.told().due(self.connected.load(Relaxed), now);
+            let left = until.into_iter().chain(due).min().map(|at| at.saturating_duration_since(now));
             let left = left.map(|left| rustix::event::Timespec::try_from(left).expect("it is short"));
             match poll(&mut fds, left.as_ref()) {
-                Ok(0) => return Woken::Late,
+                Ok(0) if until.is_some_and(|until| until <= Instant::now()) => return Woken::Late,
+                Ok(0) => continue,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return Woken::Ends,
             }
@@ -467,7 +519,7 @@ impl Inner {
         channel::enter(&ours);
         *self.stream.lock().expect("no holder panics") = ours.try_clone().ok();
         self.connected.store(true, Relaxed);
-        self.observer.connected(true);
+        self.tell_connected();
         tracing::info!("{}: a front-end is connected", self.name);
         let mut session = Session::new(
             &self.name,
@@ -499,7 +551,7 @@ impl Inner {
         *self.channel.lock().expect("no holder panics") = None;
         *self.stream.lock().expect("no holder panics") = None;
         self.connected.store(false, Relaxed);
-        self.observer.connected(false);
+        self.tell_connected();
     }
 
     /// Does what the front end asks for, message by message; returns why that ended. None: the export ends.
@@ -569,5 +621,23 @@ fn words_of(e: &VhostError) -> String {
     match e {
         VhostError::ReqHandlerError(e) | VhostError::SocketError(e) => e.to_string(),
         e => e.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_state_is_told_however_often_it_changed() {
+        let now = Instant::now();
+        let mut told = Told { connected: false, rate: Rate::new(2, 1) };
+        assert!(!told.take(false, now) && told.due(false, now).is_none());
+        assert!(told.take(true, now) && !told.take(true, now) && told.take(false, now));
+        assert!(!told.take(true, now));
+        let due = told.due(true, now).unwrap();
+        assert_eq!(due, now + Duration::from_secs(1));
+        assert!(told.due(false, now).is_none(), "it is as it was told");
+        assert!(told.take(true, due) && told.due(true, due).is_none());
     }
 }
