@@ -27,6 +27,10 @@ const NONE: u32 = 0;
 const NO_SLICE: u64 = u64::MAX;
 /// Words of an entry at most.
 const WORDS: usize = 2;
+/// Slices that one part of the directory has entries for: 4 KiB of them.
+const PART_BITS: u32 = 10;
+/// Slices of one image at most, so that its directory has at most 128 MiB. With clusters of 64 KiB the disk has 1 PiB then.
+const SLICES_MAX: u64 = 1 << 25;
 
 /// An L2 entry; `bits` is 0 but for extended ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,13 +72,17 @@ struct Frames {
     hand: u32,
 }
 
+type Part = Box<[AtomicU32]>;
+
 /// The slices of one image that are in memory.
 pub(crate) struct Map {
     entry_words: usize,
     slice_entries: u64,
     slice_bits: u32,
-    /// Frame number + 1 of each slice.
-    directory: Box<[AtomicU32]>,
+    slices: u64,
+    /// Frame number + 1 of each slice. A part is made when the first of its slices is read: the header of a small sparse file
+    /// can claim a disk that needs a large directory.
+    directory: Box<[OnceLock<Part>]>,
     frames: Box<[Frame]>,
     shards: Box<[Mutex<Shard>]>,
     free: Mutex<Frames>,
@@ -99,10 +107,21 @@ pub(crate) struct Copy {
     pub(crate) bytes: Box<[u8]>,
 }
 
+/// Returns the entries of a slice of tables with `table_entries` entries of `entry_words` words.
+fn slice_entries(table_entries: u64, entry_words: usize) -> u64 {
+    table_entries.min(SLICE_BYTES / (8 * entry_words as u64))
+}
+
 impl Map {
+    /// Returns how many clusters a disk with such tables can have at most: a multiple of `table_entries`.
+    pub(crate) fn clusters_max(table_entries: u64, entry_words: usize) -> u64 {
+        SLICES_MAX * slice_entries(table_entries, entry_words)
+    }
+
     /// For tables of `table_entries` entries of `entry_words` words, for a disk of `clusters`, in `cache_bytes` of memory.
+    /// `clusters` is [`clusters_max`](Self::clusters_max) at most.
     pub(crate) fn new(table_entries: u64, entry_words: usize, clusters: u64, cache_bytes: u64) -> Self {
-        let slice_entries = table_entries.min(SLICE_BYTES / (8 * entry_words as u64));
+        let slice_entries = slice_entries(table_entries, entry_words);
         let slices = clusters.div_ceil(slice_entries).max(1);
         let frames = (cache_bytes / (slice_entries * 8 * entry_words as u64))
             .clamp(FRAMES_MIN, slices.max(FRAMES_MIN));
@@ -118,7 +137,8 @@ impl Map {
             entry_words,
             slice_entries,
             slice_bits: slice_entries.trailing_zeros(),
-            directory: (0..slices).map(|_| AtomicU32::new(NONE)).collect(),
+            slices,
+            directory: (0..slices.div_ceil(1 << PART_BITS)).map(|_| OnceLock::new()).collect(),
             frames: (0..frames).map(frame).collect(),
             shards: (0..SHARDS).map(|_| Mutex::new(Shard::default())).collect(),
             free: Mutex::new(Frames { fresh: 0, hand: 0 }),
@@ -150,6 +170,12 @@ impl Map {
         self.loads.load(Relaxed)
     }
 
+    /// How many parts the directory has.
+    #[cfg(test)]
+    pub(crate) fn parts(&self) -> usize {
+        self.directory.iter().filter(|part| part.get().is_some()).count()
+    }
+
     /// Bytes of memory that slices can come to take.
     pub(crate) fn room_bytes(&self) -> u64 {
         self.frames.len() as u64 * self.slice_bytes() as u64
@@ -157,15 +183,29 @@ impl Map {
 
     /// Whether so many are dirty that they should be written before more are: never where there is room for all.
     pub(crate) fn is_crowded(&self) -> bool {
-        self.dirty.load(Relaxed) as usize >= self.frames.len() / 2 && self.frames.len() < self.directory.len()
+        self.dirty.load(Relaxed) as usize >= self.frames.len() / 2 && (self.frames.len() as u64) < self.slices
     }
 
     fn shard(&self, slice: u64) -> MutexGuard<'_, Shard> {
         self.shards[slice as usize % SHARDS].lock().expect("no holder panics")
     }
 
+    /// The number of the frame that a slice is in, plus 1; or [`NONE`].
+    fn number_of(&self, slice: u64) -> u32 {
+        let part = self.directory[(slice >> PART_BITS) as usize].get();
+        part.map_or(NONE, |part| part[(slice & ((1 << PART_BITS) - 1)) as usize].load(Acquire))
+    }
+
+    fn set_number(&self, slice: u64, number: u32) {
+        let first = slice >> PART_BITS << PART_BITS;
+        let part = self.directory[(slice >> PART_BITS) as usize].get_or_init(|| {
+            (first..self.slices.min(first + (1 << PART_BITS))).map(|_| AtomicU32::new(NONE)).collect()
+        });
+        part[(slice - first) as usize].store(number, Release);
+    }
+
     fn frame_of(&self, slice: u64) -> Option<&Frame> {
-        match self.directory[slice as usize].load(Acquire) {
+        match self.number_of(slice) {
             NONE => None,
             n => Some(&self.frames[n as usize - 1]),
         }
@@ -208,7 +248,7 @@ impl Map {
     /// Asks for a slice that `get` did not find.
     pub(crate) fn load(&self, slice: u64, waker: Waker) -> Load {
         let mut shard = self.shard(slice);
-        if self.directory[slice as usize].load(Acquire) != NONE {
+        if self.number_of(slice) != NONE {
             return Load::Here;
         }
         match shard.loading.get_mut(&slice) {
@@ -246,7 +286,7 @@ impl Map {
             frame.slice.store(slice, Relaxed);
         });
         frame.used.store(true, Relaxed);
-        self.directory[slice as usize].store(number + 1, Release);
+        self.set_number(slice, number + 1);
         true
     }
 
@@ -277,11 +317,11 @@ impl Map {
                 continue;
             }
             let _shard = self.shard(slice);
-            let is_its = self.directory[slice as usize].load(Relaxed) == number + 1;
+            let is_its = self.number_of(slice) == number + 1;
             if !is_its || frame.pins.load(Relaxed) > 0 || frame.dirty.load(Relaxed) {
                 continue;
             }
-            self.directory[slice as usize].store(NONE, Release);
+            self.set_number(slice, NONE);
             self.change(frame, || frame.slice.store(NO_SLICE, Relaxed));
             return Some(number);
         }
@@ -407,6 +447,28 @@ impl Map {
         if !done && !frame.dirty.swap(true, Relaxed) {
             shard.dirty.insert(slice);
             self.dirty.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const NOBODY: Waker = Waker { who: 0, token: 0 };
+
+    #[test]
+    fn the_directory_of_a_huge_disk_has_the_parts_that_were_read() {
+        // With half a part at the end.
+        let clusters = Map::clusters_max(1 << 13, 1) - (512 << 9);
+        let map = Map::new(1 << 13, 1, clusters, 1 << 20);
+        assert_eq!((map.parts(), map.directory.len()), (0, 1 << 15));
+        for (parts, cluster) in [(1, 0), (1, 512), (2, clusters / 2), (3, clusters - 1)] {
+            assert_eq!(map.get(cluster), None);
+            assert!(matches!(map.load(map.slice_of(cluster), NOBODY), Load::Yours));
+            assert!(map.loaded(map.slice_of(cluster), Some(&[1; 4096]), &mut |_| {}));
+            assert_eq!(map.get(cluster).map(|e| e.word), Some(u64::from_be_bytes([1; 8])));
+            assert_eq!(map.parts(), parts);
         }
     }
 }

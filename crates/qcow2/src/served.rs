@@ -186,6 +186,17 @@ impl Served {
     /// # Errors
     /// Tables that cannot be, and the storage's.
     pub fn open(storage: &dyn Storage, header: Header, settings: Settings) -> Result<Self> {
+        let entry_words = header.l2_entry_bytes() as usize / 8;
+        let most = Map::clusters_max(header.l2_entries(), entry_words);
+        let needed = header.l1_needed() * header.l2_entries();
+        if needed > most {
+            return Err(Error::unsupported(format!(
+                "a disk of {} bytes is too large to be served: with clusters of {} bytes the most is {} bytes",
+                header.size,
+                header.cluster_size(),
+                u128::from(most) * u128::from(header.cluster_size())
+            )));
+        }
         let words = |what, offset, count: u64| -> Result<Vec<u64>> {
             let mut bytes = vec![0; count as usize * 8];
             storage.read_at(offset, &mut bytes).map_err(Error::io(what))?;
@@ -227,10 +238,8 @@ impl Served {
             }
             false => None,
         };
-        let entry_words = header.l2_entry_bytes() as usize / 8;
         // The tables' whole length has slices, so that each table has whole ones.
-        let clusters =
-            if settings.room { reached(&header) } else { header.l1_needed() * header.l2_entries() };
+        let clusters = if settings.room { reached(&header).min(most) } else { needed };
         let whole = clusters * header.l2_entry_bytes();
         let cache = settings.cache_bytes.unwrap_or(CACHE_MAX).min(whole.max(UNIT));
         let alloc = Alloc::new(
@@ -618,6 +627,7 @@ impl Chain {
 mod tests {
     use super::*;
     use crate::create::{Options, create};
+    use crate::header::SIZE_AT;
     use crate::memory::Memory;
 
     #[test]
@@ -638,5 +648,39 @@ mod tests {
         let bytes = file.bytes();
         make_ready(&file).unwrap();
         assert!(file.bytes() == bytes, "once is enough");
+    }
+    /// An image with clusters of 2 MiB and an L1 table of 32 MiB, all zeroes, whose header claims a disk of `size` bytes.
+    fn sparse(size: u64) -> (Memory, Header) {
+        let file = Memory::new(Vec::new(), 64 << 20);
+        let options = Options { cluster_size: 2 << 20, ..Options::new(1 << 20) };
+        create(&file, None, &options, &mut |_, _| {}).unwrap();
+        let l1 = file.len().unwrap().next_multiple_of(2 << 20);
+        for (at, field) in [(SIZE_AT, size), (40, l1)] {
+            file.write_at(at, &field.to_be_bytes()).unwrap();
+        }
+        file.write_at(36, &(1u32 << 22).to_be_bytes()).unwrap();
+        file.write_at(l1 + (32 << 20) - 1, &[0]).unwrap();
+        let header = Image::open(&file).unwrap().header().clone();
+        (file, header)
+    }
+
+    #[test]
+    fn a_header_that_claims_a_huge_disk_takes_no_memory_for_it() {
+        let settings = |room| Settings { file: 0, data: 0, cache_bytes: Some(1 << 20), writable: true, room };
+        let most = 1 << 55;
+        for (size, served) in [(1 << 60, false), (most + 512, false), (most, true)] {
+            let (file, header) = sparse(size);
+            let image = Served::open(&file, header, settings(false));
+            assert_eq!(image.is_ok(), served, "{size:#x}");
+            match image {
+                Err(Error::Unsupported(why)) => assert!(why.contains(&most.to_string()), "{why}"),
+                Err(e) => panic!("{e}"),
+                Ok(image) => assert_eq!(image.map.parts(), 0),
+            }
+        }
+        // One that may grow does so as far as its map can.
+        let (file, header) = sparse(4 << 20);
+        let image = Served::open(&file, header, settings(true)).unwrap();
+        assert_eq!((image.map.parts(), image.room()), (0, most));
     }
 }
