@@ -1,6 +1,6 @@
 //! The first bytes of an image that is served: the only piece of metadata that two requests may change at the same time.
 //!
-//! A flush writes the journal's generation there, a request that finds the image corrupt sets the mark for that, and a disk
+//! A flush writes the journal's generation there, if there is a journal; a request that finds the image corrupt sets the mark for that, and a disk
 //! that grows or shrinks gets its size. Each changes a copy in memory and writes all of it.
 //!
 //! Two such writes may be under way at the same time, and may reach the image in either order. So each is noted here from its

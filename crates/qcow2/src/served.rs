@@ -110,7 +110,7 @@ pub struct Served {
     pub(crate) guard: Option<Arc<Guard>>,
     /// Where changes of the map are put before anybody sees them, so that they outlive us.
     pub(crate) journal: Option<Journal>,
-    /// Its first bytes, where flushes write the journal's generation; none without a journal.
+    /// Its first bytes, of one that is written: the header is changed there alone.
     pub(crate) first: Option<First>,
     /// What a killed writer's journal has and the file has not; of an image that is only read.
     pub(crate) changes: Option<Changes>,
@@ -186,6 +186,10 @@ impl Served {
     /// # Errors
     /// Tables that cannot be, and the storage's.
     pub fn open(storage: &dyn Storage, header: Header, settings: Settings) -> Result<Self> {
+        let first = match settings.writable {
+            true => Some(First::new(Begun::of(storage, &header)?)),
+            false => None,
+        };
         let entry_words = header.l2_entry_bytes() as usize / 8;
         let most = Map::clusters_max(header.l2_entries(), entry_words);
         let needed = header.l1_needed() * header.l2_entries();
@@ -278,7 +282,7 @@ impl Served {
             growth: Mutex::default(),
             file_len: AtomicU64::new(file_len),
             journal: None,
-            first: None,
+            first,
             changes: None,
             guard,
             growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
@@ -289,7 +293,21 @@ impl Served {
     /// Changes of its map are put into this journal from now on, which was [begun](crate::journal::begin) in the image.
     pub fn with_journal(self, journal: Journal, begun: Begun) -> Self {
         let journal = Some(journal.with_cluster(self.cluster_size()));
-        Self { journal, first: Some(First::new(begun)), ..self }
+        Self { journal, ..self.with_begun(begun) }
+    }
+
+    /// The image was marked after it was opened: these are its first bytes now.
+    pub fn with_begun(self, begun: Begun) -> Self {
+        Self { first: Some(First::new(begun)), ..self }
+    }
+
+    /// The same where it is not known whether the image was marked: reads its first bytes again.
+    ///
+    /// # Errors
+    /// The storage's.
+    pub fn begin_again(&mut self, storage: &dyn Storage) -> Result<()> {
+        self.first = Some(First::new(Begun::of(storage, &self.header)?));
+        Ok(())
     }
 
     /// The image is only read, and reads as if these changes were in it.
@@ -334,17 +352,17 @@ impl Served {
 
     /// Writes the size of the disk, bytes, into the image by `write`. That is given the image's first bytes, and is called
     /// again if a request has changed them meanwhile, or has written an older copy of them. Blocks: a request's write under way
-    /// may take the size back, so that its end is waited for. `None`: no request writes there, and nothing was done; the caller
-    /// writes the field of the header itself.
+    /// may take the size back, so that its end is waited for.
     ///
     /// # Errors
-    /// Those of `write`; `TimedOut` where a request's write does not end. The image has either size then.
+    /// Those of `write`; `TimedOut` where a request's write does not end. The image has either size then. `ReadOnlyFilesystem`
+    /// where it is not written.
     pub fn write_size(
         &self,
         size: u64,
         mut write: impl FnMut(&[u8]) -> std::io::Result<()>,
-    ) -> Option<std::io::Result<()>> {
-        let first = self.first.as_ref()?;
+    ) -> std::io::Result<()> {
+        let first = self.first.as_ref().ok_or(std::io::ErrorKind::ReadOnlyFilesystem)?;
         let mut copied = first.set_size(size);
         let failed = loop {
             if let Err(e) = write(&copied.0) {
@@ -353,13 +371,13 @@ impl Served {
             }
             match first.settle(copied.1, FIRST_WAIT) {
                 Ok(Some(newer)) => copied = newer,
-                Ok(None) => return Some(Ok(())),
+                Ok(None) => return Ok(()),
                 Err(e) => break e,
             }
         };
         // Later writes of requests have the size that the disk keeps.
         first.failed(first.set_size(self.size()).1);
-        Some(Err(failed))
+        Err(failed)
     }
 
     /// The disk has another size, `room` at most, which the header on the storage has already. No write, discard or

@@ -7,15 +7,25 @@ use crate::map::Entry;
 use crate::served::UNIT;
 use crate::{Error, Image, Result, Storage};
 
-/// An image that is marked as open: its first bytes, where flushes write the journal's generation.
+/// The first bytes of an image that is open for writing, where flushes write the journal's generation.
 #[derive(Clone, Debug)]
 pub struct Begun {
     bytes: Vec<u8>,
-    /// Where the generation lies in them; [`begin`] checked that it does.
-    generation_at: usize,
+    /// Where the generation lies in them; none: there is no journal.
+    generation_at: Option<usize>,
 }
 
 impl Begun {
+    /// Reads the first bytes of an image without a journal.
+    ///
+    /// # Errors
+    /// The storage's.
+    pub(crate) fn of(file: &dyn Storage, header: &Header) -> Result<Self> {
+        let mut bytes = vec![0; UNIT.min(header.cluster_size()) as usize];
+        file.read_at(0, &mut bytes).map_err(Error::io("cannot read the header"))?;
+        Ok(Self { bytes, generation_at: None })
+    }
+
     /// The first bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
@@ -26,10 +36,11 @@ impl Begun {
         &mut self.bytes
     }
 
-    /// Sets the journal's generation.
+    /// Sets the journal's generation, if there is a journal.
     pub fn set_generation(&mut self, generation: u64) {
-        let at = self.generation_at;
-        self.bytes[at..at + 8].copy_from_slice(&generation.to_be_bytes());
+        if let Some(at) = self.generation_at {
+            self.bytes[at..at + 8].copy_from_slice(&generation.to_be_bytes());
+        }
     }
 }
 
@@ -48,10 +59,8 @@ pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
         ));
     }
     let header = mark(file, Open::Journal { id, generation: 0 })?;
-    let mut bytes = vec![0; UNIT.min(header.cluster_size()) as usize];
-    file.read_at(0, &mut bytes).map_err(Error::io("cannot read the header"))?;
     let generation_at = generation_at(&header).expect("a mark does not change the header's length");
-    Ok(Begun { bytes, generation_at })
+    Ok(Begun { generation_at: Some(generation_at), ..Begun::of(file, &header)? })
 }
 
 /// Marks an image that was closed, of any version, and that is written without a journal: its reference counts may be wrong
@@ -59,8 +68,8 @@ pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
 ///
 /// # Errors
 /// Those of [`begin`].
-pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<()> {
-    mark(file, Open::Without { stable }).map(drop)
+pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<Begun> {
+    mark(file, Open::Without { stable }).and_then(|header| Begun::of(file, &header))
 }
 
 fn mark(file: &dyn Storage, open: Open) -> Result<Header> {

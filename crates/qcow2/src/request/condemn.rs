@@ -4,7 +4,6 @@
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
 use crate::first::Copied;
-use crate::header::{INCOMPATIBLE_AT, incompatible};
 use crate::refcount;
 use crate::served::Served;
 
@@ -12,10 +11,8 @@ use crate::served::Served;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mark {
     Begin,
-    /// The header's beginning was read.
-    Read,
-    /// This version of it was written; none: the one that was read.
-    Written(Option<u64>),
+    /// The write of this number of the header's first bytes.
+    Written(u64),
     Stable,
 }
 
@@ -123,26 +120,17 @@ impl Request {
 
     pub(super) fn turn_mark(&mut self, cx: &mut Context<'_>) -> Turn {
         let image = cx.chain.top();
-        let (file, offset, range) = (image.file, 0, 0..image.unit() as usize);
+        let Some(first) = &image.first else {
+            self.marked(false, cx);
+            return Turn::Fail(EIO);
+        };
         let mark = self.mark.expect("the image is being marked");
         let (next, step) = match mark {
-            Mark::Begin if let Some(first) = &image.first => self.write_first(first.set_corrupt(), image),
-            Mark::Begin => {
-                self.meta.reset(range.end);
-                (Mark::Read, Step::Read { file, offset, buf: Buf::Meta, range })
-            }
-            Mark::Read => {
-                // Without a journal nobody else writes it while the image is served. In its last, lowest byte.
-                self.meta[INCOMPATIBLE_AT + 7] |= incompatible::CORRUPT as u8;
-                (Mark::Written(None), Step::Write { file, offset, buf: Buf::Meta, range })
-            }
-            Mark::Written(version) => {
-                let again = version.and_then(|version| image.first.as_ref()?.ended(version));
-                match again {
-                    Some(copied) => self.write_first(copied, image),
-                    None => (Mark::Stable, Step::Sync { file }),
-                }
-            }
+            Mark::Begin => self.write_first(first.set_corrupt(), image),
+            Mark::Written(number) => match first.ended(number) {
+                Some(copied) => self.write_first(copied, image),
+                None => (Mark::Stable, Step::Sync { file: image.file }),
+            },
             Mark::Stable => {
                 self.marked(true, cx);
                 return Turn::Fail(EIO);
@@ -154,17 +142,17 @@ impl Request {
 
     /// A step of marking it has failed.
     pub(super) fn mark_failed(&mut self, cx: &Context<'_>) {
-        if let (Some(Mark::Written(Some(version))), Some(first)) = (self.mark, &cx.chain.top().first) {
-            first.failed(version);
+        if let (Some(Mark::Written(number)), Some(first)) = (self.mark, &cx.chain.top().first) {
+            first.failed(number);
         }
         self.marked(false, cx);
     }
 
-    /// Writes a copy of the header's beginning, which flushes change too.
-    fn write_first(&mut self, (bytes, version): Copied, image: &Served) -> (Mark, Step) {
+    /// Writes a copy of the header's first bytes, which flushes and control change too.
+    fn write_first(&mut self, (bytes, number): Copied, image: &Served) -> (Mark, Step) {
         let range = 0..bytes.len();
         self.meta.set(&bytes);
-        (Mark::Written(Some(version)), Step::Write { file: image.file, offset: 0, buf: Buf::Meta, range })
+        (Mark::Written(number), Step::Write { file: image.file, offset: 0, buf: Buf::Meta, range })
     }
 }
 

@@ -1,8 +1,10 @@
+use std::sync::mpsc::channel;
+
 use crate::create::{DataFile, Options};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
 use crate::header::{Header, incompatible};
 use crate::memory::Memory;
-use crate::request::{EIO, Op};
+use crate::request::{EIO, Op, Step};
 use crate::testing::{self, drive::Disk};
 use crate::{Error, FileId, Hit, Image, Served, Settings, Storage, snapshot};
 
@@ -172,4 +174,54 @@ fn tables_over_one_another_are_refused() {
     }
     set(&file, h.reftable_offset, 0);
     assert!(matches!(open(&file, true), Err(Error::Corrupt(_))), "nothing is counted");
+}
+
+/// Without a journal, too, a mark and a size that are written at the same time are both in the image in the end.
+#[test]
+fn a_mark_and_a_size_do_not_take_each_other_back() {
+    const SIZE: u64 = (1 << 30) - (1 << 16);
+    let (file, l2) = image(&Options::new(1 << 30));
+    set(&file, l2, l2 | COPIED);
+    let bytes = file.bytes();
+    for mark_comes_last in [false, true] {
+        let mut disk = Disk::open(Memory::new(bytes.clone(), 64 << 20), None);
+        let mut write = disk.begin(Op::Write, 0, vec![9; 512], 512);
+        while !matches!(write.step, Step::Write { offset: 0, .. }) {
+            assert!(disk.step(&mut write), "the header was not written");
+        }
+        let served = disk.chain.top().clone();
+        let (to_file, written) = channel::<Vec<u8>>();
+        let (go_on, came) = channel();
+        std::thread::scope(|scope| {
+            let control = scope.spawn(move || {
+                served.write_size(SIZE, |bytes| {
+                    to_file.send(bytes.to_vec()).unwrap();
+                    came.recv().unwrap();
+                    Ok(())
+                })
+            });
+            // Both writes are under way, and reach the image in one order or the other.
+            let size = written.recv().unwrap();
+            if mark_comes_last {
+                disk.files[0].write_at(0, &size).unwrap();
+            }
+            disk.step_without_result(&mut write);
+            if !mark_comes_last {
+                disk.files[0].write_at(0, &size).unwrap();
+            }
+            go_on.send(()).unwrap();
+            disk.wake(&mut write, 0);
+            while let Ok(bytes) = written.recv() {
+                disk.files[0].write_at(0, &bytes).unwrap();
+                go_on.send(()).unwrap();
+            }
+            control.join().unwrap().unwrap();
+            assert_eq!(header(&disk.files[0]).size, SIZE, "what was there when the size was said to be set");
+        });
+        while disk.step(&mut write) {}
+        assert!(matches!(write.step, Step::Done(EIO)));
+        let header = header(&disk.files[0]);
+        assert!(header.size == SIZE && header.has(incompatible::CORRUPT), "{header:?}");
+        assert!(disk.chain.top().tell_wrong().unwrap().1, "it is marked");
+    }
 }

@@ -64,7 +64,7 @@ fn a_size_is_not_taken_back_by_a_flush_under_way() {
                 came.recv().unwrap();
                 Ok(())
             };
-            image.write_size(SIZE, write).expect("it has a journal")
+            image.write_size(SIZE, write)
         });
         disk.files[0].write_at(0, &written.recv().unwrap()).unwrap();
         // The flush's write, of the size before, comes to the image last, and ends later.

@@ -145,17 +145,13 @@ impl Qcow2 {
         if size > top.room() {
             return Err(std::io::Error::from_raw_os_error(libc::EFBIG));
         }
-        // Where there is a journal, flushes write the header's sector, too. Else only a request that marks the image as corrupt
-        // does, from the same sector read before: that is known by the second look.
+        // One that is found to be wrong meanwhile does not grow.
         let wrong = || match top.is_wrong() {
             true => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             false => Ok(()),
         };
         wrong()?;
-        match top.write_size(size, |bytes| file.merge(0, bytes, self.through)) {
-            Some(written) => written?,
-            None => file.merge(qcow2::header::SIZE_AT, &size.to_be_bytes(), self.through)?,
-        }
+        top.write_size(size, |bytes| file.merge(0, bytes, self.through))?;
         wrong()?;
         top.set_size(size);
         Ok(())

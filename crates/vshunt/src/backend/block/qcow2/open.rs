@@ -217,7 +217,12 @@ pub struct Reading {
 
 /// Marks an image that is written as open, and begins its journal, where there can be one: what is completed is not lost
 /// then if we are killed. Where each write is stable when it is done there is no need of one. Whether it is marked.
-fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Served, Option<Place>, bool) {
+fn with_journal(
+    mut image: Served,
+    spec: &DiskSpec,
+    path: &Path,
+    file: &Raw,
+) -> (Served, Option<Place>, bool) {
     if spec.readonly {
         return (image, None, false);
     }
@@ -240,9 +245,13 @@ fn with_journal(image: Served, spec: &DiskSpec, path: &Path, file: &Raw) -> (Ser
         }
     }
     match qcow2::journal::begin_without(&plain, stable) {
-        Ok(()) => (image, None, true),
+        Ok(begun) => (image.with_begun(begun), None, true),
         Err(e) => {
             tracing::warn!("{}", unmarked(&shown, &e));
+            // The mark may be there all the same. What was read when the image was opened will do where this cannot be read.
+            if let Err(e) = image.begin_again(&plain) {
+                tracing::debug!("{shown}: {e}");
+            }
             (image, None, false)
         }
     }
