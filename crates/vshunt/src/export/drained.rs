@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::life::Export;
 use super::maps::DiskEntry;
 use crate::error::{Error, Result};
+use crate::worker::DRAIN_LIMIT;
 
 /// Calls `f`, which may close the disk's image and open it or another, while all queues of all exports of a disk, whose turn
 /// is held, are drained. The drains nest: the later exports'
@@ -24,7 +25,7 @@ pub(super) fn with_disk_drained<R>(
     let disk = &entry.name;
     let (mut f, mut result) = (Some(f), None);
     let begin = Instant::now();
-    nest(exports, &mut || {
+    nest(exports, begin + DRAIN_LIMIT, &mut || {
         let drained = begin.elapsed();
         result = f.take().map(|f| entry.with_bitmaps_kept(f));
         tracing::info!("disk {disk}: drained in {drained:?}, and held for {:?}", begin.elapsed() - drained);
@@ -32,12 +33,13 @@ pub(super) fn with_disk_drained<R>(
     result.unwrap_or_else(|| Err(Error::busy(format!("disk {disk} could not be drained"))))
 }
 
-fn nest(exports: &[Arc<Export>], f: &mut dyn FnMut()) -> Result<()> {
+/// Drains the exports one after the other, with one deadline for all: the guests of the first ones wait for the last one.
+fn nest(exports: &[Arc<Export>], until: Instant, f: &mut dyn FnMut()) -> Result<()> {
     match exports.split_first() {
         None => {
             f();
             Ok(())
         }
-        Some((first, rest)) => first.with_all_drained(|| nest(rest, f))?,
+        Some((first, rest)) => first.with_all_drained_until(until, || nest(rest, until, f))?,
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::time::Instant;
 
 use super::opened::{Backend, Opened, check_block_size};
 use super::served::{Frontend, Served};
@@ -9,7 +10,7 @@ use super::spec::{Engine, ExportInfo, ExportKind, ExportSpec, QueueInfo};
 use crate::backend::block::Disk;
 use crate::error::{Error, Result};
 use crate::frontend::{Observer, Queues};
-use crate::worker::{QueueStats, State, WorkerId, Workers};
+use crate::worker::{DRAIN_LIMIT, QueueStats, State, WorkerId, Workers};
 
 /// An export, served until it is removed. Control threads call it. Lock order: `served`, then a queue set's slot.
 pub(super) struct Export {
@@ -41,7 +42,7 @@ impl Export {
                 Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
             }
             Err(e) => {
-                free(workers, &own_workers);
+                workers.end_these(&own_workers);
                 Err(e)
             }
         }
@@ -143,9 +144,17 @@ impl Export {
     }
 
     /// Calls a function while nothing is in flight on any queue.
+    ///
+    /// # Errors
+    /// [`Busy`](crate::error::Kind::Busy): the queues are not at rest within [`DRAIN_LIMIT`].
     pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
+        self.with_all_drained_until(Instant::now() + DRAIN_LIMIT, f)
+    }
+
+    /// [`with_all_drained`](Self::with_all_drained) with another deadline.
+    pub(super) fn with_all_drained_until<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         match &*self.served() {
-            Some(served) => served.queues.with_all_drained(f),
+            Some(served) => served.queues.with_all_drained(until, f),
             None => Ok(f()),
         }
     }
@@ -208,7 +217,7 @@ impl Export {
         }
         let served = self.served.write().expect("no holder panics").take();
         drop(served);
-        free(&self.workers, &self.own_workers);
+        self.workers.end_these(&self.own_workers);
     }
 }
 
@@ -241,14 +250,6 @@ pub(super) fn queue_info(
         kicks: stats.kicks.load(Relaxed),
         notifications: stats.notifications.load(Relaxed),
         net: None,
-    }
-}
-
-fn free(workers: &Workers, ids: &[WorkerId]) {
-    for &id in ids {
-        if let Err(e) = workers.free(id) {
-            tracing::debug!("worker {id} stays: {e}");
-        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::card::control_ring;
 use super::kernel::KernelQueues;
@@ -157,11 +157,11 @@ impl Queues {
     /// Calls a function while nothing is in flight on any queue.
     ///
     /// # Errors
-    /// They cannot be brought to rest; nothing was changed.
-    pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
+    /// They cannot be brought to rest by `until`; nothing was changed.
+    pub fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         match self {
-            Self::User(set) => set.with_all_drained(f),
-            Self::Kernel(set) => set.with_all_drained(f),
+            Self::User(set) => set.with_all_drained(until, f),
+            Self::Kernel(set) => set.with_all_drained(until, f),
         }
     }
 

@@ -22,7 +22,7 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 /// How often a stop that does not end says so.
 const STOP_WARN: Duration = Duration::from_secs(10);
 
-/// How long the requests in flight of one queue may take to end where all queues are drained for a change of their disk.
+/// How long the requests in flight of all queues of a disk may take to end, together, before a change of that disk.
 pub const DRAIN_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 
 /// How long a worker may take to begin with what it is asked for. One that runs takes less than a millisecond.
@@ -160,13 +160,37 @@ impl QueueSet {
         Some(queue)
     }
 
-    /// Waits for as long as it takes, and says so every now and then.
+    /// [`stop`](Self::stop) for all queues that run; with each queue its index. All are asked back before one is waited for, so
+    /// that this takes as long as the slowest of them.
+    pub fn stop_all(&self) -> Vec<(u16, Box<dyn Queue>)> {
+        let asked: Vec<_> = (0..self.len())
+            .filter_map(|index| {
+                let mut slot = self.slot(index);
+                let leaving = slot.running.then(|| ask_back(&mut slot))?;
+                Some((index, slot, leaving))
+            })
+            .collect();
+        let stopped = asked.into_iter().map(|(index, mut slot, leaving)| {
+            let queue = self.await_stop(&slot, index, leaving);
+            slot.running = false;
+            self.stats(index).set_state(State::Stopped);
+            (index, queue)
+        });
+        stopped.collect()
+    }
+
+    /// Takes a queue back from its worker; waits like [`await_stop`](Self::await_stop).
     fn drain(&self, slot: &mut Slot, index: u16) -> Box<dyn Queue> {
-        if let Some(queue) = slot.take_back() {
-            return queue;
-        }
-        let recall = Recall::new(());
-        slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
+        let leaving = ask_back(slot);
+        self.await_stop(slot, index, leaving)
+    }
+
+    /// Waits without a limit, and logs a warning each [`STOP_WARN`].
+    fn await_stop(&self, slot: &Slot, index: u16, leaving: Leaving) -> Box<dyn Queue> {
+        let recall = match leaving {
+            Leaving::Here(queue) => return queue,
+            Leaving::Asked(recall) => recall,
+        };
         loop {
             if let Some(queue) = recall.wait(STOP_WARN) {
                 return queue;
@@ -198,10 +222,9 @@ impl QueueSet {
     /// when it returns.
     ///
     /// # Errors
-    /// A queue cannot be brought to rest, or not all of them are at rest within [`DRAIN_LIMIT`]
+    /// A queue cannot be brought to rest, or not all of them are at rest at `until`
     /// ([`Busy`](crate::error::Kind::Busy)). The function was not called then, and all queues go on.
-    pub fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let until = Instant::now() + DRAIN_LIMIT;
+    pub fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         let slots: Result<Vec<_>> = (0..self.len()).map(|i| self.slot_until(i, until)).collect();
         let mut slots = slots?;
         let running = slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running);

@@ -26,7 +26,7 @@ pub const MAX_WORKERS: usize = 1024;
 /// A worker's stack: the loop is flat, and only pages that it touched count.
 const STACK_BYTES: usize = 256 << 10;
 /// How long a worker may take to begin with its end, and then how long its thread may take to end.
-const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+pub(super) const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 /// How often it is looked whether it has ended.
 const END_EVERY: Duration = Duration::from_micros(200);
 /// Longest thread name that the kernel keeps.
@@ -120,18 +120,26 @@ enum Kind {
 }
 
 impl Kind {
-    /// Has the worker end.
+    /// Tells the worker to end. Returns what to wait for; `None` if it has ended.
     ///
     /// # Errors
-    /// It does not, and works as before: the kernel refuses it, or it is stalled.
-    fn end(&self, id: WorkerId) -> Result<()> {
+    /// The kernel refuses it: the worker works as before.
+    fn tell_to_end(&self) -> Result<Option<Arc<Ending>>> {
         let shared = match self {
             Self::User { shared } => shared,
-            Self::Kernel(worker) => return worker.free(),
+            Self::Kernel(worker) => return worker.free().map(|()| None),
         };
         let ending = Ending::new(());
         shared.send(Mail::Stop { ending: ending.clone() });
-        if ending.wait(END_LIMIT).is_some() {
+        Ok(Some(ending))
+    }
+
+    /// Waits until `until` for a worker that was told to end to begin with that.
+    ///
+    /// # Errors
+    /// It is stalled, and works as before when it runs again.
+    fn await_end(id: WorkerId, ending: &Ending, until: Instant) -> Result<()> {
+        if ending.wait(until.saturating_duration_since(Instant::now())).is_some() {
             return Ok(());
         }
         match ending.withdraw() {
@@ -142,6 +150,14 @@ impl Kind {
             Withdrawn::Begun | Withdrawn::Answered(()) => Ok(()),
         }
     }
+}
+
+/// A worker that was told to end.
+struct Told {
+    id: WorkerId,
+    kind: Kind,
+    /// What to wait for; `None`: it has ended.
+    ending: Option<Arc<Ending>>,
 }
 
 impl Entry {
@@ -157,9 +173,9 @@ impl Entry {
         }
     }
 
-    /// Waits for a thread that has begun to end. Where FUSE ring queues left idle entries, it stays until the last entry has
-    /// left it, and is not waited for.
-    fn join(self, id: WorkerId) {
+    /// Waits until `until` for a thread that has begun to end. Where FUSE ring queues left idle entries, it stays until the last
+    /// entry has left it, and is not waited for.
+    fn join(self, id: WorkerId, until: Instant) {
         let (Kind::User { shared }, Some(thread)) = (self.kind, self.thread) else { return };
         // No queue is on it, so this can only fall.
         let left = shared.left.load(Acquire);
@@ -169,7 +185,6 @@ impl Entry {
             );
             return;
         }
-        let until = Instant::now() + END_LIMIT;
         while !thread.is_finished() && Instant::now() < until {
             std::thread::sleep(END_EVERY);
         }
@@ -295,14 +310,36 @@ impl Workers {
 
     /// Ends all workers that no queue calls its home, the [`FIRST_WORKER`] too: for the daemon's end.
     pub fn end_all(&self) {
-        for worker in self.states() {
-            if let Err(e) = self.end(worker.id) {
-                tracing::debug!("{e}");
+        let ids: Vec<_> = self.list().by_id.keys().copied().collect();
+        self.end_these(&ids);
+    }
+
+    /// Ends those of these workers that no queue calls its home. All are told to end before one is waited for, and the waits
+    /// have one deadline.
+    pub fn end_these(&self, ids: &[WorkerId]) {
+        let told: Vec<_> = ids.iter().map(|&id| self.tell_to_end(id)).collect();
+        let until = Instant::now() + END_LIMIT;
+        let ended: Vec<_> = told.into_iter().map(|told| self.await_end(told?, until)).collect();
+        let until = Instant::now() + END_LIMIT;
+        for ended in ended {
+            match ended {
+                Ok((id, entry)) => entry.into_iter().for_each(|entry| entry.join(id, until)),
+                Err(e) => tracing::debug!("{e}"),
             }
         }
     }
 
     fn end(&self, id: WorkerId) -> Result<()> {
+        let told = self.tell_to_end(id)?;
+        let (id, entry) = self.await_end(told, Instant::now() + END_LIMIT)?;
+        if let Some(entry) = entry {
+            entry.join(id, Instant::now() + END_LIMIT);
+        }
+        Ok(())
+    }
+
+    /// Tells a worker to end that no queue calls its home.
+    fn tell_to_end(&self, id: WorkerId) -> Result<Told> {
         let kind = {
             let mut list = self.list();
             let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
@@ -318,7 +355,19 @@ impl Workers {
             entry.ending = true;
             entry.kind.clone()
         };
-        let ended = kind.end(id);
+        match kind.tell_to_end() {
+            Ok(ending) => Ok(Told { id, kind, ending }),
+            Err(e) => {
+                self.list().by_id.entry(id).and_modify(|entry| entry.ending = false);
+                Err(e)
+            }
+        }
+    }
+
+    /// Waits until `until`, and takes a worker that ends off the list.
+    fn await_end(&self, told: Told, until: Instant) -> Result<(WorkerId, Option<Entry>)> {
+        let Told { id, kind, ending } = told;
+        let ended = ending.map_or(Ok(()), |ending| Kind::await_end(id, &ending, until));
         let entry = {
             let mut list = self.list();
             if let Err(e) = ended {
@@ -332,11 +381,8 @@ impl Workers {
             }
             list.by_id.remove(&id)
         };
-        if let Some(entry) = entry {
-            entry.join(id);
-        }
         tracing::info!(id, "worker freed");
-        Ok(())
+        Ok((id, entry))
     }
 
     /// Changes a worker while it runs, and its name in lists (its thread keeps the old one): all of it or, on an

@@ -6,7 +6,7 @@ mod stalled;
 use std::any::Any;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
 use std::time::Duration;
 
 use io_uring::{opcode, types};
@@ -28,6 +28,8 @@ struct Line {
     /// The count of offered requests at which to kick.
     kick_at: AtomicU32,
     taken: AtomicU32,
+    /// Its queue has left a worker.
+    left: AtomicBool,
 }
 
 impl Line {
@@ -38,6 +40,7 @@ impl Line {
             done: (0..requests).map(|_| AtomicU8::new(0)).collect(),
             kick_at: AtomicU32::new(1),
             taken: AtomicU32::new(0),
+            left: AtomicBool::new(false),
         })
     }
 
@@ -186,7 +189,9 @@ impl Queue for TestQueue {
         self.free.len() == usize::from(SLOTS) && self.listen == Listen::Off
     }
 
-    fn leave(&mut self, _ring: &mut Ring) {}
+    fn leave(&mut self, _ring: &mut Ring) {
+        self.line.left.store(true, Ordering::Release);
+    }
 
     fn as_any(&mut self) -> &mut dyn Any {
         self

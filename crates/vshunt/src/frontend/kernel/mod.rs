@@ -456,9 +456,9 @@ impl KernelQueues {
         self.behind.first_worker(index)
     }
 
-    /// Calls a function while nothing is in flight on any queue.
-    pub(super) fn with_all_drained<R>(&self, f: impl FnOnce() -> R) -> Result<R> {
-        let until = Instant::now() + PATIENCE;
+    /// Calls a function while nothing is in flight on any queue. Waits for other threads that stop a queue until `until`; the wait
+    /// for requests in flight has no limit.
+    pub(super) fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         let slots = (0..self.rings()).map(|i| self.slot_until(i, until)).collect::<Result<Vec<_>>>()?;
         let _turn = self.turn_until(until)?;
         let running = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);

@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
 
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
@@ -35,6 +36,7 @@ use super::memory::{Mapping, Shared, is_eventfd, map_region};
 use super::{Device, Reports, Then};
 use crate::frontend::Queues;
 use crate::queue::{self, Bell};
+use crate::worker::DRAIN_LIMIT;
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
 const F_LOG_ALL: u64 = bit(virtio::features::VHOST_F_LOG_ALL);
@@ -476,7 +478,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
             let settled = loop {
-                match self.queues.with_all_drained(|| self.device.settle()) {
+                let until = Instant::now() + DRAIN_LIMIT;
+                match self.queues.with_all_drained(until, || self.device.settle()) {
                     // The guest waits for its own requests, for as long as they take.
                     Err(e) if e.kind() == crate::error::Kind::Busy => tracing::warn!("{}: {e}", self.name),
                     settled => break settled,

@@ -27,10 +27,30 @@ impl Session {
             || self.log_map.as_ref().is_some_and(|map| map.lost())
     }
 
-    /// Drains and stops every ring; called when the front-end goes, too.
+    /// Drains and stops every ring, until it is told to start; called when the front-end goes, too.
     pub(in super::super) fn stop_all(&mut self) {
-        for index in 0..self.vrings.len() {
-            self.stop(index);
+        self.pause_all();
+        (0..self.vrings.len()).for_each(|index| self.close(index));
+    }
+
+    /// [`pause`](Self::pause) for all rings: all queues are asked for their requests in flight before one is waited for.
+    fn pause_all(&mut self) {
+        let Queues::User(set) = self.queues.clone() else {
+            return (0..self.vrings.len()).for_each(|index| self.pause(index));
+        };
+        for (at, queue) in set.stop_all() {
+            let mut left = Some(queue);
+            for (index, vring) in self.vrings.iter_mut().enumerate().filter(|(_, vring)| vring.running) {
+                if let Some((_, way)) = set.place(index as u16).filter(|(of, _)| *of == at)
+                    && let Some(queue) = left.take()
+                {
+                    let (base, rest) = queue::take_ring(queue, way, false, false);
+                    (vring.running, vring.base) = (false, base);
+                    left = rest.map(|rest| rest.queue);
+                    tracing::debug!("{}:{index} stopped", self.name);
+                }
+            }
+            debug_assert!(left.is_none(), "a queue has no ring that does not run");
         }
     }
 
@@ -46,13 +66,7 @@ impl Session {
         self.set_vring_enable(ring, on).map_err(|e| e.to_string())
     }
 
-    /// Stops a ring for good, until it is told to start.
-    pub(super) fn stop(&mut self, index: usize) {
-        self.pause(index);
-        self.close(index);
-    }
-
-    /// [`stop`](Self::stop) for GET_VRING_BASE: the front-end may give the ring to another program next.
+    /// Stops a ring for GET_VRING_BASE: the front-end may give the ring to another program next.
     pub(super) fn hand_over(&mut self, index: usize) {
         self.halt(index, false, true);
         self.close(index);
@@ -339,7 +353,7 @@ impl Session {
         let mem = unsafe { GuestMemory::new(regions.clone()) };
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
-        (0..self.vrings.len()).for_each(|index| self.pause(index));
+        self.pause_all();
         let kernel = self.queues.kernel().cloned();
         let taken = kernel.as_ref().map_or(Ok(()), |kernel| {
             // Not to be marked where the log has no bits: see `kernel_features`.
