@@ -51,14 +51,18 @@ impl Bell {
         Ok(Self { fd, way: Way::Ring(Box::new(Mutex::new(ring))) })
     }
 
-    /// A front end's descriptor that is signalled once in a while, and never by a worker: it costs more time then, and no
-    /// io_uring before.
+    /// A front end's descriptor that is signalled once in a while, and never by a worker: it costs more time then, and keeps
+    /// no io_uring. One is made here to see whether the descriptor can be signalled.
     ///
     /// # Errors
-    /// The descriptor cannot be examined.
+    /// It is neither an eventfd nor a socket, or there can be no io_uring for it (open files, memory,
+    /// kernel.io_uring_disabled).
     pub fn rare(fd: OwnedFd) -> io::Result<Self> {
-        let way = if is_socket(&fd)? { Way::Socket } else { Way::RingOnce };
-        Ok(Self { fd, way })
+        if is_socket(&fd)? {
+            return Ok(Self { fd, way: Way::Socket });
+        }
+        drop(permitted_notifier(&fd)?);
+        Ok(Self { fd, way: Way::RingOnce })
     }
 
     /// An eventfd of our own. It is not handed to another process.
@@ -92,11 +96,11 @@ impl Bell {
         match &self.way {
             Way::Own => drop(rustix::io::write(&self.fd, &1u64.to_ne_bytes())),
             Way::Ring(ring) => signal(&mut ring.lock().expect("no holder panics")),
-            Way::RingOnce => {
-                if let Ok(mut ring) = permitted_notifier(&self.fd) {
-                    signal(&mut ring);
-                }
-            }
+            Way::RingOnce => match permitted_notifier(&self.fd) {
+                Ok(mut ring) => signal(&mut ring),
+                // It could be made when the front end gave the descriptor.
+                Err(e) => tracing::warn!("a front end is not notified: there is no io_uring for that ({e})"),
+            },
             Way::Socket => {
                 let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
                 let _ = rustix::net::send(&self.fd, &1u64.to_ne_bytes(), flags);
@@ -235,7 +239,9 @@ mod tests {
 
     #[test]
     fn what_is_neither_is_refused() {
-        let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
-        assert!(Bell::new(file).is_err());
+        for make in [Bell::new, Bell::rare] {
+            let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+            assert!(make(file).is_err());
+        }
     }
 }
