@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use self::mount::{Mount, Mountpoint, Options, clone_channel};
 pub use self::plan::{Plan, plan};
 use super::Observer;
-use crate::backend::block::own_mounts::OwnMount;
+use crate::backend::block::own_mounts::{Making, OwnMount};
 use crate::backend::block::{Disk, SECTOR_BYTES};
 use crate::error::{Error, Result};
 use crate::export::spec::{ExportSpec, Transport};
@@ -86,8 +86,10 @@ impl Fuse {
         };
         let at = Mountpoint::prepare(path)?;
         prepare()?;
+        // Begun before the mount is visible: no thread asks it before it is on the list.
+        let making = Making::begin();
         let (session, mount) = mount::mount(at, &options)?;
-        let own = OwnMount::new(mount.device(), &spec.name, &spec.disk);
+        let own = making.note(mount.device(), &spec.name, &spec.disk);
         let features = session::negotiate(&session, &plan)?;
         let backing = backing(&session, &mut plan, features, &disk, writable);
         let allow_other = mount.allow_other();

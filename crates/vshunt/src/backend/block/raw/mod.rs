@@ -127,7 +127,7 @@ impl Raw {
 
     /// Whether that path leads to the same image now. Asks no server of a FUSE mount, which may be this process.
     pub(super) fn is_of(&self, path: &Path) -> bool {
-        if own_mounts::check(path).is_err() {
+        if own_mounts::has(path) {
             return false;
         }
         use rustix::fs::{AtFlags, CWD, StatxFlags, makedev, statx};
