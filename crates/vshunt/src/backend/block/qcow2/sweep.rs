@@ -7,7 +7,7 @@
 //! later.
 //!
 //! What must never happen: a journal removed whose image is still there. So it is kept if a living process has it, if another
-//! user made it, if the image's file system is not mounted, and whenever it cannot be told. A file is locked from before it is
+//! user made it, if the image's file system is not mounted or may be a FUSE mount, and whenever it cannot be told. A file is locked from before it is
 //! looked at until it is removed, and another takes its place only under that lock (`journal::Place::make`).
 
 use std::ffi::OsStr;
@@ -19,6 +19,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags, makedev, openat2, statx};
 
 use super::journal::{ALONE, BYTES_MAX, FOLDER, open_own};
 
@@ -172,25 +174,85 @@ enum Image {
     Unknown,
 }
 
+/// Whether a folder on the way to `path` may be on a FUSE mount, by the text of /proc/self/mountinfo (proc_pid_mountinfo(5)).
+/// `path` is absolute.
+///
+/// A request to such a mount waits for a process, which may have stopped, and cannot be interrupted once that process has read
+/// it: this daemon would not end when it is killed.
+fn may_be_on_fuse(mountinfo: &[u8], path: &Path) -> bool {
+    let Some(folder) = path.parent() else { return true };
+    let mut lines = mountinfo.split(|&b| b == b'\n').filter(|line| !line.is_empty());
+    lines.any(|line| {
+        let mut fields = line.split(|&b| b == b' ');
+        let point = fields.nth(4).unwrap_or_default();
+        let kind = fields.skip_while(|f| *f != b"-").nth(1).unwrap_or_default();
+        let is_fuse = kind.starts_with(b"fuse") && kind != b"fusectl" || kind == b"virtiofs";
+        // Escaped characters are not decoded: such a mount counts for what begins like it.
+        let until = point.iter().position(|&b| b == b'\\').unwrap_or(point.len());
+        let escaped = until < point.len();
+        let begins = folder.as_os_str().as_bytes().starts_with(&point[..until]);
+        is_fuse && begins && (escaped || folder.starts_with(OsStr::from_bytes(point)))
+    })
+}
+
+/// Opens a file to look at it, by a path without symbolic links.
+fn open_plain(path: &Path) -> io::Result<File> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let file = openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
+    Ok(File::from(file))
+}
+
+/// Opens a folder by a path without symbolic links.
+fn open_folder(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
+    Ok(File::from(folder))
+}
+
+/// What is known of a file.
+struct Found {
+    device: u64,
+    inode: u64,
+    /// The number of a block device.
+    block: Option<u64>,
+}
+
+/// Looks at what a path leads to. A mount over the path itself, which this daemon may have made meanwhile, is not asked.
+fn find(path: &Path) -> io::Result<Found> {
+    let file = open_plain(path)?;
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let seen = statx(&file, c"", flags, StatxFlags::TYPE | StatxFlags::INO)?;
+    let is_block = FileType::from_raw_mode(seen.stx_mode.into()) == FileType::BlockDevice;
+    Ok(Found {
+        device: makedev(seen.stx_dev_major, seen.stx_dev_minor),
+        inode: seen.stx_ino,
+        block: is_block.then(|| makedev(seen.stx_rdev_major, seen.stx_rdev_minor)),
+    })
+}
+
 /// Looks for the image of a journal in a file of this name (`vshunt-KIND-DEVICE-INODE`).
 fn look(journal: &str, name: &Name) -> Image {
-    let found = std::fs::metadata(&name.path);
+    let mounts = std::fs::read("/proc/self/mountinfo");
+    if mounts.map_or(true, |mounts| may_be_on_fuse(&mounts, &name.path)) {
+        return Image::Unknown;
+    }
+    let found = find(&name.path);
     if journal.starts_with("vshunt-block-") {
         return match found {
-            Ok(meta) if meta.file_type().is_block_device() && meta.rdev() == name.device => Image::There,
+            Ok(found) if found.block == Some(name.device) => Image::There,
             Ok(_) => Image::Missing,
             Err(e) if e.kind() == io::ErrorKind::NotFound => Image::Missing,
             Err(_) => Image::Unknown,
         };
     }
     let number = journal.rsplit('-').next().and_then(|n| u64::from_str_radix(n, 16).ok());
-    let folder = name.path.parent().and_then(|folder| File::open(folder).ok());
+    let folder = name.path.parent().and_then(|folder| open_folder(folder).ok());
     let Some(folder) = folder.filter(|f| f.metadata().is_ok_and(|meta| meta.dev() == name.device)) else {
         // Not mounted, or mounted elsewhere.
         return Image::Unknown;
     };
     match found {
-        Ok(meta) if (meta.dev(), Some(meta.ino())) == (name.device, number) => return Image::There,
+        Ok(found) if (found.device, Some(found.inode)) == (name.device, number) => return Image::There,
         Ok(_) => {}
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(_) => return Image::Unknown,

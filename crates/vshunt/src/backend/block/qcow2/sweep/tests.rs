@@ -147,3 +147,43 @@ fn a_journal_is_kept_where_it_cannot_be_told() {
         assert!(journal.exists(), "{} is removed", journal.display());
     }
 }
+
+#[test]
+fn an_image_on_a_fuse_mount_is_not_looked_for() {
+    let mountinfo = b"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
+        30 22 0:40 / /srv/far rw,nosuid shared:2 master:1 - fuse.sshfs host: rw\n\
+        31 22 0:41 / /srv/disk rw - fuse.vshunt vshunt:d0 rw\n\
+        32 22 0:42 / /run/ctl rw - fusectl none rw\n\
+        33 30 8:2 / /srv/far/near rw - xfs /dev/sdb rw\n\
+        34 22 0:43 / /mnt/a\\040b rw - virtiofs tag rw\n";
+    for (path, waits) in [
+        ("/a", false),
+        ("/srv/disk", false),
+        ("/srv/disk/below", true),
+        ("/srv/far/a", true),
+        ("/srv/far", false),
+        ("/srv/farther/a", false),
+        ("/srv/far/near/a", true),
+        ("/run/ctl/a", false),
+        ("/mnt/a b/c", true),
+        ("/mnt/b/c", false),
+        ("/", true),
+    ] {
+        assert_eq!(may_be_on_fuse(mountinfo, Path::new(path)), waits, "{path}");
+    }
+    assert!(may_be_on_fuse(b"1 1 0:1 / / rw - fuseblk /dev/sda rw\n", Path::new("/a")));
+}
+
+/// A path that was moved behind a symbolic link may lead to a mount that was not looked for.
+#[test]
+fn a_symbolic_link_is_not_followed() {
+    let (places, now) = (Places::new(), SystemTime::now());
+    let (image, journal) = places.add("d", false);
+    let moved = places.images.path().join("moved");
+    std::fs::rename(&image, &moved).unwrap();
+    std::os::unix::fs::symlink(&moved, &image).unwrap();
+    assert!(find(&image).is_err() && find(&moved).is_ok());
+    places.sweep(now);
+    places.sweep(now + 30 * DAY);
+    assert!(journal.exists(), "it cannot be told");
+}
