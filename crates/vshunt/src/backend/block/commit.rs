@@ -19,7 +19,7 @@ use super::bits::Bits;
 use super::io::Io;
 use super::qcow2::{Plain, beside};
 use super::replace::shown;
-use super::{Disk, Extent, Op, lock, mark};
+use super::{Disk, Extent, Op, lock, mark, open_image};
 use crate::error::{Error, Result};
 use crate::export::spec::{DiskSpec, Format};
 use crate::worker::Ring;
@@ -61,7 +61,7 @@ impl Disk {
             )));
         };
         let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
-        let file = File::open(path).map_err(cannot)?;
+        let file = open_image(path, false).map_err(cannot)?;
         let plain = Plain::new(file);
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
         let Some(name) = &image.header().backing else {
@@ -121,7 +121,7 @@ impl Disk {
     /// who read it stand in the way.
     fn lock_below(&self, next: &DiskSpec) -> Result<Option<File>> {
         let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return Ok(None) };
-        let file = File::options().read(true).write(true).open(path);
+        let file = open_image(path, true);
         let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
         let kind = self.kind();
         kind.files().iter().filter(|raw| raw.is_of(path)).for_each(|raw| lock::release(raw.image()));
@@ -175,7 +175,7 @@ impl Disk {
         let result = self.replace(now, next, &[], |_| {
             mark::put_committed(&overlay, &below)
                 .map_err(|e| Error::io(format_args!("cannot mark {} as committed", overlay.display()), e))?;
-            let unmarked = File::open(&below).and_then(|file| mark::take_overlay(&file));
+            let unmarked = open_image(&below, false).and_then(|file| mark::take_overlay(&file));
             unmarked.map_err(|e| {
                 Error::io(format_args!("cannot unmark {}, which is below an overlay", below.display()), e)
             })
@@ -200,7 +200,7 @@ fn undo_marks(overlay: &Path, below: &Path) {
             overlay.display()
         );
     }
-    let again = File::open(below).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
+    let again = open_image(below, false).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
     if let Err(e) = again.and_then(|()| mark::put_committing(below, overlay)) {
         tracing::warn!("{} is not marked as being below {}: {e}", below.display(), overlay.display());
     }
@@ -210,7 +210,7 @@ fn undo_marks(overlay: &Path, below: &Path) {
 fn check_below(spec: &DiskSpec) -> Result<()> {
     let shown = shown(spec);
     let Some(path) = &spec.file else { return Ok(()) };
-    let file = File::open(path).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
+    let file = open_image(path, false).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
     let plain = Plain::new(file);
     let wrong = |e: qcow2::Error| Error::invalid(format!("{shown}: {e}"));
     let image = Image::open(&plain).map_err(wrong)?;

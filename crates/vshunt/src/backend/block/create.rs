@@ -6,6 +6,7 @@ use std::path::Path;
 
 use qcow2::create::{Options, create};
 
+use super::Seen;
 use super::qcow2::Plain;
 use crate::error::{Error, Result};
 use crate::export::spec::Format;
@@ -31,23 +32,26 @@ impl NewImage<'_> {
     /// `Exists` if it is there and may not be replaced, `Busy` if another uses it, `Io` else.
     pub(crate) fn make(&self) -> Result<()> {
         let shown = self.path.display();
-        super::own_mounts::check(self.path)?;
-        let there = self.path.exists();
-        if there && !self.overwrite {
+        let there = match Seen::find(self.path) {
+            Ok(seen) => Some(seen),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),
+        };
+        if there.is_some() && !self.overwrite {
             return Err(Error::exists(format!(
                 "{shown} is there already; choose another name, or remove it first"
             )));
         }
-        let open = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .create_new(!there)
-            .truncate(false)
-            .open(self.path);
+        let open = match &there {
+            Some(seen) => {
+                seen.check(self.path)?;
+                seen.open(true, 0)
+            }
+            None => OpenOptions::new().read(true).write(true).create_new(true).open(self.path),
+        };
         let file = open.map_err(|e| Error::io(format_args!("cannot make {shown}"), e))?;
         let made = self.fill(file);
-        if made.is_err() && !there {
+        if made.is_err() && there.is_none() {
             let _ = std::fs::remove_file(self.path);
         }
         made

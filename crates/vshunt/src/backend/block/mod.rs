@@ -27,12 +27,12 @@ pub mod own_mounts;
 mod qcow2;
 mod raw;
 mod replace;
+mod seen;
 mod spill;
 mod watch;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileTypeExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
@@ -62,6 +62,7 @@ pub(crate) use qcow2::{
     recover as recover_journal, sweep as sweep_journals,
 };
 use raw::Raw;
+pub(crate) use seen::{Seen, open_image};
 pub(crate) use watch::{Bitmap, Watch};
 
 /// The unit of sizes and offsets: a disk's size is a multiple of it, whatever its logical block size (virtio 1.3,
@@ -240,7 +241,6 @@ impl Disk {
             mark::check(file, spec.readonly)?;
         }
         if let (Some(file), None) = (&spec.file, spec.format)
-            && file.metadata().is_ok_and(|m| m.is_file() || m.file_type().is_block_device())
             && let Some(remedy) = raw::begins_as_qcow2(file)
         {
             return Err(Error::invalid(format!(

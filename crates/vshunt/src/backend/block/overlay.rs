@@ -6,8 +6,7 @@
 //! 3 leaves an empty overlay that nobody uses, after it a disk that is to be opened by the overlay's name, with the same
 //! contents: the first write to the overlay comes after 4, and none to the image below after 2.
 
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ use qcow2::Image;
 
 use super::qcow2::{Plain, backing_of};
 use super::replace::shown;
-use super::{Disk, NewImage, lock, mark, own_mounts};
+use super::{Disk, NewImage, lock, mark, open_image};
 use crate::error::{Error, Result};
 use crate::export::spec::{DiskSpec, Format};
 
@@ -58,14 +57,8 @@ impl Overlay {
     /// It cannot be read, or is no qcow2 image.
     pub fn look(spec: &DiskSpec) -> Result<Option<u64>> {
         let path = absolute(image_of(spec)?)?;
-        own_mounts::check(&path)?;
         let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(&path)
-            .map_err(cannot)?;
-        let plain = Plain::new(file);
+        let plain = Plain::new(open_image(&path, false).map_err(cannot)?);
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
         Ok(image.header().backing.is_some().then_some(image.header().size))
     }
@@ -73,12 +66,7 @@ impl Overlay {
     /// Locks one, and lets those use it who may use the image `like`, if that is given.
     fn take(path: &Path, base: &DiskSpec, like: Option<&Path>) -> Result<Self> {
         let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)
-            .map_err(cannot)?;
+        let file = open_image(path, true).map_err(cannot)?;
         if base.locking {
             lock::lock(&file, path, false)?;
         }
@@ -95,7 +83,6 @@ impl Overlay {
     pub fn existing(path: &Path, base: &DiskSpec, size_bytes: u64) -> Result<Self> {
         let path = absolute(path)?;
         let shown = path.display();
-        own_mounts::check(&path)?;
         mark::check(&path, false)?;
         let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
         let overlay = Self::take(&path, base, None)?;
@@ -162,7 +149,8 @@ impl Disk {
         match result {
             Ok(()) => Ok(next),
             Err(e) => {
-                let image = image_of(now).and_then(|path| File::open(path).map_err(|e| Error::io(&base, e)));
+                let image =
+                    image_of(now).and_then(|path| open_image(path, false).map_err(|e| Error::io(&base, e)));
                 if let Ok(Err(e)) = image.map(|image| mark::take_overlay(&image)) {
                     tracing::warn!("{base} stays marked as having an overlay: {e}");
                 }

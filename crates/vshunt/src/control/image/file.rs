@@ -14,7 +14,8 @@ use rustix::io::Errno;
 use super::ImageFormat;
 use super::journal::MapJournal;
 use crate::backend::block::{
-    Lacks, Through, check_marks, forget_journal, journal_path, lock_image, read_through, recover_journal,
+    Lacks, Seen, Through, check_marks, forget_journal, journal_path, lock_image, read_through,
+    recover_journal,
 };
 use crate::control::{Failure, Outcome};
 use crate::error::Kind;
@@ -54,19 +55,21 @@ impl ImageFile {
         if writable {
             check_marks(path, false)?;
         }
-        // Images name files that their writers chose. To open some devices does things, so that the kind is looked at before;
-        // it may be another one then. To open a FIFO waits for its other end, but not so.
-        if let Ok(meta) = std::fs::metadata(path) {
-            check_kind(path, meta.file_type())?;
-        }
-        let file = OpenOptions::new()
-            .read(true)
-            .write(writable)
-            .create(purpose == For::Making)
-            .truncate(false)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)
-            .map_err(|e| Failure::Failed(format!("cannot open {shown}: {e}")))?;
+        let cannot = |e| Failure::Failed(format!("cannot open {shown}: {e}"));
+        // Images name files that their writers chose.
+        let file = match Seen::find(path) {
+            Ok(seen) => {
+                seen.check(path).map_err(|e| Failure::Failed(e.to_string()))?;
+                seen.open(writable, 0)
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound && purpose == For::Making => {
+                let mut options = OpenOptions::new();
+                options.read(true).write(true).create(true).truncate(false);
+                options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
+            }
+            Err(e) => Err(e),
+        };
+        let file = file.map_err(cannot)?;
         let kind = file.metadata().map_err(|e| Failure::Failed(format!("{shown}: {e}")))?.file_type();
         check_kind(path, kind)?;
         if purpose != For::Sharing {
@@ -296,7 +299,7 @@ mod tests {
             .unwrap();
         for purpose in [For::Reading, For::Sharing, For::Writing] {
             let Err(Failure::Failed(why)) = ImageFile::open(&path, purpose) else { panic!("opened") };
-            assert!(why.contains("neither a file nor a block device"), "{why}");
+            assert!(why.contains("is a FIFO"), "{why}");
         }
     }
 }

@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-use crate::backend::block::{check_marks, lock_image, own_mounts};
+use crate::backend::block::{Seen, check_marks, lock_image, open_image, own_mounts};
 use crate::error::{Error, Result};
 
 /// A file that is made for a backup. Others may remove or replace it.
@@ -35,9 +35,6 @@ impl Made {
     pub(super) fn begin(path: &Path, overwrite: bool) -> Result<Self> {
         let shown = path.display();
         let cannot = |e| Error::io(format_args!("cannot replace {shown}"), e);
-        let open = |path: &Path, flags| {
-            OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY | flags).open(path)
-        };
         own_mounts::check(path)?;
         let (path, old) = match path.symlink_metadata() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => (path.to_owned(), None),
@@ -49,7 +46,7 @@ impl Made {
             }
             Ok(_) => {
                 let path = path.canonicalize().map_err(cannot)?;
-                let old = open(&path, libc::O_NONBLOCK).map_err(cannot)?;
+                let old = open_image(&path, true).map_err(cannot)?;
                 let meta = old.metadata().map_err(cannot)?;
                 let folder = folder_of(&path).metadata().map_err(cannot)?;
                 check_marks(&path, false)?;
@@ -83,10 +80,11 @@ impl Made {
             }
             Err(_) => {
                 let cannot = |e| Error::io(format_args!("cannot replace {}", part.display()), e);
-                let file = open(&part, libc::O_NONBLOCK | libc::O_NOFOLLOW).map_err(cannot)?;
-                if !file.metadata().map_err(cannot)?.is_file() {
+                let seen = Seen::find_itself(&part).map_err(cannot)?;
+                if !seen.check(&part).is_ok_and(|meta| meta.is_file()) {
                     return Err(Error::invalid(format!("{} is no file; remove it", part.display())));
                 }
+                let file = seen.open(true, 0).map_err(cannot)?;
                 check_marks(&part, false)?;
                 (file, false)
             }

@@ -29,7 +29,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::open::beside;
 use super::sweep::{self, NAME_BYTES};
-use crate::backend::block::own_mounts;
+use crate::backend::block::open_image;
 
 /// Files here outlive processes, and no run of the machine.
 pub(super) const FOLDER: &str = "/dev/shm";
@@ -307,8 +307,7 @@ pub(crate) fn recover(image: &File, storage: &dyn Storage, path: &Path) -> qcow2
     };
     if let Some(name) = header.data_file.filter(|_| header.incompatible & incompatible::DATA_FILE != 0) {
         let data = beside(path, &name);
-        let ours = own_mounts::check(&data).map_err(|e| io::Error::other(e.to_string()));
-        let synced = ours.and_then(|()| File::open(data)?.sync_data());
+        let synced = open_image(&data, false).and_then(|data| data.sync_data());
         synced.map_err(qcow2::Error::io("cannot bring the data file to stable storage"))?;
     }
     Ok(match journal::recover(storage, &memory, boot)? {

@@ -33,6 +33,7 @@ use super::{Extent, Found, Io, Op, SECTOR_BYTES, SharedFile, Step, own_mounts};
 use crate::error::{Error, Result};
 
 pub(super) use open::{begins_as_qcow2, no_image, open, open_part};
+pub(super) use probe::of_the_kernel;
 
 /// Most segments that one readv or writev takes (the kernel's UIO_MAXIOV).
 const SEGMENTS_MAX: usize = 1024;

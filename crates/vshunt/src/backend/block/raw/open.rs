@@ -1,15 +1,14 @@
 //! Opening a raw image: on a control thread, before there are requests.
 
 use std::fmt::Display;
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8};
 
-use rustix::fs::{Mode, OFlags};
 use rustix::mm::ProtFlags;
 
 use qcow2::header::Header;
@@ -17,7 +16,7 @@ use qcow2::header::Header;
 use super::probe::{self, Device, Place};
 use super::{Durable, Raw, ZERO_BYTES, way};
 use crate::backend::block::memory::Mapping;
-use crate::backend::block::{Limits, SECTOR_BYTES, SharedFile, check_size, lock, own_mounts, shared};
+use crate::backend::block::{Limits, SECTOR_BYTES, Seen, SharedFile, check_size, lock, open_image, shared};
 use crate::error::{Error, Result};
 use crate::export::spec::{Cache, Direct, DiskSpec};
 
@@ -34,14 +33,11 @@ pub(in crate::backend::block) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64,
 fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
-    own_mounts::check(path)?;
-    // Looked at before it is opened, for opening a FIFO waits and opening some devices does things.
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let seen = rustix::fs::open(path, flags, Mode::empty())
-        .map_err(|e| open_error(path, spec.readonly, e.into()))?;
-    check_kind(path, &File::from(seen))?;
-    let (file, direct) = open_file(path, spec)?;
-    let meta = check_kind(path, &file)?;
+    let seen = Seen::find(path).map_err(|e| open_error(path, spec.readonly, e))?;
+    seen.check(path)?;
+    let (file, direct) = open_file(&seen, path, spec)?;
+    // Only now: some file systems look what a file is when it is opened (NFS), or make it another one (overlayfs).
+    let meta = file.metadata().map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?;
     let block_device = meta.file_type().is_block_device();
     if block_device && !spec.readonly && probe::device_readonly(&file) {
         return Err(Error::invalid(format!("{shown} is a read-only device: add readonly=on")));
@@ -80,7 +76,7 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     };
     let inline = matches!(place, Place::Tmpfs | Place::Hugetlbfs);
     let Aligned { file, direct, memory_mask, offset_mask, aside } =
-        align(file, direct, inline, &device, path, spec)?;
+        align(file, direct, inline, &device, (&seen, path), spec)?;
     let punches = match &device {
         _ if spec.readonly => false,
         Some(_) => true,
@@ -158,7 +154,7 @@ pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result
 /// Only for messages: a guest may write such a beginning to its raw disk.
 pub(in crate::backend::block) fn begins_as_qcow2(path: &Path) -> Option<String> {
     let mut start = [0; 8];
-    File::open(path).and_then(|mut file| io::Read::read_exact(&mut file, &mut start)).ok()?;
+    open_image(path, false).and_then(|mut file| io::Read::read_exact(&mut file, &mut start)).ok()?;
     Some(match Header::probe(&start)? {
         version if Header::knows(version) => "say format=qcow2 (vshunt-blk: --format=qcow2)".to_owned(),
         version => format!(
@@ -167,51 +163,21 @@ pub(in crate::backend::block) fn begins_as_qcow2(path: &Path) -> Option<String> 
     })
 }
 
-/// Returns what an image is, if it can be one.
-fn check_kind(path: &Path, file: &File) -> Result<Metadata> {
-    let cannot = |e| Error::io(format_args!("cannot look at {}", path.display()), e);
-    let meta = file.metadata().map_err(cannot)?;
-    let kind = meta.file_type();
-    let what = match () {
-        () if kind.is_block_device() => return Ok(meta),
-        () if kind.is_file() => match probe::of_the_kernel(file).map_err(cannot)? {
-            None => return Ok(meta),
-            Some(name) => {
-                return Err(Error::invalid(format!(
-                    "{} is on {name}, a file system of the kernel's own; an image is a file or a block device",
-                    path.display()
-                )));
-            }
-        },
-        () if kind.is_dir() => "a directory",
-        () if kind.is_char_device() => "a character device",
-        () if kind.is_fifo() => "a FIFO",
-        () if kind.is_socket() => "a socket",
-        () => "something else",
-    };
-    Err(Error::invalid(format!("{} is {what}; an image is a file or a block device", path.display())))
-}
-
 /// Opens the image, with O_DIRECT if it can be had and is wanted.
-fn open_file(path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
+fn open_file(seen: &Seen, path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
+    let open_with = |flags| seen.open(!spec.readonly, flags);
     if spec.direct == Direct::Off {
-        return open_with(path, spec.readonly, 0)
-            .map(|f| (f, false))
-            .map_err(|e| open_error(path, spec.readonly, e));
+        return open_with(0).map(|f| (f, false)).map_err(|e| open_error(path, spec.readonly, e));
     }
-    match open_with(path, spec.readonly, libc::O_DIRECT) {
+    match open_with(libc::O_DIRECT) {
         Ok(file) => Ok((file, true)),
         Err(e) if e.raw_os_error() != Some(libc::EINVAL) => Err(open_error(path, spec.readonly, e)),
         Err(_) if spec.direct == Direct::On => Err(no_direct(path, "its file system has no O_DIRECT")),
-        Err(_) => match open_with(path, spec.readonly, 0) {
+        Err(_) => match open_with(0) {
             Ok(file) => Ok((file, false)),
             Err(e) => Err(open_error(path, spec.readonly, e)),
         },
     }
-}
-
-fn open_with(path: &Path, readonly: bool, flags: i32) -> io::Result<File> {
-    OpenOptions::new().read(true).write(!readonly).custom_flags(flags | libc::O_NOCTTY).open(path)
 }
 
 fn no_direct(path: &Path, why: impl Display) -> Error {
@@ -262,7 +228,7 @@ fn align(
     direct: bool,
     inline: bool,
     device: &Option<Device>,
-    path: &Path,
+    (seen, path): (&Seen, &Path),
     spec: &DiskSpec,
 ) -> Result<Aligned> {
     // Files in memory ignore O_DIRECT, and take any alignment.
@@ -288,7 +254,7 @@ fn align(
             format!("it takes O_DIRECT with memory aligned to {memory} bytes only")
         }
         Some((memory, offset)) => {
-            let aside = if offset > 512 { Some(open_aside(&file, path, spec)?) } else { None };
+            let aside = if offset > 512 { Some(open_aside(seen, path, spec)?) } else { None };
             return Ok(Aligned { file, direct, memory_mask: memory - 1, offset_mask: offset - 1, aside });
         }
     };
@@ -302,18 +268,8 @@ fn align(
 }
 
 /// Opens the same file once more, through the page cache.
-fn open_aside(file: &File, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
-    let second = open_with(path, spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
-    let identity = |f: &File| f.metadata().map(|m| (m.dev(), m.ino(), m.rdev()));
-    match (identity(file), identity(&second)) {
-        (Ok(a), Ok(b)) if a == b => {}
-        _ => {
-            let path = path.display();
-            return Err(Error::busy(format!(
-                "{path} was replaced by another file while it was opened; try again"
-            )));
-        }
-    }
+fn open_aside(seen: &Seen, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
+    let second = seen.open(!spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
     // SAFETY: a call without memory. That it may fail does no harm: it is about read-ahead.
     unsafe { libc::posix_fadvise(second.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
     Ok(shared(&Arc::new(second)))

@@ -54,7 +54,7 @@ const OF_THE_KERNEL: [(u32, &str); 19] = [
 ];
 
 /// The name of the file system where a file is, if it is one of the kernel's own.
-pub(super) fn of_the_kernel(file: impl AsFd) -> io::Result<Option<&'static str>> {
+pub(in crate::backend::block) fn of_the_kernel(file: impl AsFd) -> io::Result<Option<&'static str>> {
     let magic = rustix::fs::fstatfs(file)?.f_type as u32;
     Ok(OF_THE_KERNEL.iter().find(|(known, _)| *known == magic).map(|(_, name)| *name))
 }
