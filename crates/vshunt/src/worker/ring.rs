@@ -115,6 +115,8 @@ pub struct Ring {
     pending: u64,
     /// Completions of what was [`done`](Self::done) without the kernel's ring.
     at_once: Vec<Completion>,
+    /// Completions of the worker's next turn: see [`defer`](Self::defer).
+    deferred: Vec<Completion>,
     /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
     /// may be so late that the work is done by then; it stays up until there is work again.
     stale: bool,
@@ -159,6 +161,7 @@ impl Ring {
             free,
             pending: 0,
             at_once: Vec::new(),
+            deferred: Vec::new(),
             stale: false,
             io_wq_threads: 0,
             // Found here: a worker's thread may not ask for limits later.
@@ -304,6 +307,29 @@ impl Ring {
         self.at_once.push(Completion { token, result, more: false });
     }
 
+    /// Completes that token with 0 in the worker's next turn. For an operation that the calling thread does itself and has
+    /// interrupted, so that the worker's other queues have their turn.
+    pub fn defer(&mut self, token: Token) {
+        self.pending += 1;
+        self.deferred.push(Completion { token, result: 0, more: false });
+    }
+
+    /// Begins a turn: what was [`defer`](Self::defer)red in the one before can be taken.
+    #[inline]
+    pub(super) fn begin_turn(&mut self) {
+        if !self.deferred.is_empty() {
+            self.at_once.append(&mut self.deferred);
+            // The worker does not rest while there are some, and other queues' kicks are not to wait for that.
+            self.stale = false;
+        }
+    }
+
+    /// Whether the next turn has completions already, so that the worker must not sleep.
+    #[inline]
+    pub(super) fn has_deferred(&self) -> bool {
+        !self.deferred.is_empty()
+    }
+
     /// Names this ring to other threads' rings, for [`wake`](Self::wake).
     pub fn id(&self) -> u64 {
         self.uring.as_raw_fd() as u64
@@ -335,6 +361,7 @@ impl Ring {
     pub fn next_result(&mut self) -> io::Result<i32> {
         let mut completions = Vec::new();
         while completions.is_empty() {
+            self.begin_turn();
             self.enter(true)?;
             self.reap(&mut completions);
         }
@@ -379,7 +406,7 @@ impl Ring {
     /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let flag_alone = self.uring.submission().is_empty();
-        let wait = wait && self.at_once.is_empty();
+        let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
         match self.uring.submitter().submit_and_wait(usize::from(wait)) {
             Ok(_) => {}
             Err(e) if passing(&e) => {}
@@ -391,7 +418,7 @@ impl Ring {
 
     /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
     pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
-        let Some(limit) = limit.filter(|_| self.at_once.is_empty()) else {
+        let Some(limit) = limit.filter(|_| self.at_once.is_empty() && self.deferred.is_empty()) else {
             return self.enter(true).map(|()| true);
         };
         let time = types::Timespec::from(limit);
@@ -467,6 +494,7 @@ impl Ring {
     pub(crate) fn run_until_idle(&mut self, mut take: impl FnMut(&mut Self, Token, i32)) {
         let mut taken = Vec::new();
         while self.pending > 0 {
+            self.begin_turn();
             self.enter(true).expect("io_uring_enter");
             self.reap(&mut taken);
             for Completion { token, result, .. } in taken.drain(..) {

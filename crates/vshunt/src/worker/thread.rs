@@ -120,6 +120,7 @@ impl Worker {
     /// One turn. Whether there was anything to do.
     fn turn(&mut self) -> io::Result<bool> {
         let mut busy = false;
+        self.ring.begin_turn();
         if self.shared.has_mail.load(Ordering::Acquire) {
             self.read_mail();
             busy = true;
@@ -144,7 +145,7 @@ impl Worker {
         if requests > 0 {
             self.pace.found(requests);
         }
-        Ok(busy || requests > 0)
+        Ok(busy || requests > 0 || self.ring.has_deferred())
     }
 
     /// Takes from each awake queue, a budget each. Returns requests taken.

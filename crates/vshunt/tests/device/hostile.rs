@@ -657,3 +657,103 @@ fn huge_chains_leave_room_for_neighbours() {
         assert!(longest < (all / 4).max(Duration::from_secs(1)), "{backing:?}: {longest:?} of {all:?}");
     }
 }
+
+/// A driver of `queues` queues whose chains each ask for 64 MiB of the disk, in one buffer.
+fn asking_for_much(rig: &Rig, export: &str, queues: u16) -> (Machine, Vec<vshunt_bench::driver::DriverSeg>) {
+    let options = Options { queues, buffer_bytes: 72 * MIB, ..small() };
+    let machine = Machine::connect(&rig.socket(export), options);
+    let area = machine.memory.alloc(64 << 20, 4096).unwrap();
+    let head = machine.memory.alloc(4096, 4096).unwrap();
+    head.write(0, &header(request::IN, 0));
+    let seg = |addr, len, writable| vshunt_bench::driver::DriverSeg { addr, len, writable };
+    let chain = vec![
+        seg(head.guest(), 16, false),
+        seg(area.guest(), 64 << 20, true),
+        seg(head.guest() + 64, 1, true),
+    ];
+    (machine, chain)
+}
+
+/// While one queue of a worker copies long requests, its other queues have their turns between the parts.
+///
+/// Three short requests, one after the other, take three turns of the worker. A turn that does not end before all long
+/// requests are over does not let them be first. The test's thread may be late to see them, so that it tries again.
+#[test]
+fn a_long_request_is_copied_a_part_a_turn() {
+    if by_kernel() {
+        return;
+    }
+    const QUEUES: u16 = 4;
+    for backing in [Backing::Ram, Backing::Tmpfs] {
+        let rig = Rig::new();
+        rig.disk("big", backing, 64 * MIB, |_| {});
+        rig.disk("d", Backing::Ram, MIB, |_| {});
+        rig.export("big", "big", QUEUES, |_| {});
+        rig.export("e", "d", 1, |_| {});
+        let mut client = rig.connect("e", small());
+        let (mut machine, chain) = asking_for_much(&rig, "big", QUEUES);
+        let mut queues: Vec<_> = (0..QUEUES).map(|q| machine.take_queue(q)).collect();
+        let start = Instant::now();
+        loop {
+            for queue in &mut queues {
+                let slot = queue.take_slot().unwrap();
+                assert!(queue.stage_chain(slot, &chain, queue.indirect()));
+            }
+            // All are there before the worker is told of the first one.
+            for queue in &mut queues {
+                queue.publish();
+            }
+            (0..3).for_each(|_| assert_eq!(client.read(0, 4096).len(), 4096));
+            let over: Vec<_> = queues.iter_mut().map(|queue| queue.poll().unwrap()).collect();
+            let in_time = over.iter().all(Option::is_none);
+            for (queue, over) in queues.iter_mut().zip(over) {
+                let done = over.unwrap_or_else(|| wait_for("a long request", || queue.poll().unwrap()));
+                queue.give_slot(done.cookie);
+            }
+            if in_time {
+                break;
+            }
+            assert!(start.elapsed() < PATIENCE, "{backing:?}: short requests wait for long ones");
+        }
+    }
+}
+
+/// A queue that moves, and a ring that stops, wait for the long request that is under way, and for those behind it.
+#[test]
+fn queues_move_and_stop_with_long_requests_under_way() {
+    if by_kernel() {
+        return;
+    }
+    for backing in [Backing::Ram, Backing::Tmpfs] {
+        let rig = Rig::new();
+        rig.disk("big", backing, 64 * MIB, |_| {});
+        rig.export("big", "big", 1, |_| {});
+        let other = rig.daemon.worker_new(vshunt::export::spec::WorkerSpec::default()).unwrap();
+        let (mut machine, chain) = asking_for_much(&rig, "big", 1);
+        let mut queue = machine.take_queue(0);
+        let ask = |queue: &mut vshunt_bench::driver::Queue| {
+            for _ in 0..3 {
+                let slot = queue.take_slot().unwrap();
+                assert!(queue.stage_chain(slot, &chain, queue.indirect()));
+            }
+            queue.publish();
+        };
+        for round in 0..10 {
+            ask(&mut queue);
+            let worker = if round % 2 == 0 { other } else { 0 };
+            rig.daemon.queue_attach("big", 0, worker, PATIENCE).unwrap();
+            for _ in 0..3 {
+                let done = wait_for("a long request", || queue.poll().unwrap());
+                assert_eq!(done.len, (64 << 20) + 1);
+            }
+        }
+        ask(&mut queue);
+        machine.session.stop_ring(0).unwrap();
+        // What was taken is over, and what was not is still in the ring.
+        let mut over = 0;
+        while queue.poll().unwrap().is_some() {
+            over += 1;
+        }
+        assert!(over <= 3 && rig.queue("big", 0).in_flight == 0, "{over}");
+    }
+}

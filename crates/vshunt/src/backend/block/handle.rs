@@ -7,6 +7,7 @@ use qcow2::Waker;
 
 use super::bounce::{AlignedBuf, Pool};
 use super::copy_before_write::{CopyBeforeWrite, Next};
+use super::parts::LongRequests;
 use super::watch::Watch;
 use super::{Disk, Extent, Io, Kind, Op, RingFiles, Step, forget, qcow2 as image};
 use crate::worker::{Ring, Token};
@@ -21,6 +22,7 @@ pub struct DiskHandle {
     pub(super) pool: Pool,
     /// What is done beside each write, if anything is.
     pub(super) watch: Option<Arc<Watch>>,
+    pub(super) long: LongRequests,
 }
 
 impl Disk {
@@ -128,28 +130,46 @@ impl DiskHandle {
     /// [`resume`](Self::resume). `io` stays where it is until [`Step::Done`], and so does the memory that its segments
     /// name ([`IoVecs::push`](super::IoVecs::push)).
     ///
-    /// The caller bounds `len` of a read or write: `ram` and files in memory copy all of it before this returns, and
-    /// the worker's other queues wait meanwhile.
+    /// A request of a disk in memory is copied before this returns, but for long ones: see `parts`.
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
-        let step = match &self.watch {
-            Some(watch) if io.op.changes() => self.start_watched(watch, ring, io, token),
-            _ => self.begin(ring, io, token),
+        let step = match self.long.part_bytes(io) {
+            None => self.start_whole(ring, io, token),
+            Some(part_bytes) => self.start_in_parts(part_bytes, ring, io, token),
         };
         Self::stepped(io, step)
+    }
+
+    /// Begins a request, or a part of one.
+    #[inline]
+    pub(super) fn start_whole(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+        match &self.watch {
+            Some(watch) if io.op.changes() => self.start_watched(watch, ring, io, token),
+            _ => self.begin(ring, io, token),
+        }
     }
 
     /// Goes on with a request after its operation on the ring completed with `res`.
     #[inline]
     pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
-        let step = match &self.watch {
+        let step = if self.long.has(io) {
+            self.resume_in_parts(ring, io, token, res)
+        } else {
+            self.resume_whole(ring, io, token, res)
+        };
+        Self::stepped(io, step)
+    }
+
+    /// Goes on with a request, or a part of one.
+    #[inline]
+    pub(super) fn resume_whole(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+        match &self.watch {
             Some(watch) if io.before.as_ref().is_some_and(|b| b.active) => {
                 let before = watch.before.as_ref().expect("it was there when the request began");
                 self.resume_before(before, ring, io, token, res)
             }
             _ => self.advance(ring, io, token, res),
-        };
-        Self::stepped(io, step)
+        }
     }
 
     #[inline]
@@ -261,6 +281,7 @@ impl DiskHandle {
 
     /// Undoes [`Disk::attach`], on the same thread, with no request under way.
     pub fn detach(self, ring: &mut Ring) {
+        debug_assert!(self.long.is_idle(), "a long request is under way");
         match &*self.kind {
             Kind::Raw(raw) => forget(raw, ring),
             Kind::Qcow2(_) => self.image.expect("made with it").detach(ring),

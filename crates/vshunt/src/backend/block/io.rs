@@ -20,9 +20,9 @@ const INLINE_SEGMENTS: usize = 2;
 /// The backend takes segments off the front as bytes are transferred; after a request nothing is left of them.
 pub struct IoVecs {
     inline: [iovec; INLINE_SEGMENTS],
-    /// All segments, once there are more than fit in `inline`; room of [`spill`], which has it back when they go.
+    /// All segments, once there are more than fit in `inline`, else empty; room of [`spill`], which has it back when they go.
     spill: Vec<iovec>,
-    /// Segments pushed.
+    /// Segments pushed, less those that are hidden.
     count: usize,
     /// Segments used up; the one after them may have been cut at its front.
     first: usize,
@@ -100,10 +100,10 @@ impl IoVecs {
     /// The segments that are left.
     #[inline]
     pub(super) fn left(&self) -> &[iovec] {
-        if self.count <= INLINE_SEGMENTS {
+        if self.spill.is_empty() {
             &self.inline[self.first..self.count]
         } else {
-            &self.spill[self.first..]
+            &self.spill[self.first..self.count]
         }
     }
 
@@ -118,8 +118,11 @@ impl IoVecs {
     pub(super) fn advance(&mut self, mut n: u64) {
         debug_assert!(n <= self.left_bytes);
         self.left_bytes -= n;
-        let segments =
-            if self.count <= INLINE_SEGMENTS { &mut self.inline[..self.count] } else { &mut self.spill[..] };
+        let segments = if self.spill.is_empty() {
+            &mut self.inline[..self.count]
+        } else {
+            &mut self.spill[..self.count]
+        };
         while n > 0 {
             let s = &mut segments[self.first];
             if n < s.iov_len as u64 {
@@ -129,6 +132,41 @@ impl IoVecs {
             }
             n -= s.iov_len as u64;
             self.first += 1;
+        }
+    }
+
+    /// Hides all but the first `n` bytes left, at least one and fewer than there are, until [`show`](Self::show). No
+    /// segment is added meanwhile.
+    pub(super) fn hide_after(&mut self, n: u64) -> Hidden {
+        debug_assert!(n > 0 && n < self.left_bytes);
+        let bytes = self.left_bytes - n;
+        let (mut last, mut end) = (self.first, n);
+        let segments = if self.spill.is_empty() { &mut self.inline[..] } else { &mut self.spill[..] };
+        while end > segments[last].iov_len as u64 {
+            end -= segments[last].iov_len as u64;
+            last += 1;
+        }
+        let segment = &mut segments[last];
+        let cut = iovec {
+            iov_base: segment.iov_base.wrapping_byte_add(end as usize),
+            iov_len: segment.iov_len - end as usize,
+        };
+        segment.iov_len = end as usize;
+        self.left_bytes = n;
+        let count = std::mem::replace(&mut self.count, last + 1);
+        Hidden { last, cut, count, bytes }
+    }
+
+    /// Shows what [`hide_after`](Self::hide_after) hid. The bytes before it count as used up.
+    pub(super) fn show(&mut self, hidden: Hidden) {
+        let Hidden { last, cut, count, bytes } = hidden;
+        self.count = count;
+        self.left_bytes = bytes;
+        self.first = last + 1;
+        if cut.iov_len > 0 {
+            let segments = if self.spill.is_empty() { &mut self.inline[..] } else { &mut self.spill[..] };
+            segments[last] = cut;
+            self.first = last;
         }
     }
 
@@ -226,6 +264,21 @@ impl IoVecs {
     }
 }
 
+/// The end of a request's segments, while it is hidden from the backend.
+pub(super) struct Hidden {
+    /// Index of the last segment that is shown.
+    last: usize,
+    /// Its hidden end; empty where it is shown whole.
+    cut: iovec,
+    /// Segments, hidden ones included.
+    count: usize,
+    /// Bytes hidden.
+    bytes: u64,
+}
+
+// SAFETY: as for `IoVecs`, whose segment it is.
+unsafe impl Send for Hidden {}
+
 /// What the operation under way is, for the one who takes its result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Stage {
@@ -287,6 +340,8 @@ pub struct Io {
     pub(super) hit: Option<(::qcow2::Hit, u64)>,
     /// Of writes under a backup; made at the slot's first.
     pub(super) before: Option<Box<super::copy_before_write::Before>>,
+    /// Of requests that are done in parts; made at the slot's first.
+    pub(super) parts: Option<Box<super::parts::Parts>>,
 }
 
 impl Default for Io {
@@ -308,6 +363,7 @@ impl Default for Io {
             qcow2: None,
             hit: None,
             before: None,
+            parts: None,
         }
     }
 }
@@ -317,6 +373,7 @@ impl Io {
     #[inline]
     pub fn reset(&mut self, op: Op, offset: u64, fua: bool) {
         debug_assert_eq!(self.stage, Stage::Idle, "a request's slot was reused before its completion");
+        debug_assert!(self.parts.as_ref().is_none_or(|p| !p.is_active()), "likewise");
         self.op = op;
         self.offset = offset;
         self.len = 0;

@@ -24,6 +24,7 @@ mod memory;
 mod offline;
 mod overlay;
 pub mod own_mounts;
+mod parts;
 mod qcow2;
 mod raw;
 mod replace;
@@ -55,6 +56,7 @@ pub(crate) use mark::check as check_marks;
 use memory::Ram;
 pub use offline::Saved;
 pub use overlay::Overlay;
+use parts::LongRequests;
 use qcow2::Qcow2;
 pub use qcow2::Reading;
 pub(crate) use qcow2::{
@@ -588,7 +590,8 @@ impl Disk {
             Kind::Null | Kind::Ram(_) | Kind::Gone => {}
         }
         let watch = Some(self.watch()).filter(|w| !w.is_idle() && !self.readonly);
-        DiskHandle { disk: self.clone(), kind, files, image, pool: Pool::default(), watch }
+        let long = LongRequests::new(&kind);
+        DiskHandle { disk: self.clone(), kind, files, image, pool: Pool::default(), watch, long }
     }
 
     /// Whether a successor finds all that was written, though this process was killed: what was completed is in the image

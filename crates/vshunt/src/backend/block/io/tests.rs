@@ -167,3 +167,41 @@ fn any_range_of_what_is_left() {
     assert_eq!(memory[10..18], [102, 103, 104, 105, 106, 107, 108, 1]);
     assert_eq!(memory[30..34], [0, 1, 1, 1]);
 }
+
+#[test]
+fn hidden_segments_come_back_in_their_order() {
+    let mut memory: Vec<u8> = (0..200).collect();
+    for parts in
+        [&[(0, 50)][..], &[(3, 7), (20, 1), (40, 60)], &[(0, 9), (10, 9), (20, 9), (30, 9), (100, 90)]]
+    {
+        let whole: Vec<u8> = parts.iter().flat_map(|&(at, len)| at as u8..(at + len) as u8).collect();
+        for piece in 1..whole.len() as u64 {
+            // A backend uses the segments up, or it does not.
+            for uses_up in [true, false] {
+                let mut iov = segments(&mut memory, parts);
+                let mut seen = Vec::new();
+                loop {
+                    let left = iov.left_bytes();
+                    let hidden = (left > piece).then(|| iov.hide_after(piece));
+                    let shown = left.min(piece);
+                    assert_eq!(iov.left_bytes(), shown);
+                    assert_eq!(lens(&iov).iter().sum::<usize>() as u64, shown);
+                    let mut bytes = vec![0; shown as usize];
+                    // SAFETY: the room is there, and the segments are of `memory`.
+                    unsafe { iov.gather(bytes.as_mut_ptr(), shown) };
+                    seen.extend(bytes);
+                    if uses_up {
+                        iov.advance(shown);
+                    }
+                    match hidden {
+                        Some(hidden) => iov.show(hidden),
+                        None => break,
+                    }
+                }
+                assert_eq!(seen, whole, "in pieces of {piece}");
+                iov.clear();
+                assert!(iov.left().is_empty() && !iov.spilled());
+            }
+        }
+    }
+}
