@@ -548,6 +548,8 @@ impl Inner {
         connection.reader = Reader::default();
         session.stop_all();
         drop(session);
+        // Nor does a process that is late with receiving descriptors hold it open.
+        let _ = connection.stream.shutdown(Shutdown::Both);
         *self.channel.lock().expect("no holder panics") = None;
         *self.stream.lock().expect("no holder panics") = None;
         self.connected.store(false, Relaxed);

@@ -3,7 +3,8 @@
 //! Whoever receives a descriptor closes it some day, at the latest when it ends, and that close may wait: a file of a FUSE mount or
 //! of NFS asks its server each time. A process that waits there cannot be killed. So the daemon itself never receives a descriptor
 //! that a front end has chosen. It looks at what is there without taking it, and reads bytes without room for descriptors: the
-//! kernel drops those, which closes no file. Where descriptors come along, a [`process`] of its own receives them, and passes on
+//! kernel drops those, which asks no server to flush. (Where nobody else has such a file open, dropping it may still wait: see
+//! docs/threat-model.md.) Where descriptors come along, a [`process`] of its own receives them, and passes on
 //! those whose close waits for nobody: eventfds, UNIX sockets, files in memory. It has nothing else of the daemon's.
 //!
 //! Called by session threads. Where no such process was started (tests of the library), the calling thread does the same itself.
@@ -19,7 +20,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_domain;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recv, recvmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg,
 };
 
 use self::process::Process;
@@ -82,12 +83,18 @@ pub(super) fn look(stream: &UnixStream, room: usize) -> io::Result<Option<Look>>
     }
 }
 
-/// Reads bytes that [`look`] found to come without descriptors. Nobody else reads the connection. If a descriptor came all the
-/// same, the kernel would drop it.
+/// Reads bytes that [`look`] found to come without descriptors. Nobody else reads the connection.
+///
+/// # Errors
+/// A descriptor came all the same, and the kernel dropped it: where it has no memory, a look does not show descriptors.
 pub(super) fn read(stream: &UnixStream, bytes: usize) -> io::Result<Vec<u8>> {
     let mut buffer = vec![0u8; bytes];
-    let (got, _) = recv(stream, &mut buffer[..], RecvFlags::DONTWAIT)?;
-    buffer.truncate(got);
+    let mut iov = [IoSliceMut::new(&mut buffer)];
+    let got = recvmsg(stream, &mut iov, &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT)?;
+    if got.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(io::ErrorKind::OutOfMemory, "the descriptors of a message were lost"));
+    }
+    buffer.truncate(got.bytes);
     Ok(buffer)
 }
 

@@ -163,6 +163,8 @@ fn parse_answer((bytes, taken): (Vec<u8>, Vec<OwnedFd>)) -> io::Result<(Vec<u8>,
 
 /// Has the spawner make a process.
 fn ask(spawner: &OwnedFd) -> io::Result<Process> {
+    // Answers that came too late for whoever asked. Their processes end.
+    while await_message(spawner, Instant::now(), 1)?.is_some() {}
     send(spawner, &[0], &[])?;
     let answer = await_message(spawner, Instant::now() + SPAWN_WAIT, 1)?;
     let (bytes, mut fds) = answer.ok_or(io::ErrorKind::TimedOut)?;
@@ -282,9 +284,10 @@ fn spawn_processes(socket: &OwnedFd, mode: sandbox::Mode) -> io::Result<()> {
     // SAFETY: no handler. The kernel forgets children that have ended.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
     while read_message(socket, 0).is_ok() {
-        match spawn_process(mode) {
-            Ok((end, id)) => send(socket, &id.to_ne_bytes(), &[end.as_fd()])?,
-            Err(e) => send(socket, &e.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes(), &[])?,
+        let sent = spawn_process(mode).and_then(|(end, id)| send(socket, &id.to_ne_bytes(), &[end.as_fd()]));
+        if let Err(e) = sent {
+            // It may be for want of memory, or of descriptors in flight. A daemon that has gone is seen above.
+            let _ = send(socket, &e.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes(), &[]);
         }
     }
     Ok(())
