@@ -130,7 +130,7 @@ impl DiskHandle {
     /// [`resume`](Self::resume). `io` stays where it is until [`Step::Done`], and so does the memory that its segments
     /// name ([`IoVecs::push`](super::IoVecs::push)).
     ///
-    /// A request of a disk in memory is copied before this returns, but for long ones: see `parts`.
+    /// A disk in memory copies a request before this returns. It copies long requests in parts, see `parts`.
     #[inline]
     pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
         let step = match self.long.part_bytes(io) {

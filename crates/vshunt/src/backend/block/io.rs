@@ -373,7 +373,10 @@ impl Io {
     #[inline]
     pub fn reset(&mut self, op: Op, offset: u64, fua: bool) {
         debug_assert_eq!(self.stage, Stage::Idle, "a request's slot was reused before its completion");
-        debug_assert!(self.parts.as_ref().is_none_or(|p| !p.is_active()), "likewise");
+        debug_assert!(
+            self.parts.as_ref().is_none_or(|p| !p.is_active()),
+            "a request's slot was reused between its parts"
+        );
         self.op = op;
         self.offset = offset;
         self.len = 0;

@@ -108,6 +108,8 @@ impl Reader {
     pub(super) fn prepare(stream: &UnixStream) -> io::Result<()> {
         // An urgent byte would stay in the queue with its descriptors, beside the stream that is read.
         sockopt::set_socket_oobinline(stream, true)?;
+        // Such a socket may come from systemd (PassCredentials=). What it adds to messages looks like descriptors.
+        sockopt::set_socket_passcred(stream, false)?;
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(MESSAGE_WAIT))
     }

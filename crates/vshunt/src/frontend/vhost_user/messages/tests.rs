@@ -209,3 +209,14 @@ fn a_descriptor_whose_close_could_wait_is_named_and_closed() {
     assert!(message.has_fds() && message.file().is_none());
     assert_eq!(message.refused_fd(), Some("/dev/null"));
 }
+
+#[test]
+fn messages_of_a_socket_that_passes_credentials_have_no_descriptors() {
+    let (near, far) = UnixStream::pair().unwrap();
+    sockopt::set_socket_passcred(&near, true).unwrap();
+    pass(&far, &header(GET_FEATURES, FLAG_VERSION, 0), &files(0), SendFlags::empty());
+    Reader::prepare(&near).unwrap();
+    let mut reader = Reader::default();
+    reader.read_ahead(&near).unwrap();
+    assert!(!next(&mut reader, &near).unwrap().unwrap().has_fds());
+}

@@ -163,7 +163,7 @@ fn parse_answer((bytes, taken): (Vec<u8>, Vec<OwnedFd>)) -> io::Result<(Vec<u8>,
 
 /// Has the spawner make a process.
 fn ask(spawner: &OwnedFd) -> io::Result<Process> {
-    // Answers that came too late for whoever asked. Their processes end.
+    // An earlier call may have given up before its answer came. The process of such an answer ends here.
     while await_message(spawner, Instant::now(), 1)?.is_some() {}
     send(spawner, &[0], &[])?;
     let answer = await_message(spawner, Instant::now() + SPAWN_WAIT, 1)?;
@@ -254,12 +254,12 @@ fn run(socket: OwnedFd, name: &CStr, body: impl FnOnce(OwnedFd) -> io::Result<()
     unsafe { libc::_exit(if matches!(ended, Ok(Ok(()))) { 0 } else { 1 }) }
 }
 
-/// Closes all descriptors but this one, which may get another number. The standard ones are /dev/null: whoever waits for the
-/// daemon's output to end does not wait for us.
+/// Closes all descriptors but this one, which may get another number. The standard ones are /dev/null: a program that waits
+/// for the daemon's output to end does not wait for this process.
 fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
     const KEPT: i32 = 3;
     let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
-    // SAFETY: the numbers are this process's alone, and no object of ours that stays in use has one of them: `socket` and `null`
+    // SAFETY: no other thread uses the descriptors that are closed, and no object that is used later has one: `socket` and `null`
     // are forgotten.
     unsafe {
         let (socket, null) = (std::mem::ManuallyDrop::new(socket), std::mem::ManuallyDrop::new(null));
