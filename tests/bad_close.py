@@ -1,12 +1,14 @@
-"""Front ends that hand over a descriptor whose close waits: of a file of a FUSE mount whose server never answers FLUSH. For
-tests/bad-input.
+"""Front ends that hand over a descriptor whose close waits: of a file of a FUSE mount whose server never answers FLUSH, or of a
+TCP socket that lingers, which they leave where nobody receives it. For tests/bad-input.
 
-Neither other exports, nor the export's next front end, nor `kill -9` of the daemon may wait for it.
+Neither other exports, nor the export's next front end, nor the end of the daemon may wait for it.
 """
 
 import contextlib
+import itertools
 import os
 import signal
+import socket
 import struct
 import subprocess
 from pathlib import Path
@@ -100,12 +102,138 @@ class Closes:
         return self.hand_over(act)
 
     def tests(self):
+        self.rig.test("bad message: a close that waits, of what was sent before its turn", self.unread_before_its_turn)
+        self.rig.test("bad message: a close that waits, of what was sent after an error", self.unread_after_an_error)
+        self.rig.test("bad message: a close that waits, of what nobody has accepted", self.unread_at_removal)
+        self.rig.test("bad message: a close that waits, of what a socket has in its queue", self.in_a_socket)
+        self.rig.test("bad message: closes that wait, more than an export keeps", self.many_unread)
         if not os.path.exists("/dev/fuse") or os.geteuid():
             return r.Rig.line("skip bad message: a descriptor whose close waits: needs /dev/fuse and root")
         for name, (kind, payload) in messages().items():
             self.rig.test(f"bad message: a descriptor whose close waits, with {name}", lambda k=kind, b=payload: self.one(k, b))
         self.rig.test("bad message: a descriptor whose close waits, before its turn", self.before_its_turn)
         self.rig.test("bad message: descriptors whose close waits, one after the other, then kill -9", self.killed)
+
+    @contextlib.contextmanager
+    def lingering(self):
+        """Makes sockets whose last close waits until this is over: what they have sent is not taken."""
+        with contextlib.ExitStack() as ends, socket.create_server(("127.0.0.1", 0)) as server:
+
+            def make():
+                s = socket.create_connection(server.getsockname())
+                ends.enter_context(server.accept()[0])
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+                s.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        s.send(bytes(1 << 16))
+                return s
+
+            yield make
+
+    def leave(self, connection, make, flags=0):
+        """Sends a kick that brings a lingering socket, and keeps no descriptor of that."""
+        with make() as s:
+            try:
+                connection.message(p.SET_VRING_KICK, struct.pack("<Q", 0), fds=[s.fileno()], sending=flags)
+            except p.Closed:
+                # Nobody else has it.
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+                raise
+
+    @contextlib.contextmanager
+    def stopped(self, daemon):
+        """The daemon does nothing meanwhile."""
+        process = daemon.child.process
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    def goes_on(self, daemon, serves=True):
+        """Neither export waits, nor the removal of one, nor the daemon's end."""
+        self.serves("good")
+        if serves:
+            self.serves("bad")
+            daemon.cli("export", "remove", "bad", timeout_s=20)
+        r.require(daemon.child.stop(20) == 0, f"the daemon ended badly: {daemon.child.tail()}")
+
+    def unread_before_its_turn(self):
+        daemon = self.daemon()
+        with self.lingering() as make:
+            with p.Peer(self.socket("bad")) as first, p.Peer(self.socket("bad")) as c:
+                r.require(first.handshake() == p.ACCEPTED, "a handshake was refused")
+                self.leave(c, make)
+                r.require(c.closed(20), "a connection that sends descriptors before its turn stays")
+                r.require(first.memory() == p.ACCEPTED, "the connection that is served is not any more")
+            with p.Peer(self.socket("bad")) as c:
+                r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
+            self.goes_on(daemon, serves=False)
+
+    def unread_after_an_error(self):
+        daemon = self.daemon()
+        with self.lingering() as make:
+            with p.Peer(self.socket("bad")) as c:
+                r.require(c.handshake() == p.ACCEPTED, "a handshake was refused")
+                with self.stopped(daemon):
+                    c.message(p.GET_FEATURES, size=1 << 20)
+                    self.leave(c, make)
+                r.require(c.closed(20), "the connection of a malformed message stays")
+            with p.Peer(self.socket("bad")) as c:
+                r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
+            daemon.cli("export", "remove", "bad", timeout_s=20)
+            self.goes_on(daemon, serves=False)
+
+    def unread_at_removal(self):
+        daemon = self.daemon()
+        with self.lingering() as make, contextlib.ExitStack() as stack:
+            remove = [r.binary("vshunt"), "-c", daemon.control, "export", "remove", "bad", "--force"]
+            with self.stopped(daemon):
+                remover = stack.enter_context(subprocess.Popen(remove, stdout=subprocess.DEVNULL))
+                connections = [stack.enter_context(p.Peer(self.socket("bad"))) for _ in range(20)]
+                for c, flags in zip(connections, itertools.cycle([0, socket.MSG_OOB])):
+                    self.leave(c, make, flags)
+            r.require(remover.wait(20) == 0, "the export was not removed")
+            r.require(all(c.closed(20) for c in connections), "a connection stays")
+            self.goes_on(daemon, serves=False)
+
+    def in_a_socket(self):
+        daemon = self.daemon()
+        with self.lingering() as make:
+            with p.Peer(self.socket("bad")) as c:
+                r.require(c.handshake() == p.ACCEPTED, "a handshake was refused")
+                near, far = socket.socketpair()
+                with near, far:
+                    with make() as s:
+                        socket.send_fds(far, [b"x"], [s.fileno()])
+                    c.message(SET_BACKEND_REQ_FD, fds=[near.fileno()])
+                r.require(c.closed(20), "a connection whose descriptor cannot be had in time stays")
+            with p.Peer(self.socket("bad")) as c:
+                r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
+            daemon.cli("export", "remove", "bad", timeout_s=20)
+            self.goes_on(daemon, serves=False)
+
+    def many_unread(self):
+        daemon = self.daemon()
+        with contextlib.ExitStack() as stack:
+            with self.lingering() as make:
+                first = stack.enter_context(p.Peer(self.socket("bad")))
+                r.require(first.handshake() == p.ACCEPTED, "a handshake was refused")
+                for _ in range(9):
+                    c = stack.enter_context(p.Peer(self.socket("bad")))
+                    self.leave(c, make)
+                    r.require(c.closed(20), "a connection that sends descriptors before its turn stays")
+                # No other is taken, and the one that is served is.
+                c = stack.enter_context(p.Peer(self.socket("bad")))
+                self.leave(c, make)
+                r.require(not c.closed(2), "one more connection was taken")
+                r.require(first.memory() == p.ACCEPTED, "the connection that is served is not any more")
+                self.serves("good")
+            r.require(c.closed(20), "a connection stays after the others are closed")
+            first.socket.close()
+            self.goes_on(daemon)
 
     def one(self, kind, payload):
         """The session goes on, others too, and the daemon ends."""

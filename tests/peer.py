@@ -60,17 +60,17 @@ class Peer:
         for fd in self.fds:
             os.close(fd)
 
-    def send(self, data, fds=()):
+    def send(self, data, fds=(), flags=0):
         """Bytes as they are."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self.socket.sendmsg([data], rights)
+            self.socket.sendmsg([data], rights, flags)
         except (BrokenPipeError, ConnectionResetError) as e:
             raise Closed from e
 
-    def message(self, kind, payload=b"", flags=VERSION, size=None, fds=()):
-        """A message; `size` lies about the payload's length if given."""
-        self.send(struct.pack("<III", kind, flags, len(payload) if size is None else size) + payload, fds)
+    def message(self, kind, payload=b"", flags=VERSION, size=None, fds=(), sending=0):
+        """A message; `size` lies about the payload's length if given. `sending`: flags of sendmsg(2)."""
+        self.send(struct.pack("<III", kind, flags, len(payload) if size is None else size) + payload, fds, sending)
 
     def receive(self, length):
         data = b""

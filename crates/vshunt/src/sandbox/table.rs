@@ -94,7 +94,7 @@ const CONTROL_OLD: &[u32] = &[];
 
 /// A process that receives descriptors: it looks what they are, passes some on, and closes them.
 pub(super) const RECEIVER: &[u32] = calls! {
-    SYS_recvmsg SYS_sendmsg SYS_close SYS_fcntl SYS_getsockopt SYS_readlinkat
+    SYS_recvmsg SYS_sendmsg SYS_close SYS_shutdown SYS_fcntl SYS_getsockopt SYS_readlinkat
     SYS_mmap SYS_munmap SYS_mremap SYS_madvise SYS_brk SYS_futex SYS_rt_sigreturn SYS_restart_syscall SYS_exit_group
 };
 

@@ -8,13 +8,15 @@
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, getpeername, recv, send, shutdown};
+use rustix::net::{AddressFamily, SendFlags, SocketType, getpeername, send};
+
+use super::receive::stop_reading;
 
 /// All connections of front ends in this process. Guards the list alone; taken for a push or a look.
 static CONNECTIONS: Mutex<Vec<Weak<UnixStream>>> = Mutex::new(Vec::new());
@@ -41,21 +43,12 @@ pub(super) fn write_only(fd: &OwnedFd, own: Option<&UnixStream>) -> io::Result<(
     if !is_stream || getpeername(fd).is_err() {
         return Err(wrong("it is no connected UNIX stream socket"));
     }
+    // Whoever received it has emptied it.
     stop_reading(fd);
     let own_end = own.is_some_and(peer_stopped_receiving);
     let list = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
     list.iter().filter_map(Weak::upgrade).for_each(|stream| end_if_peer_stopped_receiving(&stream));
     if own_end { Err(wrong("it is the front end's own end of this connection")) } else { Ok(()) }
-}
-
-/// Ends the receiving direction of a socket, and closes what is queued there.
-pub(super) fn stop_reading(fd: impl AsFd) {
-    // It fails only for a socket that has no other end any more, and then nothing can come.
-    let _ = shutdown(&fd, rustix::net::Shutdown::Read);
-    // Descriptors are closed, since there is no room for them in these calls.
-    let mut scrap = [0u8; 4096];
-    let _ = recv(&fd, &mut scrap[..1], RecvFlags::DONTWAIT | RecvFlags::OOB);
-    while recv(&fd, &mut scrap[..], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {}
 }
 
 fn end_if_peer_stopped_receiving(stream: &UnixStream) {
@@ -77,6 +70,10 @@ fn peer_stopped_receiving(stream: &UnixStream) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::net::{RecvFlags, recv};
+
     use super::*;
 
     /// Two ends of a connection, of which ours is entered.

@@ -38,7 +38,7 @@ use virtio::net::MAC_BYTES;
 use self::budget::Budget;
 use self::dispatch::{Answer, answers_itself, dispatch};
 use self::memory::Notes;
-use self::messages::{Message, Reader};
+use self::messages::Message;
 use self::receive::Receiver;
 pub use self::receive::process::start as start_receivers;
 use self::session::Session;
@@ -78,6 +78,8 @@ const FEATURE_NAMES: &[(u32, &str)] = &[
 const STACK_BYTES: usize = 256 << 10;
 /// How long rings may wait for the first memory table before the user is told. Front ends may send it last.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
+/// How long connections that are over, and could not be closed, wait for the next try.
+const ROOM_PAUSE: Duration = Duration::from_millis(100);
 
 /// What the names of session threads begin with.
 pub const THREAD_PREFIX: &str = "vu-";
@@ -199,7 +201,7 @@ struct Inner {
     stream: Mutex<Option<UnixStream>>,
     /// The channel to the front-end; held for one send.
     channel: Mutex<Option<OwnedFd>>,
-    /// What receives descriptors. Only the session thread uses it.
+    /// What receives descriptors. Only the session thread uses it; held for one call.
     receiver: Mutex<Receiver>,
 }
 
@@ -386,9 +388,14 @@ impl Inner {
     /// The session thread.
     fn serve(&self, socket: Socket) {
         match socket {
-            Socket::Connected(stream) => self.take(stream, &mut Waiting::new(&self.name, None)),
+            Socket::Connected(stream) => {
+                let mut waiting = Waiting::new(&self.name, None);
+                self.take(stream, &mut waiting);
+                waiting.end(&mut self.receiver(), false);
+            }
             Socket::Listening(listener, file) => {
-                self.listen(&listener);
+                // One that others have, too, goes on to listen for the next daemon.
+                self.listen(&listener, file.is_some());
                 // Before the listener goes: see `SocketFile`.
                 drop(file);
                 return;
@@ -412,26 +419,37 @@ impl Inner {
         }
     }
 
-    /// Serves one connection after the other until the export ends.
-    fn listen(&self, listener: &UnixListener) {
+    /// What receives descriptors; held for one of its calls.
+    fn receiver(&self) -> MutexGuard<'_, Receiver> {
+        self.receiver.lock().expect("no holder panics")
+    }
+
+    /// Serves one connection after the other until the export ends. `ours`: nobody else has the listener.
+    fn listen(&self, listener: &UnixListener, ours: bool) {
         let mut waiting = Waiting::new(&self.name, Some(listener));
         loop {
             if let Some(next) = waiting.next() {
                 self.session(next, &mut waiting);
-            } else if self.wait(listener.as_fd(), None, None) != Woken::Readable {
-                return;
-            } else {
-                match listener.accept() {
-                    Ok((stream, _)) => self.take(stream, &mut waiting),
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                    Err(e) => waiting.cannot_accept(&e),
-                }
+                continue;
+            }
+            match self.wait(listener.as_fd(), None, None) {
+                Woken::Ends => break,
+                Woken::Late => continue,
+                Woken::Readable => {}
+            }
+            match listener.accept() {
+                Ok((stream, _)) => self.take(stream, &mut waiting),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(e) => waiting.cannot_accept(&e),
             }
         }
+        waiting.end(&mut self.receiver(), ours);
     }
 
     fn take(&self, stream: UnixStream, waiting: &mut Waiting<'_>) {
-        match Connection::new(stream) {
+        // Not in the match: a session takes the lock itself.
+        let connection = Connection::new(stream, &mut self.receiver());
+        match connection {
             Ok(connection) => self.session(connection, waiting),
             Err(e) => tracing::error!("{}: cannot take a connection: {e}", self.name),
         }
@@ -452,7 +470,8 @@ impl Inner {
     }
 
     /// Waits until `fd` is readable, or until a time, and does what workers, the device and connections that wait for their
-    /// turn ask for meanwhile. `with`: the session, and the connections that wait.
+    /// turn ask for meanwhile. `with`: the session, and the connections that wait; without, `fd` is the listener. No connection is
+    /// taken while too many stay open that are over.
     fn wait(
         &self,
         fd: BorrowedFd<'_>,
@@ -466,22 +485,25 @@ impl Inner {
             if self.stopping.load(SeqCst) {
                 return Woken::Ends;
             }
-            let mut fds = vec![
-                PollFd::new(&self.reports.bell, PollFlags::IN),
-                PollFd::from_borrowed_fd(fd, PollFlags::IN),
-            ];
+            let (room, again) = {
+                let mut receiver = self.receiver();
+                (receiver.has_room(&self.name), receiver.has_ended().then(|| Instant::now() + ROOM_PAUSE))
+            };
+            let awaited = if room || session.is_some() { PollFlags::IN } else { PollFlags::empty() };
+            let mut fds =
+                vec![PollFd::new(&self.reports.bell, PollFlags::IN), PollFd::from_borrowed_fd(fd, awaited)];
             let alarms = (0..self.queues.rings()).filter_map(|ring| self.queues.alarm(ring));
             fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
             let alarms_end = fds.len();
             fds.extend(self.device.bell().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)));
             let device_end = fds.len();
-            fds.extend(
-                waiting.iter().flat_map(|w| w.fds()).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
-            );
+            let others = waiting.iter().filter(|_| room).flat_map(|w| w.fds());
+            fds.extend(others.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
             self.tell_connected();
             let now = Instant::now();
             let due = self.told().due(self.connected.load(Relaxed), now);
-            let left = until.into_iter().chain(due).min().map(|at| at.saturating_duration_since(now));
+            let left =
+                until.into_iter().chain(due).chain(again).min().map(|at| at.saturating_duration_since(now));
             let left = left.map(|left| rustix::event::Timespec::try_from(left).expect("it is short"));
             match poll(&mut fds, left.as_ref()) {
                 Ok(0) if until.is_some_and(|until| until <= Instant::now()) => return Woken::Late,
@@ -494,7 +516,7 @@ impl Inner {
             if rung[device_end..].contains(&true)
                 && let Some(waiting) = &mut waiting
             {
-                waiting.look();
+                waiting.look(&mut self.receiver());
             }
             if rung[alarms_end..device_end].contains(&true) {
                 self.device.called();
@@ -514,7 +536,10 @@ impl Inner {
     /// Serves one front-end until it goes, misbehaves, or the export ends.
     fn session(&self, mut connection: Connection, waiting: &mut Waiting<'_>) {
         let clones = (connection.stream.try_clone(), connection.stream.try_clone());
-        let (Ok(ours), Ok(to_shut_down)) = clones else { return };
+        let (Ok(ours), Ok(to_shut_down)) = clones else {
+            tracing::error!("{}: a connection is closed: this process has no more descriptors", self.name);
+            return waiting::turn_away(connection.stream, &mut self.receiver());
+        };
         let ours = Arc::new(ours);
         channel::enter(&ours);
         *self.stream.lock().expect("no holder panics") = ours.try_clone().ok();
@@ -544,12 +569,12 @@ impl Inner {
             }
         }
         // What it has sent and nobody reads may hold other connections open; the drain may take long.
-        channel::stop_reading(&connection.stream);
-        connection.reader = Reader::default();
+        self.receiver().close(connection.stream);
+        drop(connection.reader);
         session.stop_all();
         drop(session);
-        // Nor does a process that is late with receiving descriptors hold it open.
-        let _ = connection.stream.shutdown(Shutdown::Both);
+        // Nor does a process that is late with receiving or closing descriptors hold it open.
+        let _ = ours.shutdown(Shutdown::Both);
         *self.channel.lock().expect("no holder panics") = None;
         *self.stream.lock().expect("no holder panics") = None;
         self.connected.store(false, Relaxed);
@@ -564,7 +589,6 @@ impl Inner {
         waiting: &mut Waiting<'_>,
     ) -> Option<VhostError> {
         let Connection { stream, reader } = connection;
-        let mut receiver = self.receiver.lock().expect("no holder panics");
         loop {
             let message_ends = reader.deadline();
             let memory_comes = session.waits_for_memory().then(|| Instant::now() + MEMORY_WAIT);
@@ -579,7 +603,8 @@ impl Inner {
                     Woken::Late | Woken::Readable => {}
                 }
             }
-            let handled = match reader.next(stream, &mut receiver) {
+            let next = reader.next(stream, &mut self.receiver());
+            let handled = match next {
                 Ok(Some(message)) => self.message(stream, session, message),
                 Ok(None) => Ok(()),
                 Err(e) => Err(e),

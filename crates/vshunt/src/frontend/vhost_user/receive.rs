@@ -3,9 +3,11 @@
 //! Whoever receives a descriptor closes it some day, at the latest when it ends, and that close may wait: a file of a FUSE mount or
 //! of NFS asks its server each time. A process that waits there cannot be killed. So the daemon itself never receives a descriptor
 //! that a front end has chosen. It looks at what is there without taking it, and reads bytes without room for descriptors: the
-//! kernel drops those, which asks no server to flush. (Where nobody else has such a file open, dropping it may still wait: see
-//! docs/threat-model.md.) Where descriptors come along, a [`process`] of its own receives them, and passes on
-//! those whose close waits for nobody: eventfds, UNIX sockets, files in memory. It has nothing else of the daemon's.
+//! kernel says then whether there are some. Where descriptors come along, a [`process`] of its own receives them, and passes on
+//! those whose close waits for nobody: eventfds, UNIX stream sockets, files in memory. It has nothing else of the daemon's.
+//!
+//! What nobody has received is closed with the socket that it waits in, so such a process also closes connections that end with
+//! descriptors unread, and empties the sockets that it passes on.
 //!
 //! Called by session threads. Where no such process was started (tests of the library), the calling thread does the same itself.
 
@@ -13,14 +15,15 @@ pub(super) mod process;
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_domain;
+use rustix::net::sockopt::{set_socket_oobinline, socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketType, recvmsg,
 };
 
 use self::process::Process;
@@ -33,6 +36,8 @@ pub(super) const FDS_MAX: usize = 32;
 const PROCESS_WAIT: Duration = Duration::from_secs(5);
 /// How long its end of work is waited for where nothing depends on it.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
+/// Connections that an export may have ended and not closed. With more, it takes no other.
+const ENDED_MAX: usize = 8;
 /// Bytes of the name of a descriptor that was not taken, at most.
 const NAME_MAX: usize = 64;
 
@@ -102,14 +107,80 @@ pub(super) fn read(stream: &UnixStream, bytes: usize) -> io::Result<Vec<u8>> {
 pub(super) struct Receiver {
     /// Whether all descriptors are taken: the export allows memory that may block.
     any: bool,
-    /// A process that has not closed yet what it received. While there is one, there is no other for this export: front ends
+    /// A process that has not closed yet what it received. While there is one, no other receives for this export: front ends
     /// cannot fill the system with them.
     unfinished: Option<Process>,
+    /// Connections that are over, with descriptors that nobody has read. They stay open until a process can close them.
+    ended: Vec<UnixStream>,
+    /// The process that closes one of those; a front end that is served does not wait for it.
+    closing: Option<Process>,
+    /// Whether there are too many of those, and the user was told.
+    full: bool,
 }
 
 impl Receiver {
     pub(super) fn new(any: bool) -> Self {
-        Self { any, unfinished: None }
+        Self { any, unfinished: None, ended: Vec::new(), closing: None, full: false }
+    }
+
+    /// Takes a connection that is over, and what it has sent and nobody has read. Afterwards the front end cannot send any more,
+    /// though others may still have the connection.
+    pub(super) fn close(&mut self, stream: UnixStream) {
+        let _ = stream.shutdown(Shutdown::Read);
+        // A look does not show an urgent byte that is kept apart.
+        let _ = set_socket_oobinline(&stream, true);
+        let has_fds = loop {
+            match look(&stream, ROOM_MAX) {
+                Ok(Some(Look { bytes: 0, .. })) => break false,
+                Ok(Some(Look { bytes, fds: false })) if read(&stream, bytes).is_ok() => {}
+                // There are some, or there may be.
+                _ => break true,
+            }
+        };
+        if has_fds {
+            self.ended.push(stream);
+            self.close_ended();
+        }
+    }
+
+    /// Goes on with closing what is over. Whether another connection may be taken; when that changes to no, it is logged.
+    pub(super) fn has_room(&mut self, export: &str) -> bool {
+        self.close_ended();
+        let full = self.ended.len() >= ENDED_MAX;
+        if full && !self.full {
+            tracing::warn!(
+                "{export}: no front end is served: {ENDED_MAX} have left with descriptors that nobody can close, since a file \
+                 system does not answer"
+            );
+        }
+        self.full = full;
+        !full
+    }
+
+    /// Whether something is over and not closed, so that [`has_room`](Self::has_room) is to be called again.
+    pub(super) fn has_ended(&self) -> bool {
+        !self.ended.is_empty()
+    }
+
+    /// Has a process close what is over, one connection after the other.
+    fn close_ended(&mut self) {
+        self.closing = self.closing.take().and_then(|process| process.unless_finished(Duration::ZERO));
+        while self.closing.is_none()
+            && let Some(stream) = self.ended.pop()
+        {
+            match Process::take() {
+                Ok(Some(process)) => match process.close(stream.as_fd(), CLOSE_WAIT) {
+                    Ok(unfinished) => self.closing = unfinished,
+                    // It has ended.
+                    Err(_) => return self.ended.push(stream),
+                },
+                Ok(None) => stop_reading(&stream),
+                Err(e) => {
+                    tracing::debug!("a connection with descriptors is closed later: {e}");
+                    return self.ended.push(stream);
+                }
+            }
+        }
     }
 
     /// Reads up to `room` bytes with the descriptors that come along.
@@ -117,30 +188,36 @@ impl Receiver {
     /// # Errors
     /// There are too many; or what came before is still being closed. Bytes may be lost then, so the connection has to end.
     pub(super) fn receive(&mut self, stream: &UnixStream, room: usize) -> io::Result<(Vec<u8>, Descriptors)> {
-        let process = match self.unfinished.take() {
-            None => Process::take()?,
-            Some(process) if process.is_finished(PROCESS_WAIT)? => Some(process),
-            Some(process) => {
-                let why = format!(
-                    "a descriptor that a front end handed over before is still being closed by process {}: its file \
-                     system does not answer",
-                    process.id()
-                );
-                self.unfinished = Some(process);
-                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
-            }
-        };
-        let Some(process) = process else {
+        self.unfinished = self.unfinished.take().and_then(|process| process.unless_finished(PROCESS_WAIT));
+        if let Some(process) = &self.unfinished {
+            let why = format!(
+                "a descriptor that a front end handed over before is still being closed by process {}: its file system \
+                 does not answer",
+                process.id()
+            );
+            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+        let Some(process) = Process::take()? else {
             return receive(stream.as_fd(), room, self.any)?.into_parts();
         };
         let answer = process.receive(stream.as_fd(), room, self.any, PROCESS_WAIT);
-        match process.is_finished(CLOSE_WAIT) {
-            Ok(true) => process.give_back(),
-            Ok(false) => self.unfinished = Some(process),
-            // It has ended.
-            Err(_) => {}
-        }
+        self.unfinished = process.unless_finished(CLOSE_WAIT);
         answer
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        self.close_ended();
+        for stream in self.ended.drain(..) {
+            // The process closes it after all else.
+            if self.closing.as_ref().is_none_or(|process| process.close_later(stream.as_fd()).is_err()) {
+                tracing::error!(
+                    "a connection with descriptors that cannot be closed stays open until the daemon ends"
+                );
+                std::mem::forget(stream);
+            }
+        }
     }
 }
 
@@ -161,8 +238,8 @@ impl Receipt {
     }
 }
 
-/// Reads up to `room` bytes, with their descriptors. Unless `any` is set, only those are taken whose close waits for nobody. Does
-/// not wait, and closes nothing.
+/// Reads up to `room` bytes, with their descriptors. Unless `any` is set, only those are taken whose close waits for nobody. Closes
+/// nothing but what sockets among them have in their queues.
 fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt> {
     let mut bytes = [0u8; ROOM_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
@@ -173,7 +250,8 @@ fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt
     for message in control.drain() {
         let RecvAncillaryMessage::ScmRights(fds) = message else { continue };
         for fd in fds {
-            if any || closes_at_once(&fd) {
+            let take = if socket_type(&fd).is_ok() { empties(&fd) } else { any || closes_at_once(&fd) };
+            if take {
                 descriptors.taken.push(fd);
             } else {
                 descriptors.refused.push(name(&fd));
@@ -189,10 +267,32 @@ fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt
 /// Whether the last close of a descriptor waits for nobody. No file system is asked.
 fn closes_at_once(fd: &OwnedFd) -> bool {
     // The kernel knows seals of files of tmpfs and hugetlbfs alone, memfds among them.
-    rustix::fs::fcntl_get_seals(fd).is_ok()
-        || link(fd).is_ok_and(|link| link == "anon_inode:[eventfd]")
-        // One of TCP may have been told to linger.
-        || socket_domain(fd).is_ok_and(|domain| domain == AddressFamily::UNIX)
+    rustix::fs::fcntl_get_seals(fd).is_ok() || link(fd).is_ok_and(|link| link == "anon_inode:[eventfd]")
+}
+
+/// Whether a socket is one whose queue could be emptied, and stays empty: a UNIX stream socket that does not listen. (One of TCP may
+/// have been told to linger.)
+fn empties(fd: &OwnedFd) -> bool {
+    if socket_domain(fd) != Ok(AddressFamily::UNIX) || socket_type(fd) != Ok(SocketType::STREAM) {
+        return false;
+    }
+    stop_reading(fd);
+    // Looked at last: one that is made to listen from now on gets no connection.
+    socket_acceptconn(fd) == Ok(false)
+}
+
+/// Ends the receiving direction of a UNIX socket, and closes what is queued there, which may wait.
+pub(super) fn stop_reading(fd: impl AsFd) {
+    // Nobody can queue anything after this.
+    let _ = rustix::net::shutdown(&fd, rustix::net::Shutdown::Read);
+    // Descriptors are closed, since there is no room for them in these calls.
+    let read = |flags| {
+        let mut scrap = [0u8; ROOM_MAX];
+        let mut iov = [IoSliceMut::new(&mut scrap)];
+        recvmsg(&fd, &mut iov, &mut RecvAncillaryBuffer::default(), flags | RecvFlags::DONTWAIT)
+    };
+    let _ = read(RecvFlags::OOB);
+    while read(RecvFlags::empty()).is_ok_and(|got| got.bytes > 0) {}
 }
 
 /// What a descriptor is, for messages.

@@ -6,11 +6,13 @@
 //! places taken. Used by the session thread alone.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
 use super::messages::Reader;
+use super::receive::Receiver;
 
 /// Connections that wait at most. One is usual: a VMM that takes over from another.
 const WAITING_MAX: usize = 4;
@@ -24,9 +26,18 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn new(stream: UnixStream) -> io::Result<Self> {
-        Reader::prepare(&stream)?;
-        Ok(Self { stream, reader: Reader::default() })
+    /// Makes it ready to be read.
+    ///
+    /// # Errors
+    /// It cannot be, and is closed.
+    pub(super) fn new(stream: UnixStream, receiver: &mut Receiver) -> io::Result<Self> {
+        match Reader::prepare(&stream) {
+            Ok(()) => Ok(Self { stream, reader: Reader::default() }),
+            Err(e) => {
+                turn_away(stream, receiver);
+                Err(e)
+            }
+        }
     }
 }
 
@@ -56,20 +67,21 @@ impl<'a> Waiting<'a> {
         self.listener.iter().map(|listener| listener.as_fd()).chain(connections)
     }
 
-    /// Reads ahead from all, forgets those that left or are closed, and accepts a connection.
-    pub(super) fn look(&mut self) {
-        let name = self.name;
-        self.list.retain_mut(|connection| match connection.reader.read_ahead(&connection.stream) {
-            Ok(()) => true,
-            Err(e) => {
-                if e.kind() == io::ErrorKind::InvalidData {
-                    tracing::warn!("{name}: a front end that waits for its turn is closed: {e}");
+    /// Reads ahead from all, closes those that left or have to go, and accepts a connection.
+    pub(super) fn look(&mut self, receiver: &mut Receiver) {
+        for mut connection in std::mem::take(&mut self.list) {
+            match connection.reader.read_ahead(&connection.stream) {
+                Ok(()) => self.list.push(connection),
+                Err(e) => {
+                    if e.kind() == io::ErrorKind::InvalidData {
+                        tracing::warn!("{}: a front end that waits for its turn is closed: {e}", self.name);
+                    }
+                    turn_away(connection.stream, receiver);
                 }
-                false
             }
-        });
+        }
         match self.listener.map(UnixListener::accept) {
-            Some(Ok((stream, _))) => self.add(stream),
+            Some(Ok((stream, _))) => self.add(stream, receiver),
             Some(Err(e)) if e.kind() != io::ErrorKind::WouldBlock => self.cannot_accept(&e),
             _ => {}
         }
@@ -81,19 +93,41 @@ impl<'a> Waiting<'a> {
         std::thread::sleep(ACCEPT_PAUSE);
     }
 
-    fn add(&mut self, stream: UnixStream) {
+    /// Closes all that wait, and, of a listener that is `ours`, those that nobody has accepted.
+    pub(super) fn end(self, receiver: &mut Receiver, ours: bool) {
+        self.list.into_iter().for_each(|connection| turn_away(connection.stream, receiver));
+        if let Some(listener) = self.listener
+            && ours
+        {
+            // Nobody can connect after this.
+            let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Read);
+            while let Ok((stream, _)) = listener.accept() {
+                turn_away(stream, receiver);
+            }
+        }
+    }
+
+    fn add(&mut self, stream: UnixStream, receiver: &mut Receiver) {
         if self.list.len() >= WAITING_MAX {
             tracing::warn!(
                 "{}: a front end is closed: {WAITING_MAX} others wait for the one that is served to leave",
                 self.name
             );
+            turn_away(stream, receiver);
             return;
         }
-        match Connection::new(stream) {
+        match Connection::new(stream, receiver) {
             Ok(connection) => self.list.push(connection),
             Err(e) => tracing::error!("{}: cannot take a connection: {e}", self.name),
         }
     }
+}
+
+/// Closes a connection that was never served.
+pub(super) fn turn_away(stream: UnixStream, receiver: &mut Receiver) {
+    // Others may have it until its descriptors are closed.
+    let _ = stream.shutdown(Shutdown::Both);
+    receiver.close(stream);
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@
 //!
 //! | who | sends | with |
 //! | --- | --- | --- |
-//! | daemon | whether all descriptors are taken (u8), room in bytes (u32) | the connection |
+//! | daemon | [`RECEIVE`] or [`RECEIVE_ANY`], room in bytes (u32) | the connection |
 //! | process | its answer: [`ANSWER`] | the descriptors that are taken |
+//! | daemon | or [`CLOSE`], which has no answer; 0 (u32) | the connection |
 //! | process | [`FINISHED`], after it has closed all it had | |
 //!
 //! They end when the daemon's end of the socket is closed. All messages are datagrams of `SOCK_SEQPACKET`.
@@ -26,9 +27,16 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
 
-use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, too_many};
+use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, stop_reading, too_many};
 use crate::error::{Error, Result};
 use crate::sandbox;
+
+/// First byte of an order: receive, and pass on the descriptors whose close waits for nobody.
+const RECEIVE: u8 = 0;
+/// First byte of an order: receive, and pass on all descriptors but sockets that cannot be emptied.
+const RECEIVE_ANY: u8 = 1;
+/// First byte of an order: discard what was sent and not read.
+const CLOSE: u8 = 2;
 
 /// First byte of an answer: bytes follow, with their number (u32) before them, then names of what was not taken, each ended by
 /// a zero.
@@ -94,12 +102,21 @@ impl Process {
         ask(&spawner).map(Some).map_err(cannot)
     }
 
-    /// Keeps it for the next order; it is finished with the last.
-    pub(super) fn give_back(self) {
+    /// Keeps it for anybody's next order, if it finishes its last within `wait`. None then, and if it has ended: what it had was
+    /// closed with it.
+    pub(super) fn unless_finished(self, wait: Duration) -> Option<Self> {
+        self.keep_if_finished(wait).unwrap_or(None)
+    }
+
+    fn keep_if_finished(self, wait: Duration) -> io::Result<Option<Self>> {
+        if !self.is_finished(wait)? {
+            return Ok(Some(self));
+        }
         let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.len() < IDLE_MAX {
             idle.push(self);
         }
+        Ok(None)
     }
 
     /// Its process id.
@@ -118,9 +135,7 @@ impl Process {
         any: bool,
         wait: Duration,
     ) -> io::Result<(Vec<u8>, Descriptors)> {
-        let mut order = vec![u8::from(any)];
-        order.extend((room as u32).to_ne_bytes());
-        send(&self.socket, &order, &[stream])?;
+        self.order(if any { RECEIVE_ANY } else { RECEIVE }, room as u32, stream)?;
         let deadline = Instant::now() + wait;
         let Some(received) = await_message(&self.socket, deadline, FDS_MAX)? else {
             return Err(io::Error::new(io::ErrorKind::TimedOut, "descriptors were not received in time"));
@@ -128,11 +143,33 @@ impl Process {
         parse_answer(received)
     }
 
+    /// Has it close a connection that is over. Returned where it has not finished within `wait`.
+    ///
+    /// # Errors
+    /// It has ended, and may have closed nothing.
+    pub(super) fn close(self, stream: BorrowedFd<'_>, wait: Duration) -> io::Result<Option<Self>> {
+        self.close_later(stream)?;
+        self.keep_if_finished(wait)
+    }
+
+    /// Has it close a connection that is over, after what it does now.
+    ///
+    /// # Errors
+    /// It has ended, or has too many orders.
+    pub(super) fn close_later(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.order(CLOSE, 0, stream)
+    }
+
+    fn order(&self, what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<()> {
+        let [a, b, c, d] = room.to_ne_bytes();
+        send(&self.socket, &[what, a, b, c, d], &[stream])
+    }
+
     /// Whether it has finished its order, which is waited for that long. What it still has to say is dropped.
     ///
     /// # Errors
     /// It has ended.
-    pub(super) fn is_finished(&self, wait: Duration) -> io::Result<bool> {
+    fn is_finished(&self, wait: Duration) -> io::Result<bool> {
         let deadline = Instant::now() + wait;
         while let Some((bytes, _)) = await_message(&self.socket, deadline, 0)? {
             if bytes == [FINISHED] {
@@ -185,7 +222,7 @@ fn send(to: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(too_many());
     }
-    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
     Ok(())
 }
 
@@ -313,17 +350,22 @@ fn spawn_process(mode: sandbox::Mode) -> io::Result<(OwnedFd, i32)> {
 /// A process that receives descriptors: does what the daemon orders until that has gone.
 fn take_orders(socket: &OwnedFd) -> io::Result<()> {
     while let Ok((order, mut fds)) = read_message(socket, 1) {
-        let (Some((any, room)), Some(stream)) = (order.split_first(), fds.pop()) else {
+        let (Some((what, room)), Some(stream)) = (order.split_first(), fds.pop()) else {
             return Err(io::ErrorKind::InvalidData.into());
         };
-        let room = room.first_chunk().map_or(0, |room| u32::from_ne_bytes(*room) as usize);
-        let received = receive(stream.as_fd(), room, *any != 0);
-        // The front end sees its connection end when the daemon closes it.
-        drop(stream);
-        let answered = answer(socket, &received);
-        // This is what may wait, and for ever.
-        drop(received);
-        answered?;
+        // What is dropped here may wait, and for ever.
+        if *what == CLOSE {
+            stop_reading(&stream);
+            drop(stream);
+        } else {
+            let room = room.first_chunk().map_or(0, |room| u32::from_ne_bytes(*room) as usize);
+            let received = receive(stream.as_fd(), room, *what == RECEIVE_ANY);
+            // The front end sees its connection end when the daemon closes it.
+            drop(stream);
+            let answered = answer(socket, &received);
+            drop(received);
+            answered?;
+        }
         send(socket, &[FINISHED], &[])?;
     }
     Ok(())

@@ -8,11 +8,15 @@ use super::*;
 
 /// Sends bytes with descriptors.
 fn pass(to: &UnixStream, bytes: &[u8], fds: &[&OwnedFd]) {
+    pass_by(to, bytes, fds, SendFlags::empty());
+}
+
+fn pass_by(to: &UnixStream, bytes: &[u8], fds: &[&OwnedFd], flags: SendFlags) {
     let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)));
-    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, flags).unwrap();
 }
 
 /// How many bytes can be had, and whether descriptors come with them.
@@ -73,7 +77,7 @@ fn descriptors_are_taken_whose_close_waits_for_nobody() {
     assert_eq!((fds.taken.len(), fds.refused.len()), (3, 3), "{:?}", fds.refused);
     assert_eq!(fds.refused[2], "/dev/null");
     pass(&far, b"x", &all);
-    assert_eq!(Receiver::new(true).receive(&near, 1).unwrap().1.taken.len(), all.len());
+    assert_eq!(Receiver::new(true).receive(&near, 1).unwrap().1.taken.len(), all.len() - 1);
 }
 
 #[test]
@@ -101,4 +105,56 @@ fn names_are_short_and_have_no_control_characters() {
     std::fs::write(&path, "").unwrap();
     let name = name(&std::fs::File::open(&path).unwrap().into());
     assert!(name.len() <= NAME_MAX && !name.contains(char::is_control), "{name:?}");
+}
+
+#[test]
+fn a_socket_is_emptied_before_it_is_taken() {
+    for flags in [SendFlags::empty(), SendFlags::OOB] {
+        let (near, far) = UnixStream::pair().unwrap();
+        let (socket, end) = UnixStream::pair().unwrap();
+        let (hidden, other) = UnixStream::pair().unwrap();
+        let hidden = OwnedFd::from(hidden);
+        pass(&end, b"a", &[&hidden]);
+        pass_by(&end, b"b", &[&hidden], flags);
+        drop(hidden);
+        pass(&far, b"x", &[&socket.into()]);
+        let (_, fds) = Receiver::new(false).receive(&near, 1).unwrap();
+        assert_eq!(fds.taken.len(), 1);
+        assert_eq!(seen(&other, 1), Some((0, false)), "what was hidden is still open");
+        let more =
+            sendmsg(&end, &[IoSlice::new(b"c")], &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL);
+        assert_eq!(more, Err(Errno::PIPE));
+    }
+}
+
+#[test]
+fn sockets_that_cannot_be_emptied_are_not_taken() {
+    use rustix::net::{SocketType, socket};
+    let (near, far) = UnixStream::pair().unwrap();
+    let listening = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let address = rustix::net::SocketAddrUnix::new(dir.path().join("socket")).unwrap();
+    rustix::net::bind(&listening, &address).unwrap();
+    rustix::net::listen(&listening, 1).unwrap();
+    let datagrams = socket(AddressFamily::UNIX, SocketType::DGRAM, None).unwrap();
+    let packets = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    for any in [false, true] {
+        pass(&far, b"x", &[&listening, &datagrams, &packets]);
+        assert_eq!(Receiver::new(any).receive(&near, 1).unwrap().1.refused.len(), 3);
+    }
+}
+
+#[test]
+fn a_connection_that_is_over_is_emptied_while_others_have_it() {
+    for flags in [SendFlags::empty(), SendFlags::OOB] {
+        let (near, far) = UnixStream::pair().unwrap();
+        let (hidden, other) = UnixStream::pair().unwrap();
+        pass(&far, b"abc", &[]);
+        pass_by(&far, b"d", &[&hidden.into()], flags);
+        let mut receiver = Receiver::new(false);
+        let _kept = near.try_clone().unwrap();
+        receiver.close(near);
+        assert_eq!(seen(&other, 1), Some((0, false)), "what was hidden is still open");
+        assert!(receiver.has_room("e") && !receiver.has_ended());
+    }
 }
