@@ -4,10 +4,12 @@ The daemon must not keep such a connection open: its export would be busy for ev
 """
 
 import array
+import contextlib
 import os
 import select
 import socket as sockets
 import struct
+import time
 
 import peer as p
 import rig as r
@@ -64,7 +66,7 @@ class Ends:
 
     def descriptors(self):
         """Open files of the daemon, without the socket that it has for each process that receives descriptors."""
-        return len(os.listdir(f"/proc/{self.daemon.child.pid}/fd")) - r.receivers(self.daemon.child.pid)
+        return len(os.listdir(f"/proc/{self.daemon.child.pid}/fd")) - len(r.receivers(self.daemon.child.pid))
 
     def all_removable(self):
         """Wait until no front end is left at the exports that were made, and remove them as a user does."""
@@ -109,8 +111,10 @@ class Ends:
     def left_in_each_others(self):
         """Each connection has the other's end in half a message."""
         ends = [p.Peer(self.export(f"end{number}")) for number in range(2)]
+        # Before any is handed over: the daemon sends nothing more to an end that it has received.
+        for end in ends:
+            end.handshake()
         for one, other in (ends, ends[::-1]):
-            one.handshake()
             one.socket.sendmsg([b"\1\0"], rights(other.socket))
         for end in ends:
             end.socket.close()
@@ -138,17 +142,28 @@ class Ends:
 
     def left_behind_answers(self):
         """The daemon is made to wait for room for its answers, and the own end comes behind the questions."""
-        with p.Peer(self.export("deaf")) as front:
-            front.handshake()
+        socket = self.export("deaf")
+
+        def ask(front, most):
+            """Sends questions until nobody has taken one for so long; how many."""
+            asked = 0
             front.socket.setblocking(False)
-            # No room for so long: the daemon waits, and reads nothing.
-            while select.select([], [front.socket], [], 2.0)[1]:
-                try:
-                    while True:
+            while asked < most and select.select([], [front.socket], [], 0.5)[1]:
+                with contextlib.suppress(BlockingIOError):
+                    while asked < most:
                         front.socket.sendmsg([header(p.GET_FEATURES, 0)])
-                        front.socket.sendmsg([header(SET_LOG_FD, 0)], rights(front.socket))
-                except BlockingIOError:
-                    pass
+                        asked += 1
+            return asked
+
+        with p.Peer(socket) as front:
+            front.handshake()
+            both_queues = ask(front, 1 << 20)
+        with p.Peer(socket) as front:
+            front.handshake()
+            # More than it has room for to answer, and less than there is room for in all.
+            ask(front, both_queues * 3 // 4)
+            time.sleep(0.5)
+            front.socket.sendmsg([header(SET_LOG_FD, 0)], rights(front.socket))
 
     def a_second_waits(self):
         """A front end that comes while another is served is served when that one leaves."""

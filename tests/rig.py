@@ -108,7 +108,7 @@ def run(argv, timeout_s=WAIT_S, check=True, **more):
 
 
 def receivers(pid):
-    """How many processes receive descriptors for this daemon."""
+    """The processes that receive descriptors for this daemon."""
 
     def children(parent, name):
         found = []
@@ -123,7 +123,7 @@ def receivers(pid):
                 found.append(int(number))
         return found
 
-    return sum(len(children(spawner, "vshunt-receiver")) for spawner in children(pid, "vshunt-spawner"))
+    return [receiver for spawner in children(pid, "vshunt-spawner") for receiver in children(spawner, "vshunt-receiver")]
 
 
 def message_of(done, *words, code=(1, 2)):

@@ -185,8 +185,13 @@ fn a_disk_that_went_while_its_turn_was_waited_for() {
     is_held.recv_timeout(PATIENCE).unwrap();
     let second = rig.spawn(|d| d.disk_resize("d", MIB / 4));
     std::thread::sleep(A_WHILE);
-    rig.daemon.disk_remove("d").unwrap();
+    // It waits for the first to let go of the disk, which is gone for others.
+    let removal = rig.spawn(|d| d.disk_remove("d"));
+    while !rig.daemon.disks().is_empty() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     go.send(()).unwrap();
+    removal.join().unwrap().unwrap();
     first.join().unwrap().unwrap();
     assert_eq!(kind(second.join().unwrap()), Kind::NotFound);
 }
