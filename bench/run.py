@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 
+import before
 import cases
 import kernel
 import net
@@ -35,7 +36,7 @@ CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers"
          "qcow2-tmpfs": qcow2.tmpfs, "qcow2-ext4": qcow2.ext4, "qcow2-thin": qcow2.thin, "qcow2-large": qcow2.large,
          "qcow2-backup": backup.backup}
 # Only where it is asked for: what it measures is within the others.
-EXTRA = {"fuse-seed": fuse.seeds}
+EXTRA = {"fuse-seed": fuse.seeds, "before": before.case}
 GROUPS = {group: [c for c in CASES if c.startswith(f"{group}-")] for group in ("fuse", "qcow2", "net")}
 GROUPS["qcow2-read"] = ["qcow2-tmpfs", "qcow2-ext4"]
 SHM_BYTES_MIN = 3 << 29
@@ -59,7 +60,8 @@ class Tools:
 def arguments():
     p = argparse.ArgumentParser(prog="scripts/bench", description="vshunt beside QEMU's storage daemon and the host's own fio.",
                                 epilog="Environment: VSHUNT_PEERS, where the peers are set up (default /var/tmp/vshunt-peers); "
-                                       "VSHUNT_CH_NET, cloud-hypervisor's vhost_user_net; VSHUNT_NO_INSTALL=1, set nothing up.")
+                                       "VSHUNT_CH_NET, cloud-hypervisor's vhost_user_net; VSHUNT_BEFORE, another vshunt, for the case "
+                                       "`before`; VSHUNT_NO_INSTALL=1, set nothing up.")
     p.add_argument("--quick", action="store_true", help="one repetition of one second: whether it works, not how fast it is")
     p.add_argument("--only", metavar="CASE", action="append", default=[],
                    help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2, net: all that begin so; may be repeated, or a list with commas")
@@ -83,7 +85,7 @@ def arguments():
     o.only = [c for a in asked for c in GROUPS.get(a, [a])]
     if unknown := [c for c in o.only if c not in CASES | EXTRA]:
         p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
-    jobs = cases.READS_WRITES + fuse.JOBS + qcow2.JOBS
+    jobs = cases.READS_WRITES + fuse.JOBS + qcow2.JOBS + before.JOBS
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
     if o.json:  # now, not after half an hour
