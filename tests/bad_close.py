@@ -7,6 +7,7 @@ Neither other exports, nor the export's next front end, nor the end of the daemo
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import socket
 import struct
@@ -107,6 +108,8 @@ class Closes:
         self.rig.test("bad message: a close that waits, of what nobody has accepted", self.unread_at_removal)
         self.rig.test("bad message: a close that waits, of what a socket has in its queue", self.in_a_socket)
         self.rig.test("bad message: closes that wait, more than an export keeps", self.many_unread)
+        self.rig.test("bad message: descriptors while the user has too many in flight", self.too_many_in_flight)
+        self.rig.test("bad message: descriptors after the processes that receive them were killed", self.receivers_killed)
         if not os.path.exists("/dev/fuse") or os.geteuid():
             return r.Rig.line("skip bad message: a descriptor whose close waits: needs /dev/fuse and root")
         for name, (kind, payload) in messages().items():
@@ -234,6 +237,33 @@ class Closes:
             r.require(c.closed(20), "a connection stays after the others are closed")
             first.socket.close()
             self.goes_on(daemon)
+
+    def too_many_in_flight(self):
+        """The kernel passes on no more descriptors of a user than a process may have. Afterwards all is well."""
+        daemon = self.daemon()
+        self.serves("bad")
+        pid = daemon.child.process.pid
+        most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (200, most))
+        with contextlib.closing(os.fdopen(os.eventfd(0), "rb", buffering=0)) as event:
+            near, far = socket.socketpair()
+            with near, far:
+                socket.send_fds(near, [b"x"], [event.fileno()] * 250)
+                with p.Peer(self.socket("bad")) as c:
+                    r.require(c.handshake() == p.ACCEPTED, "a handshake was refused")
+                    with contextlib.suppress(p.Closed):
+                        r.require(c.memory() == p.REFUSED, "a table was accepted that could not be received")
+        r.wait_for("the daemon has said why", lambda: "run VMMs as other users" in daemon.child.tail())
+        self.goes_on(daemon)
+
+    def receivers_killed(self):
+        daemon = self.daemon()
+        self.serves("bad")
+        killed = r.receivers(daemon.child.process.pid)
+        r.require(killed, "there is no process that receives descriptors")
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        self.goes_on(daemon)
 
     def one(self, kind, payload):
         """The session goes on, others too, and the daemon ends."""

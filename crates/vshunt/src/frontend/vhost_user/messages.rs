@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -108,8 +108,11 @@ impl Reader {
     pub(super) fn prepare(stream: &UnixStream) -> io::Result<()> {
         // An urgent byte would stay in the queue with its descriptors, beside the stream that is read.
         sockopt::set_socket_oobinline(stream, true)?;
-        // Such a socket may come from systemd (PassCredentials=). What it adds to messages looks like descriptors.
-        sockopt::set_socket_passcred(stream, false)?;
+        // Such a socket may come from systemd (PassCredentials=, PassSecurity=). What it adds to messages looks like descriptors,
+        // or is one.
+        for option in [libc::SO_PASSCRED, libc::SO_PASSSEC, libc::SO_PASSPIDFD] {
+            set_option(stream, option, false)?;
+        }
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(MESSAGE_WAIT))
     }
@@ -224,6 +227,25 @@ impl Reader {
         self.begun.get_or_insert_with(Instant::now);
         self.bytes.extend_from_slice(&bytes);
         Ok(true)
+    }
+}
+
+/// Switches an option of a socket that the kernel may not know on or off.
+fn set_option(stream: &UnixStream, option: i32, on: bool) -> io::Result<()> {
+    let value = libc::c_int::from(on);
+    // SAFETY: the kernel reads one integer, which outlives the call.
+    let rc = unsafe {
+        libc::setsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            (&raw const value).cast(),
+            size_of_val(&value) as libc::socklen_t,
+        )
+    };
+    match io::Error::last_os_error() {
+        e if rc < 0 && !matches!(e.raw_os_error(), Some(libc::ENOPROTOOPT | libc::EOPNOTSUPP)) => Err(e),
+        _ => Ok(()),
     }
 }
 

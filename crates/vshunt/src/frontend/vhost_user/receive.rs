@@ -18,6 +18,7 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -114,13 +115,18 @@ pub(super) struct Receiver {
     ended: Vec<UnixStream>,
     /// The process that closes one of those; a front end that is served does not wait for it.
     closing: Option<Process>,
+    /// Why none was found for it when it was last wanted.
+    no_process: Option<io::Error>,
     /// Whether there are too many of those, and the user was told.
     full: bool,
 }
 
+/// Connections of exports that were removed, with descriptors that nobody has read, for which there was no process.
+static LEFT: Mutex<Vec<UnixStream>> = Mutex::new(Vec::new());
+
 impl Receiver {
     pub(super) fn new(any: bool) -> Self {
-        Self { any, unfinished: None, ended: Vec::new(), closing: None, full: false }
+        Self { any, unfinished: None, ended: Vec::new(), closing: None, no_process: None, full: false }
     }
 
     /// Takes a connection that is over, and what it has sent and nobody has read. Afterwards the front end cannot send any more,
@@ -148,9 +154,14 @@ impl Receiver {
         self.close_ended();
         let full = self.ended.len() >= ENDED_MAX;
         if full && !self.full {
+            let why = match &self.no_process {
+                Some(e) => e.to_string(),
+                None => {
+                    "closing a descriptor waits, as it does where a file system does not answer".to_owned()
+                }
+            };
             tracing::warn!(
-                "{export}: no front end is served: {ENDED_MAX} have left with descriptors that nobody can close, since a file \
-                 system does not answer"
+                "{export}: no front end is served: {ENDED_MAX} have left descriptors that are still open: {why}"
             );
         }
         self.full = full;
@@ -165,18 +176,19 @@ impl Receiver {
     /// Has a process close what is over, one connection after the other.
     fn close_ended(&mut self) {
         self.closing = self.closing.take().and_then(|process| process.unless_finished(Duration::ZERO));
+        self.no_process = None;
         while self.closing.is_none()
             && let Some(stream) = self.ended.pop()
         {
-            match Process::take() {
-                Ok(Some(process)) => match process.close(stream.as_fd(), CLOSE_WAIT) {
+            match Process::close(stream.as_fd()) {
+                Ok(Some(process)) => match process.keep_if_finished(CLOSE_WAIT) {
                     Ok(unfinished) => self.closing = unfinished,
                     // It has ended.
                     Err(_) => return self.ended.push(stream),
                 },
                 Ok(None) => stop_reading(&stream),
                 Err(e) => {
-                    tracing::debug!("a connection with descriptors is closed later: {e}");
+                    self.no_process = Some(e);
                     return self.ended.push(stream);
                 }
             }
@@ -191,16 +203,16 @@ impl Receiver {
         self.unfinished = self.unfinished.take().and_then(|process| process.unless_finished(PROCESS_WAIT));
         if let Some(process) = &self.unfinished {
             let why = format!(
-                "a descriptor that a front end handed over before is still being closed by process {}: its file system \
+                "process {} is still closing what a front end handed over before, which waits, as it does where a file system \
                  does not answer",
                 process.id()
             );
             return Err(io::Error::new(io::ErrorKind::TimedOut, why));
         }
-        let Some(process) = Process::take()? else {
+        let Some(process) = Process::receive(stream.as_fd(), room, self.any)? else {
             return receive(stream.as_fd(), room, self.any)?.into_parts();
         };
-        let answer = process.receive(stream.as_fd(), room, self.any, PROCESS_WAIT);
+        let answer = process.answer(PROCESS_WAIT);
         self.unfinished = process.unless_finished(CLOSE_WAIT);
         answer
     }
@@ -209,14 +221,25 @@ impl Receiver {
 impl Drop for Receiver {
     fn drop(&mut self) {
         self.close_ended();
-        for stream in self.ended.drain(..) {
-            // The process closes it after all else.
-            if self.closing.as_ref().is_none_or(|process| process.close_later(stream.as_fd()).is_err()) {
-                tracing::error!(
-                    "a connection with descriptors that cannot be closed stays open until the daemon ends"
-                );
-                std::mem::forget(stream);
-            }
+        let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+        left.append(&mut self.ended);
+        let mut process = self.closing.take();
+        if process.is_none()
+            && let Some(first) = left.first()
+            && let Ok(Some(closing)) = Process::close(first.as_fd())
+        {
+            left.remove(0);
+            process = Some(closing);
+        }
+        // It closes them after all else, and ends.
+        if let Some(process) = process {
+            left.retain(|stream| process.close_later(stream.as_fd()).is_err());
+        }
+        if !left.is_empty() {
+            tracing::error!(
+                "{} connections that front ends have left with descriptors stay open until there is a process to close them",
+                left.len()
+            );
         }
     }
 }

@@ -212,11 +212,13 @@ fn a_descriptor_whose_close_could_wait_is_named_and_closed() {
 
 #[test]
 fn messages_of_a_socket_that_passes_credentials_have_no_descriptors() {
-    let (near, far) = UnixStream::pair().unwrap();
-    sockopt::set_socket_passcred(&near, true).unwrap();
-    pass(&far, &header(GET_FEATURES, FLAG_VERSION, 0), &files(0), SendFlags::empty());
-    Reader::prepare(&near).unwrap();
-    let mut reader = Reader::default();
-    reader.read_ahead(&near).unwrap();
-    assert!(!next(&mut reader, &near).unwrap().unwrap().has_fds());
+    for option in [libc::SO_PASSCRED, libc::SO_PASSSEC, libc::SO_PASSPIDFD] {
+        let (near, far) = UnixStream::pair().unwrap();
+        set_option(&near, option, true).unwrap();
+        pass(&far, &header(GET_FEATURES, FLAG_VERSION, 0), &files(0), SendFlags::empty());
+        Reader::prepare(&near).unwrap();
+        let mut reader = Reader::default();
+        reader.read_ahead(&near).unwrap();
+        assert!(!next(&mut reader, &near).unwrap().unwrap().has_fds());
+    }
 }

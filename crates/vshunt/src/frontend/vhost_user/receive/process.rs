@@ -88,18 +88,67 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// One that has nothing to do. None: no spawner was started.
+    /// Has one do [`receive`]; its [`answer`](Self::answer) is to be had. None: no spawner was started.
     ///
     /// # Errors
-    /// There is none, and the spawner makes none.
-    pub(super) fn take() -> io::Result<Option<Self>> {
+    /// There is none, or the connection cannot be passed to it. Nothing was received then.
+    pub(super) fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Option<Self>> {
+        Self::order(if any { RECEIVE_ANY } else { RECEIVE }, room as u32, stream)
+    }
+
+    /// Has one close a connection that is over. None: no spawner was started.
+    ///
+    /// # Errors
+    /// As of [`receive`](Self::receive).
+    pub(super) fn close(stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        Self::order(CLOSE, 0, stream)
+    }
+
+    fn order(what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        // All that are kept may have been killed, and the next is new.
+        for _ in 0..=IDLE_MAX {
+            let Some(process) = Self::take()? else { return Ok(None) };
+            match process.send(what, room, stream) {
+                Ok(()) => return Ok(Some(process)),
+                Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
+                Err(e) => {
+                    process.keep();
+                    let why = if e.raw_os_error() == Some(libc::ETOOMANYREFS) {
+                        "; processes of the daemon's user send more descriptors than anybody receives: run VMMs as other users, \
+                         or raise the daemon's limit (ulimit -Hn, LimitNOFILE=)"
+                    } else {
+                        ""
+                    };
+                    return Err(io::Error::new(
+                        e.kind(),
+                        format!("a connection cannot be passed to a process: {e}{why}"),
+                    ));
+                }
+            }
+        }
+        Err(io::Error::other("the processes that receive descriptors end at once"))
+    }
+
+    /// One that has nothing to do. None: no spawner was started.
+    fn take() -> io::Result<Option<Self>> {
         let Some(spawner) = SPAWNER.get() else { return Ok(None) };
         if let Some(idle) = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok(Some(idle));
         }
-        let cannot = |e| io::Error::other(format!("there is no process to receive descriptors: {e}"));
         let spawner = spawner.lock().unwrap_or_else(PoisonError::into_inner);
-        ask(&spawner).map(Some).map_err(cannot)
+        ask(&spawner).map(Some).map_err(|e| {
+            let ended = matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof);
+            let remedy = if ended { "; the one that makes them has ended: restart the daemon" } else { "" };
+            io::Error::new(e.kind(), format!("there is no process to receive descriptors: {e}{remedy}"))
+        })
+    }
+
+    /// Keeps it for anybody's next order.
+    fn keep(self) {
+        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+        if idle.len() < IDLE_MAX {
+            idle.push(self);
+        }
     }
 
     /// Keeps it for anybody's next order, if it finishes its last within `wait`. None then, and if it has ended: what it had was
@@ -108,15 +157,19 @@ impl Process {
         self.keep_if_finished(wait).unwrap_or(None)
     }
 
-    fn keep_if_finished(self, wait: Duration) -> io::Result<Option<Self>> {
-        if !self.is_finished(wait)? {
-            return Ok(Some(self));
+    /// The same. What it still has to say is dropped.
+    ///
+    /// # Errors
+    /// It has ended before it finished.
+    pub(super) fn keep_if_finished(self, wait: Duration) -> io::Result<Option<Self>> {
+        let deadline = Instant::now() + wait;
+        while let Some((bytes, _)) = await_message(&self.socket, deadline, 0)? {
+            if bytes == [FINISHED] {
+                self.keep();
+                return Ok(None);
+            }
         }
-        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
-        if idle.len() < IDLE_MAX {
-            idle.push(self);
-        }
-        Ok(None)
+        Ok(Some(self))
     }
 
     /// Its process id.
@@ -124,32 +177,15 @@ impl Process {
         self.id
     }
 
-    /// Has it do [`receive`]. It must be finished with the order before.
+    /// What it received, with its descriptors.
     ///
     /// # Errors
-    /// It fails, or does not answer within `wait`.
-    pub(super) fn receive(
-        &self,
-        stream: BorrowedFd<'_>,
-        room: usize,
-        any: bool,
-        wait: Duration,
-    ) -> io::Result<(Vec<u8>, Descriptors)> {
-        self.order(if any { RECEIVE_ANY } else { RECEIVE }, room as u32, stream)?;
-        let deadline = Instant::now() + wait;
-        let Some(received) = await_message(&self.socket, deadline, FDS_MAX)? else {
+    /// It failed, or does not answer within `wait`.
+    pub(super) fn answer(&self, wait: Duration) -> io::Result<(Vec<u8>, Descriptors)> {
+        let Some(received) = await_message(&self.socket, Instant::now() + wait, FDS_MAX)? else {
             return Err(io::Error::new(io::ErrorKind::TimedOut, "descriptors were not received in time"));
         };
         parse_answer(received)
-    }
-
-    /// Has it close a connection that is over. Returned where it has not finished within `wait`.
-    ///
-    /// # Errors
-    /// It has ended, and may have closed nothing.
-    pub(super) fn close(self, stream: BorrowedFd<'_>, wait: Duration) -> io::Result<Option<Self>> {
-        self.close_later(stream)?;
-        self.keep_if_finished(wait)
     }
 
     /// Has it close a connection that is over, after what it does now.
@@ -157,26 +193,12 @@ impl Process {
     /// # Errors
     /// It has ended, or has too many orders.
     pub(super) fn close_later(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
-        self.order(CLOSE, 0, stream)
+        self.send(CLOSE, 0, stream)
     }
 
-    fn order(&self, what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<()> {
+    fn send(&self, what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<()> {
         let [a, b, c, d] = room.to_ne_bytes();
         send(&self.socket, &[what, a, b, c, d], &[stream])
-    }
-
-    /// Whether it has finished its order, which is waited for that long. What it still has to say is dropped.
-    ///
-    /// # Errors
-    /// It has ended.
-    fn is_finished(&self, wait: Duration) -> io::Result<bool> {
-        let deadline = Instant::now() + wait;
-        while let Some((bytes, _)) = await_message(&self.socket, deadline, 0)? {
-            if bytes == [FINISHED] {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 }
 
