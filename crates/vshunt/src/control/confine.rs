@@ -55,6 +55,9 @@ impl SandboxArgs {
 /// What is to be left. `control`: clients may come.
 pub(super) fn plan(setup: &Setup, control: bool) -> Plan {
     let mounts = setup.exports.iter().any(|e| e.kind == ExportKind::Fuse);
+    for path in setup.sandbox.allow_paths.iter().filter(|path| !path.exists()) {
+        tracing::warn!("--allow-path={}: there is no such folder, so it allows nothing", path.display());
+    }
     Plan {
         mode: setup.sandbox.mode.unwrap_or_default(),
         workers: setup.sandbox.workers,

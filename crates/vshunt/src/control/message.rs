@@ -36,8 +36,8 @@ impl QmpError {
 }
 
 /// Appended where the sandbox may be the reason.
-const REFUSED: &str = "; if its mode permits that, the sandbox does not: start the daemon with --allow-path=FOLDER, or use the \
-     command 'vshunt', which passes files (docs/sandbox.md)";
+const REFUSED: &str = "; if its mode permits that, the sandbox does not: use 'vshunt disk add' and the like, which pass files; or \
+     add-fd and /dev/fdset/N; or start the daemon with --allow-path=FOLDER (docs/sandbox.md)";
 
 impl From<Error> for QmpError {
     fn from(e: Error) -> Self {

@@ -56,8 +56,8 @@ pub fn check_place(fd: impl AsFd, change: bool, shown: impl std::fmt::Display) -
     match path.as_deref().is_some_and(|path| places.contain(path, id, change)) || granted() {
         true => Ok(()),
         false => Err(Error::invalid(format!(
-            "{shown} is outside of what the sandbox allows: start the daemon with --allow-path=FOLDER, or use the command \
-             'vshunt', which passes a descriptor of it"
+            "{shown} is outside of what the sandbox allows: use 'vshunt disk add' and the like, which pass a descriptor of \
+             it, or start the daemon with --allow-path=FOLDER"
         ))),
     }
 }

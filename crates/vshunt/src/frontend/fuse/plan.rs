@@ -68,8 +68,16 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
 fn ring_queues(spec: &ExportSpec, queues_max: u16) -> Result<u16, String> {
     match std::fs::read_to_string(ENABLE_URING) {
         Ok(text) if text.trim() == "Y" => {}
-        Ok(_) => return Err(format!("it is switched off; root can switch it on: echo Y >{ENABLE_URING}")),
-        Err(_) => return Err(format!("this kernel has none (Linux 6.14 or newer, {ENABLE_URING})")),
+        Ok(_) => {
+            return Err(format!(
+                "FUSE over io_uring is switched off; root can switch it on: echo Y >{ENABLE_URING}"
+            ));
+        }
+        Err(_) => {
+            return Err(format!(
+                "this kernel has no FUSE over io_uring (Linux 6.14 or newer, {ENABLE_URING})"
+            ));
+        }
     }
     let cpus = possible_cpus()?;
     if cpus >= queues_max {
