@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use vshunt::export::spec::{DiskSpec, ExportSpec, Format};
-use vshunt::export::{Daemon, Options};
+use vshunt_daemon::export::{Daemon, Options};
+use vshunt_types::spec::{DiskSpec, ExportSpec, Format};
 
 use crate::bytes::Bytes;
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 use virtio_driver::{
     VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags,
 };
-use vshunt::export::spec::{DiskSpec, ExportSpec, Format, Workers};
-use vshunt::export::{Daemon, Options};
+use vshunt_daemon::export::{Daemon, Options};
+use vshunt_types::spec::{DiskSpec, ExportSpec, Format, Workers};
 
 const QUEUES: usize = 4;
 const DISK_BYTES: u64 = 64 << 20;

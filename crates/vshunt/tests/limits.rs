@@ -8,12 +8,12 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 
 use common::{PATIENCE, output, wait_for};
-use vshunt::error::Kind;
-use vshunt::export::spec::WorkerSpec;
-use vshunt::export::{Daemon, Options};
-use vshunt::worker::MAX_WORKERS;
 use vshunt_bench::Disk;
 use vshunt_bench::driver::{self, Code, Payload};
+use vshunt_daemon::export::{Daemon, Options};
+use vshunt_engine::MAX_WORKERS;
+use vshunt_types::error::Kind;
+use vshunt_types::spec::WorkerSpec;
 
 #[test]
 fn no_more_workers_than_the_constant_says() {

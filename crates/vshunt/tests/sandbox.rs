@@ -10,9 +10,9 @@ use std::process::Command;
 
 use common::{Daemon, output, vshunt, wait, wait_for};
 use serde_json::{Value, json};
-use vshunt::error::Kind;
-use vshunt::export::spec::{DiskSpec, Format, NetKind, NetSpec};
-use vshunt::export::{Daemon as Library, Options};
+use vshunt_daemon::export::{Daemon as Library, Options};
+use vshunt_types::error::Kind;
+use vshunt_types::spec::{DiskSpec, Format, NetKind, NetSpec};
 
 /// Bits of capability sets in /proc/PID/status.
 const IPC_LOCK: u64 = 1 << 14;

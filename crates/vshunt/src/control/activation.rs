@@ -11,9 +11,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::net::{SocketAddrUnix, getsockname};
-
-use crate::error::{Error, Result};
-use crate::export::spec::ExportSpec;
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::ExportSpec;
 
 /// One descriptor passed to us.
 #[derive(Debug)]

@@ -12,14 +12,14 @@ use serde::Deserialize;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
+use vshunt_daemon::export::{ATTACH_TIMEOUT, Daemon};
+use vshunt_sandbox as sandbox;
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
 
 use super::fdset::{self, Fdsets};
 use super::jobs::qmp as jobs;
 use super::message::{self, QmpError};
 use super::{qemu, snapshot};
-use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
-use crate::export::{ATTACH_TIMEOUT, Daemon};
-use crate::sandbox;
 
 /// Longest time an attach may be given: a client's thread is not to be parked for ever.
 const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
@@ -237,7 +237,7 @@ fn list<T: Serialize>(arguments: Arguments, get: impl FnOnce() -> Vec<T>) -> Ans
 
 fn sandbox(arguments: Arguments) -> Answer {
     arguments.read::<Nothing>()?;
-    serde_json::to_value(crate::sandbox::info())
+    serde_json::to_value(vshunt_sandbox::info())
         .map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
 }
 

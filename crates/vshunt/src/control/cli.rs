@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Parser, Subcommand};
+use vshunt_sandbox::Mode;
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
 
 use super::metrics::Address;
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
-use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
-use crate::sandbox::Mode;
 
 /// Where the daemon listens when nothing is said, for root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";

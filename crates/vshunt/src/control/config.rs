@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
+use vshunt_daemon::export::Check;
+use vshunt_sandbox::Mode;
+use vshunt_types::error::Error;
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 
 use super::cli::{SandboxArgs, ServeArgs};
 use super::metrics::Address;
 use super::{Failure, Outcome, keyval};
-use crate::error::Error;
-use crate::export::Check;
-use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
-use crate::sandbox::Mode;
 
 /// What the user said about the control socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -188,8 +188,9 @@ fn spell_out(table: &mut Table) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use vshunt_types::spec::{Format, Workers};
+
     use super::*;
-    use crate::export::spec::{Format, Workers};
 
     const WHOLE: &str = r#"
         control = "/run/c"

@@ -7,12 +7,13 @@
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+use vshunt_sandbox::{Access, CapabilitySet, Mode, Plan, Rule};
+use vshunt_types::spec::{ExportKind, Format, NetKind};
+
 use super::cli::SandboxArgs;
 use super::config::{Control, Setup};
 use super::metrics::Address;
 use super::{Failure, Outcome, cli, image};
-use crate::export::spec::{ExportKind, Format, NetKind};
-use crate::sandbox::{Access, CapabilitySet, Mode, Plan, Rule};
 
 /// The environment's word, where no flag is given. It counts more than a configuration file, so that a test-suite can run
 /// all daemons with one setting.
@@ -154,8 +155,9 @@ fn macvtaps() -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use vshunt_types::spec::{DiskSpec, ExportSpec};
+
     use super::*;
-    use crate::export::spec::{DiskSpec, ExportSpec};
 
     fn mode(mode: Option<Mode>) -> SandboxArgs {
         SandboxArgs { mode, ..SandboxArgs::default() }

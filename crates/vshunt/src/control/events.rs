@@ -1,11 +1,11 @@
 //! The daemon's events as clients see them.
 
 use serde_json::{Value, json};
+use vshunt_daemon::export::Event;
+use vshunt_types::spec::JobInfo;
 
 use super::api::Stop;
 use super::message;
-use crate::export::Event;
-use crate::export::spec::JobInfo;
 
 /// Name and data of an event. `BLOCK_EXPORT_DELETED` is QEMU's; the others are ours.
 fn name_and_data(event: &Event) -> (&'static str, Value) {

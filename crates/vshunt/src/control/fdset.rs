@@ -20,11 +20,11 @@ use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, fcntl_getfl, makedev, statx};
 use rustix::path::Arg;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use vshunt_daemon::export::Daemon;
+use vshunt_sandbox as sandbox;
 
 use super::api::{Arguments, Context, Nothing};
 use super::message::QmpError;
-use crate::export::Daemon;
-use crate::sandbox;
 
 /// Sets at once. A client needs one for each image of a backing chain, for the time of one command.
 pub(crate) const SETS_MAX: usize = 1024;

@@ -6,9 +6,8 @@ use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value, json};
-
-use crate::error::{Error, Kind};
-use crate::sandbox;
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::{Error, Kind};
 
 /// Error classes of QMP that are in use here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! The control side: command line, configuration file, QMP server and client, signals, service manager.
 //!
-//! Called by `main`; calls `export` and nothing below it. It never sees a request. The command line is sugar: what a
+//! Called by `main`; calls crate `vshunt-daemon` and nothing below it. It never sees a request. The command line is sugar: what a
 //! subcommand does, it does over the socket, so any other client can do it.
 
 mod activation;
@@ -38,10 +38,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-
-use crate::error::Error;
-use crate::sandbox;
 use client::ClientError;
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::Error;
 
 /// How a program ends that did not succeed; the exit code, and the sentence for stderr.
 #[derive(Debug)]

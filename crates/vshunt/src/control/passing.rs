@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde_json::json;
+use vshunt_sandbox::SandboxInfo;
+use vshunt_types::spec::{DiskInfo, DiskSpec, Format};
 
 use super::client::Client;
 use super::run::{call, send};
 use super::{Outcome, image};
-use crate::export::spec::{DiskInfo, DiskSpec, Format};
-use crate::sandbox::SandboxInfo;
 
 /// A file or folder that the daemon needs.
 #[derive(Clone, Debug, PartialEq, Eq)]

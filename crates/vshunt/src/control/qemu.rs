@@ -10,13 +10,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
-
-use super::api::{Arguments, Context, Nothing, done};
-use super::message::QmpError;
-use crate::export::spec::{
+use vshunt_types::spec::{
     AllowOther, Cache, Direct, DiskInfo, DiskSpec, ExportKind, ExportSpec, Format, Passthrough, Transport,
     Workers,
 };
+
+use super::api::{Arguments, Context, Nothing, done};
+use super::message::QmpError;
 
 /// Arguments of `blockdev-add` for the help.
 pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|qcow2|file|host_device|null-co|ram, node-name [filename | file: {…}] \
@@ -374,7 +374,7 @@ pub(crate) fn block_export_del(context: &Context, arguments: Arguments) -> Answe
 
 pub(crate) fn query_block_exports(context: &Context, arguments: Arguments) -> Answer {
     arguments.read::<Nothing>()?;
-    let info = |e: crate::export::spec::ExportInfo| json!({ "id": e.spec.name, "type": e.spec.kind, "node-name": e.spec.disk, "shutting-down": false });
+    let info = |e: vshunt_types::spec::ExportInfo| json!({ "id": e.spec.name, "type": e.spec.kind, "node-name": e.spec.disk, "shutting-down": false });
     let of_disks = context.daemon.exports().into_iter().filter(|e| e.spec.net.is_none());
     Ok(of_disks.map(info).collect())
 }

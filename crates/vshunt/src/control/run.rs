@@ -6,6 +6,10 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
+use vshunt_daemon::export::check_one_place;
+use vshunt_types::spec::{
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
+};
 
 use super::cli::{
     self, AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand,
@@ -15,10 +19,6 @@ use super::config;
 use super::passing::{self, Wanted};
 use super::serve::{Manner, serve};
 use super::{Failure, Outcome, image, jobs, pages, print, show, snapshot};
-use crate::export::check_one_place;
-use crate::export::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
-};
 
 /// How long `quit` waits for the daemon to take everything down.
 const QUIT_TIME: Duration = Duration::from_secs(60);

@@ -14,6 +14,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
+use vshunt_daemon::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
+use vshunt_daemon::frontend::vhost_user;
+use vshunt_net::tap;
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::{Error, Result};
 
 use super::activation::{self, Inherited};
 use super::api::{Context, Stop};
@@ -23,11 +28,6 @@ use super::metrics::Metrics;
 use super::server::Server;
 use super::socket::ControlSocket;
 use super::{Failure, Outcome, confine, events, log, signals};
-use crate::backend::net::tap;
-use crate::error::{Error, Result};
-use crate::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
-use crate::frontend::vhost_user;
-use crate::sandbox;
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
 pub(crate) struct Manner {
@@ -232,7 +232,7 @@ impl Drop for Serving {
     }
 }
 
-fn where_served(export: &crate::export::spec::ExportInfo) -> String {
+fn where_served(export: &vshunt_types::spec::ExportInfo) -> String {
     let spec = &export.spec;
     match (spec.socket.as_ref().or(spec.mountpoint.as_ref()), spec.fd) {
         (Some(path), _) => format!("{} on {}", spec.name, path.display()),

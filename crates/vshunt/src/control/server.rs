@@ -24,12 +24,12 @@ use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
+use vshunt_types::error::{Error, Result};
 
 use super::api::{self, Context};
 use super::fdset;
 use super::framing::{Frame, Framer};
 use super::message::{self, QmpError, Request};
-use crate::error::{Error, Result};
 
 /// Messages that wait for one client; events come in bursts of one for each queue, of which an export has up to 256.
 const OUT_QUEUE: usize = 1024;

@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 
-use crate::export::spec::{
+use vshunt_sandbox::{Mode, SandboxInfo};
+use vshunt_types::spec::{
     AddressOrigin, BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind,
     JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport,
     WorkerInfo, WorkerKind, cpu_list,
 };
-use crate::sandbox::{Mode, SandboxInfo};
 
 /// A column's title; one that begins with `>` holds numbers.
 type Title = &'static str;
@@ -366,8 +366,9 @@ fn size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use vshunt_types::spec::{DropReason, NetDrops, NetQueueCounters};
+
     use super::*;
-    use crate::export::spec::{DropReason, NetDrops, NetQueueCounters};
 
     #[test]
     fn columns_line_up() {
@@ -479,7 +480,8 @@ mod tests {
 
     #[test]
     fn what_the_daemon_tells_can_be_read_back() {
-        let daemon = crate::export::Daemon::new(crate::export::Options { poll_us: 0 }).unwrap();
+        let daemon =
+            vshunt_daemon::export::Daemon::new(vshunt_daemon::export::Options { poll_us: 0 }).unwrap();
         let spec = "name=d,format=null,size=1G";
         daemon.disk_add(crate::control::keyval::parse(spec).unwrap()).unwrap();
         let text = serde_json::to_string(&daemon.disks()).unwrap();

@@ -9,8 +9,9 @@ use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use vshunt_types::error::{Error, Result};
+
 use super::api::Stop;
-use crate::error::{Error, Result};
 
 /// Signals that end the daemon. SIGHUP too: there is no configuration to read again.
 const ENDING: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use vshunt_block::Saved;
+use vshunt_daemon::export::OverlayMode;
 
 use super::Outcome;
 use super::api::{Arguments, Context, done};
@@ -12,8 +14,6 @@ use super::client::Client;
 use super::message::QmpError;
 use super::passing::{self, Wanted};
 use super::run::{absolute, send};
-use crate::backend::block::Saved;
-use crate::export::OverlayMode;
 
 /// Arguments of `blockdev-snapshot-sync` for the help.
 pub(crate) const SNAPSHOT_SYNC: &str =

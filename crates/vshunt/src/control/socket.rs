@@ -8,9 +8,8 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use rustix::fs::Mode;
-
-use crate::error::Result;
-use crate::frontend::socket_file::{self, SocketFile, Words};
+use vshunt_daemon::frontend::socket_file::{self, SocketFile, Words};
+use vshunt_types::error::Result;
 
 const WORDS: Words = Words {
     what: "control socket",
@@ -62,8 +61,9 @@ impl ControlSocket {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
+    use vshunt_types::error::Kind;
+
     use super::*;
-    use crate::error::Kind;
 
     #[test]
     fn its_file_is_private_and_goes_with_it() {

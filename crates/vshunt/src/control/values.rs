@@ -6,10 +6,10 @@ use std::path::Path;
 use std::str::FromStr;
 
 use serde::de::DeserializeOwned;
+use vshunt_daemon::export::{Check, check_disk_size};
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 
 use super::keyval;
-use crate::export::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
-use crate::export::{Check, check_disk_size};
 
 /// A newtype, since clap takes a bare `Vec` for an option that may be repeated.
 #[derive(Clone, Debug)]

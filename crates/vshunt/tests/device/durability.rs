@@ -8,8 +8,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use vshunt::export::spec::{WorkerSpec, Workers};
 use vshunt_bench::driver::{DriverSeg, Options, feature, request, status};
+use vshunt_types::spec::{WorkerSpec, Workers};
 
 use super::restart::{Server, connect, image};
 use super::rig::{Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, Rng, header, layouts};

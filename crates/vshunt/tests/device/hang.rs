@@ -11,9 +11,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use vshunt::error::Kind;
-use vshunt::export::spec::WorkerSpec;
 use vshunt_bench::driver::{DriverSeg, Options, request, status};
+use vshunt_types::error::Kind;
+use vshunt_types::spec::WorkerSpec;
 
 use super::rig::{
     Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, header, layouts, signalled, small,

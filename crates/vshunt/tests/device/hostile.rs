@@ -728,7 +728,7 @@ fn queues_move_and_stop_with_long_requests_under_way() {
         let rig = Rig::new();
         rig.disk("big", backing, 64 * MIB, |_| {});
         rig.export("big", "big", 1, |_| {});
-        let other = rig.daemon.worker_new(vshunt::export::spec::WorkerSpec::default()).unwrap();
+        let other = rig.daemon.worker_new(vshunt_types::spec::WorkerSpec::default()).unwrap();
         let (mut machine, chain) = asking_for_much(&rig, "big", 1);
         let mut queue = machine.take_queue(0);
         let ask = |queue: &mut vshunt_bench::driver::Queue| {

@@ -1,9 +1,10 @@
 //! Header, data and status anywhere: requests cut into buffers at random, over regions' ends, against a model.
 
+use std::sync::Arc;
+
 use vshunt_bench::driver::{DriverSeg, Memory, Options, RegionSpec, request, status};
 
 use super::rig::{Backing, Client, MIB, Rig, Rng, header, layouts, range, shapes};
-use std::sync::Arc;
 
 const DISK: usize = 1 << 20;
 const SECTORS: u64 = (DISK / 512) as u64;

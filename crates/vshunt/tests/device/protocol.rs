@@ -5,13 +5,13 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use vshunt::export::Event;
-use vshunt::export::spec::Cache;
 use vshunt_bench::Kind;
 use vshunt_bench::driver::{
     Code, NEED_REPLY, Options, Payload, RingSetup, SECTOR, VERSION, Wire, feature, fresh_base, packed_base,
     protocol, request, status,
 };
+use vshunt_daemon::export::Event;
+use vshunt_types::spec::Cache;
 
 use super::rig::{
     Backing, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, layouts, new_eventfd, shapes, signalled, small,

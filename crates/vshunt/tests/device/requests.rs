@@ -1,7 +1,7 @@
 //! Each type of request, done right and done wrong (Virtio 1.3, 5.2.6).
 
-use vshunt::export::spec::Cache;
 use vshunt_bench::driver::{DriverSeg, feature, request, status};
+use vshunt_types::spec::Cache;
 
 use super::rig::{Backing, Client, MIB, Reply, Rig, layouts, range, shapes, small};
 
@@ -255,7 +255,7 @@ fn two_exports_of_one_disk() {
         let rig = Rig::new();
         rig.disk("d", backing, 4 * MIB, |_| {});
         rig.export("w", "d", 1, |_| {});
-        let second = vshunt::export::spec::ExportSpec {
+        let second = vshunt_types::spec::ExportSpec {
             name: "w2".into(),
             disk: "d".into(),
             socket: Some(rig.socket("w2")),

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::ring::RingFeatures;
-use vshunt::export::spec::{Direct, DiskSpec, Engine, ExportSpec, Format, QueueInfo};
-use vshunt::export::{Daemon, Event};
 use vshunt_bench::driver::{
     Area, Memory, Options, PAGE, Queue, QueueShape, RegionSpec, RingParts, RingSetup, Session, fresh_base,
     request, status,
 };
 use vshunt_bench::{Disk, Error};
+use vshunt_daemon::export::{Daemon, Event};
+use vshunt_types::spec::{Direct, DiskSpec, Engine, ExportSpec, Format, QueueInfo};
 
 /// Longest that anything here may take.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
@@ -134,7 +134,7 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new() -> Self {
-        let daemon = Daemon::new(vshunt::export::Options::default()).unwrap();
+        let daemon = Daemon::new(vshunt_daemon::export::Options::default()).unwrap();
         let events = Arc::new(Mutex::new(Vec::new()));
         let sink = events.clone();
         daemon.on_event(Box::new(move |event| sink.lock().unwrap().push(event.clone())));

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
-use vshunt::error::Kind;
-use vshunt::export::spec::{Direct, DiskSpec, WorkerSpec};
 use vshunt_bench::Disk;
 use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
+use vshunt_types::error::Kind;
+use vshunt_types::spec::{Direct, DiskSpec, WorkerSpec};
 
 use super::rig::{
     Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, by_kernel, header, range, small, wait_for,

@@ -2,9 +2,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vshunt::error::Kind;
-use vshunt::export::spec::{WorkerSpec, Workers};
 use vshunt_bench::driver::{Options, request, status};
+use vshunt_types::error::Kind;
+use vshunt_types::spec::{WorkerSpec, Workers};
 
 use super::rig::{Backing, LOAD_BYTES, Machine, PATIENCE, Rig, Rng, layouts, small};
 

@@ -1,8 +1,9 @@
 use std::sync::mpsc::{Receiver, channel};
 
+use vshunt_daemon::export::Options;
+
 use super::*;
 use crate::control::message::Class;
-use crate::export::Options;
 
 fn context() -> (Context, Receiver<Stop>) {
     let (stop, stopped) = channel();
@@ -106,7 +107,7 @@ fn the_shapes_of_blockdev_add() {
     });
     call(&context, "blockdev-add", raw).unwrap();
     let r = disk(&context, "r");
-    assert_eq!((r.direct, r.cache), (crate::export::spec::Direct::Off, crate::export::spec::Cache::Unsafe));
+    assert_eq!((r.direct, r.cache), (vshunt_types::spec::Direct::Off, vshunt_types::spec::Cache::Unsafe));
     assert!(!r.locking && !r.readonly);
 
     call(&context, "blockdev-add", json!({ "driver": "null-co", "node-name": "n" })).unwrap();

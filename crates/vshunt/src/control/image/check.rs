@@ -1,8 +1,7 @@
 //! `vshunt image check`.
 
-use serde_json::{Map, Value, json};
-
 use qcow2::check::{CheckResult, Repair, check};
+use serde_json::{Map, Value, json};
 
 use super::args::{CheckArgs, Output, Repaired};
 use super::file::{For, ImageFile};

@@ -3,14 +3,15 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use vshunt_daemon::export::ToConvert;
+use vshunt_types::spec::{DiskSpec, Format};
+
 use super::args::{ConvertArgs, CreateArgs};
 use super::file::{For, ImageFile};
 use super::info::beside;
 use super::progress::Bar;
 use super::{ImageFormat, create, failed};
 use crate::control::{Failure, Outcome};
-use crate::export::ToConvert;
-use crate::export::spec::{DiskSpec, Format};
 
 /// Images in a chain at most that are looked at; opening one refuses what is longer.
 const CHAIN_MAX: usize = 256;

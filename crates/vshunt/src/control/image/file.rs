@@ -10,15 +10,15 @@ use qcow2::Storage;
 use qcow2::header::{Header, Open};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
-
-use super::ImageFormat;
-use super::journal::MapJournal;
-use crate::backend::block::{
+use vshunt_block::{
     Lacks, Seen, Through, check_marks, forget_journal, journal_path, lock_image, read_through,
     recover_journal,
 };
+use vshunt_types::error::Kind;
+
+use super::ImageFormat;
+use super::journal::MapJournal;
 use crate::control::{Failure, Outcome};
-use crate::error::Kind;
 
 /// What an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-
-use crate::backend::block::Through;
+use vshunt_block::Through;
 
 /// The journal of a qcow2 image that its last writer, a vshunt, has not closed.
 pub(super) struct MapJournal {

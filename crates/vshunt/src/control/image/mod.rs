@@ -17,18 +17,16 @@ mod units;
 
 use std::path::Path;
 
+use args::ImageCommand;
+pub(crate) use args::{AFTER, ImageArgs};
+use file::{For, ImageFile};
+pub(crate) use info::{chain, data_file};
+pub(crate) use progress::Bar;
 use qcow2::Image;
 use qcow2::check::{Repair, check as check_image};
 use qcow2::header::incompatible;
 
 use super::{Failure, Outcome};
-
-use args::ImageCommand;
-use file::{For, ImageFile};
-pub(crate) use info::{chain, data_file};
-pub(crate) use progress::Bar;
-
-pub(crate) use args::{AFTER, ImageArgs};
 
 /// Formats that these commands know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,8 @@ use std::path::Path;
 use qcow2::header::Header;
 use qcow2::resize::Around;
 use qcow2::{Image, Storage};
+use vshunt_block::Disk;
+use vshunt_types::spec::{Cache, DiskSpec, Format};
 
 use super::args::{Change, Mode, ResizeArgs};
 use super::create::{backing_size, fill};
@@ -12,9 +14,7 @@ use super::file::{For, ImageFile};
 use super::info::beside;
 use super::progress::Bar;
 use super::{ImageFormat, changing, failed};
-use crate::backend::block::Disk;
 use crate::control::{Failure, Outcome, print};
-use crate::export::spec::{Cache, DiskSpec, Format};
 
 pub(super) fn run(args: &ResizeArgs, quiet: bool) -> Outcome {
     let path = &args.file;

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
+use vshunt_types::spec::Format;
 
 use crate::control::cli::ListArgs;
 use crate::control::values::bytes;
-use crate::export::spec::Format;
 
 pub(crate) const BACKUP_AFTER: &str = "\
 Examples:

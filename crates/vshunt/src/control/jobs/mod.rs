@@ -6,6 +6,7 @@ pub(crate) mod qmp;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use vshunt_types::spec::{BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus};
 
 use self::args::{BackupArgs, BackupCommand, BitmapCommand, CommitArgs, JobCommand, Speed};
 use super::client::Client;
@@ -13,7 +14,6 @@ use super::image::Bar;
 use super::passing::{self, Wanted};
 use super::run::{absolute, call, list, send, to_value};
 use super::{Failure, Outcome, print, show};
-use crate::export::spec::{BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus};
 
 /// How often a job that is waited for is asked about.
 const LOOK_EVERY: Duration = Duration::from_millis(100);

@@ -4,11 +4,11 @@
 
 use serde::Deserialize;
 use serde_json::{Value, json};
+use vshunt_daemon::export::Daemon;
+use vshunt_types::spec::{BackupSpec, BitmapSpec, JobInfo, JobStatus};
 
 use crate::control::api::{Arguments, Context, Nothing, done};
 use crate::control::message::QmpError;
-use crate::export::Daemon;
-use crate::export::spec::{BackupSpec, BitmapSpec, JobInfo, JobStatus};
 
 type Answer = Result<Value, QmpError>;
 
@@ -156,7 +156,7 @@ struct Id {
 pub(crate) fn by_id(
     context: &Context,
     arguments: Arguments,
-    f: impl FnOnce(&Daemon, &str) -> crate::error::Result<()>,
+    f: impl FnOnce(&Daemon, &str) -> vshunt_types::error::Result<()>,
 ) -> Answer {
     Ok(done(f(&context.daemon, &arguments.read::<Id>()?.id)?))
 }
@@ -174,7 +174,7 @@ struct Device {
 pub(crate) fn by_device(
     context: &Context,
     arguments: Arguments,
-    f: impl FnOnce(&Daemon, &str) -> crate::error::Result<()>,
+    f: impl FnOnce(&Daemon, &str) -> vshunt_types::error::Result<()>,
 ) -> Answer {
     let Device { device, .. } = arguments.read()?;
     Ok(done(f(&context.daemon, &device)?))
@@ -260,7 +260,7 @@ struct BitmapName {
 pub(crate) fn with_bitmap(
     context: &Context,
     arguments: Arguments,
-    f: impl FnOnce(&Daemon, &str, &str) -> crate::error::Result<()>,
+    f: impl FnOnce(&Daemon, &str, &str) -> vshunt_types::error::Result<()>,
 ) -> Answer {
     let BitmapName { node, name } = arguments.read()?;
     Ok(done(f(&context.daemon, &node, &name)?))

@@ -1,9 +1,9 @@
 use std::path::Path;
 
 use proptest::prelude::*;
+use vshunt_types::spec::{Cache, Direct, DiskSpec, ExportSpec, Format, WorkerSpec, Workers};
 
 use super::*;
-use crate::export::spec::{Cache, Direct, DiskSpec, ExportSpec, Format, WorkerSpec, Workers};
 
 fn disk(text: &str) -> Result<DiskSpec, String> {
     parse(text).map_err(|e: KeyvalError| e.to_string())

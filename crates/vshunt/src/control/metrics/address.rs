@@ -10,9 +10,8 @@ use std::str::FromStr;
 
 use rustix::net::{SocketAddrUnix, getsockname, sockopt};
 use serde::Deserialize;
-
-use crate::error::{Error, Result};
-use crate::frontend::socket_file::{self, SocketFile, Words};
+use vshunt_daemon::frontend::socket_file::{self, SocketFile, Words};
+use vshunt_types::error::{Error, Result};
 
 const WORDS: Words = Words {
     what: "metrics socket",
@@ -147,8 +146,9 @@ fn refused(address: SocketAddr, e: std::io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use vshunt_types::error::Kind;
+
     use super::*;
-    use crate::error::Kind;
 
     #[test]
     fn the_ways_to_write_it() {

@@ -11,9 +11,8 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
-
-use crate::export::Daemon;
-use crate::export::spec::{
+use vshunt_daemon::export::Daemon;
+use vshunt_types::spec::{
     DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, NetCounters, NetInfo, NetQueueCounters,
     PortInfo, PortState, QueueInfo, WorkerInfo,
 };
@@ -50,7 +49,7 @@ impl Snapshot {
             jobs: daemon.jobs(),
             queues: daemon.queues(),
             workers: daemon.workers(),
-            refused: crate::sandbox::refused(),
+            refused: vshunt_sandbox::refused(),
         }
     }
 

@@ -14,17 +14,15 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-use rustix::event::{EventfdFlags, eventfd};
-
 pub(crate) use address::Address;
 use address::Listening;
 use families::Snapshot;
+use rustix::event::{EventfdFlags, eventfd};
 use serve::{Render, Scrapes};
-
-use crate::error::{Error, Result};
-use crate::export::Daemon;
-use crate::frontend::socket_file::SocketFile;
-use crate::sandbox::{self, ThreadKind};
+use vshunt_daemon::export::Daemon;
+use vshunt_daemon::frontend::socket_file::SocketFile;
+use vshunt_sandbox::{self as sandbox, ThreadKind};
+use vshunt_types::error::{Error, Result};
 
 /// The place where metrics are asked for. Its thread ends, and its socket's file goes, when it is dropped.
 pub(crate) struct Metrics {

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use clap::Parser;
+use vshunt_daemon::export::Check;
+use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 use super::{Common, Program};
 use crate::control::config::Setup;
 use crate::control::jobs::args::image_format;
 use crate::control::{Failure, Outcome};
-use crate::export::Check;
-use crate::export::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 const AFTER: &str = "\
 End:

@@ -8,7 +8,6 @@ mod blk;
 mod net;
 
 use std::ffi::OsString;
-
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 

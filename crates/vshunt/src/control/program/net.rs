@@ -1,12 +1,12 @@
 //! `vshunt-net`: a network card.
 
 use clap::Parser;
+use vshunt_daemon::export::Check;
+use vshunt_types::spec::{ExportKind, ExportSpec, Mac, NetKind, NetSpec, Steering, Workers};
 
 use super::{Common, Program};
 use crate::control::config::Setup;
 use crate::control::{Failure, Outcome};
-use crate::export::Check;
-use crate::export::spec::{ExportKind, ExportSpec, Mac, NetKind, NetSpec, Steering, Workers};
 
 const AFTER: &str = "\
 End:

@@ -4,11 +4,11 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use serde_json::Map;
+use vshunt_daemon::export::{Daemon, Options};
 
 use super::*;
 use crate::control::client::{Client as QmpClient, ClientError};
 use crate::control::events;
-use crate::export::{Daemon, Options};
 
 struct Rig {
     _dir: tempfile::TempDir,

@@ -1,0 +1,250 @@
+//! A disk is copied while it is written: the copy is what the disk was when it began.
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use vshunt_engine::{QueueSet, Settings, Workers};
+use vshunt_types::spec::{DiskSpec, Format};
+
+use super::*;
+use crate::{Bits, Watch};
+
+const SIZE: u64 = 24 << 20;
+
+fn random(seed: &mut u64, below: u64) -> u64 {
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    (*seed >> 11) % below
+}
+
+fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
+    let path = dir.join(name);
+    let spec = DiskSpec { name: name.to_owned(), format: Some(format), locking: true, ..DiskSpec::default() };
+    let spec = match format {
+        Format::Ram => DiskSpec { size: Some(SIZE), ..spec },
+        _ => {
+            let new = crate::NewImage { path: &path, format, size: SIZE, backing: None, overwrite: false };
+            new.make().unwrap();
+            DiskSpec { file: Some(path), ..spec }
+        }
+    };
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        // Another test's child may hold the lock between its fork and exec.
+        match Disk::open(&spec) {
+            Ok(disk) => return disk,
+            Err(e) if Instant::now() < until => drop(e),
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+/// One request, waited for.
+fn ask(ring: &mut Ring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u8]) {
+    let mut io = Io::default();
+    io.reset(op, offset, false);
+    match op {
+        // SAFETY: the buffer and `io` stay here until the request is done.
+        Op::Read | Op::Write => unsafe { io.push(bytes.as_mut_ptr(), bytes.len()) },
+        _ => io.len = bytes.len() as u64,
+    }
+    handle.run(ring, &mut io).unwrap();
+}
+
+fn contents(disk: &Arc<Disk>) -> Vec<u8> {
+    let (mut ring, mut all) = (Ring::new().unwrap(), vec![0; SIZE as usize]);
+    let handle = disk.attach(&mut ring);
+    ask(&mut ring, &handle, Op::Read, 0, &mut all);
+    handle.detach(&mut ring);
+    all
+}
+
+/// Writes a stretch of the disk of its own, until it is told to stop and has done some.
+fn guest(disk: &Arc<Disk>, stretch: Range<u64>, mut seed: u64, stop: &AtomicBool) {
+    let mut ring = Ring::new().unwrap();
+    let handle = disk.attach(&mut ring);
+    let mut data = vec![0; 128 << 10];
+    let mut n = 0;
+    while n < 300 || !stop.load(Relaxed) {
+        n += 1;
+        let len = 512 * (1 + random(&mut seed, if n % 8 == 0 { 256 } else { 16 }));
+        let at = stretch.start + random(&mut seed, (stretch.end - stretch.start - len) / 512) * 512;
+        data[..len as usize].fill(random(&mut seed, 255) as u8 + 1);
+        let op = match random(&mut seed, 10) {
+            0 => Op::WriteZeroes { unmap: n % 2 == 0 },
+            1 => Op::Discard,
+            _ => Op::Write,
+        };
+        ask(&mut ring, &handle, op, at, &mut data[..len as usize]);
+    }
+    handle.detach(&mut ring);
+}
+
+fn fill(disk: &Arc<Disk>) {
+    let (mut ring, mut seed) = (Ring::new().unwrap(), 7);
+    let handle = disk.attach(&mut ring);
+    let mut data = vec![0; 256 << 10];
+    for at in (0..SIZE).step_by(256 << 10).filter(|at| at % (1 << 20) != 0) {
+        data.iter_mut().for_each(|b| *b = random(&mut seed, 256) as u8);
+        ask(&mut ring, &handle, Op::Write, at, &mut data);
+    }
+    handle.detach(&mut ring);
+}
+
+/// Copies `source` to `target` under two guests, with the queue moved meanwhile.
+fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress: bool) -> Arc<Copy> {
+    fill(source);
+    let before = contents(source);
+    let todo = Bits::new(SIZE, shift).unwrap();
+    todo.set(todo.all());
+    let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
+    source.set_watch(Watch { dirty: vec![], before: Some(work.clone()) });
+    let copy = Copy::new(source.clone(), target.clone(), work, std::thread::current());
+    let copy = Arc::new(copy.onto_fresh(true).compressed(compress));
+    // At first nothing but what guests write.
+    copy.paused.store(true, Relaxed);
+    let workers = Workers::new(50).unwrap();
+    let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
+    let set = QueueSet::new("copy", &workers, &ids[..1]).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for (i, half) in [0..SIZE / 2, SIZE / 2..SIZE].into_iter().enumerate() {
+            let (source, stop) = (source, &stop);
+            scope.spawn(move || guest(source, half, 11 + i as u64, stop));
+        }
+        set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
+        std::thread::sleep(Duration::from_millis(20));
+        copy.paused.store(false, Relaxed);
+        copy.work.rouse();
+        let limit = Instant::now() + Duration::from_secs(60);
+        let mut turn = 0;
+        while !copy.over.load(Acquire) && Instant::now() < limit {
+            turn += 1;
+            set.attach(0, ids[turn % 2], Duration::from_secs(60)).unwrap();
+            std::thread::park_timeout(Duration::from_millis(3));
+        }
+        stop.store(true, Relaxed);
+    });
+    drop(set.stop(0));
+    drop(set);
+    workers.end_all();
+    assert!(copy.over.load(Acquire), "it does not end");
+    if copy.failure().is_none() {
+        assert!(contents(source) != before, "nothing was written meanwhile");
+        let after = contents(target);
+        let wrong = before.chunks(512).zip(after.chunks(512)).position(|(a, b)| a != b);
+        assert_eq!(wrong, None, "the first wrong sector");
+    }
+    copy
+}
+
+#[test]
+fn the_copy_is_what_the_disk_was() {
+    let kinds = [Format::Ram, Format::Raw, Format::Qcow2];
+    for parent in ["/dev/shm", "/var/tmp"] {
+        let Ok(dir) = tempfile::tempdir_in(parent) else {
+            eprintln!("skipped: {parent}, which cannot be written");
+            continue;
+        };
+        for (i, source) in kinds.into_iter().enumerate() {
+            let target = if source == Format::Qcow2 { Format::Raw } else { Format::Qcow2 };
+            let source = open(dir.path(), source, &format!("s{i}"));
+            let target = open(dir.path(), target, &format!("t{i}"));
+            let copy = copy_under_load(&source, &target, 12, false);
+            assert!(copy.failure().is_none(), "{:?}", copy.failure());
+            assert_eq!(copy.done.load(Relaxed), SIZE);
+        }
+    }
+}
+
+#[test]
+fn so_it_is_when_it_is_compressed() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (source, target) = (open(dir.path(), Format::Ram, "s"), open(dir.path(), Format::Qcow2, "t"));
+    let copy = copy_under_load(&source, &target, 16, true);
+    assert!(copy.failure().is_none(), "{:?}", copy.failure());
+}
+
+#[test]
+fn a_target_that_fails_ends_the_copy_and_no_guest() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let source = open(dir.path(), Format::Ram, "s");
+    // What is read-only cannot be written.
+    drop(open(dir.path(), Format::Raw, "t"));
+    let spec = DiskSpec {
+        name: "t".to_owned(),
+        file: Some(dir.path().join("t")),
+        readonly: true,
+        locking: false,
+        ..DiskSpec::default()
+    };
+    let target = Disk::open(&spec).unwrap();
+    let copy = copy_under_load(&source, &target, 12, false);
+    let (side, _, e) = copy.failure().expect("it failed");
+    assert_eq!((side, e.raw_os_error()), (Side::Target, Some(libc::EBADF)));
+    assert_eq!(copy.work.has_ended(), Some(0));
+}
+
+#[test]
+fn zeroes_are_told_from_others() {
+    let mut bytes = vec![0; 4096 + 7];
+    assert!(is_zero(&bytes) && is_zero(&bytes[3..]) && is_zero(&[]));
+    for at in [0, 1, 511, 512, 4095, 4102] {
+        bytes[at] = 1;
+        assert!(!is_zero(&bytes), "{at}");
+        bytes[at] = 0;
+    }
+}
+
+#[test]
+fn a_copy_that_is_stopped_lets_all_writes_go() {
+    const LARGE: u64 = 40 << 20;
+    for turn in 0..8 {
+        let ram = |name: &str| {
+            let spec = DiskSpec {
+                name: name.to_owned(),
+                format: Some(Format::Ram),
+                size: Some(LARGE),
+                ..DiskSpec::default()
+            };
+            Disk::open(&spec).unwrap()
+        };
+        let (source, target) = (ram("s"), ram("t"));
+        let todo = Bits::new(LARGE, 12).unwrap();
+        todo.set(todo.all());
+        let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
+        source.set_watch(Watch { dirty: vec![], before: Some(work.clone()) });
+        let copy = Arc::new(Copy::new(source.clone(), target, work, std::thread::current()));
+        copy.paused.store(turn % 2 == 0, Relaxed);
+        let workers = Workers::new(0).unwrap();
+        let home = workers.create(None, &Settings::default()).unwrap();
+        let set = QueueSet::new("copy", &workers, &[home]).unwrap();
+        set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
+        let (done, is_done) = std::sync::mpsc::channel();
+        // More than pieces have room for, so that what nobody takes is waited for.
+        std::thread::spawn(move || {
+            let mut ring = Ring::new().unwrap();
+            let handle = source.attach(&mut ring);
+            let mut data = vec![1; 64 << 10];
+            for at in (0..LARGE).step_by(64 << 10) {
+                ask(&mut ring, &handle, Op::Write, at, &mut data);
+            }
+            handle.detach(&mut ring);
+            done.send(()).unwrap();
+        });
+        std::thread::sleep(Duration::from_micros(500 * turn));
+        copy.stop.store(true, Relaxed);
+        copy.work.rouse();
+        is_done.recv_timeout(Duration::from_secs(60)).expect("a write waits for a copy that has ended");
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !copy.over.load(Acquire) && Instant::now() < limit {
+            std::thread::park_timeout(Duration::from_millis(5));
+        }
+        assert!(copy.over.load(Acquire));
+        drop(set.stop(0));
+        drop(set);
+        workers.end_all();
+    }
+}

@@ -1,0 +1,300 @@
+//! Opening a raw image: on a control thread, before there are requests.
+
+use std::fmt::Display;
+use std::fs::{File, Metadata};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU8};
+
+use qcow2::header::Header;
+use rustix::mm::ProtFlags;
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Cache, Direct, DiskSpec};
+
+use super::probe::{self, Device, Place};
+use super::{Durable, Raw, ZERO_BYTES, way};
+use crate::memory::Mapping;
+use crate::{Limits, SECTOR_BYTES, Seen, SharedFile, check_size, lock, open_image, shared};
+
+/// Opens, locks and probes the image of `spec`.
+pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
+    open_any(spec, true)
+}
+
+/// As [`open`], a file that a disk is made of: it may have any size.
+pub(crate) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
+    open_any(spec, false)
+}
+
+fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
+    let Some(path) = &spec.file else { return Err(no_image(spec)) };
+    let shown = path.display();
+    let seen = Seen::find(path).map_err(|e| open_error(path, spec.readonly, e))?;
+    seen.check(path)?;
+    let (file, direct) = open_file(&seen, path, spec)?;
+    // Only now: some file systems look what a file is when it is opened (NFS), or make it another one (overlayfs).
+    let meta = file.metadata().map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?;
+    let block_device = meta.file_type().is_block_device();
+    if block_device && !spec.readonly && probe::device_readonly(&file) {
+        return Err(Error::invalid(format!("{shown} is a read-only device: add readonly=on")));
+    }
+    if spec.locking {
+        lock::lock(&file, path, spec.readonly)?;
+    }
+    let size_bytes = match whole {
+        true => image_size(&file, path, block_device)?,
+        false if block_device => image_size(&file, path, true)?,
+        false => meta.len(),
+    };
+    if spec.size.is_some_and(|s| s != size_bytes) {
+        return Err(Error::invalid(format!(
+            "{shown} has {size_bytes} bytes, not {}: the size of a raw disk is taken from the file, leave out size=",
+            spec.size.unwrap_or(0)
+        )));
+    }
+    let place = match block_device {
+        true => Place::Disk,
+        false => probe::place(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?,
+    };
+    if place == Place::Hugetlbfs && !spec.readonly {
+        return Err(Error::unsupported(format!(
+            "{shown} is on a hugetlbfs, whose files cannot be written by write(2): put it on a tmpfs \
+             (mount -t tmpfs -o huge=always ...), or add readonly=on"
+        )));
+    }
+    let device = if block_device {
+        Some(
+            probe::device(&file)
+                .map_err(|e| Error::io(format_args!("cannot ask {shown} for its block size"), e))?,
+        )
+    } else {
+        None
+    };
+    let inline = matches!(place, Place::Tmpfs | Place::Hugetlbfs);
+    let Aligned { file, direct, memory_mask, offset_mask, aside } =
+        align(file, direct, inline, &device, (&seen, path), spec)?;
+    let punches = match &device {
+        _ if spec.readonly => false,
+        Some(_) => true,
+        None => probe::punches_holes(&file, size_bytes),
+    };
+    let limits = limits(&meta, device.as_ref(), spec.readonly, punches);
+    let zeroes =
+        Mapping::new(ZERO_BYTES, ProtFlags::READ).map_err(|e| Error::io("cannot map a page of zeroes", e))?;
+    let mut ways = way::ZERO_RANGE;
+    if punches {
+        ways |= way::PUNCH;
+    }
+    if block_device {
+        ways |= way::COMMAND;
+    }
+    let file = Arc::new(file);
+    let raw = Raw {
+        path: path.clone(),
+        id: (meta.dev(), meta.ino()),
+        known: shared(&file),
+        file,
+        aside,
+        block_device,
+        memory_mask,
+        offset_mask,
+        direct,
+        inline,
+        offload: place == Place::Fuse,
+        durable: match spec.cache {
+            Cache::Writeback => Durable::Asked,
+            Cache::Writethrough => Durable::Always,
+            Cache::Unsafe => Durable::Never,
+        },
+        readonly: spec.readonly,
+        zeroes,
+        ways: AtomicU8::new(ways),
+        flush_failed: AtomicI32::new(0),
+    };
+    Ok((raw, size_bytes, limits))
+}
+
+pub(crate) fn no_image(spec: &DiskSpec) -> Error {
+    Error::invalid(format!("disk {} has format raw, which needs an image: add file=PATH", spec.name))
+}
+
+/// Returns the size of the disk in an image, a multiple of 512 bytes.
+///
+/// A file may have any length: as QEMU has it, the disk ends with the sector that the file ends in, and what the file
+/// lacks of that sector reads as zeroes. A write to the sector makes the file longer. An empty file is a disk of 0 bytes.
+///
+/// # Errors
+/// `Invalid` for a length that no disk can have; the system's.
+pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result<u64> {
+    let size = if block_device { probe::device_size(file) } else { file.metadata().map(|m| m.len()) };
+    let size =
+        size.map_err(|e| Error::io(format_args!("cannot ask for the size of {}", path.display()), e))?;
+    let rounded = match block_device {
+        true => size,
+        false => size.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(size),
+    };
+    match check_size(rounded) {
+        Err(_) if rounded == 0 && !block_device => Ok(0),
+        Ok(()) => Ok(rounded),
+        Err(why) => {
+            let remedy = if block_device { "choose another device" } else { "choose another file" };
+            let path = path.display();
+            Err(Error::invalid(format!(
+                "{path} has {size} bytes, which is no size of a disk: {why}; {remedy}"
+            )))
+        }
+    }
+}
+
+/// Returns the remedy for a file that begins as a qcow2 image where a raw one is expected, or nothing for other files.
+/// Only for messages: a guest may write such a beginning to its raw disk.
+pub(crate) fn begins_as_qcow2(path: &Path) -> Option<String> {
+    let mut start = [0; 8];
+    open_image(path, false).and_then(|mut file| io::Read::read_exact(&mut file, &mut start)).ok()?;
+    Some(match Header::probe(&start)? {
+        version if Header::knows(version) => "say format=qcow2 (vshunt-blk: --format=qcow2)".to_owned(),
+        version => format!(
+            "its version {version} is not known (2 and 3 are), convert it with 'qemu-img convert -O qcow2'"
+        ),
+    })
+}
+
+/// Opens the image, with O_DIRECT if it can be had and is wanted.
+fn open_file(seen: &Seen, path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
+    let open_with = |flags| seen.open(!spec.readonly, flags);
+    if spec.direct == Direct::Off {
+        return open_with(0).map(|f| (f, false)).map_err(|e| open_error(path, spec.readonly, e));
+    }
+    match open_with(libc::O_DIRECT) {
+        Ok(file) => Ok((file, true)),
+        Err(e) if e.raw_os_error() != Some(libc::EINVAL) => Err(open_error(path, spec.readonly, e)),
+        Err(_) if spec.direct == Direct::On => Err(no_direct(path, "its file system has no O_DIRECT")),
+        Err(_) => match open_with(0) {
+            Ok(file) => Ok((file, false)),
+            Err(e) => Err(open_error(path, spec.readonly, e)),
+        },
+    }
+}
+
+fn no_direct(path: &Path, why: impl Display) -> Error {
+    Error::unsupported(format!("{} cannot be used with direct=on: {why}; use direct=auto", path.display()))
+}
+
+fn open_error(path: &Path, readonly: bool, e: io::Error) -> Error {
+    let shown = path.display();
+    match e.raw_os_error() {
+        Some(libc::ENOENT) if path.starts_with("/dev") && !path.starts_with("/dev/shm") => {
+            Error::not_found(format!("there is no device {shown}; is it spelt so, and its volume active?"))
+        }
+        Some(libc::ENOENT) if path.parent().is_some_and(|p| !p.as_os_str().is_empty() && !p.exists()) => {
+            Error::not_found(format!("there is no image {shown}, nor its folder"))
+        }
+        Some(libc::ENOENT) => Error::not_found(format!(
+            "there is no image {shown}; truncate -s 10G {shown} would make one of 10 GiB"
+        )),
+        Some(libc::EROFS) if !readonly => Error::io(
+            format_args!("cannot open {shown} for writing (add readonly=on to serve it read-only)"),
+            e,
+        ),
+        Some(libc::EACCES | libc::EPERM) if !readonly => Error::io(
+            format_args!(
+                "cannot open {shown} for reading and writing (if it may only be read, add readonly=on)"
+            ),
+            e,
+        ),
+        Some(libc::ETXTBSY) => {
+            Error::busy(format!("{shown} is a program that runs; add readonly=on, or choose a disk image"))
+        }
+        _ => Error::io(format_args!("cannot open {shown}"), e),
+    }
+}
+
+/// A file and what its O_DIRECT demands.
+struct Aligned {
+    file: File,
+    direct: bool,
+    memory_mask: usize,
+    offset_mask: u64,
+    aside: Option<SharedFile>,
+}
+
+/// Finds out what O_DIRECT demands, and opens a second descriptor or gives O_DIRECT up where that is too much.
+fn align(
+    file: File,
+    direct: bool,
+    inline: bool,
+    device: &Option<Device>,
+    (seen, path): (&Seen, &Path),
+    spec: &DiskSpec,
+) -> Result<Aligned> {
+    // Files in memory ignore O_DIRECT, and take any alignment.
+    let buffered = |file| Aligned { file, direct: false, memory_mask: 0, offset_mask: 0, aside: None };
+    if inline {
+        return Ok(buffered(file));
+    }
+    if !direct {
+        return Ok(buffered(file));
+    }
+    let logical_block = device.as_ref().map_or(512, |d| d.logical_block);
+    // SAFETY: a call without memory.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
+    let why = match probe::direct_align(&file, logical_block) {
+        None => "its file system has no O_DIRECT for it".to_owned(),
+        Some((_, offset)) if offset > 512 && offset < page => {
+            // See `Raw::aside` for why these two do not go together.
+            format!(
+                "it takes O_DIRECT in units of {offset} bytes only, less than this system's pages of {page}"
+            )
+        }
+        Some((memory, _)) if memory > super::super::bounce::BOUNCE_ALIGN => {
+            format!("it takes O_DIRECT with memory aligned to {memory} bytes only")
+        }
+        Some((memory, offset)) => {
+            let aside = if offset > 512 { Some(open_aside(seen, path, spec)?) } else { None };
+            return Ok(Aligned { file, direct, memory_mask: memory - 1, offset_mask: offset - 1, aside });
+        }
+    };
+    if spec.direct == Direct::On {
+        return Err(no_direct(path, why));
+    }
+    // The same open file, so that its locks stay.
+    rustix::fs::fcntl_setfl(&file, rustix::fs::OFlags::empty())
+        .map_err(|e| Error::io(format_args!("cannot leave O_DIRECT for {}", path.display()), e.into()))?;
+    Ok(buffered(file))
+}
+
+/// Opens the same file once more, through the page cache.
+fn open_aside(seen: &Seen, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
+    let second = seen.open(!spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
+    // SAFETY: a call without memory. That it may fail does no harm: it is about read-ahead.
+    unsafe { libc::posix_fadvise(second.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+    Ok(shared(&Arc::new(second)))
+}
+
+fn limits(meta: &Metadata, device: Option<&Device>, readonly: bool, punches: bool) -> Limits {
+    let power = |n: u32, or: u32| if n.is_power_of_two() { n } else { or };
+    let (logical, physical, min_io, opt_io, discard, discard_max) = match device {
+        Some(d) => (d.logical_block, d.physical_block, d.min_io, d.opt_io, d.discard_align, d.discard_max),
+        None => {
+            let block = u32::try_from(meta.blksize()).unwrap_or(4096);
+            (512, block, block, 0, block, u64::MAX)
+        }
+    };
+    let block_size = power(logical, 512).clamp(512, 4096);
+    let physical = power(physical, 4096).max(block_size);
+    let discard_align = power(discard, block_size).max(block_size);
+    let can_discard = !readonly && punches && discard_max > 0;
+    Limits {
+        block_size,
+        physical_block_exp: (physical / block_size).ilog2() as u8,
+        min_io: min_io.max(block_size),
+        opt_io,
+        max_discard_bytes: if can_discard { Limits::DISCARD_BYTES_MAX } else { 0 },
+        discard_align,
+        can_discard,
+        can_zero: !readonly,
+    }
+}

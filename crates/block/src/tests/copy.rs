@@ -1,0 +1,114 @@
+//! What who copies disks asks for: where data is, and clusters written compressed.
+
+use ::qcow2::Extent::{Absent, Data, Zero};
+use ::qcow2::create::{Options, create};
+use ::qcow2::memory::Memory;
+
+use super::*;
+
+const CLUSTER: u64 = 65536;
+const BYTES: u64 = 32 * CLUSTER;
+
+impl Rig {
+    fn seek(&mut self, own: bool, offset: u64, len: u64) -> (Extent, u64) {
+        let (mut io, handle) = (Box::new(Io::default()), &self.handle);
+        io.reset(Op::Seek { own }, offset, false);
+        io.len = len;
+        let token = Token { index: 1, generation: 2, slot: 0, op: 3 };
+        let mut step = handle.start(&mut self.ring, &mut io, token);
+        self.ring.run_until_idle(|ring, token, res| step = handle.resume(ring, &mut io, token, res)).unwrap();
+        assert_eq!(step, Step::Done(0));
+        let found = io.found.expect("an answer");
+        (found.extent, found.len)
+    }
+}
+
+/// An image of `BYTES` as a disk, on each file system.
+fn images(backing: bool, mut f: impl FnMut(&DiskSpec)) {
+    for parent in ["/dev/shm", "."] {
+        let dir = scratch(parent);
+        let file = Memory::new(Vec::new(), BYTES);
+        let mut options = Options::new(BYTES);
+        if backing {
+            fs::write(image(&dir, "below.img", BYTES / 2), vec![3; CLUSTER as usize]).unwrap();
+            options.backing = Some(("below.img".to_owned(), "raw".to_owned()));
+        }
+        create(&file, None, &options, &mut |_, _| {}).unwrap();
+        let path = dir.path().join("disk.qcow2");
+        fs::write(&path, file.bytes()).unwrap();
+        f(&DiskSpec { format: Some(Format::Qcow2), ..raw_spec(&path) });
+    }
+}
+
+#[test]
+fn compressed_clusters_take_less_and_read_the_same() {
+    images(false, |spec| {
+        let mut rig = Rig::new(spec);
+        let mut random = Random::new(7);
+        let all: Vec<u8> = (0..BYTES).map(|i| if i % 8 == 0 { random.below(256) as u8 } else { 7 }).collect();
+        for (n, cluster) in all.chunks(CLUSTER as usize).enumerate() {
+            let mut data = cluster.to_vec();
+            let at = n as u64 * CLUSTER;
+            if n == 5 {
+                // It has a place already.
+                assert_eq!(rig.write(at, &[1; 512]), 0);
+            }
+            let (mut half, whole) = (data[512..].to_vec(), Ask::with(Op::WriteCompressed, at, &mut data));
+            assert_eq!(rig.run(Ask::with(Op::WriteCompressed, at + 512, &mut half)), -libc::EINVAL);
+            assert_eq!(rig.run(whole), 0);
+        }
+        assert!(rig.read(0, BYTES as usize) == all);
+        let path = spec.file.clone().unwrap();
+        let Rig { mut ring, handle } = rig;
+        handle.detach(&mut ring);
+        let len = fs::metadata(&path).unwrap().len();
+        assert!(len < BYTES / 2 + (1 << 20), "{len}");
+        let mut rig = Rig::new(spec);
+        assert!(rig.read(0, BYTES as usize) == all);
+    });
+}
+
+#[test]
+fn a_qcow2_disk_says_where_data_is() {
+    images(true, |spec| {
+        let mut rig = Rig::new(spec);
+        assert_eq!(rig.write(4 * CLUSTER, &[1; 512]), 0);
+        assert_eq!(rig.run(Ask::new(Op::WriteZeroes { unmap: true }, 5 * CLUSTER, CLUSTER)), 0);
+        let mut found = |own, cluster| {
+            let (extent, len) = rig.seek(own, cluster * CLUSTER, BYTES - cluster * CLUSTER);
+            (extent, len / CLUSTER)
+        };
+        assert_eq!(found(true, 0), (Absent, 4));
+        assert_eq!(found(true, 4), (Data, 1));
+        assert_eq!(found(true, 5), (Zero, 1));
+        assert_eq!(found(true, 6), (Absent, 26));
+        assert_eq!(found(false, 0), (Data, 1), "what is below ends there");
+        assert_eq!(found(false, 1), (Zero, 3));
+        assert_eq!(found(false, 5), (Zero, 27));
+        assert_eq!(rig.seek(false, 0, 512), (Data, 512));
+    });
+}
+
+#[test]
+fn others_say_what_they_know() {
+    for spec in [memory_spec(Format::Null, BYTES), memory_spec(Format::Ram, BYTES)] {
+        let mut rig = Rig::new(&spec);
+        assert_eq!(rig.seek(false, 0, BYTES), (Data, BYTES));
+        assert_eq!(rig.run(Ask::with(Op::WriteCompressed, 0, &mut [0; 4096])), -libc::EOPNOTSUPP);
+    }
+    for (parent, knows) in [("/dev/shm", true), (".", false)] {
+        let dir = scratch(parent);
+        let mut rig = Rig::new(&raw_spec(&image(&dir, "disk.img", BYTES)));
+        assert_eq!(rig.write(CLUSTER, &[1; CLUSTER as usize]), 0);
+        let knows = knows && rig.disk().path() == "inline";
+        let expected = |extent, len| if knows { (extent, len) } else { (Data, len) };
+        assert_eq!(rig.seek(true, 0, CLUSTER), expected(Zero, CLUSTER));
+        assert_eq!(rig.seek(true, CLUSTER + 512, 512), (Data, 512));
+        if knows {
+            assert_eq!(rig.seek(true, 0, BYTES), (Zero, CLUSTER));
+            assert_eq!(rig.seek(true, CLUSTER, BYTES - CLUSTER), (Data, CLUSTER));
+            assert_eq!(rig.seek(true, 2 * CLUSTER, BYTES - 2 * CLUSTER), (Zero, BYTES - 2 * CLUSTER));
+        }
+        assert_eq!(rig.run(Ask::with(Op::WriteCompressed, 0, &mut [0; 4096])), -libc::EOPNOTSUPP);
+    }
+}

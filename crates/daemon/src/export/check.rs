@@ -1,0 +1,301 @@
+//! What is wrong with a request by itself, whatever the machine and the daemon are like.
+//!
+//! Control asks before anything is begun: the command line or the configuration is wrong then. [`Daemon`](super::Daemon)
+//! asks again, for other clients of the protocol.
+
+use vshunt_block::Disk;
+use vshunt_engine::{Settings, WorkerId};
+use vshunt_net::{switch, tap};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{
+    DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,
+};
+
+use super::opened::{MAX_PAIRS, MAX_QUEUES};
+use crate::queue::blk::SERIAL_MAX;
+
+/// A request that can be wrong by itself.
+pub trait Check {
+    /// # Errors
+    /// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+    fn check(&self) -> Result<()>;
+}
+
+impl Check for DiskSpec {
+    fn check(&self) -> Result<()> {
+        check_name("disk", &self.name)?;
+        Disk::check(self)
+    }
+}
+
+impl Check for NetSpec {
+    fn check(&self) -> Result<()> {
+        check_name("network", &self.name)?;
+        let wrong = |why: String| Err(Error::invalid(format!("network {}: {why}", self.name)));
+        if self.kind == NetKind::Switch {
+            return check_switch(self);
+        }
+        let named = match (&self.ifname, &self.fd) {
+            (Some(ifname), None) => tap::check_name(ifname),
+            (None, Some(fd)) => tap::parse_fds(fd).map(drop),
+            (None, None) => return wrong("give ifname=NAME, the interface, or fd=N, its descriptors".into()),
+            (Some(_), Some(_)) => {
+                return wrong("give either ifname=NAME or fd=N: a descriptor knows its interface".into());
+            }
+        };
+        let netns = self.netns.as_deref().map_or(Ok(()), tap::check_netns);
+        if let Err(e) = named.and(netns) {
+            return wrong(e.to_string());
+        }
+        match (&self.fd, self.queues) {
+            (Some(_), _) if self.netns.is_some() => {
+                wrong("netns= is for an interface by name: a descriptor knows its own; leave it out".into())
+            }
+            (Some(_), Some(_)) => wrong("there are as many queues as descriptors; leave out queues".into()),
+            (_, Some(n)) if !(1..=tap::QUEUES_MAX).contains(&n) => {
+                wrong(format!("queues={n} is out of range; a tap has 1 to {}", tap::QUEUES_MAX))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Check for WorkerSpec {
+    fn check(&self) -> Result<()> {
+        check_worker_name(self.name.as_deref())?;
+        match (self.kind.unwrap_or_default(), &self.export) {
+            (WorkerKind::Kernel, None) => {
+                return Err(Error::invalid(
+                    "a worker of the kernel is of one export; name it: export=NAME (--export NAME)",
+                ));
+            }
+            (WorkerKind::User, Some(export)) => {
+                return Err(Error::invalid(format!(
+                    "a worker of this process is of no export; leave out {export}, or give kind=kernel"
+                )));
+            }
+            (WorkerKind::Kernel, Some(_)) => settings(self).check_kernel()?,
+            (WorkerKind::User, None) => {}
+        }
+        settings(self).check()
+    }
+}
+
+impl Check for ExportSpec {
+    fn check(&self) -> Result<()> {
+        check_name("export", &self.name)?;
+        let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", self.name)));
+        check_kind(self)?;
+        if self.socket.is_some() && self.fd.is_some() {
+            return check_one_place(self);
+        }
+        let most = match self.kind {
+            ExportKind::VhostUserNet | ExportKind::Uplink => MAX_PAIRS,
+            ExportKind::VhostUserBlk | ExportKind::Fuse => MAX_QUEUES,
+        };
+        if let Some(queues) = self.queues
+            && !(1..=most).contains(&queues)
+        {
+            return wrong(format!("queues={queues} is out of range; 1 to {most} is possible"));
+        }
+        if let Some(Err(e)) = self.mtu.map(tap::check_mtu) {
+            return wrong(e.to_string());
+        }
+        check_port(self)?;
+        if self.workers == Spread::Count(0) {
+            return wrong("workers=0 would serve nothing; give 1 or more, or per-queue".to_owned());
+        }
+        if let Some(serial) = &self.serial
+            && serial.len() > SERIAL_MAX
+        {
+            return wrong(format!("the serial has {} bytes; {SERIAL_MAX} is the most", serial.len()));
+        }
+        if let Some(size) = self.block_size
+            && (!size.is_power_of_two() || !(512..=4096).contains(&size))
+        {
+            return wrong(format!("block-size={size} is not one of 512, 1024, 2048, 4096"));
+        }
+        Settings { poll_us: self.poll_us, ..Settings::default() }.check()
+    }
+}
+
+/// A switch has nothing but its name.
+fn check_switch(spec: &NetSpec) -> Result<()> {
+    let keys = [
+        ("ifname", spec.ifname.is_some()),
+        ("fd", spec.fd.is_some()),
+        ("netns", spec.netns.is_some()),
+        ("queues", spec.queues.is_some()),
+        ("steering", spec.steering.is_some()),
+        ("address", spec.address.is_some()),
+        ("owner", spec.owner.is_some()),
+        ("group", spec.group.is_some()),
+        ("persist", spec.persist.is_some()),
+    ];
+    match keys.iter().find(|(_, given)| *given) {
+        Some((key, _)) => Err(Error::invalid(format!(
+            "network {}: {key} is of type=tap, not of type=switch; leave it out",
+            spec.name
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// What is wrong with the options of a switch's port by themselves.
+fn check_port(spec: &ExportSpec) -> Result<()> {
+    let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    if spec.mac_filter == Some(true) && spec.mac.is_none() {
+        return wrong("mac-filter=on needs the address that may send; give mac=ADDRESS".to_owned());
+    }
+    let limits = 1..=switch::MACS_MAX as u32;
+    if let Some(limit) = spec.mac_limit.filter(|limit| !limits.contains(limit)) {
+        return wrong(format!("mac-limit={limit} is out of range; 1 to {} is possible", limits.end()));
+    }
+    match (spec.vlan, &spec.trunk) {
+        (Some(vlan), _) if !(1..=VLAN_MAX).contains(&vlan) => {
+            wrong(format!("vlan={vlan} is out of range; 1 to {VLAN_MAX} is possible"))
+        }
+        (Some(vlan), Some(trunk)) if trunk.has(vlan) => wrong(format!(
+            "vlan={vlan} is untagged at the port, and trunk={trunk} has it tagged; leave it out of one of the two"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The options of a switch's port that are given: on a tap they would do nothing.
+pub(super) fn port_keys(spec: &ExportSpec) -> impl Iterator<Item = &'static str> {
+    let keys = [
+        ("mac-filter", spec.mac_filter.is_some()),
+        ("mac-limit", spec.mac_limit.is_some()),
+        ("vlan", spec.vlan.is_some()),
+        ("trunk", spec.trunk.is_some()),
+        ("isolated", spec.isolated.is_some()),
+        ("reserved", spec.reserved.is_some()),
+    ];
+    keys.into_iter().filter(|(_, given)| *given).map(|(key, _)| key)
+}
+
+/// Whether a disk may be asked to have that size.
+///
+/// # Errors
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+pub fn check_disk_size(size_bytes: u64) -> Result<()> {
+    Disk::check_size(size_bytes)
+}
+
+/// Whether an export has exactly one place: a socket or a mountpoint. In [`Check`] a socket may be missing: the service
+/// manager may pass it.
+///
+/// # Errors
+/// [`Invalid`](vshunt_types::error::Kind::Invalid).
+pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
+    match spec.kind {
+        ExportKind::VhostUserBlk | ExportKind::VhostUserNet if spec.socket.is_some() == spec.fd.is_some() => {
+            Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name)))
+        }
+        ExportKind::Fuse if spec.mountpoint.is_none() => {
+            Err(Error::invalid(format!("export {}: give mountpoint=PATH, the file to mount over", spec.name)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether what is asked for is of this kind of export.
+fn check_kind(spec: &ExportSpec) -> Result<()> {
+    let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    let kind = kind_name(spec.kind);
+    if let Some((key, of, _)) = of_kinds(spec).into_iter().find(|(_, of, on)| *on && !of.contains(&spec.kind))
+    {
+        if key == "readonly" && spec.kind == ExportKind::Fuse {
+            return wrong("a mount is read-only unless writable=on is given; leave out readonly".into());
+        }
+        let others: Vec<_> = of.iter().map(|kind| kind_name(*kind)).collect();
+        let others = others.join(" and ");
+        return wrong(format!("{key} is of type={others}, not of type={kind}; leave it out"));
+    }
+    match spec.kind {
+        ExportKind::VhostUserNet if spec.net.is_none() => wrong("give net=NAME, the network to join".into()),
+        ExportKind::Uplink if spec.net.is_none() => wrong("give net=NAME, the switch to join".into()),
+        ExportKind::Uplink if spec.tap.is_none() => wrong("give tap=NAME, the network that joins it".into()),
+        ExportKind::VhostUserBlk | ExportKind::Fuse if spec.disk.is_empty() => {
+            wrong("give disk=NAME, the disk to serve".into())
+        }
+        ExportKind::Fuse if spec.growable == Some(true) && spec.writable != Some(true) => {
+            wrong("growable=on needs writable=on".into())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn kind_name(kind: ExportKind) -> &'static str {
+    match kind {
+        ExportKind::VhostUserBlk => "vhost-user-blk",
+        ExportKind::VhostUserNet => "vhost-user-net",
+        ExportKind::Fuse => "fuse",
+        ExportKind::Uplink => "uplink",
+    }
+}
+
+/// The keys that are not of every kind of export, whose they are, and whether they are given.
+fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool)> {
+    use ExportKind::{Fuse, Uplink, VhostUserBlk, VhostUserNet};
+    vec![
+        ("disk", &[VhostUserBlk, Fuse], !spec.disk.is_empty()),
+        ("net", &[VhostUserNet, Uplink], spec.net.is_some()),
+        ("tap", &[Uplink], spec.tap.is_some()),
+        ("mac", &[VhostUserNet], spec.mac.is_some()),
+        ("mac-filter", &[VhostUserNet], spec.mac_filter.is_some()),
+        ("mac-limit", &[VhostUserNet, Uplink], spec.mac_limit.is_some()),
+        ("vlan", &[VhostUserNet, Uplink], spec.vlan.is_some()),
+        ("trunk", &[VhostUserNet, Uplink], spec.trunk.is_some()),
+        ("isolated", &[VhostUserNet, Uplink], spec.isolated.is_some()),
+        ("reserved", &[VhostUserNet, Uplink], spec.reserved.is_some()),
+        ("mtu", &[VhostUserNet, Uplink], spec.mtu.is_some()),
+        ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
+        ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),
+        ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
+        ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
+        ("serial", &[VhostUserBlk], spec.serial.is_some()),
+        ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
+        ("readonly", &[VhostUserBlk], spec.readonly),
+        ("mountpoint", &[Fuse], spec.mountpoint.is_some()),
+        ("writable", &[Fuse], spec.writable.is_some()),
+        ("growable", &[Fuse], spec.growable.is_some()),
+        ("allow-other", &[Fuse], spec.allow_other.is_some()),
+        ("transport", &[Fuse], spec.transport.is_some()),
+        ("passthrough", &[Fuse], spec.passthrough.is_some()),
+    ]
+}
+
+/// What is asked of a worker besides its name.
+pub(super) fn settings(spec: &WorkerSpec) -> Settings {
+    Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us, ..Settings::default() }
+}
+
+fn check_worker_name(name: Option<&str>) -> Result<()> {
+    name.map_or(Ok(()), |name| check_no_id("worker", name))
+}
+
+/// A job's name is its worker's and its queue's, too.
+pub(super) fn check_job_name(name: &str) -> Result<()> {
+    check_no_id("job", name)
+}
+
+/// Names of workers are taken for ids where they are numbers.
+fn check_no_id(what: &str, name: &str) -> Result<()> {
+    check_name(what, name)?;
+    match name.parse::<WorkerId>() {
+        Ok(_) => Err(Error::invalid(format!("{what} name {name:?} would be taken for an id; add a letter"))),
+        Err(_) => Ok(()),
+    }
+}
+
+fn check_name(what: &str, name: &str) -> Result<()> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
+        return Err(Error::invalid(format!(
+            "{what} name {name:?} is not usable; take 1 to 64 letters, digits, '-', '_' or '.'"
+        )));
+    }
+    Ok(())
+}

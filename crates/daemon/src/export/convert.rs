@@ -1,0 +1,110 @@
+//! A disk that nobody uses is copied to another, by the queues that copy those in use.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::*;
+use std::time::Duration;
+
+use vshunt_block::copy::{Copy, CopyQueue, Side};
+use vshunt_block::{Bits, CopyBeforeWrite, Disk, Reading};
+use vshunt_engine::{DEFAULT_POLL_US, QueueSet, Settings, Workers, allowed_cpus};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{DiskSpec, Format};
+
+/// What is copied as one: a cluster, where that is compressed.
+const BLOCK_SHIFT: u32 = 16;
+/// Queues at most: beyond it the file is the limit.
+const QUEUES_MAX: usize = 8;
+/// How often progress is told.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// A disk that is to be copied, open. With its locks nobody makes a new image of it, or of what it stands on, meanwhile.
+pub struct ToConvert {
+    disk: Arc<Disk>,
+    name: String,
+}
+
+fn name(spec: &DiskSpec) -> String {
+    spec.file.as_ref().map_or(String::new(), |f| f.display().to_string())
+}
+
+impl ToConvert {
+    /// # Errors
+    /// Those of opening a disk.
+    pub fn open(from: &DiskSpec) -> Result<Self> {
+        Ok(Self { disk: Disk::open(from)?, name: name(from) })
+    }
+
+    /// How it reads, of it and the images below each that was not closed.
+    pub fn readings(&self) -> Vec<Reading> {
+        self.disk.readings()
+    }
+
+    /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes. `progress` is told bytes
+    /// done, of how many.
+    ///
+    /// # Errors
+    /// Those of opening `to`; `Invalid` where their sizes differ; `Io` with the side and the place that failed.
+    pub fn to(
+        self,
+        to: &DiskSpec,
+        compress: bool,
+        fresh: bool,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<()> {
+        let (source, target) = (self.disk, Disk::open(to)?);
+        let (from, to_name) = (self.name, name(to));
+        let size = source.size_bytes();
+        if target.size_bytes() != size {
+            return Err(Error::invalid(format!(
+                "{from} has a disk of {size} bytes and {to_name} one of {}: they have to be as large",
+                target.size_bytes()
+            )));
+        }
+        debug_assert!(to.format() == Format::Qcow2 || !compress);
+        let no_memory = || Error::limit("no memory for the map of what is copied");
+        let shift = match compress {
+            true => target.cluster_bytes().map_or(BLOCK_SHIFT, u64::trailing_zeros),
+            false => BLOCK_SHIFT,
+        };
+        let todo = Bits::new(size, shift).ok_or_else(no_memory)?;
+        todo.set(todo.all());
+        let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a copy cannot be set up", e))?;
+        let copy = Copy::new(source, target.clone(), Arc::new(work), std::thread::current());
+        let copy = Arc::new(copy.onto_fresh(fresh).compressed(compress));
+        run(&copy, size, progress)?;
+        match copy.failure() {
+            Some((Side::Source, at, e)) => {
+                return Err(Error::io(format_args!("{from} cannot be read at byte {at}"), e));
+            }
+            Some((Side::Target, at, e)) => {
+                return Err(Error::io(format_args!("{to_name} cannot be written at byte {at}"), e));
+            }
+            None => {}
+        }
+        let synced = target.sync().and_then(|()| target.sync());
+        synced.map_err(|e| Error::io(format_args!("{to_name} cannot be made stable"), e))
+    }
+}
+
+/// Runs the queues, each on a worker of its own, until all is copied or one failed.
+fn run(copy: &Arc<Copy>, size: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
+    let workers = Workers::new(DEFAULT_POLL_US)?;
+    let count = allowed_cpus().len().clamp(1, QUEUES_MAX);
+    let homes = (0..count)
+        .map(|_| workers.create(Some("convert".to_owned()), &Settings::default()))
+        .collect::<Result<Vec<_>>>()?;
+    let set = QueueSet::new("convert", &workers, &homes)?;
+    for index in 0..set.len() {
+        set.start(index, Box::new(CopyQueue::new(copy.clone(), set.stats(index).clone())));
+    }
+    while !copy.over.load(Acquire) {
+        std::thread::park_timeout(LOOK_EVERY);
+        progress(copy.done.load(Relaxed), size);
+    }
+    for index in 0..set.len() {
+        drop(set.stop(index));
+    }
+    drop(set);
+    workers.end_all();
+    Ok(())
+}

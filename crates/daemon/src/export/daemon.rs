@@ -1,0 +1,583 @@
+//! The daemon: everything control may ask for. Its methods are called from any control thread.
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
+use std::time::{Duration, Instant};
+
+use vshunt_block::{Disk, sweep_journals};
+use vshunt_engine::Observer;
+use vshunt_engine::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
+use vshunt_fuse::mount::{identity, remove_left_behind, uncover};
+use vshunt_sandbox::{self as sandbox, ThreadKind};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
+};
+
+use super::bitmaps::Watched;
+use super::check::{Check, settings};
+use super::event::{Event, Listener};
+use super::life::{Export, removing};
+use super::maps::{DiskEntry, ExportEntry, Maps, Phase, no_disk, no_export};
+use super::opened::Backend;
+
+/// How long an attach waits for requests in flight where nobody says.
+pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the removal of an export waits for requests in flight.
+const REMOVE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+
+/// Settings of the daemon.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Bound of polling for workers that have none of their own, µs.
+    pub poll_us: u32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { poll_us: DEFAULT_POLL_US }
+    }
+}
+
+/// Disks, exports and workers of one process.
+///
+/// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot, then the workers'
+/// list. `state` guards the two maps and is held for look-ups alone: never while a socket, a worker or a file is
+/// opened, and never while a queue drains. A name is reserved or marked instead, see [`Phase`].
+pub struct Daemon {
+    state: Mutex<Maps>,
+    /// Signalled when an export has come into another phase, or is gone.
+    pub(super) changed: Condvar,
+    pub(super) workers: Arc<Workers>,
+    listeners: RwLock<Vec<Listener>>,
+    pub(super) this: Weak<Daemon>,
+}
+
+struct Watch {
+    name: String,
+    daemon: Weak<Daemon>,
+}
+
+impl Observer for Watch {
+    fn connected(&self, yes: bool) {
+        let name = self.name.clone();
+        if let Some(daemon) = self.daemon.upgrade() {
+            daemon.tell(&if yes {
+                Event::ExportConnected { name }
+            } else {
+                Event::ExportDisconnected { name }
+            });
+        }
+    }
+
+    fn queue_broken(&self, index: u16, reason: &str) {
+        if let Some(daemon) = self.daemon.upgrade() {
+            daemon.tell(&Event::QueueBroken { export: self.name.clone(), index, reason: reason.to_owned() });
+        }
+    }
+
+    fn resized(&self, size_bytes: u64) {
+        if let Some(daemon) = self.daemon.upgrade() {
+            daemon.resized_by(&self.name, size_bytes);
+        }
+    }
+
+    fn ended(&self) {
+        // Called by a session thread or worker, which cannot wait for itself.
+        let (name, daemon) = (self.name.clone(), self.daemon.clone());
+        let remove = move || {
+            if let Some(daemon) = daemon.upgrade()
+                && let Err(e) = daemon.export_remove(&name, true)
+            {
+                tracing::debug!("{e}");
+            }
+        };
+        let builder = std::thread::Builder::new().name("export-end".into());
+        if let Err(e) = sandbox::spawn(ThreadKind::Control, builder, remove) {
+            // It serves nobody any more, and goes with the next remove or the daemon.
+            tracing::error!(
+                "export {}: its peer went, and no thread can be had to remove it: {e}",
+                self.name
+            );
+        }
+    }
+}
+
+impl Daemon {
+    /// A daemon with worker 0 and nothing else.
+    pub fn new(options: Options) -> Result<Arc<Self>> {
+        let workers = Workers::new(options.poll_us)?;
+        workers.create(None, &Settings::default())?;
+        Ok(Arc::new_cyclic(|this| Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            workers,
+            listeners: RwLock::default(),
+            this: this.clone(),
+        }))
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, Maps> {
+        self.state.lock().expect("no holder panics")
+    }
+
+    /// Calls `f` for each event from now on; it must return at once.
+    pub fn on_event(&self, f: Listener) {
+        self.listeners.write().expect("no holder panics").push(f);
+    }
+
+    pub(super) fn tell(&self, event: &Event) {
+        for listener in self.listeners.read().expect("no holder panics").iter() {
+            listener(event);
+        }
+    }
+
+    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, Maps>) -> MutexGuard<'a, Maps> {
+        self.changed.wait(state).expect("no holder panics")
+    }
+
+    /// Begins to remove what daemons that were killed left in /dev/shm for images that are gone. Once, after its disks are
+    /// added. On a thread of its own: to look for an image may wait for its file system.
+    pub fn sweep_journals(&self) {
+        let thread = std::thread::Builder::new().name("vshunt-sweep".to_owned());
+        // It opens images by their handles, which control threads may not. Without a thread they stay until the next daemon.
+        let _ = thread.spawn(|| sandbox::errand(sweep_journals));
+    }
+
+    /// Opens a disk.
+    pub fn disk_add(&self, spec: DiskSpec) -> Result<()> {
+        spec.check()?;
+        self.state().check_unnamed(&spec.name)?;
+        // Without the lock: it may wait for the image.
+        if let Some(file) = &spec.file {
+            uncover(file)?;
+        }
+        self.check_image(&spec)?;
+        let disk = Disk::open(&spec)?;
+        // What is listed.
+        let spec = DiskSpec { format: Some(spec.format()), ..spec };
+        let watched = Watched::of(&disk)?;
+        let mut state = self.state();
+        state.check_unnamed(&spec.name)?;
+        let name = spec.name.clone();
+        let entry = Arc::new(DiskEntry::new(spec, disk, watched));
+        entry.watch();
+        state.disks.insert(name, entry);
+        Ok(())
+    }
+
+    /// The image's lock would say that another process has it, after having waited for that to end.
+    pub(super) fn check_image(&self, spec: &DiskSpec) -> Result<()> {
+        let disks: Vec<_> = self.state().disks.values().cloned().collect();
+        let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.keeps_out(spec)), &spec.file) else {
+            return Ok(());
+        };
+        let readonly = if spec.readonly { "make that readonly=on too" } else { "give both readonly=on" };
+        Err(Error::busy(format!(
+            "{} is the image of disk {} of this daemon already; export that one, or {readonly}",
+            file.display(),
+            other.name
+        )))
+    }
+
+    /// Takes away mounts that a killed daemon left at mountpoints of exports or over images of `disks`. Called before the images
+    /// are looked at, which such a mount hides, and before they are opened: a dead mount with passthrough keeps the locks of
+    /// its image.
+    ///
+    /// # Errors
+    /// `Busy` where a dead mount cannot be taken away; the system's.
+    pub fn take_over<'a>(mountpoints: impl IntoIterator<Item = &'a Path>, disks: &[DiskSpec]) -> Result<()> {
+        mountpoints.into_iter().try_for_each(|path| Self::take_over_mountpoint(path, disks))?;
+        for file in disks.iter().filter_map(|disk| disk.file.as_deref()) {
+            uncover(file)?;
+        }
+        Ok(())
+    }
+
+    fn take_over_mountpoint(path: &Path, disks: &[DiskSpec]) -> Result<()> {
+        if uncover(path)? {
+            let below = identity(path);
+            // An empty image may be mounted over itself.
+            let is_image = |disk: &DiskSpec| disk.file.as_deref().and_then(identity) == below;
+            if !disks.iter().any(is_image) {
+                remove_left_behind(path);
+            }
+        }
+        Ok(())
+    }
+
+    /// A mount over an image hides it from everything that opens it by its name. The disk that is mounted has it open
+    /// already; no other may need it.
+    fn check_mountpoint(&self, spec: &ExportSpec) -> Result<()> {
+        let Some(path) = &spec.mountpoint else { return Ok(()) };
+        let Some(inode) = identity(path) else { return Ok(()) };
+        let disks: Vec<_> = self.state().disks.values().cloned().collect();
+        let shown = path.display();
+        for entry in disks.iter().filter(|entry| entry.disk.has_inode(inode)) {
+            let name = &entry.name;
+            if *name != spec.disk || !entry.disk.image_has_inode(inode) {
+                return Err(Error::invalid(format!(
+                    "{shown} is an image of disk {name} and cannot be mounted over; name another file, for example \
+                     {shown}.raw"
+                )));
+            }
+            if let Some(job) = entry.watched.job() {
+                return Err(Error::busy(format!(
+                    "{shown} is the image of disk {name}, whose job {job} may have to open it by its name; wait for the \
+                     job to end, or name another file, for example {shown}.raw"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes a disk that no export uses, or forgets an overlay that waits for its snapshot.
+    pub fn disk_remove(&self, name: &str) -> Result<()> {
+        let removed = {
+            let mut state = self.state();
+            if state.overlays.remove(name).is_some() {
+                return Ok(());
+            }
+            if let Some(user) = state.users(name).first() {
+                return Err(Error::busy(format!(
+                    "disk {name} is in use by export {user}; remove that first"
+                )));
+            }
+            state.disk(name)?.watched.check_free(name)?;
+            state.disks.remove(name).ok_or_else(|| no_disk(name))?
+        };
+        // Whoever looks at it is done in a moment; the image is closed when this returns.
+        while Arc::strong_count(&removed) > 1 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Whether a disk, or an overlay that waits, has the file with that device number and inode, as its image or below. A disk
+    /// whose image is being replaced may have it. Waits for nothing.
+    pub fn has_file(&self, id: (u64, u64)) -> bool {
+        let state = self.state();
+        state.disks.values().any(|entry| entry.disk.may_have_file(id))
+            || state.overlays.values().any(|overlay| overlay.id == Some(id))
+    }
+
+    /// All disks, by name.
+    pub fn disks(&self) -> Vec<DiskInfo> {
+        self.learn_sizes();
+        let disks: Vec<_> = {
+            let state = self.state();
+            state.disks.values().map(|entry| (entry.clone(), state.users(&entry.name))).collect()
+        };
+        // Without the lock: one whose image is being replaced is waited for.
+        let info = |(entry, exports): (Arc<DiskEntry>, _)| DiskInfo {
+            spec: entry.spec(),
+            size_bytes: entry.disk.size_bytes(),
+            direct_in_use: entry.disk.direct_in_use(),
+            path: entry.disk.path().to_owned(),
+            exports,
+            job: entry.watched.job(),
+            bitmaps: entry.watched.bitmap_infos(),
+        };
+        disks.into_iter().map(info).collect()
+    }
+
+    /// Serves a disk or a network. Waits for a resize of that disk to end.
+    pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
+        spec.check()?;
+        if spec.net.is_some() {
+            let backend = self.state().reserve_nets(&spec)?;
+            return self.make(spec, backend, &|| Ok(()));
+        }
+        let entry = self.state().disk(&spec.disk)?;
+        let _turn = entry.turn();
+        self.check_mountpoint(&spec)?;
+        if !spec.refuses_writes() && self.state().writer(&spec.disk).is_none() {
+            entry.check_returned()?;
+        }
+        self.state().reserve(&spec, &entry)?;
+        let growable = spec.growable == Some(true);
+        let prepare = || if growable { self.make_growable(&entry) } else { Ok(()) };
+        self.make(spec, Backend::Disk(entry.disk.clone()), &prepare)
+    }
+
+    /// Makes an export that is reserved. `prepare` is called once nothing is left that could be refused.
+    fn make(&self, spec: ExportSpec, backend: Backend, prepare: &dyn Fn() -> Result<()>) -> Result<()> {
+        let name = spec.name.clone();
+        let watch = Watch { name: name.clone(), daemon: self.this.clone() };
+        let made = Export::create(spec, backend, &self.workers, Arc::new(watch), prepare);
+        let mut state = self.state();
+        let result = match made {
+            Ok(export) => {
+                let reserved = state.exports.get_mut(&name).expect("what is being made stays");
+                reserved.phase = Phase::Serving(Arc::new(export));
+                Ok(())
+            }
+            Err(e) => {
+                state.exports.remove(&name);
+                Err(e)
+            }
+        };
+        self.changed.notify_all();
+        result
+    }
+
+    /// Ends an export; returns when it is gone. Without `hard`, one with a front-end connected is
+    /// [`Busy`](vshunt_types::error::Kind::Busy), and so is one that is being removed already. One whose requests do not end within
+    /// 10 s is, too: its users are disconnected then, and it goes when they end.
+    pub fn export_remove(&self, name: &str, hard: bool) -> Result<()> {
+        self.export_take_down(name, hard).map(drop)
+    }
+
+    /// As [`export_remove`](Self::export_remove). Returns whether a front end lost its device.
+    pub fn export_take_down(&self, name: &str, hard: bool) -> Result<bool> {
+        let export = {
+            let mut state = self.state();
+            loop {
+                match state.phase(name)? {
+                    Phase::Making => {}
+                    Phase::Removing(_) => return Err(removing(name)),
+                    Phase::Serving(export) if !hard && export.in_use() => {
+                        return Err(Error::busy(format!(
+                            "export {name} has a front-end connected; end that, or remove it by force (--force)"
+                        )));
+                    }
+                    Phase::Serving(_) => break,
+                }
+                state = self.wait(state);
+            }
+            state.mark_removing(name)
+        };
+        if !hard && let Err(e) = export.release() {
+            self.state().exports.get_mut(name).expect("ours to remove").phase = Phase::Serving(export);
+            self.changed.notify_all();
+            return Err(e);
+        }
+        let used = export.in_use();
+        if used {
+            tracing::warn!("export {name} is removed by force: its front end loses the device");
+        }
+        let ended = self.begin_end(name, export.clone());
+        await_end(name, &export, &ended, Instant::now() + REMOVE_LIMIT)?;
+        Ok(used)
+    }
+
+    /// Begins to take down an export that is marked as being removed, on a thread of its own. Says when that is over.
+    fn begin_end(&self, name: &str, export: Arc<Export>) -> Receiver<()> {
+        let (done, is_done) = std::sync::mpsc::sync_channel(1);
+        let (this, of, theirs) = (self.this.upgrade(), name.to_owned(), export.clone());
+        let theirs_done = done.clone();
+        let end = move || {
+            if let Some(daemon) = this {
+                daemon.end(&of, &theirs);
+            }
+            drop(theirs);
+            let _ = theirs_done.send(());
+        };
+        if std::thread::Builder::new().name("export-end".into()).spawn(end).is_err() {
+            // Without a thread there is no limit.
+            self.end(name, &export);
+            let _ = done.send(());
+        }
+        is_done
+    }
+
+    /// Takes down an export that is marked as being removed. Waits for its requests in flight, without a limit.
+    fn end(&self, name: &str, export: &Export) {
+        export.remove();
+        {
+            let mut state = self.state();
+            state.exports.remove(name);
+            state.untold += 1;
+        }
+        // Without the lock, and when the name can be used again.
+        self.tell(&Event::ExportDeleted { name: name.to_owned() });
+        self.state().untold -= 1;
+        self.changed.notify_all();
+    }
+
+    /// All exports, by name.
+    pub fn exports(&self) -> Vec<ExportInfo> {
+        let shown = |entry: &ExportEntry| {
+            let export = entry.phase.export()?.clone();
+            Some((export, matches!(entry.phase, Phase::Removing(_))))
+        };
+        let shown: Vec<_> = self.state().exports.values().filter_map(shown).collect();
+        shown.into_iter().map(|(export, removing)| ExportInfo { removing, ..export.info() }).collect()
+    }
+
+    pub(super) fn shown(&self) -> Vec<Arc<Export>> {
+        self.state().exports.values().filter_map(|e| e.phase.export().cloned()).collect()
+    }
+
+    /// Makes a worker.
+    pub fn worker_new(&self, spec: WorkerSpec) -> Result<WorkerId> {
+        spec.check()?;
+        let settings = settings(&spec);
+        let id = match &spec.export {
+            None => self.workers.create(spec.name, &settings)?,
+            Some(export) => {
+                let serving = self.serving(export)?;
+                serving.with_queues(|queues| queues.new_kernel_worker(export, spec.name, &settings))?
+            }
+        };
+        self.tell(&Event::WorkerNew { id });
+        Ok(id)
+    }
+
+    /// Ends a worker that has no queues. Worker 0 stays.
+    pub fn worker_free(&self, id: WorkerId) -> Result<()> {
+        self.workers.free(id)?;
+        self.tell(&Event::WorkerFreed { id });
+        Ok(())
+    }
+
+    /// Changes a worker, all or nothing; what is not given stays. Its thread keeps the name that it was made with.
+    pub fn worker_set(&self, id: WorkerId, spec: WorkerSpec) -> Result<()> {
+        spec.check()?;
+        let settings = settings(&spec);
+        if spec.kind.is_some() || spec.export.is_some() {
+            return Err(Error::invalid("who runs a worker, and for which export, cannot be changed"));
+        }
+        self.workers.set(id, spec.name, &settings)
+    }
+
+    /// All workers, by id.
+    pub fn workers(&self) -> Vec<WorkerInfo> {
+        let queues = self.queues();
+        let on =
+            |id| queues.iter().filter(move |q| q.worker == id).map(|q| format!("{}:{}", q.export, q.index));
+        let stalled = self.workers.stalled();
+        let states = self.workers.states();
+        states
+            .into_iter()
+            .map(|w| WorkerInfo {
+                queues: on(w.id).collect(),
+                id: w.id,
+                name: w.name,
+                kind: if w.kernel_of.is_some() { WorkerKind::Kernel } else { WorkerKind::User },
+                export: w.kernel_of,
+                tid: w.tid,
+                cpu: w.cpu,
+                nice: w.nice,
+                poll_us: w.poll_us,
+                cpu_time_us: w.cpu_time_us,
+                sleeps: w.sleeps,
+                requests: w.requests,
+                stalled: stalled.contains(&w.id),
+            })
+            .collect()
+    }
+
+    /// Attaches a queue to a worker, whole or not at all, while I/O runs.
+    pub fn queue_attach(&self, export: &str, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
+        match self.job_queue(export) {
+            Some(queue) => queue.attach(index, worker, timeout)?,
+            None => self.serving(export)?.with_queues(|queues| queues.attach(index, worker, timeout))?,
+        }
+        self.tell(&Event::QueueAttached { export: export.to_owned(), index, worker });
+        Ok(())
+    }
+
+    fn serving(&self, export: &str) -> Result<Arc<Export>> {
+        let phase = self.state().phase(export)?;
+        match phase {
+            Phase::Making => Err(no_export(export)),
+            Phase::Removing(_) => Err(removing(export)),
+            Phase::Serving(export) => Ok(export),
+        }
+    }
+
+    /// All queues of all exports.
+    pub fn queues(&self) -> Vec<QueueInfo> {
+        let mut queues: Vec<_> = self.shown().iter().flat_map(|e| e.queue_infos()).collect();
+        queues.extend(self.job_queues());
+        queues
+    }
+
+    /// Waits until no export is left.
+    pub fn wait_all_gone(&self) {
+        let mut state = self.state();
+        while !state.is_quiet() {
+            state = self.wait(state);
+        }
+    }
+
+    /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Returns when that is
+    /// over, also where others began it. Idempotent.
+    pub fn shutdown(&self) {
+        self.state().shut = true;
+        self.end_jobs();
+        let exports: Vec<(String, Arc<Export>)> = {
+            let mut state = self.state();
+            // None is added from here on; those being made are waited for.
+            while state.exports.values().any(|e| matches!(e.phase, Phase::Making)) {
+                state = self.wait(state);
+            }
+            let served = |(name, e): (&String, &ExportEntry)| {
+                matches!(e.phase, Phase::Serving(_)).then(|| name.clone())
+            };
+            let names: Vec<String> = state.exports.iter().filter_map(served).collect();
+            names.into_iter().map(|name| (name.clone(), state.mark_removing(&name))).collect()
+        };
+        // One whose disk hangs does not keep the others from their end.
+        let ending: Vec<_> =
+            exports.iter().map(|(name, export)| self.begin_end(name, export.clone())).collect();
+        let until = Instant::now() + REMOVE_LIMIT;
+        let mut hang = false;
+        for ((name, export), ended) in exports.iter().zip(&ending) {
+            if let Err(e) = await_end(name, export, ended, until) {
+                tracing::warn!("{e}");
+                hang = true;
+            }
+        }
+        drop(exports);
+        if hang {
+            tracing::warn!(
+                "the daemon ends when these requests do; to end it at once, send SIGTERM again (after 'vshunt quit' twice, \
+                 more than a second apart): front ends that keep an in-flight region lose no request by that"
+            );
+        }
+        self.wait_all_gone();
+        let nets = std::mem::take(&mut self.state().nets);
+        drop(nets);
+        let disks = std::mem::take(&mut self.state().disks);
+        for entry in disks.values() {
+            // A resize may be under way.
+            drop(entry.turn());
+        }
+        drop(disks);
+        self.workers.end_all();
+    }
+}
+
+/// Waits for the end of an export, until a time that is [`REMOVE_LIMIT`] after its beginning.
+///
+/// # Errors
+/// [`Busy`](vshunt_types::error::Kind::Busy): requests are still in flight then. It is taken down when they end.
+fn await_end(name: &str, export: &Export, ended: &Receiver<()>, until: Instant) -> Result<()> {
+    match ended.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Err(RecvTimeoutError::Timeout) => Err(still_busy(name, export)),
+        Err(RecvTimeoutError::Disconnected) => {
+            Err(Error::busy(format!("export {name} is not removed: its thread failed; see the log")))
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+fn still_busy(name: &str, export: &Export) -> Error {
+    let queues = export.queue_infos();
+    let busy = queues.iter().filter(|q| q.in_flight > 0);
+    let busy: Vec<_> = busy
+        .map(|q| {
+            format!("queue {}:{} on worker {} has {} in flight", q.export, q.index, q.worker, q.in_flight)
+        })
+        .collect();
+    let busy = if busy.is_empty() { "a queue is not at rest".to_owned() } else { busy.join(", ") };
+    Error::busy(format!(
+        "export {name} has requests that do not end within {} s: {busy}; its users are disconnected, and it goes when they \
+         end ('status' shows whether a worker is stalled)",
+        REMOVE_LIMIT.as_secs()
+    ))
+}

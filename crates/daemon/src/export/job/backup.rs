@@ -1,0 +1,461 @@
+//! Backups: what a disk was at one point in time.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use vshunt_block::copy::Copy;
+use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{BackupSpec, DiskSpec, Format, JobKind};
+
+use super::Job;
+use super::made::Made;
+use super::run::Plan;
+use crate::export::bitmaps::{at_rest, check_new, persistent, writer};
+use crate::export::daemon::Daemon;
+use crate::export::maps::DiskEntry;
+
+/// Blocks that are told apart: small, so that a small write has little read before it; fewer for large disks.
+const BLOCK_SHIFT: u32 = 12;
+const BLOCKS_MAX: u64 = 1 << 26;
+/// Of a compressed image: a cluster.
+const CLUSTER_SHIFT: u32 = 16;
+
+/// Where a backup goes.
+struct Target {
+    disk: Arc<Disk>,
+    /// A file that was made for it.
+    made: Option<Made>,
+    /// A disk of the daemon.
+    entry: Option<Arc<DiskEntry>>,
+    /// It reads as zeroes.
+    fresh: bool,
+}
+
+/// A bitmap that a backup begins anew.
+struct Begun {
+    bitmap: Arc<Bitmap>,
+    /// What it was before; comes back if the backup fails. None: it was made for this.
+    old: Option<Arc<Bits>>,
+    /// Whether it recorded, and whether it had not done so for a while.
+    before: (bool, bool),
+}
+
+impl Daemon {
+    /// Begins a backup; returns its job's name. The point in time is before the return.
+    pub fn backup_start(&self, spec: &BackupSpec, auto_dismiss: bool) -> Result<String> {
+        check(spec)?;
+        let entry = self.state().disk(&spec.disk)?;
+        let _turn = entry.turn();
+        let exports = self.state().exports_of(&entry)?;
+        let writer = writer(&exports, &entry)?;
+        entry.watched.check_free(&spec.disk)?;
+        if let Some(name) = &spec.incremental {
+            let bitmap = entry.watched.bitmap(&spec.disk, name)?;
+            let state = bitmap.state();
+            if !state.recording || state.gap {
+                let does = if state.recording {
+                    "did not record writes for a while"
+                } else {
+                    "does not record writes"
+                };
+                return Err(Error::invalid(format!(
+                    "bitmap {name} {does}, so it does not say what changed: begin it anew with a full backup (--bitmap \
+                     {name})"
+                )));
+            }
+        }
+        let id = self.state().job_name(spec.job.as_deref(), "backup")?;
+        let target = self.target(spec, &id, &entry)?;
+        let shown = match (&spec.to, &spec.target) {
+            (Some(path), _) => path.display().to_string(),
+            (None, name) => format!("disk {}", name.as_deref().unwrap_or_default()),
+        };
+        let mut job = Job::new(&id, JobKind::Backup, &spec.disk, shown, spec.speed);
+        job.auto_dismiss = auto_dismiss;
+        let job = Arc::new(job);
+        self.begin(spec, &job, &entry, writer, target).map(|()| id)
+    }
+
+    /// Freezes the point in time, and has the job's thread go on.
+    fn begin(
+        &self,
+        spec: &BackupSpec,
+        job: &Arc<Job>,
+        entry: &Arc<DiskEntry>,
+        writer: Option<Arc<crate::export::life::Export>>,
+        target: Target,
+    ) -> Result<()> {
+        let ready = self.job_thread(&job.id).and_then(|thread| {
+            if let Some(name) = &spec.bitmap {
+                self.place_bitmap(entry, name, 1 << CLUSTER_SHIFT, None)?;
+            }
+            let (work, begun) = self.freeze(spec, job, entry, writer)?;
+            Ok((thread, work, begun))
+        });
+        let (thread, work, begun) = match ready {
+            Ok(ready) => ready,
+            Err(e) => {
+                drop_target(target);
+                return Err(e);
+            }
+        };
+        let (source, to, of_ends) = (entry.disk.clone(), target.disk.clone(), work.clone());
+        let (compress, fresh) = (spec.compress, target.fresh);
+        let plan = Plan {
+            entry: Some(entry.clone()),
+            copy: Box::new(move |owner| {
+                Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
+            }),
+        };
+        // All of the target is in there, so that it is closed when the job is over.
+        let ends = Ends { entry: entry.clone(), work: of_ends, begun, target };
+        // Before whoever asked can change anything of it.
+        self.tell_status(job);
+        let job = job.clone();
+        let life = move |daemon: &Daemon| {
+            let copied = job.settle(daemon.copy(&job, plan));
+            daemon.tell_status(&job);
+            let result = ends.end(daemon, copied);
+            daemon.conclude(&job, result);
+        };
+        thread.send(Box::new(life)).expect("it waits");
+        Ok(())
+    }
+
+    /// The point in time.
+    fn freeze(
+        &self,
+        spec: &BackupSpec,
+        job: &Arc<Job>,
+        entry: &Arc<DiskEntry>,
+        writer: Option<Arc<crate::export::life::Export>>,
+    ) -> Result<(Arc<CopyBeforeWrite>, Option<Begun>)> {
+        let no_memory =
+            || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
+        let size = entry.disk.size_bytes();
+        let todo = Bits::new(size, shift(spec, size)).ok_or_else(no_memory)?;
+        let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a job cannot be set up", e))?;
+        let work = Arc::new(work);
+        self.state().enter(job.clone())?;
+        let frozen = at_rest(writer.as_ref(), || {
+            // What is in front of writes is known now: nothing is in flight.
+            let begun = begin_bitmap(spec, entry, &job.id)?;
+            match begun.as_ref().filter(|_| spec.incremental.is_some()) {
+                Some(Begun { old: Some(old), .. }) => work.todo().add(old),
+                _ => work.todo().set(work.todo().all()),
+            }
+            // Writes that come later take from it.
+            job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
+            let mut state = entry.watched.state();
+            state.job = Some(job.id.clone());
+            state.before = Some(work.clone());
+            drop(state);
+            entry.watch();
+            Ok(begun)
+        });
+        match frozen.and_then(|r| r) {
+            Ok(begun) => Ok((work, begun)),
+            Err(e) => {
+                self.withdraw(&job.id);
+                Err(e)
+            }
+        }
+    }
+
+    /// Opens what is copied to; made if that was asked for.
+    fn target(&self, spec: &BackupSpec, id: &str, source: &Arc<DiskEntry>) -> Result<Target> {
+        let size = source.disk.size_bytes();
+        if let Some(name) = &spec.target {
+            let entry = self.state().disk(name)?;
+            if Arc::ptr_eq(&entry, source) {
+                return Err(Error::invalid(format!("disk {name} cannot be its own backup")));
+            }
+            entry.watched.claim_target(name, id)?;
+            if let Err(e) = self.check_target(&entry, spec, size) {
+                entry.watched.let_go();
+                return Err(e);
+            }
+            return Ok(Target { disk: entry.disk.clone(), made: None, entry: Some(entry), fresh: false });
+        }
+        let path = spec.to.as_deref().expect("checked: one of the two");
+        let format = spec.format.unwrap_or(Format::Qcow2);
+        let below_path = spec.backing.as_deref().map(backing).transpose()?;
+        let fresh = below_path.is_none();
+        let backing = below_path.as_ref().map(|(name, format)| (beside(path, name), *format));
+        // Held open, and so locked with all that it stands on: none of these can be replaced by what is made.
+        let _below = below_path.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
+        if source.disk.has_file(path) {
+            return Err(Error::invalid(format!(
+                "{} is of disk {} itself; choose another name",
+                path.display(),
+                spec.disk
+            )));
+        }
+        let disk_of = |path: &Path| DiskSpec {
+            name: format!("the target of job {id}"),
+            format: Some(format),
+            file: Some(path.to_owned()),
+            locking: true,
+            ..DiskSpec::default()
+        };
+        self.check_image(&disk_of(path))?;
+        let made = Made::begin(path, spec.overwrite)?;
+        let disk = disk_of(made.part());
+        let may_be_emptied = match source.disk.has_file(made.part()) {
+            true => Err(Error::invalid(format!(
+                "{} is of disk {} itself; choose another name",
+                made.part().display(),
+                spec.disk
+            ))),
+            false => self.check_image(&disk),
+        };
+        if let Err(e) = may_be_emptied {
+            made.remove();
+            return Err(e);
+        }
+        let image = NewImage { path: made.part(), format, size, backing, overwrite: true };
+        if let Err(e) = image.make() {
+            // What was there may be another's, at work.
+            made.remove();
+            return Err(e);
+        }
+        let made = made.take();
+        match Disk::open(&disk) {
+            Ok(disk) => Ok(Target { disk, made: Some(made), entry: None, fresh }),
+            Err(e) => {
+                made.remove();
+                Err(e)
+            }
+        }
+    }
+
+    /// Whether a disk of the daemon can be copied to.
+    fn check_target(&self, entry: &Arc<DiskEntry>, spec: &BackupSpec, size: u64) -> Result<()> {
+        let name = &entry.name;
+        if let Some(export) = self.state().exports_of(entry)?.first() {
+            return Err(Error::busy(format!(
+                "disk {name} is in use by export {}; remove that, or back up to another",
+                export.spec.name
+            )));
+        }
+        entry.check_returned()?;
+        if entry.disk.readonly() {
+            return Err(Error::invalid(format!("disk {name} is read-only; nothing can be copied to it")));
+        }
+        if entry.disk.size_bytes() != size {
+            return Err(Error::invalid(format!(
+                "disk {name} has {} bytes and disk {} has {size}; a backup needs a disk as large",
+                entry.disk.size_bytes(),
+                spec.disk
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// What is to be done after the copy.
+struct Ends {
+    entry: Arc<DiskEntry>,
+    work: Arc<CopyBeforeWrite>,
+    begun: Option<Begun>,
+    target: Target,
+}
+
+impl Ends {
+    /// Makes the target stable; nothing stays of what the job had.
+    fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
+        let result = copied.and_then(|()| self.settle());
+        let Self { entry, work, begun, target } = self;
+        if result.is_err() {
+            // The queue may never have run: no write is to wait for it.
+            work.end_now();
+        }
+        // One that failed may hang when it is closed: that comes last, when nothing else is held.
+        let (result, failed) = match result {
+            Ok(()) => (keep_target(target), None),
+            Err(e) => (Err(e), Some(target)),
+        };
+        let_source_go(daemon, &entry, begun, result.is_ok());
+        drop(entry);
+        if let Some(target) = failed {
+            drop_target(target);
+        }
+        result
+    }
+
+    /// Makes the target stable.
+    fn settle(&self) -> Result<()> {
+        let target = &self.target;
+        let synced = target.disk.sync().and_then(|()| target.disk.sync());
+        synced.map_err(|e| Error::io("the backup cannot be made stable", e))
+    }
+}
+
+/// The disk is as it was before, or its bitmap has begun anew.
+fn let_source_go(daemon: &Daemon, entry: &Arc<DiskEntry>, begun: Option<Begun>, good: bool) {
+    let _turn = entry.turn();
+    if let Some(Begun { bitmap, old, before }) = begun {
+        match old.filter(|_| !good) {
+            Some(old) => {
+                let mut state = bitmap.state();
+                state.bits.add(&old);
+                (state.recording, state.gap) = before;
+            }
+            None if !good => entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap)),
+            None => {}
+        }
+        bitmap.state().job = None;
+    }
+    entry.watched.let_go();
+    let exports = daemon.state().exports_of(entry).unwrap_or_default();
+    let writer = exports.iter().find(|e| !e.readonly);
+    if let Err(e) = at_rest(writer, || entry.watch()) {
+        // The job's map says that nothing is left to do; it costs each write a look.
+        tracing::warn!("{e}");
+    }
+}
+
+/// Closes a target that has all of the backup. A file gets its name.
+fn keep_target(target: Target) -> Result<()> {
+    let Target { disk, made, entry, .. } = target;
+    let Some(made) = made else {
+        drop(disk);
+        if let Some(entry) = entry {
+            entry.watched.let_go();
+        }
+        return Ok(());
+    };
+    if let Err(e) = disk.close() {
+        made.remove();
+        return Err(e);
+    }
+    made.put()
+}
+
+/// Closes a target that is no backup, and removes a file that was made for it.
+fn drop_target(target: Target) {
+    let Target { disk, made, entry, .. } = target;
+    if made.is_some() {
+        disk.abandon();
+    }
+    drop(disk);
+    if let Some(entry) = entry {
+        entry.watched.let_go();
+    }
+    if let Some(made) = made {
+        made.remove();
+    }
+}
+
+/// The bitmap that begins anew at the point in time.
+fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<Option<Begun>> {
+    let Some(name) = spec.incremental.as_ref().or(spec.bitmap.as_ref()) else { return Ok(None) };
+    let there = entry.watched.bitmap(&spec.disk, name);
+    let begun = match there {
+        Ok(bitmap) => {
+            if let Some(other) = &bitmap.state().job {
+                return Err(Error::busy(format!("bitmap {name} is in use by job {other}")));
+            }
+            let old = bitmap.take()?;
+            let mut state = bitmap.state();
+            let before = (state.recording, state.gap);
+            (state.recording, state.gap) = (true, false);
+            drop(state);
+            Begun { bitmap, old: Some(old), before }
+        }
+        Err(e) if spec.incremental.is_some() => return Err(e),
+        Err(_) => {
+            check_new(entry, name)?;
+            let persistent = persistent(entry, None)?;
+            let bitmap =
+                Arc::new(Bitmap::new(name, entry.disk.size_bytes(), 1 << CLUSTER_SHIFT, persistent)?);
+            entry.watched.state().bitmaps.push(bitmap.clone());
+            Begun { bitmap, old: None, before: (true, false) }
+        }
+    };
+    begun.bitmap.state().job = Some(job.to_owned());
+    Ok(Some(begun))
+}
+
+/// log2 of a block that is told apart.
+fn shift(spec: &BackupSpec, size: u64) -> u32 {
+    if spec.compress {
+        return CLUSTER_SHIFT;
+    }
+    let mut shift = BLOCK_SHIFT;
+    while size >> shift > BLOCKS_MAX {
+        shift += 1;
+    }
+    shift
+}
+
+/// What is wrong with it by itself.
+fn check(spec: &BackupSpec) -> Result<()> {
+    let wrong = |why: &str| Err(Error::invalid(format!("backup of disk {}: {why}", spec.disk)));
+    let qcow2 = spec.format.unwrap_or(Format::Qcow2) == Format::Qcow2;
+    match (&spec.to, &spec.target) {
+        (None, None) => return wrong("where to? give a file, or a disk as its target"),
+        (Some(_), Some(_)) => return wrong("a file and a disk as its target are given; choose one"),
+        (None, Some(_)) if spec.format.is_some() || spec.overwrite || spec.backing.is_some() => {
+            return wrong("format, overwrite and backing are of a file; leave them out");
+        }
+        _ => {}
+    }
+    if !matches!(spec.format, None | Some(Format::Qcow2 | Format::Raw)) {
+        return wrong("the format of a backup is qcow2 or raw");
+    }
+    if spec.compress && (!qcow2 || spec.target.is_some()) {
+        return wrong("only a new qcow2 file can be compressed; leave out compress");
+    }
+    if spec.bitmap.is_some() && spec.incremental.is_some() {
+        return wrong("an incremental backup begins its bitmap anew by itself; leave out bitmap");
+    }
+    if spec.backing.is_some() && (spec.incremental.is_none() || !qcow2) {
+        return wrong("backing is of an incremental backup in a qcow2 file");
+    }
+    if spec.incremental.is_some() && spec.target.is_none() && spec.backing.is_none() {
+        return wrong(
+            "an incremental backup has only what changed: give the backup before as its backing, or a disk that holds \
+             it as the target",
+        );
+    }
+    Ok(())
+}
+
+/// Opens what a new file stands on.
+fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
+    if std::fs::canonicalize(path).is_ok_and(|path| path == Path::new(name)) {
+        return Err(Error::invalid(format!(
+            "{name} cannot be replaced by a backup that stands on it; choose another name"
+        )));
+    }
+    Disk::open(&DiskSpec {
+        name: "the backup before".into(),
+        format: Some(format),
+        file: Some(name.into()),
+        readonly: true,
+        locking: true,
+        ..DiskSpec::default()
+    })
+}
+
+/// How a new file names the one below: by its name alone where both lie in one folder, which may be moved then.
+fn beside(path: &Path, name: &str) -> String {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let below = Path::new(name);
+    match (std::fs::canonicalize(folder), below.file_name().and_then(|n| n.to_str())) {
+        (Ok(folder), Some(alone)) if below.parent() == Some(&folder) => alone.to_owned(),
+        _ => name.to_owned(),
+    }
+}
+
+/// Name and format of the backup before. Its format is qcow2, for what a guest wrote decides else.
+fn backing(path: &Path) -> Result<(String, Format)> {
+    let shown = path.display();
+    let path = std::fs::canonicalize(path).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
+    let Some(name) = path.to_str() else {
+        return Err(Error::invalid(format!("{shown} has a name that no image can hold: it is not UTF-8")));
+    };
+    Ok((name.to_owned(), Format::Qcow2))
+}

@@ -1,0 +1,205 @@
+//! Commits: what a disk's overlay has is brought into the image below, where the disk goes on.
+//!
+//! In rounds, while guests go on writing to the overlay: each copies what was written during the one before. When little is
+//! left guests wait for the last one, and for the disk to be switched over.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use vshunt_block::copy::Copy;
+use vshunt_block::{Below, Bits, CopyBeforeWrite, Disk};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::JobKind;
+
+use super::Job;
+use super::run::Plan;
+use crate::export::bitmaps::at_rest;
+use crate::export::daemon::Daemon;
+use crate::export::drained::with_disk_drained;
+use crate::export::maps::DiskEntry;
+
+/// What is told apart: a cluster, mostly.
+const BLOCK_SHIFT: u32 = 16;
+/// Guests wait for so much at most, unless they write faster than it is copied.
+const LAST_BYTES: u64 = 8 << 20;
+/// Rounds at most.
+const ROUNDS: u32 = 12;
+
+/// A commit under way.
+struct Commit {
+    entry: Arc<DiskEntry>,
+    /// The image below, open for writing; none once it is closed.
+    below: Option<Below>,
+}
+
+impl Daemon {
+    /// Begins to commit a disk's overlay to the image below; returns the job's name.
+    pub fn commit_start(
+        &self,
+        name: &str,
+        job: Option<&str>,
+        speed: Option<u64>,
+        auto_dismiss: bool,
+    ) -> Result<String> {
+        let entry = self.state().disk(name)?;
+        let _turn = entry.turn();
+        let exports = self.changeable(&entry)?;
+        if let Some(export) = exports.iter().find(|e| e.spec.growable == Some(true)) {
+            return Err(Error::unsupported(format!(
+                "export {} of disk {name} is growable=on, which a disk that is committed cannot be; remove it first",
+                export.spec.name
+            )));
+        }
+        let id = self.state().job_name(job, "commit")?;
+        let dirty = bits(&entry.disk)?;
+        let below = entry.disk.open_below(&entry.spec())?;
+        let target = below.next.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default();
+        let mut job = Job::new(&id, JobKind::Commit, name, target, speed);
+        job.auto_dismiss = auto_dismiss;
+        let job = Arc::new(job);
+        let commit = Commit { entry: entry.clone(), below: Some(below) };
+        let thread = self.job_thread(&id)?;
+        self.state().enter(job.clone())?;
+        let begun = at_rest(exports.iter().find(|e| !e.readonly), || {
+            let mut state = entry.watched.state();
+            (state.job, state.committing) = (Some(id.clone()), Some(dirty));
+            drop(state);
+            entry.watch();
+        });
+        if let Err(e) = begun {
+            self.withdraw(&id);
+            return Err(e);
+        }
+        // Before whoever asked can change anything of it.
+        self.tell_status(&job);
+        let life = move |daemon: &Daemon| {
+            let result = commit.run(daemon, &job);
+            daemon.conclude(&job, result);
+        };
+        thread.send(Box::new(life)).expect("it waits");
+        Ok(id)
+    }
+}
+
+impl Commit {
+    /// On the job's thread.
+    fn run(mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
+        let entry = self.entry.clone();
+        let rounds = self.rounds(daemon, job);
+        let settled = job.settle(rounds);
+        daemon.tell_status(job);
+        let result = settled.and_then(|()| self.last(daemon, job));
+        let _turn = entry.turn();
+        // Closed, if it is not yet.
+        drop(self);
+        entry.watched.let_go();
+        let exports = daemon.state().exports_of(&entry).unwrap_or_default();
+        if let Err(e) = at_rest(exports.iter().find(|e| !e.readonly), || entry.watch()) {
+            // A bitmap that nobody reads goes on being set.
+            tracing::warn!("{e}");
+        }
+        result
+    }
+
+    /// Copies, until little is left.
+    fn rounds(&self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
+        let disk = &self.entry.disk;
+        let todo = bits(disk)?;
+        disk.own_blocks(&todo)
+            .map_err(|e| Error::io(format_args!("cannot read the map of disk {}", job.disk), e))?;
+        self.copy(daemon, job, &todo, true)?;
+        for _ in 1..ROUNDS {
+            let dirty = self.entry.watched.state().committing.clone();
+            if dirty.is_none_or(|d| d.count() * d.granularity() <= LAST_BYTES) {
+                break;
+            }
+            let written = self.written(daemon)?;
+            self.copy(daemon, job, &written, true)?;
+        }
+        Ok(())
+    }
+
+    /// What was written since the last time, with nothing in flight between the two.
+    fn written(&self, daemon: &Daemon) -> Result<Arc<Bits>> {
+        let entry = &self.entry;
+        let _turn = entry.turn();
+        let exports = daemon.state().exports_of(entry)?;
+        let fresh = bits(&entry.disk)?;
+        at_rest(exports.iter().find(|e| !e.readonly), || {
+            let old = entry.watched.state().committing.replace(fresh);
+            entry.watch();
+            old.expect("set for as long as the job lasts")
+        })
+    }
+
+    /// Copies the rest while guests wait, and switches the disk over.
+    fn last(&mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
+        let entry = self.entry.clone();
+        let _turn = entry.turn();
+        let exports = daemon.state().exports_of(&entry)?;
+        let sync = |disk: &Disk| {
+            let synced = disk.sync().and_then(|()| disk.sync());
+            synced.map_err(|e| Error::io(format_args!("{} cannot be made stable", job.target), e))
+        };
+        // Most of what has to be stable is so before guests wait.
+        sync(self.below()?)?;
+        let now = entry.spec();
+        with_disk_drained(&entry, &exports, || {
+            let written = entry.watched.state().committing.clone();
+            let written = written.expect("set for as long as the job lasts");
+            self.copy(daemon, job, &written, false)?;
+            sync(self.below()?)?;
+            // Closed, before it is opened as the disk's own.
+            let Some(below) = self.below.take() else { return Ok(()) };
+            let next = below.close();
+            entry.disk.put_below(&now, &next).inspect_err(|_| entry.disk.unlock_below(&next))?;
+            entry.set_spec(next);
+            Ok(())
+        })
+    }
+
+    fn below(&self) -> Result<&Arc<Disk>> {
+        let below = self.below.as_ref().map(|b| &b.disk);
+        below.ok_or_else(|| Error::busy("the image below is closed already"))
+    }
+
+    /// One round.
+    fn copy(&self, daemon: &Daemon, job: &Arc<Job>, what: &Bits, guests: bool) -> Result<()> {
+        let todo = Bits::new(what.size(), BLOCK_SHIFT).ok_or_else(no_memory)?;
+        todo.add(what);
+        let bytes = todo.count() * todo.granularity();
+        let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a job cannot be set up", e))?;
+        let done = {
+            let mut state = job.state();
+            state.total += bytes;
+            state.done
+        };
+        let (source, target) = (self.entry.disk.clone(), self.below()?.clone());
+        let plan = Plan {
+            entry: guests.then(|| self.entry.clone()),
+            copy: Box::new(move |owner| {
+                let copy = Copy::new(source, target, Arc::new(work), owner).in_place();
+                copy.done.store(done, Relaxed);
+                copy
+            }),
+        };
+        daemon.copy(job, plan)
+    }
+}
+
+impl Drop for Commit {
+    fn drop(&mut self) {
+        if let Some(below) = self.below.take() {
+            let next = below.close();
+            self.entry.disk.unlock_below(&next);
+        }
+    }
+}
+
+fn bits(disk: &Disk) -> Result<Arc<Bits>> {
+    Bits::new(disk.size_bytes(), BLOCK_SHIFT).map(Arc::new).ok_or_else(no_memory)
+}
+
+fn no_memory() -> Error {
+    Error::limit("no memory for the map of what is committed")
+}

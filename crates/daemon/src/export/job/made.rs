@@ -1,0 +1,274 @@
+//! The file that a backup is written to. Until it is whole it has another name, NAME.part, so that what has the name is a
+//! backup: a new one gets it at the end, and one that is replaced keeps it until then.
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+use vshunt_block::{Seen, check_marks, lock_image, open_image, own_mounts};
+use vshunt_types::error::{Error, Result};
+
+/// A file that is made for a backup. Others may remove or replace it.
+pub(super) struct Made {
+    /// What it is called in the end.
+    path: PathBuf,
+    /// What is written to; the same where there is something that cannot be replaced by a rename: a device, a file that
+    /// something is mounted over.
+    part: PathBuf,
+    /// Held open, so that no other file can be taken for it.
+    file: File,
+    /// What has the name and is to be replaced, locked.
+    old: Option<File>,
+    /// There was no such file before.
+    new: bool,
+}
+
+impl Made {
+    /// Chooses the file and makes it, empty, if it is not there; one that is there is as it was.
+    ///
+    /// # Errors
+    /// `Exists` if something has the name and may not be replaced, or has the other one; `Busy` if what is to be replaced
+    /// is in use. Nothing is left behind.
+    pub(super) fn begin(path: &Path, overwrite: bool) -> Result<Self> {
+        let shown = path.display();
+        let cannot = |e| Error::io(format_args!("cannot replace {shown}"), e);
+        own_mounts::check(path)?;
+        let (path, old) = match path.symlink_metadata() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => (path.to_owned(), None),
+            Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),
+            Ok(_) if !overwrite => {
+                return Err(Error::exists(format!(
+                    "{shown} is there already; choose another name, or say that it may be replaced"
+                )));
+            }
+            Ok(_) => {
+                let path = path.canonicalize().map_err(cannot)?;
+                let old = open_image(&path, true).map_err(cannot)?;
+                let meta = old.metadata().map_err(cannot)?;
+                let folder = folder_of(&path).metadata().map_err(cannot)?;
+                check_marks(&path, false)?;
+                if !meta.is_file() || meta.dev() != folder.dev() {
+                    return Ok(Self { part: path.clone(), path, file: old, old: None, new: false });
+                }
+                lock_image(&old, &path, false)?;
+                (path, Some(old))
+            }
+        };
+        let mut part = path.clone().into_os_string();
+        part.push(".part");
+        let part = PathBuf::from(part);
+        // With the rights of what it replaces, before there is anything in it.
+        let like = old.as_ref().map(File::metadata).transpose().map_err(cannot)?;
+        let mode = like.as_ref().map_or(0o666, |_| 0o600);
+        let mut create = OpenOptions::new();
+        create.read(true).write(true).create_new(true).mode(mode);
+        let (file, new) = match create.open(&part) {
+            Ok(file) => (file, true),
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::io(format_args!("cannot make {}", part.display()), e));
+            }
+            Err(_) if !overwrite => {
+                return Err(Error::exists(format!(
+                    "{0} is there: a backup to {1} that is being made, or was when its daemon was killed; then remove {0}, \
+                     or say that it may be replaced",
+                    part.display(),
+                    path.display()
+                )));
+            }
+            Err(_) => {
+                let cannot = |e| Error::io(format_args!("cannot replace {}", part.display()), e);
+                let seen = Seen::find_itself(&part).map_err(cannot)?;
+                if !seen.check(&part).is_ok_and(|meta| meta.is_file()) {
+                    return Err(Error::invalid(format!("{} is no file; remove it", part.display())));
+                }
+                let file = seen.open(true, 0).map_err(cannot)?;
+                check_marks(&part, false)?;
+                (file, false)
+            }
+        };
+        let made = Self { path, part, file, old, new };
+        if let Some(like) = like {
+            // Who may not give a file away keeps it.
+            let _ = fchown(&made.file, Some(like.uid()), Some(like.gid()));
+            made.file.set_permissions(like.permissions()).map_err(|e| {
+                made.remove();
+                cannot(e)
+            })?;
+        }
+        Ok(made)
+    }
+
+    /// What is to be made an image, and written to.
+    pub(super) fn part(&self) -> &Path {
+        &self.part
+    }
+
+    /// What was there was emptied: it is ours.
+    pub(super) fn take(self) -> Self {
+        Self { new: self.part != self.path, ..self }
+    }
+
+    /// Whether the name that is written to is still its own.
+    fn check(&self) -> Result<()> {
+        match (id_of(&self.file), self.part.symlink_metadata()) {
+            (Ok(ours), Ok(there)) if ours == (there.dev(), there.ino()) => Ok(()),
+            _ => Err(Error::invalid(format!(
+                "{} was removed or replaced while it was written; make the backup anew",
+                self.part.display()
+            ))),
+        }
+    }
+
+    /// Makes it stable and gives it its name, after it was closed: it is whole.
+    ///
+    /// # Errors
+    /// `Invalid` if it is not there any more, `Exists` if another has got the name meanwhile, and the system's. Where it is
+    /// whole all the same, it stays, and the error says under which name.
+    pub(super) fn put(&self) -> Result<()> {
+        let Self { path, part, .. } = self;
+        let (shown, now) = (path.display(), part.display());
+        self.check()?;
+        if let Err(e) = self.file.sync_all() {
+            self.remove();
+            return Err(Error::io(format_args!("cannot make {now} stable"), e));
+        }
+        if part == path {
+            return Ok(());
+        }
+        // Whatever has the name by now and is not what was to be replaced stays.
+        let same = |old: &File| {
+            path.symlink_metadata().is_ok_and(|m| id_of(old).is_ok_and(|id| id == (m.dev(), m.ino())))
+        };
+        rename(part, path, self.old.as_ref().is_some_and(same)).map_err(|e| match e.kind() {
+            io::ErrorKind::AlreadyExists => Error::exists(format!(
+                "{shown} has come to be while its backup was made; that is {now}, and is whole"
+            )),
+            _ => Error::io(format_args!("{now} is whole, and cannot be renamed to {shown}"), e),
+        })?;
+        let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
+        synced.map_err(|e| Error::io(format_args!("{shown} is whole, and its name cannot be made stable"), e))
+    }
+
+    /// Removes it, unless it is another's by now, or was there before.
+    pub(super) fn remove(&self) {
+        if !self.new {
+            tracing::warn!("{} is no backup", self.part.display());
+        } else if self.check().is_ok()
+            && let Err(e) = std::fs::remove_file(&self.part)
+        {
+            tracing::warn!("cannot remove {}, which is no backup: {e}", self.part.display());
+        }
+    }
+}
+
+/// Device and inode.
+fn id_of(file: &File) -> io::Result<(u64, u64)> {
+    file.metadata().map(|m| (m.dev(), m.ino()))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Renames; onto nothing unless told otherwise.
+fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
+    if replace {
+        return std::fs::rename(from, to);
+    }
+    let (old, new) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
+    // SAFETY: both are strings that end in a zero and live for the call.
+    let done = unsafe {
+        libc::renameat2(libc::AT_FDCWD, old.as_ptr(), libc::AT_FDCWD, new.as_ptr(), libc::RENAME_NOREPLACE)
+    };
+    match io::Error::last_os_error() {
+        _ if done == 0 => Ok(()),
+        // A file system that does not know the flag.
+        e if e.raw_os_error() == Some(libc::EINVAL) => match to.symlink_metadata() {
+            Ok(_) => Err(io::Error::from_raw_os_error(libc::EEXIST)),
+            Err(_) => std::fs::rename(from, to),
+        },
+        e => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vshunt_types::error::Kind;
+
+    use super::*;
+
+    fn made(path: &Path, overwrite: bool) -> Made {
+        let made = Made::begin(path, overwrite).unwrap().take();
+        std::fs::write(made.part(), b"new").unwrap();
+        made
+    }
+
+    fn refused(path: &Path, overwrite: bool, word: &str) -> bool {
+        Made::begin(path, overwrite).is_err_and(|e| e.to_string().contains(word))
+    }
+
+    #[test]
+    fn a_new_one_gets_its_name_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, part) = (dir.path().join("b"), dir.path().join("b.part"));
+        let first = made(&path, false);
+        assert!(!path.exists() && part.exists());
+        assert!(refused(&path, false, "b.part"));
+        first.put().unwrap();
+        assert!(path.exists() && !part.exists());
+        assert!(refused(&path, false, "already"));
+    }
+
+    #[test]
+    fn what_is_replaced_stays_until_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, link) = (dir.path().join("b"), dir.path().join("link"));
+        std::fs::write(&path, b"old").unwrap();
+        let mode = |path: &Path| path.metadata().unwrap().mode() & 0o777;
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let failed = made(&link, true);
+        failed.remove();
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        drop(failed);
+        made(&link, true).put().unwrap();
+        assert_eq!((std::fs::read(&path).unwrap(), mode(&path)), (b"new".to_vec(), 0o640));
+        assert!(link.is_symlink() && !dir.path().join("b.part").exists());
+    }
+
+    #[test]
+    fn another_file_of_either_name_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, part) = (dir.path().join("b"), dir.path().join("b.part"));
+        for overwrite in [false, true] {
+            if overwrite {
+                std::fs::write(&path, b"old").unwrap();
+            }
+            let backup = made(&path, overwrite);
+            let _ = std::fs::remove_file(&path);
+            std::fs::write(&path, b"another's").unwrap();
+            assert!(backup.put().is_err_and(|e| e.kind() == Kind::Exists));
+            let read = |path: &Path| std::fs::read(path).unwrap();
+            assert_eq!((read(&path), read(&part)), (b"another's".to_vec(), b"new".to_vec()));
+            std::fs::remove_file(&part).unwrap();
+            std::fs::write(&part, b"another's").unwrap();
+            backup.remove();
+            assert!(backup.put().is_err() && part.exists());
+            std::fs::remove_file(&path).unwrap();
+            std::fs::remove_file(&part).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_link_is_no_leftover() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("b"), dir.path().join("other"));
+        std::fs::write(&other, b"another's").unwrap();
+        std::os::unix::fs::symlink(&other, dir.path().join("b.part")).unwrap();
+        assert!(refused(&path, true, "b.part") && refused(&path, false, "b.part"));
+        assert_eq!(std::fs::read(&other).unwrap(), b"another's");
+    }
+}

@@ -1,0 +1,317 @@
+//! Jobs: long work on a disk that is in use, each with a copying queue on a worker and a thread that looks after it.
+
+mod backup;
+mod commit;
+mod made;
+mod run;
+mod share;
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use vshunt_block::copy::Copy;
+use vshunt_engine::QueueSet;
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
+
+use super::check::check_job_name;
+use super::daemon::Daemon;
+use super::event::Event;
+use super::life::queue_info;
+use super::maps::Maps;
+
+/// Concluded jobs that are shown, the oldest going first.
+const CONCLUDED_MAX: usize = 64;
+
+/// One job. Its lock is taken for look-ups and changes of the state alone, last of all.
+pub(super) struct Job {
+    pub(super) id: String,
+    pub(super) kind: JobKind,
+    pub(super) disk: String,
+    /// The file or disk that it copies to, as it is shown.
+    pub(super) target: String,
+    /// It goes without being asked when it has concluded.
+    pub(super) auto_dismiss: bool,
+    state: Mutex<JobState>,
+}
+
+pub(super) struct JobState {
+    pub(super) status: JobStatus,
+    pub(super) speed: Option<u64>,
+    pub(super) cancelled: bool,
+    pub(super) paused: bool,
+    pub(super) error: Option<String>,
+    pub(super) total: u64,
+    pub(super) done: u64,
+    /// Counts concluded jobs, so that the oldest is known.
+    ended: u64,
+    /// While it copies.
+    pub(super) at_work: Option<AtWork>,
+}
+
+/// What a job has while it copies.
+#[derive(Clone)]
+pub(super) struct AtWork {
+    pub(super) copy: Arc<Copy>,
+    pub(super) queue: Arc<QueueSet>,
+    pub(super) thread: std::thread::Thread,
+}
+
+impl Job {
+    pub(super) fn new(id: &str, kind: JobKind, disk: &str, target: String, speed: Option<u64>) -> Self {
+        let state = JobState {
+            status: JobStatus::Running,
+            speed,
+            cancelled: false,
+            paused: false,
+            error: None,
+            total: 0,
+            done: 0,
+            ended: 0,
+            at_work: None,
+        };
+        Self {
+            id: id.to_owned(),
+            kind,
+            disk: disk.to_owned(),
+            target,
+            auto_dismiss: false,
+            state: Mutex::new(state),
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, JobState> {
+        self.state.lock().expect("no holder panics")
+    }
+
+    fn info(&self) -> JobInfo {
+        let state = self.state();
+        let done = state.at_work.as_ref().map_or(state.done, |w| w.copy.done.load(Relaxed));
+        JobInfo {
+            id: self.id.clone(),
+            kind: self.kind,
+            disk: self.disk.clone(),
+            target: self.target.clone(),
+            status: state.status,
+            done_bytes: done.min(state.total),
+            total_bytes: state.total,
+            speed: state.speed,
+            error: state.error.clone(),
+            cancelled: state.cancelled,
+        }
+    }
+
+    /// The copy is over. Decides whether the job was cancelled, which it cannot be any more if all was copied: what ends
+    /// it then and what is told of it are the same.
+    pub(super) fn settle(&self, copied: Result<()>) -> Result<()> {
+        let mut state = self.state();
+        let copied = copied.and_then(|()| match state.cancelled {
+            true => Err(Error::busy("it was cancelled")),
+            false => Ok(()),
+        });
+        state.status = if copied.is_ok() { JobStatus::Pending } else { JobStatus::Aborting };
+        copied
+    }
+
+    fn at_work(&self) -> Option<AtWork> {
+        self.state().at_work.clone()
+    }
+
+    fn is_concluded(&self) -> bool {
+        self.state().status == JobStatus::Concluded
+    }
+
+    /// Has its thread look at what was changed.
+    fn rouse(&self) {
+        if let Some(work) = self.at_work() {
+            work.copy.work.rouse();
+            work.thread.unpark();
+        }
+    }
+}
+
+impl Maps {
+    fn job(&self, id: &str) -> Result<Arc<Job>> {
+        self.jobs.get(id).cloned().ok_or_else(|| {
+            Error::not_found(format!("there is no job {id}; 'job list' shows those that are there"))
+        })
+    }
+
+    /// A name for a job: the one that was asked for if it is free, else the first free one.
+    pub(super) fn job_name(&self, asked: Option<&str>, kind: &str) -> Result<String> {
+        let taken = |id: &str| self.exports.contains_key(id) || self.has_job(id);
+        match asked {
+            Some(id) if taken(id) => {
+                Err(Error::exists(format!("there is a job or an export {id} already; choose another name")))
+            }
+            Some(id) => check_job_name(id).map(|()| id.to_owned()),
+            None => Ok((0..)
+                .map(|n| format!("{kind}{n}"))
+                .find(|id| !taken(id) && !self.jobs.contains_key(id))
+                .expect("numbers do not end")),
+        }
+    }
+
+    /// Whether a job of that name is under way.
+    pub(super) fn has_job(&self, id: &str) -> bool {
+        self.jobs.get(id).is_some_and(|j| !j.is_concluded())
+    }
+
+    /// Enters a job.
+    pub(super) fn enter(&mut self, job: Arc<Job>) -> Result<()> {
+        self.check_up()?;
+        self.job_name(Some(&job.id), "")?;
+        self.jobs.insert(job.id.clone(), job);
+        Ok(())
+    }
+}
+
+impl Daemon {
+    /// All jobs, by name; those that are over until they are dismissed.
+    pub fn jobs(&self) -> Vec<JobInfo> {
+        let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
+        jobs.iter().map(|j| j.info()).collect()
+    }
+
+    /// Ends a job before its time; its target is no backup then. Returns at once.
+    pub fn job_cancel(&self, id: &str) -> Result<()> {
+        let job = self.running(id)?;
+        {
+            let mut state = job.state();
+            if state.status == JobStatus::Pending {
+                return Err(Error::busy(format!("job {id} has copied all and is about to end; wait for it")));
+            }
+            state.cancelled = true;
+        }
+        if let Some(work) = job.at_work() {
+            work.copy.stop.store(true, Relaxed);
+        }
+        job.rouse();
+        Ok(())
+    }
+
+    /// Has a job read nothing ahead until it is resumed. What guests overwrite is copied all the same.
+    pub fn job_pause(&self, id: &str) -> Result<()> {
+        self.set_paused(id, true)
+    }
+
+    /// Undoes [`job_pause`](Self::job_pause).
+    pub fn job_resume(&self, id: &str) -> Result<()> {
+        self.set_paused(id, false)
+    }
+
+    fn set_paused(&self, id: &str, paused: bool) -> Result<()> {
+        let job = self.running(id)?;
+        {
+            let mut state = job.state();
+            if !matches!(state.status, JobStatus::Running | JobStatus::Paused) {
+                return Err(Error::busy(format!("job {id} is about to end; wait for it")));
+            }
+            state.paused = paused;
+            if let Some(work) = &state.at_work {
+                work.copy.paused.store(paused, Relaxed);
+            }
+            if matches!(state.status, JobStatus::Running | JobStatus::Paused) {
+                state.status = if paused { JobStatus::Paused } else { JobStatus::Running };
+            }
+        }
+        job.rouse();
+        self.tell_status(&job);
+        Ok(())
+    }
+
+    /// Bytes a second at most; 0: no limit; none: guests keep most of their speed.
+    pub fn job_set_speed(&self, id: &str, speed: Option<u64>) -> Result<()> {
+        let job = self.running(id)?;
+        job.state().speed = speed;
+        job.rouse();
+        Ok(())
+    }
+
+    /// A job that was entered came to nothing before it began.
+    pub(super) fn withdraw(&self, id: &str) {
+        self.state().jobs.remove(id);
+        self.changed.notify_all();
+    }
+
+    /// Forgets a job that is over.
+    pub fn job_dismiss(&self, id: &str) -> Result<()> {
+        let mut state = self.state();
+        if !state.job(id)?.is_concluded() {
+            return Err(Error::busy(format!("job {id} is not over; cancel it first, or wait for it")));
+        }
+        state.jobs.remove(id);
+        Ok(())
+    }
+
+    fn running(&self, id: &str) -> Result<Arc<Job>> {
+        let job = self.state().job(id)?;
+        match job.is_concluded() {
+            true => Err(Error::invalid(format!("job {id} is over"))),
+            false => Ok(job),
+        }
+    }
+
+    pub(super) fn tell_status(&self, job: &Job) {
+        let status = job.state().status;
+        self.tell(&Event::JobStatus { id: job.id.clone(), status });
+    }
+
+    /// A job is over: whoever waits is told.
+    pub(super) fn conclude(&self, job: &Arc<Job>, result: Result<()>) {
+        {
+            let mut maps = self.state();
+            let ended = maps.jobs_ended;
+            maps.jobs_ended += 1;
+            let mut state = job.state();
+            if let Some(work) = state.at_work.take() {
+                state.done = work.copy.done.load(Relaxed);
+            }
+            state.ended = ended;
+            state.error = result.err().filter(|_| !state.cancelled).map(|e| e.to_string());
+            state.status = JobStatus::Concluded;
+            drop(state);
+            let over: Vec<_> = maps.jobs.values().filter(|j| j.is_concluded()).cloned().collect();
+            if job.auto_dismiss {
+                maps.jobs.remove(&job.id);
+            } else if over.len() > CONCLUDED_MAX
+                && let Some(oldest) = over.iter().min_by_key(|j| j.state().ended)
+            {
+                maps.jobs.remove(&oldest.id);
+            }
+        }
+        self.changed.notify_all();
+        self.tell_status(job);
+        let info = job.info();
+        if let Some(why) = &info.error {
+            tracing::error!("job {}: {why}", job.id);
+        }
+        self.tell(&Event::JobEnded(info));
+    }
+
+    /// Cancels all jobs and waits until they are over. None is begun any more.
+    pub(super) fn end_jobs(&self) {
+        for info in self.jobs() {
+            let _ = self.job_cancel(&info.id);
+        }
+        let mut state = self.state();
+        while state.jobs.values().any(|j| !j.is_concluded()) {
+            state = self.wait(state);
+        }
+    }
+
+    /// Moves a job's queue.
+    pub(super) fn job_queue(&self, id: &str) -> Option<Arc<QueueSet>> {
+        let job = self.state().jobs.get(id).cloned()?;
+        job.at_work().map(|w| w.queue)
+    }
+
+    /// The queues of all jobs.
+    pub(super) fn job_queues(&self) -> Vec<QueueInfo> {
+        let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
+        let info = |job: &Arc<Job>| {
+            job.at_work().map(|w| queue_info(&job.id, 0, w.queue.home(0), w.queue.stats(0), false))
+        };
+        jobs.iter().filter_map(info).collect()
+    }
+}

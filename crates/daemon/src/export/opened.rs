@@ -1,0 +1,231 @@
+//! What an export serves and where, checked and opened before anything is made.
+
+use std::sync::Arc;
+
+use vshunt_block::Disk;
+use vshunt_fuse as fuse;
+use vshunt_net::{Switch, Tap, TapQueue};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Engine, ExportKind, ExportSpec};
+
+use super::check::{check_one_place, port_keys};
+use super::nets::Net;
+use crate::frontend::kernel;
+use crate::frontend::vhost_user::{Socket, adopt, listen};
+
+/// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
+pub const MAX_QUEUES: u16 = 256;
+/// Queue pairs of one network's export: vhost-user has 8 bits for a virtqueue's number.
+pub const MAX_PAIRS: u16 = 128;
+
+/// What an export serves.
+pub(super) enum Backend {
+    Disk(Arc<Disk>),
+    /// With the most queue pairs that it is for, if somebody said so.
+    Net(Net, Option<u16>),
+    /// Likewise, of the tap.
+    Uplink(Arc<Tap>, Arc<Switch>, Option<u16>),
+}
+
+/// What is opened before anything is made.
+pub(super) enum Opened {
+    Socket(Socket, Server, Arc<Disk>),
+    Mount(fuse::Plan, Arc<Disk>),
+    Card(Socket, CardServer, Arc<Tap>),
+    Port(Socket, Arc<Switch>),
+    Uplink(Arc<Tap>, Arc<Switch>),
+}
+
+/// Who is to serve the rings of a socket.
+pub(super) enum Server {
+    User { why: Option<String> },
+    Kernel(kernel::Plan),
+}
+
+/// Who is to serve a network's.
+pub(super) enum CardServer {
+    User { queues: Vec<Arc<TapQueue>>, why: Option<String> },
+    Kernel(kernel::NetPlan),
+}
+
+impl Opened {
+    /// Checks the whole request, completes it, and opens what it needs. Also says whether writes are refused.
+    ///
+    /// # Errors
+    /// What is wrong with it, or cannot be had.
+    pub(super) fn open(spec: &mut ExportSpec, backend: Backend) -> Result<(Self, bool)> {
+        let queues = spec.queues.unwrap_or_else(online_cpus);
+        // As it is shown, whatever directory the reader is in.
+        spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
+        let mut readonly = spec.refuses_writes();
+        let opened = match backend {
+            Backend::Disk(disk) => {
+                check(spec, &disk)?;
+                readonly |= disk.readonly();
+                if spec.kind == ExportKind::Fuse {
+                    Self::Mount(fuse::plan(spec, &disk, MAX_QUEUES, queues)?, disk)
+                } else {
+                    spec.queues = Some(queues);
+                    let server = server(spec, &disk, queues)?;
+                    Self::Socket(open_socket(spec)?, server, disk)
+                }
+            }
+            Backend::Uplink(tap, switch, most) => {
+                check_there(&tap)?;
+                spec.queues = Some(pairs(spec, Some(&tap), most)?);
+                Self::Uplink(tap, switch)
+            }
+            Backend::Net(net, most) => {
+                let pairs = pairs(spec, net.tap(), most)?;
+                spec.queues = Some(pairs);
+                match net {
+                    Net::Tap(tap) => {
+                        if let Some(key) = port_keys(spec).next() {
+                            return Err(Error::invalid(format!(
+                                "export {}: {key} is of a port of a switch, and its network is a tap; leave it out",
+                                spec.name
+                            )));
+                        }
+                        check_there(&tap)?;
+                        let server = net_server(spec, &tap, pairs)?;
+                        Self::Card(open_socket(spec)?, server, tap)
+                    }
+                    Net::Switch(_) if spec.engine == Some(Engine::Kernel) => {
+                        return Err(Error::unsupported(format!(
+                            "export {}: a switch is ours, and not the kernel's; leave out engine=kernel",
+                            spec.name
+                        )));
+                    }
+                    Net::Switch(switch) => Self::Port(open_socket(spec)?, switch),
+                }
+            }
+        };
+        Ok((opened, readonly))
+    }
+}
+
+/// What is wrong with it for this disk; the rest was seen by [`Check`](super::Check).
+fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
+    let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    if spec.writable == Some(true) && disk.readonly() {
+        return wrong(format!(
+            "disk {} is read-only; leave out writable=on, or open the disk without readonly=on",
+            spec.disk
+        ));
+    }
+    let is_file = || disk.image().and_then(|i| i.metadata().ok()).is_none_or(|m| m.file_type().is_file());
+    if spec.growable == Some(true) && !is_file() {
+        return wrong(format!(
+            "disk {} is a block device, which no file can grow; leave out growable=on",
+            spec.disk
+        ));
+    }
+    if spec.growable == Some(true) && !disk.watch().is_idle() {
+        return wrong(format!(
+            "disk {} has a job or dirty bitmaps, which no growable file can have: leave out growable=on",
+            spec.disk
+        ));
+    }
+    if disk.size_bytes() == 0 && spec.growable != Some(true) {
+        return wrong(format!(
+            "the image of disk {} is empty, which only a FUSE export with writable=on,growable=on serves; make it longer: \
+             truncate -s 10G FILE, say",
+            spec.disk
+        ));
+    }
+    let least = disk.limits().block_size;
+    if spec.block_size.is_some_and(|size| size < least) {
+        return Err(Error::invalid(format!(
+            "export {}: the disk needs block-size={least} at least",
+            spec.name
+        )));
+    }
+    check_block_size(spec, disk.size_bytes())
+}
+
+/// Whether a disk of that size can be this export's.
+pub(super) fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
+    match spec.block_size {
+        Some(block) if !size_bytes.is_multiple_of(u64::from(block)) => Err(Error::invalid(format!(
+            "export {}: a disk of {size_bytes} bytes is no multiple of its block-size={block}",
+            spec.name
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Who serves the rings of a socket, and all that it takes.
+fn server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<Server> {
+    let asked = spec.engine.unwrap_or_default();
+    if asked == Engine::User {
+        return Ok(Server::User { why: None });
+    }
+    match (kernel::plan(spec, disk, queues), asked) {
+        (Ok(plan), _) => Ok(Server::Kernel(plan)),
+        (Err(why), Engine::Auto) => Ok(Server::User { why: Some(not_the_kernel(spec, why)) }),
+        (Err(why), _) => {
+            Err(Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name)))
+        }
+    }
+}
+
+/// Takes note of why an export is not the kernel's.
+pub(super) fn not_the_kernel(spec: &ExportSpec, why: String) -> String {
+    tracing::info!("export {}: not served by the kernel: {why}", spec.name);
+    why
+}
+
+/// Whether nobody removed the interface.
+fn check_there(tap: &Tap) -> Result<()> {
+    match tap.is_there() {
+        true => Ok(()),
+        false => Err(Error::not_found(format!(
+            "interface {} is gone; remove its network, and add it again",
+            tap.name()
+        ))),
+    }
+}
+
+/// How many queue pairs a network's export has.
+fn pairs(spec: &ExportSpec, tap: Option<&Arc<Tap>>, most: Option<u16>) -> Result<u16> {
+    let most = most.unwrap_or(MAX_PAIRS).min(MAX_PAIRS);
+    match spec.queues {
+        Some(asked) if asked > most => Err(Error::invalid(format!(
+            "export {}: queues={asked}, and its network has {most}; give that one more, or this one fewer",
+            spec.name
+        ))),
+        Some(asked) => Ok(asked),
+        None if tap.is_some_and(|tap| !tap.multi_queue()) => Ok(1),
+        None => Ok(online_cpus().min(most)),
+    }
+}
+
+/// Who serves a network's rings, and all that it takes.
+fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<CardServer> {
+    let by_us = |why| Ok(CardServer::User { queues: tap.queues(pairs)?, why });
+    let asked = spec.engine.unwrap_or_default();
+    if asked == Engine::User {
+        return by_us(None);
+    }
+    match (kernel::plan_net(spec, tap, pairs), asked) {
+        (Ok(plan), _) => Ok(CardServer::Kernel(plan)),
+        (Err(why), Engine::Auto) => by_us(Some(not_the_kernel(spec, why))),
+        (Err(why), _) => {
+            Err(Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name)))
+        }
+    }
+}
+
+fn open_socket(spec: &ExportSpec) -> Result<Socket> {
+    check_one_place(spec)?;
+    match (&spec.socket, spec.fd) {
+        (Some(path), _) => listen(path),
+        (None, Some(fd)) => adopt(fd),
+        (None, None) => unreachable!("checked above"),
+    }
+}
+
+fn online_cpus() -> u16 {
+    let n = std::thread::available_parallelism().map_or(1, usize::from);
+    u16::try_from(n).unwrap_or(MAX_QUEUES).min(MAX_QUEUES)
+}

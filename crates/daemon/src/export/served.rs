@@ -1,0 +1,103 @@
+//! What serves an export, whatever its kind.
+
+use vshunt_fuse::Fuse;
+use vshunt_fuse::queue::abi;
+use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
+
+use crate::frontend::Queues;
+use crate::frontend::uplink::Uplink;
+use crate::frontend::vhost_user::VhostUser;
+
+/// What serves an export.
+pub(super) struct Served {
+    pub(super) frontend: Frontend,
+    pub(super) queues: Queues,
+    /// Why not the kernel, where that was left to us.
+    pub(super) engine_why: Option<String>,
+}
+
+/// How its users reach it.
+pub(super) enum Frontend {
+    VhostUser(VhostUser),
+    Fuse(Fuse),
+    Uplink(Uplink),
+}
+
+impl Frontend {
+    pub(super) fn connected(&self) -> bool {
+        match self {
+            Self::VhostUser(socket) => socket.connected(),
+            Self::Fuse(_) | Self::Uplink(_) => true,
+        }
+    }
+
+    pub(super) fn config_changed(&self) {
+        match self {
+            Self::VhostUser(socket) => socket.config_changed(),
+            Self::Fuse(_) | Self::Uplink(_) => {}
+        }
+    }
+
+    pub(super) fn packed(&self) -> bool {
+        matches!(self, Self::VhostUser(socket) if socket.packed())
+    }
+
+    pub(super) fn features(&self) -> Vec<String> {
+        match self {
+            Self::VhostUser(socket) => socket.feature_names(),
+            Self::Fuse(mount) => feature_names(mount.features(), &INIT_NAMES),
+            Self::Uplink(_) => Vec::new(),
+        }
+    }
+
+    pub(super) fn net_counters(&self, queue: u16) -> Option<NetQueueCounters> {
+        match self {
+            Self::VhostUser(socket) => socket.net_counters(queue),
+            Self::Fuse(_) => None,
+            Self::Uplink(uplink) => uplink.net_counters(queue),
+        }
+    }
+
+    pub(super) fn port(&self) -> Option<PortInfo> {
+        match self {
+            Self::VhostUser(socket) => socket.port(),
+            Self::Fuse(_) => None,
+            Self::Uplink(uplink) => Some(uplink.port()),
+        }
+    }
+
+    pub(super) fn mount(&self) -> Option<MountInfo> {
+        let Self::Fuse(mount) = self else { return None };
+        let plan = mount.plan().clone();
+        Some(MountInfo {
+            transport: plan.transport,
+            transport_why: plan.transport_why,
+            passthrough: plan.passthrough,
+            passthrough_why: plan.passthrough_why,
+            allow_other: mount.allow_other(),
+            open_files: mount.open_files(),
+            forwarded_entries: mount.forwarded_entries(),
+        })
+    }
+
+    pub(super) fn stop(&self) {
+        match self {
+            Self::VhostUser(socket) => socket.stop(),
+            Self::Fuse(mount) => mount.stop(),
+            Self::Uplink(uplink) => uplink.stop(),
+        }
+    }
+}
+
+/// Flags of FUSE's INIT that a mount may have.
+const INIT_NAMES: [(u64, &str); 5] = [
+    (abi::init::ASYNC_DIO, "ASYNC_DIO"),
+    (abi::init::MAX_PAGES, "MAX_PAGES"),
+    (abi::init::DIRECT_IO_ALLOW_MMAP, "DIRECT_IO_ALLOW_MMAP"),
+    (abi::init::PASSTHROUGH, "PASSTHROUGH"),
+    (abi::init::OVER_IO_URING, "OVER_IO_URING"),
+];
+
+fn feature_names(bits: u64, names: &[(u64, &str)]) -> Vec<String> {
+    names.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| (*name).to_owned()).collect()
+}

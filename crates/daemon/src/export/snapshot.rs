@@ -1,0 +1,191 @@
+//! Snapshots of disks in use: the disk is drained, its image changed or replaced, and its exports go on.
+//!
+//! Called by control threads. Lock order: the disk's turn, then what a drain takes. What must never happen: a guest's
+//! request that fails because of a snapshot, or one that goes to the image below an overlay.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use vshunt_block::{Overlay, Saved};
+use vshunt_fuse::mount::identity;
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Cache, Direct, DiskInfo, DiskSpec};
+
+use super::check::Check;
+use super::daemon::Daemon;
+use super::drained::with_disk_drained;
+use super::life::Export;
+use super::maps::{DiskEntry, Waiting};
+
+/// Where the overlay of a snapshot comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OverlayMode {
+    /// It is made; it names the image below by its absolute path.
+    #[default]
+    New,
+    /// It is there.
+    Existing,
+}
+
+impl Daemon {
+    /// External snapshot: the disk goes on in `overlay`, and the image that it had stays as it is, below.
+    ///
+    /// # Errors
+    /// The disk goes on as it was, and nothing is left behind.
+    pub fn disk_snapshot(&self, name: &str, overlay: &Path, mode: OverlayMode) -> Result<()> {
+        let entry = self.state().disk(name)?;
+        let _turn = entry.turn();
+        let exports = self.changeable(&entry)?;
+        if let Some(export) = exports.iter().find(|e| e.spec.growable == Some(true)) {
+            return Err(Error::unsupported(format!(
+                "export {} of disk {name} is growable=on, which an overlay cannot be; remove it first",
+                export.spec.name
+            )));
+        }
+        let (disk, now) = (&entry.disk, entry.spec());
+        let size_bytes = disk.size_bytes();
+        let overlay = match mode {
+            OverlayMode::New => Overlay::make(overlay, &now, size_bytes)?,
+            OverlayMode::Existing => Overlay::existing(overlay, &now, size_bytes)?,
+        };
+        // Most of what has to be written is so before guests wait. If it fails, so does the flush that counts.
+        let _ = disk.sync();
+        match with_disk_drained(&entry, &exports, || disk.put_overlay(&now, &overlay)) {
+            Ok(next) => {
+                entry.set_spec(next);
+                Ok(())
+            }
+            Err(e) => {
+                overlay.unmake();
+                Err(e)
+            }
+        }
+    }
+
+    /// Makes an overlay known that is there, to go on in when [`snapshot_onto`](Self::snapshot_onto) is called; one that
+    /// stands on no image is a disk by itself, and is added as one. It is not opened until then.
+    ///
+    /// # Errors
+    /// The name is taken; it is no qcow2 image that can be read.
+    pub fn overlay_add(&self, spec: DiskSpec) -> Result<()> {
+        spec.check()?;
+        self.state().check_unnamed(&spec.name)?;
+        let Some(size_bytes) = Overlay::look(&spec)? else { return self.disk_add(spec) };
+        let id = spec.file.as_deref().and_then(identity);
+        let mut state = self.state();
+        state.check_unnamed(&spec.name)?;
+        state.overlays.insert(spec.name.clone(), Waiting { spec, size_bytes, id });
+        Ok(())
+    }
+
+    /// Overlays that wait, by name.
+    pub fn overlays(&self) -> Vec<DiskInfo> {
+        let info = |waiting: &Waiting| DiskInfo {
+            spec: waiting.spec.clone(),
+            size_bytes: waiting.size_bytes,
+            direct_in_use: false,
+            path: "none".to_owned(),
+            exports: Vec::new(),
+            job: None,
+            bitmaps: Vec::new(),
+        };
+        self.state().overlays.values().map(info).collect()
+    }
+
+    /// External snapshot of disk `name`, which goes on in an overlay that waits. The disk keeps its name and its settings;
+    /// the overlay's name is free again.
+    ///
+    /// # Errors
+    /// No such overlay, or one whose settings are others; those of [`disk_snapshot`](Self::disk_snapshot). The overlay goes
+    /// on waiting.
+    pub fn snapshot_onto(&self, name: &str, overlay: &str) -> Result<()> {
+        let (now, over) = {
+            let state = self.state();
+            let disk = state.disk(name)?;
+            let Some(Waiting { spec: over, .. }) = state.overlays.get(overlay) else {
+                let why = match state.disks.contains_key(overlay) {
+                    true => {
+                        "is a disk by itself; an overlay is an image that names the one it stands on, added with"
+                    }
+                    false => "is not there; add the overlay first, by blockdev-add with",
+                };
+                return Err(Error::invalid(format!("{overlay} {why} \"backing\": null")));
+            };
+            (disk.spec(), over.clone())
+        };
+        let unlike = |what: &str| {
+            Err(Error::invalid(format!(
+                "overlay {overlay} has another {what} than disk {name}, which keeps its own; leave it out of blockdev-add"
+            )))
+        };
+        if over.readonly {
+            return unlike("read-only");
+        }
+        if over.cache != Cache::default() && over.cache != now.cache
+            || over.direct != Direct::default() && over.direct != now.direct
+        {
+            return unlike("cache");
+        }
+        if over.cache_size.is_some() && over.cache_size != now.cache_size {
+            return unlike("cache-size");
+        }
+        if !over.locking && now.locking {
+            return unlike("locking");
+        }
+        let Some(file) = &over.file else { unreachable!("a qcow2 image has one") };
+        self.disk_snapshot(name, file, OverlayMode::Existing)?;
+        let mut state = self.state();
+        // Unless the name is another's by now.
+        if state.overlays.get(overlay).is_some_and(|there| there.spec == over) {
+            state.overlays.remove(overlay);
+        }
+        Ok(())
+    }
+
+    /// Takes an internal snapshot of a qcow2 disk.
+    ///
+    /// # Errors
+    /// The disk goes on as it was.
+    pub fn disk_snapshot_internal(&self, name: &str, snapshot: &str) -> Result<()> {
+        self.closed(name, |entry| entry.disk.save_snapshot(&entry.spec(), snapshot))
+    }
+
+    /// Deletes an internal snapshot of a qcow2 disk, by its id, its name, or both.
+    ///
+    /// # Errors
+    /// The disk goes on as it was.
+    pub fn disk_snapshot_delete(
+        &self,
+        name: &str,
+        id: Option<&str>,
+        snapshot: Option<&str>,
+    ) -> Result<Saved> {
+        self.closed(name, |entry| entry.disk.delete_snapshot(&entry.spec(), id, snapshot))
+    }
+
+    /// Calls `f` while the disk's image may be closed.
+    fn closed<R>(&self, name: &str, f: impl FnOnce(&DiskEntry) -> Result<R>) -> Result<R> {
+        let entry = self.state().disk(name)?;
+        let _turn = entry.turn();
+        let exports = self.changeable(&entry)?;
+        let _ = entry.disk.sync();
+        with_disk_drained(&entry, &exports, || f(&entry))
+    }
+
+    /// The exports of a disk whose turn is held and whose image may be changed or replaced.
+    pub(super) fn changeable(&self, entry: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
+        // None is being made: that takes the disk's turn.
+        let exports = self.state().exports_of(entry)?;
+        entry.watched.check_free(&entry.name)?;
+        if entry.disk.readonly() {
+            return Err(Error::invalid(format!(
+                "disk {} is open with readonly=on, and stays as it is",
+                entry.name
+            )));
+        }
+        exports.iter().try_for_each(|e| e.check_uncovered(&entry.disk))?;
+        exports.iter().try_for_each(|e| e.check_held())?;
+        entry.check_returned()?;
+        Ok(exports)
+    }
+}

@@ -1,0 +1,163 @@
+//! Whether the kernel can serve a disk, and the block device that it does it with.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::sync::Arc;
+
+use rustix::fs::{Advice, fadvise};
+use vhost_kernel::Vhost;
+use virtio::vhost::{VHOST_BLK_BACKEND_READONLY, VHOST_BLK_VRINGS_MAX};
+use vshunt_block::{Disk, SECTOR_BYTES};
+use vshunt_engine::Workers;
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Cache, ExportSpec};
+
+use super::inflight;
+use super::loop_device::LoopDevice;
+use super::workers::{self, Tasks};
+
+const DEVICE: &str = "/dev/vhost-blk";
+
+/// All that it takes for the kernel to serve a disk.
+pub struct Plan {
+    pub(super) device: Arc<Vhost>,
+    pub(super) disk: BlockDevice,
+    pub(super) readonly: bool,
+}
+
+/// A disk that the kernel serves.
+pub(super) struct Served {
+    pub(super) device: Arc<Vhost>,
+    pub(super) disk: BlockDevice,
+    pub(super) tasks: Arc<Tasks>,
+    /// Whether the module can note what rings have in flight.
+    pub(super) tracks: bool,
+}
+
+impl Served {
+    /// Takes the device for an export, with its first worker.
+    pub(super) fn new(
+        export: &str,
+        plan: Plan,
+        queues: u16,
+        serial: &str,
+        workers: &Arc<Workers>,
+    ) -> Result<Self> {
+        let Plan { device, disk, readonly } = plan;
+        let tasks = workers::begin(export, &device, queues, workers)?;
+        let flags = if readonly { VHOST_BLK_BACKEND_READONLY } else { 0 };
+        if let Err(e) = device.blk_set_backend(disk.as_fd(), flags, serial) {
+            workers.forget(export);
+            return Err(Error::unsupported(format!("export {export}: {e}")));
+        }
+        let tracks = inflight::is_offered(&device);
+        Ok(Self { device, disk, tasks, tracks })
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // The device goes with the last holder, who may be a control thread that looks at a worker.
+        if let Err(e) = self.device.blk_clear_backend() {
+            tracing::warn!("{e}");
+        }
+    }
+}
+
+/// The block device behind the rings.
+pub(super) enum BlockDevice {
+    /// The disk is one.
+    Itself(File),
+    /// Its image is a file.
+    Loop(LoopDevice),
+}
+
+impl BlockDevice {
+    fn new(disk: &Disk, image: &File, readonly: bool) -> std::result::Result<Self, String> {
+        let meta = image.metadata().map_err(|e| e.to_string())?;
+        if meta.file_type().is_block_device() {
+            let file = image.try_clone().map_err(|e| e.to_string())?;
+            let device = Self::Itself(file);
+            device.forget_pages();
+            return Ok(device);
+        }
+        LoopDevice::new(image, readonly, disk.direct_in_use(), disk.limits().block_size).map(Self::Loop)
+    }
+
+    /// Takes note of the size that the image has.
+    pub(super) fn learn_size(&self) -> Result<()> {
+        match self {
+            Self::Itself(_) => Ok(()),
+            Self::Loop(device) => device
+                .learn_size()
+                .map_err(|e| Error::io(format!("{} cannot be given its size", device.path().display()), e)),
+        }
+    }
+
+    /// Requests pass the page cache by. What programs of the host wrote through it is to be seen by the guest, and what
+    /// it remembers is not to be taken for what the guest wrote.
+    fn forget_pages(&self) {
+        if let Self::Itself(file) = self {
+            if let Err(e) = file.sync_all() {
+                tracing::warn!("what was written to the block device before is not stable: {e}");
+            }
+            let _ = fadvise(file, 0, None, Advice::DontNeed);
+        }
+    }
+}
+
+impl Drop for BlockDevice {
+    fn drop(&mut self) {
+        self.forget_pages();
+    }
+}
+
+impl AsFd for BlockDevice {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Itself(file) => file.as_fd(),
+            Self::Loop(device) => device.as_fd(),
+        }
+    }
+}
+
+/// Opens what it takes for the kernel to serve `disk` as `spec` asks.
+///
+/// # Errors
+/// Why it cannot, in words.
+pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<Plan, String> {
+    let readonly = spec.readonly || disk.readonly();
+    let Some(image) = disk.image() else {
+        return Err(format!("disk {} is neither a block device nor a raw file", spec.disk));
+    };
+    if !readonly && !disk.watch().is_idle() {
+        return Err(format!(
+            "disk {} has a job or dirty bitmaps, and the kernel tells nobody of its writes",
+            spec.disk
+        ));
+    }
+    if disk.cache() == Cache::Unsafe {
+        return Err(format!("disk {} has cache=unsafe, and the kernel leaves out no flush", spec.disk));
+    }
+    let meta = image.metadata().ok();
+    let is_file = meta.as_ref().is_some_and(|m| m.is_file());
+    if is_file && meta.is_some_and(|m| !m.len().is_multiple_of(SECTOR_BYTES)) {
+        return Err(format!(
+            "the image of disk {} ends within a sector, which a loop device leaves out; make it longer: truncate -s %512 FILE",
+            spec.disk
+        ));
+    }
+    if !is_file && !disk.direct_in_use() {
+        return Err(format!("disk {} has direct=off, and the kernel passes the page cache by", spec.disk));
+    }
+    if u32::from(queues) > VHOST_BLK_VRINGS_MAX {
+        return Err(format!("{queues} queues; {DEVICE} has {VHOST_BLK_VRINGS_MAX}"));
+    }
+    if spec.poll_us.is_some() {
+        return Err("its workers do not poll; leave out poll-us".to_owned());
+    }
+    let device = Arc::new(Vhost::open(DEVICE).map_err(|e| e.to_string())?);
+    let disk = BlockDevice::new(disk, &image, readonly)?;
+    Ok(Plan { device, disk, readonly })
+}

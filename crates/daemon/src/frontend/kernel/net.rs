@@ -1,0 +1,189 @@
+//! A network served by the kernel: `/dev/vhost-net` between a guest's queue pairs and the queues of a tap.
+//!
+//! Each pair has an open `/dev/vhost-net` of its own, hence a worker of its own: the device makes one with its owner and
+//! offers no call to make, move or free workers (ENOTTY), so that is how there are several. Ring 0 of such a device is the
+//! guest's receive ring, 1 its transmit ring; a ring runs while it has the tap's queue as its backend.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use vhost_kernel::Vhost;
+use virtio::features::{
+    VHOST_F_LOG_ALL, VIRTIO_F_VERSION_1, VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, bit,
+};
+use virtio::net::*;
+use vshunt_engine::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
+use vshunt_net::{Tap, TapQueue};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{ExportSpec, Workers as Spread};
+
+use super::super::card;
+use super::workers;
+
+const DEVICE: &str = "/dev/vhost-net";
+
+/// Rings of one device: receive and transmit.
+const RINGS: u16 = 2;
+
+/// What is passed on of what the device has. ACCESS_PLATFORM needs an IOTLB, of which the front-end tells us nothing; bit 27
+/// (VHOST_NET_F_VIRTIO_NET_HDR here, ANY_LAYOUT elsewhere) would have vhost-net make the headers that the tap makes.
+const PASSED_ON: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
+    | bit(VIRTIO_RING_F_INDIRECT_DESC)
+    | bit(VIRTIO_RING_F_EVENT_IDX)
+    | bit(VIRTIO_F_VERSION_1)
+    | bit(VHOST_F_LOG_ALL);
+
+/// All that it takes for the kernel to serve a network.
+pub struct NetPlan {
+    tap: Arc<Tap>,
+    pairs: Vec<(Vhost, Arc<TapQueue>)>,
+}
+
+impl NetPlan {
+    /// Queue pairs.
+    pub fn pairs(&self) -> u16 {
+        self.pairs.len() as u16
+    }
+}
+
+/// Opens what it takes for the kernel to serve `tap` with so many queue pairs, as `spec` asks.
+///
+/// # Errors
+/// Why it cannot, in words.
+pub fn plan_net(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> std::result::Result<NetPlan, String> {
+    match spec.workers {
+        Spread::Count(n) if n != u32::from(pairs) => {
+            return Err(format!(
+                "workers={n} for {pairs} queue pairs; each has a worker of its own here, so leave it out"
+            ));
+        }
+        _ => {}
+    }
+    let mut plan = NetPlan { tap: tap.clone(), pairs: Vec::new() };
+    // The device first: that it is not there is what there is to say, whatever the tap is like.
+    let open = || Vhost::open(DEVICE).map_err(|e| e.to_string());
+    let first = open()?;
+    let queues = tap.queues(pairs).map_err(|e| e.to_string())?;
+    let mut devices = vec![first];
+    for _ in 1..pairs {
+        devices.push(open()?);
+    }
+    plan.pairs.extend(devices.into_iter().zip(queues));
+    Ok(plan)
+}
+
+/// One queue pair.
+struct Pair {
+    device: Vhost,
+    queue: Arc<TapQueue>,
+    worker: WorkerId,
+    stats: Arc<QueueStats>,
+}
+
+/// A guest's network card.
+pub(super) struct Card {
+    export: String,
+    tap: Arc<Tap>,
+    pairs: Vec<Pair>,
+}
+
+/// The worker of a pair. It ends with its device, which the export has.
+struct Task {
+    export: String,
+}
+
+impl KernelWorker for Task {
+    fn export(&self) -> &str {
+        &self.export
+    }
+
+    fn free(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The kernel counts nothing there.
+    fn requests(&self) -> u64 {
+        0
+    }
+}
+
+impl Card {
+    /// Takes the devices for an export, each with its worker.
+    pub(super) fn new(export: &str, plan: NetPlan, workers: &Arc<Workers>) -> Result<Self> {
+        let NetPlan { tap, pairs } = plan;
+        let mut card = Self { export: export.to_owned(), tap, pairs: Vec::new() };
+        for (at, (device, queue)) in pairs.into_iter().enumerate() {
+            let owner = || workers::own(&device).map(|()| 0);
+            let task = |_, _| Arc::new(Task { export: export.to_owned() }) as Arc<dyn KernelWorker>;
+            let name = Some(format!("{export}/{at}"));
+            let made = workers::adopt(export, workers, name, &Settings::default(), owner, drop, task);
+            let worker = made.inspect_err(|_| workers.forget(export))?;
+            card.pairs.push(Pair { device, queue, worker, stats: Arc::default() });
+        }
+        Ok(card)
+    }
+
+    fn pair(&self, ring: u16) -> &Pair {
+        &self.pairs[usize::from(ring / RINGS)]
+    }
+
+    pub(super) fn of(&self, ring: u16) -> (&Vhost, u32) {
+        (&self.pair(ring).device, (ring % RINGS).into())
+    }
+
+    pub(super) fn devices(&self) -> impl Iterator<Item = &Vhost> {
+        self.pairs.iter().map(|pair| &pair.device)
+    }
+
+    pub(super) fn features(&self) -> vhost_kernel::Result<u64> {
+        self.devices().try_fold(PASSED_ON, |all, device| Ok(all & device.features()?))
+    }
+
+    /// The tap's headers and offloads are the guest's.
+    pub(super) fn agreed(&self, features: u64) -> std::result::Result<(), String> {
+        card::agree(&self.tap, features).map(drop)
+    }
+
+    pub(super) fn run(&self, ring: u16, on: bool) -> vhost_kernel::Result<()> {
+        let pair = self.pair(ring);
+        pair.device.net_set_backend((ring % RINGS).into(), on.then(|| pair.queue.as_fd()))
+    }
+
+    /// The tap sends frames to queues that are attached; one that nobody empties would swallow its share.
+    pub(super) fn open(&self, ring: u16, on: bool) -> Result<()> {
+        let queue = &self.pair(ring).queue;
+        match (ring % RINGS, on) {
+            (0, true) => queue.attach(),
+            (0, false) => queue.detach(),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn stats(&self, queue: u16) -> &Arc<QueueStats> {
+        &self.pairs[usize::from(queue)].stats
+    }
+
+    pub(super) fn worker(&self, queue: u16) -> WorkerId {
+        self.pairs[usize::from(queue)].worker
+    }
+
+    pub(super) fn attach(&self, queue: u16, worker: WorkerId) -> Result<()> {
+        let own = self.worker(queue);
+        if worker == own {
+            return Ok(());
+        }
+        Err(Error::unsupported(format!(
+            "queue {}:{queue} stays on worker {own}: {DEVICE} has no call to attach rings to workers; each queue pair \
+             has a worker of its own, which 'worker set {own} --cpu LIST' keeps where you want it",
+            self.export
+        )))
+    }
+
+    pub(super) fn no_workers(&self) -> Error {
+        Error::unsupported(format!(
+            "export {} gets no more workers: {DEVICE} has no call to make them; each queue pair has one of its own, \
+             which 'worker set ID --cpu LIST' keeps where you want it",
+            self.export
+        ))
+    }
+}

@@ -1,0 +1,277 @@
+//! Workers of the kernel engine: vhost tasks of a device, and which queue of a disk is on which.
+//!
+//! The kernel makes one with the device's owner and others when asked, and names them by small numbers of the device's
+//! own; to users they have ids in the list of all workers. They are threads of our process, so that pinning them,
+//! their nice value and their CPU time are as for any thread.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use vhost_kernel::Vhost;
+use virtio::vhost::VHOST_BLK_VRINGS_MAX;
+use vshunt_engine::{KernelWorker, QueueStats, Settings, WorkerId, Workers, lock_until};
+use vshunt_types::error::{Error, Result};
+
+/// The number of the worker that comes with the owner.
+const DEFAULT: u32 = 0;
+
+/// The most that a control thread waits for calls of others that wait for the disk.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The device's workers and what its queues count. `list` guards itself and the order in which counters are read; it is
+/// held for calls that return at once. `turn` guards nothing here: while it is held the kernel may be waiting for the disk with
+/// the device's own lock taken, and a call that needs that lock would wait as well, in a state that no signal ends.
+pub(super) struct Tasks {
+    export: String,
+    device: Arc<Vhost>,
+    first: OnceLock<WorkerId>,
+    turn: Mutex<()>,
+    list: Mutex<List>,
+    stats: Vec<Arc<QueueStats>>,
+}
+
+#[derive(Default)]
+struct List {
+    /// The kernel's numbers of our ids.
+    numbers: BTreeMap<WorkerId, u32>,
+    /// Requests completed, by our ids.
+    done: BTreeMap<WorkerId, u64>,
+    /// Where each queue is, and how much of what it completed is in `done`.
+    queues: Vec<(WorkerId, u64)>,
+    /// The kernel's number of the worker that the device's other rings are attached to, which nobody uses.
+    parked: u32,
+}
+
+struct Task {
+    tasks: Weak<Tasks>,
+    export: String,
+    id: WorkerId,
+    number: u32,
+}
+
+impl KernelWorker for Task {
+    fn export(&self) -> &str {
+        &self.export
+    }
+
+    fn free(&self) -> Result<()> {
+        let Some(tasks) = self.tasks.upgrade() else { return Ok(()) };
+        let cannot = |e| Error::unsupported(format!("worker {} cannot be freed: {e}", self.id));
+        let _turn = lock_until(tasks.turn(), Instant::now() + PATIENCE).ok_or_else(|| {
+            Error::busy(format!(
+                "worker {} cannot be freed now: a queue of export {} waits for its disk; try again later",
+                self.id, self.export
+            ))
+        })?;
+        tasks.park_elsewhere(self.number).map_err(cannot)?;
+        tasks.device.free_worker(self.number).map_err(cannot)?;
+        let mut list = tasks.list();
+        list.numbers.remove(&self.id);
+        list.done.remove(&self.id);
+        Ok(())
+    }
+
+    fn requests(&self) -> u64 {
+        let Some(tasks) = self.tasks.upgrade() else { return 0 };
+        (0..tasks.stats.len()).for_each(|i| tasks.count(i as u16));
+        tasks.list().done.get(&self.id).copied().unwrap_or(0)
+    }
+}
+
+/// Makes this process the device's owner, with workers that are its threads.
+pub(super) fn own(device: &Vhost) -> vhost_kernel::Result<()> {
+    // Where there is no such call they are, or the kernel's parameter says otherwise: `adopt` finds out.
+    if let Err(e) = device.set_fork_from_owner() {
+        tracing::debug!("{e}");
+    }
+    device.set_owner()
+}
+
+/// Makes us the device's owner, which makes its first worker.
+pub(super) fn begin(
+    export: &str,
+    device: &Arc<Vhost>,
+    queues: u16,
+    workers: &Arc<Workers>,
+) -> Result<Arc<Tasks>> {
+    let tasks = Arc::new(Tasks {
+        export: export.to_owned(),
+        device: device.clone(),
+        first: OnceLock::new(),
+        turn: Mutex::default(),
+        list: Mutex::default(),
+        stats: (0..queues).map(|_| Arc::default()).collect(),
+    });
+    let owner = || own(device).map(|()| DEFAULT);
+    let first = tasks.adopt(workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
+    tasks.list().queues = vec![(first, 0); queues.into()];
+    let _ = tasks.first.set(first);
+    Ok(tasks)
+}
+
+/// Takes in a worker that the kernel makes because of `call`, which has the kernel's number of it to give; `undo` unmakes
+/// it, and `worker` is told its id and that number.
+pub(super) fn adopt(
+    export: &str,
+    workers: &Workers,
+    name: Option<String>,
+    settings: &Settings,
+    call: impl FnOnce() -> vhost_kernel::Result<u32>,
+    undo: impl FnOnce(u32),
+    worker: impl FnOnce(WorkerId, u32) -> Arc<dyn KernelWorker>,
+) -> Result<WorkerId> {
+    workers.adopt(name, settings, |id| {
+        let _turn = (!numbers_are_the_kernels()).then(|| MAKING.lock().expect("no holder panics"));
+        let before = vhost_threads();
+        let number = call().map_err(|e| cannot(export, &e))?;
+        let new = vhost_threads().difference(&before).copied().next();
+        // In kthread mode it is no thread of ours.
+        let tid = new.ok_or_else(|| {
+            undo(number);
+            Error::unsupported(format!(
+                "export {export}: the kernel's workers are not threads of this process (vhost's \
+                 fork_from_owner_default=0, and this kernel cannot be asked otherwise); load vhost with \
+                 fork_from_owner_default=1, or take engine=user for a disk"
+            ))
+        })?;
+        Ok((tid, worker(id, number)))
+    })
+}
+
+fn cannot(export: &str, e: &vhost_kernel::Error) -> Error {
+    match e.errno() {
+        Errno::NOMEM | Errno::AGAIN => Error::limit(format!(
+            "export {export}: the kernel makes no more workers ({e}); free one, or raise the limit of threads \
+             (ulimit -u, LimitNPROC=)"
+        )),
+        _ => Error::unsupported(format!("export {export}: {e}")),
+    }
+}
+
+/// Held while the kernel makes a worker, where its name does not say who asked: the thread that is new then is that one.
+static MAKING: Mutex<()> = Mutex::new(());
+
+/// Whether threads have the numbers that the kernel names its workers by: not in a container. (The number of the outermost
+/// PID namespace is fixed: PROC_PID_INIT_INO.)
+fn numbers_are_the_kernels() -> bool {
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|ns| ns.as_os_str() == "pid:[4026531836]")
+}
+
+/// Threads of this process that the kernel made because this thread asked, `vhost-TID`; because any did, where numbers are
+/// not the kernel's.
+fn vhost_threads() -> BTreeSet<i32> {
+    let asker = numbers_are_the_kernels().then(|| rustix::thread::gettid().to_string());
+    let is_one = |tid: &i32| {
+        let comm = fs::read_to_string(format!("/proc/self/task/{tid}/comm")).unwrap_or_default();
+        let number = comm.trim_end().strip_prefix("vhost-").filter(|n| n.parse::<u32>().is_ok());
+        number.is_some_and(|number| asker.as_ref().is_none_or(|asker| asker == number))
+    };
+    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    tasks.filter_map(|t| t.file_name().to_str()?.parse().ok()).filter(is_one).collect()
+}
+
+impl Tasks {
+    /// Makes another one.
+    pub(super) fn make(
+        self: &Arc<Self>,
+        workers: &Workers,
+        name: Option<String>,
+        settings: &Settings,
+    ) -> Result<WorkerId> {
+        self.adopt(workers, name, settings, || self.device.new_worker())
+    }
+
+    fn adopt(
+        self: &Arc<Self>,
+        workers: &Workers,
+        name: Option<String>,
+        settings: &Settings,
+        call: impl FnOnce() -> vhost_kernel::Result<u32>,
+    ) -> Result<WorkerId> {
+        let undo = |number| drop(self.device.free_worker(number));
+        adopt(&self.export, workers, name, settings, call, undo, |id, number| {
+            let mut list = self.list();
+            list.numbers.insert(id, number);
+            list.done.insert(id, 0);
+            drop(list);
+            Arc::new(Task { tasks: Arc::downgrade(self), export: self.export.clone(), id, number })
+        })
+    }
+
+    /// See [`Tasks`].
+    pub(super) fn turn(&self) -> &Mutex<()> {
+        &self.turn
+    }
+
+    /// The kernel attaches every ring that a device can have to the first worker, and frees none that a ring is attached to:
+    /// before the worker `number` is freed, rings that no queue uses go to another one.
+    fn park_elsewhere(&self, number: u32) -> vhost_kernel::Result<()> {
+        let mut list = self.list();
+        if list.parked != number {
+            return Ok(());
+        }
+        // That of a queue stays for longest. A worker without queues is the only one left when the device ends.
+        let homes = list.queues.iter().filter_map(|(worker, _)| list.numbers.get(worker));
+        let Some(other) = homes.chain(list.numbers.values()).copied().find(|&other| other != number) else {
+            return Ok(());
+        };
+        let unused = self.stats.len() as u32..VHOST_BLK_VRINGS_MAX;
+        unused.into_iter().try_for_each(|ring| self.device.attach(ring, other))?;
+        list.parked = other;
+        Ok(())
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().expect("no holder panics")
+    }
+
+    /// The worker that came with the device.
+    pub(super) fn first(&self) -> WorkerId {
+        *self.first.get().expect("set before anyone else has it")
+    }
+
+    pub(super) fn stats(&self, index: u16) -> &Arc<QueueStats> {
+        &self.stats[usize::from(index)]
+    }
+
+    /// Brings a queue's counters up to date, and its worker's.
+    pub(super) fn count(&self, index: u16) {
+        // Within the lock: what was read first is entered first.
+        let mut list = self.list();
+        let Ok(now) = self.device.blk_vring_stats(index.into()) else { return };
+        let stats = self.stats(index);
+        stats.in_flight.store(now.in_flight, Relaxed);
+        stats.requests.store(now.requests, Relaxed);
+        stats.errors.store(now.errors + now.unsupported, Relaxed);
+        stats.read_bytes.store(now.read_bytes, Relaxed);
+        stats.write_bytes.store(now.written_bytes, Relaxed);
+        stats.kicks.store(now.kicks, Relaxed);
+        stats.notifications.store(now.signals, Relaxed);
+        let List { done, queues, .. } = &mut *list;
+        // None yet while the device is made.
+        let Some((worker, counted)) = queues.get_mut(usize::from(index)) else { return };
+        if let Some(done) = done.get_mut(worker) {
+            *done += now.requests.saturating_sub(*counted);
+        }
+        *counted = now.requests;
+    }
+
+    /// Attaches a queue, which the caller has locked.
+    pub(super) fn attach(&self, index: u16, worker: WorkerId) -> Result<()> {
+        self.count(index);
+        let number = self.list().numbers.get(&worker).copied();
+        let gone = || Error::not_found(format!("there is no worker {worker}"));
+        self.device.attach(index.into(), number.ok_or_else(gone)?).map_err(|e| {
+            Error::unsupported(format!(
+                "queue {}:{index} cannot be attached to worker {worker}: {e}",
+                self.export
+            ))
+        })?;
+        self.list().queues[usize::from(index)].0 = worker;
+        Ok(())
+    }
+}

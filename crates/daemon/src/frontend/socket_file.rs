@@ -1,0 +1,207 @@
+//! The file of a listening UNIX socket: never taken from a live process, removed only while it is ours.
+//!
+//! Called by whoever listens (exports, the control socket), from any thread and without locks of theirs: taking
+//! turns may sleep. What must never happen: to wait for the one whose socket is looked at.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::{Error, Result};
+
+/// Connections that may wait for accept.
+const BACKLOG: i32 = 64;
+
+/// How often, 10 ms apart, the lock of the directory is tried. Others may hold it for reasons of theirs.
+const LOCK_TRIES: u32 = 50;
+
+/// How a kind of socket is called in messages, and what a user can do.
+pub struct Words {
+    /// For example `control socket`.
+    pub what: &'static str,
+    /// Who it is that listens there already.
+    pub other: &'static str,
+    /// What to do about that.
+    pub if_in_use: &'static str,
+    /// What to do about a file that is no socket.
+    pub if_no_socket: &'static str,
+}
+
+/// The file of a socket that we bound. Removed when dropped, which is to be before its listener: for as long as
+/// that is open no other daemon takes the socket for a stale one, and the inode is not used again.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let is_ours = |m: fs::Metadata| (m.dev(), m.ino()) == (self.device, self.inode);
+        let remove = || {
+            if fs::symlink_metadata(&self.path).is_ok_and(is_ours) {
+                let _ = fs::remove_file(&self.path);
+            }
+        };
+        // A session's thread may not remove files itself.
+        let _ = sandbox::errand(remove);
+    }
+}
+
+/// Listens at `path`, with the file's permissions `mode`, or as the umask has it. A socket file that nobody listens
+/// on any more is replaced; anything else there is an error.
+pub fn bind(path: &Path, mode: Option<Mode>, words: &Words) -> Result<(UnixListener, SocketFile)> {
+    let _turn = lock_directory(path);
+    remove_stale(path, words)?;
+    let cannot = |e: Errno| {
+        let hint = match e {
+            Errno::NOENT => " (does its folder exist?)",
+            Errno::NAMETOOLONG => " (a socket's path has at most 107 bytes)",
+            Errno::MFILE => " (raise the limit of open files: ulimit -n, LimitNOFILE=)",
+            _ => "",
+        };
+        Error::io(format!("cannot listen on {} {}{hint}", words.what, path.display()), e.into())
+    };
+    let address = SocketAddrUnix::new(path).map_err(cannot)?;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+        .map_err(cannot)?;
+    if let Some(mode) = mode {
+        // On Linux the mode of an unbound socket becomes that of its file: no moment at which others could connect.
+        rustix::fs::fchmod(&fd, mode).map_err(cannot)?;
+    }
+    rustix::net::bind(&fd, &address).map_err(cannot)?;
+    let meta = rustix::fs::lstat(path).map_err(cannot)?;
+    let file = SocketFile { path: path.to_owned(), device: meta.st_dev, inode: meta.st_ino };
+    rustix::net::listen(&fd, BACKLOG).map_err(cannot)?;
+    Ok((UnixListener::from(fd), file))
+}
+
+/// Two daemons that find the same stale socket take turns. Without the lock (no right to read the directory) there
+/// is a short race between them and nothing worse.
+fn lock_directory(path: &Path) -> Option<OwnedFd> {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(parent, flags, Mode::empty()).ok()?;
+    for _ in 0..LOCK_TRIES {
+        if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            return Some(directory);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    None
+}
+
+fn remove_stale(path: &Path, words: &Words) -> Result<()> {
+    let (what, shown) = (words.what, path.display());
+    match fs::symlink_metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::io(format!("cannot look at {what} {shown}"), e)),
+        Ok(m) if !m.file_type().is_socket() => {
+            return Err(Error::exists(format!("{shown} is there and is no socket; {}", words.if_no_socket)));
+        }
+        Ok(_) => {}
+    }
+    match is_live(path) {
+        Ok(true) => Err(Error::busy(format!("{} on {shown}; {}", words.other, words.if_in_use))),
+        Ok(false) => {
+            fs::remove_file(path).map_err(|e| Error::io(format!("cannot remove the stale {what} {shown}"), e))
+        }
+        Err(e) => Err(Error::io(format!("cannot tell whether {what} {shown} is in use"), e.into())),
+    }
+}
+
+/// Whether somebody listens at `path`. Does not wait: one whose backlog is full is there.
+fn is_live(path: &Path) -> rustix::io::Result<bool> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&fd, &SocketAddrUnix::new(path)?) {
+        Ok(()) | Err(Errno::AGAIN | Errno::INPROGRESS) => Ok(true),
+        Err(Errno::CONNREFUSED) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vshunt_types::error::Kind;
+
+    use super::*;
+
+    const WORDS: Words = Words {
+        what: "socket",
+        other: "another listens",
+        if_in_use: "go away",
+        if_no_socket: "look elsewhere",
+    };
+
+    #[test]
+    fn a_live_one_is_kept_and_a_stale_one_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let live = UnixListener::bind(&path).unwrap();
+        let e = bind(&path, None, &WORDS).unwrap_err();
+        assert_eq!(
+            (e.kind(), e.to_string()),
+            (Kind::Busy, format!("another listens on {}; go away", path.display()))
+        );
+        drop(live);
+        bind(&path, None, &WORDS).unwrap();
+    }
+
+    #[test]
+    fn one_with_a_full_backlog_is_live_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let (listener, _file) = bind(&path, None, &WORDS).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        for _ in 0..4 {
+            assert_eq!(bind(&path, None, &WORDS).unwrap_err().kind(), Kind::Busy);
+        }
+    }
+
+    #[test]
+    fn what_is_no_socket_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        fs::write(&path, "precious").unwrap();
+        assert_eq!(bind(&path, None, &WORDS).unwrap_err().kind(), Kind::Exists);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn a_file_that_another_put_there_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let (_listener, ours) = bind(&path, None, &WORDS).unwrap();
+        fs::remove_file(&path).unwrap();
+        let (_others, theirs) = bind(&path, None, &WORDS).unwrap();
+        drop(ours);
+        assert!(path.exists());
+        drop(theirs);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_cannot_be_is_explained() {
+        let dir = tempfile::tempdir().unwrap();
+        let said = |path: &Path| bind(path, None, &WORDS).unwrap_err().to_string();
+        assert!(said(&dir.path().join("no/s")).contains("does its folder exist?"));
+        assert!(said(&dir.path().join("x".repeat(120))).contains("at most 107 bytes"));
+    }
+}

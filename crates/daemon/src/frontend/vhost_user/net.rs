@@ -1,0 +1,452 @@
+//! virtio-net behind a socket: features, configuration space, announcements (Virtio 1.3, section 5.1).
+//!
+//! Most front-ends have the control virtqueue themselves, and tell us of active queue pairs by SET_VRING_ENABLE. Where one
+//! leaves it to us, [`control`] does what comes by it: a pair gets frames while its receive ring runs and it is among the
+//! active ones.
+
+mod control;
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+
+use vhost::vhost_user::VhostUserProtocolFeatures;
+use virtio::features::{
+    VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1, VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, bit,
+};
+use virtio::net::*;
+use vshunt_engine::{Queue, QueueSet};
+use vshunt_net::tap::{MTU_DEFAULT, check_mtu};
+use vshunt_net::{Tap, TapQueue};
+use vshunt_sandbox::ThreadKind;
+use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
+
+use self::control::Control;
+use super::memory::Notes;
+use super::{Device, Then, VringParts};
+use crate::frontend::card::{self, GUEST_OFFLOADS};
+use crate::queue;
+use crate::queue::net::control::ControlQueue;
+use crate::queue::net::switch::{Plug, SwitchPair};
+use crate::queue::net::tap::TapPair;
+use crate::queue::net::{Format, NetStats, RINGS};
+
+/// The ring of a pair by which the guest receives.
+const RECEIVE: u16 = 0;
+/// EtherType of RARP.
+const ETH_RARP: u16 = 0x8035;
+/// Bytes of the shortest Ethernet frame, without its checksum.
+const FRAME_MIN: usize = 60;
+
+/// Names of a network card's features.
+const NAMES: &[(u32, &str)] = &[
+    (VIRTIO_NET_F_CSUM, "CSUM"),
+    (VIRTIO_NET_F_GUEST_CSUM, "GUEST_CSUM"),
+    (VIRTIO_NET_F_CTRL_GUEST_OFFLOADS, "CTRL_GUEST_OFFLOADS"),
+    (VIRTIO_NET_F_MTU, "MTU"),
+    (VIRTIO_NET_F_MAC, "MAC"),
+    (VIRTIO_NET_F_GUEST_TSO4, "GUEST_TSO4"),
+    (VIRTIO_NET_F_GUEST_TSO6, "GUEST_TSO6"),
+    (VIRTIO_NET_F_GUEST_ECN, "GUEST_ECN"),
+    (VIRTIO_NET_F_GUEST_UFO, "GUEST_UFO"),
+    (VIRTIO_NET_F_HOST_TSO4, "HOST_TSO4"),
+    (VIRTIO_NET_F_HOST_TSO6, "HOST_TSO6"),
+    (VIRTIO_NET_F_HOST_ECN, "HOST_ECN"),
+    (VIRTIO_NET_F_HOST_UFO, "HOST_UFO"),
+    (VIRTIO_NET_F_MRG_RXBUF, "MRG_RXBUF"),
+    (VIRTIO_NET_F_STATUS, "STATUS"),
+    (VIRTIO_NET_F_CTRL_VQ, "CTRL_VQ"),
+    (VIRTIO_NET_F_GUEST_ANNOUNCE, "GUEST_ANNOUNCE"),
+    (VIRTIO_NET_F_MQ, "MQ"),
+    (VIRTIO_NET_F_GUEST_USO4, "GUEST_USO4"),
+    (VIRTIO_NET_F_GUEST_USO6, "GUEST_USO6"),
+    (VIRTIO_NET_F_HOST_USO, "HOST_USO"),
+];
+
+/// Features of the rings and buffers that our workers serve.
+const RINGS_SERVED: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
+    | bit(VIRTIO_RING_F_INDIRECT_DESC)
+    | bit(VIRTIO_RING_F_EVENT_IDX)
+    | bit(VIRTIO_F_VERSION_1)
+    | bit(VIRTIO_F_RING_PACKED);
+
+/// What is behind a card.
+enum Behind {
+    /// A tap, and the kernel has the rings, with these features.
+    Kernel(Arc<Tap>, u64),
+    /// A tap with its queues, one a pair.
+    Tap(Arc<Tap>, Vec<Arc<TapQueue>>),
+    /// A port of a switch.
+    Switch(Arc<Plug>),
+}
+
+/// What the guest chose.
+#[derive(Clone, Copy)]
+struct Agreed {
+    format: Format,
+    features: u64,
+}
+
+/// A guest's card.
+pub struct NetDevice {
+    name: String,
+    behind: Behind,
+    mac: Option<[u8; MAC_BYTES]>,
+    /// Of a tap that cannot be asked: bytes of the longest IP packet.
+    mtu: AtomicU32,
+    /// Of a switch's port: the MTU that the operator gave, which a front-end may not exceed.
+    mtu_max: Option<u32>,
+    pairs: u16,
+    /// Counters, one a pair that our workers serve.
+    stats: Vec<Arc<NetStats>>,
+    /// Guards nothing else.
+    agreed: Mutex<Agreed>,
+    /// What the guest takes now, as features.
+    takes: Arc<AtomicU64>,
+    /// Of one that our workers serve.
+    control: Option<Control>,
+}
+
+/// Whether a card of so many pairs, for our workers to serve, has a control queue: messages name virtqueues by a byte.
+pub fn has_control(pairs: u16) -> bool {
+    RINGS * pairs <= u8::MAX.into()
+}
+
+impl NetDevice {
+    /// A card of `pairs` queue pairs for the kernel to serve, which has the features `served`.
+    pub fn of_kernel(
+        name: &str,
+        tap: Arc<Tap>,
+        pairs: u16,
+        mac: Option<[u8; MAC_BYTES]>,
+        served: u64,
+    ) -> Self {
+        Self::make(name, Behind::Kernel(tap, served), pairs, mac)
+    }
+
+    /// A card for our workers to serve, with a queue pair for each of the tap's queues.
+    ///
+    /// # Errors
+    /// The kernel has no eventfd for its control.
+    pub fn of_tap(
+        name: &str,
+        tap: Arc<Tap>,
+        queues: Vec<Arc<TapQueue>>,
+        set: Arc<QueueSet>,
+        mac: Option<[u8; MAC_BYTES]>,
+    ) -> io::Result<Self> {
+        let pairs = queues.len() as u16;
+        Self::make(name, Behind::Tap(tap, queues), pairs, mac).controlled(set)
+    }
+
+    /// A card on a switch, with a queue pair for each of the port's ends. A front-end may not set an MTU above `mtu_max`.
+    ///
+    /// # Errors
+    /// As of a tap's.
+    pub fn of_switch(
+        name: &str,
+        plug: Plug,
+        set: Arc<QueueSet>,
+        mac: Option<[u8; MAC_BYTES]>,
+        mtu_max: Option<u32>,
+    ) -> io::Result<Self> {
+        let pairs = plug.port.ends.len() as u16;
+        let device = Self::make(name, Behind::Switch(Arc::new(plug)), pairs, mac);
+        Self { mtu_max, ..device }.controlled(set)
+    }
+
+    fn make(name: &str, behind: Behind, pairs: u16, mac: Option<[u8; MAC_BYTES]>) -> Self {
+        let stats = (0..pairs).map(|_| Arc::default()).collect();
+        let format = Format { header: NET_HDR_LEGACY_BYTES, merge: false };
+        let agreed = Mutex::new(Agreed { format, features: 0 });
+        let mtu = AtomicU32::new(MTU_DEFAULT);
+        let takes = Arc::default();
+        let name = name.to_owned();
+        Self { name, behind, mac, mtu, mtu_max: None, pairs, stats, agreed, takes, control: None }
+    }
+
+    fn agreed(&self) -> Agreed {
+        *self.agreed.lock().expect("no holder panics")
+    }
+
+    /// Lets frames come to a pair.
+    fn link(&self, pair: u16) -> Result<(), String> {
+        match &self.behind {
+            Behind::Kernel(..) => {}
+            Behind::Tap(_, queues) => queues[usize::from(pair)].attach().map_err(|e| e.to_string())?,
+            Behind::Switch(plug) => plug.port.ends[usize::from(pair)].open(),
+        }
+        Ok(())
+    }
+
+    /// Lets none come; what waits for it is dropped.
+    fn unlink(&self, pair: u16) {
+        let pair = usize::from(pair);
+        match &self.behind {
+            Behind::Kernel(..) => {}
+            Behind::Tap(_, queues) => {
+                self.stats[pair].dropped(DropReason::Detached, queues[pair].discard());
+                if let Err(e) = queues[pair].detach() {
+                    tracing::warn!("{}: {e}", self.name);
+                }
+            }
+            Behind::Switch(plug) => plug.port.ends[pair].close(),
+        }
+    }
+}
+
+impl Device for NetDevice {
+    fn thread_kind(&self) -> ThreadKind {
+        ThreadKind::CardSession
+    }
+
+    fn features(&self) -> u64 {
+        let (served, tap) = match &self.behind {
+            Behind::Kernel(tap, served) => (*served, Some(tap)),
+            Behind::Tap(tap, _) => (RINGS_SERVED, Some(tap)),
+            Behind::Switch(_) => (RINGS_SERVED, None),
+        };
+        let mut features = served
+            | bit(VIRTIO_NET_F_CSUM)
+            | bit(VIRTIO_NET_F_GUEST_CSUM)
+            | bit(VIRTIO_NET_F_MTU)
+            | bit(VIRTIO_NET_F_GUEST_TSO4)
+            | bit(VIRTIO_NET_F_GUEST_TSO6)
+            | bit(VIRTIO_NET_F_GUEST_ECN)
+            | bit(VIRTIO_NET_F_HOST_TSO4)
+            | bit(VIRTIO_NET_F_HOST_TSO6)
+            | bit(VIRTIO_NET_F_HOST_ECN)
+            | bit(VIRTIO_NET_F_STATUS)
+            | bit(VIRTIO_NET_F_GUEST_ANNOUNCE);
+        if tap.is_some() {
+            features |= bit(VIRTIO_NET_F_GUEST_UFO) | bit(VIRTIO_NET_F_HOST_UFO);
+        }
+        if tap.is_none_or(|tap| tap.has_uso()) {
+            features |=
+                bit(VIRTIO_NET_F_GUEST_USO4) | bit(VIRTIO_NET_F_GUEST_USO6) | bit(VIRTIO_NET_F_HOST_USO);
+        }
+        if self.control.is_some() {
+            features |= bit(VIRTIO_NET_F_CTRL_VQ) | bit(VIRTIO_NET_F_CTRL_GUEST_OFFLOADS);
+        }
+        if self.mac.is_some() {
+            features |= bit(VIRTIO_NET_F_MAC);
+        }
+        if self.pairs > 1 {
+            features |= bit(VIRTIO_NET_F_MQ);
+        }
+        features
+    }
+
+    fn protocol(&self) -> VhostUserProtocolFeatures {
+        VhostUserProtocolFeatures::MTU | VhostUserProtocolFeatures::RARP
+    }
+
+    /// Where the kernel serves the rings, it is told besides, and tells the tap.
+    fn negotiated(&self, features: u64) -> Result<(), String> {
+        let format = match &self.behind {
+            Behind::Kernel(..) => return Ok(()),
+            Behind::Tap(tap, _) => card::agree(tap, features)?,
+            Behind::Switch(_) => card::format(features),
+        };
+        *self.agreed.lock().expect("no holder panics") = Agreed { format, features };
+        self.takes.store(features & GUEST_OFFLOADS, Relaxed);
+        if let Some(control) = &self.control {
+            control.forget();
+        }
+        Ok(())
+    }
+
+    /// An MTU that a former front end gave would have the switch drop frames of this one. A tap's MTU is the host's.
+    fn connected(&self) {
+        if let Behind::Switch(plug) = &self.behind {
+            plug.port.set_mtu(self.mtu_max.unwrap_or(MTU_DEFAULT));
+        }
+    }
+
+    fn reset(&self) {}
+
+    fn feature_names(&self) -> &'static [(u32, &'static str)] {
+        NAMES
+    }
+
+    fn config(&self) -> Vec<u8> {
+        let config = NetConfig {
+            mac: self.mac.unwrap_or_default(),
+            status: VIRTIO_NET_S_LINK_UP,
+            max_virtqueue_pairs: self.pairs,
+            mtu: match &self.behind {
+                Behind::Kernel(tap, _) | Behind::Tap(tap, _) => {
+                    // One that cannot be asked, in another network namespace, has the one that it had.
+                    let mtu = tap.mtu().unwrap_or_else(|_| self.mtu.load(Relaxed));
+                    self.mtu.store(mtu, Relaxed);
+                    mtu as u16
+                }
+                Behind::Switch(plug) => plug.port.mtu() as u16,
+            },
+        };
+        config.to_bytes().to_vec()
+    }
+
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<Then, String> {
+        Err(format!(
+            "the guest writes {} bytes at {offset} of the configuration space; nothing is writable",
+            bytes.len()
+        ))
+    }
+
+    fn settle(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn resumed(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn set_mtu(&self, mtu: u64) -> Result<(), String> {
+        let mtu = u32::try_from(mtu).unwrap_or(u32::MAX);
+        match &self.behind {
+            Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.set_mtu(mtu),
+            Behind::Switch(plug) => match self.mtu_max {
+                Some(most) if mtu > most => {
+                    return Err(format!(
+                        "the front-end asks for an MTU of {mtu}, and the export has mtu={most}"
+                    ));
+                }
+                _ => check_mtu(mtu).map(|()| plug.port.set_mtu(mtu)),
+            },
+        }
+        .map_err(|e| e.to_string())
+    }
+
+    fn announce(&self, mac: [u8; MAC_BYTES]) -> Result<(), String> {
+        // A network that does not hear of it learns by the guest's next frame: no reason to end the connection.
+        let frame = rarp(mac);
+        let told = match &self.behind {
+            Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.inject(&frame),
+            Behind::Switch(plug) => plug.switch.announce(&plug.port, &frame),
+        };
+        if let Err(e) = told {
+            tracing::warn!("{}: the guest's new place is not announced: {e}", self.name);
+        }
+        Ok(())
+    }
+
+    /// The tap sends frames to queues that are attached; one that nobody empties would swallow its share.
+    fn opened(&self, index: u16, way: u16, fresh: bool) -> Result<(), String> {
+        match (&self.control, way) {
+            (Some(control), _) if index == self.pairs => self.control_opened(control, fresh),
+            (Some(control), RECEIVE) if !control.runs(index, true) => Ok(()),
+            (_, RECEIVE) => self.link(index),
+            _ => Ok(()),
+        }
+    }
+
+    fn closed(&self, index: u16, way: u16) {
+        if index < self.pairs && way == RECEIVE {
+            if let Some(control) = &self.control {
+                control.runs(index, false);
+            }
+            self.unlink(index);
+        }
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        self.control.as_ref().map(Control::bell)
+    }
+
+    fn called(&self) {
+        if let Some(control) = &self.control {
+            self.commanded(control);
+        }
+    }
+
+    fn takes_notes(&self) -> bool {
+        self.agreed().features & bit(VIRTIO_NET_F_CTRL_VQ) != 0
+    }
+
+    fn notes(&self, notes: Option<Notes>) {
+        if let Some(control) = &self.control
+            && let Err(why) = self.noted(control, notes)
+        {
+            tracing::warn!("{}: the guest goes on without what it had set: {why}", self.name);
+        }
+    }
+
+    fn queue(
+        &self,
+        index: u16,
+        way: u16,
+        parts: VringParts,
+        others: Option<Box<dyn Queue>>,
+    ) -> Box<dyn Queue> {
+        let format = self.agreed().format;
+        if let (Some(control), true) = (&self.control, index == self.pairs) {
+            return Box::new(ControlQueue::new(parts, control.desk()));
+        }
+        let make = || -> Box<dyn Queue> {
+            let (stats, net) = (parts.stats.clone(), self.stats[usize::from(index)].clone());
+            match &self.behind {
+                Behind::Kernel(..) => unreachable!("the kernel has these rings"),
+                Behind::Tap(_, queues) => {
+                    Box::new(TapPair::new(queues[usize::from(index)].clone(), stats, net))
+                }
+                Behind::Switch(plug) => {
+                    Box::new(SwitchPair::new(plug.clone(), index, self.takes.clone(), stats, net))
+                }
+            }
+        };
+        let mut queue = others.unwrap_or_else(make);
+        queue::pair(queue.as_mut()).expect("all others of a card are pairs").add(way, parts, format);
+        queue
+    }
+
+    fn port(&self) -> Option<PortInfo> {
+        match &self.behind {
+            Behind::Switch(plug) => Some(plug.info()),
+            _ => None,
+        }
+    }
+
+    fn net_counters(&self, index: u16) -> Option<NetQueueCounters> {
+        match &self.behind {
+            Behind::Kernel(..) => None,
+            _ => self.stats.get(usize::from(index)).map(|stats| stats.counters()),
+        }
+    }
+}
+
+/// A RARP request of `mac` for itself, by which bridges and switches learn where it is (RFC 903).
+fn rarp(mac: [u8; MAC_BYTES]) -> [u8; FRAME_MIN] {
+    let mut frame = [0; FRAME_MIN];
+    let mut at = 0;
+    let mut put = |bytes: &[u8]| {
+        frame[at..at + bytes.len()].copy_from_slice(bytes);
+        at += bytes.len();
+    };
+    put(&[0xFF; MAC_BYTES]);
+    put(&mac);
+    put(&ETH_RARP.to_be_bytes());
+    // Ethernet, IPv4, their addresses' lengths, "request reverse".
+    put(&[0, 1, 8, 0, MAC_BYTES as u8, 4, 0, 3]);
+    // Sender and target: the same hardware address, no IP address.
+    put(&mac);
+    put(&[0; 4]);
+    put(&mac);
+    frame
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_announcement_is_a_rarp_request() {
+        let mac = [2, 3, 4, 5, 6, 7];
+        let frame = rarp(mac);
+        assert_eq!(frame[..12], [255, 255, 255, 255, 255, 255, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(frame[12..22], [0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+        assert_eq!((&frame[22..28], &frame[32..38]), (&mac[..], &mac[..]));
+        assert_eq!(frame[38..], [0; 22]);
+    }
+}

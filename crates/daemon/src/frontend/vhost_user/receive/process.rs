@@ -1,0 +1,415 @@
+//! The processes that receive descriptors. See the parent module for why.
+//!
+//! One process, the *spawner*, is forked before the daemon has threads, images or guests. It forks others when the daemon asks
+//! for one. They have one socket each, on which they take orders, one at a time:
+//!
+//! | who | sends | with |
+//! | --- | --- | --- |
+//! | daemon | [`RECEIVE`] or [`RECEIVE_ANY`], room in bytes (u32) | the connection |
+//! | process | its answer: [`ANSWER`] | the descriptors that are taken |
+//! | daemon | or [`CLOSE`], which has no answer; 0 (u32) | the connection |
+//! | process | [`FINISHED`], after it has closed all it had | |
+//!
+//! They end when the daemon's end of the socket is closed. All messages are datagrams of `SOCK_SEQPACKET`.
+
+use std::ffi::CStr;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::{Error, Result};
+
+use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, stop_reading, too_many};
+
+/// First byte of an order: receive, and pass on the descriptors whose close waits for nobody.
+const RECEIVE: u8 = 0;
+/// First byte of an order: receive, and pass on all descriptors but sockets that cannot be emptied.
+const RECEIVE_ANY: u8 = 1;
+/// First byte of an order: discard what was sent and not read.
+const CLOSE: u8 = 2;
+
+/// First byte of an answer: bytes follow, with their number (u32) before them, then names of what was not taken, each ended by
+/// a zero.
+const ANSWER: u8 = 0;
+/// First byte of an answer: too many descriptors came.
+const TOO_MANY: u8 = 1;
+/// First byte of an answer: it failed; an errno (i32) follows.
+const FAILED: u8 = 2;
+/// The message after which a process can be given the next order.
+const FINISHED: u8 = 3;
+
+/// Bytes of the largest message.
+const MESSAGE_MAX: usize = 8192;
+/// Processes that are kept for the next front end.
+const IDLE_MAX: usize = 4;
+/// How long the spawner may take.
+const SPAWN_WAIT: Duration = Duration::from_secs(5);
+
+/// The socket on which the spawner takes orders. Guards it for one order and its answer.
+static SPAWNER: OnceLock<Mutex<OwnedFd>> = OnceLock::new();
+/// Processes that have nothing to do. Guards the list alone.
+static IDLE: Mutex<Vec<Process>> = Mutex::new(Vec::new());
+
+/// Starts the spawner. Called once, before the process has a second thread.
+///
+/// # Errors
+/// The system has no process for it.
+pub fn start(mode: sandbox::Mode) -> Result<()> {
+    let cannot = |e: io::Error| Error::io("cannot start the process that receives descriptors", e);
+    let (ours, theirs) = pair().map_err(cannot)?;
+    // SAFETY: this is the only thread, so the child finds no lock that is held.
+    match unsafe { libc::fork() } {
+        -1 => Err(cannot(io::Error::last_os_error())),
+        0 => {
+            drop(ours);
+            run(theirs, c"vshunt-spawner", |socket| spawn_processes(&socket, mode))
+        }
+        _ => {
+            let _ = SPAWNER.set(Mutex::new(ours));
+            Ok(())
+        }
+    }
+}
+
+/// A process that receives descriptors; it ends when this is dropped.
+pub(super) struct Process {
+    socket: OwnedFd,
+    id: u32,
+}
+
+impl Process {
+    /// Has one do [`receive`]; its [`answer`](Self::answer) is to be had. None: no spawner was started.
+    ///
+    /// # Errors
+    /// There is none, or the connection cannot be passed to it. Nothing was received then.
+    pub(super) fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Option<Self>> {
+        Self::order(if any { RECEIVE_ANY } else { RECEIVE }, room as u32, stream)
+    }
+
+    /// Has one close a connection that is over. None: no spawner was started.
+    ///
+    /// # Errors
+    /// As of [`receive`](Self::receive).
+    pub(super) fn close(stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        Self::order(CLOSE, 0, stream)
+    }
+
+    fn order(what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        // All that are kept may have been killed, and the next is new.
+        for _ in 0..=IDLE_MAX {
+            let Some(process) = Self::take()? else { return Ok(None) };
+            match process.send(what, room, stream) {
+                Ok(()) => return Ok(Some(process)),
+                Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
+                Err(e) => {
+                    process.keep();
+                    let why = if e.raw_os_error() == Some(libc::ETOOMANYREFS) {
+                        "; processes of the daemon's user send more descriptors than anybody receives: run VMMs as other users, \
+                         or raise the daemon's limit (ulimit -Hn, LimitNOFILE=)"
+                    } else {
+                        ""
+                    };
+                    return Err(io::Error::new(
+                        e.kind(),
+                        format!("a connection cannot be passed to a process: {e}{why}"),
+                    ));
+                }
+            }
+        }
+        Err(io::Error::other("the processes that receive descriptors end at once"))
+    }
+
+    /// One that has nothing to do. None: no spawner was started.
+    fn take() -> io::Result<Option<Self>> {
+        let Some(spawner) = SPAWNER.get() else { return Ok(None) };
+        if let Some(idle) = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+            return Ok(Some(idle));
+        }
+        let spawner = spawner.lock().unwrap_or_else(PoisonError::into_inner);
+        ask(&spawner).map(Some).map_err(|e| {
+            let ended = matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof);
+            let remedy = if ended { "; the one that makes them has ended: restart the daemon" } else { "" };
+            io::Error::new(e.kind(), format!("there is no process to receive descriptors: {e}{remedy}"))
+        })
+    }
+
+    /// Keeps it for anybody's next order.
+    fn keep(self) {
+        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+        if idle.len() < IDLE_MAX {
+            idle.push(self);
+        }
+    }
+
+    /// Keeps it for anybody's next order, if it finishes its last within `wait`. None then, and if it has ended: what it had was
+    /// closed with it.
+    pub(super) fn unless_finished(self, wait: Duration) -> Option<Self> {
+        self.keep_if_finished(wait).unwrap_or(None)
+    }
+
+    /// The same. What it still has to say is dropped.
+    ///
+    /// # Errors
+    /// It has ended before it finished.
+    pub(super) fn keep_if_finished(self, wait: Duration) -> io::Result<Option<Self>> {
+        let deadline = Instant::now() + wait;
+        while let Some((bytes, _)) = await_message(&self.socket, deadline, 0)? {
+            if bytes == [FINISHED] {
+                self.keep();
+                return Ok(None);
+            }
+        }
+        Ok(Some(self))
+    }
+
+    /// Its process id.
+    pub(super) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// What it received, with its descriptors.
+    ///
+    /// # Errors
+    /// It failed, or does not answer within `wait`.
+    pub(super) fn answer(&self, wait: Duration) -> io::Result<(Vec<u8>, Descriptors)> {
+        let Some(received) = await_message(&self.socket, Instant::now() + wait, FDS_MAX)? else {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "descriptors were not received in time"));
+        };
+        parse_answer(received)
+    }
+
+    /// Has it close a connection that is over, after what it does now.
+    ///
+    /// # Errors
+    /// It has ended, or has too many orders.
+    pub(super) fn close_later(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.send(CLOSE, 0, stream)
+    }
+
+    fn send(&self, what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<()> {
+        let [a, b, c, d] = room.to_ne_bytes();
+        send(&self.socket, &[what, a, b, c, d], &[stream])
+    }
+}
+
+fn parse_answer((bytes, taken): (Vec<u8>, Vec<OwnedFd>)) -> io::Result<(Vec<u8>, Descriptors)> {
+    let wrong = || io::Error::other("the process that receives descriptors says what it cannot mean");
+    let (kind, rest) = bytes.split_first().ok_or_else(wrong)?;
+    let (number, rest) = rest.split_first_chunk().ok_or_else(wrong)?;
+    match *kind {
+        ANSWER => {
+            let len = u32::from_ne_bytes(*number) as usize;
+            let (bytes, names) = rest.split_at_checked(len).ok_or_else(wrong)?;
+            let name = |name: &[u8]| String::from_utf8_lossy(name).trim_end_matches('\0').to_owned();
+            let refused = names.split_inclusive(|byte| *byte == 0).map(name).collect();
+            Ok((bytes.to_vec(), Descriptors { taken, refused }))
+        }
+        TOO_MANY => Err(too_many()),
+        FAILED => Err(io::Error::from_raw_os_error(i32::from_ne_bytes(*number))),
+        _ => Err(wrong()),
+    }
+}
+
+/// Has the spawner make a process.
+fn ask(spawner: &OwnedFd) -> io::Result<Process> {
+    // An earlier call may have given up before its answer came. The process of such an answer ends here.
+    while await_message(spawner, Instant::now(), 1)?.is_some() {}
+    send(spawner, &[0], &[])?;
+    let answer = await_message(spawner, Instant::now() + SPAWN_WAIT, 1)?;
+    let (bytes, mut fds) = answer.ok_or(io::ErrorKind::TimedOut)?;
+    let number = bytes.first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
+    match fds.pop() {
+        Some(socket) => Ok(Process { socket, id: number.unsigned_abs() }),
+        None => Err(io::Error::from_raw_os_error(number)),
+    }
+}
+
+fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+fn send(to: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(too_many());
+    }
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+    Ok(())
+}
+
+/// A message with up to `room` descriptors; what is more is dropped where that is 0, else it is an error. None: none came in
+/// time.
+///
+/// # Errors
+/// The other end is closed.
+fn await_message(
+    from: &OwnedFd,
+    deadline: Instant,
+    room: usize,
+) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = rustix::event::Timespec::try_from(left).expect("it is short");
+        match poll(&mut [PollFd::new(from, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Ok(None),
+            Ok(_) => return read_message(from, room).map(Some),
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Waits for a message. `room`: see [`await_message`].
+fn read_message(from: &OwnedFd, room: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut bytes = [0u8; MESSAGE_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = match room {
+        0 => RecvAncillaryBuffer::default(),
+        _ => RecvAncillaryBuffer::new(&mut space),
+    };
+    let mut iov = [IoSliceMut::new(&mut bytes)];
+    let got = loop {
+        match recvmsg(from, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            got => break got?,
+        }
+    };
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(more) = message {
+            fds.extend(more);
+        }
+    }
+    if got.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    if room > 0 && got.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(too_many());
+    }
+    Ok((bytes[..got.bytes].to_vec(), fds))
+}
+
+/// The whole life of a process that was just forked: it keeps `socket` and nothing else, and never returns.
+fn run(socket: OwnedFd, name: &CStr, body: impl FnOnce(OwnedFd) -> io::Result<()>) -> ! {
+    let live = || -> io::Result<()> {
+        // A session of its own: what a terminal sends to the daemon is not for it. It ends with the daemon's end of the socket.
+        let _ = rustix::process::setsid();
+        rustix::thread::set_name(name)?;
+        body(keep_only(socket)?)
+    };
+    let ended = catch_unwind(AssertUnwindSafe(live));
+    // SAFETY: ends this process. Nothing that the daemon has at its end is run: a process that was forked shares its buffers.
+    unsafe { libc::_exit(if matches!(ended, Ok(Ok(()))) { 0 } else { 1 }) }
+}
+
+/// Closes all descriptors but this one, which may get another number. The standard ones are /dev/null: a program that waits
+/// for the daemon's output to end does not wait for this process.
+fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
+    const KEPT: i32 = 3;
+    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    // SAFETY: no other thread uses the descriptors that are closed, and no object that is used later has one: `socket` and `null`
+    // are forgotten.
+    unsafe {
+        let (socket, null) = (std::mem::ManuallyDrop::new(socket), std::mem::ManuallyDrop::new(null));
+        // Above all that is kept, so that nothing is replaced before it was copied.
+        let high = libc::fcntl(socket.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 16);
+        if high < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if (0..KEPT).any(|standard| libc::dup2(null.as_raw_fd(), standard) < 0)
+            || libc::dup3(high, KEPT, libc::O_CLOEXEC) < 0
+            || libc::syscall(libc::SYS_close_range, KEPT + 1, u32::MAX, 0) < 0
+        {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(OwnedFd::from_raw_fd(KEPT))
+    }
+}
+
+/// The spawner: makes a process for each message of the daemon, until that has gone.
+fn spawn_processes(socket: &OwnedFd, mode: sandbox::Mode) -> io::Result<()> {
+    sandbox::confine_spawner(mode)?;
+    // SAFETY: no handler. The kernel forgets children that have ended.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+    while read_message(socket, 0).is_ok() {
+        let sent = spawn_process(mode).and_then(|(end, id)| send(socket, &id.to_ne_bytes(), &[end.as_fd()]));
+        if let Err(e) = sent {
+            // It may be for want of memory, or of descriptors in flight. A daemon that has gone is seen above.
+            let _ = send(socket, &e.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes(), &[]);
+        }
+    }
+    Ok(())
+}
+
+/// Returns the daemon's end of the new process's socket, and its id.
+fn spawn_process(mode: sandbox::Mode) -> io::Result<(OwnedFd, i32)> {
+    let (end, theirs) = pair()?;
+    // SAFETY: the spawner has one thread.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            drop(end);
+            run(theirs, c"vshunt-receiver", |socket| {
+                sandbox::confine_receiver(mode)?;
+                take_orders(&socket)
+            })
+        }
+        id => Ok((end, id)),
+    }
+}
+
+/// A process that receives descriptors: does what the daemon orders until that has gone.
+fn take_orders(socket: &OwnedFd) -> io::Result<()> {
+    while let Ok((order, mut fds)) = read_message(socket, 1) {
+        let (Some((what, room)), Some(stream)) = (order.split_first(), fds.pop()) else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        // What is dropped here may wait, and for ever.
+        if *what == CLOSE {
+            stop_reading(&stream);
+            drop(stream);
+        } else {
+            let room = room.first_chunk().map_or(0, |room| u32::from_ne_bytes(*room) as usize);
+            let received = receive(stream.as_fd(), room, *what == RECEIVE_ANY);
+            // The front end sees its connection end when the daemon closes it.
+            drop(stream);
+            let answered = answer(socket, &received);
+            drop(received);
+            answered?;
+        }
+        send(socket, &[FINISHED], &[])?;
+    }
+    Ok(())
+}
+
+fn answer(socket: &OwnedFd, received: &io::Result<Receipt>) -> io::Result<()> {
+    const { assert!(1 + 4 + ROOM_MAX + FDS_MAX * (NAME_MAX + 1) <= MESSAGE_MAX) };
+    let message = |kind, number: [u8; 4]| [&[kind], number.as_slice()].concat();
+    match received {
+        Ok(Receipt { too_many: true, .. }) => send(socket, &message(TOO_MANY, [0; 4]), &[]),
+        Ok(Receipt { bytes, descriptors, .. }) => {
+            let mut all = message(ANSWER, (bytes.len() as u32).to_ne_bytes());
+            all.extend(bytes);
+            for name in &descriptors.refused {
+                all.extend(name.bytes().chain([0]));
+            }
+            let fds: Vec<_> = descriptors.taken.iter().map(AsFd::as_fd).collect();
+            send(socket, &all, &fds)
+        }
+        Err(e) => {
+            let number = e.raw_os_error().unwrap_or(libc::EIO);
+            send(socket, &message(FAILED, number.to_ne_bytes()), &[])
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! What a virtio-blk request says, and how it ends (Virtio 1.3, section 5.2.6).
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use virtio::blk::{
+    BLK_RANGE_LEN, Range, Request, SECTOR_SIZE, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
+    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+    VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, split_request,
+};
+use virtio::ring::Seg;
+use vshunt_block::{Op, Step};
+use vshunt_engine::{QueueStats, Ring, Token};
+use vshunt_types::spec::Cache;
+
+use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX};
+
+impl BlkQueue {
+    /// Starts the request in the scratch chain: it is in flight, or already staged as completed.
+    #[inline]
+    pub(super) fn begin(&mut self, ring: &mut Ring, place: Token) {
+        let Some(index) = self.free.pop() else {
+            unreachable!("as many slots as descriptors; the caller looked")
+        };
+        let slot = &mut self.slots[index as usize];
+        slot.head = self.chain.head;
+        let request = match split_request(&self.chain, &mut self.data) {
+            Ok(request) => request,
+            Err(bad) => {
+                slot.status = bad.status.unwrap_or(std::ptr::null_mut());
+                slot.io.reset(Op::Flush, 0, false);
+                return self.finish(index, -libc::EINVAL);
+            }
+        };
+        slot.status = request.status;
+        if self.log.is_some() {
+            self.note_writable(index, request.writable);
+        }
+        if let Err(errno) = self.prepare(index, &request) {
+            return self.finish(index, errno);
+        }
+        let slot = &mut self.slots[index as usize];
+        self.turn_bytes += slot.io.len;
+        let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
+        match handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
+            Step::Wait => {}
+            Step::Done(result) => self.finish(index, result),
+        }
+    }
+
+    /// Turns the request into the slot's [`Io`]. `Err` carries how it ends at once: 0 or a negative errno.
+    #[inline]
+    fn prepare(&mut self, index: u16, request: &Request) -> Result<(), i32> {
+        let io = &mut self.slots[index as usize].io;
+        let disk = &self.shared.disk;
+        match request.kind {
+            VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
+                let write = request.kind == VIRTIO_BLK_T_OUT;
+                let fua = write && self.shared.writethrough.load(Relaxed);
+                io.reset(
+                    if write { Op::Write } else { Op::Read },
+                    request.sector.wrapping_mul(SECTOR_SIZE),
+                    fua,
+                );
+                if write && self.shared.readonly {
+                    return Err(-libc::EROFS);
+                }
+                in_bounds(request.sector, request.data_len, disk.size_bytes())?;
+                if request.data_len > REQUEST_BYTES_MAX {
+                    return Err(-libc::EINVAL);
+                }
+                for seg in &self.data {
+                    // SAFETY: translated on taking the chain; `mem` keeps it mapped until the queue rests, and
+                    // the slot is boxed and reused only after its completion.
+                    unsafe { io.push(seg.ptr, seg.len as usize) };
+                }
+                Ok(())
+            }
+            VIRTIO_BLK_T_FLUSH => {
+                io.reset(Op::Flush, 0, false);
+                if self.shared.unsure.load(Relaxed) {
+                    self.shared.unsure.store(false, Relaxed);
+                    self.shared.writethrough.store(false, Relaxed);
+                }
+                if disk.cache() == Cache::Unsafe || self.shared.readonly { Err(0) } else { Ok(()) }
+            }
+            VIRTIO_BLK_T_GET_ID => {
+                io.reset(Op::Read, 0, false);
+                io.len = scatter(&self.shared.serial, &self.data);
+                Err(0)
+            }
+            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
+                io.reset(Op::Flush, 0, false);
+                let (op, range) = parse_range(request, &self.data)?;
+                if self.shared.readonly {
+                    return Err(-libc::EROFS);
+                }
+                let most = if op == Op::Discard {
+                    self.shared.max_discard_sectors
+                } else {
+                    self.shared.max_zero_sectors
+                };
+                if range.num_sectors > most {
+                    return Err(-libc::EINVAL);
+                }
+                let fua = op != Op::Discard && self.shared.writethrough.load(Relaxed);
+                let len = u64::from(range.num_sectors) * SECTOR_SIZE;
+                in_bounds(range.sector, len, disk.size_bytes())?;
+                io.reset(op, range.sector * SECTOR_SIZE, fua);
+                io.len = len;
+                if len == 0 { Err(0) } else { Ok(()) }
+            }
+            _ => {
+                io.reset(Op::Flush, 0, false);
+                Err(-libc::EOPNOTSUPP)
+            }
+        }
+    }
+}
+
+/// Whether `len` bytes from `sector` lie on a disk of `size` bytes, in whole sectors.
+#[inline]
+fn in_bounds(sector: u64, len: u64, size: u64) -> Result<(), i32> {
+    let start = sector.checked_mul(SECTOR_SIZE).ok_or(-libc::EINVAL)?;
+    let end = start.checked_add(len).ok_or(-libc::EINVAL)?;
+    if end > size || !len.is_multiple_of(SECTOR_SIZE) { Err(-libc::EINVAL) } else { Ok(()) }
+}
+
+/// The one range of a DISCARD or WRITE_ZEROES (we offer max_*_seg = 1).
+fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
+    let mut bytes = [0u8; BLK_RANGE_LEN];
+    // More ranges than max_*_seg says are a request that this device does not have, as QEMU answers, too.
+    if request.data_len > BLK_RANGE_LEN as u64 {
+        return Err(-libc::EOPNOTSUPP);
+    }
+    if request.data_len != BLK_RANGE_LEN as u64 || gather(data, &mut bytes) != BLK_RANGE_LEN {
+        return Err(-libc::EINVAL);
+    }
+    let range = Range::parse(bytes);
+    let flags = range.flags;
+    // Virtio 1.3, 5.2.6.2: unknown flags, and unmap on a discard, are UNSUPP.
+    let discard = request.kind == VIRTIO_BLK_T_DISCARD;
+    if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 || (discard && flags != 0) {
+        return Err(-libc::EOPNOTSUPP);
+    }
+    let op = if discard {
+        Op::Discard
+    } else {
+        Op::WriteZeroes { unmap: flags & VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 }
+    };
+    Ok((op, range))
+}
+
+/// Copies from guest segments; returns the bytes copied.
+fn gather(from: &[Seg], to: &mut [u8]) -> usize {
+    let mut done = 0;
+    for seg in from {
+        let n = (seg.len as usize).min(to.len() - done);
+        // SAFETY: the segment was translated on taking the chain and the queue's memory table is alive; `to`
+        // has n bytes left, and is ours alone.
+        unsafe { std::ptr::copy_nonoverlapping(seg.ptr, to.as_mut_ptr().add(done), n) };
+        done += n;
+    }
+    done
+}
+
+/// Copies into guest segments; returns the bytes copied.
+fn scatter(from: &[u8], to: &[Seg]) -> u64 {
+    let mut done = 0;
+    for seg in to {
+        let n = (seg.len as usize).min(from.len() - done);
+        // SAFETY: as in `gather`, the other way round.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().add(done), seg.ptr, n) };
+        done += n;
+    }
+    done as u64
+}
+
+impl BlkQueue {
+    /// The request of slot `index` is over: 0 or a negative errno. Writes the status byte, counts, stages the
+    /// used element; its length is what was written into the guest's buffers.
+    #[inline]
+    pub(super) fn finish(&mut self, index: u16, result: i32) {
+        let slot = &mut self.slots[index as usize];
+        let stats = &*self.stats;
+        let status = match result {
+            0.. => VIRTIO_BLK_S_OK,
+            r if r == -libc::EOPNOTSUPP => VIRTIO_BLK_S_UNSUPP,
+            _ => VIRTIO_BLK_S_IOERR,
+        };
+        let mut written = 0;
+        if !slot.status.is_null() {
+            // SAFETY: translated on taking the chain, kept mapped by `mem`; one byte, the device's to write.
+            unsafe { slot.status.write_volatile(status) };
+            written = 1;
+        }
+        match (slot.io.op, status) {
+            (Op::Read, VIRTIO_BLK_S_OK) => {
+                QueueStats::add(&stats.read_bytes, slot.io.len);
+                written += u32::try_from(slot.io.len).unwrap_or(u32::MAX - 1);
+            }
+            (Op::Write, VIRTIO_BLK_S_OK) => QueueStats::add(&stats.write_bytes, slot.io.len),
+            (_, VIRTIO_BLK_S_OK) => {}
+            _ => QueueStats::add(&stats.errors, 1),
+        }
+        if self.log.is_some() {
+            self.mark(index);
+        }
+        let slot = &mut self.slots[index as usize];
+        self.vring.push(slot.head, written);
+        self.staged += 1;
+        self.free.push(index);
+        QueueStats::add(&self.stats.requests, 1);
+    }
+
+    /// Notes where a request may write, while the guest migrates.
+    pub(super) fn note_writable(&mut self, index: u16, writable: bool) {
+        let noted = &mut self.noted[index as usize];
+        noted.clear();
+        if writable {
+            noted.extend_from_slice(&self.data);
+        }
+    }
+
+    /// Marks all that the device may have written for a request, errors included: part of it may be there.
+    #[cold]
+    fn mark(&mut self, index: u16) {
+        let Some(log) = &self.log else { return };
+        for seg in self.noted[index as usize].drain(..) {
+            if let Some(addr) = self.mem.host_to_guest(seg.ptr) {
+                log.mark(addr, u64::from(seg.len));
+            }
+        }
+        if let Some(addr) = self.mem.host_to_guest(self.slots[index as usize].status) {
+            log.mark(addr, 1);
+        }
+    }
+}

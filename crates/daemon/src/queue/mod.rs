@@ -1,0 +1,7 @@
+//! Queues: take a request, drive a backend, complete it. One folder a device.
+
+pub mod blk;
+pub mod net;
+mod vring;
+
+pub use vring::{Parts, Rest, Vring, pair, ring, take_ring};

@@ -1,0 +1,175 @@
+//! A queue pair whose frames go through a tap's queue. None is copied by us but where [`rx`] says so: the tap reads and writes
+//! the guest's buffers, in batches through the worker's ring.
+
+mod rx;
+mod tx;
+
+use std::any::Any;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use virtio::net::NET_HDR_BYTES;
+use vshunt_engine::{Queue, QueueStats, Ring, Token};
+use vshunt_net::TapQueue;
+
+use self::rx::Rx;
+use self::tx::Tx;
+pub(super) use self::tx::reason;
+use super::buffers::Buffers;
+use super::line::Line;
+use super::rings::{OP_OWN, Rings};
+use super::tap_file::TapFile;
+use super::{Format, NetStats, Pair};
+use crate::queue::{Parts, Vring};
+
+/// Operations of a token.
+const OP_POLL: u8 = OP_OWN;
+const OP_READ: u8 = OP_OWN + 1;
+const OP_WRITE: u8 = OP_OWN + 2;
+
+/// See the module.
+pub struct TapPair {
+    rings: Rings<Rx, Tx>,
+    tap: Arc<TapQueue>,
+    /// The tap, as the owning worker's ring knows it; none while it moves.
+    file: Option<TapFile>,
+    // Any thread's.
+    stats: Arc<QueueStats>,
+    net: Arc<NetStats>,
+}
+
+impl TapPair {
+    /// A pair without rings.
+    pub fn new(tap: Arc<TapQueue>, stats: Arc<QueueStats>, net: Arc<NetStats>) -> Self {
+        Self { rings: Rings::new(), tap, file: None, stats, net }
+    }
+
+    fn poll(&self, place: Token) -> (RawFd, Token) {
+        (self.tap.as_raw_fd(), place.with(0, OP_POLL))
+    }
+
+    fn flight_changed(&self) {
+        let rx = self.rings.rx.as_ref().map_or(0, Rx::in_flight);
+        let tx = self.rings.tx.as_ref().map_or(0, Tx::in_flight);
+        self.stats.in_flight.store(rx + tx, Relaxed);
+    }
+}
+
+impl Pair for TapPair {
+    fn add(&mut self, way: u16, parts: Parts, format: Format) {
+        debug_assert!(format.header <= NET_HDR_BYTES);
+        let line = Line::new(parts, self.net.clone());
+        match way {
+            0 => self.rings.rx = Some(Rx::new(Buffers::new(line, format))),
+            _ => self.rings.tx = Some(Tx::new(line, format.header)),
+        }
+    }
+
+    fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
+        self.rings.remove(way, discard)
+    }
+
+    fn set_aside(&mut self) {
+        if let Some(rx) = &mut self.rings.rx {
+            rx.drop_held();
+        }
+    }
+
+    fn is_broken(&self) -> bool {
+        self.rings.is_broken()
+    }
+
+    fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
+        self.rings.ring(way)
+    }
+}
+
+impl Queue for TapPair {
+    fn arm(&mut self, ring: &mut Ring, place: Token) {
+        if self.file.is_none() {
+            self.file = Some(TapFile::know(ring, &self.tap));
+        }
+        if let Some(rx) = &mut self.rings.rx {
+            rx.looks.arm();
+        }
+        self.rings.arm(ring, place);
+    }
+
+    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+        let Some(file) = self.file else { return 0 };
+        let mut taken = 0;
+        if let Some(rx) = &mut self.rings.rx {
+            taken += rx.take(ring, file, place.with(0, OP_READ), budget);
+        }
+        if let Some(tx) = &mut self.rings.tx {
+            taken += tx.take(ring, file, place.with(0, OP_WRITE), budget);
+        }
+        self.flight_changed();
+        taken
+    }
+
+    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+        let poll = self.poll(token);
+        let done = match (token.op, &mut self.rings.rx, &mut self.rings.tx) {
+            (OP_READ, Some(rx), _) => rx.complete(ring, token.slot, poll, result),
+            (OP_WRITE, _, Some(tx)) => tx.complete(token.slot, result),
+            (OP_POLL, Some(rx), _) => {
+                rx.looks.polled(ring, poll, result);
+                0
+            }
+            _ => {
+                self.rings.kicked(ring, token, result, more);
+                0
+            }
+        };
+        self.flight_changed();
+        done
+    }
+
+    fn publish(&mut self) -> bool {
+        self.rings.publish()
+    }
+
+    fn has_work(&self) -> bool {
+        self.rings.rx.as_ref().is_some_and(Rx::has_work) || self.rings.tx.as_ref().is_some_and(Tx::has_work)
+    }
+
+    fn wake(&mut self) {
+        self.rings.wake();
+    }
+
+    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
+        // Both, whatever the first one says.
+        let rx = self.rings.rx.as_mut().is_some_and(Rx::sleep);
+        let tx = self.rings.tx.as_mut().is_some_and(|tx| tx.sleep(after));
+        rx || tx
+    }
+
+    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+        if let Some(rx) = &mut self.rings.rx {
+            rx.looks.disarm(ring, place.with(0, OP_POLL));
+        }
+        self.rings.disarm(ring, place);
+    }
+
+    fn at_rest(&self) -> bool {
+        self.rings.rx.as_ref().is_none_or(Rx::at_rest) && self.rings.tx.as_ref().is_none_or(Tx::at_rest)
+    }
+
+    fn leave(&mut self, ring: &mut Ring) {
+        if self.file.take().is_some() {
+            TapFile::forget(ring, &self.tap);
+        }
+    }
+
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl Drop for TapPair {
+    fn drop(&mut self) {
+        debug_assert!(self.at_rest(), "a queue pair dropped with frames on their way");
+    }
+}

@@ -1,0 +1,246 @@
+//! Notifications: descriptors that a front end handed over to be signalled, and eventfds of our own.
+//!
+//! Called by workers (the guest's call descriptor), session threads and other threads of the daemon. What must never happen:
+//! a notification that waits. write(2) to an eventfd waits while the counter is full, unless the file has O_NONBLOCK. Both
+//! are the front end's: it can fill the counter, and it can clear the flag at any time, also between a check and the write.
+//! So an eventfd of a front end is never written to. It is registered with an io_uring of its own, and a no-op on that ring
+//! has the kernel signal it: eventfd_signal() adds one and never waits.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Mutex;
+
+use io_uring::register::Restriction;
+use io_uring::{IoUring, opcode};
+use rustix::fs::{FileType, fstat};
+use rustix::net::SendFlags;
+use vshunt_sandbox as sandbox;
+
+/// Entries of a notifier's rings: one no-op at a time.
+const NOTIFIER_ENTRIES: u32 = 1;
+
+/// A descriptor that is signalled.
+pub struct Bell {
+    fd: OwnedFd,
+    way: Way,
+}
+
+/// How it is signalled.
+enum Way {
+    /// An eventfd that no other process has. It has O_NONBLOCK.
+    Own,
+    /// An eventfd of a front end. The lock guards the ring for one notification; its holder waits for nothing.
+    Ring(Box<Mutex<IoUring>>),
+    /// The same, by a ring that is made for each notification.
+    RingOnce,
+    /// A socket of a front end (User-mode Linux): a message of eight bytes, or none where there is no room for it.
+    Socket,
+}
+
+impl Bell {
+    /// A front end's descriptor that is signalled often: an eventfd or a socket.
+    ///
+    /// # Errors
+    /// It is neither, or there can be no io_uring for it (open files, memory).
+    pub fn new(fd: OwnedFd) -> io::Result<Self> {
+        if is_socket(&fd)? {
+            return Ok(Self { fd, way: Way::Socket });
+        }
+        let ring = permitted_notifier(&fd)?;
+        Ok(Self { fd, way: Way::Ring(Box::new(Mutex::new(ring))) })
+    }
+
+    /// A front end's descriptor that is signalled once in a while, and never by a worker: it costs more time then, and keeps
+    /// no io_uring. One is made here to see whether the descriptor can be signalled.
+    ///
+    /// # Errors
+    /// It is neither an eventfd nor a socket, or there can be no io_uring for it (open files, memory,
+    /// kernel.io_uring_disabled).
+    pub fn rare(fd: OwnedFd) -> io::Result<Self> {
+        if is_socket(&fd)? {
+            return Ok(Self { fd, way: Way::Socket });
+        }
+        drop(permitted_notifier(&fd)?);
+        Ok(Self { fd, way: Way::RingOnce })
+    }
+
+    /// An eventfd of our own. It is not handed to another process.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn make() -> io::Result<Self> {
+        use rustix::event::{EventfdFlags, eventfd};
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { fd, way: Way::Own })
+    }
+
+    /// Its descriptor, for those who wait on it.
+    pub fn fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// Whether it was rung since the last time. For our own.
+    pub fn take(&self) -> bool {
+        rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
+    }
+
+    /// Its descriptor, for those to whom it is handed over.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Adds one to the counter, and never waits. A full counter is a notification, too.
+    #[inline]
+    pub fn ring(&self) {
+        match &self.way {
+            Way::Own => drop(rustix::io::write(&self.fd, &1u64.to_ne_bytes())),
+            Way::Ring(ring) => signal(&mut ring.lock().expect("no holder panics")),
+            Way::RingOnce => match permitted_notifier(&self.fd) {
+                Ok(mut ring) => signal(&mut ring),
+                // It could be made when the front end gave the descriptor.
+                Err(e) => tracing::warn!("a front end is not notified: there is no io_uring for that ({e})"),
+            },
+            Way::Socket => {
+                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                let _ = rustix::net::send(&self.fd, &1u64.to_ne_bytes(), flags);
+            }
+        }
+    }
+}
+
+/// Makes a [`notifier`], by an errand where the calling thread may not: kernel.io_uring_disabled=1 asks for a capability that a
+/// session's thread does not have.
+fn permitted_notifier(fd: &OwnedFd) -> io::Result<IoUring> {
+    match notifier(fd) {
+        Err(e) if e.raw_os_error() == Some(libc::EPERM) => sandbox::errand(|| notifier(fd))?,
+        made => made,
+    }
+}
+
+/// A ring whose completions signal `fd`.
+fn notifier(fd: &OwnedFd) -> io::Result<IoUring> {
+    // Queues move: it is used by several threads, one at a time. So neither SINGLE_ISSUER nor DEFER_TASKRUN.
+    let restricted = sandbox::restricts_rings();
+    let mut builder = IoUring::builder();
+    if restricted {
+        builder.setup_r_disabled();
+    }
+    let ring = builder.build(NOTIFIER_ENTRIES)?;
+    ring.submitter().register_eventfd(fd.as_raw_fd())?;
+    if restricted {
+        ring.submitter().register_restrictions(&mut [Restriction::sqe_op(opcode::Nop::CODE)])?;
+        ring.submitter().register_enable_rings()?;
+    }
+    Ok(ring)
+}
+
+/// Completes a no-op, which ends in the system call that submits it.
+#[inline]
+fn signal(ring: &mut IoUring) {
+    // Completions of earlier no-ops make room. Nobody looks at them.
+    ring.completion().for_each(drop);
+    let entry = opcode::Nop::new().build();
+    // SAFETY: a no-op names no memory. A full queue still has the no-op of a submission that was interrupted.
+    let _ = unsafe { ring.submission().push(&entry) };
+    // It fails where the kernel is out of memory or a signal came first. The no-op stays in the queue in both cases.
+    if ring.submit().is_err() {
+        let _ = ring.submit();
+    }
+}
+
+fn is_socket(fd: &OwnedFd) -> io::Result<bool> {
+    Ok(FileType::from_raw_mode(fstat(fd)?.st_mode) == FileType::Socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{OFlags, fcntl_setfl};
+
+    use super::*;
+
+    /// The largest value of an eventfd's counter (eventfd(2)).
+    const FULL: u64 = u64::MAX - 1;
+
+    fn count(fd: &OwnedFd) -> u64 {
+        let mut count = [0; 8];
+        rustix::io::read(fd, &mut count).unwrap();
+        u64::from_ne_bytes(count)
+    }
+
+    /// Signals on a thread of its own, and tells whether that came to its end. A thread that waits is set free.
+    fn returns(bell: &Arc<Bell>, fd: &OwnedFd) -> bool {
+        let theirs = bell.clone();
+        let thread = std::thread::spawn(move || theirs.ring());
+        let limit = Instant::now() + Duration::from_secs(10);
+        while !thread.is_finished() && Instant::now() < limit {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let in_time = thread.is_finished();
+        if !in_time {
+            count(fd);
+        }
+        thread.join().unwrap();
+        in_time
+    }
+
+    #[test]
+    fn a_full_counter_whose_flag_was_cleared_stops_nobody() {
+        for make in [Bell::new, Bell::rare] {
+            let theirs = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+            let bell = Arc::new(make(theirs.try_clone().unwrap()).unwrap());
+            bell.ring();
+            assert_eq!(count(&theirs), 1);
+            // The flag is the open file's, which both descriptors are of.
+            fcntl_setfl(&theirs, OFlags::empty()).unwrap();
+            rustix::io::write(&theirs, &FULL.to_ne_bytes()).unwrap();
+            assert!(returns(&bell, &theirs), "a notification waits for the front end");
+            assert!(returns(&bell, &theirs), "a notification waits for the front end");
+            assert!(count(&theirs) >= FULL);
+            bell.ring();
+            assert_eq!(count(&theirs), 1, "it counts again");
+        }
+    }
+
+    #[test]
+    fn each_notification_counts_whichever_thread_sends_it() {
+        let theirs = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let bell = Bell::new(theirs.try_clone().unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..1000).for_each(|_| bell.ring()));
+            }
+        });
+        assert_eq!(count(&theirs), 4000);
+    }
+
+    #[test]
+    fn a_socket_is_sent_eight_bytes_and_a_full_one_nothing() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let bell = Arc::new(Bell::new(ours.into()).unwrap());
+        bell.ring();
+        let theirs = OwnedFd::from(theirs);
+        assert_eq!(count(&theirs), 1);
+        let filler = bell.clone();
+        let thread = std::thread::spawn(move || (0..100_000).for_each(|_| filler.ring()));
+        let limit = Instant::now() + Duration::from_secs(30);
+        while !thread.is_finished() && Instant::now() < limit {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(thread.is_finished(), "a notification waits for room in the socket");
+        thread.join().unwrap();
+        drop(theirs);
+        bell.ring();
+    }
+
+    #[test]
+    fn what_is_neither_is_refused() {
+        for make in [Bell::new, Bell::rare] {
+            let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+            assert!(make(file).is_err());
+        }
+    }
+}

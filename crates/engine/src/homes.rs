@@ -1,0 +1,57 @@
+//! Where each queue of an export is, for whoever looks without waiting for one that moves.
+//!
+//! Written by whoever holds the queue's slot, read by any thread.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use vshunt_types::error::{Error, Result};
+
+use super::WorkerId;
+
+/// A worker and a generation for each queue.
+#[derive(Debug, Default)]
+pub struct Homes(Vec<AtomicU64>);
+
+impl Homes {
+    /// One queue more, on its first worker.
+    pub fn push(&mut self, worker: WorkerId) {
+        self.0.push(AtomicU64::new(pack(worker, 0)));
+    }
+
+    /// How many queues.
+    pub fn len(&self) -> u16 {
+        self.0.len() as u16
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The worker a queue is attached to, and how often it was attached.
+    pub fn get(&self, index: u16) -> (WorkerId, u32) {
+        let home = self.0[usize::from(index)].load(Relaxed);
+        ((home >> 32) as WorkerId, home as u32)
+    }
+
+    /// A queue is attached to a worker, for the `generation`th time.
+    pub fn note(&self, index: u16, worker: WorkerId, generation: u32) {
+        self.0[usize::from(index)].store(pack(worker, generation), Relaxed);
+    }
+
+    /// Refuses an index that no queue of `export` has.
+    ///
+    /// # Errors
+    /// It names those that there are.
+    pub fn check(&self, export: &str, index: u16) -> Result<()> {
+        if index < self.len() {
+            return Ok(());
+        }
+        let last = self.len() - 1;
+        Err(Error::not_found(format!("export {export} has no queue {index}; it has 0 to {last}")))
+    }
+}
+
+fn pack(worker: WorkerId, generation: u32) -> u64 {
+    u64::from(worker) << 32 | u64::from(generation)
+}

@@ -1,0 +1,38 @@
+//! Workers: OS threads with one io_uring each, and the queues attached to them.
+//!
+//! Knows no virtio, no FUSE, no image format: a [`Queue`] is all it sees. [`Workers`] makes and frees them
+//! (called by control, under its own lock), [`QueueSet`] moves queues between them, `thread` is what runs
+//! on a worker. What must never happen: a queue on two workers, or an operation in flight for a queue that
+//! left its worker.
+
+mod attach;
+mod bell;
+mod homes;
+mod kernel;
+mod listen;
+mod mailbox;
+mod observer;
+mod pace;
+mod pool;
+mod queue;
+mod ring;
+#[cfg(test)]
+mod tests;
+mod thread;
+mod ticket;
+mod wait;
+
+pub use attach::{DRAIN_LIMIT, QueueSet};
+pub use bell::Bell;
+pub use homes::Homes;
+pub use kernel::KernelWorker;
+pub use listen::{Heard, Listen};
+pub use observer::Observer;
+pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
+pub use queue::{Forwarder, Queue, QueueStats, State};
+pub use ring::{Ring, RingFile, Token};
+pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
+pub use wait::lock_until;
+
+/// Names a worker; never reused while the daemon lives.
+pub type WorkerId = u32;

@@ -1,0 +1,605 @@
+//! A worker's io_uring: what queues and backends may do with it.
+//!
+//! Owned by one worker thread; nothing here is shared. Operations are pushed and go to the kernel in one
+//! `io_uring_enter` a batch. Each carries a [`Token`], with which its completion finds its queue again.
+//! What must never happen: memory named by a pushed operation going away before its completion came.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+
+use io_uring::register::Restriction;
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use rustix::process::{Resource, getrlimit};
+use vshunt_sandbox as sandbox;
+
+/// Operations pushed between two enters; more are sent by an extra enter.
+const SQ_ENTRIES: u32 = 256;
+/// Completions that fit before the kernel has to park them on its overflow list.
+const CQ_ENTRIES: u32 = 1024;
+/// Fixed files a worker can hold: each disk takes at most two.
+const FIXED_FILES: u32 = 256;
+
+/// Threads of io-wq that one ring may have for operations on files and block devices. Each is a kernel thread (some 30 KiB);
+/// the bound keeps a worker with very many queues from using up the threads of its service or user (systemd's TasksMax).
+/// Above it a disk that hangs can delay the operations of other disks on the same worker.
+pub(super) const IO_WQ_THREADS_MAX: u32 = 2048;
+
+/// Widths of [`Token`]'s parts; together they fill `user_data`.
+const SLOT_BITS: u32 = 16;
+const OP_BITS: u32 = 8;
+const INDEX_BITS: u32 = 16;
+const GENERATION_BITS: u32 = 24;
+const _: () = assert!(SLOT_BITS + OP_BITS + INDEX_BITS + GENERATION_BITS == 64);
+
+/// Names one operation: which queue of this worker, which of its slots, which step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Token {
+    /// The queue's place among the worker's queues.
+    pub index: u16,
+    /// Low bits of that place's use count: a completion for a queue that left is told apart.
+    pub generation: u32,
+    /// The queue's own: which slot.
+    pub slot: u16,
+    /// The queue's own: which kind of operation.
+    pub op: u8,
+}
+
+impl Token {
+    /// Largest generation; counting goes on from 0 after it.
+    pub const GENERATION_MAX: u32 = (1 << GENERATION_BITS) - 1;
+
+    /// Packs into `user_data`.
+    #[inline]
+    pub fn pack(self) -> u64 {
+        debug_assert!(self.generation <= Self::GENERATION_MAX);
+        u64::from(self.slot)
+            | u64::from(self.op) << SLOT_BITS
+            | u64::from(self.index) << (SLOT_BITS + OP_BITS)
+            | u64::from(self.generation) << (SLOT_BITS + OP_BITS + INDEX_BITS)
+    }
+
+    /// The reverse of [`pack`](Self::pack).
+    #[inline]
+    pub fn unpack(data: u64) -> Self {
+        Self {
+            slot: data as u16,
+            op: (data >> SLOT_BITS) as u8,
+            index: (data >> (SLOT_BITS + OP_BITS)) as u16,
+            generation: (data >> (SLOT_BITS + OP_BITS + INDEX_BITS)) as u32,
+        }
+    }
+
+    /// The same queue, another slot and operation.
+    #[inline]
+    pub fn with(self, slot: u16, op: u8) -> Self {
+        Self { slot, op, ..self }
+    }
+}
+
+/// A file known to a ring: fixed where there was room, else the plain descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RingFile {
+    /// Index among the ring's registered files.
+    Fixed(u32),
+    /// A plain descriptor.
+    Plain(RawFd),
+}
+
+/// Applies an opcode constructor to a [`RingFile`] of either kind.
+#[macro_export]
+macro_rules! on_file {
+    ($file:expr, |$fd:ident| $make:expr) => {
+        match $file {
+            $crate::RingFile::Fixed(i) => {
+                let $fd = io_uring::types::Fixed(i);
+                $make
+            }
+            $crate::RingFile::Plain(f) => {
+                let $fd = io_uring::types::Fd(f);
+                $make
+            }
+        }
+    };
+}
+
+/// One io_uring with its registered files. Its submission entries are wide (SQE128), as FUSE-over-io_uring needs them.
+pub struct Ring {
+    uring: IoUring<squeue::Entry128>,
+    /// By descriptor: fixed index and how many queues asked for it.
+    files: HashMap<RawFd, FixedFile>,
+    free: Vec<u32>,
+    /// Pushed and not yet completed, for draining.
+    pending: u64,
+    /// Completions of what was [`done`](Self::done) without the kernel's ring.
+    at_once: Vec<Completion>,
+    /// Completions of the worker's next turn: see [`defer`](Self::defer).
+    deferred: Vec<Completion>,
+    /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
+    /// may be so late that the work is done by then; it stays up until there is work again.
+    stale: bool,
+    /// Threads that io-wq may have for operations on files; 0: the kernel's own bound.
+    io_wq_threads: u32,
+    /// The least and the most of these that are asked for.
+    io_wq_bounds: (u32, u32),
+}
+
+struct FixedFile {
+    index: Option<u32>,
+    users: u32,
+    /// Keeps the descriptor open (and its number ours) while the ring knows it.
+    _keep: Arc<dyn AsRawFd + Send + Sync>,
+}
+
+impl Ring {
+    /// A ring for the calling thread, which alone may use it.
+    pub fn new() -> io::Result<Self> {
+        let restricted = sandbox::restricts_rings();
+        let mut builder = IoUring::<squeue::Entry128>::builder();
+        builder
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .setup_submit_all()
+            .setup_cqsize(CQ_ENTRIES);
+        if restricted {
+            builder.setup_r_disabled();
+        }
+        let uring = builder.build(SQ_ENTRIES)?;
+        let free = match uring.submitter().register_files_sparse(FIXED_FILES) {
+            Ok(()) => (0..FIXED_FILES).rev().collect(),
+            Err(_) => Vec::new(),
+        };
+        if restricted {
+            restrict(&uring)?;
+        }
+        Ok(Self {
+            uring,
+            files: HashMap::new(),
+            free,
+            pending: 0,
+            at_once: Vec::new(),
+            deferred: Vec::new(),
+            stale: false,
+            io_wq_threads: 0,
+            // Found here: a worker's thread may not ask for limits later.
+            io_wq_bounds: io_wq_bounds(),
+        })
+    }
+
+    /// Lets `waits` operations on files wait at the same time, as far as [`IO_WQ_THREADS_MAX`] and RLIMIT_NPROC allow.
+    ///
+    /// A flush, an fallocate and a buffered read or write each occupy a thread of io-wq until the file answers. The
+    /// kernel's own bound is four threads a CPU for the whole ring: a disk that hangs would use them up for all disks.
+    pub(super) fn allow_waits(&mut self, waits: u32) {
+        let (least, most) = self.io_wq_bounds;
+        let wanted = waits.min(most).max(least);
+        if wanted == self.io_wq_threads {
+            return;
+        }
+        // 0: unbounded workers, for files of other kinds, stay as they are. Where it fails the former bound holds.
+        if self.uring.submitter().register_iowq_max_workers(&mut [wanted, 0]).is_ok() {
+            self.io_wq_threads = wanted;
+        }
+    }
+
+    /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
+    pub fn know(&mut self, file: &Arc<dyn AsRawFd + Send + Sync>) -> RingFile {
+        let fd = file.as_raw_fd();
+        let (free, uring) = (&mut self.free, &self.uring);
+        let known = self.files.entry(fd).or_insert_with(|| {
+            let index = free.pop().filter(|&i| {
+                let fixed = uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1);
+                if !fixed {
+                    free.push(i);
+                }
+                fixed
+            });
+            FixedFile { index, users: 0, _keep: file.clone() }
+        });
+        known.users += 1;
+        known.index.map_or(RingFile::Plain(fd), RingFile::Fixed)
+    }
+
+    /// Undoes one [`know`](Self::know).
+    pub fn forget(&mut self, fd: RawFd) {
+        let Some(known) = self.files.get_mut(&fd) else { return };
+        known.users -= 1;
+        if known.users > 0 {
+            return;
+        }
+        if let Some(FixedFile { index: Some(i), .. }) = self.files.remove(&fd) {
+            // Where that fails the kernel goes on holding the file, until the next one takes its place.
+            let _ = self.uring.submitter().register_files_update(i, &[-1]);
+            self.free.push(i);
+        }
+    }
+
+    /// Queues an operation for the next enter.
+    ///
+    /// # Safety
+    /// Every buffer that `entry` names stays valid until its completion was taken; the queue that pushes it
+    /// upholds this by not leaving its worker, nor dropping its memory table, with operations in flight.
+    #[inline]
+    pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.push_wide(entry.into(), token) }
+    }
+
+    /// [`push`](Self::push) for an entry of 128 bytes.
+    ///
+    /// # Safety
+    /// That of [`push`](Self::push).
+    #[inline]
+    pub unsafe fn push_wide(&mut self, entry: squeue::Entry128, token: Token) {
+        let entry = entry.user_data(token.pack());
+        self.pending += 1;
+        loop {
+            // SAFETY: the caller's promise is passed on.
+            if unsafe { self.uring.submission().push(&entry) }.is_ok() {
+                return;
+            }
+            self.make_room();
+        }
+    }
+
+    /// Sends what was pushed, so that more can be.
+    #[cold]
+    fn make_room(&mut self) {
+        let Err(e) = self.uring.submit() else { return };
+        if !passing(&e) {
+            // What is on the ring can neither be served nor given back: see `pool`, where an enter fails.
+            tracing::error!("a worker's io_uring failed ({e}); ending at once");
+            std::process::abort();
+        }
+        // The kernel is short of room until completions are taken, which enter with GETEVENTS moves to its
+        // overflow list.
+        let _ = self.uring.submitter().submit_and_wait(0);
+    }
+
+    /// Asks for a completion on each event of a pollable file, until [`cancel`](Self::cancel)led.
+    /// Edge by edge: an eventfd need not be read.
+    pub fn poll(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).multi(true).build();
+        // SAFETY: a poll names no memory.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Asks for one completion, when a pollable file is ready for reading.
+    pub fn poll_once(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).build();
+        // SAFETY: a poll names no memory.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Asks for a completion after a while.
+    pub fn timeout(&mut self, after: &'static types::Timespec, token: Token) {
+        let entry = opcode::Timeout::new(after).build();
+        // SAFETY: the time is there for good.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Ends the operation with that token; it completes, with -ECANCELED if it was still under way.
+    /// The cancellation itself is silent.
+    pub fn cancel(&mut self, token: Token) {
+        let entry = opcode::AsyncCancel::new(token.pack())
+            .build()
+            .flags(squeue::Flags::SKIP_SUCCESS)
+            .user_data(IGNORE);
+        self.push_ignored(&entry.into());
+    }
+
+    fn push_ignored(&mut self, entry: &squeue::Entry128) {
+        loop {
+            // SAFETY: such entries name no memory.
+            if unsafe { self.uring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            self.make_room();
+        }
+    }
+
+    /// An operation with that token was done at once, by a system call: it completes like one of the ring.
+    pub fn done(&mut self, token: Token, result: i32) {
+        self.pending += 1;
+        self.at_once.push(Completion { token, result, more: false });
+    }
+
+    /// Completes that token with 0 in the worker's next turn. For an operation that the calling thread does itself and has
+    /// interrupted, so that the worker's other queues have their turn.
+    pub fn defer(&mut self, token: Token) {
+        self.pending += 1;
+        self.deferred.push(Completion { token, result: 0, more: false });
+    }
+
+    /// Begins a turn: what was [`defer`](Self::defer)red in the one before can be taken.
+    #[inline]
+    pub(super) fn begin_turn(&mut self) {
+        if !self.deferred.is_empty() {
+            self.at_once.append(&mut self.deferred);
+            // The worker does not rest while there are some, and other queues' kicks are not to wait for that.
+            self.stale = false;
+        }
+    }
+
+    /// Whether the next turn has completions already, so that the worker must not sleep.
+    #[inline]
+    pub(super) fn has_deferred(&self) -> bool {
+        !self.deferred.is_empty()
+    }
+
+    /// Names this ring to other threads' rings, for [`wake`](Self::wake).
+    pub fn id(&self) -> u64 {
+        self.uring.as_raw_fd() as u64
+    }
+
+    /// A completion will come for an operation that is not pushed: another's [`wake`](Self::wake).
+    pub fn expect_wake(&mut self) {
+        self.pending += 1;
+    }
+
+    /// Completes, with 0, what waits with this (packed) token on the ring of that [`id`](Self::id), which is there for as
+    /// long as something waits.
+    pub fn wake(&mut self, id: u64, token: u64) {
+        let entry = if id == self.id() {
+            opcode::Nop::new().build().user_data(token)
+        } else {
+            opcode::MsgRingData::new(types::Fd(id as RawFd), 0, token, None)
+                .build()
+                .flags(squeue::Flags::SKIP_SUCCESS)
+                .user_data(IGNORE)
+        };
+        self.push_ignored(&entry.into());
+    }
+
+    /// Sends what was pushed and waits for one completion: its result. For control threads, with one operation at a time.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn next_result(&mut self) -> io::Result<i32> {
+        let mut completions = Vec::new();
+        while completions.is_empty() {
+            self.begin_turn();
+            self.enter(true)?;
+            self.reap(&mut completions);
+        }
+        Ok(completions[0].result)
+    }
+
+    /// Sends what was pushed, and waits for nothing: the last that a control thread does with a ring that has woken others.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn send(&mut self) -> io::Result<()> {
+        while !self.uring.submission().is_empty() {
+            self.enter(false)?;
+        }
+        Ok(())
+    }
+
+    /// Operations pushed and not completed.
+    pub fn pending(&self) -> u64 {
+        self.pending
+    }
+
+    /// Whether completions can be taken without an enter.
+    #[inline]
+    pub(super) fn has_completions(&mut self) -> bool {
+        !self.at_once.is_empty() || !self.uring.completion().is_empty()
+    }
+
+    /// Whether there is something that only an enter brings on: operations pushed, completions that wait for
+    /// task work, or that did not fit.
+    #[inline]
+    pub(super) fn wants_enter(&mut self) -> bool {
+        let submission = self.uring.submission();
+        !submission.is_empty() || (submission.taskrun() && !self.stale) || submission.cq_overflow()
+    }
+
+    /// Whether there is no telling, without an enter, if completions wait for task work.
+    pub(super) fn must_sleep(&self) -> bool {
+        self.stale
+    }
+
+    /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
+    pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
+        let flag_alone = self.uring.submission().is_empty();
+        let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
+        match self.uring.submitter().submit_and_wait(usize::from(wait)) {
+            Ok(_) => {}
+            Err(e) if passing(&e) => {}
+            Err(e) => return Err(e),
+        }
+        self.stale = flag_alone && !wait && !self.has_completions() && self.uring.submission().taskrun();
+        Ok(())
+    }
+
+    /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
+    pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
+        let Some(limit) = limit.filter(|_| self.at_once.is_empty() && self.deferred.is_empty()) else {
+            return self.enter(true).map(|()| true);
+        };
+        let time = types::Timespec::from(limit);
+        let args = types::SubmitArgs::new().timespec(&time);
+        self.stale = false;
+        match self.uring.submitter().submit_with_args(1, &args) {
+            Ok(_) => Ok(true),
+            Err(e) if e.raw_os_error() == Some(libc::ETIME) => Ok(false),
+            Err(e) if passing(&e) => Ok(true),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Takes the completions that are there into `into`.
+    #[inline]
+    pub(super) fn reap(&mut self, into: &mut Vec<Completion>) {
+        for cqe in self.uring.completion() {
+            if cqe.user_data() == IGNORE {
+                continue;
+            }
+            let more = cqueue::more(cqe.flags());
+            if !more {
+                self.pending -= 1;
+            }
+            into.push(Completion { token: Token::unpack(cqe.user_data()), result: cqe.result(), more });
+        }
+        self.pending -= self.at_once.len() as u64;
+        into.append(&mut self.at_once);
+    }
+}
+
+/// The kernel's own bound of a ring's io-wq threads for files (`io_init_wq_offload`), and the most that there may be.
+fn io_wq_bounds() -> (u32, u32) {
+    // SAFETY: it reads a number.
+    let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    let kernels = u32::try_from(cpus).unwrap_or(1).max(1).saturating_mul(4).min(SQ_ENTRIES);
+    let processes = getrlimit(Resource::Nproc).current.unwrap_or(u64::MAX);
+    (kernels, u32::try_from(processes).unwrap_or(u32::MAX).min(IO_WQ_THREADS_MAX))
+}
+
+/// Makes the ring refuse what the daemon does not use, and take everything else from now on.
+fn restrict(uring: &IoUring<squeue::Entry128>) -> io::Result<()> {
+    let operations = sandbox::RING_OPERATIONS.map(Restriction::sqe_op);
+    let registrations = sandbox::RING_REGISTRATIONS.map(Restriction::register_op);
+    let flags = [Restriction::sqe_flags_allowed(sandbox::RING_FLAGS)];
+    let mut all: Vec<_> = operations.into_iter().chain(registrations).chain(flags).collect();
+    uring.submitter().register_restrictions(&mut all)?;
+    uring.submitter().register_enable_rings()
+}
+
+/// Whether an enter that failed so may be made again.
+fn passing(e: &io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
+}
+
+/// News of one operation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Completion {
+    /// The one it was pushed with.
+    pub(super) token: Token,
+    /// As the kernel gave it.
+    pub(super) result: i32,
+    /// Whether the operation goes on.
+    pub(super) more: bool,
+}
+
+/// `user_data` of operations whose completion nobody waits for: a token with every bit set, which no queue has.
+const IGNORE: u64 = u64::MAX;
+
+impl Ring {
+    /// Hands each completion to `take` until no operation is in flight. For threads that use a ring without a worker.
+    ///
+    /// # Errors
+    /// Those of io_uring_enter(2).
+    pub fn run_until_idle(&mut self, mut take: impl FnMut(&mut Self, Token, i32)) -> io::Result<()> {
+        let mut taken = Vec::new();
+        while self.pending > 0 {
+            self.begin_turn();
+            self.enter(true)?;
+            self.reap(&mut taken);
+            for Completion { token, result, .. } in taken.drain(..) {
+                take(self, token, result);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fixed_file_that_cannot_be_had_costs_no_place() {
+        struct Closed;
+        impl AsRawFd for Closed {
+            fn as_raw_fd(&self) -> RawFd {
+                RawFd::MAX
+            }
+        }
+        let mut ring = Ring::new().unwrap();
+        let free = ring.free.len();
+        let file: Arc<dyn AsRawFd + Send + Sync> = Arc::new(Closed);
+        assert_eq!(ring.know(&file), RingFile::Plain(RawFd::MAX));
+        assert_eq!(ring.free.len(), free);
+        ring.forget(RawFd::MAX);
+        assert_eq!(ring.free.len(), free);
+    }
+
+    #[test]
+    fn what_was_done_at_once_completes_in_its_order() {
+        let mut ring = Ring::new().unwrap();
+        let token = |slot| Token { index: 1, generation: 2, slot, op: 3 };
+        assert!(!ring.has_completions());
+        for slot in 0..3 {
+            ring.done(token(slot), -i32::from(slot));
+        }
+        assert!(ring.has_completions() && !ring.wants_enter());
+        // It does not wait for the kernel's.
+        assert!(ring.wait(None).unwrap() && ring.wait(Some(std::time::Duration::from_secs(60))).unwrap());
+        let mut seen = Vec::new();
+        ring.run_until_idle(|_, token, result| seen.push((token, result))).unwrap();
+        assert_eq!(seen, [(token(0), 0), (token(1), -1), (token(2), -2)]);
+        assert!(ring.pending() == 0 && !ring.has_completions());
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_emptied_is_used_again() {
+        let open =
+            || -> Arc<dyn AsRawFd + Send + Sync> { Arc::new(std::fs::File::open("/dev/null").unwrap()) };
+        let (first, second) = (open(), open());
+        let mut ring = Ring::new().unwrap();
+        let free = ring.free.len();
+        let place = ring.know(&first);
+        assert!(matches!(place, RingFile::Fixed(_)));
+        // Another thread may not change it (EEXIST, IORING_SETUP_SINGLE_ISSUER).
+        let fd = first.as_raw_fd();
+        let mut ring = std::thread::spawn(move || {
+            ring.forget(fd);
+            ring
+        })
+        .join()
+        .unwrap();
+        assert_eq!(ring.free.len(), free);
+        assert_eq!(ring.know(&second), place);
+        ring.forget(second.as_raw_fd());
+        assert_eq!(ring.free.len(), free);
+    }
+
+    #[test]
+    fn a_ring_that_takes_nothing_ends_the_process() {
+        const CHILD: &str = "VSHUNT_TEST_BROKEN_RING";
+        if std::env::var_os(CHILD).is_some() {
+            // Another thread's ring: every enter fails (EEXIST, IORING_SETUP_SINGLE_ISSUER).
+            let mut ring = Ring::new().unwrap();
+            let pushed = std::thread::spawn(move || {
+                for _ in 0..=SQ_ENTRIES {
+                    // SAFETY: a no-op names no memory.
+                    unsafe { ring.push(opcode::Nop::new().build(), Token::unpack(0)) };
+                }
+            });
+            let _ = pushed.join();
+            return;
+        }
+        use std::os::unix::process::ExitStatusExt;
+        let name = "ring::tests::a_ring_that_takes_nothing_ends_the_process";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(CHILD, "1")
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if std::time::Instant::now() > until {
+                child.kill().unwrap();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        };
+        assert_eq!(status.signal(), Some(libc::SIGABRT), "{status}");
+    }
+}

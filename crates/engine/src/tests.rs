@@ -1,0 +1,569 @@
+//! Workers without virtio: a queue of numbered requests, attached here and there by a seeded program, must
+//! complete each exactly once.
+
+mod stalled;
+
+use std::any::Any;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
+use std::time::Duration;
+
+use io_uring::{opcode, types};
+use rustix::event::{EventfdFlags, eventfd};
+use vshunt_types::error::Kind;
+
+use super::*;
+
+const OP_KICK: u8 = 1;
+const OP_WORK: u8 = 2;
+const SLOTS: u16 = 64;
+
+/// What the two sides of a test queue share: the "ring".
+struct Line {
+    kick: OwnedFd,
+    /// Requests offered so far, and what became of each.
+    offered: AtomicU32,
+    done: Vec<AtomicU8>,
+    /// The count of offered requests at which to kick.
+    kick_at: AtomicU32,
+    taken: AtomicU32,
+    /// Its queue has left a worker.
+    left: AtomicBool,
+}
+
+impl Line {
+    fn new(requests: usize) -> Arc<Self> {
+        Arc::new(Self {
+            kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
+            offered: AtomicU32::new(0),
+            done: (0..requests).map(|_| AtomicU8::new(0)).collect(),
+            kick_at: AtomicU32::new(1),
+            taken: AtomicU32::new(0),
+            left: AtomicBool::new(false),
+        })
+    }
+
+    fn offer(&self, n: u32) {
+        let old = self.offered.fetch_add(n, Ordering::Release);
+        fence(Ordering::SeqCst);
+        let at = self.kick_at.load(Ordering::Relaxed);
+        if old < at && old + n >= at {
+            rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    fn wait_done(&self) {
+        let limit = std::time::Instant::now() + Duration::from_secs(60);
+        while self.done.iter().any(|d| d.load(Ordering::Acquire) == 0) {
+            assert!(std::time::Instant::now() < limit, "a request was lost, or a wake-up");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        assert!(self.done.iter().all(|d| d.load(Ordering::Acquire) == 1), "completed more than once");
+    }
+}
+
+#[derive(PartialEq, Clone, Copy)]
+enum Listen {
+    Off,
+    On,
+    Ending(bool),
+}
+
+/// The device side. Each third request completes at once, the others by an operation of up to some 100 µs.
+struct TestQueue {
+    line: Arc<Line>,
+    slots: Vec<u32>,
+    times: Box<[types::Timespec]>,
+    free: Vec<u16>,
+    listen: Listen,
+    staged: Vec<u32>,
+    hold: Duration,
+    /// All requests complete at once.
+    inline: bool,
+}
+
+impl TestQueue {
+    fn boxed(line: &Arc<Line>, hold: Duration) -> Box<dyn Queue> {
+        Box::new(Self::new(line, hold))
+    }
+
+    fn new(line: &Arc<Line>, hold: Duration) -> Self {
+        Self {
+            line: line.clone(),
+            slots: vec![0; SLOTS.into()],
+            times: vec![types::Timespec::new(); SLOTS.into()].into(),
+            free: (0..SLOTS).collect(),
+            listen: Listen::Off,
+            staged: Vec::new(),
+            hold,
+            inline: false,
+        }
+    }
+}
+
+impl Queue for TestQueue {
+    fn arm(&mut self, ring: &mut Ring, place: Token) {
+        match self.listen {
+            Listen::Off => {
+                ring.poll(self.line.kick.as_raw_fd(), place.with(0, OP_KICK));
+                self.listen = Listen::On;
+            }
+            Listen::Ending(_) => self.listen = Listen::Ending(true),
+            Listen::On => {}
+        }
+    }
+
+    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+        let mut n = 0;
+        while n < budget && !self.free.is_empty() && self.has_work() {
+            let request = self.line.taken.fetch_add(1, Ordering::Relaxed);
+            n += 1;
+            if self.inline || (request.is_multiple_of(3) && self.hold.is_zero()) {
+                self.staged.push(request);
+                continue;
+            }
+            let slot = self.free.pop().unwrap();
+            self.slots[slot as usize] = request;
+            let time =
+                if self.hold.is_zero() { Duration::from_micros(u64::from(request % 128)) } else { self.hold };
+            self.times[slot as usize] = types::Timespec::from(time);
+            let entry = opcode::Timeout::new(&self.times[slot as usize]).build();
+            // SAFETY: the timespec lies in a boxed slice that lives as long as the queue, which rests first.
+            unsafe { ring.push(entry, place.with(slot, OP_WORK)) };
+        }
+        n
+    }
+
+    fn complete(&mut self, ring: &mut Ring, token: Token, _result: i32, more: bool) -> u32 {
+        if token.op == OP_WORK {
+            self.staged.push(self.slots[token.slot as usize]);
+            self.free.push(token.slot);
+            return 1;
+        }
+        if !more {
+            let again = matches!(self.listen, Listen::On | Listen::Ending(true));
+            self.listen = Listen::Off;
+            if again {
+                self.arm(ring, token);
+            }
+        }
+        0
+    }
+
+    fn publish(&mut self) -> bool {
+        for request in self.staged.drain(..) {
+            self.line.done[request as usize].fetch_add(1, Ordering::Release);
+        }
+        false
+    }
+
+    fn has_work(&self) -> bool {
+        self.line.taken.load(Ordering::Relaxed) < self.line.offered.load(Ordering::Acquire)
+            && !self.free.is_empty()
+    }
+
+    fn wake(&mut self) {
+        self.line.kick_at.store(u32::MAX, Ordering::Relaxed);
+    }
+
+    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
+        let taken = self.line.taken.load(Ordering::Relaxed);
+        self.line.kick_at.store(taken + after, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        self.line.offered.load(Ordering::Acquire) >= taken + after && !self.free.is_empty()
+    }
+
+    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+        match self.listen {
+            Listen::On => {
+                ring.cancel(place.with(0, OP_KICK));
+                self.listen = Listen::Ending(false);
+            }
+            Listen::Ending(_) => self.listen = Listen::Ending(false),
+            Listen::Off => {}
+        }
+    }
+
+    fn at_rest(&self) -> bool {
+        self.free.len() == usize::from(SLOTS) && self.listen == Listen::Off
+    }
+
+    fn leave(&mut self, _ring: &mut Ring) {
+        self.line.left.store(true, Ordering::Release);
+    }
+
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl Drop for TestQueue {
+    fn drop(&mut self) {
+        assert!(self.at_rest() && self.staged.is_empty());
+    }
+}
+
+/// xorshift64*: a seeded program must not depend on anything else.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % n
+    }
+}
+
+fn pool(poll_us: u32) -> Arc<Workers> {
+    let workers = Workers::new(poll_us).unwrap();
+    assert_eq!(workers.create(None, &Settings::default()).unwrap(), 0);
+    workers
+}
+
+/// A seeded program of offers, attaches, stops, starts, new and freed workers over 6 queues.
+fn program(seed: u64, poll_us: u32) {
+    const QUEUES: u16 = 6;
+    const REQUESTS: u32 = 3000;
+    let workers = pool(poll_us);
+    let set = QueueSet::new("t", &workers, &[0; QUEUES as usize]).unwrap();
+    let lines: Vec<_> = (0..QUEUES).map(|_| Line::new(REQUESTS as usize)).collect();
+    for (i, line) in lines.iter().enumerate() {
+        set.start(i as u16, TestQueue::boxed(line, Duration::ZERO));
+    }
+    let mut random = Random(seed);
+    let mut ids = vec![0];
+    let mut left = [REQUESTS; QUEUES as usize];
+    while left.iter().any(|&n| n > 0) {
+        let q = random.below(QUEUES.into()) as usize;
+        match random.below(12) {
+            0..7 => {
+                let n = left[q].min(1 + random.below(60) as u32);
+                lines[q].offer(n);
+                left[q] -= n;
+            }
+            7 | 8 => {
+                let to = ids[random.below(ids.len() as u64) as usize];
+                set.attach(q as u16, to, Duration::from_secs(60)).unwrap();
+                assert_eq!(set.home(q as u16).0, to);
+            }
+            9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
+            10 if ids.len() > 1 => {
+                let at = 1 + random.below(ids.len() as u64 - 1) as usize;
+                let busy = (0..QUEUES).any(|i| set.home(i).0 == ids[at]);
+                match workers.free(ids[at]) {
+                    Ok(()) => {
+                        assert!(!busy);
+                        ids.swap_remove(at);
+                    }
+                    Err(e) => assert!(busy && e.kind() == Kind::Busy),
+                }
+            }
+            11 => {
+                if let Some(queue) = set.stop(q as u16) {
+                    set.start(q as u16, queue);
+                }
+            }
+            _ => {}
+        }
+    }
+    for (i, line) in lines.iter().enumerate() {
+        line.wait_done();
+        assert!(set.stop(i as u16).is_some());
+    }
+    drop(set);
+    workers.end_all();
+    assert!(workers.states().is_empty());
+}
+
+#[test]
+fn any_queue_any_worker_any_time() {
+    for seed in 1..=12 {
+        program(seed * 0x9e37_79b9, [0, 50, 5][seed as usize % 3]);
+    }
+}
+
+#[test]
+fn step_2_out_of_time_leaves_the_queue_where_it_was() {
+    let workers = pool(0);
+    let other = workers.create(None, &Settings::default()).unwrap();
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    let line = Line::new(4);
+    // Held for longer than anybody is kept from asking.
+    set.start(0, TestQueue::boxed(&line, Duration::from_secs(3)));
+    line.offer(2);
+    while line.taken.load(Ordering::Relaxed) < 2 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let error = set.attach(0, other, Duration::from_millis(20)).unwrap_err();
+    assert_eq!(error.kind(), Kind::Busy);
+    assert_eq!(set.home(0), (0, 1));
+    line.offer(2);
+    line.wait_done();
+    set.attach(0, other, Duration::from_secs(60)).unwrap();
+    assert_eq!(set.home(0), (other, 2));
+    drop(set.stop(0));
+}
+
+#[test]
+fn a_kick_between_release_and_attach_is_not_lost() {
+    let workers = pool(0);
+    let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
+    let set = Arc::new(QueueSet::new("t", &workers, &[0]).unwrap());
+    let line = Line::new(2000);
+    set.start(0, TestQueue::boxed(&line, Duration::ZERO));
+    let mover = {
+        let set = set.clone();
+        std::thread::spawn(move || {
+            for i in 0..400 {
+                set.attach(0, ids[i % 2], Duration::from_secs(60)).unwrap();
+            }
+        })
+    };
+    for _ in 0..2000 {
+        line.offer(1);
+        std::thread::sleep(Duration::from_micros(20));
+    }
+    mover.join().unwrap();
+    line.wait_done();
+    drop(set.stop(0));
+}
+
+/// Senders that wait for their answers, several on one worker, which lets requests gather: whoever stops short of
+/// the number that is waited for is found all the same.
+#[test]
+fn gathering_leaves_nobody_waiting() {
+    const REQUESTS: u32 = 40_000;
+    const DEPTH: u32 = 8;
+    let workers = pool(0);
+    let set = QueueSet::new("t", &workers, &[0; 4]).unwrap();
+    let lines: Vec<_> = (0..4).map(|_| Line::new(REQUESTS as usize)).collect();
+    for (i, line) in lines.iter().enumerate() {
+        let mut queue = TestQueue::new(line, Duration::ZERO);
+        queue.inline = true;
+        set.start(i as u16, Box::new(queue));
+    }
+    std::thread::scope(|scope| {
+        for line in &lines {
+            scope.spawn(|| {
+                for first in (0..REQUESTS).step_by(DEPTH as usize) {
+                    for _ in 0..DEPTH {
+                        line.offer(1);
+                    }
+                    let start = std::time::Instant::now();
+                    let last = (first + DEPTH - 1) as usize;
+                    while line.done[last].load(Ordering::Acquire) == 0 {
+                        assert!(start.elapsed() < Duration::from_secs(60), "request {last} was left lying");
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
+    });
+    for i in 0..4 {
+        lines[i as usize].wait_done();
+        drop(set.stop(i));
+    }
+}
+
+#[test]
+fn visits_happen_on_the_worker() {
+    let workers = pool(0);
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    assert!(!set.visit(0, |_| unreachable!()).unwrap());
+    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    let tid = workers.states()[0].tid;
+    let (send, receive) = std::sync::mpsc::channel();
+    assert!(
+        set.visit(0, move |_| send.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap()).unwrap()
+    );
+    assert_eq!(receive.recv().unwrap(), tid);
+    drop(set.stop(0));
+}
+
+const SCHED_BATCH: u32 = 3;
+
+/// How threads of this name are scheduled (proc(5), field 41 of /proc/PID/stat).
+fn policies_of(name: &str) -> Vec<u32> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    let of = |stat: String| {
+        let (head, rest) = stat.rsplit_once(") ")?;
+        let named = head.ends_with(&format!("({name}"));
+        named.then(|| rest.split(' ').nth(38).unwrap().parse().unwrap())
+    };
+    stats.filter_map(of).collect()
+}
+
+#[test]
+fn settings_are_checked_and_shown() {
+    let workers = pool(7);
+    let cpu = workers.states()[0].cpu[0];
+    let spec = Settings { cpu: Some(vec![cpu]), nice: Some(5), poll_us: Some(0), batch: true };
+    let id = workers.create(Some("a name that is too long for a thread".into()), &spec).unwrap();
+    let state = &workers.states()[1];
+    assert_eq!((state.id, &state.cpu, state.nice, state.poll_us), (id, &vec![cpu], 5, 0));
+    assert_eq!(policies_of("a name that is "), [SCHED_BATCH]);
+    let bad = |s: Settings| workers.set(id, None, &s).unwrap_err().kind();
+    assert_eq!(bad(Settings { poll_us: Some(POLL_US_MAX + 1), ..Default::default() }), Kind::Invalid);
+    assert_eq!(bad(Settings { nice: Some(20), ..Default::default() }), Kind::Invalid);
+    assert_eq!(bad(Settings { cpu: Some(vec![100_000]), ..Default::default() }), Kind::Invalid);
+    let error =
+        workers.set(id, None, &Settings { cpu: Some(vec![1000, 1001]), ..Default::default() }).unwrap_err();
+    let may = vshunt_types::spec::cpu_list(&workers.states()[0].cpu);
+    assert_eq!(error.to_string(), format!("cannot pin a worker to CPU 1000-1001: the daemon may use {may}"));
+    let before = (state.name.clone(), state.cpu.clone(), 5, 0);
+    let all = Settings { cpu: Some(vec![]), nice: Some(99), poll_us: Some(3), batch: false };
+    workers.set(id, Some("other".into()), &all).unwrap_err();
+    let state = workers.states().remove(1);
+    assert_eq!((state.name, state.cpu, state.nice, state.poll_us), before, "all or nothing");
+    workers.set(id, Some("other".into()), &Settings { nice: None, ..all }).unwrap();
+    let state = workers.states().remove(1);
+    assert_eq!((state.name.as_str(), state.poll_us), ("other", 3));
+    assert_eq!(state.cpu, workers.states()[0].cpu, "pinned no more");
+    assert_eq!(workers.free(99).unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(workers.free(0).unwrap_err().kind(), Kind::Unsupported);
+    workers.free(id).unwrap();
+    assert_eq!(workers.set(id, None, &Settings::default()).unwrap_err().kind(), Kind::NotFound);
+    assert_ne!(workers.create(None, &Settings::default()).unwrap(), id, "ids are not used again");
+}
+
+#[test]
+fn an_idle_worker_sleeps() {
+    let workers = pool(POLL_US_MAX);
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    // Sooner or later: it polls for a while before.
+    let sleeps = || workers.states()[0].sleeps;
+    let idle = (0..100).any(|_| {
+        let before = sleeps();
+        std::thread::sleep(Duration::from_millis(300));
+        sleeps() == before
+    });
+    assert!(idle, "something wakes it again and again");
+    drop(set.stop(0));
+}
+
+#[test]
+fn tokens_pack_whole() {
+    let token = Token { index: 0xfffe, generation: Token::GENERATION_MAX, slot: 0xffff, op: 0xff };
+    assert_eq!(Token::unpack(token.pack()), token);
+    let token = Token { index: 1, generation: 2, slot: 3, op: 4 };
+    assert_eq!(Token::unpack(token.pack()), token);
+}
+
+/// A queue that leaves the poll of an eventfd on the ring of each worker that it was attached to.
+struct Leaver {
+    event: Arc<OwnedFd>,
+    polls: u32,
+    forwarded: Arc<AtomicU32>,
+}
+
+const OP_LEFT: u8 = 3;
+
+impl Queue for Leaver {
+    fn arm(&mut self, ring: &mut Ring, place: Token) {
+        ring.poll_once(self.event.as_raw_fd(), place.with(7, OP_LEFT));
+        self.polls += 1;
+    }
+
+    fn take(&mut self, _ring: &mut Ring, _place: Token, _budget: u32) -> u32 {
+        0
+    }
+
+    fn complete(&mut self, _ring: &mut Ring, _token: Token, _result: i32, _more: bool) -> u32 {
+        self.polls -= 1;
+        0
+    }
+
+    fn publish(&mut self) -> bool {
+        false
+    }
+
+    fn has_work(&self) -> bool {
+        false
+    }
+
+    fn wake(&mut self) {}
+
+    fn sleep(&mut self, _ring: &mut Ring, _place: Token, _after: u32) -> bool {
+        false
+    }
+
+    fn disarm(&mut self, _ring: &mut Ring, _place: Token) {}
+
+    fn at_rest(&self) -> bool {
+        true
+    }
+
+    fn leave(&mut self, _ring: &mut Ring) {}
+
+    fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
+        let left = std::mem::take(&mut self.polls);
+        let forwarded = self.forwarded.clone();
+        (left > 0).then(|| Box::new(PollForwarder { left, forwarded }) as Box<dyn Forwarder>)
+    }
+
+    fn as_any(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+struct PollForwarder {
+    left: u32,
+    forwarded: Arc<AtomicU32>,
+}
+
+impl Forwarder for PollForwarder {
+    fn forward(&mut self, token: Token, result: i32) {
+        assert!(self.left > 0 && result > 0);
+        assert_eq!((token.slot, token.op), (7, OP_LEFT));
+        self.left -= 1;
+        self.forwarded.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn left(&self) -> u32 {
+        self.left
+    }
+}
+
+/// Threads of this process with that name.
+fn threads_named(name: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let comm =
+        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    tasks.map(comm).filter(|comm| comm.trim() == name).count()
+}
+
+#[test]
+fn what_a_queue_left_is_forwarded_by_its_former_workers_which_end_then() {
+    let workers = pool(0);
+    let event = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
+    let forwarded = Arc::new(AtomicU32::new(0));
+    let set = QueueSet::new("left", &workers, &[0]).unwrap();
+    set.start(0, Box::new(Leaver { event: event.clone(), polls: 0, forwarded: forwarded.clone() }));
+    let former: Vec<_> = ["left-1", "left-2"]
+        .map(|name| workers.create(Some(name.to_owned()), &Settings::default()).unwrap())
+        .into();
+    for &worker in former.iter().chain(&[0]) {
+        set.attach(0, worker, Duration::from_secs(60)).unwrap();
+    }
+    // They are freed at once, and their threads stay for what was left on their rings.
+    for &worker in &former {
+        workers.free(worker).unwrap();
+        assert_eq!(workers.check(worker).unwrap_err().kind(), Kind::NotFound);
+    }
+    assert_eq!((threads_named("left-1"), threads_named("left-2")), (1, 1));
+    assert_eq!(forwarded.load(Ordering::SeqCst), 0);
+    // Also what is left on the ring of the worker that the queue is on again.
+    rustix::io::write(&*event, &1u64.to_ne_bytes()).unwrap();
+    let limit = std::time::Instant::now() + Duration::from_secs(60);
+    while forwarded.load(Ordering::SeqCst) < 3 || threads_named("left-1") + threads_named("left-2") > 0 {
+        assert!(std::time::Instant::now() < limit, "a completion was lost, or a thread stays");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    set.stop(0);
+    drop(set);
+    workers.end_all();
+}

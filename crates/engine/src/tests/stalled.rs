@@ -1,0 +1,291 @@
+//! Workers that do not run, and requests that do not end: what waits for them has a limit, and leaves all as it was.
+
+use super::*;
+
+/// A worker that does not run: it waits for us, in the middle of a visit.
+struct Stall {
+    go_on: Option<std::sync::mpsc::Sender<()>>,
+    /// Visits the queue, and has the set until that is over.
+    visitor: Option<std::thread::JoinHandle<()>>,
+    set: Arc<QueueSet>,
+}
+
+impl Stall {
+    fn new(workers: &Arc<Workers>, id: WorkerId) -> Self {
+        let set = Arc::new(QueueSet::new("stall", workers, &[id]).unwrap());
+        set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+        let (go_on, goes_on) = std::sync::mpsc::channel();
+        let (begun, begins) = std::sync::mpsc::channel();
+        let theirs = set.clone();
+        let visitor = std::thread::spawn(move || {
+            let visited = theirs.visit(0, move |_| {
+                begun.send(()).unwrap();
+                let _ = goes_on.recv();
+            });
+            drop(visited);
+        });
+        begins.recv().unwrap();
+        Self { go_on: Some(go_on), visitor: Some(visitor), set }
+    }
+
+    fn end(&mut self) {
+        self.go_on = None;
+        if let Some(visitor) = self.visitor.take() {
+            visitor.join().unwrap();
+        }
+        drop(self.set.stop(0));
+    }
+}
+
+impl Drop for Stall {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Bound of what is to return in spite of a stalled worker: far above the limits that it has, on a machine with much to do.
+const FAR: Duration = Duration::from_secs(60);
+
+fn drained_by() -> std::time::Instant {
+    std::time::Instant::now() + DRAIN_LIMIT
+}
+
+#[test]
+fn a_stalled_worker_keeps_nobody_waiting() {
+    let workers = pool(0);
+    let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
+    let [stalled, other] = ids[..] else { unreachable!() };
+    let set = QueueSet::new("t", &workers, &[stalled, other, stalled]).unwrap();
+    let lines: Vec<_> = (0..3).map(|_| Line::new(20)).collect();
+    for i in 0..2 {
+        set.start(i, TestQueue::boxed(&lines[usize::from(i)], Duration::ZERO));
+    }
+    assert!(workers.stalled().is_empty());
+    let mut stall = Stall::new(&workers, stalled);
+    let start = std::time::Instant::now();
+    assert_eq!(workers.stalled(), [stalled]);
+    // Away from it, to it, and all of them at once.
+    let error = set.attach(0, other, Duration::from_millis(10)).unwrap_err();
+    assert!(error.kind() == Kind::Busy && error.to_string().contains("(stalled)"), "{error}");
+    let error = set.attach(1, stalled, Duration::from_millis(10)).unwrap_err();
+    assert!(error.kind() == Kind::Busy && error.to_string().contains("stays on worker 2"), "{error}");
+    let error = set.with_all_drained(drained_by(), || unreachable!()).unwrap_err();
+    assert!(error.kind() == Kind::Busy && error.to_string().contains("(stalled)"), "{error}");
+    assert_eq!((set.home(0), set.home(1)), ((stalled, 1), (other, 1)));
+    lines[1].offer(20);
+    lines[1].wait_done();
+    assert_eq!(set.visit(0, |_| {}).unwrap_err().kind(), Kind::Busy);
+    // What it did not take yet can be had back: visited, and attached elsewhere.
+    set.start(2, TestQueue::boxed(&lines[2], Duration::ZERO));
+    let (send, receive) = std::sync::mpsc::channel();
+    assert!(set.visit(2, move |_| send.send(()).unwrap()).unwrap());
+    receive.recv().unwrap();
+    set.attach(2, other, Duration::from_millis(10)).unwrap();
+    assert_eq!(set.home(2), (other, 2));
+    lines[2].offer(20);
+    lines[2].wait_done();
+    assert!(start.elapsed() < FAR);
+    // It runs again, with all that it was asked for and that was taken back behind it.
+    stall.end();
+    lines[0].offer(20);
+    lines[0].wait_done();
+    assert!(workers.stalled().is_empty());
+    set.attach(0, other, FAR).unwrap();
+    (0..3).for_each(|i| drop(set.stop(i)));
+}
+
+#[test]
+fn a_stalled_worker_is_freed_when_it_runs_again() {
+    let workers = pool(0);
+    let id = workers.create(None, &Settings::default()).unwrap();
+    let set = QueueSet::new("t", &workers, &[id]).unwrap();
+    let mut stall = Stall::new(&workers, id);
+    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    set.attach(0, 0, Duration::from_secs(1)).unwrap();
+    assert_eq!(workers.free(id).unwrap_err().kind(), Kind::Busy, "the stalled queue");
+    stall.end();
+    drop(stall);
+    workers.free(id).unwrap();
+    drop(set.stop(0));
+}
+
+/// A command that fails leaves the worker as it was: it is listed, it works, and it is freed later.
+#[test]
+fn a_worker_that_is_stalled_while_it_is_freed_stays_listed() {
+    let workers = pool(0);
+    let id = workers.create(None, &Settings::default()).unwrap();
+    let mut stall = Stall::new(&workers, id);
+    // As if it was busy with something else than this queue.
+    workers.unsettle(id);
+    let errors = std::thread::scope(|scope| {
+        [(); 2].map(|()| scope.spawn(|| workers.free(id).unwrap_err())).map(|free| free.join().unwrap())
+    });
+    // Of two at the same time one is told that the other is at it.
+    let said = |e: &vshunt_types::error::Error, what| e.kind() == Kind::Busy && e.to_string().contains(what);
+    assert!(errors.iter().any(|e| said(e, "(stalled), and stays")), "{errors:?}");
+    assert!(errors.iter().all(|e| said(e, "(stalled), and stays") || said(e, "being freed")), "{errors:?}");
+    assert_eq!(workers.states().last().map(|w| w.id), Some(id));
+    drop(workers.settle(id).unwrap());
+    stall.end();
+    assert!(workers.stalled().is_empty(), "it works as before");
+    drop(stall);
+    let set = QueueSet::new("t", &workers, &[id]).unwrap();
+    let line = Line::new(20);
+    set.start(0, TestQueue::boxed(&line, Duration::ZERO));
+    line.offer(20);
+    line.wait_done();
+    drop(set.stop(0));
+    drop(set);
+    workers.free(id).unwrap();
+    assert_eq!(workers.check(id).unwrap_err().kind(), Kind::NotFound);
+}
+
+/// Queues of one worker are waited for together: one after the other their limits would add up to more than [`FAR`].
+#[test]
+fn queues_that_are_drained_have_one_deadline() {
+    const QUEUES: u16 = 64;
+    assert!(DRAIN_LIMIT * QUEUES.into() > FAR * 2);
+    let workers = pool(0);
+    let id = workers.create(None, &Settings::default()).unwrap();
+    let set = QueueSet::new("t", &workers, &[id; QUEUES as usize]).unwrap();
+    let lines: Vec<_> = (0..QUEUES).map(|_| Line::new(20)).collect();
+    for (i, line) in (0..).zip(&lines) {
+        set.start(i, TestQueue::boxed(line, Duration::ZERO));
+    }
+    let start = std::time::Instant::now();
+    // The worker stops running while all are drained, so that none can be handed back.
+    let mut stall = set.with_all_drained(drained_by(), || Stall::new(&workers, id)).unwrap();
+    // They wait in its mailbox, from where they are drained, and where they come back to.
+    assert_eq!(set.with_all_drained(drained_by(), || 7).unwrap(), 7);
+    assert!(start.elapsed() < FAR);
+    stall.end();
+    for line in &lines {
+        line.offer(20);
+        line.wait_done();
+    }
+    drop(stall);
+    (0..QUEUES).for_each(|i| drop(set.stop(i)));
+}
+
+#[test]
+fn a_drain_that_does_not_end_leaves_all_queues_at_work() {
+    let workers = pool(0);
+    let set = QueueSet::new("t", &workers, &[0; 2]).unwrap();
+    let lines: Vec<_> = (0..2).map(|_| Line::new(8)).collect();
+    set.start(0, TestQueue::boxed(&lines[0], Duration::ZERO));
+    set.start(1, TestQueue::boxed(&lines[1], DRAIN_LIMIT * 2));
+    lines[1].offer(1);
+    while lines[1].taken.load(Ordering::Relaxed) < 1 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let error = set.with_all_drained(drained_by(), || unreachable!()).unwrap_err();
+    assert!(error.kind() == Kind::Busy && error.to_string().contains("queue t:1"), "{error}");
+    lines[0].offer(8);
+    lines[0].wait_done();
+    lines[1].offer(7);
+    lines[1].wait_done();
+    assert_eq!(set.with_all_drained(drained_by(), || 7).unwrap(), 7);
+    (0..2).for_each(|i| drop(set.stop(i)));
+}
+
+/// A stop waits for requests, with the queue's slot held: a command for that queue does not wait for it without a limit.
+#[test]
+fn a_command_does_not_wait_for_a_stop() {
+    let workers = pool(0);
+    let other = workers.create(None, &Settings::default()).unwrap();
+    let set = QueueSet::new("t", &workers, &[0]).unwrap();
+    let line = Line::new(1);
+    set.start(0, TestQueue::boxed(&line, Duration::from_secs(4)));
+    line.offer(1);
+    while line.taken.load(Ordering::Relaxed) < 1 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::scope(|scope| {
+        let stop = scope.spawn(|| drop(set.stop(0)));
+        while set.stats(0).state() == State::Running && set.attach(0, 0, Duration::ZERO).is_ok() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = set.attach(0, other, Duration::from_millis(10)).unwrap_err();
+        assert!(error.to_string().contains("being started, stopped or moved"), "{error}");
+        stop.join().unwrap();
+    });
+    set.attach(0, other, FAR).unwrap();
+}
+
+/// Drains of several exports have one deadline: the second one does not wait again.
+#[test]
+fn a_deadline_that_is_over_is_not_waited_for() {
+    let workers = pool(0);
+    let sets: Vec<_> = (0..64).map(|_| QueueSet::new("t", &workers, &[0]).unwrap()).collect();
+    assert!(DRAIN_LIMIT * 64 > FAR * 2);
+    let lines: Vec<_> = sets.iter().map(|_| Line::new(1)).collect();
+    for (set, line) in sets.iter().zip(&lines) {
+        set.start(0, TestQueue::boxed(line, Duration::ZERO));
+    }
+    let mut stall = Stall::new(&workers, 0);
+    let start = std::time::Instant::now();
+    let until = drained_by();
+    for set in &sets {
+        assert_eq!(set.with_all_drained(until, || unreachable!()).unwrap_err().kind(), Kind::Busy);
+    }
+    assert!(start.elapsed() < FAR);
+    stall.end();
+    for (set, line) in sets.iter().zip(&lines) {
+        line.offer(1);
+        line.wait_done();
+        drop(set.stop(0));
+    }
+}
+
+/// All workers that end do so within one limit, and the stalled ones stay.
+#[test]
+fn stalled_workers_are_waited_for_together() {
+    const STALLED: u32 = 64;
+    assert!(pool::END_LIMIT * STALLED > FAR * 2);
+    let workers = pool(0);
+    let stall = |_| {
+        let id = workers.create(None, &Settings::default()).unwrap();
+        let stall = Stall::new(&workers, id);
+        // As if each was busy with something else than this queue.
+        workers.unsettle(id);
+        stall
+    };
+    let stalls: Vec<_> = (0..STALLED).map(stall).collect();
+    let start = std::time::Instant::now();
+    workers.end_all();
+    assert!(start.elapsed() < FAR);
+    assert_eq!(workers.states().len(), STALLED as usize, "worker 0 is gone");
+    for mut stall in stalls {
+        drop(workers.settle(stall.set.home(0).0).unwrap());
+        stall.end();
+    }
+    workers.end_all();
+    assert!(workers.states().is_empty());
+}
+
+/// All queues are asked to stop before one is waited for.
+#[test]
+fn queues_stop_together() {
+    let workers = pool(0);
+    let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
+    let set = QueueSet::new("t", &workers, &[ids[0], ids[1], 0]).unwrap();
+    let lines = [Line::new(0), Line::new(0)];
+    for i in 0..2 {
+        set.start(i, TestQueue::boxed(&lines[usize::from(i)], Duration::ZERO));
+    }
+    let mut stall = Stall::new(&workers, ids[0]);
+    std::thread::scope(|scope| {
+        let stop = scope.spawn(|| set.stop_all());
+        // The worker of the first one does not run until the second one has left its own.
+        let start = std::time::Instant::now();
+        while !lines[1].left.load(Ordering::Acquire) && start.elapsed() < FAR {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let together = lines[1].left.load(Ordering::Acquire) && !stop.is_finished();
+        stall.end();
+        assert!(together);
+        let stopped: Vec<_> = stop.join().unwrap().iter().map(|(index, _)| *index).collect();
+        assert_eq!(stopped, [0, 1], "the third one did not run");
+    });
+    assert!((0..3).all(|i| set.stop(i).is_none()));
+}

@@ -1,0 +1,261 @@
+//! What is mounted where, found out without asking a FUSE server that may never answer.
+//!
+//! Called by the rest of [`mount`](super), from any thread. What must never happen: a request to a FUSE server from
+//! this process, for whoever waits for a stuck one cannot be killed.
+//!
+//! These ask no server of the mount that they are about: open with O_PATH (a mount's root is not looked up again),
+//! statx with AT_STATX_DONT_SYNC (what the kernel remembers; device and mount it knows itself), mountinfo, umount2.
+//! These ask: stat, fstat and statx otherwise (GETATTR, when what is remembered is too old), statfs, open without
+//! O_PATH, access, and anything done with what that opened.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags, openat, statx};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, waitpid};
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::{Error, Result};
+
+/// A thread may have a mount namespace of its own; what counts is where mount(2) of this very thread acts.
+const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
+
+/// How long a server may take to answer before it is called stuck. It is alive then.
+const PROBE_PATIENCE: Duration = Duration::from_secs(1);
+/// How the probe ends when the connection has no server, and when the request failed otherwise.
+const PROBE_SAYS_DEAD: i32 = 42;
+const PROBE_SAYS_FAILED: i32 = 43;
+
+/// What is known of the server of a FUSE mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Server {
+    /// It answered.
+    Alive,
+    /// There is none.
+    Dead,
+    /// It did not answer in time, or the request failed. A server that has just been killed looks so until the kernel has
+    /// ended its io_uring, which it does after the process is gone.
+    Unclear,
+}
+
+/// STATX_MNT_ID_UNIQUE (Linux 6.8), which rustix does not name.
+const UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+
+/// A mount, told apart from others that were or will be at the same path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MountId {
+    /// As in mountinfo; used again for another once the mount is gone.
+    pub(super) id: u64,
+    /// Never used again; absent before Linux 6.8, where a mount that took our place within the same moment and got
+    /// our numbers would pass for ours.
+    unique: Option<u64>,
+    /// The device number, major and minor. For FUSE the connection's number, too; also used again.
+    pub(super) device: (u32, u32),
+}
+
+/// What an O_PATH descriptor refers to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    pub(super) mount: MountId,
+    /// The thing is what is mounted, not something below it.
+    pub(super) is_mount_root: bool,
+    /// Unknown for a mount that we have no right to look at.
+    pub(super) kind: FileType,
+    pub(super) inode: u64,
+    pub(super) size_bytes: u64,
+}
+
+/// Opens what is at `path`, whatever it is, for looking at it. Follows a symbolic link if `follow`.
+pub(super) fn open_path(path: &Path, follow: bool) -> rustix::io::Result<OwnedFd> {
+    let nofollow = if follow { OFlags::empty() } else { OFlags::NOFOLLOW };
+    openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC | nofollow, Mode::empty())
+}
+
+/// Looks at what is open, without asking a FUSE server.
+pub(super) fn look(fd: impl AsFd) -> rustix::io::Result<Seen> {
+    let ask = |mask| statx(&fd, c"", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, mask);
+    // With an empty mask FUSE tells the device even those whom it lets do nothing else; the mount's id comes always.
+    let s: Statx = ask(StatxFlags::empty())?;
+    let unique = ask(UNIQUE).ok().filter(|s| s.stx_mask & UNIQUE.bits() != 0).map(|s| s.stx_mnt_id);
+    let is_mount_root = s.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
+    // A mere file's facts may need its file system to look: it is not one of ours, since ours have no files below.
+    let file = if is_mount_root { s } else { ask(StatxFlags::BASIC_STATS)? };
+    Ok(Seen {
+        mount: MountId { id: s.stx_mnt_id, unique, device: (s.stx_dev_major, s.stx_dev_minor) },
+        is_mount_root,
+        kind: FileType::from_raw_mode(file.stx_mode.into()),
+        inode: file.stx_ino,
+        size_bytes: file.stx_size,
+    })
+}
+
+/// The path that `fd` was opened by, absolute and without symbolic links.
+pub(super) fn path_of(fd: &OwnedFd) -> rustix::io::Result<PathBuf> {
+    let path = rustix::fs::readlinkat(CWD, proc_path(fd), Vec::new())?;
+    Ok(OsString::from_vec(path.into_bytes()).into())
+}
+
+/// A path that leads to exactly what is open, even if something else has its name by now.
+pub(super) fn proc_path(fd: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// A line of mountinfo.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) id: u64,
+    pub(super) device: (u32, u32),
+    /// Where it is mounted, as seen from our root folder.
+    pub(super) point: PathBuf,
+    pub(super) fs_type: OsString,
+    pub(super) source: OsString,
+}
+
+/// The mount that mountinfo knows under `id`.
+pub(super) fn entry(id: u64) -> Result<Option<Entry>> {
+    let text = fs::read(MOUNTINFO)
+        .map_err(|e| Error::io(format!("cannot read {MOUNTINFO} (is /proc mounted?)"), e))?;
+    Ok(text.split(|&b| b == b'\n').filter_map(parse).find(|e| e.id == id))
+}
+
+/// See proc_pid_mountinfo(5): `id parent major:minor root point options [optional]... - type source options`.
+fn parse(line: &[u8]) -> Option<Entry> {
+    let mut fields = line.split(|&b| b == b' ');
+    let number = |f: &[u8]| std::str::from_utf8(f).ok()?.parse::<u64>().ok();
+    let id = number(fields.next()?)?;
+    let device = std::str::from_utf8(fields.nth(1)?).ok()?;
+    let (major, minor) = device.split_once(':')?;
+    let point = unescape(fields.nth(1)?);
+    let mut fields = fields.skip_while(|f| *f != b"-");
+    Some(Entry {
+        id,
+        device: (major.parse().ok()?, minor.parse().ok()?),
+        point: point.into(),
+        fs_type: unescape(fields.nth(1)?),
+        source: unescape(fields.next()?),
+    })
+}
+
+/// The kernel writes blanks, line ends, backslashes and number signs as a backslash and three octal digits.
+fn unescape(field: &[u8]) -> OsString {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&first, after)) = rest.split_first() {
+        let code = after.get(..3).filter(|d| first == b'\\' && d.iter().all(|b| (b'0'..=b'7').contains(b)));
+        match code {
+            Some(digits) => {
+                out.push(digits.iter().fold(0u8, |n, d| n.wrapping_mul(8).wrapping_add(d - b'0')));
+                rest = &after[3..];
+            }
+            None => {
+                out.push(first);
+                rest = after;
+            }
+        }
+    }
+    OsStr::from_bytes(&out).to_owned()
+}
+
+/// Whether the FUSE mount that `root` refers to has a server.
+///
+/// Nothing tells that but a request. A connection without a server refuses it at once; a server that is stuck with it
+/// holds whoever asked, beyond the reach of SIGKILL. So a child process asks. One that is held costs a process (and
+/// what memory we change meanwhile) until that server goes on or ends.
+///
+/// By the launcher: control threads may neither make processes nor signal them.
+pub(super) fn ask_server(root: &OwnedFd) -> Server {
+    sandbox::errand(|| ask_here(root)).unwrap_or(Server::Unclear)
+}
+
+/// The part of [`ask_server`] that control threads may not do themselves.
+fn ask_here(root: &OwnedFd) -> Server {
+    let fd = root.as_raw_fd();
+    // SAFETY: fork needs nothing; the child only makes system calls (see `probe`), so that locks which other threads
+    // held at that moment do not matter to it.
+    let child = match unsafe { libc::fork() } {
+        0 => probe(fd),
+        pid => match Pid::from_raw(pid) {
+            Some(pid) if pid.as_raw_nonzero().get() > 0 => pid,
+            _ => return Server::Unclear,
+        },
+    };
+    if let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) {
+        let timeout = Timespec::try_from(PROBE_PATIENCE).expect("a second fits");
+        let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timeout));
+    }
+    if let Ok(Some((_, status))) = waitpid(Some(child), WaitOptions::NOHANG) {
+        return match status.exit_status() {
+            Some(0) => Server::Alive,
+            Some(PROBE_SAYS_DEAD) => Server::Dead,
+            _ => Server::Unclear,
+        };
+    }
+    let _ = kill_process(child, Signal::KILL);
+    // Whoever waits for a child can be killed, unlike that child: this thread keeps nobody from ending.
+    let reaper = std::thread::Builder::new().name("fuse-probe".into());
+    let _ = reaper.spawn(move || waitpid(Some(child), WaitOptions::empty()));
+    Server::Unclear
+}
+
+/// The life of the child process of [`ask_server`].
+fn probe(fd: RawFd) -> ! {
+    const NOT_CONNECTED: [i32; 2] = [libc::ENOTCONN, libc::ECONNABORTED];
+    // SAFETY: system calls on this process's own descriptors and stack, and none that takes a lock in user space. All
+    // descriptors but the one asked about are closed: a child that is held must not hold disks' locks or mounts.
+    unsafe {
+        libc::dup2(fd, 0);
+        libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
+        let mut buffer = std::mem::MaybeUninit::<libc::statx>::uninit();
+        let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC;
+        let rc = libc::statx(0, c"".as_ptr(), flags, libc::STATX_BASIC_STATS, buffer.as_mut_ptr());
+        let errno = *libc::__errno_location();
+        let dead = rc < 0 && NOT_CONNECTED.contains(&errno);
+        libc::_exit(match rc {
+            0 => 0,
+            // The mount of another user: its kernel side refuses us, whatever its server is like.
+            _ if errno == libc::EACCES => 0,
+            _ if dead => PROBE_SAYS_DEAD,
+            _ => PROBE_SAYS_FAILED,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mountinfo_is_read_with_its_escapes() {
+        let line = b"99 27 0:45 / /a\\040b\\134c,d\\011\xff rw,nosuid shared:3 master:1 - fuse.vshunt vshunt:d\\0430 rw,fd=7";
+        let entry = parse(line).unwrap();
+        assert_eq!(
+            entry,
+            Entry {
+                id: 99,
+                device: (0, 45),
+                point: OsStr::from_bytes(b"/a b\\c,d\t\xff").into(),
+                fs_type: "fuse.vshunt".into(),
+                source: "vshunt:d#0".into(),
+            }
+        );
+        assert_eq!(parse(b""), None);
+        assert_eq!(parse(b"1 2 3"), None);
+        assert_eq!(unescape(b"\\"), "\\");
+        assert_eq!(unescape(b"\\09x"), "\\09x");
+    }
+
+    #[test]
+    fn what_is_seen_agrees_with_mountinfo() {
+        let seen = look(open_path(Path::new("/proc"), true).unwrap()).unwrap();
+        assert!(seen.is_mount_root);
+        let entry = entry(seen.mount.id).unwrap().unwrap();
+        assert_eq!((entry.point.as_path(), entry.device), (Path::new("/proc"), seen.mount.device));
+        assert_eq!(entry.fs_type, "proc");
+        let below = look(open_path(Path::new("/proc/self"), true).unwrap()).unwrap();
+        assert_eq!((below.mount, below.is_mount_root), (seen.mount, false));
+    }
+}

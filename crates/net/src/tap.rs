@@ -1,0 +1,460 @@
+//! A tap with several queues: an Ethernet interface of the host whose other end we have.
+//!
+//! [`Tap::open`] makes the interface or adopts one that is there, by its name, in any network namespace; a macvtap is
+//! adopted likewise. [`Tap::from_fds`] adopts files that somebody else opened. Each [`TapQueue`] is an open file, for
+//! whoever moves frames: `read` and `write` of one frame each behind a virtio-net header, without waiting, or the kernel's
+//! vhost-net. A queue begins detached, so that the kernel sends nothing to where nobody reads; [`TapQueue::attach`] and
+//! [`TapQueue::detach`] change that at any time (TUNSETQUEUE).
+//!
+//! Which queue a frame comes to is the kernel's choice among the attached ones: by its flow table, where the flow goes that
+//! was last written to a queue ("transmit follows receive"), or by a program ([`Steering`]). A flow stays on its queue
+//! while none is attached or detached. The kernel counts attached queues by an index that changes then: [`Tap::order`].
+//!
+//! ```no_run
+//! use std::io::Read;
+//! use vshunt_net::tap::{HEADER_LONG, Options, Steering, Tap};
+//!
+//! # fn main() -> Result<(), vshunt_types::error::Error> {
+//! let options = Options { netns: Some("red".into()), steering: Steering::Rss, ..Options::default() };
+//! let tap = Tap::open_with("vs0", 4, &options)?;
+//! tap.set_header(HEADER_LONG)?;
+//! let queues = tap.queues(4)?;
+//! for queue in &queues {
+//!     queue.attach()?;
+//! }
+//! let mut frame = [0; 65536 + 64];
+//! // Poll it before: it is non-blocking.
+//! match queues[0].as_ref().read(&mut frame) {
+//!     Ok(bytes) => println!("a header, and a frame of {} bytes", bytes - HEADER_LONG as usize),
+//!     Err(e) => println!("none now: {e}"),
+//! }
+//! queues[3].detach()?;
+//! assert_eq!(tap.order(), [0, 1, 2]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The calls here are control's and the session thread's, never made while a frame is moved. What must never happen: an
+//! adopted interface removed, or one that another program uses taken over.
+
+mod given;
+mod offloads;
+mod open;
+mod queue;
+mod steering;
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+pub use given::parse_fds;
+pub use offloads::Offloads;
+pub use open::{Options, check_name};
+pub use queue::TapQueue;
+pub use steering::Steering;
+use vshunt_types::error::{Error, Result};
+pub use vshunt_types::spec::NetCounters as Counters;
+
+use self::given::Given;
+use self::open::Source;
+use self::queue::{Order, Since};
+use super::ifreq;
+use super::links::{LinkKind, Links};
+use super::netns::Netns;
+pub use super::netns::check as check_netns;
+
+/// Bytes of an interface's name at most (IFNAMSIZ less the end).
+pub const NAME_MAX: usize = 15;
+/// Queues of one tap at most (the kernel's MAX_TAP_QUEUES).
+pub const QUEUES_MAX: u16 = 256;
+/// The smallest MTU: IPv4's, and the kernel's for Ethernet.
+pub const MTU_MIN: u32 = 68;
+/// What an Ethernet interface has that nobody set.
+pub const MTU_DEFAULT: u32 = 1500;
+/// The largest MTU of a tap: 64 KiB less one byte and the Ethernet header.
+pub const MTU_MAX: u32 = 65521;
+
+/// Bytes of a virtio-net header without and with its number of buffers (Virtio 1.3, 5.1.6). Legacy guests that do not merge
+/// buffers have the short one.
+pub const HEADER_SHORT: u32 = 10;
+/// See [`HEADER_SHORT`].
+pub const HEADER_LONG: u32 = 12;
+
+/// A tap interface, for as long as this lives: one that was made goes with its last open file, unless it was to persist.
+#[derive(Debug)]
+pub struct Tap {
+    name: String,
+    made: bool,
+    macvtap: bool,
+    multi_queue: bool,
+    uso: bool,
+    source: Source,
+    links: Option<Links>,
+    order: Arc<Order>,
+    /// Locked before the order; held over the calls that change it.
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    queues: Vec<Arc<TapQueue>>,
+    header: u32,
+    offloads: Offloads,
+    steering: Steering,
+}
+
+impl Tap {
+    /// [`Tap::open_with`], and nothing asked for.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open(name: &str, queues: u16) -> Result<Self> {
+        Self::open_with(name, queues, &Options::default())
+    }
+
+    /// Opens `queues` queues (one at least) of the tap called `name`, all detached. An interface of that name is adopted,
+    /// and stays when we go; else one is made, set up, and removed with us, unless it is to persist.
+    ///
+    /// Other programs' queues are seen of a multi-queue tap, and the kernel lets one program alone have a tap of one queue.
+    /// Of a macvtap they are not: it deals frames out among all.
+    ///
+    /// # Errors
+    /// With what to do: no /dev/net/tun, no permission, a name that none can have, an interface that is no tap, is in use,
+    /// or has one queue where more are asked for; more queues than a tap can have; no such namespace; an option that this
+    /// interface cannot have.
+    pub fn open_with(name: &str, queues: u16, options: &Options) -> Result<Self> {
+        check_name(name)?;
+        let netns = Netns::open(options.netns.as_deref())?;
+        let cannot = |e| Error::io(format!("cannot look for interface {name}"), e);
+        let links = netns.run(Links::new).and_then(|made| made).map_err(cannot)?;
+        let link = open::find_unused(&links, name).map_err(cannot)?;
+        let exists = link.is_some();
+        let source = match link {
+            Some(link) if link.kind == LinkKind::Macvtap => {
+                Source::Macvtap(open::macvtap_device(name, &link, &netns)?)
+            }
+            Some(link) if link.queues > 0 => return Err(open::busy(name)),
+            Some(link) if matches!(link.kind, LinkKind::Bridge | LinkKind::Other) => {
+                return Err(open::no_tap(name));
+            }
+            _ => Source::Clone(netns),
+        };
+        let order = Arc::new(Order::default());
+        let (file, multi_queue) = source.first(name, exists)?;
+        let first = TapQueue::new(name, 0, multi_queue, &order, Since::Joined, || Ok(file))?;
+        let macvtap = matches!(source, Source::Macvtap(_));
+        let tap = Self {
+            name: name.to_owned(),
+            made: !exists && !options.persist,
+            macvtap,
+            multi_queue,
+            uso: false,
+            source,
+            links: Some(links),
+            order,
+            state: State::new(vec![first]),
+        };
+        let tap = tap.begun(options)?;
+        tap.queues(queues)?;
+        if let (false, Some(links)) = (exists, &tap.links) {
+            let cannot = |e| Error::io(format!("tap {name} was made and cannot be set up"), e);
+            links.set_up(name).map_err(cannot)?;
+        }
+        open::set_rights(name, macvtap, tap.state().queues[0].as_fd(), options)?;
+        Ok(tap)
+    }
+
+    /// Adopts open files of a tap (joined by TUNSETIFF, with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR) or of a macvtap, one for
+    /// each queue: all that there will be. They become non-blocking, close-on-exec and, where that can be, detached. The
+    /// interface may be in any network namespace, which `options` then do not name; where we may not enter that, it has
+    /// neither MTU nor counters for us. Nobody else should have queues of it, or [`Tap::order`] does not hold.
+    ///
+    /// # Errors
+    /// With what to do: a descriptor that is no tap's, or one opened otherwise, or all are not of the same tap.
+    pub fn from_fds(fds: Vec<OwnedFd>, options: &Options) -> Result<Self> {
+        let Given { name, macvtap, multi_queue, files, links } = Given::new(fds)?;
+        let order = Arc::new(Order::default());
+        let mut queues = Vec::with_capacity(files.len());
+        for (number, file) in files.into_iter().enumerate() {
+            queues.push(TapQueue::new(&name, number, multi_queue, &order, Since::Given, || Ok(file))?);
+        }
+        let (source, state) = (Source::Given, State::new(queues));
+        let tap = Self { name, made: false, macvtap, multi_queue, uso: false, source, links, order, state };
+        let tap = tap.begun(options)?;
+        open::set_rights(&tap.name, macvtap, tap.state().queues[0].as_fd(), options)?;
+        Ok(tap)
+    }
+
+    /// What it is to have from the beginning on.
+    fn begun(mut self, options: &Options) -> Result<Self> {
+        let with_uso = Offloads { csum: true, uso: true, ..Offloads::default() };
+        let uso = self.tell_offloads(&self.state(), with_uso).is_ok();
+        self.uso = uso;
+        self.tell_offloads(&self.state(), Offloads::default())?;
+        self.set_header(HEADER_SHORT)?;
+        self.set_steering(options.steering)?;
+        open::set_address(&self.name, self.state().queues[0].as_fd(), options)?;
+        Ok(self)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it goes when this goes.
+    pub fn made(&self) -> bool {
+        self.made
+    }
+
+    /// Whether it can have more queues than one.
+    pub fn multi_queue(&self) -> bool {
+        self.multi_queue
+    }
+
+    /// Queues that it can have open at most.
+    pub fn queues_max(&self) -> u16 {
+        match (&self.source, self.multi_queue) {
+            (Source::Given, _) => self.open_queues(),
+            (_, true) => QUEUES_MAX,
+            (_, false) => 1,
+        }
+    }
+
+    /// Whether it knows UDP segments ([`Offloads::uso`]): Linux 6.2 and later.
+    pub fn has_uso(&self) -> bool {
+        self.uso
+    }
+
+    /// Whether its interface is still there: somebody else may remove it.
+    pub fn is_there(&self) -> bool {
+        ifreq::joined(&*self.state().queues[0]).is_ok()
+    }
+
+    /// Queues that are open.
+    pub fn open_queues(&self) -> u16 {
+        self.state().queues.len() as u16
+    }
+
+    /// The attached queues, by their numbers in [`Tap::queues`], in the order in which the kernel and its steering programs
+    /// count them. A queue that is detached leaves its place to the last one; one that is attached comes last.
+    pub fn order(&self) -> Vec<usize> {
+        self.order.now()
+    }
+
+    /// The first `count` queues; those that are not open yet are opened.
+    ///
+    /// # Errors
+    /// It is not multi-queue, or cannot have so many.
+    pub fn queues(&self, count: u16) -> Result<Vec<Arc<TapQueue>>> {
+        let name = &self.name;
+        if count > 1 && !self.multi_queue {
+            return Err(Error::unsupported(format!(
+                "interface {name} is a tap with one queue, and {count} are asked for; give queues=1, or make it anew: \
+                 ip tuntap add dev {name} mode tap multi_queue"
+            )));
+        }
+        let mut state = self.state();
+        while state.queues.len() < usize::from(count) {
+            let (number, join) = (state.queues.len(), || self.source.more(name));
+            let queue = TapQueue::new(name, number, true, &self.order, Since::Joined, join)?;
+            if self.macvtap {
+                self.tell_header(&queue, state.header)?;
+            }
+            state.queues.push(Arc::new(queue));
+        }
+        Ok(state.queues[..usize::from(count)].to_vec())
+    }
+
+    /// Sets how long the header before each frame is: [`HEADER_SHORT`] or [`HEADER_LONG`]. For all queues.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn set_header(&self, bytes: u32) -> Result<()> {
+        let mut state = self.state();
+        if state.header == bytes {
+            return Ok(());
+        }
+        // It is the interface's, but for a macvtap's, where it is each file's own.
+        let told = if self.macvtap { state.queues.len() } else { 1 };
+        state.queues[..told].iter().try_for_each(|queue| self.tell_header(queue, bytes))?;
+        state.header = bytes;
+        Ok(())
+    }
+
+    fn tell_header(&self, queue: &TapQueue, bytes: u32) -> Result<()> {
+        ifreq::set_int(queue, ifreq::TUNSETVNETHDRSZ, bytes as i32)
+            .map_err(|e| Error::io(format!("tap {} cannot have headers of {bytes} bytes", self.name), e))
+    }
+
+    /// Sets what readers take off the kernel's hands. For all queues.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn set_offloads(&self, offloads: Offloads) -> Result<()> {
+        let mut state = self.state();
+        if state.offloads != offloads {
+            self.tell_offloads(&state, offloads)?;
+            state.offloads = offloads;
+        }
+        Ok(())
+    }
+
+    fn tell_offloads(&self, state: &State, offloads: Offloads) -> Result<()> {
+        ifreq::set_number(&*state.queues[0], ifreq::TUNSETOFFLOAD, offloads.bits().into()).map_err(
+            |e| match e.raw_os_error() {
+                Some(libc::EBADFD) => Error::io(
+                    format!("interface {} is gone; remove the network, and add it again", self.name),
+                    e,
+                ),
+                _ => Error::io(
+                    format!("tap {} cannot be told which checksums and segments its guest takes", self.name),
+                    e,
+                ),
+            },
+        )
+    }
+
+    /// How frames come to queues.
+    pub fn steering(&self) -> Steering {
+        self.state().steering
+    }
+
+    /// Sets it, at any time; flows may change their queue by it.
+    ///
+    /// # Errors
+    /// With what to do: this user may load no eBPF program, or the interface takes none.
+    pub fn set_steering(&self, steering: Steering) -> Result<()> {
+        let mut state = self.state();
+        if state.steering == steering {
+            return Ok(());
+        }
+        let program = steering::load(steering).map_err(|e| steering::explain(steering, e))?;
+        let set = ifreq::set_int(
+            &*state.queues[0],
+            ifreq::TUNSETSTEERINGEBPF,
+            steering::argument(program.as_ref()),
+        );
+        set.map_err(|e| match e.raw_os_error() {
+            Some(libc::EINVAL | libc::ENOTTY) => Error::unsupported(format!(
+                "interface {} takes no program for steering={steering}: a tap does, of Linux 4.16 or later, and no macvtap; \
+                 leave steering out",
+                self.name
+            )),
+            _ => Error::io(format!("tap {} cannot have steering={steering}", self.name), e),
+        })?;
+        state.steering = steering;
+        Ok(())
+    }
+
+    /// Bytes of the longest IP packet.
+    ///
+    /// # Errors
+    /// The interface is gone, or where we may not look.
+    pub fn mtu(&self) -> Result<u32> {
+        let name = &self.name;
+        let cannot = |e| Error::io(format!("the MTU of tap {name} cannot be read"), e);
+        let link = self.links()?.find(name).map_err(cannot)?;
+        link.map(|link| link.mtu).ok_or_else(|| cannot(io::Error::from_raw_os_error(libc::ENODEV)))
+    }
+
+    /// Returns the addresses by which the host sends through the interface: its own, and that of the bridge that it is a
+    /// port of. Empty for a macvtap, whose address is that of the guest, and in a network namespace that this program may
+    /// not enter. `None`: the kernel did not tell.
+    pub fn host_addresses(&self) -> Option<Vec<[u8; 6]>> {
+        let Some(links) = self.links.as_ref().filter(|_| !self.macvtap) else { return Some(Vec::new()) };
+        let link = links.find(&self.name).ok()??;
+        let master = match link.master {
+            Some(index) => links.find_index(index).ok()?,
+            None => None,
+        };
+        let bridge = master.filter(|master| master.kind == LinkKind::Bridge);
+        Some(link.address.into_iter().chain(bridge.and_then(|bridge| bridge.address)).collect())
+    }
+
+    /// Sets it.
+    ///
+    /// # Errors
+    /// It is out of range, or not ours to set.
+    pub fn set_mtu(&self, mtu: u32) -> Result<()> {
+        let name = &self.name;
+        check_mtu(mtu)?;
+        self.links()?.set_mtu(name, mtu).map_err(|e| match e.raw_os_error() {
+            Some(libc::EPERM) => Error::io(
+                format!(
+                    "tap {name} cannot be given an MTU without CAP_NET_ADMIN; run as root, or leave out mtu"
+                ),
+                e,
+            ),
+            _ => Error::io(format!("tap {name} cannot be given an MTU of {mtu}"), e),
+        })
+    }
+
+    fn links(&self) -> Result<&Links> {
+        self.links.as_ref().ok_or_else(|| {
+            Error::unsupported(format!(
+                "tap {} is in a network namespace that this program may not enter; run as root (CAP_SYS_ADMIN)",
+                self.name
+            ))
+        })
+    }
+
+    /// Sends a frame to the host as if it came from the guest.
+    ///
+    /// # Errors
+    /// The interface is down.
+    pub fn inject(&self, frame: &[u8]) -> Result<()> {
+        let state = self.state();
+        let header = [0; HEADER_LONG as usize];
+        let parts = [IoSlice::new(&header[..state.header as usize]), IoSlice::new(frame)];
+        match rustix::io::writev(&*state.queues[0], &parts) {
+            Ok(_) => Ok(()),
+            Err(e) => {
+                Err(Error::io(format!("tap {} does not take a frame (is it up?)", self.name), e.into()))
+            }
+        }
+    }
+
+    /// What went through it; none where it is not in the network namespace any more in which it was opened, or where we may
+    /// not look.
+    pub fn counters(&self) -> Option<Counters> {
+        Some(self.links.as_ref()?.find(&self.name).ok()??.counters)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no holder panics")
+    }
+}
+
+impl State {
+    fn new(queues: Vec<TapQueue>) -> Mutex<Self> {
+        let queues = queues.into_iter().map(Arc::new).collect();
+        // The header that an adopted one has is not known.
+        Mutex::new(Self { queues, header: 0, offloads: Offloads::default(), steering: Steering::Auto })
+    }
+}
+
+impl Drop for Tap {
+    /// An interface that stays is left to the kernel's own steering again.
+    fn drop(&mut self) {
+        if !self.made {
+            let _ = self.set_steering(Steering::Auto);
+        }
+    }
+}
+
+/// Whether a tap can have that MTU.
+///
+/// # Errors
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with the range.
+pub fn check_mtu(mtu: u32) -> Result<()> {
+    match (MTU_MIN..=MTU_MAX).contains(&mtu) {
+        true => Ok(()),
+        false => {
+            Err(Error::invalid(format!("mtu={mtu} is out of range; {MTU_MIN} to {MTU_MAX} is possible")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,238 @@
+//! How a tap's files are had: made or adopted by the name of the interface.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::{Error, Result};
+
+use super::{NAME_MAX, QUEUES_MAX, Steering};
+use crate::ifreq;
+use crate::links::{Link, Links};
+use crate::netns::Netns;
+
+pub(super) const CLONE_DEVICE: &str = "/dev/net/tun";
+
+/// How long another program's tap is waited for: one that was killed goes on holding its queues until its io_uring has
+/// ended what was under way.
+const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
+const RETRY: Duration = Duration::from_millis(10);
+
+/// What is asked of a tap besides its name. The default asks for nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The network namespace of the interface, by name (as `ip netns` has it) or by path; none: the calling thread's.
+    pub netns: Option<String>,
+    /// Which queue a frame comes to.
+    pub steering: Steering,
+    /// The Ethernet address of the interface, which is the host's end, not the guest's; none: as it is.
+    pub address: Option<[u8; 6]>,
+    /// The user (by id) who may open the interface without CAP_NET_ADMIN.
+    pub owner: Option<u32>,
+    /// The group whose members may.
+    pub group: Option<u32>,
+    /// Whether an interface that is made stays when its last file is closed.
+    pub persist: bool,
+}
+
+/// Where the files of a tap's queues come from.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// /dev/net/tun, opened in the interface's namespace.
+    Clone(Netns),
+    /// The device of a macvtap.
+    Macvtap(PathBuf),
+    /// They were given, and there are no more.
+    Given,
+}
+
+impl Source {
+    /// The first file of `name`, and whether that is multi-queue.
+    pub(super) fn first(&self, name: &str, exists: bool) -> Result<(File, bool)> {
+        let Self::Clone(netns) = self else { return Ok((self.more(name)?, true)) };
+        let file = open_tun(netns)?;
+        match ifreq::join(&file, name, flags(true)) {
+            Ok(()) => Ok((file, true)),
+            // One that is there may be of one queue: the kernel refuses the other kind.
+            Err(e) if exists && e.raw_os_error() == Some(libc::EINVAL) => {
+                let joined = ifreq::join(&file, name, flags(false));
+                joined.map(|()| (file, false)).map_err(|e| explain(name, e, exists))
+            }
+            Err(e) => Err(explain(name, e, exists)),
+        }
+    }
+
+    /// One more, attached.
+    pub(super) fn more(&self, name: &str) -> Result<File> {
+        match self {
+            Self::Clone(netns) => {
+                let file = open_tun(netns)?;
+                ifreq::join(&file, name, flags(true)).map_err(|e| explain(name, e, true))?;
+                Ok(file)
+            }
+            Self::Macvtap(path) => open_macvtap(path, name),
+            Self::Given => Err(Error::limit(format!(
+                "tap {name} has no more queues than descriptors; pass one for each: fd=7:8:9"
+            ))),
+        }
+    }
+}
+
+/// Whether an interface can have that name.
+///
+/// # Errors
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+pub fn check_name(name: &str) -> Result<()> {
+    let wrong = |why: &str| Err(Error::invalid(format!("no interface can be called {name:?}: {why}")));
+    match name {
+        "" => wrong("a name has a letter at least"),
+        "." | ".." => wrong("that is a folder's"),
+        _ if name.len() > NAME_MAX => wrong(&format!("it has {} bytes; {NAME_MAX} is the most", name.len())),
+        // `%d` would have the kernel choose a number, and we would not know which.
+        _ if name.contains(|c: char| c == '/' || c == ':' || c == '%' || c.is_whitespace()) => {
+            wrong("it may not contain '/', ':', '%' or a space")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The interface, if it is there. Blocks for a while if a program has it.
+pub(super) fn find_unused(links: &Links, name: &str) -> io::Result<Option<Link>> {
+    let start = Instant::now();
+    loop {
+        match links.find(name)? {
+            Some(link) if link.queues > 0 && start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
+            link => return Ok(link),
+        }
+    }
+}
+
+fn open_nonblocking(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)
+}
+
+/// A file of /dev/net/tun makes and finds interfaces in the namespace in which it was opened.
+fn open_tun(netns: &Netns) -> Result<File> {
+    let file = netns.run(|| open_nonblocking(Path::new(CLONE_DEVICE))).and_then(|opened| opened);
+    file.map_err(|e| match e.raw_os_error() {
+        Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => Error::unsupported(format!(
+            "there is no {CLONE_DEVICE}: the module tun is not loaded or not installed; as root: modprobe tun"
+        )),
+        Some(libc::EACCES | libc::EPERM) => Error::io(
+            format!("no permission to open {CLONE_DEVICE}; run as root, or let this user read and write it"),
+            e,
+        ),
+        _ => Error::io(format!("cannot open {CLONE_DEVICE}"), e),
+    })
+}
+
+/// The device of a macvtap. Its number is the interface's index, which another namespace's interface may have, too.
+pub(super) fn macvtap_device(name: &str, link: &Link, netns: &Netns) -> Result<PathBuf> {
+    let path = PathBuf::from(format!("/dev/tap{}", link.index));
+    let file = open_macvtap(&path, name)?;
+    // What /sys shows is ours.
+    let wanted = std::fs::read_to_string(format!("/sys/class/net/{name}/tap{}/dev", link.index));
+    let other = |wanted: String| {
+        let device = file.metadata().map_or(0, |metadata| metadata.rdev());
+        wanted.trim() != format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device))
+    };
+    let other = netns.is_own() && wanted.is_ok_and(other);
+    let same = ifreq::joined(&file).is_ok_and(|(called, _)| called == name)
+        && ifreq::address(&file).is_ok_and(|address| link.address == Some(address));
+    match same && !other {
+        true => Ok(path),
+        false => Err(Error::unsupported(format!(
+            "{} is of another network namespace's interface than {name}; pass descriptors of the right device: fd=N",
+            path.display()
+        ))),
+    }
+}
+
+fn open_macvtap(path: &Path, name: &str) -> Result<File> {
+    // Its device came with the interface, maybe after the sandbox was set up.
+    let opened = sandbox::errand(|| open_nonblocking(path)).and_then(|file| file);
+    opened.map_err(|e| match e.raw_os_error() {
+        Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => Error::unsupported(format!(
+            "there is no {} of macvtap {name}; where /dev is not the system's, pass open descriptors: fd=N",
+            path.display()
+        )),
+        Some(libc::EACCES | libc::EPERM) => Error::io(
+            format!("no permission to open {} of macvtap {name}; run as root, or chown it", path.display()),
+            e,
+        ),
+        Some(libc::EBUSY) => no_more_queues(name),
+        _ => Error::io(format!("cannot open {} of macvtap {name}", path.display()), e),
+    })
+}
+
+fn flags(multi_queue: bool) -> u16 {
+    let flags = ifreq::IFF_TAP | ifreq::IFF_NO_PI | ifreq::IFF_VNET_HDR;
+    if multi_queue { flags | ifreq::IFF_MULTI_QUEUE } else { flags }
+}
+
+fn explain(name: &str, e: io::Error, exists: bool) -> Error {
+    match Errno::from_io_error(&e) {
+        Some(Errno::BUSY) => busy(name),
+        Some(Errno::TOOBIG) => no_more_queues(name),
+        Some(Errno::INVAL) if exists => no_tap(name),
+        Some(Errno::PERM) if exists => Error::io(
+            format!(
+                "no permission to use tap {name}; run as root (CAP_NET_ADMIN), or make it for this user: ip tuntap add \
+                 dev {name} mode tap multi_queue user NAME"
+            ),
+            e,
+        ),
+        Some(Errno::PERM) => Error::io(
+            format!(
+                "no permission to make tap {name}; run as root (CAP_NET_ADMIN), or make it before, for this user: ip \
+                 tuntap add dev {name} mode tap multi_queue user NAME"
+            ),
+            e,
+        ),
+        _ => Error::io(format!("cannot have tap {name}"), e),
+    }
+}
+
+pub(super) fn no_tap(name: &str) -> Error {
+    Error::invalid(format!("interface {name} is there and is no tap; give another ifname"))
+}
+
+pub(super) fn busy(name: &str) -> Error {
+    Error::busy(format!("tap {name} is in use by another program; end that, or give another ifname"))
+}
+
+fn no_more_queues(name: &str) -> Error {
+    Error::limit(format!("tap {name} cannot have more queues; {QUEUES_MAX} is the most"))
+}
+
+/// Sets the address that is asked for, by one of the interface's files.
+pub(super) fn set_address(name: &str, file: impl AsFd, options: &Options) -> Result<()> {
+    let Some(address) = options.address else { return Ok(()) };
+    ifreq::set_address(file, address)
+        .map_err(|e| Error::io(format!("interface {name} cannot have the address that is asked for"), e))
+}
+
+/// Sets whose it is, and whether it stays, which comes last: what fails before leaves nothing.
+pub(super) fn set_rights(name: &str, macvtap: bool, file: impl AsFd, options: &Options) -> Result<()> {
+    let numbers = [
+        ("owner", ifreq::TUNSETOWNER, options.owner),
+        ("group", ifreq::TUNSETGROUP, options.group),
+        ("persist", ifreq::TUNSETPERSIST, options.persist.then_some(1)),
+    ];
+    for (what, code, number) in numbers {
+        let Some(number) = number else { continue };
+        if macvtap {
+            return Err(Error::unsupported(format!(
+                "{name} is a macvtap, which stays until 'ip link delete', and whose device is chowned; leave out {what}"
+            )));
+        }
+        ifreq::set_number(&file, code, number.into())
+            .map_err(|e| Error::io(format!("tap {name} cannot have {what}={number}"), e))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,414 @@
+//! What the daemon's threads may still do once it serves: capabilities, paths, system calls, operations of rings.
+//!
+//! The program calls [`start`] once, on the main thread, before it makes other threads. Threads that guests, users of
+//! mounts or scrapers talk to are made by [`spawn`], which confines them to less than the rest. All others inherit the
+//! confinement of the thread that makes them, which is that of control threads in the end. Where nothing was started
+//! (tests of the library, `vshunt image`), all of this does nothing.
+//!
+//! One thread keeps its rights: the [`launcher`]. It makes threads, and does what a control thread may not do itself
+//! ([`errand`]): mounting, unmounting, running fusermount3, entering a network namespace. For mountpoints and namespaces that
+//! clients name it does so in [places](check_place) that are configured or allowed.
+//!
+//! A control client may pass descriptors of files that are not configured. Its commands then run on threads that may open
+//! these, too ([`as_command`]).
+//!
+//! docs/sandbox.md says what this protects from and what not: threads share memory.
+
+mod capabilities;
+mod filter;
+mod granted;
+mod landlock;
+mod launcher;
+mod places;
+mod table;
+
+use std::cell::Cell;
+use std::io;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use granted::{Granted, as_command, reopen, set_granted};
+use landlock::Ruleset;
+pub use launcher::{detach, errand, spawn};
+pub use places::check_place;
+use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
+pub use rustix::thread::CapabilitySet;
+use serde::{Deserialize, Serialize};
+pub use table::{RING_FLAGS, RING_OPERATIONS, RING_REGISTRATIONS};
+use vshunt_types::error::{Error, Result};
+
+/// What happens to a thread that does more than it may.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// It fails with EPERM or EACCES; the first refusal of each system call is logged.
+    #[default]
+    On,
+    /// It is allowed. The kernel logs system calls (SECCOMP_RET_LOG); paths and capabilities are not restricted.
+    Log,
+    /// Nothing is restricted.
+    Off,
+    /// As `On`, workers included, and a refused system call ends the daemon with SIGABRT: for tests.
+    Kill,
+}
+
+impl Mode {
+    /// All of them, with their names.
+    pub const ALL: [(&str, Self); 4] =
+        [("on", Self::On), ("log", Self::Log), ("off", Self::Off), ("kill", Self::Kill)];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(_, mode)| *mode == self).map_or("", |(name, _)| name)
+    }
+
+    fn restricts(self) -> bool {
+        matches!(self, Self::On | Self::Kill)
+    }
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let found = Self::ALL.iter().find(|(name, _)| *name == text);
+        found.map(|(_, mode)| *mode).ok_or_else(|| format!("`{text}` is not one of on, log, off, kill"))
+    }
+}
+
+/// Whom a thread listens to, which decides what it may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ThreadKind {
+    /// The operator: main thread, control clients, jobs, and all that these make.
+    Control,
+    /// The front end of one disk.
+    Session,
+    /// The front end of one network card.
+    CardSession,
+    /// The users of one mount.
+    Mount,
+    /// Scrapers.
+    Metrics,
+    /// Guests, by their queues.
+    Worker,
+}
+
+impl ThreadKind {
+    const ALL: [Self; 6] =
+        [Self::Control, Self::Session, Self::CardSession, Self::Mount, Self::Metrics, Self::Worker];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Control => "control",
+            Self::Session => "session",
+            Self::CardSession => "card-session",
+            Self::Mount => "mount",
+            Self::Metrics => "metrics",
+            Self::Worker => "worker",
+        }
+    }
+
+    /// What it keeps of the process's capabilities.
+    fn capabilities(self) -> CapabilitySet {
+        match self {
+            // The launcher alone opens the name spaces of other processes.
+            Self::Control => CapabilitySet::all().difference(CapabilitySet::SYS_PTRACE),
+            Self::Session => CapabilitySet::IPC_LOCK,
+            // Offloads, steering and queues of taps change at a guest's command.
+            Self::CardSession => CapabilitySet::NET_ADMIN | CapabilitySet::BPF | CapabilitySet::IPC_LOCK,
+            // Attributes of an image whose owner is another user; rings of its own.
+            Self::Mount => {
+                CapabilitySet::DAC_OVERRIDE
+                    | CapabilitySet::FOWNER
+                    | CapabilitySet::SYS_ADMIN
+                    | CapabilitySet::IPC_LOCK
+            }
+            // Until its ring is made: rings of others count against RLIMIT_MEMLOCK, and kernel.io_uring_disabled=1 refuses them.
+            Self::Worker => CapabilitySet::IPC_LOCK | CapabilitySet::SYS_ADMIN,
+            Self::Metrics => CapabilitySet::empty(),
+        }
+    }
+}
+
+/// What [`start`] is to do.
+#[derive(Debug)]
+pub struct Plan {
+    /// What happens to a thread that does more than it may.
+    pub mode: Mode,
+    /// Whether workers have a filter of system calls, too. It makes each of them slower.
+    pub workers: bool,
+    /// Capabilities that something needs; all others are given up.
+    pub capabilities: CapabilitySet,
+    /// What all threads but the launcher may open.
+    pub paths: Vec<Rule>,
+    /// Whether fusermount3 may be needed, which is a set-user-id program: the launcher goes without `no_new_privs`.
+    pub set_user_id: bool,
+}
+
+/// A path that may be used, with all that is below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// A folder or a file; one that is not there is left out.
+    pub path: PathBuf,
+    /// What may be done there.
+    pub access: Access,
+}
+
+/// What may be done at a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Files are read, folders listed.
+    Read,
+    /// All that the daemon does with files.
+    Write,
+    /// Sockets are made, files removed, the folder listed. No file is opened.
+    Sockets,
+    /// Errands make and remove mountpoints, and mount over them. No other thread opens or makes files there.
+    Mounts,
+}
+
+impl Access {
+    /// Whether an errand may act there for a client; `change`: it makes a file, or mounts over one.
+    fn is_place(self, change: bool) -> bool {
+        match self {
+            Self::Write => true,
+            Self::Read => !change,
+            Self::Mounts => change,
+            Self::Sockets => false,
+        }
+    }
+}
+
+/// What is in force, as `status` shows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct SandboxInfo {
+    /// What happens to a thread that does more than it may.
+    pub mode: Mode,
+    /// Capabilities of control threads, by their names without `CAP_`.
+    pub capabilities: Vec<String>,
+    /// Kinds of threads that have a filter of system calls.
+    pub filtered: Vec<String>,
+    /// Which threads Landlock keeps from opening files: `process`: all, from all that is not configured, allowed or passed by a
+    /// client; `off`; `missing`: the kernel has no Landlock.
+    pub landlock: String,
+    /// Whether threads can gain privileges by running a program: only for fusermount3, and only the launcher.
+    pub set_user_id: bool,
+    /// System calls refused so far.
+    pub refused: u64,
+}
+
+struct Running {
+    mode: Mode,
+    capabilities: CapabilitySet,
+    set_user_id: bool,
+    /// One for each of [`ThreadKind::ALL`]; `None`: no filter.
+    filters: [Option<filter::Program>; 6],
+    /// What all threads may open.
+    process: Option<Ruleset>,
+    /// What that was made of, if anything is restricted.
+    rules: Option<Vec<Rule>>,
+    /// Where errands may act for clients, if anything is restricted.
+    places: Option<places::Places>,
+    /// What clients have passed descriptors of.
+    granted: granted::Grants,
+    /// What threads that serve guests may open.
+    guests: Option<Ruleset>,
+    launcher: launcher::Launcher,
+}
+
+impl Running {
+    fn install(&self, kind: ThreadKind) -> io::Result<()> {
+        self.filters[kind as usize].as_ref().map_or(Ok(()), filter::Program::install)
+    }
+}
+
+/// Open files that the process may have at most: what systemd permits a service by default.
+const OPEN_FILES_MAX: u64 = 524_288;
+
+static RUNNING: OnceLock<Running> = OnceLock::new();
+/// System calls refused so far.
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// The calling thread's kind, for messages.
+    static KIND: Cell<ThreadKind> = const { Cell::new(ThreadKind::Control) };
+}
+
+/// Confines the calling thread, the only one so far, and all that come after it.
+///
+/// # Errors
+/// The launcher cannot be made, or the kernel refuses what it knows. A kernel without Landlock is no error.
+pub fn start(plan: Plan) -> Result<()> {
+    if plan.mode == Mode::Off {
+        return Ok(());
+    }
+    let cannot = |e: io::Error| {
+        Error::io(
+            "cannot set up the sandbox (--sandbox=off does without it, and docs/sandbox.md has more)",
+            e,
+        )
+    };
+    if plan.mode.restricts() {
+        hide().map_err(cannot)?;
+        limit().map_err(cannot)?;
+    }
+    filter::handle_violations(plan.mode).map_err(cannot)?;
+    let filtered = |kind| kind != ThreadKind::Worker || plan.workers || plan.mode == Mode::Kill;
+    let filters = ThreadKind::ALL.map(|kind| filtered(kind).then(|| filter::Program::new(kind, plan.mode)));
+    let (mut process, mut guests) = (None, None);
+    if plan.mode.restricts() {
+        process = Ruleset::new(&plan.paths, &[]).map_err(cannot)?;
+        guests = Ruleset::pinned(&table::guest_paths()).map_err(cannot)?;
+    }
+    let rules = plan.mode.restricts().then_some(plan.paths);
+    let launcher = launcher::Launcher::start(plan.mode, plan.capabilities, plan.set_user_id)?;
+    let running = Running {
+        mode: plan.mode,
+        capabilities: plan.capabilities,
+        set_user_id: plan.set_user_id,
+        filters,
+        process,
+        places: rules.as_deref().map(places::Places::new),
+        rules,
+        granted: granted::Grants::default(),
+        guests,
+        launcher,
+    };
+    if RUNNING.set(running).is_err() {
+        return Err(Error::invalid("the sandbox was started twice"));
+    }
+    enter(ThreadKind::Control).map_err(cannot)
+}
+
+/// Keeps other processes of the same user out of our memory, and what is in it out of core files.
+fn hide() -> io::Result<()> {
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    Ok(())
+}
+
+/// Confines a process that was forked before the daemon had threads, and that forks others: it keeps no capability.
+///
+/// # Errors
+/// The system's.
+pub fn confine_spawner(mode: Mode) -> io::Result<()> {
+    if mode == Mode::Off {
+        return Ok(());
+    }
+    rustix::thread::set_no_new_privs(true)?;
+    if mode.restricts() {
+        hide()?;
+        capabilities::keep(CapabilitySet::empty())?;
+    }
+    Ok(())
+}
+
+/// Confines a process that receives descriptors from strangers: it opens nothing, and makes the system calls alone that it needs
+/// for that. It comes from one that [`confine_spawner`] confined.
+///
+/// # Errors
+/// The system's.
+pub fn confine_receiver(mode: Mode) -> io::Result<()> {
+    if mode.restricts()
+        && let Some(nothing) = Ruleset::new(&[], &[])?
+    {
+        nothing.enter()?;
+    }
+    match mode {
+        Mode::Off => Ok(()),
+        _ => filter::Program::of_receiver(mode).install(),
+    }
+}
+
+/// Limits the process to what it needs: no message queues, no real-time priority, and open files as far as
+/// [`OPEN_FILES_MAX`]. The filters let no thread raise a limit again.
+fn limit() -> io::Result<()> {
+    for resource in [Resource::Msgqueue, Resource::Rtprio] {
+        setrlimit(resource, Rlimit { current: Some(0), maximum: Some(0) })?;
+    }
+    let files = getrlimit(Resource::Nofile);
+    // `None` is no limit.
+    let below = |limit: Option<u64>| Some(limit.map_or(OPEN_FILES_MAX, |limit| limit.min(OPEN_FILES_MAX)));
+    setrlimit(Resource::Nofile, Rlimit { current: below(files.current), maximum: below(files.maximum) })?;
+    Ok(())
+}
+
+/// Confines the calling thread for good.
+fn enter(kind: ThreadKind) -> io::Result<()> {
+    let Some(running) = RUNNING.get() else { return Ok(()) };
+    // Rulesets add up: those of the process are in force already where this thread has inherited them.
+    let ruleset = match kind {
+        ThreadKind::Control => running.process.as_ref(),
+        _ => running.guests.as_ref(),
+    };
+    enter_under(running, kind, ruleset)
+}
+
+/// Confines the calling thread for good, to the files of `ruleset`.
+fn enter_under(running: &Running, kind: ThreadKind, ruleset: Option<&Ruleset>) -> io::Result<()> {
+    KIND.set(kind);
+    rustix::thread::set_no_new_privs(true)?;
+    if running.mode.restricts() {
+        ruleset.map_or(Ok(()), Ruleset::enter)?;
+        capabilities::keep(running.capabilities & kind.capabilities())?;
+    }
+    match kind {
+        ThreadKind::Worker => Ok(()),
+        _ => running.install(kind),
+    }
+}
+
+/// The last step of a worker's confinement: from now on it makes no ring, and has no capability.
+pub fn ring_is_made() -> io::Result<()> {
+    let Some(running) = RUNNING.get() else { return Ok(()) };
+    if running.mode.restricts() {
+        capabilities::keep(CapabilitySet::empty())?;
+    }
+    running.install(ThreadKind::Worker)
+}
+
+/// Whether rings are to refuse operations that the daemon does not use.
+pub fn restricts_rings() -> bool {
+    RUNNING.get().is_some_and(|running| running.mode.restricts())
+}
+
+/// Whether control threads may open nothing but what is configured, allowed or granted.
+pub fn bounds_paths() -> bool {
+    RUNNING.get().is_some_and(|running| running.process.is_some())
+}
+
+/// System calls refused so far.
+pub fn refused() -> u64 {
+    REFUSED.load(Ordering::Relaxed)
+}
+
+/// What is in force.
+pub fn info() -> SandboxInfo {
+    let Some(running) = RUNNING.get() else {
+        return SandboxInfo {
+            mode: Mode::Off,
+            capabilities: capabilities::names(capabilities::own()),
+            filtered: Vec::new(),
+            landlock: "off".into(),
+            set_user_id: true,
+            refused: 0,
+        };
+    };
+    let filtered = ThreadKind::ALL.iter().zip(&running.filters).filter(|(_, filter)| filter.is_some());
+    let landlock = match running.process {
+        Some(_) => "process",
+        None if running.mode == Mode::Log => "off",
+        None => "missing",
+    };
+    SandboxInfo {
+        mode: running.mode,
+        capabilities: capabilities::names(capabilities::own()),
+        filtered: filtered.map(|(kind, _)| kind.name().to_owned()).collect(),
+        landlock: landlock.into(),
+        set_user_id: running.set_user_id,
+        refused: refused(),
+    }
+}

@@ -1,0 +1,13 @@
+//! What users of vshunt ask for and what they are told: plain data that all other crates share. The crate does no I/O.
+//!
+//! A disk as QMP, a configuration file or a test describes it:
+//!
+//! ```
+//! use vshunt_types::spec::{DiskSpec, Format};
+//!
+//! let disk = DiskSpec { name: "d0".into(), format: Some(Format::Ram), size: Some(1 << 20), ..Default::default() };
+//! assert!(disk.file.is_none());
+//! ```
+
+pub mod error;
+pub mod spec;

@@ -1,0 +1,183 @@
+//! Why frames do not get through: the one list, from which counters, `status`, JSON and metrics take their names.
+//! The table of docs/control.md explains each name to users.
+
+use std::fmt;
+
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::ser::Serializer;
+use serde::{Deserialize, Serialize};
+
+/// Makes the enum and the table of its names out of one list.
+macro_rules! reasons {
+    ($($(#[doc = $doc:literal])+ $reason:ident = $name:literal,)+) => {
+        /// Why a frame does not get through.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum DropReason {
+            $($(#[doc = $doc])+ $reason,)+
+        }
+
+        impl DropReason {
+            /// All of them with their names, in the order in which they are shown.
+            pub const ALL: &'static [(&'static str, Self)] = &[$(($name, Self::$reason)),+];
+
+            /// Its name.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$reason => $name,)+
+                }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// Its descriptors lead outside of the guest's memory, or are no chain.
+    Malformed = "malformed",
+    /// Shorter than its virtio-net header and an Ethernet header.
+    TooShort = "too-short",
+    /// Longer than any frame, or than the one receive buffer that it is to fit in.
+    TooLong = "too-long",
+    /// The guest had no receive buffers left for it when its ring stopped.
+    NoBuffers = "no-buffers",
+    /// Its virtio-net header makes no sense.
+    BadHeader = "bad-header",
+    /// The interface is down.
+    Down = "down",
+    /// The host, or the guest that it is for, has no room for it.
+    NoRoom = "no-room",
+    /// It waited in a tap's queue that was detached.
+    Detached = "detached",
+    /// In flight when a former daemon ended: it may have been sent, and is not sent twice.
+    Unknown = "unknown",
+    /// No other port of the switch takes it.
+    NoReceiver = "no-receiver",
+    /// Its source is a group's address, or zero.
+    BadSource = "bad-source",
+    /// Its source is not the port's `mac` (`mac-filter`), or is another port's by configuration.
+    ForeignSource = "foreign-source",
+    /// It is for 01:80:c2:00:00:00 to 0f, which bridges do not forward to, and not both ports have `reserved=on`.
+    Reserved = "reserved",
+    /// Its port is not in its VLAN, or does not take its tags.
+    Vlan = "vlan",
+    /// It is longer than the MTU of its port, or of the other one.
+    OverMtu = "over-mtu",
+    /// Its port and the other one are isolated.
+    Isolated = "isolated",
+    /// Its port, or the other one, is an uplink that is blocked for a loop.
+    Loop = "loop",
+    /// The host did not take it, for another reason.
+    Other = "other",
+}
+
+/// How many reasons there are.
+pub const DROP_REASONS: usize = DropReason::ALL.len();
+
+/// Frames that did not get through, by the reason: an object with the names of [`DropReason::ALL`] as keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NetDrops([u64; DROP_REASONS]);
+
+impl NetDrops {
+    /// Returns the counters that `count` gives for each reason.
+    pub fn new(count: impl Fn(DropReason) -> u64) -> Self {
+        let mut drops = Self::default();
+        for (counter, (_, why)) in drops.0.iter_mut().zip(DropReason::ALL) {
+            *counter = count(*why);
+        }
+        drops
+    }
+
+    /// All of them, by their names.
+    pub fn each(&self) -> [(&'static str, u64); DROP_REASONS] {
+        std::array::from_fn(|at| (DropReason::ALL[at].0, self.0[at]))
+    }
+}
+
+impl Serialize for NetDrops {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.each())
+    }
+}
+
+impl<'de> Deserialize<'de> for NetDrops {
+    /// Reads an object. A reason that is missing counts 0, and one that is not known is left out: the daemon may be older or
+    /// newer than its client.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ByName)
+    }
+}
+
+/// Reads counters by their names.
+struct ByName;
+
+impl<'de> Visitor<'de> for ByName {
+    type Value = NetDrops;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of counters")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<NetDrops, A::Error> {
+        let mut drops = NetDrops::default();
+        while let Some(key) = map.next_key::<String>()? {
+            match DropReason::ALL.iter().position(|(name, _)| *name == key) {
+                Some(at) => drops.0[at] = map.next_value()?,
+                None => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(drops)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_that_users_know() {
+        // Scripts and dashboards read them: a name stays as it is.
+        let names = [
+            "malformed",
+            "too-short",
+            "too-long",
+            "no-buffers",
+            "bad-header",
+            "down",
+            "no-room",
+            "detached",
+            "unknown",
+            "no-receiver",
+            "bad-source",
+            "foreign-source",
+            "reserved",
+            "vlan",
+            "over-mtu",
+            "isolated",
+            "loop",
+            "other",
+        ];
+        let drops = NetDrops::new(|why| why as u64 + 1);
+        assert_eq!(drops.each().map(|(name, _)| name), names);
+        assert!(DropReason::ALL.iter().all(|(name, why)| why.name() == *name));
+        assert_eq!(drops.each().map(|(_, count)| count), std::array::from_fn(|at| at as u64 + 1));
+        let json = serde_json::to_value(drops).unwrap();
+        assert_eq!((json.as_object().unwrap().len(), &json["loop"]), (names.len(), &17.into()));
+        assert_eq!(serde_json::from_value::<NetDrops>(json).unwrap(), drops);
+        let other = serde_json::from_str::<NetDrops>(r#"{"vlan":7,"of-the-future":[1]}"#).unwrap();
+        assert_eq!(other, NetDrops::new(|why| if why == DropReason::Vlan { 7 } else { 0 }));
+    }
+
+    #[test]
+    fn the_manual_explains_each() {
+        let manual = include_str!("../../../../docs/control.md");
+        let table = manual.lines().skip_while(|line| !line.starts_with("| drops |")).skip(2);
+        let rows = table.map_while(|line| line.strip_prefix("| ")?.split(" | ").next());
+        let mut explained: Vec<_> =
+            rows.flat_map(|cell| cell.split(", ")).map(|name| name.trim_matches('`')).collect();
+        let mut names: Vec<_> = DropReason::ALL.iter().map(|(name, _)| *name).collect();
+        explained.sort_unstable();
+        names.sort_unstable();
+        assert_eq!(explained, names);
+    }
+}

@@ -1,4 +1,0 @@
-//! Backends: what is served.
-
-pub mod block;
-pub mod net;
