@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use vshunt_bench::driver::{DriverSeg, Memory, Options, RegionSpec, request, status};
+use vshunt_types::spec::{DiskSpec, Format};
 
 use super::rig::{Backing, Client, MIB, Rig, Rng, header, layouts, range, shapes};
 
@@ -260,34 +261,50 @@ fn chains_longer_than_seg_max_on_thin_disks() {
     chains_longer_than_seg_max(&[Backing::Qcow2]);
 }
 
+/// A disk that keeps nothing: the answers alone are looked at.
+#[test]
+fn chains_longer_than_seg_max_on_null_disks() {
+    let rig = Rig::new();
+    let null =
+        DiskSpec { name: "d".into(), format: Some(Format::Null), size: Some(4 * MIB), ..DiskSpec::default() };
+    rig.daemon.disk_add(null).unwrap();
+    long_chains(&rig, false, "null");
+}
+
 fn chains_longer_than_seg_max(backings: &[Backing]) {
-    const PIECE: usize = 512;
     for &backing in backings {
         let rig = Rig::new();
         rig.disk("d", backing, 4 * MIB, |_| {});
-        rig.export("e", "d", 1, |_| {});
-        for packed in layouts().iter().map(|options| options.packed) {
-            for (queue_size, indirect) in [(128, true), (256, true), (1024, false)] {
-                let options =
-                    Options { packed, indirect, queue_size, indirect_cap: 1024, ..super::rig::small() };
-                let mut c = rig.connect("e", options);
-                let config = *c.disk.config();
-                assert!(config.seg_max > 0 && config.max_discard_sectors > 0 && config.max_discard_seg > 0);
-                assert!(config.discard_sector_alignment > 0);
-                assert!(config.max_write_zeroes_sectors > 0 && config.max_write_zeroes_seg > 0);
-                for pieces in [130, 257, 600, 1000] {
-                    let context = format!("{backing:?}, packed {packed}, ring {queue_size}, {pieces} pieces");
-                    let bytes: Vec<u8> = (0..pieces * PIECE).map(|i| (i / 7 + pieces) as u8).collect();
-                    let status = long_chain(&mut c, request::OUT, &bytes, pieces, indirect);
-                    assert_eq!(status, status::OK, "{context}");
-                    c.arena.part(1 << 20, pieces * 1024 + 256).fill(0xa5);
-                    let status = long_chain(&mut c, request::IN, &[], pieces, indirect);
-                    assert_eq!(status, status::OK, "{context}");
-                    assert!(read_pieces(&c, pieces) == bytes, "{context}: not what was written");
-                    let out = range(3, 8, 0);
-                    for kind in [request::DISCARD, request::WRITE_ZEROES] {
-                        assert_eq!(c.status(kind, 0, &out, 0), status::OK, "{context}");
-                    }
+        long_chains(&rig, true, &format!("{backing:?}"));
+    }
+}
+
+/// `keeps`: the disk `d` has what was written to it.
+fn long_chains(rig: &Rig, keeps: bool, what: &str) {
+    const PIECE: usize = 512;
+    rig.export("e", "d", 1, |_| {});
+    for packed in layouts().iter().map(|options| options.packed) {
+        for (queue_size, indirect) in [(128, true), (256, true), (1024, false)] {
+            let options = Options { packed, indirect, queue_size, indirect_cap: 1024, ..super::rig::small() };
+            let mut c = rig.connect("e", options);
+            let config = *c.disk.config();
+            assert!(config.seg_max > 0 && config.max_discard_sectors > 0 && config.max_discard_seg > 0);
+            assert!(config.discard_sector_alignment > 0);
+            assert!(config.max_write_zeroes_sectors > 0 && config.max_write_zeroes_seg > 0);
+            for pieces in [130, 257, 600, 1000] {
+                let context = format!("{what}, packed {packed}, ring {queue_size}, {pieces} pieces");
+                let bytes: Vec<u8> = (0..pieces * PIECE).map(|i| (i / 7 + pieces) as u8).collect();
+                let status = long_chain(&mut c, request::OUT, &bytes, pieces, indirect);
+                assert_eq!(status, status::OK, "{context}");
+                c.arena.part(1 << 20, pieces * 1024 + 256).fill(0xa5);
+                let status = long_chain(&mut c, request::IN, &[], pieces, indirect);
+                assert_eq!(status, status::OK, "{context}");
+                assert!(!keeps || read_pieces(&c, pieces) == bytes, "{context}: not what was written");
+                let out = range(3, 8, 0);
+                for kind in [request::DISCARD, request::WRITE_ZEROES] {
+                    assert_eq!(c.status(kind, 0, &out, 0), status::OK, "{context}");
+                }
+                if keeps {
                     assert_eq!(c.read(3, 8 * 512), [0; 8 * 512], "{context}");
                     assert_eq!(c.read(11, 512), bytes[11 * 512..][..512], "{context}");
                 }
