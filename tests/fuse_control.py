@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import random
 import signal
 import struct
@@ -166,11 +167,14 @@ def image_that_waits(suite):
         r.require(os.fstat(fd).st_mtime == 2000, "the time was not set")
     os.kill(below.child.pid, signal.SIGSTOP)
     try:
+        states = pathlib.Path(f"/proc/{below.child.pid}/task")
+        r.wait_for("all its threads stand still", lambda: all(") T " in (t / "stat").read_text() for t in states.iterdir()))
         askers = [r.Child(suite.rig, f"waits-{n}", argv) for n, argv in enumerate((size, ["stat", "-c", "%w", mount.path]))]
         time.sleep(0.3)
         for turn in range(5):
             r.run(["dd", f"if={path}", "of=/dev/null", "bs=4k", "count=1", f"skip={turn}", "iflag=direct"])
-        r.require(all(a.running() for a in askers), "they were answered by whom?")
+        ended = [a.tail() for a in askers if not a.running()]
+        r.require(not ended, f"they were answered, though nobody can have done so: {ended}")
     finally:
         os.kill(below.child.pid, signal.SIGCONT)
     r.require([a.wait() for a in askers] == [0, 0], "they did not get their answers")
