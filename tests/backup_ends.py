@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import signal
 import time
 
 import backup_model as b
@@ -108,13 +107,13 @@ def hangs(suite):
     mount.cli("backup", "start", "d0", "--target", "t0", "--speed", "1M")
     mount.cli("job", "pause", "backup0")
     data = random.Random(7).randbytes(40 * MIB)
-    os.kill(below.child.pid, signal.SIGSTOP)
+    below.child.suspend()
     try:
         # More than what is kept in memory.
         b.put(mount.path, 0, data)
         b.equal(b.contents(suite, mount.path, "raw")[: len(data)], data, "the disk")
     finally:
-        os.kill(below.child.pid, signal.SIGCONT)
+        below.child.resume()
     ended(mount, "backup0", "disk t0", "took nothing", "had to wait")
     mount.stop()
     below.stop()

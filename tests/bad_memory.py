@@ -4,7 +4,6 @@ import array
 import contextlib
 import os
 import re
-import signal
 import socket as sockets
 import struct
 import tempfile
@@ -325,10 +324,10 @@ def hung_file(rig):
     os.close(os.open(path, os.O_RDWR))
     fd = os.open(path, os.O_RDWR)
     try:
-        os.kill(server.child.pid, signal.SIGSTOP)
+        server.child.suspend()
         yield fd
     finally:
-        os.kill(server.child.pid, signal.SIGCONT)
+        server.child.resume()
         os.close(fd)
         r.require(server.child.stop() == 0, f"the FUSE server ended badly: {server.child.tail()}")
 

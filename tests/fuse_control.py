@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import pathlib
 import random
-import signal
 import struct
 import time
 
@@ -165,10 +163,8 @@ def image_that_waits(suite):
         os.pwrite(fd, b"above", 1000)
         os.utime(mount.path, (1000, 2000))
         r.require(os.fstat(fd).st_mtime == 2000, "the time was not set")
-    os.kill(below.child.pid, signal.SIGSTOP)
+    below.child.suspend()
     try:
-        states = pathlib.Path(f"/proc/{below.child.pid}/task")
-        r.wait_for("all its threads stand still", lambda: all(") T " in (t / "stat").read_text() for t in states.iterdir()))
         askers = [r.Child(suite.rig, f"waits-{n}", argv) for n, argv in enumerate((size, ["stat", "-c", "%w", mount.path]))]
         time.sleep(0.3)
         for turn in range(5):
@@ -176,7 +172,7 @@ def image_that_waits(suite):
         ended = [a.tail() for a in askers if not a.running()]
         r.require(not ended, f"they were answered, though nobody can have done so: {ended}")
     finally:
-        os.kill(below.child.pid, signal.SIGCONT)
+        below.child.resume()
     r.require([a.wait() for a in askers] == [0, 0], "they did not get their answers")
     mount.stop()
     below.stop()

@@ -288,11 +288,8 @@ def interrupted(suite):
     ]
     for caller in callers:
         r.require(caller.stdout.readline() == b"open\n", "a caller cannot open the file")
-    os.kill(below.child.pid, signal.SIGSTOP)
+    below.child.suspend()
     try:
-        # One thread is told, and tells the others when it gets to run.
-        tasks = list(Path(f"/proc/{below.child.pid}/task").iterdir())
-        r.wait_for("the daemon below stands still", lambda: all("State:\tT" in (t / "status").read_text() for t in tasks))
         for caller in callers:
             caller.stdin.write(b"go\n")
             caller.stdin.flush()
@@ -305,7 +302,7 @@ def interrupted(suite):
         seen = sum(q["in-flight"] for q in mount.queues())
         r.require(seen >= 24, f"{24 - seen} requests were given up while the backend had their buffers")
     finally:
-        os.kill(below.child.pid, signal.SIGCONT)
+        below.child.resume()
     codes = [caller.wait(r.WAIT_S) for caller in callers]
     r.require(all(code == -signal.SIGKILL for code in codes[::2]), f"killed callers ended with {codes[::2]}")
     r.require(all(code == 0 for code in codes[3::4]), f"callers that nobody killed ended with {codes[3::4]}")

@@ -222,11 +222,11 @@ class Stopped:
         r.run(["stat", self.mount.path])
 
     def __enter__(self):
-        os.kill(self.below.child.pid, signal.SIGSTOP)
+        self.below.child.suspend()
         return self.mount
 
     def __exit__(self, *_):
-        os.kill(self.below.child.pid, signal.SIGCONT)
+        self.below.child.resume()
 
     def end(self):
         self.mount.stop()

@@ -4,7 +4,6 @@ A burst is what the tap has while the daemon stands still (SIGSTOP), so that it 
 """
 
 import random
-import signal
 
 import net_frames as f
 import net_peer as c
@@ -17,11 +16,11 @@ SEED = 11
 
 def standing(daemon, body):
     """Does `body` while the daemon stands still."""
-    daemon.child.process.send_signal(signal.SIGSTOP)
+    daemon.child.suspend()
     try:
         body()
     finally:
-        daemon.child.process.send_signal(signal.SIGCONT)
+        daemon.child.resume()
 
 
 def sizes():

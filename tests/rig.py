@@ -172,10 +172,20 @@ class Child:
         """The end of its output, for error messages."""
         return "\n".join(self.output().splitlines()[-lines:])
 
+    def suspend(self):
+        """SIGSTOP, and wait until it stands still: one thread is told, and tells the others when it gets to run."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
+        wait_for(f"{self.name} stands still", lambda: all("State:\tT" in (t / "status").read_text() for t in tasks))
+
+    def resume(self):
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self):
         """SIGKILL, and wait."""
         if self.running():
-            self.process.send_signal(signal.SIGCONT)
+            self.resume()
             self.process.kill()
         self.process.wait()
 
