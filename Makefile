@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run test test-kernel bench lint soak fuzz install clean
+.PHONY: help build run check test test-kernel bench lint soak fuzz install clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -19,8 +19,11 @@ build: ## the programs, optimised, in target/release
 run: build ## a minute's tour: a disk served, driven, its queues moved under load; no root, no QEMU
 	scripts/run
 
-test: ## every test; as root on Debian installs what is missing (VSHUNT_NO_INSTALL=1: does not)
-	scripts/test
+check: ## the fast loop: format, clippy, unit tests of the crates that differ from main
+	scripts/check
+
+test: ## every test, or ONLY=lint|cargo|rigs|fuse|…; as root on Debian installs what is missing (VSHUNT_NO_INSTALL=1: does not)
+	scripts/test $(if $(ONLY),--only $(ONLY))
 
 test-kernel: ## the kernel module and what uses it: on a stock kernel in VMs, some minutes
 	scripts/test --only kernel
