@@ -4,7 +4,7 @@
 //! there is what the overlay has, so nobody reads it through the overlay; and nothing that is read there may move: clusters
 //! are written in place, or come to be, and none is freed. So compressed clusters and internal snapshots are refused.
 //!
-//! The marks (see [`mark`](super::mark)) are changed when all is copied and stable: first the overlay's, which nobody may use
+//! The marks (see [`mark`]) are changed when all is copied and stable: first the overlay's, which nobody may use
 //! any more, then that of the image below, which may be written from then on.
 
 use std::fs::File;

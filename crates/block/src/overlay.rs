@@ -2,7 +2,7 @@
 //!
 //! The order of steps is what makes them safe: 1 the overlay is made, and is on stable storage with its name; 2 the disk's
 //! queues are drained and its image is flushed and closed; 3 the image is marked as being below the overlay (see
-//! [`mark`](super::mark)), on stable storage; 4 the overlay is opened, the image below it read-only. A daemon killed before
+//! [`mark`]), on stable storage; 4 the overlay is opened, the image below it read-only. A daemon killed before
 //! 3 leaves an empty overlay that nobody uses, after it a disk that is to be opened by the overlay's name, with the same
 //! contents: the first write to the overlay comes after 4, and none to the image below after 2.
 

@@ -2,7 +2,7 @@
 //!
 //! Completed writes have their data in the file, or in the system's cache of it, but the entries that lead there are in
 //! our memory until a flush. Each change of an entry is put here first, so that whoever opens the image after a
-//! `kill -9` writes them into it ([`recover`]) and no completed write is lost, just as with a raw file. A crash of the
+//! `kill -9` writes them into it ([`recover`](fn@recover)) and no completed write is lost, just as with a raw file. A crash of the
 //! machine is another matter: the memory goes with it, and what a flush covered counts.
 //!
 //! Called by requests on their workers, under the lock of what they change (a shard of the map, the L1 table), and by

@@ -320,7 +320,7 @@ struct Report {
 }
 
 /// What workers have to tell, passed to the session thread, which may log and block where a worker may not. It signals error
-/// descriptors, too: so no worker has them, and none needs an io_uring ([`Bell`](queue::Bell)) that is there beforehand.
+/// descriptors, too: so no worker has them, and none needs an io_uring ([`Bell`](vshunt_engine::Bell)) that is there beforehand.
 struct Reports {
     /// Guards the list alone; held for a push or a swap.
     list: Mutex<Vec<Report>>,

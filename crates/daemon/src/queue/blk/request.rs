@@ -47,7 +47,7 @@ impl BlkQueue {
         }
     }
 
-    /// Turns the request into the slot's [`Io`]. `Err` carries how it ends at once: 0 or a negative errno.
+    /// Turns the request into the slot's [`Io`](vshunt_block::Io). `Err` carries how it ends at once: 0 or a negative errno.
     #[inline]
     fn prepare(&mut self, index: u16, request: &Request) -> Result<(), i32> {
         let io = &mut self.slots[index as usize].io;
