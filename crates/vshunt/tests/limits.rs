@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 
-use common::{PATIENCE, output, wait_for};
+use common::{PATIENCE, copy_program, output, wait_for};
 use vshunt_bench::Disk;
 use vshunt_bench::driver::{self, Code, Payload};
 use vshunt_daemon::export::{Daemon, Options};
@@ -72,7 +72,7 @@ fn the_owners_limit_of_threads_is_named() {
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     rustix::fs::chmod(dir.path(), rustix::fs::Mode::from_raw_mode(0o777)).unwrap();
     let program = dir.path().join("vshunt");
-    std::fs::copy(env!("CARGO_BIN_EXE_vshunt"), &program).unwrap();
+    copy_program(&program);
     let control = dir.path().join("c.sock");
     let as_nobody = |args: &[&str]| {
         let mut command = Command::new("setpriv");

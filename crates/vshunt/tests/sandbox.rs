@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Daemon, output, vshunt, wait, wait_for};
+use common::{Daemon, copy_program, output, vshunt, wait, wait_for};
 use serde_json::{Value, json};
 use vshunt_daemon::export::{Daemon as Library, Options};
 use vshunt_types::error::Kind;
@@ -395,7 +395,7 @@ fn its_memory_is_closed_to_processes_of_its_user() {
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     rustix::fs::chmod(dir.path(), rustix::fs::Mode::from_raw_mode(0o777)).unwrap();
     let program = dir.path().join("vshunt");
-    fs::copy(env!("CARGO_BIN_EXE_vshunt"), &program).unwrap();
+    copy_program(&program);
     let control = dir.path().join("c");
     let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups"];
     let mut child = Command::new("setpriv")

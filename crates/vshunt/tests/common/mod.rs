@@ -28,6 +28,13 @@ pub(crate) fn output(command: &mut Command) -> (i32, String, String) {
     (status.code().unwrap_or(-1), text(stdout), text(stderr))
 }
 
+/// Copies the program `vshunt`. `cp` writes it: a process that another test forks meanwhile would inherit a descriptor of ours that
+/// is open for writing, and the copy could not be executed (ETXTBSY) until that process has called `exec`.
+pub(crate) fn copy_program(to: &Path) {
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_vshunt")).arg(to).status().unwrap();
+    assert!(copied.success());
+}
+
 /// Waits until `what` holds.
 pub(crate) fn wait_for(name: &str, mut what: impl FnMut() -> bool) {
     let start = Instant::now();
