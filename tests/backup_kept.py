@@ -70,7 +70,7 @@ def crashed(suite):
         path = suite.path(f"crashed.{turn + 1}")
         disk.backup("--to", path, "--incremental", "b0", "--backing", below, "--job", f"j{turn}")
         b.equal(b.contents(suite, path, "qcow2"), bytes(disk.data), "the backup after a crash")
-        r.require(b.bitmap(mount.daemon)["count"] == 0, "a bitmap in doubt does not begin anew")
+        r.require(b.bitmap(mount.daemon)["count"] == 0, "an inconsistent bitmap does not begin anew")
         below = path
         mount.stop()
         b.checked(mount.image)
@@ -87,7 +87,7 @@ def with_a_gap(suite):
     disk.cli("bitmap", "enable", "d0", "b0")
     asked = ("--incremental", "b0", "--backing", full)
     r.message_of(disk.backup("--to", suite.path("gap.1"), *asked, check=False), "b0", "full backup")
-    # Over a restart it is in doubt: everything is copied.
+    # Over a restart it is inconsistent: everything is copied.
     mount.stop()
     mount.start()
     disk.change()

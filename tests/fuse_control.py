@@ -23,7 +23,7 @@ def told(export, key):
 
 def passthrough(export):
     """Whether passthrough is on, and the reason if it is not."""
-    return told(export, "passthrough"), export["mount"].get("passthrough-why", "")
+    return told(export, "passthrough"), export["mount"].get("passthrough-reason", "")
 
 
 def status(suite):

@@ -463,9 +463,9 @@ def confined(suite):
     finally:
         os.sched_setaffinity(0, cpus)
     mount = daemon.status()["exports"][0]["mount"]
-    r.require(mount["transport"] == "dev" and f"CPU {cpus[1]}" in mount["transport-why"], f"auto chose {mount}")
+    r.require(mount["transport"] == "dev" and f"CPU {cpus[1]}" in mount["transport-reason"], f"auto chose {mount}")
     r.require("auto chose dev" in daemon.child.output(), f"the log does not say why: {daemon.child.tail()}")
-    r.require(mount["transport-why"] in daemon.cli("status").stdout, "status does not say why")
+    r.require(mount["transport-reason"] in daemon.cli("status").stdout, "status does not say why")
     daemon.cli("export", "remove", "f0")
     daemon.cli("export", "add", f"{export}io_uring")
     users = loaded(suite, "confined-users", path)

@@ -46,7 +46,7 @@ CHOOSING = (
     + """
 serve file=/dev/ram0 queues=2,engine=auto
 result "choosing: without the module engine=auto is ours" is "$(told exports engine)" "user "
-result "choosing: and says why" sh -c "vshunt status --json | grep engine-why"
+result "choosing: and says why" sh -c "vshunt status --json | grep engine-reason"
 result "choosing: without the module engine=kernel is refused" refused "modprobe vhost_blk" \\
     vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,readonly=on,engine=kernel
 result "choosing: it ends" quit
@@ -71,7 +71,7 @@ as_nobody auto &
 export VSHUNT_CONTROL=/tmp/u/c
 up
 result "choosing: and engine=auto is ours" is "$(told exports engine)" "user "
-result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-why.*ermission'"
+result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-reason.*ermission'"
 result "choosing: it ends" vshunt quit
 export VSHUNT_CONTROL=$C
 chmod 600 /dev/ram0

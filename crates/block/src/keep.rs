@@ -34,7 +34,7 @@ impl Disk {
                     name: b.name.clone(),
                     bits,
                     enabled: state.recording,
-                    in_doubt: false,
+                    inconsistent: false,
                     // One that records nothing is known not to say what was written since.
                     missed: state.gap && state.recording,
                 }),

@@ -189,7 +189,7 @@ impl Disk {
     }
 }
 
-/// Puts bitmaps that a disk takes along into its next image, so that they count as in doubt if nobody comes to write them
+/// Puts bitmaps that a disk takes along into its next image, so that they count as inconsistent if nobody comes to write them
 /// back.
 fn enter(next: &DiskSpec, along: Vec<Loaded>) -> Result<()> {
     let Some(path) = next.file.as_ref().filter(|_| next.format() == Format::Qcow2 && !along.is_empty())

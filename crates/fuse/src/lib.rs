@@ -93,7 +93,7 @@ impl Fuse {
         let features = session::negotiate(&session, &plan)?;
         let backing = backing(&session, &mut plan, features, &disk, writable);
         let allow_other = mount.allow_other();
-        if let (Transport::Dev, Some(why)) = (plan.transport, &plan.transport_why) {
+        if let (Transport::Dev, Some(why)) = (plan.transport, &plan.transport_reason) {
             tracing::info!("export {}: transport=auto chose dev: {why}", spec.name);
         }
         let session = Arc::new(session);
@@ -246,9 +246,9 @@ fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk, writa
         Err(e) => format!("the image cannot be opened for the kernel: {e}"),
     };
     plan.passthrough = false;
-    plan.passthrough_why = Some(why);
-    if plan.transport_why.is_some() {
-        plan.transport_why = Some("passthrough was reckoned with; ask for transport=io_uring".to_owned());
+    plan.passthrough_reason = Some(why);
+    if plan.transport_reason.is_some() {
+        plan.transport_reason = Some("passthrough was reckoned with; ask for transport=io_uring".to_owned());
     }
     None
 }

@@ -21,13 +21,13 @@ pub struct Plan {
     /// `Dev` or `IoUring`.
     pub transport: Transport,
     /// Why not over io_uring, where `auto` was asked for.
-    pub transport_why: Option<String>,
+    pub transport_reason: Option<String>,
     /// Queues to make. Over io_uring one for each possible CPU, and a channel for what does not go by them.
     pub queues: u16,
     /// Reads and writes are to go to the image within the kernel.
     pub passthrough: bool,
     /// Why not, where it was not switched off.
-    pub passthrough_why: Option<String>,
+    pub passthrough_reason: Option<String>,
 }
 
 /// Decides.
@@ -38,7 +38,7 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
     let passthrough = passthrough(spec, disk);
     let wanted = spec.transport.unwrap_or_default();
     let channels = spec.queues.unwrap_or(queues_default).min(queues_max);
-    let (transport, queues, transport_why) = match (wanted, ring_queues(spec, queues_max)) {
+    let (transport, queues, transport_reason) = match (wanted, ring_queues(spec, queues_max)) {
         (Transport::Dev, _) => (Transport::Dev, channels, None),
         (Transport::IoUring, Ok(rings)) => (Transport::IoUring, rings + 1, None),
         (Transport::IoUring, Err(why)) => {
@@ -57,11 +57,11 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
         },
         (Transport::Auto, Err(why)) => (Transport::Dev, channels, Some(why)),
     };
-    let (passthrough, passthrough_why) = match passthrough {
+    let (passthrough, passthrough_reason) = match passthrough {
         Ok(()) => (true, None),
         Err(why) => (false, Some(why).filter(|_| spec.passthrough != Some(Passthrough::Off))),
     };
-    Ok(Plan { transport, transport_why, queues, passthrough, passthrough_why })
+    Ok(Plan { transport, transport_reason, queues, passthrough, passthrough_reason })
 }
 
 /// How many ring queues there have to be, or why there can be none.

@@ -437,7 +437,7 @@ pub struct ExportInfo {
     pub engine: Engine,
     /// Why not the kernel, where that was left to us.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub engine_why: Option<String>,
+    pub engine_reason: Option<String>,
     /// Whether a front-end is connected.
     pub connected: bool,
     /// Whether it is being removed: its users are disconnected, and it goes when its last request ends.
@@ -479,12 +479,12 @@ pub struct MountInfo {
     pub transport: Transport,
     /// Why not io_uring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub transport_why: Option<String>,
+    pub transport_reason: Option<String>,
     /// Whether reads and writes go to the image within the kernel.
     pub passthrough: bool,
     /// Why not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub passthrough_why: Option<String>,
+    pub passthrough_reason: Option<String>,
     /// Whether other users may use the file.
     pub allow_other: bool,
     /// Times that it is open now.

@@ -34,7 +34,7 @@ impl Bitmaps {
         let mut image = Image::open(storage)?;
         let list = load_all(&image)?;
         mark_in_use(&mut image)?;
-        for b in list.iter().filter(|b| b.in_doubt) {
+        for b in list.iter().filter(|b| b.inconsistent) {
             tracing::warn!(
                 "bitmap {} was not written back when the image was used last: all of the disk counts as written",
                 b.name

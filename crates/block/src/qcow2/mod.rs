@@ -257,10 +257,10 @@ impl Qcow2 {
         if self.is_wrong() {
             // They would be put where the counts say that nothing is.
             tracing::error!(
-                "the image's bitmaps are not written back, and count as in doubt: it is to be repaired first"
+                "the image's bitmaps are not written back, and count as inconsistent: it is to be repaired first"
             );
         } else if let Err(e) = self.bitmaps.close(|| Ok(Box::new(plain()?))) {
-            tracing::error!("the image's bitmaps are not written back, and count as in doubt: {e}");
+            tracing::error!("the image's bitmaps are not written back, and count as inconsistent: {e}");
         }
         true
     }

@@ -57,7 +57,7 @@ fn who_tracks_writes_gives_them_back() {
     clean(&spec);
     let rig = Rig::new(&spec);
     let again = rig.disk().take_bitmaps();
-    assert!(again.iter().zip(&bits).all(|(a, b)| a.bits == *b && !a.in_doubt));
+    assert!(again.iter().zip(&bits).all(|(a, b)| a.bits == *b && !a.inconsistent));
     end(rig);
     assert_eq!(
         in_file(&spec),
@@ -66,7 +66,7 @@ fn who_tracks_writes_gives_them_back() {
     );
     let rig = Rig::new(&spec);
     let all = rig.disk().take_bitmaps();
-    assert!(all.iter().all(|b| b.in_doubt && (0..b.bits.len()).all(|at| b.bits.get(at))));
+    assert!(all.iter().all(|b| b.inconsistent && (0..b.bits.len()).all(|at| b.bits.get(at))));
     rig.disk().put_bitmaps(all[1..].to_vec());
     end(rig);
     assert_eq!(in_file(&spec), [("off".to_owned(), flag::AUTO)]);
@@ -74,7 +74,7 @@ fn who_tracks_writes_gives_them_back() {
 }
 
 #[test]
-fn what_nobody_tracks_is_in_doubt() {
+fn what_nobody_tracks_is_inconsistent() {
     let dir = scratch(".");
     let spec = bitmapped(&dir);
     let mut rig = Rig::new(&spec);

@@ -42,11 +42,11 @@ impl Opened {
             Ok(Arc::new(QueueSet::new(&spec.name, workers, &homes)?))
         };
         let no_control = |e| Error::io(format!("export {} can have no control queue", spec.name), e);
-        let start = |socket, device: Arc<dyn Device>, queues: Queues, engine_why| {
+        let start = |socket, device: Arc<dyn Device>, queues: Queues, engine_reason| {
             let may_block = spec.memory_may_block == Some(true);
             let (name, observer) = (&spec.name, observer.clone());
             let socket = VhostUser::start(name, socket, device, queues.clone(), observer, may_block)?;
-            Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_why })
+            Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_reason })
         };
         match self {
             Self::Socket(socket, server, disk) => {
@@ -117,13 +117,17 @@ impl Opened {
                 Ok(Served {
                     frontend: Frontend::Uplink(uplink),
                     queues: Queues::user(set, 1),
-                    engine_why: None,
+                    engine_reason: None,
                 })
             }
             Self::Mount(plan, disk) => {
                 let set = queues(plan.queues, false)?;
                 let mount = Fuse::start(spec, plan, disk, &set, observer, prepare)?;
-                Ok(Served { frontend: Frontend::Fuse(mount), queues: Queues::user(set, 1), engine_why: None })
+                Ok(Served {
+                    frontend: Frontend::Fuse(mount),
+                    queues: Queues::user(set, 1),
+                    engine_reason: None,
+                })
             }
         }
     }

@@ -225,7 +225,7 @@ impl Daemon {
     }
 
     /// Gives a bitmap that is about to be begun its place in the disk's image, marked as in use, so that it is there after
-    /// our death: in doubt, as every bitmap whose writer did not write it back. The disk's turn is held. The image is closed
+    /// our death: inconsistent, as every bitmap whose writer did not write it back. The disk's turn is held. The image is closed
     /// and opened again for it, which guests wait for.
     ///
     /// Nothing is done where it is not to be kept, and where it is going to be refused. A disk that a job has stays open: the

@@ -175,7 +175,7 @@ impl Export {
                 true => Engine::Kernel,
                 false => Engine::User,
             },
-            engine_why: served.as_ref().and_then(|s| s.engine_why.clone()),
+            engine_reason: served.as_ref().and_then(|s| s.engine_reason.clone()),
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
             removing: false,
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),

@@ -13,7 +13,7 @@ pub(super) struct Served {
     pub(super) frontend: Frontend,
     pub(super) queues: Queues,
     /// Why not the kernel, where that was left to us.
-    pub(super) engine_why: Option<String>,
+    pub(super) engine_reason: Option<String>,
 }
 
 /// How its users reach it.
@@ -71,9 +71,9 @@ impl Frontend {
         let plan = mount.plan().clone();
         Some(MountInfo {
             transport: plan.transport,
-            transport_why: plan.transport_why,
+            transport_reason: plan.transport_reason,
             passthrough: plan.passthrough,
-            passthrough_why: plan.passthrough_why,
+            passthrough_reason: plan.passthrough_reason,
             allow_other: mount.allow_other(),
             open_files: mount.open_files(),
             forwarded_entries: mount.forwarded_entries(),

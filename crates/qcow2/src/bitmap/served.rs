@@ -19,8 +19,8 @@ pub struct Loaded {
     /// It is to track writes.
     pub enabled: bool,
     /// What it said was not to be believed: all bits were set for that.
-    pub in_doubt: bool,
-    /// Writes may have been missed: it is left in use, so that it is in doubt for who opens it next.
+    pub inconsistent: bool,
+    /// Writes may have been missed: it is left in use, so that it is inconsistent when it is opened next.
     pub missed: bool,
 }
 
@@ -40,7 +40,7 @@ pub fn load_all(image: &Image<'_>) -> Result<Vec<Loaded>> {
     let (mut all, mut bytes) = (Vec::new(), 0);
     for bitmap in &read_directory(image)? {
         let Some(name) = usable_name(bitmap) else { continue };
-        let in_doubt = bitmap.has(flag::IN_USE);
+        let inconsistent = bitmap.has(flag::IN_USE);
         let mut bits = Bits::new(image.header.size, bitmap.granularity_bits)?;
         bytes += bits.bytes().len() as u64;
         if bytes > BYTES_MAX {
@@ -48,13 +48,13 @@ pub fn load_all(image: &Image<'_>) -> Result<Vec<Loaded>> {
                 "its bitmaps need more than {BYTES_MAX} bytes of memory: remove some, or take a larger granularity"
             )));
         }
-        if in_doubt {
+        if inconsistent {
             bits.set_range(0, image.header.size);
         } else {
             bits = load_bits(image, bitmap)?;
         }
         let (name, enabled) = (name.to_owned(), bitmap.has(flag::AUTO));
-        all.push(Loaded { name, bits, enabled, in_doubt, missed: false });
+        all.push(Loaded { name, bits, enabled, inconsistent, missed: false });
     }
     Ok(all)
 }

@@ -157,8 +157,8 @@ fn what_cannot_be_is_refused() {
     assert!(add(&mut open(&old), "a", None, true).is_err());
 }
 
-fn loaded(name: &str, bits: &Bits, enabled: bool, in_doubt: bool) -> Loaded {
-    Loaded { name: name.into(), bits: bits.clone(), enabled, in_doubt, missed: false }
+fn loaded(name: &str, bits: &Bits, enabled: bool, inconsistent: bool) -> Loaded {
+    Loaded { name: name.into(), bits: bits.clone(), enabled, inconsistent, missed: false }
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn those_that_were_not_written_back_have_all_bits_set() {
     // And it is valid again.
     store(&mut open(&file), all).unwrap();
     assert_eq!(load(&open(&file), "a").unwrap(), ones);
-    assert_clean(&file, "in doubt");
+    assert_clean(&file, "inconsistent");
 }
 
 #[test]
@@ -230,7 +230,7 @@ fn a_crash_while_they_are_marked_or_stored_misses_nothing() {
             |i| mark_in_use(i).unwrap(),
             |f, of| {
                 let a = load_all(&open(f)).unwrap().remove(0);
-                assert!(a.in_doubt || a.bits == empty, "{of}");
+                assert!(a.inconsistent || a.bits == empty, "{of}");
             },
         );
         let mut bits = empty;
@@ -241,7 +241,7 @@ fn a_crash_while_they_are_marked_or_stored_misses_nothing() {
             |i| put(i, "a", &bits).unwrap(),
             |f, of| {
                 let a = load_all(&open(f)).unwrap().remove(0);
-                assert!(a.in_doubt || a.bits == bits, "{of}");
+                assert!(a.inconsistent || a.bits == bits, "{of}");
             },
         );
     }

@@ -168,7 +168,7 @@ Columns of networks, which are shown where there are any:
               TO-GUEST: frames for it; DROPPED: those that were not taken
 
 Columns of exports:
-  OF     the disk or network that it serves
+  BACKEND  the disk or network that it serves
   MODE   ro or rw, for its user
   STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted;
          joined: an uplink, whose tap is a port of its switch; blocked: one that

@@ -142,7 +142,7 @@ pub(crate) fn addresses(addresses: &[NetAddress]) -> String {
 
 pub(crate) fn exports(exports: &[ExportInfo]) -> String {
     table(
-        ["EXPORT", "TYPE", "OF", "MODE", "STATE", ">QUEUES", "ENGINE", "AT"],
+        ["EXPORT", "TYPE", "BACKEND", "MODE", "STATE", ">QUEUES", "ENGINE", "AT"],
         exports.iter().map(|e| {
             let kind = match e.spec.kind {
                 ExportKind::VhostUserBlk => "vhost-user-blk",
@@ -185,7 +185,8 @@ pub(crate) fn choices(exports: &[ExportInfo]) -> Option<String> {
         .iter()
         .filter_map(|e| {
             let of_mount = e.mount.as_ref().filter(|mount| !mount.passthrough);
-            let why = e.engine_why.as_ref().or(of_mount.and_then(|mount| mount.transport_why.as_ref()))?;
+            let why =
+                e.engine_reason.as_ref().or(of_mount.and_then(|mount| mount.transport_reason.as_ref()))?;
             Some([e.spec.name.clone(), engine(e).to_owned(), why.clone()])
         })
         .collect();
@@ -430,11 +431,11 @@ mod tests {
             let mut mount = serde_json::json!({ "transport": "dev", "passthrough": passthrough, "allow-other": true,
                 "open-files": 0 });
             if let Some(why) = why {
-                mount["transport-why"] = why.into();
+                mount["transport-reason"] = why.into();
             }
             export("fuse", serde_json::json!({ "mountpoint": "/m", "mount": mount }))
         };
-        let kernel = export("vhost-user-blk", serde_json::json!({ "engine-why": "no module" }));
+        let kernel = export("vhost-user-blk", serde_json::json!({ "engine-reason": "no module" }));
         let shown = |e: ExportInfo| choices(&[e]);
         assert_eq!(shown(mount(false, None)), None);
         assert_eq!(shown(mount(true, Some("with passthrough"))), None);
