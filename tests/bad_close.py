@@ -147,13 +147,11 @@ class Closes:
     @contextlib.contextmanager
     def stopped(self, daemon):
         """The daemon does nothing meanwhile."""
-        process = daemon.child.process
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
+        daemon.child.suspend()
         try:
             yield
         finally:
-            process.send_signal(signal.SIGCONT)
+            daemon.child.resume()
 
     def goes_on(self, daemon, serves=True):
         """Neither export waits, nor the removal of one, nor the daemon's end."""

@@ -277,15 +277,13 @@ def flushed_once(suite):
         signal.pause()
         os._exit(1)
     os.read(steps, 1)
-    daemon = mount.child.process
-    daemon.send_signal(signal.SIGSTOP)
+    mount.child.suspend()
     try:
-        os.waitpid(daemon.pid, os.WUNTRACED)
         # Its end closes the file.
         os.kill(pid, signal.SIGKILL)
         r.wait_for("a process that has the file open ends", lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
     finally:
-        daemon.send_signal(signal.SIGCONT)
+        mount.child.resume()
         os.close(steps)
         os.close(step)
     mount.stop()

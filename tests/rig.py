@@ -173,13 +173,12 @@ class Child:
         return "\n".join(self.output().splitlines()[-lines:])
 
     def suspend(self):
-        """SIGSTOP, and wait until it stands still: one thread is told, and tells the others when it gets to run."""
+        """Stops it with SIGSTOP, and waits until all its threads have stopped: one thread gets the signal, and stops the others later."""
         self.process.send_signal(signal.SIGSTOP)
-        tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
-        wait_for(f"{self.name} stands still", lambda: all("State:\tT" in (t / "status").read_text() for t in tasks))
+        wait_for(f"all threads of {self.name} stop", lambda: os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED) != (0, 0))
 
     def resume(self):
-        """SIGCONT."""
+        """Lets it run again (SIGCONT)."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self):

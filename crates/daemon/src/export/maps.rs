@@ -236,7 +236,7 @@ impl Maps {
         }
     }
 
-    /// The edge from `Serving` to `Removing`; whoever takes it calls [`Daemon::end`](super::Daemon::end).
+    /// Changes the phase from `Serving` to `Removing`. The caller then calls [`Daemon::end`](super::Daemon::end).
     pub(super) fn mark_removing(&mut self, name: &str) -> Arc<Export> {
         let entry = self.exports.get_mut(name).expect("the caller saw it under the same lock");
         let Phase::Serving(export) = entry.phase.clone() else { unreachable!("seen under the same lock") };

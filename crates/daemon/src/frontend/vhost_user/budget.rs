@@ -22,7 +22,7 @@ const TOTAL_BYTES_MAX: u64 = 64 * TIB;
 /// Mappings of one front end: two whole memory tables, since a new one is mapped while the old one is used, and the regions
 /// for requests in flight and for dirty pages.
 const MAPPINGS_MAX: usize = 2 * MAX_REGIONS + 6;
-/// Mappings of all front ends, as long as no front end has less than its small share: see `check`.
+/// Mappings of all front ends, where the one that asks has more than [`SMALL_MAPPINGS`] or [`SMALL_BYTES`]: see [`check`].
 const TOTAL_MAPPINGS_MAX: usize = WATCHED_MAX / 2;
 /// What a front end gets when others have used up the total, so that greedy ones do not keep small ones out.
 const SMALL_BYTES: u64 = 64 * GIB;
