@@ -14,7 +14,7 @@ use std::sync::Arc;
 use qcow2::Image;
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::incompatible;
-use vshunt_engine::Ring;
+use vshunt_engine::Uring;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format};
 
@@ -144,7 +144,7 @@ impl Disk {
     /// # Errors
     /// The system's.
     pub fn own_blocks(self: &Arc<Self>, bits: &Bits) -> std::io::Result<()> {
-        let (mut ring, mut io) = (Ring::new()?, Io::default());
+        let (mut ring, mut io) = (Uring::new()?, Io::default());
         let handle = self.attach(&mut ring);
         let (mut at, size) = (0, bits.size());
         let mut result = Ok(());

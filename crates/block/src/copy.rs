@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 use std::thread::Thread;
 
-use vshunt_engine::{Listen, Queue, QueueStats, Ring, Token};
+use vshunt_engine::{PollState, Queue, QueueStats, Token, Uring};
 
 use crate::{AlignedBuf, CopyBeforeWrite, Disk, DiskHandle, Extent, Io, Op, Piece, Step};
 
@@ -176,7 +176,7 @@ pub struct CopyQueue {
     exhausted: bool,
     source: Option<DiskHandle>,
     target: Option<DiskHandle>,
-    listen: Listen,
+    listen: PollState,
 }
 
 // SAFETY: what its requests name are buffers of its own slots, which go where it goes; its handles, which are a
@@ -208,7 +208,7 @@ impl CopyQueue {
             exhausted: false,
             source: None,
             target: None,
-            listen: Listen::Off,
+            listen: PollState::Off,
         }
     }
 
@@ -230,7 +230,7 @@ impl CopyQueue {
     }
 
     /// Writes what a guest's write had read.
-    fn begin_piece(&mut self, ring: &mut Ring, place: Token) -> bool {
+    fn begin_piece(&mut self, uring: &mut Uring, place: Token) -> bool {
         self.copy.under_way.fetch_add(1, AcqRel);
         let Some(piece) = self.copy.work.take() else {
             self.copy.under_way.fetch_sub(1, AcqRel);
@@ -241,12 +241,12 @@ impl CopyQueue {
         let slot = &mut self.slots[index as usize];
         (slot.range, slot.at, slot.zero) = (piece.bytes(), piece.offset(), false);
         slot.bytes = Bytes::Piece(piece);
-        self.write(ring, place, index);
+        self.write(uring, place, index);
         true
     }
 
     /// Reads the next chunk.
-    fn begin_chunk(&mut self, ring: &mut Ring, place: Token) -> bool {
+    fn begin_chunk(&mut self, uring: &mut Uring, place: Token) -> bool {
         let work = &self.copy.work;
         // Before it is taken off what is left to do, so that no other queue takes that for the end.
         self.copy.under_way.fetch_add(1, AcqRel);
@@ -262,7 +262,7 @@ impl CopyQueue {
         let buf = self.spare.pop().filter(|b| b.len() >= need).or_else(|| AlignedBuf::new(need));
         let Some(buf) = buf else {
             self.copy.fail(Side::Source, range.start, libc::ENOMEM);
-            work.copied(blocks, &mut |w| ring.wake(w.who, w.token));
+            work.copied(blocks, &mut |w| uring.wake(w.who, w.token));
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
@@ -276,14 +276,14 @@ impl CopyQueue {
         slot.bytes = Bytes::Chunk(buf);
         slot.stage = Stage::Seek;
         let handle = self.source.as_ref().expect("armed");
-        if let Step::Done(res) = handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
-            self.stepped(ring, place, index, res);
+        if let Step::Done(res) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+            self.stepped(uring, place, index, res);
         }
         true
     }
 
     /// Reads a chunk that may have data.
-    fn read(&mut self, ring: &mut Ring, place: Token, index: u16) {
+    fn read(&mut self, uring: &mut Uring, place: Token, index: u16) {
         let slot = &mut self.slots[index as usize];
         let Bytes::Chunk(buf) = &mut slot.bytes else { unreachable!("pieces are read") };
         slot.io.reset(Op::Read, slot.range.start, false);
@@ -291,20 +291,20 @@ impl CopyQueue {
         unsafe { slot.io.push(buf.bytes().as_mut_ptr(), (slot.range.end - slot.range.start) as usize) };
         slot.stage = Stage::Read;
         let handle = self.source.as_ref().expect("armed");
-        if let Step::Done(res) = handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
-            self.stepped(ring, place, index, res);
+        if let Step::Done(res) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+            self.stepped(uring, place, index, res);
         }
     }
 
     /// Begins the next write of a slot that has its bytes; frees it after the last.
-    fn write(&mut self, ring: &mut Ring, place: Token, index: u16) {
+    fn write(&mut self, uring: &mut Uring, place: Token, index: u16) {
         loop {
             let slot = &mut self.slots[index as usize];
             if slot.at == slot.range.end {
                 let len = slot.range.end - slot.range.start;
                 self.copy.done.fetch_add(len, Relaxed);
                 QueueStats::add(&self.stats.requests, 1);
-                self.free_slot(ring, index);
+                self.free_slot(uring, index);
                 return;
             }
             let bytes = match &mut slot.bytes {
@@ -346,10 +346,10 @@ impl CopyQueue {
                 unsafe { slot.io.push(bytes[skip..].as_mut_ptr(), len) };
             }
             let handle = self.target.as_ref().expect("armed");
-            match handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
+            match handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
                 Step::Wait => return,
                 Step::Done(res) if res < 0 => {
-                    self.failed(ring, index, Side::Target, at, res);
+                    self.failed(uring, index, Side::Target, at, res);
                     return;
                 }
                 Step::Done(_) => QueueStats::add(&self.stats.write_bytes, len as u64),
@@ -358,25 +358,25 @@ impl CopyQueue {
     }
 
     /// A slot's read or write is over.
-    fn stepped(&mut self, ring: &mut Ring, place: Token, index: u16, res: i32) {
+    fn stepped(&mut self, uring: &mut Uring, place: Token, index: u16, res: i32) {
         let slot = &mut self.slots[index as usize];
         let (stage, at) = (slot.stage, slot.io.offset);
         if stage == Stage::Seek && res >= 0 {
             let found = slot.io.found.filter(|f| f.extent == Extent::Zero);
             slot.zero = found.is_some_and(|f| f.len >= slot.range.end - slot.range.start);
             if !slot.zero && !self.has_ended() {
-                self.read(ring, place, index);
+                self.read(uring, place, index);
                 return;
             }
         }
         let slot = &mut self.slots[index as usize];
         if stage != Stage::Write {
             // Failed or not, nobody reads it any more.
-            self.copy.work.copied(slot.blocks.clone(), &mut |w| ring.wake(w.who, w.token));
+            self.copy.work.copied(slot.blocks.clone(), &mut |w| uring.wake(w.who, w.token));
         }
         if res < 0 {
             let side = if stage == Stage::Write { Side::Target } else { Side::Source };
-            self.failed(ring, index, side, at, res);
+            self.failed(uring, index, side, at, res);
             return;
         }
         let slot = &self.slots[index as usize];
@@ -386,28 +386,28 @@ impl CopyQueue {
             QueueStats::add(&self.stats.write_bytes, slot.io.len);
         }
         if self.has_ended() {
-            self.free_slot(ring, index);
+            self.free_slot(uring, index);
             return;
         }
-        self.write(ring, place, index);
+        self.write(uring, place, index);
     }
 
     /// Ends the copy.
-    fn failed(&mut self, ring: &mut Ring, index: u16, side: Side, at: u64, errno: i32) {
+    fn failed(&mut self, uring: &mut Uring, index: u16, side: Side, at: u64, errno: i32) {
         self.copy.fail(side, at, errno);
         QueueStats::add(&self.stats.errors, 1);
-        self.copy.work.end(&mut |w| ring.wake(w.who, w.token));
-        self.free_slot(ring, index);
+        self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
+        self.free_slot(uring, index);
     }
 
-    fn free_slot(&mut self, ring: &mut Ring, index: u16) {
+    fn free_slot(&mut self, uring: &mut Uring, index: u16) {
         let slot = &mut self.slots[index as usize];
         match std::mem::replace(&mut slot.bytes, Bytes::None) {
             Bytes::Chunk(buf) => {
                 self.ahead -= 1;
                 self.spare.push(buf);
             }
-            Bytes::Piece(piece) => self.copy.work.written(piece, &mut |w| ring.wake(w.who, w.token)),
+            Bytes::Piece(piece) => self.copy.work.written(piece, &mut |w| uring.wake(w.who, w.token)),
             Bytes::None => unreachable!("a slot in use has bytes"),
         }
         self.copy.under_way.fetch_sub(1, AcqRel);
@@ -415,7 +415,7 @@ impl CopyQueue {
     }
 
     /// Looks whether all is done, with nothing of its own under way.
-    fn look_for_end(&mut self, ring: &mut Ring) {
+    fn look_for_end(&mut self, uring: &mut Uring) {
         if self.copy.over.load(Relaxed) {
             return;
         }
@@ -433,7 +433,7 @@ impl CopyQueue {
         }
         if self.has_ended() {
             // Nobody takes pieces any more: no write is to wait for that.
-            self.copy.work.end(&mut |w| ring.wake(w.who, w.token));
+            self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
         }
         self.copy.over.store(true, Release);
         self.copy.owner.unpark();
@@ -441,44 +441,44 @@ impl CopyQueue {
 }
 
 impl Queue for CopyQueue {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
-        self.source.get_or_insert_with(|| self.copy.source.attach(ring));
-        self.target.get_or_insert_with(|| self.copy.target.attach(ring));
-        self.listen.begin(ring, self.copy.work.bell(), place.with(0, OP_BELL));
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
+        self.source.get_or_insert_with(|| self.copy.source.attach(uring));
+        self.target.get_or_insert_with(|| self.copy.target.attach(uring));
+        self.listen.begin(uring, self.copy.work.eventfd(), place.with(0, OP_BELL));
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         if self.has_ended() {
             // At once, whatever is still under way.
-            self.copy.work.end(&mut |w| ring.wake(w.who, w.token));
+            self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
         }
         while taken < budget && !self.free.is_empty() && !self.has_ended() {
-            let piece = self.copy.work.has_full() && self.begin_piece(ring, place);
-            let begun = piece || (self.may_go_ahead() && self.begin_chunk(ring, place));
+            let piece = self.copy.work.has_full() && self.begin_piece(uring, place);
+            let begun = piece || (self.may_go_ahead() && self.begin_chunk(uring, place));
             if !begun {
                 break;
             }
             taken += 1;
         }
-        self.look_for_end(ring);
+        self.look_for_end(uring);
         self.stats.in_flight.store(self.in_flight() as u32, Relaxed);
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         if token.op == OP_BELL {
-            if !more && self.listen.ended().goes_on() {
-                self.arm(ring, token);
+            if !more && self.listen.ended().restarts() {
+                self.arm(uring, token);
             }
             return 0;
         }
         let slot = &mut self.slots[token.slot as usize];
         let handle = if slot.stage == Stage::Write { &self.target } else { &self.source };
         let Some(handle) = handle else { return 0 };
-        if let Step::Done(res) = handle.resume(ring, &mut slot.io, token, result) {
-            self.stepped(ring, token, token.slot, res);
-            self.look_for_end(ring);
+        if let Step::Done(res) = handle.resume(uring, &mut slot.io, token, result) {
+            self.stepped(uring, token, token.slot, res);
+            self.look_for_end(uring);
             self.stats.in_flight.store(self.in_flight() as u32, Relaxed);
             return 1;
         }
@@ -504,7 +504,7 @@ impl Queue for CopyQueue {
         self.copy.work.sleeps(false);
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
         self.copy.work.sleeps(true);
         let work = self.has_work();
         if work {
@@ -513,17 +513,17 @@ impl Queue for CopyQueue {
         work
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        self.listen.end(ring, place.with(0, OP_BELL));
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
+        self.listen.end(uring, place.with(0, OP_BELL));
     }
 
     fn at_rest(&self) -> bool {
-        self.in_flight() == 0 && self.listen == Listen::Off
+        self.in_flight() == 0 && self.listen == PollState::Off
     }
 
-    fn leave(&mut self, ring: &mut Ring) {
+    fn leave(&mut self, uring: &mut Uring) {
         for handle in [self.source.take(), self.target.take()].into_iter().flatten() {
-            handle.detach(ring);
+            handle.detach(uring);
         }
     }
 

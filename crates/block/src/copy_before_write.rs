@@ -13,9 +13,10 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, MutexGuard};
+use vshunt_types::sync::Locked;
 
 use qcow2::Waker;
-use vshunt_engine::Ring;
+use vshunt_engine::Uring;
 
 use super::Io;
 use super::bits::Bits;
@@ -86,7 +87,7 @@ pub struct CopyBeforeWrite {
     /// held.
     ended: AtomicI32,
     /// What the copier waits for.
-    bell: OwnedFd,
+    eventfd: OwnedFd,
     /// Whether it waits.
     asleep: AtomicBool,
 }
@@ -116,13 +117,13 @@ impl CopyBeforeWrite {
             busy: Mutex::default(),
             full: AtomicUsize::new(0),
             ended: AtomicI32::new(GOES_ON),
-            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             asleep: AtomicBool::new(false),
         })
     }
 
     fn busy(&self) -> MutexGuard<'_, Busy> {
-        self.busy.lock().expect("no holder panics")
+        self.busy.locked()
     }
 
     /// The blocks that nobody has begun to read.
@@ -293,7 +294,7 @@ impl CopyBeforeWrite {
 
     /// The same, for who has no ring: on a control thread.
     pub fn end_now(&self) {
-        match Ring::new() {
+        match Uring::new() {
             Ok(mut ring) => {
                 self.end(&mut |w| ring.wake(w.who, w.token));
                 if ring.send().is_err() {
@@ -328,8 +329,8 @@ impl CopyBeforeWrite {
     }
 
     /// Becomes readable when there is something for the copier that says it sleeps.
-    pub fn bell(&self) -> RawFd {
-        self.bell.as_raw_fd()
+    pub fn eventfd(&self) -> RawFd {
+        self.eventfd.as_raw_fd()
     }
 
     /// Says whether the copier is to be called.
@@ -340,7 +341,7 @@ impl CopyBeforeWrite {
     /// Calls the copier, if it sleeps.
     pub fn rouse(&self) {
         if self.asleep.swap(false, SeqCst) {
-            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
         }
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use qcow2::Waker;
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 
 use super::bounce::{AlignedBuf, Pool};
 use super::copy_before_write::{CopyBeforeWrite, Next};
@@ -109,10 +109,10 @@ impl Disk {
     /// Does something with a handle and a ring of its own.
     fn as_queue<T: Send>(
         self: &Arc<Self>,
-        work: impl FnOnce(&DiskHandle, &mut Ring, &mut Io) -> io::Result<T> + Send,
+        work: impl FnOnce(&DiskHandle, &mut Uring, &mut Io) -> io::Result<T> + Send,
     ) -> io::Result<T> {
         let work = || {
-            let (mut ring, mut io) = (Ring::new()?, Io::default());
+            let (mut ring, mut io) = (Uring::new()?, Io::default());
             let handle = self.attach(&mut ring);
             let done = work(&handle, &mut ring, &mut io);
             handle.detach(&mut ring);
@@ -132,63 +132,63 @@ impl DiskHandle {
     ///
     /// A disk in memory copies a request before this returns. It copies long requests in parts, see `parts`.
     #[inline]
-    pub fn start(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    pub fn start(&self, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         let step = match self.long.part_bytes(io) {
-            None => self.start_whole(ring, io, token),
-            Some(part_bytes) => self.start_in_parts(part_bytes, ring, io, token),
+            None => self.start_whole(uring, io, token),
+            Some(part_bytes) => self.start_in_parts(part_bytes, uring, io, token),
         };
         Self::stepped(io, step)
     }
 
     /// Begins a request, or a part of one.
     #[inline]
-    pub(super) fn start_whole(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    pub(super) fn start_whole(&self, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         match &self.watch {
-            Some(watch) if io.op.changes() => self.start_watched(watch, ring, io, token),
-            _ => self.begin(ring, io, token),
+            Some(watch) if io.op.changes() => self.start_watched(watch, uring, io, token),
+            _ => self.begin(uring, io, token),
         }
     }
 
     /// Goes on with a request after its operation on the ring completed with `res`.
     #[inline]
-    pub fn resume(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+    pub fn resume(&self, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         let step = if self.long.has(io) {
-            self.resume_in_parts(ring, io, token, res)
+            self.resume_in_parts(uring, io, token, res)
         } else {
-            self.resume_whole(ring, io, token, res)
+            self.resume_whole(uring, io, token, res)
         };
         Self::stepped(io, step)
     }
 
     /// Goes on with a request, or a part of one.
     #[inline]
-    pub(super) fn resume_whole(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+    pub(super) fn resume_whole(&self, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         match &self.watch {
             Some(watch) if io.before.as_ref().is_some_and(|b| b.active) => {
                 let before = watch.before.as_ref().expect("it was there when the request began");
-                self.resume_before(before, ring, io, token, res)
+                self.resume_before(before, uring, io, token, res)
             }
-            _ => self.advance(ring, io, token, res),
+            _ => self.advance(uring, io, token, res),
         }
     }
 
     #[inline]
-    fn begin(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    fn begin(&self, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         match &*self.kind {
             Kind::Null => Step::Done(super::null(io)),
             Kind::Gone => Step::Done(-libc::EIO),
             Kind::Ram(ram) => Step::Done(ram.request(io, self.disk.readonly)),
             Kind::Raw(raw) if raw.at_once(io) => Step::Done(raw.run_inline(io, &self.pool)),
-            Kind::Raw(raw) => raw.start(self.files, &self.pool, ring, io, token),
-            Kind::Qcow2(_) => self.image().start(&self.pool, ring, io, token),
+            Kind::Raw(raw) => raw.start(self.files, &self.pool, uring, io, token),
+            Kind::Qcow2(_) => self.image().start(&self.pool, uring, io, token),
         }
     }
 
     #[inline]
-    fn advance(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+    fn advance(&self, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         match &*self.kind {
-            Kind::Raw(raw) => raw.resume(self.files, &self.pool, ring, io, token, res),
-            Kind::Qcow2(_) => self.image().resume(&self.pool, ring, io, token, res),
+            Kind::Raw(raw) => raw.resume(self.files, &self.pool, uring, io, token, res),
+            Kind::Qcow2(_) => self.image().resume(&self.pool, uring, io, token, res),
             // The others are never under way; a completion that says otherwise is not ours.
             Kind::Null | Kind::Ram(_) | Kind::Gone => Step::Done(-libc::EIO),
         }
@@ -205,29 +205,29 @@ impl DiskHandle {
 
     /// A write that bitmaps take note of, or that a backup has something read before.
     #[cold]
-    fn start_watched(&self, watch: &Watch, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    fn start_watched(&self, watch: &Watch, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         let range = io.offset..io.offset + io.len;
         watch.note(range.clone());
         match &watch.before {
             Some(before) if before.concerns(range) => {
                 io.before.get_or_insert_default().active = true;
-                self.before(before, ring, io, token)
+                self.before(before, uring, io, token)
             }
-            _ => self.begin(ring, io, token),
+            _ => self.begin(uring, io, token),
         }
     }
 
     /// Reads what is to be read before a write; then begins it.
-    fn before(&self, cbw: &CopyBeforeWrite, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
-        let waker = Waker { who: ring.id(), token: token.pack() };
+    fn before(&self, cbw: &CopyBeforeWrite, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
+        let waker = Waker { who: uring.id(), token: token.pack() };
         loop {
             match cbw.next(io.offset..io.offset + io.len, waker) {
                 Next::Go => {
                     io.before.as_mut().expect("it is there").active = false;
-                    return self.begin(ring, io, token);
+                    return self.begin(uring, io, token);
                 }
                 Next::Wait => {
-                    ring.expect_wake();
+                    uring.expect_wake();
                     return Step::Wait;
                 }
                 Next::Read(mut piece) => {
@@ -237,11 +237,11 @@ impl DiskHandle {
                     // SAFETY: the piece stays in the slot, which is boxed, until the read is done; nobody else has it.
                     unsafe { slot.inner.push(bytes.as_mut_ptr(), bytes.len()) };
                     slot.piece = Some(piece);
-                    let step = self.begin(ring, &mut slot.inner, token);
+                    let step = self.begin(uring, &mut slot.inner, token);
                     io.before = Some(slot);
                     match step {
                         Step::Wait => return Step::Wait,
-                        Step::Done(res) => self.has_read(cbw, ring, io, res),
+                        Step::Done(res) => self.has_read(cbw, uring, io, res),
                     }
                 }
             }
@@ -251,28 +251,28 @@ impl DiskHandle {
     fn resume_before(
         &self,
         cbw: &CopyBeforeWrite,
-        ring: &mut Ring,
+        uring: &mut Uring,
         io: &mut Io,
         token: Token,
         res: i32,
     ) -> Step {
         let mut slot = io.before.take().expect("it is active");
         // Without one it was woken.
-        let step = slot.piece.is_some().then(|| self.advance(ring, &mut slot.inner, token, res));
+        let step = slot.piece.is_some().then(|| self.advance(uring, &mut slot.inner, token, res));
         io.before = Some(slot);
         match step {
             Some(Step::Wait) => return Step::Wait,
-            Some(Step::Done(res)) => self.has_read(cbw, ring, io, res),
+            Some(Step::Done(res)) => self.has_read(cbw, uring, io, res),
             None => {}
         }
-        self.before(cbw, ring, io, token)
+        self.before(cbw, uring, io, token)
     }
 
-    fn has_read(&self, cbw: &CopyBeforeWrite, ring: &mut Ring, io: &mut Io, res: i32) {
+    fn has_read(&self, cbw: &CopyBeforeWrite, uring: &mut Uring, io: &mut Io, res: i32) {
         let slot = io.before.as_mut().expect("it is active");
         slot.inner.iov.clear();
         let piece = slot.piece.take().expect("it was being read");
-        let mut wake = |w: Waker| ring.wake(w.who, w.token);
+        let mut wake = |w: Waker| uring.wake(w.who, w.token);
         match res {
             0.. => cbw.read(piece, &mut wake),
             errno => cbw.read_failed(piece, errno, &mut wake),
@@ -280,36 +280,36 @@ impl DiskHandle {
     }
 
     /// Undoes [`Disk::attach`], on the same thread, with no request under way.
-    pub fn detach(self, ring: &mut Ring) {
+    pub fn detach(self, uring: &mut Uring) {
         debug_assert!(self.long.is_idle(), "a long request is under way");
         match &*self.kind {
-            Kind::Raw(raw) => forget(raw, ring),
-            Kind::Qcow2(_) => self.image.expect("made with it").detach(ring),
+            Kind::Raw(raw) => forget(raw, uring),
+            Kind::Qcow2(_) => self.image.expect("made with it").detach(uring),
             Kind::Null | Kind::Ram(_) | Kind::Gone => {}
         }
     }
 
     /// Does a request, and waits for it. For control threads, with a ring of their own.
-    pub fn run(&self, ring: &mut Ring, io: &mut Io) -> io::Result<()> {
+    pub fn run(&self, uring: &mut Uring, io: &mut Io) -> io::Result<()> {
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
-        let mut step = self.start(ring, io, token);
+        let mut step = self.start(uring, io, token);
         loop {
             match step {
                 Step::Done(res) => {
                     // Those whom it woke at its end would wait for ever.
-                    if ring.send().is_err() {
+                    if uring.send().is_err() {
                         tracing::error!("an io_uring failed; ending at once");
                         std::process::abort();
                     }
                     return if res < 0 { Err(io::Error::from_raw_os_error(-res)) } else { Ok(()) };
                 }
                 Step::Wait => {
-                    let Ok(res) = ring.next_result() else {
+                    let Ok(res) = uring.next_result() else {
                         // It cannot be told whether the kernel still writes to its memory.
                         tracing::error!("an io_uring failed; ending at once");
                         std::process::abort();
                     };
-                    step = self.resume(ring, io, token, res);
+                    step = self.resume(uring, io, token, res);
                 }
             }
         }

@@ -62,7 +62,7 @@ pub use qcow2::{
 };
 use raw::Raw;
 pub use seen::{Seen, open_image};
-use vshunt_engine::{Ring, RingFile};
+use vshunt_engine::{Uring, UringFile};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 pub use watch::{Bitmap, Watch};
@@ -582,11 +582,11 @@ impl Disk {
     }
 
     /// Makes it usable by one queue of the worker that owns `ring`; on that worker's thread.
-    pub fn attach(self: &Arc<Self>, ring: &mut Ring) -> DiskHandle {
+    pub fn attach(self: &Arc<Self>, uring: &mut Uring) -> DiskHandle {
         let (kind, mut files, mut image) = (self.kind(), RingFiles::NONE, None);
         match &*kind {
-            Kind::Raw(raw) => files = know(raw, ring),
-            Kind::Qcow2(qcow2) => image = Some(Box::new(qcow2.attach(ring))),
+            Kind::Raw(raw) => files = know(raw, uring),
+            Kind::Qcow2(qcow2) => image = Some(Box::new(qcow2.attach(uring))),
             Kind::Null | Kind::Ram(_) | Kind::Gone => {}
         }
         let watch = Some(self.watch()).filter(|w| !w.is_idle() && !self.readonly);
@@ -680,24 +680,24 @@ fn open_kind(spec: &DiskSpec, room: bool) -> Result<(Kind, u64, Limits)> {
 }
 
 /// Makes a raw file known to a ring.
-fn know(raw: &Raw, ring: &mut Ring) -> RingFiles {
+fn know(raw: &Raw, uring: &mut Uring) -> RingFiles {
     if raw.inline() {
-        // Few requests are the ring's: they go without one of its places for files.
-        let file = RingFile::Plain(raw.file().as_raw_fd());
+        // Few requests are the uring's: they go without one of its places for files.
+        let file = UringFile::Plain(raw.file().as_raw_fd());
         return RingFiles { file, aside: file };
     }
-    let file = ring.know(raw.file());
-    RingFiles { file, aside: raw.aside().map_or(file, |f| ring.know(f)) }
+    let file = uring.know(raw.file());
+    RingFiles { file, aside: raw.aside().map_or(file, |f| uring.know(f)) }
 }
 
 /// Undoes [`know`].
-fn forget(raw: &Raw, ring: &mut Ring) {
+fn forget(raw: &Raw, uring: &mut Uring) {
     if raw.inline() {
         return;
     }
-    ring.forget(raw.file().as_raw_fd());
+    uring.forget(raw.file().as_raw_fd());
     if let Some(aside) = raw.aside() {
-        ring.forget(aside.as_raw_fd());
+        uring.forget(aside.as_raw_fd());
     }
 }
 
@@ -710,13 +710,13 @@ fn no_resize() -> Error {
 /// A raw image's descriptors in one ring.
 #[derive(Clone, Copy)]
 struct RingFiles {
-    file: RingFile,
+    file: UringFile,
     /// Through the page cache, for what O_DIRECT refuses; the same as `file` where there is none.
-    aside: RingFile,
+    aside: UringFile,
 }
 
 impl RingFiles {
-    const NONE: Self = Self { file: RingFile::Plain(-1), aside: RingFile::Plain(-1) };
+    const NONE: Self = Self { file: UringFile::Plain(-1), aside: UringFile::Plain(-1) };
 }
 
 /// A request on a disk that is nothing.

@@ -9,6 +9,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
+use vshunt_types::sync::Locked;
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags, makedev, openat, statx};
 use vshunt_types::error::{Error, Result};
@@ -34,7 +35,7 @@ struct Own {
 }
 
 fn list() -> MutexGuard<'static, List> {
-    LIST.lock().expect("no holder panics")
+    LIST.locked()
 }
 
 /// The list when no mount is being made.

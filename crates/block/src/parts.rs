@@ -18,7 +18,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 
 use super::io::Hidden;
 use super::{DiskHandle, Io, Kind, Op, Step};
@@ -113,7 +113,13 @@ impl LongRequests {
 impl DiskHandle {
     /// Begins a request that is done in parts: its first part, unless another request is under way.
     #[cold]
-    pub(super) fn start_in_parts(&self, part_bytes: u64, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    pub(super) fn start_in_parts(
+        &self,
+        part_bytes: u64,
+        uring: &mut Uring,
+        io: &mut Io,
+        token: Token,
+    ) -> Step {
         let (offset, end) = (io.offset, io.offset + io.len);
         let parts = io.parts.get_or_insert_default();
         **parts = Parts { active: true, offset, next: offset, end, part_bytes, ..Parts::default() };
@@ -121,20 +127,20 @@ impl DiskHandle {
             self.long.waiting.borrow_mut().push_back(token);
             return Step::Wait;
         }
-        self.next_part(ring, io, token)
+        self.next_part(uring, io, token)
     }
 
     /// Goes on with such a request: with its part, or with the next one.
     #[cold]
-    pub(super) fn resume_in_parts(&self, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+    pub(super) fn resume_in_parts(&self, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         if io.parts.as_ref().is_some_and(|parts| parts.begun) {
-            let step = self.resume_whole(ring, io, token, res);
-            return self.after_part(ring, io, token, step);
+            let step = self.resume_whole(uring, io, token, res);
+            return self.after_part(uring, io, token, step);
         }
-        self.next_part(ring, io, token)
+        self.next_part(uring, io, token)
     }
 
-    fn next_part(&self, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    fn next_part(&self, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         let parts = io.parts.as_mut().expect("the request is active");
         parts.begun = true;
         let len = (parts.part_bytes - parts.next % parts.part_bytes).min(parts.end - parts.next);
@@ -145,25 +151,25 @@ impl DiskHandle {
         if io.iov.left_bytes() > len {
             parts.hidden = Some(io.iov.hide_after(len));
         }
-        let step = self.start_whole(ring, io, token);
-        self.after_part(ring, io, token, step)
+        let step = self.start_whole(uring, io, token);
+        self.after_part(uring, io, token, step)
     }
 
     /// After a step of a part.
-    fn after_part(&self, ring: &mut Ring, io: &mut Io, token: Token, step: Step) -> Step {
+    fn after_part(&self, uring: &mut Uring, io: &mut Io, token: Token, step: Step) -> Step {
         let Step::Done(res) = step else { return step };
         let parts = io.parts.as_mut().expect("the request is active");
         parts.begun = false;
         parts.next += io.len;
         if res >= 0 && parts.next < parts.end {
-            ring.defer(token);
+            uring.defer(token);
             return Step::Wait;
         }
         parts.active = false;
         parts.hidden = None;
         (io.offset, io.len) = (parts.offset, parts.end - parts.offset);
         match self.long.waiting.borrow_mut().pop_front() {
-            Some(next) => ring.defer(next),
+            Some(next) => uring.defer(next),
             None => self.long.busy.set(false),
         }
         step

@@ -119,7 +119,7 @@ impl Random {
 
 /// One worker with one queue.
 pub(super) struct Rig {
-    pub(super) ring: Ring,
+    pub(super) ring: Uring,
     pub(super) handle: DiskHandle,
 }
 
@@ -145,7 +145,7 @@ impl Ask {
 impl Rig {
     pub(super) fn new(spec: &DiskSpec) -> Self {
         let disk = open_soon(spec);
-        let mut ring = Ring::new().unwrap();
+        let mut ring = Uring::new().unwrap();
         let handle = disk.attach(&mut ring);
         Self { ring, handle }
     }
@@ -437,7 +437,7 @@ fn ram_is_resized_under_io() {
         for seed in 0..2 {
             let (disk, stop) = (&disk, &stop);
             s.spawn(move || {
-                let mut ring = Ring::new().unwrap();
+                let mut ring = Uring::new().unwrap();
                 let mut rig = Rig { handle: disk.attach(&mut ring), ring };
                 let mut random = Random::new(seed);
                 while !stop.load(Ordering::Relaxed) {

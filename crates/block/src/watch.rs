@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use vshunt_types::error::{Error, Result};
 
@@ -56,7 +57,7 @@ impl Bitmap {
 
     /// Its state; no holder does more than look or replace.
     pub fn state(&self) -> std::sync::MutexGuard<'_, BitmapState> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 
     /// Makes it one for a disk of another size: what the disk grew by counts as dirty. With nothing in flight.

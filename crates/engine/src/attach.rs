@@ -7,12 +7,13 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use vshunt_types::error::{Error, Result};
 
 use super::WorkerId;
-use super::homes::Homes;
-use super::mailbox::{Call, Delivery, Mail, QueueId, Recall, Shared};
+use super::mailbox::{Call, Delivery, Message, QueueId, Recall, Shared};
+use super::placement::Placement;
 use super::pool::Workers;
 use super::queue::{Queue, QueueStats, State};
 use super::ticket::Withdrawn;
@@ -70,7 +71,7 @@ pub struct QueueSet {
     slots: Vec<Mutex<Slot>>,
     // Any thread's.
     stats: Vec<Arc<QueueStats>>,
-    homes: Homes,
+    placement: Placement,
 }
 
 impl QueueSet {
@@ -81,15 +82,15 @@ impl QueueSet {
             workers: workers.clone(),
             slots: vec![],
             stats: vec![],
-            homes: Homes::default(),
+            placement: Placement::default(),
         };
         for &worker in homes {
-            // On an error, dropping the set unsettles those before.
-            let mail = workers.settle(worker)?;
+            // On an error, dropping the set releases those before.
+            let mail = workers.reserve(worker)?;
             let id = NEXT_ID.fetch_add(1, Relaxed);
             set.slots.push(Mutex::new(Slot::new(id, worker, mail)));
             set.stats.push(Arc::default());
-            set.homes.push(worker);
+            set.placement.push(worker);
         }
         Ok(set)
     }
@@ -110,16 +111,16 @@ impl QueueSet {
     }
 
     /// The worker a queue is attached to, and how often it was attached.
-    pub fn home(&self, index: u16) -> (WorkerId, u32) {
-        self.homes.get(index)
+    pub fn placement(&self, index: u16) -> (WorkerId, u32) {
+        self.placement.get(index)
     }
 
-    fn note_home(&self, index: u16, slot: &Slot) {
-        self.homes.note(index, slot.worker, slot.generation);
+    fn note_placement(&self, index: u16, slot: &Slot) {
+        self.placement.note(index, slot.worker, slot.generation);
     }
 
     fn slot(&self, index: u16) -> MutexGuard<'_, Slot> {
-        self.slots[index as usize].lock().expect("no holder panics")
+        self.slots[index as usize].locked()
     }
 
     /// Takes a slot for a thread that must not wait for a queue's stop, and gives up at `until`.
@@ -145,7 +146,7 @@ impl QueueSet {
         self.hand_over(&mut slot, index, queue);
         slot.running = true;
         slot.generation += 1;
-        self.note_home(index, &slot);
+        self.note_placement(index, &slot);
     }
 
     /// Takes a queue back, drained. None if it does not run. Waits for as long as requests are in flight:
@@ -235,7 +236,7 @@ impl QueueSet {
         for (i, leaving) in leaving {
             let slot = &slots[usize::from(i)];
             if failed.is_some() {
-                queues.extend(keep(slot, leaving).map(|queue| (i, queue)));
+                queues.extend(cancel_release(slot, leaving).map(|queue| (i, queue)));
                 continue;
             }
             match self.await_release(slot, i, leaving, (until, DRAIN_LIMIT)) {
@@ -252,7 +253,7 @@ impl QueueSet {
     ///
     /// # Errors
     /// [`Busy`](vshunt_types::error::Kind::Busy): the worker does not answer. The function is called when it runs again.
-    pub fn visit(&self, index: u16, f: impl FnOnce(&mut dyn Queue) + Send + 'static) -> Result<bool> {
+    pub fn run_on(&self, index: u16, f: impl FnOnce(&mut dyn Queue) + Send + 'static) -> Result<bool> {
         let mut slot = self.slot(index);
         if !slot.running {
             return Ok(false);
@@ -263,7 +264,7 @@ impl QueueSet {
             return Ok(true);
         }
         let call = Call::new(Box::new(f));
-        slot.mail.send(Mail::Visit { id: slot.id, call: call.clone() });
+        slot.mail.send(Message::RunOn { id: slot.id, call: call.clone() });
         call.wait(ANSWER_LIMIT).ok_or_else(|| {
             Error::busy(format!(
                 "worker {} has not answered for {} s; queue {}:{index} is changed when it runs again",
@@ -278,24 +279,24 @@ impl QueueSet {
     /// `timeout`, or one of the two workers does not run, it goes on where it was and the error is
     /// [`Busy`](vshunt_types::error::Kind::Busy). Takes at most some seconds more than `timeout`.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
-        self.homes.check(&self.name, index)?;
+        self.placement.check(&self.name, index)?;
         let until = Instant::now() + timeout;
         let mut slot = self.slot_until(index, until)?;
         if slot.worker == worker {
             return self.workers.check(worker);
         }
-        let mail = self.workers.settle(worker)?;
+        let mail = self.workers.reserve(worker)?;
         if slot.running {
             if let Err(e) = self.transfer(&mut slot, index, worker, &mail, (until, timeout)) {
-                self.workers.unsettle(worker);
+                self.workers.release(worker);
                 return Err(e);
             }
             slot.generation += 1;
         }
         slot.mail = mail;
-        self.workers.unsettle(slot.worker);
+        self.workers.release(slot.worker);
         slot.worker = worker;
-        self.note_home(index, &slot);
+        self.note_placement(index, &slot);
         Ok(())
     }
 
@@ -347,7 +348,7 @@ impl QueueSet {
         {
             return Ok(queue);
         }
-        if let Some(queue) = keep(slot, leaving) {
+        if let Some(queue) = cancel_release(slot, leaving) {
             return Ok(queue);
         }
         let in_flight = self.stats(index).in_flight.load(Relaxed);
@@ -412,12 +413,12 @@ fn ask_back(slot: &mut Slot) -> Leaving {
         return Leaving::Here(queue);
     }
     let recall = Recall::new(());
-    slot.mail.send(Mail::Release { id: slot.id, recall: recall.clone() });
+    slot.mail.send(Message::Release { id: slot.id, recall: recall.clone() });
     Leaving::Asked(recall)
 }
 
 /// Withdraws step 1: the queue stays on its worker. Returns it if it has left its worker already.
-fn keep(slot: &Slot, leaving: Leaving) -> Option<Box<dyn Queue>> {
+fn cancel_release(slot: &Slot, leaving: Leaving) -> Option<Box<dyn Queue>> {
     let recall = match leaving {
         Leaving::Here(queue) => return Some(queue),
         Leaving::Asked(recall) => recall,
@@ -425,14 +426,14 @@ fn keep(slot: &Slot, leaving: Leaving) -> Option<Box<dyn Queue>> {
     if let Withdrawn::Answered(queue) = recall.withdraw() {
         return Some(queue);
     }
-    slot.mail.send(Mail::Keep { id: slot.id });
+    slot.mail.send(Message::CancelRelease { id: slot.id });
     None
 }
 
 /// Puts a queue into a worker's mailbox.
 fn post(mail: &Shared, id: QueueId, queue: Box<dyn Queue>, stats: &Arc<QueueStats>) -> Arc<Delivery> {
     let delivery = Delivery::new(queue);
-    mail.send(Mail::Attach { id, delivery: delivery.clone(), stats: stats.clone() });
+    mail.send(Message::Attach { id, delivery: delivery.clone(), stats: stats.clone() });
     delivery
 }
 
@@ -441,7 +442,7 @@ impl Drop for QueueSet {
         for i in 0..self.len() {
             let slot = self.slot(i);
             debug_assert!(!slot.running, "stopped before it is dropped");
-            self.workers.unsettle(slot.worker);
+            self.workers.release(slot.worker);
         }
     }
 }

@@ -6,32 +6,32 @@
 //! left its worker.
 
 mod attach;
-mod bell;
-mod homes;
+mod eventfd;
 mod kernel;
-mod listen;
 mod mailbox;
 mod observer;
-mod pace;
+mod placement;
+mod policy;
+mod poll_state;
 mod pool;
 mod queue;
-mod ring;
 #[cfg(test)]
 mod tests;
 mod thread;
 mod ticket;
+mod uring;
 mod wait;
 
 pub use attach::{DRAIN_LIMIT, QueueSet};
-pub use bell::Bell;
-pub use homes::Homes;
+pub use eventfd::EventFd;
 pub use kernel::KernelWorker;
-pub use listen::{Heard, Listen};
 pub use observer::Observer;
+pub use placement::Placement;
+pub use poll_state::{PollEvent, PollState};
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
 pub use queue::{Forwarder, Queue, QueueStats, State};
-pub use ring::{Ring, RingFile, Token};
 pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
+pub use uring::{Token, Uring, UringFile};
 pub use wait::lock_until;
 
 /// Names a worker; never reused while the daemon lives.

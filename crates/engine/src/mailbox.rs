@@ -8,6 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use super::queue::{Queue, QueueStats};
 use super::ticket::Ticket;
@@ -21,36 +22,36 @@ pub(super) const STALLED_AFTER: Duration = Duration::from_secs(1);
 const ASK_EVERY: Duration = Duration::from_micros(100);
 
 /// What is done with a queue on its worker.
-pub(super) type Visitor = Box<dyn FnOnce(&mut dyn Queue) + Send>;
+pub(super) type QueueFn = Box<dyn FnOnce(&mut dyn Queue) + Send>;
 
 /// A queue on its way to a worker.
 pub(super) type Delivery = Ticket<Box<dyn Queue>, ()>;
 /// A queue that is asked back. It can be withdrawn until the queue has left the worker.
 pub(super) type Recall = Ticket<(), Box<dyn Queue>>;
 /// A function to be called with a queue. The answer: whether the queue was there.
-pub(super) type Call = Ticket<Visitor, bool>;
+pub(super) type Call = Ticket<QueueFn, bool>;
 /// The end of a worker. It can be withdrawn until the worker has begun to end.
 pub(super) type Ending = Ticket<(), ()>;
 
 /// What control asks of a worker.
-pub(super) enum Mail {
+pub(super) enum Message {
     /// Attach, step 3 to 4: from now on this queue is yours.
     Attach { id: QueueId, delivery: Arc<Delivery>, stats: Arc<QueueStats> },
     /// Attach, step 1: drain the queue and give it back.
     Release { id: QueueId, recall: Arc<Recall> },
     /// The release of the queue was withdrawn: it goes on here.
-    Keep { id: QueueId },
+    CancelRelease { id: QueueId },
     /// Calls a function with the queue, between two turns.
-    Visit { id: QueueId, call: Arc<Call> },
+    RunOn { id: QueueId, call: Arc<Call> },
     /// No queue is left: end, as soon as no operation of a former queue is left either.
     Stop { ending: Arc<Ending> },
 }
 
 /// What a worker shares with control.
 pub(super) struct Shared {
-    /// Guards the letters alone; held for a push or a swap.
-    pub(super) letters: Mutex<Vec<Mail>>,
-    /// Whether there are letters: what a polling worker looks at.
+    /// Guards the messages alone; held for a push or a swap.
+    pub(super) messages: Mutex<Vec<Message>>,
+    /// Whether there are messages: what a polling worker looks at.
     pub(super) has_mail: AtomicBool,
     /// Times that the worker has read its mail to the end. Written by the worker alone.
     pub(super) mails: AtomicU64,
@@ -58,7 +59,7 @@ pub(super) struct Shared {
     /// change.
     asked: Mutex<Option<(u64, Instant)>>,
     /// Wakes a sleeping worker.
-    pub(super) bell: OwnedFd,
+    pub(super) eventfd: OwnedFd,
     /// Bound of polling, µs; set by control at any time.
     pub(super) poll_us: AtomicU32,
     /// Written by the worker alone.
@@ -72,11 +73,11 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new(poll_us: u32) -> io::Result<Self> {
         Ok(Self {
-            letters: Mutex::new(Vec::new()),
+            messages: Mutex::new(Vec::new()),
             has_mail: AtomicBool::new(false),
             mails: AtomicU64::new(0),
             asked: Mutex::new(None),
-            bell: rustix::event::eventfd(
+            eventfd: rustix::event::eventfd(
                 0,
                 rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
             )?,
@@ -88,20 +89,20 @@ impl Shared {
         })
     }
 
-    pub(super) fn send(&self, mail: Mail) {
-        self.letters.lock().expect("no holder panics").push(mail);
+    pub(super) fn send(&self, mail: Message) {
+        self.messages.locked().push(mail);
         self.wake();
     }
 
     fn wake(&self) {
         self.has_mail.store(true, Ordering::Release);
         // Cannot fail: the counter would have to reach 2^64 - 1.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
     }
 
     /// Asks the worker to read its mail, which may be none, unless it was asked before and has not done so.
     pub(super) fn ask(&self) {
-        let mut asked = self.asked.lock().expect("no holder panics");
+        let mut asked = self.asked.locked();
         let mails = self.mails.load(Ordering::Acquire);
         if asked.is_none_or(|(seen, _)| seen != mails) {
             *asked = Some((mails, Instant::now()));
@@ -114,7 +115,7 @@ impl Shared {
     /// has run, else when that time is over.
     pub(super) fn is_stalled(&self) -> bool {
         loop {
-            let asked = *self.asked.lock().expect("no holder panics");
+            let asked = *self.asked.locked();
             let Some((seen, since)) = asked else { return false };
             if self.mails.load(Ordering::Acquire) != seen {
                 return false;

@@ -7,6 +7,7 @@ use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use rustix::process::{Pid, getpid, getpriority_process, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -16,7 +17,7 @@ use vshunt_types::spec::cpu_list;
 
 use super::WorkerId;
 use super::kernel::KernelWorker;
-use super::mailbox::{Ending, Mail, Shared};
+use super::mailbox::{Ending, Message, Shared};
 use super::thread::{POLL_US_MAX, Worker};
 use super::ticket::Withdrawn;
 
@@ -105,7 +106,7 @@ struct Entry {
     tid: i32,
     kind: Kind,
     /// Queues whose home it is, running or not: such a worker is not freed.
-    homes: u32,
+    reserved: u32,
     /// It is being freed: it gets no queue, and is listed until it is certain that it ends.
     ending: bool,
     /// Its thread, if it is one of this process.
@@ -130,7 +131,7 @@ impl Kind {
             Self::Kernel(worker) => return worker.free().map(|()| None),
         };
         let ending = Ending::new(());
-        shared.send(Mail::Stop { ending: ending.clone() });
+        shared.send(Message::Stop { ending: ending.clone() });
         Ok(Some(ending))
     }
 
@@ -162,7 +163,7 @@ struct Told {
 
 impl Entry {
     fn new(name: String, tid: i32, kind: Kind, thread: Option<JoinHandle<()>>) -> Self {
-        Self { name, tid, kind, homes: 0, ending: false, thread }
+        Self { name, tid, kind, reserved: 0, ending: false, thread }
     }
 
     /// Whether it is not about to end.
@@ -224,14 +225,14 @@ impl Workers {
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
-        self.list.lock().expect("no holder panics")
+        self.list.locked()
     }
 
     /// Makes a worker; returns its id when it is ready to take queues. An id that came to nothing is not used again.
     pub fn create(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
         let poll_us = settings.poll_us.unwrap_or(self.default_poll_us);
         let wanted = Wanted::check(settings)?;
-        let id = self.reserve()?;
+        let id = self.claim_id()?;
         let name = name.unwrap_or_else(|| format!("worker-{id}"));
         let made = begin(id, name, poll_us, &wanted);
         let mut list = self.list();
@@ -251,7 +252,7 @@ impl Workers {
     ) -> Result<WorkerId> {
         settings.check_kernel()?;
         let wanted = Wanted::check(settings)?;
-        let id = self.reserve()?;
+        let id = self.claim_id()?;
         let made = make(id).and_then(|(tid, worker)| match wanted.apply(tid) {
             Ok(()) => Ok((tid, worker)),
             Err(e) => {
@@ -276,7 +277,7 @@ impl Workers {
         });
     }
 
-    fn reserve(&self) -> Result<WorkerId> {
+    fn claim_id(&self) -> Result<WorkerId> {
         let mut list = self.list();
         list.forwarding.retain(|shared| shared.left.load(Acquire) > 0);
         let forwarding = list.forwarding.len();
@@ -344,7 +345,7 @@ impl Workers {
             let mut list = self.list();
             let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
             entry.check_stays(id)?;
-            let homes = entry.homes;
+            let homes = entry.reserved;
             if homes > 0 {
                 return Err(Error::busy(format!(
                     "worker {id} has {homes} queue{}; attach {} to another worker first",
@@ -428,7 +429,7 @@ impl Workers {
     }
 
     /// Makes a worker the home of one more queue, and says where its mail goes.
-    pub(super) fn settle(&self, id: WorkerId) -> Result<Arc<Shared>> {
+    pub(super) fn reserve(&self, id: WorkerId) -> Result<Arc<Shared>> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
         entry.check_stays(id)?;
@@ -442,21 +443,21 @@ impl Workers {
                 )));
             }
         };
-        if entry.homes as usize >= super::thread::PLACES_MAX {
+        if entry.reserved as usize >= super::thread::PLACES_MAX {
             return Err(Error::limit(format!("worker {id} has as many queues as it can have")));
         }
-        entry.homes += 1;
+        entry.reserved += 1;
         Ok(shared)
     }
 
     /// Makes a worker of the in-kernel engine the home of one more queue of its export.
-    pub fn settle_kernel(&self, id: WorkerId, export: &str) -> Result<()> {
+    pub fn reserve_kernel(&self, id: WorkerId, export: &str) -> Result<()> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
         entry.check_stays(id)?;
         let of = match &entry.kind {
             Kind::Kernel(worker) if worker.export() == export => {
-                entry.homes += 1;
+                entry.reserved += 1;
                 return Ok(());
             }
             Kind::Kernel(worker) => format!("the kernel's for export {}", worker.export()),
@@ -469,10 +470,10 @@ impl Workers {
     }
 
     /// Undoes one [`settle`](Self::settle).
-    pub fn unsettle(&self, id: WorkerId) {
+    pub fn release(&self, id: WorkerId) {
         if let Some(entry) = self.list().by_id.get_mut(&id) {
-            debug_assert!(entry.homes > 0);
-            entry.homes = entry.homes.saturating_sub(1);
+            debug_assert!(entry.reserved > 0);
+            entry.reserved = entry.reserved.saturating_sub(1);
         }
     }
 }
@@ -492,7 +493,7 @@ fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<En
         Err(_) => return Err(Error::limit(format!("worker {id} ended before it began"))),
     };
     if let Err(e) = wanted.apply(tid) {
-        shared.send(Mail::Stop { ending: Ending::new(()) });
+        shared.send(Message::Stop { ending: Ending::new(()) });
         let _ = thread.join();
         return Err(e);
     }

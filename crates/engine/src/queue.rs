@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use super::ring::{Ring, Token};
+use super::uring::{Token, Uring};
 
 /// One source of requests. `Send`, not `Sync`: its state moves with it from worker to worker.
 ///
@@ -11,13 +11,13 @@ use super::ring::{Ring, Token};
 /// worker; operations carry it with the queue's own slot and op.
 pub trait Queue: Send {
     /// Attach, step 4: begins to listen for work. The worker then looks at the queue once in any case.
-    fn arm(&mut self, ring: &mut Ring, place: Token);
+    fn arm(&mut self, uring: &mut Uring, place: Token);
 
     /// Takes up to `budget` requests and starts them. Returns how many were taken.
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32;
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32;
 
     /// An operation of this queue is over, or has news and will have `more`. Returns the requests it completed.
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32;
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32;
 
     /// Makes completions visible and notifies the other side if it asked; once a batch. Whether it was notified since
     /// the last call: then it waited for us.
@@ -36,16 +36,16 @@ pub trait Queue: Send {
 
     /// Asks the other side to kick once `after` requests (1 or more) are there; where that cannot be said, at
     /// the first. True: so many are there already, so do not sleep.
-    fn sleep(&mut self, ring: &mut Ring, place: Token, after: u32) -> bool;
+    fn sleep(&mut self, uring: &mut Uring, place: Token, after: u32) -> bool;
 
     /// Attach, step 2: takes nothing more, ends its polls and reads. In-flight requests go on.
-    fn disarm(&mut self, ring: &mut Ring, place: Token);
+    fn disarm(&mut self, uring: &mut Uring, place: Token);
 
     /// Whether nothing of this queue is under way on the ring any more.
     fn at_rest(&self) -> bool;
 
     /// Leaves the ring: gives back registered files. Called at rest, right before the queue moves.
-    fn leave(&mut self, ring: &mut Ring);
+    fn leave(&mut self, uring: &mut Uring);
 
     /// Operations of this queue that may occupy a thread of io-wq each at the same time: those on files that may wait.
     /// Does not change while the queue is on a worker.
@@ -60,7 +60,7 @@ pub trait Queue: Send {
         None
     }
 
-    /// For whoever made the queue and changes it by [`QueueSet::visit`](super::QueueSet::visit).
+    /// For whoever made the queue and changes it by [`QueueSet::run_on`](super::QueueSet::run_on).
     fn as_any(&mut self) -> &mut dyn Any;
 }
 

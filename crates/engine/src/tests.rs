@@ -64,7 +64,7 @@ impl Line {
 }
 
 #[derive(PartialEq, Clone, Copy)]
-enum Listen {
+enum PollState {
     Off,
     On,
     Ending(bool),
@@ -76,7 +76,7 @@ struct TestQueue {
     slots: Vec<u32>,
     times: Box<[types::Timespec]>,
     free: Vec<u16>,
-    listen: Listen,
+    listen: PollState,
     staged: Vec<u32>,
     hold: Duration,
     /// All requests complete at once.
@@ -94,7 +94,7 @@ impl TestQueue {
             slots: vec![0; SLOTS.into()],
             times: vec![types::Timespec::new(); SLOTS.into()].into(),
             free: (0..SLOTS).collect(),
-            listen: Listen::Off,
+            listen: PollState::Off,
             staged: Vec::new(),
             hold,
             inline: false,
@@ -103,18 +103,18 @@ impl TestQueue {
 }
 
 impl Queue for TestQueue {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
         match self.listen {
-            Listen::Off => {
-                ring.poll(self.line.kick.as_raw_fd(), place.with(0, OP_KICK));
-                self.listen = Listen::On;
+            PollState::Off => {
+                uring.poll(self.line.kick.as_raw_fd(), place.with(0, OP_KICK));
+                self.listen = PollState::On;
             }
-            Listen::Ending(_) => self.listen = Listen::Ending(true),
-            Listen::On => {}
+            PollState::Ending(_) => self.listen = PollState::Ending(true),
+            PollState::On => {}
         }
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut n = 0;
         while n < budget && !self.free.is_empty() && self.has_work() {
             let request = self.line.taken.fetch_add(1, Ordering::Relaxed);
@@ -130,22 +130,22 @@ impl Queue for TestQueue {
             self.times[slot as usize] = types::Timespec::from(time);
             let entry = opcode::Timeout::new(&self.times[slot as usize]).build();
             // SAFETY: the timespec lies in a boxed slice that lives as long as the queue, which rests first.
-            unsafe { ring.push(entry, place.with(slot, OP_WORK)) };
+            unsafe { uring.push(entry, place.with(slot, OP_WORK)) };
         }
         n
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, _result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, _result: i32, more: bool) -> u32 {
         if token.op == OP_WORK {
             self.staged.push(self.slots[token.slot as usize]);
             self.free.push(token.slot);
             return 1;
         }
         if !more {
-            let again = matches!(self.listen, Listen::On | Listen::Ending(true));
-            self.listen = Listen::Off;
+            let again = matches!(self.listen, PollState::On | PollState::Ending(true));
+            self.listen = PollState::Off;
             if again {
-                self.arm(ring, token);
+                self.arm(uring, token);
             }
         }
         0
@@ -167,29 +167,29 @@ impl Queue for TestQueue {
         self.line.kick_at.store(u32::MAX, Ordering::Relaxed);
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
         let taken = self.line.taken.load(Ordering::Relaxed);
         self.line.kick_at.store(taken + after, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.line.offered.load(Ordering::Acquire) >= taken + after && !self.free.is_empty()
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
         match self.listen {
-            Listen::On => {
-                ring.cancel(place.with(0, OP_KICK));
-                self.listen = Listen::Ending(false);
+            PollState::On => {
+                uring.cancel(place.with(0, OP_KICK));
+                self.listen = PollState::Ending(false);
             }
-            Listen::Ending(_) => self.listen = Listen::Ending(false),
-            Listen::Off => {}
+            PollState::Ending(_) => self.listen = PollState::Ending(false),
+            PollState::Off => {}
         }
     }
 
     fn at_rest(&self) -> bool {
-        self.free.len() == usize::from(SLOTS) && self.listen == Listen::Off
+        self.free.len() == usize::from(SLOTS) && self.listen == PollState::Off
     }
 
-    fn leave(&mut self, _ring: &mut Ring) {
+    fn leave(&mut self, _ring: &mut Uring) {
         self.line.left.store(true, Ordering::Release);
     }
 
@@ -246,12 +246,12 @@ fn program(seed: u64, poll_us: u32) {
             7 | 8 => {
                 let to = ids[random.below(ids.len() as u64) as usize];
                 set.attach(q as u16, to, Duration::from_secs(60)).unwrap();
-                assert_eq!(set.home(q as u16).0, to);
+                assert_eq!(set.placement(q as u16).0, to);
             }
             9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
             10 if ids.len() > 1 => {
                 let at = 1 + random.below(ids.len() as u64 - 1) as usize;
-                let busy = (0..QUEUES).any(|i| set.home(i).0 == ids[at]);
+                let busy = (0..QUEUES).any(|i| set.placement(i).0 == ids[at]);
                 match workers.free(ids[at]) {
                     Ok(()) => {
                         assert!(!busy);
@@ -298,11 +298,11 @@ fn step_2_out_of_time_leaves_the_queue_where_it_was() {
     }
     let error = set.attach(0, other, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), Kind::Busy);
-    assert_eq!(set.home(0), (0, 1));
+    assert_eq!(set.placement(0), (0, 1));
     line.offer(2);
     line.wait_done();
     set.attach(0, other, Duration::from_secs(60)).unwrap();
-    assert_eq!(set.home(0), (other, 2));
+    assert_eq!(set.placement(0), (other, 2));
     drop(set.stop(0));
 }
 
@@ -330,7 +330,7 @@ fn a_kick_between_release_and_attach_is_not_lost() {
     drop(set.stop(0));
 }
 
-/// Senders that wait for their answers, several on one worker, which lets requests gather: whoever stops short of
+/// Senders that wait for their answers, several on one worker, which lets requests coalesce: whoever stops short of
 /// the number that is waited for is found all the same.
 #[test]
 fn gathering_leaves_nobody_waiting() {
@@ -371,12 +371,12 @@ fn gathering_leaves_nobody_waiting() {
 fn visits_happen_on_the_worker() {
     let workers = pool(0);
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
-    assert!(!set.visit(0, |_| unreachable!()).unwrap());
+    assert!(!set.run_on(0, |_| unreachable!()).unwrap());
     set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
     let tid = workers.states()[0].tid;
     let (send, receive) = std::sync::mpsc::channel();
     assert!(
-        set.visit(0, move |_| send.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap()).unwrap()
+        set.run_on(0, move |_| send.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap()).unwrap()
     );
     assert_eq!(receive.recv().unwrap(), tid);
     drop(set.stop(0));
@@ -463,16 +463,16 @@ struct Leaver {
 const OP_LEFT: u8 = 3;
 
 impl Queue for Leaver {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
-        ring.poll_once(self.event.as_raw_fd(), place.with(7, OP_LEFT));
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
+        uring.poll_once(self.event.as_raw_fd(), place.with(7, OP_LEFT));
         self.polls += 1;
     }
 
-    fn take(&mut self, _ring: &mut Ring, _place: Token, _budget: u32) -> u32 {
+    fn take(&mut self, _ring: &mut Uring, _place: Token, _budget: u32) -> u32 {
         0
     }
 
-    fn complete(&mut self, _ring: &mut Ring, _token: Token, _result: i32, _more: bool) -> u32 {
+    fn complete(&mut self, _ring: &mut Uring, _token: Token, _result: i32, _more: bool) -> u32 {
         self.polls -= 1;
         0
     }
@@ -487,17 +487,17 @@ impl Queue for Leaver {
 
     fn wake(&mut self) {}
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
         false
     }
 
-    fn disarm(&mut self, _ring: &mut Ring, _place: Token) {}
+    fn disarm(&mut self, _ring: &mut Uring, _place: Token) {}
 
     fn at_rest(&self) -> bool {
         true
     }
 
-    fn leave(&mut self, _ring: &mut Ring) {}
+    fn leave(&mut self, _ring: &mut Uring) {}
 
     fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
         let left = std::mem::take(&mut self.polls);

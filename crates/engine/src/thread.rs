@@ -1,8 +1,8 @@
 //! What runs on a worker: the loop that takes requests, enters the ring, completes, publishes, and sleeps.
 //!
-//! One turn: mail → take from each awake queue → one enter for all that was pushed → completions →
+//! One iteration: mailbox → take from each awake queue → one enter for all that was pushed → completions →
 //! publish. A queue is *awake* while its other side is asked not to kick; the worker then looks at it each
-//! turn. With nothing to do the worker polls for a bounded, adapted time, then asks all queues to kick and
+//! iteration. With nothing to do the worker polls for a bounded, adapted time, then asks all queues to kick and
 //! sleeps in the ring.
 
 use std::io;
@@ -10,11 +10,12 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
-use super::mailbox::{Mail, QueueId, Recall, Shared, Visitor};
-use super::pace::{Pace, Plan};
+use super::mailbox::{Message, QueueFn, QueueId, Recall, Shared};
+use super::policy::{PollPolicy, Rest};
 use super::queue::{Forwarder, Queue, QueueStats};
-use super::ring::{Completion, Ring, Token};
+use super::uring::{Completion, Token, Uring};
 
 /// Requests taken from one queue before its neighbours have their turn.
 pub const BUDGET: u32 = 64;
@@ -23,9 +24,9 @@ pub const DEFAULT_POLL_US: u32 = 50;
 /// Largest bound of polling, µs: more would be a busy loop.
 pub const POLL_US_MAX: u32 = 10_000;
 /// Turns without work after which one queue among busy ones is asked to kick again.
-const QUIET_TURNS: u32 = 256;
+const QUIET_ITERATIONS: u32 = 256;
 /// Turns without work between two thorough looks at a queue among busy ones.
-const LOOK_TURNS: u32 = 4;
+const LOOK_ITERATIONS: u32 = 4;
 /// Polls between two looks at the clock, and thorough ones at the queues.
 const POLLS_A_LOOK: u32 = 16;
 /// The mailbox's place; queues have the ones below.
@@ -38,7 +39,7 @@ enum Phase {
     Draining(Arc<Recall>),
 }
 
-struct Place {
+struct Attached {
     id: QueueId,
     queue: Box<dyn Queue>,
     token: Token,
@@ -59,9 +60,9 @@ struct Left {
 
 /// A worker's state; lives on its thread.
 pub(super) struct Worker {
-    ring: Ring,
+    uring: Uring,
     shared: Arc<Shared>,
-    places: Vec<Option<Place>>,
+    places: Vec<Option<Attached>>,
     /// Use counts of the places, so that a completion finds only the queue it belongs to.
     generations: Vec<u32>,
     awake: Vec<u16>,
@@ -72,16 +73,16 @@ pub(super) struct Worker {
     /// Empty but for former queues with operations on this ring.
     left: Vec<Left>,
     completions: Vec<Completion>,
-    pace: Pace,
+    policy: PollPolicy,
     stopping: bool,
 }
 
 impl Worker {
     pub(super) fn new(shared: Arc<Shared>) -> io::Result<Self> {
-        let mut ring = Ring::new()?;
-        ring.poll(shared.bell.as_raw_fd(), Self::mail_token());
+        let mut uring = Uring::new()?;
+        uring.poll(shared.eventfd.as_raw_fd(), Self::mail_token());
         Ok(Self {
-            ring,
+            uring,
             shared,
             places: Vec::new(),
             generations: Vec::new(),
@@ -91,7 +92,7 @@ impl Worker {
             touched: Vec::new(),
             left: Vec::new(),
             completions: Vec::with_capacity(256),
-            pace: Pace::new(),
+            policy: PollPolicy::new(),
             stopping: false,
         })
     }
@@ -105,7 +106,7 @@ impl Worker {
     /// `io_uring_enter` itself, after which nothing can be served.
     pub(super) fn run(&mut self) -> io::Result<()> {
         while !self.is_over() {
-            let busy = self.turn()?;
+            let busy = self.iterate()?;
             if !busy && !self.is_over() {
                 self.rest()?;
             }
@@ -117,25 +118,25 @@ impl Worker {
         self.stopping && self.left.is_empty()
     }
 
-    /// One turn. Whether there was anything to do.
-    fn turn(&mut self) -> io::Result<bool> {
+    /// One iteration. Whether there was anything to do.
+    fn iterate(&mut self) -> io::Result<bool> {
         let mut busy = false;
-        self.ring.begin_turn();
+        self.uring.begin_iteration();
         if self.shared.has_mail.load(Ordering::Acquire) {
             self.read_mail();
             busy = true;
         }
         let mut requests = 0;
-        if self.ring.has_completions() {
+        if self.uring.has_completions() {
             requests += self.complete();
             busy = true;
         }
         requests += self.take();
-        if self.ring.wants_enter() {
-            self.ring.enter(false)?;
+        if self.uring.wants_enter() {
+            self.uring.enter(false)?;
             requests += self.complete();
-            busy |= !self.ring.must_sleep();
-        } else if self.ring.has_completions() {
+            busy |= !self.uring.must_sleep();
+        } else if self.uring.has_completions() {
             requests += self.complete();
         }
         self.publish();
@@ -143,9 +144,9 @@ impl Worker {
             self.hand_back();
         }
         if requests > 0 {
-            self.pace.found(requests);
+            self.policy.found(requests);
         }
-        Ok(busy || requests > 0 || self.ring.has_deferred())
+        Ok(busy || requests > 0 || self.uring.has_deferred())
     }
 
     /// Takes from each awake queue, a budget each. Returns requests taken.
@@ -159,10 +160,11 @@ impl Worker {
                 self.awake.swap_remove(i);
                 continue;
             };
-            if place.queue.has_work() || (others && place.quiet % LOOK_TURNS == 0 && place.queue.look()) {
+            if place.queue.has_work() || (others && place.quiet % LOOK_ITERATIONS == 0 && place.queue.look())
+            {
                 place.quiet = 0;
                 let before = place.stats.in_flight.load(Ordering::Relaxed);
-                let n = place.queue.take(&mut self.ring, place.token, BUDGET);
+                let n = place.queue.take(&mut self.uring, place.token, BUDGET);
                 let after = place.stats.in_flight.load(Ordering::Relaxed);
                 taken += u64::from(n);
                 // What is not in flight now was completed at once.
@@ -173,9 +175,9 @@ impl Worker {
                 }
             } else {
                 place.quiet += 1;
-                if place.quiet > QUIET_TURNS && self.awake.len() > 1 {
+                if place.quiet > QUIET_ITERATIONS && self.awake.len() > 1 {
                     place.quiet = 0;
-                    if !place.queue.sleep(&mut self.ring, place.token, 1) {
+                    if !place.queue.sleep(&mut self.uring, place.token, 1) {
                         place.awake = false;
                         self.awake.swap_remove(i);
                         continue;
@@ -194,12 +196,12 @@ impl Worker {
     fn complete(&mut self) -> u64 {
         let mut done = 0;
         let mut completions = std::mem::take(&mut self.completions);
-        self.ring.reap(&mut completions);
+        self.uring.reap(&mut completions);
         for &Completion { token, result, more } in &completions {
             if token.index == MAIL_INDEX {
-                // The flag tells what came; the bell is never read, each ring of it is an edge.
+                // The flag tells what came; the eventfd is never read, each ring of it is an edge.
                 if !more {
-                    self.ring.poll(self.shared.bell.as_raw_fd(), Self::mail_token());
+                    self.uring.poll(self.shared.eventfd.as_raw_fd(), Self::mail_token());
                 }
                 continue;
             }
@@ -208,12 +210,12 @@ impl Worker {
                 self.forward(token, result);
                 continue;
             };
-            done += u64::from(place.queue.complete(&mut self.ring, token, result, more));
+            done += u64::from(place.queue.complete(&mut self.uring, token, result, more));
             if !place.touched {
                 place.touched = true;
                 self.touched.push(token.index);
             }
-            Self::rouse(place, token.index, &mut self.awake);
+            Self::wake_queue(place, token.index, &mut self.awake);
         }
         completions.clear();
         self.completions = completions;
@@ -240,7 +242,7 @@ impl Worker {
         self.shared.left.store(n, Ordering::Release);
     }
 
-    fn rouse(place: &mut Place, index: u16, awake: &mut Vec<u16>) {
+    fn wake_queue(place: &mut Attached, index: u16, awake: &mut Vec<u16>) {
         place.quiet = 0;
         if !place.awake && matches!(place.phase, Phase::Active) {
             place.awake = true;
@@ -254,7 +256,7 @@ impl Worker {
             if let Some(place) = &mut self.places[index as usize] {
                 place.touched = false;
                 if place.queue.publish() {
-                    self.pace.notified();
+                    self.policy.notified();
                 }
             }
         }
@@ -267,19 +269,19 @@ impl Worker {
             self.places[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
         });
         let start = Instant::now();
-        let plan = self.pace.plan(start, bound, steady);
-        if let Plan::Poll(window) = plan
-            && !self.ring.must_sleep()
+        let plan = self.policy.plan(start, bound, steady);
+        if let Rest::Poll(window) = plan
+            && !self.uring.must_sleep()
         {
             let found = self.spin(window);
-            self.pace.polled(found, Instant::now(), window, bound);
+            self.policy.polled(found, Instant::now(), window, bound);
             if found {
                 return Ok(());
             }
         }
         let (after, limit) = match plan {
-            Plan::Gather { requests, limit } => (requests, Some(limit)),
-            Plan::Sleep | Plan::Poll(_) => (1, None),
+            Rest::Coalesce { requests, limit } => (requests, Some(limit)),
+            Rest::Sleep | Rest::Poll(_) => (1, None),
         };
         if self.ask_for_kicks(after) {
             return Ok(());
@@ -287,7 +289,8 @@ impl Worker {
         let mut slept = Ok(());
         if !self.shared.has_mail.load(Ordering::Acquire) {
             QueueStats::add(&self.shared.sleeps, 1);
-            slept = self.ring.wait(limit).map(|woken| self.pace.slept(start, Instant::now(), woken, bound));
+            slept =
+                self.uring.wait(limit).map(|woken| self.policy.slept(start, Instant::now(), woken, bound));
         }
         if after > 1 {
             self.look_at_all();
@@ -302,7 +305,7 @@ impl Worker {
         let mut work = false;
         for &index in &self.awake {
             if let Some(place) = &mut self.places[index as usize] {
-                work |= place.queue.sleep(&mut self.ring, place.token, share);
+                work |= place.queue.sleep(&mut self.uring, place.token, share);
             }
         }
         for &index in &self.awake {
@@ -325,7 +328,7 @@ impl Worker {
     fn look_at_all(&mut self) {
         for index in std::mem::take(&mut self.asleep) {
             if let Some(place) = &mut self.places[index as usize] {
-                Self::rouse(place, index, &mut self.awake);
+                Self::wake_queue(place, index, &mut self.awake);
             }
         }
     }
@@ -339,8 +342,8 @@ impl Worker {
             }
             for _ in 0..POLLS_A_LOOK {
                 if self.any_awake(|q| q.has_work())
-                    || self.ring.has_completions()
-                    || self.ring.wants_enter()
+                    || self.uring.has_completions()
+                    || self.uring.wants_enter()
                     || self.shared.has_mail.load(Ordering::Relaxed)
                 {
                     return true;
@@ -360,27 +363,27 @@ impl Worker {
     fn read_mail(&mut self) {
         self.shared.has_mail.store(false, Ordering::Relaxed);
         // The lock's acquire orders the store above before whatever is sent after this take.
-        let letters = std::mem::take(&mut *self.shared.letters.lock().expect("no holder panics"));
-        for mail in letters {
+        let messages = std::mem::take(&mut *self.shared.messages.locked());
+        for mail in messages {
             match mail {
-                Mail::Attach { id, delivery, stats } => {
+                Message::Attach { id, delivery, stats } => {
                     if let Some(queue) = delivery.begin() {
                         self.attach(id, queue, stats);
                         let _ = delivery.answer(());
                     }
                 }
-                Mail::Release { id, recall } => self.release(id, recall),
-                Mail::Keep { id } => {
+                Message::Release { id, recall } => self.release(id, recall),
+                Message::CancelRelease { id } => {
                     if let Some(index) = self.find(id) {
-                        self.keep(index);
+                        self.resume(index);
                     }
                 }
-                Mail::Visit { id, call } => {
+                Message::RunOn { id, call } => {
                     if let Some(f) = call.begin() {
-                        let _ = call.answer(self.visit(id, f));
+                        let _ = call.answer(self.run_on(id, f));
                     }
                 }
-                Mail::Stop { ending } => {
+                Message::Stop { ending } => {
                     if ending.begin().is_some() {
                         self.stopping = true;
                         let _ = ending.answer(());
@@ -392,11 +395,11 @@ impl Worker {
     }
 
     /// Whether the queue is here.
-    fn visit(&mut self, id: QueueId, f: Visitor) -> bool {
+    fn run_on(&mut self, id: QueueId, f: QueueFn) -> bool {
         let Some(index) = self.find(id) else { return false };
         let place = self.places[index].as_mut().expect("found");
         f(place.queue.as_mut());
-        Self::rouse(place, index as u16, &mut self.awake);
+        Self::wake_queue(place, index as u16, &mut self.awake);
         true
     }
 
@@ -419,10 +422,18 @@ impl Worker {
             *generation = next(*generation);
         }
         let token = Token { index: index as u16, generation: *generation, slot: 0, op: 0 };
-        let mut place =
-            Place { id, queue, token, phase: Phase::Active, stats, awake: false, quiet: 0, touched: false };
-        place.queue.arm(&mut self.ring, token);
-        Self::rouse(&mut place, index as u16, &mut self.awake);
+        let mut place = Attached {
+            id,
+            queue,
+            token,
+            phase: Phase::Active,
+            stats,
+            awake: false,
+            quiet: 0,
+            touched: false,
+        };
+        place.queue.arm(&mut self.uring, token);
+        Self::wake_queue(&mut place, index as u16, &mut self.awake);
         self.places[index] = Some(place);
         self.count();
     }
@@ -434,7 +445,7 @@ impl Worker {
         }
         let Some(index) = self.find(id) else { return };
         let place = self.places[index].as_mut().expect("found");
-        place.queue.disarm(&mut self.ring, place.token);
+        place.queue.disarm(&mut self.uring, place.token);
         place.phase = Phase::Draining(recall);
         place.awake = false;
         self.awake.retain(|&i| usize::from(i) != index);
@@ -442,15 +453,15 @@ impl Worker {
     }
 
     /// The release of a queue was withdrawn: it goes on here.
-    fn keep(&mut self, index: usize) {
+    fn resume(&mut self, index: usize) {
         let place = self.places[index].as_mut().expect("the caller found it");
         if !matches!(&place.phase, Phase::Draining(recall) if recall.is_withdrawn()) {
             return;
         }
         place.phase = Phase::Active;
         self.draining.retain(|&i| usize::from(i) != index);
-        place.queue.arm(&mut self.ring, place.token);
-        Self::rouse(place, index as u16, &mut self.awake);
+        place.queue.arm(&mut self.uring, place.token);
+        Self::wake_queue(place, index as u16, &mut self.awake);
     }
 
     /// Gives back the queues whose drain is over.
@@ -463,9 +474,9 @@ impl Worker {
                 continue;
             }
             self.draining.swap_remove(i);
-            let Some(Place { id, mut queue, token, phase, stats, .. }) = slot.take() else { continue };
+            let Some(Attached { id, mut queue, token, phase, stats, .. }) = slot.take() else { continue };
             queue.publish();
-            queue.leave(&mut self.ring);
+            queue.leave(&mut self.uring);
             if let Some(forwarder) = queue.forwarder() {
                 self.left.push(Left { token, forwarder });
                 self.count_left();
@@ -485,6 +496,6 @@ impl Worker {
         let queues = || self.places.iter().flatten();
         self.shared.queues.store(queues().count() as u32, Ordering::Relaxed);
         let waits = queues().map(|p| p.queue.waits_max()).fold(0, u32::saturating_add);
-        self.ring.allow_waits(waits);
+        self.uring.allow_waits(waits);
     }
 }

@@ -6,6 +6,7 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 /// A request of `A`, answered with an `R`.
 pub(super) struct Ticket<A, R> {
@@ -41,7 +42,7 @@ impl<A, R> Ticket<A, R> {
     }
 
     fn phase(&self) -> MutexGuard<'_, Phase<A, R>> {
-        self.phase.lock().expect("no holder panics")
+        self.phase.locked()
     }
 
     /// Worker: begins, after which it cannot be withdrawn. None if it was withdrawn before.

@@ -14,10 +14,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use vshunt_block::own_mounts::{Making, OwnMount};
 use vshunt_block::{Disk, SECTOR_BYTES};
-use vshunt_engine::{Bell, Observer, Queue, QueueSet};
+use vshunt_engine::{EventFd, Observer, Queue, QueueSet};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{ExportSpec, Transport};
 
@@ -99,9 +100,9 @@ impl Fuse {
         let session = Arc::new(session);
         let inner =
             Arc::new(Inner { mount, _own: own, session, backing, ending: AtomicBool::new(false), observer });
-        let bells =
-            (0..queues.len()).map(|_| Bell::make().map(Arc::new)).collect::<std::io::Result<Vec<_>>>();
-        let bells = bells.map_err(|e| Error::io(format_args!("cannot serve {}", spec.name), e))?;
+        let eventfds =
+            (0..queues.len()).map(|_| EventFd::make().map(Arc::new)).collect::<std::io::Result<Vec<_>>>();
+        let eventfds = eventfds.map_err(|e| Error::io(format_args!("cannot serve {}", spec.name), e))?;
         let watch = Arc::downgrade(&inner);
         let opens = Arc::<AtomicU32>::default();
         let setup = Setup {
@@ -117,8 +118,8 @@ impl Fuse {
                 (None, _) => {}
             }),
         };
-        let shared = Arc::new(FuseShared::new(setup, &bells)?);
-        let made = make_queues(spec, &plan, &inner, &shared, &bells, queues);
+        let shared = Arc::new(FuseShared::new(setup, &eventfds)?);
+        let made = make_queues(spec, &plan, &inner, &shared, &eventfds, queues);
         let (boxes, away) = made.inspect_err(|_| inner.ending.store(true, SeqCst))?;
         for (index, queue) in boxes {
             queues.start(index, queue);
@@ -181,7 +182,7 @@ impl Fuse {
 
     /// Ends it: callers get errors, requests of the disk that are under way are waited for. Idempotent.
     pub fn stop(&self) {
-        let Some(queues) = self.queues.lock().expect("no holder panics").take() else { return };
+        let Some(queues) = self.queues.locked().take() else { return };
         self.inner.ending.store(true, SeqCst);
         if let Some(id) = self.inner.backing {
             session::close_backing(&self.inner.session, id);
@@ -261,14 +262,14 @@ fn make_queues(
     plan: &Plan,
     inner: &Arc<Inner>,
     shared: &Arc<FuseShared>,
-    bells: &[Arc<Bell>],
+    eventfds: &[Arc<EventFd>],
     queues: &QueueSet,
 ) -> Result<Made> {
     let count = queues.len();
     let rings = if plan.transport == Transport::IoUring { count - 1 } else { 0 };
     let away: Arc<[Arc<AtomicU32>]> = (0..rings).map(|_| Arc::default()).collect();
     // The channels are those from `rings` on: their places in the herd are their places in the export.
-    let herd = Arc::new(Herd::new(bells.to_vec()));
+    let herd = Arc::new(Herd::new(eventfds.to_vec()));
     let mut made: Vec<(u16, Box<dyn Queue>)> = Vec::new();
     for index in 0..count {
         let source = if index < rings {
@@ -282,7 +283,7 @@ fn make_queues(
         let parts = Parts {
             index,
             source,
-            bell: bells[usize::from(index)].clone(),
+            eventfd: eventfds[usize::from(index)].clone(),
             stats: queues.stats(index).clone(),
             on_gone: Box::new(move || {
                 if let Some(inner) = watch.upgrade() {

@@ -22,6 +22,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use vshunt_types::sync::Locked;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
@@ -125,7 +126,7 @@ impl Mount {
 
     /// Whether [`unmount`](Self::unmount) has ended it.
     pub fn was_ended(&self) -> bool {
-        *self.ended.lock().expect("no holder panics")
+        *self.ended.locked()
     }
 
     /// Its device number, which its file has too.
@@ -146,7 +147,7 @@ impl Mount {
     /// An Ok does not mean that the connection has ended: a mount that was copied to another mount namespace lives on
     /// there until the channels are closed.
     pub fn unmount(&self, hard: bool) -> Result<()> {
-        let mut ended = self.ended.lock().expect("no holder panics");
+        let mut ended = self.ended.locked();
         if !*ended {
             let was_at = self.end(hard)?;
             *ended = true;

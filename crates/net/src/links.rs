@@ -5,6 +5,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
+use vshunt_types::sync::Locked;
 
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
 use vshunt_types::spec::NetCounters as Counters;
@@ -93,7 +94,7 @@ impl Links {
     }
 
     fn ask(&self, index: i32, name: Option<&str>) -> io::Result<Option<Link>> {
-        let mut asked = self.asked.lock().expect("no holder panics");
+        let mut asked = self.asked.locked();
         *asked = asked.wrapping_add(1);
         send(&self.socket, &question(index, name, *asked), SendFlags::empty())?;
         let mut answer = vec![0; ANSWER_BYTES];

@@ -46,6 +46,7 @@ mod steering;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
+use vshunt_types::sync::Locked;
 
 pub use given::parse_fds;
 pub use offloads::Offloads;
@@ -422,7 +423,7 @@ impl Tap {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 }
 

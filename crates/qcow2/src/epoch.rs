@@ -6,6 +6,7 @@
 //!
 //! Called by every request, at its start and end, on its worker; [`Epochs::advance`] by whoever wants clusters back.
 
+use crate::lock::Locked;
 use std::sync::Arc;
 
 use crate::sync::Ordering::{Acquire, Relaxed, Release, SeqCst};
@@ -42,13 +43,13 @@ impl Epochs {
     /// One user more.
     pub(crate) fn join(&self) -> Arc<Member> {
         let member = Arc::new(Member::default());
-        self.members.lock().expect("no holder panics").push(member.clone());
+        self.members.locked().push(member.clone());
         member
     }
 
     /// A user goes, with no request under way.
     pub(crate) fn leave(&self, member: &Arc<Member>) {
-        self.members.lock().expect("no holder panics").retain(|m| !Arc::ptr_eq(m, member));
+        self.members.locked().retain(|m| !Arc::ptr_eq(m, member));
     }
 
     /// The epoch that is. Whoever takes a cluster out of the map asks afterwards.
@@ -85,7 +86,7 @@ impl Epochs {
 
     /// Goes on to the next epoch if nobody is in the last one. The epoch that is then.
     pub(crate) fn advance(&self) -> Epoch {
-        let members = self.members.lock().expect("no holder panics");
+        let members = self.members.locked();
         let now = self.now.load(Relaxed);
         let last = place(now + LIVE as u64 - 1);
         // Against the one in `enter`.

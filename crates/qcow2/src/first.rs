@@ -8,6 +8,7 @@
 //! changed since, or if a write of an older copy was under way when it began: that one may have come later. A change is in the
 //! image for good once its write has ended and need not be done again.
 
+use crate::lock::Locked;
 use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -72,7 +73,7 @@ impl First {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 
     /// Changes the copy; a write of it begins.
@@ -119,7 +120,7 @@ impl First {
     ///
     /// # Errors
     /// `TimedOut`. It is not known then what is in the image.
-    pub(crate) fn settle(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
+    pub(crate) fn reserve(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
         let mut state = self.lock();
         let Some((write, again)) = state.end(number) else { return Ok(None) };
         self.over.notify_all();
@@ -191,15 +192,15 @@ mod tests {
         let first = first();
         let (_, early) = first.set_generation(1);
         let late = first.set_size(4 << 20).1;
-        assert_eq!(first.settle(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(first.reserve(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
         let (bytes, size) = first.set_size(5 << 20);
         std::thread::scope(|scope| {
-            let control = scope.spawn(|| first.settle(size, Duration::from_secs(600)).unwrap());
+            let control = scope.spawn(|| first.reserve(size, Duration::from_secs(600)).unwrap());
             let (again, request) = first.ended(early).unwrap();
             assert_eq!((size_in(&again), &again), (5 << 20, &bytes));
             let (again, size) = control.join().unwrap().expect("the flush's write may have come later");
             assert_eq!(again, bytes);
-            assert_eq!(first.settle(size, NO_TIME).unwrap(), None);
+            assert_eq!(first.reserve(size, NO_TIME).unwrap(), None);
             assert_eq!(first.ended(request), None);
         });
     }

@@ -12,6 +12,7 @@
 //!
 //! Lock order: last.
 
+use crate::lock::Locked;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
@@ -84,7 +85,7 @@ impl Guard {
             add("an L2 table", offset, cluster)?;
         }
         // A block that comes to be calls all free that it is for.
-        for (start, (end, what)) in guard.ranges.lock().expect("no holder panics").iter() {
+        for (start, (end, what)) in guard.ranges.locked().iter() {
             let entries = header.refblock_entries();
             for n in start / entries..=(end - 1) / entries {
                 if blocks.get(n as usize).is_none_or(|at| *at == 0) {
@@ -98,7 +99,7 @@ impl Guard {
     }
 
     fn add_range(&self, what: &'static str, start: u64, end: u64) -> Result<()> {
-        let mut ranges = self.ranges.lock().expect("no holder panics");
+        let mut ranges = self.ranges.locked();
         if let Some((there, (_, other))) = ranges.range(..end).next_back().filter(|(_, (to, _))| *to > start)
         {
             return Err(Error::corrupt(format!(
@@ -125,13 +126,13 @@ impl Guard {
         if let Err(e) = self.add_range(what, cluster, cluster + 1)
             && self.condemn(e.to_string())
         {
-            self.settle(false);
+            self.reserve(false);
         }
     }
 
     /// A cluster of metadata is none any more; one that was a range by itself.
     pub(crate) fn remove(&self, cluster: u64) {
-        self.ranges.lock().expect("no holder panics").remove(&cluster);
+        self.ranges.locked().remove(&cluster);
     }
 
     /// What of the metadata lies in a cluster.
@@ -142,7 +143,7 @@ impl Guard {
     }
 
     fn look(&self, cluster: u64) -> Option<&'static str> {
-        let ranges = self.ranges.lock().expect("no holder panics");
+        let ranges = self.ranges.locked();
         let (_, (end, what)) = ranges.range(..=cluster).next_back()?;
         (cluster < *end).then_some(*what)
     }
@@ -154,7 +155,7 @@ impl Guard {
         end: u64,
         bad: impl Fn(u64) -> bool,
     ) -> Option<(u64, &'static str)> {
-        let ranges = self.ranges.lock().expect("no holder panics");
+        let ranges = self.ranges.locked();
         // One may begin before.
         let from = ranges.range(..start).next_back().map_or(start, |(from, _)| *from);
         ranges.range(from..end).find_map(|(from, (to, what))| {
@@ -173,7 +174,7 @@ impl Guard {
     }
 
     /// Who was the first to find it has marked the image, or could not.
-    pub(crate) fn settle(&self, marked: bool) {
+    pub(crate) fn reserve(&self, marked: bool) {
         let _ = self.marked.set(marked);
     }
 

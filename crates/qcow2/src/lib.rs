@@ -26,6 +26,7 @@ mod holes;
 mod image;
 pub mod info;
 pub mod journal;
+mod lock;
 mod map;
 pub mod memory;
 pub mod refcount;

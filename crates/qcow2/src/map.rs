@@ -8,6 +8,7 @@
 //!
 //! What must never happen: an entry of one slice taken for another's; a dirty slice dropped.
 
+use crate::lock::Locked;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::OnceLock;
 
@@ -187,7 +188,7 @@ impl Map {
     }
 
     fn shard(&self, slice: u64) -> MutexGuard<'_, Shard> {
-        self.shards[slice as usize % SHARDS].lock().expect("no holder panics")
+        self.shards[slice as usize % SHARDS].locked()
     }
 
     /// The number of the frame that a slice is in, plus 1; or [`NONE`].
@@ -301,7 +302,7 @@ impl Map {
 
     /// A frame that holds nothing: a fresh one, or one whose slice was not used for a while.
     fn claim(&self) -> Option<u32> {
-        let mut free = self.free.lock().expect("no holder panics");
+        let mut free = self.free.locked();
         if (free.fresh as usize) < self.frames.len() {
             free.fresh += 1;
             return Some(free.fresh - 1);
@@ -423,7 +424,7 @@ impl Map {
     pub(crate) fn take_dirty(&self) -> Vec<Copy> {
         let mut copies = Vec::new();
         for shard in &self.shards {
-            let mut shard = shard.lock().expect("no holder panics");
+            let mut shard = shard.locked();
             for slice in std::mem::take(&mut shard.dirty) {
                 self.dirty.fetch_sub(1, Relaxed);
                 let frame = self.frame_of(slice).expect("dirty slices stay");

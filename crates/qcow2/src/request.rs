@@ -19,6 +19,7 @@ mod seek;
 mod table;
 mod zero;
 
+use crate::lock::Locked;
 use std::ops::Range;
 
 use self::buffer::Buffer;
@@ -336,7 +337,7 @@ impl Request {
             Pending::Counts(index) => {
                 let wrong = cx.chain.top().wrong_counts(index, &self.meta).filter(|_| failed == 0);
                 let bytes = (failed == 0 && wrong.is_none()).then(|| self.meta[..].into());
-                cx.chain.top().alloc.lock().expect("no holder panics").loaded(index, bytes, cx.wake);
+                cx.chain.top().alloc.locked().loaded(index, bytes, cx.wake);
                 if let Some(why) = wrong {
                     return self.condemn(why, cx);
                 }

@@ -1,5 +1,6 @@
 //! An open image: what its workers share.
 
+use crate::lock::Locked;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
@@ -369,7 +370,7 @@ impl Served {
                 first.failed(copied.1);
                 break e;
             }
-            match first.settle(copied.1, FIRST_WAIT) {
+            match first.reserve(copied.1, FIRST_WAIT) {
                 Ok(Some(newer)) => copied = newer,
                 Ok(None) => return Ok(()),
                 Err(e) => break e,
@@ -415,7 +416,7 @@ impl Served {
 
     /// Where the last cluster that was ever used ends, bytes: the file needs not be longer.
     pub fn end(&self) -> u64 {
-        self.alloc.lock().expect("no holder panics").end() << self.cluster_bits
+        self.alloc.locked().end() << self.cluster_bits
     }
 
     /// A queue on a worker begins to use it.
@@ -426,7 +427,7 @@ impl Served {
     /// A queue ends its use, with no request under way; what it had reserved comes back.
     pub fn leave(&self, user: User) {
         self.epochs.leave(&user.member);
-        self.alloc.lock().expect("no holder panics").give_back(user.reserve);
+        self.alloc.locked().give_back(user.reserve);
     }
 
     /// log2 of the bytes that are allocated alone.
@@ -535,7 +536,7 @@ impl Served {
 
     /// Copies of the pieces of the L1 table that have new entries, with the entries; the pieces' offsets are in the file.
     pub(crate) fn take_l1(&self) -> Vec<(u64, u64, Vec<u8>)> {
-        let mut tables = self.tables.lock().expect("no holder panics");
+        let mut tables = self.tables.locked();
         let words = self.unit() / 8;
         let mut pieces: Vec<(u64, u64, Vec<u8>)> = Vec::new();
         for index in std::mem::take(&mut tables.dirty) {

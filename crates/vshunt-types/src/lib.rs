@@ -11,3 +11,4 @@
 
 pub mod error;
 pub mod spec;
+pub mod sync;

@@ -29,7 +29,7 @@ pub use self::log::{DirtyLog, MissedPage};
 pub use self::memory::{Area, DEFAULT_BASE, Memory, PAGE, Region, RegionSpec};
 pub use self::queue::{Completion, FRAME_HEAD, Queue, QueueShape, RingParts};
 pub use self::session::{InflightRegion, Session, packed_base, split_base};
-pub use self::transport::{Heard, Transport};
+pub use self::transport::{PollEvent, Transport};
 pub use self::wire::{Code, Message, NEED_REPLY, Payload, REPLY, VERSION, Wire, protocol};
 pub use virtio::driver::DriverSeg;
 

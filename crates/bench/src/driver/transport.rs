@@ -27,7 +27,7 @@ pub enum Transport {
 
 /// What came of waiting on [`Transport::fds`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Heard {
+pub enum PollEvent {
     /// Nothing that matters.
     Nothing,
     /// The server closed the connection.
@@ -131,21 +131,21 @@ impl Transport {
     }
 
     /// What it means that of [`Transport::fds`] those became ready. A broken ring is an error.
-    pub fn heard(&mut self, ready: &[bool]) -> Result<Heard> {
+    pub fn heard(&mut self, ready: &[bool]) -> Result<PollEvent> {
         match self {
             Self::Socket(session) => {
                 if ready.first() == Some(&true) {
-                    return Ok(Heard::Gone);
+                    return Ok(PollEvent::Gone);
                 }
                 if ready.get(1) != Some(&true) {
-                    return Ok(Heard::Nothing);
+                    return Ok(PollEvent::Nothing);
                 }
                 let config = session.wait_config_change(Duration::ZERO)?;
-                Ok(config.map_or(Heard::Nothing, Heard::Changed))
+                Ok(config.map_or(PollEvent::Nothing, PollEvent::Changed))
             }
             Self::Kernel(kernel) => {
                 let broken = ready.iter().position(|&ready| ready);
-                broken.map_or(Ok(Heard::Nothing), |ring| Err(kernel.broken(ring as u16)))
+                broken.map_or(Ok(PollEvent::Nothing), |ring| Err(kernel.broken(ring as u16)))
             }
         }
     }

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::thread::{FAIL, PARK, RUN, STOP, Shared};
 use super::{Plan, Progress, Tick};
-use crate::driver::{Heard, Memory, RingParts, RingSetup, Transport, fresh_base};
+use crate::driver::{Memory, PollEvent, RingParts, RingSetup, Transport, fresh_base};
 use crate::error::{Error, Kind, Result, fail};
 use crate::stats::{ServerCpu, process_state};
 
@@ -111,9 +111,9 @@ impl Watch<'_> {
             fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect()
         };
         match self.transport.heard(&ready)? {
-            Heard::Nothing => Ok(false),
-            Heard::Gone => Ok(true),
-            Heard::Changed(config) => {
+            PollEvent::Nothing => Ok(false),
+            PollEvent::Gone => Ok(true),
+            PollEvent::Changed(config) => {
                 self.progress.note(&format!("the disk has {} sectors now", config.capacity));
                 Ok(false)
             }

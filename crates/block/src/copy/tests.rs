@@ -42,7 +42,7 @@ fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
 }
 
 /// One request, waited for.
-fn ask(ring: &mut Ring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u8]) {
+fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u8]) {
     let mut io = Io::default();
     io.reset(op, offset, false);
     match op {
@@ -50,11 +50,11 @@ fn ask(ring: &mut Ring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u
         Op::Read | Op::Write => unsafe { io.push(bytes.as_mut_ptr(), bytes.len()) },
         _ => io.len = bytes.len() as u64,
     }
-    handle.run(ring, &mut io).unwrap();
+    handle.run(uring, &mut io).unwrap();
 }
 
 fn contents(disk: &Arc<Disk>) -> Vec<u8> {
-    let (mut ring, mut all) = (Ring::new().unwrap(), vec![0; SIZE as usize]);
+    let (mut ring, mut all) = (Uring::new().unwrap(), vec![0; SIZE as usize]);
     let handle = disk.attach(&mut ring);
     ask(&mut ring, &handle, Op::Read, 0, &mut all);
     handle.detach(&mut ring);
@@ -63,7 +63,7 @@ fn contents(disk: &Arc<Disk>) -> Vec<u8> {
 
 /// Writes a stretch of the disk of its own, until it is told to stop and has done some.
 fn guest(disk: &Arc<Disk>, stretch: Range<u64>, mut seed: u64, stop: &AtomicBool) {
-    let mut ring = Ring::new().unwrap();
+    let mut ring = Uring::new().unwrap();
     let handle = disk.attach(&mut ring);
     let mut data = vec![0; 128 << 10];
     let mut n = 0;
@@ -83,7 +83,7 @@ fn guest(disk: &Arc<Disk>, stretch: Range<u64>, mut seed: u64, stop: &AtomicBool
 }
 
 fn fill(disk: &Arc<Disk>) {
-    let (mut ring, mut seed) = (Ring::new().unwrap(), 7);
+    let (mut ring, mut seed) = (Uring::new().unwrap(), 7);
     let handle = disk.attach(&mut ring);
     let mut data = vec![0; 256 << 10];
     for at in (0..SIZE).step_by(256 << 10).filter(|at| at % (1 << 20) != 0) {
@@ -225,7 +225,7 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let (done, is_done) = std::sync::mpsc::channel();
         // More than pieces have room for, so that what nobody takes is waited for.
         std::thread::spawn(move || {
-            let mut ring = Ring::new().unwrap();
+            let mut ring = Uring::new().unwrap();
             let handle = source.attach(&mut ring);
             let mut data = vec![1; 64 << 10];
             for at in (0..LARGE).step_by(64 << 10) {

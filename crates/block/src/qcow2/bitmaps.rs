@@ -7,6 +7,7 @@
 //! What must never happen: a bitmap in the image that says less than was written.
 
 use std::sync::Mutex;
+use vshunt_types::sync::Locked;
 
 use qcow2::bitmap::{Loaded, load_all, mark_in_use, store};
 use qcow2::{Image, Result, Storage};
@@ -46,7 +47,7 @@ impl Bitmaps {
 
     /// Hands them to who tracks writes.
     pub(super) fn take(&self) -> Vec<Loaded> {
-        let mut held = self.held.lock().expect("no holder panics");
+        let mut held = self.held.locked();
         held.out = true;
         std::mem::take(&mut held.list)
     }
@@ -54,20 +55,20 @@ impl Bitmaps {
     /// Those that are to be written at the close, for the image that its disk goes on in; here they are left in use, since they
     /// say nothing of what is written there.
     pub(super) fn leave(&self) -> Vec<Loaded> {
-        let mut held = self.held.lock().expect("no holder panics");
+        let mut held = self.held.locked();
         held.list.iter_mut().for_each(|b| b.missed = true);
         held.list.clone()
     }
 
     /// They are back, as they are to be written.
     pub(super) fn put(&self, list: Vec<Loaded>) {
-        let mut held = self.held.lock().expect("no holder panics");
+        let mut held = self.held.locked();
         (held.out, held.tracked, held.list) = (false, true, list);
     }
 
     /// Writes them to an image that nobody uses any more.
     pub(super) fn close(&self, storage: impl FnOnce() -> std::io::Result<Box<dyn Storage>>) -> Result<()> {
-        let mut held = self.held.lock().expect("no holder panics");
+        let mut held = self.held.locked();
         if held.out || (!held.in_image && held.list.is_empty()) {
             return Ok(());
         }

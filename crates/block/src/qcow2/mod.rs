@@ -20,7 +20,7 @@ use io_uring::opcode;
 use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
 use vshunt_engine::on_file;
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 
 use self::bitmaps::Bitmaps;
@@ -81,8 +81,8 @@ pub(super) struct Slot {
 
 impl Qcow2 {
     /// For one queue on the worker that owns `ring`.
-    pub(super) fn attach(self: &Arc<Self>, ring: &mut Ring) -> Handle {
-        let files = self.files.iter().map(|raw| super::know(raw, ring)).collect();
+    pub(super) fn attach(self: &Arc<Self>, uring: &mut Uring) -> Handle {
+        let files = self.files.iter().map(|raw| super::know(raw, uring)).collect();
         Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
     }
 
@@ -170,7 +170,7 @@ impl Qcow2 {
 
     /// After its last handle is gone, too: without a disk.
     fn flush_here(self: &Arc<Self>) -> std::io::Result<()> {
-        let (mut ring, pool, mut io) = (Ring::new()?, Pool::default(), Io::default());
+        let (mut ring, pool, mut io) = (Uring::new()?, Pool::default(), Io::default());
         io.reset(Op::Flush, 0, true);
         let handle = self.attach(&mut ring);
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
@@ -289,31 +289,38 @@ impl Qcow2 {
 impl Handle {
     /// See [`DiskHandle::start`](super::DiskHandle::start).
     #[inline]
-    pub(super) fn start(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    pub(super) fn start(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         if io.op == Op::Flush && self.image.careless {
             return Step::Done(0);
         }
         let stable = io.fua || self.image.through;
         match io.op {
-            Op::Read => self.short(qcow2::Op::Read, pool, ring, io, token),
+            Op::Read => self.short(qcow2::Op::Read, pool, uring, io, token),
             Op::Write if !stable && !self.image.readonly => {
-                self.short(qcow2::Op::Write, pool, ring, io, token)
+                self.short(qcow2::Op::Write, pool, uring, io, token)
             }
             _ => None,
         }
-        .unwrap_or_else(|| self.begin(pool, ring, io, token, stable))
+        .unwrap_or_else(|| self.begin(pool, uring, io, token, stable))
     }
 
     /// Begins a request that is one transfer; none: it is not.
     #[inline]
-    fn short(&self, op: qcow2::Op, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token) -> Option<Step> {
+    fn short(
+        &self,
+        op: qcow2::Op,
+        pool: &Pool,
+        uring: &mut Uring,
+        io: &mut Io,
+        token: Token,
+    ) -> Option<Step> {
         let hit = Hit::find(&self.image.chain, &mut self.user.borrow_mut(), op, io.offset, io.len)?;
         let (raw, files) = self.file(hit.file);
         let pos = std::mem::replace(&mut io.offset, hit.offset);
         let step = if raw.inline() {
             Step::Done(raw.run_inline(io, pool))
         } else {
-            raw.start(files, pool, ring, io, token)
+            raw.start(files, pool, uring, io, token)
         };
         Some(self.shortly(io, hit, pos, step))
     }
@@ -330,7 +337,7 @@ impl Handle {
         step
     }
 
-    fn begin(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, stable: bool) -> Step {
+    fn begin(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, stable: bool) -> Step {
         let op = match io.op {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
@@ -344,24 +351,24 @@ impl Handle {
         };
         let mut slot = io.qcow2.take().unwrap_or_default();
         let (offset, len) = (io.offset, io.len);
-        let step = self.with(ring, token, |cx| slot.request.start(op, offset, len, stable, cx));
-        let step = self.drive(pool, ring, io, &mut slot, token, step);
+        let step = self.with(uring, token, |cx| slot.request.start(op, offset, len, stable, cx));
+        let step = self.drive(pool, uring, io, &mut slot, token, step);
         io.qcow2 = Some(slot);
         step
     }
 
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
     #[inline]
-    pub(super) fn resume(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+    pub(super) fn resume(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         if let Some((hit, pos)) = io.hit.take() {
             let (raw, files) = self.file(hit.file);
-            let step = raw.resume(files, pool, ring, io, token, res);
+            let step = raw.resume(files, pool, uring, io, token, res);
             return self.shortly(io, hit, pos, step);
         }
-        self.go_on(pool, ring, io, token, res)
+        self.go_on(pool, uring, io, token, res)
     }
 
-    fn go_on(&self, pool: &Pool, ring: &mut Ring, io: &mut Io, token: Token, res: i32) -> Step {
+    fn go_on(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
         let step = if std::mem::take(&mut slot.direct) {
             // Where a file system cannot take space, and on a block device, it goes without.
@@ -370,14 +377,14 @@ impl Handle {
             Some(if without { 0 } else { res })
         } else {
             let (raw, files) = self.file(slot.file);
-            done(raw.resume(files, pool, ring, &mut slot.inner, token, res))
+            done(raw.resume(files, pool, uring, &mut slot.inner, token, res))
         };
         let step = match step {
             None => Step::Wait,
             Some(res) => {
                 slot.inner.iov.clear();
-                let next = self.with(ring, token, |cx| slot.request.resume(res, cx));
-                self.drive(pool, ring, io, &mut slot, token, next)
+                let next = self.with(uring, token, |cx| slot.request.resume(res, cx));
+                self.drive(pool, uring, io, &mut slot, token, next)
             }
         };
         io.qcow2 = Some(slot);
@@ -385,8 +392,8 @@ impl Handle {
     }
 
     /// See [`DiskHandle::detach`](super::DiskHandle::detach).
-    pub(super) fn detach(self, ring: &mut Ring) {
-        self.image.files.iter().for_each(|raw| super::forget(raw, ring));
+    pub(super) fn detach(self, uring: &mut Uring) {
+        self.image.files.iter().for_each(|raw| super::forget(raw, uring));
         self.image.chain.top().leave(self.user.into_inner());
     }
 
@@ -394,13 +401,13 @@ impl Handle {
         (&self.image.files[usize::from(file)], self.files[usize::from(file)])
     }
 
-    fn with<R>(&self, ring: &mut Ring, token: Token, f: impl FnOnce(&mut Context<'_>) -> R) -> R {
-        let waker = Waker { who: ring.id(), token: token.pack() };
+    fn with<R>(&self, uring: &mut Uring, token: Token, f: impl FnOnce(&mut Context<'_>) -> R) -> R {
+        let waker = Waker { who: uring.id(), token: token.pack() };
         f(&mut Context {
             chain: &self.image.chain,
             user: &mut self.user.borrow_mut(),
             waker,
-            wake: &mut |w: Waker| ring.wake(w.who, w.token),
+            wake: &mut |w: Waker| uring.wake(w.who, w.token),
             readonly: self.image.readonly,
         })
     }
@@ -409,7 +416,7 @@ impl Handle {
     fn drive(
         &self,
         pool: &Pool,
-        ring: &mut Ring,
+        uring: &mut Uring,
         io: &mut Io,
         slot: &mut Slot,
         token: Token,
@@ -427,7 +434,7 @@ impl Handle {
                 }
                 qcow2::Step::Park => {
                     slot.direct = true;
-                    ring.expect_wake();
+                    uring.expect_wake();
                     return Step::Wait;
                 }
                 qcow2::Step::Zeroes { data } => {
@@ -455,14 +462,14 @@ impl Handle {
                         opcode::Fallocate::new(fd, len).offset(offset).build()
                     });
                     // SAFETY: it names no memory.
-                    unsafe { ring.push(entry, token) };
+                    unsafe { uring.push(entry, token) };
                     return Step::Wait;
                 }
-                other => done(self.transfer(pool, ring, io, slot, token, other)),
+                other => done(self.transfer(pool, uring, io, slot, token, other)),
             };
             let Some(res) = res else { return Step::Wait };
             slot.inner.iov.clear();
-            step = self.with(ring, token, |cx| slot.request.resume(res, cx));
+            step = self.with(uring, token, |cx| slot.request.resume(res, cx));
         }
     }
 
@@ -470,7 +477,7 @@ impl Handle {
     fn transfer(
         &self,
         pool: &Pool,
-        ring: &mut Ring,
+        uring: &mut Uring,
         io: &Io,
         slot: &mut Slot,
         token: Token,
@@ -527,7 +534,7 @@ impl Handle {
         if raw.at_once(&slot.inner) {
             return Step::Done(raw.run_inline(&mut slot.inner, pool));
         }
-        raw.start(files, pool, ring, &mut slot.inner, token)
+        raw.start(files, pool, uring, &mut slot.inner, token)
     }
 }
 

@@ -3,7 +3,7 @@
 use io_uring::{opcode, squeue, types};
 use libc::iovec;
 use vshunt_engine::on_file;
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 
 use super::{Next, PUNCH, Raw, SEGMENTS_MAX, TRANSFER_BYTES_MAX, ZERO};
 use crate::bounce::Pool;
@@ -21,12 +21,12 @@ impl Raw {
         &self,
         files: RingFiles,
         pool: &Pool,
-        ring: &mut Ring,
+        uring: &mut Uring,
         io: &mut Io,
         token: Token,
     ) -> Step {
         match self.begin(io, pool) {
-            Next::Issue => self.issue(files, ring, io, token),
+            Next::Issue => self.issue(files, uring, io, token),
             Next::Done(res) => self.end(io, pool, res),
         }
     }
@@ -37,20 +37,20 @@ impl Raw {
         &self,
         files: RingFiles,
         pool: &Pool,
-        ring: &mut Ring,
+        uring: &mut Uring,
         io: &mut Io,
         token: Token,
         res: i32,
     ) -> Step {
         match self.after(io, pool, res) {
-            Next::Issue => self.issue(files, ring, io, token),
+            Next::Issue => self.issue(files, uring, io, token),
             Next::Done(res) => self.end(io, pool, res),
         }
     }
 
     /// Puts the operation that the request's stage names on the ring.
     #[inline]
-    fn issue(&self, files: RingFiles, ring: &mut Ring, io: &mut Io, token: Token) -> Step {
+    fn issue(&self, files: RingFiles, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
         let entry = match io.stage {
             Stage::Transfer => {
                 let file = if io.aside { files.aside } else { files.file };
@@ -65,12 +65,12 @@ impl Raw {
         // SAFETY: the entry names segments (valid until the request is done, by `IoVecs::push`), their array or the
         // bounce buffer (in `io`, which does not move and is not dropped until then, by the same promise), or the
         // page of zeroes (of the disk, to which the handle holds a reference until the queue has drained).
-        unsafe { ring.push(entry, token) };
+        unsafe { uring.push(entry, token) };
         Step::Wait
     }
 
     #[inline]
-    fn one(&self, file: vshunt_engine::RingFile, io: &Io, segment: iovec) -> squeue::Entry {
+    fn one(&self, file: vshunt_engine::UringFile, io: &Io, segment: iovec) -> squeue::Entry {
         let (ptr, at) = (segment.iov_base.cast::<u8>(), io.offset + io.done);
         let len = (segment.iov_len as u64).min(TRANSFER_BYTES_MAX) as u32;
         if io.op == Op::Read {
@@ -82,7 +82,7 @@ impl Raw {
     }
 
     #[inline]
-    fn many(&self, file: vshunt_engine::RingFile, io: &Io, segments: &[iovec]) -> squeue::Entry {
+    fn many(&self, file: vshunt_engine::UringFile, io: &Io, segments: &[iovec]) -> squeue::Entry {
         let (ptr, at) = (segments.as_ptr(), io.offset + io.done);
         let count = segments.len().min(SEGMENTS_MAX) as u32;
         if io.op == Op::Read {

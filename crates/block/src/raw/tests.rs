@@ -306,7 +306,7 @@ fn a_sync_that_failed_is_not_forgotten_either() {
     let raw = alone(&mut disk);
     raw.file = good;
     assert_eq!(disk.sync().unwrap_err().raw_os_error(), Some(errno));
-    let mut ring = vshunt_engine::Ring::new().unwrap();
+    let mut ring = vshunt_engine::Uring::new().unwrap();
     let handle = Arc::new(disk).attach(&mut ring);
     assert_eq!(Rig { ring, handle }.flush(), -errno);
 }
@@ -328,7 +328,7 @@ fn requests_smaller_than_a_direct_block_go_aside() {
     let aside: SharedFile = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
     raw.aside = Some(aside);
     let disk = Arc::new(disk);
-    let mut ring = vshunt_engine::Ring::new().unwrap();
+    let mut ring = vshunt_engine::Uring::new().unwrap();
     let handle = disk.attach(&mut ring);
     let mut rig = Rig { ring, handle };
     let mut model = vec![0; SIZE as usize];

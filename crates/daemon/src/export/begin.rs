@@ -36,10 +36,10 @@ impl Opened {
         own_workers: &mut Vec<WorkerId>,
     ) -> Result<Served> {
         let mut queues = |count, control: bool| -> Result<Arc<QueueSet>> {
-            let mut homes = homes(spec, count, workers, own_workers)?;
+            let mut workers_of = first_workers(spec, count, workers, own_workers)?;
             // It seldom has work, and keeps no worker from being freed.
-            homes.extend(control.then_some(FIRST_WORKER));
-            Ok(Arc::new(QueueSet::new(&spec.name, workers, &homes)?))
+            workers_of.extend(control.then_some(FIRST_WORKER));
+            Ok(Arc::new(QueueSet::new(&spec.name, workers, &workers_of)?))
         };
         let no_control = |e| Error::io(format!("export {} can have no control queue", spec.name), e);
         let start = |socket, device: Arc<dyn Device>, queues: Queues, engine_reason| {
@@ -196,7 +196,7 @@ fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
 }
 
 /// Which worker each queue starts on; new ones are made as the spec asks.
-fn homes(
+fn first_workers(
     spec: &ExportSpec,
     queues: u16,
     workers: &Workers,

@@ -3,6 +3,7 @@
 //! Called by control threads and jobs' threads. What must never happen: a write that a bitmap missed.
 
 use std::sync::{Arc, Mutex, MutexGuard};
+use vshunt_types::sync::Locked;
 
 use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, Watch};
 use vshunt_types::error::{Error, Result};
@@ -44,7 +45,7 @@ impl Watched {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().expect("no holder panics")
+        self.0.locked()
     }
 
     /// The job that uses it.

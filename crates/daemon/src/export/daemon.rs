@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use vshunt_block::{Disk, sweep_journals};
 use vshunt_engine::Observer;
@@ -120,7 +121,7 @@ impl Daemon {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, Maps> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 
     /// Calls `f` for each event from now on; it must return at once.

@@ -203,7 +203,7 @@ impl Export {
             ..queue_info(
                 &self.spec.name,
                 index,
-                served.queues.home(index),
+                served.queues.placement(index),
                 served.queues.stats(index),
                 packed,
             )

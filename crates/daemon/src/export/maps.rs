@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use vshunt_block::Disk;
 use vshunt_types::error::{Error, Result};
@@ -92,7 +93,7 @@ impl DiskEntry {
     }
 
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().expect("no holder panics")
+        self.turn.locked()
     }
 
     /// Whether all writers of the image come by us, but for exports that are there. With its turn held; waits for a moment
@@ -114,12 +115,12 @@ impl DiskEntry {
 
     /// What the disk is now.
     pub(super) fn spec(&self) -> DiskSpec {
-        self.spec.lock().expect("no holder panics").clone()
+        self.spec.locked().clone()
     }
 
     /// It is another now; with its turn held.
     pub(super) fn set_spec(&self, spec: DiskSpec) {
-        *self.spec.lock().expect("no holder panics") = spec;
+        *self.spec.locked() = spec;
     }
 }
 

@@ -117,10 +117,10 @@ impl Queues {
     }
 
     /// The worker a queue is attached to, and how often it was attached.
-    pub fn home(&self, index: u16) -> (WorkerId, u32) {
+    pub fn placement(&self, index: u16) -> (WorkerId, u32) {
         match self {
-            Self::User(set) => set.home(index),
-            Self::Kernel(set) => set.home(index),
+            Self::User(set) => set.placement(index),
+            Self::Kernel(set) => set.placement(index),
         }
     }
 

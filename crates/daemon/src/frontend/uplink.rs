@@ -7,6 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
+use vshunt_types::sync::Locked;
 
 use vshunt_engine::Observer;
 use vshunt_engine::QueueSet;
@@ -95,7 +96,7 @@ impl Uplink {
         let watch = move || watch(&own.switch, &own.port, &tap, &stop);
         let builder = std::thread::Builder::new().name("uplink".into());
         match sandbox::spawn(ThreadKind::Control, builder, watch) {
-            Ok(thread) => *this.watcher.lock().expect("no holder panics") = Some((sender, thread)),
+            Ok(thread) => *this.watcher.locked() = Some((sender, thread)),
             Err(e) => {
                 this.stop();
                 return Err(Error::io(format!("cannot start the thread of uplink {name}"), e));
@@ -116,12 +117,12 @@ impl Uplink {
 
     /// Ends it: what waits for the tap goes home, what waits in it is dropped. Idempotent.
     pub fn stop(&self) {
-        if let Some((sender, thread)) = self.watcher.lock().expect("no holder panics").take() {
+        if let Some((sender, thread)) = self.watcher.locked().take() {
             drop(sender);
             // It cannot panic; and if it did, there would be nothing to be done about it here.
             let _ = thread.join();
         }
-        let Some(queues) = self.queues.lock().expect("no holder panics").take() else { return };
+        let Some(queues) = self.queues.locked().take() else { return };
         for end in &self.plug.port.ends {
             end.close();
         }

@@ -7,7 +7,7 @@ use virtio::inflight::Replay;
 use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{DeviceRing, UsedLog};
-use vshunt_engine::Bell;
+use vshunt_engine::EventFd;
 use vshunt_engine::{Queue, QueueStats};
 
 use super::net::control::ControlQueue;
@@ -24,7 +24,7 @@ pub struct Parts {
     /// The guest's kicks.
     pub kick: Arc<OwnedFd>,
     /// Notifies the guest; none: it polls.
-    pub call: Option<Arc<Bell>>,
+    pub call: Option<Arc<EventFd>>,
     /// Where writes to guest memory are marked while it migrates.
     pub log: Option<Arc<DirtyLog>>,
     /// Counters of its queue.
@@ -38,7 +38,7 @@ pub struct Parts {
 /// What a frontend may change of a virtqueue, on its queue's worker or at rest.
 pub trait Vring {
     /// Replaces the descriptor that notifies the guest, and notifies once on it.
-    fn set_call(&mut self, call: Option<Arc<Bell>>);
+    fn set_call(&mut self, call: Option<Arc<EventFd>>);
     /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, since a
     /// request under way was not told to note where it writes.
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);

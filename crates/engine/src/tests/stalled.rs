@@ -18,7 +18,7 @@ impl Stall {
         let (begun, begins) = std::sync::mpsc::channel();
         let theirs = set.clone();
         let visitor = std::thread::spawn(move || {
-            let visited = theirs.visit(0, move |_| {
+            let visited = theirs.run_on(0, move |_| {
                 begun.send(()).unwrap();
                 let _ = goes_on.recv();
             });
@@ -71,17 +71,17 @@ fn a_stalled_worker_keeps_nobody_waiting() {
     assert!(error.kind() == Kind::Busy && error.to_string().contains("stays on worker 2"), "{error}");
     let error = set.with_all_drained(drained_by(), || unreachable!()).unwrap_err();
     assert!(error.kind() == Kind::Busy && error.to_string().contains("(stalled)"), "{error}");
-    assert_eq!((set.home(0), set.home(1)), ((stalled, 1), (other, 1)));
+    assert_eq!((set.placement(0), set.placement(1)), ((stalled, 1), (other, 1)));
     lines[1].offer(20);
     lines[1].wait_done();
-    assert_eq!(set.visit(0, |_| {}).unwrap_err().kind(), Kind::Busy);
+    assert_eq!(set.run_on(0, |_| {}).unwrap_err().kind(), Kind::Busy);
     // What it did not take yet can be had back: visited, and attached elsewhere.
     set.start(2, TestQueue::boxed(&lines[2], Duration::ZERO));
     let (send, receive) = std::sync::mpsc::channel();
-    assert!(set.visit(2, move |_| send.send(()).unwrap()).unwrap());
+    assert!(set.run_on(2, move |_| send.send(()).unwrap()).unwrap());
     receive.recv().unwrap();
     set.attach(2, other, Duration::from_millis(10)).unwrap();
-    assert_eq!(set.home(2), (other, 2));
+    assert_eq!(set.placement(2), (other, 2));
     lines[2].offer(20);
     lines[2].wait_done();
     assert!(start.elapsed() < FAR);
@@ -116,7 +116,7 @@ fn a_worker_that_is_stalled_while_it_is_freed_stays_listed() {
     let id = workers.create(None, &Settings::default()).unwrap();
     let mut stall = Stall::new(&workers, id);
     // As if it was busy with something else than this queue.
-    workers.unsettle(id);
+    workers.release(id);
     let errors = std::thread::scope(|scope| {
         [(); 2].map(|()| scope.spawn(|| workers.free(id).unwrap_err())).map(|free| free.join().unwrap())
     });
@@ -125,7 +125,7 @@ fn a_worker_that_is_stalled_while_it_is_freed_stays_listed() {
     assert!(errors.iter().any(|e| said(e, "(stalled), and stays")), "{errors:?}");
     assert!(errors.iter().all(|e| said(e, "(stalled), and stays") || said(e, "being freed")), "{errors:?}");
     assert_eq!(workers.states().last().map(|w| w.id), Some(id));
-    drop(workers.settle(id).unwrap());
+    drop(workers.reserve(id).unwrap());
     stall.end();
     assert!(workers.stalled().is_empty(), "it works as before");
     drop(stall);
@@ -247,7 +247,7 @@ fn stalled_workers_are_waited_for_together() {
         let id = workers.create(None, &Settings::default()).unwrap();
         let stall = Stall::new(&workers, id);
         // As if each was busy with something else than this queue.
-        workers.unsettle(id);
+        workers.release(id);
         stall
     };
     let stalls: Vec<_> = (0..STALLED).map(stall).collect();
@@ -256,7 +256,7 @@ fn stalled_workers_are_waited_for_together() {
     assert!(start.elapsed() < FAR);
     assert_eq!(workers.states().len(), STALLED as usize, "worker 0 is gone");
     for mut stall in stalls {
-        drop(workers.settle(stall.set.home(0).0).unwrap());
+        drop(workers.reserve(stall.set.placement(0).0).unwrap());
         stall.end();
     }
     workers.end_all();

@@ -2,7 +2,7 @@
 //! waits: seeking data and holes, file system statistics, times, other sizes, writes of less than a block, and attributes
 //! of an image that another program serves. And what is told to others, which may wait ([`News`]).
 //!
-//! A queue hands over a [`Task`] and goes on; its bell rings when the [`Answer`] is there.
+//! A queue hands over a [`Task`] and goes on; its eventfd rings when the [`Answer`] is there.
 
 use std::fs::Metadata;
 use std::io;
@@ -11,9 +11,10 @@ use std::os::fd::AsRawFd;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use vshunt_types::sync::Locked;
 
 use vshunt_block::Disk;
-use vshunt_engine::Bell;
+use vshunt_engine::EventFd;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 
@@ -24,22 +25,22 @@ use super::shared::{errno, look};
 /// Answers for one queue. Its lock guards the list; held for a push or a swap.
 pub(super) struct Desk {
     answers: Mutex<Vec<(u16, Answer)>>,
-    bell: Arc<Bell>,
+    eventfd: Arc<EventFd>,
 }
 
 impl Desk {
-    pub(super) fn new(bell: Arc<Bell>) -> Self {
-        Self { answers: Mutex::default(), bell }
+    pub(super) fn new(eventfd: Arc<EventFd>) -> Self {
+        Self { answers: Mutex::default(), eventfd }
     }
 
     /// Takes what is there.
     pub(super) fn take(&self) -> Vec<(u16, Answer)> {
-        std::mem::take(&mut *self.answers.lock().expect("no holder panics"))
+        std::mem::take(&mut *self.answers.locked())
     }
 
     fn put(&self, slot: u16, answer: Answer) {
-        self.answers.lock().expect("no holder panics").push((slot, answer));
-        self.bell.ring();
+        self.answers.locked().push((slot, answer));
+        self.eventfd.signal();
     }
 }
 

@@ -10,8 +10,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*, fence};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use vshunt_types::sync::Locked;
 
-use vshunt_engine::Bell;
+use vshunt_engine::EventFd;
 
 /// How often the one who closes looks whether writes are over.
 const LOOK: Duration = Duration::from_micros(50);
@@ -22,7 +23,7 @@ struct Lane {
     writing: AtomicU32,
     /// The queue has writes that wait.
     waiting: AtomicBool,
-    bell: Arc<Bell>,
+    eventfd: Arc<EventFd>,
 }
 
 /// See the module.
@@ -34,21 +35,21 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    /// A gate for queues with these bells.
-    pub(super) fn new(bells: &[Arc<Bell>]) -> Self {
-        let lane = |bell: &Arc<Bell>| Lane {
+    /// A gate for queues with these eventfds.
+    pub(super) fn new(eventfds: &[Arc<EventFd>]) -> Self {
+        let lane = |eventfd: &Arc<EventFd>| Lane {
             writing: AtomicU32::new(0),
             waiting: AtomicBool::new(false),
-            bell: bell.clone(),
+            eventfd: eventfd.clone(),
         };
         Self {
             closed: AtomicBool::new(false),
-            lanes: bells.iter().map(lane).collect(),
+            lanes: eventfds.iter().map(lane).collect(),
             closing: Mutex::new(()),
         }
     }
 
-    /// Queue `me` begins a write. False: it has to wait, and to try again when its bell rings.
+    /// Queue `me` begins a write. False: it has to wait, and to try again when its eventfd rings.
     #[inline]
     pub(super) fn enter(&self, me: u16) -> bool {
         if self.try_enter(me) {
@@ -82,7 +83,7 @@ impl Gate {
 
     /// Calls `f` while no write is under way. Waits for those that are, as long as it takes.
     pub(super) fn closed<R>(&self, f: impl FnOnce() -> R) -> R {
-        let _one = self.closing.lock().expect("no holder panics");
+        let _one = self.closing.locked();
         self.closed.store(true, Relaxed);
         fence(SeqCst);
         while self.lanes.iter().any(|l| l.writing.load(Acquire) > 0) {
@@ -92,7 +93,7 @@ impl Gate {
         self.closed.store(false, SeqCst);
         for lane in &self.lanes {
             if lane.waiting.swap(false, SeqCst) {
-                lane.bell.ring();
+                lane.eventfd.signal();
             }
         }
         result
@@ -105,23 +106,23 @@ mod tests {
 
     #[test]
     fn writes_wait_and_are_told() {
-        let bells: Vec<_> = (0..2).map(|_| Arc::new(Bell::make().unwrap())).collect();
-        let gate = Gate::new(&bells);
+        let eventfds: Vec<_> = (0..2).map(|_| Arc::new(EventFd::make().unwrap())).collect();
+        let gate = Gate::new(&eventfds);
         assert!(gate.enter(0));
         gate.leave(0);
         gate.closed(|| {
             assert!(!gate.enter(1));
-            assert!(!bells[1].take());
+            assert!(!eventfds[1].take());
         });
-        assert!(bells[1].take());
-        assert!(!bells[0].take(), "that one did not wait");
+        assert!(eventfds[1].take());
+        assert!(!eventfds[0].take(), "that one did not wait");
         assert!(gate.enter(1));
     }
 
     #[test]
     fn none_is_under_way_while_it_is_closed() {
-        let bells: Vec<_> = (0..2).map(|_| Arc::new(Bell::make().unwrap())).collect();
-        let gate = Gate::new(&bells);
+        let eventfds: Vec<_> = (0..2).map(|_| Arc::new(EventFd::make().unwrap())).collect();
+        let gate = Gate::new(&eventfds);
         let inside = AtomicU32::new(0);
         let over = AtomicBool::new(false);
         std::thread::scope(|s| {

@@ -10,8 +10,9 @@
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
-use vshunt_engine::Bell;
+use vshunt_engine::EventFd;
 
 /// How long a channel works on what it finds before it calls another, µs: from, to. Less than the first is what waking
 /// another costs.
@@ -31,22 +32,22 @@ struct State {
 pub struct Herd {
     /// Guards who leads and who is idle; held for a few instructions.
     state: Mutex<State>,
-    bells: Vec<Arc<Bell>>,
+    eventfds: Vec<Arc<EventFd>>,
     call_after_us: AtomicU32,
 }
 
 impl Herd {
-    /// Channels with these bells; none of them listens yet.
-    pub fn new(bells: Vec<Arc<Bell>>) -> Self {
-        Self { state: Mutex::default(), bells, call_after_us: AtomicU32::new(CALL_AFTER_US_MIN) }
+    /// Channels with these eventfds; none of them listens yet.
+    pub fn new(eventfds: Vec<Arc<EventFd>>) -> Self {
+        Self { state: Mutex::default(), eventfds, call_after_us: AtomicU32::new(CALL_AFTER_US_MIN) }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 
     /// Channel `me` found nothing more. Whether it leads, and so has to listen.
-    pub(super) fn settle(&self, me: u16) -> bool {
+    pub(super) fn reserve(&self, me: u16) -> bool {
         let mut state = self.state();
         match state.leader {
             Some(leader) if leader != me => {
@@ -77,7 +78,7 @@ impl Herd {
     pub(super) fn call(&self) {
         let called = self.state().idle.pop();
         if let Some(index) = called {
-            self.bells[usize::from(index)].ring();
+            self.eventfds[usize::from(index)].signal();
         }
     }
 
@@ -103,7 +104,7 @@ impl Herd {
             }
         };
         if let Some(index) = called {
-            self.bells[usize::from(index)].ring();
+            self.eventfds[usize::from(index)].signal();
         }
     }
 }
@@ -113,43 +114,43 @@ mod tests {
     use super::*;
 
     fn herd(n: usize) -> Herd {
-        Herd::new((0..n).map(|_| Arc::new(Bell::make().unwrap())).collect())
+        Herd::new((0..n).map(|_| Arc::new(EventFd::make().unwrap())).collect())
     }
 
-    fn rung(herd: &Herd, i: usize) -> bool {
-        herd.bells[i].take()
+    fn signalled(herd: &Herd, i: usize) -> bool {
+        herd.eventfds[i].take()
     }
 
     #[test]
     fn one_leads_and_the_last_to_go_idle_is_called_first() {
         let herd = herd(3);
-        assert!(herd.settle(0));
-        assert!(herd.settle(0), "it goes on leading");
-        assert!(!herd.settle(1));
-        assert!(!herd.settle(2));
+        assert!(herd.reserve(0));
+        assert!(herd.reserve(0), "it goes on leading");
+        assert!(!herd.reserve(1));
+        assert!(!herd.reserve(2));
         herd.call();
-        assert!(rung(&herd, 2) && !rung(&herd, 1));
+        assert!(signalled(&herd, 2) && !signalled(&herd, 1));
         herd.call();
-        assert!(rung(&herd, 1));
+        assert!(signalled(&herd, 1));
         herd.call();
-        assert!(!(0..3).any(|i| rung(&herd, i)), "none is idle");
+        assert!(!(0..3).any(|i| signalled(&herd, i)), "none is idle");
     }
 
     #[test]
     fn a_leader_that_goes_calls_a_successor() {
         let herd = herd(2);
-        assert!(herd.settle(0));
-        assert!(!herd.settle(1));
+        assert!(herd.reserve(0));
+        assert!(!herd.reserve(1));
         herd.pass(0);
-        assert!(rung(&herd, 1));
-        assert!(herd.settle(1));
-        assert!(!herd.settle(0));
+        assert!(signalled(&herd, 1));
+        assert!(herd.reserve(1));
+        assert!(!herd.reserve(0));
         // One that does not lead changes nothing when it goes.
         herd.pass(0);
-        assert!(!rung(&herd, 0) && !rung(&herd, 1));
+        assert!(!signalled(&herd, 0) && !signalled(&herd, 1));
         herd.pass(1);
-        assert!(!rung(&herd, 0), "it left the idle ones");
-        assert!(herd.settle(0), "nobody led");
+        assert!(!signalled(&herd, 0), "it left the idle ones");
+        assert!(herd.reserve(0), "nobody led");
     }
 
     #[test]

@@ -33,8 +33,8 @@ use ring::{At, Entries};
 use serve::Then;
 pub use shared::{FuseShared, Setup};
 use vshunt_block::{DiskHandle, Io, Step};
-use vshunt_engine::Bell;
-use vshunt_engine::{Forwarder, Queue, QueueStats, Ring, Token};
+use vshunt_engine::EventFd;
+use vshunt_engine::{Forwarder, Queue, QueueStats, Token, Uring};
 
 /// The longest read or write, bytes: what we ask the kernel to keep to.
 pub const TRANSFER_BYTES_MAX: u32 = 1 << 20;
@@ -73,14 +73,14 @@ pub struct Parts {
     /// How requests come.
     pub source: Source,
     /// Rung for it by the herd, the clerk and the gate.
-    pub bell: Arc<Bell>,
+    pub eventfd: Arc<EventFd>,
     /// Counters.
     pub stats: Arc<QueueStats>,
     /// Told when the mount is gone; called on the worker, so it must not block.
     pub on_gone: Box<dyn Fn() + Send>,
 }
 
-/// Whether the poll of the bell is on the worker's ring.
+/// Whether the poll of the eventfd is on the worker's ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Listen {
     Off,
@@ -154,7 +154,7 @@ pub struct FuseQueue {
     desk: Arc<Desk>,
     shared: Arc<FuseShared>,
     stats: Arc<QueueStats>,
-    bell: Arc<Bell>,
+    eventfd: Arc<EventFd>,
     // Fixed.
     index: u16,
     on_gone: Box<dyn Fn() + Send>,
@@ -190,7 +190,7 @@ impl FuseQueue {
                     &buffers,
                     count,
                     TRANSFER_BYTES_MAX as usize,
-                    parts.bell.clone(),
+                    parts.eventfd.clone(),
                     away,
                 )?,
                 ready: Vec::with_capacity(count.into()),
@@ -213,10 +213,10 @@ impl FuseQueue {
             replied: 0,
             turn_bytes: 0,
             seen: Cell::new(false),
-            desk: Arc::new(Desk::new(parts.bell.clone())),
+            desk: Arc::new(Desk::new(parts.eventfd.clone())),
             shared,
             stats: parts.stats,
-            bell: parts.bell,
+            eventfd: parts.eventfd,
             index: parts.index,
             on_gone: parts.on_gone,
         })
@@ -245,14 +245,14 @@ impl FuseQueue {
     }
 
     /// Ends a request: its reply is on the way.
-    fn release(&mut self, ring: &mut Ring, place: Token, index: u16) {
+    fn release(&mut self, uring: &mut Uring, place: Token, index: u16) {
         self.replied += 1;
         QueueStats::add(&self.stats.requests, 1);
-        self.recycle(ring, place, index);
+        self.recycle(uring, place, index);
     }
 
     /// A slot can be used again.
-    fn recycle(&mut self, ring: &mut Ring, place: Token, index: u16) {
+    fn recycle(&mut self, uring: &mut Uring, place: Token, index: u16) {
         match &mut self.transport {
             Transport::Channel { ready, .. } => {
                 self.free.push(index);
@@ -261,7 +261,7 @@ impl FuseQueue {
             Transport::Ring { entries, serving, .. } => {
                 *serving -= 1;
                 // Also while it leaves: the entry stays behind then, and the reply does not wait for the move.
-                entries.submit(index, ring, place.with(index, OP_ENTRY));
+                entries.submit(index, uring, place.with(index, OP_ENTRY));
             }
         }
     }
@@ -307,16 +307,16 @@ impl FuseQueue {
         }
     }
 
-    /// The bell: answers of the clerk, an open gate, a call of the herd, entries that came back on a former worker. Returns
+    /// The eventfd: answers of the clerk, an open gate, a call of the herd, entries that came back on a former worker. Returns
     /// requests that ended.
-    fn rung(&mut self, ring: &mut Ring, place: Token) -> u32 {
+    fn signalled(&mut self, uring: &mut Uring, place: Token) -> u32 {
         let before = self.replied;
         for (index, answer) in self.desk.take() {
             self.tasks -= 1;
-            self.answered(ring, place, index, answer);
+            self.answered(uring, place, index, answer);
         }
         for index in std::mem::take(&mut self.deferred) {
-            self.start(ring, place, index);
+            self.start(uring, place, index);
         }
         self.take_returned();
         if let Transport::Channel { herd, ready, called, leads, .. } = &mut self.transport
@@ -328,13 +328,13 @@ impl FuseQueue {
             *called = true;
         }
         if self.leaving {
-            self.end_listening(ring, place);
+            self.end_listening(uring, place);
         }
         self.flight_changed();
         self.replied - before
     }
 
-    /// Whether nothing that is under way can ring the bell.
+    /// Whether nothing that is under way can ring the eventfd.
     fn bell_is_over(&self) -> bool {
         self.tasks == 0 && self.deferred.is_empty() && self.in_flight() == 0 && self.has_its_entries()
     }
@@ -347,23 +347,23 @@ impl FuseQueue {
         }
     }
 
-    /// While it leaves: ends the poll of the bell when nothing is to come by it.
-    fn end_listening(&mut self, ring: &mut Ring, place: Token) {
+    /// While it leaves: ends the poll of the eventfd when nothing is to come by it.
+    fn end_listening(&mut self, uring: &mut Uring, place: Token) {
         if self.bell_listen == Listen::On && self.bell_is_over() {
-            ring.cancel(place.with(0, OP_BELL));
+            uring.cancel(place.with(0, OP_BELL));
             self.bell_listen = Listen::Ending;
         }
     }
 }
 
 impl Queue for FuseQueue {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.handle.is_none() {
-            self.handle = Some(self.shared.disk().attach(ring));
+            self.handle = Some(self.shared.disk().attach(uring));
         }
         (self.leaving, self.closing) = (false, false);
         if self.bell_listen == Listen::Off {
-            ring.poll(self.bell.fd(), place.with(0, OP_BELL));
+            uring.poll(self.eventfd.fd(), place.with(0, OP_BELL));
             self.bell_listen = Listen::On;
         }
         match &mut self.transport {
@@ -371,7 +371,7 @@ impl Queue for FuseQueue {
             Transport::Ring { entries, .. } => {
                 for index in 0..self.slots.len() as u16 {
                     if entries.at(index) == At::New {
-                        entries.submit(index, ring, place.with(index, OP_ENTRY));
+                        entries.submit(index, uring, place.with(index, OP_ENTRY));
                     }
                 }
             }
@@ -379,27 +379,27 @@ impl Queue for FuseQueue {
         self.take_returned();
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         self.turn_bytes = 0;
         let taken = match &self.transport {
-            Transport::Channel { .. } => self.take_channel(ring, place, budget),
-            Transport::Ring { .. } => self.take_ring(ring, place, budget),
+            Transport::Channel { .. } => self.take_channel(uring, place, budget),
+            Transport::Ring { .. } => self.take_ring(uring, place, budget),
         };
         self.flight_changed();
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         match token.op {
             OP_IO => {
                 let before = self.replied;
                 let slot = &mut self.slots[usize::from(token.slot)];
                 let Some(handle) = &self.handle else { return 0 };
-                if let Step::Done(result) = handle.resume(ring, &mut slot.io, token, result) {
-                    self.io_done(ring, token, token.slot, result);
+                if let Step::Done(result) = handle.resume(uring, &mut slot.io, token, result) {
+                    self.io_done(uring, token, token.slot, result);
                     self.flight_changed();
                     if self.leaving {
-                        self.end_listening(ring, token);
+                        self.end_listening(uring, token);
                     }
                 }
                 self.replied - before
@@ -407,7 +407,7 @@ impl Queue for FuseQueue {
             OP_ENTRY => {
                 self.entry_back(token.slot, result);
                 if self.leaving {
-                    self.end_listening(ring, token);
+                    self.end_listening(uring, token);
                 }
                 0
             }
@@ -424,11 +424,11 @@ impl Queue for FuseQueue {
                     self.bell_listen = Listen::Off;
                     // The kernel may end it by itself, and while it leaves answers may still come.
                     if !self.leaving || !self.bell_is_over() {
-                        ring.poll(self.bell.fd(), token.with(0, OP_BELL));
+                        uring.poll(self.eventfd.fd(), token.with(0, OP_BELL));
                         self.bell_listen = Listen::On;
                     }
                 }
-                self.rung(ring, token)
+                self.signalled(uring, token)
             }
         }
     }
@@ -463,24 +463,24 @@ impl Queue for FuseQueue {
         }
     }
 
-    fn sleep(&mut self, ring: &mut Ring, place: Token, _after: u32) -> bool {
-        self.listen(ring, place);
+    fn sleep(&mut self, uring: &mut Uring, place: Token, _after: u32) -> bool {
+        self.listen(uring, place);
         self.has_work()
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
         self.leaving = true;
         self.closing = self.shared.has_ended();
         if let Transport::Channel { herd, ready, listen, leads, .. } = &mut self.transport {
             *ready = false;
             *leads = false;
             if *listen == Listen::On {
-                ring.cancel(place.with(0, OP_READABLE));
+                uring.cancel(place.with(0, OP_READABLE));
                 *listen = Listen::Ending;
             }
             herd.pass(self.index);
         }
-        self.end_listening(ring, place);
+        self.end_listening(uring, place);
     }
 
     fn at_rest(&self) -> bool {
@@ -491,9 +491,9 @@ impl Queue for FuseQueue {
         transport && self.bell_listen == Listen::Off && self.tasks == 0 && self.in_flight() == 0
     }
 
-    fn leave(&mut self, ring: &mut Ring) {
+    fn leave(&mut self, uring: &mut Uring) {
         if let Some(handle) = self.handle.take() {
-            handle.detach(ring);
+            handle.detach(uring);
         }
     }
 

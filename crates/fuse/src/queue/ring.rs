@@ -15,11 +15,12 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use io_uring::{opcode, types};
 use libc::iovec;
-use vshunt_engine::Bell;
-use vshunt_engine::{Forwarder, Ring, Token};
+use vshunt_engine::EventFd;
+use vshunt_engine::{Forwarder, Token, Uring};
 
 use super::abi::{OutHeader, Plain, RingCommand, RingHeader, RingInOut, ring};
 use super::buffer::Buffers;
@@ -66,7 +67,7 @@ pub(super) struct Returned {
     /// Indexes and results. Held for a push or a swap.
     list: Mutex<Vec<(u16, i32)>>,
     /// Rung after a push; the queue's present worker polls it.
-    bell: Arc<Bell>,
+    eventfd: Arc<EventFd>,
 }
 
 /// On a former worker: passes entries that come back there on to their queue.
@@ -78,8 +79,8 @@ struct EntryForwarder {
 impl Forwarder for EntryForwarder {
     fn forward(&mut self, token: Token, result: i32) {
         self.left = self.left.saturating_sub(1);
-        self.to.list.lock().expect("no holder panics").push((token.slot, result));
-        self.to.bell.ring();
+        self.to.list.locked().push((token.slot, result));
+        self.to.eventfd.signal();
     }
 
     fn left(&self) -> u32 {
@@ -91,7 +92,7 @@ impl Forwarder for EntryForwarder {
 unsafe impl Send for Entries {}
 
 impl Entries {
-    /// Entries of the queue for CPU `qid`; payloads of `payload_len` bytes are in `payloads`. `bell` calls the queue, and
+    /// Entries of the queue for CPU `qid`; payloads of `payload_len` bytes are in `payloads`. `eventfd` calls the queue, and
     /// `away` is kept up to date for other threads.
     pub(super) fn new(
         fd: Arc<OwnedFd>,
@@ -99,7 +100,7 @@ impl Entries {
         payloads: &Buffers,
         count: u16,
         payload_len: usize,
-        bell: Arc<Bell>,
+        eventfd: Arc<EventFd>,
         away: Arc<AtomicU32>,
     ) -> std::io::Result<Self> {
         let headers = Buffers::new(1, usize::from(count) * HEADER_STRIDE)?;
@@ -112,7 +113,7 @@ impl Entries {
         };
         let vectors = (0..count).map(vector).collect();
         let at = vec![At::New; count.into()].into();
-        let returned = Arc::new(Returned { list: Mutex::default(), bell });
+        let returned = Arc::new(Returned { list: Mutex::default(), eventfd });
         Ok(Self { fd, qid, headers, payload_len, vectors, at, idle: 0, away, returned })
     }
 
@@ -180,7 +181,7 @@ impl Entries {
         if self.away() == 0 {
             return Vec::new();
         }
-        std::mem::take(&mut *self.returned.list.lock().expect("no holder panics"))
+        std::mem::take(&mut *self.returned.list.locked())
     }
 
     /// The kernel gave an entry back: with a request, or for good.
@@ -209,7 +210,7 @@ impl Entries {
 
     /// Hands an entry to the kernel: new ones are registered, replies committed.
     #[inline]
-    pub(super) fn submit(&mut self, index: u16, uring: &mut Ring, token: Token) {
+    pub(super) fn submit(&mut self, index: u16, uring: &mut Uring, token: Token) {
         let mut command = RingCommand { qid: self.qid, ..Default::default() };
         let operation = match self.at(index) {
             At::New => ring::REGISTER,

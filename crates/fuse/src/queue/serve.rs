@@ -6,7 +6,7 @@
 use std::fs::Metadata;
 
 use vshunt_block::{Op, Step};
-use vshunt_engine::{QueueStats, Ring, Token};
+use vshunt_engine::{QueueStats, Token, Uring};
 
 use super::abi::{
     AttrOut, FallocateIn, InHeader, IoctlIn, IoctlOut, LseekIn, LseekOut, Plain, SetattrIn, StatxOut,
@@ -65,7 +65,7 @@ impl FuseQueue {
     #[inline]
     pub(super) fn begin(
         &mut self,
-        ring: &mut Ring,
+        uring: &mut Uring,
         place: Token,
         index: u16,
         request: &InHeader,
@@ -78,40 +78,40 @@ impl FuseQueue {
             slot.zeroed = 0;
         }
         match request.opcode {
-            op::READ => self.read(ring, place, index, args),
-            op::WRITE => self.write(ring, place, index, args, payload),
+            op::READ => self.read(uring, place, index, args),
+            op::WRITE => self.write(uring, place, index, args, payload),
             silent if is_silent(silent) => {
                 // What is under way is seen through: an answer that comes is an answer, and the disk's operation
                 // cannot be taken back.
-                self.recycle(ring, place, index);
+                self.recycle(uring, place, index);
             }
-            _ => self.other(ring, place, index, request, args),
+            _ => self.other(uring, place, index, request, args),
         }
     }
 
     /// Replies 0 or an errno and ends the request.
-    fn end(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32) {
-        self.end_with(ring, place, index, result, &[]);
+    fn end(&mut self, uring: &mut Uring, place: Token, index: u16, result: i32) {
+        self.end_with(uring, place, index, result, &[]);
     }
 
-    fn end_with(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32, small: &[u8]) {
+    fn end_with(&mut self, uring: &mut Uring, place: Token, index: u16, result: i32, small: &[u8]) {
         self.slots[usize::from(index)].then = Then::Nothing;
         self.reply(index, result.min(0), if result < 0 { &[] } else { small });
-        self.release(ring, place, index);
+        self.release(uring, place, index);
     }
 
     /// The same for what the disk answered: a failure of it is one. (What is refused by rule is none: ENOTTY, ENXIO.)
-    fn end_of_disk(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32) {
+    fn end_of_disk(&mut self, uring: &mut Uring, place: Token, index: u16, result: i32) {
         if result < 0 && result != -libc::ENXIO {
             QueueStats::add(&self.stats.errors, 1);
         }
-        self.end(ring, place, index, result);
+        self.end(uring, place, index, result);
     }
 
     #[inline]
-    fn read(&mut self, ring: &mut Ring, place: Token, index: u16, args: &[u8]) {
+    fn read(&mut self, uring: &mut Uring, place: Token, index: u16, args: &[u8]) {
         let Some(TransferIn { offset, size, .. }) = TransferIn::read(args) else {
-            return self.end(ring, place, index, -libc::EINVAL);
+            return self.end(uring, place, index, -libc::EINVAL);
         };
         let end = self.shared.disk().size_bytes();
         let len = u64::from(size.min(TRANSFER_BYTES_MAX)).min(end.saturating_sub(offset));
@@ -123,7 +123,7 @@ impl FuseQueue {
                 unsafe { self.buffers.at(index).write_bytes(0, len as usize) };
                 *zeroed = len as u32;
             }
-            return self.end_read(ring, place, index, 0, len as usize);
+            return self.end_read(uring, place, index, 0, len as usize);
         }
         // Whole blocks, of which the reply is a part.
         let mask = self.shared.disk().granule() - 1;
@@ -135,23 +135,23 @@ impl FuseQueue {
         // SAFETY: the buffer has room for the longest read and two blocks; it is the slot's until the reply, and the
         // slot does not move.
         unsafe { slot.io.push(at, (to - from) as usize) };
-        self.start(ring, place, index);
+        self.start(uring, place, index);
     }
 
-    fn end_read(&mut self, ring: &mut Ring, place: Token, index: u16, skip: usize, len: usize) {
+    fn end_read(&mut self, uring: &mut Uring, place: Token, index: u16, skip: usize, len: usize) {
         QueueStats::add(&self.stats.read_bytes, len as u64);
         self.slots[usize::from(index)].then = Then::Nothing;
         self.reply_data(index, skip, len);
-        self.release(ring, place, index);
+        self.release(uring, place, index);
     }
 
     #[inline]
-    fn write(&mut self, ring: &mut Ring, place: Token, index: u16, args: &[u8], payload: usize) {
+    fn write(&mut self, uring: &mut Uring, place: Token, index: u16, args: &[u8], payload: usize) {
         let Some(TransferIn { offset, size, flags, .. }) = TransferIn::read(args) else {
-            return self.end(ring, place, index, -libc::EINVAL);
+            return self.end(uring, place, index, -libc::EINVAL);
         };
         if !self.shared.writable {
-            return self.end(ring, place, index, -libc::EROFS);
+            return self.end(uring, place, index, -libc::EROFS);
         }
         let mut len = (size as usize).min(payload).min(TRANSFER_BYTES_MAX as usize) as u32;
         self.turn_bytes += u64::from(len);
@@ -159,22 +159,22 @@ impl FuseQueue {
         let fua = flags & libc::O_DSYNC as u32 != 0;
         let disk_end = self.shared.disk().size_bytes();
         let Some(end) = offset.checked_add(u64::from(len)) else {
-            return self.end(ring, place, index, -libc::EFBIG);
+            return self.end(uring, place, index, -libc::EFBIG);
         };
         if end > disk_end {
             if self.shared.growable {
                 return self.lengthen(index, end, Change::Write { offset, len, fua });
             }
             if offset >= disk_end {
-                return self.end(ring, place, index, if len > 0 { -libc::ENOSPC } else { 0 });
+                return self.end(uring, place, index, if len > 0 { -libc::ENOSPC } else { 0 });
             }
             len = (disk_end - offset) as u32;
         }
-        self.change(ring, place, index, Change::Write { offset, len, fua });
+        self.change(uring, place, index, Change::Write { offset, len, fua });
     }
 
     /// Starts what changes bytes that are there.
-    fn change(&mut self, ring: &mut Ring, place: Token, index: u16, change: Change) {
+    fn change(&mut self, uring: &mut Uring, place: Token, index: u16, change: Change) {
         let at = self.buffers.at(index);
         let slot = &mut self.slots[usize::from(index)];
         match change {
@@ -205,7 +205,7 @@ impl FuseQueue {
                 slot.io.len = len;
             }
         }
-        self.start(ring, place, index);
+        self.start(uring, place, index);
     }
 
     /// Has the file made long enough for what lies before `end`, and goes on with `change`.
@@ -217,7 +217,7 @@ impl FuseQueue {
 
     /// Starts the slot's operation, or puts it off while the gate is closed.
     #[inline]
-    pub(super) fn start(&mut self, ring: &mut Ring, place: Token, index: u16) {
+    pub(super) fn start(&mut self, uring: &mut Uring, place: Token, index: u16) {
         let slot = &mut self.slots[usize::from(index)];
         let writes = matches!(slot.io.op, Op::Write | Op::WriteZeroes { .. });
         if writes && !self.shared.enter(self.index, slot) {
@@ -234,47 +234,54 @@ impl FuseQueue {
             }
         }
         let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
-        if let Step::Done(result) = handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
-            self.io_done(ring, place, index, result);
+        if let Step::Done(result) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+            self.io_done(uring, place, index, result);
         }
     }
 
     /// The slot's operation is over.
     #[inline]
-    pub(super) fn io_done(&mut self, ring: &mut Ring, place: Token, index: u16, result: i32) {
+    pub(super) fn io_done(&mut self, uring: &mut Uring, place: Token, index: u16, result: i32) {
         let slot = &mut self.slots[usize::from(index)];
         self.shared.leave(self.index, slot);
         match slot.then {
             Then::Read { skip, len } if result >= 0 => {
-                self.end_read(ring, place, index, skip as usize, len as usize);
+                self.end_read(uring, place, index, skip as usize, len as usize);
             }
-            Then::Written { len } if result >= 0 => self.end_write(ring, place, index, len),
-            _ => self.end_of_disk(ring, place, index, result),
+            Then::Written { len } if result >= 0 => self.end_write(uring, place, index, len),
+            _ => self.end_of_disk(uring, place, index, result),
         }
     }
 
-    fn end_write(&mut self, ring: &mut Ring, place: Token, index: u16, len: u32) {
+    fn end_write(&mut self, uring: &mut Uring, place: Token, index: u16, len: u32) {
         QueueStats::add(&self.stats.write_bytes, u64::from(len));
-        self.end_with(ring, place, index, 0, WriteOut { size: len, padding: 0 }.bytes());
+        self.end_with(uring, place, index, 0, WriteOut { size: len, padding: 0 }.bytes());
     }
 
     /// Replies the attributes, as `then` has them: [`Then::Attr`] or [`Then::Statx`].
-    fn end_attr(&mut self, ring: &mut Ring, place: Token, index: u16, then: Then) {
+    fn end_attr(&mut self, uring: &mut Uring, place: Token, index: u16, then: Then) {
         if self.shared.looks_wait {
             self.slots[usize::from(index)].then = then;
             return self.order(index, Task::Look);
         }
         let seen = look(self.shared.disk());
-        self.end_looked(ring, place, index, then, seen.as_ref());
+        self.end_looked(uring, place, index, then, seen.as_ref());
     }
 
-    fn end_looked(&mut self, ring: &mut Ring, place: Token, index: u16, then: Then, seen: Option<&Metadata>) {
+    fn end_looked(
+        &mut self,
+        uring: &mut Uring,
+        place: Token,
+        index: u16,
+        then: Then,
+        seen: Option<&Metadata>,
+    ) {
         if let Then::Statx = then {
             let out = StatxOut { stat: self.shared.statx(seen), ..Default::default() };
-            return self.end_with(ring, place, index, 0, out.bytes());
+            return self.end_with(uring, place, index, 0, out.bytes());
         }
         let out = AttrOut { attr: self.shared.attr(seen), ..Default::default() };
-        self.end_with(ring, place, index, 0, out.bytes());
+        self.end_with(uring, place, index, 0, out.bytes());
     }
 
     /// Has the clerk do something for the slot.
@@ -284,57 +291,57 @@ impl FuseQueue {
     }
 
     /// The clerk is done.
-    pub(super) fn answered(&mut self, ring: &mut Ring, place: Token, index: u16, answer: Answer) {
+    pub(super) fn answered(&mut self, uring: &mut Uring, place: Token, index: u16, answer: Answer) {
         let then = self.slots[usize::from(index)].then;
         match (answer, then) {
-            (Answer::Done(result), _) if result < 0 => self.end_of_disk(ring, place, index, result),
-            (Answer::Done(_), Then::Written { len }) => self.end_write(ring, place, index, len),
-            (Answer::Done(_), Then::Go(change)) => self.change(ring, place, index, change),
-            (Answer::Done(_), Then::Attr) => self.end_attr(ring, place, index, Then::Attr),
-            (Answer::Looked(seen), then) => self.end_looked(ring, place, index, then, seen.as_deref()),
+            (Answer::Done(result), _) if result < 0 => self.end_of_disk(uring, place, index, result),
+            (Answer::Done(_), Then::Written { len }) => self.end_write(uring, place, index, len),
+            (Answer::Done(_), Then::Go(change)) => self.change(uring, place, index, change),
+            (Answer::Done(_), Then::Attr) => self.end_attr(uring, place, index, Then::Attr),
+            (Answer::Looked(seen), then) => self.end_looked(uring, place, index, then, seen.as_deref()),
             // The ends of a range are zero: now what is between.
             (Answer::Done(_), Then::Done) if self.slots[usize::from(index)].io.len > 0 => {
-                self.start(ring, place, index);
+                self.start(uring, place, index);
             }
-            (Answer::Done(_), _) => self.end(ring, place, index, 0),
+            (Answer::Done(_), _) => self.end(uring, place, index, 0),
             (Answer::Offset(offset), _) => {
-                self.end_with(ring, place, index, 0, LseekOut { offset }.bytes());
+                self.end_with(uring, place, index, 0, LseekOut { offset }.bytes());
             }
-            (Answer::Statfs(out), _) => self.end_with(ring, place, index, 0, out.bytes()),
+            (Answer::Statfs(out), _) => self.end_with(uring, place, index, 0, out.bytes()),
         }
     }
 
     /// Everything but reads and writes.
     #[cold]
-    fn other(&mut self, ring: &mut Ring, place: Token, index: u16, request: &InHeader, args: &[u8]) {
+    fn other(&mut self, uring: &mut Uring, place: Token, index: u16, request: &InHeader, args: &[u8]) {
         match request.opcode {
-            op::GETATTR => self.end_attr(ring, place, index, Then::Attr),
-            op::STATX => self.end_attr(ring, place, index, Then::Statx),
+            op::GETATTR => self.end_attr(uring, place, index, Then::Attr),
+            op::STATX => self.end_attr(uring, place, index, Then::Statx),
             op::SETATTR => match SetattrIn::read(args) {
-                Some(set) => self.setattr(ring, place, index, &set),
-                None => self.end(ring, place, index, -libc::EINVAL),
+                Some(set) => self.setattr(uring, place, index, &set),
+                None => self.end(uring, place, index, -libc::EINVAL),
             },
             op::OPEN => {
                 let out = self.shared.open();
-                self.end_with(ring, place, index, 0, out.bytes());
+                self.end_with(uring, place, index, 0, out.bytes());
             }
             // Nothing is kept back from the disk until a file is closed. After this answer the kernel sends no other: a
             // process that closes the file waits for nobody.
-            op::FLUSH => self.end(ring, place, index, -libc::ENOSYS),
-            op::DESTROY => self.end(ring, place, index, 0),
+            op::FLUSH => self.end(uring, place, index, -libc::ENOSYS),
+            op::DESTROY => self.end(uring, place, index, 0),
             op::RELEASE => {
                 self.shared.release();
-                self.end(ring, place, index, 0);
+                self.end(uring, place, index, 0);
             }
             op::FSYNC => {
                 let slot = &mut self.slots[usize::from(index)];
                 slot.then = Then::Done;
                 slot.io.reset(Op::Flush, 0, false);
-                self.start(ring, place, index);
+                self.start(uring, place, index);
             }
             op::FALLOCATE => match FallocateIn::read(args) {
-                Some(what) => self.fallocate(ring, place, index, what),
-                None => self.end(ring, place, index, -libc::EINVAL),
+                Some(what) => self.fallocate(uring, place, index, what),
+                None => self.end(uring, place, index, -libc::EINVAL),
             },
             op::LSEEK => match LseekIn::read(args) {
                 Some(LseekIn { offset, whence, .. })
@@ -350,18 +357,18 @@ impl FuseQueue {
                         },
                     );
                 }
-                _ => self.end(ring, place, index, -libc::EINVAL),
+                _ => self.end(uring, place, index, -libc::EINVAL),
             },
             op::STATFS => self.order(index, Task::Statfs),
-            op::IOCTL => self.ioctl(ring, place, index, args),
-            _ => self.end(ring, place, index, -libc::ENOSYS),
+            op::IOCTL => self.ioctl(uring, place, index, args),
+            _ => self.end(uring, place, index, -libc::ENOSYS),
         }
     }
 
-    fn setattr(&mut self, ring: &mut Ring, place: Token, index: u16, set: &SetattrIn) {
+    fn setattr(&mut self, uring: &mut Uring, place: Token, index: u16, set: &SetattrIn) {
         let has = |bit| set.valid & bit != 0;
         if !self.shared.writable {
-            return self.end(ring, place, index, -libc::EROFS);
+            return self.end(uring, place, index, -libc::EROFS);
         }
         if has(fattr::MODE) {
             self.shared.set_mode(set.mode);
@@ -376,12 +383,12 @@ impl FuseQueue {
                     self.order(index, Task::Truncate { end: set.size });
                 }
                 () if set.size == self.shared.disk().size_bytes() => {
-                    self.end_attr(ring, place, index, Then::Attr)
+                    self.end_attr(uring, place, index, Then::Attr)
                 }
                 // open(O_TRUNC), as a shell's `>` and cp do. They go on to write, and the size stays as a block device's
                 // would. The kernel sends the same for truncate(2) to 0 by name; ftruncate(2) has a file.
-                () if set.size == 0 && !has(fattr::FH) => self.end_attr(ring, place, index, Then::Attr),
-                () => self.end(ring, place, index, -libc::EPERM),
+                () if set.size == 0 && !has(fattr::FH) => self.end_attr(uring, place, index, Then::Attr),
+                () => self.end(uring, place, index, -libc::EPERM),
             };
         }
         if has(fattr::ATIME | fattr::MTIME) {
@@ -395,20 +402,20 @@ impl FuseQueue {
             let mtime = time(fattr::MTIME, fattr::MTIME_NOW, set.mtime, set.mtimensec);
             return self.order(index, Task::Times { atime, mtime });
         }
-        self.end_attr(ring, place, index, Then::Attr);
+        self.end_attr(uring, place, index, Then::Attr);
     }
 
-    fn fallocate(&mut self, ring: &mut Ring, place: Token, index: u16, what: FallocateIn) {
+    fn fallocate(&mut self, uring: &mut Uring, place: Token, index: u16, what: FallocateIn) {
         const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
         const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
         let FallocateIn { offset, length, mode, .. } = what;
         let (mode, size) = (mode as i32, self.shared.size());
         let Some(end) = offset.checked_add(length) else {
-            return self.end(ring, place, index, -libc::EFBIG);
+            return self.end(uring, place, index, -libc::EFBIG);
         };
         if !self.shared.writable {
-            return self.end(ring, place, index, -libc::EROFS);
+            return self.end(uring, place, index, -libc::EROFS);
         }
         let keeps = mode & KEEP != 0;
         let len = if keeps { length.min(size.saturating_sub(offset)) } else { length };
@@ -416,25 +423,25 @@ impl FuseQueue {
             0 => Change::Allocate { offset, len },
             ZERO => Change::Zero { offset, len, unmap: false },
             _ if mode == PUNCH => Change::Zero { offset, len, unmap: true },
-            _ => return self.end(ring, place, index, -libc::EOPNOTSUPP),
+            _ => return self.end(uring, place, index, -libc::EOPNOTSUPP),
         };
         match () {
-            () if len == 0 => self.end(ring, place, index, 0),
-            () if end <= size || keeps => self.change(ring, place, index, change),
+            () if len == 0 => self.end(uring, place, index, 0),
+            () if end <= size || keeps => self.change(uring, place, index, change),
             () if self.shared.growable => self.lengthen(index, end, change),
-            () => self.end(ring, place, index, -libc::ENOSPC),
+            () => self.end(uring, place, index, -libc::ENOSPC),
         }
     }
 
     /// The kernel lets a file's server see ioctls whose number tells their size. Block tools ask for the size.
-    fn ioctl(&mut self, ring: &mut Ring, place: Token, index: u16, args: &[u8]) {
+    fn ioctl(&mut self, uring: &mut Uring, place: Token, index: u16, args: &[u8]) {
         match IoctlIn::read(args) {
             Some(IoctlIn { cmd: super::abi::BLKGETSIZE64, out_size: 8.., .. }) => {
                 let mut out = [0; size_of::<IoctlOut>() + 8];
                 out[size_of::<IoctlOut>()..].copy_from_slice(&self.shared.size().to_ne_bytes());
-                self.end_with(ring, place, index, 0, &out);
+                self.end_with(uring, place, index, 0, &out);
             }
-            _ => self.end(ring, place, index, -libc::ENOTTY),
+            _ => self.end(uring, place, index, -libc::ENOTTY),
         }
     }
 }

@@ -13,7 +13,7 @@ use vshunt_types::error::Result;
 use super::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
 use super::clerk::{Clerk, Desk, News, Task, Tell};
 use super::gate::Gate;
-use super::{Bell, Slot};
+use super::{EventFd, Slot};
 
 /// Seconds and nanoseconds since 1970.
 type Time = (i64, u32);
@@ -60,13 +60,13 @@ pub struct FuseShared {
 }
 
 impl FuseShared {
-    /// For queues with these bells.
+    /// For queues with these eventfds.
     ///
     /// # Errors
     /// No thread can be had.
-    pub fn new(setup: Setup, bells: &[Arc<Bell>]) -> Result<Self> {
+    pub fn new(setup: Setup, eventfds: &[Arc<EventFd>]) -> Result<Self> {
         let Setup { name, disk, writable, growable, opens, backing_id, tell } = setup;
-        let gate = Arc::new(Gate::new(bells));
+        let gate = Arc::new(Gate::new(eventfds));
         let clerk = Clerk::start(&name, disk.clone(), gate.clone(), tell)?;
         let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {

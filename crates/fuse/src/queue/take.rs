@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 
 use super::abi::{self, ARGS_MAX, InHeader, Plain};
 use super::clerk::News;
@@ -14,7 +14,7 @@ const ALONE: u8 = 16;
 
 impl FuseQueue {
     /// Takes what is there from a channel.
-    pub(super) fn take_channel(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    pub(super) fn take_channel(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         self.seen.set(false);
         loop {
@@ -32,7 +32,7 @@ impl FuseQueue {
                     self.free.pop();
                     taken += 1;
                     self.burst();
-                    self.begin_front(ring, place, index, &front, in_buffer);
+                    self.begin_front(uring, place, index, &front, in_buffer);
                     if self.was_alone() {
                         return taken;
                     }
@@ -40,7 +40,7 @@ impl FuseQueue {
                 // What was handed over so far may lie in the buffer.
                 Taken::Again => self.slots[usize::from(index)].zeroed = 0,
                 Taken::Nothing => {
-                    self.settle();
+                    self.reserve();
                     return taken;
                 }
                 Taken::Gone => self.gone(),
@@ -84,7 +84,7 @@ impl FuseQueue {
     }
 
     /// Nothing more is there.
-    fn settle(&mut self) {
+    fn reserve(&mut self) {
         let Transport::Channel { herd, ready, leads, burst, alone, called, .. } = &mut self.transport else {
             return;
         };
@@ -99,18 +99,18 @@ impl FuseQueue {
             herd.called(found);
         }
         if !*leads {
-            *leads = herd.settle(self.index);
+            *leads = herd.reserve(self.index);
         }
     }
 
     /// Asks to be told when something is there, if that is this channel's part.
-    pub(super) fn listen(&mut self, ring: &mut Ring, place: Token) {
+    pub(super) fn listen(&mut self, uring: &mut Uring, place: Token) {
         if let Transport::Channel { channel, leads: true, listen, ready: false, .. } = &mut self.transport
             && *listen == Listen::Off
             && !self.gone
             && !self.free.is_empty()
         {
-            ring.poll_once(channel.fd(), place.with(0, OP_READABLE));
+            uring.poll_once(channel.fd(), place.with(0, OP_READABLE));
             *listen = Listen::On;
         }
     }
@@ -126,7 +126,7 @@ impl FuseQueue {
         }
     }
 
-    pub(super) fn take_ring(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    pub(super) fn take_ring(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         while taken < budget && self.turn_bytes < TURN_BYTES {
             let Transport::Ring { entries, ready, serving } = &mut self.transport else { break };
@@ -135,14 +135,14 @@ impl FuseQueue {
             taken += 1;
             let header = entries.header(index);
             let Some(request) = InHeader::read(&header.in_out) else { continue };
-            self.begin(ring, place, index, &request, &header.op_in, header.ent.payload_sz as usize);
+            self.begin(uring, place, index, &request, &header.op_in, header.ent.payload_sz as usize);
         }
         taken
     }
 
     /// Begins what a channel gave: what of the arguments is in the buffer is put behind those in front.
     #[inline]
-    fn begin_front(&mut self, ring: &mut Ring, place: Token, index: u16, front: &[u8], in_buffer: usize) {
+    fn begin_front(&mut self, uring: &mut Uring, place: Token, index: u16, front: &[u8], in_buffer: usize) {
         let (header, first) = front.split_at(size_of::<InHeader>());
         let Some(header) = InHeader::read(header) else { return };
         let mut args = [0; ARGS_MAX];
@@ -154,7 +154,7 @@ impl FuseQueue {
                 std::ptr::copy_nonoverlapping(self.buffers.at(index), args[FRONT_ARGS..].as_mut_ptr(), more);
             }
         }
-        self.begin(ring, place, index, &header, &args, in_buffer);
+        self.begin(uring, place, index, &header, &args, in_buffer);
     }
 
     /// Entries that came back on former workers of this queue.

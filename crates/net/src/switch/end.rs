@@ -1,10 +1,11 @@
-//! One queue pair's end at a switch: what came for its guest, what came home to it, and the bell that wakes its worker.
+//! One queue pair's end at a switch: what came for its guest, what came home to it, and the eventfd that wakes its worker.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -26,9 +27,9 @@ pub struct End {
     has_returns: AtomicBool,
     /// What waited in the inbox was fetched back.
     changed: AtomicBool,
-    /// The worker has looked for the last time before it is rung for.
+    /// The worker has looked for the last time before it is signalled for.
     asleep: AtomicBool,
-    bell: OwnedFd,
+    eventfd: OwnedFd,
 }
 
 #[derive(Default)]
@@ -39,7 +40,7 @@ struct Inbox {
 
 impl AsRawFd for End {
     fn as_raw_fd(&self) -> RawFd {
-        self.bell.as_raw_fd()
+        self.eventfd.as_raw_fd()
     }
 }
 
@@ -53,13 +54,13 @@ impl End {
             has_returns: AtomicBool::new(false),
             changed: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
-            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         }))
     }
 
     #[cfg(test)]
-    pub(super) fn bell(&self) -> &OwnedFd {
-        &self.bell
+    pub(super) fn eventfd(&self) -> &OwnedFd {
+        &self.eventfd
     }
 
     /// Whether its guest takes frames.
@@ -70,7 +71,7 @@ impl End {
 
     /// Its guest takes frames from now on.
     pub fn open(&self) {
-        self.inbox.lock().expect("no holder panics").open = true;
+        self.inbox.locked().open = true;
         self.open.store(true, Ordering::Relaxed);
     }
 
@@ -78,7 +79,7 @@ impl End {
     pub fn close(&self) {
         self.open.store(false, Ordering::Relaxed);
         let frames = {
-            let mut inbox = self.inbox.lock().expect("no holder panics");
+            let mut inbox = self.inbox.locked();
             inbox.open = false;
             std::mem::take(&mut inbox.frames)
         };
@@ -89,7 +90,7 @@ impl End {
     /// Puts frames there, in their order, and wakes the worker; those that found no room stay in `frames`.
     pub fn put(&self, frames: &mut Vec<Frame>) {
         {
-            let mut inbox = self.inbox.lock().expect("no holder panics");
+            let mut inbox = self.inbox.locked();
             let room = if inbox.open { INBOX_MAX.saturating_sub(inbox.frames.len()) } else { 0 };
             let count = room.min(frames.len());
             inbox.frames.extend(frames.drain(..count));
@@ -101,7 +102,7 @@ impl End {
 
     /// Takes up to `most` frames, the oldest first.
     pub fn take(&self, most: usize, into: &mut VecDeque<Frame>) {
-        let mut inbox = self.inbox.lock().expect("no holder panics");
+        let mut inbox = self.inbox.locked();
         let count = most.min(inbox.frames.len());
         into.extend(inbox.frames.drain(..count));
         self.has_frames.store(!inbox.frames.is_empty(), Ordering::Relaxed);
@@ -109,7 +110,7 @@ impl End {
 
     /// Puts back what was taken and found no room in the guest's buffers. It goes home where the end was closed meanwhile.
     pub fn put_back(&self, frames: &mut VecDeque<Frame>) {
-        let mut inbox = self.inbox.lock().expect("no holder panics");
+        let mut inbox = self.inbox.locked();
         if !inbox.open {
             drop(inbox);
             return Self::send_home(&mut frames.drain(..).collect());
@@ -123,7 +124,7 @@ impl End {
     /// Takes frames of `of` that were sent before `tick` out again: nobody has copied them.
     pub fn revoke(&self, of: &Arc<Self>, tick: u32, into: &mut Vec<Frame>) {
         {
-            let mut inbox = self.inbox.lock().expect("no holder panics");
+            let mut inbox = self.inbox.locked();
             let is_wanted =
                 |frame: &Frame| Arc::ptr_eq(&frame.home, of) && (frame.tick.wrapping_sub(tick) as i32) < 0;
             if !inbox.frames.iter().any(&is_wanted) {
@@ -148,7 +149,7 @@ impl End {
             let first =
                 frames.iter().rposition(|frame| !Arc::ptr_eq(&frame.home, &home)).map_or(0, |at| at + 1);
             {
-                let mut list = home.home.lock().expect("no holder panics");
+                let mut list = home.home.locked();
                 list.extend(frames.drain(first..));
                 home.has_returns.store(true, Ordering::Relaxed);
             }
@@ -158,7 +159,7 @@ impl End {
 
     /// Takes what came home.
     pub fn take_home(&self, into: &mut Vec<Frame>) {
-        let mut home = self.home.lock().expect("no holder panics");
+        let mut home = self.home.locked();
         into.append(&mut home);
         self.has_returns.store(false, Ordering::Relaxed);
     }
@@ -168,7 +169,7 @@ impl End {
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
             // Cannot fail: the counter would have to reach 2^64 - 1.
-            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
         }
     }
 
@@ -197,7 +198,7 @@ impl End {
         }
     }
 
-    /// The worker rests: it is rung for from now on, and looks once more after this.
+    /// The worker rests: it is signalled for from now on, and looks once more after this.
     pub fn sleep(&self) {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);

@@ -26,6 +26,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+use vshunt_types::sync::Locked;
 
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{AddressOrigin, DropReason, Mac, NetAddress};
@@ -179,7 +180,7 @@ impl Switch {
     /// # Errors
     /// There are [`PORTS_MAX`] already, or its address is another port's that it shares a VLAN with.
     pub fn join(&self, pairs: u16, options: PortOptions) -> Result<Arc<Port>> {
-        let mut state = self.state.lock().expect("no holder panics");
+        let mut state = self.state.locked();
         let mut list = state.view.ports.clone();
         let free = list.iter().position(Option::is_none).unwrap_or(list.len());
         if free >= PORTS_MAX {
@@ -211,7 +212,7 @@ impl Switch {
 
     /// A port goes; its queues are at rest.
     pub fn leave(&self, port: u16) {
-        let mut state = self.state.lock().expect("no holder panics");
+        let mut state = self.state.locked();
         let mut list = state.view.ports.clone();
         list[usize::from(port)] = None;
         state.hosts.remove(&port);
@@ -222,7 +223,7 @@ impl Switch {
 
     /// The host behind an uplink has these addresses: no other port may use them.
     pub fn set_hosts(&self, port: &Port, addresses: Vec<[u8; 6]>) {
-        let mut state = self.state.lock().expect("no holder panics");
+        let mut state = self.state.locked();
         if state.hosts.get(&port.index).map_or(&[][..], Vec::as_slice) == addresses {
             return;
         }
@@ -240,7 +241,7 @@ impl Switch {
 
     /// The ports now.
     pub fn view(&self) -> Arc<View> {
-        self.state.lock().expect("no holder panics").view.clone()
+        self.state.locked().view.clone()
     }
 
     /// Where a frame goes that a port took, in a VLAN; its sender is learnt.

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use vshunt_types::error::{Error, Result};
 
@@ -21,12 +22,12 @@ pub(super) struct Order(Mutex<Vec<usize>>);
 impl Order {
     /// The queues, from index 0 on.
     pub(super) fn now(&self) -> Vec<usize> {
-        self.0.lock().expect("no holder panics").clone()
+        self.0.locked().clone()
     }
 
     /// Does what changes it.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut Vec<usize>) -> T) -> T {
-        change(&mut self.0.lock().expect("no holder panics"))
+        change(&mut self.0.locked())
     }
 }
 

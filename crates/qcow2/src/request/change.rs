@@ -4,6 +4,7 @@ use super::fetch::Fetch;
 use super::flush::Flush;
 use super::generation::NewGeneration;
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use crate::lock::Locked;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::alloc::{Reserve, Take};
@@ -92,7 +93,7 @@ impl Served {
     /// The places of clusters in the data file, which the caller holds, and which the map does not name (any more).
     pub(super) fn add_holes(&self, places: impl Iterator<Item = (u64, u64)>) {
         let epoch = self.epochs.now();
-        let mut holes = self.holes.lock().expect("no holder panics");
+        let mut holes = self.holes.locked();
         places.for_each(|(first, count)| holes.add(first, count, epoch));
     }
 
@@ -103,7 +104,7 @@ impl Served {
             return;
         }
         let epoch = self.epochs.now();
-        let mut alloc = self.alloc.lock().expect("no holder panics");
+        let mut alloc = self.alloc.locked();
         for old in olds {
             if old.word & COMPRESSED != 0 {
                 let c = Compressed::of(old.word, self.cluster_bits);
@@ -156,7 +157,7 @@ impl Request {
         let own = image.is_own(first);
         let keep = if own { 1 } else { 1 + (1..held).take_while(|i| !image.is_own(get(*i))).count() as u64 };
         image.map.shorten(cluster, held, keep, cx.wake);
-        if image.external && !image.holes.lock().expect("no holder panics").keep(cluster, keep, cx.waker) {
+        if image.external && !image.holes.locked().keep(cluster, keep, cx.waker) {
             image.map.release(cluster, keep, None, None, cx.wake);
             return self.park();
         }
@@ -203,7 +204,7 @@ impl Request {
         let reserve = &mut cx.user.reserve;
         if reserve.count == 0 {
             let want = most.max(image.reserve_clusters);
-            let took = image.alloc.lock().expect("no holder panics").take(want, cx.waker);
+            let took = image.alloc.locked().take(want, cx.waker);
             match took {
                 Take::Got(got) => *reserve = got,
                 other => return Err(self.load_counts(other, image)),
@@ -225,7 +226,7 @@ impl Request {
         if !reserve.zero || image.external || end <= image.file_len.load(Acquire) {
             return None;
         }
-        let mut growth = image.growth.lock().expect("no holder panics");
+        let mut growth = image.growth.locked();
         // It may have grown since.
         if end <= image.file_len.load(Acquire) {
             return None;
@@ -255,14 +256,14 @@ impl Request {
         let keep = reserve.count / 2;
         let rest = Reserve { start: reserve.start + keep, count: reserve.count - keep, ..*reserve };
         reserve.count = keep;
-        cx.chain.top().alloc.lock().expect("no holder panics").untake(rest);
+        cx.chain.top().alloc.locked().untake(rest);
         true
     }
 
     /// The space was taken up to `len`, or (none) could not be.
     pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
         let image = cx.chain.top();
-        let mut growth = image.growth.lock().expect("no holder panics");
+        let mut growth = image.growth.locked();
         growth.running = false;
         image.file_len.fetch_max(len.unwrap_or(0), AcqRel);
         let waiting = std::mem::take(&mut growth.waiting);
@@ -424,7 +425,7 @@ impl Request {
         image.map.release(change.first, change.held, None, None, cx.wake);
         // Something may have been written there.
         let taken = Reserve { zero: false, ..change.taken };
-        image.alloc.lock().expect("no holder panics").give_back(taken);
+        image.alloc.locked().give_back(taken);
     }
 }
 

@@ -4,6 +4,7 @@
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
 use crate::first::Copied;
+use crate::lock::Locked;
 use crate::refcount;
 use crate::served::Served;
 
@@ -22,7 +23,7 @@ impl Served {
         let guard = self.guard.as_ref()?;
         let step = if self.extended { 16 } else { 8 };
         // What was ever taken lies below; and nothing that is named later than it was read.
-        let end = self.alloc.lock().expect("no holder panics").end();
+        let end = self.alloc.locked().end();
         let first = slice * (bytes.len() / step) as u64;
         bytes.chunks_exact(step).enumerate().find_map(|(i, entry)| {
             let word = u64::from_be_bytes(entry[..8].try_into().expect("eight bytes"));
@@ -114,7 +115,7 @@ impl Request {
     /// The mark is made, or cannot be.
     pub(super) fn marked(&self, yes: bool, cx: &Context<'_>) {
         if let Some(guard) = &cx.chain.top().guard {
-            guard.settle(yes);
+            guard.reserve(yes);
         }
     }
 

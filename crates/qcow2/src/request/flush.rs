@@ -15,6 +15,7 @@ use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Dirty;
 use crate::first::Copied;
 use crate::journal::Journal;
+use crate::lock::Locked;
 use crate::map::Copy;
 use crate::served::Served;
 
@@ -86,7 +87,7 @@ impl Request {
         let image = cx.chain.top();
         let flush = self.flush.as_mut().expect("a flush is under way");
         if flush.run.is_none() {
-            let mut turns = image.turns.lock().expect("no holder panics");
+            let mut turns = image.turns.locked();
             let ticket = *flush.ticket.get_or_insert_with(|| {
                 turns.asked += 1;
                 turns.asked
@@ -166,12 +167,12 @@ impl Request {
         let image = cx.chain.top();
         let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
         // What is written is clean from here on, so that a failure below does not make it dirty again.
-        run.settle(image, true);
+        run.reserve(image, true);
         // Twice, if nobody is under way that began before.
         image.epochs.advance();
         image.epochs.advance();
         if image.external {
-            let mut holes = image.holes.lock().expect("no holder panics");
+            let mut holes = image.holes.locked();
             let parked = holes.punched();
             let most = (PUNCH_BYTES_MAX >> image.cluster_bits).min(BACK_MAX.saturating_sub(run.given_back));
             let next = if most > 0 { holes.next(run.number, most, &image.epochs) } else { None };
@@ -185,7 +186,7 @@ impl Request {
                 return self.step(Pending::Flush, Step::Discard { file: image.data, offset, len });
             }
         }
-        let mut alloc = image.alloc.lock().expect("no holder panics");
+        let mut alloc = image.alloc.locked();
         loop {
             let (start, count, punched) = run.back;
             if punched > 0 {
@@ -236,22 +237,22 @@ impl Request {
     pub(super) fn abandon_flush(&mut self, cx: &mut Context<'_>) {
         let Some(mut run) = self.flush.take().and_then(|f| f.run) else { return };
         let image = cx.chain.top();
-        run.settle(image, false);
-        let mut alloc = image.alloc.lock().expect("no holder panics");
+        run.reserve(image, false);
+        let mut alloc = image.alloc.locked();
         alloc.failed_flush(run.number);
         let (start, count, _) = run.back;
         if count > 0 {
             alloc.gone(start, count, image.epochs.now());
         }
         drop(alloc);
-        image.holes.lock().expect("no holder panics").failed_flush(run.number);
+        image.holes.locked().failed_flush(run.number);
         end_turn(image, None, cx);
     }
 }
 
 /// The next one may flush.
 pub(super) fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
-    let mut turns = image.turns.lock().expect("no holder panics");
+    let mut turns = image.turns.locked();
     turns.running = false;
     turns.done = turns.done.max(done.unwrap_or(0));
     let waiting = std::mem::take(&mut turns.waiting);
@@ -272,14 +273,14 @@ impl Run {
     fn new(image: &Served, covers: u64) -> Self {
         // First what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
         // count all that the copies name.
-        let number = image.alloc.lock().expect("no holder panics").begin_flush();
+        let number = image.alloc.locked().begin_flush();
         if image.external {
-            image.holes.lock().expect("no holder panics").begin_flush(number);
+            image.holes.locked().begin_flush(number);
         }
         let mark = image.journal.as_ref().map_or(0, Journal::mark);
         let slices = image.map.take_dirty();
         let l1 = image.take_l1();
-        let mut alloc = image.alloc.lock().expect("no holder panics");
+        let mut alloc = image.alloc.locked();
         alloc.close_tail();
         let (blocks, table) = (alloc.take_dirty(), alloc.take_table(image.unit()));
         Self {
@@ -351,7 +352,7 @@ impl Run {
     }
 
     /// What was taken was written, or goes back.
-    fn settle(&mut self, image: &Served, done: bool) {
+    fn reserve(&mut self, image: &Served, done: bool) {
         if let Some(journal) = image.journal.as_ref().filter(|_| done) {
             journal.forget(self.mark);
         }
@@ -360,15 +361,10 @@ impl Run {
         }
         let l1 = std::mem::take(&mut self.l1);
         if !done {
-            image
-                .tables
-                .lock()
-                .expect("no holder panics")
-                .dirty
-                .extend(l1.iter().map(|(index, _, _)| *index));
+            image.tables.locked().dirty.extend(l1.iter().map(|(index, _, _)| *index));
         }
         let (blocks, table) = (std::mem::take(&mut self.blocks), std::mem::take(&mut self.table));
-        image.alloc.lock().expect("no holder panics").written(&blocks, &table, done);
+        image.alloc.locked().written(&blocks, &table, done);
     }
 }
 

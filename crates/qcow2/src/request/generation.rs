@@ -7,6 +7,7 @@
 use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::first::Copied;
 use crate::journal::Journal;
+use crate::lock::Locked;
 
 /// How far it is.
 #[derive(Debug)]
@@ -25,7 +26,7 @@ impl Request {
             return Turn::Again;
         };
         if let Some(NewGeneration::Due) = self.generation {
-            let running = std::mem::replace(&mut image.turns.lock().expect("no holder panics").running, true);
+            let running = std::mem::replace(&mut image.turns.locked().running, true);
             if running {
                 // A flush, which writes one itself, or another request does it.
                 self.generation = None;

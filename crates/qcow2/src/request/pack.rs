@@ -10,6 +10,7 @@ use crate::alloc::Reserve;
 use crate::compress::deflate;
 use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed};
 use crate::journal::Put;
+use crate::lock::Locked;
 use crate::map::Entry;
 use crate::served::{Served, What};
 
@@ -126,7 +127,7 @@ impl Request {
         let image = cx.chain.top();
         let pack = self.pack.as_mut().expect("one is being packed");
         let fresh = (pack.fresh.count > 0).then_some(pack.fresh.start);
-        let placed = image.alloc.lock().expect("no holder panics").pack(pack.bytes(), fresh, cx.waker);
+        let placed = image.alloc.locked().pack(pack.bytes(), fresh, cx.waker);
         match placed {
             Err(take) => self.load_counts(take, image),
             Ok(None) => match self.take(1, cx) {
@@ -139,7 +140,7 @@ impl Request {
             Ok(Some((at, used))) => {
                 let rest = std::mem::take(&mut pack.fresh);
                 if !used {
-                    image.alloc.lock().expect("no holder panics").give_back(rest);
+                    image.alloc.locked().give_back(rest);
                 }
                 pack.at = at;
                 pack.stage = Stage::Written;
@@ -185,7 +186,7 @@ impl Request {
         if matches!(pack.stage, Stage::Place | Stage::Written | Stage::Enter) {
             image.map.release(pack.cluster, 1, None, None, cx.wake);
         }
-        let mut alloc = image.alloc.lock().expect("no holder panics");
+        let mut alloc = image.alloc.locked();
         alloc.give_back(Reserve { zero: false, ..pack.fresh });
         if matches!(pack.stage, Stage::Written | Stage::Enter) {
             let last = image.cluster(pack.at + pack.bytes() - 1);

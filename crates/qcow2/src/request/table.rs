@@ -5,6 +5,7 @@ use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
 use crate::entry::{COPIED, OFFSET};
 use crate::journal::Put;
+use crate::lock::Locked;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 /// A table that is being made.
@@ -36,7 +37,7 @@ impl Request {
         let table = self.table.as_mut().expect("a table is under way");
         let index = table.index;
         if !table.ours {
-            let mut tables = image.tables.lock().expect("no holder panics");
+            let mut tables = image.tables.locked();
             if matches!(image.table_of(index * image.table_entries), Some((_, true))) {
                 drop(tables);
                 self.table = None;
@@ -101,7 +102,7 @@ impl Request {
         let place = table.place.expect("a ready table has its place");
         let entry = &image.l1[table.index as usize];
         let old = entry.load(Acquire) & OFFSET;
-        let mut tables = image.tables.lock().expect("no holder panics");
+        let mut tables = image.tables.locked();
         let put = match &image.journal {
             Some(journal) => journal.put_table(table.index, place.start << image.cluster_bits | COPIED),
             None => Put::Done,
@@ -123,7 +124,7 @@ impl Request {
         let waiting = tables.making.remove(&table.index).unwrap_or_default();
         drop(tables);
         if old != 0 {
-            image.alloc.lock().expect("no holder panics").gone(image.cluster(old), 1, image.epochs.now());
+            image.alloc.locked().gone(image.cluster(old), 1, image.epochs.now());
         }
         waiting.into_iter().for_each(&mut *cx.wake);
         self.entered(put, image);
@@ -138,9 +139,9 @@ impl Request {
         let image = cx.chain.top();
         if let Some(place) = table.place {
             let place = Reserve { zero: false, ..place };
-            image.alloc.lock().expect("no holder panics").give_back(place);
+            image.alloc.locked().give_back(place);
         }
-        let waiting = image.tables.lock().expect("no holder panics").making.remove(&table.index);
+        let waiting = image.tables.locked().making.remove(&table.index);
         waiting.into_iter().flatten().for_each(&mut *cx.wake);
     }
 }

@@ -114,7 +114,7 @@ impl Daemon {
         self.tell_status(job);
         let job = job.clone();
         let life = move |daemon: &Daemon| {
-            let copied = job.settle(daemon.copy(&job, plan));
+            let copied = job.reserve(daemon.copy(&job, plan));
             daemon.tell_status(&job);
             let result = ends.end(daemon, copied);
             daemon.conclude(&job, result);
@@ -265,7 +265,7 @@ struct Ends {
 impl Ends {
     /// Makes the target stable; nothing stays of what the job had.
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
-        let result = copied.and_then(|()| self.settle());
+        let result = copied.and_then(|()| self.reserve());
         let Self { entry, work, begun, target } = self;
         if result.is_err() {
             // The queue may never have run: no write is to wait for it.
@@ -285,7 +285,7 @@ impl Ends {
     }
 
     /// Makes the target stable.
-    fn settle(&self) -> Result<()> {
+    fn reserve(&self) -> Result<()> {
         let target = &self.target;
         let synced = target.disk.sync().and_then(|()| target.disk.sync());
         synced.map_err(|e| Error::io("the backup cannot be made stable", e))

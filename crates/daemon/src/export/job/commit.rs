@@ -86,7 +86,7 @@ impl Commit {
     fn run(mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let entry = self.entry.clone();
         let rounds = self.rounds(daemon, job);
-        let settled = job.settle(rounds);
+        let settled = job.reserve(rounds);
         daemon.tell_status(job);
         let result = settled.and_then(|()| self.last(daemon, job));
         let _turn = entry.turn();

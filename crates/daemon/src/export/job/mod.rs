@@ -8,6 +8,7 @@ mod share;
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
+use vshunt_types::sync::Locked;
 
 use vshunt_block::copy::Copy;
 use vshunt_engine::QueueSet;
@@ -81,7 +82,7 @@ impl Job {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, JobState> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 
     fn info(&self) -> JobInfo {
@@ -103,7 +104,7 @@ impl Job {
 
     /// The copy is over. Decides whether the job was cancelled, which it cannot be any more if all was copied: what ends
     /// it then and what is told of it are the same.
-    pub(super) fn settle(&self, copied: Result<()>) -> Result<()> {
+    pub(super) fn reserve(&self, copied: Result<()>) -> Result<()> {
         let mut state = self.state();
         let copied = copied.and_then(|()| match state.cancelled {
             true => Err(Error::busy("it was cancelled")),
@@ -310,7 +311,7 @@ impl Daemon {
     pub(super) fn job_queues(&self) -> Vec<QueueInfo> {
         let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
         let info = |job: &Arc<Job>| {
-            job.at_work().map(|w| queue_info(&job.id, 0, w.queue.home(0), w.queue.stats(0), false))
+            job.at_work().map(|w| queue_info(&job.id, 0, w.queue.placement(0), w.queue.stats(0), false))
         };
         jobs.iter().filter_map(info).collect()
     }

@@ -23,13 +23,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::features::{VHOST_F_LOG_ALL, bit};
 use virtio::mem::{GuestMemory, MAX_REGIONS};
 use virtio::vhost::MemoryRegion;
-use vshunt_engine::Bell;
-use vshunt_engine::{Homes, QueueStats, Settings, State, WorkerId, Workers, lock_until};
+use vshunt_engine::EventFd;
+use vshunt_engine::{Placement, QueueStats, Settings, State, WorkerId, Workers, lock_until};
 use vshunt_types::error::{Error, Result};
 
 use self::behind::Behind;
@@ -60,7 +61,7 @@ pub struct KernelQueues {
     alarms: Vec<OwnedFd>,
     // Any thread's.
     slots: Vec<Mutex<Slot>>,
-    homes: Homes,
+    placement: Placement,
 }
 
 impl KernelQueues {
@@ -97,7 +98,7 @@ impl KernelQueues {
             workers: workers.clone(),
             alarms: Vec::new(),
             slots: Vec::new(),
-            homes: Homes::default(),
+            placement: Placement::default(),
         };
         let features = set.behind.features();
         set.features = features.map_err(|e| Error::unsupported(format!("export {export}: {e}")))?;
@@ -108,11 +109,11 @@ impl KernelQueues {
                     .map_err(|e| Error::io(format!("export {export}: no eventfd can be had"), e.into()))?;
                 set.alarms.push(alarm);
                 if ring == 0 {
-                    set.workers.settle_kernel(worker, export)?;
+                    set.workers.reserve_kernel(worker, export)?;
                 }
                 set.slots.push(Mutex::new(Slot { worker, running: false, generation: 0, tracking: None }));
             }
-            set.homes.push(worker);
+            set.placement.push(worker);
         }
         Ok(Arc::new(set))
     }
@@ -136,12 +137,12 @@ impl KernelQueues {
 
     /// How many queues.
     pub fn len(&self) -> u16 {
-        self.homes.len()
+        self.placement.len()
     }
 
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.homes.is_empty()
+        self.placement.is_empty()
     }
 
     /// How many rings, as the front-end counts them.
@@ -166,8 +167,8 @@ impl KernelQueues {
     }
 
     /// The worker a queue is attached to, and how often it was attached.
-    pub fn home(&self, index: u16) -> (WorkerId, u32) {
-        self.homes.get(index)
+    pub fn placement(&self, index: u16) -> (WorkerId, u32) {
+        self.placement.get(index)
     }
 
     /// Becomes readable when the kernel finds the ring broken.
@@ -176,7 +177,7 @@ impl KernelQueues {
     }
 
     fn slot(&self, ring: u16) -> MutexGuard<'_, Slot> {
-        self.slots[usize::from(ring)].lock().expect("no holder panics")
+        self.slots[usize::from(ring)].locked()
     }
 
     /// A slot for a control thread, which gives up at `until`. The error names the ring.
@@ -192,7 +193,7 @@ impl KernelQueues {
 
     /// The turn for a call that may wait for the disk.
     fn turn(&self) -> Option<MutexGuard<'_, ()>> {
-        self.behind.turn().map(|turn| turn.lock().expect("no holder panics"))
+        self.behind.turn().map(|turn| turn.locked())
     }
 
     /// The turn for a control thread, which gives up at `until`. The error names the export.
@@ -206,8 +207,8 @@ impl KernelQueues {
         })
     }
 
-    fn note_home(&self, ring: u16, slot: &Slot) {
-        self.homes.note(self.queue_of(ring), slot.worker, slot.generation);
+    fn note_placement(&self, ring: u16, slot: &Slot) {
+        self.placement.note(self.queue_of(ring), slot.worker, slot.generation);
     }
 
     /// Tells the kernel what the guest agreed on, and whether writes to its memory are logged: only with a log that has
@@ -301,7 +302,7 @@ impl KernelQueues {
         slot.tracking = setup.tracking;
         slot.generation += 1;
         if self.leads(ring) {
-            self.note_home(ring, &slot);
+            self.note_placement(ring, &slot);
             let stats = self.behind.stats(self.queue_of(ring));
             stats.size.store(setup.size, Relaxed);
             stats.set_state(State::Running);
@@ -319,7 +320,7 @@ impl KernelQueues {
         self.rest(ring);
         drop(turn);
         slot.tracking = None;
-        // What was rung for this ring is not for the next.
+        // What was signalled for this ring is not for the next.
         self.silence(ring);
         if self.leads(ring) {
             self.behind.stats(self.queue_of(ring)).set_state(State::Stopped);
@@ -363,16 +364,16 @@ impl KernelQueues {
         }
     }
 
-    /// Replaces the descriptor that notifies the guest; rung once, for what the old one missed.
+    /// Replaces the descriptor that notifies the guest; signalled once, for what the old one missed.
     ///
     /// # Errors
     /// The kernel's, in words.
-    pub fn set_call(&self, ring: u16, call: Option<Arc<Bell>>) -> std::result::Result<(), String> {
+    pub fn set_call(&self, ring: u16, call: Option<Arc<EventFd>>) -> std::result::Result<(), String> {
         let fd = call.as_ref().map(|c| c.as_fd());
         let (device, at) = self.behind.of(ring);
         device.set_vring_call(at, fd).map_err(|e| e.to_string())?;
         if let Some(call) = call {
-            call.ring();
+            call.signal();
         }
         Ok(())
     }
@@ -415,22 +416,22 @@ impl KernelQueues {
     /// The queue or the worker is not there, or the worker is not for it. [`Busy`](vshunt_types::error::Kind::Busy): a queue of this
     /// export is about to stop, and waits for its disk longer than `timeout`.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
-        self.homes.check(&self.name, index)?;
+        self.placement.check(&self.name, index)?;
         let ring = index * self.behind.rings_a_queue();
         let until = Instant::now() + timeout;
         let mut slot = self.slot_until(ring, until)?;
         let _turn = self.turn_until(until)?;
-        self.workers.settle_kernel(worker, &self.name)?;
+        self.workers.reserve_kernel(worker, &self.name)?;
         if let Err(e) = self.behind.attach(index, worker) {
-            self.workers.unsettle(worker);
+            self.workers.release(worker);
             return Err(e);
         }
-        self.workers.unsettle(slot.worker);
+        self.workers.release(slot.worker);
         if slot.running && slot.worker != worker {
             slot.generation += 1;
         }
         slot.worker = worker;
-        self.note_home(ring, &slot);
+        self.note_placement(ring, &slot);
         Ok(())
     }
 
@@ -486,10 +487,10 @@ impl KernelQueues {
 impl Drop for KernelQueues {
     fn drop(&mut self) {
         for (slot, ring) in self.slots.iter().zip(0u16..) {
-            let slot = slot.lock().expect("no holder panics");
+            let slot = slot.locked();
             debug_assert!(!slot.running, "stopped before it is dropped");
             if self.leads(ring) {
-                self.workers.unsettle(slot.worker);
+                self.workers.release(slot.worker);
             }
         }
         self.workers.forget(&self.name);

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use virtio::vhost::{VHOST_VRING_F_LOG, VringAddr};
-use vshunt_engine::Bell;
+use vshunt_engine::EventFd;
 use vshunt_engine::WorkerId;
 
 use super::inflight::Tracking;
@@ -22,7 +22,7 @@ pub struct RingSetup<'a> {
     /// The guest's kicks.
     pub kick: &'a OwnedFd,
     /// Notifies the guest; none: it polls.
-    pub call: Option<Arc<Bell>>,
+    pub call: Option<Arc<EventFd>>,
     /// Where it notes what it has in flight; only if the queues [track](super::KernelQueues::tracks) that.
     pub tracking: Option<Tracking>,
 }

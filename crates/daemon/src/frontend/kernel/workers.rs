@@ -9,6 +9,7 @@ use std::fs;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
@@ -125,7 +126,7 @@ pub(super) fn adopt(
     worker: impl FnOnce(WorkerId, u32) -> Arc<dyn KernelWorker>,
 ) -> Result<WorkerId> {
     workers.adopt(name, settings, |id| {
-        let _turn = (!numbers_are_the_kernels()).then(|| MAKING.lock().expect("no holder panics"));
+        let _turn = (!numbers_are_the_kernels()).then(|| MAKING.locked());
         let before = vhost_threads();
         let number = call().map_err(|e| cannot(export, &e))?;
         let new = vhost_threads().difference(&before).copied().next();
@@ -226,7 +227,7 @@ impl Tasks {
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
-        self.list.lock().expect("no holder panics")
+        self.list.locked()
     }
 
     /// The worker that came with the device.

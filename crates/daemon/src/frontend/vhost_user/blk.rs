@@ -213,7 +213,7 @@ impl Device for BlkDevice {
         Ok(if was && !writeback { Then::Settle } else { Then::Nothing })
     }
 
-    fn settle(&self) -> Result<(), String> {
+    fn reserve(&self) -> Result<(), String> {
         self.disk.sync().map_err(|e| {
             self.writeback.store(true, Relaxed);
             self.update();

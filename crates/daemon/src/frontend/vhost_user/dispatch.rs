@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use vshunt_types::sync::Locked;
 
 use vhost::vhost_user::message::{
     FrontendReq as Code, VhostUserConfigFlags, VhostUserInflight, VhostUserLog, VhostUserMemoryRegion,
@@ -315,6 +316,6 @@ fn back_end_channel(inner: &Inner, stream: &UnixStream, fd: OwnedFd) -> Result<A
         let why = format!("the back-end request channel is not usable: {e}");
         Error::ReqHandlerError(io::Error::new(e.kind(), why))
     })?;
-    *inner.channel.lock().expect("no holder panics") = Some(fd);
+    *inner.channel.locked() = Some(fd);
     Ok(Answer::Done)
 }

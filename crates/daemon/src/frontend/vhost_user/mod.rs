@@ -29,6 +29,7 @@ use std::sync::atomic::{
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use vshunt_types::sync::Locked;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{Error as VhostError, VhostUserProtocolFeatures};
@@ -112,7 +113,7 @@ pub trait Device: Send + Sync {
     /// The guest writes to the configuration space. The error says what it may not.
     fn set_config(&self, offset: u32, bytes: &[u8]) -> std::result::Result<Then, String>;
     /// [`Then::Settle`]: every request that was under way is over. The error says why the change does not hold.
-    fn settle(&self) -> std::result::Result<(), String>;
+    fn reserve(&self) -> std::result::Result<(), String>;
     /// The front-end brought an in-flight region that was used before: its guest goes on where another daemon, or
     /// a former connection, left it. The error says why it cannot.
     fn resumed(&self) -> std::result::Result<(), String>;
@@ -140,10 +141,10 @@ pub trait Device: Send + Sync {
     /// A ring of ours does not run (any more), until the front-end starts it again.
     fn closed(&self, _index: u16, _way: u16) {}
     /// What becomes readable when a queue wants something done that a worker does not do; then [`called`](Self::called).
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
-    /// The bell rang.
+    /// The eventfd rang.
     fn called(&self) {}
     /// Whether it has something to note in the in-flight region that another daemon is to know.
     fn takes_notes(&self) -> bool {
@@ -278,7 +279,7 @@ impl VhostUser {
 
     /// Tells the front-end that the configuration space changed, if it listens.
     pub fn config_changed(&self) {
-        let channel = self.inner.channel.lock().expect("no holder panics");
+        let channel = self.inner.channel.locked();
         if let Some(channel) = &*channel
             && let Err(e) = messages::config_changed(channel)
             // One that has gone needs no telling: it asks for all of it when it comes back.
@@ -293,10 +294,10 @@ impl VhostUser {
     pub fn stop(&self) {
         self.inner.stopping.store(true, SeqCst);
         self.inner.reports.wake();
-        if let Some(stream) = &*self.inner.stream.lock().expect("no holder panics") {
+        if let Some(stream) = &*self.inner.stream.locked() {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        let thread = self.thread.lock().expect("no holder panics").take();
+        let thread = self.thread.locked().take();
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
@@ -320,34 +321,34 @@ struct Report {
 }
 
 /// What workers have to tell, passed to the session thread, which may log and block where a worker may not. It signals error
-/// descriptors, too: so no worker has them, and none needs an io_uring ([`Bell`](vshunt_engine::Bell)) that is there beforehand.
+/// descriptors, too: so no worker has them, and none needs an io_uring ([`EventFd`](vshunt_engine::EventFd)) that is there beforehand.
 struct Reports {
     /// Guards the list alone; held for a push or a swap.
     list: Mutex<Vec<Report>>,
     /// Wakes the session thread, to read the list or to end.
-    bell: OwnedFd,
+    eventfd: OwnedFd,
 }
 
 impl Reports {
     fn new() -> io::Result<Self> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { list: Mutex::default(), bell })
+        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { list: Mutex::default(), eventfd })
     }
 
     /// A queue broke, for a reason. Once a start of a ring at most, so the list is bounded.
     fn add(&self, queue: u16, ring: Option<u16>, reason: &str) {
         let report = Report { queue, ring, reason: reason.to_owned() };
-        self.list.lock().expect("no holder panics").push(report);
+        self.list.locked().push(report);
         self.wake();
     }
 
     fn wake(&self) {
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
     }
 
     fn take(&self) -> Vec<Report> {
-        let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
-        std::mem::take(&mut *self.list.lock().expect("no holder panics"))
+        let _ = rustix::io::read(&self.eventfd, &mut [0u8; 8]);
+        std::mem::take(&mut *self.list.locked())
     }
 }
 
@@ -408,7 +409,7 @@ impl Inner {
     }
 
     fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().expect("no holder panics")
+        self.told.locked()
     }
 
     /// Tells the observer whether a front end is connected, unless it knows, or too much was told; then [`wait`](Self::wait)
@@ -422,7 +423,7 @@ impl Inner {
 
     /// What receives descriptors; held for one of its calls.
     fn receiver(&self) -> MutexGuard<'_, Receiver> {
-        self.receiver.lock().expect("no holder panics")
+        self.receiver.locked()
     }
 
     /// Serves one connection after the other until the export ends. `ours`: nobody else has the listener.
@@ -482,7 +483,7 @@ impl Inner {
         let (session, mut waiting) = with.unzip();
         loop {
             self.pass_on_reports(session);
-            // After the bell was silenced: whoever ends us sets the flag first and rings then.
+            // After the eventfd was silenced: whoever ends us sets the flag first and rings then.
             if self.stopping.load(SeqCst) {
                 return Woken::Ends;
             }
@@ -491,12 +492,14 @@ impl Inner {
                 (receiver.has_room(&self.name), receiver.has_ended().then(|| Instant::now() + ROOM_PAUSE))
             };
             let awaited = if room || session.is_some() { PollFlags::IN } else { PollFlags::empty() };
-            let mut fds =
-                vec![PollFd::new(&self.reports.bell, PollFlags::IN), PollFd::from_borrowed_fd(fd, awaited)];
+            let mut fds = vec![
+                PollFd::new(&self.reports.eventfd, PollFlags::IN),
+                PollFd::from_borrowed_fd(fd, awaited),
+            ];
             let alarms = (0..self.queues.rings()).filter_map(|ring| self.queues.alarm(ring));
             fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
             let alarms_end = fds.len();
-            fds.extend(self.device.bell().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)));
+            fds.extend(self.device.eventfd().map(|eventfd| PollFd::from_borrowed_fd(eventfd, PollFlags::IN)));
             let device_end = fds.len();
             let others = waiting.iter().filter(|_| room).flat_map(|w| w.fds());
             fds.extend(others.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
@@ -512,23 +515,23 @@ impl Inner {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return Woken::Ends,
             }
-            let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            let signalled: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             drop(fds);
-            if rung[device_end..].contains(&true)
+            if signalled[device_end..].contains(&true)
                 && let Some(waiting) = &mut waiting
             {
                 waiting.look(&mut self.receiver());
             }
-            if rung[alarms_end..device_end].contains(&true) {
+            if signalled[alarms_end..device_end].contains(&true) {
                 self.device.called();
             }
-            for (ring, _) in (0u16..).zip(&rung[2..alarms_end]).filter(|(_, rung)| **rung) {
+            for (ring, _) in (0u16..).zip(&signalled[2..alarms_end]).filter(|(_, signalled)| **signalled) {
                 if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(ring)) {
                     let reason = "the kernel finds its ring or its addresses wrong";
                     self.reports.add(self.queues.queue_of(ring), Some(ring), reason);
                 }
             }
-            if rung[1] {
+            if signalled[1] {
                 return if self.stopping.load(Relaxed) { Woken::Ends } else { Woken::Readable };
             }
         }
@@ -543,7 +546,7 @@ impl Inner {
         };
         let ours = Arc::new(ours);
         channel::enter(&ours);
-        *self.stream.lock().expect("no holder panics") = ours.try_clone().ok();
+        *self.stream.locked() = ours.try_clone().ok();
         self.connected.store(true, Relaxed);
         self.tell_connected();
         tracing::info!("{}: a front-end is connected", self.name);
@@ -576,8 +579,8 @@ impl Inner {
         drop(session);
         // Nor does a process that is late with receiving or closing descriptors hold it open.
         let _ = ours.shutdown(Shutdown::Both);
-        *self.channel.lock().expect("no holder panics") = None;
-        *self.stream.lock().expect("no holder panics") = None;
+        *self.channel.locked() = None;
+        *self.stream.locked() = None;
         self.connected.store(false, Relaxed);
         self.tell_connected();
     }

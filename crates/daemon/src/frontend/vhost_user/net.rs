@@ -10,6 +10,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use vhost::vhost_user::VhostUserProtocolFeatures;
 use virtio::features::{
@@ -167,7 +168,7 @@ impl NetDevice {
     }
 
     fn agreed(&self) -> Agreed {
-        *self.agreed.lock().expect("no holder panics")
+        *self.agreed.locked()
     }
 
     /// Lets frames come to a pair.
@@ -249,7 +250,7 @@ impl Device for NetDevice {
             Behind::Tap(tap, _) => card::agree(tap, features)?,
             Behind::Switch(_) => card::format(features),
         };
-        *self.agreed.lock().expect("no holder panics") = Agreed { format, features };
+        *self.agreed.locked() = Agreed { format, features };
         self.takes.store(features & GUEST_OFFLOADS, Relaxed);
         if let Some(control) = &self.control {
             control.forget();
@@ -295,7 +296,7 @@ impl Device for NetDevice {
         ))
     }
 
-    fn settle(&self) -> Result<(), String> {
+    fn reserve(&self) -> Result<(), String> {
         Ok(())
     }
 
@@ -351,8 +352,8 @@ impl Device for NetDevice {
         }
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        self.control.as_ref().map(Control::bell)
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.control.as_ref().map(Control::eventfd)
     }
 
     fn called(&self) {

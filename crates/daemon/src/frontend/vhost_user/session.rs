@@ -27,8 +27,8 @@ use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::MAX_QUEUE_SIZE;
-use vshunt_engine::Bell;
 use vshunt_engine::DRAIN_LIMIT;
+use vshunt_engine::EventFd;
 
 use self::inflight::InflightArea;
 use self::repeats::Repeats;
@@ -59,8 +59,8 @@ struct Vring {
     addrs: Option<UserAddrs>,
     base: u32,
     kick: Option<Arc<OwnedFd>>,
-    call: Option<Arc<Bell>>,
-    err: Option<Bell>,
+    call: Option<Arc<EventFd>>,
+    err: Option<EventFd>,
     enabled: bool,
     running: bool,
 }
@@ -407,7 +407,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let by_kernel = self.queues.kernel().is_some();
         let fd = fd.map(|fd| call_fd(fd, by_kernel)).transpose()?;
         // The kernel engine signals its descriptors by itself.
-        let make = if by_kernel { Bell::rare } else { Bell::new };
+        let make = if by_kernel { EventFd::rare } else { EventFd::new };
         let call = fd.map(make).transpose().map_err(no_bell)?;
         let vring = self.vring(index.into())?;
         vring.call = call.map(Arc::new);
@@ -419,7 +419,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             Queues::Kernel(kernel) => kernel.set_call(index.into(), call).map_err(refuse)?,
             Queues::User(set) => {
                 let (at, way) = set.place(index.into()).expect("it runs");
-                let told = set.visit(at, move |q| {
+                let told = set.run_on(at, move |q| {
                     if let Some(v) = queue::ring(q, way) {
                         v.set_call(call);
                     }
@@ -434,7 +434,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let err = fd.map(eventfd).transpose()?.map(Bell::rare).transpose().map_err(no_bell)?;
+        let err = fd.map(eventfd).transpose()?.map(EventFd::rare).transpose().map_err(no_bell)?;
         self.vring(index.into())?.err = err;
         Ok(())
     }
@@ -481,7 +481,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
             let settled = loop {
                 let until = Instant::now() + DRAIN_LIMIT;
-                match self.queues.with_all_drained(until, || self.device.settle()) {
+                match self.queues.with_all_drained(until, || self.device.reserve()) {
                     // The guest waits for its own requests, for as long as they take.
                     Err(e) if e.kind() == vshunt_types::error::Kind::Busy => {
                         tracing::warn!("{}: {e}", self.name)

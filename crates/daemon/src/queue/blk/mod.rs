@@ -17,8 +17,8 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 use vshunt_block::{Disk, DiskHandle, Io, Step};
-use vshunt_engine::{Bell, Heard, Listen};
-use vshunt_engine::{Queue, QueueStats, Ring, State, Token};
+use vshunt_engine::{EventFd, PollEvent, PollState};
+use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
 
 use super::{Parts, Vring};
 
@@ -73,7 +73,7 @@ pub struct BlkQueue {
     slots: Box<[Slot]>,
     free: Vec<u16>,
     handle: Option<DiskHandle>,
-    listen: Listen,
+    listen: PollState,
     staged: u32,
     /// How many are staged when they are shown.
     show_at: u32,
@@ -87,7 +87,7 @@ pub struct BlkQueue {
     /// While there is a log: where the request of each slot may write.
     noted: Box<[Vec<Seg>]>,
     kick: Arc<OwnedFd>,
-    call: Option<Arc<Bell>>,
+    call: Option<Arc<EventFd>>,
     // Any thread's.
     shared: Arc<BlkShared>,
     stats: Arc<QueueStats>,
@@ -118,7 +118,7 @@ impl BlkQueue {
             slots,
             free: (0..size).rev().collect(),
             handle: None,
-            listen: Listen::Off,
+            listen: PollState::Off,
             staged: 0,
             show_at: SHOW_MIN,
             notified: false,
@@ -158,7 +158,7 @@ impl BlkQueue {
 
     fn notify(&mut self) {
         if let Some(call) = &self.call {
-            call.ring();
+            call.signal();
             QueueStats::add(&self.stats.notifications, 1);
         }
     }
@@ -171,12 +171,12 @@ impl BlkQueue {
     }
 
     /// Takes what a former daemon left in flight, before anything new.
-    fn replay(&mut self, ring: &mut Ring, place: Token) -> u32 {
+    fn replay(&mut self, uring: &mut Uring, place: Token) -> u32 {
         let mut taken = 0;
         while let Some(replay) = self.replays.pop() {
             match self.vring.replay(&self.mem, &replay, &mut self.chain) {
                 Ok(()) => {
-                    self.begin(ring, place);
+                    self.begin(uring, place);
                     taken += 1;
                 }
                 Err(broken) => {
@@ -188,16 +188,16 @@ impl BlkQueue {
         taken
     }
 
-    fn arm_kick(&mut self, ring: &mut Ring, place: Token) {
-        self.listen.begin(ring, self.kick.as_raw_fd(), place.with(0, OP_KICK));
+    fn arm_kick(&mut self, uring: &mut Uring, place: Token) {
+        self.listen.begin(uring, self.kick.as_raw_fd(), place.with(0, OP_KICK));
     }
 
-    fn kicked(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) {
+    fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
         QueueStats::add(&self.stats.kicks, 1);
-        match self.listen.heard(result, more) {
-            Heard::Nothing => {}
-            Heard::BeginAgain => self.arm_kick(ring, token),
-            Heard::Useless => self.break_off(&"its kick descriptor cannot be waited for"),
+        match self.listen.on_event(result, more) {
+            PollEvent::Nothing => {}
+            PollEvent::BeginAgain => self.arm_kick(uring, token),
+            PollEvent::Useless => self.break_off(&"its kick descriptor cannot be waited for"),
         }
     }
 
@@ -208,7 +208,7 @@ impl BlkQueue {
 }
 
 impl Vring for BlkQueue {
-    fn set_call(&mut self, call: Option<Arc<Bell>>) {
+    fn set_call(&mut self, call: Option<Arc<EventFd>>) {
         self.call = call;
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.
         self.notify();
@@ -227,28 +227,28 @@ impl Vring for BlkQueue {
 }
 
 impl Queue for BlkQueue {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.handle.is_none() {
-            self.handle = Some(self.shared.disk.attach(ring));
+            self.handle = Some(self.shared.disk.attach(uring));
         }
-        self.arm_kick(ring, place);
+        self.arm_kick(uring, place);
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         if self.broken {
             return 0;
         }
         let mut taken = 0;
         self.turn_bytes = 0;
         if !self.replays.is_empty() {
-            taken += self.replay(ring, place);
+            taken += self.replay(uring, place);
             if self.broken {
                 return taken;
             }
         }
         while taken < budget && self.turn_bytes < TURN_BYTES && !self.free.is_empty() {
             match self.vring.pop(&self.mem, &mut self.chain) {
-                Ok(true) => self.begin(ring, place),
+                Ok(true) => self.begin(uring, place),
                 Ok(false) => break,
                 Err(broken) => {
                     self.break_off(&broken);
@@ -266,12 +266,12 @@ impl Queue for BlkQueue {
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         match token.op {
             OP_IO => {
                 let slot = &mut self.slots[token.slot as usize];
                 let Some(handle) = &self.handle else { return 0 };
-                match handle.resume(ring, &mut slot.io, token, result) {
+                match handle.resume(uring, &mut slot.io, token, result) {
                     Step::Wait => 0,
                     Step::Done(result) => {
                         self.finish(token.slot, result);
@@ -281,7 +281,7 @@ impl Queue for BlkQueue {
                 }
             }
             _ => {
-                self.kicked(ring, token, result, more);
+                self.kicked(uring, token, result, more);
                 0
             }
         }
@@ -302,22 +302,22 @@ impl Queue for BlkQueue {
         self.vring.disable_kick();
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
         let after = u16::try_from(after).unwrap_or(u16::MAX);
         !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        self.listen.end(ring, place.with(0, OP_KICK));
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
+        self.listen.end(uring, place.with(0, OP_KICK));
     }
 
     fn at_rest(&self) -> bool {
-        self.in_flight() == 0 && self.listen == Listen::Off
+        self.in_flight() == 0 && self.listen == PollState::Off
     }
 
-    fn leave(&mut self, ring: &mut Ring) {
+    fn leave(&mut self, uring: &mut Uring) {
         if let Some(handle) = self.handle.take() {
-            handle.detach(ring);
+            handle.detach(uring);
         }
     }
 

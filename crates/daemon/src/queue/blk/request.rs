@@ -9,7 +9,7 @@ use virtio::blk::{
 };
 use virtio::ring::Seg;
 use vshunt_block::{Op, Step};
-use vshunt_engine::{QueueStats, Ring, Token};
+use vshunt_engine::{QueueStats, Token, Uring};
 use vshunt_types::spec::Cache;
 
 use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX};
@@ -17,7 +17,7 @@ use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX};
 impl BlkQueue {
     /// Starts the request in the scratch chain: it is in flight, or already staged as completed.
     #[inline]
-    pub(super) fn begin(&mut self, ring: &mut Ring, place: Token) {
+    pub(super) fn begin(&mut self, uring: &mut Uring, place: Token) {
         let Some(index) = self.free.pop() else {
             unreachable!("as many slots as descriptors; the caller looked")
         };
@@ -41,7 +41,7 @@ impl BlkQueue {
         let slot = &mut self.slots[index as usize];
         self.turn_bytes += slot.io.len;
         let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
-        match handle.start(ring, &mut slot.io, place.with(index, OP_IO)) {
+        match handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
             Step::Wait => {}
             Step::Done(result) => self.finish(index, result),
         }

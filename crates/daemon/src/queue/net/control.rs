@@ -2,7 +2,7 @@
 //! (Virtio 1.3, 5.1.6.5).
 //!
 //! A worker never waits for what a command changes: a tap's calls take the kernel's rtnl lock. So the command goes to a
-//! [`Desk`], the export's session thread does it, as it does all that a front-end asks for, and the answer's bell wakes the
+//! [`Desk`], the export's session thread does it, as it does all that a front-end asks for, and the answer's eventfd wakes the
 //! worker. One command is taken at a time. What must never happen: a queue that keeps its command while it leaves its worker,
 //! for the session thread may be the one that waits for it; the command goes back to the ring instead, and is done again: none
 //! means anything else the second time.
@@ -12,12 +12,13 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
+use vshunt_types::sync::Locked;
 
 use virtio::net::{Command, VIRTIO_NET_ERR, VIRTIO_NET_OK};
 use virtio::ring::{Chain, Head, Seg};
-use vshunt_engine::Bell;
-use vshunt_engine::Listen;
-use vshunt_engine::{Queue, QueueStats, Ring, Token};
+use vshunt_engine::EventFd;
+use vshunt_engine::PollState;
+use vshunt_engine::{Queue, QueueStats, Token, Uring};
 
 use super::line::Line;
 use crate::queue::{Parts, Vring};
@@ -30,9 +31,9 @@ pub struct Desk {
     /// Guards what lies there; held for a look or a change.
     papers: Mutex<Papers>,
     /// Wakes the session thread.
-    commands: Bell,
+    commands: EventFd,
     /// Wakes the queue's worker.
-    answers: Bell,
+    answers: EventFd,
 }
 
 #[derive(Default)]
@@ -49,11 +50,11 @@ impl Desk {
     /// # Errors
     /// The kernel has no eventfd for it.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { papers: Mutex::default(), commands: Bell::make()?, answers: Bell::make()? })
+        Ok(Self { papers: Mutex::default(), commands: EventFd::make()?, answers: EventFd::make()? })
     }
 
     /// Becomes readable when a command comes.
-    pub fn bell(&self) -> BorrowedFd<'_> {
+    pub fn eventfd(&self) -> BorrowedFd<'_> {
         self.commands.as_fd()
     }
 
@@ -73,12 +74,12 @@ impl Desk {
             }
             papers.answer = Some(done);
         }
-        self.answers.ring();
+        self.answers.signal();
     }
 
     fn put(&self, command: Command) {
         self.replace(Some(command));
-        self.commands.ring();
+        self.commands.signal();
     }
 
     /// Nobody waits for what was put there.
@@ -92,7 +93,7 @@ impl Desk {
     }
 
     fn papers(&self) -> std::sync::MutexGuard<'_, Papers> {
-        self.papers.lock().expect("no holder panics")
+        self.papers.locked()
     }
 }
 
@@ -108,8 +109,8 @@ pub struct ControlQueue {
     line: Line,
     desk: Arc<Desk>,
     asked: Option<Asked>,
-    /// The bell of answers.
-    listen: Listen,
+    /// The eventfd of answers.
+    listen: PollState,
     // Any thread's.
     stats: Arc<QueueStats>,
 }
@@ -121,7 +122,7 @@ impl ControlQueue {
     /// One that is not yet on a worker.
     pub fn new(parts: Parts, desk: Arc<Desk>) -> Self {
         let stats = parts.stats.clone();
-        Self { line: Line::new(parts, Arc::default()), desk, asked: None, listen: Listen::Off, stats }
+        Self { line: Line::new(parts, Arc::default()), desk, asked: None, listen: PollState::Off, stats }
     }
 
     /// Where the ring stands. Only at rest.
@@ -193,12 +194,12 @@ fn command(chain: &Chain) -> Option<Command> {
 }
 
 impl Queue for ControlQueue {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
-        self.listen.begin(ring, self.desk.answers.fd(), place.with(0, OP_ANSWER));
-        self.line.arm(ring, place.with(0, OP_KICK));
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
+        self.listen.begin(uring, self.desk.answers.fd(), place.with(0, OP_ANSWER));
+        self.line.arm(uring, place.with(0, OP_KICK));
     }
 
-    fn take(&mut self, _ring: &mut Ring, _place: Token, budget: u32) -> u32 {
+    fn take(&mut self, _ring: &mut Uring, _place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         while taken < budget && self.asked.is_none() && self.line.pop() {
             taken += 1;
@@ -208,13 +209,13 @@ impl Queue for ControlQueue {
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         if token.op == OP_KICK {
-            self.line.kicked(ring, token, result, more);
+            self.line.kicked(uring, token, result, more);
             return 0;
         }
-        if !more && self.listen.ended().goes_on() {
-            self.listen.begin(ring, self.desk.answers.fd(), token);
+        if !more && self.listen.ended().restarts() {
+            self.listen.begin(uring, self.desk.answers.fd(), token);
         }
         self.answered()
     }
@@ -231,13 +232,13 @@ impl Queue for ControlQueue {
         self.line.vring.disable_kick();
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
         self.asked.is_none() && !self.line.broken && self.line.vring.enable_kick()
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        self.line.disarm(ring, place.with(0, OP_KICK));
-        self.listen.end(ring, place.with(0, OP_ANSWER));
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
+        self.line.disarm(uring, place.with(0, OP_KICK));
+        self.listen.end(uring, place.with(0, OP_ANSWER));
         if let Some(asked) = self.asked.take() {
             self.desk.withdraw();
             self.line.vring.unpop(asked.head);
@@ -246,10 +247,10 @@ impl Queue for ControlQueue {
     }
 
     fn at_rest(&self) -> bool {
-        self.listen == Listen::Off && self.line.at_rest()
+        self.listen == PollState::Off && self.line.at_rest()
     }
 
-    fn leave(&mut self, _ring: &mut Ring) {}
+    fn leave(&mut self, _ring: &mut Uring) {}
 
     fn as_any(&mut self) -> &mut dyn Any {
         self

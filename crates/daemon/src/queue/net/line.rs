@@ -7,9 +7,9 @@ use virtio::inflight::Replay;
 use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
-use vshunt_engine::Bell;
-use vshunt_engine::{Heard, Listen};
-use vshunt_engine::{QueueStats, Ring, State, Token};
+use vshunt_engine::EventFd;
+use vshunt_engine::{PollEvent, PollState};
+use vshunt_engine::{QueueStats, State, Token, Uring};
 use vshunt_types::spec::DropReason;
 
 use super::counters::NetStats;
@@ -28,9 +28,9 @@ pub(super) struct Line {
     staged: bool,
     /// Since the worker asked last.
     notified: bool,
-    listen: Listen,
+    listen: PollState,
     kick: Arc<OwnedFd>,
-    call: Option<Arc<Bell>>,
+    call: Option<Arc<EventFd>>,
     log: Option<Arc<DirtyLog>>,
     stats: Arc<QueueStats>,
     net: Arc<NetStats>,
@@ -49,7 +49,7 @@ impl Line {
             replays,
             staged: false,
             notified: false,
-            listen: Listen::Off,
+            listen: PollState::Off,
             kick: parts.kick,
             call: parts.call,
             log: parts.log,
@@ -60,26 +60,26 @@ impl Line {
     }
 
     /// Begins to listen for kicks, with `token`.
-    pub(super) fn arm(&mut self, ring: &mut Ring, token: Token) {
-        self.listen.begin(ring, self.kick.as_raw_fd(), token);
+    pub(super) fn arm(&mut self, uring: &mut Uring, token: Token) {
+        self.listen.begin(uring, self.kick.as_raw_fd(), token);
     }
 
-    pub(super) fn disarm(&mut self, ring: &mut Ring, token: Token) {
-        self.listen.end(ring, token);
+    pub(super) fn disarm(&mut self, uring: &mut Uring, token: Token) {
+        self.listen.end(uring, token);
     }
 
     /// Whether nothing of it is on a ring.
     pub(super) fn at_rest(&self) -> bool {
-        self.listen == Listen::Off
+        self.listen == PollState::Off
     }
 
     /// News of the kicks' poll.
-    pub(super) fn kicked(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) {
+    pub(super) fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
         QueueStats::add(&self.stats.kicks, 1);
-        match self.listen.heard(result, more) {
-            Heard::Nothing => {}
-            Heard::BeginAgain => self.arm(ring, token),
-            Heard::Useless => self.break_off("its kick descriptor cannot be waited for"),
+        match self.listen.on_event(result, more) {
+            PollEvent::Nothing => {}
+            PollEvent::BeginAgain => self.arm(uring, token),
+            PollEvent::Useless => self.break_off("its kick descriptor cannot be waited for"),
         }
     }
 
@@ -199,12 +199,12 @@ impl Line {
 
     fn notify(&self) {
         if let Some(call) = &self.call {
-            call.ring();
+            call.signal();
             QueueStats::add(&self.stats.notifications, 1);
         }
     }
 
-    pub(super) fn set_call(&mut self, call: Option<Arc<Bell>>) {
+    pub(super) fn set_call(&mut self, call: Option<Arc<EventFd>>) {
         self.call = call;
         // Whoever waits on the new descriptor may have missed a notification sent to the old one.
         self.notify();

@@ -2,8 +2,8 @@
 
 use std::os::fd::RawFd;
 
-use vshunt_engine::Listen;
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::PollState;
+use vshunt_engine::{Token, Uring};
 
 use super::BATCH;
 
@@ -17,31 +17,31 @@ pub(super) struct Looks {
     /// Frames may be there.
     pub(super) ready: bool,
     /// The poll for more of them.
-    listen: Listen,
+    listen: PollState,
     /// The queue leaves its worker: nothing is begun any more.
     leaving: bool,
 }
 
 impl Looks {
     pub(super) fn new() -> Self {
-        Self { batch: BATCH_MIN, ready: true, listen: Listen::Off, leaving: false }
+        Self { batch: BATCH_MIN, ready: true, listen: PollState::Off, leaving: false }
     }
 
     pub(super) fn arm(&mut self) {
         (self.leaving, self.ready) = (false, true);
     }
 
-    pub(super) fn disarm(&mut self, ring: &mut Ring, poll: Token) {
+    pub(super) fn disarm(&mut self, uring: &mut Uring, poll: Token) {
         self.leaving = true;
-        self.listen.end(ring, poll);
+        self.listen.end(uring, poll);
     }
 
     pub(super) fn at_rest(&self) -> bool {
-        self.listen == Listen::Off
+        self.listen == PollState::Off
     }
 
     /// A batch of `asked` reads found so many frames.
-    pub(super) fn found(&mut self, ring: &mut Ring, (fd, poll): (RawFd, Token), asked: u32, found: u32) {
+    pub(super) fn found(&mut self, uring: &mut Uring, (fd, poll): (RawFd, Token), asked: u32, found: u32) {
         if found == asked {
             self.batch = (2 * self.batch).min(BATCH);
             return;
@@ -49,17 +49,17 @@ impl Looks {
         self.batch = found.max(BATCH_MIN);
         self.ready = false;
         if !self.leaving {
-            self.listen.begin_once(ring, fd, poll);
+            self.listen.begin_once(uring, fd, poll);
         }
     }
 
     /// The tap may have frames again.
-    pub(super) fn polled(&mut self, ring: &mut Ring, (fd, poll): (RawFd, Token), result: i32) {
+    pub(super) fn polled(&mut self, uring: &mut Uring, (fd, poll): (RawFd, Token), result: i32) {
         let listen = self.listen.ended();
         if result >= 0 {
             self.ready = true;
-        } else if listen.goes_on() {
-            self.listen.begin_once(ring, fd, poll);
+        } else if listen.restarts() {
+            self.listen.begin_once(uring, fd, poll);
         }
     }
 }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use virtio::log::DirtyLog;
 use virtio::ring::UsedLog;
-use vshunt_engine::Bell;
+use vshunt_engine::EventFd;
 
 pub use self::counters::NetStats;
 use self::line::Line;
@@ -58,7 +58,7 @@ pub trait Pair {
 }
 
 impl Vring for Line {
-    fn set_call(&mut self, call: Option<Arc<Bell>>) {
+    fn set_call(&mut self, call: Option<Arc<EventFd>>) {
         Line::set_call(self, call);
     }
 

@@ -1,6 +1,6 @@
 //! The two virtqueues of a pair, for what is the same whatever the frames go through.
 
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 
 use super::line::Line;
 use crate::queue::Vring;
@@ -56,24 +56,24 @@ impl<R: Side, T: Side> Rings<R, T> {
     }
 
     /// Begins to listen for kicks.
-    pub(super) fn arm(&mut self, ring: &mut Ring, place: Token) {
+    pub(super) fn arm(&mut self, uring: &mut Uring, place: Token) {
         for (line, op) in self.lines().into_iter().zip([OP_RX_KICK, OP_TX_KICK]) {
-            line.into_iter().for_each(|line| line.arm(ring, place.with(0, op)));
+            line.into_iter().for_each(|line| line.arm(uring, place.with(0, op)));
         }
     }
 
     /// Listens no more.
-    pub(super) fn disarm(&mut self, ring: &mut Ring, place: Token) {
+    pub(super) fn disarm(&mut self, uring: &mut Uring, place: Token) {
         for (line, op) in self.lines().into_iter().zip([OP_RX_KICK, OP_TX_KICK]) {
-            line.into_iter().for_each(|line| line.disarm(ring, place.with(0, op)));
+            line.into_iter().for_each(|line| line.disarm(uring, place.with(0, op)));
         }
     }
 
     /// News of the kicks' polls.
-    pub(super) fn kicked(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) {
+    pub(super) fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
         let [rx, tx] = self.lines();
         let line = if token.op == OP_RX_KICK { rx } else { tx };
-        line.into_iter().for_each(|line| line.kicked(ring, token, result, more));
+        line.into_iter().for_each(|line| line.kicked(uring, token, result, more));
     }
 
     /// Shows the guest what is done. Whether it was notified.

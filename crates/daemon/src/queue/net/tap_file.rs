@@ -9,28 +9,28 @@ use std::sync::Arc;
 
 use io_uring::opcode;
 use vshunt_engine::on_file;
-use vshunt_engine::{Ring, RingFile, Token};
+use vshunt_engine::{Token, Uring, UringFile};
 use vshunt_net::TapQueue;
 
 /// See the module.
 #[derive(Clone, Copy)]
 pub(super) struct TapFile {
-    file: RingFile,
+    file: UringFile,
     /// The descriptor, which does not wait, where the ring cannot be used.
     by_call: Option<RawFd>,
 }
 
 impl TapFile {
     /// Makes it known to a ring; to be undone by [`forget`](Self::forget).
-    pub(super) fn know(ring: &mut Ring, tap: &Arc<TapQueue>) -> Self {
+    pub(super) fn know(uring: &mut Uring, tap: &Arc<TapQueue>) -> Self {
         let by_call = (!tap.has_nowait()).then(|| tap.as_raw_fd());
         let tap: Arc<dyn AsRawFd + Send + Sync> = tap.clone();
-        Self { file: ring.know(&tap), by_call }
+        Self { file: uring.know(&tap), by_call }
     }
 
     /// Undoes one [`know`](Self::know).
-    pub(super) fn forget(ring: &mut Ring, tap: &TapQueue) {
-        ring.forget(tap.as_raw_fd());
+    pub(super) fn forget(uring: &mut Uring, tap: &TapQueue) {
+        uring.forget(tap.as_raw_fd());
     }
 
     /// Begins to read or write a frame. Its completion tells the bytes, or the negative errno: `EAGAIN` where it would have
@@ -39,11 +39,11 @@ impl TapFile {
     /// # Safety
     /// That of [`Ring::push`]: what `op` names, iovecs and memory, is valid until the completion was taken.
     #[inline]
-    pub(super) unsafe fn begin(self, ring: &mut Ring, op: Op<'_>, token: Token) {
+    pub(super) unsafe fn begin(self, uring: &mut Uring, op: Op<'_>, token: Token) {
         if let Some(fd) = self.by_call {
             // SAFETY: the caller's promise is passed on.
             let result = unsafe { op.call(fd) };
-            return ring.done(token, result);
+            return uring.done(token, result);
         }
         let entry = on_file!(self.file, |fd| match op {
             Op::Read(to, len) => opcode::Read::new(fd, to, len).rw_flags(libc::RWF_NOWAIT).build(),
@@ -54,7 +54,7 @@ impl TapFile {
                 opcode::Writev::new(fd, from.as_ptr(), from.len() as u32).rw_flags(libc::RWF_NOWAIT).build(),
         });
         // SAFETY: the caller's promise is passed on.
-        unsafe { ring.push(entry, token) }
+        unsafe { uring.push(entry, token) }
     }
 }
 

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
+use vshunt_types::sync::Locked;
 
 use virtio::features::bit;
 use virtio::net::*;
@@ -48,8 +49,8 @@ impl Control {
         Ok(Self { desk: Arc::new(Desk::new()?), set, state })
     }
 
-    pub(super) fn bell(&self) -> BorrowedFd<'_> {
-        self.desk.bell()
+    pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
+        self.desk.eventfd()
     }
 
     pub(super) fn desk(&self) -> Arc<Desk> {
@@ -70,7 +71,7 @@ impl Control {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no holder panics")
+        self.state.locked()
     }
 }
 
@@ -170,7 +171,7 @@ impl NetDevice {
         let mut settled = Ok(());
         for pair in pairs {
             // One that does not run has nothing to end.
-            let visited = control.set.visit(pair, move |queue| {
+            let visited = control.set.run_on(pair, move |queue| {
                 if let Some(pair) = queue::pair(queue).filter(|_| aside) {
                     pair.set_aside();
                 }

@@ -68,10 +68,10 @@ fn descriptors_are_taken_whose_close_waits_for_nobody() {
     let (near, far) = UnixStream::pair().unwrap();
     let tcp: OwnedFd = TcpListener::bind("127.0.0.1:0").unwrap().into();
     let (pipe, _) = rustix::pipe::pipe().unwrap();
-    let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let eventfd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let (socket, _) = UnixStream::pair().unwrap();
     let (memory, file) = (memory(), file());
-    let all = [&memory, &tcp, &bell, &pipe, &socket.into(), &file];
+    let all = [&memory, &tcp, &eventfd, &pipe, &socket.into(), &file];
     pass(&far, b"x", &all);
     let (_, fds) = Receiver::new(false).receive(&near, 1).unwrap();
     assert_eq!((fds.taken.len(), fds.refused.len()), (3, 3), "{:?}", fds.refused);
@@ -83,13 +83,13 @@ fn descriptors_are_taken_whose_close_waits_for_nobody() {
 #[test]
 fn more_descriptors_than_a_message_may_have_are_an_error() {
     let (near, far) = UnixStream::pair().unwrap();
-    let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let eventfd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     for count in [FDS_MAX + 1, FDS_MAX + 2, 2 * FDS_MAX] {
-        pass(&far, b"x", &vec![&bell; count]);
+        pass(&far, b"x", &vec![&eventfd; count]);
         let e = Receiver::new(false).receive(&near, 1).unwrap_err();
         assert!(e.to_string().contains("too many"), "{e}");
     }
-    pass(&far, b"x", &vec![&bell; FDS_MAX]);
+    pass(&far, b"x", &vec![&eventfd; FDS_MAX]);
     assert_eq!(Receiver::new(false).receive(&near, 1).unwrap().1.len(), FDS_MAX);
     let mut fds = Descriptors::default();
     for number in 0..=FDS_MAX {

@@ -183,7 +183,7 @@ impl Session {
         }
         let (log, used) = self.logs(addrs);
         ring.set_used_log(used);
-        let bell = call.clone().filter(|_| tracked);
+        let eventfd = call.clone().filter(|_| tracked);
         let reports = self.reports.clone();
         let stats = queues.stats(at).clone();
         // Where a packed ring begins, both wrap counters are 1.
@@ -209,9 +209,9 @@ impl Session {
         if broken {
             stats.set_state(State::Broken);
         }
-        if let Some(bell) = bell {
+        if let Some(eventfd) = eventfd {
             // The daemon before us may have died between publishing and notifying.
-            bell.ring();
+            eventfd.signal();
         }
         Ok(())
     }
@@ -248,13 +248,13 @@ impl Session {
             setup.base = ring.base();
             setup.tracking = Some(Tracking::new(notes, &replays, area.map.clone()));
         }
-        let bell = vring.call.clone().filter(|_| setup.tracking.is_some());
+        let eventfd = vring.call.clone().filter(|_| setup.tracking.is_some());
         // SAFETY: its parts were found to lie in the guest's memory, which the kernel has the same table of (`remap`). Its part
         // of the region was found to lie in a mapping that the tracking keeps, and `ring` is not used any more.
         unsafe { kernel.start(index as u16, setup) }.map_err(|reason| self.unusable(index, &reason))?;
-        if let Some(bell) = bell {
+        if let Some(eventfd) = eventfd {
             // The daemon before us may have died between publishing and notifying.
-            bell.ring();
+            eventfd.signal();
         }
         Ok(())
     }
@@ -281,7 +281,7 @@ impl Session {
     /// Signals a ring's error descriptor (VHOST_USER_SET_VRING_ERR), if the front end gave one.
     pub(in super::super) fn signal_error(&self, ring: u16) {
         if let Some(err) = self.vrings.get(usize::from(ring)).and_then(|vring| vring.err.as_ref()) {
-            err.ring();
+            err.signal();
         }
     }
 

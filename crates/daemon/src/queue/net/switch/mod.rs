@@ -17,7 +17,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use vshunt_engine::{Queue, QueueStats, Ring, Token};
+use vshunt_engine::{Queue, QueueStats, Token, Uring};
 use vshunt_net::Switch;
 use vshunt_net::switch::Port;
 use vshunt_types::spec::PortInfo;
@@ -86,8 +86,8 @@ impl SwitchPair {
     }
 
     /// Ends the requests that are over. Returns how many.
-    fn settle(&mut self) -> u32 {
-        let done = self.rings.tx.as_mut().map_or(0, |tx| tx.settle(&mut self.sender));
+    fn reserve(&mut self) -> u32 {
+        let done = self.rings.tx.as_mut().map_or(0, |tx| tx.reserve(&mut self.sender));
         self.stats.in_flight.store(self.rings.tx.as_ref().map_or(0, Tx::in_flight), Relaxed);
         done
     }
@@ -126,12 +126,12 @@ impl Pair for SwitchPair {
 }
 
 impl Queue for SwitchPair {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
-        self.rings.arm(ring, place);
-        self.sender.arm(ring, place);
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
+        self.rings.arm(uring, place);
+        self.sender.arm(uring, place);
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         if let Some(rx) = &mut self.rings.rx {
             let end = &self.sender.end;
@@ -142,19 +142,19 @@ impl Queue for SwitchPair {
         }
         if let Some(tx) = &mut self.rings.tx {
             self.sender.come_home();
-            tx.settle(&mut self.sender);
+            tx.reserve(&mut self.sender);
             taken += tx.take(&mut self.sender, budget);
-            self.sender.watch(ring, place);
+            self.sender.watch(uring, place);
         }
-        self.settle();
+        self.reserve();
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
-        if !self.sender.complete(ring, token, more) {
-            self.rings.kicked(ring, token, result, more);
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
+        if !self.sender.complete(uring, token, more) {
+            self.rings.kicked(uring, token, result, more);
         }
-        self.settle()
+        self.reserve()
     }
 
     fn publish(&mut self) -> bool {
@@ -174,7 +174,7 @@ impl Queue for SwitchPair {
         self.rings.wake();
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
         let end = &self.sender.end;
         end.sleep();
         // Both, whatever the first one says.
@@ -183,10 +183,10 @@ impl Queue for SwitchPair {
         rx || tx
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        self.rings.disarm(ring, place);
-        self.sender.disarm(ring, place);
-        self.settle();
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
+        self.rings.disarm(uring, place);
+        self.sender.disarm(uring, place);
+        self.reserve();
     }
 
     fn at_rest(&self) -> bool {
@@ -195,7 +195,7 @@ impl Queue for SwitchPair {
             && self.rings.tx.as_ref().is_none_or(|tx| tx.line.at_rest())
     }
 
-    fn leave(&mut self, _ring: &mut Ring) {
+    fn leave(&mut self, _ring: &mut Uring) {
         self.sender.left();
     }
 

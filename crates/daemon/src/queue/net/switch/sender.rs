@@ -8,8 +8,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use io_uring::types::Timespec;
-use vshunt_engine::Listen;
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::PollState;
+use vshunt_engine::{Token, Uring};
 use vshunt_net::switch::{
     End, Fate, Form, Frame, Header, LastRoute, NEEDS_CSUM, NO_VLAN, Packet, Piece, Port, Route, Start, View,
 };
@@ -92,9 +92,9 @@ pub(super) struct Sender {
     /// Of this turn.
     last: LastRoute,
     tick: u32,
-    timer: Listen,
-    /// The bell, which others ring.
-    bell: Listen,
+    timer: PollState,
+    /// The eventfd, which others ring.
+    eventfd: PollState,
     /// The queue leaves its worker once all is home.
     leaving: bool,
 }
@@ -122,8 +122,8 @@ impl Sender {
             now_s: 0,
             last: LastRoute::default(),
             tick: 0,
-            timer: Listen::Off,
-            bell: Listen::Off,
+            timer: PollState::Off,
+            eventfd: PollState::Off,
             leaving: false,
         }
     }
@@ -136,7 +136,7 @@ impl Sender {
     }
 
     pub(super) fn at_rest(&self) -> bool {
-        self.out == 0 && self.timer == Listen::Off && self.bell == Listen::Off
+        self.out == 0 && self.timer == PollState::Off && self.eventfd == PollState::Off
     }
 
     /// A turn begins: who is there now, and what time it is.
@@ -239,7 +239,7 @@ impl Sender {
                 self.returned.append(&mut lane.frames);
             }
         }
-        self.settle();
+        self.reserve();
         // They stay listed while they are few, for their lists' memory.
         if self.lanes.len() > LANES_KEPT && self.out == 0 {
             self.lanes.clear();
@@ -250,12 +250,12 @@ impl Sender {
     pub(super) fn come_home(&mut self) {
         if self.end.has_returns() {
             self.end.take_home(&mut self.returned);
-            self.settle();
+            self.reserve();
         }
     }
 
     /// Looks at the descriptions that are home: slots without any on its way are over.
-    fn settle(&mut self) {
+    fn reserve(&mut self) {
         for frame in self.returned.drain(..) {
             let slot = &mut self.slots[usize::from(frame.slot)];
             slot.left -= 1;
@@ -287,51 +287,51 @@ impl Sender {
         }
     }
 
-    /// Attach: it can be rung from now on.
-    pub(super) fn arm(&mut self, ring: &mut Ring, place: Token) {
+    /// Attach: it can be signalled from now on.
+    pub(super) fn arm(&mut self, uring: &mut Uring, place: Token) {
         self.leaving = false;
-        self.bell.begin(ring, self.end.as_raw_fd(), place.with(0, OP_BELL));
-        self.watch(ring, place);
+        self.eventfd.begin(uring, self.end.as_raw_fd(), place.with(0, OP_BELL));
+        self.watch(uring, place);
     }
 
     /// Sees to it that time passes while something is on its way.
-    pub(super) fn watch(&mut self, ring: &mut Ring, place: Token) {
+    pub(super) fn watch(&mut self, uring: &mut Uring, place: Token) {
         if self.out > 0 {
-            self.timer.begin_timeout(ring, &TICK, place.with(0, OP_TICK));
+            self.timer.begin_timeout(uring, &TICK, place.with(0, OP_TICK));
         }
     }
 
     /// Detach: fetches all that is on its way; what others are copying just now comes home by itself, or is fetched later.
-    pub(super) fn disarm(&mut self, ring: &mut Ring, place: Token) {
+    pub(super) fn disarm(&mut self, uring: &mut Uring, place: Token) {
         self.leaving = true;
         if self.out > 0 {
             self.revoke(self.tick.wrapping_add(1));
-            self.settle();
+            self.reserve();
         }
-        self.watch(ring, place);
-        self.leave_once_home(ring, place);
+        self.watch(uring, place);
+        self.leave_once_home(uring, place);
     }
 
     /// An operation of its own is over, or has news. Whether it was one.
-    pub(super) fn complete(&mut self, ring: &mut Ring, token: Token, more: bool) -> bool {
+    pub(super) fn complete(&mut self, uring: &mut Uring, token: Token, more: bool) -> bool {
         match token.op {
             OP_BELL => {
-                if !more && self.bell.ended().goes_on() {
-                    self.bell.begin(ring, self.end.as_raw_fd(), token);
+                if !more && self.eventfd.ended().restarts() {
+                    self.eventfd.begin(uring, self.end.as_raw_fd(), token);
                 }
             }
-            OP_TICK => self.ticked(ring, token),
+            OP_TICK => self.ticked(uring, token),
             _ => return false,
         }
         if self.leaving {
-            self.leave_once_home(ring, token);
+            self.leave_once_home(uring, token);
         }
         true
     }
 
     /// Time passed: what was on its way for longer is fetched back, or all if the queue is leaving: another may have taken it
     /// and put it back since the last time.
-    fn ticked(&mut self, ring: &mut Ring, place: Token) {
+    fn ticked(&mut self, uring: &mut Uring, place: Token) {
         self.timer.ended();
         self.tick = self.tick.wrapping_add(1);
         let limit = if self.leaving { self.tick } else { self.tick.wrapping_sub(1) };
@@ -342,9 +342,9 @@ impl Sender {
             for frame in &self.returned[before..] {
                 self.lanes[usize::from(frame.lane)].stuck = true;
             }
-            self.settle();
+            self.reserve();
         }
-        self.watch(ring, place);
+        self.watch(uring, place);
     }
 
     /// Fetches what was sent before `tick` and was not taken yet.
@@ -356,14 +356,14 @@ impl Sender {
     }
 
     /// Takes what came home, and rests once there is nothing to come.
-    fn leave_once_home(&mut self, ring: &mut Ring, place: Token) {
+    fn leave_once_home(&mut self, uring: &mut Uring, place: Token) {
         // Rung for from here on; what came before is looked at.
         self.end.sleep();
         self.come_home();
         if self.out == 0 {
             // No time has to pass any more.
-            self.timer.end(ring, place.with(0, OP_TICK));
-            self.bell.end(ring, place.with(0, OP_BELL));
+            self.timer.end(uring, place.with(0, OP_TICK));
+            self.eventfd.end(uring, place.with(0, OP_BELL));
         }
     }
 

@@ -118,7 +118,7 @@ impl Tx {
     }
 
     /// Ends the requests that are over, in the ring's order. Returns how many.
-    pub(super) fn settle(&mut self, sender: &mut Sender) -> u32 {
+    pub(super) fn reserve(&mut self, sender: &mut Sender) -> u32 {
         sender.count_lost(|why, frames| self.line.lost(why, frames));
         for Over { slot, taken } in sender.over.drain(..) {
             let slot = &mut self.slots[usize::from(slot)];

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use virtio::net::NET_HDR_BYTES;
-use vshunt_engine::{Queue, QueueStats, Ring, Token};
+use vshunt_engine::{Queue, QueueStats, Token, Uring};
 use vshunt_net::TapQueue;
 
 use self::rx::Rx;
@@ -86,40 +86,40 @@ impl Pair for TapPair {
 }
 
 impl Queue for TapPair {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.file.is_none() {
-            self.file = Some(TapFile::know(ring, &self.tap));
+            self.file = Some(TapFile::know(uring, &self.tap));
         }
         if let Some(rx) = &mut self.rings.rx {
             rx.looks.arm();
         }
-        self.rings.arm(ring, place);
+        self.rings.arm(uring, place);
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let Some(file) = self.file else { return 0 };
         let mut taken = 0;
         if let Some(rx) = &mut self.rings.rx {
-            taken += rx.take(ring, file, place.with(0, OP_READ), budget);
+            taken += rx.take(uring, file, place.with(0, OP_READ), budget);
         }
         if let Some(tx) = &mut self.rings.tx {
-            taken += tx.take(ring, file, place.with(0, OP_WRITE), budget);
+            taken += tx.take(uring, file, place.with(0, OP_WRITE), budget);
         }
         self.flight_changed();
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         let poll = self.poll(token);
         let done = match (token.op, &mut self.rings.rx, &mut self.rings.tx) {
-            (OP_READ, Some(rx), _) => rx.complete(ring, token.slot, poll, result),
+            (OP_READ, Some(rx), _) => rx.complete(uring, token.slot, poll, result),
             (OP_WRITE, _, Some(tx)) => tx.complete(token.slot, result),
             (OP_POLL, Some(rx), _) => {
-                rx.looks.polled(ring, poll, result);
+                rx.looks.polled(uring, poll, result);
                 0
             }
             _ => {
-                self.rings.kicked(ring, token, result, more);
+                self.rings.kicked(uring, token, result, more);
                 0
             }
         };
@@ -139,27 +139,27 @@ impl Queue for TapPair {
         self.rings.wake();
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
         // Both, whatever the first one says.
         let rx = self.rings.rx.as_mut().is_some_and(Rx::sleep);
         let tx = self.rings.tx.as_mut().is_some_and(|tx| tx.sleep(after));
         rx || tx
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
         if let Some(rx) = &mut self.rings.rx {
-            rx.looks.disarm(ring, place.with(0, OP_POLL));
+            rx.looks.disarm(uring, place.with(0, OP_POLL));
         }
-        self.rings.disarm(ring, place);
+        self.rings.disarm(uring, place);
     }
 
     fn at_rest(&self) -> bool {
         self.rings.rx.as_ref().is_none_or(Rx::at_rest) && self.rings.tx.as_ref().is_none_or(Tx::at_rest)
     }
 
-    fn leave(&mut self, ring: &mut Ring) {
+    fn leave(&mut self, uring: &mut Uring) {
         if self.file.take().is_some() {
-            TapFile::forget(ring, &self.tap);
+            TapFile::forget(uring, &self.tap);
         }
     }
 

@@ -13,7 +13,7 @@
 use std::os::fd::RawFd;
 
 use virtio::ring::Seg;
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 use vshunt_types::spec::DropReason;
 
 use super::super::buffers::{Buffers, NoRoom, SEGS_MAX};
@@ -127,11 +127,11 @@ impl Rx {
     }
 
     /// Begins to read frames, as many as there are buffers for. Returns how many waited for buffers and have them now.
-    pub(super) fn take(&mut self, ring: &mut Ring, file: TapFile, token: Token, budget: u32) -> u32 {
+    pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) -> u32 {
         if self.outstanding > 0 || self.to.line.broken {
             return 0;
         }
-        let waited = if self.holds() { self.settle() } else { 0 };
+        let waited = if self.holds() { self.reserve() } else { 0 };
         if !self.reads.is_empty() || !self.looks.ready {
             return waited;
         }
@@ -142,7 +142,7 @@ impl Rx {
         while self.outstanding < limit && self.iovecs.len() < IOVECS - SEGS_MAX {
             let Some(read) = self.gather(next, long) else { break };
             next = read.first + read.bufs;
-            self.read(ring, file, token, read);
+            self.read(uring, file, token, read);
         }
         waited
     }
@@ -163,7 +163,7 @@ impl Rx {
         (next > first).then_some(Read { first, bufs: next - first, capacity, ..Read::default() })
     }
 
-    fn read(&mut self, ring: &mut Ring, file: TapFile, token: Token, read: Read) {
+    fn read(&mut self, uring: &mut Uring, file: TapFile, token: Token, read: Read) {
         let slot = self.outstanding as usize;
         self.outstanding += 1;
         self.reads.push(read);
@@ -182,11 +182,17 @@ impl Rx {
         // SAFETY: the segments were translated on taking the chain, and the line's memory table, which the queue keeps until
         // it rests, has them mapped; the spill is ours, and this read's alone. `iovecs` has room for one more read whenever
         // one begins (`take`), so it did not move.
-        unsafe { file.begin(ring, Op::Readv(iovecs), Token { slot: slot as u16, ..token }) }
+        unsafe { file.begin(uring, Op::Readv(iovecs), Token { slot: slot as u16, ..token }) }
     }
 
     /// A read is over. With the last of a batch, the frames go to the guest; returns how many.
-    pub(super) fn complete(&mut self, ring: &mut Ring, slot: u16, poll: (RawFd, Token), result: i32) -> u32 {
+    pub(super) fn complete(
+        &mut self,
+        uring: &mut Uring,
+        slot: u16,
+        poll: (RawFd, Token),
+        result: i32,
+    ) -> u32 {
         self.reads[usize::from(slot)].result = result;
         self.outstanding -= 1;
         if self.outstanding > 0 {
@@ -196,7 +202,7 @@ impl Rx {
         let found = self.reads.iter().filter(|read| read.result > 0).count() as u32;
         let bad = self.reads.iter().map(|read| read.result).find(|r| *r < 0 && *r != -libc::EAGAIN);
         match bad {
-            None => self.looks.found(ring, poll, asked, found),
+            None => self.looks.found(uring, poll, asked, found),
             Some(result) => {
                 let e = std::io::Error::from_raw_os_error(-result);
                 self.to.line.break_off(&format!(
@@ -205,13 +211,13 @@ impl Rx {
                 ));
             }
         }
-        self.settle()
+        self.reserve()
     }
 
     /// Gives the frames that were read to the guest, in order, each in the buffers at the front: mostly in those that it was
     /// read into. Where an earlier read found nothing, or an earlier frame took more buffers than it had, it is copied.
     /// Frames for which there are no buffers stay. Returns how many got through, or never will.
-    fn settle(&mut self) -> u32 {
+    fn reserve(&mut self) -> u32 {
         let (mut used, mut frames, mut bytes, mut dropped) = (0, 0, 0, 0);
         let mut held = None;
         for i in 0..self.reads.len() {

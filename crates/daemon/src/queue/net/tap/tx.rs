@@ -4,7 +4,7 @@
 //! ring that never waits, so a batch is through when the enter that sends it returns, in its order.
 
 use virtio::ring::{Head, Seg};
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 use vshunt_types::spec::DropReason;
 
 use super::super::line::Line;
@@ -76,7 +76,7 @@ impl Tx {
     }
 
     /// Takes frames and begins to write them. Returns how many requests were taken.
-    pub(super) fn take(&mut self, ring: &mut Ring, file: TapFile, token: Token, budget: u32) -> u32 {
+    pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) -> u32 {
         if self.outstanding > 0 {
             return 0;
         }
@@ -89,7 +89,7 @@ impl Tx {
             taken += 1;
             match self.frame() {
                 Err(why) => self.refuse(why),
-                Ok(bytes) => self.write(ring, file, token, bytes),
+                Ok(bytes) => self.write(uring, file, token, bytes),
             }
         }
         taken
@@ -114,7 +114,7 @@ impl Tx {
         self.line.push(self.line.chain.head, 0);
     }
 
-    fn write(&mut self, ring: &mut Ring, file: TapFile, token: Token, bytes: usize) {
+    fn write(&mut self, uring: &mut Uring, file: TapFile, token: Token, bytes: usize) {
         let slot = self.outstanding as u16;
         self.outstanding += 1;
         // The kernel reads them once the whole batch is described.
@@ -132,7 +132,7 @@ impl Tx {
         // SAFETY: the segments were translated on taking the chain, and the line's memory table, which the queue keeps until
         // it rests, has them mapped. `iovecs` has room for all of a batch, so it did not move, and is cleared when no
         // operation is left.
-        unsafe { file.begin(ring, op, Token { slot, ..token }) }
+        unsafe { file.begin(uring, op, Token { slot, ..token }) }
     }
 
     /// A frame was written, or not. Returns the requests that are over.

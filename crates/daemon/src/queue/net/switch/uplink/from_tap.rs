@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 use vshunt_net::switch::{Header, LOOK_BYTES, Packet, Piece};
 use vshunt_types::spec::DropReason;
 
@@ -85,7 +85,7 @@ impl FromTap {
     }
 
     /// Begins to read frames, as many as there are slots for.
-    pub(super) fn take(&mut self, ring: &mut Ring, file: TapFile, token: Token, budget: u32) {
+    pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) {
         if !self.has_work() {
             return;
         }
@@ -98,7 +98,7 @@ impl FromTap {
             let op = Op::Read(to, SLOT_BYTES as u32);
             // SAFETY: the slot's memory is ours, does not move (the vector never grows), and is this read's alone until it is
             // over: the slot is not free, and the queue is not at rest before.
-            unsafe { file.begin(ring, op, Token { slot: i as u16, ..token }) }
+            unsafe { file.begin(uring, op, Token { slot: i as u16, ..token }) }
         }
     }
 
@@ -108,7 +108,7 @@ impl FromTap {
     /// The tap can no longer be read.
     pub(super) fn complete(
         &mut self,
-        ring: &mut Ring,
+        uring: &mut Uring,
         read: u16,
         poll: (RawFd, Token),
         result: i32,
@@ -141,7 +141,7 @@ impl FromTap {
         if let Some(errno) = bad {
             return Err(io::Error::from_raw_os_error(errno));
         }
-        self.looks.found(ring, poll, asked, found);
+        self.looks.found(uring, poll, asked, found);
         Ok(())
     }
 

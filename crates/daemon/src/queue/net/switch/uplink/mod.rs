@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use vshunt_engine::{Queue, QueueStats, Ring, State, Token};
+use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
 use vshunt_net::TapQueue;
 use vshunt_types::spec::DropReason;
 
@@ -80,7 +80,7 @@ impl UplinkPair {
     }
 
     /// Counts what is over. Returns how many frames.
-    fn settle(&mut self) -> u32 {
+    fn reserve(&mut self) -> u32 {
         let Self { sender, from, to, stats, net, .. } = self;
         let lost = |why, frames| {
             net.dropped(why, frames);
@@ -119,7 +119,7 @@ impl UplinkPair {
 
     /// A batch of writes is over. Returns how many frames the tap took.
     fn wrote(&mut self) -> u32 {
-        let (frames, bytes) = self.to.settle();
+        let (frames, bytes) = self.to.reserve();
         if frames > 0 {
             self.net.received(frames, bytes);
             QueueStats::add(&self.stats.requests, frames);
@@ -130,48 +130,48 @@ impl UplinkPair {
 }
 
 impl Queue for UplinkPair {
-    fn arm(&mut self, ring: &mut Ring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.file.is_none() {
-            self.file = Some(TapFile::know(ring, &self.tap));
+            self.file = Some(TapFile::know(uring, &self.tap));
         }
         self.from.looks.arm();
-        self.sender.arm(ring, place);
+        self.sender.arm(uring, place);
     }
 
-    fn take(&mut self, ring: &mut Ring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         // Those of one whose tap is gone, too.
         self.sender.come_home();
-        self.settle();
+        self.reserve();
         let Some(file) = self.file.filter(|_| !self.broken) else { return 0 };
-        let taken = self.to.take(ring, file, place.with(0, OP_WRITE), &self.sender.end, budget);
-        self.from.take(ring, file, place.with(0, OP_READ), budget);
-        self.sender.watch(ring, place);
+        let taken = self.to.take(uring, file, place.with(0, OP_WRITE), &self.sender.end, budget);
+        self.from.take(uring, file, place.with(0, OP_READ), budget);
+        self.sender.watch(uring, place);
         taken
     }
 
-    fn complete(&mut self, ring: &mut Ring, token: Token, result: i32, more: bool) -> u32 {
+    fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         let poll = (self.tap.as_raw_fd(), token.with(0, OP_POLL));
         let mut done = 0;
         match token.op {
             OP_READ => {
-                if let Err(e) = self.from.complete(ring, token.slot, poll, result, &mut self.sender) {
+                if let Err(e) = self.from.complete(uring, token.slot, poll, result, &mut self.sender) {
                     self.break_off(&e);
                 }
                 if self.sender.is_leaving() {
                     // What was still read is on its way now, and is fetched like the rest.
-                    self.sender.disarm(ring, token);
+                    self.sender.disarm(uring, token);
                 }
-                self.sender.watch(ring, token);
+                self.sender.watch(uring, token);
             }
             OP_WRITE => {
                 if self.to.complete(token.slot, result) {
                     done = self.wrote();
                 }
             }
-            OP_POLL => self.from.looks.polled(ring, poll, result),
-            _ => drop(self.sender.complete(ring, token, more)),
+            OP_POLL => self.from.looks.polled(uring, poll, result),
+            _ => drop(self.sender.complete(uring, token, more)),
         }
-        done + self.settle()
+        done + self.reserve()
     }
 
     /// Nobody is to be notified: an end rings whom it put a frame before.
@@ -188,25 +188,25 @@ impl Queue for UplinkPair {
         self.sender.end.wake();
     }
 
-    fn sleep(&mut self, _ring: &mut Ring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
         self.sender.end.sleep();
         self.has_work()
     }
 
-    fn disarm(&mut self, ring: &mut Ring, place: Token) {
-        self.from.looks.disarm(ring, place.with(0, OP_POLL));
-        self.sender.disarm(ring, place);
-        self.settle();
+    fn disarm(&mut self, uring: &mut Uring, place: Token) {
+        self.from.looks.disarm(uring, place.with(0, OP_POLL));
+        self.sender.disarm(uring, place);
+        self.reserve();
     }
 
     fn at_rest(&self) -> bool {
         self.sender.at_rest() && self.from.at_rest() && self.to.in_flight() == 0
     }
 
-    fn leave(&mut self, ring: &mut Ring) {
+    fn leave(&mut self, uring: &mut Uring) {
         self.sender.left();
         if self.file.take().is_some() {
-            TapFile::forget(ring, &self.tap);
+            TapFile::forget(uring, &self.tap);
         }
     }
 

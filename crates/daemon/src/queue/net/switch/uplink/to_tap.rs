@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use vshunt_engine::{Ring, Token};
+use vshunt_engine::{Token, Uring};
 use vshunt_net::switch::{End, Fate, Frame, Header};
 use vshunt_types::spec::DropReason;
 
@@ -78,7 +78,7 @@ impl ToTap {
     /// Begins to write what waits. Returns how many frames that are.
     pub(super) fn take(
         &mut self,
-        ring: &mut Ring,
+        uring: &mut Uring,
         file: TapFile,
         token: Token,
         end: &End,
@@ -98,7 +98,7 @@ impl ToTap {
                 let len = piece.len();
                 let iovec = libc::iovec { iov_base: piece.as_ptr().cast_mut().cast(), iov_len: len };
                 self.pieces.pop();
-                self.write(ring, file, token, Header::default(), |to| to.push(iovec));
+                self.write(uring, file, token, Header::default(), |to| to.push(iovec));
                 self.writes.push(Some(Write::Piece(len)));
                 continue;
             }
@@ -112,7 +112,7 @@ impl ToTap {
                             .map(|piece| libc::iovec { iov_base: piece.ptr.cast(), iov_len: piece.len }),
                     );
                 };
-                self.write(ring, file, token, frame.header, iovecs);
+                self.write(uring, file, token, frame.header, iovecs);
                 self.writes.push(Some(Write::Frame(frame)));
             } else if self.writes.iter().any(|write| matches!(write, Some(Write::Piece(_)))) {
                 // Those are written first.
@@ -133,7 +133,7 @@ impl ToTap {
 
     fn write(
         &mut self,
-        ring: &mut Ring,
+        uring: &mut Uring,
         file: TapFile,
         token: Token,
         header: Header,
@@ -150,7 +150,7 @@ impl ToTap {
         // SAFETY: headers and iovecs have room for all of a batch (a frame has PIECES_MAX pieces at most, which its sender saw
         // to), so they do not move, and are cleared when no operation is left. A frame's memory is its sender's, mapped until
         // the description is home, which we keep until the write is over; a piece's is ours, and as long.
-        unsafe { file.begin(ring, Op::Writev(iovecs), Token { slot, ..token }) }
+        unsafe { file.begin(uring, Op::Writev(iovecs), Token { slot, ..token }) }
     }
 
     /// A frame was written, or not. Whether it was the last one of a batch.
@@ -182,7 +182,7 @@ impl ToTap {
     }
 
     /// The batch is over: descriptions go home. Returns how many frames the tap took, and their bytes.
-    pub(super) fn settle(&mut self) -> (u64, u64) {
+    pub(super) fn reserve(&mut self) -> (u64, u64) {
         End::send_home(&mut self.done);
         std::mem::take(&mut self.wrote)
     }

@@ -80,23 +80,23 @@ impl Token {
 
 /// A file known to a ring: fixed where there was room, else the plain descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RingFile {
+pub enum UringFile {
     /// Index among the ring's registered files.
     Fixed(u32),
     /// A plain descriptor.
     Plain(RawFd),
 }
 
-/// Applies an opcode constructor to a [`RingFile`] of either kind.
+/// Applies an opcode constructor to a [`UringFile`] of either kind.
 #[macro_export]
 macro_rules! on_file {
     ($file:expr, |$fd:ident| $make:expr) => {
         match $file {
-            $crate::RingFile::Fixed(i) => {
+            $crate::UringFile::Fixed(i) => {
                 let $fd = io_uring::types::Fixed(i);
                 $make
             }
-            $crate::RingFile::Plain(f) => {
+            $crate::UringFile::Plain(f) => {
                 let $fd = io_uring::types::Fd(f);
                 $make
             }
@@ -105,8 +105,8 @@ macro_rules! on_file {
 }
 
 /// One io_uring with its registered files. Its submission entries are wide (SQE128), as FUSE-over-io_uring needs them.
-pub struct Ring {
-    uring: IoUring<squeue::Entry128>,
+pub struct Uring {
+    io: IoUring<squeue::Entry128>,
     /// By descriptor: fixed index and how many queues asked for it.
     files: HashMap<RawFd, FixedFile>,
     free: Vec<u32>,
@@ -132,7 +132,7 @@ struct FixedFile {
     _keep: Arc<dyn AsRawFd + Send + Sync>,
 }
 
-impl Ring {
+impl Uring {
     /// A ring for the calling thread, which alone may use it.
     pub fn new() -> io::Result<Self> {
         let restricted = sandbox::restricts_rings();
@@ -155,7 +155,7 @@ impl Ring {
             restrict(&uring)?;
         }
         Ok(Self {
-            uring,
+            io: uring,
             files: HashMap::new(),
             free,
             pending: 0,
@@ -179,15 +179,15 @@ impl Ring {
             return;
         }
         // 0: unbounded workers, for files of other kinds, stay as they are. Where it fails the former bound holds.
-        if self.uring.submitter().register_iowq_max_workers(&mut [wanted, 0]).is_ok() {
+        if self.io.submitter().register_iowq_max_workers(&mut [wanted, 0]).is_ok() {
             self.io_wq_threads = wanted;
         }
     }
 
     /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
-    pub fn know(&mut self, file: &Arc<dyn AsRawFd + Send + Sync>) -> RingFile {
+    pub fn know(&mut self, file: &Arc<dyn AsRawFd + Send + Sync>) -> UringFile {
         let fd = file.as_raw_fd();
-        let (free, uring) = (&mut self.free, &self.uring);
+        let (free, uring) = (&mut self.free, &self.io);
         let known = self.files.entry(fd).or_insert_with(|| {
             let index = free.pop().filter(|&i| {
                 let fixed = uring.submitter().register_files_update(i, &[fd]).is_ok_and(|n| n == 1);
@@ -199,7 +199,7 @@ impl Ring {
             FixedFile { index, users: 0, _keep: file.clone() }
         });
         known.users += 1;
-        known.index.map_or(RingFile::Plain(fd), RingFile::Fixed)
+        known.index.map_or(UringFile::Plain(fd), UringFile::Fixed)
     }
 
     /// Undoes one [`know`](Self::know).
@@ -211,7 +211,7 @@ impl Ring {
         }
         if let Some(FixedFile { index: Some(i), .. }) = self.files.remove(&fd) {
             // Where that fails the kernel goes on holding the file, until the next one takes its place.
-            let _ = self.uring.submitter().register_files_update(i, &[-1]);
+            let _ = self.io.submitter().register_files_update(i, &[-1]);
             self.free.push(i);
         }
     }
@@ -237,7 +237,7 @@ impl Ring {
         self.pending += 1;
         loop {
             // SAFETY: the caller's promise is passed on.
-            if unsafe { self.uring.submission().push(&entry) }.is_ok() {
+            if unsafe { self.io.submission().push(&entry) }.is_ok() {
                 return;
             }
             self.make_room();
@@ -247,7 +247,7 @@ impl Ring {
     /// Sends what was pushed, so that more can be.
     #[cold]
     fn make_room(&mut self) {
-        let Err(e) = self.uring.submit() else { return };
+        let Err(e) = self.io.submit() else { return };
         if !passing(&e) {
             // What is on the ring can neither be served nor given back: see `pool`, where an enter fails.
             tracing::error!("a worker's io_uring failed ({e}); ending at once");
@@ -255,7 +255,7 @@ impl Ring {
         }
         // The kernel is short of room until completions are taken, which enter with GETEVENTS moves to its
         // overflow list.
-        let _ = self.uring.submitter().submit_and_wait(0);
+        let _ = self.io.submitter().submit_and_wait(0);
     }
 
     /// Asks for a completion on each event of a pollable file, until [`cancel`](Self::cancel)led.
@@ -293,7 +293,7 @@ impl Ring {
     fn push_ignored(&mut self, entry: &squeue::Entry128) {
         loop {
             // SAFETY: such entries name no memory.
-            if unsafe { self.uring.submission().push(entry) }.is_ok() {
+            if unsafe { self.io.submission().push(entry) }.is_ok() {
                 return;
             }
             self.make_room();
@@ -315,7 +315,7 @@ impl Ring {
 
     /// Begins a turn: what was [`defer`](Self::defer)red in the one before can be taken.
     #[inline]
-    pub(super) fn begin_turn(&mut self) {
+    pub(super) fn begin_iteration(&mut self) {
         if !self.deferred.is_empty() {
             self.at_once.append(&mut self.deferred);
             // The worker does not rest while there are some, and other queues' kicks are not to wait for that.
@@ -331,7 +331,7 @@ impl Ring {
 
     /// Names this ring to other threads' rings, for [`wake`](Self::wake).
     pub fn id(&self) -> u64 {
-        self.uring.as_raw_fd() as u64
+        self.io.as_raw_fd() as u64
     }
 
     /// A completion will come for an operation that is not pushed: another's [`wake`](Self::wake).
@@ -360,7 +360,7 @@ impl Ring {
     pub fn next_result(&mut self) -> io::Result<i32> {
         let mut completions = Vec::new();
         while completions.is_empty() {
-            self.begin_turn();
+            self.begin_iteration();
             self.enter(true)?;
             self.reap(&mut completions);
         }
@@ -372,7 +372,7 @@ impl Ring {
     /// # Errors
     /// The system's.
     pub fn send(&mut self) -> io::Result<()> {
-        while !self.uring.submission().is_empty() {
+        while !self.io.submission().is_empty() {
             self.enter(false)?;
         }
         Ok(())
@@ -386,14 +386,14 @@ impl Ring {
     /// Whether completions can be taken without an enter.
     #[inline]
     pub(super) fn has_completions(&mut self) -> bool {
-        !self.at_once.is_empty() || !self.uring.completion().is_empty()
+        !self.at_once.is_empty() || !self.io.completion().is_empty()
     }
 
     /// Whether there is something that only an enter brings on: operations pushed, completions that wait for
     /// task work, or that did not fit.
     #[inline]
     pub(super) fn wants_enter(&mut self) -> bool {
-        let submission = self.uring.submission();
+        let submission = self.io.submission();
         !submission.is_empty() || (submission.taskrun() && !self.stale) || submission.cq_overflow()
     }
 
@@ -404,14 +404,14 @@ impl Ring {
 
     /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
-        let flag_alone = self.uring.submission().is_empty();
+        let flag_alone = self.io.submission().is_empty();
         let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
-        match self.uring.submitter().submit_and_wait(usize::from(wait)) {
+        match self.io.submitter().submit_and_wait(usize::from(wait)) {
             Ok(_) => {}
             Err(e) if passing(&e) => {}
             Err(e) => return Err(e),
         }
-        self.stale = flag_alone && !wait && !self.has_completions() && self.uring.submission().taskrun();
+        self.stale = flag_alone && !wait && !self.has_completions() && self.io.submission().taskrun();
         Ok(())
     }
 
@@ -423,7 +423,7 @@ impl Ring {
         let time = types::Timespec::from(limit);
         let args = types::SubmitArgs::new().timespec(&time);
         self.stale = false;
-        match self.uring.submitter().submit_with_args(1, &args) {
+        match self.io.submitter().submit_with_args(1, &args) {
             Ok(_) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::ETIME) => Ok(false),
             Err(e) if passing(&e) => Ok(true),
@@ -434,7 +434,7 @@ impl Ring {
     /// Takes the completions that are there into `into`.
     #[inline]
     pub(super) fn reap(&mut self, into: &mut Vec<Completion>) {
-        for cqe in self.uring.completion() {
+        for cqe in self.io.completion() {
             if cqe.user_data() == IGNORE {
                 continue;
             }
@@ -487,7 +487,7 @@ pub(super) struct Completion {
 /// `user_data` of operations whose completion nobody waits for: a token with every bit set, which no queue has.
 const IGNORE: u64 = u64::MAX;
 
-impl Ring {
+impl Uring {
     /// Hands each completion to `take` until no operation is in flight. For threads that use a ring without a worker.
     ///
     /// # Errors
@@ -495,7 +495,7 @@ impl Ring {
     pub fn run_until_idle(&mut self, mut take: impl FnMut(&mut Self, Token, i32)) -> io::Result<()> {
         let mut taken = Vec::new();
         while self.pending > 0 {
-            self.begin_turn();
+            self.begin_iteration();
             self.enter(true)?;
             self.reap(&mut taken);
             for Completion { token, result, .. } in taken.drain(..) {
@@ -518,10 +518,10 @@ mod tests {
                 RawFd::MAX
             }
         }
-        let mut ring = Ring::new().unwrap();
+        let mut ring = Uring::new().unwrap();
         let free = ring.free.len();
         let file: Arc<dyn AsRawFd + Send + Sync> = Arc::new(Closed);
-        assert_eq!(ring.know(&file), RingFile::Plain(RawFd::MAX));
+        assert_eq!(ring.know(&file), UringFile::Plain(RawFd::MAX));
         assert_eq!(ring.free.len(), free);
         ring.forget(RawFd::MAX);
         assert_eq!(ring.free.len(), free);
@@ -529,7 +529,7 @@ mod tests {
 
     #[test]
     fn what_was_done_at_once_completes_in_its_order() {
-        let mut ring = Ring::new().unwrap();
+        let mut ring = Uring::new().unwrap();
         let token = |slot| Token { index: 1, generation: 2, slot, op: 3 };
         assert!(!ring.has_completions());
         for slot in 0..3 {
@@ -549,10 +549,10 @@ mod tests {
         let open =
             || -> Arc<dyn AsRawFd + Send + Sync> { Arc::new(std::fs::File::open("/dev/null").unwrap()) };
         let (first, second) = (open(), open());
-        let mut ring = Ring::new().unwrap();
+        let mut ring = Uring::new().unwrap();
         let free = ring.free.len();
         let place = ring.know(&first);
-        assert!(matches!(place, RingFile::Fixed(_)));
+        assert!(matches!(place, UringFile::Fixed(_)));
         // Another thread may not change it (EEXIST, IORING_SETUP_SINGLE_ISSUER).
         let fd = first.as_raw_fd();
         let mut ring = std::thread::spawn(move || {
@@ -572,7 +572,7 @@ mod tests {
         const CHILD: &str = "VSHUNT_TEST_BROKEN_RING";
         if std::env::var_os(CHILD).is_some() {
             // Another thread's ring: every enter fails (EEXIST, IORING_SETUP_SINGLE_ISSUER).
-            let mut ring = Ring::new().unwrap();
+            let mut ring = Uring::new().unwrap();
             let pushed = std::thread::spawn(move || {
                 for _ in 0..=SQ_ENTRIES {
                     // SAFETY: a no-op names no memory.
@@ -583,7 +583,7 @@ mod tests {
             return;
         }
         use std::os::unix::process::ExitStatusExt;
-        let name = "ring::tests::a_ring_that_takes_nothing_ends_the_process";
+        let name = "uring::tests::a_ring_that_takes_nothing_ends_the_process";
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name, "--nocapture"])
             .env(CHILD, "1")

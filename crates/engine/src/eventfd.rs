@@ -9,6 +9,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Mutex;
+use vshunt_types::sync::Locked;
 
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode};
@@ -20,13 +21,13 @@ use vshunt_sandbox as sandbox;
 const NOTIFIER_ENTRIES: u32 = 1;
 
 /// A descriptor that is signalled.
-pub struct Bell {
+pub struct EventFd {
     fd: OwnedFd,
-    way: Way,
+    means: Means,
 }
 
 /// How it is signalled.
-enum Way {
+enum Means {
     /// An eventfd that no other process has. It has O_NONBLOCK.
     Own,
     /// An eventfd of a front end. The lock guards the ring for one notification; its holder waits for nothing.
@@ -37,17 +38,17 @@ enum Way {
     Socket,
 }
 
-impl Bell {
+impl EventFd {
     /// A front end's descriptor that is signalled often: an eventfd or a socket.
     ///
     /// # Errors
     /// It is neither, or there can be no io_uring for it (open files, memory).
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
         if is_socket(&fd)? {
-            return Ok(Self { fd, way: Way::Socket });
+            return Ok(Self { fd, means: Means::Socket });
         }
         let ring = permitted_notifier(&fd)?;
-        Ok(Self { fd, way: Way::Ring(Box::new(Mutex::new(ring))) })
+        Ok(Self { fd, means: Means::Ring(Box::new(Mutex::new(ring))) })
     }
 
     /// A front end's descriptor that is signalled once in a while, and never by a worker: it costs more time then, and keeps
@@ -58,10 +59,10 @@ impl Bell {
     /// kernel.io_uring_disabled).
     pub fn rare(fd: OwnedFd) -> io::Result<Self> {
         if is_socket(&fd)? {
-            return Ok(Self { fd, way: Way::Socket });
+            return Ok(Self { fd, means: Means::Socket });
         }
         drop(permitted_notifier(&fd)?);
-        Ok(Self { fd, way: Way::RingOnce })
+        Ok(Self { fd, means: Means::RingOnce })
     }
 
     /// An eventfd of our own. It is not handed to another process.
@@ -71,7 +72,7 @@ impl Bell {
     pub fn make() -> io::Result<Self> {
         use rustix::event::{EventfdFlags, eventfd};
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { fd, way: Way::Own })
+        Ok(Self { fd, means: Means::Own })
     }
 
     /// Its descriptor, for those who wait on it.
@@ -79,7 +80,7 @@ impl Bell {
         self.fd.as_raw_fd()
     }
 
-    /// Whether it was rung since the last time. For our own.
+    /// Whether it was signalled since the last time. For our own.
     pub fn take(&self) -> bool {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
@@ -91,16 +92,16 @@ impl Bell {
 
     /// Adds one to the counter, and never waits. A full counter is a notification, too.
     #[inline]
-    pub fn ring(&self) {
-        match &self.way {
-            Way::Own => drop(rustix::io::write(&self.fd, &1u64.to_ne_bytes())),
-            Way::Ring(ring) => signal(&mut ring.lock().expect("no holder panics")),
-            Way::RingOnce => match permitted_notifier(&self.fd) {
-                Ok(mut ring) => signal(&mut ring),
+    pub fn signal(&self) {
+        match &self.means {
+            Means::Own => drop(rustix::io::write(&self.fd, &1u64.to_ne_bytes())),
+            Means::Ring(ring) => signal_by(&mut ring.locked()),
+            Means::RingOnce => match permitted_notifier(&self.fd) {
+                Ok(mut ring) => signal_by(&mut ring),
                 // It could be made when the front end gave the descriptor.
                 Err(e) => tracing::warn!("a front end is not notified: there is no io_uring for that ({e})"),
             },
-            Way::Socket => {
+            Means::Socket => {
                 let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
                 let _ = rustix::net::send(&self.fd, &1u64.to_ne_bytes(), flags);
             }
@@ -136,7 +137,7 @@ fn notifier(fd: &OwnedFd) -> io::Result<IoUring> {
 
 /// Completes a no-op, which ends in the system call that submits it.
 #[inline]
-fn signal(ring: &mut IoUring) {
+fn signal_by(ring: &mut IoUring) {
     // Completions of earlier no-ops make room. Nobody looks at them.
     ring.completion().for_each(drop);
     let entry = opcode::Nop::new().build();
@@ -172,9 +173,9 @@ mod tests {
     }
 
     /// Signals on a thread of its own, and tells whether that came to its end. A thread that waits is set free.
-    fn returns(bell: &Arc<Bell>, fd: &OwnedFd) -> bool {
-        let theirs = bell.clone();
-        let thread = std::thread::spawn(move || theirs.ring());
+    fn returns(eventfd: &Arc<EventFd>, fd: &OwnedFd) -> bool {
+        let theirs = eventfd.clone();
+        let thread = std::thread::spawn(move || theirs.signal());
         let limit = Instant::now() + Duration::from_secs(10);
         while !thread.is_finished() && Instant::now() < limit {
             std::thread::sleep(Duration::from_millis(1));
@@ -189,18 +190,18 @@ mod tests {
 
     #[test]
     fn a_full_counter_whose_flag_was_cleared_stops_nobody() {
-        for make in [Bell::new, Bell::rare] {
+        for make in [EventFd::new, EventFd::rare] {
             let theirs = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-            let bell = Arc::new(make(theirs.try_clone().unwrap()).unwrap());
-            bell.ring();
+            let eventfd = Arc::new(make(theirs.try_clone().unwrap()).unwrap());
+            eventfd.signal();
             assert_eq!(count(&theirs), 1);
             // The flag is the open file's, which both descriptors are of.
             fcntl_setfl(&theirs, OFlags::empty()).unwrap();
             rustix::io::write(&theirs, &FULL.to_ne_bytes()).unwrap();
-            assert!(returns(&bell, &theirs), "a notification waits for the front end");
-            assert!(returns(&bell, &theirs), "a notification waits for the front end");
+            assert!(returns(&eventfd, &theirs), "a notification waits for the front end");
+            assert!(returns(&eventfd, &theirs), "a notification waits for the front end");
             assert!(count(&theirs) >= FULL);
-            bell.ring();
+            eventfd.signal();
             assert_eq!(count(&theirs), 1, "it counts again");
         }
     }
@@ -208,10 +209,10 @@ mod tests {
     #[test]
     fn each_notification_counts_whichever_thread_sends_it() {
         let theirs = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let bell = Bell::new(theirs.try_clone().unwrap()).unwrap();
+        let eventfd = EventFd::new(theirs.try_clone().unwrap()).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (0..1000).for_each(|_| bell.ring()));
+                scope.spawn(|| (0..1000).for_each(|_| eventfd.signal()));
             }
         });
         assert_eq!(count(&theirs), 4000);
@@ -220,12 +221,12 @@ mod tests {
     #[test]
     fn a_socket_is_sent_eight_bytes_and_a_full_one_nothing() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        let bell = Arc::new(Bell::new(ours.into()).unwrap());
-        bell.ring();
+        let eventfd = Arc::new(EventFd::new(ours.into()).unwrap());
+        eventfd.signal();
         let theirs = OwnedFd::from(theirs);
         assert_eq!(count(&theirs), 1);
-        let filler = bell.clone();
-        let thread = std::thread::spawn(move || (0..100_000).for_each(|_| filler.ring()));
+        let filler = eventfd.clone();
+        let thread = std::thread::spawn(move || (0..100_000).for_each(|_| filler.signal()));
         let limit = Instant::now() + Duration::from_secs(30);
         while !thread.is_finished() && Instant::now() < limit {
             std::thread::sleep(Duration::from_millis(1));
@@ -233,12 +234,12 @@ mod tests {
         assert!(thread.is_finished(), "a notification waits for room in the socket");
         thread.join().unwrap();
         drop(theirs);
-        bell.ring();
+        eventfd.signal();
     }
 
     #[test]
     fn what_is_neither_is_refused() {
-        for make in [Bell::new, Bell::rare] {
+        for make in [EventFd::new, EventFd::rare] {
             let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
             assert!(make(file).is_err());
         }

@@ -10,9 +10,9 @@ use super::WorkerId;
 
 /// A worker and a generation for each queue.
 #[derive(Debug, Default)]
-pub struct Homes(Vec<AtomicU64>);
+pub struct Placement(Vec<AtomicU64>);
 
-impl Homes {
+impl Placement {
     /// One queue more, on its first worker.
     pub fn push(&mut self, worker: WorkerId) {
         self.0.push(AtomicU64::new(pack(worker, 0)));

@@ -1,13 +1,13 @@
-//! How a worker rests: whether it polls, for how long, and whether it lets requests gather before it is woken.
+//! How a worker rests: whether it polls, for how long, and whether it lets requests coalesce before it is woken.
 //!
 //! Polling is for other sides that wait for each answer: it saves them the worker's wake-up. The window grows while
 //! rests turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing. Where the whole
 //! window passes in vain again and again although work comes right after it, the other side shares our CPU and waits for
 //! us to leave it: polling is off for a while then, each time longer.
 //!
-//! Gathering is for other sides that send so fast that they do not wait (they do not ask to be notified): a wake-up for each request or two would cost
-//! both more than the request. Then the worker asks to be kicked after as many requests as come in [`GATHER_NS`], and
-//! sleeps with a limit, should they not come. When the limit ends it, the other side did wait: gathering is off for a
+//! Coalescing is for other sides that send so fast that they do not wait (they do not ask to be notified): a wake-up for each request or two would cost
+//! both more than the request. Then the worker asks to be kicked after as many requests as come in [`COALESCE_NS`], and
+//! sleeps with a limit, should they not come. When the limit ends it, the other side did wait: coalescing is off for a
 //! while, each time longer.
 
 use std::time::{Duration, Instant};
@@ -22,33 +22,33 @@ const WAITS_MIN: f64 = 0.25;
 const POLL_STEP_NS: u64 = 4_000;
 /// What our own wake-up adds to the time that a sleep took, on a halted CPU.
 const WAKE: Duration = Duration::from_micros(30);
-/// Time in which requests may gather: about what waking a thread on a halted CPU takes.
-const GATHER_NS: f64 = 24_000.0;
-/// Longest sleep while they gather.
-const GATHER_LIMIT: Duration = Duration::from_micros(72);
-/// Fewer than this are not worth gathering.
-const GATHER_MIN: u32 = 6;
+/// Time in which requests may coalesce: about what waking a thread on a halted CPU takes.
+const COALESCE_NS: f64 = 24_000.0;
+/// Longest sleep while they coalesce.
+const COALESCE_LIMIT: Duration = Duration::from_micros(72);
+/// Fewer than this are not worth coalescing.
+const COALESCE_MIN: u32 = 6;
 /// More than this are not waited for: half of what most queues hold.
-const GATHER_MAX: u32 = 64;
+const COALESCE_MAX: u32 = 64;
 /// Full windows in vain, in a row, after which polling is off for a while.
 const VAIN_MAX: u32 = 4;
-/// How long gathering or polling is off after it failed: from, to.
+/// How long coalescing or polling is off after it failed: from, to.
 const HOLD_MIN: Duration = Duration::from_millis(1);
 const HOLD_MAX: Duration = Duration::from_secs(1);
-/// Gatherings in a row that succeed before more are asked for.
+/// Coalesced sleeps in a row that succeed before more are asked for.
 const STREAK: u32 = 64;
 /// Weight of the past in averages over rests.
 const KEEP: f64 = 0.875;
 
 /// What to do with nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Plan {
+pub(super) enum Rest {
     /// Look for work that long, then sleep.
     Poll(Duration),
     /// Sleep until kicked.
     Sleep,
     /// Sleep until so many requests are there, or for so long.
-    Gather {
+    Coalesce {
         /// Over all queues.
         requests: u32,
         /// Then look.
@@ -57,7 +57,7 @@ pub(super) enum Plan {
 }
 
 /// See the module. Belongs to one worker.
-pub(super) struct Pace {
+pub(super) struct PollPolicy {
     /// Polling window, ns.
     window_ns: u64,
     /// Full windows in vain, in a row; how long polling is off the next time, and until when it is.
@@ -74,15 +74,15 @@ pub(super) struct Pace {
     /// Likewise: rests after which the other side had to be notified.
     waits_avg: f64,
     notified: bool,
-    /// Requests that may gather.
+    /// Requests that may coalesce.
     most: u32,
     streak: u32,
     hold: Duration,
     held_until: Instant,
-    gathering: bool,
+    coalescing: bool,
 }
 
-impl Pace {
+impl PollPolicy {
     pub(super) fn new() -> Self {
         let now = Instant::now();
         Self {
@@ -96,11 +96,11 @@ impl Pace {
             cycle_avg_ns: 1e9,
             waits_avg: 0.0,
             notified: false,
-            most: GATHER_MAX,
+            most: COALESCE_MAX,
             streak: 0,
             hold: HOLD_MIN,
             held_until: now,
-            gathering: false,
+            coalescing: false,
         }
     }
 
@@ -116,7 +116,7 @@ impl Pace {
 
     /// How to rest now. `bound` is the longest that may be polled; `steady`: nothing is in flight, so that only
     /// the other side can bring work.
-    pub(super) fn plan(&mut self, now: Instant, bound: Duration, steady: bool) -> Plan {
+    pub(super) fn plan(&mut self, now: Instant, bound: Duration, steady: bool) -> Rest {
         let cycle = now.duration_since(self.last).as_nanos() as f64;
         self.batch_avg = self.batch_avg * KEEP + self.batch as f64 * (1.0 - KEEP);
         self.cycle_avg_ns = self.cycle_avg_ns * KEEP + cycle.min(1e9) * (1.0 - KEEP);
@@ -125,22 +125,22 @@ impl Pace {
         let waited = std::mem::take(&mut self.notified);
         self.waits_avg = self.waits_avg * KEEP + f64::from(u8::from(waited)) * (1.0 - KEEP);
         let waits = self.waits_avg >= WAITS_MIN;
-        self.gathering = false;
+        self.coalescing = false;
         if steady && !waits && now >= self.held_until {
             // `found` counts an inline request once.
-            let requests = (self.batch_avg / self.cycle_avg_ns * GATHER_NS) as u32;
+            let requests = (self.batch_avg / self.cycle_avg_ns * COALESCE_NS) as u32;
             let requests = requests.min(self.most);
-            if requests >= GATHER_MIN && last_batch > 0 {
-                self.gathering = true;
-                return Plan::Gather { requests, limit: GATHER_LIMIT };
+            if requests >= COALESCE_MIN && last_batch > 0 {
+                self.coalescing = true;
+                return Rest::Coalesce { requests, limit: COALESCE_LIMIT };
             }
         }
         let held = now < self.poll_held_until;
         let batch_max = if waits { POLL_BATCH_WAITS_MAX } else { POLL_BATCH_MAX };
         if bound.is_zero() || held || self.window_ns == 0 || self.batch_avg >= batch_max {
-            return Plan::Sleep;
+            return Rest::Sleep;
         }
-        Plan::Poll(Duration::from_nanos(self.window_ns).min(bound))
+        Rest::Poll(Duration::from_nanos(self.window_ns).min(bound))
     }
 
     /// Whether polling for a window found work.
@@ -161,8 +161,8 @@ impl Pace {
 
     /// The worker rested from `start` to `now`, slept at the end of that, and was woken or came to its limit.
     pub(super) fn slept(&mut self, start: Instant, now: Instant, woken: bool, bound: Duration) {
-        if self.gathering {
-            self.gathered(woken, now);
+        if self.coalescing {
+            self.coalesced(woken, now);
             return;
         }
         // Would polling to its bound have found the work? What it costs where it would not is gone at once.
@@ -179,19 +179,19 @@ impl Pace {
         }
     }
 
-    fn gathered(&mut self, woken: bool, now: Instant) {
+    fn coalesced(&mut self, woken: bool, now: Instant) {
         if woken {
             self.streak += 1;
             if self.streak >= STREAK {
                 self.streak = 0;
                 self.hold = HOLD_MIN;
-                self.most = (self.most * 2).min(GATHER_MAX);
+                self.most = (self.most * 2).min(COALESCE_MAX);
             }
             return;
         }
         self.streak = 0;
-        self.most = (self.most / 2).max(GATHER_MIN);
-        if self.most == GATHER_MIN {
+        self.most = (self.most / 2).max(COALESCE_MIN);
+        if self.most == COALESCE_MIN {
             self.held_until = now + self.hold;
             self.hold = (self.hold * 2).min(HOLD_MAX);
         }

@@ -4,14 +4,14 @@ use std::os::fd::RawFd;
 
 use io_uring::types::Timespec;
 
-use crate::{Ring, Token};
+use crate::{Token, Uring};
 
 /// What a poll's news ask for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Heard {
+pub enum PollEvent {
     /// Nothing: it goes on, or was to end.
     Nothing,
-    /// [`Listen::begin`].
+    /// [`PollState::begin`].
     BeginAgain,
     /// What is polled cannot be waited for.
     Useless,
@@ -19,7 +19,7 @@ pub enum Heard {
 
 /// Whether the poll is on the ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Listen {
+pub enum PollState {
     /// Nothing is.
     #[default]
     Off,
@@ -32,12 +32,12 @@ pub enum Listen {
     },
 }
 
-impl Listen {
+impl PollState {
     /// Attach: polls `fd`, with `token`, until [`end`](Self::end).
-    pub fn begin(&mut self, ring: &mut Ring, fd: RawFd, token: Token) {
+    pub fn begin(&mut self, uring: &mut Uring, fd: RawFd, token: Token) {
         match self {
             Self::Off => {
-                ring.poll(fd, token);
+                uring.poll(fd, token);
                 *self = Self::On;
             }
             Self::Ending { .. } => *self = Self::Ending { again: true },
@@ -46,10 +46,10 @@ impl Listen {
     }
 
     /// [`begin`](Self::begin), for one event.
-    pub fn begin_once(&mut self, ring: &mut Ring, fd: RawFd, token: Token) {
+    pub fn begin_once(&mut self, uring: &mut Uring, fd: RawFd, token: Token) {
         match self {
             Self::Off => {
-                ring.poll_once(fd, token);
+                uring.poll_once(fd, token);
                 *self = Self::On;
             }
             Self::Ending { .. } => *self = Self::Ending { again: true },
@@ -58,10 +58,10 @@ impl Listen {
     }
 
     /// [`begin`](Self::begin), for a time that passes once.
-    pub fn begin_timeout(&mut self, ring: &mut Ring, after: &'static Timespec, token: Token) {
+    pub fn begin_timeout(&mut self, uring: &mut Uring, after: &'static Timespec, token: Token) {
         match self {
             Self::Off => {
-                ring.timeout(after, token);
+                uring.timeout(after, token);
                 *self = Self::On;
             }
             Self::Ending { .. } => *self = Self::Ending { again: true },
@@ -70,10 +70,10 @@ impl Listen {
     }
 
     /// Detach: the poll with `token` ends.
-    pub fn end(&mut self, ring: &mut Ring, token: Token) {
+    pub fn end(&mut self, uring: &mut Uring, token: Token) {
         match self {
             Self::On => {
-                ring.cancel(token);
+                uring.cancel(token);
                 *self = Self::Ending { again: false };
             }
             Self::Ending { .. } => *self = Self::Ending { again: false },
@@ -87,23 +87,23 @@ impl Listen {
     }
 
     /// News of it where it waits for kicks: what is to be done.
-    pub fn heard(&mut self, result: i32, more: bool) -> Heard {
+    pub fn on_event(&mut self, result: i32, more: bool) -> PollEvent {
         if more {
-            return Heard::Nothing;
+            return PollEvent::Nothing;
         }
         let before = self.ended();
         // What is no eventfd may fail for good, or be ready for good: armed again and again it would keep us busy.
         let over = i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL);
         let useless = if result < 0 { result != -libc::ECANCELED } else { result & over != 0 };
         match before {
-            Self::On if useless => Heard::Useless,
-            _ if before.goes_on() => Heard::BeginAgain,
-            _ => Heard::Nothing,
+            Self::On if useless => PollEvent::Useless,
+            _ if before.restarts() => PollEvent::BeginAgain,
+            _ => PollEvent::Nothing,
         }
     }
 
     /// Whether one that [`ended`](Self::ended) is to be begun again, if the kernel ended it by itself.
-    pub fn goes_on(self) -> bool {
+    pub fn restarts(self) -> bool {
         matches!(self, Self::On | Self::Ending { again: true })
     }
 }
