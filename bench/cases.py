@@ -8,8 +8,8 @@ import contextlib
 import os
 import struct
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional
 
 import seed
 from client import Client, ClientError, Hung, Job
@@ -31,7 +31,7 @@ OURS, NO_POLL, ONE, EACH = "vshunt", "vshunt poll-us=0", "vshunt one worker", "v
 class Contestant:
     """argv(queues) is a server's; None: the load goes to the file itself. `many`: only where there are several queues."""
     name: str
-    argv: Optional[Callable[[int], list]]
+    argv: Callable[[int], list] | None
     many: bool = False
 
 

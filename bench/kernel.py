@@ -10,8 +10,8 @@ import re
 import statistics
 import sys
 
-from report import MET, MISSED, UNKNOWN, rate
 import seed
+from report import MET, MISSED, UNKNOWN, rate
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
 import kernel_vm as k  # noqa: E402

@@ -24,7 +24,8 @@ import net_switch
 import net_tcp
 import resident
 from fuse import cases as fuse
-from qcow2 import backup, cases as qcow2
+from qcow2 import backup
+from qcow2 import cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -6,7 +6,7 @@ CARGO=${CARGO:-cargo}
 # shellcheck disable=SC2034
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
 CACHE=${VSHUNT_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vshunt}
-PATH=$PATH:/usr/sbin:/sbin:$HOME/.cargo/bin:$CACHE/tools/bin
+PATH=$PATH:/usr/sbin:/sbin:$HOME/.cargo/bin:$CACHE/tools/bin:$CACHE/tools/python/bin
 
 die() {
     echo "${0##*/}: $*" >&2

@@ -84,7 +84,8 @@ def removed(suite):
     ended(mount, "taken", path, "come to be", part(path), "whole")
     r.require(path.read_bytes() == b"another's", "another's file was replaced")
     b.checked(part(path))
-    r.message_of(mount.cli("backup", "start", "d0", "--to", suite.path("removed.1"), check=False), "removed.1.part is there", "may be replaced", code=(1,))
+    refused = mount.cli("backup", "start", "d0", "--to", suite.path("removed.1"), check=False)
+    r.message_of(refused, "removed.1.part is there", "may be replaced", code=(1,))
     # What is replaced stays until then, also if that fails.
     mount.cli("backup", "start", "d0", "--to", path, "--overwrite", *SLOW, "--job", "cut")
     mount.cli("job", "cancel", "cut")

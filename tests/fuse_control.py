@@ -7,8 +7,8 @@ import random
 import struct
 import time
 
-import fuse_mount as m
 import fuse_model
+import fuse_mount as m
 import fuse_posix
 import peer as p
 import rig as r

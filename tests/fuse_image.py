@@ -319,9 +319,10 @@ def growing_refused(suite):
     r.run([tool, "create", "-q", "-f", "qcow2", below, "1M"])
     r.run([r.tool("qemu-io", "qemu-utils"), "-f", "qcow2", "-c", "write -P 7 0 1M", below])
     # Their last cluster shows what is below, which is longer.
-    over = lambda name, compat: r.run(
-        [tool, "create", "-q", "-f", "qcow2", "-o", f"compat={compat}", "-b", below, "-F", "qcow2", name, 300_032]
-    )
+    def over(name, compat):
+        options = ["-o", f"compat={compat}", "-b", below, "-F", "qcow2"]
+        return r.run([tool, "create", "-q", "-f", "qcow2", *options, name, 300_032])
+
     over(image, "1.1")
     over(old, "0.10")
     r.run([tool, "snapshot", "-c", "s0", old])

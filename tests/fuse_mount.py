@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 import rig as r
-from fuse_guard import ENABLE_URING, Uring, abort, fuse_mounts, mounted, unmount
+from fuse_guard import ENABLE_URING, Uring, abort, fuse_mounts, mounted, unmount  # noqa: F401 -- used as names of this module
 
 # What a test may take: over it, it hangs. The longest takes some ten seconds where nothing else runs.
 LIMIT_S = 180.0

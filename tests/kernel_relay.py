@@ -220,7 +220,8 @@ ENDS = (
 insmod /modules/vhost_blk.ko 2>/dev/null
 gone() { unloads && insmod /modules/vhost_blk.ko; }
 # Without what single CPUs have not added yet.
-pinned() { echo 1 >/proc/sys/vm/stat_refresh; awk '/nr_foll_pin_acquired/ { a = $2 } /nr_foll_pin_released/ { r = $2 } END { print a - r }' /proc/vmstat; }
+pinned() { echo 1 >/proc/sys/vm/stat_refresh
+    awk '/nr_foll_pin_acquired/ { a = $2 } /nr_foll_pin_released/ { r = $2 } END { print a - r }' /proc/vmstat; }
 before=$(pinned)
 killed() {
     n=0

@@ -303,7 +303,8 @@ class Front(p.Peer):
         """A message of any kind with wrong flags, sizes, payload or descriptors."""
         chance = self.chance
         kind = chance.choice((*range(46), 4000, 2**32 - 1))
-        payload = chance.choice((b"", b"\0" * 8, chance.randbytes(8), chance.randbytes(chance.randrange(300)), struct.pack("<II", 0, chance.getrandbits(32))))
+        noise = (chance.randbytes(8), chance.randbytes(chance.randrange(300)))
+        payload = chance.choice((b"", b"\0" * 8, *noise, struct.pack("<II", 0, chance.getrandbits(32))))
         flags = chance.choice((p.VERSION, p.VERSION, p.VERSION | p.NEED_REPLY, p.VERSION | p.REPLY, 0, 2, chance.getrandbits(32)))
         size = chance.choice((None, None, None, len(payload) + 1, max(0, len(payload) - 1), 4096, 2**32 - 1))
         fds = [self.any_fd() for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 8, 33, 100)))]
@@ -333,7 +334,8 @@ class Front(p.Peer):
             other.setblocking(False)
             try:
                 other.connect(self.socket.getpeername())
-                other.sendmsg([self.chance.randbytes(self.chance.randrange(1, 40))], [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, array.array("i", [self.any_fd()]))])
+                rights = (sockets.SOL_SOCKET, sockets.SCM_RIGHTS, array.array("i", [self.any_fd()]))
+                other.sendmsg([self.chance.randbytes(self.chance.randrange(1, 40))], [rights])
             except OSError:
                 return
             if self.chance.random() < 0.5:

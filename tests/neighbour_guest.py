@@ -93,7 +93,8 @@ class Ring:
         kind = chance.choice(BLK_TYPES)
         self.memory.put(base, struct.pack("<IIQ", kind, 0, chance.choice((0, 8, SECTORS - 8, chance.randrange(SECTORS), 2**64 - 1))))
         if kind in (11, 13):
-            self.memory.put(base + 512, struct.pack("<QII", chance.randrange(SECTORS), chance.choice((0, 8, 1024, 2**32 - 1)), chance.choice((0, 0, 1, 2))))
+            sectors, flags = chance.choice((0, 8, 1024, 2**32 - 1)), chance.choice((0, 0, 1, 2))
+            self.memory.put(base + 512, struct.pack("<QII", chance.randrange(SECTORS), sectors, flags))
         to_us = WRITE if kind in (0, 8) else 0
         pieces = [[at + 512 + 4096 * k, chance.choice((512, 4096)), to_us] for k in range(chance.choice((1, 1, 2, 8, 40)))]
         pieces = {4: [], 8: [[at + 512, 20, WRITE]], 11: [[at + 512, 16, 0]], 13: [[at + 512, 16, 0]]}.get(kind, pieces)
@@ -183,7 +184,8 @@ class Ring:
             self.memory.put(self.at + chance.choice((DRIVER, DEVICE)), chance.randbytes(chance.randrange(1, 64)))
         else:
             for index in range(min(self.size, 64)):
-                self.describe(index, address(chance), length(chance), chance.getrandbits(16), chance.choice((0, 1, 2, 3, 4, 7, index, chance.getrandbits(16))))
+                after = chance.choice((0, 1, 2, 3, 4, 7, index, chance.getrandbits(16)))
+                self.describe(index, address(chance), length(chance), chance.getrandbits(16), after)
         # A packed ring begins anew somewhere.
         if self.packed:
             self.offered, self.wrap = chance.randrange(self.size), chance.random() < 0.5

@@ -304,7 +304,10 @@ def broken_again(rig):
             ring.add([(c.MEMORY + (1 << 30), 2048, c.WRITE)])
             ring.publish()
             a.transmit(f.frame(3, 1000, f.GUEST_MAC, f.HOST_MAC))
-            state = lambda: next(q["state"] for q in daemon.status()["queues"] if (q["export"], q["index"]) == ("c1", 1))
+
+            def state():
+                return next(q["state"] for q in daemon.status()["queues"] if (q["export"], q["index"]) == ("c1", 1))
+
             r.wait_for("a queue that is broken", lambda: state() == "broken")
             for count in (1, 2):
                 obeys(b, pairs_set(count))

@@ -4,7 +4,6 @@ From the guest they go over a bridge to a link without any offload, where the ke
 out at its far end is checked. To the guest they come from a packet socket that says what is left to do, as a stack does.
 """
 
-import socket
 import struct
 
 import net_frames as f

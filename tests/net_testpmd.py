@@ -29,7 +29,8 @@ class Testpmd:
     def __init__(self, rig, daemon, name, pairs, keys):
         device = f"net_virtio_user0,path={daemon.socket},queues={pairs},server=0,mac={n.MAC},queue_size=256{keys}"
         # Else it keeps what it says to itself until it ends.
-        argv = [r.tool("stdbuf", "coreutils"), "-oL", program(), "--no-huge", "--no-pci", "-m", "256", "--iova-mode=va", "-l", "0,1", "--no-telemetry"]
+        argv = [r.tool("stdbuf", "coreutils"), "-oL", program()]
+        argv += ["--no-huge", "--no-pci", "-m", "256", "--iova-mode=va", "-l", "0,1", "--no-telemetry"]
         argv += ["--file-prefix", f"{rig.dir.name}-{name}", f"--vdev={device}", "--", "-i", "--total-num-mbufs=16384"]
         argv += [f"--rxq={pairs}", f"--txq={pairs}", "--nb-cores=1", "--txonly-multi-flow"]
         self.daemon = daemon

@@ -207,7 +207,10 @@ def vanished(rig):
                     card.fill(1, 2048)
                 stop.set()
                 sender.join()
-                ours = lambda: [q for q in up.status()["queues"] if q["export"] == "u0"]
+
+                def ours():
+                    return [q for q in up.status()["queues"] if q["export"] == "u0"]
+
                 r.wait_for("queues that are broken and empty", lambda: all((q["state"], q["in-flight"]) == ("broken", 0) for q in ours()))
                 n.rests(up)
                 up.cli("export", "remove", "u0")
@@ -292,7 +295,10 @@ def gone(rig):
     up = Up(rig, "gone")
     try:
         n.ip("link", "del", "vs0")
-        states = lambda: {q["state"] for q in up.status()["queues"] if q["export"] == "u0"}
+
+        def states():
+            return {q["state"] for q in up.status()["queues"] if q["export"] == "u0"}
+
         r.wait_for("queues that are broken", lambda: states() == {"broken"})
         up.cli("export", "remove", "u0")
         up.cli("net", "remove", "t0")

@@ -268,7 +268,10 @@ def bitmap_stays(rig):
     disk.daemon.cli("bitmap", "add", "d0", "memory", "--persistent", "false")
     disk.daemon.cli("backup", "start", "d0", "--to", rig.dir / "full.qcow2", "--bitmap", "b1", "--wait")
     disk.write(4 * MIB, b"b" * 4096)
-    listed = lambda: {b["name"]: b["count"] for b in json.loads(disk.daemon.cli("bitmap", "list", "d0", "--json").stdout)}
+
+    def listed():
+        return {b["name"]: b["count"] for b in json.loads(disk.daemon.cli("bitmap", "list", "d0", "--json").stdout)}
+
     r.require(listed() == {"b0": 65536, "memory": 65536, "b1": 65536}, f"while it is served: {listed()}")
     disk.kill()
     disk = Killed(rig, path, "bitmap-again")

@@ -10,9 +10,9 @@ import os
 import seed
 from cases import GRACE_QUICK_S, GRACE_S, RAM_BYTES, can_be_awake, file_system, image
 from client import Client
+
 from fuse import floor, tables, verdicts
-from fuse.contestants import (DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FLOOR_OF, FREE, HOST, LEGEND, PASSTHROUGH, PINNED,
-                              Disk, Field)
+from fuse.contestants import DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FLOOR_OF, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field
 from fuse.load import Job
 from fuse.measure import measure
 from fuse.mount import private_namespace, uring_problem

@@ -4,8 +4,8 @@ floors: of /dev/fuse with 1, 2 and 4 threads, of io_uring with threads pinned an
 Everything that names an option of either program stands here. `disk` is a Disk, `place` where to mount.
 """
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional
 
 DAEMONS = {1: "daemon 1", 2: "daemon 2", 4: "daemon 4"}
 FLOORS = {1: "floor 1", 2: "floor 2", 4: "floor 4"}
@@ -36,7 +36,7 @@ FLOOR_LEGEND = ("floors only answer: floor N, bench/fuse/floor.c, N threads on /
 class Disk:
     """What is served: a file (its path, and how the storage daemon shall do I/O on it), or nothing but a size."""
     size: int
-    path: Optional[str] = None
+    path: str | None = None
     aio: str = "native"
 
 
@@ -44,7 +44,7 @@ class Disk:
 class Contestant:
     """argv(disk, place) is a server's; None: fio runs on the file itself."""
     name: str
-    argv: Optional[Callable]
+    argv: Callable | None
 
 
 def _daemon(tools, iothreads):

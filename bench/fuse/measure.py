@@ -7,11 +7,12 @@ import contextlib
 
 from cases import awake
 from client import ClientError, Hung
+from report import Cell
+from server import StartError
+
 from fuse.contestants import OVER_URING
 from fuse.load import load
 from fuse.mount import MountServer, Place, uring_enabled
-from report import Cell
-from server import StartError
 
 STARTS_FAILED_MAX = 2
 

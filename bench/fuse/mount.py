@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 
-from server import LIBC, STOP_TIMEOUT_S, Server, StartError, child_setup, end
+from server import LIBC, STOP_TIMEOUT_S, Server, StartError, child_setup
 
 CLONE_NEWNS = 0x0002_0000
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000

@@ -1,8 +1,9 @@
 """How the FUSE tables are printed: contestants side by side, and the table of the seed with its change by more queues."""
 import seed
+from report import SPREAD_MARKED
+
 from fuse.contestants import DAEMONS, DEV_1, DEV_4, HOST
 from fuse.verdicts import best, median, shown
-from report import SPREAD_MARKED
 
 
 def side_by_side(report, jobs, names, others, cells):

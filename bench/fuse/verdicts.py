@@ -1,8 +1,9 @@
 """The FUSE targets: ratios to the best of the others, the floor of each transport, and what more queues may cost."""
 import statistics
 
-from fuse.contestants import DEV_1, DEV_2, DEV_4, FLOOR_OF, FREE, PINNED
 from report import MET, MISSED, UNKNOWN, rate
+
+from fuse.contestants import DEV_1, DEV_2, DEV_4, FLOOR_OF, FREE, PINNED
 
 FLOOR_SHARE = 0.9
 # Layouts that are judged by reads of 128k.

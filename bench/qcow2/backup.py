@@ -14,10 +14,11 @@ import time
 from cases import Contestant, file_system
 from client import ClientError, Hung, Job
 from fuse.verdicts import paired
-from qcow2 import cases, verdicts
-from qcow2.images import OURS, PEER, files, ours, peer, qemu_img, written
 from report import Cell, rate
 from server import StartError
+
+from qcow2 import cases, verdicts
+from qcow2.images import OURS, PEER, files, ours, peer, qemu_img, written
 
 NAME = "qcow2-backup"
 IMAGE_BYTES = 2 << 30

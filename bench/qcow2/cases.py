@@ -9,11 +9,12 @@ import statistics
 import seed
 from cases import file_system
 from client import ClientError, Hung, Job
+from report import rate
+from server import StartError
+
 from qcow2 import verdicts
 from qcow2.images import EACH, LEGEND, OURS, PEER, PEER_URING, RAW, RAW_EACH, Thin, files, ours, peer, qemu_img, tool, written
 from qcow2.measure import Qcow2
-from report import rate
-from server import StartError
 
 GIB = 1 << 30
 WRITTEN_BYTES = GIB

@@ -1,6 +1,6 @@
 """The loop of the qcow2 cases: jobs x contestants x repetitions, contestants in turn, a fresh server for each run."""
-from client import Client
 from cases import GRACE_QUICK_S, GRACE_S
+from client import Client
 from fuse.verdicts import paired
 from report import Cell
 
