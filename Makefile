@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run check test test-kernel bench lint soak fuzz install clean
+.PHONY: help build run check test test-kernel bench lint soak fuzz docs install clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -40,9 +40,12 @@ soak: ## the long forms of the tests: SOAK_MINUTES (60) of each
 fuzz: ## every fuzz target for FUZZ_SECONDS (600)
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} scripts/fuzz
 
+docs: ## the book, in docs/book
+	scripts/docs
+
 install: build ## programs, man pages, completions, units; PREFIX=/usr/local DESTDIR=
 	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
 
 clean: ## remove what was built
 	$(CARGO) clean
-	rm -rf fuzz/target
+	rm -rf fuzz/target docs/book
