@@ -3,7 +3,6 @@
 //!
 //! What must never happen: a block left out and not reported; a guest that waits for a copy which has ended.
 
-use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, Ordering::*};
@@ -530,10 +529,6 @@ impl Queue for CopyQueue {
     fn waits_max(&self) -> u32 {
         // A request has one operation on the ring at a time.
         self.slots.len() as u32
-    }
-
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
     }
 }
 

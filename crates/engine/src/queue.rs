@@ -9,7 +9,7 @@ use super::uring::{Token, Uring};
 ///
 /// All methods run on the worker's thread and return at once. `place` is this queue's [`Token`] on that
 /// worker; operations carry it with the queue's own slot and op.
-pub trait Queue: Send {
+pub trait Queue: Any + Send {
     /// Attach, step 4: begins to listen for work. The worker then looks at the queue once in any case.
     fn arm(&mut self, uring: &mut Uring, place: Token);
 
@@ -60,8 +60,12 @@ pub trait Queue: Send {
         None
     }
 
-    /// For whoever made the queue and changes it by [`QueueSet::run_on`](super::QueueSet::run_on).
-    fn as_any(&mut self) -> &mut dyn Any;
+    /// What the code that made the queue can do with it besides the methods of this trait, for use in
+    /// [`QueueSet::run_on`](super::QueueSet::run_on) and on queues that are on no worker. The type of the value says what it
+    /// is; workers ignore it.
+    fn extension(&self) -> &'static dyn Any {
+        &()
+    }
 }
 
 /// Takes completions of operations that a queue left on a worker's ring, and passes them on to the queue.

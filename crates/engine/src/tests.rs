@@ -3,7 +3,6 @@
 
 mod stalled;
 
-use std::any::Any;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
@@ -191,10 +190,6 @@ impl Queue for TestQueue {
 
     fn leave(&mut self, _ring: &mut Uring) {
         self.line.left.store(true, Ordering::Release);
-    }
-
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
     }
 }
 
@@ -503,10 +498,6 @@ impl Queue for Leaver {
         let left = std::mem::take(&mut self.polls);
         let forwarded = self.forwarded.clone();
         (left > 0).then(|| Box::new(PollForwarder { left, forwarded }) as Box<dyn Forwarder>)
-    }
-
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
     }
 }
 

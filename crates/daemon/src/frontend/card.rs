@@ -4,25 +4,26 @@ use virtio::features::{VIRTIO_F_VERSION_1, bit};
 use virtio::net::*;
 use vshunt_net::tap::{HEADER_LONG, HEADER_SHORT};
 use vshunt_net::{Offloads, Tap};
+use vshunt_virtqueue::FrameFormat;
 
-use crate::queue::net::{Format, RINGS};
+use crate::queue::net::RINGS;
 
 /// Sets the tap's headers and offloads as the guest agreed, and says how frames lie in its buffers.
 ///
 /// # Errors
 /// What the tap cannot do, in words.
-pub(super) fn agree(tap: &Tap, features: u64) -> Result<Format, String> {
+pub(super) fn agree(tap: &Tap, features: u64) -> Result<FrameFormat, String> {
     let format = format(features);
     let told = tap.set_header(format.header as u32).and_then(|()| tap.set_offloads(offloads(features)));
     told.map(|()| format).map_err(|e| e.to_string())
 }
 
 /// How frames lie in the guest's buffers.
-pub(super) fn format(features: u64) -> Format {
+pub(super) fn format(features: u64) -> FrameFormat {
     let has = |number| features & bit(number) != 0;
     let merge = has(VIRTIO_NET_F_MRG_RXBUF);
     let header = if merge || has(VIRTIO_F_VERSION_1) { HEADER_LONG } else { HEADER_SHORT };
-    Format { header: header as usize, merge }
+    FrameFormat { header: header as usize, merge }
 }
 
 /// Which virtqueue is the control queue of a card of `pairs` queue pairs: it is behind those that the driver knows of (Virtio

@@ -2,6 +2,3 @@
 
 pub mod blk;
 pub mod net;
-mod vring;
-
-pub use vring::{Parts, Rest, Vring, pair, ring, take_ring};

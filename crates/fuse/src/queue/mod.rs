@@ -17,7 +17,6 @@ mod serve;
 mod shared;
 mod take;
 
-use std::any::Any;
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -507,10 +506,6 @@ impl Queue for FuseQueue {
             Transport::Channel { .. } => None,
             Transport::Ring { entries, .. } => entries.leave(),
         }
-    }
-
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
     }
 }
 

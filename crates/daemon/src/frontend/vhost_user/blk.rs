@@ -14,8 +14,9 @@ use virtio::features::{
 use vshunt_block::Disk;
 use vshunt_engine::Queue;
 use vshunt_types::spec::Cache;
+use vshunt_virtqueue::RingParts;
 
-use super::{Device, Then, VringParts};
+use super::{Device, Then};
 use crate::queue::blk::{BlkQueue, BlkShared, SERIAL_MAX};
 
 /// Data segments of one request: a descriptor table of the usual 128 less header and status.
@@ -242,7 +243,7 @@ impl Device for BlkDevice {
         &self,
         _index: u16,
         _way: u16,
-        parts: VringParts,
+        parts: RingParts,
         _others: Option<Box<dyn Queue>>,
     ) -> Box<dyn Queue> {
         Box::new(BlkQueue::new(parts, self.shared.clone()))

@@ -40,6 +40,7 @@ use vshunt_engine::Queue;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{NetQueueCounters, PortInfo};
+use vshunt_virtqueue::RingParts;
 
 use self::budget::Budget;
 use self::dispatch::{Answer, answers_itself, dispatch};
@@ -52,7 +53,6 @@ pub use self::socket::{Socket, adopt, listen};
 use self::waiting::{Connection, Waiting};
 use super::Queues;
 use super::rate::Rate;
-use crate::queue;
 
 /// What we offer of the protocol.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
@@ -88,9 +88,6 @@ pub const THREAD_PREFIX: &str = "vu-";
 /// How many events an export tells of its front ends and broken queues at once, and a second after that. A front end that
 /// connects and leaves in a loop would fill the queues of those who listen.
 const EVENTS: Rate = Rate::new(64, 8);
-
-/// What a started ring is made of.
-pub type VringParts = queue::Parts;
 
 /// The kind of device behind a socket. Called by the session thread; `config` by any.
 pub trait Device: Send + Sync {
@@ -153,13 +150,8 @@ pub trait Device: Send + Sync {
     /// The region that has room for that, or had; none any more.
     fn notes(&self, _notes: Option<Notes>) {}
     /// The queue of a ring that starts: ring `way` of queue `index`. `others`: that queue with its other rings, if such run.
-    fn queue(
-        &self,
-        index: u16,
-        way: u16,
-        parts: VringParts,
-        others: Option<Box<dyn Queue>>,
-    ) -> Box<dyn Queue>;
+    fn queue(&self, index: u16, way: u16, parts: RingParts, others: Option<Box<dyn Queue>>)
+    -> Box<dyn Queue>;
     /// What went through a queue of a network.
     fn net_counters(&self, _index: u16) -> Option<NetQueueCounters> {
         None

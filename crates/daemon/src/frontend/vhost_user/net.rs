@@ -22,16 +22,16 @@ use vshunt_net::tap::{MTU_DEFAULT, check_mtu};
 use vshunt_net::{Tap, TapQueue};
 use vshunt_sandbox::ThreadKind;
 use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
+use vshunt_virtqueue::{self as virtqueue, FrameFormat, RingParts};
 
 use self::control::Control;
 use super::memory::Notes;
-use super::{Device, Then, VringParts};
+use super::{Device, Then};
 use crate::frontend::card::{self, GUEST_OFFLOADS};
-use crate::queue;
 use crate::queue::net::control::ControlQueue;
 use crate::queue::net::switch::{Plug, SwitchPair};
 use crate::queue::net::tap::TapPair;
-use crate::queue::net::{Format, NetStats, RINGS};
+use crate::queue::net::{NetStats, RINGS};
 
 /// The ring of a pair by which the guest receives.
 const RECEIVE: u16 = 0;
@@ -85,7 +85,7 @@ enum Behind {
 /// What the guest chose.
 #[derive(Clone, Copy)]
 struct Agreed {
-    format: Format,
+    format: FrameFormat,
     features: u64,
 }
 
@@ -159,7 +159,7 @@ impl NetDevice {
 
     fn make(name: &str, behind: Behind, pairs: u16, mac: Option<[u8; MAC_BYTES]>) -> Self {
         let stats = (0..pairs).map(|_| Arc::default()).collect();
-        let format = Format { header: NET_HDR_LEGACY_BYTES, merge: false };
+        let format = FrameFormat { header: NET_HDR_LEGACY_BYTES, merge: false };
         let agreed = Mutex::new(Agreed { format, features: 0 });
         let mtu = AtomicU32::new(MTU_DEFAULT);
         let takes = Arc::default();
@@ -378,7 +378,7 @@ impl Device for NetDevice {
         &self,
         index: u16,
         way: u16,
-        parts: VringParts,
+        parts: RingParts,
         others: Option<Box<dyn Queue>>,
     ) -> Box<dyn Queue> {
         let format = self.agreed().format;
@@ -398,7 +398,8 @@ impl Device for NetDevice {
             }
         };
         let mut queue = others.unwrap_or_else(make);
-        queue::pair(queue.as_mut()).expect("all others of a card are pairs").add(way, parts, format);
+        let pair = virtqueue::owner(queue.as_mut()).and_then(|owner| owner.pair());
+        pair.expect("all other queues of a network device are pairs").add(way, parts, format);
         queue
     }
 

@@ -29,6 +29,7 @@ use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
 use virtio::ring::MAX_QUEUE_SIZE;
 use vshunt_engine::DRAIN_LIMIT;
 use vshunt_engine::EventFd;
+use vshunt_virtqueue as virtqueue;
 
 use self::inflight::InflightArea;
 use self::repeats::Repeats;
@@ -37,7 +38,6 @@ use super::channel::write_only;
 use super::memory::{Mapping, Shared, is_eventfd, map_region};
 use super::{Device, Reports, Then};
 use crate::frontend::Queues;
-use crate::queue;
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
 const F_LOG_ALL: u64 = bit(virtio::features::VHOST_F_LOG_ALL);
@@ -420,7 +420,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             Queues::User(set) => {
                 let (at, way) = set.place(index.into()).expect("it runs");
                 let told = set.run_on(at, move |q| {
-                    if let Some(v) = queue::ring(q, way) {
+                    if let Some(v) = virtqueue::owner(q).and_then(|owner| owner.ring(way)) {
                         v.set_call(call);
                     }
                 });

@@ -19,8 +19,7 @@ use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 use vshunt_block::{Disk, DiskHandle, Io, Step};
 use vshunt_engine::{EventFd, PollEvent, PollState};
 use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
-
-use super::{Parts, Vring};
+use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
 /// Operations of a token.
 const OP_KICK: u8 = 1;
@@ -103,7 +102,7 @@ unsafe impl Send for BlkQueue {}
 
 impl BlkQueue {
     /// A queue that is not yet on a worker.
-    pub fn new(parts: Parts, shared: Arc<BlkShared>) -> Self {
+    pub fn new(parts: RingParts, shared: Arc<BlkShared>) -> Self {
         let size = parts.vring.size();
         let slots = (0..size)
             .map(|_| Slot { io: Io::default(), status: std::ptr::null_mut(), head: Head { id: 0, descs: 0 } })
@@ -134,11 +133,6 @@ impl BlkQueue {
             name: parts.name,
             on_broken: parts.on_broken,
         }
-    }
-
-    /// Where the ring stands, as GET_VRING_BASE reports it. Only at rest.
-    pub fn base(&self) -> u32 {
-        self.vring.base()
     }
 
     fn in_flight(&self) -> u32 {
@@ -223,6 +217,20 @@ impl Vring for BlkQueue {
 
     fn allow_kicks(&mut self) {
         self.vring.allow_kicks();
+    }
+}
+
+impl VirtqueueOwner for BlkQueue {
+    fn ring(&mut self, _nth: u16) -> Option<&mut dyn Vring> {
+        Some(self)
+    }
+
+    fn remove(&mut self, _nth: u16, _discard: bool) -> (u32, bool) {
+        (self.vring.base(), false)
+    }
+
+    fn is_broken(&self) -> bool {
+        self.broken
     }
 }
 
@@ -326,8 +334,8 @@ impl Queue for BlkQueue {
         self.slots.len() as u32
     }
 
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
+    fn extension(&self) -> &'static dyn Any {
+        vshunt_virtqueue::extension::<Self>()
     }
 }
 

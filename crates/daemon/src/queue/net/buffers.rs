@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 
 use virtio::ring::{Head, Seg};
 
-use super::Format;
 use super::line::Line;
+use vshunt_virtqueue::FrameFormat;
 
 /// Offset of the number of merged buffers in the header (Virtio 1.3, 5.1.6).
 const NUM_BUFFERS_AT: usize = 10;
@@ -42,7 +42,7 @@ pub(super) enum NoRoom {
 /// See the module. Belongs to the worker that has the queue.
 pub(super) struct Buffers {
     pub(super) line: Line,
-    pub(super) format: Format,
+    pub(super) format: FrameFormat,
     /// The oldest first. Named by their places from the front.
     bufs: VecDeque<Buf>,
     /// Descriptors of the ring that they take up.
@@ -55,7 +55,7 @@ pub(super) struct Buffers {
 unsafe impl Send for Buffers {}
 
 impl Buffers {
-    pub(super) fn new(line: Line, format: Format) -> Self {
+    pub(super) fn new(line: Line, format: FrameFormat) -> Self {
         let mut buffers = Self { line, format, bufs: VecDeque::new(), descs: 0, spare: Vec::new() };
         // What a former daemon had taken was taken before all that comes: it could not go back later.
         while !buffers.line.replays.is_empty() && buffers.fetch() {}

@@ -19,9 +19,9 @@ use virtio::ring::{Chain, Head, Seg};
 use vshunt_engine::EventFd;
 use vshunt_engine::PollState;
 use vshunt_engine::{Queue, QueueStats, Token, Uring};
+use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
 use super::line::Line;
-use crate::queue::{Parts, Vring};
 
 const OP_KICK: u8 = 1;
 const OP_ANSWER: u8 = 2;
@@ -120,19 +120,9 @@ unsafe impl Send for ControlQueue {}
 
 impl ControlQueue {
     /// One that is not yet on a worker.
-    pub fn new(parts: Parts, desk: Arc<Desk>) -> Self {
+    pub fn new(parts: RingParts, desk: Arc<Desk>) -> Self {
         let stats = parts.stats.clone();
         Self { line: Line::new(parts, Arc::default()), desk, asked: None, listen: PollState::Off, stats }
-    }
-
-    /// Where the ring stands. Only at rest.
-    pub fn base(&self) -> u32 {
-        self.line.vring.base()
-    }
-
-    /// The ring, for those who change it.
-    pub fn ring(&mut self) -> &mut dyn Vring {
-        &mut self.line
     }
 
     /// The command in the scratch chain.
@@ -191,6 +181,20 @@ fn command(chain: &Chain) -> Option<Command> {
         len += to.len();
     }
     chain.fault.is_none().then(|| Command::parse(&bytes[..len]))?
+}
+
+impl VirtqueueOwner for ControlQueue {
+    fn ring(&mut self, _nth: u16) -> Option<&mut dyn Vring> {
+        Some(&mut self.line)
+    }
+
+    fn remove(&mut self, _nth: u16, _discard: bool) -> (u32, bool) {
+        (self.line.vring.base(), false)
+    }
+
+    fn is_broken(&self) -> bool {
+        self.line.broken
+    }
 }
 
 impl Queue for ControlQueue {
@@ -252,8 +256,8 @@ impl Queue for ControlQueue {
 
     fn leave(&mut self, _ring: &mut Uring) {}
 
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
+    fn extension(&self) -> &'static dyn Any {
+        vshunt_virtqueue::extension::<Self>()
     }
 }
 

@@ -11,9 +11,9 @@ use vshunt_engine::EventFd;
 use vshunt_engine::{PollEvent, PollState};
 use vshunt_engine::{QueueStats, State, Token, Uring};
 use vshunt_types::spec::DropReason;
+use vshunt_virtqueue::RingParts;
 
 use super::counters::NetStats;
-use crate::queue::Parts;
 
 /// See the module. Belongs to the worker that has the queue.
 pub(super) struct Line {
@@ -38,7 +38,7 @@ pub(super) struct Line {
 }
 
 impl Line {
-    pub(super) fn new(parts: Parts, net: Arc<NetStats>) -> Self {
+    pub(super) fn new(parts: RingParts, net: Arc<NetStats>) -> Self {
         let mut replays = parts.replays;
         replays.reverse();
         Self {

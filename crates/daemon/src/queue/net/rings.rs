@@ -1,9 +1,9 @@
 //! The two virtqueues of a pair, for what is the same whatever the frames go through.
 
 use vshunt_engine::{Token, Uring};
+use vshunt_virtqueue::Vring;
 
 use super::line::Line;
-use crate::queue::Vring;
 
 /// Operations of a token; a pair's own begin at [`OP_OWN`].
 const OP_RX_KICK: u8 = 1;
@@ -14,7 +14,7 @@ pub(super) const OP_OWN: u8 = 3;
 pub(super) trait Side {
     fn line(&self) -> &Line;
     fn line_mut(&mut self) -> &mut Line;
-    /// It stops; see [`Pair::remove`](super::Pair::remove). Returns where it stands.
+    /// It stops; see [`VirtqueueOwner::remove`](vshunt_virtqueue::VirtqueueOwner::remove). Returns where it stands.
     fn stop(self, discard: bool) -> u32;
 }
 
@@ -30,7 +30,7 @@ impl<R: Side, T: Side> Rings<R, T> {
         Self { rx: None, tx: None }
     }
 
-    /// See [`Pair::remove`](super::Pair::remove).
+    /// See [`VirtqueueOwner::remove`](vshunt_virtqueue::VirtqueueOwner::remove).
     pub(super) fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
         let base = match way {
             0 => self.rx.take().map(|rx| rx.stop(discard)),
@@ -43,13 +43,13 @@ impl<R: Side, T: Side> Rings<R, T> {
         [self.rx.as_mut().map(R::line_mut), self.tx.as_mut().map(T::line_mut)]
     }
 
-    /// See [`Pair::is_broken`](super::Pair::is_broken).
+    /// See [`VirtqueueOwner::is_broken`](vshunt_virtqueue::VirtqueueOwner::is_broken).
     pub(super) fn is_broken(&self) -> bool {
         self.rx.as_ref().is_some_and(|rx| rx.line().broken)
             || self.tx.as_ref().is_some_and(|tx| tx.line().broken)
     }
 
-    /// See [`Pair::ring`](super::Pair::ring).
+    /// See [`VirtqueueOwner::ring`](vshunt_virtqueue::VirtqueueOwner::ring).
     pub(super) fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
         let [rx, tx] = self.lines();
         if way == 0 { rx } else { tx }.map(|line| line as &mut dyn Vring)

@@ -15,11 +15,11 @@ use vshunt_types::sync::Locked;
 use virtio::features::bit;
 use virtio::net::*;
 use vshunt_engine::QueueSet;
+use vshunt_virtqueue as virtqueue;
 
 use super::super::memory::Notes;
 use super::{Behind, NetDevice};
 use crate::frontend::card::{self, GUEST_OFFLOADS};
-use crate::queue;
 use crate::queue::net::control::Desk;
 
 /// See the module. Only the session thread changes it.
@@ -172,7 +172,7 @@ impl NetDevice {
         for pair in pairs {
             // One that does not run has nothing to end.
             let visited = control.set.run_on(pair, move |queue| {
-                if let Some(pair) = queue::pair(queue).filter(|_| aside) {
+                if aside && let Some(pair) = virtqueue::owner(queue).and_then(|owner| owner.pair()) {
                     pair.set_aside();
                 }
             });

@@ -8,11 +8,11 @@ use vhost::vhost_user::Result;
 use virtio::log::DirtyLog;
 use virtio::mem::Region;
 use virtio::ring::{RingFeatures, UsedLog, ring_sizes};
+use vshunt_virtqueue as virtqueue;
 
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, LOG_PAGE_BYTES, Session, UserAddrs, Vring, refuse};
 use crate::frontend::Queues;
-use crate::queue;
 
 impl Session {
     /// Whether the log has a bit for each page of these regions.
@@ -88,7 +88,7 @@ impl Session {
                     let (log, used) = self.logs(addrs);
                     let (at, way) = set.place(index as u16).expect("it runs");
                     set.with_drained(at, |q| {
-                        if let Some(v) = queue::ring(q, way) {
+                        if let Some(v) = virtqueue::owner(q).and_then(|owner| owner.ring(way)) {
                             v.set_log(log, used);
                         }
                     });

@@ -10,13 +10,12 @@ use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
 use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 use vshunt_engine::State;
+use vshunt_virtqueue::{self as virtqueue, RingParts};
 
-use super::super::VringParts;
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, Vring, refuse};
 use crate::frontend::kernel::{KernelQueues, RingSetup, Tracking};
 use crate::frontend::{Queues, UserQueues};
-use crate::queue;
 
 impl Session {
     /// Whether the front end cut a file short that it shares, and an access found that out.
@@ -44,7 +43,7 @@ impl Session {
                 if let Some((_, way)) = set.place(index as u16).filter(|(of, _)| *of == at)
                     && let Some(queue) = left.take()
                 {
-                    let (base, rest) = queue::take_ring(queue, way, false, false);
+                    let (base, rest) = virtqueue::take_ring(queue, way, false, false);
                     (vring.running, vring.base) = (false, base);
                     left = rest.map(|rest| rest.queue);
                     tracing::debug!("{}:{index} stopped", self.name);
@@ -111,7 +110,7 @@ impl Session {
             Queues::User(set) => {
                 let (at, way) = set.place(index as u16).expect("it ran");
                 set.stop(at).map(|queue| {
-                    let (base, rest) = queue::take_ring(queue, way, discard, hand_over);
+                    let (base, rest) = virtqueue::take_ring(queue, way, discard, hand_over);
                     if let Some(rest) = rest {
                         set.start(at, rest.queue);
                         if rest.broken {
@@ -188,7 +187,7 @@ impl Session {
         let stats = queues.stats(at).clone();
         // Where a packed ring begins, both wrap counters are 1.
         let fresh = ring.base() == if self.packed() { 0x8000_8000 } else { 0 };
-        let parts = VringParts {
+        let parts = RingParts {
             vring: ring,
             mem: self.mem.clone(),
             replays,
@@ -204,7 +203,7 @@ impl Session {
         // Its other ring, if it has one, runs.
         let mut others = queues.stop(at);
         let broken =
-            others.as_mut().and_then(|q| queue::pair(q.as_mut())).is_some_and(|pair| pair.is_broken());
+            others.as_mut().and_then(|q| virtqueue::owner(q.as_mut())).is_some_and(|owner| owner.is_broken());
         queues.start(at, self.device.queue(at, way, parts, others));
         if broken {
             stats.set_state(State::Broken);

@@ -21,16 +21,16 @@ use vshunt_engine::{Queue, QueueStats, Token, Uring};
 use vshunt_net::Switch;
 use vshunt_net::switch::Port;
 use vshunt_types::spec::PortInfo;
+use vshunt_virtqueue::{FrameFormat, QueuePair, RingParts, VirtqueueOwner, Vring};
 
 pub use self::offload::Takes;
 use self::rx::Rx;
 use self::sender::Sender;
 use self::tx::Tx;
+use super::NetStats;
 use super::buffers::Buffers;
 use super::line::Line;
 use super::rings::Rings;
-use super::{Format, NetStats, Pair};
-use crate::queue::{Parts, Vring};
 
 /// A port of a switch.
 pub struct Plug {
@@ -93,8 +93,26 @@ impl SwitchPair {
     }
 }
 
-impl Pair for SwitchPair {
-    fn add(&mut self, way: u16, parts: Parts, format: Format) {
+impl VirtqueueOwner for SwitchPair {
+    fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
+        self.rings.ring(way)
+    }
+
+    fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
+        self.rings.remove(way, discard)
+    }
+
+    fn is_broken(&self) -> bool {
+        self.rings.is_broken()
+    }
+
+    fn pair(&mut self) -> Option<&mut dyn QueuePair> {
+        Some(self)
+    }
+}
+
+impl QueuePair for SwitchPair {
+    fn add(&mut self, way: u16, parts: RingParts, format: FrameFormat) {
         let line = Line::new(parts, self.net.clone());
         match way {
             0 => self.rings.rx = Some(Rx::new(Buffers::new(line, format), self.takes.clone())),
@@ -105,23 +123,11 @@ impl Pair for SwitchPair {
         }
     }
 
-    fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
-        self.rings.remove(way, discard)
-    }
-
-    /// What waits is the senders' (its end is closed), but for pieces of a frame.
+    /// The frames that wait belong to their senders (the pair's port queue is closed), except for pieces of a frame.
     fn set_aside(&mut self) {
         if let Some(rx) = &mut self.rings.rx {
             rx.drop_pieces();
         }
-    }
-
-    fn is_broken(&self) -> bool {
-        self.rings.is_broken()
-    }
-
-    fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
-        self.rings.ring(way)
     }
 }
 
@@ -199,8 +205,8 @@ impl Queue for SwitchPair {
         self.sender.left();
     }
 
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
+    fn extension(&self) -> &'static dyn Any {
+        vshunt_virtqueue::extension::<Self>()
     }
 }
 

@@ -12,16 +12,16 @@ use std::sync::atomic::Ordering::Relaxed;
 use virtio::net::NET_HDR_BYTES;
 use vshunt_engine::{Queue, QueueStats, Token, Uring};
 use vshunt_net::TapQueue;
+use vshunt_virtqueue::{FrameFormat, QueuePair, RingParts, VirtqueueOwner, Vring};
 
 use self::rx::Rx;
 use self::tx::Tx;
 pub(super) use self::tx::reason;
+use super::NetStats;
 use super::buffers::Buffers;
 use super::line::Line;
 use super::rings::{OP_OWN, Rings};
 use super::tap_file::TapFile;
-use super::{Format, NetStats, Pair};
-use crate::queue::{Parts, Vring};
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWN;
@@ -56,8 +56,26 @@ impl TapPair {
     }
 }
 
-impl Pair for TapPair {
-    fn add(&mut self, way: u16, parts: Parts, format: Format) {
+impl VirtqueueOwner for TapPair {
+    fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
+        self.rings.ring(way)
+    }
+
+    fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
+        self.rings.remove(way, discard)
+    }
+
+    fn is_broken(&self) -> bool {
+        self.rings.is_broken()
+    }
+
+    fn pair(&mut self) -> Option<&mut dyn QueuePair> {
+        Some(self)
+    }
+}
+
+impl QueuePair for TapPair {
+    fn add(&mut self, way: u16, parts: RingParts, format: FrameFormat) {
         debug_assert!(format.header <= NET_HDR_BYTES);
         let line = Line::new(parts, self.net.clone());
         match way {
@@ -66,22 +84,10 @@ impl Pair for TapPair {
         }
     }
 
-    fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
-        self.rings.remove(way, discard)
-    }
-
     fn set_aside(&mut self) {
         if let Some(rx) = &mut self.rings.rx {
             rx.drop_held();
         }
-    }
-
-    fn is_broken(&self) -> bool {
-        self.rings.is_broken()
-    }
-
-    fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
-        self.rings.ring(way)
     }
 }
 
@@ -163,8 +169,8 @@ impl Queue for TapPair {
         }
     }
 
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
+    fn extension(&self) -> &'static dyn Any {
+        vshunt_virtqueue::extension::<Self>()
     }
 }
 

@@ -6,7 +6,6 @@
 mod from_tap;
 mod to_tap;
 
-use std::any::Any;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -208,10 +207,6 @@ impl Queue for UplinkPair {
         if self.file.take().is_some() {
             TapFile::forget(uring, &self.tap);
         }
-    }
-
-    fn as_any(&mut self) -> &mut dyn Any {
-        self
     }
 }
 
