@@ -19,6 +19,15 @@ pub const SUBCLUSTERS: u32 = 32;
 /// Bytes of a compressed cluster's unit of length.
 pub const COMPRESSED_SECTOR: u64 = 512;
 
+/// An L2 entry; `bits` is 0 but for extended ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// The standard part.
+    pub(crate) word: u64,
+    /// Allocated subclusters, from bit 0; those that read as zeroes, from bit 32.
+    pub(crate) bits: u64,
+}
+
 /// Where a compressed cluster's data lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compressed {

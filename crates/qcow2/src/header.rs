@@ -17,6 +17,8 @@ const LEN_V3: usize = 104;
 /// With the compression type, padded to a multiple of 8.
 const LEN_COMPRESSION: usize = 112;
 
+/// Bytes that metadata is written in at least, where clusters are not smaller.
+pub(crate) const UNIT: u64 = 4096;
 /// log2 of the smallest and the largest cluster.
 pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 /// Bytes of an L1 table at most, as QEMU has it.

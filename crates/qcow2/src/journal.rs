@@ -36,7 +36,7 @@ pub use self::recover::{Begun, Changes, Recovery, Refusal, begin, begin_without,
 
 use std::time::{Duration, Instant};
 
-use crate::map::Entry;
+use crate::entry::Entry;
 use crate::sync::AtomicU64;
 use crate::sync::Ordering::{Acquire, Relaxed, Release};
 

@@ -16,6 +16,7 @@ use crate::sync::Ordering::*;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, fence, pause};
 
 use crate::Waker;
+use crate::entry::Entry;
 use crate::journal::{Journal, Put};
 
 /// Bytes of a slice at most.
@@ -32,15 +33,6 @@ const WORDS: usize = 2;
 const PART_BITS: u32 = 10;
 /// Slices of one image at most, so that its directory has at most 128 MiB. With clusters of 64 KiB the disk has 1 PiB then.
 const SLICES_MAX: u64 = 1 << 25;
-
-/// An L2 entry; `bits` is 0 but for extended ones.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Entry {
-    /// The standard part.
-    pub(crate) word: u64,
-    /// Allocated subclusters, from bit 0; those that read as zeroes, from bit 32.
-    pub(crate) bits: u64,
-}
 
 /// Room for one slice.
 struct Frame {

@@ -8,18 +8,16 @@ use std::time::Duration;
 
 use crate::alloc::{Alloc, Reserve};
 use crate::change::Change;
-use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
+use crate::entry::{COMPRESSED, COPIED, Entry, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
 use crate::first::First;
 use crate::guard::Guard;
-use crate::header::{Header, REFTABLE_BYTES_MAX, autoclear, incompatible};
+use crate::header::{Header, REFTABLE_BYTES_MAX, UNIT, autoclear, incompatible};
 use crate::holes::Holes;
 use crate::journal::{Begun, Changes, Journal};
-use crate::map::{Entry, Map};
+use crate::map::Map;
 use crate::{Error, FileId, Image, Result, Storage, Waker};
 
-/// Bytes that metadata is written in at least, where clusters are not smaller.
-pub(crate) const UNIT: u64 = 4096;
 /// Bytes that are taken at the file's end beyond what is needed, at most.
 const GROWTH_BYTES_MAX: u64 = 16 << 20;
 /// Bytes of clusters that a worker reserves at a time, at most; and how many times that the disk has at least.

@@ -5,16 +5,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use super::landlock::Ruleset;
+use super::landlock::{Granted, Ruleset};
 use super::{RUNNING, ThreadKind, enter_under, errand};
-
-/// A descriptor that a client passed. It counts for what it is open for; that of a folder for all in it.
-pub type Granted = Arc<dyn AsFd + Send + Sync>;
 
 #[derive(Default)]
 struct Now {

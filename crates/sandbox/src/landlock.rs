@@ -4,11 +4,12 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, fcntl_getfl, statx};
 use rustix::io::Errno;
 
-use super::{Access, Granted, Rule};
+use super::{Access, Rule};
 
 /// LANDLOCK_ACCESS_FS_* of linux/landlock.h that a rule can grant.
 mod access {
@@ -51,6 +52,9 @@ struct PathBeneath {
     allowed_access: u64,
     parent_fd: i32,
 }
+
+/// A descriptor that a client passed. It counts for what it is open for; that of a folder for all in it.
+pub type Granted = Arc<dyn AsFd + Send + Sync>;
 
 /// Rules that threads can be put under.
 pub(super) struct Ruleset {

@@ -29,7 +29,8 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use granted::{Granted, as_command, reopen, set_granted};
+pub use granted::{as_command, reopen, set_granted};
+pub use landlock::Granted;
 use landlock::Ruleset;
 pub use launcher::{detach, errand, spawn};
 pub use places::check_place;

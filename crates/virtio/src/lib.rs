@@ -14,6 +14,7 @@
 compile_error!("virtio 1.x structures are little-endian and this crate reads them as they lie");
 
 pub mod blk;
+mod desc;
 pub mod driver;
 pub mod features;
 pub mod inflight;

@@ -1,10 +1,8 @@
 //! Beginning and ending with a journal, and what is done when its image was not closed.
 
 use super::{Kind, Record, Words, read};
-use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET, ZERO};
-use crate::header::{Header, Mark, Open, generation_at, incompatible};
-use crate::map::Entry;
-use crate::served::UNIT;
+use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET, ZERO};
+use crate::header::{Header, Mark, Open, UNIT, generation_at, incompatible};
 use crate::{Error, Image, Result, Storage};
 
 /// The first bytes of an image that is open for writing, where flushes write the journal's generation.

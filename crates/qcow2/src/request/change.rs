@@ -8,9 +8,8 @@ use crate::lock::Locked;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::alloc::{Reserve, Take};
-use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
+use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET};
 use crate::journal::{Journal, Put};
-use crate::map::Entry;
 use crate::served::{Chain, Miss, Served, What};
 
 /// Clusters that one change holds at most.

@@ -3,7 +3,8 @@
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
 use crate::compress::inflate;
 use crate::entry::Compressed;
-use crate::served::{Chain, UNIT, What};
+use crate::header::UNIT;
+use crate::served::{Chain, What};
 
 /// What is fetched, and how far it is.
 #[derive(Debug)]

@@ -8,10 +8,9 @@
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
 use crate::compress::deflate;
-use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed};
+use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed, Entry};
 use crate::journal::Put;
 use crate::lock::Locked;
-use crate::map::Entry;
 use crate::served::{Served, What};
 
 /// A cluster that is being packed.

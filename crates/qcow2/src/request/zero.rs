@@ -2,9 +2,8 @@
 
 use super::change::{HELD_MAX, is_zero};
 use super::{Context, Op, Pending, Request, Step, Turn};
-use crate::entry::{COPIED, OFFSET, ZERO};
+use crate::entry::{COPIED, Entry, OFFSET, ZERO};
 use crate::journal::{Journal, Put};
-use crate::map::Entry;
 use crate::served::{Chain, What};
 
 /// Bit of each subcluster that reads as zeroes.

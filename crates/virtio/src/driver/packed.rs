@@ -2,11 +2,9 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use crate::desc::{DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Pos};
 use crate::raw;
-use crate::ring::{
-    DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, EVENT_DESC,
-    EVENT_DISABLE, EVENT_ENABLE, Pos, RingAddrs, RingFeatures, need_event,
-};
+use crate::ring::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE, RingAddrs, RingFeatures, need_event};
 
 use super::{DriverSeg, Full, Indirect, Used};
 

@@ -2,10 +2,9 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN};
 use crate::raw;
-use crate::ring::{
-    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, RingAddrs, RingFeatures, need_event,
-};
+use crate::ring::{RingAddrs, RingFeatures, need_event};
 
 use super::{DriverSeg, Full, Indirect, Used};
 

@@ -21,8 +21,8 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::desc::{Head, MAX_QUEUE_SIZE};
 use crate::raw;
-use crate::ring::{Head, MAX_QUEUE_SIZE};
 
 /// What a queue's part of the region is aligned to, in bytes (`INFLIGHT_ALIGNMENT` in QEMU and DPDK).
 pub const INFLIGHT_ALIGN: usize = 64;

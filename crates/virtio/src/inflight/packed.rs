@@ -14,8 +14,8 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::desc::{Broken, DESC_F_AVAIL, DESC_F_USED, DESC_LEN, Head, Pos, RawDesc};
 use crate::raw;
-use crate::ring::{Broken, DESC_F_AVAIL, DESC_F_USED, DESC_LEN, Head, Pos, RawDesc};
 
 use super::{Inflight, InflightError, Replay, VERSION};
 

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use crate::desc::Head;
 use crate::raw;
-use crate::ring::Head;
 
 use super::{Inflight, InflightError, Replay, SplitNotes, VERSION};
 

@@ -1,5 +1,6 @@
 //! What a request is made of: its chain of buffers, as callers see it, and its descriptors, as they were read.
 
+use crate::desc::Head;
 use crate::raw;
 
 /// A piece of guest memory in this process. Empty if a driver made it so.
@@ -24,27 +25,6 @@ impl Seg {
 // SAFETY: a segment is an address and a length; whoever follows it answers for the thread that does so, and for the
 // memory table that it came from being alive.
 unsafe impl Send for Seg {}
-
-/// What a request is known by when it is given back.
-#[repr(C, align(4))]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Head {
-    /// Split: index of the first descriptor. Packed: buffer id.
-    pub id: u16,
-    /// Descriptors of the ring that the chain takes up; an indirect table counts as the one that refers to it.
-    pub descs: u16,
-}
-
-impl Head {
-    /// Both fields in one word. Stored as two, and loaded as one by whoever copies the head, they would stall the load
-    /// until the stores have left the processor's store buffer: a quarter of the time that a request took.
-    #[inline(always)]
-    pub(crate) fn new(id: u16, descs: u16) -> Self {
-        let word = u32::from(id) | u32::from(descs) << 16;
-        // SAFETY: two 16-bit integers in the order of the fields, as `repr(C)` lays them out; any bits make them.
-        unsafe { std::mem::transmute::<u32, Head>(word) }
-    }
-}
 
 /// What is wrong with one chain. The ring itself is sound and the request can be answered, if a status byte is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -84,42 +64,5 @@ impl Chain {
     /// An empty chain.
     pub fn new() -> Self {
         Self::default()
-    }
-}
-
-/// One descriptor as it was read: once.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RawDesc {
-    pub(crate) addr: u64,
-    /// `len`, then two 16-bit fields: split `flags`, `next`; packed `id`, `flags`.
-    pub(crate) word: u64,
-}
-
-impl RawDesc {
-    #[inline(always)]
-    pub(crate) fn len(self) -> u32 {
-        self.word as u32
-    }
-
-    /// Bits 32 to 47: split flags, packed buffer id.
-    #[inline(always)]
-    pub(crate) fn mid(self) -> u16 {
-        (self.word >> 32) as u16
-    }
-
-    /// Bits 48 to 63: split next, packed flags.
-    #[inline(always)]
-    pub(crate) fn top(self) -> u16 {
-        (self.word >> 48) as u16
-    }
-
-    /// Reads a descriptor, each byte once.
-    ///
-    /// # Safety
-    /// `ptr` is readable for 16 bytes and aligned to 8.
-    #[inline(always)]
-    pub(crate) unsafe fn read(ptr: *const u8) -> Self {
-        // SAFETY: the caller's.
-        unsafe { Self { addr: raw::get_u64(ptr), word: raw::get_u64(ptr.add(8)) } }
     }
 }

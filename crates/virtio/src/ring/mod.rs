@@ -13,12 +13,12 @@ mod packed;
 mod split;
 mod walk;
 
-pub use chain::{Chain, ChainFault, Head, Seg};
+pub use crate::desc::{Broken, DESC_LEN, Head, MAX_QUEUE_SIZE};
+pub use chain::{Chain, ChainFault, Seg};
 pub use packed::PackedRing;
 pub use split::SplitRing;
 
-pub(crate) use chain::RawDesc;
-pub(crate) use packed::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE, Pos};
+pub(crate) use packed::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE};
 
 use std::sync::Arc;
 
@@ -26,24 +26,6 @@ use crate::features;
 use crate::inflight::{Inflight, InflightError, Replay, SplitNotes};
 use crate::log::DirtyLog;
 use crate::mem::GuestMemory;
-
-/// Descriptors of one ring at most, and of one indirect table: what QEMU allows (`VIRTQUEUE_MAX_SIZE`), and enough for
-/// the longest request that a block driver builds (1022 segments, header, status).
-pub const MAX_QUEUE_SIZE: u16 = 1024;
-
-/// Bytes of one descriptor, in every layout (2.7.5, 2.8.13).
-pub const DESC_LEN: usize = 16;
-
-/// Descriptor flag: the chain goes on.
-pub(crate) const DESC_F_NEXT: u16 = 1;
-/// Descriptor flag: the device writes the buffer.
-pub(crate) const DESC_F_WRITE: u16 = 2;
-/// Descriptor flag: the buffer is a table of descriptors.
-pub(crate) const DESC_F_INDIRECT: u16 = 4;
-/// Packed descriptor flag: made available in the lap of this wrap counter.
-pub(crate) const DESC_F_AVAIL: u16 = 1 << 7;
-/// Packed descriptor flag: used in the lap of this wrap counter.
-pub(crate) const DESC_F_USED: u16 = 1 << 15;
 
 /// Which of the ring features were negotiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -115,47 +97,6 @@ pub enum RingError {
     /// A packed ring's base lies outside of the ring.
     #[error("base {0:#x} lies outside of the packed ring")]
     Base(u32),
-}
-
-/// The driver broke the ring itself: nothing on it can be trusted any more, the queue must stop
-/// (`DEVICE_NEEDS_RESET`, 2.1.1).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Broken {
-    /// The available index is further ahead than the ring is long.
-    #[error("available index {avail} is more than a ring ahead of {next}")]
-    AvailIndex {
-        /// What the driver wrote.
-        avail: u16,
-        /// The next one that the device would have taken.
-        next: u16,
-    },
-    /// A chain's first descriptor is outside of the descriptor table.
-    #[error("chain head {head} is outside of a ring of {size}")]
-    Head {
-        /// What the driver wrote.
-        head: u16,
-        /// Descriptors in the ring.
-        size: u16,
-    },
-    /// A packed chain has no end within the descriptors that are the driver's to give.
-    #[error("the packed chain at slot {slot} does not end")]
-    Endless {
-        /// Where it starts.
-        slot: u16,
-    },
-    /// More requests are in flight than the ring has descriptors.
-    #[error("more requests in flight than the ring has descriptors")]
-    Overcommitted,
-    /// A chain was asked for by its head on a packed ring, where heads mean nothing.
-    #[error("a packed ring has no chain heads to look up")]
-    NoHeads,
-    /// The in-flight region does not describe a request any more.
-    #[error("the in-flight region is damaged at entry {entry}")]
-    Inflight {
-        /// Index of the entry.
-        entry: u16,
-    },
 }
 
 /// Where used-ring writes are to be marked while the guest migrates.

@@ -6,16 +6,15 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use crate::desc::{
+    Broken, DESC_F_AVAIL, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Head, Pos, RawDesc,
+};
 use crate::inflight::{Inflight, InflightError, PackedTrack, Replay};
 use crate::mem::GuestMemory;
 use crate::raw;
 
-use super::chain::RawDesc;
 use super::walk::{Careful, Fast, Walker};
-use super::{
-    Broken, Chain, DESC_F_AVAIL, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Head, RingAddrs,
-    RingError, RingFeatures, UsedLog, need_event,
-};
+use super::{Chain, RingAddrs, RingError, RingFeatures, UsedLog, need_event};
 
 /// Event suppression flags (2.8.10): notify always, never, or at one descriptor.
 pub(crate) const EVENT_ENABLE: u16 = 0;
@@ -28,61 +27,6 @@ pub(crate) const EVENT_DESC: u16 = 2;
 const WORD: usize = 8;
 /// Offset of `flags` in a descriptor.
 const FLAGS: usize = 14;
-
-/// A position on a packed ring: a slot, and the wrap counter of the lap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Pos {
-    pub(crate) slot: u16,
-    pub(crate) wrap: bool,
-}
-
-impl Pos {
-    /// From `slot | wrap << 15`.
-    pub(crate) const fn from_bits(bits: u16) -> Self {
-        Self { slot: bits & 0x7fff, wrap: bits >> 15 != 0 }
-    }
-
-    /// As `slot | wrap << 15`.
-    #[inline(always)]
-    pub(crate) const fn to_bits(self) -> u16 {
-        self.slot | (self.wrap as u16) << 15
-    }
-
-    /// `count` slots further, at most one lap.
-    #[inline(always)]
-    #[must_use]
-    pub(crate) const fn advance(self, count: u16, size: u16) -> Self {
-        let slot = self.slot + count;
-        if slot >= size { Self { slot: slot - size, wrap: !self.wrap } } else { Self { slot, ..self } }
-    }
-
-    /// `count` slots back, at most one lap.
-    #[must_use]
-    const fn retreat(self, count: u16, size: u16) -> Self {
-        if count > self.slot {
-            Self { slot: self.slot + (size - count), wrap: !self.wrap }
-        } else {
-            Self { slot: self.slot - count, ..self }
-        }
-    }
-
-    /// Slots from here to `to`, which is at most one lap ahead.
-    const fn distance(self, to: Self, size: u16) -> u16 {
-        if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { size - self.slot + to.slot }
-    }
-
-    /// The `AVAIL` and `USED` flags of a slot that is used in this lap.
-    #[inline(always)]
-    pub(crate) const fn used_flags(self) -> u16 {
-        if self.wrap { DESC_F_AVAIL | DESC_F_USED } else { 0 }
-    }
-
-    /// The `AVAIL` and `USED` flags of a slot that was made available in this lap.
-    #[inline(always)]
-    pub(crate) const fn avail_flags(self) -> u16 {
-        if self.wrap { DESC_F_AVAIL } else { DESC_F_USED }
-    }
-}
 
 /// The device side of a packed virtqueue.
 #[derive(Debug)]

@@ -8,11 +8,11 @@
 //! [`Careful`] then walks the chain anew from its first descriptor. Each of them reads a field once, and what the first
 //! one read is forgotten, so that a driver that writes in between gains nothing.
 
+use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, MAX_QUEUE_SIZE, RawDesc};
 use crate::mem::{Flat, GuestMemory, Hit};
 use crate::raw;
 
-use super::chain::{Chain, ChainFault, Head, RawDesc, Seg};
-use super::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, MAX_QUEUE_SIZE};
+use super::chain::{Chain, ChainFault, Seg};
 
 /// Descriptors of one chain at most: a ring full, and one table.
 const MAX_DESCS: usize = 2 * MAX_QUEUE_SIZE as usize;

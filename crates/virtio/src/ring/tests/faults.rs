@@ -1,6 +1,7 @@
 //! Faulty chains and broken rings, one by one.
 
 use super::*;
+use crate::desc::{DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE};
 
 /// Descriptors of a split ring or table: address, length, flags, next.
 fn put_desc(arena: &Arena, at: u64, addr: u64, len: u32, flags: u16, next: u16) {
