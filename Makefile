@@ -31,7 +31,7 @@ test-kernel: ## the kernel module and what uses it: on a stock kernel in VMs, so
 bench: build ## the comparison tables
 	scripts/bench
 
-lint: ## rustfmt, clippy, cargo doc, cargo-deny, the dependency arrows, ruff, shellcheck
+lint: ## rustfmt, clippy, cargo doc, cargo-deny, circles between modules, ruff, shellcheck
 	scripts/test --only lint
 
 soak: ## the long forms of the tests: SOAK_MINUTES (60) of each

@@ -9,6 +9,8 @@
 //! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
 //! queue on one worker uses of it.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
+
 mod bits;
 mod bounce;
 mod commit;

@@ -17,6 +17,9 @@
 //! # Ok::<(), vshunt_types::error::Error>(())
 //! ```
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
+
+#[allow(clippy::disallowed_methods, reason = "control threads may make threads like themselves")]
 pub mod export;
 pub mod frontend;
 pub mod queue;

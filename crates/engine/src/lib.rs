@@ -5,6 +5,8 @@
 //! on a worker. What must never happen: a queue on two workers, or an operation in flight for a queue that
 //! left its worker.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
+
 mod attach;
 mod eventfd;
 mod kernel;

@@ -4,6 +4,8 @@
 //! queues serve it on workers. No thread of its own: what comes later comes to the queues. What must never happen: a
 //! mount left behind, or a caller left waiting.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
+
 pub mod mount;
 mod plan;
 pub mod queue;

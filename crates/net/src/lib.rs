@@ -1,5 +1,7 @@
 //! Networks: what the queue pairs of a guest's card are joined to.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
+
 mod ifreq;
 mod links;
 mod netns;

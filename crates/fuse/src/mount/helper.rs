@@ -97,6 +97,7 @@ fn run(mut command: Command) -> std::result::Result<(), String> {
 
 /// The part of [`run`] that control threads may not do themselves.
 fn run_here(mut command: Command) -> std::result::Result<(), String> {
+    #[expect(clippy::disallowed_methods, reason = "the caller is an errand of the launcher")]
     let mut child = command.spawn().map_err(say)?;
     // Closes the parent's copy of the socket.
     drop(command);

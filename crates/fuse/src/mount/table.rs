@@ -197,6 +197,7 @@ fn ask_here(root: &OwnedFd) -> Server {
     let _ = kill_process(child, Signal::KILL);
     // Whoever waits for a child can be killed, unlike that child: this thread keeps nobody from ending.
     let reaper = std::thread::Builder::new().name("fuse-probe".into());
+    #[expect(clippy::disallowed_methods, reason = "an errand of the launcher makes it")]
     let _ = reaper.spawn(move || waitpid(Some(child), WaitOptions::empty()));
     Server::Unclear
 }
