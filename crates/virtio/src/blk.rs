@@ -6,6 +6,7 @@
 
 use crate::raw;
 use crate::ring::{Chain, Seg};
+use alloc::vec::Vec;
 
 /// The largest size of a segment is in `size_max`.
 pub const VIRTIO_BLK_F_SIZE_MAX: u32 = 1;
@@ -130,7 +131,7 @@ pub struct BlkConfig {
 /// Bytes of [`BlkConfig`].
 pub const BLK_CONFIG_LEN: usize = size_of::<BlkConfig>();
 /// The offset of `writeback`, the one field that a driver writes.
-pub const BLK_CONFIG_WRITEBACK_AT: usize = std::mem::offset_of!(BlkConfig, writeback);
+pub const BLK_CONFIG_WRITEBACK_AT: usize = core::mem::offset_of!(BlkConfig, writeback);
 const _: () = assert!(BLK_CONFIG_LEN == 72 && BLK_CONFIG_WRITEBACK_AT == 32);
 
 impl BlkConfig {

@@ -39,7 +39,7 @@ impl Head {
     pub(crate) fn new(id: u16, descs: u16) -> Self {
         let word = u32::from(id) | u32::from(descs) << 16;
         // SAFETY: two 16-bit integers in the order of the fields, as `repr(C)` lays them out; any bits make them.
-        unsafe { std::mem::transmute::<u32, Head>(word) }
+        unsafe { core::mem::transmute::<u32, Head>(word) }
     }
 }
 

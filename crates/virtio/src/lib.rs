@@ -10,6 +10,11 @@
 //!
 //! The formats are little-endian (Virtio 1.3, 1.4); legacy devices and big-endian hosts are not supported.
 
+// Without the standard library: the compiler refuses files, sockets, threads and clocks.
+#![cfg_attr(not(test), no_std)]
+
+extern crate alloc;
+
 #[cfg(not(target_endian = "little"))]
 compile_error!("virtio 1.x structures are little-endian and this crate reads them as they lie");
 

@@ -4,10 +4,10 @@
 //! A mark comes after the store that it stands for: the reader clears a bit and then copies the page, so that a
 //! mark that came first could be cleared with the page still old.
 
-use std::any::Any;
-use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering, fence};
+use alloc::sync::Arc;
+use core::any::Any;
+use core::fmt;
+use core::sync::atomic::{AtomicU8, Ordering, fence};
 
 /// Bytes of guest memory that one bit stands for (`VHOST_LOG_PAGE`).
 pub const LOG_PAGE_SIZE: u64 = 4096;

@@ -4,10 +4,11 @@
 //! without a lock. It maps nothing: the owner of a mapping rides along in [`Region::keep`].
 //! What must never happen: a pointer handed out for a range that is not wholly inside the regions.
 
-use std::any::Any;
-use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::any::Any;
+use core::fmt;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Regions at most: what the kernel's vhost accepts by default (`max_mem_regions`) with room for QEMU's own.
 pub const MAX_REGIONS: usize = 509;
@@ -88,7 +89,7 @@ pub(crate) struct Flat {
 
 impl Flat {
     /// Contains nothing, not even a range of no bytes.
-    pub(crate) const NONE: Flat = Flat { guest: 0, size: 0, host: std::ptr::null_mut() };
+    pub(crate) const NONE: Flat = Flat { guest: 0, size: 0, host: core::ptr::null_mut() };
 
     /// The host address of the whole range, if it is in here.
     #[inline(always)]

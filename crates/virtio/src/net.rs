@@ -1,5 +1,8 @@
 //! virtio-net: feature bits, configuration space and the header before each frame (Virtio 1.3, section 5.1).
 
+use alloc::vec;
+use alloc::vec::Vec;
+
 /// The device takes frames whose checksum is not computed yet (5.1.3).
 pub const VIRTIO_NET_F_CSUM: u32 = 0;
 /// The driver takes such frames.

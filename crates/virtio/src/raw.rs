@@ -4,7 +4,7 @@
 //! volatile or atomic, so that the compiler neither repeats, nor invents, nor reorders it against its like.
 //! Alignment is the caller's: ring areas are checked when a ring is made, tables of the guest when they are met.
 
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// Asks for the cache line at `ptr`, for a read that comes later. No access: any address will do. Does nothing where stable
 /// Rust has no such instruction.
@@ -13,7 +13,7 @@ pub(crate) fn prefetch(ptr: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a hint; the instruction is there on every CPU of this architecture, and faults at no address.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = ptr;

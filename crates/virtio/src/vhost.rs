@@ -4,7 +4,7 @@
 //! Plain data, for whoever owns a vhost file: crate `vhost-kernel` makes the calls. Layouts are asserted here and
 //! compared with the C headers by `examples/vhost_layout.rs`, which prints them.
 
-use std::mem::{offset_of, size_of};
+use core::mem::{offset_of, size_of};
 
 /// The type byte of all of vhost's ioctls (`VHOST_VIRTIO`).
 pub const VHOST_VIRTIO: u32 = 0xAF;

@@ -1,6 +1,8 @@
 //! Packed virtqueues, driver side (Virtio 1.3, 2.8).
 
-use std::sync::atomic::{Ordering, fence};
+use alloc::vec;
+use alloc::vec::Vec;
+use core::sync::atomic::{Ordering, fence};
 
 use crate::desc::{DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Pos};
 use crate::raw;
@@ -127,7 +129,7 @@ impl PackedDriver {
         if self.staged == 0 {
             return false;
         }
-        let staged = std::mem::take(&mut self.staged);
+        let staged = core::mem::take(&mut self.staged);
         // Release: all that belongs to the batch is seen before its first flags.
         // SAFETY: positions stay below the size; the areas stay mapped and aligned (`DriverRing::new`).
         let event = unsafe {

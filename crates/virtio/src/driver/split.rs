@@ -1,6 +1,8 @@
 //! Split virtqueues, driver side (Virtio 1.3, 2.7).
 
-use std::sync::atomic::{Ordering, fence};
+use alloc::vec;
+use alloc::vec::Vec;
+use core::sync::atomic::{Ordering, fence};
 
 use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN};
 use crate::raw;
@@ -142,7 +144,7 @@ impl SplitDriver {
             };
             self.next_used = self.next_used.wrapping_add(1);
             let Some(descs) = self.descs.get_mut(id as usize) else { continue };
-            let descs = std::mem::take(descs);
+            let descs = core::mem::take(descs);
             if descs == 0 {
                 continue;
             }

@@ -17,9 +17,9 @@ mod split;
 pub(crate) use packed::PackedTrack;
 pub(crate) use split::SplitTrack;
 
-use std::any::Any;
-use std::fmt;
-use std::sync::Arc;
+use alloc::sync::Arc;
+use core::any::Any;
+use core::fmt;
 
 use crate::desc::{Head, MAX_QUEUE_SIZE};
 use crate::raw;

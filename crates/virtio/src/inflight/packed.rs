@@ -10,9 +10,11 @@
 //! - The ring writes the flags of all used descriptors but the batch's first before it publishes. If it dies there,
 //!   those flags would look valid as soon as the successor publishes anything. Recovery turns them back.
 
-use std::any::Any;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use alloc::sync::Arc;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::any::Any;
+use core::sync::atomic::Ordering;
 
 use crate::desc::{Broken, DESC_F_AVAIL, DESC_F_USED, DESC_LEN, Head, Pos, RawDesc};
 use crate::raw;
@@ -211,7 +213,7 @@ impl PackedTrack {
         self.free_count = 0;
         let mut index = self.free_head;
         while index < n {
-            if std::mem::replace(&mut seen[index as usize], true) {
+            if core::mem::replace(&mut seen[index as usize], true) {
                 return Err(InflightError::Damaged("the free list loops"));
             }
             // SAFETY: inside of the region.
@@ -236,7 +238,7 @@ impl PackedTrack {
             taken += num;
             let (mut last, mut index) = (entry, entry);
             for _ in 0..num {
-                if index >= n || std::mem::replace(&mut seen[index as usize], true) {
+                if index >= n || core::mem::replace(&mut seen[index as usize], true) {
                     return Err(InflightError::Damaged("two lists share an entry"));
                 }
                 (last, index) = (index, self.next[index as usize]);
@@ -306,7 +308,7 @@ impl PackedTrack {
 
     /// A request goes back to where it was taken from.
     pub(crate) fn untake(&mut self, id: u16) {
-        let Some(entry) = std::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) else { return };
+        let Some(entry) = core::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) else { return };
         let last = self.last[entry as usize];
         self.next[last as usize] = self.free_head;
         // SAFETY: inside of the region: both are entries of a request that was taken.
@@ -322,7 +324,7 @@ impl PackedTrack {
     /// A request will be in the next batch.
     #[inline]
     pub(crate) fn stage(&mut self, id: u16) {
-        if let Some(entry) = std::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) {
+        if let Some(entry) = core::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) {
             self.staged.push(entry);
         }
     }

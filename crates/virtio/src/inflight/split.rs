@@ -1,7 +1,8 @@
 //! The split ring's part of the region: one state a descriptor, and a list through the last batch of used ones.
 
-use std::any::Any;
-use std::sync::Arc;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::any::Any;
 
 use crate::desc::Head;
 use crate::raw;

@@ -2,6 +2,7 @@
 
 use crate::desc::Head;
 use crate::raw;
+use alloc::vec::Vec;
 
 /// A piece of guest memory in this process. Empty if a driver made it so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

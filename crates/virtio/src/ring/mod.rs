@@ -20,7 +20,8 @@ pub use split::SplitRing;
 
 pub(crate) use packed::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE};
 
-use std::sync::Arc;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
 
 use crate::features;
 use crate::inflight::{Inflight, InflightError, Replay, SplitNotes};

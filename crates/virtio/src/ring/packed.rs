@@ -4,7 +4,9 @@
 //! a wrap counter say whose turn a slot is. Used descriptors go where the next unused slot is, and skip as many slots as
 //! their chain had.
 
-use std::sync::atomic::{Ordering, fence};
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::sync::atomic::{Ordering, fence};
 
 use crate::desc::{
     Broken, DESC_F_AVAIL, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Head, Pos, RawDesc,
@@ -272,7 +274,7 @@ impl PackedRing {
         if self.staged == 0 {
             return false;
         }
-        let (old, new, staged) = (self.published, self.used, std::mem::take(&mut self.staged));
+        let (old, new, staged) = (self.published, self.used, core::mem::take(&mut self.staged));
         if let Some(track) = &mut self.inflight {
             track.before_publish(new);
         }
@@ -287,7 +289,7 @@ impl PackedRing {
         if self.inflight.is_some() || self.log.is_some() {
             self.after_publish(old, staged, new);
         }
-        let due = std::mem::take(&mut self.notify_due);
+        let due = core::mem::take(&mut self.notify_due);
         due | self.wants_notification(staged, new)
     }
 

@@ -3,7 +3,9 @@
 //! Called by the queue's worker. Descriptor table and available ring belong to the driver and are only read; the used
 //! ring is ours. Indices run freely modulo 2^16; slots are the index masked by the size, a power of two.
 
-use std::sync::atomic::{Ordering, fence};
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::sync::atomic::{Ordering, fence};
 
 use crate::inflight::{Inflight, InflightError, Replay, SplitNotes, SplitTrack};
 use crate::mem::GuestMemory;
@@ -181,7 +183,7 @@ impl SplitRing {
         if self.inflight.is_some() || self.log.is_some() {
             self.after_publish(old, new);
         }
-        let due = std::mem::take(&mut self.notify_due);
+        let due = core::mem::take(&mut self.notify_due);
         due | self.wants_notification(old, new)
     }
 

@@ -11,6 +11,7 @@
 use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, MAX_QUEUE_SIZE, RawDesc};
 use crate::mem::{Flat, GuestMemory, Hit};
 use crate::raw;
+use alloc::vec::Vec;
 
 use super::chain::{Chain, ChainFault, Seg};
 
@@ -76,7 +77,7 @@ impl<'a> Fast<'a> {
         }
         let window = walker.window;
         let segs = chain.segs.as_mut_ptr();
-        Self { mem, walker, window, segs, next: segs, writable: std::ptr::null_mut() }
+        Self { mem, walker, window, segs, next: segs, writable: core::ptr::null_mut() }
     }
 
     /// How many segments there are up to `end`.
@@ -370,7 +371,7 @@ impl<'a> Careful<'a> {
         table.clear();
         table.resize(len as usize / 8, 0);
         // SAFETY: the vector owns `len` bytes (`len` is a multiple of 16), and any bytes make a u64.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(table.as_mut_ptr().cast::<u8>(), len as usize) };
+        let bytes = unsafe { core::slice::from_raw_parts_mut(table.as_mut_ptr().cast::<u8>(), len as usize) };
         let mut done = 0;
         let walked = self.mem.translate_each(&mut self.hit, addr, u64::from(len), |ptr, piece| {
             // SAFETY: `translate_each` gave `piece` bytes of guest memory, mapped as `GuestMemory::new` demands.
