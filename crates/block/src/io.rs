@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use libc::iovec;
+use virtio::mem;
 
 use super::bounce::AlignedBuf;
 use super::spill;
@@ -193,7 +194,7 @@ impl IoVecs {
     pub(super) unsafe fn gather(&self, to: *mut u8, n: u64) {
         // SAFETY: `for_first` stays within the segments and within n; guest memory may change under the copy,
         // which then has either of its bytes.
-        self.for_first(n, |ptr, len, at| unsafe { std::ptr::copy(ptr, to.add(at), len) });
+        self.for_first(n, |ptr, len, at| unsafe { mem::copy(ptr, to.add(at), len) });
     }
 
     /// Copies `n` bytes from `from` to the first bytes left.
@@ -203,7 +204,7 @@ impl IoVecs {
     #[inline]
     pub(super) unsafe fn scatter(&self, from: *const u8, n: u64) {
         // SAFETY: as in `gather`.
-        self.for_first(n, |ptr, len, at| unsafe { std::ptr::copy(from.add(at), ptr, len) });
+        self.for_first(n, |ptr, len, at| unsafe { mem::copy(from.add(at), ptr, len) });
     }
 
     /// Calls `f` with address and length of what makes up a range of the bytes left.
@@ -222,7 +223,7 @@ impl IoVecs {
     /// The segments are valid as `push` was promised.
     pub(super) unsafe fn zero_range(&self, range: Range<u64>) {
         // SAFETY: as in `gather`.
-        self.for_range(range, |ptr, len| unsafe { std::ptr::write_bytes(ptr, 0, len) });
+        self.for_range(range, |ptr, len| unsafe { mem::fill(ptr, 0, len) });
     }
 
     /// Copies `from` to a range, as long, of the bytes left.
@@ -234,7 +235,7 @@ impl IoVecs {
         let mut at = 0;
         self.for_range(range, |ptr, len| {
             // SAFETY: as in `gather`; the pieces add up to `from`'s length.
-            unsafe { std::ptr::copy(from[at..at + len].as_ptr(), ptr, len) };
+            unsafe { mem::write(ptr, &from[at..at + len]) };
             at += len;
         });
     }
@@ -248,7 +249,7 @@ impl IoVecs {
         let mut at = 0;
         self.for_range(range, |ptr, len| {
             // SAFETY: as in `gather`; the pieces add up to `to`'s length.
-            unsafe { std::ptr::copy(ptr, to[at..at + len].as_mut_ptr(), len) };
+            unsafe { mem::read(ptr, &mut to[at..at + len]) };
             at += len;
         });
     }
@@ -259,7 +260,7 @@ impl IoVecs {
     /// The segments are valid as `push` was promised.
     pub(super) unsafe fn zero_rest(&mut self) {
         // SAFETY: as in `gather`.
-        self.for_first(self.left_bytes, |ptr, len, _| unsafe { std::ptr::write_bytes(ptr, 0, len) });
+        self.for_first(self.left_bytes, |ptr, len, _| unsafe { mem::fill(ptr, 0, len) });
         self.advance(self.left_bytes);
     }
 }

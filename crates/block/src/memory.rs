@@ -12,6 +12,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
+use virtio::mem;
 use vshunt_types::error::{Error, Kind, Result};
 
 use super::{Io, Op};
@@ -158,7 +159,7 @@ impl Ram {
         // SAFETY: [from, to) is within what is accessible, by the callers; other workers' copies may race with it,
         // as with any other copy here.
         let zero = |from: u64, to: u64| unsafe {
-            std::ptr::write_bytes(self.space.ptr().add(from as usize), 0, (to - from) as usize);
+            mem::fill(self.space.ptr().add(from as usize), 0, (to - from) as usize);
         };
         if first_page >= end_page {
             return zero(offset, end);

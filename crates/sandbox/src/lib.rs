@@ -182,22 +182,22 @@ impl Access {
     }
 }
 
-/// The restrictions that are in force.
+/// What is in force, as `status` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SandboxInfo {
-    /// What happens on an access that is not allowed: `on`, `log`, `off` or `kill`.
+    /// What happens to a thread that does more than it may.
     pub mode: Mode,
-    /// The capabilities of control threads, without `CAP_`.
+    /// Capabilities of control threads, by their names without `CAP_`.
     pub capabilities: Vec<String>,
-    /// The kinds of threads whose system calls are filtered.
+    /// Kinds of threads that have a filter of system calls.
     pub filtered: Vec<String>,
-    /// Which threads Landlock restricts: `process`, all but the launcher; `missing`, the kernel has
-    /// no Landlock; `off`.
+    /// Which threads Landlock keeps from opening files: `process`: all, from all that is not configured, allowed or passed by a
+    /// client; `off`; `missing`: the kernel has no Landlock.
     pub landlock: String,
-    /// Whether the launcher can run the set-user-id program fusermount3.
+    /// Whether threads can gain privileges by running a program: only for fusermount3, and only the launcher.
     pub set_user_id: bool,
-    /// System calls that were refused.
+    /// System calls refused so far.
     pub refused: u64,
 }
 

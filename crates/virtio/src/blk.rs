@@ -4,6 +4,8 @@
 //! Called by the block queue for each request. A driver may split header and data at will (2.7.4, 5.2.6.2): nothing
 //! here assumes that a buffer starts or ends where a field does.
 
+use crate::bits::{low_u32, words};
+use crate::mem;
 use crate::raw;
 use crate::ring::{Chain, Seg};
 use alloc::vec::Vec;
@@ -138,10 +140,11 @@ impl BlkConfig {
     /// The configuration space as the driver reads it.
     pub fn as_bytes(&self) -> [u8; BLK_CONFIG_LEN] {
         let mut bytes = [0; BLK_CONFIG_LEN];
-        let mut at = 0;
+        let mut rest = bytes.iter_mut();
         let mut put = |field: &[u8]| {
-            bytes[at..at + field.len()].copy_from_slice(field);
-            at += field.len();
+            for (&from, to) in field.iter().zip(&mut rest) {
+                *to = from;
+            }
         };
         put(&self.capacity.to_le_bytes());
         put(&self.size_max.to_le_bytes());
@@ -183,8 +186,8 @@ impl Header {
     /// Parses the header's bytes.
     #[inline]
     pub fn parse(bytes: [u8; BLK_HDR_LEN]) -> Self {
-        let all = u128::from_le_bytes(bytes);
-        Self { kind: all as u32, ioprio: (all >> 32) as u32, sector: (all >> 64) as u64 }
+        let [word, sector] = words(bytes);
+        Self { kind: low_u32(word), ioprio: low_u32(word >> 32), sector }
     }
 
     /// The header's bytes.
@@ -208,8 +211,8 @@ pub struct Range {
 impl Range {
     /// Parses a range's bytes.
     pub fn parse(bytes: [u8; BLK_RANGE_LEN]) -> Self {
-        let all = u128::from_le_bytes(bytes);
-        Self { sector: all as u64, num_sectors: (all >> 64) as u32, flags: (all >> 96) as u32 }
+        let [sector, word] = words(bytes);
+        Self { sector, num_sectors: low_u32(word), flags: low_u32(word >> 32) }
     }
 }
 
@@ -327,19 +330,22 @@ fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
     if seg.len as usize >= BLK_HDR_LEN && seg.ptr.addr().is_multiple_of(8) {
         // SAFETY: sixteen bytes of guest memory, aligned to 8.
         let (word, sector) = unsafe { (raw::get_u64(seg.ptr), raw::get_u64(seg.ptr.add(8))) };
-        let header = Header { kind: word as u32, ioprio: (word >> 32) as u32, sector };
+        let header = Header { kind: low_u32(word), ioprio: low_u32(word >> 32), sector };
         return Some((header, rest, cut(seg, BLK_HDR_LEN)));
     }
     let mut bytes = [0; BLK_HDR_LEN];
     let mut have = 0;
-    for (i, &seg) in segs.iter().enumerate() {
+    let mut segs = segs;
+    while let [seg, rest @ ..] = segs {
         let take = (seg.len as usize).min(BLK_HDR_LEN - have);
+        let to = bytes.get_mut(have..have + take)?;
         // SAFETY: `take` bytes of the segment, which is guest memory.
-        unsafe { raw::copy_out(seg.ptr, &mut bytes[have..have + take]) };
+        unsafe { mem::read(seg.ptr, to) };
         have += take;
         if have == BLK_HDR_LEN {
-            return Some((Header::parse(bytes), &segs[i + 1..], cut(seg, take)));
+            return Some((Header::parse(bytes), rest, cut(*seg, take)));
         }
+        segs = rest;
     }
     None
 }
@@ -348,7 +354,7 @@ fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
 #[inline]
 fn cut(seg: Seg, count: usize) -> Seg {
     // SAFETY: at most one past the segment's end.
-    Seg { ptr: unsafe { seg.ptr.add(count) }, len: seg.len - count as u32 }
+    Seg { ptr: unsafe { seg.ptr.add(count) }, len: seg.len - low_u32(count as u64) }
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //!
 //! [`ring`](crate::ring) exports what is public of it.
 
+use crate::bits::{low_u16, low_u32};
 use crate::raw;
 
 /// Descriptors of one ring at most, and of one indirect table: what QEMU allows (`VIRTQUEUE_MAX_SIZE`), and enough for
@@ -150,19 +151,19 @@ pub(crate) struct RawDesc {
 impl RawDesc {
     #[inline(always)]
     pub(crate) fn len(self) -> u32 {
-        self.word as u32
+        low_u32(self.word)
     }
 
     /// Bits 32 to 47: split flags, packed buffer id.
     #[inline(always)]
     pub(crate) fn mid(self) -> u16 {
-        (self.word >> 32) as u16
+        low_u16(self.word >> 32)
     }
 
     /// Bits 48 to 63: split next, packed flags.
     #[inline(always)]
     pub(crate) fn top(self) -> u16 {
-        (self.word >> 48) as u16
+        low_u16(self.word >> 48)
     }
 
     /// Reads a descriptor, each byte once.

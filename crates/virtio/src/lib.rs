@@ -10,6 +10,15 @@
 //!
 //! The formats are little-endian (Virtio 1.3, 1.4); legacy devices and big-endian hosts are not supported.
 
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 // Without the standard library: the compiler refuses files, sockets, threads and clocks.
 #![cfg_attr(not(test), no_std)]
 
@@ -18,6 +27,7 @@ extern crate alloc;
 #[cfg(not(target_endian = "little"))]
 compile_error!("virtio 1.x structures are little-endian and this crate reads them as they lie");
 
+mod bits;
 pub mod blk;
 mod desc;
 pub mod driver;

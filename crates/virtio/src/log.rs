@@ -9,6 +9,8 @@ use core::any::Any;
 use core::fmt;
 use core::sync::atomic::{AtomicU8, Ordering, fence};
 
+use crate::bits::{low_u8, to_usize};
+
 /// Bytes of guest memory that one bit stands for (`VHOST_LOG_PAGE`).
 pub const LOG_PAGE_SIZE: u64 = 4096;
 
@@ -63,11 +65,11 @@ impl DirtyLog {
         while page < end {
             // All bits of one byte at once.
             let in_byte = (8 - page % 8).min(end - page);
-            let mask = ((1u16 << in_byte) - 1) << (page % 8);
+            let mask = low_u8(((1 << in_byte) - 1) << (page % 8));
             // SAFETY: `page` is below `pages`, so its byte is below `size`; the mapping is `new`'s caller's.
-            let byte = unsafe { AtomicU8::from_ptr(self.base.add((page / 8) as usize)) };
+            let byte = unsafe { AtomicU8::from_ptr(self.base.add(to_usize(page / 8))) };
             // Not read first: a bit that is set may be cleared by the reader before our store is seen.
-            byte.fetch_or(mask as u8, Ordering::Release);
+            byte.fetch_or(mask, Ordering::Release);
             page += in_byte;
         }
     }

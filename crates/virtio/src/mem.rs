@@ -4,11 +4,17 @@
 //! without a lock. It maps nothing: the owner of a mapping rides along in [`Region::keep`].
 //! What must never happen: a pointer handed out for a range that is not wholly inside the regions.
 
+mod copy;
+
+pub use copy::{copy, fill, read, write, write_u8};
+
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::any::Any;
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
+
+use crate::bits::to_usize;
 
 /// Regions at most: what the kernel's vhost accepts by default (`max_mem_regions`) with room for QEMU's own.
 pub const MAX_REGIONS: usize = 509;
@@ -96,7 +102,7 @@ impl Flat {
     pub(crate) fn find(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
         let offset = guest_addr.wrapping_sub(self.guest);
         if offset < self.size && len <= self.size - offset {
-            Some(self.host.wrapping_add(offset as usize))
+            Some(self.host.wrapping_add(to_usize(offset)))
         } else {
             None
         }
@@ -226,7 +232,7 @@ impl GuestMemory {
             }
             let ptr = flat.find(at, 0).ok_or(outside)?;
             let piece = left.min(flat.size - (at - flat.guest));
-            f(ptr, piece as usize);
+            f(ptr, to_usize(piece));
             at += piece;
             left -= piece;
         }

@@ -86,18 +86,6 @@ pub(crate) unsafe fn put_u8(ptr: *mut u8, value: u8) {
     crash_point();
 }
 
-/// Copies `dst.len()` bytes out of foreign memory, each read once, whatever the alignment.
-///
-/// # Safety
-/// `src` is readable for `dst.len()` bytes.
-#[inline]
-pub(crate) unsafe fn copy_out(src: *const u8, dst: &mut [u8]) {
-    for (i, byte) in dst.iter_mut().enumerate() {
-        // SAFETY: `i` is below the length that the caller answers for.
-        *byte = unsafe { src.add(i).read_volatile() };
-    }
-}
-
 /// In tests: the process may die here, right after a store.
 #[cfg(not(test))]
 #[inline(always)]

@@ -6,6 +6,8 @@
 
 use core::mem::{offset_of, size_of};
 
+use crate::bits::size_u32;
+
 /// The type byte of all of vhost's ioctls (`VHOST_VIRTIO`).
 pub const VHOST_VIRTIO: u32 = 0xAF;
 /// Bit number in [`VringAddr::flags`]: `log_guest_addr` is valid, and what is written to the used ring is logged.
@@ -126,9 +128,10 @@ impl BlkBackend {
     /// A backend; of `serial` at most [`VHOST_BLK_SERIAL_BYTES`] are used.
     pub fn new(fd: i32, flags: u32, serial: &str) -> Self {
         let mut bytes = [0; VHOST_BLK_SERIAL_BYTES];
-        let len = serial.len().min(bytes.len());
-        bytes[..len].copy_from_slice(&serial.as_bytes()[..len]);
-        Self { size: size_of::<Self>() as u32, flags, fd, reserved: 0, serial: bytes, reserved2: 0 }
+        for (to, from) in bytes.iter_mut().zip(serial.bytes()) {
+            *to = from;
+        }
+        Self { size: size_u32::<Self>(), flags, fd, reserved: 0, serial: bytes, reserved2: 0 }
     }
 }
 
@@ -185,8 +188,8 @@ pub struct BlkVringInflight {
 }
 
 /// An ioctl's number, as `_IOC` makes it on x86, Arm, RISC-V and s390: direction, size, type, number.
-const fn ioc(direction: u32, nr: u32, size: usize) -> u32 {
-    direction << 30 | (size as u32) << 16 | VHOST_VIRTIO << 8 | nr
+const fn ioc(direction: u32, nr: u32, size: u32) -> u32 {
+    direction << 30 | size << 16 | VHOST_VIRTIO << 8 | nr
 }
 
 const fn io(nr: u32) -> u32 {
@@ -194,15 +197,15 @@ const fn io(nr: u32) -> u32 {
 }
 
 const fn iow<T>(nr: u32) -> u32 {
-    ioc(1, nr, size_of::<T>())
+    ioc(1, nr, size_u32::<T>())
 }
 
 const fn ior<T>(nr: u32) -> u32 {
-    ioc(2, nr, size_of::<T>())
+    ioc(2, nr, size_u32::<T>())
 }
 
 const fn iowr<T>(nr: u32) -> u32 {
-    ioc(3, nr, size_of::<T>())
+    ioc(3, nr, size_u32::<T>())
 }
 
 /// Feature bits offered, of the device and of vhost.

@@ -21,22 +21,22 @@ pub use port::{PortInfo, PortState, VLAN_MAX, Vlans};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// A file or a block device, byte for byte.
+    /// A file or block device, byte for byte.
     #[default]
     Raw,
-    /// A qcow2 image, with its chain of backing images.
+    /// A qcow2 image, with those that it stands on.
     Qcow2,
-    /// Discards writes and leaves read buffers unchanged, for measuring.
+    /// Discards writes, reads nothing (the guest's buffer stays as it is): for measuring.
     Null,
-    /// Memory of the daemon. It is lost when the daemon ends.
+    /// Memory of the daemon; gone with it.
     Ram,
 }
 
-/// Whether a disk bypasses the page cache.
+/// Whether the page cache is passed by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direct {
-    /// O_DIRECT where the file system supports it.
+    /// O_DIRECT where the file system has it.
     #[default]
     Auto,
     /// O_DIRECT, or an error.
@@ -49,12 +49,12 @@ pub enum Direct {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
-    /// When the flush of the guest completes. The guest may switch to `writethrough` at run time.
+    /// When the guest's flush completes; the guest may switch to the next at run time.
     #[default]
     Writeback,
-    /// When the write completes. The guest sees no write cache.
+    /// When the write completes; the guest is told that there is no cache.
     Writethrough,
-    /// At no defined time: flushes complete at once. A power failure loses data.
+    /// Never waited for: flushes complete at once. Data is lost with the host's power.
     Unsafe,
 }
 
@@ -62,32 +62,31 @@ pub enum Cache {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskSpec {
-    /// The name, unique among disks.
+    /// Unique among disks.
     pub name: String,
-    /// The format. Absent: `raw`. A file that begins as a qcow2 image is refused as `raw`.
+    /// Kind of image; `raw` if nothing is said, which an image that begins as qcow2 is not opened as.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// The path of the image, for `raw` and `qcow2`.
+    /// The image; `raw` needs it, the others have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
-    /// The size in bytes, a multiple of 512, for `null` and `ram`. A file has its own size.
+    /// Bytes, a multiple of 512; needed by `null` and `ram`. `raw` takes it from the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
-    /// Whether writes are refused and the image is opened read-only.
+    /// Refuse writes, open the image read-only.
     #[serde(default)]
     pub readonly: bool,
-    /// Whether the page cache is bypassed.
+    /// Whether the page cache is passed by.
     #[serde(default)]
     pub direct: Direct,
     /// When a write is on stable storage.
     #[serde(default)]
     pub cache: Cache,
-    /// Whether the image is locked, with the locks that QEMU uses. Switch it off only if the file
-    /// system has no locks. Absent: true.
+    /// Lock the image as QEMU does; off only where the file system cannot.
     #[serde(default = "yes")]
     pub locking: bool,
-    /// For `qcow2`: bytes of memory for the cluster map. Absent: the map of the whole disk, at most
-    /// 32 MiB.
+    /// Of a qcow2 disk: bytes of memory for the map of where its clusters lie. What the whole disk needs, 32 MiB at most, if
+    /// nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_size: Option<u64>,
 }
@@ -103,18 +102,18 @@ fn yes() -> bool {
     true
 }
 
-/// The workers that an export starts with.
+/// On how many workers an export starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Workers {
-    /// Worker 0, for all queues.
+    /// All queues on worker 0.
     #[default]
     Default,
     /// A new worker for each queue.
     PerQueue,
-    /// A new worker for each queue, pinned to one CPU: CPU 0 for queue 0, and so on in turn.
+    /// A new worker for each queue, kept on one CPU: queue 0's on CPU 0 and so on, in turn.
     PerCpu,
-    /// This number of new workers; the queues are distributed in turn.
+    /// So many new workers, queues dealt out in turn.
     #[serde(untagged)]
     Count(u32),
 }
@@ -126,35 +125,35 @@ pub enum ExportKind {
     /// A disk for a VMM, over a UNIX socket.
     #[default]
     VhostUserBlk,
-    /// A network device for a VMM, over a UNIX socket.
+    /// A network card for a VMM, over a UNIX socket.
     VhostUserNet,
-    /// A disk as a file of the host.
+    /// A file on the host.
     Fuse,
-    /// A tap as a port of a switch.
+    /// A tap that is a port of a switch.
     Uplink,
 }
 
-/// What serves the requests of an export.
+/// Who serves an export's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// Workers of the daemon.
+    /// Workers of this process.
     #[default]
     User,
     /// The kernel (`/dev/vhost-blk`, `/dev/vhost-net`), or an error.
     Kernel,
-    /// The kernel where it can, otherwise workers of the daemon.
+    /// The kernel where it can.
     Auto,
 }
 
-/// What runs a worker.
+/// Who runs a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerKind {
-    /// A thread of the daemon.
+    /// This process.
     #[default]
     User,
-    /// A task of the kernel, for one export.
+    /// The kernel, for one export.
     Kernel,
 }
 
@@ -162,12 +161,11 @@ pub enum WorkerKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AllowOther {
-    /// Only the user of the daemon may use it; not even root.
+    /// Only the daemon's user; not even root.
     Off,
-    /// The permissions of the file decide, or an error.
+    /// All whom the file's permissions let, or an error.
     On,
-    /// `on` where the system allows it (root, or `user_allow_other` in /etc/fuse.conf), otherwise
-    /// `off`.
+    /// On where that may be asked for: by root, or with `user_allow_other` in /etc/fuse.conf. Off elsewhere.
     #[default]
     Auto,
 }
@@ -175,19 +173,19 @@ pub enum AllowOther {
 /// How requests come from the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
-    /// `io_uring` where it works, otherwise `dev`.
+    /// The best that the kernel has.
     #[default]
     #[serde(rename = "auto")]
     Auto,
-    /// Descriptors of /dev/fuse, one for each queue.
+    /// Descriptors of /dev/fuse, one a queue.
     #[serde(rename = "dev")]
     Dev,
-    /// A ring queue for each CPU.
+    /// io_uring: a queue for each CPU.
     #[serde(rename = "io_uring", alias = "io-uring")]
     IoUring,
 }
 
-/// Whether the kernel may read and write the image itself.
+/// Whether the kernel may read and write the image by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Passthrough {
@@ -202,107 +200,93 @@ pub enum Passthrough {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ExportSpec {
-    /// The kind of device.
+    /// Kind of device.
     #[serde(rename = "type")]
     pub kind: ExportKind,
-    /// The name, unique among exports.
+    /// Unique among exports.
     pub name: String,
-    /// vhost-user-blk, fuse: the name of the disk.
+    /// Name of the disk served; of a network's export empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub disk: String,
-    /// vhost-user-net: the name of the network. uplink: the name of the switch.
+    /// vhost-user-net: name of the network. uplink: of the switch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<String>,
-    /// uplink: the name of the network that is the tap.
+    /// uplink: name of the network that is the tap.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tap: Option<String>,
-    /// vhost-user: the path to listen on. The socket is made, and removed at the end. Exclusive
-    /// with `fd`.
+    /// Where to listen; made by us and removed at the end. Exclusive with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
-    /// vhost-user: an inherited socket. It listens (socket activation), or it is connected and the
-    /// export ends with its peer. Not over the control socket.
+    /// An inherited socket, listening (socket activation) or connected (the export ends with its peer).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
-    /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128), or
-    /// queues of an uplink's tap. Absent: one for each CPU.
+    /// Queues offered: virtqueues, 1..=256, or a network's queue pairs, 1..=128, or a tap's queues, likewise; absent: one for each online CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// The workers that the export starts with: `default`, `per-queue`, `per-cpu` or a number. With
-    /// `per-cpu` a worker does not poll unless `poll-us` is given.
+    /// On how many workers it starts.
     #[serde(default)]
     pub workers: Workers,
-    /// vhost-user-blk: whether writes of the guest are refused. They are always refused for a
-    /// read-only disk.
+    /// Refuse the guest's writes (always so for a read-only disk).
     #[serde(default)]
     pub readonly: bool,
-    /// vhost-user-blk: the serial number that the guest sees, at most 20 bytes. Absent: the name of
-    /// the disk.
+    /// What GET_ID returns, at most 20 bytes; absent: the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
-    /// vhost-user-blk: the logical block size that the guest sees, a power of two from 512 to 4096.
-    /// Absent: the smallest that the disk supports.
+    /// Logical block size told to the guest, a power of two in 512..=4096; absent: what the disk needs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub block_size: Option<u32>,
-    /// The polling limit of the workers that are made for this export, in microseconds. Absent:
-    /// that of the daemon.
+    /// Bound of adaptive polling for the workers made for this export, µs; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
-    /// vhost-user-net: the address of the guest, for front ends that ask for it. Absent: the front
-    /// end or the guest chooses.
+    /// vhost-user-net: the card's address, for front-ends that ask us; absent: the front-end's or the guest's choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<Mac>,
-    /// vhost-user-net on a switch: whether the port drops frames whose source is not `mac`. Absent:
-    /// true if `mac` is given.
+    /// vhost-user-net on a switch: whether only frames from `mac` leave the port; absent: on where `mac` is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac_filter: Option<bool>,
-    /// On a switch: how many addresses are learnt behind the port, 1 to 8192. At the limit an old
-    /// address of the port is forgotten. Absent: 256; for an uplink 4096.
+    /// On a switch: addresses that are learnt behind the port at most, 1..=8192; absent: 256, of an uplink 4096.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac_limit: Option<u32>,
-    /// On a switch: the VLAN, 1 to 4094, whose frames are untagged at the port. Frames of other
-    /// VLANs are dropped unless `trunk` contains them.
+    /// On a switch: the VLAN, 1..=4094, whose frames are untagged at the port. Frames of other VLANs are dropped unless
+    /// `trunk` names them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vlan: Option<u16>,
-    /// On a switch: the VLANs whose frames are tagged at the port, for example `1,2,10-20`.
+    /// On a switch: the VLANs whose frames are tagged at the port.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "Vlans::deserialize")]
     pub trunk: Option<Vlans>,
-    /// On a switch: whether frames between this port and other isolated ports are dropped. Absent:
-    /// false.
+    /// On a switch: whether no frames go between this port and other isolated ones; absent: not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub isolated: Option<bool>,
-    /// On a switch: whether frames to 01:80:c2:00:00:00 to 0f (STP, PAUSE, LACP, 802.1X, LLDP) pass
-    /// between ports that both have this key. Absent: false.
+    /// On a switch: whether frames to 01:80:c2:00:00:00 to 0f (STP, LACP, LLDP) pass, between ports that say so; absent: not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved: Option<bool>,
-    /// vhost-user-net, uplink: bytes of the longest IP packet. A tap gets this MTU; a port of a
-    /// switch drops longer packets. Absent: the MTU of the tap; on a switch 1500.
+    /// vhost-user-net and uplink: bytes of the longest IP packet, which the interface gets; absent: the interface's. A port
+    /// of a switch drops what is longer; its guest is told 1500 where it is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// vhost-user: what serves the requests. Absent: `user`.
+    /// vhost-user: who serves it; absent: user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
-    /// vhost-user: whether guest memory may be in files of any file system. If that file system
-    /// does not answer, a worker waits with all its queues. Absent: memfd, tmpfs and hugetlbfs
-    /// only.
+    /// vhost-user: whether front ends may share memory in files whose file system makes an access wait (a disk's, a FUSE mount's).
+    /// A worker that waits serves none of its queues. Absent: memfd, tmpfs and hugetlbfs only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_may_block: Option<bool>,
-    /// fuse: the regular file that is mounted over. A missing file is made, and removed at the end.
+    /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mountpoint: Option<PathBuf>,
-    /// fuse: whether the file can be written. Absent: false.
+    /// fuse: whether the file can be written; absent: not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub writable: Option<bool>,
-    /// fuse: whether writes beyond the end and truncation change the size. Absent: false.
+    /// fuse: whether its size can be changed by writing beyond the end, and by truncating; absent: not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub growable: Option<bool>,
-    /// fuse: whether other users may use the file. Absent: `auto`.
+    /// fuse: absent: auto.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allow_other: Option<AllowOther>,
-    /// fuse: how requests come from the kernel. Absent: `auto`.
+    /// fuse: absent: auto.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transport: Option<Transport>,
-    /// fuse: whether the kernel may read and write the image itself. Absent: `auto`.
+    /// fuse: absent: auto.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<Passthrough>,
 }
@@ -323,48 +307,45 @@ impl ExportSpec {
     }
 }
 
-/// A worker that is made, or the changes of a worker.
+/// A worker to be made, or what is to change of one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct WorkerSpec {
-    /// What runs the worker. Absent: `user`. It cannot be changed.
+    /// Who runs it; absent: user. Only of one to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<WorkerKind>,
-    /// For `kind=kernel`: the export whose queues the worker can have.
+    /// The export whose queues a worker of the kernel can have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<String>,
-    /// The name in lists. The thread keeps the name that the worker was made with, cut to 15 bytes.
-    /// Absent: `worker-ID`.
+    /// Shown in lists and, as the worker was made with it and cut to 15 bytes, as its thread's name; absent:
+    /// `worker-ID`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// The CPUs that the worker may run on. An empty list: all CPUs of the daemon, which is also
-    /// the default of a new worker.
+    /// CPUs it may run on; empty: all of the daemon's, as for a new worker when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<Vec<usize>>,
-    /// The nice value, -20 to 19. Absent: that of the daemon.
+    /// -20..=19; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nice: Option<i32>,
-    /// The limit of adaptive polling in microseconds. 0: never poll. Absent: that of the daemon.
+    /// Bound of adaptive polling, µs, 0: never poll; absent: the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
 }
 
-/// A disk in its present state.
+/// A disk as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskInfo {
-    /// The keys that the disk was added with.
+    /// What was asked for.
     #[serde(flatten)]
     pub spec: DiskSpec,
-    /// The present size in bytes.
+    /// Bytes now.
     pub size_bytes: u64,
-    /// Whether the page cache is bypassed (O_DIRECT).
+    /// Whether the page cache is passed by.
     pub direct_in_use: bool,
-    /// How requests reach the disk: `ring`, operations on the io_uring of the worker; `inline`, a
-    /// file in memory (tmpfs, hugetlbfs) that the worker copies at once; `memory`, a `ram` disk;
-    /// `none`, a `null` disk.
+    /// How requests reach it: `ring`, `inline` (memory-backed file), `memory`, `none`.
     pub path: String,
-    /// The exports that use it.
+    /// Exports that use it.
     pub exports: Vec<String>,
     /// The job that reads or writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -374,101 +355,95 @@ pub struct DiskInfo {
     pub bitmaps: Vec<BitmapInfo>,
 }
 
-/// A worker in its present state.
+/// A worker as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct WorkerInfo {
-    /// The id. It is not used again while the daemon lives.
+    /// Never reused while the daemon lives.
     pub id: u32,
-    /// The name.
+    /// Its name.
     pub name: String,
-    /// What runs the worker. A kernel worker is a thread of the daemon, too; it does not poll.
+    /// Who runs it.
     pub kind: WorkerKind,
-    /// Of a kernel worker: the export whose queues it can have.
+    /// The one export whose queues a worker of the kernel can have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<String>,
-    /// The thread id.
+    /// Thread id.
     pub tid: i32,
-    /// The CPUs that it may run on.
+    /// CPUs it may run on.
     pub cpu: Vec<usize>,
-    /// The nice value.
+    /// Its nice value.
     pub nice: i32,
-    /// The limit of adaptive polling in microseconds.
+    /// Bound of adaptive polling, µs.
     pub poll_us: u32,
-    /// Its queues, as `export:index`.
+    /// Its queues, `export:index`.
     pub queues: Vec<String>,
-    /// The CPU time used, in microseconds.
+    /// CPU time used, µs.
     pub cpu_time_us: u64,
-    /// How often it slept.
+    /// Times it slept.
     pub sleeps: u64,
-    /// The requests that completed while their queue was attached here.
+    /// Requests completed while attached here.
     pub requests: u64,
-    /// Whether it has work and has not run for one second, because it waits in the kernel or gets
-    /// no CPU. Its queues stand still. Never true for a kernel worker.
+    /// It has something to do and has not run for a second. Never for workers of the kernel.
     #[serde(default)]
     pub stalled: bool,
 }
 
-/// A queue in its present state.
+/// A queue as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct QueueInfo {
-    /// The name of the export.
+    /// Name of its export.
     pub export: String,
-    /// The index within the export. Queue N of a network device is the pair of receive ring 2N and
-    /// transmit ring 2N + 1.
+    /// Index within the export.
     pub index: u16,
-    /// The id of the worker that it is attached to.
+    /// Id of the worker it is attached to.
     pub worker: u32,
-    /// `stopped`: the guest does not use it. `running`. `broken`: the guest misused it, and it
-    /// stops until the guest resets it; or the tap of the device or uplink is missing, and the
-    /// export and its network have to be removed and added again.
+    /// `stopped` (the guest does not use it), `running`, `broken` (the guest misused it).
     pub state: String,
-    /// Descriptors of the ring, as of its last start; 0 before the first. Of a mount: requests that
-    /// can be in flight.
+    /// Descriptors of the ring; 0 before its first start, and as it was while it is stopped.
     pub size: u16,
-    /// Whether the ring is a packed virtqueue.
+    /// Whether it is a packed virtqueue.
     pub packed: bool,
-    /// Requests that are taken and not completed.
+    /// Requests taken and not completed.
     pub in_flight: u32,
-    /// How often it was started, or moved while it ran.
+    /// Times it was started, or moved to another worker while it ran.
     pub generation: u32,
-    /// Requests completed since the export was added; for a network frames. With `engine=kernel`
-    /// the counters of a network device are 0, because the kernel does not report them.
+    /// Requests completed.
     pub requests: u64,
     /// Requests completed with an error.
     pub errors: u64,
-    /// Bytes that the guest read.
+    /// Bytes read by the guest.
     pub read_bytes: u64,
-    /// Bytes that the guest wrote.
+    /// Bytes written by the guest.
     pub write_bytes: u64,
-    /// Kicks of the guest that were seen. Of a mount: how often a channel was woken.
+    /// Kicks seen.
     pub kicks: u64,
-    /// Notifications sent to the guest. Of a mount: replies.
+    /// Notifications sent.
     pub notifications: u64,
-    /// vhost-user-net, uplink: frames in each direction.
+    /// vhost-user-net: what went through, each way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,
 }
 
-/// An export in its present state.
+/// An export as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportInfo {
-    /// The keys that the export was added with.
+    /// What was asked for.
     #[serde(flatten)]
     pub spec: ExportSpec,
-    /// What serves the requests: `user` or `kernel`.
+    /// `user` or `kernel`.
     pub engine: Engine,
-    /// With `engine=auto`: why it is not `kernel`.
+    /// Why not the kernel, where that was left to us.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_reason: Option<String>,
-    /// Whether a front end is connected, or the file is mounted.
+    /// Whether a front-end is connected.
     pub connected: bool,
-    /// Whether it is being removed. Its users are disconnected, and it ends with its last request.
+    /// Whether it is being removed: its users are disconnected, and it goes when its last request ends.
     #[serde(default)]
     pub removing: bool,
-    /// The virtio features, or the flags of FUSE INIT, that were negotiated, by name.
+    /// Virtio features, or flags of FUSE's INIT, agreed on, by name.
     pub features: Vec<String>,
     /// fuse: how it is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -496,27 +471,26 @@ pub fn cpu_list(cpus: &[usize]) -> String {
     runs.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// A mount in its present state.
+/// A mount as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MountInfo {
     /// `dev` or `io_uring`.
     pub transport: Transport,
-    /// With `transport=auto`: why it is not `io_uring`.
+    /// Why not io_uring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transport_reason: Option<String>,
-    /// Whether the kernel reads and writes the image itself.
+    /// Whether reads and writes go to the image within the kernel.
     pub passthrough: bool,
-    /// Why it does not.
+    /// Why not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough_reason: Option<String>,
     /// Whether other users may use the file.
     pub allow_other: bool,
-    /// How often the file is open.
+    /// Times that it is open now.
     pub open_files: u32,
-    /// With `io_uring`: idle entries that are still with former workers of the queues. These
-    /// workers forward the requests that come with them. The thread of a freed worker ends when
-    /// none of these entries is its own.
+    /// Over io_uring: idle entries that are still with former workers of their queues, which forward requests that come
+    /// with them.
     #[serde(default)]
     pub forwarded_entries: u32,
 }

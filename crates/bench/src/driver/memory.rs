@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use virtio::mem;
 
 use crate::error::{Error, Kind, Result, fail};
 
@@ -214,7 +215,7 @@ impl Area {
         );
         // SAFETY: in bounds by the assertion; the mapping lives as long as `memory`; `bytes` is not guest memory,
         // to which no references exist.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.host.add(offset), bytes.len()) }
+        unsafe { mem::write(self.host.add(offset), bytes) }
     }
 
     /// Copies from `offset` into `bytes`. Panics if that reaches past the end.
@@ -224,13 +225,13 @@ impl Area {
             "read past the end of an area"
         );
         // SAFETY: as in `write`.
-        unsafe { ptr::copy_nonoverlapping(self.host.add(offset), bytes.as_mut_ptr(), bytes.len()) }
+        unsafe { mem::read(self.host.add(offset), bytes) }
     }
 
     /// Sets every byte; also what faults the pages in before time is measured.
     pub fn fill(&self, byte: u8) {
         // SAFETY: the whole area is mapped as long as `memory` lives.
-        unsafe { ptr::write_bytes(self.host, byte, self.len) }
+        unsafe { mem::fill(self.host, byte, self.len) }
     }
 
     /// All bytes, copied out.

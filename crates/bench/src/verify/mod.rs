@@ -11,6 +11,8 @@ mod state;
 
 use std::fmt;
 
+use virtio::mem;
+
 pub use self::state::{Partition, StateFile};
 
 /// Bytes of a sector.
@@ -69,7 +71,7 @@ pub unsafe fn write_sectors(at: *mut u8, stamp: Stamp, sectors: usize) {
     for i in 0..sectors {
         let words = Stamp { sector: stamp.sector + i as u64, ..stamp }.words();
         // SAFETY: within the range that the caller answers for.
-        unsafe { std::ptr::copy_nonoverlapping(words.as_ptr().cast(), at.add(i * SECTOR), SECTOR) };
+        unsafe { mem::copy(words.as_ptr().cast(), at.add(i * SECTOR), SECTOR) };
     }
 }
 
@@ -89,7 +91,7 @@ pub unsafe fn check_sectors(
     for i in 0..sectors {
         let mut found = [0; WORDS];
         // SAFETY: within the range that the caller answers for; `found` is ours.
-        unsafe { std::ptr::copy_nonoverlapping(at.add(i * SECTOR), found.as_mut_ptr().cast(), SECTOR) };
+        unsafe { mem::copy(at.add(i * SECTOR), found.as_mut_ptr().cast(), SECTOR) };
         check_words(&found, Stamp { sector: stamp.sector + i as u64, ..stamp }, lowest)?;
     }
     Ok(())

@@ -1,9 +1,8 @@
 //! Packed virtqueues, driver side (Virtio 1.3, 2.8).
 
-use alloc::vec;
-use alloc::vec::Vec;
 use core::sync::atomic::{Ordering, fence};
 
+use crate::bits::{Table, low_u16, low_u32};
 use crate::desc::{DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Pos};
 use crate::raw;
 use crate::ring::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE, RingAddrs, RingFeatures, need_event};
@@ -30,10 +29,10 @@ pub struct PackedDriver {
     staged: u16,
     /// Where the next used descriptor will be.
     used: Pos,
-    next: Vec<u16>,
+    next: Table,
     /// For an id in flight: slots of its chain, else 0; and the cookie.
-    descs: Vec<u16>,
-    cookies: Vec<u16>,
+    descs: Table,
+    cookies: Table,
 }
 
 // SAFETY: the addresses are the ring's alone on the driver side (`DriverRing::new`), on whichever thread it is.
@@ -53,9 +52,9 @@ impl PackedDriver {
             first_flags: 0,
             staged: 0,
             used: start,
-            next: (1..=size).collect(),
-            descs: vec![0; size as usize],
-            cookies: vec![0; size as usize],
+            next: Table::list(size),
+            descs: Table::zeroed(size as usize),
+            cookies: Table::zeroed(size as usize),
         }
     }
 
@@ -81,7 +80,7 @@ impl PackedDriver {
                         raw::put_u64(desc.add(WORD), u64::from(seg.len) | u64::from(write) << 48);
                     }
                 }
-                self.slot(table.addr, (segs.len() * DESC_LEN) as u32, id, DESC_F_INDIRECT, true);
+                self.slot(table.addr, low_u32((segs.len() * DESC_LEN) as u64), id, DESC_F_INDIRECT, true);
                 1
             }
             _ => {
@@ -93,14 +92,15 @@ impl PackedDriver {
                     let next = if i + 1 < segs.len() { DESC_F_NEXT } else { 0 };
                     self.slot(seg.addr, seg.len, id, write | next, i == 0);
                 }
-                segs.len() as u16
+                // At most `free`.
+                low_u16(segs.len() as u64)
             }
         };
         self.staged += descs;
         self.free -= descs;
-        self.free_id = self.next[id as usize];
-        self.descs[id as usize] = descs;
-        self.cookies[id as usize] = cookie;
+        self.free_id = self.next.get(id);
+        self.descs.set(id, descs);
+        self.cookies.set(id, cookie);
         Ok(())
     }
 
@@ -140,10 +140,10 @@ impl PackedDriver {
             raw::load_u32(self.addrs.device, Ordering::Relaxed)
         };
         self.published = self.avail;
-        match (event >> 16) as u16 {
+        match low_u16((event >> 16).into()) {
             EVENT_DISABLE => false,
             EVENT_DESC if self.event_idx => {
-                let at = Pos::from_bits(event as u16);
+                let at = Pos::from_bits(low_u16(event.into()));
                 let new = self.avail;
                 let slot = if at.wrap == new.wrap { at.slot } else { at.slot.wrapping_sub(self.size) };
                 need_event(slot, new.slot, new.slot.wrapping_sub(staged))
@@ -166,24 +166,23 @@ impl PackedDriver {
             let desc = self.addrs.desc.add(self.used.slot as usize * DESC_LEN);
             raw::load_u64(desc.add(WORD), Ordering::Acquire)
         };
-        let turn = (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED);
+        let turn = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
         (self.free < self.size && turn == self.used.used_flags()).then_some(word)
     }
 
     #[inline]
     pub(super) fn poll(&mut self) -> Option<Used> {
         let word = self.load_used()?;
-        let (len, id, flags) = (word as u32, (word >> 32) as u16, (word >> 48) as u16);
+        let (len, id, flags) = (low_u32(word), low_u16(word >> 32), low_u16(word >> 48));
         // Where the next one is cannot be known after an id that is not in flight: the ring stands still.
-        let descs = self.descs.get(id as usize).copied().filter(|&descs| descs != 0)?;
-        self.descs[id as usize] = 0;
+        let descs = Some(self.descs.take(id)).filter(|&descs| descs != 0)?;
         self.used = self.used.advance(descs, self.size);
-        self.next[id as usize] = self.free_id;
+        self.next.set(id, self.free_id);
         self.free_id = id;
         self.free += descs;
         // Without the flag the length means nothing (2.8.6).
         let len = if flags & DESC_F_WRITE != 0 { len } else { 0 };
-        Some(Used { cookie: self.cookies[id as usize], len })
+        Some(Used { cookie: self.cookies.get(id), len })
     }
 
     #[inline]

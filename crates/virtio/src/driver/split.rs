@@ -1,9 +1,8 @@
 //! Split virtqueues, driver side (Virtio 1.3, 2.7).
 
-use alloc::vec;
-use alloc::vec::Vec;
 use core::sync::atomic::{Ordering, fence};
 
+use crate::bits::{Table, low_u16, low_u32};
 use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN};
 use crate::raw;
 use crate::ring::{RingAddrs, RingFeatures, need_event};
@@ -30,10 +29,10 @@ pub struct SplitDriver {
     /// The next used index to look at.
     next_used: u16,
     /// Links of the free list and of chains: what the device cannot overwrite.
-    next: Vec<u16>,
+    next: Table,
     /// For a head in flight: descriptors of its chain, else 0; and the cookie.
-    descs: Vec<u16>,
-    cookies: Vec<u16>,
+    descs: Table,
+    cookies: Table,
 }
 
 // SAFETY: the addresses are the ring's alone on the driver side (`DriverRing::new`), on whichever thread it is.
@@ -50,9 +49,9 @@ impl SplitDriver {
             next_avail: 0,
             published: 0,
             next_used: 0,
-            next: (1..=size).collect(),
-            descs: vec![0; size as usize],
-            cookies: vec![0; size as usize],
+            next: Table::list(size),
+            descs: Table::zeroed(size as usize),
+            cookies: Table::zeroed(size as usize),
         }
     }
 
@@ -69,14 +68,15 @@ impl SplitDriver {
                 if segs.len() > table.cap as usize || self.free == 0 {
                     return Err(Full);
                 }
-                for (i, seg) in segs.iter().enumerate() {
+                for (i, seg) in (0..).zip(segs) {
+                    let more = i as usize + 1 < segs.len();
                     // SAFETY: below the table's capacity; `Indirect` is the caller's promise.
-                    unsafe { write_desc(table.ptr, i as u16, seg, i as u16 + 1, i + 1 < segs.len()) };
+                    unsafe { write_desc(table.ptr, i, seg, i + 1, more) };
                 }
-                let len = (segs.len() * DESC_LEN) as u32;
+                let len = low_u32((segs.len() * DESC_LEN) as u64);
                 // SAFETY: the free list holds indices below the size; the table is mapped (`DriverRing::new`).
                 unsafe { put_desc(self.addrs.desc, head, table.addr, len, DESC_F_INDIRECT, 0) };
-                self.free_head = self.next[head as usize];
+                self.free_head = self.next.get(head);
                 1
             }
             _ => {
@@ -85,18 +85,19 @@ impl SplitDriver {
                 }
                 let mut index = head;
                 for (i, seg) in segs.iter().enumerate() {
-                    let next = self.next[index as usize];
+                    let next = self.next.get(index);
                     // SAFETY: as above.
                     unsafe { write_desc(self.addrs.desc, index, seg, next, i + 1 < segs.len()) };
                     index = next;
                 }
                 self.free_head = index;
-                segs.len() as u16
+                // At most `free`.
+                low_u16(segs.len() as u64)
             }
         };
         self.free -= descs;
-        self.descs[head as usize] = descs;
-        self.cookies[head as usize] = cookie;
+        self.descs.set(head, descs);
+        self.cookies.set(head, cookie);
         let slot = (self.next_avail & self.mask) as usize;
         // SAFETY: the slot is below the size; the available ring is ours and mapped.
         unsafe { raw::put_u16(self.addrs.driver.add(ELEMS + 2 * slot), head) };
@@ -143,18 +144,17 @@ impl SplitDriver {
                 (raw::get_u32(elem), raw::get_u32(elem.add(4)))
             };
             self.next_used = self.next_used.wrapping_add(1);
-            let Some(descs) = self.descs.get_mut(id as usize) else { continue };
-            let descs = core::mem::take(descs);
+            let Ok(head) = u16::try_from(id) else { continue };
+            let descs = self.descs.take(head);
             if descs == 0 {
                 continue;
             }
             // The chain goes back on the free list as it is.
-            let head = id as u16;
-            let last = (1..descs).fold(head, |index, _| self.next[index as usize]);
-            self.next[last as usize] = self.free_head;
+            let last = (1..descs).fold(head, |index, _| self.next.get(index));
+            self.next.set(last, self.free_head);
             self.free_head = head;
             self.free += descs;
-            return Some(Used { cookie: self.cookies[head as usize], len });
+            return Some(Used { cookie: self.cookies.get(head), len });
         }
         None
     }

@@ -16,6 +16,7 @@ use alloc::vec::Vec;
 use core::any::Any;
 use core::sync::atomic::Ordering;
 
+use crate::bits::{Table, low_u8, low_u16};
 use crate::desc::{Broken, DESC_F_AVAIL, DESC_F_USED, DESC_LEN, Head, Pos, RawDesc};
 use crate::raw;
 
@@ -56,12 +57,12 @@ pub(crate) struct PackedTrack {
     free_count: u16,
     used: Pos,
     /// The lists' links, as in the region.
-    next: Vec<u16>,
+    next: Table,
     /// For a head entry: its list's last entry and length.
-    last: Vec<u16>,
-    num: Vec<u16>,
+    last: Table,
+    num: Table,
     /// The head entry of the request with a buffer id, plus one; 0 for none. Mostly untouched zero pages.
-    entry_of_id: Vec<u16>,
+    entry_of_id: Table,
     /// Descriptors of the chain being taken.
     noted: Vec<RawDesc>,
     /// Head entries that were pushed and not yet published.
@@ -102,10 +103,10 @@ impl PackedTrack {
             old_free_head: 0,
             free_count: queue_size,
             used,
-            next: (1..=queue_size).collect(),
-            last: vec![0; n],
-            num: vec![0; n],
-            entry_of_id: vec![0; IDS],
+            next: Table::list(queue_size),
+            last: Table::zeroed(n),
+            num: Table::zeroed(n),
+            entry_of_id: Table::zeroed(IDS),
             noted: Vec::with_capacity(size as usize),
             staged: Vec::with_capacity(size as usize),
             _keep: keep,
@@ -181,9 +182,9 @@ impl PackedTrack {
         // SAFETY: inside of the region.
         let (lists, positions) =
             unsafe { (raw::get_u64(self.base.add(LISTS_AT)), raw::get_u64(self.base.add(POSITIONS_AT))) };
-        let (free_head, old_free_head) = ((lists >> 32) as u16, (lists >> 48) as u16);
-        let mut used = Pos { slot: positions as u16, wrap: (positions >> 32) as u8 != 0 };
-        let old = Pos { slot: (positions >> 16) as u16, wrap: (positions >> 40) as u8 != 0 };
+        let (free_head, old_free_head) = (low_u16(lists >> 32), low_u16(lists >> 48));
+        let mut used = Pos { slot: low_u16(positions), wrap: low_u8(positions >> 32) != 0 };
+        let old = Pos { slot: low_u16(positions >> 16), wrap: low_u8(positions >> 40) != 0 };
         if used.slot >= size || old.slot >= size {
             return Err(InflightError::Damaged("a used position is outside of the ring"));
         }
@@ -208,18 +209,19 @@ impl PackedTrack {
         let mut seen = vec![false; n as usize];
         for index in 0..n {
             // SAFETY: inside of the region.
-            self.next[index as usize] = unsafe { raw::get_u16(self.entry(index).add(NEXT_AT)) };
+            let next = unsafe { raw::get_u16(self.entry(index).add(NEXT_AT)) };
+            self.next.set(index, next);
         }
         self.free_count = 0;
         let mut index = self.free_head;
-        while index < n {
-            if core::mem::replace(&mut seen[index as usize], true) {
+        while let Some(seen) = seen.get_mut(index as usize) {
+            if core::mem::replace(seen, true) {
                 return Err(InflightError::Damaged("the free list loops"));
             }
             // SAFETY: inside of the region.
             unsafe { raw::put_u8(self.entry(index).add(INFLIGHT_AT), 0) };
             self.free_count += 1;
-            index = self.next[index as usize];
+            index = self.next.get(index);
         }
         let (mut found, mut taken) = (Vec::new(), 0u16);
         for entry in 0..n {
@@ -238,16 +240,17 @@ impl PackedTrack {
             taken += num;
             let (mut last, mut index) = (entry, entry);
             for _ in 0..num {
-                if index >= n || core::mem::replace(&mut seen[index as usize], true) {
+                let taken = seen.get_mut(index as usize).is_none_or(|seen| core::mem::replace(seen, true));
+                if taken {
                     return Err(InflightError::Damaged("two lists share an entry"));
                 }
-                (last, index) = (index, self.next[index as usize]);
+                (last, index) = (index, self.next.get(index));
             }
-            self.last[entry as usize] = last;
-            self.num[entry as usize] = num;
+            self.last.set(entry, last);
+            self.num.set(entry, num);
             // SAFETY: inside of the region; `last` was checked on the way.
             let id = unsafe { raw::get_u16(self.entry(last).add(ID_AT)) };
-            self.entry_of_id[id as usize] = entry + 1;
+            self.entry_of_id.set(id, entry + 1);
             found.push((counter, Replay { head: Head { id, descs: num }, entry }));
         }
         found.sort_by_key(|&(counter, _)| counter);
@@ -269,7 +272,8 @@ impl PackedTrack {
 
     /// A request was taken: the descriptors noted since [`begin`](Self::begin).
     pub(crate) fn take(&mut self, head: Head) -> Result<(), Broken> {
-        let num = self.noted.len() as u16;
+        // A chain has at most as many descriptors as the ring.
+        let num = low_u16(self.noted.len() as u64);
         if num == 0 || num > self.free_count {
             // A driver that never gives an id twice at a time cannot get here.
             return Err(Broken::Overcommitted);
@@ -277,15 +281,16 @@ impl PackedTrack {
         let entry = self.free_head;
         let (mut last, mut free) = (entry, entry);
         for d in &self.noted {
+            let Some(next) = self.next.find(free) else { return Err(Broken::Inflight { entry: free }) };
             let at = self.entry(free);
-            // SAFETY: inside of the region: the free list has `free_count` entries below the queue size.
+            // SAFETY: inside of the region: `next` has the queue's size, so that `free` is below it.
             unsafe {
                 raw::put_u16(at.add(ID_AT), d.mid());
                 raw::put_u16(at.add(FLAGS_AT), d.top());
                 raw::put_u32(at.add(LEN_AT), d.len());
                 raw::put_u64(at.add(ADDR_AT), d.addr);
             }
-            (last, free) = (free, self.next[free as usize]);
+            (last, free) = (free, next);
         }
         let at = self.entry(entry);
         // SAFETY: inside of the region.
@@ -296,11 +301,11 @@ impl PackedTrack {
             raw::put_u8(at.add(INFLIGHT_AT), 1);
         }
         self.counter = self.counter.wrapping_add(1);
-        self.last[entry as usize] = last;
-        self.num[entry as usize] = num;
+        self.last.set(entry, last);
+        self.num.set(entry, num);
         self.free_count -= num;
         self.free_head = free;
-        self.entry_of_id[head.id as usize] = entry + 1;
+        self.entry_of_id.set(head.id, entry + 1);
         // Until here the head entry is in the free list and recovery clears its mark; from here it is in flight.
         self.store_lists(free);
         Ok(())
@@ -308,13 +313,13 @@ impl PackedTrack {
 
     /// A request goes back to where it was taken from.
     pub(crate) fn untake(&mut self, id: u16) {
-        let Some(entry) = core::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) else { return };
-        let last = self.last[entry as usize];
-        self.next[last as usize] = self.free_head;
+        let Some(entry) = self.entry_of_id.take(id).checked_sub(1) else { return };
+        let last = self.last.get(entry);
+        self.next.set(last, self.free_head);
         // SAFETY: inside of the region: both are entries of a request that was taken.
         unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
         self.free_head = entry;
-        self.free_count += self.num[entry as usize];
+        self.free_count += self.num.get(entry);
         // From here it is free, and recovery would clear its mark.
         self.store_lists(entry);
         // SAFETY: inside of the region.
@@ -324,7 +329,7 @@ impl PackedTrack {
     /// A request will be in the next batch.
     #[inline]
     pub(crate) fn stage(&mut self, id: u16) {
-        if let Some(entry) = core::mem::take(&mut self.entry_of_id[id as usize]).checked_sub(1) {
+        if let Some(entry) = self.entry_of_id.take(id).checked_sub(1) {
             self.staged.push(entry);
         }
     }
@@ -332,12 +337,12 @@ impl PackedTrack {
     /// Frees the batch's entries for the case that the batch gets through: the used position is to be `used`.
     pub(crate) fn before_publish(&mut self, used: Pos) {
         for &entry in &self.staged {
-            let last = self.last[entry as usize];
-            self.next[last as usize] = self.free_head;
+            let last = self.last.get(entry);
+            self.next.set(last, self.free_head);
             // SAFETY: inside of the region: both are entries of a request that was taken.
             unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
             self.free_head = entry;
-            self.free_count += self.num[entry as usize];
+            self.free_count += self.num.get(entry);
         }
         self.store_lists(self.old_free_head);
         self.store_positions(used, self.used);
@@ -372,7 +377,7 @@ impl PackedTrack {
                     word: u64::from(raw::get_u32(at.add(LEN_AT))) | id_flags << 32,
                 }
             });
-            index = self.next[index as usize];
+            index = self.next.get(index);
         }
         Ok(())
     }

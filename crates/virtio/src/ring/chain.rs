@@ -1,6 +1,7 @@
 //! What a request is made of: its chain of buffers, as callers see it, and its descriptors, as they were read.
 
 use crate::desc::Head;
+use crate::mem;
 use crate::raw;
 use alloc::vec::Vec;
 
@@ -66,4 +67,43 @@ impl Chain {
     pub fn new() -> Self {
         Self::default()
     }
+}
+
+/// Copies the first bytes of segments to `to`, until one of both ends. Returns the number of bytes copied.
+///
+/// # Safety
+/// The memory table that the segments were translated with is alive.
+#[inline]
+pub unsafe fn gather(from: &[Seg], to: &mut [u8]) -> usize {
+    let all = to.len();
+    let mut rest = to;
+    for seg in from {
+        let (now, later) = rest.split_at_mut(rest.len().min(seg.len as usize));
+        // SAFETY: not more than the segment's bytes, which were translated and are mapped by the caller's promise.
+        unsafe { mem::read(seg.ptr, now) };
+        rest = later;
+        if rest.is_empty() {
+            break;
+        }
+    }
+    all - rest.len()
+}
+
+/// Copies `from` to the first bytes of segments, until one of both ends. Returns the number of bytes copied.
+///
+/// # Safety
+/// The memory table that the segments were translated with is alive.
+#[inline]
+pub unsafe fn scatter(from: &[u8], to: &[Seg]) -> usize {
+    let mut rest = from;
+    for seg in to {
+        let (now, later) = rest.split_at(rest.len().min(seg.len as usize));
+        // SAFETY: not more than the segment's bytes, which were translated and are mapped by the caller's promise.
+        unsafe { mem::write(seg.ptr, now) };
+        rest = later;
+        if rest.is_empty() {
+            break;
+        }
+    }
+    from.len() - rest.len()
 }

@@ -14,7 +14,7 @@ mod split;
 mod walk;
 
 pub use crate::desc::{Broken, DESC_LEN, Head, MAX_QUEUE_SIZE};
-pub use chain::{Chain, ChainFault, Seg};
+pub use chain::{Chain, ChainFault, Seg, gather, scatter};
 pub use packed::PackedRing;
 pub use split::SplitRing;
 
@@ -23,6 +23,7 @@ pub(crate) use packed::{EVENT_DESC, EVENT_DISABLE, EVENT_ENABLE};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
+use crate::bits::low_u16;
 use crate::features;
 use crate::inflight::{Inflight, InflightError, Replay, SplitNotes};
 use crate::log::DirtyLog;
@@ -168,7 +169,7 @@ impl DeviceRing {
             if features.packed {
                 PackedRing::new(size, features, addrs, base).map(Self::Packed)
             } else {
-                Ok(Self::Split(SplitRing::new(size, features, addrs, base as u16)))
+                Ok(Self::Split(SplitRing::new(size, features, addrs, low_u16(base.into()))))
             }
         }
     }

@@ -8,6 +8,7 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::sync::atomic::{Ordering, fence};
 
+use crate::bits::low_u16;
 use crate::desc::{
     Broken, DESC_F_AVAIL, DESC_F_NEXT, DESC_F_USED, DESC_F_WRITE, DESC_LEN, Head, Pos, RawDesc,
 };
@@ -68,7 +69,7 @@ impl PackedRing {
         addrs: RingAddrs,
         base: u32,
     ) -> Result<Self, RingError> {
-        let mut avail = Pos::from_bits(base as u16);
+        let mut avail = Pos::from_bits(low_u16(base.into()));
         // SAFETY: the slot is below the size, the descriptor ring mapped and aligned by the caller's promise.
         let written = |slot: u16| unsafe {
             let flags = addrs.desc.add(slot as usize * DESC_LEN + FLAGS);
@@ -78,7 +79,7 @@ impl PackedRing {
         if base == 0 && !(0..size).any(written) {
             avail.wrap = true;
         }
-        let used = if base >> 16 == 0 { avail } else { Pos::from_bits((base >> 16) as u16) };
+        let used = if base >> 16 == 0 { avail } else { Pos::from_bits(low_u16((base >> 16).into())) };
         // Before the distance, which is one between slots of the ring.
         if avail.slot >= size || used.slot >= size {
             return Err(RingError::Base(base));
@@ -124,7 +125,7 @@ impl PackedRing {
         // last, without the rest. Acquire: nor can later loads miss the address and the chain's other descriptors.
         // SAFETY: the descriptor ring stays mapped and is aligned to 16 (`DeviceRing::new`).
         let word = unsafe { raw::load_u64(self.slot(self.avail.slot).add(WORD), Ordering::Acquire) };
-        let turn = (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED);
+        let turn = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
         (turn == self.avail.avail_flags()).then_some(word)
     }
 
@@ -132,7 +133,7 @@ impl PackedRing {
     fn is_avail(&self, pos: Pos) -> bool {
         // SAFETY: as in `load_avail`; a position's slot lies inside of the ring.
         let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
-        (word >> 48) as u16 & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
+        low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
     }
 
     #[inline]
@@ -314,10 +315,10 @@ impl PackedRing {
         // Position and flags in one load, so that they belong together.
         // SAFETY: the driver's event suppression structure stays mapped and is aligned to 4.
         let event = unsafe { raw::load_u32(self.addrs.driver, Ordering::Relaxed) };
-        match (event >> 16) as u16 & 3 {
+        match low_u16((event >> 16).into()) & 3 {
             EVENT_DISABLE => false,
             EVENT_DESC if self.event_idx => {
-                let at = Pos::from_bits(event as u16);
+                let at = Pos::from_bits(low_u16(event.into()));
                 // On the scale of this lap, a slot of the lap before is one ring less.
                 let slot = if at.wrap == new.wrap { at.slot } else { at.slot.wrapping_sub(self.size) };
                 need_event(slot, new.slot, new.slot.wrapping_sub(staged))

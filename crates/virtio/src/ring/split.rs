@@ -7,6 +7,7 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::sync::atomic::{Ordering, fence};
 
+use crate::bits::low_u16;
 use crate::inflight::{Inflight, InflightError, Replay, SplitNotes, SplitTrack};
 use crate::mem::GuestMemory;
 use crate::raw;
@@ -279,8 +280,8 @@ impl SplitRing {
 
     pub(super) fn set_inflight(&mut self, inflight: Inflight) -> Result<Vec<Replay>, InflightError> {
         let (track, replays) = SplitTrack::recover(inflight, self.size(), self.published)?;
-        // What was taken was taken in the ring's order, so the next one follows from how many there are.
-        self.next_avail = self.published.wrapping_add(replays.len() as u16);
+        // Requests are taken in the ring's order, so the next one follows from how many there are: at most the ring's size.
+        self.next_avail = self.published.wrapping_add(low_u16(replays.len() as u64));
         self.seen_avail = self.next_avail;
         self.next_used = self.published;
         self.notify_due = true;

@@ -8,10 +8,11 @@
 //! [`Careful`] then walks the chain anew from its first descriptor. Each of them reads a field once, and what the first
 //! one read is forgotten, so that a driver that writes in between gains nothing.
 
-use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, MAX_QUEUE_SIZE, RawDesc};
-use crate::mem::{Flat, GuestMemory, Hit};
-use crate::raw;
 use alloc::vec::Vec;
+
+use crate::bits::{low_u16, low_u32};
+use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, MAX_QUEUE_SIZE, RawDesc};
+use crate::mem::{self, Flat, GuestMemory, Hit};
 
 use super::chain::{Chain, ChainFault, Seg};
 
@@ -36,7 +37,7 @@ pub(super) struct Walker {
     /// Whether every buffer counts as device-readable, whatever its write flag says.
     all_readable: bool,
     /// A copy of an indirect table that is misaligned or runs over a region's end.
-    table: Vec<u64>,
+    table: Vec<[u64; 2]>,
 }
 
 impl Walker {
@@ -147,7 +148,8 @@ impl<'a> Fast<'a> {
         if d.mid() & DESC_F_INDIRECT == 0 {
             // SAFETY: the caller's promise.
             unsafe { self.split_list(desc, size, d)? };
-            return Some(self.count(self.next) as u16);
+            // At most `MAX_DESCS` segments.
+            return Some(low_u16(self.count(self.next) as u64));
         }
         if d.mid() & DESC_F_NEXT != 0 {
             return None;
@@ -344,7 +346,7 @@ impl<'a> Careful<'a> {
         let walked = mem.translate_each(hit, addr, u64::from(len), |ptr, piece| {
             // A piece is no longer than `len`, which is 32 bits wide.
             match chain.segs.len() < MAX_SEGS {
-                true => chain.segs.push(Seg { ptr, len: piece as u32 }),
+                true => chain.segs.push(Seg { ptr, len: low_u32(piece as u64) }),
                 false => fits = false,
             }
         });
@@ -369,13 +371,15 @@ impl<'a> Careful<'a> {
         }
         let table = &mut self.walker.table;
         table.clear();
-        table.resize(len as usize / 8, 0);
-        // SAFETY: the vector owns `len` bytes (`len` is a multiple of 16), and any bytes make a u64.
+        table.resize(count, [0; 2]);
+        // SAFETY: the vector owns `count` times 16 bytes, which is `len`, and any bytes make its elements.
         let bytes = unsafe { core::slice::from_raw_parts_mut(table.as_mut_ptr().cast::<u8>(), len as usize) };
         let mut done = 0;
         let walked = self.mem.translate_each(&mut self.hit, addr, u64::from(len), |ptr, piece| {
+            // The pieces add up to `len`.
+            let Some(to) = bytes.get_mut(done..done + piece) else { return };
             // SAFETY: `translate_each` gave `piece` bytes of guest memory, mapped as `GuestMemory::new` demands.
-            unsafe { raw::copy_out(ptr, &mut bytes[done..done + piece]) };
+            unsafe { mem::read(ptr, to) };
             done += piece;
         });
         if walked.is_err() {
@@ -385,9 +389,9 @@ impl<'a> Careful<'a> {
         Some(count)
     }
 
-    /// A descriptor of the copied table.
-    fn table_desc(&self, index: usize) -> RawDesc {
-        RawDesc { addr: self.walker.table[2 * index], word: self.walker.table[2 * index + 1] }
+    /// A descriptor of the copied table, if it has so many.
+    fn table_desc(&self, index: usize) -> Option<RawDesc> {
+        self.walker.table.get(index).map(|&[addr, word]| RawDesc { addr, word })
     }
 
     /// Walks a split chain (2.7.5): how many descriptors of the ring it takes up.
@@ -432,7 +436,7 @@ impl<'a> Careful<'a> {
         let Some(count) = self.table(addr, len) else { return };
         let mut index = 0;
         for _ in 0..count {
-            let d = self.table_desc(index);
+            let Some(d) = self.table_desc(index) else { return self.fault(ChainFault::Addr) };
             let flags = d.mid();
             if flags & DESC_F_INDIRECT != 0 {
                 self.fault(ChainFault::Indirect);
@@ -443,11 +447,9 @@ impl<'a> Careful<'a> {
                 return;
             }
             index = d.top() as usize;
-            if index >= count {
-                return self.fault(ChainFault::Addr);
-            }
         }
-        self.fault(ChainFault::Loop);
+        // A link out of the table in the last descriptor that may be looked at is that fault, too.
+        self.fault(if index < count { ChainFault::Loop } else { ChainFault::Addr });
     }
 
     /// Adds one descriptor of a packed ring. An indirect table (2.8.8) is all in order, and only the write flag means
@@ -461,7 +463,7 @@ impl<'a> Careful<'a> {
             return self.fault(ChainFault::Indirect);
         }
         for index in 0..self.table(d.addr, d.len()).unwrap_or(0) {
-            let d = self.table_desc(index);
+            let Some(d) = self.table_desc(index) else { return };
             if d.top() & DESC_F_INDIRECT != 0 {
                 self.fault(ChainFault::Indirect);
             } else {

@@ -1,5 +1,5 @@
 //! Why frames do not get through: the one list, from which counters, `status`, JSON and metrics take their names.
-//! The reference (docs/reference/qmp.md) shows the docstrings of the list.
+//! The table of docs/control.md explains each name to users.
 
 use std::fmt;
 
@@ -31,39 +31,39 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Its descriptors point outside the guest's memory, or are no valid chain.
+    /// Its descriptors lead outside of the guest's memory, or are no chain.
     Malformed = "malformed",
-    /// It is shorter than the virtio-net header and an Ethernet header.
+    /// Shorter than its virtio-net header and an Ethernet header.
     TooShort = "too-short",
-    /// It is longer than any frame, or than the one receive buffer of a guest without merged buffers.
+    /// Longer than any frame, or than the one receive buffer that it is to fit in.
     TooLong = "too-long",
-    /// The receive ring stopped before it had buffers for the frame.
+    /// The guest had no receive buffers left for it when its ring stopped.
     NoBuffers = "no-buffers",
-    /// Its virtio-net header is invalid, or places a checksum within the addresses or tags.
+    /// Its virtio-net header makes no sense.
     BadHeader = "bad-header",
-    /// The interface is down or missing.
+    /// The interface is down.
     Down = "down",
-    /// The host, or the receiving guest, had no room.
+    /// The host, or the guest that it is for, has no room for it.
     NoRoom = "no-room",
-    /// It waited in a tap's queue that was detached, or in a transmit ring that was switched off.
+    /// It waited in a tap's queue that was detached.
     Detached = "detached",
-    /// It was in flight when a former daemon ended. It may have been sent, and is not sent twice.
+    /// In flight when a former daemon ended: it may have been sent, and is not sent twice.
     Unknown = "unknown",
     /// No other port of the switch takes it.
     NoReceiver = "no-receiver",
-    /// Its source is a group address, or zero.
+    /// Its source is a group's address, or zero.
     BadSource = "bad-source",
-    /// Its source is not the port's `mac` (`mac-filter`), or is configured for another port.
+    /// Its source is not the port's `mac` (`mac-filter`), or is another port's by configuration.
     ForeignSource = "foreign-source",
-    /// It is for 01:80:c2:00:00:00 to 0f, and not both ports have `reserved=on`.
+    /// It is for 01:80:c2:00:00:00 to 0f, which bridges do not forward to, and not both ports have `reserved=on`.
     Reserved = "reserved",
     /// Its port is not in its VLAN, or does not take its tags.
     Vlan = "vlan",
-    /// It is longer than the MTU of the sending or of the receiving port.
+    /// It is longer than the MTU of its port, or of the other one.
     OverMtu = "over-mtu",
-    /// Both ports are isolated.
+    /// Its port and the other one are isolated.
     Isolated = "isolated",
-    /// The sending or the receiving port is an uplink that is blocked because of a loop.
+    /// Its port, or the other one, is an uplink that is blocked for a loop.
     Loop = "loop",
     /// The host did not take it, for another reason.
     Other = "other",
@@ -166,5 +166,18 @@ mod tests {
         assert_eq!(serde_json::from_value::<NetDrops>(json).unwrap(), drops);
         let other = serde_json::from_str::<NetDrops>(r#"{"vlan":7,"of-the-future":[1]}"#).unwrap();
         assert_eq!(other, NetDrops::new(|why| if why == DropReason::Vlan { 7 } else { 0 }));
+    }
+
+    #[test]
+    fn the_manual_explains_each() {
+        let manual = include_str!("../../../../docs/control.md");
+        let table = manual.lines().skip_while(|line| !line.starts_with("| drops |")).skip(2);
+        let rows = table.map_while(|line| line.strip_prefix("| ")?.split(" | ").next());
+        let mut explained: Vec<_> =
+            rows.flat_map(|cell| cell.split(", ")).map(|name| name.trim_matches('`')).collect();
+        let mut names: Vec<_> = DropReason::ALL.iter().map(|(name, _)| *name).collect();
+        explained.sort_unstable();
+        names.sort_unstable();
+        assert_eq!(explained, names);
     }
 }

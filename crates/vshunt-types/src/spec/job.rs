@@ -12,11 +12,11 @@ use super::Format;
 pub enum JobKind {
     /// Copies a disk as it is at one point in time.
     Backup,
-    /// Copies an overlay into the image below it.
+    /// Brings what an overlay has into the image below.
     Commit,
 }
 
-/// The state of a job, with QEMU's names.
+/// How far a job came; the names are QEMU's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JobStatus {
@@ -26,9 +26,9 @@ pub enum JobStatus {
     Paused,
     /// It was cancelled or has failed, and cleans up.
     Aborting,
-    /// Everything is copied, and is being made stable.
+    /// All is copied; what it used is let go.
     Pending,
-    /// It has ended.
+    /// It is over.
     Concluded,
 }
 
@@ -36,65 +36,63 @@ pub enum JobStatus {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct BackupSpec {
-    /// The name of the disk.
+    /// The disk.
     pub disk: String,
-    /// The name of the job. Absent: `backup0`, `backup1` and so on.
+    /// Name of the job; absent: `backup0` and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
-    /// The file that is made. Exclusive with `target`.
+    /// The file to be made. Exclusive with `target`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<PathBuf>,
-    /// The disk of the daemon that is copied to. It has the same size and no export.
+    /// A disk of the daemon to copy to, as large, without an export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
-    /// The format of the file: `qcow2` or `raw`. Absent: `qcow2`.
+    /// Of the file: `qcow2` (if absent) or `raw`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// Whether an existing file is replaced.
+    /// Replace a file that is there.
     #[serde(default)]
     pub overwrite: bool,
-    /// Whether compressed clusters are written (qcow2).
+    /// Write compressed clusters (qcow2).
     #[serde(default)]
     pub compress: bool,
-    /// The dirty bitmap that starts at the point in time of the backup, for the next incremental
-    /// one. It is made if it is missing.
+    /// A bitmap that is begun at the backup's point in time, for the next incremental one; made if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<String>,
-    /// The dirty bitmap that says which blocks are copied. It is reset at the point in time of the
-    /// backup.
+    /// Only what this bitmap says was written; it begins anew at the backup's point in time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incremental: Option<String>,
-    /// With `incremental`: the qcow2 image of the previous backup, which becomes the backing file.
+    /// Of an incremental backup: the qcow2 image of the backup before, which the new file stands on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backing: Option<PathBuf>,
-    /// The speed limit in bytes per second; what guests overwrite is not limited. 0: no limit.
-    /// Absent: guests keep most of their speed.
+    /// Bytes a second to be copied at most (what guests overwrite comes on top); 0: as fast as it goes, whatever guests
+    /// lose; absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<u64>,
 }
 
-/// A job in its present state.
+/// A job as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct JobInfo {
-    /// The name.
+    /// Its name.
     pub id: String,
     /// What it does.
     #[serde(rename = "type")]
     pub kind: JobKind,
-    /// The name of the disk.
+    /// The disk.
     pub disk: String,
     /// Where it copies to.
     pub target: String,
-    /// The state.
+    /// How far it came.
     pub status: JobStatus,
-    /// Bytes that are done.
+    /// Bytes dealt with.
     #[serde(rename = "current-progress")]
     pub done_bytes: u64,
-    /// Bytes to be done in all.
+    /// Bytes to be dealt with.
     #[serde(rename = "total-progress")]
     pub total_bytes: u64,
-    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
+    /// Bytes a second at most; 0: no limit; absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<u64>,
     /// Why it failed.
@@ -105,39 +103,39 @@ pub struct JobInfo {
     pub cancelled: bool,
 }
 
-/// A dirty bitmap that is made.
+/// A dirty bitmap to be made.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct BitmapSpec {
-    /// The name of the disk.
+    /// The disk.
     pub disk: String,
-    /// The name, unique on the disk.
+    /// Unique on that disk.
     pub name: String,
-    /// Bytes for each bit, a power of two from 512 to 2 GiB. Absent: 64 KiB.
+    /// Bytes that a bit stands for, a power of two from 512 to 2 GiB; absent: 64 KiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub granularity: Option<u64>,
-    /// Whether the bitmap is stored in the image when the disk is closed. Absent: true for qcow2.
+    /// Whether it is kept in the image when the disk is closed; absent: where the image is qcow2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
-    /// Whether the bitmap records no writes until it is enabled.
+    /// Whether writes are not recorded at first.
     #[serde(default)]
     pub disabled: bool,
 }
 
-/// A dirty bitmap in its present state.
+/// A dirty bitmap as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BitmapInfo {
-    /// The name.
+    /// Its name.
     pub name: String,
-    /// Bytes for each bit.
+    /// Bytes that a bit stands for.
     pub granularity: u64,
     /// Bytes that are dirty.
     pub count: u64,
-    /// Whether it records writes.
+    /// Whether writes are recorded.
     pub recording: bool,
-    /// Whether it is stored in the image.
+    /// Whether it is kept in the image.
     pub persistent: bool,
-    /// Whether a job uses it.
+    /// A job uses it.
     pub busy: bool,
 }

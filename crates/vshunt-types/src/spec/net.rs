@@ -12,24 +12,23 @@ use super::NetDrops;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NetKind {
-    /// An interface of the host whose other end is the network device of a guest.
+    /// An interface of the host whose other end is the guest's card.
     Tap,
-    /// Joins the exports of this daemon that use it, uplinks included.
+    /// The exports of this daemon that use it, joined to each other and to uplinks.
     Switch,
 }
 
-/// How the queue of a frame for the guest is chosen among the attached queues of a tap. All but
-/// `auto` are eBPF programs (CAP_BPF).
+/// Which of a tap's attached queues a frame for the guest comes to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Steering {
-    /// By the flow table of the kernel: the queue on which the guest last sent frames of the flow.
+    /// By the kernel's flow table: where the guest last sent frames of that flow.
     #[default]
     Auto,
-    /// By the hash that the kernel already has, from the sending socket (which changes it when TCP
-    /// retransmits) or the NIC; `rss` if there is none.
+    /// By the hash that the kernel has of the frame already, of its sender's socket (which takes another when TCP
+    /// retransmits) or a network card; [`Rss`](Self::Rss) where it has none.
     Hash,
-    /// By a hash over addresses and ports that is the same for both directions of a flow.
+    /// By a hash over addresses and ports, the same for both directions of a flow, whoever sent it.
     Rss,
     /// By the CPU that sends the frame.
     Cpu,
@@ -63,41 +62,37 @@ impl fmt::Display for Steering {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct NetSpec {
-    /// The kind of network.
+    /// Kind of network.
     #[serde(rename = "type")]
     pub kind: NetKind,
-    /// The name, unique among networks.
+    /// Unique among networks.
     pub name: String,
-    /// tap: the interface, a tap or macvtap. An existing one is adopted and stays. Otherwise a tap
-    /// is made, and removed with the network. Exclusive with `fd`.
+    /// The interface, a tap or macvtap. One that is there is adopted and stays; else a tap is made, set up, and removed with
+    /// the network. Of a tap; either this or `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ifname: Option<String>,
-    /// tap: open descriptors of the interface, one for each queue: `7` or `7:8:9`. Not over the
-    /// control socket.
+    /// Open descriptors of the interface, one a queue: `7` or `7:8:9`.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
     pub fd: Option<String>,
-    /// tap: the network namespace of `ifname`: a name (`ip netns`) or a path. Absent: that of the
-    /// daemon.
+    /// The network namespace of `ifname`, a name as `ip netns` has it or a path; absent: ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// tap: the number of queues that the interface is opened with, 1 to 256, which is the limit
-    /// for an export. Absent: as many as the export has.
+    /// Queues that the interface is opened with, 1..=256, and the most that an export can have; absent: as the export asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// tap: how the queue of a frame for the guest is chosen. Absent: `auto`.
+    /// Which queue a frame for the guest comes to; absent: [`Steering::Auto`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub steering: Option<Steering>,
-    /// tap: the MAC address of the interface itself. The guest's address is the key `mac` of the
-    /// export.
+    /// The interface's own Ethernet address; absent: as it is. The guest's is the export's `mac`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<Mac>,
-    /// tap: the user, by name or number, that may open the interface without CAP_NET_ADMIN.
+    /// The user, by name or number, who may open the interface.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
     pub owner: Option<String>,
-    /// tap: the group, by name or number, that may.
+    /// The group whose members may.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
     pub group: Option<String>,
-    /// tap: whether the interface stays when the daemon ends.
+    /// Whether an interface that is made stays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist: Option<bool>,
 }
@@ -133,99 +128,97 @@ pub(super) fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Resu
     deserializer.deserialize_any(Either)
 }
 
-/// A network in its present state.
+/// A network as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetInfo {
-    /// The keys that the network was added with; `ifname` and `steering` as they are in force.
+    /// What was asked for, and which interface and steering there are.
     #[serde(flatten)]
     pub spec: NetSpec,
-    /// Whether the daemon made the interface, and removes it with the network.
+    /// Whether the interface was made, and goes with the network.
     pub made: bool,
-    /// Whether the interface can have more than one queue.
+    /// Whether it can have more queues than one.
     pub multi_queue: bool,
-    /// Queues of the interface that are open.
+    /// Queues of it that are open.
     pub open_queues: u16,
-    /// Bytes of the longest IP packet. Absent if the interface is missing, or there is none.
+    /// Bytes of the longest IP packet; none where the interface is gone, or there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// The exports that use it; at most one for a tap.
+    /// Exports that use it: of a tap one at most.
     pub exports: Vec<String>,
-    /// switch: how many addresses it knows the ports of.
+    /// Of a switch: Ethernet addresses that it knows the ports of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub addresses: Option<usize>,
-    /// tap: the counters of the interface. Absent if the interface is missing, has moved to another
-    /// network namespace, or is in one that the daemon may not enter.
+    /// What went through the interface; none where it is gone, or in another network namespace by now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counters: Option<NetCounters>,
 }
 
-/// How a switch knows the port of an address.
+/// How a switch knows which port an address is behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AddressOrigin {
     /// It is the `mac` of the export.
     Configured,
-    /// It is an address of the interface of the uplink, or of its bridge.
+    /// It is an address of the uplink's interface, or of the bridge that this is a port of.
     Host,
-    /// A frame with this source came in by the port.
+    /// A frame from it came in by the port.
     Learnt,
 }
 
-/// An address whose port a switch knows.
+/// An Ethernet address that a switch knows the port of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetAddress {
-    /// The Ethernet address.
+    /// The address.
     pub address: Mac,
-    /// The VLAN in which it was learnt. Absent without VLANs. An address that was not learnt holds
-    /// in all VLANs of the port.
+    /// The VLAN in which it was learnt; none: without VLANs, or, of one that was not learnt, all VLANs of the port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vlan: Option<u16>,
-    /// The export of the port.
+    /// The export whose port it is behind.
     pub export: String,
-    /// How the port is known.
+    /// How that is known.
     pub origin: AddressOrigin,
-    /// Of a learnt address: seconds since it sent a frame. It is forgotten after 300.
+    /// Of one that was learnt: seconds since it sent a frame. It is forgotten after 300.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub age_s: Option<u32>,
 }
 
-/// Traffic of an interface, as the kernel counts it.
+/// What went through a network since its interface was made, as the kernel counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetCounters {
     /// Frames that the guest sent.
     pub from_guest_packets: u64,
-    /// Bytes of these frames.
+    /// Their bytes.
     pub from_guest_bytes: u64,
     /// Frames that the guest sent and the host did not take.
     pub from_guest_dropped: u64,
     /// Frames for the guest.
     pub to_guest_packets: u64,
-    /// Bytes of these frames.
+    /// Their bytes.
     pub to_guest_bytes: u64,
-    /// Frames for the guest that found no attached queue, or a full one.
+    /// Frames for the guest that found no queue attached, or a full one.
     pub to_guest_dropped: u64,
 }
 
-/// Traffic of a queue pair that a worker of the daemon serves.
+/// What went through a queue pair that a worker of this process serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetQueueCounters {
-    /// Frames that the guest received.
+    /// Frames that the guest got.
     pub to_guest_packets: u64,
-    /// Bytes of these frames, without virtio-net headers.
+    /// Their bytes, without virtio-net headers.
     pub to_guest_bytes: u64,
-    /// Batches in which the guest received frames.
+    /// How often it was given some: packets by batches is how many come together.
     pub to_guest_batches: u64,
-    /// Frames that the guest sent and the network took.
+    /// Frames that the guest sent, and the network took.
     pub from_guest_packets: u64,
-    /// Bytes of these frames, without virtio-net headers.
+    /// Their bytes, likewise.
     pub from_guest_bytes: u64,
-    /// Batches in which these frames were taken.
+    /// How often some were taken together.
     pub from_guest_batches: u64,
-    /// Frames that were dropped, by reason.
+    /// Frames that did not get through.
     pub drops: NetDrops,
 }
 

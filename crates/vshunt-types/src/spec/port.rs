@@ -105,29 +105,29 @@ impl From<Vlans> for String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PortState {
-    /// Frames pass.
+    /// It does.
     Forwarding,
-    /// No frames pass: the uplink makes a loop with another uplink.
+    /// It does not: it is an uplink that makes a loop with another one.
     Blocked,
 }
 
-/// A port of a switch in its present state.
+/// A port of a switch as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PortInfo {
-    /// The number on the switch.
+    /// Its number on the switch.
     pub number: u16,
-    /// Whether frames pass.
+    /// Whether it forwards frames.
     pub state: PortState,
-    /// Whether the source of frames has to be the `mac` of the export.
+    /// Whether frames have to come from the export's `mac`.
     pub mac_filter: bool,
-    /// Addresses that are learnt behind it.
+    /// Addresses that were learnt behind it.
     pub addresses: u32,
-    /// How many can be learnt.
+    /// Addresses that can be learnt behind it at most.
     pub mac_limit: u32,
-    /// Bytes of the longest IP packet that passes.
+    /// Bytes of the longest IP packet that it lets through.
     pub mtu: u32,
-    /// How often the uplink was blocked because of a loop.
+    /// Times that a probe frame showed a loop through this uplink, and it was blocked for that.
     pub loops: u64,
 }
 

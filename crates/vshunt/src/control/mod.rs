@@ -22,8 +22,6 @@ mod pages;
 mod passing;
 mod program;
 mod qemu;
-#[cfg(test)]
-mod reference;
 mod run;
 mod serve;
 mod server;

@@ -7,7 +7,8 @@ use virtio::blk::{
     VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
     VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, split_request,
 };
-use virtio::ring::Seg;
+use virtio::mem;
+use virtio::ring::{Seg, gather, scatter};
 use vshunt_block::{Op, Step};
 use vshunt_engine::{QueueStats, Token, Uring};
 use vshunt_types::spec::Cache;
@@ -85,7 +86,8 @@ impl BlkQueue {
             }
             VIRTIO_BLK_T_GET_ID => {
                 io.reset(Op::Read, 0, false);
-                io.len = scatter(&self.shared.serial, &self.data);
+                // SAFETY: the segments were translated on taking the chain; the queue keeps the memory table alive.
+                io.len = unsafe { scatter(&self.shared.serial, &self.data) } as u64;
                 Err(0)
             }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
@@ -132,7 +134,9 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
     if request.data_len > BLK_RANGE_LEN as u64 {
         return Err(-libc::EOPNOTSUPP);
     }
-    if request.data_len != BLK_RANGE_LEN as u64 || gather(data, &mut bytes) != BLK_RANGE_LEN {
+    // SAFETY: the segments were translated on taking the chain; the queue keeps the memory table alive.
+    let got = unsafe { gather(data, &mut bytes) };
+    if request.data_len != BLK_RANGE_LEN as u64 || got != BLK_RANGE_LEN {
         return Err(-libc::EINVAL);
     }
     let range = Range::parse(bytes);
@@ -150,31 +154,6 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
     Ok((op, range))
 }
 
-/// Copies from guest segments; returns the bytes copied.
-fn gather(from: &[Seg], to: &mut [u8]) -> usize {
-    let mut done = 0;
-    for seg in from {
-        let n = (seg.len as usize).min(to.len() - done);
-        // SAFETY: the segment was translated on taking the chain and the queue's memory table is alive; `to`
-        // has n bytes left, and is ours alone.
-        unsafe { std::ptr::copy_nonoverlapping(seg.ptr, to.as_mut_ptr().add(done), n) };
-        done += n;
-    }
-    done
-}
-
-/// Copies into guest segments; returns the bytes copied.
-fn scatter(from: &[u8], to: &[Seg]) -> u64 {
-    let mut done = 0;
-    for seg in to {
-        let n = (seg.len as usize).min(from.len() - done);
-        // SAFETY: as in `gather`, the other way round.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().add(done), seg.ptr, n) };
-        done += n;
-    }
-    done as u64
-}
-
 impl BlkQueue {
     /// The request of slot `index` is over: 0 or a negative errno. Writes the status byte, counts, stages the
     /// used element; its length is what was written into the guest's buffers.
@@ -190,7 +169,7 @@ impl BlkQueue {
         let mut written = 0;
         if !slot.status.is_null() {
             // SAFETY: translated on taking the chain, kept mapped by `mem`; one byte, the device's to write.
-            unsafe { slot.status.write_volatile(status) };
+            unsafe { mem::write_u8(slot.status, status) };
             written = 1;
         }
         match (slot.io.op, status) {

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 
+use virtio::mem;
 use virtio::ring::{Head, Seg};
 
 use super::line::Line;
@@ -158,7 +159,7 @@ impl Buffers {
             let n = (seg.len as usize - to.at).min(len - done);
             // SAFETY: inside of the segment, which the line's table has mapped and which is the guest's to be written; the
             // rest is the caller's promise.
-            unsafe { std::ptr::copy(from.add(done), seg.ptr.add(to.at), n) };
+            unsafe { mem::copy(from.add(done), seg.ptr.add(to.at), n) };
             done += n;
             to.at += n;
             if to.at == seg.len as usize {

@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use vshunt_types::sync::Locked;
 
+use virtio::mem;
 use virtio::net::{Command, VIRTIO_NET_ERR, VIRTIO_NET_OK};
 use virtio::ring::{Chain, Head, Seg};
 use vshunt_engine::EventFd;
@@ -147,7 +148,7 @@ impl ControlQueue {
         let status = if done { VIRTIO_NET_OK } else { VIRTIO_NET_ERR };
         // SAFETY: translated on taking the chain and the device's to write; the line's table, which is kept until the queue
         // rests, has it mapped.
-        unsafe { asked.ack.ptr.write_volatile(status) };
+        unsafe { mem::write_u8(asked.ack.ptr, status) };
         self.line.mark(&[asked.ack], 1);
         self.line.push(asked.head, 1);
         self.line.ended(1);
@@ -177,7 +178,7 @@ fn command(chain: &Chain) -> Option<Command> {
     for seg in &chain.segs[..chain.readable] {
         let to = bytes.get_mut(len..len + seg.len as usize)?;
         // SAFETY: the segment was translated on taking the chain, and the line's table has it mapped; `to` is as long, and ours.
-        unsafe { std::ptr::copy_nonoverlapping(seg.ptr, to.as_mut_ptr(), to.len()) };
+        unsafe { mem::read(seg.ptr, to) };
         len += to.len();
     }
     chain.fault.is_none().then(|| Command::parse(&bytes[..len]))?

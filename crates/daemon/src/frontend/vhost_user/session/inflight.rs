@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Error, Result};
 use virtio::inflight::inflight_queue_size;
+use virtio::mem;
 use virtio::ring::MAX_QUEUE_SIZE;
 
 use super::super::memory::{Mapping, Notes, shared_file};
@@ -50,7 +51,7 @@ impl InflightArea {
         while let Some(data) = self.next_data(from) {
             let len = data.end - data.start;
             // SAFETY: inside of the mapping; rings, which alone use it, are gone.
-            unsafe { self.map.at(data.start).write_bytes(0, len) };
+            unsafe { mem::fill(self.map.at(data.start), 0, len) };
             from = data.end;
         }
     }

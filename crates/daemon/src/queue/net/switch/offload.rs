@@ -2,6 +2,7 @@
 //! Done here, with copies; guests that agreed on the same features, as most do, never come by.
 
 use virtio::features::bit;
+use virtio::mem;
 use virtio::net::*;
 use vshunt_net::switch::{Frame, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, NEEDS_CSUM, payload};
 
@@ -117,7 +118,7 @@ impl Pieces {
             // SAFETY: the sender's memory is mapped until the description is home; its guest may write there meanwhile, so the
             // bytes are read once, and what they say is checked in the copy. There is room for them, which they fill.
             unsafe {
-                std::ptr::copy_nonoverlapping(piece.ptr, self.whole.as_mut_ptr().add(at), piece.len);
+                mem::copy(piece.ptr, self.whole.as_mut_ptr().add(at), piece.len);
                 self.whole.set_len(at + piece.len);
             }
         }

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use virtio::ring::{Head, Seg};
+use virtio::ring::{Head, Seg, gather};
 use vshunt_net::switch::{Header, LOOK_BYTES, Packet, Piece};
 use vshunt_types::spec::DropReason;
 
@@ -108,7 +108,8 @@ impl Tx {
         }
         let mut first = [0; HEADER_BYTES + 2 + LOOK_BYTES];
         let first = &mut first[..(self.header + LOOK_BYTES).min(bytes)];
-        gather(&chain.segs, first);
+        // SAFETY: the segments were translated on taking the chain; the line's memory table is alive.
+        unsafe { gather(&chain.segs, first) };
         let header = Header::parse(first[..HEADER_BYTES].try_into().expect("ten bytes"));
         let packet = Packet::new(&first[self.header..], &header, len).ok_or(DropReason::BadHeader)?;
         let pieces = |taken: usize, to: &mut Vec<Piece>| skip_into(&chain.segs, self.header + taken, to);
@@ -167,20 +168,6 @@ impl Side for Tx {
             self.line.discard(DropReason::Detached, false);
         }
         self.line.vring.base()
-    }
-}
-
-/// Copies the first bytes of segments.
-fn gather(from: &[Seg], to: &mut [u8]) {
-    let mut done = 0;
-    for seg in from {
-        let n = (seg.len as usize).min(to.len() - done);
-        // SAFETY: the segment was translated on taking the chain, and the line's table has it mapped; `to` has n bytes left.
-        unsafe { std::ptr::copy_nonoverlapping(seg.ptr, to.as_mut_ptr().add(done), n) };
-        done += n;
-        if done == to.len() {
-            return;
-        }
     }
 }
 

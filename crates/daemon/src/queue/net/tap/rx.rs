@@ -12,6 +12,7 @@
 
 use std::os::fd::RawFd;
 
+use virtio::mem;
 use virtio::ring::Seg;
 use vshunt_engine::{Token, Uring};
 use vshunt_types::spec::DropReason;
@@ -288,7 +289,7 @@ impl Rx {
                 let n = (seg.len as usize).min(head - done);
                 // SAFETY: the segment is the guest's, mapped by the line's table; a read's place in the spill has room for its
                 // buffers' bytes and for what it read behind them, and is ours.
-                unsafe { std::ptr::copy_nonoverlapping(seg.ptr, to.add(done), n) };
+                unsafe { mem::copy(seg.ptr, to.add(done), n) };
                 done += n;
             }
             self.reads[i].staged = true;
