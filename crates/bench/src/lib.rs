@@ -4,6 +4,14 @@
 //! [`kernel`] drives the kernel's vhost devices the same way, [`net`] network cards; [`tap`] measures taps alone. Nothing in here knows the server's code: it speaks
 //! vhost-user, vhost's ioctls and virtio-blk from their specifications, and the ring code of the `virtio` crate's driver
 //! side.
+//!
+//! ```no_run
+//! use vshunt_bench::{Disk, Options};
+//!
+//! // The server has to listen on this socket.
+//! let disk = Disk::connect("/run/vm.sock", Options::default())?;
+//! # Ok::<(), vshunt_bench::Error>(())
+//! ```
 
 pub mod cli;
 pub mod driver;

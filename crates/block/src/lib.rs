@@ -8,6 +8,16 @@
 //!
 //! A [`Disk`] is opened, resized and dropped by control threads and shared by all workers; a [`DiskHandle`] is what one
 //! queue on one worker uses of it.
+//!
+//! ```
+//! use vshunt_block::Disk;
+//! use vshunt_types::spec::{DiskSpec, Format};
+//!
+//! let spec = DiskSpec { name: "d0".into(), format: Some(Format::Ram), size: Some(1 << 20), ..Default::default() };
+//! let disk = Disk::open(&spec)?;
+//! assert_eq!(disk.size_bytes(), 1 << 20);
+//! # Ok::<(), vshunt_types::error::Error>(())
+//! ```
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 

@@ -4,6 +4,42 @@
 //! (called by control, under its own lock), [`QueueSet`] moves queues between them, `thread` is what runs
 //! on a worker. What must never happen: a queue on two workers, or an operation in flight for a queue that
 //! left its worker.
+//!
+//! A queue that never has work, on one worker and then on another:
+//!
+//! ```
+//! use std::any::Any;
+//! use std::time::Duration;
+//! use vshunt_engine::{DEFAULT_POLL_US, Queue, QueueSet, Settings, Token, Uring, Workers};
+//!
+//! struct Idle;
+//!
+//! impl Queue for Idle {
+//!     fn arm(&mut self, _: &mut Uring, _: Token) {}
+//!     fn take(&mut self, _: &mut Uring, _: Token, _budget: u32) -> u32 { 0 }
+//!     fn complete(&mut self, _: &mut Uring, _: Token, _result: i32, _more: bool) -> u32 { 0 }
+//!     fn publish(&mut self) -> bool { false }
+//!     fn has_work(&self) -> bool { false }
+//!     fn wake(&mut self) {}
+//!     fn sleep(&mut self, _: &mut Uring, _: Token, _after: u32) -> bool { false }
+//!     fn disarm(&mut self, _: &mut Uring, _: Token) {}
+//!     fn at_rest(&self) -> bool { true }
+//!     fn leave(&mut self, _: &mut Uring) {}
+//!     fn extension(&self) -> &'static dyn Any { &() }
+//! }
+//!
+//! let workers = Workers::new(DEFAULT_POLL_US)?;
+//! let first = workers.create(None, &Settings::default())?;
+//! let second = workers.create(None, &Settings::default())?;
+//! let queues = QueueSet::new("example", &workers, &[first])?;
+//! queues.start(0, Box::new(Idle));
+//! queues.attach(0, second, Duration::from_secs(10))?;
+//! assert_eq!(queues.placement(0).0, second);
+//! queues.stop(0);
+//! # drop(queues);
+//! # workers.end_all();
+//! # Ok::<(), vshunt_types::error::Error>(())
+//! ```
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 

@@ -3,6 +3,17 @@
 //! `plan` decides what a mount is going to be, `mount` makes it, `session` speaks the first words with the kernel, then
 //! queues serve it on workers. No thread of its own: what comes later comes to the queues. What must never happen: a
 //! mount left behind, or a caller left waiting.
+//!
+//! ```no_run
+//! use vshunt_block::Disk;
+//! use vshunt_types::spec::{DiskSpec, ExportSpec, Format};
+//!
+//! let disk = Disk::open(&DiskSpec { name: "d0".into(), format: Some(Format::Ram), size: Some(1 << 20), ..Default::default() })?;
+//! let spec = ExportSpec { name: "f0".into(), disk: "d0".into(), ..Default::default() };
+//! let plan = vshunt_fuse::plan(&spec, &disk, 64, 2)?;
+//! println!("{} queues over {:?}", plan.queues, plan.transport);
+//! # Ok::<(), vshunt_types::error::Error>(())
+//! ```
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 

@@ -8,6 +8,17 @@
 //! bound; an image written by us that `qemu-img check` calls corrupt, at whatever point the writing ended.
 //!
 //! Numbers in images are big-endian.
+//!
+//! ```
+//! use qcow2::create::{Options, create};
+//! use qcow2::memory::Memory;
+//!
+//! let file = Memory::new(Vec::new(), 1 << 20);
+//! create(&file, None, &Options::new(1 << 30), &mut |_, _| ())?;
+//! let info = qcow2::info::info(&file)?;
+//! assert_eq!(info.header.size, 1 << 30);
+//! # Ok::<(), qcow2::Error>(())
+//! ```
 
 mod alloc;
 pub mod bitmap;

@@ -13,6 +13,16 @@
 //! these, too ([`as_command`]).
 //!
 //! docs/sandbox.md says what this protects from and what not: threads share memory.
+//!
+//! ```
+//! use std::thread::Builder;
+//! use vshunt_sandbox::{ThreadKind, spawn};
+//!
+//! // Without `start` the thread is like any other.
+//! let thread = spawn(ThreadKind::Worker, Builder::new().name("worker-1".into()), || 6 * 7)?;
+//! assert_eq!(thread.join().unwrap(), 42);
+//! # Ok::<(), std::io::Error>(())
+//! ```
 
 mod capabilities;
 mod filter;

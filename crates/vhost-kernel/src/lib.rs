@@ -3,6 +3,15 @@
 //! Used by whoever owns a device: vshunt's relay and `vshunt-bench kernel`. A [`Vhost`] may be shared between threads
 //! of the owning process, as the kernel serialises the calls; the calls that stop rings wait until nothing of them is
 //! in flight. Structs and numbers are in [`virtio::vhost`].
+//!
+//! ```no_run
+//! use vhost_kernel::Vhost;
+//!
+//! let device = Vhost::open("/dev/vhost-net")?;
+//! device.set_owner()?;
+//! println!("features: {:#x}", device.features()?);
+//! # Ok::<(), vhost_kernel::Error>(())
+//! ```
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
