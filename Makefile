@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run check test test-kernel bench lint soak fuzz docs install clean
+.PHONY: help build run check test test-kernel bench lint soak fuzz docs reference install clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -42,6 +42,9 @@ fuzz: ## every fuzz target for FUZZ_SECONDS (600)
 
 docs: ## the book, in docs/book
 	scripts/docs
+
+reference: ## docs/reference, made from the tables in code
+	VSHUNT_REFERENCE=write $(CARGO) test -p vshunt --lib --locked reference
 
 install: build ## programs, man pages, completions, units; PREFIX=/usr/local DESTDIR=
 	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install

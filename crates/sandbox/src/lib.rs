@@ -192,22 +192,22 @@ impl Access {
     }
 }
 
-/// What is in force, as `status` shows it.
+/// The restrictions that are in force.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SandboxInfo {
-    /// What happens to a thread that does more than it may.
+    /// What happens on an access that is not allowed: `on`, `log`, `off` or `kill`.
     pub mode: Mode,
-    /// Capabilities of control threads, by their names without `CAP_`.
+    /// The capabilities of control threads, without `CAP_`.
     pub capabilities: Vec<String>,
-    /// Kinds of threads that have a filter of system calls.
+    /// The kinds of threads whose system calls are filtered.
     pub filtered: Vec<String>,
-    /// Which threads Landlock keeps from opening files: `process`: all, from all that is not configured, allowed or passed by a
-    /// client; `off`; `missing`: the kernel has no Landlock.
+    /// Which threads Landlock restricts: `process`, all but the launcher; `missing`, the kernel has
+    /// no Landlock; `off`.
     pub landlock: String,
-    /// Whether threads can gain privileges by running a program: only for fusermount3, and only the launcher.
+    /// Whether the launcher can run the set-user-id program fusermount3.
     pub set_user_id: bool,
-    /// System calls refused so far.
+    /// System calls that were refused.
     pub refused: u64,
 }
 

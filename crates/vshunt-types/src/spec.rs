@@ -21,22 +21,22 @@ pub use port::{PortInfo, PortState, VLAN_MAX, Vlans};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// A file or block device, byte for byte.
+    /// A file or a block device, byte for byte.
     #[default]
     Raw,
-    /// A qcow2 image, with those that it stands on.
+    /// A qcow2 image, with its chain of backing images.
     Qcow2,
-    /// Discards writes, reads nothing (the guest's buffer stays as it is): for measuring.
+    /// Discards writes and leaves read buffers unchanged, for measuring.
     Null,
-    /// Memory of the daemon; gone with it.
+    /// Memory of the daemon. It is lost when the daemon ends.
     Ram,
 }
 
-/// Whether the page cache is passed by.
+/// Whether a disk bypasses the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direct {
-    /// O_DIRECT where the file system has it.
+    /// O_DIRECT where the file system supports it.
     #[default]
     Auto,
     /// O_DIRECT, or an error.
@@ -49,12 +49,12 @@ pub enum Direct {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
-    /// When the guest's flush completes; the guest may switch to the next at run time.
+    /// When the flush of the guest completes. The guest may switch to `writethrough` at run time.
     #[default]
     Writeback,
-    /// When the write completes; the guest is told that there is no cache.
+    /// When the write completes. The guest sees no write cache.
     Writethrough,
-    /// Never waited for: flushes complete at once. Data is lost with the host's power.
+    /// At no defined time: flushes complete at once. A power failure loses data.
     Unsafe,
 }
 
@@ -62,31 +62,32 @@ pub enum Cache {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskSpec {
-    /// Unique among disks.
+    /// The name, unique among disks.
     pub name: String,
-    /// Kind of image; `raw` if nothing is said, which an image that begins as qcow2 is not opened as.
+    /// The format. Absent: `raw`. A file that begins as a qcow2 image is refused as `raw`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// The image; `raw` needs it, the others have none.
+    /// The path of the image, for `raw` and `qcow2`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
-    /// Bytes, a multiple of 512; needed by `null` and `ram`. `raw` takes it from the file.
+    /// The size in bytes, a multiple of 512, for `null` and `ram`. A file has its own size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
-    /// Refuse writes, open the image read-only.
+    /// Whether writes are refused and the image is opened read-only.
     #[serde(default)]
     pub readonly: bool,
-    /// Whether the page cache is passed by.
+    /// Whether the page cache is bypassed.
     #[serde(default)]
     pub direct: Direct,
     /// When a write is on stable storage.
     #[serde(default)]
     pub cache: Cache,
-    /// Lock the image as QEMU does; off only where the file system cannot.
+    /// Whether the image is locked, with the locks that QEMU uses. Switch it off only if the file
+    /// system has no locks. Absent: true.
     #[serde(default = "yes")]
     pub locking: bool,
-    /// Of a qcow2 disk: bytes of memory for the map of where its clusters lie. What the whole disk needs, 32 MiB at most, if
-    /// nothing is said.
+    /// For `qcow2`: bytes of memory for the cluster map. Absent: the map of the whole disk, at most
+    /// 32 MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_size: Option<u64>,
 }
@@ -102,18 +103,18 @@ fn yes() -> bool {
     true
 }
 
-/// On how many workers an export starts.
+/// The workers that an export starts with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Workers {
-    /// All queues on worker 0.
+    /// Worker 0, for all queues.
     #[default]
     Default,
     /// A new worker for each queue.
     PerQueue,
-    /// A new worker for each queue, kept on one CPU: queue 0's on CPU 0 and so on, in turn.
+    /// A new worker for each queue, pinned to one CPU: CPU 0 for queue 0, and so on in turn.
     PerCpu,
-    /// So many new workers, queues dealt out in turn.
+    /// This number of new workers; the queues are distributed in turn.
     #[serde(untagged)]
     Count(u32),
 }
@@ -125,35 +126,35 @@ pub enum ExportKind {
     /// A disk for a VMM, over a UNIX socket.
     #[default]
     VhostUserBlk,
-    /// A network card for a VMM, over a UNIX socket.
+    /// A network device for a VMM, over a UNIX socket.
     VhostUserNet,
-    /// A file on the host.
+    /// A disk as a file of the host.
     Fuse,
-    /// A tap that is a port of a switch.
+    /// A tap as a port of a switch.
     Uplink,
 }
 
-/// Who serves an export's requests.
+/// What serves the requests of an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// Workers of this process.
+    /// Workers of the daemon.
     #[default]
     User,
     /// The kernel (`/dev/vhost-blk`, `/dev/vhost-net`), or an error.
     Kernel,
-    /// The kernel where it can.
+    /// The kernel where it can, otherwise workers of the daemon.
     Auto,
 }
 
-/// Who runs a worker.
+/// What runs a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerKind {
-    /// This process.
+    /// A thread of the daemon.
     #[default]
     User,
-    /// The kernel, for one export.
+    /// A task of the kernel, for one export.
     Kernel,
 }
 
@@ -161,11 +162,12 @@ pub enum WorkerKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AllowOther {
-    /// Only the daemon's user; not even root.
+    /// Only the user of the daemon may use it; not even root.
     Off,
-    /// All whom the file's permissions let, or an error.
+    /// The permissions of the file decide, or an error.
     On,
-    /// On where that may be asked for: by root, or with `user_allow_other` in /etc/fuse.conf. Off elsewhere.
+    /// `on` where the system allows it (root, or `user_allow_other` in /etc/fuse.conf), otherwise
+    /// `off`.
     #[default]
     Auto,
 }
@@ -173,19 +175,19 @@ pub enum AllowOther {
 /// How requests come from the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
-    /// The best that the kernel has.
+    /// `io_uring` where it works, otherwise `dev`.
     #[default]
     #[serde(rename = "auto")]
     Auto,
-    /// Descriptors of /dev/fuse, one a queue.
+    /// Descriptors of /dev/fuse, one for each queue.
     #[serde(rename = "dev")]
     Dev,
-    /// io_uring: a queue for each CPU.
+    /// A ring queue for each CPU.
     #[serde(rename = "io_uring", alias = "io-uring")]
     IoUring,
 }
 
-/// Whether the kernel may read and write the image by itself.
+/// Whether the kernel may read and write the image itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Passthrough {
@@ -200,93 +202,107 @@ pub enum Passthrough {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ExportSpec {
-    /// Kind of device.
+    /// The kind of device.
     #[serde(rename = "type")]
     pub kind: ExportKind,
-    /// Unique among exports.
+    /// The name, unique among exports.
     pub name: String,
-    /// Name of the disk served; of a network's export empty.
+    /// vhost-user-blk, fuse: the name of the disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub disk: String,
-    /// vhost-user-net: name of the network. uplink: of the switch.
+    /// vhost-user-net: the name of the network. uplink: the name of the switch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<String>,
-    /// uplink: name of the network that is the tap.
+    /// uplink: the name of the network that is the tap.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tap: Option<String>,
-    /// Where to listen; made by us and removed at the end. Exclusive with `fd`.
+    /// vhost-user: the path to listen on. The socket is made, and removed at the end. Exclusive
+    /// with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
-    /// An inherited socket, listening (socket activation) or connected (the export ends with its peer).
+    /// vhost-user: an inherited socket. It listens (socket activation), or it is connected and the
+    /// export ends with its peer. Not over the control socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
-    /// Queues offered: virtqueues, 1..=256, or a network's queue pairs, 1..=128, or a tap's queues, likewise; absent: one for each online CPU.
+    /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128), or
+    /// queues of an uplink's tap. Absent: one for each CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// On how many workers it starts.
+    /// The workers that the export starts with: `default`, `per-queue`, `per-cpu` or a number. With
+    /// `per-cpu` a worker does not poll unless `poll-us` is given.
     #[serde(default)]
     pub workers: Workers,
-    /// Refuse the guest's writes (always so for a read-only disk).
+    /// vhost-user-blk: whether writes of the guest are refused. They are always refused for a
+    /// read-only disk.
     #[serde(default)]
     pub readonly: bool,
-    /// What GET_ID returns, at most 20 bytes; absent: the disk's name.
+    /// vhost-user-blk: the serial number that the guest sees, at most 20 bytes. Absent: the name of
+    /// the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
-    /// Logical block size told to the guest, a power of two in 512..=4096; absent: what the disk needs.
+    /// vhost-user-blk: the logical block size that the guest sees, a power of two from 512 to 4096.
+    /// Absent: the smallest that the disk supports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub block_size: Option<u32>,
-    /// Bound of adaptive polling for the workers made for this export, µs; absent: the daemon's.
+    /// The polling limit of the workers that are made for this export, in microseconds. Absent:
+    /// that of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
-    /// vhost-user-net: the card's address, for front-ends that ask us; absent: the front-end's or the guest's choice.
+    /// vhost-user-net: the address of the guest, for front ends that ask for it. Absent: the front
+    /// end or the guest chooses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<Mac>,
-    /// vhost-user-net on a switch: whether only frames from `mac` leave the port; absent: on where `mac` is given.
+    /// vhost-user-net on a switch: whether the port drops frames whose source is not `mac`. Absent:
+    /// true if `mac` is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac_filter: Option<bool>,
-    /// On a switch: addresses that are learnt behind the port at most, 1..=8192; absent: 256, of an uplink 4096.
+    /// On a switch: how many addresses are learnt behind the port, 1 to 8192. At the limit an old
+    /// address of the port is forgotten. Absent: 256; for an uplink 4096.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac_limit: Option<u32>,
-    /// On a switch: the VLAN, 1..=4094, whose frames are untagged at the port. Frames of other VLANs are dropped unless
-    /// `trunk` names them.
+    /// On a switch: the VLAN, 1 to 4094, whose frames are untagged at the port. Frames of other
+    /// VLANs are dropped unless `trunk` contains them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vlan: Option<u16>,
-    /// On a switch: the VLANs whose frames are tagged at the port.
+    /// On a switch: the VLANs whose frames are tagged at the port, for example `1,2,10-20`.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "Vlans::deserialize")]
     pub trunk: Option<Vlans>,
-    /// On a switch: whether no frames go between this port and other isolated ones; absent: not.
+    /// On a switch: whether frames between this port and other isolated ports are dropped. Absent:
+    /// false.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub isolated: Option<bool>,
-    /// On a switch: whether frames to 01:80:c2:00:00:00 to 0f (STP, LACP, LLDP) pass, between ports that say so; absent: not.
+    /// On a switch: whether frames to 01:80:c2:00:00:00 to 0f (STP, PAUSE, LACP, 802.1X, LLDP) pass
+    /// between ports that both have this key. Absent: false.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved: Option<bool>,
-    /// vhost-user-net and uplink: bytes of the longest IP packet, which the interface gets; absent: the interface's. A port
-    /// of a switch drops what is longer; its guest is told 1500 where it is absent.
+    /// vhost-user-net, uplink: bytes of the longest IP packet. A tap gets this MTU; a port of a
+    /// switch drops longer packets. Absent: the MTU of the tap; on a switch 1500.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// vhost-user: who serves it; absent: user.
+    /// vhost-user: what serves the requests. Absent: `user`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
-    /// vhost-user: whether front ends may share memory in files whose file system makes an access wait (a disk's, a FUSE mount's).
-    /// A worker that waits serves none of its queues. Absent: memfd, tmpfs and hugetlbfs only.
+    /// vhost-user: whether guest memory may be in files of any file system. If that file system
+    /// does not answer, a worker waits with all its queues. Absent: memfd, tmpfs and hugetlbfs
+    /// only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_may_block: Option<bool>,
-    /// fuse: the regular file that is mounted over; made if it is not there, and then removed at the end.
+    /// fuse: the regular file that is mounted over. A missing file is made, and removed at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mountpoint: Option<PathBuf>,
-    /// fuse: whether the file can be written; absent: not.
+    /// fuse: whether the file can be written. Absent: false.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub writable: Option<bool>,
-    /// fuse: whether its size can be changed by writing beyond the end, and by truncating; absent: not.
+    /// fuse: whether writes beyond the end and truncation change the size. Absent: false.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub growable: Option<bool>,
-    /// fuse: absent: auto.
+    /// fuse: whether other users may use the file. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allow_other: Option<AllowOther>,
-    /// fuse: absent: auto.
+    /// fuse: how requests come from the kernel. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transport: Option<Transport>,
-    /// fuse: absent: auto.
+    /// fuse: whether the kernel may read and write the image itself. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<Passthrough>,
 }
@@ -307,45 +323,48 @@ impl ExportSpec {
     }
 }
 
-/// A worker to be made, or what is to change of one.
+/// A worker that is made, or the changes of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct WorkerSpec {
-    /// Who runs it; absent: user. Only of one to be made.
+    /// What runs the worker. Absent: `user`. It cannot be changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<WorkerKind>,
-    /// The export whose queues a worker of the kernel can have.
+    /// For `kind=kernel`: the export whose queues the worker can have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<String>,
-    /// Shown in lists and, as the worker was made with it and cut to 15 bytes, as its thread's name; absent:
-    /// `worker-ID`.
+    /// The name in lists. The thread keeps the name that the worker was made with, cut to 15 bytes.
+    /// Absent: `worker-ID`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// CPUs it may run on; empty: all of the daemon's, as for a new worker when absent.
+    /// The CPUs that the worker may run on. An empty list: all CPUs of the daemon, which is also
+    /// the default of a new worker.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<Vec<usize>>,
-    /// -20..=19; absent: the daemon's.
+    /// The nice value, -20 to 19. Absent: that of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nice: Option<i32>,
-    /// Bound of adaptive polling, µs, 0: never poll; absent: the daemon's.
+    /// The limit of adaptive polling in microseconds. 0: never poll. Absent: that of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
 }
 
-/// A disk as it is.
+/// A disk in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskInfo {
-    /// What was asked for.
+    /// The keys that the disk was added with.
     #[serde(flatten)]
     pub spec: DiskSpec,
-    /// Bytes now.
+    /// The present size in bytes.
     pub size_bytes: u64,
-    /// Whether the page cache is passed by.
+    /// Whether the page cache is bypassed (O_DIRECT).
     pub direct_in_use: bool,
-    /// How requests reach it: `ring`, `inline` (memory-backed file), `memory`, `none`.
+    /// How requests reach the disk: `ring`, operations on the io_uring of the worker; `inline`, a
+    /// file in memory (tmpfs, hugetlbfs) that the worker copies at once; `memory`, a `ram` disk;
+    /// `none`, a `null` disk.
     pub path: String,
-    /// Exports that use it.
+    /// The exports that use it.
     pub exports: Vec<String>,
     /// The job that reads or writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -355,95 +374,101 @@ pub struct DiskInfo {
     pub bitmaps: Vec<BitmapInfo>,
 }
 
-/// A worker as it is.
+/// A worker in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct WorkerInfo {
-    /// Never reused while the daemon lives.
+    /// The id. It is not used again while the daemon lives.
     pub id: u32,
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Who runs it.
+    /// What runs the worker. A kernel worker is a thread of the daemon, too; it does not poll.
     pub kind: WorkerKind,
-    /// The one export whose queues a worker of the kernel can have.
+    /// Of a kernel worker: the export whose queues it can have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<String>,
-    /// Thread id.
+    /// The thread id.
     pub tid: i32,
-    /// CPUs it may run on.
+    /// The CPUs that it may run on.
     pub cpu: Vec<usize>,
-    /// Its nice value.
+    /// The nice value.
     pub nice: i32,
-    /// Bound of adaptive polling, µs.
+    /// The limit of adaptive polling in microseconds.
     pub poll_us: u32,
-    /// Its queues, `export:index`.
+    /// Its queues, as `export:index`.
     pub queues: Vec<String>,
-    /// CPU time used, µs.
+    /// The CPU time used, in microseconds.
     pub cpu_time_us: u64,
-    /// Times it slept.
+    /// How often it slept.
     pub sleeps: u64,
-    /// Requests completed while attached here.
+    /// The requests that completed while their queue was attached here.
     pub requests: u64,
-    /// It has something to do and has not run for a second. Never for workers of the kernel.
+    /// Whether it has work and has not run for one second, because it waits in the kernel or gets
+    /// no CPU. Its queues stand still. Never true for a kernel worker.
     #[serde(default)]
     pub stalled: bool,
 }
 
-/// A queue as it is.
+/// A queue in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct QueueInfo {
-    /// Name of its export.
+    /// The name of the export.
     pub export: String,
-    /// Index within the export.
+    /// The index within the export. Queue N of a network device is the pair of receive ring 2N and
+    /// transmit ring 2N + 1.
     pub index: u16,
-    /// Id of the worker it is attached to.
+    /// The id of the worker that it is attached to.
     pub worker: u32,
-    /// `stopped` (the guest does not use it), `running`, `broken` (the guest misused it).
+    /// `stopped`: the guest does not use it. `running`. `broken`: the guest misused it, and it
+    /// stops until the guest resets it; or the tap of the device or uplink is missing, and the
+    /// export and its network have to be removed and added again.
     pub state: String,
-    /// Descriptors of the ring; 0 before its first start, and as it was while it is stopped.
+    /// Descriptors of the ring, as of its last start; 0 before the first. Of a mount: requests that
+    /// can be in flight.
     pub size: u16,
-    /// Whether it is a packed virtqueue.
+    /// Whether the ring is a packed virtqueue.
     pub packed: bool,
-    /// Requests taken and not completed.
+    /// Requests that are taken and not completed.
     pub in_flight: u32,
-    /// Times it was started, or moved to another worker while it ran.
+    /// How often it was started, or moved while it ran.
     pub generation: u32,
-    /// Requests completed.
+    /// Requests completed since the export was added; for a network frames. With `engine=kernel`
+    /// the counters of a network device are 0, because the kernel does not report them.
     pub requests: u64,
     /// Requests completed with an error.
     pub errors: u64,
-    /// Bytes read by the guest.
+    /// Bytes that the guest read.
     pub read_bytes: u64,
-    /// Bytes written by the guest.
+    /// Bytes that the guest wrote.
     pub write_bytes: u64,
-    /// Kicks seen.
+    /// Kicks of the guest that were seen. Of a mount: how often a channel was woken.
     pub kicks: u64,
-    /// Notifications sent.
+    /// Notifications sent to the guest. Of a mount: replies.
     pub notifications: u64,
-    /// vhost-user-net: what went through, each way.
+    /// vhost-user-net, uplink: frames in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,
 }
 
-/// An export as it is.
+/// An export in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportInfo {
-    /// What was asked for.
+    /// The keys that the export was added with.
     #[serde(flatten)]
     pub spec: ExportSpec,
-    /// `user` or `kernel`.
+    /// What serves the requests: `user` or `kernel`.
     pub engine: Engine,
-    /// Why not the kernel, where that was left to us.
+    /// With `engine=auto`: why it is not `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_reason: Option<String>,
-    /// Whether a front-end is connected.
+    /// Whether a front end is connected, or the file is mounted.
     pub connected: bool,
-    /// Whether it is being removed: its users are disconnected, and it goes when its last request ends.
+    /// Whether it is being removed. Its users are disconnected, and it ends with its last request.
     #[serde(default)]
     pub removing: bool,
-    /// Virtio features, or flags of FUSE's INIT, agreed on, by name.
+    /// The virtio features, or the flags of FUSE INIT, that were negotiated, by name.
     pub features: Vec<String>,
     /// fuse: how it is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -471,26 +496,27 @@ pub fn cpu_list(cpus: &[usize]) -> String {
     runs.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// A mount as it is.
+/// A mount in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MountInfo {
     /// `dev` or `io_uring`.
     pub transport: Transport,
-    /// Why not io_uring.
+    /// With `transport=auto`: why it is not `io_uring`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transport_reason: Option<String>,
-    /// Whether reads and writes go to the image within the kernel.
+    /// Whether the kernel reads and writes the image itself.
     pub passthrough: bool,
-    /// Why not.
+    /// Why it does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough_reason: Option<String>,
     /// Whether other users may use the file.
     pub allow_other: bool,
-    /// Times that it is open now.
+    /// How often the file is open.
     pub open_files: u32,
-    /// Over io_uring: idle entries that are still with former workers of their queues, which forward requests that come
-    /// with them.
+    /// With `io_uring`: idle entries that are still with former workers of the queues. These
+    /// workers forward the requests that come with them. The thread of a freed worker ends when
+    /// none of these entries is its own.
     #[serde(default)]
     pub forwarded_entries: u32,
 }

@@ -12,11 +12,11 @@ use super::Format;
 pub enum JobKind {
     /// Copies a disk as it is at one point in time.
     Backup,
-    /// Brings what an overlay has into the image below.
+    /// Copies an overlay into the image below it.
     Commit,
 }
 
-/// How far a job came; the names are QEMU's.
+/// The state of a job, with QEMU's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JobStatus {
@@ -26,9 +26,9 @@ pub enum JobStatus {
     Paused,
     /// It was cancelled or has failed, and cleans up.
     Aborting,
-    /// All is copied; what it used is let go.
+    /// Everything is copied, and is being made stable.
     Pending,
-    /// It is over.
+    /// It has ended.
     Concluded,
 }
 
@@ -36,63 +36,65 @@ pub enum JobStatus {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct BackupSpec {
-    /// The disk.
+    /// The name of the disk.
     pub disk: String,
-    /// Name of the job; absent: `backup0` and so on.
+    /// The name of the job. Absent: `backup0`, `backup1` and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
-    /// The file to be made. Exclusive with `target`.
+    /// The file that is made. Exclusive with `target`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<PathBuf>,
-    /// A disk of the daemon to copy to, as large, without an export.
+    /// The disk of the daemon that is copied to. It has the same size and no export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
-    /// Of the file: `qcow2` (if absent) or `raw`.
+    /// The format of the file: `qcow2` or `raw`. Absent: `qcow2`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// Replace a file that is there.
+    /// Whether an existing file is replaced.
     #[serde(default)]
     pub overwrite: bool,
-    /// Write compressed clusters (qcow2).
+    /// Whether compressed clusters are written (qcow2).
     #[serde(default)]
     pub compress: bool,
-    /// A bitmap that is begun at the backup's point in time, for the next incremental one; made if there is none.
+    /// The dirty bitmap that starts at the point in time of the backup, for the next incremental
+    /// one. It is made if it is missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<String>,
-    /// Only what this bitmap says was written; it begins anew at the backup's point in time.
+    /// The dirty bitmap that says which blocks are copied. It is reset at the point in time of the
+    /// backup.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incremental: Option<String>,
-    /// Of an incremental backup: the qcow2 image of the backup before, which the new file stands on.
+    /// With `incremental`: the qcow2 image of the previous backup, which becomes the backing file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backing: Option<PathBuf>,
-    /// Bytes a second to be copied at most (what guests overwrite comes on top); 0: as fast as it goes, whatever guests
-    /// lose; absent: guests keep most of their speed.
+    /// The speed limit in bytes per second; what guests overwrite is not limited. 0: no limit.
+    /// Absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<u64>,
 }
 
-/// A job as it is.
+/// A job in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct JobInfo {
-    /// Its name.
+    /// The name.
     pub id: String,
     /// What it does.
     #[serde(rename = "type")]
     pub kind: JobKind,
-    /// The disk.
+    /// The name of the disk.
     pub disk: String,
     /// Where it copies to.
     pub target: String,
-    /// How far it came.
+    /// The state.
     pub status: JobStatus,
-    /// Bytes dealt with.
+    /// Bytes that are done.
     #[serde(rename = "current-progress")]
     pub done_bytes: u64,
-    /// Bytes to be dealt with.
+    /// Bytes to be done in all.
     #[serde(rename = "total-progress")]
     pub total_bytes: u64,
-    /// Bytes a second at most; 0: no limit; absent: guests keep most of their speed.
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<u64>,
     /// Why it failed.
@@ -103,39 +105,39 @@ pub struct JobInfo {
     pub cancelled: bool,
 }
 
-/// A dirty bitmap to be made.
+/// A dirty bitmap that is made.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct BitmapSpec {
-    /// The disk.
+    /// The name of the disk.
     pub disk: String,
-    /// Unique on that disk.
+    /// The name, unique on the disk.
     pub name: String,
-    /// Bytes that a bit stands for, a power of two from 512 to 2 GiB; absent: 64 KiB.
+    /// Bytes for each bit, a power of two from 512 to 2 GiB. Absent: 64 KiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub granularity: Option<u64>,
-    /// Whether it is kept in the image when the disk is closed; absent: where the image is qcow2.
+    /// Whether the bitmap is stored in the image when the disk is closed. Absent: true for qcow2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
-    /// Whether writes are not recorded at first.
+    /// Whether the bitmap records no writes until it is enabled.
     #[serde(default)]
     pub disabled: bool,
 }
 
-/// A dirty bitmap as it is.
+/// A dirty bitmap in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BitmapInfo {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Bytes that a bit stands for.
+    /// Bytes for each bit.
     pub granularity: u64,
     /// Bytes that are dirty.
     pub count: u64,
-    /// Whether writes are recorded.
+    /// Whether it records writes.
     pub recording: bool,
-    /// Whether it is kept in the image.
+    /// Whether it is stored in the image.
     pub persistent: bool,
-    /// A job uses it.
+    /// Whether a job uses it.
     pub busy: bool,
 }

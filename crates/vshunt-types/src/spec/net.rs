@@ -12,23 +12,24 @@ use super::NetDrops;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NetKind {
-    /// An interface of the host whose other end is the guest's card.
+    /// An interface of the host whose other end is the network device of a guest.
     Tap,
-    /// The exports of this daemon that use it, joined to each other and to uplinks.
+    /// Joins the exports of this daemon that use it, uplinks included.
     Switch,
 }
 
-/// Which of a tap's attached queues a frame for the guest comes to.
+/// How the queue of a frame for the guest is chosen among the attached queues of a tap. All but
+/// `auto` are eBPF programs (CAP_BPF).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Steering {
-    /// By the kernel's flow table: where the guest last sent frames of that flow.
+    /// By the flow table of the kernel: the queue on which the guest last sent frames of the flow.
     #[default]
     Auto,
-    /// By the hash that the kernel has of the frame already, of its sender's socket (which takes another when TCP
-    /// retransmits) or a network card; [`Rss`](Self::Rss) where it has none.
+    /// By the hash that the kernel already has, from the sending socket (which changes it when TCP
+    /// retransmits) or the NIC; `rss` if there is none.
     Hash,
-    /// By a hash over addresses and ports, the same for both directions of a flow, whoever sent it.
+    /// By a hash over addresses and ports that is the same for both directions of a flow.
     Rss,
     /// By the CPU that sends the frame.
     Cpu,
@@ -62,37 +63,41 @@ impl fmt::Display for Steering {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct NetSpec {
-    /// Kind of network.
+    /// The kind of network.
     #[serde(rename = "type")]
     pub kind: NetKind,
-    /// Unique among networks.
+    /// The name, unique among networks.
     pub name: String,
-    /// The interface, a tap or macvtap. One that is there is adopted and stays; else a tap is made, set up, and removed with
-    /// the network. Of a tap; either this or `fd`.
+    /// tap: the interface, a tap or macvtap. An existing one is adopted and stays. Otherwise a tap
+    /// is made, and removed with the network. Exclusive with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ifname: Option<String>,
-    /// Open descriptors of the interface, one a queue: `7` or `7:8:9`.
+    /// tap: open descriptors of the interface, one for each queue: `7` or `7:8:9`. Not over the
+    /// control socket.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
     pub fd: Option<String>,
-    /// The network namespace of `ifname`, a name as `ip netns` has it or a path; absent: ours.
+    /// tap: the network namespace of `ifname`: a name (`ip netns`) or a path. Absent: that of the
+    /// daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// Queues that the interface is opened with, 1..=256, and the most that an export can have; absent: as the export asks.
+    /// tap: the number of queues that the interface is opened with, 1 to 256, which is the limit
+    /// for an export. Absent: as many as the export has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// Which queue a frame for the guest comes to; absent: [`Steering::Auto`].
+    /// tap: how the queue of a frame for the guest is chosen. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub steering: Option<Steering>,
-    /// The interface's own Ethernet address; absent: as it is. The guest's is the export's `mac`.
+    /// tap: the MAC address of the interface itself. The guest's address is the key `mac` of the
+    /// export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<Mac>,
-    /// The user, by name or number, who may open the interface.
+    /// tap: the user, by name or number, that may open the interface without CAP_NET_ADMIN.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
     pub owner: Option<String>,
-    /// The group whose members may.
+    /// tap: the group, by name or number, that may.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number")]
     pub group: Option<String>,
-    /// Whether an interface that is made stays.
+    /// tap: whether the interface stays when the daemon ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist: Option<bool>,
 }
@@ -128,97 +133,99 @@ pub(super) fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Resu
     deserializer.deserialize_any(Either)
 }
 
-/// A network as it is.
+/// A network in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetInfo {
-    /// What was asked for, and which interface and steering there are.
+    /// The keys that the network was added with; `ifname` and `steering` as they are in force.
     #[serde(flatten)]
     pub spec: NetSpec,
-    /// Whether the interface was made, and goes with the network.
+    /// Whether the daemon made the interface, and removes it with the network.
     pub made: bool,
-    /// Whether it can have more queues than one.
+    /// Whether the interface can have more than one queue.
     pub multi_queue: bool,
-    /// Queues of it that are open.
+    /// Queues of the interface that are open.
     pub open_queues: u16,
-    /// Bytes of the longest IP packet; none where the interface is gone, or there is none.
+    /// Bytes of the longest IP packet. Absent if the interface is missing, or there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// Exports that use it: of a tap one at most.
+    /// The exports that use it; at most one for a tap.
     pub exports: Vec<String>,
-    /// Of a switch: Ethernet addresses that it knows the ports of.
+    /// switch: how many addresses it knows the ports of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub addresses: Option<usize>,
-    /// What went through the interface; none where it is gone, or in another network namespace by now.
+    /// tap: the counters of the interface. Absent if the interface is missing, has moved to another
+    /// network namespace, or is in one that the daemon may not enter.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counters: Option<NetCounters>,
 }
 
-/// How a switch knows which port an address is behind.
+/// How a switch knows the port of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AddressOrigin {
     /// It is the `mac` of the export.
     Configured,
-    /// It is an address of the uplink's interface, or of the bridge that this is a port of.
+    /// It is an address of the interface of the uplink, or of its bridge.
     Host,
-    /// A frame from it came in by the port.
+    /// A frame with this source came in by the port.
     Learnt,
 }
 
-/// An Ethernet address that a switch knows the port of.
+/// An address whose port a switch knows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetAddress {
-    /// The address.
+    /// The Ethernet address.
     pub address: Mac,
-    /// The VLAN in which it was learnt; none: without VLANs, or, of one that was not learnt, all VLANs of the port.
+    /// The VLAN in which it was learnt. Absent without VLANs. An address that was not learnt holds
+    /// in all VLANs of the port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vlan: Option<u16>,
-    /// The export whose port it is behind.
+    /// The export of the port.
     pub export: String,
-    /// How that is known.
+    /// How the port is known.
     pub origin: AddressOrigin,
-    /// Of one that was learnt: seconds since it sent a frame. It is forgotten after 300.
+    /// Of a learnt address: seconds since it sent a frame. It is forgotten after 300.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub age_s: Option<u32>,
 }
 
-/// What went through a network since its interface was made, as the kernel counts it.
+/// Traffic of an interface, as the kernel counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetCounters {
     /// Frames that the guest sent.
     pub from_guest_packets: u64,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub from_guest_bytes: u64,
     /// Frames that the guest sent and the host did not take.
     pub from_guest_dropped: u64,
     /// Frames for the guest.
     pub to_guest_packets: u64,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub to_guest_bytes: u64,
-    /// Frames for the guest that found no queue attached, or a full one.
+    /// Frames for the guest that found no attached queue, or a full one.
     pub to_guest_dropped: u64,
 }
 
-/// What went through a queue pair that a worker of this process serves.
+/// Traffic of a queue pair that a worker of the daemon serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NetQueueCounters {
-    /// Frames that the guest got.
+    /// Frames that the guest received.
     pub to_guest_packets: u64,
-    /// Their bytes, without virtio-net headers.
+    /// Bytes of these frames, without virtio-net headers.
     pub to_guest_bytes: u64,
-    /// How often it was given some: packets by batches is how many come together.
+    /// Batches in which the guest received frames.
     pub to_guest_batches: u64,
-    /// Frames that the guest sent, and the network took.
+    /// Frames that the guest sent and the network took.
     pub from_guest_packets: u64,
-    /// Their bytes, likewise.
+    /// Bytes of these frames, without virtio-net headers.
     pub from_guest_bytes: u64,
-    /// How often some were taken together.
+    /// Batches in which these frames were taken.
     pub from_guest_batches: u64,
-    /// Frames that did not get through.
+    /// Frames that were dropped, by reason.
     pub drops: NetDrops,
 }
 

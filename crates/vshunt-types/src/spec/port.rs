@@ -105,29 +105,29 @@ impl From<Vlans> for String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PortState {
-    /// It does.
+    /// Frames pass.
     Forwarding,
-    /// It does not: it is an uplink that makes a loop with another one.
+    /// No frames pass: the uplink makes a loop with another uplink.
     Blocked,
 }
 
-/// A port of a switch as it is.
+/// A port of a switch in its present state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PortInfo {
-    /// Its number on the switch.
+    /// The number on the switch.
     pub number: u16,
-    /// Whether it forwards frames.
+    /// Whether frames pass.
     pub state: PortState,
-    /// Whether frames have to come from the export's `mac`.
+    /// Whether the source of frames has to be the `mac` of the export.
     pub mac_filter: bool,
-    /// Addresses that were learnt behind it.
+    /// Addresses that are learnt behind it.
     pub addresses: u32,
-    /// Addresses that can be learnt behind it at most.
+    /// How many can be learnt.
     pub mac_limit: u32,
-    /// Bytes of the longest IP packet that it lets through.
+    /// Bytes of the longest IP packet that passes.
     pub mtu: u32,
-    /// Times that a probe frame showed a loop through this uplink, and it was blocked for that.
+    /// How often the uplink was blocked because of a loop.
     pub loops: u64,
 }
 

@@ -1,7 +1,11 @@
-//! The commands of the control socket: one table of names, arguments and what each does.
+//! The commands of the control socket: their arguments, and what each does. `table.rs` has the table of all commands.
 //!
-//! Run on the reader thread of the client that asked; a command blocks that client only. Those that QEMU's storage
-//! daemon has are in `qemu.rs`. The arguments of ours are the spec types as they are.
+//! A command runs on the reader thread of the client that sent it, and blocks that client only. The commands of QEMU's
+//! storage daemon are in `qemu.rs`. The other commands take the types of `vshunt_types::spec` as they are.
+//!
+//! The reference (docs/reference/qmp.md) shows the doc comments of the structs that arguments are read into.
+
+mod table;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,10 +20,10 @@ use vshunt_daemon::export::{ATTACH_TIMEOUT, Daemon};
 use vshunt_sandbox as sandbox;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
 
-use super::fdset::{self, Fdsets};
-use super::jobs::qmp as jobs;
-use super::message::{self, QmpError};
-use super::{qemu, snapshot};
+pub(crate) use self::table::COMMANDS;
+use super::fdset::Fdsets;
+use super::message::QmpError;
+use super::qemu;
 
 /// Longest time an attach may be given: a client's thread is not to be parked for ever.
 const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
@@ -79,99 +83,6 @@ impl Arguments {
 
 type Answer = Result<Value, QmpError>;
 
-/// One command.
-pub(crate) struct Command {
-    /// Its name on the wire.
-    pub(crate) name: &'static str,
-    /// Its arguments in short, for the help; `[x]` may be left out.
-    pub(crate) arguments: &'static str,
-    run: fn(&Context, Arguments) -> Answer,
-}
-
-const fn command(
-    name: &'static str,
-    arguments: &'static str,
-    run: fn(&Context, Arguments) -> Answer,
-) -> Command {
-    Command { name, arguments, run }
-}
-
-/// Every command after negotiation.
-pub(crate) const COMMANDS: &[Command] = &[
-    command(fdset::ADD_FD, "[fdset-id opaque], with one descriptor (SCM_RIGHTS)", fdset::add_fd),
-    command("backup-start", jobs::BACKUP_START, jobs::backup_start),
-    command("bitmap-add", "disk name [granularity persistent disabled]", jobs::bitmap_add),
-    command("block-commit", "device [job-id speed auto-dismiss]", jobs::block_commit),
-    command(
-        "block-dirty-bitmap-add",
-        "node name [granularity persistent disabled]",
-        jobs::block_dirty_bitmap_add,
-    ),
-    command("block-dirty-bitmap-clear", "node name", |c, a| jobs::with_bitmap(c, a, Daemon::bitmap_clear)),
-    command("block-dirty-bitmap-disable", "node name", |c, a| {
-        jobs::with_bitmap(c, a, |d, disk, name| d.bitmap_record(disk, name, false))
-    }),
-    command("block-dirty-bitmap-enable", "node name", |c, a| {
-        jobs::with_bitmap(c, a, |d, disk, name| d.bitmap_record(disk, name, true))
-    }),
-    command("block-dirty-bitmap-merge", "node target bitmaps", jobs::block_dirty_bitmap_merge),
-    command("block-dirty-bitmap-remove", "node name", |c, a| jobs::with_bitmap(c, a, Daemon::bitmap_remove)),
-    command("block-export-add", qemu::BLOCK_EXPORT_ADD, qemu::block_export_add),
-    command("block-export-del", "id [mode: safe|hard]", qemu::block_export_del),
-    command("block-job-cancel", "device", |c, a| jobs::by_device(c, a, Daemon::job_cancel)),
-    command("block-job-dismiss", "id", |c, a| jobs::by_id(c, a, Daemon::job_dismiss)),
-    command("block-job-pause", "device", |c, a| jobs::by_device(c, a, Daemon::job_pause)),
-    command("block-job-resume", "device", |c, a| jobs::by_device(c, a, Daemon::job_resume)),
-    command("block-job-set-speed", "device speed", jobs::block_job_set_speed),
-    command("block_resize", "node-name size", qemu::block_resize),
-    command("blockdev-add", qemu::BLOCKDEV_ADD, qemu::blockdev_add),
-    command("blockdev-backup", jobs::BLOCKDEV_BACKUP, jobs::blockdev_backup),
-    command("blockdev-del", "node-name", qemu::blockdev_del),
-    command("blockdev-snapshot", "node overlay", snapshot::snapshot_onto),
-    command("blockdev-snapshot-delete-internal-sync", "device id|name", snapshot::delete_internal_sync),
-    command("blockdev-snapshot-internal-sync", "device name", snapshot::internal_sync),
-    command("blockdev-snapshot-sync", snapshot::SNAPSHOT_SYNC, snapshot::snapshot_sync),
-    command("commit-start", "disk [job speed]", jobs::commit_start),
-    command("disk-add", "name [format file size readonly direct cache locking cache-size]", disk_add),
-    command("disk-remove", "name", disk_remove),
-    command(
-        "export-add",
-        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu \
-         mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
-         passthrough]",
-        export_add,
-    ),
-    command("export-remove", "name [force]", export_remove),
-    command("job-cancel", "id", |c, a| jobs::by_id(c, a, Daemon::job_cancel)),
-    command("job-dismiss", "id", |c, a| jobs::by_id(c, a, Daemon::job_dismiss)),
-    command("job-pause", "id", |c, a| jobs::by_id(c, a, Daemon::job_pause)),
-    command("job-resume", "id", |c, a| jobs::by_id(c, a, Daemon::job_resume)),
-    command("job-set-speed", "id [speed]", jobs::job_set_speed),
-    command("net-add", "type name [ifname|fd netns queues steering address owner group persist]", net_add),
-    command("net-remove", "name", net_remove),
-    command("net-set", "name steering", net_set),
-    command("query-block-exports", "", qemu::query_block_exports),
-    command("query-block-jobs", "", jobs::query_block_jobs),
-    command("query-commands", "", query_commands),
-    command("query-disks", "", |c, a| list(a, || c.daemon.disks())),
-    command("query-exports", "", |c, a| list(a, || c.daemon.exports())),
-    command("query-fdsets", "", fdset::query_fdsets),
-    command("query-jobs", "", |c, a| list(a, || c.daemon.jobs())),
-    command("query-named-block-nodes", "[flat]", qemu::query_named_block_nodes),
-    command("query-net-addresses", "name", query_net_addresses),
-    command("query-nets", "", |c, a| list(a, || c.daemon.nets())),
-    command("query-queues", "", |c, a| list(a, || c.daemon.queues())),
-    command("query-sandbox", "", |_, a| sandbox(a)),
-    command("query-version", "", |_, a| a.read::<Nothing>().map(|_| message::version())),
-    command("query-workers", "", |c, a| list(a, || c.daemon.workers())),
-    command("queue-attach", "export index worker [timeout-ms]", queue_attach),
-    command("quit", "", quit),
-    command("remove-fd", "fdset-id [fd]", fdset::remove_fd),
-    command("worker-free", "id", worker_free),
-    command("worker-new", "[name cpu nice poll-us kind export]", worker_new),
-    command("worker-set", "id [name cpu nice poll-us]", worker_set),
-];
-
 /// Runs the command called `name`. `fd`: the descriptor that came with it, of `add-fd` alone.
 pub(crate) fn run(context: &Context, name: &str, members: Map<String, Value>, fd: Option<OwnedFd>) -> Answer {
     let Some(command) = COMMANDS.iter().find(|c| c.name == name) else {
@@ -197,20 +108,25 @@ pub(crate) struct Nothing {}
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Named {
+    /// The name of the disk or network.
     name: String,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NetSet {
+    /// The name of the network.
     name: String,
+    /// How the kernel chooses the queue of a frame for the guest.
     steering: Steering,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ExportRemove {
+    /// The name of the export.
     name: String,
+    /// Remove it even if a front end is connected or the mounted file is open.
     #[serde(default)]
     force: bool,
 }
@@ -218,15 +134,20 @@ struct ExportRemove {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WorkerId {
+    /// The id of the worker.
     id: u32,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct QueueAttach {
+    /// The name of the export.
     export: String,
+    /// The index of the queue within the export.
     index: u16,
+    /// The id of the worker.
     worker: u32,
+    /// How long the requests in flight may take, in milliseconds, at most 3,600,000. Absent: 10,000.
     timeout_ms: Option<u64>,
 }
 
@@ -327,4 +248,4 @@ fn quit(context: &Context, arguments: Arguments) -> Answer {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

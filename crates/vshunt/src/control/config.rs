@@ -44,21 +44,35 @@ pub(crate) struct Setup {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct File {
+    /// The path of the control socket, or false for none. Absent: the default path.
     control: Option<Value>,
+    /// Where metrics are served: `PORT`, `ADDRESS:PORT` or `unix:PATH`, as a string. Absent:
+    /// nowhere.
     metrics: Option<Address>,
+    /// The file that gets the process id, once everything is served.
     pidfile: Option<PathBuf>,
+    /// The polling limit of workers that have none of their own, in microseconds. 0: never poll.
+    /// Absent: 50.
     poll_us: Option<u32>,
+    /// What happens on an access that the sandbox does not allow: `on`, `log`, `off` or `kill`.
+    /// Absent: `on`.
     sandbox: Option<Mode>,
+    /// Whether the system calls of workers are filtered, too.
     #[serde(default)]
     sandbox_workers: bool,
+    /// Folders in which clients may name files, sockets and mountpoints.
     #[serde(default)]
     allow_path: Vec<PathBuf>,
+    /// The disks; one `[[disk]]` for each.
     #[serde(default)]
     disk: Vec<Table>,
+    /// The networks; one `[[net]]` for each.
     #[serde(default)]
     net: Vec<Table>,
+    /// The workers besides worker 0; one `[[worker]]` for each.
     #[serde(default)]
     worker: Vec<Table>,
+    /// The exports; one `[[export]]` for each.
     #[serde(default)]
     export: Vec<Table>,
 }

@@ -265,7 +265,9 @@ type Answer = Result<Value>;
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct AddFd {
+    /// The set. Absent: a new one.
     fdset_id: Option<i64>,
+    /// A text that `query-fdsets` shows.
     opaque: Option<String>,
 }
 
@@ -288,7 +290,9 @@ pub(crate) fn add_fd(context: &Context, mut arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct RemoveFd {
+    /// The set.
     fdset_id: i64,
+    /// The number that `add-fd` returned. Absent: all descriptors of the set.
     fd: Option<i32>,
 }
 

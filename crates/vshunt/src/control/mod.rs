@@ -22,6 +22,8 @@ mod pages;
 mod passing;
 mod program;
 mod qemu;
+#[cfg(test)]
+mod reference;
 mod run;
 mod serve;
 mod server;

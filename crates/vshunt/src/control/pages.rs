@@ -74,25 +74,31 @@ pub(crate) fn completions(shell: Shell) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// What `vshunt qmp --help` adds: every command with its arguments.
+/// What `vshunt qmp --help` adds: every command with its arguments and what it does.
 pub(crate) fn qmp_help() -> String {
-    let mut text = String::from("Commands:\n  Those arguments in brackets may be left out.\n");
+    let mut text = String::from("Commands:\n  Arguments in brackets are optional.\n");
     for command in api::COMMANDS {
-        let mut line = format!("  {}", command.name);
-        for word in command.arguments.split_whitespace() {
-            if line.len() + 1 + word.len() > COLUMNS {
-                let _ = writeln!(text, "{line}");
-                line = "     ".to_owned();
-            }
-            let _ = write!(line, " {word}");
-        }
-        let _ = writeln!(text, "{line}");
+        wrap(&mut text, &format!("  {}", command.name), "      ", command.arguments);
+        wrap(&mut text, "     ", "     ", command.about);
     }
     text.push_str(
-        "\nExamples:\n  vshunt qmp query-queues\n  \
+        "\ndocs/reference/qmp.md lists all arguments and answers.\n\nExamples:\n  vshunt qmp query-queues\n  \
          vshunt qmp queue-attach '{\"export\": \"vm0\", \"index\": 3, \"worker\": 2}'",
     );
     text
+}
+
+/// Adds words to a line that begins with `first`; lines after it begin with `indent`.
+fn wrap(text: &mut String, first: &str, indent: &str, words: &str) {
+    let mut line = first.to_owned();
+    for word in words.split_whitespace() {
+        if line.len() + 1 + word.len() > COLUMNS {
+            let _ = writeln!(text, "{line}");
+            line = indent.to_owned();
+        }
+        let _ = write!(line, " {word}");
+    }
+    let _ = writeln!(text, "{line}");
 }
 
 #[cfg(test)]

@@ -59,7 +59,9 @@ enum Driver {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct CacheMembers {
+    /// Whether the page cache is bypassed.
     direct: Option<bool>,
+    /// Whether flushes complete at once.
     no_flush: Option<bool>,
 }
 
@@ -76,25 +78,38 @@ enum OnOffAuto {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Node {
+    /// The format, or the kind of file. Exactly one of `filename` and `file` names the file.
     driver: Driver,
+    /// The name of the disk. Required.
     node_name: Option<String>,
+    /// The path of the image.
     filename: Option<PathBuf>,
+    /// For `raw` and `qcow2`: the node of the file, written here as an object. A name of another
+    /// node is refused.
     file: Option<Child>,
+    /// For `null-co` (absent: 1 GiB) and `ram`: bytes. A file has its own size.
     size: Option<u64>,
+    /// Whether writes are refused. Absent: false.
     read_only: Option<bool>,
+    /// Only false is accepted.
     auto_read_only: Option<bool>,
+    /// `direct` is the key `direct` of a disk; `no-flush` is `cache=unsafe`.
     cache: Option<CacheMembers>,
+    /// `off` is `locking=off` of a disk.
     locking: Option<OnOffAuto>,
+    /// Only `unmap` and `on` are accepted: discards are always passed on.
     discard: Option<String>,
+    /// Only `off` is accepted.
     detect_zeroes: Option<String>,
-    /// Of qcow2: null for one that waits for `blockdev-snapshot`; what the image itself says if it is left out.
+    /// For `qcow2`: null for an overlay that waits for `blockdev-snapshot`. Absent: the image names
+    /// its backing file.
     #[serde(default, deserialize_with = "said")]
     backing: Option<Value>,
-    /// Of qcow2: memory for the map of clusters.
+    /// For `qcow2`: bytes of memory for the cluster map. An addition to QEMU's members.
     cache_size: Option<u64>,
-    /// Ours: true is `cache=writethrough` of a disk.
+    /// True is `cache=writethrough` of a disk. An addition to QEMU's members.
     writethrough: Option<bool>,
-    /// QEMU's choice of system interface; there is one here.
+    /// Accepted without effect: all disks use io_uring.
     #[serde(rename = "aio")]
     _aio: Option<String>,
 }
@@ -232,6 +247,7 @@ pub(crate) fn blockdev_add(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct NodeName {
+    /// The name of the disk.
     node_name: String,
 }
 
@@ -242,7 +258,9 @@ pub(crate) fn blockdev_del(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Resize {
+    /// The name of the disk.
     node_name: String,
+    /// The new size in bytes, a multiple of 512 and of the block size of each export.
     size: u64,
 }
 
@@ -260,30 +278,50 @@ enum Address {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct BlockExport {
+    /// `vhost-user-blk` or `fuse`. Networks are exported by `export-add`.
     #[serde(rename = "type")]
     kind: ExportKind,
+    /// The name of the export.
     id: String,
+    /// The name of the disk.
     node_name: String,
+    /// For `vhost-user-blk`, where it is required: `{"type": "unix", "path": SOCKET}`.
     addr: Option<Value>,
+    /// For `fuse`: the regular file that is mounted over.
     mountpoint: Option<PathBuf>,
+    /// For `fuse`: whether the size of the file can be changed.
     growable: Option<bool>,
+    /// For `fuse`: whether other users may use the file.
     allow_other: Option<AllowOther>,
-    /// Ours: how requests come, and whether the kernel may go to the image by itself.
+    /// For `fuse`: how requests come from the kernel. An addition to QEMU's members.
     transport: Option<Transport>,
+    /// For `fuse`: whether the kernel may read and write the image itself. An addition to QEMU's
+    /// members.
     passthrough: Option<Passthrough>,
+    /// Whether the user may write.
     #[serde(default)]
     writable: bool,
+    /// Accepted if the disk has `cache=writethrough`.
     #[serde(default)]
     writethrough: bool,
+    /// The number of queues. Absent: 1 for `vhost-user-blk`, one for each CPU for `fuse`.
     num_queues: Option<u16>,
+    /// For `vhost-user-blk`: the block size that the guest sees. Absent: 512.
     logical_block_size: Option<u32>,
+    /// Refused: use `workers`, or `worker-new` and `queue-attach`.
     iothread: Option<Value>,
+    /// Only false is accepted.
     #[serde(default)]
     fixed_iothread: bool,
+    /// The workers that the export starts with. An addition to QEMU's members.
     #[serde(default)]
     workers: Workers,
+    /// The serial number that the guest sees. An addition to QEMU's members.
     serial: Option<String>,
+    /// The polling limit of the workers that are made for the export, in microseconds. An addition
+    /// to QEMU's members.
     poll_us: Option<u32>,
+    /// Whether guest memory may be in files of any file system. An addition to QEMU's members.
     memory_may_block: Option<bool>,
 }
 
@@ -362,7 +400,9 @@ enum RemoveMode {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BlockExportDel {
+    /// The name of the export.
     id: String,
+    /// `hard` removes the export even if a front end is connected or the mounted file is open.
     #[serde(default)]
     mode: RemoveMode,
 }
@@ -382,7 +422,7 @@ pub(crate) fn query_block_exports(context: &Context, arguments: Arguments) -> An
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Flat {
-    /// QEMU: leave backing chains out. There are none.
+    /// Accepted without effect: backing images are no nodes.
     #[serde(rename = "flat")]
     _flat: Option<bool>,
 }

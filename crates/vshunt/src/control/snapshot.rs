@@ -81,11 +81,18 @@ enum Mode {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct SnapshotSync {
+    /// The name of the disk. Either this or `node-name` is required.
     device: Option<String>,
+    /// The name of the disk.
     node_name: Option<String>,
+    /// The path of the overlay.
     snapshot_file: PathBuf,
+    /// Only the name of the disk is accepted: the disk keeps its name.
     snapshot_node_name: Option<String>,
+    /// Only `qcow2` is accepted.
     format: Option<String>,
+    /// `absolute-paths` makes the overlay. `existing` uses an overlay that names the image of the
+    /// disk as its backing file.
     #[serde(default)]
     mode: Mode,
 }
@@ -115,7 +122,9 @@ pub(crate) fn snapshot_sync(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Snapshot {
+    /// The name of the disk.
     node: String,
+    /// The name of an overlay that `blockdev-add` added with `backing` null.
     overlay: String,
 }
 
@@ -127,7 +136,9 @@ pub(crate) fn snapshot_onto(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Internal {
+    /// The name of the disk.
     device: String,
+    /// The name of the snapshot.
     name: String,
 }
 
@@ -139,8 +150,11 @@ pub(crate) fn internal_sync(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Delete {
+    /// The name of the disk.
     device: String,
+    /// The id of the snapshot. `id`, `name` or both are required.
     id: Option<String>,
+    /// The name of the snapshot.
     name: Option<String>,
 }
 

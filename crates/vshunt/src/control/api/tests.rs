@@ -5,7 +5,7 @@ use vshunt_daemon::export::Options;
 use super::*;
 use crate::control::message::Class;
 
-fn context() -> (Context, Receiver<Stop>) {
+pub(in crate::control) fn context() -> (Context, Receiver<Stop>) {
     let (stop, stopped) = channel();
     let daemon = Daemon::new(Options { poll_us: 0 }).unwrap();
     (Context { daemon, stop, fdsets: Arc::default() }, stopped)

@@ -12,8 +12,6 @@ use crate::control::message::QmpError;
 
 type Answer = Result<Value, QmpError>;
 
-pub(crate) const BACKUP_START: &str =
-    "disk to|target [format overwrite compress bitmap incremental backing speed job]";
 pub(crate) const BLOCKDEV_BACKUP: &str =
     "device target sync: full|incremental|bitmap [job-id bitmap bitmap-mode: on-success speed auto-dismiss]";
 
@@ -59,17 +57,31 @@ enum OnError {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct BlockdevBackup {
+    /// The name of the job. Absent: `backup0`, `backup1` and so on.
     job_id: Option<String>,
+    /// The name of the disk.
     device: String,
+    /// The name of the disk to copy to. It has the same size and no export.
     target: String,
+    /// `full` copies everything. `incremental` and `bitmap` copy what is dirty in `bitmap`. Other
+    /// values are refused.
     sync: Sync,
+    /// The dirty bitmap, for `incremental` and `bitmap`.
     bitmap: Option<String>,
+    /// Only `on-success` is accepted, and `bitmap` requires it: the bitmap is reset if the backup
+    /// succeeds.
     bitmap_mode: Option<BitmapMode>,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     speed: Option<u64>,
+    /// Only false is accepted: use `backup-start` with `to`.
     compress: Option<bool>,
+    /// Only true is accepted.
     auto_finalize: Option<bool>,
+    /// Whether the job leaves the list when it ends. Absent: true.
     auto_dismiss: Option<bool>,
+    /// Only `report` and `auto` are accepted.
     on_source_error: Option<OnError>,
+    /// Only `report` and `auto` are accepted.
     on_target_error: Option<OnError>,
 }
 
@@ -116,8 +128,11 @@ pub(crate) fn blockdev_backup(context: &Context, arguments: Arguments) -> Answer
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CommitStart {
+    /// The name of the disk.
     disk: String,
+    /// The name of the job. Absent: `commit0`, `commit1` and so on.
     job: Option<String>,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     speed: Option<u64>,
 }
 
@@ -129,10 +144,15 @@ pub(crate) fn commit_start(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct BlockCommit {
+    /// The name of the job. Absent: `commit0`, `commit1` and so on.
     job_id: Option<String>,
+    /// The name of the disk.
     device: String,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     speed: Option<u64>,
+    /// Only true is accepted.
     auto_finalize: Option<bool>,
+    /// Whether the job leaves the list when it ends. Absent: true.
     auto_dismiss: Option<bool>,
 }
 
@@ -149,6 +169,7 @@ pub(crate) fn block_commit(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Id {
+    /// The name of the job.
     id: String,
 }
 
@@ -164,8 +185,9 @@ pub(crate) fn by_id(
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Device {
+    /// The name of the job.
     device: String,
-    /// QEMU: of jobs that are ready, which none of ours comes to be.
+    /// Accepted without effect: it concerns jobs that wait to be completed, and there are none.
     #[serde(rename = "force")]
     _force: Option<bool>,
 }
@@ -183,7 +205,9 @@ pub(crate) fn by_device(
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceSpeed {
+    /// The name of the job.
     device: String,
+    /// The speed limit in bytes per second. 0: no limit.
     speed: u64,
 }
 
@@ -195,7 +219,9 @@ pub(crate) fn block_job_set_speed(context: &Context, arguments: Arguments) -> An
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct JobSpeed {
+    /// The name of the job.
     id: String,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     speed: Option<u64>,
 }
 
@@ -234,11 +260,16 @@ pub(crate) fn bitmap_add(context: &Context, arguments: Arguments) -> Answer {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NewBitmap {
+    /// The name of the disk.
     node: String,
+    /// The name of the bitmap, unique on the disk.
     name: String,
+    /// Bytes for each bit, a power of two from 512 to 2 GiB. Absent: 64 KiB.
     granularity: Option<u64>,
+    /// Whether the bitmap is stored in the image when the disk is closed.
     #[serde(default)]
     persistent: bool,
+    /// Whether the bitmap records no writes until it is enabled.
     #[serde(default)]
     disabled: bool,
 }
@@ -253,7 +284,9 @@ pub(crate) fn block_dirty_bitmap_add(context: &Context, arguments: Arguments) ->
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BitmapName {
+    /// The name of the disk.
     node: String,
+    /// The name of the bitmap.
     name: String,
 }
 
@@ -276,8 +309,11 @@ enum Source {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Merge {
+    /// The name of the disk.
     node: String,
+    /// The bitmap that changes.
     target: String,
+    /// The other bitmaps: names, or objects with `node` (the same disk) and `name`.
     bitmaps: Vec<Source>,
 }
 

@@ -514,4 +514,4 @@ fn truth(yes: bool) -> Cow<'static, str> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::control) mod tests;

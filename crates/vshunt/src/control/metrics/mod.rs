@@ -6,7 +6,7 @@
 //! connects, so it never changes anything. What must never happen: that a client makes others wait, or a worker.
 
 mod address;
-mod families;
+pub(in crate::control) mod families;
 mod http;
 mod serve;
 
