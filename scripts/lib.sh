@@ -22,6 +22,18 @@ have() { command -v "$1" >/dev/null 2>&1; }
 
 debian_root() { [ "$(id -u)" = 0 ] && have apt-get && have dpkg; }
 
+# Prints the Python that has pytest with its plugins, for the tests: the system's, or the virtual environment of scripts/packages.
+pytest_python() {
+    local python
+    for python in python3 /usr/bin/python3 "$CACHE/tools/python/bin/python3"; do
+        if have "$python" && "$python" -c 'import pytest, pytest_timeout, xdist' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    return 1
+}
+
 have_toolchain() { have rustup && rustup toolchain list 2>/dev/null | grep -q "^$1"; }
 
 # TERM for each process id given, KILL for what does not end within three seconds. Only for our own children.

@@ -7,34 +7,22 @@ same, and `qemu-img convert` says what a guest would read.
 import json
 import random
 
+import pytest
 import rig as r
+from images import commands_of, options_of, text_of
+from seeds import SEED
 
 # Programs of random changes, each of some steps on one image.
 PROGRAMS = 8
 STEPS = 10
 
 
-class Changes:
+class TestChanges:
     """Tests of commands that change an image."""
 
-    def __init__(self, rig, both, seed, options_of, commands_of, text_of):
-        self.rig = rig
-        self.both = both
-        self.seed = seed
-        self.options_of = options_of
-        self.commands_of = commands_of
-        self.text_of = text_of
-
-    def tests(self):
-        for name, body in (
-            ("snapshots and sizes, random programs of both", self.programs),
-            ("a snapshot of one is the other's", self.snapshots),
-            ("bitmaps of one are the other's", self.bitmaps),
-            ("a disk grows and shrinks", self.sizes),
-            ("what cannot be done is refused by name", self.refused),
-            ("a corrupt image is not changed", self.corrupt),
-        ):
-            self.rig.test(f"image: {name}", lambda b=body: b(random.Random(self.seed)))
+    @pytest.fixture(autouse=True)
+    def _given(self, rig, both):
+        self.rig, self.both = rig, both
 
     def contents(self, name, snapshot=None):
         """What a guest reads, as bytes."""
@@ -46,14 +34,14 @@ class Changes:
     def image(self, rand, name):
         """A new image without a data file, its options and its size."""
         while True:
-            options, size = self.options_of(rand)
+            options, size = options_of(rand)
             # Snapshots need counts of more than one bit; large clusters are slow to compare.
             if "data_file" not in options and options.get("refcount_bits", 16) > 4 and options["cluster_size"] <= 1 << 16:
                 break
-        self.both.ours("create", "-q", "-f", "qcow2", "-o", self.text_of(options, name), name, size)
+        self.both.ours("create", "-q", "-f", "qcow2", "-o", text_of(options, name), name, size)
         return options, size
 
-    def programs(self, rand):
+    def test_random_programs_of_both(self, rand):
         """Writes, snapshots, applications, deletions and resizes, each by one of the two at random."""
         both = self.both
         for n in range(PROGRAMS):
@@ -64,10 +52,10 @@ class Changes:
                 run = rand.choice([both.ours, both.theirs])
                 who = "our" if run == both.ours else "their"
                 kind = rand.choice(["write", "write", "snapshot", "apply", "delete", "resize"])
-                of = f"program {n} of seed {self.seed}, {options}: {log} then {who} {kind}"
+                of = f"program {n} of seed {SEED}, {options}: {log} then {who} {kind}"
                 before = self.contents(name)
                 if kind == "write":
-                    both.io(name, *self.commands_of(rand, options, len(before), 4, new=False))
+                    both.io(name, *commands_of(rand, options, len(before), 4, new=False))
                 elif kind == "snapshot":
                     run("snapshot", "-c", f"s{step}", name)
                     was[f"s{step}"] = before
@@ -99,7 +87,7 @@ class Changes:
                 r.require(now[:same] == contents[:same], f"program {n}: snapshot {which} is another: {log}")
             both.same_info(name, f"program {n}: {log}")
 
-    def snapshots(self, rand):
+    def test_a_snapshot_of_one_is_the_others(self, rand):
         both = self.both
         self.image(rand, "snap")
         both.io("snap", "write -P 1 0 1M")
@@ -133,7 +121,7 @@ class Changes:
         # With that option data=false says dirty (docs/tools/qemu-nbd, x-dirty-bitmap).
         return [(x["start"], x["length"]) for x in json.loads(done.stdout) if not x["data"]]
 
-    def bitmaps(self, _):
+    def test_bitmaps_of_one_are_the_others(self):
         both = self.both
         both.ours("create", "-q", "-f", "qcow2", "map", "64M")
         both.ours("bitmap", "--add", "map", "ours")
@@ -167,7 +155,7 @@ class Changes:
         both.same_info("map")
         r.require(both.same_check("map") == 0, "not clean")
 
-    def sizes(self, _):
+    def test_a_disk_grows_and_shrinks(self):
         both = self.both
         both.ours("create", "-q", "raw", "1M")
         both.ours("resize", "raw", "+1M")
@@ -220,7 +208,7 @@ class Changes:
                 if mode == "full":
                     r.require(self.bits("short", "b") == [], f"{of}: the bitmap is not what it was")
 
-    def refused(self, _):
+    def test_what_cannot_be_done_is_refused_by_name(self):
         both = self.both
         both.ours("create", "-q", "-f", "qcow2", "no", "1M")
         both.ours("create", "-q", "-f", "raw", "no.raw", "1M")
@@ -245,7 +233,7 @@ class Changes:
             r.message_of(both.ours(*arguments, check=False), *words)
         r.require((both.dir / "no").read_bytes() == before, "the image was touched")
 
-    def corrupt(self, _):
+    def test_a_corrupt_image_is_not_changed(self):
         both = self.both
         both.theirs("create", "-q", "-f", "qcow2", "sick", "4M")
         both.io("sick", "write 0 1M")

@@ -1,4 +1,3 @@
-#!/usr/bin/env -S python3 -B
 """The commands of README and the guide, as users run them: `make run`, after the build, ends well and says what it should; what the
 pages show of disks, backups and networks works as written."""
 
@@ -7,6 +6,7 @@ import os
 import re
 import shlex
 
+import pytest
 import rig as r
 
 README = "README.md"
@@ -15,7 +15,7 @@ NETWORKS = "docs/guide/networks.md"
 OPERATIONS = "docs/guide/operations.md"
 
 
-def tour(rig):
+def test_make_run(rig):
     r.binary("vshunt-bench")
     done = r.run([r.ROOT / "scripts/run"], timeout_s=300, check=False, env={**os.environ, "TMPDIR": str(rig.dir)})
     text = done.stdout + done.stderr
@@ -57,14 +57,14 @@ def served(rig, page, after, before="exec "):
     return child
 
 
-def readme(rig):
+def test_readme_disk(rig):
     """README's commands for a disk in use, from serving it to the daemon's end."""
     child = served(rig, README, "## A disk for a virtual machine")
     shell(rig, block(README, "While the guest runs:"))
     r.require(child.wait() == 0, child.tail())
 
 
-def thin(rig):
+def test_guide_thin_disk_and_its_backups(rig):
     """A thin disk and its backups, under the load that the guide shows."""
     r.tool("qemu-img", "qemu-utils")
     child = served(rig, THIN, "# Thin disks")
@@ -77,7 +77,8 @@ def thin(rig):
     r.require(same.returncode == 0, f"the backup differs: {same.stdout}{same.stderr}")
 
 
-def networks(rig):
+@pytest.mark.root
+def test_guide_network_devices(rig):
     """A network device on a tap, and two on a switch, as the guide serves them, in a network namespace of their own."""
     if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
         raise r.Skipped("needs root and /dev/net/tun")
@@ -104,7 +105,7 @@ def networks(rig):
     r.require(child.stop() == 0, child.tail())
 
 
-def installed(rig):
+def test_make_install(rig):
     """`make install` into a staging folder: the programs run from there, the pages are there."""
     stage = rig.dir / "stage"
     env = {**os.environ, "DESTDIR": str(stage), "PREFIX": "/usr"}
@@ -123,7 +124,7 @@ def installed(rig):
         r.require(json.loads(capabilities)["type"] == kind, f"capabilities of {program}: {capabilities}")
 
 
-def unit(rig):
+def test_service_sandbox_as_systemd_rates_it(rig):
     """The service's own sandbox, as systemd rates it: 0 (safe) to 10; 2.0 or better."""
     analyze = r.tool("systemd-analyze", "systemd")
     done = r.run([analyze, "security", "--offline=true", "--no-pager", r.ROOT / "packaging/vshunt.service"], check=False)
@@ -133,7 +134,7 @@ def unit(rig):
     r.require(float(rated[1]) <= 2.0, f"the service is rated {rated[1]}")
 
 
-def links(_rig):
+def test_links_of_the_pages():
     """Each link of a page to a file of the project leads somewhere."""
     pages = [page for pattern in ("*.md", "*/*.md", "docs/**/*.md", "crates/*/*.md") for page in r.ROOT.glob(pattern)]
     r.require(len(pages) > 20, f"only {len(pages)} pages are found")
@@ -143,17 +144,3 @@ def links(_rig):
         targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
         broken += [f"{page.relative_to(r.ROOT)}: {target}" for target in targets if target and not (page.parent / target).exists()]
     r.require(not broken, f"links that lead nowhere: {broken}")
-
-
-def tests(rig):
-    rig.test("tour: the links of the pages", lambda: links(rig))
-    rig.test("tour: make run", lambda: tour(rig))
-    rig.test("tour: README's disk", lambda: readme(rig))
-    rig.test("tour: the guide's thin disk and its backups", lambda: thin(rig))
-    rig.test("tour: the guide's network devices", lambda: networks(rig))
-    rig.test("tour: make install", lambda: installed(rig))
-    rig.test("tour: the service's sandbox, as systemd rates it", lambda: unit(rig))
-
-
-if __name__ == "__main__":
-    r.main("tour", tests)

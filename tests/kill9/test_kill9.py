@@ -1,4 +1,3 @@
-#!/usr/bin/env -S python3 -B
 """vshunt killed -9 ten times during verified writes and started again: no completed write is lost.
 
 vshunt-bench keeps the in-flight region as a VMM does, reconnects, and reads back everything that it wrote at the
@@ -10,7 +9,10 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 import rig as r
+
+pytestmark = pytest.mark.slow
 
 KILLS = 10
 QUEUES = 4
@@ -70,15 +72,18 @@ def killed(rig, packed, folder, thin=None):
     image.unlink()
 
 
-def tests(rig):
-    rig.test(f"kill9: {KILLS} times during verified writes, split, on a disk", lambda: killed(rig, False, rig.dir))
-    memory = rig.memory_dir()
-    rig.test(f"kill9: {KILLS} times during verified writes, packed, in memory", lambda: killed(rig, True, memory))
-    for options in ("", "cluster_size=4k", "extended_l2=on,lazy_refcounts=on"):
-        name = f"kill9: {KILLS} times during verified writes, thin disk, {options or 'plain'}"
-        rig.test(name, lambda o=options: killed(rig, False, rig.dir, o))
-    rig.test(f"kill9: {KILLS} times during verified writes, thin disk in memory", lambda: killed(rig, True, memory, ""))
+def test_split_on_a_disk(rig):
+    killed(rig, False, rig.dir)
 
 
-if __name__ == "__main__":
-    r.main("kill9", tests)
+def test_packed_in_memory(rig, memory):
+    killed(rig, True, memory)
+
+
+@pytest.mark.parametrize("options", ("", "cluster_size=4k", "extended_l2=on,lazy_refcounts=on"), ids=lambda o: o or "plain")
+def test_thin_disk(rig, options):
+    killed(rig, False, rig.dir, options)
+
+
+def test_thin_disk_in_memory(rig, memory):
+    killed(rig, True, memory, "")

@@ -6,37 +6,21 @@
 import os
 import subprocess
 
+import pytest
 import rig as r
+from images import commands_of, options_of, text_of
 
 MIB = 1 << 20
 # Images copied of each kind of test, with options drawn anew.
 COPIES = 12
 
 
-class Converts:
+class TestCopies:
     """Tests of copies between formats and options."""
 
-    def __init__(self, rig, both, rand_of, options_of, commands_of, text_of):
-        self.rig = rig
-        self.both = both
-        self.rand_of = rand_of
-        self.options_of = options_of
-        self.commands_of = commands_of
-        self.text_of = text_of
-
-    def tests(self):
-        for name, body in (
-            ("copies between formats and options", self.formats),
-            ("copies of compressed clusters", self.compressed),
-            ("a copy of a chain stands alone", self.chains),
-            ("a copy onto an image that is there", self.onto),
-            ("a copy of an image in use", self.used),
-            ("a copy replaces what was there", self.replaced),
-            ("a copy never harms what it reads", self.itself),
-            ("a copy without space", self.full),
-            ("copies that cannot be made are refused by name", self.refused),
-        ):
-            self.rig.test(f"image: {name}", lambda b=body: b(self.rand_of()))
+    @pytest.fixture(autouse=True)
+    def _given(self, rig, both):
+        self.rig, self.both = rig, both
 
     def same(self, a, a_format, b, b_format, of):
         """A guest reads the same of both, and neither is corrupt."""
@@ -61,25 +45,25 @@ class Converts:
                 at += n
         return name
 
-    def formats(self, rand):
+    def test_between_formats_and_options(self, rand):
         """QEMU's images of all kinds to raw and to other options, and back."""
         both = self.both
         for n in range(COPIES):
-            options, size = self.options_of(rand)
+            options, size = options_of(rand)
             source = f"from{n}"
-            of = f"{n}: {self.text_of(options, source)}"
-            both.theirs("create", "-q", "-f", "qcow2", "-o", self.text_of(options, source), source, size)
-            both.io(source, *self.commands_of(rand, options, size, 12))
+            of = f"{n}: {text_of(options, source)}"
+            both.theirs("create", "-q", "-f", "qcow2", "-o", text_of(options, source), source, size)
+            both.io(source, *commands_of(rand, options, size, 12))
             both.ours("convert", source, f"{n}.raw")
             self.same(source, "qcow2", f"{n}.raw", "raw", of)
-            wanted, _ = self.options_of(rand)
-            text = self.text_of(wanted, f"to{n}")
+            wanted, _ = options_of(rand)
+            text = text_of(wanted, f"to{n}")
             both.ours("convert", "-f", "qcow2", "-O", "qcow2", "-o", text, source, f"to{n}")
             self.same(source, "qcow2", f"to{n}", "qcow2", f"{of} to {text}")
             both.ours("convert", "-f", "raw", "-O", "qcow2", "-o", text, f"{n}.raw", f"to{n}")
             self.same(source, "qcow2", f"to{n}", "qcow2", f"raw to {text}, once more")
 
-    def compressed(self, rand):
+    def test_of_compressed_clusters(self, rand):
         """Every kind of compressed target; the last cluster is not whole."""
         both = self.both
         size = 5 * MIB + 512
@@ -104,7 +88,7 @@ class Converts:
             both.ours("convert", "packed", "back.raw")
             self.same("plain.raw", "raw", "back.raw", "raw", f"QEMU's {kind}")
 
-    def chains(self, rand):
+    def test_of_a_chain_stands_alone(self, rand):
         both = self.both
         self.contents(rand, "low.raw", 3 * MIB)
         both.theirs("create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", "-b", "low.raw", "-F", "raw", "middle", "4M")
@@ -118,7 +102,7 @@ class Converts:
             self.same("top", "qcow2", "flat", "qcow2", f"to qcow2 {more}")
             r.require("backing" not in both.ours("info", "flat").stdout, "the copy stands on an image")
 
-    def onto(self, rand):
+    def test_onto_an_image_that_is_there(self, rand):
         """-n: what was in the target does not show where the source is zeroes."""
         both = self.both
         self.contents(rand, "new.raw", 4 * MIB)
@@ -139,7 +123,7 @@ class Converts:
         r.message_of(both.ours("convert", "-n", "new.raw", "nowhere", check=False), "nowhere", "-n")
         r.require(not (both.dir / "nowhere").exists(), "-n made a file")
 
-    def used(self, _):
+    def test_of_an_image_in_use(self):
         """QEMU writes it: refused, but with -U."""
         both = self.both
         both.theirs("create", "-q", "-f", "qcow2", "busy", "4M")
@@ -154,7 +138,7 @@ class Converts:
         child.kill()
         self.same("busy", "qcow2", "busy.raw", "raw", "-U")
 
-    def replaced(self, rand):
+    def test_replaces_what_was_there(self, rand):
         both = self.both
         self.contents(rand, "little.raw", 2 * MIB)
         for form, target in (("raw", "there.raw"), ("qcow2", "there")):
@@ -167,7 +151,7 @@ class Converts:
         self.same("little.raw", "raw", "there", "qcow2", "over an old data file")
         self.same("little.raw", "raw", "there.data", "raw", "the data file by itself")
 
-    def itself(self, rand):
+    def test_never_harms_what_it_reads(self, rand):
         """The target is the source under another name, or a file that it stands on."""
         both = self.both
         self.contents(rand, "base.raw", MIB)
@@ -189,7 +173,7 @@ class Converts:
             for name, data in before.items():
                 r.require((both.dir / name).read_bytes() == data, f"{source} to {target}: {name} is another")
 
-    def full(self, rand):
+    def test_without_space(self, rand):
         """A target without space: the error names it, and nothing is left of it."""
         both = self.both
         folder = both.dir / "small"
@@ -207,7 +191,7 @@ class Converts:
         finally:
             subprocess.run(["umount", "-l", str(folder)], check=False)
 
-    def refused(self, _):
+    def test_that_cannot_be_made_is_refused_by_name(self):
         both = self.both
         for name, size in (("none.raw", 0), ("good.raw", MIB)):
             with open(both.dir / name, "wb") as f:

@@ -1,4 +1,3 @@
-#!/usr/bin/env -S python3 -B
 """`vshunt image` beside qemu-img: what one makes the other checks, describes and changes.
 
 Images of qemu-img with combinations of all features are checked and described alike by both; ours are opened, filled
@@ -7,145 +6,18 @@ VSHUNT_SEED: where the generator starts.
 """
 
 import json
-import os
-import random
-import re
 import struct
 
 import rig as r
-from image_convert import Converts
-from image_more import Changes
-
-SEED = int(os.environ.get("VSHUNT_SEED", "1"))
-
-# No command on these small images takes this long; one that does hangs.
-HANG_S = 60.0
+from images import HANG_S, commands_of, options_of, text_of, with_base
+from seeds import SEED
 
 # Images of each kind of test.
 COMBINATIONS = 24
 CORRUPTIONS = 40
 
 
-class Both:
-    """The two programs, in one folder."""
-
-    def __init__(self, rig):
-        self.rig = rig
-        self.dir = rig.dir / "images"
-        self.dir.mkdir()
-        self.qemu_img = r.tool("qemu-img", "qemu-utils")
-        self.qemu_io = r.tool("qemu-io", "qemu-utils")
-
-    def ours(self, *arguments, check=True):
-        """`vshunt image …`"""
-        return r.run([r.binary("vshunt"), "image", *arguments], timeout_s=HANG_S, check=check, cwd=self.dir)
-
-    def theirs(self, *arguments, check=True):
-        """`qemu-img …`"""
-        return r.run([self.qemu_img, *arguments], timeout_s=HANG_S, check=check, cwd=self.dir)
-
-    def io(self, file, *commands, check=True):
-        """`qemu-io -c … FILE`"""
-        argv = [self.qemu_io, "-f", "qcow2", *(x for c in commands for x in ("-c", c)), file]
-        done = r.run(argv, timeout_s=HANG_S, check=False, cwd=self.dir)
-        failed = done.returncode != 0 or "failed" in done.stdout
-        r.require(not check or not failed, f"{file}: {commands}: {done.stdout}{done.stderr}")
-        return done
-
-    def same_check(self, file, of=""):
-        """Both check the image and count the same; their exit code."""
-        results = []
-        for run in (self.ours, self.theirs):
-            done = run("check", "--output=json", file, check=False)
-            r.require(done.stdout.strip(), f"{of}: no result: {done.stderr}")
-            results.append((done.returncode, json.loads(done.stdout)))
-        (code, mine), (their_code, their) = results
-        r.require((code, mine) == (their_code, their), f"{of}: {code} {mine} is not {their_code} {their}")
-        return code
-
-    def same_info(self, file, of=""):
-        """Both describe the image alike."""
-        mine, their = (json.loads(run("info", "--output=json", file).stdout) for run in (self.ours, self.theirs))
-        their.pop("children", None)  # newer ones describe the file below too
-        r.require(mine == their, f"{of}: {mine} is not {their}")
-        mine, their = (run("info", file).stdout.splitlines() for run in (self.ours, self.theirs))
-        # Their columns of snapshots changed over the years.
-        ignored = ("Child node", "    filename", "    protocol", "    file length", "    disk size", "ID  ")
-        clock = re.compile(r"\b0*(\d\d:\d\d:\d\d\.\d)")
-        mine, their = ([clock.sub(r"\1", x) for x in lines if not x.startswith(ignored)] for lines in (mine, their))
-        # A snapshot without a count of instructions has no text there, or `--`.
-        mine, their = ([[w for w in x.split() if w != "--"] for x in lines] for lines in (mine, their))
-        r.require(mine == their, f"{of}: {mine} is not {their}")
-
-    def clean(self, file, of=""):
-        """Both find nothing wrong."""
-        for run in (self.ours, self.theirs):
-            done = run("check", file, check=False)
-            r.require(done.returncode == 0, f"{of}: {done.args[0]} check ended with {done.returncode}: {done.stdout}{done.stderr[:600]}")
-
-
-def options_of(rand):
-    """Options of a new image that go together, and its size."""
-    o = {"cluster_size": 1 << rand.choice([9, 10, 12, 14, 16, 16, 18, 21])}
-    size = rand.choice([1 << 20, 3 << 20, (5 << 20) + 512, 16 << 20])
-    if rand.random() < 0.15:
-        o["compat"] = "0.10"
-        return o, size
-    o["refcount_bits"] = 1 << rand.randrange(7)
-    if o["cluster_size"] >= 1 << 14 and rand.random() < 0.4:
-        o["extended_l2"] = "on"
-    if rand.random() < 0.3:
-        o["lazy_refcounts"] = "on"
-    if rand.random() < 0.4:
-        o["compression_type"] = "zstd"
-    if rand.random() < 0.25:
-        o["data_file"] = "DATA"
-        if rand.random() < 0.5:
-            o["data_file_raw"] = "on"
-    if rand.random() < 0.3:
-        o["preallocation"] = rand.choice(["metadata", "falloc", "full"])
-    return o, size
-
-
-def text_of(options, name):
-    return ",".join(f"{k}={v}" for k, v in options.items()).replace("DATA", f"{name}.data")
-
-
-def commands_of(rand, options, size, number, new=True):
-    """qemu-io commands that fill it here and there, once it is new with compressed clusters first.
-
-    QEMU fails to write those over what is there, and then leaves wrong counts behind.
-    """
-    commands = []
-    cluster = options["cluster_size"]
-    if new and not {"data_file", "preallocation"} & options.keys():
-        for at in rand.sample(range(max(1, size // cluster)), min(4, size // cluster)):
-            commands.append(f"write -c -P {rand.randrange(1, 255)} {at * cluster} {cluster}")
-    for _ in range(number):
-        offset = rand.randrange(size // 512) * 512
-        length = min(size - offset, 512 * rand.choice([1, 8, 127, 128, 513]))
-        kind = rand.choice(["write", "write", "write", "zero", "discard"])
-        if kind == "zero":
-            commands.append(f"write -z {rand.choice(['', '-u '])}{offset} {length}")
-        elif kind == "discard":
-            commands.append(f"discard {offset} {length}")
-        else:
-            commands.append(f"write -P {rand.randrange(1, 255)} {offset} {length}")
-    return commands
-
-
-def with_base(both, rand, arguments, options):
-    """Arguments for an image below, sometimes."""
-    if "data_file_raw" in options or rand.random() < 0.6:
-        return arguments
-    if options.get("preallocation") and options.get("extended_l2") != "on":
-        return arguments
-    both.theirs("create", "-q", "-f", "qcow2", "base.qcow2", "4M")
-    both.io("base.qcow2", "write -P 77 0 1M")
-    return [*arguments, "-b", "base.qcow2", "-F", "qcow2"]
-
-
-def theirs_alike(both, rand):
+def test_both_check_and_describe_images_of_qemu_img_alike(both, rand):
     """Images of qemu-img: both check and describe them alike, filled or not."""
     for n in range(COMBINATIONS):
         options, size = options_of(rand)
@@ -160,7 +32,7 @@ def theirs_alike(both, rand):
         both.same_info(name, of)
 
 
-def ours_work(both, rand):
+def test_qemu_fills_and_checks_our_images(both, rand):
     """Images of ours: QEMU fills them, and they are clean; the data is there."""
     for n in range(COMBINATIONS):
         options, size = options_of(rand)
@@ -178,7 +50,7 @@ def ours_work(both, rand):
         r.require(both.same_check(name, of) == 0, f"{of}: not clean once filled")
 
 
-def said_alike(both, _):
+def test_create_says_and_refuses_as_qemu_img_does(both):
     """What `create` says it makes, and what is refused."""
     for arguments in (
         ["-f", "qcow2", "x", "1G"],
@@ -206,7 +78,7 @@ def said_alike(both, _):
     both.same_info("y")
 
 
-def chain(both, _):
+def test_a_chain_is_described(both):
     """A chain of images, described by both."""
     both.theirs("create", "-q", "-f", "raw", "c0", "1M")
     both.ours("create", "-q", "-f", "qcow2", "-b", "c0", "-F", "raw", "c1")
@@ -224,7 +96,7 @@ def chain(both, _):
     r.message_of(both.ours("info", "--backing-chain", "loop", check=False), "below itself")
 
 
-def in_use(both, _):
+def test_an_image_in_use_is_refused(both):
     """An image that QEMU has open for writing."""
     both.theirs("create", "-q", "-f", "qcow2", "used", "1M")
     child = r.Child(
@@ -271,7 +143,7 @@ def tables_of(data):
     return ranges
 
 
-def corrupted(both, rand):
+def test_corrupted_images_are_found_and_repaired(both, rand):
     """Bytes flipped in tables: what QEMU finds we find, and once we have repaired, QEMU finds nothing."""
     found = 0
     for n in range(CORRUPTIONS):
@@ -305,7 +177,7 @@ def corrupted(both, rand):
     r.require(found >= CORRUPTIONS // 4, f"only {found} of {CORRUPTIONS} images were corrupt: the test tests little")
 
 
-def dirty(both, _):
+def test_a_dirty_image_is_repaired(both):
     """An image whose counts were to be written later, and whose writer died."""
     both.ours("create", "-q", "-f", "qcow2", "-o", "lazy_refcounts=on", "lazy", "4M")
     both.io("lazy", "write -P 5 0 1M", "abort", check=False)
@@ -322,7 +194,7 @@ def dirty(both, _):
     r.require("failed" not in both.io("lazy", "read -P 5 0 1M").stdout, "the data is not there")
 
 
-def leaks(both, _):
+def test_leaks_are_found_and_repaired(both):
     """Clusters that are counted and that nothing refers to."""
     both.theirs("create", "-q", "-f", "qcow2", "leak", "4M")
     both.io("leak", "write 0 1M")
@@ -335,7 +207,7 @@ def leaks(both, _):
     both.clean("leak")
 
 
-def hostile(both, rand):
+def test_hostile_images_end_in_time(both, rand):
     """Images that no program makes: an answer in time, and no more memory than they are worth."""
 
     def header(**fields):
@@ -386,26 +258,3 @@ def hostile(both, rand):
             r.require("panicked" not in done.stderr and "memory" not in done.stderr, f"{name}: {command}: {done.stderr[-600:]}")
     for name in cases:
         (both.dir / name).unlink()
-
-
-def tests(rig):
-    both = Both(rig)
-    rig.say(f"seed {SEED}; {both.theirs('--version').stdout.splitlines()[0]}")
-    for name, body in (
-        ("create says and refuses as qemu-img does", said_alike),
-        ("images of qemu-img: both check and describe them alike", theirs_alike),
-        ("images of ours: QEMU fills and checks them", ours_work),
-        ("a chain is described", chain),
-        ("an image in use is refused", in_use),
-        ("a dirty image is repaired", dirty),
-        ("leaks are found and repaired", leaks),
-        ("corrupted images are found and repaired", corrupted),
-        ("hostile images end in time", hostile),
-    ):
-        rig.test(f"image: {name}", lambda b=body: b(both, random.Random(SEED)))
-    Changes(rig, both, SEED, options_of, commands_of, text_of).tests()
-    Converts(rig, both, lambda: random.Random(SEED), options_of, commands_of, text_of).tests()
-
-
-if __name__ == "__main__":
-    r.main("image", tests)

@@ -1,4 +1,3 @@
-#!/usr/bin/env -S python3 -B
 """What each mode of the sandbox does with a system call that is not allowed, seen from outside.
 
 No thread of the daemon makes such a call by itself. So a library that is loaded into the daemon makes one: personality(2), which only
@@ -12,6 +11,7 @@ import signal
 import subprocess
 import time
 
+import pytest
 import rig as r
 
 SIZE = 64 << 20
@@ -154,7 +154,17 @@ def logs(log, program, number):
     return False
 
 
-def log_mode(rig, library, program):
+@pytest.fixture(scope="module")
+def library(rig):
+    return built(rig, "probe.so", LIBRARY, "-shared", "-fPIC")
+
+
+@pytest.fixture(scope="module")
+def program(rig):
+    return built(rig, "logged", LOGGED)
+
+
+def test_log_allows_and_serves_and_the_kernel_logs_it(rig, library, program):
     """It is allowed, and the kernel logs it."""
     number = call()
     daemon = Probed(rig, "log", library)
@@ -178,7 +188,7 @@ def log_mode(rig, library, program):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def on_mode(rig, library):
+def test_on_refuses_counts_and_serves(rig, library):
     """It fails with EPERM, is counted, and named once; the load ends well."""
     number = call()
     daemon = Probed(rig, "on", library)
@@ -192,7 +202,7 @@ def on_mode(rig, library):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def kill_mode(rig, library):
+def test_kill_ends_the_daemon(rig, library):
     """It ends the daemon."""
     number = call()
     control = rig.dir / "kill.ctl"
@@ -201,15 +211,3 @@ def kill_mode(rig, library):
     r.run([r.binary("vshunt"), "-c", control, "status"], check=False)
     r.require(child.wait() == -signal.SIGABRT, f"it ended with {child.process.returncode}: {child.tail()}")
     r.require(f"made system call {number}, which it may not: ending at once" in child.output(), child.tail())
-
-
-def tests(rig):
-    library = built(rig, "probe.so", LIBRARY, "-shared", "-fPIC")
-    program = built(rig, "logged", LOGGED)
-    rig.test("sandbox: log allows, serves, and has the kernel log it", lambda: log_mode(rig, library, program))
-    rig.test("sandbox: on refuses, counts, and serves", lambda: on_mode(rig, library))
-    rig.test("sandbox: kill ends the daemon", lambda: kill_mode(rig, library))
-
-
-if __name__ == "__main__":
-    r.main("sandbox", tests)

@@ -1,0 +1,175 @@
+"""Fixtures and options of the black-box tests. CONTRIBUTING.md, "Black-box tests", says how to run and write them."""
+
+import ctypes
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import fuse_guard
+import pytest
+import rig as r
+from seeds import SEED
+
+HERE = Path(__file__).resolve().parent
+PR_SET_CHILD_SUBREAPER = 36
+
+# Folders that take longest, so that a run with two processes starts with them.
+LONGEST = ("fuse", "qcow2", "net", "backup", "snapshot", "image")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("vshunt")
+    group.addoption("--lines", action="store_true", help="one line for each result, as scripts/test counts them")
+    group.addoption("--kills", type=int, metavar="N", help="how often daemons are killed in tests that do so (default: theirs)")
+    group.addoption("--seconds", type=float, metavar="S", help="how long the tests under load run (default: theirs)")
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        return
+    # Programs that a killed worker leaves behind become children of this process, which kills them at the end.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupted)
+    if config.getoption("--lines"):
+        config.pluginmanager.register(Lines(config), "vshunt-lines")
+
+
+def _interrupted(number, _):
+    raise KeyboardInterrupt(f"signal {number}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    if hasattr(config, "workerinput"):
+        return
+    # Children of a killed child come up one level each time.
+    for _ in range(100):
+        left = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        if not left:
+            break
+        for pid in left:
+            os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.02)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            break
+
+
+def group_of(item):
+    """The folder of tests/ that a test lies in."""
+    return item.path.relative_to(HERE).parts[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist puts the groups into the names
+def pytest_collection_modifyitems(items):
+    """Each folder stays on one process (`--dist loadgroup`), and the longest come first."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(group_of(item), len(LONGEST)))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+class Lines:
+    """Prints `ok ID (S s)`, `not ok ID: WHY` or `skip ID: WHY` for each test."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report):
+        counts = report.when == "call" or report.outcome != "passed"
+        return report.outcome if counts else "", "", ""  # no dots
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        name = report.nodeid.removeprefix("tests/").split("@")[0]
+        lines = [line for line in report.capstdout.splitlines() if line.startswith("# ")] if report.when == "call" else []
+        if report.failed:
+            lines.append(f"not ok {name}{'' if report.when == 'call' else f' ({report.when})'}: {reason(report)}")
+        elif report.skipped:
+            lines.append(f"skip {name}: {reason(report)}")
+        elif report.when == "call":
+            lines.append(f"ok {name} ({report.duration:.1f} s)")
+        writer = self.config.pluginmanager.getplugin("terminalreporter")
+        for line in lines:
+            writer.ensure_newline()
+            writer.write_line(line)
+        writer.flush()
+
+
+def reason(report):
+    """Why a test failed or was left out, in one line."""
+    if isinstance(report.longrepr, tuple):
+        return r.one_line(report.longrepr[2].removeprefix("Skipped: "))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return r.one_line(crash.message if crash else str(report.longrepr)).removeprefix("rig.Failed: ")
+
+
+@pytest.fixture(scope="module")
+def rig(request):
+    """A folder of the module's own, and the programs that its tests start there. Kept when one of them failed."""
+    before = request.session.testsfailed
+    made = r.Rig(f"{request.path.parent.name}-{request.path.stem.removeprefix('test_')}", signals=False)
+    yield made
+    made.end(keep=request.session.testsfailed > before)
+
+
+@pytest.fixture(autouse=True)
+def _ended_after_failure(request):
+    """Kills the programs that a failed test started itself."""
+    if "rig" not in request.fixturenames:
+        yield
+        return
+    made, failed = request.getfixturevalue("rig"), request.session.testsfailed
+    started = len(made.children)
+    yield
+    if request.session.testsfailed > failed:
+        for child in made.children[started:]:
+            child.kill()
+
+
+@pytest.fixture(scope="module")
+def memory(rig):
+    """A folder in memory where the machine has one."""
+    return rig.memory_dir()
+
+
+@pytest.fixture
+def rand():
+    """Random numbers of VSHUNT_SEED (1), from the start for each test."""
+    return random.Random(SEED)
+
+
+@pytest.fixture(scope="session")
+def clock():
+    """A mount namespace of this process's own, and the clock of the guardian in it. See tests/lib/fuse_guard.py."""
+    guardian = fuse_guard.Guardian()
+    yield guardian.clock
+    guardian.end()
+
+
+# What a guarded test may take: over it, it hangs. The longest takes some ten seconds where nothing else runs.
+GUARDED_S = 180.0
+
+
+@pytest.fixture
+def guarded(request, clock):
+    """The test's FUSE connections are aborted when it is over its time, and the mounts that it made go if it fails."""
+    failed, before = request.session.testsfailed, {m[1] for m in fuse_guard.fuse_mounts()}
+    clock.put(limit=time.monotonic() + GUARDED_S, aborts=0)
+    yield
+    aborts = clock.get()[1]
+    clock.put(limit=0.0)
+    if request.session.testsfailed > failed or aborts:
+        fuse_guard.unmount({m[1] for m in fuse_guard.fuse_mounts()} - before)
+    r.require(not aborts, f"over its {GUARDED_S:g} s: the connections were aborted")
