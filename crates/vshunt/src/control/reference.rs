@@ -212,7 +212,7 @@ fn metrics_page() -> String {
     let mut out = String::from("# Metrics\n\n");
     out.push_str(MADE);
     out.push_str(
-        "[The control protocol](../control.md#metrics) explains how metrics are served, and has examples. A metric of something \
+        "[Operations](../guide/operations.md#metrics) explains how metrics are served, and has examples. A metric of something \
          that does not exist is absent. With `engine=kernel` the queues of a network device have no counters.\n\n\
          | metric | type | labels | meaning |\n| --- | --- | --- | --- |\n",
     );
