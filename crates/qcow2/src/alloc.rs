@@ -8,11 +8,14 @@
 //!
 //! The lock is never held over I/O; a refcount block that is not here is read by who needs it.
 
+#![allow(clippy::indexing_slicing, reason = "a refcount block that is in memory has its entry in the table")]
+
 mod pack;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
+use crate::bytes::to_usize;
 use crate::epoch::{Epoch, Epochs};
 use crate::guard::Guard;
 use crate::{Waker, refcount};
@@ -108,7 +111,7 @@ impl Alloc {
             table,
             table_dirty: BTreeSet::new(),
             blocks: HashMap::new(),
-            blocks_max: (cache_bytes >> cluster_bits).max(4) as usize,
+            blocks_max: to_usize((cache_bytes >> cluster_bits).max(4)),
             loading: HashMap::new(),
             clock: 0,
             cursor: 0,
@@ -133,7 +136,7 @@ impl Alloc {
     pub(crate) fn take(&mut self, most: u64, waker: Waker) -> Take {
         loop {
             let index = self.cursor / self.entries;
-            let Some(&offset) = self.table.get(index as usize) else { return Take::Full };
+            let Some(&offset) = self.table.get(to_usize(index)) else { return Take::Full };
             if !self.blocks.contains_key(&index) {
                 if offset != 0 {
                     return self.ask(index, offset, waker);
@@ -164,8 +167,8 @@ impl Alloc {
         refcount::set(&mut data, 0, self.order, 1);
         self.make_room();
         self.blocks.insert(index, Block { data, dirty: true, writing: false, used: self.clock });
-        self.table[index as usize] = at << self.cluster_bits;
-        self.table_dirty.insert(index as usize);
+        self.table[to_usize(index)] = at << self.cluster_bits;
+        self.table_dirty.insert(to_usize(index));
         if let Some(guard) = &self.guard {
             guard.add("a refcount block", at);
         }
@@ -178,13 +181,13 @@ impl Alloc {
         let (order, entries, clock) = (self.order, self.entries, self.clock);
         let block = self.blocks.get_mut(&index).expect("it is here");
         block.used = clock;
-        let free = |block: &Block, i: u64| refcount::get(&block.data, i as usize, order) == 0;
+        let free = |block: &Block, i: u64| refcount::get(&block.data, to_usize(i), order) == 0;
         let first = (self.cursor % entries..entries).find(|i| free(block, *i))?;
         let start = index * entries + first;
         // What is known to be zero and what is not are different runs.
         let end = if start < self.virgin { entries.min(first + self.virgin - start) } else { entries };
-        let count = (first..end).take(most as usize).take_while(|i| free(block, *i)).count() as u64;
-        (first..first + count).for_each(|i| refcount::set(&mut block.data, i as usize, order, 1));
+        let count = (first..end).take(to_usize(most)).take_while(|i| free(block, *i)).count() as u64;
+        (first..first + count).for_each(|i| refcount::set(&mut block.data, to_usize(i), order, 1));
         block.dirty = true;
         self.cursor = start + count;
         let zero = start >= self.virgin;
@@ -224,7 +227,7 @@ impl Alloc {
             return self.give_back(rest);
         };
         for cluster in rest.start..rest.start + rest.count {
-            refcount::set(&mut block.data, (cluster % self.entries) as usize, self.order, 0);
+            refcount::set(&mut block.data, to_usize(cluster % self.entries), self.order, 0);
         }
         block.dirty |= rest.count > 0;
         self.cursor = self.cursor.min(rest.start);
@@ -272,14 +275,14 @@ impl Alloc {
     pub(crate) fn last_uses(&mut self, start: u64, count: u64, waker: Waker) -> Result<(u64, bool), Take> {
         let index = start / self.entries;
         let here = count.min((index + 1) * self.entries - start);
-        let Some(&offset) = self.table.get(index as usize).filter(|at| **at != 0) else {
+        let Some(&offset) = self.table.get(to_usize(index)).filter(|at| **at != 0) else {
             return Ok((here, false));
         };
         self.clock += 1;
         let Some(block) = self.blocks.get_mut(&index) else { return Err(self.ask(index, offset, waker)) };
         block.used = self.clock;
         let first = start % self.entries;
-        let last_use = |i: u64| refcount::get(&block.data, (first + i) as usize, self.order) == 1;
+        let last_use = |i: u64| refcount::get(&block.data, to_usize(first + i), self.order) == 1;
         let is_last = last_use(0);
         Ok(((0..here).take_while(|i| last_use(*i) == is_last).count() as u64, is_last))
     }
@@ -287,10 +290,10 @@ impl Alloc {
     /// Counts clusters down, of one block, after [`last_uses`](Self::last_uses) found it here; `false`: it went since.
     pub(crate) fn count_down(&mut self, start: u64, count: u64) -> bool {
         let Some(block) = self.blocks.get_mut(&(start / self.entries)) else {
-            return self.table.get((start / self.entries) as usize).is_none_or(|at| *at == 0);
+            return self.table.get(to_usize(start / self.entries)).is_none_or(|at| *at == 0);
         };
         for cluster in start..start + count {
-            let at = (cluster % self.entries) as usize;
+            let at = to_usize(cluster % self.entries);
             let was = refcount::get(&block.data, at, self.order);
             // 0: the image counted it wrong before.
             refcount::set(&mut block.data, at, self.order, was.saturating_sub(1));
@@ -309,7 +312,7 @@ impl Alloc {
         dirty
             .map(|(&index, block)| {
                 (block.dirty, block.writing) = (false, true);
-                Dirty { index, offset: table[index as usize], bytes: block.data.clone() }
+                Dirty { index, offset: table[to_usize(index)], bytes: block.data.clone() }
             })
             .collect()
     }
@@ -320,7 +323,7 @@ impl Alloc {
         for index in std::mem::take(&mut self.table_dirty) {
             let offset = 8 * index as u64 / unit * unit;
             if pieces.last().is_none_or(|piece| piece.offset != offset) {
-                let words = self.table[offset as usize / 8..].iter().take(unit as usize / 8);
+                let words = self.table[to_usize(offset) / 8..].iter().take(to_usize(unit) / 8);
                 pieces.push(Dirty {
                     index: index as u64,
                     offset,
@@ -339,7 +342,7 @@ impl Alloc {
             block.dirty |= !done;
         }
         if !done {
-            self.table_dirty.extend(table.iter().map(|d| d.index as usize));
+            self.table_dirty.extend(table.iter().map(|d| to_usize(d.index)));
         }
     }
 }

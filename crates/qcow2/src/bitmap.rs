@@ -4,6 +4,7 @@ mod bits;
 mod edit;
 mod served;
 
+use crate::bytes::{be16, be32, be64, low_u8, low_u16, low_u32};
 use crate::header::autoclear;
 use crate::image::Image;
 use crate::{Error, Result};
@@ -79,9 +80,9 @@ impl Bitmap {
         out.extend_from_slice(&self.table_offset.to_be_bytes());
         out.extend_from_slice(&self.table_size.to_be_bytes());
         out.extend_from_slice(&self.flags.to_be_bytes());
-        out.extend_from_slice(&[self.kind, self.granularity_bits as u8]);
-        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
-        out.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        out.extend_from_slice(&[self.kind, low_u8(self.granularity_bits.into())]);
+        out.extend_from_slice(&low_u16(self.name.len() as u64).to_be_bytes());
+        out.extend_from_slice(&low_u32(self.extra.len() as u64).to_be_bytes());
         out.extend_from_slice(&self.extra);
         out.extend_from_slice(&self.name);
         out.resize(out.len().next_multiple_of(8), 0);
@@ -138,7 +139,7 @@ pub fn read_directory(image: &Image<'_>) -> Result<Vec<Bitmap>> {
             .ok_or_else(|| Error::corrupt(format!("bitmap {n} does not fit into the directory")))?;
         bitmap.check(image.header.size, image.header.cluster_bits)?;
         list.push(bitmap);
-        rest = &rest[len..];
+        rest = rest.get(len..).unwrap_or_default();
     }
     if !rest.is_empty() {
         return Err(Error::corrupt(format!("{} bytes behind the last bitmap of the directory", rest.len())));
@@ -149,19 +150,18 @@ pub fn read_directory(image: &Image<'_>) -> Result<Vec<Bitmap>> {
 /// The entry that `bytes` begin with, and its length.
 fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
     let fixed = bytes.get(..ENTRY)?;
-    let number = |range: std::ops::Range<usize>| fixed[range].iter().fold(0, |n, b| n << 8 | u64::from(*b));
-    let (name, extra) = (number(18..20) as usize, number(20..24) as usize);
-    let end = ENTRY.checked_add(extra)?.checked_add(name)?;
+    let name_at = ENTRY.checked_add(be32(fixed, 20) as usize)?;
+    let end = name_at.checked_add(be16(fixed, 18).into())?;
     let len = end.checked_next_multiple_of(8)?;
     bytes.get(..len)?;
     let bitmap = Bitmap {
-        name: bytes[ENTRY + extra..end].to_vec(),
-        flags: number(12..16) as u32,
-        granularity_bits: number(17..18) as u32,
-        table_offset: number(0..8),
-        table_size: number(8..12) as u32,
-        kind: number(16..17) as u8,
-        extra: bytes[ENTRY..ENTRY + extra].to_vec(),
+        name: bytes.get(name_at..end)?.to_vec(),
+        flags: be32(fixed, 12),
+        granularity_bits: (*fixed.get(17)?).into(),
+        table_offset: be64(fixed, 0),
+        table_size: be32(fixed, 8),
+        kind: *fixed.get(16)?,
+        extra: bytes.get(ENTRY..name_at)?.to_vec(),
     };
     Some((bitmap, len))
 }

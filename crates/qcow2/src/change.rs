@@ -10,9 +10,15 @@
 //! Steps: 1 tables and counts are copied and changed; 2 [`commit`](Change::commit) writes what is left of them and
 //! syncs; 3 the header; 4 what is free now gives its space back.
 
+#![allow(
+    clippy::indexing_slicing,
+    reason = "a block is loaded, and the table made long enough for it, before it is used"
+)]
+
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
+use crate::bytes::{low_u32, to_usize};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
 use crate::header::{Header, REFTABLE_BYTES_MAX, incompatible};
 use crate::{Error, Image, Result, image, refcount};
@@ -79,19 +85,19 @@ impl<'i, 's> Change<'i, 's> {
 
     fn split(&self, cluster: u64) -> (u64, usize) {
         let entries = self.image.header.refblock_entries();
-        (cluster / entries, (cluster % entries) as usize)
+        (cluster / entries, to_usize(cluster % entries))
     }
 
     fn cached_most(&self) -> usize {
-        (CACHE_BYTES / self.image.header.cluster_size()).max(2) as usize
+        to_usize((CACHE_BYTES / self.image.header.cluster_size()).max(2))
     }
 
     fn read_block(&self, at: u64) -> Result<Vec<u8>> {
         let bytes = self.image.header.cluster_size();
         if at == 0 {
-            return Ok(vec![0; bytes as usize]);
+            return Ok(vec![0; to_usize(bytes)]);
         }
-        let mut block = vec![0; bytes as usize];
+        let mut block = vec![0; to_usize(bytes)];
         if !at.is_multiple_of(bytes) {
             return Err(Error::corrupt(format!("a refcount block at {at:#x}")));
         }
@@ -102,7 +108,7 @@ impl<'i, 's> Change<'i, 's> {
     /// A cluster's count as it was.
     fn old_count(&mut self, cluster: u64) -> Result<u64> {
         let (number, slot) = self.split(cluster);
-        let at = self.old_table.get(number as usize).copied().unwrap_or(0);
+        let at = self.old_table.get(to_usize(number)).copied().unwrap_or(0);
         if at == 0 {
             return Ok(0);
         }
@@ -137,16 +143,16 @@ impl<'i, 's> Change<'i, 's> {
         if number >= REFTABLE_BYTES_MAX / 8 {
             return Err(Error::unsupported("there is no room in the image's refcount table"));
         }
-        if self.table.len() <= number as usize {
-            self.table.resize(number as usize + 1, 0);
+        if self.table.len() <= to_usize(number) {
+            self.table.resize(to_usize(number) + 1, 0);
         }
-        let at = self.table[number as usize];
+        let at = self.table[to_usize(number)];
         let block = self.read_block(at)?;
         self.blocks.insert(number, block);
         if self.moved.insert(number) {
             let place = self.find(1)?;
             self.next = place + 1;
-            self.table[number as usize] = place << self.image.header.cluster_bits;
+            self.table[to_usize(number)] = place << self.image.header.cluster_bits;
             self.pending.push((place, 1));
             if at != 0 {
                 let cluster = at >> self.image.header.cluster_bits;
@@ -173,7 +179,7 @@ impl<'i, 's> Change<'i, 's> {
 
     fn write_blocks(&mut self) -> Result<()> {
         for (number, block) in std::mem::take(&mut self.blocks) {
-            self.image.write(self.table[number as usize], &block, "cannot write a refcount block")?;
+            self.image.write(self.table[to_usize(number)], &block, "cannot write a refcount block")?;
         }
         Ok(())
     }
@@ -195,7 +201,7 @@ impl<'i, 's> Change<'i, 's> {
 
     /// Makes the refcount table at least so long.
     pub(crate) fn widen(&mut self, entries: u64) {
-        self.table.resize((entries as usize).max(self.table.len()), 0);
+        self.table.resize(to_usize(entries).max(self.table.len()), 0);
     }
 
     /// Looks for free clusters at and behind this one only.
@@ -219,7 +225,7 @@ impl<'i, 's> Change<'i, 's> {
             return Ok(0);
         }
         let n = (bytes.len() as u64).div_ceil(self.image.header.cluster_size());
-        bytes.resize((n << self.image.header.cluster_bits) as usize, 0);
+        bytes.resize(to_usize(n << self.image.header.cluster_bits), 0);
         let at = self.take(n)?;
         self.image.write(at, &bytes, "cannot write a table")?;
         self.image.len = self.image.len.max(at + bytes.len() as u64);
@@ -286,7 +292,7 @@ impl<'i, 's> Change<'i, 's> {
 
     /// Words of an L2 entry.
     pub(crate) fn words(&self) -> usize {
-        self.image.header.l2_entry_bytes() as usize / 8
+        to_usize(self.image.header.l2_entry_bytes()) / 8
     }
 
     /// Clusters of the image that an L2 entry refers to.
@@ -301,8 +307,8 @@ impl<'i, 's> Change<'i, 's> {
 
     /// Raises or lowers the counts of all that an L2 table refers to.
     pub(crate) fn add_entries(&mut self, table: &[u64], up: bool) -> Result<()> {
-        for n in (0..table.len()).step_by(self.words()) {
-            for cluster in self.referred(table[n]) {
+        for e in table.iter().step_by(self.words()) {
+            for cluster in self.referred(*e) {
                 self.add(cluster, up)?;
             }
         }
@@ -343,14 +349,14 @@ impl<'i, 's> Change<'i, 's> {
     fn set_entry_flags(&mut self, table: &mut [u64]) -> Result<bool> {
         let external = self.image.header.has(incompatible::DATA_FILE);
         let mut changed = false;
-        for n in (0..table.len()).step_by(self.words()) {
-            let e = table[n];
+        for place in table.iter_mut().step_by(self.words()) {
+            let e = *place;
             if external || e & COMPRESSED != 0 || e & OFFSET == 0 {
                 continue;
             }
             let one = self.count((e & OFFSET) >> self.image.header.cluster_bits)? == 1;
-            table[n] = e & !COPIED | if one { COPIED } else { 0 };
-            changed |= table[n] != e;
+            *place = e & !COPIED | if one { COPIED } else { 0 };
+            changed |= *place != e;
         }
         Ok(changed)
     }
@@ -367,7 +373,7 @@ impl<'i, 's> Change<'i, 's> {
         let (at, bytes) = (h.l1_offset, u64::from(h.l1_size) * 8);
         self.release(at, bytes)?;
         header.l1_offset = self.put(image::to_bytes(l1))?;
-        header.l1_size = l1.len() as u32;
+        header.l1_size = low_u32(l1.len() as u64);
         Ok(())
     }
 
@@ -400,7 +406,7 @@ impl<'i, 's> Change<'i, 's> {
             }
             let place = self.take(n)?;
             if (self.table.len() as u64 * 8).div_ceil(header.cluster_size()) == n {
-                (header.reftable_offset, header.reftable_clusters) = (place, n as u32);
+                (header.reftable_offset, header.reftable_clusters) = (place, low_u32(n));
                 break;
             }
             // Its own clusters made it longer.
@@ -437,7 +443,7 @@ impl<'i, 's> Change<'i, 's> {
         let (size, entries) = (h.cluster_size(), h.refblock_entries());
         for (n, at) in self.old_table.iter().enumerate().rev().filter(|(_, at)| **at != 0) {
             let block = self.read_block(*at)?;
-            let last = (0..entries as usize).rev().find(|slot| refcount::get(&block, *slot, order) != 0);
+            let last = (0..to_usize(entries)).rev().find(|slot| refcount::get(&block, *slot, order) != 0);
             if let Some(slot) = last {
                 let end = (n as u64 * entries + slot as u64 + 1) * size;
                 if end < self.image.len && self.image.file.set_len(end).is_ok() {

@@ -2,6 +2,7 @@
 //!
 //! The header is written last: a crash before leaves a file that is no image.
 
+use crate::bytes::{low_u32, to_usize};
 use crate::entry;
 use crate::header::{
     BACKING_NAME_MAX, CLUSTER_BITS, Compression, Header, L1_BYTES_MAX, LAZY_REFCOUNTS, REFTABLE_BYTES_MAX,
@@ -202,7 +203,7 @@ pub fn create(
     let preallocation = options.preallocated();
     let layout = Layout::of(&header, preallocation != Preallocation::Off);
     header.reftable_offset = layout.offset(1);
-    header.reftable_clusters = layout.reftable as u32;
+    header.reftable_clusters = low_u32(layout.reftable);
     header.l1_offset = layout.offset(layout.l1_at());
     if layout.reftable << header.cluster_bits > REFTABLE_BYTES_MAX.max(header.cluster_size()) {
         return Err(too_large(options));
@@ -280,7 +281,7 @@ fn header(options: &Options) -> Result<Header> {
     if l1 * 8 > L1_BYTES_MAX {
         return Err(too_large(options));
     }
-    header.l1_size = l1 as u32;
+    header.l1_size = low_u32(l1);
     Ok(header)
 }
 
@@ -293,7 +294,7 @@ fn write_counts(file: &dyn Storage, layout: &Layout) -> Result<()> {
     for (n, at) in (0..).zip(&table) {
         let mut block = vec![0; cluster];
         for entry in 0..entries.min(layout.all() - n * entries) {
-            refcount::set(&mut block, entry as usize, layout.refcount_order, 1);
+            refcount::set(&mut block, to_usize(entry), layout.refcount_order, 1);
         }
         file.write_at(*at, &block).map_err(&cannot)?;
     }
@@ -329,13 +330,15 @@ fn reserve(of: (&dyn Storage, u64, u64), how: Preallocation, progress: Progress<
     const PIECE: u64 = 8 << 20;
     let (file, offset, bytes) = of;
     let cannot = Error::io("cannot preallocate");
-    let zeroes = if how == Preallocation::Full { vec![0; PIECE.min(bytes) as usize] } else { Vec::new() };
+    let zeroes = if how == Preallocation::Full { vec![0; to_usize(PIECE.min(bytes))] } else { Vec::new() };
     let mut done = 0;
     while done < bytes && matches!(how, Preallocation::Falloc | Preallocation::Full) {
         let n = PIECE.min(bytes - done);
         match how {
             Preallocation::Falloc => file.allocate(offset + done, n).map_err(&cannot)?,
-            _ => file.write_at(offset + done, &zeroes[..n as usize]).map_err(&cannot)?,
+            _ => file
+                .write_at(offset + done, zeroes.get(..to_usize(n)).unwrap_or_default())
+                .map_err(&cannot)?,
         }
         done += n;
         progress(done, bytes);

@@ -6,6 +6,9 @@
 //!
 //! Called by every request, at its start and end, on its worker; [`Epochs::advance`] by whoever wants clusters back.
 
+#![allow(clippy::indexing_slicing, reason = "an epoch modulo the number of those that are counted")]
+
+use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::sync::Arc;
 
@@ -36,7 +39,7 @@ pub(crate) struct Epochs {
 }
 
 fn place(epoch: Epoch) -> usize {
-    (epoch % LIVE as u64) as usize
+    to_usize(epoch % LIVE as u64)
 }
 
 impl Epochs {

@@ -8,6 +8,7 @@
 //! changed since, or if a write of an older copy was under way when it began: that one may have come later. A change is in the
 //! image for good once its write has ended and need not be done again.
 
+use crate::bytes::{low_u8, put, to_usize};
 use crate::lock::Locked;
 use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -91,14 +92,18 @@ impl First {
 
     /// Sets the size of the disk, bytes, and begins a write.
     pub(crate) fn set_size(&self, size: u64) -> Copied {
-        let at = SIZE_AT as usize;
-        self.change(|first| first.fields()[at..at + 8].copy_from_slice(&size.to_be_bytes()))
+        let at = to_usize(SIZE_AT);
+        self.change(|first| put(first.fields(), at, &size.to_be_bytes()))
     }
 
     /// Marks the image as corrupt, and begins a write.
     pub(crate) fn set_corrupt(&self) -> Copied {
         // In the field's last, lowest byte.
-        self.change(|first| first.fields()[INCOMPATIBLE_AT + 7] |= incompatible::CORRUPT as u8)
+        self.change(|first| {
+            if let Some(byte) = first.fields().get_mut(INCOMPATIBLE_AT + 7) {
+                *byte |= low_u8(incompatible::CORRUPT);
+            }
+        })
     }
 
     /// A write has ended well. Returns what is to be written again: a write of that begins. None: all is in the image.

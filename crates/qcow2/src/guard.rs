@@ -12,6 +12,9 @@
 //!
 //! Lock order: last.
 
+#![allow(clippy::indexing_slicing, reason = "a number masked by the length, which is a power of two")]
+
+use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -88,7 +91,7 @@ impl Guard {
         for (start, (end, what)) in guard.ranges.locked().iter() {
             let entries = header.refblock_entries();
             for n in start / entries..=(end - 1) / entries {
-                if blocks.get(n as usize).is_none_or(|at| *at == 0) {
+                if blocks.get(to_usize(n)).is_none_or(|at| *at == 0) {
                     return Err(Error::corrupt(format!(
                         "no refcount block counts {what} in cluster {start:#x}"
                     )));

@@ -5,6 +5,7 @@ mod mark;
 pub(crate) use self::mark::generation_at;
 pub use self::mark::{Mark, Open};
 
+use crate::bytes::{be32, be64, low_u32, put, to_usize};
 use crate::{Error, Result};
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -138,14 +139,6 @@ pub struct Header {
     pub extra: Vec<u8>,
 }
 
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
-}
-
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
-}
-
 fn text(bytes: &[u8], what: &str) -> Result<String> {
     String::from_utf8(bytes.to_vec()).map_err(|_| Error::corrupt(format!("{what} is not UTF-8")))
 }
@@ -159,7 +152,7 @@ impl Header {
     /// The version may be one that [`peek_cluster_bits`](Self::peek_cluster_bits) refuses. Such a file is an image all
     /// the same: to take it for a raw disk would show its metadata as data, and writes would destroy it.
     pub fn probe(start: &[u8]) -> Option<u32> {
-        (start.len() >= 8 && start[..4] == MAGIC).then(|| be32(start, 4))
+        (start.len() >= 8 && start.starts_with(&MAGIC)).then(|| be32(start, 4))
     }
 
     /// Whether images of that version can be opened.
@@ -172,7 +165,7 @@ impl Header {
     /// # Errors
     /// Not an image, of a version that we do not know, or no possible cluster size.
     pub fn peek_cluster_bits(start: &[u8]) -> Result<u32> {
-        if start.len() < 24 || start[..4] != MAGIC {
+        if start.len() < 24 || !start.starts_with(&MAGIC) {
             return Err(Error::NotQcow2);
         }
         match be32(start, 4) {
@@ -235,8 +228,8 @@ impl Header {
             }
             (h.incompatible, h.compatible, h.autoclear) = (be64(first, 72), be64(first, 80), be64(first, 88));
             h.refcount_order = be32(first, 96);
-            if len > LEN_V3 {
-                h.compression = match first[104] {
+            if let Some(kind) = first.get(LEN_V3).filter(|_| len > LEN_V3) {
+                h.compression = match kind {
                     0 => Compression::Zlib,
                     1 => Compression::Zstd,
                     n => {
@@ -274,12 +267,11 @@ impl Header {
                 break;
             }
             at += 8;
-            if len > end - at {
+            let Some(data) = first.get(at..end).and_then(|rest| rest.get(..len)) else {
                 return Err(Error::corrupt(format!(
                     "header extension {kind:#x} of {len} bytes does not fit"
                 )));
-            }
-            let data = &first[at..at + len];
+            };
             match kind {
                 extension::BACKING_FORMAT => self.backing_format = Some(text(data, "the backing format")?),
                 extension::DATA_FILE => self.data_file = Some(text(data, "the data file's name")?),
@@ -329,11 +321,11 @@ impl Header {
         if at == 0 || len == 0 {
             return Ok(());
         }
-        let end = at.checked_add(len as u64).filter(|end| *end <= first.len() as u64);
-        let (Some(end), true) = (end, len <= BACKING_NAME_MAX) else {
+        let name = first.get(to_usize(at)..).and_then(|rest| rest.get(..len));
+        let Some(name) = name.filter(|_| len <= BACKING_NAME_MAX) else {
             return Err(Error::corrupt("the backing file's name does not lie in the first cluster"));
         };
-        self.backing = Some(text(&first[at as usize..end as usize], "the backing file's name")?);
+        self.backing = Some(text(name, "the backing file's name")?);
         Ok(())
     }
 
@@ -472,21 +464,21 @@ impl Header {
                 out.extend_from_slice(&n.to_be_bytes());
             }
             out.extend_from_slice(&self.refcount_order.to_be_bytes());
-            out.extend_from_slice(&(self.known_bytes() as u32).to_be_bytes());
+            out.extend_from_slice(&low_u32(self.known_bytes() as u64).to_be_bytes());
             out.push(u8::from(self.compression == Compression::Zstd));
             out.extend_from_slice(&[0; 7]);
             out.extend_from_slice(&self.extra);
         }
         self.encode_extensions(&mut out, names);
         if let Some(name) = &self.backing {
-            let (at, len) = (out.len() as u64, name.len() as u32);
+            let (at, len) = (out.len() as u64, low_u32(name.len() as u64));
             if name.len() > BACKING_NAME_MAX {
                 return Err(Error::invalid(format!(
                     "a backing file's name of {len} bytes; {BACKING_NAME_MAX} is the most"
                 )));
             }
-            out[8..16].copy_from_slice(&at.to_be_bytes());
-            out[16..20].copy_from_slice(&len.to_be_bytes());
+            put(&mut out, 8, &at.to_be_bytes());
+            put(&mut out, 16, &len.to_be_bytes());
             out.extend_from_slice(name.as_bytes());
         }
         if out.len() as u64 > self.cluster_size() {
@@ -502,7 +494,8 @@ impl Header {
     fn encode_extensions(&self, out: &mut Vec<u8>, names: bool) {
         let mut add = |kind: u32, data: &[u8]| {
             out.extend_from_slice(&kind.to_be_bytes());
-            out.extend_from_slice(&(data.len() as u32).to_be_bytes());
+            // More than a cluster of data is refused by the caller.
+            out.extend_from_slice(&low_u32(data.len() as u64).to_be_bytes());
             out.extend_from_slice(data);
             out.resize(out.len().next_multiple_of(8), 0);
         };
@@ -535,8 +528,9 @@ impl Header {
 
 /// A line of the feature name table: kind, bit, name.
 fn feature(line: &[u8]) -> (u8, u8, String) {
-    let name = line[2..].split(|b| *b == 0).next().unwrap_or_default();
-    (line[0], line[1], String::from_utf8_lossy(name).into_owned())
+    let [kind, bit, name @ ..] = line else { return Default::default() };
+    let name = name.split(|b| *b == 0).next().unwrap_or_default();
+    (*kind, *bit, String::from_utf8_lossy(name).into_owned())
 }
 
 /// The feature name table that we write: of all features that we know.

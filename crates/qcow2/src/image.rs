@@ -1,5 +1,6 @@
 //! An image as offline work has it: its header, and tables read with every offset checked against the file.
 
+use crate::bytes::{be64, to_usize};
 use crate::header::{Header, autoclear, incompatible};
 use crate::{Error, Result, Storage};
 
@@ -27,7 +28,7 @@ impl<'s> Image<'s> {
         let mut start = [0; 24];
         file.read_at(0, &mut start).map_err(&io)?;
         let bits = Header::peek_cluster_bits(&start)?;
-        let mut first = vec![0; len.min(1 << bits) as usize];
+        let mut first = vec![0; to_usize(len.min(1 << bits))];
         file.read_at(0, &mut first).map_err(&io)?;
         Ok(Self { file, header: Header::parse(&first)?, len })
     }
@@ -60,7 +61,7 @@ impl<'s> Image<'s> {
             )));
         }
         // At most what the file has, whatever the image says.
-        let mut buf = vec![0; bytes as usize];
+        let mut buf = vec![0; to_usize(bytes)];
         self.file.read_at(offset, &mut buf).map_err(Error::io(what))?;
         Ok(buf)
     }
@@ -121,7 +122,7 @@ impl<'s> Image<'s> {
         if same_names {
             // Its layout may be another's; what does not change stays as it is.
             let end = if new.version >= 3 { FIELDS_END_V3 } else { FIELDS_END_V2 };
-            self.write(FIELDS as u64, &bytes[FIELDS..end], "cannot write the header")?;
+            self.write(FIELDS as u64, bytes.get(FIELDS..end).unwrap_or_default(), "cannot write the header")?;
         } else {
             self.write_names(bytes)?;
         }
@@ -132,19 +133,19 @@ impl<'s> Image<'s> {
 
     /// Writes from the first byte that is another to the last one.
     fn write_names(&self, mut bytes: Vec<u8>) -> Result<()> {
-        let mut there = vec![0; self.header.cluster_size() as usize];
+        let mut there = vec![0; to_usize(self.header.cluster_size())];
         self.file.read_at(0, &mut there).map_err(Error::io("cannot read the header"))?;
         let used = there.iter().rposition(|b| *b != 0).map_or(0, |at| at + 1);
         bytes.resize(bytes.len().max(used), 0);
         let Some(from) = bytes.iter().zip(&there).position(|(a, b)| a != b) else { return Ok(()) };
         let to = bytes.iter().zip(&there).rposition(|(a, b)| a != b).map_or(from, |at| at + 1);
-        self.write(from as u64, &bytes[from..to], "cannot write the header")
+        self.write(from as u64, bytes.get(from..to).unwrap_or_default(), "cannot write the header")
     }
 }
 
 /// Bytes as big-endian numbers.
 pub(crate) fn words(bytes: &[u8]) -> Vec<u64> {
-    bytes.chunks_exact(8).map(|b| u64::from_be_bytes(b.try_into().expect("eight bytes"))).collect()
+    bytes.chunks_exact(8).map(|b| be64(b, 0)).collect()
 }
 
 /// And back.

@@ -36,6 +36,7 @@ pub use self::recover::{Begun, Changes, Recovery, Refusal, begin, begin_without,
 
 use std::time::{Duration, Instant};
 
+use crate::bytes::{be64, to_usize};
 use crate::entry::Entry;
 use crate::sync::AtomicU64;
 use crate::sync::Ordering::{Acquire, Relaxed, Release};
@@ -71,14 +72,19 @@ const RECORDS_MAX: u64 = 1 << 16;
 
 /// Memory that outlives this process: zero when it is new, and as long as it was asked for.
 pub trait Words: Send + Sync {
-    /// All of it.
+    /// All of it. Always of the same length.
     fn words(&self) -> &[AtomicU64];
 }
 
 /// A number of 16 bytes, as two words.
 fn halves(id: [u8; 16]) -> [u64; 2] {
-    let n = u128::from_be_bytes(id);
-    [(n >> 64) as u64, n as u64]
+    [be64(&id, 0), be64(&id, 8)]
+}
+
+/// The head of a journal's memory, and its places for records; none if the memory is too short for a head.
+fn parts(words: &[AtomicU64]) -> Option<(&[AtomicU64; HEAD_WORDS], &[[AtomicU64; RECORD_WORDS]])> {
+    let (head, places) = words.split_first_chunk()?;
+    Some((head, places.as_chunks().0))
 }
 
 /// What is put in at a time: `count` entries, from `index` on.
@@ -160,7 +166,8 @@ impl Iterator for Records<'_> {
         let (kind, more) = if same > runs { (Kind::Same, same) } else { (Kind::Run, runs) };
         let count = (more + 1).min((1 << COUNT_BITS) - 1);
         let record = Record { kind, index: self.first, count: count as u64, entry };
-        (self.first, self.entries) = (self.first + count as u64, &self.entries[count..]);
+        let rest = self.entries.get(count..).unwrap_or_default();
+        (self.first, self.entries) = (self.first + count as u64, rest);
         Some(record)
     }
 }
@@ -211,13 +218,16 @@ impl Journal {
         if records < RECORDS_MIN {
             return None;
         }
-        for (at, number) in [(AT_ID, halves(id)), (AT_BOOT, halves(boot))] {
-            words[at].store(number[0], Relaxed);
-            words[at + 1].store(number[1], Relaxed);
+        let (head, _) = parts(words)?;
+        let numbers = [(AT_ID, halves(id)), (AT_BOOT, halves(boot))];
+        for (at, [first, second]) in numbers {
+            for (word, half) in head.iter().skip(at).zip([first, second]) {
+                word.store(half, Relaxed);
+            }
         }
-        words[AT_RECORDS].store(records, Relaxed);
-        words[AT_FIRST].store(0, Relaxed);
-        words[AT_MAGIC].store(MAGIC, Release);
+        head[AT_RECORDS].store(records, Relaxed);
+        head[AT_FIRST].store(0, Relaxed);
+        head[AT_MAGIC].store(MAGIC, Release);
         let (next, written, made) = (Line(AtomicU64::new(0)), AtomicU64::new(0), Instant::now());
         let (key, lasts) = (halves(id)[1], GENERATION_LASTS);
         Some(Self { records, key, step: 0, next, memory, made, written, lasts })
@@ -251,11 +261,12 @@ impl Journal {
     }
 
     fn add(&self, records: impl Iterator<Item = Record> + Clone) -> Put {
-        let (words, count) = (self.memory.words(), records.clone().count() as u64);
+        let count = records.clone().count() as u64;
+        let Some((head, places)) = parts(self.memory.words()) else { return Put::Full };
         let mut number = self.next.0.load(Relaxed);
         let used = loop {
             // Acquire: what is needed of the records before is elsewhere when their places are written over.
-            let used = number.saturating_sub(words[AT_FIRST].load(Acquire));
+            let used = number.saturating_sub(head[AT_FIRST].load(Acquire));
             if used + count > self.records {
                 return Put::Full;
             }
@@ -265,7 +276,8 @@ impl Journal {
             }
         };
         for record in records {
-            let place = &words[HEAD_WORDS + (number % self.records) as usize * RECORD_WORDS..];
+            // The memory had so many places when `records` was counted, and `Words` does not shrink.
+            let Some(place) = places.get(to_usize(number % self.records)) else { return Put::Full };
             let parts = record.words();
             for (word, part) in place.iter().zip(parts) {
                 word.store(part, Relaxed);
@@ -275,6 +287,15 @@ impl Journal {
         }
         let half = self.records / 2;
         if used < half && used + count >= half { Put::Half } else { Put::Done }
+    }
+
+    /// A word of the head.
+    #[allow(
+        clippy::indexing_slicing,
+        reason = "`new` checked that the memory has a head, and `Words` does not shrink"
+    )]
+    fn head(&self, at: usize) -> &AtomicU64 {
+        &self.memory.words()[at]
     }
 
     /// Before a flush copies the map: what was put before this is in the copies. Who put it did so under the lock that
@@ -292,7 +313,7 @@ impl Journal {
     /// Returns the generation that is to be written into the header. One request at a time, the one that has the flushes'
     /// turn.
     pub(crate) fn next_generation(&self) -> u64 {
-        let tried = &self.memory.words()[AT_TRIED];
+        let tried = self.head(AT_TRIED);
         // Not one that a write which failed may have left in the image.
         let next = tried.load(Relaxed) + 1;
         tried.store(next, Release);
@@ -302,30 +323,30 @@ impl Journal {
     /// The write of this generation into the header is over; none: it failed, and may be there or not. Under the same turn.
     pub(crate) fn wrote_generation(&self, generation: Option<u64>) {
         if let Some(generation) = generation {
-            self.memory.words()[AT_GENERATION].store(generation, Release);
+            self.head(AT_GENERATION).store(generation, Release);
         }
-        self.written.store(self.made.elapsed().as_nanos() as u64, Relaxed);
+        self.written.store(u64::try_from(self.made.elapsed().as_nanos()).unwrap_or(u64::MAX), Relaxed);
     }
 
     /// Gives back what was put before `mark`: the copies made since then are in the image, on stable storage. So is a new
     /// generation if the map was written, which [`wrote_generation`](Self::wrote_generation) was told before: no journal
     /// without these records fits an image without these copies. One flush at a time.
     pub(crate) fn forget(&self, mark: u64) {
-        self.memory.words()[AT_FIRST].store(mark, Release);
+        self.head(AT_FIRST).store(mark, Release);
     }
 }
 
 /// Reads the records that a journal has, oldest first, for an image with this number and generation, in this run of the
 /// machine.
 fn read(words: &[AtomicU64], id: [u8; 16], generation: u64, boot: [u8; 16]) -> Result<Vec<Record>, Refusal> {
-    let (head, places) = words.split_at_checked(HEAD_WORDS).ok_or(Refusal::Other)?;
-    let get = |at: usize| head[at].load(Acquire);
+    let (head, places) = parts(words).ok_or(Refusal::Other)?;
+    let get = |at: usize| head.get(at).map_or(0, |word| word.load(Acquire));
     let is = |at: usize, number: [u8; 16]| halves(number) == [get(at), get(at + 1)];
     if get(AT_MAGIC) != MAGIC || !is(AT_ID, id) || !is(AT_BOOT, boot) {
         return Err(Refusal::Other);
     }
     let (records, first) = (get(AT_RECORDS), get(AT_FIRST));
-    if records == 0 || records > (places.len() / RECORD_WORDS) as u64 {
+    if records == 0 || records > places.len() as u64 {
         return Err(Refusal::Other);
     }
     // The writer may have been killed before or after its last write of a generation.
@@ -333,9 +354,9 @@ fn read(words: &[AtomicU64], id: [u8; 16], generation: u64, boot: [u8; 16]) -> R
         return Err(Refusal::RolledBack);
     }
     let record = |number: u64| {
-        let place = &places[(number % records) as usize * RECORD_WORDS..];
-        let parts = std::array::from_fn(|i| place[i].load(Acquire));
-        let whole = place[3].load(Acquire) == checksum(halves(id)[1], number, parts);
+        let [first, second, third, last] = places.get(to_usize(number % records))?;
+        let parts = [first, second, third].map(|word| word.load(Acquire));
+        let whole = last.load(Acquire) == checksum(halves(id)[1], number, parts);
         // One that is not whole was being put in: what it says had not happened yet.
         if whole { Record::of(parts) } else { None }
     };

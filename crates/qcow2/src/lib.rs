@@ -20,8 +20,11 @@
 //! # Ok::<(), qcow2::Error>(())
 //! ```
 
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::cast_possible_truncation))]
+
 mod alloc;
 pub mod bitmap;
+mod bytes;
 mod change;
 pub mod check;
 pub mod compress;

@@ -8,6 +8,12 @@
 //!
 //! What must never happen: an entry of one slice taken for another's; a dirty slice dropped.
 
+#![allow(
+    clippy::indexing_slicing,
+    reason = "clusters are below the end of the disk, for which the directory and the frames were made"
+)]
+
+use crate::bytes::{be64, low_u32, to_usize};
 use crate::lock::Locked;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::OnceLock;
@@ -150,7 +156,7 @@ impl Map {
     }
 
     pub(crate) fn slice_bytes(&self) -> usize {
-        self.slice_entries as usize * self.entry_words * 8
+        to_usize(self.slice_entries) * self.entry_words * 8
     }
 
     /// Slices of one L2 table.
@@ -180,7 +186,7 @@ impl Map {
     }
 
     fn shard(&self, slice: u64) -> MutexGuard<'_, Shard> {
-        self.shards[slice as usize % SHARDS].locked()
+        self.shards[to_usize(slice) % SHARDS].locked()
     }
 
     /// The number of the frame that a slice is in, plus 1; or [`NONE`].
@@ -194,7 +200,7 @@ impl Map {
         let part = self.directory[(slice >> PART_BITS) as usize].get_or_init(|| {
             (first..self.slices.min(first + (1 << PART_BITS))).map(|_| AtomicU32::new(NONE)).collect()
         });
-        part[(slice - first) as usize].store(number, Release);
+        part[to_usize(slice - first)].store(number, Release);
     }
 
     fn frame_of(&self, slice: u64) -> Option<&Frame> {
@@ -232,7 +238,7 @@ impl Map {
     }
 
     fn read(&self, frame: &Frame, cluster: u64) -> Entry {
-        let at = (cluster & (self.slice_entries - 1)) as usize * self.entry_words;
+        let at = to_usize(cluster & (self.slice_entries - 1)) * self.entry_words;
         let words = frame.words.get().expect("a frame with a slice has room");
         let bits = if self.entry_words == WORDS { words[at + 1].load(Relaxed) } else { 0 };
         Entry { word: words[at].load(Relaxed), bits }
@@ -270,11 +276,11 @@ impl Map {
         self.loads.fetch_add(1, Relaxed);
         let frame = &self.frames[number as usize];
         let words = frame.words.get_or_init(|| {
-            (0..self.slice_entries as usize * self.entry_words).map(|_| AtomicU64::new(0)).collect()
+            (0..to_usize(self.slice_entries) * self.entry_words).map(|_| AtomicU64::new(0)).collect()
         });
         self.change(frame, || {
             for (word, bytes) in words.iter().zip(bytes.chunks_exact(8)) {
-                word.store(u64::from_be_bytes(bytes.try_into().expect("eight bytes")), Relaxed);
+                word.store(be64(bytes, 0), Relaxed);
             }
             frame.slice.store(slice, Relaxed);
         });
@@ -302,7 +308,7 @@ impl Map {
         // Twice around: the first time takes their marks.
         for _ in 0..2 * self.frames.len() {
             let number = free.hand;
-            free.hand = (free.hand + 1) % self.frames.len() as u32;
+            free.hand = (free.hand + 1) % low_u32(self.frames.len() as u64);
             let frame = &self.frames[number as usize];
             let slice = frame.slice.load(Relaxed);
             // Those without a slice are being filled.
@@ -371,7 +377,7 @@ impl Map {
         let words = frame.words.get().expect("a frame with a slice has room");
         self.change(frame, || {
             for (i, entry) in entries.iter().enumerate() {
-                let at = ((first + i as u64) & (self.slice_entries - 1)) as usize * self.entry_words;
+                let at = to_usize((first + i as u64) & (self.slice_entries - 1)) * self.entry_words;
                 words[at].store(entry.word, Relaxed);
                 if self.entry_words == WORDS {
                     words[at + 1].store(entry.bits, Relaxed);

@@ -1,9 +1,12 @@
 //! A file in memory, for tests and fuzzing: bounded, and it can remember what was done to it.
 
+#![allow(clippy::indexing_slicing, reason = "offsets are cut to the length before")]
+
 use std::cell::{Cell, RefCell};
 use std::io;
 
 use crate::Storage;
+use crate::bytes::to_usize;
 
 /// One thing that was done to a [`Memory`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +73,7 @@ impl Memory {
 
     fn room(&self, end: Option<u64>) -> io::Result<usize> {
         match end {
-            Some(end) if end <= self.most.get() => Ok(end as usize),
+            Some(end) if end <= self.most.get() => Ok(to_usize(end)),
             _ => Err(io::ErrorKind::StorageFull.into()),
         }
     }
@@ -119,7 +122,7 @@ impl Storage for Memory {
     fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
         let mut bytes = self.bytes.borrow_mut();
         let most = bytes.len() as u64;
-        let (from, to) = (offset.min(most) as usize, offset.saturating_add(len).min(most) as usize);
+        let (from, to) = (to_usize(offset.min(most)), to_usize(offset.saturating_add(len).min(most)));
         bytes[from..to].fill(0);
         self.note(|| Event::Punch(offset, len));
         Ok(())

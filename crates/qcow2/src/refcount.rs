@@ -1,31 +1,38 @@
 //! Reference counts as they lie in refcount blocks: 1 to 64 bits each.
 
-/// Count number `at` of a block whose counts have `1 << order` bits.
+use crate::bytes::{low_u8, put};
+
+/// Count number `at` of a block whose counts have `1 << order` bits. A count that the block does not have reads as the
+/// largest one, so that its cluster is taken for one in use.
 pub fn get(block: &[u8], at: usize, order: u32) -> u64 {
+    let most = u64::MAX >> (64 - (1u32 << order));
     match order {
         0..=2 => {
             let bit = at << order;
-            u64::from(block[bit / 8] >> (bit % 8)) & ((1 << (1 << order)) - 1)
+            block.get(bit / 8).map_or(most, |byte| u64::from(byte >> (bit % 8)) & most)
         }
         _ => {
             let bytes = 1usize << (order - 3);
-            block[at * bytes..(at + 1) * bytes].iter().fold(0, |n, b| n << 8 | u64::from(*b))
+            let count = block.get(at * bytes..(at + 1) * bytes);
+            count.map_or(most, |count| count.iter().fold(0, |n, b| n << 8 | u64::from(*b)))
         }
     }
 }
 
-/// Sets it; `count` fits into the bits.
+/// Sets count number `at`, which the block has; `count` fits into the bits.
 pub fn set(block: &mut [u8], at: usize, order: u32, count: u64) {
     match order {
         0..=2 => {
             let bit = at << order;
-            let mask = ((1u32 << (1 << order)) - 1) as u8;
-            let byte = &mut block[bit / 8];
-            *byte = *byte & !(mask << (bit % 8)) | (count as u8 & mask) << (bit % 8);
+            let mask = 0xffu8 >> (8 - (1u32 << order));
+            debug_assert!(bit / 8 < block.len());
+            if let Some(byte) = block.get_mut(bit / 8) {
+                *byte = *byte & !(mask << (bit % 8)) | (low_u8(count) & mask) << (bit % 8);
+            }
         }
         _ => {
             let bytes = 1usize << (order - 3);
-            block[at * bytes..(at + 1) * bytes].copy_from_slice(&count.to_be_bytes()[8 - bytes..]);
+            put(block, at * bytes, count.to_be_bytes().get(8 - bytes..).unwrap_or_default());
         }
     }
 }

@@ -8,6 +8,8 @@
 //! not cover, read from below; data written; then the entry, in memory. The next flush makes it stable, data and counts
 //! before entries ([`flush`]).
 
+#![allow(clippy::indexing_slicing, reason = "ranges of the buffers of a request, which the same step sizes")]
+
 mod buffer;
 mod change;
 mod condemn;
@@ -19,6 +21,7 @@ mod seek;
 mod table;
 mod zero;
 
+use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::ops::Range;
 
@@ -479,7 +482,7 @@ impl Request {
         use crate::alloc::Take;
         match take {
             Take::Load(index, offset) => {
-                let len = image.cluster_size() as usize;
+                let len = to_usize(image.cluster_size());
                 self.meta.reset(len);
                 let step = Step::Read { file: image.file, offset, buf: Buf::Meta, range: 0..len };
                 self.step(Pending::Counts(index), step)

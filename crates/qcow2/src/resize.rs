@@ -1,7 +1,13 @@
 //! Growing and shrinking a disk.
 
+#![allow(
+    clippy::indexing_slicing,
+    reason = "the L1 table is as long as the size needs, and an L2 table has a cluster of entries"
+)]
+
 mod grow;
 
+use crate::bytes::to_usize;
 use crate::change::{Change, is_data};
 use crate::create::Preallocation;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, SUBCLUSTERS, ZERO};
@@ -89,7 +95,7 @@ fn set_size(
     let mut l1 = change.l1()?;
     cut(&mut change, &mut l1, end)?;
     if grows {
-        l1.resize(l1_entries as usize, 0);
+        l1.resize(to_usize(l1_entries), 0);
         grown.hide_below(&mut change, &mut l1, around)?;
         grown.preallocate(&mut change, &mut l1, around, progress)?;
     }
@@ -158,7 +164,7 @@ fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<Plac
     let cannot = Error::io("cannot clear what is behind the disk's end");
     // Beyond the end of the file there are zeroes.
     let bytes = place.bytes.min(of.len().map_err(&cannot)?.saturating_sub(place.offset));
-    of.write_at(place.offset, &vec![0; bytes as usize]).map_err(&cannot)?;
+    of.write_at(place.offset, &vec![0; to_usize(bytes)]).map_err(&cannot)?;
     of.sync().map_err(&cannot)
 }
 
@@ -191,9 +197,9 @@ impl Tail {
         }
         let cluster = end >> h.cluster_bits;
         let l1 = image.table(h.l1_offset, u64::from(h.l1_size), "the L1 table")?;
-        let at = l1.get((cluster / h.l2_entries()) as usize).map_or(0, |e| e & OFFSET);
-        let words = h.l2_entry_bytes() as usize / 8;
-        let slot = (cluster % h.l2_entries()) as usize * words;
+        let at = l1.get(to_usize(cluster / h.l2_entries())).map_or(0, |e| e & OFFSET);
+        let words = to_usize(h.l2_entry_bytes()) / 8;
+        let slot = to_usize(cluster % h.l2_entries()) * words;
         let (e, subclusters) = match at {
             0 => (0, 0),
             at => {
@@ -218,7 +224,7 @@ impl Tail {
         if !hidden {
             return Err(Error::LastClusterBelow(end));
         }
-        let l1 = (cluster / h.l2_entries()) as usize;
+        let l1 = to_usize(cluster / h.l2_entries());
         Ok((data || hide != 0).then_some(Self { l1, slot, within, data, hide }))
     }
 
@@ -228,13 +234,13 @@ impl Tail {
         let (external, size) = (change.header().has(incompatible::DATA_FILE), change.header().cluster_size());
         let at = l1[self.l1] & OFFSET;
         let mut table = match at {
-            0 => vec![0; change.header().l2_entries() as usize * change.words()],
+            0 => vec![0; to_usize(change.header().l2_entries()) * change.words()],
             at => change.l2(at)?,
         };
         let mut from = table[self.slot] & OFFSET;
         let shared = self.data && !external && change.count(from >> bits)? != 1;
         if shared {
-            let mut data = vec![0; size as usize];
+            let mut data = vec![0; to_usize(size)];
             change.image.file.read_at(from, &mut data).map_err(Error::io("cannot read the last cluster"))?;
             let to = change.put(data)?;
             change.release(from, 1)?;
@@ -277,7 +283,7 @@ fn cut(change: &mut Change<'_, '_>, l1: &mut [u64], end: u64) -> Result<()> {
             continue;
         }
         let mut table = change.l2(at)?;
-        let keep = clusters.saturating_sub(first) as usize * words;
+        let keep = to_usize(clusters.saturating_sub(first)) * words;
         if keep > 0 && table[keep..].iter().all(|e| *e == 0) {
             continue;
         }

@@ -1,5 +1,8 @@
 //! An open image: what its workers share.
 
+#![allow(clippy::indexing_slicing, reason = "layers are numbered by this module")]
+
+use crate::bytes::{be64, to_usize};
 use crate::lock::Locked;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -189,7 +192,7 @@ impl Served {
             true => Some(First::new(Begun::of(storage, &header)?)),
             false => None,
         };
-        let entry_words = header.l2_entry_bytes() as usize / 8;
+        let entry_words = to_usize(header.l2_entry_bytes()) / 8;
         let most = Map::clusters_max(header.l2_entries(), entry_words);
         let needed = header.l1_needed() * header.l2_entries();
         if needed > most {
@@ -201,12 +204,9 @@ impl Served {
             )));
         }
         let words = |what, offset, count: u64| -> Result<Vec<u64>> {
-            let mut bytes = vec![0; count as usize * 8];
+            let mut bytes = vec![0; to_usize(count) * 8];
             storage.read_at(offset, &mut bytes).map_err(Error::io(what))?;
-            Ok(bytes
-                .chunks_exact(8)
-                .map(|b| u64::from_be_bytes(b.try_into().expect("eight bytes")))
-                .collect())
+            Ok(bytes.chunks_exact(8).map(|b| be64(b, 0)).collect())
         };
         let cluster = header.cluster_size();
         let l1 = words("the L1 table", header.l1_offset, header.l1_size.into())?;
@@ -439,7 +439,7 @@ impl Served {
 
     /// Offset of the L2 table that a cluster's entry is in, and whether it may be written; none: there is no table.
     pub(crate) fn table_of(&self, cluster: u64) -> Option<(u64, bool)> {
-        let entry = self.l1[(cluster / self.table_entries) as usize].load(Acquire);
+        let entry = self.l1.get(to_usize(cluster / self.table_entries))?.load(Acquire);
         (entry & OFFSET != 0).then_some((entry & OFFSET, entry & COPIED != 0))
     }
 
@@ -542,7 +542,7 @@ impl Served {
             let offset = self.l1_offset + first * 8;
             if pieces.last().is_none_or(|(_, last, _)| *last != offset) {
                 // Entries are changed under the lock that is held.
-                let word = |i: u64| self.l1.get(i as usize).map_or(0, |e| e.load(Acquire));
+                let word = |i: u64| self.l1.get(to_usize(i)).map_or(0, |e| e.load(Acquire));
                 pieces.push((
                     index,
                     offset,

@@ -1,5 +1,6 @@
 //! Internal snapshots: their table, and what makes, applies and deletes one.
 
+use crate::bytes::{array, be16, be32, be64, low_u16, low_u32, to_usize};
 use crate::change::Change;
 use crate::entry::{COPIED, OFFSET};
 use crate::header::{Header, L1_BYTES_MAX, SNAPSHOTS_MAX, incompatible};
@@ -67,13 +68,13 @@ impl Snapshot {
         }
         out.extend_from_slice(&self.l1_offset.to_be_bytes());
         out.extend_from_slice(&self.l1_size.to_be_bytes());
-        out.extend_from_slice(&(self.id.len() as u16).to_be_bytes());
-        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        out.extend_from_slice(&low_u16(self.id.len() as u64).to_be_bytes());
+        out.extend_from_slice(&low_u16(self.name.len() as u64).to_be_bytes());
         out.extend_from_slice(&self.date_s.to_be_bytes());
         out.extend_from_slice(&self.date_ns.to_be_bytes());
         out.extend_from_slice(&self.vm_clock_ns.to_be_bytes());
         out.extend_from_slice(&u32::try_from(self.vm_state_bytes).unwrap_or(0).to_be_bytes());
-        out.extend_from_slice(&(extra.len() as u32).to_be_bytes());
+        out.extend_from_slice(&low_u32(extra.len() as u64).to_be_bytes());
         for part in [&extra, &self.id, &self.name] {
             out.extend_from_slice(part);
         }
@@ -110,30 +111,29 @@ fn read_entry(image: &Image<'_>, at: u64) -> Result<(Snapshot, u64)> {
     };
     let mut fixed = [0; ENTRY];
     read(at, &mut fixed)?;
-    let number = |range: std::ops::Range<usize>| fixed[range].iter().fold(0, |n, b| n << 8 | u64::from(*b));
-    let (id_len, name_len, extra_len) =
-        (number(12..14) as usize, number(14..16) as usize, number(36..40) as usize);
+    let (id_len, name_len) = (usize::from(be16(&fixed, 12)), usize::from(be16(&fixed, 14)));
+    let extra_len = be32(&fixed, 36) as usize;
     if extra_len > EXTRA_MAX {
         return Err(Error::corrupt(format!("{extra_len} bytes of extra data; {EXTRA_MAX} is the most")));
     }
     let mut rest = vec![0; extra_len + id_len + name_len];
     read(at + ENTRY as u64, &mut rest)?;
-    let extra = |from: usize| {
-        let part = rest[..extra_len].get(from..from + 8)?;
-        Some(u64::from_be_bytes(part.try_into().expect("eight bytes")))
-    };
+    // `rest` is as long as the three parts.
+    let (extra, names) = rest.split_at(extra_len);
+    let (id, name) = names.split_at(id_len);
+    let known = |at: usize| array(extra, at).map(u64::from_be_bytes);
     let snapshot = Snapshot {
-        l1_offset: number(0..8),
-        l1_size: number(8..12) as u32,
-        id: rest[extra_len..extra_len + id_len].to_vec(),
-        name: rest[extra_len + id_len..].to_vec(),
-        date_s: number(16..20) as u32,
-        date_ns: number(20..24) as u32,
-        vm_clock_ns: number(24..32),
-        vm_state_bytes: extra(0).unwrap_or_else(|| number(32..36)),
-        disk_size: extra(8),
-        icount: extra(16),
-        extra: rest[extra_len.min(24)..extra_len].to_vec(),
+        l1_offset: be64(&fixed, 0),
+        l1_size: be32(&fixed, 8),
+        id: id.to_vec(),
+        name: name.to_vec(),
+        date_s: be32(&fixed, 16),
+        date_ns: be32(&fixed, 20),
+        vm_clock_ns: be64(&fixed, 24),
+        vm_state_bytes: known(0).unwrap_or_else(|| be32(&fixed, 32).into()),
+        disk_size: known(8),
+        icount: known(16),
+        extra: extra.get(24..).unwrap_or_default().to_vec(),
     };
     Ok((snapshot, ((ENTRY + rest.len()) as u64).next_multiple_of(8)))
 }
@@ -161,7 +161,7 @@ fn find(image: &Image<'_>, which: &str) -> Result<(Vec<Snapshot>, usize)> {
 fn replace_table(change: &mut Change<'_, '_>, list: &[Snapshot], header: &mut Header) -> Result<()> {
     let (_, bytes) = read_table(change.image)?;
     change.release(header.snapshots_offset, bytes)?;
-    (header.snapshots, header.snapshots_offset) = (list.len() as u32, 0);
+    (header.snapshots, header.snapshots_offset) = (low_u32(list.len() as u64), 0);
     if list.is_empty() {
         return Ok(());
     }
@@ -211,7 +211,7 @@ pub fn create(image: &mut Image<'_>, name: &str, now: (u32, u32)) -> Result<Stri
     }
     list.push(Snapshot {
         l1_offset: change.put(image::to_bytes(&l1))?,
-        l1_size: l1.len() as u32,
+        l1_size: low_u32(l1.len() as u64),
         id: id.clone().into_bytes(),
         name: name.as_bytes().to_vec(),
         date_s: now.0,
@@ -244,7 +244,7 @@ fn clear_flags(table: &mut [u64], words: usize) -> bool {
 pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
     allowed(image)?;
     let (list, at) = find(image, which)?;
-    let snapshot = &list[at];
+    let snapshot = list.get(at).ok_or_else(|| missing(which))?;
     let mut header = image.header.clone();
     header.size = snapshot.disk_size.unwrap_or(header.size);
     if header.size > i64::MAX as u64 {
@@ -256,7 +256,7 @@ pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
     if needed > u64::from(snapshot.l1_size) && needed * 8 > L1_BYTES_MAX {
         return Err(Error::corrupt(format!("snapshot {which} of a disk of {} bytes", header.size)));
     }
-    l1.resize(l1.len().max(needed as usize), 0);
+    l1.resize(l1.len().max(to_usize(needed)), 0);
     let bitmaps = bitmap::after_apply(image, header.size)?;
     let mut change = Change::begin(image)?;
     let active = change.l1()?;

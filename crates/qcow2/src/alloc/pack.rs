@@ -5,6 +5,7 @@
 //! pieces alone.
 
 use super::{Alloc, Reserve, Take};
+use crate::bytes::to_usize;
 use crate::{Waker, refcount};
 
 impl Alloc {
@@ -39,10 +40,10 @@ impl Alloc {
 
     /// Counts a piece in a cluster that is counted for the tail, which begins at `end` from now on.
     fn count_piece(&mut self, cluster: u64, end: u64, waker: Waker) -> Result<(), Take> {
-        let (index, slot) = (cluster / self.entries, (cluster % self.entries) as usize);
+        let (index, slot) = (cluster / self.entries, to_usize(cluster % self.entries));
         self.clock += 1;
         let Some(block) = self.blocks.get_mut(&index) else {
-            return Err(self.ask(index, self.table[index as usize], waker));
+            return Err(self.ask(index, self.table[to_usize(index)], waker));
         };
         block.used = self.clock;
         let count = refcount::get(&block.data, slot, self.order);
@@ -66,7 +67,7 @@ impl Alloc {
 
     fn uncount_tail(&mut self, at: u64) {
         let start = at >> self.cluster_bits;
-        let slot = (start % self.entries) as usize;
+        let slot = to_usize(start % self.entries);
         let block = self.blocks.get_mut(&(start / self.entries));
         match block.filter(|b| refcount::get(&b.data, slot, self.order) > 1) {
             Some(block) => {

@@ -1,5 +1,6 @@
 //! The bits of a bitmap.
 
+use crate::bytes::to_usize;
 use crate::{Error, Result};
 
 /// Bytes that the bits of one bitmap have at most, as QEMU has it.
@@ -26,7 +27,7 @@ impl Bits {
                 1u64 << granularity_bits
             )));
         }
-        Ok(Self { size, granularity_bits, bytes: vec![0; bytes as usize] })
+        Ok(Self { size, granularity_bits, bytes: vec![0; to_usize(bytes)] })
     }
 
     /// How many there are.
@@ -64,12 +65,14 @@ impl Bits {
         let (from, to) = ((first / 8) as usize, (last / 8) as usize);
         let head = 0xffu8 << (first % 8);
         let tail = 0xffu8 >> (7 - last % 8);
-        if from == to {
-            self.bytes[from] |= head & tail;
-        } else {
-            self.bytes[from] |= head;
-            self.bytes[from + 1..to].fill(0xff);
-            self.bytes[to] |= tail;
+        match self.bytes.get_mut(from..=to) {
+            Some([one]) => *one |= head & tail,
+            Some([first, between @ .., last]) => {
+                *first |= head;
+                between.fill(0xff);
+                *last |= tail;
+            }
+            _ => debug_assert!(false, "a disk has a bit for each of its bytes"),
         }
     }
 
@@ -79,8 +82,7 @@ impl Bits {
     /// More than `BYTES_MAX`.
     pub fn resized(&self, size: u64) -> Result<Self> {
         let mut new = Self::new(size, self.granularity_bits)?;
-        let n = new.bytes.len().min(self.bytes.len());
-        new.bytes[..n].copy_from_slice(&self.bytes[..n]);
+        new.bytes.iter_mut().zip(&self.bytes).for_each(|(to, from)| *to = *from);
         new.clear_tail();
         Ok(new)
     }

@@ -5,6 +5,7 @@ use super::{
     ALL_ONES, Bitmap, COUNT_MAX, DIRECTORY_BYTES_MAX, DIRTY_TRACKING, GRANULARITY_BITS, NAME_MAX, consistent,
     flag, read_directory, table_entries,
 };
+use crate::bytes::{low_u32, to_usize};
 use crate::change::Change;
 use crate::entry::OFFSET;
 use crate::header::{BitmapsAt, Header, autoclear};
@@ -40,10 +41,13 @@ pub(super) fn load_bits(image: &Image<'_>, bitmap: &Bitmap) -> Result<Bits> {
     let mut bits = Bits::new(image.header.size, bitmap.granularity_bits)?;
     let table = image.table(bitmap.table_offset, u64::from(bitmap.table_size), "a bitmap table")?;
     let cluster = image.header.cluster_size();
-    for (e, chunk) in table.iter().zip(bits.bytes_mut().chunks_mut(cluster as usize)) {
+    for (e, chunk) in table.iter().zip(bits.bytes_mut().chunks_mut(to_usize(cluster))) {
         match e & OFFSET {
             0 => chunk.fill(if e & ALL_ONES != 0 { 0xff } else { 0 }),
-            at => chunk.copy_from_slice(&image.read(at, cluster, "bits of a bitmap")?[..chunk.len()]),
+            at => {
+                let read = image.read(at, cluster, "bits of a bitmap")?;
+                chunk.iter_mut().zip(read).for_each(|(to, from)| *to = from);
+            }
         }
     }
     bits.clear_tail();
@@ -245,7 +249,7 @@ fn release(change: &mut Change<'_, '_>, bitmap: &Bitmap) -> Result<()> {
 }
 
 fn write_bits(change: &mut Change<'_, '_>, bitmap: &mut Bitmap, bits: &Bits) -> Result<()> {
-    let cluster = change.header().cluster_size() as usize;
+    let cluster = to_usize(change.header().cluster_size());
     let mut table = Vec::new();
     for chunk in bits.bytes().chunks(cluster) {
         table.push(match chunk {
@@ -255,7 +259,7 @@ fn write_bits(change: &mut Change<'_, '_>, bitmap: &mut Bitmap, bits: &Bits) -> 
             _ => change.put(chunk.to_vec())?,
         });
     }
-    bitmap.table_size = table.len() as u32;
+    bitmap.table_size = low_u32(table.len() as u64);
     bitmap.table_offset = if table.is_empty() { 0 } else { change.put(image::to_bytes(&table))? };
     Ok(())
 }

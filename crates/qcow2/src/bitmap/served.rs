@@ -95,21 +95,24 @@ pub fn store(image: &mut Image<'_>, all: Vec<Loaded>) -> Result<()> {
             return Err(Error::invalid(format!("a bitmap cannot have the name '{name}' or its granularity")));
         }
         let at = list.iter().position(|e| e.bitmap.name == name.as_bytes());
-        if at.is_some_and(|at| at >= old || !matches!(list[at].contents, Contents::Gone)) {
+        let mut new = Edited {
+            bitmap: Bitmap { name: name.clone().into_bytes(), kind: DIRTY_TRACKING, ..Bitmap::default() },
+            contents: Contents::Gone,
+        };
+        let there = at.and_then(|at| list.get_mut(at));
+        let is_new = there.is_none();
+        let e = there.unwrap_or(&mut new);
+        if at.is_some_and(|at| at >= old) || !matches!(e.contents, Contents::Gone) {
             return Err(Error::invalid(format!("there are two bitmaps {name}")));
         }
-        let at = at.unwrap_or_else(|| {
-            let bitmap =
-                Bitmap { name: name.clone().into_bytes(), kind: DIRTY_TRACKING, ..Bitmap::default() };
-            list.push(Edited { bitmap, contents: Contents::Gone });
-            list.len() - 1
-        });
-        let e = &mut list[at];
         e.bitmap.flags = e.bitmap.flags & flag::EXTRA_COMPATIBLE
             | if enabled { flag::AUTO } else { 0 }
             | if missed { flag::IN_USE } else { 0 };
         e.bitmap.granularity_bits = bits.granularity_bits();
         e.contents = Contents::New(bits);
+        if is_new {
+            list.push(new);
+        }
     }
     commit(image, list)
 }

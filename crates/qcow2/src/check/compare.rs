@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::counts::{Class, PAGE};
 use super::{Checker, Repair};
+use crate::bytes::{low_u32, to_usize};
 use crate::header::{Header, REFTABLE_BYTES_MAX};
 use crate::{Error, Result, image, refcount};
 
@@ -15,11 +16,13 @@ impl Checker<'_, '_> {
     pub(super) fn compare(&mut self) -> Result<()> {
         let mut highest = 0;
         self.total += self.reftable.iter().filter(|at| **at != 0).count() as u64;
-        for n in 0..self.reftable.len() {
-            if self.reftable[n] != 0 {
-                self.compare_block(n as u64, self.reftable[n], &mut highest)?;
+        let mut number = 0;
+        while let Some(&at) = self.reftable.get(number) {
+            if at != 0 {
+                self.compare_block(number as u64, at, &mut highest)?;
                 self.step();
             }
+            number += 1;
         }
         self.compare_uncounted(&mut highest);
         self.image.sync_if(self.repair != Repair::No)?;
@@ -34,16 +37,16 @@ impl Checker<'_, '_> {
         let (bytes, entries) = (self.image.header.cluster_size(), self.image.header.refblock_entries());
         let hole = self.image.file.is_hole(at, bytes).map_err(Error::io("cannot read a refcount block"))?;
         let mut block =
-            if hole { vec![0; bytes as usize] } else { self.image.read(at, bytes, "a refcount block")? };
+            if hole { vec![0; to_usize(bytes)] } else { self.image.read(at, bytes, "a refcount block")? };
         let before = block.clone();
-        let page_bytes = (PAGE as usize) << self.order() >> 3;
-        for (k, first) in (n * entries..(n + 1) * entries).step_by(PAGE as usize).enumerate() {
-            let part = &block[k * page_bytes..(k + 1) * page_bytes];
+        let page_bytes = to_usize(PAGE) << self.order() >> 3;
+        for (k, first) in (n * entries..(n + 1) * entries).step_by(to_usize(PAGE)).enumerate() {
+            let part = block.get(k * page_bytes..(k + 1) * page_bytes).unwrap_or_default();
             if self.counts.page(first / PAGE).is_none() && part.iter().all(|b| *b == 0) {
                 continue;
             }
             for i in 0..PAGE {
-                let slot = k * PAGE as usize + i as usize;
+                let slot = k * to_usize(PAGE) + to_usize(i);
                 let there = refcount::get(&block, slot, self.order());
                 if let Some(count) = self.compare_one(first + i, there, highest) {
                     refcount::set(&mut block, slot, self.order(), count);
@@ -143,16 +146,14 @@ impl Checker<'_, '_> {
             self.write_block(*n, *place, &own)?;
         }
         let last = blocks.last().copied().unwrap_or(0);
-        let mut words = vec![0; (last + 1) as usize];
-        for (n, place) in &places {
-            words[*n as usize] = place << bits;
-        }
+        let words: Vec<u64> = (0..=last).map(|n| places.get(&n).map_or(0, |place| place << bits)).collect();
         let table_at = (first + blocks.len() as u64) << bits;
         let mut bytes = image::to_bytes(&words);
-        bytes.resize((table << bits) as usize, 0);
+        bytes.resize(to_usize(table << bits), 0);
         self.image.write(table_at, &bytes, "cannot write the refcount table")?;
         self.image.sync()?;
-        let reftable_clusters = table as u32;
+        // At most `REFTABLE_BYTES_MAX` bytes.
+        let reftable_clusters = low_u32(table);
         self.image.replace_header(Header { reftable_offset: table_at, reftable_clusters, ..h })?;
         self.result.image_end_offset = own.end << bits;
         Ok(())
@@ -182,7 +183,7 @@ impl Checker<'_, '_> {
     fn write_block(&mut self, n: u64, place: u64, own: &std::ops::Range<u64>) -> Result<()> {
         let h = &self.image.header;
         let (entries, most) = (h.refblock_entries(), h.refcount_max());
-        let mut block = vec![0; h.cluster_size() as usize];
+        let mut block = vec![0; to_usize(h.cluster_size())];
         for page in (n * entries / PAGE)..((n + 1) * entries / PAGE) {
             let near =
                 self.counts.page(page).is_some() || (page * PAGE < own.end && own.start < (page + 1) * PAGE);
@@ -191,7 +192,7 @@ impl Checker<'_, '_> {
             }
             for cluster in page * PAGE..(page + 1) * PAGE {
                 let count = u64::from(own.contains(&cluster)) + self.kept(cluster);
-                refcount::set(&mut block, (cluster % entries) as usize, self.order(), count.min(most));
+                refcount::set(&mut block, to_usize(cluster % entries), self.order(), count.min(most));
                 if count > 0 {
                     self.counts.set_one(cluster, count == 1);
                 }

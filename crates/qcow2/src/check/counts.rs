@@ -6,6 +6,7 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 
+use crate::bytes::{low_u16, low_u32, to_usize};
 /// What a cluster holds. One holds things of one kind only, and of most kinds one thing only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -66,7 +67,7 @@ const CLASS_SHIFT: u32 = 12;
 #[derive(Default)]
 pub(super) struct Counts {
     index: HashMap<u64, u32>,
-    pages: Vec<[u16; PAGE as usize]>,
+    pages: Vec<[u16; to_usize(PAGE)]>,
     /// Counts that do not fit into a word, which has [`COUNT`] then.
     over: HashMap<u64, u64>,
     /// The page used last.
@@ -74,13 +75,17 @@ pub(super) struct Counts {
 }
 
 impl Counts {
+    #[allow(
+        clippy::indexing_slicing,
+        reason = "pages are never removed, and one has a word for each remainder"
+    )]
     fn word(&mut self, cluster: u64) -> &mut u16 {
         let number = cluster / PAGE;
         let page = match self.last.get() {
             Some((n, page)) if n == number => page,
             _ => *self.index.entry(number).or_insert_with(|| {
-                self.pages.push([0; PAGE as usize]);
-                (self.pages.len() - 1) as u32
+                self.pages.push([0; to_usize(PAGE)]);
+                low_u32(self.pages.len() as u64 - 1)
             }),
         };
         self.last.set(Some((number, page)));
@@ -88,17 +93,17 @@ impl Counts {
     }
 
     /// The words of a page, where anything in it is referred to.
-    pub(super) fn page(&self, number: u64) -> Option<&[u16; PAGE as usize]> {
+    pub(super) fn page(&self, number: u64) -> Option<&[u16; to_usize(PAGE)]> {
         let page = match self.last.get() {
             Some((n, page)) if n == number => page,
             _ => *self.index.get(&number)?,
         };
         self.last.set(Some((number, page)));
-        Some(&self.pages[page as usize])
+        self.pages.get(page as usize)
     }
 
     fn peek(&self, cluster: u64) -> u16 {
-        self.page(cluster / PAGE).map_or(0, |page| page[(cluster % PAGE) as usize])
+        self.page(cluster / PAGE).and_then(|page| page.get(to_usize(cluster % PAGE))).map_or(0, |word| *word)
     }
 
     /// Counts `n` references more to a cluster that is to hold `class`.
@@ -114,7 +119,7 @@ impl Counts {
         let (low, flags) = (u64::from(*word & COUNT), *word & ONE);
         let sum = low.saturating_add(n);
         let fits = sum < u64::from(COUNT);
-        let new = if fits { sum as u16 } else { COUNT };
+        let new = if fits { low_u16(sum) } else { COUNT };
         *word = new | flags | (class as u16) << CLASS_SHIFT;
         if !fits {
             let before = if low == u64::from(COUNT) { 0 } else { low };
@@ -160,7 +165,7 @@ impl Counts {
 }
 
 fn class_of(word: u16) -> Class {
-    Class::ALL[usize::from(word >> CLASS_SHIFT).min(Class::ALL.len() - 1)]
+    Class::ALL.get(usize::from(word >> CLASS_SHIFT)).copied().unwrap_or(Class::Data)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use super::counts::Class;
 use super::{Checker, Repair};
+use crate::bytes::to_usize;
 use crate::entry::{COMPRESSED, COPIED, Compressed, L2_RESERVED, OFFSET, ZERO};
 use crate::header::incompatible;
 use crate::image;
@@ -31,7 +32,7 @@ struct Placed {
 impl Checker<'_, '_> {
     /// Words of an L2 entry.
     fn words(&self) -> usize {
-        self.image.header.l2_entry_bytes() as usize / 8
+        to_usize(self.image.header.l2_entry_bytes()) / 8
     }
 
     /// Counts what the L2 tables refer to, each as often as the table is referred to itself, and read once.
@@ -43,7 +44,8 @@ impl Checker<'_, '_> {
         self.total += each.clone().count() as u64 * if active { 2 } else { 1 };
         for same in each {
             let times = same.len() as u64;
-            self.claim_entries(same[0], times, if active { times } else { 0 })?;
+            let Some(&at) = same.first() else { continue };
+            self.claim_entries(at, times, if active { times } else { 0 })?;
             self.step();
         }
         Ok(())
@@ -60,21 +62,17 @@ impl Checker<'_, '_> {
     fn claim_entries(&mut self, at: u64, times: u64, of_active: u64) -> Result<()> {
         let Some(mut table) = self.read_l2(at)? else { return Ok(()) };
         let (words, mut placed, mut changed) = (self.words(), Placed::default(), false);
-        for n in (0..table.len()).step_by(words) {
-            let mut e = table[n];
-            let mut subclusters = if words == 2 { table[n + 1] } else { 0 };
+        for (entry, place) in table.chunks_mut(words).enumerate() {
+            let [e, rest @ ..] = place else { continue };
+            let mut no_bits = 0;
+            let subclusters = rest.first_mut().unwrap_or(&mut no_bits);
             // One thing after the other: what replaces an entry may be wrong in another way.
-            while let Some(wrong) = self.claim_entry(e, subclusters, times, &mut placed) {
-                let entry = n / words;
+            while let Some(wrong) = self.claim_entry(*e, *subclusters, times, &mut placed) {
                 if !self.corrupt(format_args!("L2 table at {at:#x}, entry {entry}: {}", wrong.why)) {
                     break;
                 }
                 changed = true;
-                (e, subclusters) = (wrong.entry, wrong.subclusters);
-                table[n] = e;
-                if words == 2 {
-                    table[n + 1] = subclusters;
-                }
+                (*e, *subclusters) = (wrong.entry, wrong.subclusters);
             }
         }
         self.result.allocated_clusters += placed.allocated * of_active;
@@ -200,8 +198,9 @@ impl Checker<'_, '_> {
     fn check_l2_flags(&mut self, at: u64) -> Result<()> {
         let Some(mut table) = self.read_l2(at)? else { return Ok(()) };
         let mut changed = false;
-        for n in (0..table.len()).step_by(self.words()) {
-            let e = table[n];
+        for (entry, e) in table.iter_mut().step_by(self.words()).enumerate() {
+            let place = e;
+            let e = *place;
             let cluster_size = self.image.header.cluster_size();
             if e & COMPRESSED != 0 || e & OFFSET == 0 || !(e & OFFSET).is_multiple_of(cluster_size) {
                 continue;
@@ -209,9 +208,8 @@ impl Checker<'_, '_> {
             // What lies in a data file is nobody else's.
             let external = self.image.header.has(incompatible::DATA_FILE);
             let one = external || self.counts.is_one((e & OFFSET) >> self.image.header.cluster_bits);
-            let entry = n / self.words();
             if let Some(right) = self.flag(e, one, format_args!("L2 table at {at:#x}, entry {entry}")) {
-                table[n] = right;
+                *place = right;
                 changed = true;
             }
         }

@@ -1,6 +1,7 @@
 //! Snapshots and bitmaps that cannot be read: nothing is to be had from them, and nobody opens the image for writing as
 //! long as it names them.
 
+use crate::bytes::low_u32;
 use crate::change::Change;
 use crate::header::{Header, autoclear};
 use crate::snapshot::Snapshot;
@@ -34,7 +35,7 @@ impl Trouble {
             s.encode(&mut table);
         }
         let mut change = Change::begin_repair(&mut image)?;
-        header.snapshots = snapshots.len() as u32;
+        header.snapshots = low_u32(snapshots.len() as u64);
         header.snapshots_offset = change.put(table)?;
         change.commit(header)
     }

@@ -1,6 +1,7 @@
 //! The header extension by which this program marks an image that it has open for writing.
 
-use super::{Header, be64};
+use super::Header;
+use crate::bytes::{array, be64};
 
 /// Says that an image is open for writing, in an extension that only this program knows, and what it may lack if its writer
 /// is killed.
@@ -46,7 +47,7 @@ impl Open {
             MARK_FLAGS => Some(Self::Without { stable: be64(data, 0) & 1 != 0 }),
             MARK_OLDER => Some(Self::Older),
             MARK_JOURNAL => {
-                let id = data[..16].try_into().expect("16 bytes");
+                let id = array(data, 0)?;
                 Some(Self::Journal { id, generation: be64(data, 16) })
             }
             _ => None,

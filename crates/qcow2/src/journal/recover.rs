@@ -1,6 +1,7 @@
 //! Beginning and ending with a journal, and what is done when its image was not closed.
 
 use super::{Kind, Record, Words, read};
+use crate::bytes::{low_u32, put, to_usize};
 use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET, ZERO};
 use crate::header::{Header, Mark, Open, UNIT, generation_at, incompatible};
 use crate::{Error, Image, Result, Storage};
@@ -19,7 +20,7 @@ impl Begun {
     /// # Errors
     /// The storage's.
     pub(crate) fn of(file: &dyn Storage, header: &Header) -> Result<Self> {
-        let mut bytes = vec![0; UNIT.min(header.cluster_size()) as usize];
+        let mut bytes = vec![0; to_usize(UNIT.min(header.cluster_size()))];
         file.read_at(0, &mut bytes).map_err(Error::io("cannot read the header"))?;
         Ok(Self { bytes, generation_at: None })
     }
@@ -37,7 +38,7 @@ impl Begun {
     /// Sets the journal's generation, if there is a journal.
     pub fn set_generation(&mut self, generation: u64) {
         if let Some(at) = self.generation_at {
-            self.bytes[at..at + 8].copy_from_slice(&generation.to_be_bytes());
+            put(&mut self.bytes, at, &generation.to_be_bytes());
         }
     }
 }
@@ -184,8 +185,9 @@ impl Changes {
         let end = first + bytes.len() as u64 / each;
         for record in self.0.iter().filter(|r| r.kind != Kind::Table) {
             for cluster in record.index.max(first)..(record.index + record.count).min(end) {
-                let at = ((cluster - first) * each) as usize;
-                entry_bytes(header, record, cluster - record.index, &mut bytes[at..at + each as usize]);
+                let at = to_usize((cluster - first) * each);
+                let Some(place) = bytes.get_mut(at..at + to_usize(each)) else { continue };
+                entry_bytes(header, record, cluster - record.index, place);
             }
         }
     }
@@ -195,9 +197,9 @@ impl Changes {
 fn entry_bytes(header: &Header, record: &Record, i: u64, bytes: &mut [u8]) {
     let step = if record.kind == Kind::Run { i * header.cluster_size() } else { 0 };
     let entry = Entry { word: record.entry.word.wrapping_add(step), ..record.entry };
-    bytes[..8].copy_from_slice(&entry.word.to_be_bytes());
+    put(bytes, 0, &entry.word.to_be_bytes());
     if header.has(incompatible::EXTENDED_L2) {
-        bytes[8..].copy_from_slice(&entry.bits.to_be_bytes());
+        put(bytes, 8, &entry.bits.to_be_bytes());
     }
 }
 
@@ -210,7 +212,7 @@ fn names_from(header: &Header, record: &Record) -> Option<u64> {
         _ if external || word & OFFSET == 0 => None,
         _ if word & COMPRESSED != 0 => Some(Compressed::of(word, header.cluster_bits).offset),
         // A place that is kept for a cluster of zeroes.
-        _ if header.has(incompatible::EXTENDED_L2) && bits as u32 == 0 => None,
+        _ if header.has(incompatible::EXTENDED_L2) && low_u32(bits) == 0 => None,
         _ if !header.has(incompatible::EXTENDED_L2) && word & ZERO != 0 => None,
         Kind::Run => Some((word & OFFSET) + (record.count - 1) * header.cluster_size()),
         Kind::Same => Some(word & OFFSET),
@@ -220,7 +222,7 @@ fn names_from(header: &Header, record: &Record) -> Option<u64> {
 /// Puts a record into the L1 table; the entry that it has then.
 fn table_entry(header: &Header, l1: &mut [u64], record: &Record) -> Result<u64> {
     let table = record.entry.word & OFFSET;
-    let entry = l1.get_mut(record.index as usize);
+    let entry = l1.get_mut(to_usize(record.index));
     let entry =
         entry.filter(|_| table != 0 && table & (header.cluster_size() - 1) == 0).ok_or_else(foreign)?;
     *entry = table | COPIED;
@@ -258,13 +260,13 @@ impl Replay<'_> {
         if record.kind == Kind::Table {
             return self.apply_table(record);
         }
-        let table = self.l1.get((record.index / entries) as usize).map_or(0, |e| e & OFFSET);
+        let table = self.l1.get(to_usize(record.index / entries)).map_or(0, |e| e & OFFSET);
         let at = record.index % entries;
         if table == 0 || record.count == 0 || at + record.count > entries {
             return Err(foreign());
         }
-        let mut bytes = vec![0; (record.count * each) as usize];
-        for (i, entry) in (0..).zip(bytes.chunks_exact_mut(each as usize)) {
+        let mut bytes = vec![0; to_usize(record.count * each)];
+        for (i, entry) in (0..).zip(bytes.chunks_exact_mut(to_usize(each))) {
             entry_bytes(h, record, i, entry);
         }
         self.image.write(table + at * each, &bytes, "cannot write an L2 table")

@@ -4,6 +4,7 @@ use super::fetch::Fetch;
 use super::flush::Flush;
 use super::generation::NewGeneration;
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
@@ -303,7 +304,7 @@ impl Request {
         if let Some(taken) = taken {
             image.map.shorten(change.first, change.held, taken.count, cx.wake);
             change.held = taken.count;
-            change.olds.truncate(taken.count as usize);
+            change.olds.truncate(to_usize(taken.count));
             change.host = Some(taken.start << image.cluster_bits);
             change.taken = taken;
         }
@@ -337,8 +338,8 @@ impl Request {
         // What is zero there already is not written, but counts as written.
         let (from, to) = if nothing { (begin, end) } else { (change.from, change.to) };
         let (head, middle) =
-            ((begin - from) as usize, if self.op == Op::Write { 0 } else { (end - begin) as usize });
-        let tail = (to - end) as usize;
+            (to_usize(begin - from), if self.op == Op::Write { 0 } else { to_usize(end - begin) });
+        let tail = to_usize(to - end);
         change.stage = Stage::Put;
         self.data.reset(head + middle + tail);
         // The tail first: a fetch has one range, and the head's follows it in `put`.
@@ -352,9 +353,9 @@ impl Request {
         let change = self.change.as_mut().expect("a change is under way");
         let (begin, end) = change.guest;
         let len = self.data.len();
-        let middle = if self.op == Op::Write { 0 } else { (end - begin) as usize };
+        let middle = if self.op == Op::Write { 0 } else { to_usize(end - begin) };
         // Either all that is around was fetched, or nothing has to be.
-        let head = if len > middle { (begin - change.from) as usize } else { 0 };
+        let head = if len > middle { to_usize(begin - change.from) } else { 0 };
         let tail = len - middle - head;
         if head > 0 && !std::mem::replace(&mut change.head_fetched, true) {
             self.fetch = Some(Fetch::new(change.from, begin, 0));

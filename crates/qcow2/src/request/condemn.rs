@@ -2,6 +2,7 @@
 //! as corrupt, so that nobody opens it for writing before it is repaired.
 
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use crate::bytes::{be64, to_usize};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
 use crate::first::Copied;
 use crate::lock::Locked;
@@ -26,7 +27,7 @@ impl Served {
         let end = self.alloc.locked().end();
         let first = slice * (bytes.len() / step) as u64;
         bytes.chunks_exact(step).enumerate().find_map(|(i, entry)| {
-            let word = u64::from_be_bytes(entry[..8].try_into().expect("eight bytes"));
+            let word = be64(entry, 0);
             // In a data file the first cluster's place is 0.
             let place = if self.external { OFFSET | COPIED | COMPRESSED } else { OFFSET | COMPRESSED };
             if word & place == 0 {
@@ -75,7 +76,7 @@ impl Served {
     pub(super) fn wrong_counts(&self, index: u64, bytes: &[u8]) -> Option<String> {
         let (entries, order) = (self.header.refblock_entries(), self.header.refcount_order);
         let (start, end) = (index * entries, (index + 1) * entries);
-        let free = |cluster: u64| refcount::get(bytes, (cluster - start) as usize, order) == 0;
+        let free = |cluster: u64| refcount::get(bytes, to_usize(cluster - start), order) == 0;
         let (cluster, what) = self.guard.as_ref()?.find(start, end, free)?;
         let at = cluster << self.cluster_bits;
         Some(format!(

@@ -1,6 +1,7 @@
 //! Reading a piece of the disk into the request's own buffer: what a write does not cover, and compressed clusters.
 
 use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use crate::bytes::to_usize;
 use crate::compress::inflate;
 use crate::entry::Compressed;
 use crate::header::UNIT;
@@ -52,16 +53,16 @@ impl Request {
         };
         fetch.now = n;
         if fetch.guest {
-            self.data.reset(n as usize);
+            self.data.reset(to_usize(n));
         }
         match what {
             What::Zero | What::Below => {
-                self.data[at..][..n as usize].fill(0);
-                (fetch.pos, fetch.at) = (pos + n, at + n as usize);
+                self.data[at..][..to_usize(n)].fill(0);
+                (fetch.pos, fetch.at) = (pos + n, at + to_usize(n));
                 Turn::Again
             }
             What::Data(offset) => {
-                let range = at..at + n as usize;
+                let range = at..at + to_usize(n);
                 self.step(
                     Pending::Fetch,
                     Step::Read { file: cx.chain.data_of(layer), offset, buf: Buf::Data, range },
@@ -72,8 +73,8 @@ impl Request {
                 let c = Compressed::of(entry, image.cluster_bits);
                 // Whole units, for files that are read so only.
                 let first = c.offset / UNIT * UNIT;
-                let len = ((c.offset + c.bytes).next_multiple_of(UNIT) - first) as usize;
-                fetch.packed = Some((layer, entry, (c.offset - first) as usize));
+                let len = to_usize((c.offset + c.bytes).next_multiple_of(UNIT) - first);
+                fetch.packed = Some((layer, entry, to_usize(c.offset - first)));
                 self.meta.reset(len);
                 let step = Step::Read { file: image.file, offset: first, buf: Buf::Meta, range: 0..len };
                 self.step(Pending::Fetch, step)
@@ -87,7 +88,7 @@ impl Request {
             return Err(failed);
         }
         let fetch = self.fetch.as_mut().expect("a fetch is under way");
-        let n = fetch.now as usize;
+        let n = to_usize(fetch.now);
         if let Some((layer, entry, at)) = fetch.packed.take() {
             let to = &mut self.data[fetch.at..][..n];
             unpack(cx.chain, layer, entry, &self.meta[at..], fetch.pos, to)?;
@@ -108,9 +109,9 @@ fn unpack(
     to: &mut [u8],
 ) -> Result<(), i32> {
     let image = chain.image(layer);
-    let cluster = image.cluster_size() as usize;
-    let bytes = Compressed::of(entry, image.cluster_bits).bytes as usize;
-    let from = pos as usize & (cluster - 1);
+    let cluster = to_usize(image.cluster_size());
+    let bytes = to_usize(Compressed::of(entry, image.cluster_bits).bytes);
+    let from = to_usize(pos) & (cluster - 1);
     let packed = packed.get(..bytes).ok_or(EIO)?;
     if to.len() == cluster {
         return inflate(image.header.compression, packed, to).map_err(|_| EIO);

@@ -7,6 +7,7 @@
 
 use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
+use crate::bytes::to_usize;
 use crate::compress::deflate;
 use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed, Entry};
 use crate::journal::Put;
@@ -74,7 +75,7 @@ impl Request {
         let (packed, stage, fresh) = (Vec::new(), Stage::Gather, Reserve::default());
         self.pack = Some(Pack { cluster, packed, stage, fresh, at: 0 });
         // What the disk does not have of its last cluster is zero.
-        self.data.reset(image.cluster_size() as usize);
+        self.data.reset(to_usize(image.cluster_size()));
         let data = self.guest(self.pos, self.end - self.pos);
         self.step(Pending::Pack, Step::Gather { data, at: 0 })
     }
@@ -143,7 +144,7 @@ impl Request {
                 }
                 pack.at = at;
                 pack.stage = Stage::Written;
-                let len = pack.bytes() as usize;
+                let len = to_usize(pack.bytes());
                 self.data.reset(len);
                 self.data[..pack.packed.len()].copy_from_slice(&pack.packed);
                 let step = Step::Write { file: image.file, offset: at, buf: Buf::Data, range: 0..len };

@@ -3,6 +3,7 @@
 use super::generation::NewGeneration;
 use super::{Buf, Context, Pending, Request, Step, Turn};
 use crate::alloc::Reserve;
+use crate::bytes::to_usize;
 use crate::entry::{COPIED, OFFSET};
 use crate::journal::Put;
 use crate::lock::Locked;
@@ -60,13 +61,13 @@ impl Request {
             self.table.as_mut().expect("a table is under way").place = Some(place);
             return Turn::Again;
         };
-        let (old, len) = (image.l1[index as usize].load(Acquire) & OFFSET, image.cluster_size());
+        let (old, len) = (image.l1[to_usize(index)].load(Acquire) & OFFSET, image.cluster_size());
         let offset = place.start << image.cluster_bits;
         match table.stage {
             Stage::Begin if old != 0 => {
                 table.stage = Stage::Fill;
-                self.data.reset(len as usize);
-                let range = 0..len as usize;
+                self.data.reset(to_usize(len));
+                let range = 0..to_usize(len);
                 self.step(Pending::Table, Step::Read { file: image.file, offset: old, buf: Buf::Data, range })
             }
             Stage::Begin if !place.zero => {
@@ -78,13 +79,13 @@ impl Request {
                 // seen to that where no space is taken ahead.
                 table.stage = Stage::Copied;
                 let unit = image.unit();
-                self.data.reset(unit as usize);
-                let (offset, range) = (offset + len - unit, 0..unit as usize);
+                self.data.reset(to_usize(unit));
+                let (offset, range) = (offset + len - unit, 0..to_usize(unit));
                 self.step(Pending::Table, Step::Write { file: image.file, offset, buf: Buf::Data, range })
             }
             Stage::Fill => {
                 table.stage = Stage::Copied;
-                let range = 0..len as usize;
+                let range = 0..to_usize(len);
                 self.step(Pending::Table, Step::Write { file: image.file, offset, buf: Buf::Data, range })
             }
             Stage::Copied | Stage::Ready => {
@@ -100,7 +101,7 @@ impl Request {
         let image = cx.chain.top();
         let Some(table) = self.table.take_if(|table| table.stage == Stage::Ready) else { return };
         let place = table.place.expect("a ready table has its place");
-        let entry = &image.l1[table.index as usize];
+        let entry = &image.l1[to_usize(table.index)];
         let old = entry.load(Acquire) & OFFSET;
         let mut tables = image.tables.locked();
         let put = match &image.journal {

@@ -1,6 +1,7 @@
 //! Places for what a disk grows by, and zeroes over what lies below it.
 
 use super::Around;
+use crate::bytes::to_usize;
 use crate::change::Change;
 use crate::create::Preallocation;
 use crate::entry::{COPIED, OFFSET, ZERO};
@@ -108,17 +109,17 @@ impl Grown<'_> {
         while cluster < until {
             let n = cluster / per;
             let end = until.min((n + 1) * per);
-            let at = l1[n as usize] & OFFSET;
+            let at = l1[to_usize(n)] & OFFSET;
             let mut table = match at {
-                0 => vec![0; per as usize * words],
+                0 => vec![0; to_usize(per) * words],
                 at => change.l2(at)?,
             };
-            let range = (cluster - n * per) as usize * words..(end - n * per) as usize * words;
+            let range = to_usize(cluster - n * per) * words..to_usize(end - n * per) * words;
             how(change, &mut table[range], cluster)?;
             if at != 0 {
                 change.release(at, 1)?;
             }
-            l1[n as usize] = change.put(image::to_bytes(&table))?;
+            l1[to_usize(n)] = change.put(image::to_bytes(&table))?;
             cluster = end;
         }
         Ok(())
@@ -137,11 +138,11 @@ fn reserve(file: &dyn Storage, at: u64, bytes: u64, how: Preallocation) -> Resul
         }
         Preallocation::Falloc => file.allocate(at, bytes).map_err(&cannot)?,
         Preallocation::Full => {
-            let zeroes = vec![0; PIECE.min(bytes) as usize];
+            let zeroes = vec![0; to_usize(PIECE.min(bytes))];
             let mut done = 0;
             while done < bytes {
                 let n = PIECE.min(bytes - done);
-                file.write_at(at + done, &zeroes[..n as usize]).map_err(&cannot)?;
+                file.write_at(at + done, &zeroes[..to_usize(n)]).map_err(&cannot)?;
                 done += n;
             }
         }
