@@ -1,7 +1,7 @@
 """Networks: what a tap costs by itself, and what vshunt's vhost-user-net adds to it, beside DPDK's net_vhost + net_tap
 and cloud-hypervisor's vhost_user_net.
 
-The guest is `vshunt-bench net` for all, which also plays the host's end of the tap (--far): frames from the guest (`out`),
+The guest is `vshunt-bench net` for all, which also plays the host's end of the tap (--peer): frames from the guest (`out`),
 and to it (`in`). Everything runs in a network namespace that the case makes and removes; servers and loads are started in
 it by `ip netns exec`, which becomes them. As root.
 
@@ -95,7 +95,7 @@ def load(b, inside, server, job, taker):
     """One run of the guest. -> {'iops', 'cpu_us', ...}: frames a second, the server's CPU time a frame."""
     way, size, pairs = job.split(":")
     argv = [*inside, b.tools.bench, "net", "--socket", server.sock, "--mode", MODES[way], "--size", size, "--queues", pairs,
-            "--flows", str(FLOWS), "--batch", "32", "--far", taker.ifname, "--runtime", f"{b.o.time}s",
+            "--flows", str(FLOWS), "--batch", "32", "--peer", taker.ifname, "--runtime", f"{b.o.time}s",
             "--server-pid", str(server.pid), "--quiet", "--json", *taker.guest]
     result = json.loads(b.client.bounded(argv, b.client.cpus, lambda _: None))
     moved = result["sent" if way == "out" else "received"]
@@ -103,11 +103,11 @@ def load(b, inside, server, job, taker):
     if not moved["frames"]:
         raise ClientError("no frame came through")
     # What is given back is not all delivered: a server that drops is cheap.
-    arrived = result["far"]["arrived"]
+    arrived = result["peer"]["arrived"]
     if way == "out" and arrived is not None and arrived < ARRIVED_MIN * moved["frames"]:
         b.report.note(f"{job}: of the frames given to {taker.ifname}'s server only {arrived / moved['frames']:.1%} arrived")
     kept = {"iops": moved["frames_per_s"], "lost": result["check"]["lost"], "calls": result["calls_per_frame"],
-            "kicks": result["kicks_per_frame"], "arrived": result["far"]["arrived"], "offered": result["far"]["sent"]}
+            "kicks": result["kicks_per_frame"], "arrived": result["peer"]["arrived"], "offered": result["peer"]["sent"]}
     return kept if cpu is None else kept | {"cpu_us": cpu / 1e3}
 
 

@@ -8,16 +8,18 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
-use crate::driver::{Disk, Options};
-use crate::error::{Result, fail};
-use crate::load::{self, Plan, Rw};
 use crate::report::{Live, Rings, Summary};
 use crate::stop;
 use crate::units::{parse_cpus, parse_size, parse_time};
-use crate::verify::StateFile;
 use crate::workers;
+use vshunt_guest::driver::{Disk, Options};
+use vshunt_guest::error::Result;
+use vshunt_guest::fail;
+use vshunt_guest::load::{self, Plan, Rw};
+use vshunt_guest::verify::StateFile;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -26,7 +28,7 @@ Examples:
   vshunt-bench blk --socket /run/vm0.sock --rw randwrite --verify --reconnect 30s --runtime 1m
   vshunt-bench verify --socket /run/vm0.sock --state /tmp/vm0.state
   vshunt-bench workers --jobs 1,2,4 --runtime 3s
-  vshunt-bench net --socket /run/vm0.sock --mode sink --far vs0 --runtime 5s
+  vshunt-bench net --socket /run/vm0.sock --mode sink --peer vs0 --runtime 5s
   vshunt-bench tap --queues 1,2
 
 A TIME is a number with ms, s or m, such as 500ms, 10s or 2m; alone it is seconds. A SIZE is bytes, or a number with k, M or G.
@@ -53,12 +55,20 @@ enum Command {
     Kernel(Box<kernel::KernelArgs>),
     /// Compare one worker with many, beside the table that started this project
     Workers(WorkersArgs),
-    /// Drive a network card over vhost-user: send frames, take them, or send them back
+    /// Drive a network device over vhost-user: send frames, take them, or send them back
     #[command(after_help = net::EXAMPLES)]
     Net(Box<net::NetArgs>),
     /// Measure a tap alone: frames out of 1 to 4 queues and into them, beside the table that started this project
     #[command(after_help = tap::EXAMPLES)]
     Tap(tap::TapArgs),
+}
+
+/// The access patterns by their names.
+fn rw_values() -> impl TypedValueParser<Value = Rw> {
+    PossibleValuesParser::new(Rw::ALL.map(Rw::name)).map(|name| {
+        let named = Rw::ALL.into_iter().find(|rw| rw.name() == name);
+        named.expect("the parser accepts the names of the patterns only")
+    })
 }
 
 /// A list of CPUs: one value for clap, which would take a bare `Vec` for several.
@@ -152,7 +162,7 @@ impl Manner {
 #[derive(Args)]
 struct Work {
     /// Access pattern
-    #[arg(long, value_enum, default_value = "randread")]
+    #[arg(long, value_parser = rw_values(), default_value = "randread", value_parser = rw_values())]
     rw: Rw,
     /// Percent of reads in the mixed patterns
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
@@ -220,7 +230,7 @@ struct WorkersArgs {
     #[arg(long, value_delimiter = ',', default_value = "null,ram")]
     formats: Vec<String>,
     /// Access pattern
-    #[arg(long, value_enum, default_value = "randrw")]
+    #[arg(long, value_parser = rw_values(), default_value = "randrw", value_parser = rw_values())]
     rw: Rw,
     /// Each measurement's length, such as 3s or 500ms; a number alone is seconds
     #[arg(long, value_parser = parse_time, default_value = "3s", value_name = "TIME")]
@@ -316,8 +326,8 @@ fn rings(disk: &mut Disk, packed: bool) -> Rings {
     Rings {
         queues: disk.queue_count(),
         packed,
-        indirect: has(crate::driver::feature::INDIRECT_DESC),
-        event_idx: has(crate::driver::feature::EVENT_IDX),
+        indirect: has(vshunt_guest::driver::feature::INDIRECT_DESC),
+        event_idx: has(vshunt_guest::driver::feature::EVENT_IDX),
     }
 }
 

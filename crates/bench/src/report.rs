@@ -9,9 +9,9 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use crate::load::{Outcome, Plan, Progress, Tick};
-use crate::stats::{Ops, SlowRequest};
 use crate::units::{show_nanos, show_rate, show_size};
+use vshunt_guest::load::{Outcome, Plan, Progress, Tick};
+use vshunt_guest::stats::{Ops, SlowRequest};
 
 /// The machine that a figure was measured on.
 #[derive(Clone, Debug, Serialize)]

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::error::{Error, Kind, Result};
+use vshunt_guest::error::{Error, Kind, Result};
 
 static STOP: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 

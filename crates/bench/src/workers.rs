@@ -1,6 +1,6 @@
 //! The comparison that started the project: one worker, a worker a queue, and workers attached while I/O runs.
 //!
-//! Starts a `vshunt serve` for each figure and ends it again; drives it as [`crate::load`] does.
+//! Starts a `vshunt serve` for each figure and ends it again; drives it as [`vshunt_guest::load`] does.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::driver::{Disk, Options};
-use crate::error::{Error, Kind, Result, fail};
-use crate::load::{self, Plan, Progress, Rw, Tick};
 use crate::report::Machine;
 use crate::units::show_rate;
+use vshunt_guest::driver::{Disk, Options};
+use vshunt_guest::error::{Error, Kind, Result};
+use vshunt_guest::fail;
+use vshunt_guest::load::{self, Plan, Progress, Rw, Tick};
 
 /// Queues of the server; jobs are at most as many.
 const QUEUES: u16 = 16;

@@ -1,5 +1,6 @@
-//! The driver of network cards against a model of a card; the tap and the far end, where they can be.
+//! The driver of network cards against a model of a device; the tap and the peer end, where they can be.
 
+#[path = "../../guest/tests/model/mod.rs"]
 mod model;
 
 use std::process::Command;
@@ -8,11 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::Duration;
 
 use model::Model;
-use vshunt_bench::driver::{feature, protocol};
-use vshunt_bench::load::Silent;
-use vshunt_bench::net::frame::Sizes;
-use vshunt_bench::net::{self, Card, Far, Mode, Outcome, Plan};
-use vshunt_bench::{Disk, Error, Kind, Options};
+use vshunt_guest::driver::{feature, protocol};
+use vshunt_guest::load::Silent;
+use vshunt_guest::net::frame::Sizes;
+use vshunt_guest::net::{self, Mode, NetDevice, Outcome, Peer, Plan};
+use vshunt_guest::{Disk, Error, Kind, Options};
 
 /// Every kind of ring.
 fn shapes() -> [Plan; 5] {
@@ -28,24 +29,25 @@ fn shapes() -> [Plan; 5] {
 }
 
 fn run(model: &Model, plan: &Plan) -> Result<Outcome, Error> {
-    let mut card = Card::connect(model.path(), plan)?;
-    net::run(&mut card, plan, &mut Silent)
+    let mut device = NetDevice::connect(model.path(), plan)?;
+    net::run(&mut device, plan, &mut Silent)
 }
 
 #[test]
 fn a_disk_is_not_taken_for_a_card_nor_the_reverse() {
     let disk = Model::start("net-on-disk", 2048);
-    let error =
-        Card::connect(disk.path(), &Plan { merge: false, ..Plan::default() }).err().expect("a disk answers");
+    let error = NetDevice::connect(disk.path(), &Plan { merge: false, ..Plan::default() })
+        .err()
+        .expect("a disk answers");
     assert_eq!(
         (error.kind(), error.to_string()),
         (Kind::Usage, "the server is a disk: use vshunt-bench blk".to_owned())
     );
-    let card = Model::start_net("disk-on-net");
-    let error = Disk::connect(card.path(), Options::default()).err().expect("a card answers");
+    let device = Model::start_net("disk-on-net");
+    let error = Disk::connect(device.path(), Options::default()).err().expect("a device answers");
     assert_eq!(
         (error.kind(), error.to_string()),
-        (Kind::Usage, "the server is a network card: use vshunt-bench net".to_owned())
+        (Kind::Usage, "the server is a network device: use vshunt-bench net".to_owned())
     );
 }
 
@@ -102,7 +104,7 @@ fn receive_until(
     model.net().to_guest.store(frames, Ordering::Release);
     let (stop, over) = (Arc::<AtomicBool>::default(), AtomicBool::new(false));
     let plan = Plan { stop: Some(stop.clone()), ..plan };
-    let mut card = Card::connect(model.path(), &plan)?;
+    let mut device = NetDevice::connect(model.path(), &plan)?;
     std::thread::scope(|scope| {
         let ended = scope.spawn(|| {
             let deadline = std::time::Instant::now() + Duration::from_secs(60);
@@ -113,7 +115,7 @@ fn receive_until(
             std::thread::sleep(Duration::from_millis(300));
             stop.store(true, Ordering::Release);
         });
-        let outcome = net::run(&mut card, &plan, &mut Silent);
+        let outcome = net::run(&mut device, &plan, &mut Silent);
         over.store(true, Ordering::Release);
         ended.join().unwrap();
         outcome
@@ -251,7 +253,7 @@ fn the_command_says_what_came_of_it() {
     let json: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
     assert_eq!((&json["sent"]["frames"], &json["pairs"]), (&5000.into(), &2.into()), "{json}");
     assert_eq!((&json["sent"]["bytes"], &json["ring"]), (&320_000.into(), &"split".into()));
-    assert!(json["server_cpu"]["ns_per_frame"].is_number() && json["far"].is_null(), "{json}");
+    assert!(json["server_cpu"]["ns_per_frame"].is_number() && json["peer"].is_null(), "{json}");
     let done = command(&common);
     let text = String::from_utf8_lossy(&done.stdout).into_owned();
     assert!(text.contains("5000 frames") && text.contains("a frame to the server"), "{text}");
@@ -294,10 +296,10 @@ fn a_far_end_that_is_not_there_is_a_clear_error() {
         eprintln!("skip a_far_end_that_is_not_there_is_a_clear_error: {why}");
         return;
     }
-    let model = Model::start_net("far");
-    let far = Some(Far { ifname: "vs-not-there".into(), senders: 1 });
+    let model = Model::start_net("peer");
+    let peer = Some(Peer { ifname: "vs-not-there".into(), senders: 1 });
     for mode in [Mode::Source, Mode::Sink] {
-        let error = run(&model, &Plan { mode, far: far.clone(), frames: Some(1), ..Plan::default() });
+        let error = run(&model, &Plan { mode, peer: peer.clone(), frames: Some(1), ..Plan::default() });
         let text = error.unwrap_err().to_string();
         assert!(text.contains("vs-not-there") && text.contains("network namespace"), "{text}");
     }

@@ -445,10 +445,10 @@ fn quiet_says_nothing() {
 fn a_front_end_that_cannot_be_told_any_more_is_no_warning() {
     let export = "type=vhost-user-blk,name=e,disk=d0,socket=e.sock,queues=1";
     let mut daemon = Daemon::start(&[RAM[0], RAM[1], "--export", export]);
-    let mut disk = vshunt_bench::Disk::connect(daemon.path().join("e.sock"), Default::default()).unwrap();
+    let mut disk = vshunt_guest::Disk::connect(daemon.path().join("e.sock"), Default::default()).unwrap();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let fd = std::os::fd::AsFd::as_fd(&theirs);
-    disk.session().wire().tell(vshunt_bench::driver::Code::SetBackendReqFd, &[], &[fd]).unwrap();
+    disk.session().wire().tell(vshunt_guest::driver::Code::SetBackendReqFd, &[], &[fd]).unwrap();
     drop(ours);
     daemon.ok(&["resize", "d0", "2M"]);
     daemon.ok(&["quit"]);

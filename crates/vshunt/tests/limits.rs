@@ -8,10 +8,10 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 
 use common::{PATIENCE, copy_program, output, wait_for};
-use vshunt_bench::Disk;
-use vshunt_bench::driver::{self, Code, Payload};
 use vshunt_daemon::export::{Daemon, Options};
 use vshunt_engine::MAX_WORKERS;
+use vshunt_guest::Disk;
+use vshunt_guest::driver::{self, Code, Payload};
 use vshunt_types::error::Kind;
 use vshunt_types::spec::WorkerSpec;
 

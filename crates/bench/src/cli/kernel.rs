@@ -6,12 +6,15 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::{Shape, Work, rings};
-use crate::driver::{KernelOptions, Workers};
-use crate::error::{Result, fail};
-use crate::kernel::{self, hostile, net, table};
-use crate::load::Plan;
+use vshunt_guest::driver::{KernelOptions, Workers};
+use vshunt_guest::error::Result;
+use vshunt_guest::fail;
+use vshunt_guest::kernel::{self, hostile, net};
+
+use crate::kernel_table as table;
 use crate::report::{Live, Summary};
 use crate::units::{parse_time, show_rate};
+use vshunt_guest::load::Plan;
 
 /// Bytes of buffers a queue, at most, that the check of the dirty log goes round.
 const LOG_BUFFERS_BYTES: u64 = 8 << 20;

@@ -6,9 +6,12 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::{Cpus, Manner, cpus};
-use crate::error::{Error, Kind, Result, fail};
-use crate::net::frame::Sizes;
-use crate::net::{self, Card, Far, Mode, Plan, Summary};
+use vshunt_guest::error::{Error, Kind, Result};
+use vshunt_guest::fail;
+use vshunt_guest::net::frame::Sizes;
+use vshunt_guest::net::{self, Mode, NetDevice, Peer, Plan};
+
+use crate::net_report::Summary;
 use crate::report::Live;
 use crate::stop;
 use crate::units::parse_time;
@@ -16,11 +19,11 @@ use crate::units::parse_time;
 pub(super) const EXAMPLES: &str = "\
 Examples:
   vshunt-bench net --socket /run/vm0.sock --mode source --size 64 --queues 2 --runtime 5s
-  vshunt-bench net --socket /run/vm0.sock --mode sink --queues 2 --verify --far vs0 --size 60-1514
-  vshunt-bench net --socket /run/vm0.sock --mode source --far vs0 --size 1500 --batch 64 --json
-  vshunt-bench net --socket /run/vm0.sock --mode echo --far vs0 --rate 100000 --reconnect 30s --runtime 1m
+  vshunt-bench net --socket /run/vm0.sock --mode sink --queues 2 --verify --peer vs0 --size 60-1514
+  vshunt-bench net --socket /run/vm0.sock --mode source --peer vs0 --size 1500 --batch 64 --json
+  vshunt-bench net --socket /run/vm0.sock --mode echo --peer vs0 --rate 100000 --reconnect 30s --runtime 1m
 
-With --far, the command plays the host's end of the tap behind the server, too: it sends to the guest that is a sink or
+With --peer, the command plays the host's end of the tap behind the server, too: it sends to the guest that is a sink or
 an echo, and counts what comes from a source or an echo. As root, in the tap's network namespace (ip netns exec NAME).
 What comes is counted by the interface's counters; with --verify by a packet socket that looks at each frame, for which the
 server's CPU pays, too.
@@ -75,7 +78,7 @@ pub(super) struct NetArgs {
     /// Flows, dealt to the queue pairs in turn
     #[arg(long, default_value_t = 16)]
     flows: u16,
-    /// Frames a second of the source or of the far end, over all flows, such as 50000, 200k or 1.5M [default: as many as can be]
+    /// Frames a second of the source or of the peer end, over all flows, such as 50000, 200k or 1.5M [default: as many as can be]
     #[arg(long, value_parser = rate, value_name = "RATE")]
     rate: Option<f64>,
     /// Frames, or receive buffers, that the server is told of at once
@@ -115,14 +118,14 @@ pub(super) struct NetArgs {
     /// Look for completions this many microseconds before sleeping on the eventfd
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     spin_us: u64,
-    /// CPUs for the threads, in turn, such as 0,2-3; those of the far end come last
+    /// CPUs for the threads, in turn, such as 0,2-3; those of the peer end come last
     #[arg(long, value_parser = cpus, value_name = "CPUS")]
     pin: Option<Cpus>,
     /// Play the host's end of this interface, the tap behind the server
     #[arg(long, value_name = "IFNAME")]
-    far: Option<String>,
-    /// Threads of the far end that send
-    #[arg(long, default_value_t = 1, requires = "far", value_name = "N")]
+    peer: Option<String>,
+    /// Threads of the peer end that send
+    #[arg(long, default_value_t = 1, requires = "peer", value_name = "N")]
     senders: u16,
     /// The server's process, for its CPU time [default: who listens on the socket]
     #[arg(long, value_name = "PID")]
@@ -147,8 +150,8 @@ impl NetArgs {
         if self.announce && mode != Mode::Sink {
             return Err(fail!(Usage, "--announce is for --mode sink: others send anyway"));
         }
-        if self.rate.is_some() && mode != Mode::Source && self.far.is_none() {
-            return Err(fail!(Usage, "--rate is for who sends: --mode source, or --far"));
+        if self.rate.is_some() && mode != Mode::Source && self.peer.is_none() {
+            return Err(fail!(Usage, "--rate is for who sends: --mode source, or --peer"));
         }
         Ok(Plan {
             mode,
@@ -175,7 +178,7 @@ impl NetArgs {
             reconnect: self.reconnect,
             stall: self.manner.stall,
             timeout: self.manner.timeout,
-            far: self.far.clone().map(|ifname| Far { ifname, senders: self.senders }),
+            peer: self.peer.clone().map(|ifname| Peer { ifname, senders: self.senders }),
             ..Plan::default()
         })
     }
@@ -184,13 +187,13 @@ impl NetArgs {
 pub(super) fn run(args: &NetArgs) -> Result<()> {
     let plan = args.plan()?;
     net::frame::check_flows(plan.flows)?;
-    let mut card = Card::connect(&args.socket, &plan)?;
+    let mut device = NetDevice::connect(&args.socket, &plan)?;
     let plan = Plan { stop: Some(stop::by_interrupt()?), ..plan };
     let mut live = Live::of_frames();
-    let result = net::run(&mut card, &plan, &mut live);
+    let result = net::run(&mut device, &plan, &mut live);
     live.finish();
     let outcome = result?;
-    let summary = Summary::new(&card, &plan, &outcome);
+    let summary = Summary::new(&device, &plan, &outcome);
     if args.manner.json {
         let text = serde_json::to_string_pretty(&summary);
         println!("{}", text.map_err(|e| fail!(System, "cannot write the result as JSON: {e}"))?);
@@ -220,11 +223,11 @@ mod tests {
     #[test]
     fn a_full_line_is_understood() {
         let line = "vshunt-bench net --socket s --mode echo --queues 2 --size 60-1514 --flows 64 --rate 1.5M --batch 8 \
-                    --no-mrg --offloads --packed --runtime 2s --pin 0-1 --far vs0 --senders 2 --reconnect 30 --verify";
+                    --no-mrg --offloads --packed --runtime 2s --pin 0-1 --peer vs0 --senders 2 --reconnect 30 --verify";
         let plan = args(line).plan().unwrap();
         assert_eq!((plan.mode, plan.pairs, plan.sizes), (Mode::Echo, 2, Sizes::Range(60, 1514)));
         assert_eq!((plan.rate, plan.batch, plan.merge), (Some(1.5e6), 8, false));
-        assert_eq!(plan.far.unwrap().senders, 2);
+        assert_eq!(plan.peer.unwrap().senders, 2);
         assert_eq!(plan.reconnect, Some(Duration::from_secs(30)));
         for wrong in ["--mode sink --frames 5", "--mode sink --rate 5", "--mode echo --announce"] {
             assert!(args(&format!("vshunt-bench net --socket s {wrong}")).plan().is_err(), "{wrong}");

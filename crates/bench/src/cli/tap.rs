@@ -5,11 +5,12 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::{Cpus, cpus};
-use crate::error::{Result, fail};
-use crate::link;
-use crate::net::frame::{LEN_MIN, LEN_PLAIN, check_flows};
 use crate::tap;
 use crate::units::parse_time;
+use vshunt_guest::error::Result;
+use vshunt_guest::fail;
+use vshunt_guest::link;
+use vshunt_guest::net::frame::{LEN_MIN, LEN_PLAIN, check_flows};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

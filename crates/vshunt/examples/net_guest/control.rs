@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use virtio::net::Command;
-use vshunt_bench::driver::{Area, DriverSeg, Memory, Queue, QueueShape};
+use vshunt_guest::driver::{Area, DriverSeg, Memory, Queue, QueueShape};
 
 use crate::guest::{Guest, RING_SIZE};
 use crate::{Outcome, text};

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use virtio::features::*;
 use virtio::net::*;
 use virtio::ring::RingFeatures;
-use vshunt_bench::driver::{
+use vshunt_guest::driver::{
     Area, Code, DEFAULT_BASE, DriverSeg, Memory, NEED_REPLY, Payload, Queue, QueueShape, RegionSpec, VERSION,
     Wire, protocol,
 };

@@ -1,7 +1,7 @@
 //! The configuration space (Virtio 1.3, 5.2.4), and what can be changed there.
 
-use vshunt_bench::Kind;
-use vshunt_bench::driver::{feature, protocol};
+use vshunt_guest::Kind;
+use vshunt_guest::driver::{feature, protocol};
 
 use super::rig::{Backing, MIB, Rig, layouts, small};
 
@@ -24,9 +24,9 @@ fn says_what_the_disk_is() {
 #[test]
 fn seg_max_segments_are_taken() {
     let rig = Rig::ram(MIB, 1);
-    let mut c = rig.connect("e", vshunt_bench::Options { indirect_cap: 1024, ..small() });
+    let mut c = rig.connect("e", vshunt_guest::Options { indirect_cap: 1024, ..small() });
     let segs = c.disk.config().seg_max as usize;
-    use vshunt_bench::driver::{DriverSeg, request};
+    use vshunt_guest::driver::{DriverSeg, request};
     c.arena.write(0, &super::rig::header(request::IN, 0));
     let at =
         |offset: usize, len, writable| DriverSeg { addr: c.arena.guest() + offset as u64, len, writable };
@@ -122,7 +122,7 @@ fn what_the_guest_may_not_write_is_refused_and_the_device_goes_on() {
     assert_eq!(client.disk.session().read_config().unwrap().capacity, MIB / 512);
     drop(client);
     // The switch is there only for those who took the feature.
-    let options = vshunt_bench::Options { refuse_features: feature::BLK_CONFIG_WCE, ..small() };
+    let options = vshunt_guest::Options { refuse_features: feature::BLK_CONFIG_WCE, ..small() };
     let mut client = rig.connect("e", options);
     assert!(client.disk.session().write_config_bytes(32, &[0]).is_err());
     client.write(0, &[1; 512]);

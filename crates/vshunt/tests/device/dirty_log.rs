@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vshunt_bench::driver::{
+use vshunt_guest::driver::{
     Area, Code, DriverSeg, Memory, Options, PAGE, Payload, RegionSpec, RingSetup, Session, VERSION, feature,
     request,
 };

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use vshunt_bench::driver::{DriverSeg, Options, feature, request, status};
+use vshunt_guest::driver::{DriverSeg, Options, feature, request, status};
 use vshunt_types::spec::{WorkerSpec, Workers};
 
 use super::restart::{Server, connect, image};

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use vshunt_bench::driver::{DriverSeg, Options, request, status};
+use vshunt_guest::driver::{DriverSeg, Options, request, status};
 use vshunt_types::error::Kind;
 use vshunt_types::spec::WorkerSpec;
 

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use vshunt_bench::driver::{
+use vshunt_guest::driver::{
     Area, Code, Options, Payload, RegionSpec, RingParts, RingSetup, fresh_base, packed_base, request, status,
 };
 
@@ -359,7 +359,7 @@ fn a_buffer_across_adjoining_regions_is_legal() {
         client.write(0, &bytes);
         client.arena.write(0, &header(request::IN, 1));
         let base = client.arena.guest();
-        let seg = |addr, len, writable| vshunt_bench::driver::DriverSeg { addr, len, writable };
+        let seg = |addr, len, writable| vshunt_guest::driver::DriverSeg { addr, len, writable };
         let data = seg(0x8000_0000 + 100, 7 * 4096, true);
         let cookie =
             client.disk.submit(0, &[seg(base, 16, false), data, seg(base + 64, 1, true)], false).unwrap();
@@ -625,7 +625,7 @@ fn huge_chains_leave_room_for_neighbours() {
         let area = big.memory.alloc(64 << 20, 4096).unwrap();
         let head = big.memory.alloc(4096, 4096).unwrap();
         head.write(0, &header(request::IN, 0));
-        let seg = |addr, len, writable| vshunt_bench::driver::DriverSeg { addr, len, writable };
+        let seg = |addr, len, writable| vshunt_guest::driver::DriverSeg { addr, len, writable };
         // 64 MiB in 1022 pieces.
         let piece = 64 * 1024u32;
         let mut chain = vec![seg(head.guest(), 16, false)];
@@ -659,13 +659,13 @@ fn huge_chains_leave_room_for_neighbours() {
 }
 
 /// A driver of `queues` queues whose chains each ask for 64 MiB of the disk, in one buffer.
-fn asking_for_much(rig: &Rig, export: &str, queues: u16) -> (Machine, Vec<vshunt_bench::driver::DriverSeg>) {
+fn asking_for_much(rig: &Rig, export: &str, queues: u16) -> (Machine, Vec<vshunt_guest::driver::DriverSeg>) {
     let options = Options { queues, buffer_bytes: 72 * MIB, ..small() };
     let machine = Machine::connect(&rig.socket(export), options);
     let area = machine.memory.alloc(64 << 20, 4096).unwrap();
     let head = machine.memory.alloc(4096, 4096).unwrap();
     head.write(0, &header(request::IN, 0));
-    let seg = |addr, len, writable| vshunt_bench::driver::DriverSeg { addr, len, writable };
+    let seg = |addr, len, writable| vshunt_guest::driver::DriverSeg { addr, len, writable };
     let chain = vec![
         seg(head.guest(), 16, false),
         seg(area.guest(), 64 << 20, true),
@@ -731,7 +731,7 @@ fn queues_move_and_stop_with_long_requests_under_way() {
         let other = rig.daemon.worker_new(vshunt_types::spec::WorkerSpec::default()).unwrap();
         let (mut machine, chain) = asking_for_much(&rig, "big", 1);
         let mut queue = machine.take_queue(0);
-        let ask = |queue: &mut vshunt_bench::driver::Queue| {
+        let ask = |queue: &mut vshunt_guest::driver::Queue| {
             for _ in 0..3 {
                 let slot = queue.take_slot().unwrap();
                 assert!(queue.stage_chain(slot, &chain, queue.indirect()));

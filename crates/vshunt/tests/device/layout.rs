@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vshunt_bench::driver::{DriverSeg, Memory, Options, RegionSpec, request, status};
+use vshunt_guest::driver::{DriverSeg, Memory, Options, RegionSpec, request, status};
 use vshunt_types::spec::{DiskSpec, Format};
 
 use super::rig::{Backing, Client, MIB, Rig, Rng, header, layouts, range, shapes};

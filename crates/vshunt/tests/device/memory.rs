@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vshunt_bench::driver::{Code, Memory, Options, Payload, Region, RegionSpec};
+use vshunt_guest::driver::{Code, Memory, Options, Payload, Region, RegionSpec};
 
 use super::rig::{LOAD_BYTES, MIB, Machine, Rig, layouts, small};
 
@@ -135,7 +135,7 @@ fn memory_may_come_after_the_rings() {
     let mut machine = Machine::open(&rig.socket("e"), small());
     let features = machine.session.features();
     machine.session.set_features(features).unwrap();
-    let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0], base: 0 };
+    let ring = vshunt_guest::driver::RingSetup { parts: &machine.parts[0], base: 0 };
     machine.session.set_ring(&ring, false).unwrap();
     machine.session.enable(0, true).unwrap();
     let memory = machine.memory.clone();
@@ -159,7 +159,7 @@ fn regions_at_an_offset_of_their_file() {
             Payload::new().u64(0).u64(region.guest_addr + at).u64(size).u64(region.user_addr() + at).u64(at);
         machine.session.wire().tell(Code::AddMemReg, &payload, &[region.fd()]).unwrap();
     }
-    let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0], base: 0 };
+    let ring = vshunt_guest::driver::RingSetup { parts: &machine.parts[0], base: 0 };
     machine.session.set_ring(&ring, false).unwrap();
     machine.session.enable(0, true).unwrap();
     machine.load(0).progress(100);

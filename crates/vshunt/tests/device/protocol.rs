@@ -5,12 +5,12 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use vshunt_bench::Kind;
-use vshunt_bench::driver::{
+use vshunt_daemon::export::Event;
+use vshunt_guest::Kind;
+use vshunt_guest::driver::{
     Code, NEED_REPLY, Options, Payload, RingSetup, SECTOR, VERSION, Wire, feature, fresh_base, packed_base,
     protocol, request, status,
 };
-use vshunt_daemon::export::Event;
 use vshunt_types::spec::Cache;
 
 use super::rig::{

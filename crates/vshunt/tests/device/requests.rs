@@ -1,6 +1,6 @@
 //! Each type of request, done right and done wrong (Virtio 1.3, 5.2.6).
 
-use vshunt_bench::driver::{DriverSeg, feature, request, status};
+use vshunt_guest::driver::{DriverSeg, feature, request, status};
 use vshunt_types::spec::Cache;
 
 use super::rig::{Backing, Client, MIB, Reply, Rig, layouts, range, shapes, small};

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
-use vshunt_bench::load::{self, Plan, Progress, Rw, Tick};
-use vshunt_bench::{Disk, Kind};
+use vshunt_guest::driver::{Code, DriverSeg, Options, Payload, request, status};
+use vshunt_guest::load::{self, Plan, Progress, Rw, Tick};
+use vshunt_guest::{Disk, Kind};
 
 use super::rig::{Client, MIB, PATIENCE, Rig, Rng, by_qcow2, header, layouts, shapes, small, thin, wait_for};
 
@@ -288,7 +288,7 @@ fn damaged_inflight_regions_are_refused() {
             let region = machine.session.inflight().unwrap();
             let file = std::fs::File::from(region.fd.try_clone().unwrap());
             std::os::unix::fs::FileExt::write_all_at(&file, bytes, at as u64).unwrap();
-            let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
+            let ring = vshunt_guest::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
             let e = machine.session.set_ring(&ring, false).unwrap_err();
             assert!(e.to_string().contains("refused"), "{at} {bytes:x?}: {e}");
             assert_eq!(rig.queue("e", 0).state, "stopped");
@@ -307,7 +307,7 @@ fn damaged_inflight_regions_are_refused() {
                     if rng.chance(50) { vec![rng.below(3) as u8; n as usize] } else { rng.bytes(n as usize) };
                 std::os::unix::fs::FileExt::write_all_at(&file, &bytes, at).unwrap();
             }
-            let ring = vshunt_bench::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
+            let ring = vshunt_guest::driver::RingSetup { parts: &machine.parts[0].clone(), base: 0 };
             let _ = machine.session.set_ring(&ring, false);
             machine.parts[0].kick();
         }
@@ -344,7 +344,7 @@ fn inflight_regions_of_wrong_size_are_refused() {
                 let payload = payload.u64(region.user_addr()).u64(0);
                 machine.session.wire().tell(Code::AddMemReg, &payload, &[region.fd()])?;
                 let parts = machine.parts[0].clone();
-                let ring = vshunt_bench::driver::RingSetup { parts: &parts, base: 0 };
+                let ring = vshunt_guest::driver::RingSetup { parts: &parts, base: 0 };
                 machine.session.set_ring(&ring, false)?;
                 machine.session.enable(0, true)
             });

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::ring::RingFeatures;
-use vshunt_bench::driver::{
+use vshunt_daemon::export::{Daemon, Event};
+use vshunt_guest::driver::{
     Area, Memory, Options, PAGE, Queue, QueueShape, RegionSpec, RingParts, RingSetup, Session, fresh_base,
     request, status,
 };
-use vshunt_bench::{Disk, Error};
-use vshunt_daemon::export::{Daemon, Event};
+use vshunt_guest::{Disk, Error};
 use vshunt_types::spec::{Direct, DiskSpec, Engine, ExportSpec, Format, QueueInfo};
 
 /// Longest that anything here may take.
@@ -295,7 +295,7 @@ impl Client {
 
     /// A request of at most four buffers: header, `out` for the device to read, room for it to write, status.
     pub(crate) fn go(&mut self, q: u16, kind: u32, sector: u64, out: &[u8], room: usize) -> Reply {
-        use vshunt_bench::driver::DriverSeg;
+        use vshunt_guest::driver::DriverSeg;
         self.arena.write(0, &header(kind, sector));
         self.arena.write(OUT_AT, out);
         self.arena.part(IN_AT, room).fill(0xa5);

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
-use vshunt_bench::Disk;
-use vshunt_bench::driver::{Code, DriverSeg, Options, Payload, request, status};
+use vshunt_guest::Disk;
+use vshunt_guest::driver::{Code, DriverSeg, Options, Payload, request, status};
 use vshunt_types::error::Kind;
 use vshunt_types::spec::{Direct, DiskSpec, WorkerSpec};
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vshunt_bench::driver::{Options, request, status};
+use vshunt_guest::driver::{Options, request, status};
 use vshunt_types::error::Kind;
 use vshunt_types::spec::{WorkerSpec, Workers};
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::Value;
-use vshunt_bench::Disk;
-use vshunt_bench::driver::Options;
-use vshunt_bench::load::{self, Plan, Progress, Rw, Tick};
+use vshunt_guest::Disk;
+use vshunt_guest::driver::Options;
+use vshunt_guest::load::{self, Plan, Progress, Rw, Tick};
 
 use crate::common::{Daemon, wait_for};
 use crate::openmetrics::Scrape;

@@ -1,0 +1,27 @@
+//! A guest without a virtual machine: the driver's side of vhost-user and of the kernel's vhost, load, and verification.
+//!
+//! [`driver`] connects, negotiates and drives virtqueues; tests of servers use [`Disk`] from it. [`load`] keeps many requests
+//! outstanding on many queues, [`verify`] checks what is read, [`kernel`] drives the kernel's vhost devices, and [`net`] network
+//! devices, with [`link`] for the host's end. The crate knows nothing of the server's code: it speaks vhost-user, vhost's ioctls,
+//! virtio-blk and virtio-net from their specifications, and shares the ring code of the crate `virtio`.
+//!
+//! ```no_run
+//! use vshunt_guest::{Disk, Options};
+//!
+//! let mut disk = Disk::connect("/run/vm0.sock".as_ref(), Options::default())?;
+//! println!("{} sectors on {} queues", disk.config().capacity, disk.queue_count());
+//! # Ok::<(), vshunt_guest::Error>(())
+//! ```
+
+pub mod driver;
+pub mod error;
+pub mod kernel;
+pub mod link;
+pub mod load;
+pub mod net;
+pub mod rng;
+pub mod stats;
+pub mod verify;
+
+pub use driver::{Disk, Options};
+pub use error::{Error, Kind, Result};
