@@ -134,13 +134,23 @@ def test_service_sandbox_as_systemd_rates_it(rig):
     r.require(float(rated[1]) <= 2.0, f"the service is rated {rated[1]}")
 
 
+def anchors(page):
+    """The anchors that a page's headings have."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower())) for heading in headings}
+
+
 def test_links_of_the_pages():
-    """Each link of a page to a file of the project leads somewhere."""
+    """Each link of a page to a file of the project leads somewhere, and so does its anchor."""
     pages = [page for pattern in ("*.md", "*/*.md", "docs/**/*.md", "crates/*/*.md") for page in r.ROOT.glob(pattern)]
     r.require(len(pages) > 20, f"only {len(pages)} pages are found")
     broken = []
     for page in sorted(set(pages)):
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-        broken += [f"{page.relative_to(r.ROOT)}: {target}" for target in targets if target and not (page.parent / target).exists()]
+        for target in (target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+                broken.append(f"{page.relative_to(r.ROOT)}: {target}")
     r.require(not broken, f"links that lead nowhere: {broken}")
