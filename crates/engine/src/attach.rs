@@ -15,6 +15,7 @@ use super::WorkerId;
 use super::mailbox::{Call, Delivery, Message, QueueId, Recall, Shared};
 use super::placement::Placement;
 use super::pool::Workers;
+use super::probes;
 use super::queue::{Queue, QueueStats, State};
 use super::ticket::Withdrawn;
 use super::wait::lock_until;
@@ -322,7 +323,7 @@ impl QueueSet {
         }
         let leaving = ask_back(slot);
         let queue = self.await_release(slot, index, leaving, limit)?;
-        let delivery = post(mail, slot.id, queue, self.stats(index));
+        let delivery = self.post(mail, slot.id, index, queue);
         if delivery.wait(ANSWER_LIMIT).is_some() {
             return Ok(());
         }
@@ -368,7 +369,7 @@ impl QueueSet {
     /// Attach, step 3, to the worker of the slot. A worker that does not run has the queue in its mailbox then, where the
     /// next start, stop or move finds it.
     fn hand_over(&self, slot: &mut Slot, index: u16, queue: Box<dyn Queue>) {
-        let delivery = post(&slot.mail, slot.id, queue, self.stats(index));
+        let delivery = self.post(&slot.mail, slot.id, index, queue);
         self.await_delivery(slot, index, delivery, Instant::now() + ANSWER_LIMIT);
     }
 
@@ -376,13 +377,21 @@ impl QueueSet {
     fn hand_over_all(&self, slots: &mut [MutexGuard<'_, Slot>], queues: Vec<(u16, Box<dyn Queue>)>) {
         let post_to = |(i, queue)| {
             let slot = &slots[usize::from(i)];
-            (i, post(&slot.mail, slot.id, queue, self.stats(i)))
+            (i, self.post(&slot.mail, slot.id, i, queue))
         };
         let posted: Vec<_> = queues.into_iter().map(post_to).collect();
         let until = Instant::now() + ANSWER_LIMIT;
         for (i, delivery) in posted {
             self.await_delivery(&mut slots[usize::from(i)], i, delivery, until);
         }
+    }
+
+    /// Puts a queue into a worker's mailbox.
+    fn post(&self, mail: &Shared, id: QueueId, index: u16, queue: Box<dyn Queue>) -> Arc<Delivery> {
+        let delivery = Delivery::new(queue);
+        probes::attach_post(mail.worker, id, index, &self.name);
+        mail.send(Message::Attach { id, delivery: delivery.clone(), stats: self.stats(index).clone() });
+        delivery
     }
 
     /// Waits until the worker of the slot has a queue that was posted.
@@ -413,6 +422,7 @@ fn ask_back(slot: &mut Slot) -> Leaving {
         return Leaving::Here(queue);
     }
     let recall = Recall::new(());
+    probes::attach_ask(slot.mail.worker, slot.id);
     slot.mail.send(Message::Release { id: slot.id, recall: recall.clone() });
     Leaving::Asked(recall)
 }
@@ -426,15 +436,9 @@ fn cancel_release(slot: &Slot, leaving: Leaving) -> Option<Box<dyn Queue>> {
     if let Withdrawn::Answered(queue) = recall.withdraw() {
         return Some(queue);
     }
+    probes::attach_cancel(slot.mail.worker, slot.id);
     slot.mail.send(Message::CancelRelease { id: slot.id });
     None
-}
-
-/// Puts a queue into a worker's mailbox.
-fn post(mail: &Shared, id: QueueId, queue: Box<dyn Queue>, stats: &Arc<QueueStats>) -> Arc<Delivery> {
-    let delivery = Delivery::new(queue);
-    mail.send(Message::Attach { id, delivery: delivery.clone(), stats: stats.clone() });
-    delivery
 }
 
 impl Drop for QueueSet {

@@ -52,6 +52,7 @@ mod placement;
 mod policy;
 mod poll_state;
 mod pool;
+mod probes;
 mod queue;
 #[cfg(test)]
 mod tests;

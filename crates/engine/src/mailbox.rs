@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vshunt_types::sync::Locked;
 
+use super::WorkerId;
 use super::queue::{Queue, QueueStats};
 use super::ticket::Ticket;
 
@@ -49,6 +50,8 @@ pub(super) enum Message {
 
 /// What a worker shares with control.
 pub(super) struct Shared {
+    /// The worker's id.
+    pub(super) worker: WorkerId,
     /// Guards the messages alone; held for a push or a swap.
     pub(super) messages: Mutex<Vec<Message>>,
     /// Whether there are messages: what a polling worker looks at.
@@ -71,8 +74,9 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(poll_us: u32) -> io::Result<Self> {
+    pub(super) fn new(worker: WorkerId, poll_us: u32) -> io::Result<Self> {
         Ok(Self {
+            worker,
             messages: Mutex::new(Vec::new()),
             has_mail: AtomicBool::new(false),
             mails: AtomicU64::new(0),

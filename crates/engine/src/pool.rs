@@ -481,7 +481,7 @@ impl Workers {
 /// Starts a worker's thread and waits until it can take queues.
 fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<Entry> {
     let cannot = |e| Error::io(format!("cannot make worker {id}{}", files_hint(&e)), e);
-    let shared = Arc::new(Shared::new(poll_us).map_err(cannot)?);
+    let shared = Arc::new(Shared::new(id, poll_us).map_err(cannot)?);
     let (ready, is_ready) = sync_channel::<io::Result<i32>>(1);
     let theirs = shared.clone();
     let builder = std::thread::Builder::new().name(thread_name(&name)).stack_size(STACK_BYTES);

@@ -14,6 +14,7 @@ use vshunt_types::sync::Locked;
 
 use super::mailbox::{Message, QueueFn, QueueId, Recall, Shared};
 use super::policy::{PollPolicy, Rest};
+use super::probes;
 use super::queue::{Forwarder, Queue, QueueStats};
 use super::uring::{Completion, Token, Uring};
 
@@ -133,7 +134,8 @@ impl Worker {
         }
         requests += self.take();
         if self.uring.wants_enter() {
-            self.uring.enter(false)?;
+            let submitted = self.uring.enter(false)?;
+            probes::submit(self.shared.worker, submitted);
             requests += self.complete();
             busy |= !self.uring.must_sleep();
         } else if self.uring.has_completions() {
@@ -165,6 +167,7 @@ impl Worker {
                 place.quiet = 0;
                 let before = place.stats.in_flight.load(Ordering::Relaxed);
                 let n = place.queue.take(&mut self.uring, place.token, BUDGET);
+                probes::take(self.shared.worker, place.id, n);
                 let after = place.stats.in_flight.load(Ordering::Relaxed);
                 taken += u64::from(n);
                 // What is not in flight now was completed at once.
@@ -210,7 +213,9 @@ impl Worker {
                 self.forward(token, result);
                 continue;
             };
-            done += u64::from(place.queue.complete(&mut self.uring, token, result, more));
+            let n = place.queue.complete(&mut self.uring, token, result, more);
+            probes::complete(self.shared.worker, place.id, n, result);
+            done += u64::from(n);
             if !place.touched {
                 place.touched = true;
                 self.touched.push(token.index);
@@ -255,7 +260,9 @@ impl Worker {
         for index in self.touched.drain(..) {
             if let Some(place) = &mut self.places[index as usize] {
                 place.touched = false;
-                if place.queue.publish() {
+                let notified = place.queue.publish();
+                probes::publish(self.shared.worker, place.id, notified);
+                if notified {
                     self.policy.notified();
                 }
             }
@@ -289,8 +296,11 @@ impl Worker {
         let mut slept = Ok(());
         if !self.shared.has_mail.load(Ordering::Acquire) {
             QueueStats::add(&self.shared.sleeps, 1);
-            slept =
-                self.uring.wait(limit).map(|woken| self.policy.slept(start, Instant::now(), woken, bound));
+            probes::sleep(self.shared.worker, self.asleep.len());
+            slept = self.uring.wait(limit).map(|woken| {
+                probes::wake(self.shared.worker, woken);
+                self.policy.slept(start, Instant::now(), woken, bound);
+            });
         }
         if after > 1 {
             self.look_at_all();
@@ -433,6 +443,7 @@ impl Worker {
             touched: false,
         };
         place.queue.arm(&mut self.uring, token);
+        probes::attach_arm(self.shared.worker, id);
         Self::wake_queue(&mut place, index as u16, &mut self.awake);
         self.places[index] = Some(place);
         self.count();
@@ -446,6 +457,7 @@ impl Worker {
         let Some(index) = self.find(id) else { return };
         let place = self.places[index].as_mut().expect("found");
         place.queue.disarm(&mut self.uring, place.token);
+        probes::attach_drain(self.shared.worker, id, place.stats.in_flight.load(Ordering::Relaxed));
         place.phase = Phase::Draining(recall);
         place.awake = false;
         self.awake.retain(|&i| usize::from(i) != index);
@@ -477,6 +489,7 @@ impl Worker {
             let Some(Attached { id, mut queue, token, phase, stats, .. }) = slot.take() else { continue };
             queue.publish();
             queue.leave(&mut self.uring);
+            probes::attach_leave(self.shared.worker, id);
             if let Some(forwarder) = queue.forwarder() {
                 self.left.push(Left { token, forwarder });
                 self.count_left();

@@ -402,23 +402,23 @@ impl Uring {
         self.stale
     }
 
-    /// Sends what was pushed and brings what is ready; waits for one completion if `wait`.
-    pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
+    /// Sends what was pushed and brings what is ready; waits for one completion if `wait`. Returns how many operations were sent.
+    pub(super) fn enter(&mut self, wait: bool) -> io::Result<usize> {
         let flag_alone = self.io.submission().is_empty();
         let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
-        match self.io.submitter().submit_and_wait(usize::from(wait)) {
-            Ok(_) => {}
-            Err(e) if passing(&e) => {}
+        let submitted = match self.io.submitter().submit_and_wait(usize::from(wait)) {
+            Ok(count) => count,
+            Err(e) if passing(&e) => 0,
             Err(e) => return Err(e),
-        }
+        };
         self.stale = flag_alone && !wait && !self.has_completions() && self.io.submission().taskrun();
-        Ok(())
+        Ok(submitted)
     }
 
     /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
     pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
         let Some(limit) = limit.filter(|_| self.at_once.is_empty() && self.deferred.is_empty()) else {
-            return self.enter(true).map(|()| true);
+            return self.enter(true).map(|_| true);
         };
         let time = types::Timespec::from(limit);
         let args = types::SubmitArgs::new().timespec(&time);
