@@ -18,6 +18,7 @@
 
 mod ifreq;
 mod links;
+pub mod negotiated;
 mod netns;
 pub mod switch;
 pub mod tap;

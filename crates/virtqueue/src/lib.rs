@@ -1,4 +1,5 @@
-//! Queues that own virtqueues, as the front end sees them that starts, changes and stops the rings.
+//! Virtqueues as a front end sees them: [`RingServer`] serves the rings that it starts, and [`VirtqueueOwner`] is a queue of a
+//! worker that owns some of them.
 //!
 //! A worker holds `Box<dyn Queue>` and knows no virtqueue. A front end gets such a queue back when it takes the queue off its
 //! worker, or sees it on its worker during [`QueueSet::run_on`](vshunt_engine::QueueSet::run_on). [`owner`] then finds the
@@ -40,124 +41,10 @@
 //! assert!(owner.ring(0).is_none() && owner.pair().is_none());
 //! ```
 
-use std::any::Any;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
+mod owner;
+mod server;
 
-use virtio::inflight::Replay;
-use virtio::log::DirtyLog;
-use virtio::mem::GuestMemory;
-use virtio::ring::{DeviceRing, UsedLog};
-use vshunt_engine::{EventFd, Queue, QueueStats};
-
-/// What a started ring consists of.
-pub struct RingParts {
-    /// Device side of the virtqueue, in-flight region attached.
-    pub vring: DeviceRing,
-    /// The guest's memory at this time.
-    pub mem: Arc<GuestMemory>,
-    /// Requests that were in flight when a former daemon died, oldest first.
-    pub replays: Vec<Replay>,
-    /// The guest's kicks.
-    pub kick: Arc<OwnedFd>,
-    /// Notifies the guest. `None`: the guest polls.
-    pub call: Option<Arc<EventFd>>,
-    /// Where writes to guest memory are marked while the guest migrates.
-    pub log: Option<Arc<DirtyLog>>,
-    /// Counters of the ring's queue.
-    pub stats: Arc<QueueStats>,
-    /// Name for messages, `export:index`.
-    pub name: String,
-    /// Called once when the guest broke the ring. It runs on the worker, so it must neither block nor log.
-    pub on_broken: Box<dyn Fn(&str) + Send>,
-}
-
-/// What a front end may change of a virtqueue, on its queue's worker or at rest.
-pub trait Vring {
-    /// Replaces the eventfd that notifies the guest, and signals the new one once.
-    fn set_call(&mut self, call: Option<Arc<EventFd>>);
-    /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, because a request in
-    /// flight was not told to note where it writes.
-    fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);
-    /// Asks for kicks again, for the program that serves the ring next. Only at rest.
-    fn allow_kicks(&mut self);
-}
-
-/// How frames lie in buffers, as the guest agreed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FrameFormat {
-    /// Bytes of the header before each frame: 10 or 12.
-    pub header: usize,
-    /// Whether a frame may fill several receive buffers.
-    pub merge: bool,
-}
-
-/// A queue that owns virtqueues. A disk's queue and a network's control queue own one, a network's queue pair owns two. `nth`
-/// is a virtqueue's number within its queue, from 0.
-pub trait VirtqueueOwner: Queue {
-    /// One of its virtqueues, if it runs.
-    fn ring(&mut self, nth: u16) -> Option<&mut dyn Vring>;
-    /// Stops a virtqueue, and returns where it stands (as GET_VRING_BASE reports it) and whether another one still runs.
-    /// `discard`: requests that the guest has made available are dropped, not kept for later. Only at rest.
-    fn remove(&mut self, nth: u16, discard: bool) -> (u32, bool);
-    /// Whether one of its virtqueues is broken.
-    fn is_broken(&self) -> bool;
-    /// The queue as a network's queue pair, if it is one.
-    fn pair(&mut self) -> Option<&mut dyn QueuePair> {
-        None
-    }
-}
-
-/// A network's queue pair: a virtqueue to receive (number 0) and one to send (number 1), which start and stop independently
-/// (Virtio 1.3, section 5.1.2).
-pub trait QueuePair {
-    /// Starts a virtqueue. Only at rest.
-    fn add(&mut self, nth: u16, parts: RingParts, format: FrameFormat);
-    /// Drops what waits for the pair's receive buffers, because the guest does not use the pair for now. On its worker,
-    /// between two iterations.
-    fn set_aside(&mut self);
-}
-
-/// The cast of one type of queues to its [`VirtqueueOwner`].
-struct OwnerCast(fn(&mut dyn Any) -> Option<&mut dyn VirtqueueOwner>);
-
-/// What [`Queue::extension`] of a queue of type `Q` returns, so that [`owner`] finds its [`VirtqueueOwner`].
-pub fn extension<Q: VirtqueueOwner>() -> &'static dyn Any {
-    const { &OwnerCast(|queue| queue.downcast_mut::<Q>().map(|queue| queue as &mut dyn VirtqueueOwner)) }
-}
-
-/// The virtqueues of a queue. `None`: it has none, as a mount's queue.
-pub fn owner(queue: &mut dyn Queue) -> Option<&mut dyn VirtqueueOwner> {
-    let cast = queue.extension().downcast_ref::<OwnerCast>()?;
-    (cast.0)(queue)
-}
-
-/// A queue without one of its virtqueues.
-pub struct Remaining {
-    /// The queue. It is on no worker.
-    pub queue: Box<dyn Queue>,
-    /// Whether another one of its virtqueues is broken.
-    pub broken: bool,
-}
-
-/// Takes a virtqueue out of a queue that is on no worker. Returns where the ring stands, as GET_VRING_BASE reports it, and the
-/// queue, if it has another virtqueue.
-///
-/// `discard`: the ring is switched off, so that frames that the guest still has to send are dropped, not sent at a later time.
-/// `hand_over`: the front end may give the ring to another device side, which has to be kicked. The caller knows that the
-/// ring's memory still belongs to the ring. In all other cases the front end may use that memory for something else by now, and
-/// nothing is written there.
-pub fn take_ring(
-    mut queue: Box<dyn Queue>,
-    nth: u16,
-    discard: bool,
-    hand_over: bool,
-) -> (u32, Option<Remaining>) {
-    let Some(owner) = owner(queue.as_mut()) else { return (0, None) };
-    if hand_over && let Some(ring) = owner.ring(nth) {
-        ring.allow_kicks();
-    }
-    let (base, more) = owner.remove(nth, discard);
-    let broken = owner.is_broken();
-    (base, more.then_some(Remaining { queue, broken }))
-}
+pub use owner::{
+    FrameFormat, QueuePair, Remaining, RingParts, VirtqueueOwner, Vring, extension, owner, take_ring,
+};
+pub use server::{RingAreas, RingServer, RingStart, Tracking};

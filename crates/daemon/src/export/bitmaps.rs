@@ -11,8 +11,8 @@ use vshunt_types::spec::{BitmapInfo, BitmapSpec, Format};
 
 use super::daemon::Daemon;
 use super::drained::with_disk_drained;
-use super::life::Export;
-use super::maps::DiskEntry;
+use super::lifecycle::Export;
+use super::registry::DiskEntry;
 
 /// What a bit stands for where nobody says.
 const GRANULARITY: u64 = 64 << 10;

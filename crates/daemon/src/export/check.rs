@@ -11,7 +11,7 @@ use vshunt_types::spec::{
     DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,
 };
 
-use super::opened::{MAX_PAIRS, MAX_QUEUES};
+use super::prepared::{MAX_PAIRS, MAX_QUEUES};
 use crate::queue::blk::SERIAL_MAX;
 
 /// A request that can be wrong by itself.

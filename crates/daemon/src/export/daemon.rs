@@ -19,9 +19,9 @@ use vshunt_types::spec::{
 use super::bitmaps::Watched;
 use super::check::{Check, settings};
 use super::event::{Event, Listener};
-use super::life::{Export, removing};
-use super::maps::{DiskEntry, ExportEntry, Maps, Phase, no_disk, no_export};
-use super::opened::Backend;
+use super::lifecycle::{Export, removing};
+use super::prepared::Backend;
+use super::registry::{DiskEntry, ExportEntry, Phase, Registry, no_disk, no_export};
 
 /// How long an attach waits for requests in flight where nobody says.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
@@ -45,10 +45,10 @@ impl Default for Options {
 /// Disks, exports and workers of one process.
 ///
 /// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot, then the workers'
-/// list. `state` guards the two maps and is held for look-ups alone: never while a socket, a worker or a file is
+/// list. `state` guards the registry and is held for look-ups alone: never while a socket, a worker or a file is
 /// opened, and never while a queue drains. A name is reserved or marked instead, see [`Phase`].
 pub struct Daemon {
-    state: Mutex<Maps>,
+    state: Mutex<Registry>,
     /// Signalled when an export has come into another phase, or is gone.
     pub(super) changed: Condvar,
     pub(super) workers: Arc<Workers>,
@@ -56,12 +56,12 @@ pub struct Daemon {
     pub(super) this: Weak<Daemon>,
 }
 
-struct Watch {
+struct ExportObserver {
     name: String,
     daemon: Weak<Daemon>,
 }
 
-impl Observer for Watch {
+impl Observer for ExportObserver {
     fn connected(&self, yes: bool) {
         let name = self.name.clone();
         if let Some(daemon) = self.daemon.upgrade() {
@@ -120,7 +120,7 @@ impl Daemon {
         }))
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, Maps> {
+    pub(super) fn state(&self) -> MutexGuard<'_, Registry> {
         self.state.locked()
     }
 
@@ -135,7 +135,7 @@ impl Daemon {
         }
     }
 
-    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, Maps>) -> MutexGuard<'a, Maps> {
+    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, Registry>) -> MutexGuard<'a, Registry> {
         self.changed.wait(state).expect("no holder panics")
     }
 
@@ -306,8 +306,8 @@ impl Daemon {
     /// Makes an export that is reserved. `prepare` is called once nothing is left that could be refused.
     fn make(&self, spec: ExportSpec, backend: Backend, prepare: &dyn Fn() -> Result<()>) -> Result<()> {
         let name = spec.name.clone();
-        let watch = Watch { name: name.clone(), daemon: self.this.clone() };
-        let made = Export::create(spec, backend, &self.workers, Arc::new(watch), prepare);
+        let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
+        let made = Export::create(spec, backend, &self.workers, Arc::new(observer), prepare);
         let mut state = self.state();
         let result = match made {
             Ok(export) => {

@@ -6,8 +6,8 @@ use std::time::Instant;
 use vshunt_engine::DRAIN_LIMIT;
 use vshunt_types::error::{Error, Result};
 
-use super::life::Export;
-use super::maps::DiskEntry;
+use super::lifecycle::Export;
+use super::registry::DiskEntry;
 
 /// Calls `f`, which may close the disk's image and open it or another, while all queues of all exports of a disk, whose turn
 /// is held, are drained. The drains nest: the later exports'

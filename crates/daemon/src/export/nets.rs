@@ -10,8 +10,8 @@ use vshunt_types::spec::{ExportSpec, NetAddress, NetInfo, NetKind, NetSpec, Stee
 
 use super::check::Check;
 use super::daemon::Daemon;
-use super::maps::{ExportEntry, Maps, NETS_MAX};
-use super::opened::Backend;
+use super::prepared::Backend;
+use super::registry::{ExportEntry, NETS_MAX, Registry};
 
 /// Where names of users and groups are.
 const USERS: &str = "/etc/passwd";
@@ -117,7 +117,7 @@ impl Daemon {
     }
 }
 
-impl Maps {
+impl Registry {
     /// Enters an export of networks that is to be made, if it may be. Returns what it is to serve.
     pub(super) fn reserve_nets(&mut self, spec: &ExportSpec) -> Result<Backend> {
         self.check_up()?;

@@ -13,8 +13,8 @@ use super::bitmaps::{at_rest, writer};
 use super::daemon::Daemon;
 use super::drained::with_disk_drained;
 use super::event::Event;
-use super::life::Export;
-use super::maps::DiskEntry;
+use super::lifecycle::Export;
+use super::registry::DiskEntry;
 
 impl Daemon {
     /// Gives a disk another size, or takes note of a block device's new one; guests are told.

@@ -4,15 +4,15 @@ use vshunt_fuse::Fuse;
 use vshunt_fuse::queue::abi;
 use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
 
-use crate::frontend::Queues;
+use super::queues::ExportQueues;
 use crate::frontend::uplink::Uplink;
 use crate::frontend::vhost_user::VhostUser;
 
 /// What serves an export.
 pub(super) struct Served {
     pub(super) frontend: Frontend,
-    pub(super) queues: Queues,
-    /// Why not the kernel, where that was left to us.
+    pub(super) queues: ExportQueues,
+    /// Why the kernel does not serve it, with engine=auto.
     pub(super) engine_reason: Option<String>,
 }
 

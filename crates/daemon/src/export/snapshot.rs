@@ -14,8 +14,8 @@ use vshunt_types::spec::{Cache, Direct, DiskInfo, DiskSpec};
 use super::check::Check;
 use super::daemon::Daemon;
 use super::drained::with_disk_drained;
-use super::life::Export;
-use super::maps::{DiskEntry, Waiting};
+use super::lifecycle::Export;
+use super::registry::{DiskEntry, WaitingOverlay};
 
 /// Where the overlay of a snapshot comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,13 +74,13 @@ impl Daemon {
         let id = spec.file.as_deref().and_then(identity);
         let mut state = self.state();
         state.check_unnamed(&spec.name)?;
-        state.overlays.insert(spec.name.clone(), Waiting { spec, size_bytes, id });
+        state.overlays.insert(spec.name.clone(), WaitingOverlay { spec, size_bytes, id });
         Ok(())
     }
 
     /// Overlays that wait, by name.
     pub fn overlays(&self) -> Vec<DiskInfo> {
-        let info = |waiting: &Waiting| DiskInfo {
+        let info = |waiting: &WaitingOverlay| DiskInfo {
             spec: waiting.spec.clone(),
             size_bytes: waiting.size_bytes,
             direct_in_use: false,
@@ -102,7 +102,7 @@ impl Daemon {
         let (now, over) = {
             let state = self.state();
             let disk = state.disk(name)?;
-            let Some(Waiting { spec: over, .. }) = state.overlays.get(overlay) else {
+            let Some(WaitingOverlay { spec: over, .. }) = state.overlays.get(overlay) else {
                 let why = match state.disks.contains_key(overlay) {
                     true => {
                         "is a disk by itself; an overlay is an image that names the one it stands on, added with"

@@ -1,11 +1,6 @@
 //! Frontends: the protocol side of an export. They negotiate, build queues, and tear them down.
 
-mod card;
-pub mod kernel;
-mod queues;
 pub mod rate;
 pub mod socket_file;
 pub mod uplink;
 pub mod vhost_user;
-
-pub use queues::{Queues, UserQueues};

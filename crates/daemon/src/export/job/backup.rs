@@ -9,11 +9,11 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, DiskSpec, Format, JobKind};
 
 use super::Job;
-use super::made::Made;
 use super::run::Plan;
+use super::target::TargetFile;
 use crate::export::bitmaps::{at_rest, check_new, persistent, writer};
 use crate::export::daemon::Daemon;
-use crate::export::maps::DiskEntry;
+use crate::export::registry::DiskEntry;
 
 /// Blocks that are told apart: small, so that a small write has little read before it; fewer for large disks.
 const BLOCK_SHIFT: u32 = 12;
@@ -25,7 +25,7 @@ const CLUSTER_SHIFT: u32 = 16;
 struct Target {
     disk: Arc<Disk>,
     /// A file that was made for it.
-    made: Option<Made>,
+    made: Option<TargetFile>,
     /// A disk of the daemon.
     entry: Option<Arc<DiskEntry>>,
     /// It reads as zeroes.
@@ -83,7 +83,7 @@ impl Daemon {
         spec: &BackupSpec,
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
-        writer: Option<Arc<crate::export::life::Export>>,
+        writer: Option<Arc<crate::export::lifecycle::Export>>,
         target: Target,
     ) -> Result<()> {
         let ready = self.job_thread(&job.id).and_then(|thread| {
@@ -114,7 +114,7 @@ impl Daemon {
         self.tell_status(job);
         let job = job.clone();
         let life = move |daemon: &Daemon| {
-            let copied = job.reserve(daemon.copy(&job, plan));
+            let copied = job.decide(daemon.copy(&job, plan));
             daemon.tell_status(&job);
             let result = ends.end(daemon, copied);
             daemon.conclude(&job, result);
@@ -129,7 +129,7 @@ impl Daemon {
         spec: &BackupSpec,
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
-        writer: Option<Arc<crate::export::life::Export>>,
+        writer: Option<Arc<crate::export::lifecycle::Export>>,
     ) -> Result<(Arc<CopyBeforeWrite>, Option<Begun>)> {
         let no_memory =
             || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
@@ -200,7 +200,7 @@ impl Daemon {
             ..DiskSpec::default()
         };
         self.check_image(&disk_of(path))?;
-        let made = Made::begin(path, spec.overwrite)?;
+        let made = TargetFile::begin(path, spec.overwrite)?;
         let disk = disk_of(made.part());
         let may_be_emptied = match source.disk.has_file(made.part()) {
             true => Err(Error::invalid(format!(
@@ -265,7 +265,7 @@ struct Ends {
 impl Ends {
     /// Makes the target stable; nothing stays of what the job had.
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
-        let result = copied.and_then(|()| self.reserve());
+        let result = copied.and_then(|()| self.make_stable());
         let Self { entry, work, begun, target } = self;
         if result.is_err() {
             // The queue may never have run: no write is to wait for it.
@@ -285,7 +285,7 @@ impl Ends {
     }
 
     /// Makes the target stable.
-    fn reserve(&self) -> Result<()> {
+    fn make_stable(&self) -> Result<()> {
         let target = &self.target;
         let synced = target.disk.sync().and_then(|()| target.disk.sync());
         synced.map_err(|e| Error::io("the backup cannot be made stable", e))

@@ -16,7 +16,7 @@ use super::run::Plan;
 use crate::export::bitmaps::at_rest;
 use crate::export::daemon::Daemon;
 use crate::export::drained::with_disk_drained;
-use crate::export::maps::DiskEntry;
+use crate::export::registry::DiskEntry;
 
 /// What is told apart: a cluster, mostly.
 const BLOCK_SHIFT: u32 = 16;
@@ -86,7 +86,7 @@ impl Commit {
     fn run(mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let entry = self.entry.clone();
         let rounds = self.rounds(daemon, job);
-        let settled = job.reserve(rounds);
+        let settled = job.decide(rounds);
         daemon.tell_status(job);
         let result = settled.and_then(|()| self.last(daemon, job));
         let _turn = entry.turn();

@@ -13,7 +13,7 @@ use vshunt_types::error::{Error, Result};
 use super::share::{Share, WINDOW, Window};
 use super::{AtWork, Job};
 use crate::export::daemon::Daemon;
-use crate::export::maps::DiskEntry;
+use crate::export::registry::DiskEntry;
 
 /// How often a job is looked at that nothing holds back.
 const TICK: Duration = Duration::from_millis(200);

@@ -16,7 +16,7 @@ use vshunt_engine::Queue;
 use vshunt_types::spec::Cache;
 use vshunt_virtqueue::RingParts;
 
-use super::{Device, Then};
+use super::{ConfigChange, Device, RingPlace};
 use crate::queue::blk::{BlkQueue, BlkShared, SERIAL_MAX};
 
 /// Data segments of one request: a descriptor table of the usual 128 less header and status.
@@ -195,7 +195,7 @@ impl Device for BlkDevice {
         config.as_bytes().to_vec()
     }
 
-    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<Then, String> {
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<ConfigChange, String> {
         if offset as usize != BLK_CONFIG_WRITEBACK_AT
             || bytes.len() != 1
             || self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0
@@ -211,10 +211,10 @@ impl Device for BlkDevice {
         let was = self.writeback.swap(writeback, Relaxed);
         self.update();
         // What was written before the switch, or is under way, is not covered by it, and the guest flushes no more.
-        Ok(if was && !writeback { Then::Settle } else { Then::Nothing })
+        Ok(if was && !writeback { ConfigChange::Settle } else { ConfigChange::Done })
     }
 
-    fn reserve(&self) -> Result<(), String> {
+    fn settle(&self) -> Result<(), String> {
         self.disk.sync().map_err(|e| {
             self.writeback.store(true, Relaxed);
             self.update();
@@ -222,7 +222,7 @@ impl Device for BlkDevice {
         })
     }
 
-    fn outlives_us(&self) -> bool {
+    fn outlives_daemon(&self) -> bool {
         self.disk.outlives_us()
     }
 
@@ -239,13 +239,15 @@ impl Device for BlkDevice {
         Ok(())
     }
 
-    fn queue(
-        &self,
-        _index: u16,
-        _way: u16,
-        parts: RingParts,
-        _others: Option<Box<dyn Queue>>,
-    ) -> Box<dyn Queue> {
+    fn rings(&self) -> u16 {
+        self.queues
+    }
+
+    fn place(&self, ring: u16) -> Option<RingPlace> {
+        (ring < self.queues).then_some(RingPlace { queue: ring, nth: 0 })
+    }
+
+    fn queue(&self, _: RingPlace, parts: RingParts, _others: Option<Box<dyn Queue>>) -> Box<dyn Queue> {
         Box::new(BlkQueue::new(parts, self.shared.clone()))
     }
 }
@@ -284,10 +286,10 @@ mod tests {
         let at = BLK_CONFIG_WRITEBACK_AT as u32;
         assert!(device.set_config(at, &[0]).is_err(), "not agreed on");
         device.negotiated(BOTH).unwrap();
-        assert_eq!(device.set_config(at, &[0]), Ok(Then::Settle));
+        assert_eq!(device.set_config(at, &[0]), Ok(ConfigChange::Settle));
         assert!(through(&device));
-        assert_eq!(device.set_config(at, &[0]), Ok(Then::Nothing));
-        assert_eq!(device.set_config(at, &[1]), Ok(Then::Nothing));
+        assert_eq!(device.set_config(at, &[0]), Ok(ConfigChange::Done));
+        assert_eq!(device.set_config(at, &[1]), Ok(ConfigChange::Done));
         assert!(!through(&device));
     }
 
@@ -297,7 +299,7 @@ mod tests {
         device.negotiated(BOTH).unwrap();
         device.resumed().unwrap();
         assert!(through(&device));
-        assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(Then::Nothing));
+        assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(ConfigChange::Done));
         assert!(!through(&device), "the guest said so");
         device.resumed().unwrap();
         assert!(!through(&device), "and we remember");

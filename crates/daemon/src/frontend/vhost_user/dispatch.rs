@@ -97,12 +97,15 @@ pub(super) fn dispatch(
         GET_CONFIG | SET_CONFIG => config(session, code, &message),
         NET_SET_MTU => {
             let mtu = message.exactly(8)?.u64(0);
-            done(inner.device.set_mtu(mtu).map_err(refuse))
+            let network = inner.device.network().ok_or("this device has no MTU".to_owned());
+            done(network.and_then(|network| network.set_mtu(mtu)).map_err(refuse))
         }
         SEND_RARP => {
             // The address, and two bytes of nothing.
             let body = message.exactly(8)?;
-            done(inner.device.announce(*body.0.first_chunk().expect("8 bytes")).map_err(refuse))
+            let mac = *body.0.first_chunk().expect("8 bytes");
+            let network = inner.device.network().ok_or("this device is on no network".to_owned());
+            done(network.and_then(|network| network.announce(mac)).map_err(refuse))
         }
         SET_BACKEND_REQ_FD => {
             let fd = message.file().ok_or_else(|| message.malformed())?;

@@ -8,6 +8,7 @@
 pub mod blk;
 mod budget;
 mod channel;
+mod device;
 mod dispatch;
 mod guard;
 mod memory;
@@ -17,6 +18,7 @@ mod receive;
 mod session;
 mod socket;
 mod waiting;
+mod worker_rings;
 
 use std::io;
 use std::net::Shutdown;
@@ -34,24 +36,22 @@ use vshunt_types::sync::Locked;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{Error as VhostError, VhostUserProtocolFeatures};
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
-use virtio::net::MAC_BYTES;
 use vshunt_engine::Observer;
-use vshunt_engine::Queue;
-use vshunt_sandbox::{self as sandbox, ThreadKind};
+use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{NetQueueCounters, PortInfo};
-use vshunt_virtqueue::RingParts;
+use vshunt_virtqueue::RingServer;
 
 use self::budget::Budget;
+pub use self::device::{ConfigChange, Device, NetworkDevice, RingPlace};
 use self::dispatch::{Answer, answers_itself, dispatch};
-use self::memory::Notes;
 use self::messages::Message;
 use self::receive::Receiver;
 pub use self::receive::process::start as start_receivers;
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
 use self::waiting::{Connection, Waiting};
-use super::Queues;
+pub use self::worker_rings::WorkerRings;
 use super::rate::Rate;
 
 /// What we offer of the protocol.
@@ -89,89 +89,6 @@ pub const THREAD_PREFIX: &str = "vu-";
 /// connects and leaves in a loop would fill the queues of those who listen.
 const EVENTS: Rate = Rate::new(64, 8);
 
-/// The kind of device behind a socket. Called by the session thread; `config` by any.
-pub trait Device: Send + Sync {
-    /// Virtio features offered.
-    fn features(&self) -> u64;
-    /// Protocol features of this kind of device, besides those of all.
-    fn protocol(&self) -> VhostUserProtocolFeatures {
-        VhostUserProtocolFeatures::empty()
-    }
-    /// The guest agreed on these (0: none yet). The error says why that cannot be.
-    fn negotiated(&self, features: u64) -> std::result::Result<(), String>;
-    /// A new front end is connected: what a former one set, and the guest did not choose, is forgotten.
-    fn connected(&self) {}
-    /// The device is as new (RESET_DEVICE).
-    fn reset(&self);
-    /// Names of those of its features that are not every device's, by number.
-    fn feature_names(&self) -> &'static [(u32, &'static str)];
-    /// The configuration space.
-    fn config(&self) -> Vec<u8>;
-    /// The guest writes to the configuration space. The error says what it may not.
-    fn set_config(&self, offset: u32, bytes: &[u8]) -> std::result::Result<Then, String>;
-    /// [`Then::Settle`]: every request that was under way is over. The error says why the change does not hold.
-    fn reserve(&self) -> std::result::Result<(), String>;
-    /// The front-end brought an in-flight region that was used before: its guest goes on where another daemon, or
-    /// a former connection, left it. The error says why it cannot.
-    fn resumed(&self) -> std::result::Result<(), String>;
-    /// Whether a guest can go on with another daemon where this one was killed.
-    fn outlives_us(&self) -> bool {
-        true
-    }
-    /// What the thread that serves the front end needs.
-    fn thread_kind(&self) -> ThreadKind {
-        ThreadKind::Session
-    }
-    /// NET_SET_MTU. The error says why not.
-    fn set_mtu(&self, _mtu: u64) -> std::result::Result<(), String> {
-        Err("this device has no MTU".to_owned())
-    }
-    /// SEND_RARP: the guest is here now; its network is to know. The error says why not.
-    fn announce(&self, _mac: [u8; MAC_BYTES]) -> std::result::Result<(), String> {
-        Err("this device is on no network".to_owned())
-    }
-    /// Ring `way` of queue `index`, one of ours, is about to start; `fresh`: its guest has not used it yet. The error says why
-    /// it cannot.
-    fn opened(&self, _index: u16, _way: u16, _fresh: bool) -> std::result::Result<(), String> {
-        Ok(())
-    }
-    /// A ring of ours does not run (any more), until the front-end starts it again.
-    fn closed(&self, _index: u16, _way: u16) {}
-    /// What becomes readable when a queue wants something done that a worker does not do; then [`called`](Self::called).
-    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    /// The eventfd rang.
-    fn called(&self) {}
-    /// Whether it has something to note in the in-flight region that another daemon is to know.
-    fn takes_notes(&self) -> bool {
-        false
-    }
-    /// The region that has room for that, or had; none any more.
-    fn notes(&self, _notes: Option<Notes>) {}
-    /// The queue of a ring that starts: ring `way` of queue `index`. `others`: that queue with its other rings, if such run.
-    fn queue(&self, index: u16, way: u16, parts: RingParts, others: Option<Box<dyn Queue>>)
-    -> Box<dyn Queue>;
-    /// What went through a queue of a network.
-    fn net_counters(&self, _index: u16) -> Option<NetQueueCounters> {
-        None
-    }
-
-    /// Of a card on a switch: its port.
-    fn port(&self) -> Option<PortInfo> {
-        None
-    }
-}
-
-/// What a change of the configuration space needs to be whole.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Then {
-    /// Nothing more.
-    Nothing,
-    /// A drain of all queues, then [`Device::settle`].
-    Settle,
-}
-
 /// A served socket.
 pub struct VhostUser {
     inner: Arc<Inner>,
@@ -181,7 +98,7 @@ pub struct VhostUser {
 struct Inner {
     name: String,
     device: Arc<dyn Device>,
-    queues: Queues,
+    server: Arc<dyn RingServer>,
     observer: Arc<dyn Observer>,
     /// Whether front ends may share files that are not in memory.
     memory_may_block: bool,
@@ -200,13 +117,13 @@ struct Inner {
 }
 
 impl VhostUser {
-    /// Begins to serve; the queues' homes are in `queues`. `memory_may_block`: see
+    /// Begins to serve `device`, whose rings `server` serves. `memory_may_block`: see
     /// [`ExportSpec`](vshunt_types::spec::ExportSpec).
     pub fn start(
         name: &str,
         socket: Socket,
         device: Arc<dyn Device>,
-        queues: Queues,
+        server: Arc<dyn RingServer>,
         observer: Arc<dyn Observer>,
         memory_may_block: bool,
     ) -> Result<Self> {
@@ -214,7 +131,7 @@ impl VhostUser {
         let inner = Arc::new(Inner {
             name: name.to_owned(),
             device,
-            queues,
+            server,
             observer,
             memory_may_block,
             stopping: AtomicBool::new(false),
@@ -259,14 +176,14 @@ impl VhostUser {
         self.features() & bit(VIRTIO_F_RING_PACKED) != 0
     }
 
-    /// Of a card on a switch: its port.
+    /// The port of a switch that the device is on.
     pub fn port(&self) -> Option<PortInfo> {
-        self.inner.device.port()
+        self.inner.device.network().and_then(|network| network.port())
     }
 
     /// What went through a queue of a network.
     pub fn net_counters(&self, index: u16) -> Option<NetQueueCounters> {
-        self.inner.device.net_counters(index)
+        self.inner.device.network().and_then(|network| network.counters(index))
     }
 
     /// Tells the front-end that the configuration space changed, if it listens.
@@ -488,10 +405,11 @@ impl Inner {
                 PollFd::new(&self.reports.eventfd, PollFlags::IN),
                 PollFd::from_borrowed_fd(fd, awaited),
             ];
-            let alarms = (0..self.queues.rings()).filter_map(|ring| self.queues.alarm(ring));
-            fds.extend(alarms.map(|alarm| PollFd::new(alarm, PollFlags::IN)));
+            let alarms = (0..self.server.rings()).filter_map(|ring| self.server.alarm(ring));
+            fds.extend(alarms.map(|alarm| PollFd::from_borrowed_fd(alarm, PollFlags::IN)));
             let alarms_end = fds.len();
-            fds.extend(self.device.eventfd().map(|eventfd| PollFd::from_borrowed_fd(eventfd, PollFlags::IN)));
+            let commands = self.device.network().and_then(|network| network.command_eventfd());
+            fds.extend(commands.map(|eventfd| PollFd::from_borrowed_fd(eventfd, PollFlags::IN)));
             let device_end = fds.len();
             let others = waiting.iter().filter(|_| room).flat_map(|w| w.fds());
             fds.extend(others.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
@@ -514,13 +432,15 @@ impl Inner {
             {
                 waiting.look(&mut self.receiver());
             }
-            if signalled[alarms_end..device_end].contains(&true) {
-                self.device.called();
+            if signalled[alarms_end..device_end].contains(&true)
+                && let Some(network) = self.device.network()
+            {
+                network.run_command();
             }
             for (ring, _) in (0u16..).zip(&signalled[2..alarms_end]).filter(|(_, signalled)| **signalled) {
-                if self.queues.kernel().is_some_and(|kernel| kernel.is_broken(ring)) {
-                    let reason = "the kernel finds its ring or its addresses wrong";
-                    self.reports.add(self.queues.queue_of(ring), Some(ring), reason);
+                if self.server.is_broken(ring) {
+                    let queue = self.server.queue_of(ring).unwrap_or_default();
+                    self.reports.add(queue, Some(ring), "the kernel finds its ring or its addresses wrong");
                 }
             }
             if signalled[1] {
@@ -545,7 +465,7 @@ impl Inner {
         let mut session = Session::new(
             &self.name,
             self.device.clone(),
-            self.queues.clone(),
+            self.server.clone(),
             self.features.clone(),
             self.reports.clone(),
             Budget::new(Some(to_shut_down.into()), self.memory_may_block),

@@ -18,16 +18,16 @@ use virtio::features::{
 };
 use virtio::net::*;
 use vshunt_engine::{Queue, QueueSet};
+use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
 use vshunt_net::tap::{MTU_DEFAULT, check_mtu};
 use vshunt_net::{Tap, TapQueue};
 use vshunt_sandbox::ThreadKind;
 use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
-use vshunt_virtqueue::{self as virtqueue, FrameFormat, RingParts};
+use vshunt_virtqueue::{FrameFormat, RingParts, owner};
 
 use self::control::Control;
 use super::memory::Notes;
-use super::{Device, Then};
-use crate::frontend::card::{self, GUEST_OFFLOADS};
+use super::{ConfigChange, Device, NetworkDevice, RingPlace};
 use crate::queue::net::control::ControlQueue;
 use crate::queue::net::switch::{Plug, SwitchPair};
 use crate::queue::net::tap::TapPair;
@@ -72,8 +72,8 @@ const RINGS_SERVED: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
     | bit(VIRTIO_F_VERSION_1)
     | bit(VIRTIO_F_RING_PACKED);
 
-/// What is behind a card.
-enum Behind {
+/// What a network device is connected to.
+enum NetBackend {
     /// A tap, and the kernel has the rings, with these features.
     Kernel(Arc<Tap>, u64),
     /// A tap with its queues, one a pair.
@@ -92,7 +92,7 @@ struct Agreed {
 /// A guest's card.
 pub struct NetDevice {
     name: String,
-    behind: Behind,
+    backend: NetBackend,
     mac: Option<[u8; MAC_BYTES]>,
     /// Of a tap that cannot be asked: bytes of the longest IP packet.
     mtu: AtomicU32,
@@ -123,7 +123,7 @@ impl NetDevice {
         mac: Option<[u8; MAC_BYTES]>,
         served: u64,
     ) -> Self {
-        Self::make(name, Behind::Kernel(tap, served), pairs, mac)
+        Self::make(name, NetBackend::Kernel(tap, served), pairs, mac)
     }
 
     /// A card for our workers to serve, with a queue pair for each of the tap's queues.
@@ -138,7 +138,7 @@ impl NetDevice {
         mac: Option<[u8; MAC_BYTES]>,
     ) -> io::Result<Self> {
         let pairs = queues.len() as u16;
-        Self::make(name, Behind::Tap(tap, queues), pairs, mac).controlled(set)
+        Self::make(name, NetBackend::Tap(tap, queues), pairs, mac).controlled(set)
     }
 
     /// A card on a switch, with a queue pair for each of the port's ends. A front-end may not set an MTU above `mtu_max`.
@@ -153,18 +153,18 @@ impl NetDevice {
         mtu_max: Option<u32>,
     ) -> io::Result<Self> {
         let pairs = plug.port.ends.len() as u16;
-        let device = Self::make(name, Behind::Switch(Arc::new(plug)), pairs, mac);
+        let device = Self::make(name, NetBackend::Switch(Arc::new(plug)), pairs, mac);
         Self { mtu_max, ..device }.controlled(set)
     }
 
-    fn make(name: &str, behind: Behind, pairs: u16, mac: Option<[u8; MAC_BYTES]>) -> Self {
+    fn make(name: &str, backend: NetBackend, pairs: u16, mac: Option<[u8; MAC_BYTES]>) -> Self {
         let stats = (0..pairs).map(|_| Arc::default()).collect();
         let format = FrameFormat { header: NET_HDR_LEGACY_BYTES, merge: false };
         let agreed = Mutex::new(Agreed { format, features: 0 });
         let mtu = AtomicU32::new(MTU_DEFAULT);
         let takes = Arc::default();
         let name = name.to_owned();
-        Self { name, behind, mac, mtu, mtu_max: None, pairs, stats, agreed, takes, control: None }
+        Self { name, backend, mac, mtu, mtu_max: None, pairs, stats, agreed, takes, control: None }
     }
 
     fn agreed(&self) -> Agreed {
@@ -173,10 +173,10 @@ impl NetDevice {
 
     /// Lets frames come to a pair.
     fn link(&self, pair: u16) -> Result<(), String> {
-        match &self.behind {
-            Behind::Kernel(..) => {}
-            Behind::Tap(_, queues) => queues[usize::from(pair)].attach().map_err(|e| e.to_string())?,
-            Behind::Switch(plug) => plug.port.ends[usize::from(pair)].open(),
+        match &self.backend {
+            NetBackend::Kernel(..) => {}
+            NetBackend::Tap(_, queues) => queues[usize::from(pair)].attach().map_err(|e| e.to_string())?,
+            NetBackend::Switch(plug) => plug.port.ends[usize::from(pair)].open(),
         }
         Ok(())
     }
@@ -184,15 +184,15 @@ impl NetDevice {
     /// Lets none come; what waits for it is dropped.
     fn unlink(&self, pair: u16) {
         let pair = usize::from(pair);
-        match &self.behind {
-            Behind::Kernel(..) => {}
-            Behind::Tap(_, queues) => {
+        match &self.backend {
+            NetBackend::Kernel(..) => {}
+            NetBackend::Tap(_, queues) => {
                 self.stats[pair].dropped(DropReason::Detached, queues[pair].discard());
                 if let Err(e) = queues[pair].detach() {
                     tracing::warn!("{}: {e}", self.name);
                 }
             }
-            Behind::Switch(plug) => plug.port.ends[pair].close(),
+            NetBackend::Switch(plug) => plug.port.ends[pair].close(),
         }
     }
 }
@@ -203,10 +203,10 @@ impl Device for NetDevice {
     }
 
     fn features(&self) -> u64 {
-        let (served, tap) = match &self.behind {
-            Behind::Kernel(tap, served) => (*served, Some(tap)),
-            Behind::Tap(tap, _) => (RINGS_SERVED, Some(tap)),
-            Behind::Switch(_) => (RINGS_SERVED, None),
+        let (served, tap) = match &self.backend {
+            NetBackend::Kernel(tap, served) => (*served, Some(tap)),
+            NetBackend::Tap(tap, _) => (RINGS_SERVED, Some(tap)),
+            NetBackend::Switch(_) => (RINGS_SERVED, None),
         };
         let mut features = served
             | bit(VIRTIO_NET_F_CSUM)
@@ -245,10 +245,10 @@ impl Device for NetDevice {
 
     /// Where the kernel serves the rings, it is told besides, and tells the tap.
     fn negotiated(&self, features: u64) -> Result<(), String> {
-        let format = match &self.behind {
-            Behind::Kernel(..) => return Ok(()),
-            Behind::Tap(tap, _) => card::agree(tap, features)?,
-            Behind::Switch(_) => card::format(features),
+        let format = match &self.backend {
+            NetBackend::Kernel(..) => return Ok(()),
+            NetBackend::Tap(tap, _) => negotiated::agree(tap, features)?,
+            NetBackend::Switch(_) => negotiated::format(features),
         };
         *self.agreed.locked() = Agreed { format, features };
         self.takes.store(features & GUEST_OFFLOADS, Relaxed);
@@ -260,7 +260,7 @@ impl Device for NetDevice {
 
     /// An MTU that a former front end gave would have the switch drop frames of this one. A tap's MTU is the host's.
     fn connected(&self) {
-        if let Behind::Switch(plug) = &self.behind {
+        if let NetBackend::Switch(plug) = &self.backend {
             plug.port.set_mtu(self.mtu_max.unwrap_or(MTU_DEFAULT));
         }
     }
@@ -276,27 +276,27 @@ impl Device for NetDevice {
             mac: self.mac.unwrap_or_default(),
             status: VIRTIO_NET_S_LINK_UP,
             max_virtqueue_pairs: self.pairs,
-            mtu: match &self.behind {
-                Behind::Kernel(tap, _) | Behind::Tap(tap, _) => {
+            mtu: match &self.backend {
+                NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => {
                     // One that cannot be asked, in another network namespace, has the one that it had.
                     let mtu = tap.mtu().unwrap_or_else(|_| self.mtu.load(Relaxed));
                     self.mtu.store(mtu, Relaxed);
                     mtu as u16
                 }
-                Behind::Switch(plug) => plug.port.mtu() as u16,
+                NetBackend::Switch(plug) => plug.port.mtu() as u16,
             },
         };
         config.to_bytes().to_vec()
     }
 
-    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<Then, String> {
+    fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<ConfigChange, String> {
         Err(format!(
             "the guest writes {} bytes at {offset} of the configuration space; nothing is writable",
             bytes.len()
         ))
     }
 
-    fn reserve(&self) -> Result<(), String> {
+    fn settle(&self) -> Result<(), String> {
         Ok(())
     }
 
@@ -304,11 +304,59 @@ impl Device for NetDevice {
         Ok(())
     }
 
+    fn rings(&self) -> u16 {
+        RINGS * self.pairs + u16::from(self.control.is_some())
+    }
+
+    fn place(&self, ring: u16) -> Option<RingPlace> {
+        let control =
+            self.control.as_ref().and_then(|_| negotiated::control_ring(self.agreed().features, self.pairs));
+        place(ring, self.pairs, control)
+    }
+
+    fn queue(&self, place: RingPlace, parts: RingParts, others: Option<Box<dyn Queue>>) -> Box<dyn Queue> {
+        let format = self.agreed().format;
+        let RingPlace { queue: index, nth } = place;
+        if let (Some(control), true) = (&self.control, index == self.pairs) {
+            return Box::new(ControlQueue::new(parts, control.desk()));
+        }
+        let make = || -> Box<dyn Queue> {
+            let (stats, net) = (parts.stats.clone(), self.stats[usize::from(index)].clone());
+            match &self.backend {
+                NetBackend::Kernel(..) => unreachable!("the kernel has these rings"),
+                NetBackend::Tap(_, queues) => {
+                    Box::new(TapPair::new(queues[usize::from(index)].clone(), stats, net))
+                }
+                NetBackend::Switch(plug) => {
+                    Box::new(SwitchPair::new(plug.clone(), index, self.takes.clone(), stats, net))
+                }
+            }
+        };
+        let mut queue = others.unwrap_or_else(make);
+        let pair = owner(queue.as_mut()).and_then(|owner| owner.pair());
+        pair.expect("all other queues of a network device are pairs").add(nth, parts, format);
+        queue
+    }
+
+    fn network(&self) -> Option<&dyn NetworkDevice> {
+        Some(self)
+    }
+}
+
+/// The place of a ring of a device with `pairs` queue pairs, whose control queue is ring `control`.
+fn place(ring: u16, pairs: u16, control: Option<u16>) -> Option<RingPlace> {
+    if control == Some(ring) {
+        return Some(RingPlace { queue: pairs, nth: 0 });
+    }
+    (ring < RINGS * pairs).then_some(RingPlace { queue: ring / RINGS, nth: ring % RINGS })
+}
+
+impl NetworkDevice for NetDevice {
     fn set_mtu(&self, mtu: u64) -> Result<(), String> {
         let mtu = u32::try_from(mtu).unwrap_or(u32::MAX);
-        match &self.behind {
-            Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.set_mtu(mtu),
-            Behind::Switch(plug) => match self.mtu_max {
+        match &self.backend {
+            NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => tap.set_mtu(mtu),
+            NetBackend::Switch(plug) => match self.mtu_max {
                 Some(most) if mtu > most => {
                     return Err(format!(
                         "the front-end asks for an MTU of {mtu}, and the export has mtu={most}"
@@ -323,9 +371,9 @@ impl Device for NetDevice {
     fn announce(&self, mac: [u8; MAC_BYTES]) -> Result<(), String> {
         // A network that does not hear of it learns by the guest's next frame: no reason to end the connection.
         let frame = rarp(mac);
-        let told = match &self.behind {
-            Behind::Kernel(tap, _) | Behind::Tap(tap, _) => tap.inject(&frame),
-            Behind::Switch(plug) => plug.switch.announce(&plug.port, &frame),
+        let told = match &self.backend {
+            NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => tap.inject(&frame),
+            NetBackend::Switch(plug) => plug.switch.announce(&plug.port, &frame),
         };
         if let Err(e) = told {
             tracing::warn!("{}: the guest's new place is not announced: {e}", self.name);
@@ -333,30 +381,31 @@ impl Device for NetDevice {
         Ok(())
     }
 
-    /// The tap sends frames to queues that are attached; one that nobody empties would swallow its share.
-    fn opened(&self, index: u16, way: u16, fresh: bool) -> Result<(), String> {
-        match (&self.control, way) {
-            (Some(control), _) if index == self.pairs => self.control_opened(control, fresh),
-            (Some(control), RECEIVE) if !control.runs(index, true) => Ok(()),
-            (_, RECEIVE) => self.link(index),
+    /// The tap sends frames to queues that are attached; a queue that nobody empties would swallow its share.
+    fn ring_starts(&self, place: RingPlace, fresh: bool) -> Result<(), String> {
+        let RingPlace { queue, nth } = place;
+        match (&self.control, nth) {
+            (Some(control), _) if queue == self.pairs => self.control_starts(control, fresh),
+            (Some(control), RECEIVE) if !control.runs(queue, true) => Ok(()),
+            (_, RECEIVE) => self.link(queue),
             _ => Ok(()),
         }
     }
 
-    fn closed(&self, index: u16, way: u16) {
-        if index < self.pairs && way == RECEIVE {
+    fn ring_closed(&self, place: RingPlace) {
+        if place.queue < self.pairs && place.nth == RECEIVE {
             if let Some(control) = &self.control {
-                control.runs(index, false);
+                control.runs(place.queue, false);
             }
-            self.unlink(index);
+            self.unlink(place.queue);
         }
     }
 
-    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+    fn command_eventfd(&self) -> Option<BorrowedFd<'_>> {
         self.control.as_ref().map(Control::eventfd)
     }
 
-    fn called(&self) {
+    fn run_command(&self) {
         if let Some(control) = &self.control {
             self.commanded(control);
         }
@@ -366,7 +415,7 @@ impl Device for NetDevice {
         self.agreed().features & bit(VIRTIO_NET_F_CTRL_VQ) != 0
     }
 
-    fn notes(&self, notes: Option<Notes>) {
+    fn set_notes(&self, notes: Option<Notes>) {
         if let Some(control) = &self.control
             && let Err(why) = self.noted(control, notes)
         {
@@ -374,46 +423,17 @@ impl Device for NetDevice {
         }
     }
 
-    fn queue(
-        &self,
-        index: u16,
-        way: u16,
-        parts: RingParts,
-        others: Option<Box<dyn Queue>>,
-    ) -> Box<dyn Queue> {
-        let format = self.agreed().format;
-        if let (Some(control), true) = (&self.control, index == self.pairs) {
-            return Box::new(ControlQueue::new(parts, control.desk()));
+    fn counters(&self, index: u16) -> Option<NetQueueCounters> {
+        match &self.backend {
+            NetBackend::Kernel(..) => None,
+            _ => self.stats.get(usize::from(index)).map(|stats| stats.counters()),
         }
-        let make = || -> Box<dyn Queue> {
-            let (stats, net) = (parts.stats.clone(), self.stats[usize::from(index)].clone());
-            match &self.behind {
-                Behind::Kernel(..) => unreachable!("the kernel has these rings"),
-                Behind::Tap(_, queues) => {
-                    Box::new(TapPair::new(queues[usize::from(index)].clone(), stats, net))
-                }
-                Behind::Switch(plug) => {
-                    Box::new(SwitchPair::new(plug.clone(), index, self.takes.clone(), stats, net))
-                }
-            }
-        };
-        let mut queue = others.unwrap_or_else(make);
-        let pair = virtqueue::owner(queue.as_mut()).and_then(|owner| owner.pair());
-        pair.expect("all other queues of a network device are pairs").add(way, parts, format);
-        queue
     }
 
     fn port(&self) -> Option<PortInfo> {
-        match &self.behind {
-            Behind::Switch(plug) => Some(plug.info()),
+        match &self.backend {
+            NetBackend::Switch(plug) => Some(plug.info()),
             _ => None,
-        }
-    }
-
-    fn net_counters(&self, index: u16) -> Option<NetQueueCounters> {
-        match &self.behind {
-            Behind::Kernel(..) => None,
-            _ => self.stats.get(usize::from(index)).map(|stats| stats.counters()),
         }
     }
 }
@@ -441,6 +461,23 @@ fn rarp(mac: [u8; MAC_BYTES]) -> [u8; FRAME_MIN] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_control_queue_follows_the_pairs_that_the_guest_knows_of() {
+        let (control, mq) = (bit(VIRTIO_NET_F_CTRL_VQ), bit(VIRTIO_NET_F_MQ));
+        // Features; where rings 2, 7, 8 and 9 of 4 pairs are.
+        for (features, want) in [
+            (0, [Some((1, 0)), Some((3, 1)), None, None]),
+            (mq, [Some((1, 0)), Some((3, 1)), None, None]),
+            (mq | control, [Some((1, 0)), Some((3, 1)), Some((4, 0)), None]),
+            (control, [Some((4, 0)), Some((3, 1)), None, None]),
+        ] {
+            let at = |ring| {
+                place(ring, 4, negotiated::control_ring(features, 4)).map(|place| (place.queue, place.nth))
+            };
+            assert_eq!([2, 7, 8, 9].map(at), want, "{features:#x}");
+        }
+    }
 
     #[test]
     fn an_announcement_is_a_rarp_request() {

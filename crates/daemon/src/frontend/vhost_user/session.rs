@@ -25,19 +25,18 @@ use vhost::vhost_user::{
 };
 use virtio::features::{VIRTIO_F_RING_PACKED, bit};
 use virtio::log::DirtyLog;
-use virtio::mem::{GuestMemory, MAX_REGIONS, Region};
+use virtio::mem::{GuestMemory, Region};
 use virtio::ring::MAX_QUEUE_SIZE;
 use vshunt_engine::DRAIN_LIMIT;
 use vshunt_engine::EventFd;
-use vshunt_virtqueue as virtqueue;
+use vshunt_virtqueue::RingServer;
 
 use self::inflight::InflightArea;
 use self::repeats::Repeats;
 use super::budget::Budget;
 use super::channel::write_only;
 use super::memory::{Mapping, Shared, is_eventfd, map_region};
-use super::{Device, Reports, Then};
-use crate::frontend::Queues;
+use super::{ConfigChange, Device, Reports};
 
 /// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
 const F_LOG_ALL: u64 = bit(virtio::features::VHOST_F_LOG_ALL);
@@ -86,7 +85,7 @@ struct UserAddrs {
 pub(super) struct Session {
     name: String,
     device: Arc<dyn Device>,
-    queues: Queues,
+    server: Arc<dyn RingServer>,
     /// Features agreed on, for `status` to read.
     agreed: Arc<AtomicU64>,
     reports: Arc<Reports>,
@@ -114,23 +113,24 @@ impl Session {
     pub(super) fn new(
         name: &str,
         device: Arc<dyn Device>,
-        queues: Queues,
+        server: Arc<dyn RingServer>,
         agreed: Arc<AtomicU64>,
         reports: Arc<Reports>,
         budget: Arc<Budget>,
     ) -> Self {
-        let vrings = (0..queues.rings()).map(|_| Vring::default()).collect();
+        let vrings = (0..server.rings()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
         if let Err(why) = device.negotiated(0) {
             tracing::warn!("{name}: what a former front-end agreed on stays: {why}");
         }
-        queues.agreed(0);
-        device.notes(None);
+        if let Some(network) = device.network() {
+            network.set_notes(None);
+        }
         device.connected();
         Self {
             name: name.to_owned(),
             device,
-            queues,
+            server,
             agreed,
             reports,
             budget,
@@ -192,11 +192,24 @@ impl Session {
     /// writes may be lost with us is to be reset, rather than to go on.
     fn offered(&self) -> VhostUserProtocolFeatures {
         let all = super::PROTOCOL_FEATURES.union(self.device.protocol());
-        let tracks = self.queues.kernel().is_none_or(|kernel| kernel.tracks());
-        match tracks && self.device.outlives_us() {
+        match self.server.tracks() && self.device.outlives_daemon() {
             true => all,
             false => all.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD),
         }
+    }
+
+    /// Makes a change of the configuration space whole while nothing is in flight.
+    fn settle(&self) -> Result<()> {
+        let mut settled = Ok(());
+        loop {
+            let until = Instant::now() + DRAIN_LIMIT;
+            match self.server.with_all_drained(until, &mut || settled = self.device.settle()) {
+                // The guest waits for its own requests, for as long as they take.
+                Err(e) if e.kind() == vshunt_types::error::Kind::Busy => tracing::warn!("{}: {e}", self.name),
+                drained => break drained.map_err(|e| refuse(e.to_string()))?,
+            }
+        }
+        settled.map_err(refuse)
     }
 
     fn packed(&self) -> bool {
@@ -284,12 +297,9 @@ impl VhostUserBackendReqHandlerMut for Session {
                 return Err(refuse("features change while rings run"));
             }
             self.device.negotiated(features).map_err(refuse)?;
-            self.queues.agreed(features);
         }
-        if let Some(kernel) = self.queues.kernel()
-            && changed & !F_PROTOCOL != 0
-        {
-            kernel.set_features(self.kernel_features(features)).map_err(refuse)?;
+        if changed & !F_PROTOCOL != 0 {
+            self.server.set_features(self.server_features(features)).map_err(refuse)?;
         }
         self.features = features;
         self.agreed.store(features, Relaxed);
@@ -404,7 +414,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let by_kernel = self.queues.kernel().is_some();
+        let by_kernel = self.server.is_external();
         let fd = fd.map(|fd| call_fd(fd, by_kernel)).transpose()?;
         // The kernel engine signals its descriptors by itself.
         let make = if by_kernel { EventFd::rare } else { EventFd::new };
@@ -415,22 +425,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             return Ok(());
         }
         let call = vring.call.clone();
-        match &self.queues {
-            Queues::Kernel(kernel) => kernel.set_call(index.into(), call).map_err(refuse)?,
-            Queues::User(set) => {
-                let (at, way) = set.place(index.into()).expect("it runs");
-                let told = set.run_on(at, move |q| {
-                    if let Some(v) = virtqueue::owner(q).and_then(|owner| owner.ring(way)) {
-                        v.set_call(call);
-                    }
-                });
-                // The front end waits for its own queue only.
-                if let Err(e) = told {
-                    tracing::warn!("{}: {e}", self.name);
-                }
-            }
-        }
-        Ok(())
+        self.server.set_call(index.into(), call).map_err(refuse)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -478,18 +473,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        if self.device.set_config(offset, bytes).map_err(refuse)? == Then::Settle {
-            let settled = loop {
-                let until = Instant::now() + DRAIN_LIMIT;
-                match self.queues.with_all_drained(until, || self.device.reserve()) {
-                    // The guest waits for its own requests, for as long as they take.
-                    Err(e) if e.kind() == vshunt_types::error::Kind::Busy => {
-                        tracing::warn!("{}: {e}", self.name)
-                    }
-                    settled => break settled,
-                }
-            };
-            settled.map_err(|e| refuse(e.to_string()))?.map_err(refuse)?;
+        if self.device.set_config(offset, bytes).map_err(refuse)? == ConfigChange::Settle {
+            self.settle()?;
         }
         Ok(())
     }
@@ -511,7 +496,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(self.queues.kernel().map_or(MAX_REGIONS as u64, |kernel| kernel.regions_max()))
+        Ok(self.server.regions_max())
     }
 
     fn add_mem_region(
@@ -590,12 +575,15 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.stop_all();
         // They lie in the front end's memory, which keeps its connection open.
-        self.device.notes(None);
+        if let Some(network) = self.device.network() {
+            network.set_notes(None);
+        }
         self.agreed.store(0, Relaxed);
-        if let Some(kernel) = self.queues.kernel()
-            && let Err(e) =
-                kernel.set_features(0).and_then(|()| kernel.set_memory(&GuestMemory::empty(), &self.mem))
-        {
+        let forgotten = self
+            .server
+            .set_features(0)
+            .and_then(|()| self.server.set_memory(&GuestMemory::empty(), &self.mem));
+        if let Err(e) = forgotten {
             tracing::warn!("{}: the kernel still knows of a guest that went: {e}", self.name);
         }
     }

@@ -15,11 +15,11 @@ use vshunt_types::sync::Locked;
 use virtio::features::bit;
 use virtio::net::*;
 use vshunt_engine::QueueSet;
-use vshunt_virtqueue as virtqueue;
+use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
+use vshunt_virtqueue::owner;
 
 use super::super::memory::Notes;
-use super::{Behind, NetDevice};
-use crate::frontend::card::{self, GUEST_OFFLOADS};
+use super::{NetBackend, NetDevice};
 use crate::queue::net::control::Desk;
 
 /// See the module. Only the session thread changes it.
@@ -85,7 +85,7 @@ impl NetDevice {
     }
 
     /// The control queue starts.
-    pub(super) fn control_opened(&self, control: &Control, fresh: bool) -> Result<(), String> {
+    pub(super) fn control_starts(&self, control: &Control, fresh: bool) -> Result<(), String> {
         if !fresh {
             return Ok(());
         }
@@ -153,8 +153,8 @@ impl NetDevice {
 
     /// From now on the guest takes what these feature bits say.
     fn take_offloads(&self, control: &Control, bits: u64) -> Result<(), String> {
-        if let Behind::Tap(tap, _) = &self.behind {
-            tap.set_offloads(card::offloads(bits)).map_err(|e| e.to_string())?;
+        if let NetBackend::Tap(tap, _) = &self.backend {
+            tap.set_offloads(negotiated::offloads(bits)).map_err(|e| e.to_string())?;
         }
         self.takes.store(bits, Relaxed);
         let settled = self.settled(control, 0..self.pairs, false);
@@ -172,7 +172,7 @@ impl NetDevice {
         for pair in pairs {
             // One that does not run has nothing to end.
             let visited = control.set.run_on(pair, move |queue| {
-                if aside && let Some(pair) = virtqueue::owner(queue).and_then(|owner| owner.pair()) {
+                if aside && let Some(pair) = owner(queue).and_then(|owner| owner.pair()) {
                     pair.set_aside();
                 }
             });

@@ -92,7 +92,7 @@ impl Session {
     pub(super) fn make_inflight(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         self.inflight_bytes(asked.num_queues, asked.queue_size)?;
         let mut len = inflight_queue_size(asked.queue_size, self.packed()) * usize::from(asked.num_queues);
-        if self.device.takes_notes() {
+        if self.device.network().is_some_and(|network| network.takes_notes()) {
             len = len.next_multiple_of(size_of::<u64>()) + Notes::BYTES;
         }
         let file = shared_file("vshunt-inflight", len as u64).map_err(Error::ReqHandlerError)?;
@@ -121,7 +121,8 @@ impl Session {
         let map = Mapping::new(&self.budget, file, area.mmap_offset, area.mmap_size);
         let map = map.map_err(Error::ReqHandlerError)?;
         let parts = usize::from(area.num_queues) * inflight_queue_size(area.queue_size, self.packed());
-        let notes = self.device.takes_notes().then(|| Notes::new(&map, parts)).flatten();
+        let network = self.device.network();
+        let notes = network.filter(|network| network.takes_notes()).and_then(|_| Notes::new(&map, parts));
         self.inflight = Some(InflightArea {
             map,
             file: file.try_clone().map_err(Error::ReqHandlerError)?,
@@ -129,7 +130,9 @@ impl Session {
             queues: area.num_queues,
             queue_size: area.queue_size,
         });
-        self.device.notes(notes);
+        if let Some(network) = self.device.network() {
+            network.set_notes(notes);
+        }
         self.cut_off = None;
         if self.inflight.as_ref().is_some_and(InflightArea::was_used)
             && let Err(why) = self.device.resumed()

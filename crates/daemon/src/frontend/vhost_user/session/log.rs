@@ -8,11 +8,9 @@ use vhost::vhost_user::Result;
 use virtio::log::DirtyLog;
 use virtio::mem::Region;
 use virtio::ring::{RingFeatures, UsedLog, ring_sizes};
-use vshunt_virtqueue as virtqueue;
 
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, LOG_PAGE_BYTES, Session, UserAddrs, Vring, refuse};
-use crate::frontend::Queues;
 
 impl Session {
     /// Whether the log has a bit for each page of these regions.
@@ -20,9 +18,10 @@ impl Session {
         self.log.as_ref().is_some_and(|log| log.covers(end_of(regions)))
     }
 
-    /// What the kernel is told of `features`. It marks pages wherever the log would have their bits, also beyond its end
-    /// and where there is none, which is memory of ours: so it marks none until a log covers all of the guest's memory.
-    pub(super) fn kernel_features(&self, features: u64) -> u64 {
+    /// The features that the rings' server is told of. The kernel marks pages wherever the log would have their bits, also
+    /// beyond the end of the log and where there is none. That is memory of this process. So the kernel marks no page until a
+    /// log covers all of the guest's memory.
+    pub(super) fn server_features(&self, features: u64) -> u64 {
         if features & F_LOG_ALL == 0 || self.log_covers(&self.regions) {
             return features;
         }
@@ -51,28 +50,27 @@ impl Session {
         let (at, size) = (map.at(0), map.len() as u64);
         // SAFETY: inside the mapping, which the log keeps.
         let told = Arc::new(unsafe { DirtyLog::new(at, size as usize, map.clone()) });
-        // Also what running rings mark of themselves: the kernel goes over to the new log in the midst of that.
+        // Also what running rings mark of themselves: the kernel changes over to the new log while they run.
         let own = self.vrings.iter().filter(|v| v.running).filter_map(|v| self.own_log_end(v)).max();
         let last = end_of(&self.regions).max(own.unwrap_or(0));
         if !told.covers(last) {
             let covered = size.saturating_mul(8 * LOG_PAGE_BYTES);
             return Err(refuse(format!("the dirty log covers {covered:#x} of {last:#x} bytes of memory")));
         }
-        // The old one is kept until the kernel has gone over to this one.
+        // The old log is kept until the server has changed over to this one.
         let old = (self.log.replace(told), self.log_map.replace(map.clone()));
-        if let Some(kernel) = self.queues.kernel().cloned() {
-            // SAFETY: it covers all that is marked (above), and `self.log` keeps the mapping until another log was told
-            // or, when the session ends, features without logging.
-            let taken = unsafe { kernel.set_log_base(at) };
-            if let Err(e) = taken.and_then(|()| kernel.set_features(self.kernel_features(self.features))) {
-                // Some rings may have gone over to it: none marks anything any more.
-                self.log = None;
-                self.update_log();
-                if let Err(e) = kernel.set_features(self.kernel_features(self.features)) {
-                    tracing::error!("{}: logging cannot be switched off: {e}", self.name);
-                }
-                return Err(refuse(e));
+        let server = self.server.clone();
+        // SAFETY: the mapping covers all that is marked (above). `self.log` keeps it until the server has another log or, when the
+        // session ends, features without logging.
+        let taken = unsafe { server.set_log_base(at) };
+        if let Err(e) = taken.and_then(|()| server.set_features(self.server_features(self.features))) {
+            // Some rings may have changed over to it: none marks anything any more.
+            self.log = None;
+            self.update_log();
+            if let Err(e) = server.set_features(self.server_features(self.features)) {
+                tracing::error!("{}: logging cannot be switched off: {e}", self.name);
             }
+            return Err(refuse(e));
         }
         drop(old);
         self.update_log();
@@ -81,26 +79,15 @@ impl Session {
 
     /// Tells running queues whether and where to log, between two requests.
     pub(super) fn update_log(&mut self) {
-        for (index, vring) in self.vrings.iter().enumerate() {
-            let (true, Some(addrs), Some(kick)) = (vring.running, vring.addrs, &vring.kick) else { continue };
-            match &self.queues {
-                Queues::User(set) => {
-                    let (log, used) = self.logs(addrs);
-                    let (at, way) = set.place(index as u16).expect("it runs");
-                    set.with_drained(at, |q| {
-                        if let Some(v) = virtqueue::owner(q).and_then(|owner| owner.ring(way)) {
-                            v.set_log(log, used);
-                        }
-                    });
-                }
-                Queues::Kernel(kernel) => {
-                    let setup = self.setup(vring, addrs, kick);
-                    // SAFETY: as when it was started.
-                    if let Err(e) = unsafe { kernel.set_addresses(index as u16, &setup) } {
-                        let queue = self.queues.queue_of(index as u16);
-                        self.reports.add(queue, None, &format!("its writes cannot be logged: {e}"));
-                    }
-                }
+        for (index, vring) in (0u16..).zip(&self.vrings) {
+            let (true, Some(addrs)) = (vring.running, vring.addrs) else { continue };
+            let told = self.areas(vring, addrs).and_then(|areas| {
+                let (log, used) = self.logs(addrs);
+                // SAFETY: `areas` found the areas in `self.mem`, which `remap` handed over.
+                unsafe { self.server.set_log(index, areas, log, used) }
+            });
+            if let Err(e) = told {
+                self.reports.add(self.queue_of(index), None, &format!("its writes cannot be logged: {e}"));
             }
         }
     }

@@ -2,7 +2,6 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 use virtio::inflight::{Inflight, Replay, inflight_queue_size};
@@ -10,12 +9,10 @@ use virtio::log::DirtyLog;
 use virtio::mem::{GuestMemory, Region};
 use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 use vshunt_engine::State;
-use vshunt_virtqueue::{self as virtqueue, RingParts};
+use vshunt_virtqueue::{RingAreas, RingStart, Tracking};
 
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, Vring, refuse};
-use crate::frontend::kernel::{KernelQueues, RingSetup, Tracking};
-use crate::frontend::{Queues, UserQueues};
 
 impl Session {
     /// Whether the front end cut a file short that it shares, and an access found that out.
@@ -34,22 +31,15 @@ impl Session {
 
     /// [`pause`](Self::pause) for all rings: all queues are asked for their requests in flight before one is waited for.
     fn pause_all(&mut self) {
-        let Queues::User(set) = self.queues.clone() else {
-            return (0..self.vrings.len()).for_each(|index| self.pause(index));
-        };
-        for (at, queue) in set.stop_all() {
-            let mut left = Some(queue);
-            for (index, vring) in self.vrings.iter_mut().enumerate().filter(|(_, vring)| vring.running) {
-                if let Some((_, way)) = set.place(index as u16).filter(|(of, _)| *of == at)
-                    && let Some(queue) = left.take()
-                {
-                    let (base, rest) = virtqueue::take_ring(queue, way, false, false);
-                    (vring.running, vring.base) = (false, base);
-                    left = rest.map(|rest| rest.queue);
-                    tracing::debug!("{}:{index} stopped", self.name);
-                }
-            }
-            debug_assert!(left.is_none(), "a queue has no ring that does not run");
+        let running = (0u16..).zip(&self.vrings).filter(|(_, vring)| vring.running).map(|(index, _)| index);
+        let running: Vec<u16> = running.collect();
+        let stopped = self.server.stop_all(&running);
+        for index in running {
+            self.vrings[usize::from(index)].running = false;
+            tracing::debug!("{}:{index} stopped", self.name);
+        }
+        for (index, base) in stopped {
+            self.vrings[usize::from(index)].base = base;
         }
     }
 
@@ -80,14 +70,7 @@ impl Session {
     }
 
     fn close(&mut self, index: usize) {
-        match &self.queues {
-            Queues::User(set) => {
-                if let Some((at, way)) = set.place(index as u16) {
-                    self.device.closed(at, way);
-                }
-            }
-            Queues::Kernel(kernel) => kernel.close(index as u16),
-        }
+        self.server.close(index as u16);
     }
 
     /// Closes a ring that was paused and does not run again: nobody is to keep anything for it.
@@ -106,22 +89,7 @@ impl Session {
         if !std::mem::take(&mut self.vrings[index].running) {
             return;
         }
-        let base = match &self.queues {
-            Queues::User(set) => {
-                let (at, way) = set.place(index as u16).expect("it ran");
-                set.stop(at).map(|queue| {
-                    let (base, rest) = virtqueue::take_ring(queue, way, discard, hand_over);
-                    if let Some(rest) = rest {
-                        set.start(at, rest.queue);
-                        if rest.broken {
-                            set.stats(at).set_state(State::Broken);
-                        }
-                    }
-                    base
-                })
-            }
-            Queues::Kernel(kernel) => kernel.stop(index as u16),
-        };
+        let base = self.server.stop(index as u16, discard, hand_over);
         if let Some(base) = base {
             self.vrings[index].base = base;
         }
@@ -149,67 +117,51 @@ impl Session {
             return Ok(());
         }
         let (Some(kick), Some(addrs)) = (vring.kick.clone(), vring.addrs) else { return Ok(()) };
-        match self.queues.clone() {
-            Queues::User(set) => self.start_user(index, addrs, kick, &set)?,
-            Queues::Kernel(kernel) => self.start_kernel(index, addrs, &kick, &kernel)?,
-        }
+        self.start_with(index, addrs, kick)?;
         self.vrings[index].running = true;
         tracing::debug!("{}:{index} started", self.name);
         Ok(())
     }
 
-    /// Gives the ring to a worker, as a queue.
-    fn start_user(
-        &mut self,
-        index: usize,
-        addrs: UserAddrs,
-        kick: Arc<OwnedFd>,
-        queues: &UserQueues,
-    ) -> Result<()> {
-        let Some((at, way)) = queues.place(index as u16) else {
+    /// Gives the ring to its server.
+    fn start_with(&mut self, index: usize, addrs: UserAddrs, kick: Arc<OwnedFd>) -> Result<()> {
+        let Some(queue) = self.server.queue_of(index as u16) else {
             return Err(
                 self.unusable(index, "there is no such queue with the features that the guest agreed on")
             );
         };
         let vring = &self.vrings[index];
         let call = vring.call.clone();
-        let mut ring = self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
-        let mut replays = Vec::new();
-        let inflight = self.inflight_of(index)?;
-        let tracked = inflight.is_some();
-        if let Some(inflight) = inflight {
-            replays = self.replays_of(index, &mut ring, inflight)?;
+        let areas = self.areas(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
+        let mut ring = self.map_ring(vring, &areas).map_err(|reason| self.unusable(index, &reason))?;
+        let mut tracking = None;
+        if let (Some(inflight), Some(area)) = (self.inflight_of(index)?, &self.inflight) {
+            let replays = self.replays_of(index, &mut ring, inflight)?;
+            tracking = Some(Tracking { replays, keep: area.map.clone() });
         }
         let (log, used) = self.logs(addrs);
         ring.set_used_log(used);
-        let eventfd = call.clone().filter(|_| tracked);
+        let eventfd = call.clone().filter(|_| tracking.is_some());
         let reports = self.reports.clone();
-        let stats = queues.stats(at).clone();
-        // Where a packed ring begins, both wrap counters are 1.
-        let fresh = ring.base() == if self.packed() { 0x8000_8000 } else { 0 };
-        let parts = RingParts {
+        let start = RingStart {
+            areas,
+            // Where a packed ring begins, both wrap counters are 1.
+            fresh: ring.base() == if self.packed() { 0x8000_8000 } else { 0 },
             vring: ring,
             mem: self.mem.clone(),
-            replays,
             kick,
             call,
             log,
-            stats: stats.clone(),
+            tracking,
             name: format!("{}:{index}", self.name),
-            on_broken: Box::new(move |reason| reports.add(at, Some(index as u16), reason)),
+            on_broken: Box::new(move |reason| reports.add(queue, Some(index as u16), reason)),
         };
-        self.device.opened(at, way, fresh).map_err(|reason| self.unusable(index, &reason))?;
-        stats.size.store(vring.size, Relaxed);
-        // Its other ring, if it has one, runs.
-        let mut others = queues.stop(at);
-        let broken =
-            others.as_mut().and_then(|q| virtqueue::owner(q.as_mut())).is_some_and(|owner| owner.is_broken());
-        queues.start(at, self.device.queue(at, way, parts, others));
-        if broken {
-            stats.set_state(State::Broken);
-        }
+        // SAFETY: `areas` found the areas in `self.mem`, which `remap` handed over. The part of the in-flight region belongs to
+        // this ring, and `vring.running` keeps the ring from being started twice.
+        let started = unsafe { self.server.start(index as u16, start) };
+        started.map_err(|reason| self.unusable(index, &reason))?;
         if let Some(eventfd) = eventfd {
-            // The daemon before us may have died between publishing and notifying.
+            // A former daemon may have died between publishing and notifying.
             eventfd.signal();
         }
         Ok(())
@@ -228,55 +180,6 @@ impl Session {
         Ok(replays)
     }
 
-    /// Hands the ring over to the kernel.
-    fn start_kernel(
-        &mut self,
-        index: usize,
-        addrs: UserAddrs,
-        kick: &OwnedFd,
-        kernel: &KernelQueues,
-    ) -> Result<()> {
-        let vring = &self.vrings[index];
-        // For its checks, and to find what was in flight.
-        let mut ring = self.map_ring(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
-        let mut setup = self.setup(vring, addrs, kick);
-        if let (Some(inflight), Some(area)) = (self.inflight_of(index)?, &self.inflight) {
-            let replays = self.replays_of(index, &mut ring, inflight)?;
-            let notes =
-                ring.notes().ok_or_else(|| self.unusable(index, "the kernel serves no packed rings"))?;
-            setup.base = ring.base();
-            setup.tracking = Some(Tracking::new(notes, &replays, area.map.clone()));
-        }
-        let eventfd = vring.call.clone().filter(|_| setup.tracking.is_some());
-        // SAFETY: its parts were found to lie in the guest's memory, which the kernel has the same table of (`remap`). Its part
-        // of the region was found to lie in a mapping that the tracking keeps, and `ring` is not used any more.
-        unsafe { kernel.start(index as u16, setup) }.map_err(|reason| self.unusable(index, &reason))?;
-        if let Some(eventfd) = eventfd {
-            // The daemon before us may have died between publishing and notifying.
-            eventfd.signal();
-        }
-        Ok(())
-    }
-
-    /// What the kernel is told of a ring, which was mapped before.
-    pub(super) fn setup<'a>(&self, vring: &Vring, addrs: UserAddrs, kick: &'a OwnedFd) -> RingSetup<'a> {
-        let at = |addr| self.mem.user_to_host(addr, 1).expect("the whole part lies within");
-        RingSetup {
-            size: vring.size,
-            base: vring.base,
-            parts: [at(addrs.desc), at(addrs.driver), at(addrs.device)],
-            // Beyond the log's end the kernel would mark memory of ours.
-            log: addrs.log.filter(|_| {
-                let covered =
-                    |log: &Arc<DirtyLog>| self.own_log_end(vring).is_some_and(|end| log.covers(end));
-                self.logging() && self.log.as_ref().is_some_and(covered)
-            }),
-            kick,
-            call: vring.call.clone(),
-            tracking: None,
-        }
-    }
-
     /// Signals a ring's error descriptor (VHOST_USER_SET_VRING_ERR), if the front end gave one.
     pub(in super::super) fn signal_error(&self, ring: u16) {
         if let Some(err) = self.vrings.get(usize::from(ring)).and_then(|vring| vring.err.as_ref()) {
@@ -286,31 +189,52 @@ impl Session {
 
     /// A ring that cannot start: told to all who want to know.
     fn unusable(&self, index: usize, reason: &str) -> Error {
-        let queue = self.queues.queue_of(index as u16);
+        let queue = self.queue_of(index as u16);
         self.reports.add(queue, None, reason);
-        self.queues.stats(queue).set_state(State::Broken);
+        self.server.stats(queue).set_state(State::Broken);
         // At once: the connection may end by this error.
         self.signal_error(index as u16);
         refuse(format!("queue {index} cannot start: {reason}"))
     }
 
-    /// The error says what is wrong with the ring.
-    fn map_ring(&self, vring: &Vring, addrs: UserAddrs) -> std::result::Result<DeviceRing, String> {
-        let features = RingFeatures::from_bits(self.features);
-        let sizes = ring_sizes(vring.size, features);
+    /// The queue of a ring; the last one for a ring that is of none.
+    pub(in super::super) fn queue_of(&self, ring: u16) -> u16 {
+        self.server.queue_of(ring).unwrap_or(self.server.queues().saturating_sub(1))
+    }
+
+    /// Where a ring lies in this process.
+    ///
+    /// # Errors
+    /// A part of it lies outside of the guest's memory.
+    pub(super) fn areas(&self, vring: &Vring, addrs: UserAddrs) -> std::result::Result<RingAreas, String> {
+        let sizes = ring_sizes(vring.size, RingFeatures::from_bits(self.features));
         let at = |addr, len: usize| {
             self.mem.user_to_host(addr, len as u64).ok_or_else(|| {
                 format!("{len} bytes of the ring at {addr:#x} lie outside of the guest's memory")
             })
         };
-        let areas = RingAddrs {
-            desc: at(addrs.desc, sizes.desc)?,
-            driver: at(addrs.driver, sizes.driver)?,
-            device: at(addrs.device, sizes.device)?,
-        };
-        // SAFETY: the areas lie in regions that the memory table keeps mapped; the queue holds that table for
-        // as long as it has the ring, and one ring index runs at most once.
-        unsafe { DeviceRing::new(vring.size, features, areas, vring.base) }.map_err(|e| e.to_string())
+        let covered = |log: &Arc<DirtyLog>| self.own_log_end(vring).is_some_and(|end| log.covers(end));
+        Ok(RingAreas {
+            size: vring.size,
+            addrs: RingAddrs {
+                desc: at(addrs.desc, sizes.desc)?,
+                driver: at(addrs.driver, sizes.driver)?,
+                device: at(addrs.device, sizes.device)?,
+            },
+            // Beyond the end of the log a server that knows no end would mark memory of this process.
+            log: addrs.log.filter(|_| self.logging() && self.log.as_ref().is_some_and(covered)),
+        })
+    }
+
+    /// The device side of a ring.
+    ///
+    /// # Errors
+    /// What is wrong with the ring.
+    fn map_ring(&self, vring: &Vring, areas: &RingAreas) -> std::result::Result<DeviceRing, String> {
+        let features = RingFeatures::from_bits(self.features);
+        // SAFETY: the areas lie in regions that the memory table keeps mapped (`areas`); the ring's server holds that table for
+        // as long as it has the ring, and `Vring::running` says that one ring index runs at most once.
+        unsafe { DeviceRing::new(vring.size, features, areas.addrs, vring.base) }.map_err(|e| e.to_string())
     }
 
     fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
@@ -353,26 +277,27 @@ impl Session {
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
         self.pause_all();
-        let kernel = self.queues.kernel().cloned();
-        let taken = kernel.as_ref().map_or(Ok(()), |kernel| {
-            // Not to be marked where the log has no bits: see `kernel_features`.
-            if self.logging() && !self.log_covers(&regions) {
-                kernel.set_features(self.features & !F_LOG_ALL)?;
-            }
-            kernel.set_memory(&mem, &self.mem)
-        });
+        let server = self.server.clone();
+        let taken = match self.logging() && !self.log_covers(&regions) {
+            // Not to be marked where the log has no bits: see `server_features`.
+            true => server.set_features(self.features & !F_LOG_ALL),
+            false => Ok(()),
+        };
+        let taken = taken.and_then(|()| server.set_memory(&mem, &self.mem));
         let mut result = taken.map_err(|e| refuse(format!("the memory table is not usable: {e}")));
         // Else rings go on with the old one.
         if result.is_ok() {
             self.had_memory |= !regions.is_empty();
             (self.regions, self.mem) = (regions, mem);
         }
-        if let Some(kernel) = kernel.filter(|_| self.logging()) {
-            result = result.and(kernel.set_features(self.kernel_features(self.features)).map_err(refuse));
+        if self.logging() {
+            result = result.and(server.set_features(self.server_features(self.features)).map_err(refuse));
         }
         for (index, ran) in running.into_iter().enumerate() {
             let vring = &self.vrings[index];
-            let lies_within = vring.addrs.is_some_and(|addrs| self.map_ring(vring, addrs).is_ok());
+            let is_mapped =
+                |addrs| self.areas(vring, addrs).and_then(|areas| self.map_ring(vring, &areas)).is_ok();
+            let lies_within = vring.addrs.is_some_and(is_mapped);
             if lies_within || (ran && strict) {
                 result = result.and(self.start(index));
             } else if ran {

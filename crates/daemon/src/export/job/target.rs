@@ -12,7 +12,7 @@ use vshunt_block::{Seen, check_marks, lock_image, open_image, own_mounts};
 use vshunt_types::error::{Error, Result};
 
 /// A file that is made for a backup. Others may remove or replace it.
-pub(super) struct Made {
+pub(super) struct TargetFile {
     /// What it is called in the end.
     path: PathBuf,
     /// What is written to; the same where there is something that cannot be replaced by a rename: a device, a file that
@@ -26,7 +26,7 @@ pub(super) struct Made {
     new: bool,
 }
 
-impl Made {
+impl TargetFile {
     /// Chooses the file and makes it, empty, if it is not there; one that is there is as it was.
     ///
     /// # Errors
@@ -200,14 +200,14 @@ mod tests {
 
     use super::*;
 
-    fn made(path: &Path, overwrite: bool) -> Made {
-        let made = Made::begin(path, overwrite).unwrap().take();
+    fn made(path: &Path, overwrite: bool) -> TargetFile {
+        let made = TargetFile::begin(path, overwrite).unwrap().take();
         std::fs::write(made.part(), b"new").unwrap();
         made
     }
 
     fn refused(path: &Path, overwrite: bool, word: &str) -> bool {
-        Made::begin(path, overwrite).is_err_and(|e| e.to_string().contains(word))
+        TargetFile::begin(path, overwrite).is_err_and(|e| e.to_string().contains(word))
     }
 
     #[test]

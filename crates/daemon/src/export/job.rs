@@ -2,9 +2,9 @@
 
 mod backup;
 mod commit;
-mod made;
 mod run;
 mod share;
+mod target;
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -18,8 +18,8 @@ use vshunt_types::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 use super::check::check_job_name;
 use super::daemon::Daemon;
 use super::event::Event;
-use super::life::queue_info;
-use super::maps::Maps;
+use super::lifecycle::queue_info;
+use super::registry::Registry;
 
 /// Concluded jobs that are shown, the oldest going first.
 const CONCLUDED_MAX: usize = 64;
@@ -104,7 +104,7 @@ impl Job {
 
     /// The copy is over. Decides whether the job was cancelled, which it cannot be any more if all was copied: what ends
     /// it then and what is told of it are the same.
-    pub(super) fn reserve(&self, copied: Result<()>) -> Result<()> {
+    pub(super) fn decide(&self, copied: Result<()>) -> Result<()> {
         let mut state = self.state();
         let copied = copied.and_then(|()| match state.cancelled {
             true => Err(Error::busy("it was cancelled")),
@@ -131,7 +131,7 @@ impl Job {
     }
 }
 
-impl Maps {
+impl Registry {
     fn job(&self, id: &str) -> Result<Arc<Job>> {
         self.jobs.get(id).cloned().ok_or_else(|| {
             Error::not_found(format!("there is no job {id}; 'job list' shows those that are there"))
@@ -261,9 +261,9 @@ impl Daemon {
     /// A job is over: whoever waits is told.
     pub(super) fn conclude(&self, job: &Arc<Job>, result: Result<()>) {
         {
-            let mut maps = self.state();
-            let ended = maps.jobs_ended;
-            maps.jobs_ended += 1;
+            let mut registry = self.state();
+            let ended = registry.jobs_ended;
+            registry.jobs_ended += 1;
             let mut state = job.state();
             if let Some(work) = state.at_work.take() {
                 state.done = work.copy.done.load(Relaxed);
@@ -272,13 +272,13 @@ impl Daemon {
             state.error = result.err().filter(|_| !state.cancelled).map(|e| e.to_string());
             state.status = JobStatus::Concluded;
             drop(state);
-            let over: Vec<_> = maps.jobs.values().filter(|j| j.is_concluded()).cloned().collect();
+            let over: Vec<_> = registry.jobs.values().filter(|j| j.is_concluded()).cloned().collect();
             if job.auto_dismiss {
-                maps.jobs.remove(&job.id);
+                registry.jobs.remove(&job.id);
             } else if over.len() > CONCLUDED_MAX
                 && let Some(oldest) = over.iter().min_by_key(|j| j.state().ended)
             {
-                maps.jobs.remove(&oldest.id);
+                registry.jobs.remove(&oldest.id);
             }
         }
         self.changed.notify_all();

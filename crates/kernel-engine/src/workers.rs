@@ -21,22 +21,22 @@ use vshunt_types::error::{Error, Result};
 const DEFAULT: u32 = 0;
 
 /// The most that a control thread waits for calls of others that wait for the disk.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const CONTROL_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// The device's workers and what its queues count. `list` guards itself and the order in which counters are read; it is
-/// held for calls that return at once. `turn` guards nothing here: while it is held the kernel may be waiting for the disk with
+/// held for calls that return at once. `disk_calls` guards nothing here: while it is held the kernel may be waiting for the disk with
 /// the device's own lock taken, and a call that needs that lock would wait as well, in a state that no signal ends.
-pub(super) struct Tasks {
+pub(super) struct DiskWorkers {
     export: String,
     device: Arc<Vhost>,
     first: OnceLock<WorkerId>,
-    turn: Mutex<()>,
-    list: Mutex<List>,
+    disk_calls: Mutex<()>,
+    list: Mutex<WorkerList>,
     stats: Vec<Arc<QueueStats>>,
 }
 
 #[derive(Default)]
-struct List {
+struct WorkerList {
     /// The kernel's numbers of our ids.
     numbers: BTreeMap<WorkerId, u32>,
     /// Requests completed, by our ids.
@@ -47,39 +47,40 @@ struct List {
     parked: u32,
 }
 
-struct Task {
-    tasks: Weak<Tasks>,
+struct DiskWorker {
+    workers: Weak<DiskWorkers>,
     export: String,
     id: WorkerId,
     number: u32,
 }
 
-impl KernelWorker for Task {
+impl KernelWorker for DiskWorker {
     fn export(&self) -> &str {
         &self.export
     }
 
     fn free(&self) -> Result<()> {
-        let Some(tasks) = self.tasks.upgrade() else { return Ok(()) };
+        let Some(workers) = self.workers.upgrade() else { return Ok(()) };
         let cannot = |e| Error::unsupported(format!("worker {} cannot be freed: {e}", self.id));
-        let _turn = lock_until(tasks.turn(), Instant::now() + PATIENCE).ok_or_else(|| {
-            Error::busy(format!(
-                "worker {} cannot be freed now: a queue of export {} waits for its disk; try again later",
-                self.id, self.export
-            ))
-        })?;
-        tasks.park_elsewhere(self.number).map_err(cannot)?;
-        tasks.device.free_worker(self.number).map_err(cannot)?;
-        let mut list = tasks.list();
+        let _calls =
+            lock_until(workers.disk_calls(), Instant::now() + CONTROL_WAIT_MAX).ok_or_else(|| {
+                Error::busy(format!(
+                    "worker {} cannot be freed now: a queue of export {} waits for its disk; try again later",
+                    self.id, self.export
+                ))
+            })?;
+        workers.park_elsewhere(self.number).map_err(cannot)?;
+        workers.device.free_worker(self.number).map_err(cannot)?;
+        let mut list = workers.list();
         list.numbers.remove(&self.id);
         list.done.remove(&self.id);
         Ok(())
     }
 
     fn requests(&self) -> u64 {
-        let Some(tasks) = self.tasks.upgrade() else { return 0 };
-        (0..tasks.stats.len()).for_each(|i| tasks.count(i as u16));
-        tasks.list().done.get(&self.id).copied().unwrap_or(0)
+        let Some(workers) = self.workers.upgrade() else { return 0 };
+        (0..workers.stats.len()).for_each(|i| workers.count(i as u16));
+        workers.list().done.get(&self.id).copied().unwrap_or(0)
     }
 }
 
@@ -90,28 +91,6 @@ pub(super) fn own(device: &Vhost) -> vhost_kernel::Result<()> {
         tracing::debug!("{e}");
     }
     device.set_owner()
-}
-
-/// Makes us the device's owner, which makes its first worker.
-pub(super) fn begin(
-    export: &str,
-    device: &Arc<Vhost>,
-    queues: u16,
-    workers: &Arc<Workers>,
-) -> Result<Arc<Tasks>> {
-    let tasks = Arc::new(Tasks {
-        export: export.to_owned(),
-        device: device.clone(),
-        first: OnceLock::new(),
-        turn: Mutex::default(),
-        list: Mutex::default(),
-        stats: (0..queues).map(|_| Arc::default()).collect(),
-    });
-    let owner = || own(device).map(|()| DEFAULT);
-    let first = tasks.adopt(workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
-    tasks.list().queues = vec![(first, 0); queues.into()];
-    let _ = tasks.first.set(first);
-    Ok(tasks)
 }
 
 /// Takes in a worker that the kernel makes because of `call`, which has the kernel's number of it to give; `undo` unmakes
@@ -126,7 +105,7 @@ pub(super) fn adopt(
     worker: impl FnOnce(WorkerId, u32) -> Arc<dyn KernelWorker>,
 ) -> Result<WorkerId> {
     workers.adopt(name, settings, |id| {
-        let _turn = (!numbers_are_the_kernels()).then(|| MAKING.locked());
+        let _making = (!numbers_are_the_kernels()).then(|| MAKING.locked());
         let before = vhost_threads();
         let number = call().map_err(|e| cannot(export, &e))?;
         let new = vhost_threads().difference(&before).copied().next();
@@ -175,7 +154,29 @@ fn vhost_threads() -> BTreeSet<i32> {
     tasks.filter_map(|t| t.file_name().to_str()?.parse().ok()).filter(is_one).collect()
 }
 
-impl Tasks {
+impl DiskWorkers {
+    /// Makes this process the owner of the device, which makes the first worker.
+    pub(super) fn start(
+        export: &str,
+        device: &Arc<Vhost>,
+        queues: u16,
+        workers: &Arc<Workers>,
+    ) -> Result<Arc<Self>> {
+        let this = Arc::new(Self {
+            export: export.to_owned(),
+            device: device.clone(),
+            first: OnceLock::new(),
+            disk_calls: Mutex::default(),
+            list: Mutex::default(),
+            stats: (0..queues).map(|_| Arc::default()).collect(),
+        });
+        let owner = || own(device).map(|()| DEFAULT);
+        let first = this.adopt(workers, Some(format!("{export}/0")), &Settings::default(), owner)?;
+        this.list().queues = vec![(first, 0); queues.into()];
+        let _ = this.first.set(first);
+        Ok(this)
+    }
+
     /// Makes another one.
     pub(super) fn make(
         self: &Arc<Self>,
@@ -199,13 +200,13 @@ impl Tasks {
             list.numbers.insert(id, number);
             list.done.insert(id, 0);
             drop(list);
-            Arc::new(Task { tasks: Arc::downgrade(self), export: self.export.clone(), id, number })
+            Arc::new(DiskWorker { workers: Arc::downgrade(self), export: self.export.clone(), id, number })
         })
     }
 
-    /// See [`Tasks`].
-    pub(super) fn turn(&self) -> &Mutex<()> {
-        &self.turn
+    /// See [`DiskWorkers`].
+    pub(super) fn disk_calls(&self) -> &Mutex<()> {
+        &self.disk_calls
     }
 
     /// The kernel attaches every ring that a device can have to the first worker, and frees none that a ring is attached to:
@@ -226,7 +227,7 @@ impl Tasks {
         Ok(())
     }
 
-    fn list(&self) -> MutexGuard<'_, List> {
+    fn list(&self) -> MutexGuard<'_, WorkerList> {
         self.list.locked()
     }
 
@@ -252,7 +253,7 @@ impl Tasks {
         stats.write_bytes.store(now.written_bytes, Relaxed);
         stats.kicks.store(now.kicks, Relaxed);
         stats.notifications.store(now.signals, Relaxed);
-        let List { done, queues, .. } = &mut *list;
+        let WorkerList { done, queues, .. } = &mut *list;
         // None yet while the device is made.
         let Some((worker, counted)) = queues.get_mut(usize::from(index)) else { return };
         if let Some(done) = done.get_mut(worker) {

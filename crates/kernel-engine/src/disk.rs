@@ -1,4 +1,4 @@
-//! Whether the kernel can serve a disk, and the block device that it does it with.
+//! Whether the kernel can serve a disk, and the block device that it uses for that.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,57 +15,57 @@ use vshunt_types::spec::{Cache, ExportSpec};
 
 use super::inflight;
 use super::loop_device::LoopDevice;
-use super::workers::{self, Tasks};
+use super::workers::DiskWorkers;
 
 const DEVICE: &str = "/dev/vhost-blk";
 
-/// All that it takes for the kernel to serve a disk.
-pub struct Plan {
+/// What the kernel needs to serve a disk, opened.
+pub struct DiskPlan {
     pub(super) device: Arc<Vhost>,
-    pub(super) disk: BlockDevice,
+    pub(super) block_device: BlockDevice,
     pub(super) readonly: bool,
 }
 
 /// A disk that the kernel serves.
-pub(super) struct Served {
+pub(super) struct ServedDisk {
     pub(super) device: Arc<Vhost>,
-    pub(super) disk: BlockDevice,
-    pub(super) tasks: Arc<Tasks>,
+    pub(super) block_device: BlockDevice,
+    pub(super) workers: Arc<DiskWorkers>,
     /// Whether the module can note what rings have in flight.
     pub(super) tracks: bool,
 }
 
-impl Served {
+impl ServedDisk {
     /// Takes the device for an export, with its first worker.
     pub(super) fn new(
         export: &str,
-        plan: Plan,
+        plan: DiskPlan,
         queues: u16,
         serial: &str,
         workers: &Arc<Workers>,
     ) -> Result<Self> {
-        let Plan { device, disk, readonly } = plan;
-        let tasks = workers::begin(export, &device, queues, workers)?;
+        let DiskPlan { device, block_device, readonly } = plan;
+        let disk_workers = DiskWorkers::start(export, &device, queues, workers)?;
         let flags = if readonly { VHOST_BLK_BACKEND_READONLY } else { 0 };
-        if let Err(e) = device.blk_set_backend(disk.as_fd(), flags, serial) {
+        if let Err(e) = device.blk_set_backend(block_device.as_fd(), flags, serial) {
             workers.forget(export);
             return Err(Error::unsupported(format!("export {export}: {e}")));
         }
         let tracks = inflight::is_offered(&device);
-        Ok(Self { device, disk, tasks, tracks })
+        Ok(Self { device, block_device, workers: disk_workers, tracks })
     }
 }
 
-impl Drop for Served {
+impl Drop for ServedDisk {
     fn drop(&mut self) {
-        // The device goes with the last holder, who may be a control thread that looks at a worker.
+        // The device is closed by its last holder, which may be a control thread that looks at a worker.
         if let Err(e) = self.device.blk_clear_backend() {
             tracing::warn!("{e}");
         }
     }
 }
 
-/// The block device behind the rings.
+/// The block device that holds the data.
 pub(super) enum BlockDevice {
     /// The disk is one.
     Itself(File),
@@ -95,8 +95,8 @@ impl BlockDevice {
         }
     }
 
-    /// Requests pass the page cache by. What programs of the host wrote through it is to be seen by the guest, and what
-    /// it remembers is not to be taken for what the guest wrote.
+    /// Writes the page cache back and drops it. Requests bypass it: the guest has to see what programs of the host wrote through
+    /// the cache, and old pages must not hide what the guest wrote.
     fn forget_pages(&self) {
         if let Self::Itself(file) = self {
             if let Err(e) = file.sync_all() {
@@ -122,11 +122,11 @@ impl AsFd for BlockDevice {
     }
 }
 
-/// Opens what it takes for the kernel to serve `disk` as `spec` asks.
+/// Opens what the kernel needs to serve `disk` as `spec` asks.
 ///
 /// # Errors
-/// Why it cannot, in words.
-pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<Plan, String> {
+/// The reason why the kernel cannot serve it, in words.
+pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<DiskPlan, String> {
     let readonly = spec.readonly || disk.readonly();
     let Some(image) = disk.image() else {
         return Err(format!("disk {} is neither a block device nor a raw file", spec.disk));
@@ -158,6 +158,6 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<
         return Err("its workers do not poll; leave out poll-us".to_owned());
     }
     let device = Arc::new(Vhost::open(DEVICE).map_err(|e| e.to_string())?);
-    let disk = BlockDevice::new(disk, &image, readonly)?;
-    Ok(Plan { device, disk, readonly })
+    let block_device = BlockDevice::new(disk, &image, readonly)?;
+    Ok(DiskPlan { device, block_device, readonly })
 }

@@ -4,76 +4,116 @@ use std::sync::Arc;
 
 use vshunt_block::Disk;
 use vshunt_fuse as fuse;
+use vshunt_kernel_engine as kernel_engine;
 use vshunt_net::{Switch, Tap, TapQueue};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportKind, ExportSpec};
 
 use super::check::{check_one_place, port_keys};
 use super::nets::Net;
-use crate::frontend::kernel;
 use crate::frontend::vhost_user::{Socket, adopt, listen};
 
-/// Virtqueues of one export: what QEMU's virtio devices can have less their own needs, and a VMM's usual most.
+/// Virtqueues of one export at most: what QEMU's virtio devices can have less their own needs, and a VMM's usual limit.
 pub const MAX_QUEUES: u16 = 256;
-/// Queue pairs of one network's export: vhost-user has 8 bits for a virtqueue's number.
+/// Queue pairs of one network's export at most: vhost-user has 8 bits for the number of a virtqueue.
 pub const MAX_PAIRS: u16 = 128;
 
 /// What an export serves.
 pub(super) enum Backend {
     Disk(Arc<Disk>),
-    /// With the most queue pairs that it is for, if somebody said so.
+    /// With the most queue pairs that it is for, if that was given.
     Net(Net, Option<u16>),
-    /// Likewise, of the tap.
+    /// With the most queue pairs of the tap, if that was given.
     Uplink(Arc<Tap>, Arc<Switch>, Option<u16>),
 }
 
 /// What is opened before anything is made.
-pub(super) enum Opened {
-    Socket(Socket, Server, Arc<Disk>),
-    Mount(fuse::Plan, Arc<Disk>),
-    Card(Socket, CardServer, Arc<Tap>),
-    Port(Socket, Arc<Switch>),
-    Uplink(Arc<Tap>, Arc<Switch>),
+pub(super) enum Prepared {
+    Blk(PreparedBlk),
+    Net(PreparedNet),
+    Port(PreparedPort),
+    Uplink(PreparedUplink),
+    Mount(PreparedMount),
 }
 
-/// Who is to serve the rings of a socket.
-pub(super) enum Server {
-    User { why: Option<String> },
-    Kernel(kernel::Plan),
+/// A disk behind a socket.
+pub(super) struct PreparedBlk {
+    pub(super) socket: Socket,
+    pub(super) server: DiskServer,
+    pub(super) disk: Arc<Disk>,
 }
 
-/// Who is to serve a network's.
-pub(super) enum CardServer {
-    User { queues: Vec<Arc<TapQueue>>, why: Option<String> },
-    Kernel(kernel::NetPlan),
+/// A tap behind a socket.
+pub(super) struct PreparedNet {
+    pub(super) socket: Socket,
+    pub(super) server: NetServer,
+    pub(super) tap: Arc<Tap>,
 }
 
-impl Opened {
-    /// Checks the whole request, completes it, and opens what it needs. Also says whether writes are refused.
+/// A port of a switch behind a socket.
+pub(super) struct PreparedPort {
+    pub(super) socket: Socket,
+    pub(super) switch: Arc<Switch>,
+}
+
+/// A tap as a port of a switch.
+pub(super) struct PreparedUplink {
+    pub(super) tap: Arc<Tap>,
+    pub(super) switch: Arc<Switch>,
+}
+
+/// A disk as a file of the host.
+pub(super) struct PreparedMount {
+    pub(super) plan: fuse::Plan,
+    pub(super) disk: Arc<Disk>,
+}
+
+/// What serves the rings of a disk.
+pub(super) enum DiskServer {
+    /// Workers of this process. `reason`: why not the kernel, with engine=auto.
+    User {
+        reason: Option<String>,
+    },
+    Kernel(kernel_engine::DiskPlan),
+}
+
+/// What serves the rings of a network device on a tap.
+pub(super) enum NetServer {
+    /// Workers of this process. `reason`: why not the kernel, with engine=auto.
+    User {
+        queues: Vec<Arc<TapQueue>>,
+        reason: Option<String>,
+    },
+    Kernel(kernel_engine::NetPlan),
+}
+
+impl Prepared {
+    /// Checks the whole request, completes it, and opens what it needs. Also returns whether writes are refused.
     ///
     /// # Errors
-    /// What is wrong with it, or cannot be had.
+    /// What is wrong with the request, or cannot be opened.
     pub(super) fn open(spec: &mut ExportSpec, backend: Backend) -> Result<(Self, bool)> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
-        // As it is shown, whatever directory the reader is in.
+        // As it is shown: the reader may be in another directory.
         spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
         let mut readonly = spec.refuses_writes();
-        let opened = match backend {
+        let prepared = match backend {
             Backend::Disk(disk) => {
                 check(spec, &disk)?;
                 readonly |= disk.readonly();
                 if spec.kind == ExportKind::Fuse {
-                    Self::Mount(fuse::plan(spec, &disk, MAX_QUEUES, queues)?, disk)
+                    let plan = fuse::plan(spec, &disk, MAX_QUEUES, queues)?;
+                    Self::Mount(PreparedMount { plan, disk })
                 } else {
                     spec.queues = Some(queues);
-                    let server = server(spec, &disk, queues)?;
-                    Self::Socket(open_socket(spec)?, server, disk)
+                    let server = disk_server(spec, &disk, queues)?;
+                    Self::Blk(PreparedBlk { socket: open_socket(spec)?, server, disk })
                 }
             }
             Backend::Uplink(tap, switch, most) => {
                 check_there(&tap)?;
                 spec.queues = Some(pairs(spec, Some(&tap), most)?);
-                Self::Uplink(tap, switch)
+                Self::Uplink(PreparedUplink { tap, switch })
             }
             Backend::Net(net, most) => {
                 let pairs = pairs(spec, net.tap(), most)?;
@@ -88,7 +128,7 @@ impl Opened {
                         }
                         check_there(&tap)?;
                         let server = net_server(spec, &tap, pairs)?;
-                        Self::Card(open_socket(spec)?, server, tap)
+                        Self::Net(PreparedNet { socket: open_socket(spec)?, server, tap })
                     }
                     Net::Switch(_) if spec.engine == Some(Engine::Kernel) => {
                         return Err(Error::unsupported(format!(
@@ -96,15 +136,15 @@ impl Opened {
                             spec.name
                         )));
                     }
-                    Net::Switch(switch) => Self::Port(open_socket(spec)?, switch),
+                    Net::Switch(switch) => Self::Port(PreparedPort { socket: open_socket(spec)?, switch }),
                 }
             }
         };
-        Ok((opened, readonly))
+        Ok((prepared, readonly))
     }
 }
 
-/// What is wrong with it for this disk; the rest was seen by [`Check`](super::Check).
+/// What is wrong with the request for this disk; [`Check`](super::Check) has checked the rest.
 fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
     if spec.writable == Some(true) && disk.readonly() {
@@ -154,28 +194,28 @@ pub(super) fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()>
     }
 }
 
-/// Who serves the rings of a socket, and all that it takes.
-fn server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<Server> {
+/// What serves the rings of a disk, opened.
+fn disk_server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<DiskServer> {
     let asked = spec.engine.unwrap_or_default();
     if asked == Engine::User {
-        return Ok(Server::User { why: None });
+        return Ok(DiskServer::User { reason: None });
     }
-    match (kernel::plan(spec, disk, queues), asked) {
-        (Ok(plan), _) => Ok(Server::Kernel(plan)),
-        (Err(why), Engine::Auto) => Ok(Server::User { why: Some(not_the_kernel(spec, why)) }),
+    match (kernel_engine::plan(spec, disk, queues), asked) {
+        (Ok(plan), _) => Ok(DiskServer::Kernel(plan)),
+        (Err(why), Engine::Auto) => Ok(DiskServer::User { reason: Some(not_the_kernel(spec, why)) }),
         (Err(why), _) => {
             Err(Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name)))
         }
     }
 }
 
-/// Takes note of why an export is not the kernel's.
+/// Logs the reason why the kernel does not serve an export, and returns it.
 pub(super) fn not_the_kernel(spec: &ExportSpec, why: String) -> String {
     tracing::info!("export {}: not served by the kernel: {why}", spec.name);
     why
 }
 
-/// Whether nobody removed the interface.
+/// Whether the interface is still there.
 fn check_there(tap: &Tap) -> Result<()> {
     match tap.is_there() {
         true => Ok(()),
@@ -186,7 +226,7 @@ fn check_there(tap: &Tap) -> Result<()> {
     }
 }
 
-/// How many queue pairs a network's export has.
+/// The number of queue pairs of a network's export.
 fn pairs(spec: &ExportSpec, tap: Option<&Arc<Tap>>, most: Option<u16>) -> Result<u16> {
     let most = most.unwrap_or(MAX_PAIRS).min(MAX_PAIRS);
     match spec.queues {
@@ -200,15 +240,15 @@ fn pairs(spec: &ExportSpec, tap: Option<&Arc<Tap>>, most: Option<u16>) -> Result
     }
 }
 
-/// Who serves a network's rings, and all that it takes.
-fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<CardServer> {
-    let by_us = |why| Ok(CardServer::User { queues: tap.queues(pairs)?, why });
+/// What serves the rings of a network device on a tap, opened.
+fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<NetServer> {
+    let by_us = |reason| Ok(NetServer::User { queues: tap.queues(pairs)?, reason });
     let asked = spec.engine.unwrap_or_default();
     if asked == Engine::User {
         return by_us(None);
     }
-    match (kernel::plan_net(spec, tap, pairs), asked) {
-        (Ok(plan), _) => Ok(CardServer::Kernel(plan)),
+    match (kernel_engine::plan_net(spec, tap, pairs), asked) {
+        (Ok(plan), _) => Ok(NetServer::Kernel(plan)),
         (Err(why), Engine::Auto) => by_us(Some(not_the_kernel(spec, why))),
         (Err(why), _) => {
             Err(Error::unsupported(format!("export {} cannot be served by the kernel: {why}", spec.name)))

@@ -1,4 +1,4 @@
-//! The daemon's maps of what it has: disks, exports, networks, jobs, each by its name.
+//! The daemon's registry: disks, exports, networks and jobs, each by its name.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,7 +11,7 @@ use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec};
 
 use super::bitmaps::Watched;
 use super::job::Job;
-use super::life::Export;
+use super::lifecycle::Export;
 use super::nets::NetEntry;
 
 /// How long somebody is waited for whose use of a disk's image by the kernel is about to end.
@@ -26,10 +26,10 @@ pub(super) const NETS_MAX: usize = 1024;
 pub(super) const EXPORTS_MAX: usize = 1024;
 
 #[derive(Default)]
-pub(super) struct Maps {
+pub(super) struct Registry {
     pub(super) disks: BTreeMap<String, Arc<DiskEntry>>,
     /// Overlays that wait for their snapshot. Their names are no disk's.
-    pub(super) overlays: BTreeMap<String, Waiting>,
+    pub(super) overlays: BTreeMap<String, WaitingOverlay>,
     /// Those under way, and those that are over and not dismissed.
     pub(super) jobs: BTreeMap<String, Arc<Job>>,
     /// Jobs that ended so far.
@@ -42,7 +42,7 @@ pub(super) struct Maps {
 }
 
 /// An overlay that waits for its snapshot.
-pub(super) struct Waiting {
+pub(super) struct WaitingOverlay {
     pub(super) spec: DiskSpec,
     /// Of its disk.
     pub(super) size_bytes: u64,
@@ -134,7 +134,7 @@ impl Phase {
     }
 }
 
-impl Maps {
+impl Registry {
     pub(super) fn check_up(&self) -> Result<()> {
         match self.shut {
             true => Err(Error::busy("the daemon is ending")),
@@ -270,15 +270,15 @@ mod tests {
 
     #[test]
     fn no_more_exports_than_the_constant_says() {
-        let mut maps = Maps::default();
+        let mut registry = Registry::default();
         for at in 0..EXPORTS_MAX {
-            maps.exports.insert(format!("e{at}"), ExportEntry::of_nets(Vec::new()));
+            registry.exports.insert(format!("e{at}"), ExportEntry::of_nets(Vec::new()));
         }
         let spec = ExportSpec { name: "more".into(), ..ExportSpec::default() };
-        let error = maps.check_vacant(&spec).unwrap_err();
+        let error = registry.check_vacant(&spec).unwrap_err();
         assert_eq!(error.kind(), Kind::Limit);
         assert!(error.to_string().contains("export remove"), "{error}");
-        maps.exports.remove("e7");
-        maps.check_vacant(&spec).unwrap();
+        registry.exports.remove("e7");
+        registry.check_vacant(&spec).unwrap();
     }
 }

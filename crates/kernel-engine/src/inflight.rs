@@ -1,7 +1,7 @@
 //! Where a ring of the kernel notes what it has in flight, and what it begins with.
 //!
-//! The session looks at the in-flight region first, as for a ring that this process serves: that repairs it and lists the
-//! requests of a former daemon. The kernel then goes on with the region, and begins these requests before it takes others.
+//! The session reads the in-flight region first, as for a ring that this process serves. That repairs the region and lists the
+//! requests of a former daemon. The kernel then continues with the region, and starts these requests before it takes others.
 //! Called by the session thread. What must never happen: the region or the list unmapped while the ring runs.
 
 use std::any::Any;
@@ -14,20 +14,20 @@ use virtio::vhost::BlkVringInflight;
 /// `flags` and `idx` of a `struct vring_avail`, in front of its ring.
 const AVAIL_HEADER: usize = 2;
 
-/// What a ring is tracked with, for as long as it runs.
-pub struct Tracking {
+/// What the kernel has addresses of while a tracked ring runs.
+pub(super) struct TrackedRing {
     notes: SplitNotes,
     /// A `struct vring_avail` whose ring has the heads of requests to begin again.
     replays: Vec<u16>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the region is written to by the kernel alone while this lives; here its address is a number.
-unsafe impl Send for Tracking {}
+// SAFETY: only the kernel writes to the region while this value lives (`tell`); this type only reads the address as a number.
+unsafe impl Send for TrackedRing {}
 
-impl Tracking {
+impl TrackedRing {
     /// `keep` keeps the region of `notes` mapped; `replays` are the requests that were in flight, in their order.
-    pub fn new(notes: SplitNotes, replays: &[Replay], keep: Arc<dyn Any + Send + Sync>) -> Self {
+    pub(super) fn new(notes: SplitNotes, replays: &[Replay], keep: Arc<dyn Any + Send + Sync>) -> Self {
         let heads = replays.iter().map(|replay| replay.head().id);
         let replays = std::iter::repeat_n(0, AVAIL_HEADER).chain(heads).collect();
         Self { notes, replays, _keep: keep }
@@ -46,7 +46,7 @@ impl Tracking {
     }
 }
 
-/// A ring notes nothing.
+/// The argument for a ring that notes nothing.
 fn nothing(ring: u32) -> BlkVringInflight {
     BlkVringInflight {
         size: size_of::<BlkVringInflight>() as u32,
@@ -55,23 +55,23 @@ fn nothing(ring: u32) -> BlkVringInflight {
     }
 }
 
-/// Whether the module can note requests at all: those of before cannot.
+/// Whether the module can note requests at all. Old modules cannot.
 pub(super) fn is_offered(device: &Vhost) -> bool {
-    // SAFETY: no region.
+    // SAFETY: the argument names no region, so the kernel gets no address.
     unsafe { device.blk_set_vring_inflight(&nothing(0)) }.is_ok()
 }
 
 /// Tells the kernel how a stopped ring is tracked from its next start on.
 ///
 /// # Safety
-/// The tracking stays as long as the ring runs, and its notes are of a region that only this ring's server writes to.
+/// `tracked` stays as long as the ring runs, and nothing else writes to its part of the region meanwhile.
 pub(super) unsafe fn tell(
     device: &Vhost,
     ring: u32,
-    tracking: Option<&Tracking>,
+    tracked: Option<&TrackedRing>,
 ) -> vhost_kernel::Result<()> {
-    let told = tracking.map_or_else(|| nothing(ring), |tracking| tracking.told(ring));
-    // SAFETY: the caller's.
+    let told = tracked.map_or_else(|| nothing(ring), |tracked| tracked.told(ring));
+    // SAFETY: the addresses lead into `tracked`, which the caller keeps; the caller says that only the kernel writes there.
     unsafe { device.blk_set_vring_inflight(&told) }
 }
 
@@ -89,10 +89,10 @@ mod tests {
             counter: 5,
             last_batch_head: 3,
         };
-        let tracking = Tracking::new(notes, &[], Arc::new(()));
-        let told = tracking.told(2);
+        let tracked = TrackedRing::new(notes, &[], Arc::new(()));
+        let told = tracked.told(2);
         assert_eq!((told.size, told.index, told.replay_num, told.reserved), (40, 2, 0, 0));
         assert_eq!((told.region_user_addr, told.num, told.counter, told.last_batch_head), (64, 8, 5, 3));
-        assert_eq!(told.replay_user_addr, tracking.replays.as_ptr().addr() as u64);
+        assert_eq!(told.replay_user_addr, tracked.replays.as_ptr().addr() as u64);
     }
 }

@@ -1,4 +1,4 @@
-//! One export's life: create, serve, remove.
+//! The lifecycle of one export: create, serve, remove.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
@@ -10,9 +10,10 @@ use vshunt_engine::{DRAIN_LIMIT, QueueStats, State, WorkerId, Workers};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, QueueInfo};
 
-use super::opened::{Backend, Opened, check_block_size};
+use super::prepared::{Backend, Prepared, check_block_size};
+use super::queues::ExportQueues;
 use super::served::{Frontend, Served};
-use crate::frontend::Queues;
+use super::start::Start;
 
 /// An export, served until it is removed. Control threads call it. Lock order: `served`, then a queue set's slot.
 pub(super) struct Export {
@@ -27,18 +28,19 @@ pub(super) struct Export {
 }
 
 impl Export {
-    /// Checks the whole request before anything is made; what was made is unmade on an error. `prepare` changes the image of a
+    /// Checks the whole request before anything is made; what was made is unmade on an error. `prepare_image` changes the image of a
     /// mount's disk as the mount needs it, after all that is checked.
     pub(super) fn create(
         mut spec: ExportSpec,
         backend: Backend,
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
-        prepare: &dyn Fn() -> Result<()>,
+        prepare_image: &dyn Fn() -> Result<()>,
     ) -> Result<Self> {
-        let (opened, readonly) = Opened::open(&mut spec, backend)?;
+        let (prepared, readonly) = Prepared::open(&mut spec, backend)?;
         let mut own_workers = Vec::new();
-        match opened.begin(&spec, workers, observer, prepare, &mut own_workers) {
+        let start = Start { spec: &spec, workers, observer, prepare_image, own_workers: &mut own_workers };
+        match start.run(prepared) {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
                 Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
@@ -120,7 +122,7 @@ impl Export {
     }
 
     /// Calls a function with the queues. [`Busy`](vshunt_types::error::Kind::Busy) once the export is removed.
-    pub(super) fn with_queues<R>(&self, f: impl FnOnce(&Queues) -> Result<R>) -> Result<R> {
+    pub(super) fn with_queues<R>(&self, f: impl FnOnce(&ExportQueues) -> Result<R>) -> Result<R> {
         match &*self.served() {
             Some(served) => f(&served.queues),
             None => Err(removing(&self.spec.name)),

@@ -13,11 +13,10 @@ use virtio::features::{
 };
 use virtio::net::*;
 use vshunt_engine::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
-use vshunt_net::{Tap, TapQueue};
+use vshunt_net::{Tap, TapQueue, negotiated};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{ExportSpec, Workers as Spread};
 
-use super::super::card;
 use super::workers;
 
 const DEVICE: &str = "/dev/vhost-net";
@@ -33,7 +32,7 @@ const PASSED_ON: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
     | bit(VIRTIO_F_VERSION_1)
     | bit(VHOST_F_LOG_ALL);
 
-/// All that it takes for the kernel to serve a network.
+/// What the kernel needs to serve a network, opened.
 pub struct NetPlan {
     tap: Arc<Tap>,
     pairs: Vec<(Vhost, Arc<TapQueue>)>,
@@ -46,10 +45,10 @@ impl NetPlan {
     }
 }
 
-/// Opens what it takes for the kernel to serve `tap` with so many queue pairs, as `spec` asks.
+/// Opens what the kernel needs to serve `tap` with `pairs` queue pairs, as `spec` asks.
 ///
 /// # Errors
-/// Why it cannot, in words.
+/// The reason why the kernel cannot serve it, in words.
 pub fn plan_net(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> std::result::Result<NetPlan, String> {
     match spec.workers {
         Spread::Count(n) if n != u32::from(pairs) => {
@@ -60,7 +59,7 @@ pub fn plan_net(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> std::result::R
         _ => {}
     }
     let mut plan = NetPlan { tap: tap.clone(), pairs: Vec::new() };
-    // The device first: that it is not there is what there is to say, whatever the tap is like.
+    // The device first: if it is missing, that is the reason to report, whatever the state of the tap.
     let open = || Vhost::open(DEVICE).map_err(|e| e.to_string());
     let first = open()?;
     let queues = tap.queues(pairs).map_err(|e| e.to_string())?;
@@ -73,26 +72,26 @@ pub fn plan_net(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> std::result::R
 }
 
 /// One queue pair.
-struct Pair {
+struct KernelPair {
     device: Vhost,
     queue: Arc<TapQueue>,
     worker: WorkerId,
     stats: Arc<QueueStats>,
 }
 
-/// A guest's network card.
-pub(super) struct Card {
+/// A network that the kernel serves.
+pub(super) struct ServedNet {
     export: String,
     tap: Arc<Tap>,
-    pairs: Vec<Pair>,
+    pairs: Vec<KernelPair>,
 }
 
 /// The worker of a pair. It ends with its device, which the export has.
-struct Task {
+struct PairWorker {
     export: String,
 }
 
-impl KernelWorker for Task {
+impl KernelWorker for PairWorker {
     fn export(&self) -> &str {
         &self.export
     }
@@ -107,23 +106,23 @@ impl KernelWorker for Task {
     }
 }
 
-impl Card {
+impl ServedNet {
     /// Takes the devices for an export, each with its worker.
     pub(super) fn new(export: &str, plan: NetPlan, workers: &Arc<Workers>) -> Result<Self> {
         let NetPlan { tap, pairs } = plan;
-        let mut card = Self { export: export.to_owned(), tap, pairs: Vec::new() };
+        let mut served = Self { export: export.to_owned(), tap, pairs: Vec::new() };
         for (at, (device, queue)) in pairs.into_iter().enumerate() {
             let owner = || workers::own(&device).map(|()| 0);
-            let task = |_, _| Arc::new(Task { export: export.to_owned() }) as Arc<dyn KernelWorker>;
+            let worker = |_, _| Arc::new(PairWorker { export: export.to_owned() }) as Arc<dyn KernelWorker>;
             let name = Some(format!("{export}/{at}"));
-            let made = workers::adopt(export, workers, name, &Settings::default(), owner, drop, task);
+            let made = workers::adopt(export, workers, name, &Settings::default(), owner, drop, worker);
             let worker = made.inspect_err(|_| workers.forget(export))?;
-            card.pairs.push(Pair { device, queue, worker, stats: Arc::default() });
+            served.pairs.push(KernelPair { device, queue, worker, stats: Arc::default() });
         }
-        Ok(card)
+        Ok(served)
     }
 
-    fn pair(&self, ring: u16) -> &Pair {
+    fn pair(&self, ring: u16) -> &KernelPair {
         &self.pairs[usize::from(ring / RINGS)]
     }
 
@@ -139,9 +138,9 @@ impl Card {
         self.devices().try_fold(PASSED_ON, |all, device| Ok(all & device.features()?))
     }
 
-    /// The tap's headers and offloads are the guest's.
-    pub(super) fn agreed(&self, features: u64) -> std::result::Result<(), String> {
-        card::agree(&self.tap, features).map(drop)
+    /// Gives the tap the headers and offloads that the guest agreed on.
+    pub(super) fn negotiated(&self, features: u64) -> std::result::Result<(), String> {
+        negotiated::agree(&self.tap, features).map(drop)
     }
 
     pub(super) fn run(&self, ring: u16, on: bool) -> vhost_kernel::Result<()> {
@@ -149,7 +148,7 @@ impl Card {
         pair.device.net_set_backend((ring % RINGS).into(), on.then(|| pair.queue.as_fd()))
     }
 
-    /// The tap sends frames to queues that are attached; one that nobody empties would swallow its share.
+    /// The tap sends frames to queues that are attached; a queue that nobody empties would swallow its share.
     pub(super) fn open(&self, ring: u16, on: bool) -> Result<()> {
         let queue = &self.pair(ring).queue;
         match (ring % RINGS, on) {

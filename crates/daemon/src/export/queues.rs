@@ -1,0 +1,92 @@
+//! The queues of an export, whatever serves them: workers of this process or the kernel.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vshunt_engine::{QueueSet, QueueStats, Settings, WorkerId};
+use vshunt_kernel_engine::KernelQueues;
+use vshunt_types::error::{Error, Result};
+
+/// See the module.
+pub(super) enum ExportQueues {
+    /// Queues of workers of this process.
+    User(Arc<QueueSet>),
+    /// Queues of the kernel engine.
+    Kernel(Arc<KernelQueues>),
+}
+
+impl ExportQueues {
+    /// How many.
+    pub(super) fn len(&self) -> u16 {
+        match self {
+            Self::User(set) => set.len(),
+            Self::Kernel(set) => set.len(),
+        }
+    }
+
+    /// Counters of a queue, as they are now.
+    pub(super) fn stats(&self, index: u16) -> &Arc<QueueStats> {
+        match self {
+            Self::User(set) => set.stats(index),
+            Self::Kernel(set) => set.stats(index),
+        }
+    }
+
+    /// The worker that a queue is attached to, and how often the queue was attached.
+    pub(super) fn placement(&self, index: u16) -> (WorkerId, u32) {
+        match self {
+            Self::User(set) => set.placement(index),
+            Self::Kernel(set) => set.placement(index),
+        }
+    }
+
+    /// See [`QueueSet::attach`]. The kernel does not wait for requests in flight; there `timeout` bounds the wait for a queue of
+    /// the export that is about to stop.
+    ///
+    /// # Errors
+    /// There is no such queue or worker, or the worker is not for this queue. The queue stays where it was.
+    pub(super) fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
+        match self {
+            Self::User(set) => set.attach(index, worker, timeout),
+            Self::Kernel(set) => set.attach(index, worker, timeout),
+        }
+    }
+
+    /// Makes a worker of the kernel for these queues.
+    ///
+    /// # Errors
+    /// The kernel does not serve them, or makes no worker.
+    pub(super) fn new_kernel_worker(
+        &self,
+        export: &str,
+        name: Option<String>,
+        settings: &Settings,
+    ) -> Result<WorkerId> {
+        match self {
+            Self::User(_) => Err(Error::unsupported(format!(
+                "export {export} is not served by the kernel (engine=user); leave out kind=kernel, or add it with \
+                 engine=kernel"
+            ))),
+            Self::Kernel(set) => set.new_worker(name, settings),
+        }
+    }
+
+    /// Calls a function while nothing is in flight on any queue.
+    ///
+    /// # Errors
+    /// [`Busy`](vshunt_types::error::Kind::Busy): the queues are not at rest at `until`. The function was not called.
+    pub(super) fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
+        match self {
+            Self::User(set) => set.with_all_drained(until, f),
+            Self::Kernel(set) => set.with_all_drained(until, f),
+        }
+    }
+
+    /// The queues, if the kernel serves them.
+    pub(super) fn kernel(&self) -> Option<&Arc<KernelQueues>> {
+        match self {
+            Self::User(_) => None,
+            Self::Kernel(set) => Some(set),
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! The start of an export: its queues get their first workers, and its front end is made. One function for each kind of device.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vshunt_engine::{FIRST_WORKER, Observer, QueueSet, Settings, WorkerId, Workers};
+use vshunt_fuse::Fuse;
+use vshunt_kernel_engine::{DiskPlan, KernelQueues};
+use vshunt_net::Switch;
+use vshunt_net::switch::{Lan, MACS_GUEST, MACS_UPLINK, PortOptions};
+use vshunt_net::tap::MTU_DEFAULT;
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Engine, ExportKind, ExportSpec, Workers as Spread};
+use vshunt_virtqueue::RingServer;
+
+use super::prepared::{
+    DiskServer, NetServer, Prepared, PreparedBlk, PreparedMount, PreparedNet, PreparedPort, PreparedUplink,
+    not_the_kernel,
+};
+use super::queues::ExportQueues;
+use super::served::{Frontend, Served};
+use crate::frontend::uplink::Uplink;
+use crate::frontend::vhost_user::blk::BlkDevice;
+use crate::frontend::vhost_user::net::{NetDevice, has_control};
+use crate::frontend::vhost_user::{Device, Socket, VhostUser, WorkerRings};
+use crate::queue::net::switch::Plug;
+
+/// What the start of an export needs besides what was prepared.
+pub(super) struct Start<'a> {
+    pub(super) spec: &'a ExportSpec,
+    pub(super) workers: &'a Arc<Workers>,
+    pub(super) observer: Arc<dyn Observer>,
+    /// For a mount; see [`Fuse::start`].
+    pub(super) prepare_image: &'a dyn Fn() -> Result<()>,
+    /// The workers that were made for the export, also if the start fails.
+    pub(super) own_workers: &'a mut Vec<WorkerId>,
+}
+
+impl Start<'_> {
+    /// Makes queues, workers and front end, and starts them.
+    ///
+    /// # Errors
+    /// What cannot be made.
+    pub(super) fn run(mut self, prepared: Prepared) -> Result<Served> {
+        match prepared {
+            Prepared::Blk(blk) => self.blk(blk),
+            Prepared::Net(net) => self.net(net),
+            Prepared::Port(port) => self.port(port),
+            Prepared::Uplink(uplink) => self.uplink(uplink),
+            Prepared::Mount(mount) => self.mount(mount),
+        }
+    }
+
+    /// A disk for a VMM.
+    fn blk(&mut self, prepared: PreparedBlk) -> Result<Served> {
+        let PreparedBlk { socket, server, disk } = prepared;
+        let spec = self.spec;
+        let count = spec.queues.unwrap_or(1);
+        let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
+        let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
+        let reason = match server {
+            DiskServer::User { reason } => reason,
+            DiskServer::Kernel(plan) => match kernel_queues(spec, plan, count, serial, self.workers) {
+                Ok(set) => {
+                    let device = device.served_by_kernel(set.features());
+                    return self.kernel_socket(socket, Arc::new(device), set);
+                }
+                // That the kernel refuses could not be known before.
+                Err(e) if spec.engine == Some(Engine::Auto) => Some(not_the_kernel(spec, e.to_string())),
+                Err(e) => return Err(e),
+            },
+        };
+        let set = self.queues(count, false)?;
+        self.user_socket(socket, Arc::new(device), set, reason)
+    }
+
+    /// A network device for a VMM, on a tap.
+    fn net(&mut self, prepared: PreparedNet) -> Result<Served> {
+        let PreparedNet { socket, server, tap } = prepared;
+        let spec = self.spec;
+        if let Some(mtu) = spec.mtu {
+            tap.set_mtu(mtu)?;
+        }
+        let mac = spec.mac.map(|mac| mac.0);
+        match server {
+            NetServer::User { queues, reason } => {
+                let pairs = queues.len() as u16;
+                let set = self.queues(pairs, has_control(pairs))?;
+                let device = NetDevice::of_tap(&spec.name, tap, queues, set.clone(), mac);
+                let device = device.map_err(|e| self.no_control(e))?;
+                self.user_socket(socket, Arc::new(device), set, reason)
+            }
+            NetServer::Kernel(plan) => {
+                let set = KernelQueues::new_net(&spec.name, plan, self.workers)?;
+                if spec.workers == Spread::PerCpu {
+                    pin_each(&set)?;
+                }
+                let device = NetDevice::of_kernel(&spec.name, tap, set.len(), mac, set.features());
+                self.kernel_socket(socket, Arc::new(device), set)
+            }
+        }
+    }
+
+    /// A network device for a VMM, on a port of a switch.
+    fn port(&mut self, prepared: PreparedPort) -> Result<Served> {
+        let PreparedPort { socket, switch } = prepared;
+        let spec = self.spec;
+        let auto = spec.engine == Some(Engine::Auto);
+        let reason = auto.then(|| not_the_kernel(spec, "a switch is ours".to_owned()));
+        let pairs = spec.queues.unwrap_or(1);
+        let set = self.queues(pairs, has_control(pairs))?;
+        let plug = join(spec, switch, pairs)?;
+        let mac = spec.mac.map(|mac| mac.0);
+        let device = NetDevice::of_switch(&spec.name, plug, set.clone(), mac, spec.mtu);
+        let device = device.map_err(|e| self.no_control(e))?;
+        self.user_socket(socket, Arc::new(device), set, reason)
+    }
+
+    /// A tap as a port of a switch.
+    fn uplink(&mut self, prepared: PreparedUplink) -> Result<Served> {
+        let PreparedUplink { tap, switch } = prepared;
+        let spec = self.spec;
+        if let Some(mtu) = spec.mtu {
+            tap.set_mtu(mtu)?;
+        }
+        let set = self.queues(spec.queues.unwrap_or(1), false)?;
+        let uplink = Uplink::start(&spec.name, tap, switch, port_options(spec), &set, &self.observer)?;
+        Ok(Served {
+            frontend: Frontend::Uplink(uplink),
+            queues: ExportQueues::User(set),
+            engine_reason: None,
+        })
+    }
+
+    /// A disk as a file of the host.
+    fn mount(&mut self, prepared: PreparedMount) -> Result<Served> {
+        let PreparedMount { plan, disk } = prepared;
+        let set = self.queues(plan.queues, false)?;
+        let mount = Fuse::start(self.spec, plan, disk, &set, self.observer.clone(), self.prepare_image)?;
+        Ok(Served { frontend: Frontend::Fuse(mount), queues: ExportQueues::User(set), engine_reason: None })
+    }
+
+    /// Queues on their first workers; with `control`, another one for a control virtqueue.
+    fn queues(&mut self, count: u16, control: bool) -> Result<Arc<QueueSet>> {
+        let mut workers_of = first_workers(self.spec, count, self.workers, self.own_workers)?;
+        // A control queue seldom has work, and keeps no worker from being freed.
+        workers_of.extend(control.then_some(FIRST_WORKER));
+        Ok(Arc::new(QueueSet::new(&self.spec.name, self.workers, &workers_of)?))
+    }
+
+    /// A device whose rings workers of this process serve. `reason`: why the kernel does not.
+    fn user_socket(
+        &self,
+        socket: Socket,
+        device: Arc<dyn Device>,
+        set: Arc<QueueSet>,
+        reason: Option<String>,
+    ) -> Result<Served> {
+        let rings = Arc::new(WorkerRings::new(set.clone(), device.clone()));
+        self.socket(socket, device, rings, ExportQueues::User(set), reason)
+    }
+
+    /// A device whose rings the kernel serves.
+    fn kernel_socket(
+        &self,
+        socket: Socket,
+        device: Arc<dyn Device>,
+        set: Arc<KernelQueues>,
+    ) -> Result<Served> {
+        self.socket(socket, device, set.clone(), ExportQueues::Kernel(set), None)
+    }
+
+    fn socket(
+        &self,
+        socket: Socket,
+        device: Arc<dyn Device>,
+        server: Arc<dyn RingServer>,
+        queues: ExportQueues,
+        engine_reason: Option<String>,
+    ) -> Result<Served> {
+        let may_block = self.spec.memory_may_block == Some(true);
+        let socket =
+            VhostUser::start(&self.spec.name, socket, device, server, self.observer.clone(), may_block)?;
+        Ok(Served { frontend: Frontend::VhostUser(socket), queues, engine_reason })
+    }
+
+    fn no_control(&self, e: std::io::Error) -> Error {
+        Error::io(format!("export {} can have no control queue", self.spec.name), e)
+    }
+}
+
+/// A port of a switch for an export.
+fn join(spec: &ExportSpec, switch: Arc<Switch>, pairs: u16) -> Result<Plug> {
+    let port = switch.join(pairs, port_options(spec))?;
+    Ok(Plug { switch, port })
+}
+
+/// The options of an export's port, with defaults for those that are not given.
+fn port_options(spec: &ExportSpec) -> PortOptions {
+    let macs = if spec.kind == ExportKind::Uplink { MACS_UPLINK } else { MACS_GUEST };
+    PortOptions {
+        name: spec.name.clone(),
+        mac: spec.mac.map(|mac| mac.0),
+        mac_filter: spec.mac_filter.unwrap_or(spec.mac.is_some()),
+        mac_limit: spec.mac_limit.unwrap_or(macs),
+        lan: Lan::new(spec.vlan, spec.trunk.as_ref()),
+        isolated: spec.isolated.unwrap_or(false),
+        reserved: spec.reserved.unwrap_or(false),
+        mtu: spec.mtu.unwrap_or(MTU_DEFAULT),
+        tap: None,
+    }
+}
+
+/// The queues of a disk that the kernel serves, with their workers.
+fn kernel_queues(
+    spec: &ExportSpec,
+    plan: DiskPlan,
+    count: u16,
+    serial: &str,
+    workers: &Arc<Workers>,
+) -> Result<Arc<KernelQueues>> {
+    let set = KernelQueues::new(&spec.name, plan, count, serial, workers)?;
+    spread_kernel(spec, &set)?;
+    Ok(set)
+}
+
+/// Keeps the worker of each queue on a CPU, in turn.
+fn pin_each(set: &KernelQueues) -> Result<()> {
+    let cpus = vshunt_engine::allowed_cpus();
+    (0..set.len()).try_for_each(|i| set.pin(set.first_worker(i), cpus[usize::from(i) % cpus.len()]))
+}
+
+/// No queue runs yet when queues are distributed, so nothing is waited for.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Distributes the queues over new workers of the kernel, as the spec asks. The first worker is there; all of them end with the
+/// device.
+fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
+    let queues = set.len();
+    let count = match spec.workers {
+        Spread::Default => return Ok(()),
+        Spread::PerQueue | Spread::PerCpu => u32::from(queues),
+        Spread::Count(n) => n,
+    };
+    let mut ids = vec![set.first_worker(0)];
+    for i in 1..count {
+        ids.push(set.new_worker(Some(format!("{}/{i}", spec.name)), &Settings::default())?);
+    }
+    if spec.workers == Spread::PerCpu {
+        let cpus = vshunt_engine::allowed_cpus();
+        for (i, &id) in ids.iter().enumerate() {
+            set.pin(id, cpus[i % cpus.len()])?;
+        }
+    }
+    for (index, &id) in (0..queues).zip(ids.iter().cycle()) {
+        set.attach(index, id, ATTACH_TIMEOUT)?;
+    }
+    Ok(())
+}
+
+/// The worker that each queue starts on. New workers are made as the spec asks.
+fn first_workers(
+    spec: &ExportSpec,
+    queues: u16,
+    workers: &Workers,
+    own: &mut Vec<WorkerId>,
+) -> Result<Vec<WorkerId>> {
+    let count = match spec.workers {
+        Spread::Default => return Ok(vec![FIRST_WORKER; queues.into()]),
+        Spread::PerQueue | Spread::PerCpu => u32::from(queues),
+        Spread::Count(n) => n,
+    };
+    let mut settings = Settings { poll_us: spec.poll_us, ..Settings::default() };
+    if spec.workers == Spread::PerCpu {
+        // The worker is on the CPU of the task that it serves. Woken at once, it would take the CPU for each request. As a batch
+        // task, it takes all requests that were there when the task waits.
+        settings.batch = spec.kind == ExportKind::Fuse;
+        // A worker that polls on the CPU of the task that it serves keeps that task from running.
+        settings.poll_us = Some(spec.poll_us.unwrap_or(0));
+    }
+    let cpus = vshunt_engine::allowed_cpus();
+    for i in 0..count {
+        if spec.workers == Spread::PerCpu {
+            // The CPU of the ring queue, if this process may run there.
+            let own = Some(i as usize).filter(|cpu| cpus.contains(cpu));
+            settings.cpu = Some(vec![own.unwrap_or(cpus[i as usize % cpus.len()])]);
+        }
+        own.push(workers.create(Some(format!("{}/{i}", spec.name)), &settings)?);
+    }
+    Ok(own.iter().copied().cycle().take(queues.into()).collect())
+}
