@@ -15,6 +15,22 @@ from seeds import SEED
 HERE = Path(__file__).resolve().parent
 PR_SET_CHILD_SUBREAPER = 36
 
+# Marks of whole folders.
+MARKS = {
+    "backup": ("root",),
+    "fuse": ("root",),
+    "net": ("root",),
+    "net-load": ("root", "serial"),
+    "neighbour": ("serial",),
+    "guest": ("vm", "slow"),
+    "guest-kill": ("vm", "slow"),
+    "vmm-kill": ("vm", "slow"),
+    "uml": ("vm",),
+    "kernel": ("vm", "kernel", "slow"),
+    "kernel-relay": ("vm", "kernel", "slow"),
+    "kernel-net": ("vm", "kernel", "slow"),
+}
+
 # Folders that take longest, so that a run with two processes starts with them.
 LONGEST = ("fuse", "qcow2", "net", "backup", "snapshot", "image")
 
@@ -23,10 +39,14 @@ def pytest_addoption(parser):
     group = parser.getgroup("vshunt")
     group.addoption("--lines", action="store_true", help="one line for each result, as scripts/test counts them")
     group.addoption("--kills", type=int, metavar="N", help="how often daemons are killed in tests that do so (default: theirs)")
+    group.addoption("--every", action="store_true", help="every kind of qcow2 image, instead of some drawn at random")
+    group.addoption("--server", metavar="PROGRAM", help="QEMU's storage daemon in vshunt's place, for the FUSE tests")
     group.addoption("--seconds", type=float, metavar="S", help="how long the tests under load run (default: theirs)")
 
 
 def pytest_configure(config):
+    # For test files that tests run as programs.
+    os.environ["PYTHONPATH"] = str(HERE / "lib")
     if hasattr(config, "workerinput"):
         return
     # Programs that a killed worker leaves behind become children of this process, which kills them at the end.
@@ -70,6 +90,8 @@ def pytest_collection_modifyitems(items):
     """Each folder stays on one process (`--dist loadgroup`), and the longest come first."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        for mark in MARKS.get(group_of(item), ()):
+            item.add_marker(mark)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(group_of(item), len(LONGEST)))
 
@@ -164,12 +186,20 @@ GUARDED_S = 180.0
 
 @pytest.fixture
 def guarded(request, clock):
-    """The test's FUSE connections are aborted when it is over its time, and the mounts that it made go if it fails."""
+    """The test's FUSE connections are aborted when it is over its time, and the mounts that it made go if it fails. Call it
+    with the seconds that the test may take more."""
     failed, before = request.session.testsfailed, {m[1] for m in fuse_guard.fuse_mounts()}
-    clock.put(limit=time.monotonic() + GUARDED_S, aborts=0)
-    yield
+    limit_s = [GUARDED_S]
+
+    def longer(seconds):
+        limit_s[0] += seconds
+        clock.put(limit=time.monotonic() + limit_s[0])
+
+    clock.put(aborts=0)
+    longer(0.0)
+    yield longer
     aborts = clock.get()[1]
     clock.put(limit=0.0)
     if request.session.testsfailed > failed or aborts:
         fuse_guard.unmount({m[1] for m in fuse_guard.fuse_mounts()} - before)
-    r.require(not aborts, f"over its {GUARDED_S:g} s: the connections were aborted")
+    r.require(not aborts, f"over its {limit_s[0]:g} s: the connections were aborted")

@@ -5,7 +5,6 @@ same, and `qemu-img convert` says what a guest would read.
 """
 
 import json
-import random
 
 import pytest
 import rig as r

@@ -11,8 +11,8 @@ import fcntl
 import mmap
 import os
 import re
-import signal
 import select
+import signal
 import struct
 import subprocess
 import sys

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-import fuse_errors
-import fuse_load
+import fuse_fio
 import fuse_mount as m
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ KILLS = 5
 # The writer's part of the image; fio has what lies behind it, and dd reads all of it, which takes it half a minute.
 BLOCK = 4096
 SLOTS = 512
-IMAGE_SIZE = SLOTS * BLOCK + fuse_load.FIO_JOBS * fuse_load.FIO_REGION + 512 * MIB
+IMAGE_SIZE = SLOTS * BLOCK + fuse_fio.FIO_JOBS * fuse_fio.FIO_REGION + 512 * MIB
 
 
 def block(slot, turn):
@@ -59,14 +59,14 @@ class Callers:
         self.held = os.open(path, os.O_RDONLY)
         held = f"/proc/{os.getpid()}/fd/{self.held}"
         self.writer = r.Child(suite.rig, f"{name}-writer", [sys.executable, "-B", __file__, "writer", path, turn])
-        self.fio = r.Child(suite.rig, f"{name}-fio", fuse_load.fio_argv(held, 120, SLOTS * BLOCK))
+        self.fio = r.Child(suite.rig, f"{name}-fio", fuse_fio.fio_argv(held, 120, SLOTS * BLOCK))
         self.dd = r.Child(suite.rig, f"{name}-dd", ["dd", f"if={path}", "of=/dev/null", "bs=512", "iflag=direct"])
         self.all = (self.writer, self.fio, self.dd)
         self.path = path
 
     def busy(self):
         r.wait_for("the writer's first blocks", lambda: self.writer.output().count("end") > 20)
-        r.wait_for("fio's jobs", lambda: self.opened(self.fio) >= fuse_load.FIO_JOBS or not self.fio.running())
+        r.wait_for("fio's jobs", lambda: self.opened(self.fio) >= fuse_fio.FIO_JOBS or not self.fio.running())
         time.sleep(0.1)
         ended = [f"{c.name}: {c.tail(4)}" for c in self.all if not c.running()]
         r.require(not ended, f"ended by themselves: {ended}")
@@ -114,7 +114,7 @@ def whole(image, completed, begun):
             r.require(seen == block(slot, turn), f"block {slot}: turn {turn} was completed, {struct.unpack('<QQ', seen[:16])} is there")
 
 
-def killed(suite):
+def test_kill_9_with_i_o_under_way_mountpoint_taken_over(suite):
     """kill -9 with I/O under way; the next daemon takes the mountpoint over."""
     suite.differs("mixes up writes that come together", before=11)
     name = f"kill-{suite.transport}"
@@ -149,7 +149,7 @@ def killed(suite):
     whole(mount.image, completed, {})
 
 
-def left_alone(suite):
+def test_kill_9_then_another_image_on_the_mountpoint(suite):
     """A killed daemon's mount, nobody using it, then a daemon with another image: the mountpoint is taken over."""
     suite.ours()
     name = f"left-{suite.transport}"
@@ -183,7 +183,7 @@ def terminated(suite, how):
     whole(mount.image, completed, begun)
 
 
-def removed(suite):
+def test_export_remove_busy_while_open_force_cuts_off(suite):
     """export remove: refused while somebody has it open, --force cuts them off; otherwise at once."""
     suite.ours()
     name = f"remove-{suite.transport}"
@@ -250,7 +250,7 @@ def unmounted(suite, lazily):
     mount.stop()
 
 
-def asked(suite):
+def test_quit_asks_before_it_takes_an_open_file_a_signal_comes_thrice(suite):
     """quit does not take an open file from its users, unless told to; a signal told twice is one."""
     suite.ours()
     name = f"asked-{suite.transport}"
@@ -267,7 +267,7 @@ def asked(suite):
     r.require(not mount.path.exists() and not m.mounted(mount.path), f"{mount.path} was left behind")
 
 
-def unmounted_then_ended(suite):
+def test_umount_l_by_an_administrator_file_open_at_the_end(suite):
     """umount -l, and the daemon ends with the file still open: its user gets errors, and neither hangs."""
     suite.ours()
     name = f"umount-l-end-{suite.transport}"
@@ -286,7 +286,7 @@ def cpu_time(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def aborted(suite):
+def test_connection_aborted_by_an_administrator(suite):
     """The connection is aborted from outside: callers get errors, the daemon goes on without the export or says why."""
     suite.ours()
     name = f"abort-{suite.transport}"
@@ -297,7 +297,7 @@ def aborted(suite):
     r.require(mount.child.stop() == 0, mount.child.tail())
 
 
-def existing(suite):
+def test_a_mountpoint_that_was_there_stays_as_it_was(suite):
     """A mountpoint that was there stays, with what is in it; also one whose path needs quoting, also the image itself."""
     suite.ours()
     name = f"existing-{suite.transport}"
@@ -310,7 +310,8 @@ def existing(suite):
     r.require(path.read_text() == "what was here", "the file under the mount was changed")
 
 
-def over_others(suite):
+@pytest.mark.transports("any")
+def test_mounted_over_what_another_disk_stands_on_and_the_reverse(suite):
     """Mounted over an image that another disk stands on; and a disk that stands on a mount of the same daemon."""
     suite.ours()
     qemu_img = r.tool("qemu-img", "qemu-utils")
@@ -329,7 +330,8 @@ def over_others(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def nobody(suite):
+@pytest.mark.transports("any")
+def test_without_root_by_fusermount3(suite):
     """Without root: fusermount3 mounts and unmounts."""
     r.tool("fusermount3", "fuse3")
     setpriv = r.tool("setpriv", "util-linux")
@@ -341,7 +343,7 @@ def nobody(suite):
     path.touch()
     for thing in (folder, image, path):
         os.chown(thing, 65534, 65534)
-    as_user = [setpriv, *fuse_errors.AS_NOBODY[1:]]
+    as_user = [setpriv, *m.AS_NOBODY[1:]]
     device = suite.rig.dir / "fuse"
     r.run(["cp", "-a", "/dev/fuse", device])
     device.chmod(0o666)
@@ -352,7 +354,7 @@ def nobody(suite):
             child = r.Child(suite.rig, "user", argv)
         else:
             export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,queues=2,transport=dev"
-            argv = [*as_user, fuse_errors.program_for_all(suite), "serve", "--disk", f"name=d0,file={image}", "--export", export]
+            argv = [*as_user, m.program_for_all(suite), "serve", "--disk", f"name=d0,file={image}", "--export", export]
             child = r.Child(suite.rig, "user", [*argv, "--control", folder / "user.ctl"])
         r.wait_for("it is mounted", lambda: m.mounted(path) or not child.running())
         r.require(child.running(), f"the daemon ended with {child.process.returncode}: {child.tail()}")
@@ -376,38 +378,34 @@ def nobody(suite):
         r.run(["umount", "/dev/fuse"], check=False)
 
 
-def others(suite):
+@pytest.mark.transports("any")
+def test_allow_other(suite):
     """allow-other: whether users but the daemon's own may so much as look."""
     setpriv = r.tool("setpriv", "util-linux")
     os.chmod(suite.rig.dir, 0o755)
     for value in ("on", "off"):
         name = f"others-{value}"
         mount = m.serving(suite, name, image=suite.image(f"{name}.img", MIB), extra=f",allow-other={value}")
-        done = r.run([setpriv, *fuse_errors.AS_NOBODY[1:], "stat", mount.path], check=False)
+        done = r.run([setpriv, *m.AS_NOBODY[1:], "stat", mount.path], check=False)
         r.require(done.returncode == (value == "off"), f"allow-other={value}: {done.returncode} {done.stdout}{done.stderr}")
         mount.path.read_bytes()
         mount.stop()
 
 
-def tests(suite):
-    t = suite.test
-    t("export remove: busy while open, --force cuts off", lambda: removed(suite))
-    t("SIGTERM with I/O under way", lambda: terminated(suite, "term"))
-    t("quit with I/O under way", lambda: terminated(suite, "quit"))
-    t("quit asks before it takes an open file, a signal comes thrice", lambda: asked(suite))
-    t("umount by an administrator", lambda: unmounted(suite, False))
-    t("umount -l by an administrator, file open", lambda: unmounted(suite, True))
-    t("umount -l by an administrator, file open at the end", lambda: unmounted_then_ended(suite))
-    t("connection aborted by an administrator", lambda: aborted(suite))
-    t(f"kill -9 {KILLS} times with I/O under way, mountpoint taken over", lambda: killed(suite))
-    t("kill -9, then another image on the mountpoint", lambda: left_alone(suite))
-    t("a mountpoint that was there stays as it was", lambda: existing(suite))
+def test_sigterm_with_i_o_under_way(suite):
+    terminated(suite, 'term')
 
 
-def tests_once(suite):
-    suite.test("mounted over what another disk stands on, and the reverse", lambda: over_others(suite))
-    suite.test("allow-other", lambda: others(suite))
-    suite.test("without root, by fusermount3", lambda: nobody(suite))
+def test_quit_with_i_o_under_way(suite):
+    terminated(suite, 'quit')
+
+
+def test_umount_by_an_administrator(suite):
+    unmounted(suite, False)
+
+
+def test_umount_l_by_an_administrator_file_open(suite):
+    unmounted(suite, True)
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["writer"]:

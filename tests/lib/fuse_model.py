@@ -306,19 +306,6 @@ class Case:
         mount.stop()
 
 
-def tests(suite):
-    t = suite.test
-    disk = Case(suite, "walk-disk", direct="on")
-    t("random operations, image on a disk, O_DIRECT", disk.walk)
-    t("random operations, image on a disk, O_DIRECT, growable", lambda: Case(suite, "grow-disk", direct="on").walk(True))
-    t("random operations, image in memory", Case(suite, "walk-memory", memory=True, direct="off").walk)
-    t("random operations, image in memory, growable", lambda: Case(suite, "grow-memory", memory=True, direct="off").walk(True))
-    t("random operations, format=ram", Case(suite, "walk-ram", disk="format=ram,size={size}").walk)
-    t("neighbours in one sector, image on a disk, O_DIRECT", Case(suite, "near-disk", direct="on").neighbours)
-    t("neighbours in one sector, image in memory", Case(suite, "near-memory", memory=True, direct="off").neighbours)
-    t("neighbours in one sector, format=ram", Case(suite, "near-ram", disk="format=ram,size={size}").neighbours)
-
-
 if __name__ == "__main__" and sys.argv[1:2] == ["neighbour"]:
     try:
         neighbour(Path(sys.argv[2]), *sys.argv[3:5])

@@ -1,16 +1,13 @@
-"""What the system leaves to a daemon: a limit of its address space, no io_uring for users, fusectl that comes later.
-
-Called by tests/fuse.
-"""
+"""What the system leaves to a daemon: a limit of its address space, no io_uring for users, fusectl that comes later."""
 
 import contextlib
 import os
 import re
 import resource
 
-import fuse_errors
 import fuse_guard
 import fuse_mount as m
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -18,7 +15,8 @@ MIB = 1 << 20
 RING_QUEUE_BYTES, CHANNEL_BYTES = 65 * MIB, 129 * MIB
 
 
-def little_memory(suite):
+@pytest.mark.transports("io_uring")
+def test_little_address_space(suite):
     """A daemon whose address space is limited: `auto` chooses dev, says why, and serves."""
     suite.ours()
     with contextlib.ExitStack() as stack:
@@ -73,18 +71,18 @@ def as_nobody(suite, name):
     device.chmod(0o666)
     r.run(["mount", "--bind", device, "/dev/fuse"])
     try:
-        yield folder, image, [setpriv, *fuse_errors.AS_NOBODY[1:]]
+        yield folder, image, [setpriv, *m.AS_NOBODY[1:]]
     finally:
         r.run(["umount", "/dev/fuse"], check=False)
 
 
-def fusectl_later(suite):
+def test_fusectl_is_mounted_after_the_daemons_start(suite):
     """Without root, confined to its paths: the connection of a mount in use ends by fusectl, though that was mounted later."""
     suite.ours()
     with as_nobody(suite, f"later-{suite.transport}") as (folder, image, user):
         path, control = folder / "f.mnt", folder / "c.sock"
         export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,transport={suite.transport}"
-        program = fuse_errors.program_for_all(suite)
+        program = m.program_for_all(suite)
         argv = [*user, program, "serve", "--sandbox=kill", "--allow-path", folder, "--disk", f"name=d0,file={image}"]
         fusectl = fuse_guard.CONNECTIONS
         while any(point == str(fusectl) for _, point, *_ in fuse_guard.mounts()):
@@ -105,7 +103,8 @@ def fusectl_later(suite):
         r.require(not m.mounted(path), "it is still mounted")
 
 
-def uring_disabled(suite):
+@pytest.mark.transports("any")
+def test_io_uring_is_switched_off_for_users(suite):
     """kernel.io_uring_disabled=1, which is put back: root's daemon serves, another user's says what to change."""
     suite.ours()
     with fuse_guard.UringDisabled(suite.clock, "1"):
@@ -124,16 +123,6 @@ def uring_disabled(suite):
         folder = suite.rig.dir / "disabled"
         folder.mkdir(mode=0o755)
         os.chown(folder, 65534, 65534)
-        program = fuse_errors.program_for_all(suite)
-        argv = [setpriv, *fuse_errors.AS_NOBODY[1:], program, "serve", "--disk", "name=d0,format=null,size=1M", "--control", folder / "c.sock"]
+        program = m.program_for_all(suite)
+        argv = [setpriv, *m.AS_NOBODY[1:], program, "serve", "--disk", "name=d0,format=null,size=1M", "--control", folder / "c.sock"]
         r.message_of(r.run(argv, check=False), "io_uring", "kernel.io_uring_disabled")
-
-
-def tests_once(suite):
-    suite.test("limits: io_uring is switched off for users", lambda: uring_disabled(suite))
-
-
-def tests(suite):
-    suite.test("limits: fusectl is mounted after the daemon's start", lambda: fusectl_later(suite))
-    if suite.transport == "io_uring":
-        suite.test("limits: little address space", lambda: little_memory(suite))

@@ -5,6 +5,7 @@ import os
 import random
 
 import fuse_mount as m
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -19,18 +20,6 @@ class Growing(m.Fixture):
         image = self.suite.image(f"{name}.img", self.START)
         self.first = bytes(m.fill(image, self.START, ((0, self.START),), 2))
         return m.serving(self.suite, name, image=image, growable=True)
-
-    def tests(self):
-        t = self.test
-        t("growable: truncate grows and shrinks", self.truncate)
-        t("growable: writes beyond the end", self.write)
-        t("growable: one asynchronous write of many requests beyond the end", self.write_in_pieces)
-        t("growable: cut while writes are under way", self.cut_under_load)
-        t("growable: O_APPEND, O_TRUNC", self.append)
-        t("growable: fallocate beyond the end", self.allocate)
-        t("growable: sizes are rounded up to 512", self.rounded)
-        t("growable: cp and dd without notrunc", self.copied)
-        t("growable: end", lambda: self.mount.stop())
 
     def begin(self):
         """The first size and content again."""
@@ -140,13 +129,6 @@ class ReadOnly(m.Fixture):
         self.content = m.fill(image, MIB, ((0, MIB // 2),), 3)
         return m.serving(self.suite, name, image=image, writable=False)
 
-    def tests(self):
-        t = self.test
-        t("read-only: every change is refused", self.refuses)
-        t("read-only: the mount says so", self.says)
-        t("read-only: reads", lambda: m.same(self.mount.path, self.content, "read-only"))
-        t("read-only: end", lambda: self.mount.stop())
-
     def refuses(self):
         path = self.mount.path
         no = ["EROFS", "EACCES", "EPERM"]
@@ -166,6 +148,75 @@ class ReadOnly(m.Fixture):
         r.require(os.stat(self.mount.path).st_mode & 0o222 == 0, "the mode has write permission")
 
 
-def tests(suite):
-    Growing(suite).tests()
-    ReadOnly(suite).tests()
+@pytest.fixture(scope="module")
+def _growable(suite):
+    return Growing(suite)
+
+
+@pytest.fixture
+def growable(_growable, fresh_after_failure):
+    fresh_after_failure(_growable)
+    return _growable
+
+
+@pytest.fixture(scope="module")
+def _read_only(suite):
+    return ReadOnly(suite)
+
+
+@pytest.fixture
+def read_only(_read_only, fresh_after_failure):
+    fresh_after_failure(_read_only)
+    return _read_only
+
+
+def test_growable_truncate_grows_and_shrinks(growable):
+    growable.truncate()
+
+
+def test_growable_writes_beyond_the_end(growable):
+    growable.write()
+
+
+def test_growable_one_asynchronous_write_of_many_requests_beyond_the_end(growable):
+    growable.write_in_pieces()
+
+
+def test_growable_cut_while_writes_are_under_way(growable):
+    growable.cut_under_load()
+
+
+def test_growable_o_append_o_trunc(growable):
+    growable.append()
+
+
+def test_growable_fallocate_beyond_the_end(growable):
+    growable.allocate()
+
+
+def test_growable_sizes_are_rounded_up_to_512(growable):
+    growable.rounded()
+
+
+def test_growable_cp_and_dd_without_notrunc(growable):
+    growable.copied()
+
+
+def test_growable_end(growable):
+    growable.mount.stop()
+
+
+def test_read_only_every_change_is_refused(read_only):
+    read_only.refuses()
+
+
+def test_read_only_the_mount_says_so(read_only):
+    read_only.says()
+
+
+def test_read_only_reads(read_only):
+    m.same(read_only.mount.path, read_only.content, "read-only")
+
+
+def test_read_only_end(read_only):
+    read_only.mount.stop()

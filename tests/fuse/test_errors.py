@@ -4,6 +4,7 @@ import os
 import shlex
 
 import fuse_mount as m
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -39,35 +40,6 @@ class Refusals:
         r.require(sorted(m.fuse_mounts()) == before, f"mounts were left: {m.fuse_mounts()}")
         r.require(existed or not os.path.lexists(path), f"{path} was left behind")
         r.require(not control.exists(), f"{control.name} was left behind")
-
-    def tests(self):
-        t = self.suite.test
-        t("refused: the mountpoint is a directory", self.directory)
-        t("refused: the mountpoint's parent is missing", lambda: self.serve("nowhere", mountpoint=self.path("nowhere") / "f.mnt"))
-        t("refused: the mountpoint's parent is a file", lambda: self.serve("errors.img", mountpoint=self.image / "f.mnt"))
-        t("refused: the mountpoint is a FIFO", self.fifo)
-        t("refused: the mountpoint's name is too long", lambda: self.serve("x" * 40, mountpoint=self.path("x" * 300)))
-        t("refused: a mountpoint that is served already", self.busy)
-        t("refused: two exports on one mountpoint", self.twice)
-        t("refused: no mountpoint", lambda: self.serve("mountpoint", export="type=fuse,name=f0,disk=d0"))
-        t("refused: a read-only disk, writable=on", self.readonly)
-        t("refused: growable without writable", lambda: self.serve("growable", "writable", keys=",growable=on"))
-        for queues in (0, 257, 70000, "many"):
-            t(f"refused: queues={queues}", lambda q=queues: self.serve("queues", q if q != "many" else "queues", keys=f",queues={q}"))
-        for key, value in (
-            ("colour", "red"), ("transport", "pigeon"), ("passthrough", "perhaps"), ("allow-other", "some"), ("workers", "per-moon"),
-            ("workers", "0"), ("writable", "maybe"), ("socket", "/tmp/no.sock"),
-        ):  # fmt: skip
-            t(f"refused: {key}={value}", lambda k=key, v=value: self.serve(k, keys=f",{k}={v}"))
-        vhost = f"type=vhost-user-blk,name=v,disk=d0,socket={self.path('v.sock')},mountpoint={self.path()}"
-        t("refused: a mountpoint for vhost-user-blk", lambda: self.serve("mountpoint", export=vhost))
-        t("refused: transport=io_uring with enable_uring=N", self.no_uring)
-        t("refused: /dev/fuse is missing", lambda: self.device('rm "$dev/fuse"'))
-        t("refused: /dev/fuse is an empty file", lambda: self.device('rm "$dev/fuse"; : >"$dev/fuse"'))
-        t("refused: /dev/fuse is another device", lambda: self.device('rm "$dev/fuse"; cp -a /dev/zero "$dev/fuse"'))
-        t("refused: /dev/fuse may not be opened", self.forbidden)
-        t("refused: a second export that cannot be takes the first with it", self.second)
-        t("refused: what a running daemon is asked for", self.running)
 
     def readonly(self):
         self.serve("d0", "read-only", disk=f"name=d0,file={self.image},readonly=on", keys=",writable=on")
@@ -125,11 +97,11 @@ class Refusals:
         os.chmod(self.suite.rig.dir, 0o755)
         image = self.suite.rig.image("nobody.img", MIB, folder)
         os.chown(image, 65534, 65534)
-        program = program_for_all(self.suite)
+        program = m.program_for_all(self.suite)
         script = (
             'set -e; d=$(mktemp -d); mount -t tmpfs dev "$d"; cp -a /dev/fuse "$d"; chmod 600 "$d/fuse"; '
             'mount --bind "$d/fuse" /dev/fuse; umount -l "$d"; rmdir "$d"; shift; '
-            f'exec {shlex.join(AS_NOBODY)} {program} "$@"'
+            f'exec {shlex.join(m.AS_NOBODY)} {program} "$@"'
         )
         around = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh"]
         self.serve("/dev/fuse", disk=f"name=d0,file={image}", mountpoint=folder / "f.mnt", around=around, control=folder / "errors.ctl")
@@ -163,18 +135,95 @@ class Refusals:
         r.require(not self.path().exists(), "the second mountpoint was left behind")
 
 
-AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+pytestmark = pytest.mark.transports("any")
 
 
-def program_for_all(suite):
-    """A copy of vshunt that every user can run; where it was built, they may not look."""
-    copy = suite.rig.dir / "vshunt"
-    if not copy.exists():
-        os.chmod(suite.rig.dir, 0o755)
-        copy.write_bytes(open(r.binary("vshunt"), "rb").read())
-        copy.chmod(0o755)
-    return copy
+@pytest.fixture(scope="module")
+def refusals(suite):
+    return Refusals(suite)
 
 
-def tests_once(suite):
-    Refusals(suite).tests()
+def test_refused_the_mountpoint_is_a_directory(refusals):
+    refusals.directory()
+
+
+def test_refused_the_parent_of_the_mountpoint_is_missing(refusals):
+    refusals.serve("nowhere", mountpoint=refusals.path("nowhere") / "f.mnt")
+
+
+def test_refused_the_parent_of_the_mountpoint_is_a_file(refusals):
+    refusals.serve("errors.img", mountpoint=refusals.image / "f.mnt")
+
+
+def test_refused_the_mountpoint_is_a_fifo(refusals):
+    refusals.fifo()
+
+
+def test_refused_the_name_of_the_mountpoint_is_too_long(refusals):
+    refusals.serve("x" * 40, mountpoint=refusals.path("x" * 300))
+
+
+def test_refused_a_mountpoint_that_is_served_already(refusals):
+    refusals.busy()
+
+
+def test_refused_two_exports_on_one_mountpoint(refusals):
+    refusals.twice()
+
+
+def test_refused_no_mountpoint(refusals):
+    refusals.serve("mountpoint", export="type=fuse,name=f0,disk=d0")
+
+
+def test_refused_a_read_only_disk_writable_on(refusals):
+    refusals.readonly()
+
+
+def test_refused_growable_without_writable(refusals):
+    refusals.serve("growable", "writable", keys=",growable=on")
+
+
+@pytest.mark.parametrize("queues", (0, 257, 70000, "many"))
+def test_refused_queues(refusals, queues):
+    refusals.serve("queues", queues if queues != "many" else "queues", keys=f",queues={queues}")
+
+
+@pytest.mark.parametrize("key, value", (
+    ("colour", "red"), ("transport", "pigeon"), ("passthrough", "perhaps"), ("allow-other", "some"), ("workers", "per-moon"),
+    ("workers", "0"), ("writable", "maybe"), ("socket", "/tmp/no.sock"),
+))  # fmt: skip
+def test_refused_key(refusals, key, value):
+    refusals.serve(key, keys=f",{key}={value}")
+
+
+def test_refused_a_mountpoint_for_vhost_user_blk(refusals):
+    vhost = f"type=vhost-user-blk,name=v,disk=d0,socket={refusals.path('v.sock')},mountpoint={refusals.path()}"
+    refusals.serve("mountpoint", export=vhost)
+
+
+def test_refused_transport_io_uring_with_enable_uring_n(refusals):
+    refusals.no_uring()
+
+
+def test_refused_dev_fuse_is_missing(refusals):
+    refusals.device('rm "$dev/fuse"')
+
+
+def test_refused_dev_fuse_is_an_empty_file(refusals):
+    refusals.device('rm "$dev/fuse"; : >"$dev/fuse"')
+
+
+def test_refused_dev_fuse_is_another_device(refusals):
+    refusals.device('rm "$dev/fuse"; cp -a /dev/zero "$dev/fuse"')
+
+
+def test_refused_dev_fuse_may_not_be_opened(refusals):
+    refusals.forbidden()
+
+
+def test_refused_a_second_export_that_cannot_be_takes_the_first_with_it(refusals):
+    refusals.second()
+
+
+def test_refused_what_a_running_daemon_is_asked_for(refusals):
+    refusals.running()

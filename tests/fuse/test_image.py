@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import fuse_mount as m
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -16,7 +17,7 @@ def rounded(size):
     return -(-size // SECTOR) * SECTOR
 
 
-def odd_sizes(suite):
+def test_images_that_end_within_a_sector(suite):
     """A file that ends within a sector is served up to the sector's end, which reads as zeroes."""
     for direct in ("on", "off"):
         for size in (1, 1000, MIB + 1, MIB - 511):
@@ -41,7 +42,7 @@ def odd_sizes(suite):
             m.same(image, content, "the image, now of whole sectors")
 
 
-def odd_growable(suite):
+def test_growable_an_image_that_ends_within_a_sector(suite):
     """The same for a growable mount, which goes on behind the sector."""
     name = f"odd-growable-{suite.transport}"
     image = suite.image(f"{name}.img", 700)
@@ -55,7 +56,7 @@ def odd_growable(suite):
     m.same(image, want, "the image")
 
 
-def empty(suite):
+def test_growable_an_empty_image(suite):
     """A growable mount of an empty file, and one that is emptied; a fresh qcow2 image as its contents."""
     name = f"empty-{suite.transport}"
     image = suite.image(f"{name}.img", 0)
@@ -81,7 +82,8 @@ def empty(suite):
     again.stop()
 
 
-def empty_refused(suite):
+@pytest.mark.transports("any")
+def test_an_empty_image_refused_where_nobody_can_make_it_longer(suite):
     """An empty image is nobody else's disk."""
     suite.ours()
     image = suite.image("empty-refused.img", 0)
@@ -97,7 +99,7 @@ def empty_refused(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def truncating_open(suite):
+def test_o_trunc_without_growable_the_size_stays(suite):
     """A mount that does not grow keeps its size when it is opened with O_TRUNC, as a block device does."""
     suite.differs("overlooks O_TRUNC, or cuts the image", before=None)
     name = f"trunc-{suite.transport}"
@@ -127,7 +129,8 @@ def truncating_open(suite):
     m.same(image, content, "the image")
 
 
-def killed_odd(suite):
+@pytest.mark.transports("any")
+def test_passthrough_killed_after_an_odd_write(suite):
     """Passthrough leaves an image of any length when the daemon is killed: the next one serves it."""
     suite.ours()
     image = suite.image("killed-odd.img", MIB)
@@ -143,7 +146,8 @@ def killed_odd(suite):
     m.same(image, (content + b"k").ljust(MIB + SECTOR, b"\0"), "the image afterwards")
 
 
-def over_itself(suite):
+@pytest.mark.transports("any")
+def test_mounted_over_the_image_itself(suite):
     """Mounted over the image, as QEMU's storage daemon is often used; the image outlives a daemon that is killed."""
     name = f"itself-{suite.transport}"
     image = suite.image(f"{name}.img", MIB)
@@ -168,7 +172,8 @@ def over_itself(suite):
     m.same(image, content, "the image afterwards")
 
 
-def qcow2_over_itself(suite):
+@pytest.mark.transports("any")
+def test_a_qcow2_image_mounted_over_itself(suite):
     """A qcow2 image under its own contents: what would open the image by its name is refused, with the mount's name."""
     suite.ours()
     tool = r.tool("qemu-img", "qemu-utils")
@@ -200,7 +205,8 @@ def qcow2_over_itself(suite):
     r.run([tool, "compare", "-f", "qcow2", "-F", "raw", image, folder / "itself.backup"])
 
 
-def over_itself_with_base(suite):
+@pytest.mark.transports("any")
+def test_an_image_with_one_below_it_elsewhere_mounted_over_itself_after_a_kill(suite):
     """The image below is in another folder: the next daemon finds it although a dead mount hides the image that names it."""
     suite.ours()
     tool = r.tool("qemu-img", "qemu-utils")
@@ -219,7 +225,7 @@ def over_itself_with_base(suite):
         mount.stop()
 
 
-def growing_qcow2(suite):
+def test_growable_a_qcow2_disk(suite):
     """Users change the size of a qcow2 disk: against a plain file, over kills, with a longer image below."""
     suite.ours()
     tool = r.tool("qemu-img", "qemu-utils")
@@ -277,7 +283,8 @@ def growing_qcow2(suite):
             r.run([tool, "compare", "-f", "qcow2", "-F", "raw", image, suite.rig.dir / f"{name}.model"])
 
 
-def growing_qcow2_ends(suite):
+@pytest.mark.transports("any")
+def test_growable_a_qcow2_disk_beside_other_commands(suite):
     """Other commands beside a growable qcow2 disk, and what cannot grow."""
     suite.ours()
     tool = r.tool("qemu-img", "qemu-utils")
@@ -310,7 +317,8 @@ def growing_qcow2_ends(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def growing_refused(suite):
+@pytest.mark.transports("any")
+def test_growable_what_is_refused_leaves_a_qcow2_image_as_it_was(suite):
     """A refused export, or a refused size, leaves a qcow2 image byte for byte as it was, while it is served and afterwards."""
     suite.ours()
     tool = r.tool("qemu-img", "qemu-utils")
@@ -358,23 +366,3 @@ def growing_refused(suite):
     for path, data in at_rest.items():
         r.require(path.read_bytes() == data, f"{path} is not what it was before it was served")
     r.require(daemon.child.stop() == 0, daemon.child.tail())
-
-
-def tests(suite):
-    t = suite.test
-    t("images that end within a sector", lambda: odd_sizes(suite))
-    t("growable: an image that ends within a sector", lambda: odd_growable(suite))
-    t("growable: an empty image", lambda: empty(suite))
-    t("growable: a qcow2 disk", lambda: growing_qcow2(suite))
-    t("O_TRUNC without growable: the size stays", lambda: truncating_open(suite))
-
-
-def tests_once(suite):
-    t = suite.test
-    t("growable: a qcow2 disk beside other commands", lambda: growing_qcow2_ends(suite))
-    t("growable: what is refused leaves a qcow2 image as it was", lambda: growing_refused(suite))
-    t("an empty image: refused where nobody can make it longer", lambda: empty_refused(suite))
-    t("passthrough: killed after an odd write", lambda: killed_odd(suite))
-    t("mounted over the image itself", lambda: over_itself(suite))
-    t("a qcow2 image mounted over itself", lambda: qcow2_over_itself(suite))
-    t("an image with one below it elsewhere, mounted over itself, after a kill", lambda: over_itself_with_base(suite))

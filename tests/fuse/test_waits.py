@@ -16,13 +16,14 @@ from pathlib import Path
 
 import fuse_guard
 import fuse_mount as m
+import pytest
 import rig as r
 from stalls import Stalls
 
 MIB = 1 << 20
 DISK_SIZE = 16 * MIB
 
-# Kills for each transport; `--kills` of tests/fuse changes it.
+# Kills for each transport; `--kills` changes it.
 KILLS = 100
 # How soon a killed daemon is gone, besides stalls of the machine; and when one is given up that is not.
 GONE_S, GIVEN_UP_S = 1.0, 10.0
@@ -233,7 +234,7 @@ class Stopped:
         r.require(self.below.child.stop() == 0, self.below.child.tail())
 
 
-def never(suite):
+def test_commands_while_the_mount_answers_nobody(suite):
     """Commands to a daemon whose mount answers nobody: none waits for the mount, nor does a child."""
     suite.ours()
     name = f"never-{suite.transport}"
@@ -261,7 +262,7 @@ def never(suite):
     stopped.end()
 
 
-def flushed_once(suite):
+def test_flush_is_sent_once(suite):
     """The first FLUSH is answered ENOSYS, and the kernel sends no other: who closes a file waits for no daemon."""
     suite.ours()
     name = f"flushed-{suite.transport}"
@@ -289,7 +290,7 @@ def flushed_once(suite):
     mount.stop()
 
 
-def watched(suite):
+def test_under_load_no_thread_is_seen_to_wait(suite):
     """Under load, moves, snapshots and bitmaps: no thread is ever seen to wait for a mount, no descriptor is of it."""
     suite.ours()
     name = f"watched-{suite.transport}"
@@ -323,7 +324,7 @@ def watched(suite):
     mount.stop()
 
 
-def crowded(suite):
+def test_as_many_asynchronous_requests_as_there_may_be(suite):
     """A connection that has as many asynchronous requests as it may have: queues move, snapshots are taken."""
     suite.ours()
     name = f"crowded-{suite.transport}"
@@ -351,7 +352,7 @@ def crowded(suite):
     mount.stop()
 
 
-def covered(suite):
+def test_something_is_mounted_over_the_path(suite):
     """Something else is mounted over the path: queues move and snapshots are taken all the same."""
     suite.ours()
     name = f"covered-{suite.transport}"
@@ -372,7 +373,7 @@ def covered(suite):
     mount.stop()
 
 
-def counted(suite):
+def test_a_request_that_is_set_aside_is_counted_once(suite):
     """A request that is set aside while its queue moves or pauses is counted once, by its queue and by a worker."""
     suite.ours()
     name = f"counted-{suite.transport}"
@@ -403,7 +404,8 @@ def threads(pid):
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def forwarded(suite):
+@pytest.mark.transports("io_uring")
+def test_entries_of_a_moved_queue_are_forwarded_also_by_a_freed_worker(suite):
     """Idle entries stay with the worker that a ring queue leaves, also when that is freed, until requests took them."""
     suite.ours()
     name = f"forwarded-{suite.transport}"
@@ -446,7 +448,8 @@ def forwarded(suite):
     mount.stop()
 
 
-def confined(suite):
+@pytest.mark.transports("io_uring")
+def test_a_daemon_that_may_not_use_each_cpu(suite):
     """A daemon that may not run on each CPU: `auto` chooses dev and says why; io_uring works when it is asked for."""
     suite.ours()
     cpus = sorted(os.sched_getaffinity(0))
@@ -476,18 +479,10 @@ def confined(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def tests(suite, kills=KILLS):
-    t = suite.test
-    t("waits: commands while the mount answers nobody", lambda: never(suite))
-    t("waits: FLUSH is sent once", lambda: flushed_once(suite))
-    t("waits: under load no thread is seen to wait", lambda: watched(suite))
-    t("waits: as many asynchronous requests as there may be", lambda: crowded(suite))
-    t("waits: something is mounted over the path", lambda: covered(suite))
-    t("waits: a request that is set aside is counted once", lambda: counted(suite))
-    if suite.transport == "io_uring":
-        t("waits: entries of a moved queue are forwarded, also by a freed worker", lambda: forwarded(suite))
-        t("waits: a daemon that may not use each CPU", lambda: confined(suite))
-    t(f"waits: killed {kills} times in moves, snapshots and removals", lambda: killed(suite, kills), m.LIMIT_S + 10 * kills)
+def test_killed_in_moves_snapshots_and_removals(suite, guarded, request):
+    kills = request.config.getoption("--kills") or KILLS
+    guarded(10 * kills)
+    killed(suite, kills)
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["load"]:

@@ -9,8 +9,8 @@ import time
 
 import fuse_model
 import fuse_mount as m
-import fuse_posix
 import peer as p
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def passthrough(export):
     return told(export, "passthrough"), export["mount"].get("passthrough-reason", "")
 
 
-def status(suite):
+def test_status(suite):
     """The fields that scripts look at, and counters that grow with use."""
     suite.ours()
     name = f"status-{suite.transport}"
@@ -69,7 +69,7 @@ def status(suite):
     mount.stop()
 
 
-def resize(suite):
+def test_resize_while_mounted(suite):
     """The new size shows at once, also in files that were open."""
     suite.ours()
     name = f"resize-{suite.transport}"
@@ -112,7 +112,8 @@ def sector(socket, number):
         return bytes(c.ram[p.DATA + 4096 : p.DATA + 4096 + 512])
 
 
-def two_writers(suite):
+@pytest.mark.transports("any")
+def test_one_disk_vhost_user_blk_and_fuse_both_writable_refused(suite):
     """A disk has one writer, whatever the exports' kinds and whoever came first."""
     suite.ours()
     socket, path = suite.rig.dir / "two.sock", suite.rig.dir / "two.mnt"
@@ -131,7 +132,8 @@ def two_writers(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def two_readers(suite):
+@pytest.mark.transports("any")
+def test_one_read_only_disk_vhost_user_blk_and_two_mounts(suite):
     """A read-only disk over vhost-user-blk and two mounts: the same bytes everywhere."""
     suite.ours()
     image = suite.image("readers.img", MIB)
@@ -150,7 +152,8 @@ def two_readers(suite):
     mount.stop()
 
 
-def image_that_waits(suite):
+@pytest.mark.transports("any")
+def test_an_image_that_another_daemon_serves_which_is_held_up(suite):
     """An image that another daemon serves, and that one is held up: who asks for attributes waits, the worker does not."""
     suite.ours()
     below = m.Mount(suite, "waits-below", image=suite.image("waits-below.img", MIB))
@@ -178,7 +181,8 @@ def image_that_waits(suite):
     below.stop()
 
 
-def writer_and_reader(suite):
+@pytest.mark.transports("any")
+def test_vhost_user_blk_writes_a_read_only_mount_sees_it(suite):
     """A guest's disk, over vhost-user-blk, and the same read-only as a file: what one writes the other sees."""
     suite.ours()
     image = suite.image("guest.img", MIB)
@@ -197,7 +201,8 @@ def writer_and_reader(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
-def in_kernel(suite):
+@pytest.mark.transports("any")
+def test_passthrough_in_the_kernel_and_right(suite):
     """Passthrough: reads and writes go past the daemon, and are right."""
     suite.ours()
     image = suite.image("pass.img", 4 * MIB)
@@ -236,12 +241,13 @@ def in_kernel(suite):
     m.same(mount.path, content, "the mount")
     m.same(image, content, "the image")
     r.require(bytes_seen() == before, f"{bytes_seen() - before} bytes went through the daemon")
-    m.script(fuse_posix.MMAP, mount.path)
+    m.script(m.MMAP, mount.path)
     mount.stop()
     m.same(image, content, "the image afterwards")
 
 
-def in_kernel_resize(suite):
+@pytest.mark.transports("any")
+def test_passthrough_resized_after_the_kernel_made_it_longer(suite):
     """The kernel has made the image longer by itself; then a command gives it a size."""
     suite.ours()
     image = suite.image("pass-resize.img", MIB)
@@ -266,7 +272,8 @@ def in_kernel_resize(suite):
     mount.stop()
 
 
-def in_kernel_odd(suite):
+@pytest.mark.transports("any")
+def test_passthrough_an_odd_end(suite):
     """An odd end that the kernel wrote by itself: the image can be served again."""
     suite.ours()
     image = suite.image("odd-end.img", MIB)
@@ -281,7 +288,8 @@ def in_kernel_odd(suite):
     again.stop()
 
 
-def in_kernel_after(suite):
+@pytest.mark.transports("any")
+def test_passthrough_nobody_else_writes_while_the_file_is_open_still(suite):
     """Who has the file open goes on by the kernel after the mount was taken away: till it is closed nobody else may write."""
     suite.ours()
     image = suite.image("pass-after.img", 2 * MIB)
@@ -320,7 +328,8 @@ def in_kernel_after(suite):
     mount.stop()
 
 
-def in_kernel_walk(suite):
+@pytest.mark.transports("any")
+def test_passthrough_random_operations(suite):
     """Random operations; sizes that are no multiples of 512 are the kernel's own, and left out."""
     suite.ours()
     mount = m.Mount(suite, "pass-walk", image=suite.image("pass-walk.img", fuse_model.WALK_SIZE), growable=True, passthrough="auto")
@@ -330,7 +339,8 @@ def in_kernel_walk(suite):
     mount.stop()
 
 
-def off(suite):
+@pytest.mark.transports("any")
+def test_passthrough_off_with_a_reason(suite):
     """Where it cannot be, status says why, and all else works."""
     suite.ours()
     for number, (what, how) in enumerate((
@@ -349,7 +359,8 @@ def off(suite):
         mount.stop()
 
 
-def defaults(suite):
+@pytest.mark.transports("any")
+def test_defaults(suite):
     """Nothing but what has to be said: read-only, and the transport that the kernel has."""
     suite.ours()
     image = suite.image("defaults.img", MIB)
@@ -365,23 +376,3 @@ def defaults(suite):
             m.refused("O_RDWR", ["EROFS", "EACCES", "EPERM"], lambda: os.close(os.open(path, os.O_RDWR)))
             r.require(daemon.child.stop() == 0, daemon.child.tail())
             r.require(not path.exists(), f"{path} was left behind")
-
-
-def tests(suite):
-    suite.test("status", lambda: status(suite))
-    suite.test("resize while mounted", lambda: resize(suite))
-
-
-def tests_once(suite):
-    t = suite.test
-    t("defaults", lambda: defaults(suite))
-    t("one disk, vhost-user-blk and fuse, both writable: refused", lambda: two_writers(suite))
-    t("one read-only disk, vhost-user-blk and two mounts", lambda: two_readers(suite))
-    t("an image that another daemon serves, which is held up", lambda: image_that_waits(suite))
-    t("vhost-user-blk writes, a read-only mount sees it", lambda: writer_and_reader(suite))
-    t("passthrough: in the kernel, and right", lambda: in_kernel(suite))
-    t("passthrough: random operations", lambda: in_kernel_walk(suite))
-    t("passthrough: resized after the kernel made it longer", lambda: in_kernel_resize(suite))
-    t("passthrough: nobody else writes while the file is open still", lambda: in_kernel_after(suite))
-    t("passthrough: an odd end", lambda: in_kernel_odd(suite))
-    t("passthrough: off with a reason", lambda: off(suite))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fuse_mount as m
 import rig as r
+from fuse_fio import FIO_JOBS, FIO_REGION, fio_argv
 
 MIB = 1 << 20
 DISK_SIZE = 96 * MIB
@@ -20,8 +21,6 @@ DISK_SIZE = 96 * MIB
 FIO_S = 10
 # How often fio may run until enough was done beside it: once, but on a slow machine.
 FIO_TURNS = 10
-FIO_JOBS = 4
-FIO_REGION = 4 * MIB
 
 
 def checked_fs(path):
@@ -105,7 +104,7 @@ def file_system(suite, direct):
     mount.image.unlink()
 
 
-def qemu_img(suite):
+def test_qemu_img_compare_and_convert_qemu_io(suite):
     """compare, and convert in both directions."""
     tool = r.tool("qemu-img", "qemu-utils")
     name = f"img-{suite.transport}"
@@ -132,7 +131,7 @@ def qemu_img(suite):
     mount.stop()
 
 
-def qemu_img_grows(suite):
+def test_qemu_img_convert_and_create_growable(suite):
     """convert without -n: it makes the target anew, with the size that it needs."""
     tool = r.tool("qemu-img", "qemu-utils")
     suite.differs("overlooks O_TRUNC", before=11)
@@ -152,7 +151,7 @@ def qemu_img_grows(suite):
     r.require(mount.image.stat().st_size == 5 * MIB, "the image has another size")
 
 
-def fsx(suite):
+def test_fsx(suite):
     """The file system exerciser, where the machine has one; Debian has none."""
     tool = shutil.which("fsx")
     if not tool:
@@ -199,19 +198,6 @@ class Moves:
                 self.mount.cli("worker", "free", str(empty))
                 self.workers.remove(empty)
                 self.freed += 1
-
-
-def fio_argv(path, seconds, base=0, seed=7):
-    """Four jobs that verify what they wrote, each in a region of its own from `base` on."""
-    options = {
-        "filename": path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
-        "verify_fatal": 1, "verify_state_save": 0, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,
-        "runtime": seconds, "size": FIO_REGION, "eta": "never", "thread": 1, "randseed": seed,
-    }  # fmt: skip
-    argv = [r.tool("fio", "fio"), *(f"--{key}={value}" for key, value in options.items())]
-    for job, (rw, bs) in enumerate((("randwrite", "4k"), ("randrw", "16k"), ("randwrite", "64k"), ("write", "128k"))):
-        argv += [f"--name=job{job}", f"--offset={base + job * FIO_REGION}", f"--rw={rw}", f"--bs={bs}"]
-    return argv
 
 
 @contextlib.contextmanager
@@ -266,7 +252,7 @@ sys.stdin.readline()
 sys.exit(len(os.pread(fd, 131072, int(sys.argv[2]) * 131072)) != 131072)"""
 
 
-def interrupted(suite):
+def test_interrupt_callers_killed_while_the_backend_has_their_requests(suite):
     """Callers killed while their requests are with the backend: the kernel sends INTERRUPT for each. The requests go on, and
     their slots serve others afterwards."""
     suite.ours()
@@ -312,7 +298,7 @@ def interrupted(suite):
     r.require(below.child.stop() == 0, below.child.tail())
 
 
-def resized(suite):
+def test_fio_verifies_while_the_disk_is_resized(suite):
     """The disk grows and shrinks beyond fio's regions, whose I/O goes on and stays right."""
     suite.ours()
     name = f"fio-resize-{suite.transport}"
@@ -336,7 +322,7 @@ def resized(suite):
     r.require(mount.image.stat().st_size == size, "the image has another size")
 
 
-def parallel(suite):
+def test_many_callers_some_killed(suite):
     """Many small callers at once: each sees its own bytes. The caller that is killed disturbs nobody."""
     name = f"many-{suite.transport}"
     suite.differs("mixes up writes that come together", before=11)
@@ -364,15 +350,17 @@ def parallel(suite):
     mount.stop()
 
 
-def tests(suite):
-    t = suite.test
-    t("ext4 on a loop device, buffered", lambda: file_system(suite, False))
-    t("ext4 on a loop device, --direct-io=on", lambda: file_system(suite, True))
-    t("qemu-img compare and convert, qemu-io", lambda: qemu_img(suite))
-    t("qemu-img convert and create, growable", lambda: qemu_img_grows(suite))
-    t("many callers, some killed", lambda: parallel(suite))
-    t("fio verifies while queues move, image on a disk", lambda: fio(suite, False, FIO_S))
-    t("fio verifies while queues move, image in memory", lambda: fio(suite, True, FIO_S // 2))
-    t("INTERRUPT: callers killed while the backend has their requests", lambda: interrupted(suite))
-    t("fio verifies while the disk is resized", lambda: resized(suite))
-    t("fsx", lambda: fsx(suite))
+def test_ext4_on_a_loop_device_buffered(suite):
+    file_system(suite, False)
+
+
+def test_ext4_on_a_loop_device_direct_io_on(suite):
+    file_system(suite, True)
+
+
+def test_fio_verifies_while_queues_move_image_on_a_disk(suite):
+    fio(suite, False, FIO_S)
+
+
+def test_fio_verifies_while_queues_move_image_in_memory(suite):
+    fio(suite, True, FIO_S // 2)

@@ -13,29 +13,13 @@ import stat
 import struct
 
 import fuse_mount as m
+import pytest
 import rig as r
 
 MIB = 1 << 20
 SIZE = 32 * MIB
 ISLANDS = ((0, 4 * MIB), (8 * MIB + 4096, MIB), (16 * MIB, 4096), (SIZE - 65536, 65536))
 
-# Both mappings of a file must show what is in it, and what is written to it afterwards.
-MMAP = """
-import mmap, os, sys
-fd = os.open(sys.argv[1], os.O_RDWR)
-want = os.pread(fd, 65536, 0)
-for flags in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
-    try:
-        m = mmap.mmap(fd, 65536, flags, mmap.PROT_READ)
-    except OSError as e:
-        sys.exit(f"mmap with flags {flags}: {e}")
-    if m[:] != want:
-        sys.exit(f"a mapping with flags {flags} shows something else than read does")
-os.pwrite(fd, b"written later", 5000)
-if m[5000:5013] != b"written later":
-    sys.exit("the shared mapping does not show a later write")
-os.pwrite(fd, want[5000:5013], 5000)
-"""
 MMAP_WRITE = """
 import mmap, os, sys
 fd = os.open(sys.argv[1], os.O_RDWR)
@@ -85,46 +69,6 @@ class Fixed(m.Fixture):
         m.same(self.mount.path, self.truth, "the mount")
         m.same(self.mount.image, self.truth, "the image")
         r.run(["cmp", self.mount.path, self.mount.image])
-
-    def tests(self):
-        t = self.test
-        t("stat: size, kind, mode, blocks", self.stat)
-        for bs, count, skip in ((1, 3000, 4095), (100, 500, 7), (513, 900, 3), (4096, 256, 0), (MIB, 32, 0)):
-            t(f"dd reads, bs={bs}", lambda b=bs, c=count, s=skip: self.dd_read(b, c, s))
-        for bs in (512, 4096, MIB):
-            t(f"dd reads, iflag=direct bs={bs}", lambda b=bs: self.dd_read(b, 16, 2, ("iflag=direct",)))
-        for bs, count, seek in ((1, 1500, 4 * MIB - 100), (100, 700, 41), (513, 800, 11), (4096, 64, 900), (MIB, 3, 9)):
-            t(f"dd writes, conv=notrunc bs={bs}", lambda b=bs, c=count, s=seek: self.dd_write(b, c, s))
-        t("dd writes, oflag=direct bs=4096", lambda: self.dd_write(4096, 300, 1500, ("oflag=direct",)))
-        t("dd writes, oflag=dsync bs=513", lambda: self.dd_write(513, 20, 5000, ("oflag=dsync",)))
-        t("whole after dd: cmp", self.whole)
-        t("buffers at odd addresses, vectors of odd lengths", self.vectors)
-        t("one read and one write of 8 MiB", self.huge)
-        t("O_APPEND without growable: ENOSPC", self.append)
-        t("O_DSYNC, O_SYNC and RWF_DSYNC", self.synchronous)
-        t("sync, fsync, fdatasync", self.fsync)
-        t("write across the end is short, at and beyond it ENOSPC", self.the_end)
-        t("truncate to another size: EPERM, to the same: done", self.truncate)
-        t("fallocate --punch-hole", lambda: self.zeroes("-p"))
-        t("fallocate --zero-range", lambda: self.zeroes("-z", "--keep-size"))
-        t("fallocate --zero-range, size free to change", lambda: self.zeroes("-z"))
-        t("fallocate of less than sectors", self.crumbs)
-        t("fallocate keeps content", self.allocate)
-        t("fallocate beyond the end: ENOSPC", self.allocate_beyond)
-        t("SEEK_DATA and SEEK_HOLE as the image has them", self.seek)
-        t("statvfs", self.statvfs)
-        t("chmod, chown and touch: done or refused", self.attributes)
-        t("copy_file_range", self.copy_range)
-        t("sendfile both ways, splice", self.sendfile)
-        t("mmap for reading, private and shared", lambda: m.script(MMAP, self.mount.path))
-        t("mmap for writing", self.mmap_write)
-        t("readahead and posix_fadvise", self.advice)
-        t("unknown ioctls: ENOTTY", self.ioctl)
-        t("extended attributes: none", self.xattr)
-        t("locks", self.locks)
-        t("open and close 500 times: nothing stays open", self.reopen)
-        t("whole in the end: cmp", self.whole)
-        t("end: SIGTERM leaves neither mount nor file", lambda: self.mount.stop())
 
     def stat(self):
         seen, image = os.stat(self.mount.path), os.stat(self.mount.image)
@@ -429,5 +373,151 @@ class Fixed(m.Fixture):
         r.wait_for("the server closes what its callers closed", lambda: len(os.listdir(folder)) <= before + 2)
 
 
-def tests(suite):
-    Fixed(suite).tests()
+@pytest.fixture(scope="module")
+def _fixed(suite):
+    return Fixed(suite)
+
+
+@pytest.fixture
+def fixed(_fixed, fresh_after_failure):
+    fresh_after_failure(_fixed)
+    return _fixed
+
+
+def test_stat_size_kind_mode_blocks(fixed):
+    fixed.stat()
+
+
+@pytest.mark.parametrize("bs, count, skip", ((1, 3000, 4095), (100, 500, 7), (513, 900, 3), (4096, 256, 0), (MIB, 32, 0)))
+def test_dd_reads(fixed, bs, count, skip):
+    fixed.dd_read(bs, count, skip)
+
+
+@pytest.mark.parametrize("bs", (512, 4096, MIB))
+def test_dd_reads_iflag_direct(fixed, bs):
+    fixed.dd_read(bs, 16, 2, ("iflag=direct",))
+
+
+@pytest.mark.parametrize("bs, count, seek", ((1, 1500, 4 * MIB - 100), (100, 700, 41), (513, 800, 11), (4096, 64, 900), (MIB, 3, 9)))
+def test_dd_writes_conv_notrunc(fixed, bs, count, seek):
+    fixed.dd_write(bs, count, seek)
+
+
+def test_dd_writes_oflag_direct(fixed):
+    fixed.dd_write(4096, 300, 1500, ("oflag=direct",))
+
+
+def test_dd_writes_oflag_dsync(fixed):
+    fixed.dd_write(513, 20, 5000, ("oflag=dsync",))
+
+
+def test_whole_after_dd_cmp(fixed):
+    fixed.whole()
+
+
+def test_buffers_at_odd_addresses_vectors_of_odd_lengths(fixed):
+    fixed.vectors()
+
+
+def test_one_read_and_one_write_of_8_mib(fixed):
+    fixed.huge()
+
+
+def test_o_append_without_growable_enospc(fixed):
+    fixed.append()
+
+
+def test_o_dsync_o_sync_and_rwf_dsync(fixed):
+    fixed.synchronous()
+
+
+def test_sync_fsync_fdatasync(fixed):
+    fixed.fsync()
+
+
+def test_write_across_the_end_is_short_at_and_beyond_it_enospc(fixed):
+    fixed.the_end()
+
+
+def test_truncate_to_another_size_eperm_to_the_same_done(fixed):
+    fixed.truncate()
+
+
+def test_fallocate_punch_hole(fixed):
+    fixed.zeroes("-p")
+
+
+def test_fallocate_zero_range(fixed):
+    fixed.zeroes("-z", "--keep-size")
+
+
+def test_fallocate_zero_range_size_free_to_change(fixed):
+    fixed.zeroes("-z")
+
+
+def test_fallocate_of_less_than_sectors(fixed):
+    fixed.crumbs()
+
+
+def test_fallocate_keeps_content(fixed):
+    fixed.allocate()
+
+
+def test_fallocate_beyond_the_end_enospc(fixed):
+    fixed.allocate_beyond()
+
+
+def test_seek_data_and_seek_hole_as_the_image_has_them(fixed):
+    fixed.seek()
+
+
+def test_statvfs(fixed):
+    fixed.statvfs()
+
+
+def test_chmod_chown_and_touch_done_or_refused(fixed):
+    fixed.attributes()
+
+
+def test_copy_file_range(fixed):
+    fixed.copy_range()
+
+
+def test_sendfile_both_ways_splice(fixed):
+    fixed.sendfile()
+
+
+def test_mmap_for_reading_private_and_shared(fixed):
+    m.script(m.MMAP, fixed.mount.path)
+
+
+def test_mmap_for_writing(fixed):
+    fixed.mmap_write()
+
+
+def test_readahead_and_posix_fadvise(fixed):
+    fixed.advice()
+
+
+def test_unknown_ioctls_enotty(fixed):
+    fixed.ioctl()
+
+
+def test_extended_attributes_none(fixed):
+    fixed.xattr()
+
+
+def test_locks(fixed):
+    fixed.locks()
+
+
+def test_open_and_close_500_times_nothing_stays_open(fixed):
+    fixed.reopen()
+
+
+def test_whole_in_the_end_cmp(fixed):
+    fixed.whole()
+
+
+def test_end_sigterm_leaves_neither_mount_nor_file(fixed):
+    fixed.mount.stop()
