@@ -13,6 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 import rig as r
 
 MIB = 1 << 20
@@ -94,7 +95,7 @@ def create(path, options=""):
     return path
 
 
-def rolled_back(rig):
+def test_rolled_back_under_its_journal(rig):
     """An image that is restored in place under its journal has what was flushed then, and not the journal's changes."""
     path, copy = create(rig.dir / "rolled.qcow2"), rig.dir / "rolled.copy"
     disk = Killed(rig, path, "rolled")
@@ -126,7 +127,9 @@ def restore(copy, path):
         shutil.copyfileobj(old, f)
 
 
-def rolled_back_any_time(rig, seed, more):
+@pytest.mark.parametrize("more", (False, True), ids=("to the last moment", "to any moment"))
+@pytest.mark.parametrize("seed", range(3))
+def test_rolled_back(rig, seed, more):
     """An overlay is restored to a random moment under its journal, with no flush between. `more`: clusters are written in between,
     and the journal is refused; else it is brought in. Each piece has what was flushed at that moment, or something newer."""
     rng, name = random.Random(seed), f"any-{seed}-{'more' if more else 'same'}"
@@ -177,7 +180,8 @@ def map_journal(path, *options):
     return json.loads(image("info", *options, "--output=json", path).stdout).get("map-journal")
 
 
-def looked_at(rig, options):
+@pytest.mark.parametrize("options", ("", "extended_l2=on", "data_file=DATA"), ids=("plain", "subclusters", "data file"))
+def test_looked_at_after_a_kill(rig, options):
     """`check` and `convert` of a killed image see what its journal has, say so, and change nothing."""
     path, copy = create(rig.dir / "looked.qcow2", options.replace("DATA", f"{rig.dir}/looked.data")), rig.dir / "looked.raw"
     disk = Killed(rig, path, "looked")
@@ -231,7 +235,12 @@ def looked_at(rig, options):
     r.require("not-closed" not in found and "map-journal" not in found, f"check: {found}")
 
 
-def no_leaks(rig, name, options, keys):
+@pytest.mark.parametrize("name, options, keys", (
+    ("v2", "compat=0.10", ""),
+    ("v2-writethrough", "compat=0.10", ",cache=writethrough"),
+    ("writethrough", "", ",cache=writethrough"),
+), ids=("v2", "v2-writethrough", "writethrough"))
+def test_no_leaks_after_a_kill(rig, name, options, keys):
     """What leaked by a kill is given back when the image is opened again, where there is no journal, too."""
     path = create(rig.dir / f"leaks-{name}.qcow2", options)
     disk = Killed(rig, path, f"leaks-{name}", keys)
@@ -259,7 +268,7 @@ def no_leaks(rig, name, options, keys):
     r.require("dirty" not in image("check", path).stdout, "it is marked as open")
 
 
-def bitmap_stays(rig):
+def test_a_bitmap_outlives_a_kill(rig):
     """A dirty bitmap that was begun while the disk was served is there after a kill, and says that all was written."""
     path = create(rig.dir / "bitmap.qcow2")
     disk = Killed(rig, path, "bitmap")
@@ -305,7 +314,7 @@ def missed_two_days_ago(journal):
         file.write(int(time.time() - 2 * 24 * 3600).to_bytes(8, "little"))
 
 
-def swept(rig):
+def test_journals_of_images_that_are_gone(rig):
     """A daemon that starts removes the journal of an image that is gone since yesterday, and no other."""
     gone, kept = create(rig.dir / "gone.qcow2"), create(rig.dir / "kept.qcow2")
     for path in (gone, kept):
@@ -338,21 +347,3 @@ def swept(rig):
         for journal in journals:
             journal.unlink(missing_ok=True)
     r.require(moved.exists(), "the image is gone")
-
-
-def tests(rig, test):
-    test("rolled back under its journal", lambda: rolled_back(rig))
-    for seed in range(3):
-        for more in (False, True):
-            what = "rolled back to any moment" if more else "restored to the last moment"
-            test(f"{what}, seed {seed}", lambda s=seed, m=more: rolled_back_any_time(rig, s, m))
-    for name, options in (("plain", ""), ("subclusters", "extended_l2=on"), ("data file", "data_file=DATA")):
-        test(f"looked at after a kill, {name}", lambda o=options: looked_at(rig, o))
-    for name, options, keys in (
-        ("v2", "compat=0.10", ""),
-        ("v2-writethrough", "compat=0.10", ",cache=writethrough"),
-        ("writethrough", "", ",cache=writethrough"),
-    ):
-        test(f"no leaks after a kill, {name}", lambda n=name, o=options, k=keys: no_leaks(rig, n, o, k))
-    test("a bitmap outlives a kill", lambda: bitmap_stays(rig))
-    test("journals of images that are gone", lambda: swept(rig))
