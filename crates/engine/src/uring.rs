@@ -223,7 +223,7 @@ impl Uring {
     /// upholds this by not leaving its worker, nor dropping its memory table, with operations in flight.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller promises that what the entry names is valid until its completion.
         unsafe { self.push_wide(entry.into(), token) }
     }
 
@@ -236,7 +236,7 @@ impl Uring {
         let entry = entry.user_data(token.pack());
         self.pending += 1;
         loop {
-            // SAFETY: the caller's promise is passed on.
+            // SAFETY: the caller promises that what the entry names is valid until its completion.
             if unsafe { self.io.submission().push(&entry) }.is_ok() {
                 return;
             }

@@ -20,6 +20,7 @@
 //! # Ok::<(), qcow2::Error>(())
 //! ```
 
+#![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::cast_possible_truncation))]
 
 mod alloc;

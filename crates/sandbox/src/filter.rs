@@ -254,8 +254,10 @@ mod tests {
         // SAFETY: signal 0 is none.
         let rc = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
         assert_eq!((rc, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
-        // SAFETY: as above; the calling thread.
-        let rc = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), libc::gettid(), 0) };
+        // SAFETY: the call takes and returns numbers only.
+        let own = unsafe { libc::gettid() };
+        // SAFETY: signal 0 is none; the target is the calling thread.
+        let rc = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), own, 0) };
         assert_eq!(rc, 0, "{kind:?}");
         assert_eq!(std::thread::Builder::new().name("made".into()).spawn(|| 7).unwrap().join().unwrap(), 7);
     }

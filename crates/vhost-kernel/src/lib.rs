@@ -13,6 +13,8 @@
 //! # Ok::<(), vhost_kernel::Error>(())
 //! ```
 
+#![deny(clippy::multiple_unsafe_ops_per_block)]
+
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -142,25 +144,32 @@ impl Vhost {
 
     fn none<const CODE: Opcode>(&self, call: &str) -> Result<()> {
         // SAFETY: a private constructor for codes of `virtio::vhost` that take no argument.
-        unsafe { ioctl(&self.file, NoArg::<CODE>::new()) }.map_err(failed(call, None))
+        let argument = unsafe { NoArg::<CODE>::new() };
+        // SAFETY: the kernel reads and writes no memory of this process for such a code.
+        unsafe { ioctl(&self.file, argument) }.map_err(failed(call, None))
     }
 
     /// # Safety
     /// `T` is what `CODE` reads, and what the kernel does by it later is allowed: see the caller.
     unsafe fn set<const CODE: Opcode, T>(&self, call: &str, ring: Option<u32>, value: T) -> Result<()> {
-        // SAFETY: the caller's.
-        unsafe { ioctl(&self.file, Setter::<CODE, T>::new(value)) }.map_err(failed(call, ring))
+        // SAFETY: `T` is what `CODE` reads, by the contract of this function.
+        let argument = unsafe { Setter::<CODE, T>::new(value) };
+        // SAFETY: the kernel reads `value`; the caller promises that what it does by it later is allowed.
+        unsafe { ioctl(&self.file, argument) }.map_err(failed(call, ring))
     }
 
     fn get<const CODE: Opcode, T: Copy>(&self, call: &str) -> Result<T> {
         // SAFETY: used with codes of `virtio::vhost`, which bear the size of `T`, a struct of plain numbers.
-        unsafe { ioctl(&self.file, Getter::<CODE, T>::new()) }.map_err(failed(call, None))
+        let argument = unsafe { Getter::<CODE, T>::new() };
+        // SAFETY: the kernel writes one `T` to the memory of `argument`.
+        unsafe { ioctl(&self.file, argument) }.map_err(failed(call, None))
     }
 
     fn ask<const CODE: Opcode, T: Copy>(&self, call: &str, ring: u32, mut value: T) -> Result<T> {
-        // SAFETY: as in `get`; the kernel reads and writes `value` alone.
-        unsafe { ioctl(&self.file, Updater::<CODE, T>::new(&mut value)) }
-            .map_err(failed(call, Some(ring)))?;
+        // SAFETY: used with codes of `virtio::vhost`, which bear the size of `T`, a struct of plain numbers.
+        let argument = unsafe { Updater::<CODE, T>::new(&mut value) };
+        // SAFETY: the kernel reads and writes `value` alone, which lives over the call.
+        unsafe { ioctl(&self.file, argument) }.map_err(failed(call, Some(ring)))?;
         Ok(value)
     }
 
@@ -221,10 +230,11 @@ impl Vhost {
             return Err(failed(call, None)(Errno::TOOBIG));
         };
         room.copy_from_slice(regions);
-        // SAFETY: the kernel reads as many regions as the header says, which lie behind it; the rest is the caller's
-        // promise.
-        unsafe { ioctl(&self.file, Updater::<VHOST_SET_MEM_TABLE, Table>::new(&mut table)) }
-            .map_err(failed(call, None))
+        // SAFETY: a table of plain numbers, with the header that this code reads at its start.
+        let argument = unsafe { Updater::<VHOST_SET_MEM_TABLE, Table>::new(&mut table) };
+        // SAFETY: the kernel reads as many regions as the header says, which lie behind it. The caller promises that
+        // this process does not use the memory as Rust objects.
+        unsafe { ioctl(&self.file, argument) }.map_err(failed(call, None))
     }
 
     /// VHOST_SET_LOG_BASE: where this process has the log mapped, a bit for each page of guest memory from 0 up.
@@ -232,7 +242,7 @@ impl Vhost {
     /// # Safety
     /// As [`Vhost::set_mem_table`], for the log up to the bit of the last page of guest memory.
     pub unsafe fn set_log_base(&self, user_addr: u64) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: a number of 64 bits. The caller promises that the log is mapped as long as the kernel writes it.
         unsafe { self.set::<VHOST_SET_LOG_BASE, _>("VHOST_SET_LOG_BASE", None, user_addr) }
     }
 
@@ -267,7 +277,7 @@ impl Vhost {
     /// # Safety
     /// As [`Vhost::set_mem_table`], for the ring's parts, as long as its size says.
     pub unsafe fn set_vring_addr(&self, addr: &VringAddr) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: the struct that this code reads. The caller promises that no Rust object lies in the ring's parts.
         unsafe { self.set::<VHOST_SET_VRING_ADDR, _>("VHOST_SET_VRING_ADDR", Some(addr.index), *addr) }
     }
 
@@ -281,14 +291,14 @@ impl Vhost {
     /// VHOST_SET_VRING_CALL: by which the guest is notified; may change at any time.
     pub fn set_vring_call(&self, index: u32, fd: Option<BorrowedFd<'_>>) -> Result<()> {
         let file = VringFile { index, fd: number(fd) };
-        // SAFETY: as above.
+        // SAFETY: a file number, of which the kernel takes a reference.
         unsafe { self.set::<VHOST_SET_VRING_CALL, _>("VHOST_SET_VRING_CALL", Some(index), file) }
     }
 
     /// VHOST_SET_VRING_ERR: signalled when the ring is broken.
     pub fn set_vring_err(&self, index: u32, fd: Option<BorrowedFd<'_>>) -> Result<()> {
         let file = VringFile { index, fd: number(fd) };
-        // SAFETY: as above.
+        // SAFETY: a file number, of which the kernel takes a reference.
         unsafe { self.set::<VHOST_SET_VRING_ERR, _>("VHOST_SET_VRING_ERR", Some(index), file) }
     }
 
@@ -354,7 +364,8 @@ impl Vhost {
     /// there while the ring runs.
     pub unsafe fn blk_set_vring_inflight(&self, inflight: &BlkVringInflight) -> Result<()> {
         let (call, ring) = ("VHOST_BLK_SET_VRING_INFLIGHT", Some(inflight.index));
-        // SAFETY: the caller's; the heads are read only, and checked.
+        // SAFETY: the struct that this code reads. The caller promises that the kernel alone writes the region; the
+        // kernel only reads the heads, and checks them.
         unsafe { self.set::<VHOST_BLK_SET_VRING_INFLIGHT, _>(call, ring, *inflight) }
     }
 
