@@ -1,28 +1,59 @@
-//! Networks: what the queue pairs of a guest's card are joined to.
+//! Networks: taps, a switch, and the queue pairs that join guests to them.
 //!
-//! [`tap`] is of use by itself:
+//! | module | what it holds | thread |
+//! | --- | --- | --- |
+//! | [`tap`] | an interface of the host with several queues | control, session |
+//! | [`tap_pair`] | a guest's queue pair on a queue of a tap | worker |
+//! | [`switch`] | ports, addresses, flows; a guest's queue pair on a port; uplinks | worker, control |
+//! | [`control`] | the control virtqueue of a network device | worker, session |
+//! | [`negotiated`] | what the guest's features mean for a tap | session |
 //!
-//! ```no_run
-//! use std::io::Read;
-//! use vshunt_net::tap::Tap;
+//! A queue pair is two virtqueues in one [`Queue`](vshunt_engine::Queue), so that both directions of a flow are on one
+//! worker. A front end starts and stops the rings by [`vshunt_virtqueue::VirtqueueOwner`] while the queue is on no worker.
 //!
-//! // As root: makes or adopts the tap vs0 with two queues, and attaches both.
-//! let tap = Tap::open("vs0", 2)?;
-//! let queues = tap.queues(2)?;
-//! let mut frame = [0; 65_600];
-//! let length = (&*queues[0]).read(&mut frame)?;
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//! use vshunt_net::Switch;
+//! use vshunt_net::switch::{MACS_GUEST, PortOptions, VlanConfig};
+//!
+//! let switch = Switch::new("lan");
+//! let options = PortOptions {
+//!     name: "vm1".into(),
+//!     mac: None,
+//!     mac_filter: false,
+//!     mac_limit: MACS_GUEST,
+//!     vlans: VlanConfig::Plain,
+//!     isolated: false,
+//!     reserved: false,
+//!     mtu: 1500,
+//!     tap: None,
+//! };
+//! let port = switch.join(2, options)?;
+//! assert_eq!((port.queues.len(), switch.addresses()), (2, 0));
+//! switch.leave(port.index);
+//! # Ok::<(), vshunt_types::error::Error>(())
 //! ```
 
 #![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
+pub mod control;
+mod counters;
+mod frames;
 mod ifreq;
 mod links;
 pub mod negotiated;
+mod net_virtqueue;
 mod netns;
+mod pair_rings;
+mod rx_buffers;
+mod rx_poll;
+mod slots;
 pub mod switch;
 pub mod tap;
+mod tap_file;
+pub mod tap_pair;
 
+pub use counters::NetStats;
+pub use frames::PAIR_RINGS;
 pub use switch::Switch;
 pub use tap::{Counters, Offloads, Tap, TapQueue};

@@ -4,10 +4,8 @@ use virtio::features::{VIRTIO_F_VERSION_1, bit};
 use virtio::net::*;
 use vshunt_virtqueue::FrameFormat;
 
+use crate::frames::PAIR_RINGS;
 use crate::tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
-
-/// Virtqueues of a queue pair.
-const RINGS: u16 = 2;
 
 /// Sets the tap's headers and offloads as the guest agreed, and returns how frames lie in the guest's buffers.
 ///
@@ -31,7 +29,7 @@ pub fn format(features: u64) -> FrameFormat {
 /// knows of (Virtio 1.3, section 5.1.2).
 pub fn control_ring(features: u64, pairs: u16) -> Option<u16> {
     let has = |number| features & bit(number) != 0;
-    has(VIRTIO_NET_F_CTRL_VQ).then_some(RINGS * if has(VIRTIO_NET_F_MQ) { pairs } else { 1 })
+    has(VIRTIO_NET_F_CTRL_VQ).then_some(PAIR_RINGS * if has(VIRTIO_NET_F_MQ) { pairs } else { 1 })
 }
 
 /// Features that say which frames a driver takes. It may change them at run time.

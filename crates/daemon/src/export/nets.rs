@@ -250,7 +250,7 @@ fn info(net: &NetEntry, exports: Vec<String>) -> NetInfo {
             spec: net.spec.clone(),
             made: true,
             multi_queue: true,
-            open_queues: switch.ends(),
+            open_queues: switch.queues(),
             mtu: None,
             exports,
             addresses: Some(switch.addresses()),

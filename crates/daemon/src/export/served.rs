@@ -2,10 +2,10 @@
 
 use vshunt_fuse::Fuse;
 use vshunt_fuse::queue::abi;
+use vshunt_net::switch::Uplink;
 use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
 
 use super::queues::ExportQueues;
-use crate::frontend::uplink::Uplink;
 use crate::frontend::vhost_user::VhostUser;
 
 /// What serves an export.

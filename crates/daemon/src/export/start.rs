@@ -7,7 +7,7 @@ use vshunt_engine::{FIRST_WORKER, Observer, QueueSet, Settings, WorkerId, Worker
 use vshunt_fuse::Fuse;
 use vshunt_kernel_engine::{DiskPlan, KernelQueues};
 use vshunt_net::Switch;
-use vshunt_net::switch::{Lan, MACS_GUEST, MACS_UPLINK, PortOptions};
+use vshunt_net::switch::{MACS_GUEST, MACS_UPLINK, PortGuard, PortOptions, Uplink, VlanConfig};
 use vshunt_net::tap::MTU_DEFAULT;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportKind, ExportSpec, Workers as Spread};
@@ -19,11 +19,9 @@ use super::prepared::{
 };
 use super::queues::ExportQueues;
 use super::served::{Frontend, Served};
-use crate::frontend::uplink::Uplink;
 use crate::frontend::vhost_user::blk::BlkDevice;
 use crate::frontend::vhost_user::net::{NetDevice, has_control};
 use crate::frontend::vhost_user::{Device, Socket, VhostUser, WorkerRings};
-use crate::queue::net::switch::Plug;
 
 /// What the start of an export needs besides what was prepared.
 pub(super) struct Start<'a> {
@@ -109,9 +107,9 @@ impl Start<'_> {
         let reason = auto.then(|| not_the_kernel(spec, "a switch is ours".to_owned()));
         let pairs = spec.queues.unwrap_or(1);
         let set = self.queues(pairs, has_control(pairs))?;
-        let plug = join(spec, switch, pairs)?;
+        let guard = join(spec, switch, pairs)?;
         let mac = spec.mac.map(|mac| mac.0);
-        let device = NetDevice::of_switch(&spec.name, plug, set.clone(), mac, spec.mtu);
+        let device = NetDevice::of_switch(&spec.name, guard, set.clone(), mac, spec.mtu);
         let device = device.map_err(|e| self.no_control(e))?;
         self.user_socket(socket, Arc::new(device), set, reason)
     }
@@ -190,9 +188,9 @@ impl Start<'_> {
 }
 
 /// A port of a switch for an export.
-fn join(spec: &ExportSpec, switch: Arc<Switch>, pairs: u16) -> Result<Plug> {
+fn join(spec: &ExportSpec, switch: Arc<Switch>, pairs: u16) -> Result<PortGuard> {
     let port = switch.join(pairs, port_options(spec))?;
-    Ok(Plug { switch, port })
+    Ok(PortGuard { switch, port })
 }
 
 /// The options of an export's port, with defaults for those that are not given.
@@ -203,7 +201,7 @@ fn port_options(spec: &ExportSpec) -> PortOptions {
         mac: spec.mac.map(|mac| mac.0),
         mac_filter: spec.mac_filter.unwrap_or(spec.mac.is_some()),
         mac_limit: spec.mac_limit.unwrap_or(macs),
-        lan: Lan::new(spec.vlan, spec.trunk.as_ref()),
+        vlans: VlanConfig::new(spec.vlan, spec.trunk.as_ref()),
         isolated: spec.isolated.unwrap_or(false),
         reserved: spec.reserved.unwrap_or(false),
         mtu: spec.mtu.unwrap_or(MTU_DEFAULT),

@@ -2,5 +2,4 @@
 
 pub mod rate;
 pub mod socket_file;
-pub mod uplink;
 pub mod vhost_user;

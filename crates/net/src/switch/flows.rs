@@ -1,7 +1,8 @@
-//! Which of a guest's queue pairs a flow is to come in by: the one on which the guest last sent it.
+//! By which of a guest's queue pairs a flow is delivered: by the pair on which the guest last sent the flow.
 //!
-//! A flow is known by a hash that is the same both ways. One word an entry, a table of fixed size: a flow whose place another
-//! one took goes by its hash alone, as one does that the guest never sent, or not for a while.
+//! A flow is identified by a hash that is the same in both directions. The table has a fixed size and one word for each entry.
+//! A flow whose entry another flow overwrote is delivered by its hash alone. The same holds for a flow that the guest never
+//! sent, or has not sent for [`AGE_S`] seconds.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -10,18 +11,24 @@ const ENTRIES: usize = 4096;
 /// Seconds after which a flow that the guest does not send any more is forgotten.
 pub(super) const AGE_S: u32 = 30;
 
-/// The hash, seconds (16 bits), and the pair plus one (16 bits); 0: none.
-pub(super) struct Flows(Box<[AtomicU64]>);
+/// Each entry: the hash, seconds (16 bits), and the pair plus one (16 bits). 0: no flow.
+pub(super) struct Flows(Box<[AtomicU64; ENTRIES]>);
+
+/// The low 16 bits of a word; times are compared modulo 2^16.
+fn low16(word: u64) -> u16 {
+    (word & 0xFFFF) as u16
+}
 
 fn pack(hash: u32, pair: u16, now_s: u32) -> u64 {
-    u64::from(hash) << 32 | u64::from(now_s as u16) << 16 | u64::from(pair + 1)
+    u64::from(hash) << 32 | u64::from(low16(now_s.into())) << 16 | u64::from(pair + 1)
 }
 
 impl Flows {
     pub(super) fn new() -> Self {
-        Self((0..ENTRIES).map(|_| AtomicU64::new(0)).collect())
+        Self(Box::new([const { AtomicU64::new(0) }; ENTRIES]))
     }
 
+    #[expect(clippy::indexing_slicing, reason = "an index modulo the length of an array is within it")]
     fn entry(&self, hash: u32) -> &AtomicU64 {
         &self.0[hash as usize % ENTRIES]
     }
@@ -35,8 +42,8 @@ impl Flows {
 
     pub(super) fn find(&self, hash: u32, now_s: u32) -> Option<u16> {
         let word = self.entry(hash).load(Relaxed);
-        let age = (now_s as u16).wrapping_sub((word >> 16) as u16);
+        let age = low16(now_s.into()).wrapping_sub(low16(word >> 16));
         let known = (word >> 32) as u32 == hash && u32::from(age) <= AGE_S;
-        (word as u16).checked_sub(1).filter(|_| known)
+        low16(word).checked_sub(1).filter(|_| known)
     }
 }

@@ -1,82 +1,83 @@
-//! A frame on its way through a switch: what is read of it, and the virtio-net header that says what is still to be done.
+//! What a switch reads of a frame, and the virtio-net header before it.
+//!
+//! The bytes are a guest's. Nothing here indexes a slice: a read beyond the end is `None`.
 
-use std::sync::Arc;
-
-use super::End;
 use super::macs::Address;
 
-/// Bytes of a frame that are looked at: Ethernet, two VLAN tags, IPv6, and TCP up to the length of its header.
-pub const LOOK_BYTES: usize = 14 + 2 * 4 + 40 + 13;
+/// Bytes of a frame that are inspected: Ethernet, two VLAN tags, IPv6, and TCP up to the length of its header.
+pub(super) const INSPECTED_BYTES: usize = 14 + 2 * 4 + 40 + 13;
 
 /// EtherType of a VLAN tag (802.1Q, 9.4).
 pub(super) const ETH_VLAN: u16 = 0x8100;
+/// EtherType of a service tag (802.1ad).
 const ETH_QINQ: u16 = 0x88A8;
-/// Of the outer tag, before 802.1ad had a number for it.
+/// EtherType of an outer tag, used before 802.1ad had a number for it.
 const ETH_QINQ_OLD: u16 = 0x9100;
 const ETH_IPV4: u16 = 0x0800;
 const ETH_IPV6: u16 = 0x86DD;
 const IP_TCP: u8 = 6;
 const IP_UDP: u8 = 17;
 
-/// Flag of [`Header`]: the checksum is to be computed.
-pub const NEEDS_CSUM: u8 = 1;
-/// Flag of [`Header`]: the checksum was found right.
+/// Flag of [`Header`]: the checksum has to be computed.
+pub(super) const NEEDS_CSUM: u8 = 1;
+/// Flag of [`Header`]: the checksum was verified.
 pub(super) const DATA_VALID: u8 = 2;
 /// [`Header::gso_type`]: one packet.
-pub const GSO_NONE: u8 = 0;
-/// TCP over IPv4, to be cut into segments.
-pub const GSO_TCPV4: u8 = 1;
-/// TCP over IPv6, likewise.
+pub(super) const GSO_NONE: u8 = 0;
+/// [`Header::gso_type`]: TCP over IPv4, to be cut into segments.
+pub(super) const GSO_TCPV4: u8 = 1;
+/// [`Header::gso_type`]: TCP over IPv6, to be cut into segments.
 pub(super) const GSO_TCPV6: u8 = 4;
-/// UDP, each segment a datagram of its own.
-pub const GSO_UDP: u8 = 5;
-/// With one of TCP's: the first segment alone has CWR (RFC 3168).
-pub const GSO_ECN: u8 = 0x80;
+/// [`Header::gso_type`]: UDP, each segment a datagram of its own.
+pub(super) const GSO_UDP: u8 = 5;
+/// Together with a TCP type: only the first segment has CWR (RFC 3168).
+pub(super) const GSO_ECN: u8 = 0x80;
 
-/// The virtio-net header, less its number of buffers (Virtio 1.3, 5.1.6).
+/// Bytes of the virtio-net header that describe the frame: all but the number of buffers.
+pub(crate) const HEADER_BYTES: usize = 10;
+
+/// The virtio-net header without its number of buffers (Virtio 1.3, 5.1.6).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Header {
-    /// [`NEEDS_CSUM`], or 2: the checksum was found right.
+    /// [`NEEDS_CSUM`], or 2: the checksum was verified.
     pub flags: u8,
-    /// [`GSO_NONE`], [`GSO_UDP`], [`GSO_TCPV4`] or 4 for TCP over IPv6, the last two with [`GSO_ECN`].
+    /// [`GSO_NONE`], [`GSO_UDP`], [`GSO_TCPV4`] or 4 for TCP over IPv6. The last two may have [`GSO_ECN`].
     pub gso_type: u8,
     /// Bytes of all headers of the frame; a hint.
     pub hdr_len: u16,
     /// Bytes of data of each segment.
     pub gso_size: u16,
-    /// Where the checksum begins.
+    /// Where the checksummed bytes begin.
     pub csum_start: u16,
-    /// Where it is put, from there.
+    /// Where the checksum is stored, relative to `csum_start`.
     pub csum_offset: u16,
 }
 
 impl Header {
-    /// As a guest wrote it.
-    pub fn parse(bytes: [u8; 10]) -> Self {
-        let word = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+    /// Parses the header as a guest wrote it.
+    pub fn parse(bytes: [u8; HEADER_BYTES]) -> Self {
+        let [flags, gso_type, h0, h1, g0, g1, s0, s1, o0, o1] = bytes;
         Self {
-            flags: bytes[0],
-            gso_type: bytes[1],
-            hdr_len: word(2),
-            gso_size: word(4),
-            csum_start: word(6),
-            csum_offset: word(8),
+            flags,
+            gso_type,
+            hdr_len: u16::from_le_bytes([h0, h1]),
+            gso_size: u16::from_le_bytes([g0, g1]),
+            csum_start: u16::from_le_bytes([s0, s1]),
+            csum_offset: u16::from_le_bytes([o0, o1]),
         }
     }
 
-    /// As a guest reads it, with a place for the number of buffers.
+    /// Returns the header as a guest reads it, with room for the number of buffers.
     pub fn to_bytes(self) -> [u8; 12] {
-        let mut bytes = [0; 12];
-        (bytes[0], bytes[1]) = (self.flags, self.gso_type);
-        for (at, word) in [(2, self.hdr_len), (4, self.gso_size), (6, self.csum_start), (8, self.csum_offset)]
-        {
-            bytes[at..at + 2].copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+        let [h0, h1] = self.hdr_len.to_le_bytes();
+        let [g0, g1] = self.gso_size.to_le_bytes();
+        let [s0, s1] = self.csum_start.to_le_bytes();
+        let [o0, o1] = self.csum_offset.to_le_bytes();
+        [self.flags, self.gso_type, h0, h1, g0, g1, s0, s1, o0, o1, 0, 0]
     }
 
-    /// Whether it makes sense for a frame of `len` bytes, whose packet begins at `payload`: another guest will believe it. A
-    /// checksum is written behind the addresses and tags only, which others have checked by then.
+    /// Whether the header is valid for a frame of `len` bytes whose packet begins at `payload`. Another guest relies on it.
+    /// A checksum may only be stored behind the addresses and tags, because the switch checks these before.
     pub fn is_sane(&self, len: usize, payload: usize) -> bool {
         let needs = self.flags & NEEDS_CSUM != 0;
         let start = usize::from(self.csum_start);
@@ -91,85 +92,85 @@ impl Header {
             _ => false,
         }
     }
-}
 
-impl Header {
-    /// The header of the same frame with bytes more, or fewer, before its packet.
+    /// Returns the header of the same frame with `by` bytes more (or fewer, if negative) before its packet.
     pub fn moved(self, by: isize) -> Self {
-        let moved = |at: u16| usize::from(at).saturating_add_signed(by).min(u16::MAX.into()) as u16;
+        let moved = |at: u16| u16::try_from(usize::from(at).saturating_add_signed(by)).unwrap_or(u16::MAX);
+        let needs = self.flags & NEEDS_CSUM != 0;
         match by {
             0 => self,
             _ => Self {
-                // 0: it is not told.
+                // 0 means that the sender does not give it.
                 hdr_len: if self.hdr_len == 0 { 0 } else { moved(self.hdr_len) },
-                csum_start: if self.flags & NEEDS_CSUM == 0 {
-                    self.csum_start
-                } else {
-                    moved(self.csum_start)
-                },
+                csum_start: if needs { moved(self.csum_start) } else { self.csum_start },
                 ..self
             },
         }
     }
 }
 
-/// A frame that is about to be sent, as its sender looks at it.
+/// A frame that is about to be sent, as its sender sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Packet<'a> {
-    /// Its first bytes, up to [`LOOK_BYTES`], where nobody else writes.
+    /// The first bytes, up to [`INSPECTED_BYTES`], in memory to which no guest writes.
     pub first: &'a [u8],
-    /// What they say.
-    pub look: Look,
-    /// Bytes of the longest packet that it will be cut into, or its own: what an MTU is for.
+    /// What they contain.
+    pub info: FrameInfo,
+    /// Bytes of the longest IP packet that the frame will be cut into, or its own. An MTU limits this.
     pub bytes: usize,
 }
 
 impl<'a> Packet<'a> {
-    /// A frame of `len` bytes that begins with `first`, 14 at least. None: its header makes no sense.
+    /// Inspects a frame of `len` bytes that begins with `first`. `None`: it is shorter than an Ethernet header, or its
+    /// virtio-net header is invalid.
     pub fn new(first: &'a [u8], header: &Header, len: usize) -> Option<Self> {
-        let look = look(first);
-        if !header.is_sane(len, look.payload) {
+        let info = inspect(first)?;
+        if !header.is_sane(len, info.payload) {
             return None;
         }
         let start = usize::from(header.csum_start);
         let headers = match header.gso_type & !GSO_ECN {
             GSO_NONE => None,
             GSO_UDP => Some(UDP_BYTES),
-            // Behind options of IP it is not among the bytes that are looked at: then the least is taken.
+            // IP options may move it beyond the inspected bytes. Then the minimum is taken.
             _ => Some(first.get(start + 12).map_or(TCP_MIN, |byte| usize::from(byte >> 4) * 4).max(TCP_MIN)),
         };
         let cut = headers.map_or(len, |bytes| len.min(start + bytes + usize::from(header.gso_size)));
-        Some(Self { first, look, bytes: cut.saturating_sub(look.payload) })
+        Some(Self { first, info, bytes: cut.saturating_sub(info.payload) })
     }
 }
 
-/// Bytes of UDP's header, and of TCP's without options.
+/// Bytes of a UDP header.
 const UDP_BYTES: usize = 8;
+/// Bytes of a TCP header without options.
 const TCP_MIN: usize = 20;
 
 /// What a switch needs to know of a frame.
 #[derive(Clone, Copy, Debug)]
-pub struct Look {
-    /// Whom it is for.
+pub struct FrameInfo {
+    /// The destination address.
     pub destination: Address,
-    /// Who sends it.
+    /// The source address.
     pub source: Address,
-    /// Of its flow, the same both ways.
+    /// Hash of the flow, the same in both directions.
     pub hash: u32,
-    /// Where its packet begins: behind addresses, up to two VLAN tags, and the EtherType.
+    /// Where the packet begins: behind addresses, up to two VLAN tags, and the EtherType.
     pub payload: usize,
 }
 
-/// Looks at the first bytes of a frame, 14 at least.
-pub fn look(bytes: &[u8]) -> Look {
-    let six = |at: usize| -> [u8; 6] { bytes[at..at + 6].try_into().expect("six bytes") };
-    let (destination, source) = (Address::new(six(0)), Address::new(six(6)));
+/// Inspects the first bytes of a frame. `None`: there are fewer than both addresses have.
+#[inline]
+pub(super) fn inspect(bytes: &[u8]) -> Option<FrameInfo> {
+    let addresses: &[u8; 12] = bytes.first_chunk()?;
+    let [d0, d1, d2, d3, d4, d5, s0, s1, s2, s3, s4, s5] = *addresses;
+    let destination = Address::new([d0, d1, d2, d3, d4, d5]);
+    let source = Address::new([s0, s1, s2, s3, s4, s5]);
     let payload = payload(bytes);
-    let hash = flow(bytes, payload).unwrap_or_else(|| station_hash(&bytes[..12]));
-    Look { destination, source, hash, payload }
+    let hash = flow_hash(bytes, payload).unwrap_or_else(|| station_hash(addresses));
+    Some(FrameInfo { destination, source, hash, payload })
 }
 
-/// The 16-bit word at a place, if it is there.
+/// The 16-bit word at an offset, if the frame has it.
 pub(super) fn word_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
@@ -179,9 +180,9 @@ pub(super) fn is_tag(kind: u16) -> bool {
     matches!(kind, ETH_VLAN | ETH_QINQ | ETH_QINQ_OLD)
 }
 
-/// Returns where the packet of a frame begins: behind addresses, up to two VLAN tags of any kind, and the EtherType. The frame
-/// may end before that.
-pub fn payload(bytes: &[u8]) -> usize {
+/// Returns where the packet of a frame begins: behind addresses, up to two VLAN tags of any kind, and the EtherType. The
+/// frame may end before that.
+pub(super) fn payload(bytes: &[u8]) -> usize {
     let mut at = 12;
     while at < 20 && word_at(bytes, at).is_some_and(is_tag) {
         at += 4;
@@ -189,7 +190,7 @@ pub fn payload(bytes: &[u8]) -> usize {
     at + 2
 }
 
-/// Every bit of the word changes about half of the result's: shifts and odd factors in turn.
+/// Mixes a word by shifts and odd factors in turn: every bit of it changes about half of the result's bits.
 pub(super) fn mix(mut word: u64) -> u32 {
     for factor in [0xFF51_AFD7_ED55_8CCD_u64, 0xC4CE_B9FE_1A85_EC53] {
         word = (word ^ word >> 33).wrapping_mul(factor);
@@ -197,16 +198,16 @@ pub(super) fn mix(mut word: u64) -> u32 {
     (word >> 32) as u32
 }
 
-/// Of what is no IP: by the two stations, whichever is which.
-fn station_hash(both: &[u8]) -> u32 {
+/// Hash of a frame that is not IP: by both stations, in any order.
+fn station_hash(both: &[u8; 12]) -> u32 {
     both.chunks(6).fold(0, |sum, station| {
         let bytes = station.iter().fold(0, |word: u64, byte| word << 8 | u64::from(*byte));
         sum ^ mix(bytes)
     })
 }
 
-/// Of IP: addresses, protocol and ports, where it is no fragment.
-fn flow(bytes: &[u8], ip: usize) -> Option<u32> {
+/// Hash of an IP packet at `ip`: by addresses, protocol and, if it is not a fragment, ports.
+fn flow_hash(bytes: &[u8], ip: usize) -> Option<u32> {
     let word = |at: usize| word_at(bytes, at);
     let (addresses, length, protocol, ports) = match word(ip - 2)? {
         ETH_IPV4 => {
@@ -227,66 +228,7 @@ fn flow(bytes: &[u8], ip: usize) -> Option<u32> {
     };
     let has_ports = matches!(protocol, IP_TCP | IP_UDP);
     let port = |number: usize| ports.filter(|_| has_ports).and_then(|at| word(at + 2 * number));
-    // The same whichever side is which.
+    // XOR and addition do not depend on the order of the two sides.
     let (from, to) = (side(addresses, port(0))?, side(addresses + length, port(1))?);
     Some(mix(u64::from(from ^ to) << 8 | u64::from(protocol)).wrapping_add(from.wrapping_add(to)))
-}
-
-/// A piece of a sender's memory.
-#[derive(Clone, Copy, Debug)]
-pub struct Piece {
-    /// First byte.
-    pub ptr: *mut u8,
-    /// How many.
-    pub len: usize,
-}
-
-// SAFETY: an address and a length; the memory is there until the description that has it is home (see the switch).
-unsafe impl Send for Piece {}
-
-impl Frame {
-    /// A description whose home is `home`.
-    pub fn at(home: &Arc<End>) -> Self {
-        Self {
-            home: home.clone(),
-            slot: 0,
-            lane: 0,
-            tick: 0,
-            pieces: Vec::new(),
-            len: 0,
-            header: Header::default(),
-            fate: Fate::NoRoom,
-        }
-    }
-}
-
-/// A frame of a sender, described. Made by the queue that has the sender's ring; with whoever is to copy the bytes, or at home.
-pub struct Frame {
-    /// Where it goes when it was copied, or not.
-    pub home: Arc<End>,
-    /// The sender's own: which request.
-    pub slot: u16,
-    /// The sender's own: to whom.
-    pub lane: u16,
-    /// When it was sent, in the sender's ticks.
-    pub tick: u32,
-    /// The frame, from its Ethernet header on.
-    pub pieces: Vec<Piece>,
-    /// Its bytes.
-    pub len: usize,
-    /// What is still to be done.
-    pub header: Header,
-    /// What became of it; set by the one who sends it home.
-    pub fate: Fate,
-}
-
-/// What became of a frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
-    /// It was taken out of its sender's memory.
-    Taken,
-    /// There was no room for it, or not in time.
-    NoRoom,
-    /// It is not what its header says.
-    Lie,
 }

@@ -6,7 +6,7 @@
 //!
 //! The table is shared fairly. A port has a limit of entries; at its limit it gives up an old one of its own ([`Learnt`]). In
 //! a full set the port that has the most entries in the table gives one up, so a port with few entries always gets a place.
-//! Where a station lies is not known to guests: the hash has a secret of the switch.
+//! Guests do not know in which set a station is: the hash has a secret of the switch.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};

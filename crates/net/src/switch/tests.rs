@@ -1,9 +1,15 @@
-use super::frame::{DATA_VALID, GSO_TCPV6};
+use super::frame::*;
 use super::macs::Address;
+use super::port_queue::{Piece, SentFrame};
 use super::*;
 
 mod learning;
 mod ports;
+
+/// What a switch reads of the frame `bytes`, which has an Ethernet header.
+fn inspect(bytes: &[u8]) -> FrameInfo {
+    super::frame::inspect(bytes).unwrap()
+}
 
 /// A frame between two hosts, with ports.
 fn frame(v6: bool, tags: usize, from: (u8, u16), to: (u8, u16), protocol: u8) -> Vec<u8> {
@@ -30,7 +36,7 @@ fn guest(name: &str) -> PortOptions {
         mac: None,
         mac_filter: false,
         mac_limit: MACS_GUEST,
-        lan: Lan::Plain,
+        vlans: VlanConfig::Plain,
         isolated: false,
         reserved: false,
         mtu: 1500,
@@ -38,9 +44,9 @@ fn guest(name: &str) -> PortOptions {
     }
 }
 
-fn vlans(vlan: Option<u16>, trunk: &str) -> Lan {
+fn vlans(vlan: Option<u16>, trunk: &str) -> VlanConfig {
     let trunk = (!trunk.is_empty()).then(|| trunk.parse().unwrap());
-    Lan::new(vlan, trunk.as_ref())
+    VlanConfig::new(vlan, trunk.as_ref())
 }
 
 #[test]
@@ -48,8 +54,8 @@ fn a_flow_has_one_hash_both_ways() {
     let mut all = std::collections::HashSet::new();
     for (v6, tags) in [(false, 0), (false, 1), (true, 0), (true, 2)] {
         for port in 1000..1100 {
-            let there = look(&frame(v6, tags, (1, port), (2, 80), 6));
-            let back = look(&frame(v6, tags, (2, 80), (1, port), 6));
+            let there = inspect(&frame(v6, tags, (1, port), (2, 80), 6));
+            let back = inspect(&frame(v6, tags, (2, 80), (1, port), 6));
             assert_eq!(there.hash, back.hash);
             assert_eq!((there.source, there.destination), (back.destination, back.source));
             all.insert((v6, there.hash));
@@ -57,8 +63,8 @@ fn a_flow_has_one_hash_both_ways() {
     }
     // Tags make no other flow, and flows are told apart.
     assert!(all.len() > 195, "{}", all.len());
-    let tcp = look(&frame(false, 0, (1, 5), (2, 6), 6)).hash;
-    assert_ne!(tcp, look(&frame(false, 0, (1, 5), (2, 6), 17)).hash);
+    let tcp = inspect(&frame(false, 0, (1, 5), (2, 6), 6)).hash;
+    assert_ne!(tcp, inspect(&frame(false, 0, (1, 5), (2, 6), 17)).hash);
 }
 
 #[test]
@@ -66,7 +72,7 @@ fn flows_spread_over_any_number_of_ends() {
     for ends in [2u32, 3, 4, 7] {
         let mut counts = vec![0; ends as usize];
         for port in 0..4000 {
-            let hash = look(&frame(false, 0, (1, 1000 + port), (2, 80), 6)).hash;
+            let hash = inspect(&frame(false, 0, (1, 1000 + port), (2, 80), 6)).hash;
             counts[(hash % ends) as usize] += 1;
         }
         let fair = 4000 / ends as usize;
@@ -78,14 +84,14 @@ fn flows_spread_over_any_number_of_ends() {
 fn any_bytes_are_looked_at() {
     let whole = frame(true, 2, (1, 5), (2, 6), 17);
     for len in 14..whole.len() {
-        look(&whole[..len]);
+        inspect(&whole[..len]);
     }
     // Fragments of one packet stay together: only the first one has ports.
     let mut first = frame(false, 0, (1, 5), (2, 6), 17);
     first[20] = 0x20;
     let mut later = frame(false, 0, (1, 99), (2, 98), 17);
     later[21] = 7;
-    assert_eq!(look(&first).hash, look(&later).hash);
+    assert_eq!(inspect(&first).hash, inspect(&later).hash);
 }
 
 #[test]
@@ -118,11 +124,11 @@ fn headers_that_make_no_sense() {
 fn transmit_follows_receive() {
     let switch = Switch::new("s");
     let port = switch.join(4, guest("a")).unwrap();
-    assert!(port.end_of(7, 0).is_none());
-    port.ends.iter().take(3).for_each(|end| end.open());
+    assert!(port.queue_for(7, 0).is_none());
+    port.queues.iter().take(3).for_each(|end| end.open());
     let at = |hash, now| {
-        let end = port.end_of(hash, now).unwrap();
-        port.ends.iter().position(|e| Arc::ptr_eq(e, end)).unwrap()
+        let end = port.queue_for(hash, now).unwrap();
+        port.queues.iter().position(|e| Arc::ptr_eq(e, end)).unwrap()
     };
     assert_eq!((at(6, 0), at(7, 0), at(8, 0)), (0, 1, 2));
     port.learn(6, 2, 0);
@@ -137,10 +143,10 @@ fn ports_come_and_go() {
     let switch = Switch::new("s");
     let (a, b) = (switch.join(1, guest("a")).unwrap(), switch.join(2, guest("b")).unwrap());
     let version = switch.version();
-    let look = look(&frame(false, 0, (1, 5), (2, 6), 6));
-    let route = |from: &Port, look: &Look| switch.route(&switch.view(), from, look, 0, 0).unwrap();
+    let look = inspect(&frame(false, 0, (1, 5), (2, 6), 6));
+    let route = |from: &Port, look: &FrameInfo| switch.route(&switch.view(), from, look, 0, 0).unwrap();
     assert_eq!(route(&a, &look), Route::All);
-    let back = super::look(&frame(false, 0, (2, 6), (1, 5), 6));
+    let back = inspect(&frame(false, 0, (2, 6), (1, 5), 6));
     assert_eq!(route(&b, &back), Route::Port(a.index));
     assert_eq!(route(&a, &look), Route::Port(b.index));
     assert_eq!(route(&b, &look), Route::Nowhere);
@@ -153,14 +159,14 @@ fn ports_come_and_go() {
 
 #[test]
 fn descriptions_come_home() {
-    let (from, to) = (End::new().unwrap(), End::new().unwrap());
+    let (from, to) = (PortQueue::new().unwrap(), PortQueue::new().unwrap());
     let send = |slot, tick| {
-        let mut frame = Frame::at(&from);
+        let mut frame = SentFrame::from(&from);
         (frame.slot, frame.tick) = (slot, tick);
         frame.pieces.push(Piece { ptr: std::ptr::null_mut(), len: 0 });
         frame
     };
-    let slots = |frames: &[Frame]| frames.iter().map(|f| f.slot).collect::<Vec<_>>();
+    let slots = |frames: &[SentFrame]| frames.iter().map(|f| f.slot).collect::<Vec<_>>();
     // One that is closed takes none.
     let mut frames = vec![send(0, 0)];
     to.put(&mut frames);
@@ -177,24 +183,24 @@ fn descriptions_come_home() {
     let mut home = Vec::new();
     to.revoke(&from, 1, &mut home);
     assert_eq!(slots(&home), [0, 1]);
-    End::send_home(&mut home);
+    PortQueue::return_all(&mut home);
     assert!(from.has_returns());
-    from.take_home(&mut home);
+    from.take_returns(&mut home);
     assert_eq!((slots(&home), from.has_returns()), (vec![0, 1], false));
     // So does what waits when it closes.
     to.close();
     assert!(!to.is_open());
     home.clear();
-    from.take_home(&mut home);
+    from.take_returns(&mut home);
     assert_eq!(slots(&home), [2, 3]);
 }
 
 #[test]
 fn who_sleeps_is_rung_for_once() {
-    let (from, to) = (End::new().unwrap(), End::new().unwrap());
+    let (from, to) = (PortQueue::new().unwrap(), PortQueue::new().unwrap());
     to.open();
     let signalled = || rustix::io::read(to.eventfd(), &mut [0; 8]).is_ok();
-    let put = || to.put(&mut vec![Frame::at(&from)]);
+    let put = || to.put(&mut vec![SentFrame::from(&from)]);
     put();
     assert!(!signalled());
     to.sleep();
@@ -208,9 +214,9 @@ fn who_sleeps_is_rung_for_once() {
 
 #[test]
 fn an_inbox_has_an_end() {
-    let (from, to) = (End::new().unwrap(), End::new().unwrap());
+    let (from, to) = (PortQueue::new().unwrap(), PortQueue::new().unwrap());
     to.open();
-    let mut frames: Vec<_> = (0..2000).map(|_| Frame::at(&from)).collect();
+    let mut frames: Vec<_> = (0..2000).map(|_| SentFrame::from(&from)).collect();
     to.put(&mut frames);
-    assert_eq!(frames.len(), 2000 - end::INBOX_MAX);
+    assert_eq!(frames.len(), 2000 - port_queue::INBOX_MAX);
 }

@@ -18,9 +18,12 @@ use virtio::features::{
 };
 use virtio::net::*;
 use vshunt_engine::{Queue, QueueSet};
+use vshunt_net::control::ControlQueue;
 use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
+use vshunt_net::switch::{PortGuard, SwitchPair};
 use vshunt_net::tap::{MTU_DEFAULT, check_mtu};
-use vshunt_net::{Tap, TapQueue};
+use vshunt_net::tap_pair::TapPair;
+use vshunt_net::{NetStats, PAIR_RINGS, Tap, TapQueue};
 use vshunt_sandbox::ThreadKind;
 use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
 use vshunt_virtqueue::{FrameFormat, RingParts, owner};
@@ -28,10 +31,6 @@ use vshunt_virtqueue::{FrameFormat, RingParts, owner};
 use self::control::Control;
 use super::memory::Notes;
 use super::{ConfigChange, Device, NetworkDevice, RingPlace};
-use crate::queue::net::control::ControlQueue;
-use crate::queue::net::switch::{Plug, SwitchPair};
-use crate::queue::net::tap::TapPair;
-use crate::queue::net::{NetStats, RINGS};
 
 /// The ring of a pair by which the guest receives.
 const RECEIVE: u16 = 0;
@@ -79,7 +78,7 @@ enum NetBackend {
     /// A tap with its queues, one a pair.
     Tap(Arc<Tap>, Vec<Arc<TapQueue>>),
     /// A port of a switch.
-    Switch(Arc<Plug>),
+    Switch(Arc<PortGuard>),
 }
 
 /// What the guest chose.
@@ -111,7 +110,7 @@ pub struct NetDevice {
 
 /// Whether a card of so many pairs, for our workers to serve, has a control queue: messages name virtqueues by a byte.
 pub fn has_control(pairs: u16) -> bool {
-    RINGS * pairs <= u8::MAX.into()
+    PAIR_RINGS * pairs <= u8::MAX.into()
 }
 
 impl NetDevice {
@@ -147,13 +146,13 @@ impl NetDevice {
     /// As of a tap's.
     pub fn of_switch(
         name: &str,
-        plug: Plug,
+        guard: PortGuard,
         set: Arc<QueueSet>,
         mac: Option<[u8; MAC_BYTES]>,
         mtu_max: Option<u32>,
     ) -> io::Result<Self> {
-        let pairs = plug.port.ends.len() as u16;
-        let device = Self::make(name, NetBackend::Switch(Arc::new(plug)), pairs, mac);
+        let pairs = guard.port.queues.len() as u16;
+        let device = Self::make(name, NetBackend::Switch(Arc::new(guard)), pairs, mac);
         Self { mtu_max, ..device }.controlled(set)
     }
 
@@ -176,7 +175,7 @@ impl NetDevice {
         match &self.backend {
             NetBackend::Kernel(..) => {}
             NetBackend::Tap(_, queues) => queues[usize::from(pair)].attach().map_err(|e| e.to_string())?,
-            NetBackend::Switch(plug) => plug.port.ends[usize::from(pair)].open(),
+            NetBackend::Switch(guard) => guard.port.queues[usize::from(pair)].open(),
         }
         Ok(())
     }
@@ -192,7 +191,7 @@ impl NetDevice {
                     tracing::warn!("{}: {e}", self.name);
                 }
             }
-            NetBackend::Switch(plug) => plug.port.ends[pair].close(),
+            NetBackend::Switch(guard) => guard.port.queues[pair].close(),
         }
     }
 }
@@ -260,8 +259,8 @@ impl Device for NetDevice {
 
     /// An MTU that a former front end gave would have the switch drop frames of this one. A tap's MTU is the host's.
     fn connected(&self) {
-        if let NetBackend::Switch(plug) = &self.backend {
-            plug.port.set_mtu(self.mtu_max.unwrap_or(MTU_DEFAULT));
+        if let NetBackend::Switch(guard) = &self.backend {
+            guard.port.set_mtu(self.mtu_max.unwrap_or(MTU_DEFAULT));
         }
     }
 
@@ -283,7 +282,7 @@ impl Device for NetDevice {
                     self.mtu.store(mtu, Relaxed);
                     mtu as u16
                 }
-                NetBackend::Switch(plug) => plug.port.mtu() as u16,
+                NetBackend::Switch(guard) => guard.port.mtu() as u16,
             },
         };
         config.to_bytes().to_vec()
@@ -305,7 +304,7 @@ impl Device for NetDevice {
     }
 
     fn rings(&self) -> u16 {
-        RINGS * self.pairs + u16::from(self.control.is_some())
+        PAIR_RINGS * self.pairs + u16::from(self.control.is_some())
     }
 
     fn place(&self, ring: u16) -> Option<RingPlace> {
@@ -318,7 +317,7 @@ impl Device for NetDevice {
         let format = self.agreed().format;
         let RingPlace { queue: index, nth } = place;
         if let (Some(control), true) = (&self.control, index == self.pairs) {
-            return Box::new(ControlQueue::new(parts, control.desk()));
+            return Box::new(ControlQueue::new(parts, control.pending()));
         }
         let make = || -> Box<dyn Queue> {
             let (stats, net) = (parts.stats.clone(), self.stats[usize::from(index)].clone());
@@ -327,8 +326,8 @@ impl Device for NetDevice {
                 NetBackend::Tap(_, queues) => {
                     Box::new(TapPair::new(queues[usize::from(index)].clone(), stats, net))
                 }
-                NetBackend::Switch(plug) => {
-                    Box::new(SwitchPair::new(plug.clone(), index, self.takes.clone(), stats, net))
+                NetBackend::Switch(guard) => {
+                    Box::new(SwitchPair::new(guard.clone(), index, self.takes.clone(), stats, net))
                 }
             }
         };
@@ -348,7 +347,7 @@ fn place(ring: u16, pairs: u16, control: Option<u16>) -> Option<RingPlace> {
     if control == Some(ring) {
         return Some(RingPlace { queue: pairs, nth: 0 });
     }
-    (ring < RINGS * pairs).then_some(RingPlace { queue: ring / RINGS, nth: ring % RINGS })
+    (ring < PAIR_RINGS * pairs).then_some(RingPlace { queue: ring / PAIR_RINGS, nth: ring % PAIR_RINGS })
 }
 
 impl NetworkDevice for NetDevice {
@@ -356,13 +355,13 @@ impl NetworkDevice for NetDevice {
         let mtu = u32::try_from(mtu).unwrap_or(u32::MAX);
         match &self.backend {
             NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => tap.set_mtu(mtu),
-            NetBackend::Switch(plug) => match self.mtu_max {
+            NetBackend::Switch(guard) => match self.mtu_max {
                 Some(most) if mtu > most => {
                     return Err(format!(
                         "the front-end asks for an MTU of {mtu}, and the export has mtu={most}"
                     ));
                 }
-                _ => check_mtu(mtu).map(|()| plug.port.set_mtu(mtu)),
+                _ => check_mtu(mtu).map(|()| guard.port.set_mtu(mtu)),
             },
         }
         .map_err(|e| e.to_string())
@@ -373,7 +372,7 @@ impl NetworkDevice for NetDevice {
         let frame = rarp(mac);
         let told = match &self.backend {
             NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => tap.inject(&frame),
-            NetBackend::Switch(plug) => plug.switch.announce(&plug.port, &frame),
+            NetBackend::Switch(guard) => guard.switch.announce(&guard.port, &frame),
         };
         if let Err(e) = told {
             tracing::warn!("{}: the guest's new place is not announced: {e}", self.name);
@@ -432,7 +431,7 @@ impl NetworkDevice for NetDevice {
 
     fn port(&self) -> Option<PortInfo> {
         match &self.backend {
-            NetBackend::Switch(plug) => Some(plug.info()),
+            NetBackend::Switch(guard) => Some(guard.info()),
             _ => None,
         }
     }

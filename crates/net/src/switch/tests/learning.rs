@@ -133,7 +133,7 @@ fn a_switch_tells_addresses_by_configuration_and_learnt_ones() {
     let (b, a) = (switch.join(1, guest("b")).unwrap(), switch.join(1, guest("a")).unwrap());
     // 4 is learnt before it is known to be the host's.
     for (port, from) in [(&b, 1), (&a, 2), (&a, 1), (&b, 4), (&fixed, 9)] {
-        let look = look(&frame(false, 0, (from, 5), (7, 6), 6));
+        let look = inspect(&frame(false, 0, (from, 5), (7, 6), 6));
         switch.route(&switch.view(), port, &look, 0, switch.now_s()).unwrap();
     }
     switch.set_hosts(&b, vec![mac(4)]);

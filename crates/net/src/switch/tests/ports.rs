@@ -23,21 +23,21 @@ const PLAIN: Header =
     Header { flags: 0, gso_type: 0, hdr_len: 0, gso_size: 0, csum_start: 0, csum_offset: 0 };
 
 fn admit(port: &Port, bytes: &[u8]) -> Result<u16, DropReason> {
-    let first = &bytes[..bytes.len().min(LOOK_BYTES)];
+    let first = &bytes[..bytes.len().min(INSPECTED_BYTES)];
     port.admit(&Packet::new(first, &PLAIN, bytes.len()).unwrap(), 1)
 }
 
 /// What comes out of `to`, byte for byte, of a frame that came in by `from`.
 fn pass(from: &Port, to: &Port, bytes: &[u8]) -> Result<Vec<u8>, DropReason> {
-    let first = &bytes[..bytes.len().min(LOOK_BYTES)];
+    let first = &bytes[..bytes.len().min(INSPECTED_BYTES)];
     let packet = Packet::new(first, &PLAIN, bytes.len()).unwrap();
     let vlan = from.admit(&packet, 1)?;
     let form = to.accept(from, &packet, vlan, 1)?;
-    let start = Start::new(packet.first, vlan);
+    let start = FrameStart::new(packet.first, vlan);
     if !start.has(form) {
         return Err(DropReason::Vlan);
     }
-    let whole = [start.bytes(form), &bytes[start.taken()..]].concat();
+    let whole = [start.bytes(form), &bytes[start.replaced()..]].concat();
     assert_eq!(whole.len(), bytes.len().wrapping_add_signed(start.longer(form)));
     Ok(whole)
 }
@@ -62,9 +62,9 @@ fn a_configured_address_is_learnt_nowhere_else() {
     let a = port(&switch, PortOptions { mac: Some(A), ..guest("a") });
     let (b, up) =
         (port(&switch, guest("b")), port(&switch, PortOptions { tap: Some(Weak::new()), ..guest("u") }));
-    let to_a = look(&tagged(B, A, &[], 50));
-    let as_a = look(&tagged(A, B, &[], 50));
-    let route = |from: &Port, look: &Look| switch.route(&switch.view(), from, look, 0, 1);
+    let to_a = inspect(&tagged(B, A, &[], 50));
+    let as_a = inspect(&tagged(A, B, &[], 50));
+    let route = |from: &Port, look: &FrameInfo| switch.route(&switch.view(), from, look, 0, 1);
     // Known before it ever sent, and no other port may say that it is there.
     assert_eq!(route(&b, &to_a), Ok(Route::Port(a.index)));
     assert_eq!(
@@ -76,26 +76,26 @@ fn a_configured_address_is_learnt_nowhere_else() {
     let host = [2, 0, 0, 0, 0, 9];
     switch.set_hosts(&up, vec![host, A]);
     let other = port(&switch, PortOptions { tap: Some(Weak::new()), ..guest("v") });
-    let as_host = look(&tagged(host, B, &[], 50));
+    let as_host = inspect(&tagged(host, B, &[], 50));
     assert_eq!(route(&b, &as_host), Err(DropReason::ForeignSource));
     assert_eq!(
         (route(&up, &as_host), route(&other, &as_host)),
         (Ok(Route::Port(b.index)), Ok(Route::Port(b.index)))
     );
-    assert_eq!(route(&b, &look(&tagged(B, host, &[], 50))), Ok(Route::Port(up.index)));
+    assert_eq!(route(&b, &inspect(&tagged(B, host, &[], 50))), Ok(Route::Port(up.index)));
     // An export's address is the export's, though the host had it, too.
     assert_eq!(route(&b, &to_a), Ok(Route::Port(a.index)));
     // It goes with its port.
     switch.leave(a.index);
     assert_eq!((route(&up, &as_a), route(&b, &to_a)), (Ok(Route::Port(b.index)), Ok(Route::Port(up.index))));
     // Two ports of a VLAN cannot have the same one; those of different VLANs can.
-    let with = |name, lan| PortOptions { mac: Some(B), lan, ..guest(name) };
+    let with = |name, vlans| PortOptions { mac: Some(B), vlans, ..guest(name) };
     let c = port(&switch, with("c", vlans(Some(1), "")));
     let e = switch.join(1, with("d", vlans(None, "1-5"))).err().unwrap();
     assert!(e.to_string().contains("its mac is that of export c"), "{e}");
     let d = port(&switch, with("d", vlans(Some(2), "")));
     let view = switch.view();
-    let to_b = look(&tagged(A, B, &[], 50));
+    let to_b = inspect(&tagged(A, B, &[], 50));
     assert_eq!(switch.route(&view, &d, &to_b, 1, 1), Ok(Route::Port(c.index)));
     assert_eq!(switch.route(&view, &c, &to_b, 2, 1), Ok(Route::Port(d.index)));
 }
@@ -111,8 +111,8 @@ fn a_route_is_looked_up_once_a_turn() {
     let [b, a, c] = &ports;
     let view = switch.view();
     let mut last = LastRoute::default();
-    let find = |look: &Look, vlan| switch.route(&view, a, look, vlan, 1);
-    let mut route = |bytes: &[u8], vlan| last.or_find(&look(bytes), vlan, || find(&look(bytes), vlan));
+    let find = |look: &FrameInfo, vlan| switch.route(&view, a, look, vlan, 1);
+    let mut route = |bytes: &[u8], vlan| last.or_find(&inspect(bytes), vlan, || find(&inspect(bytes), vlan));
     let to_b = tagged(A, B, &[], 50);
     assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
     assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
@@ -128,10 +128,10 @@ fn a_route_is_looked_up_once_a_turn() {
     switch.macs.learn(Address::new(station), 0, c.index, &c.learnt, 1);
     assert_eq!(route(&tagged(A, station, &[], 50), 0), Ok(Route::Port(b.index)));
     last = LastRoute::default();
-    let to_station = look(&tagged(A, station, &[], 50));
+    let to_station = inspect(&tagged(A, station, &[], 50));
     assert_eq!(last.or_find(&to_station, 0, || find(&to_station, 0)), Ok(Route::Port(c.index)));
     // A port's own address is not learnt.
-    assert_eq!(switch.route(&view, b, &look(&tagged(B, A, &[], 50)), 0, 1), Ok(Route::Port(a.index)));
+    assert_eq!(switch.route(&view, b, &inspect(&tagged(B, A, &[], 50)), 0, 1), Ok(Route::Port(a.index)));
     assert_eq!(switch.macs.find(Address::new(B), 0, 1), None);
 }
 
@@ -161,8 +161,8 @@ fn isolated_ports_meet_others_only() {
 #[test]
 fn vlans_are_networks_of_their_own() {
     let switch = Switch::new("s");
-    let with = |name: &str, lan| port(&switch, PortOptions { lan, ..guest(name) });
-    let plain = with("plain", Lan::Plain);
+    let with = |name: &str, vlans| port(&switch, PortOptions { vlans, ..guest(name) });
+    let plain = with("plain", VlanConfig::Plain);
     let (five, six) = (with("five", vlans(Some(5), "")), with("six", vlans(Some(6), "")));
     let trunk = with("trunk", vlans(None, "5,6"));
     let hybrid = with("hybrid", vlans(Some(6), "5"));
@@ -180,7 +180,7 @@ fn vlans_are_networks_of_their_own() {
         assert_eq!(pass(&five, &trunk, &tag(0x8100, 0xE000, len)), Ok(tag(0x8100, 0xE005, len)));
         assert_eq!(pass(&five, &trunk, &tag(0x8100, 0, len)), Ok(tag(0x8100, 5, len)));
         // Between ports without VLANs tags are payload.
-        let other = with(&format!("plain{len}"), Lan::Plain);
+        let other = with(&format!("plain{len}"), VlanConfig::Plain);
         for frame in [bare(len), tag(0x8100, 5, len), tag(0x88A8, 9, len), tag(0x9100, 9, len)] {
             assert_eq!(pass(&plain, &other, &frame), Ok(frame));
         }
@@ -251,7 +251,7 @@ fn an_mtu_is_for_packets() {
             csum_offset: 6,
             ..Header::default()
         };
-        Packet::new(&bytes[..LOOK_BYTES], &header, bytes.len()).unwrap().bytes
+        Packet::new(&bytes[..INSPECTED_BYTES], &header, bytes.len()).unwrap().bytes
     };
     assert_eq!((segments(false, Some(5), 1460), segments(true, Some(5), 1440)), (1500, 1500));
     assert_eq!((segments(false, Some(8), 1448), segments(true, Some(8), 1428)), (1500, 1500));
@@ -284,11 +284,11 @@ fn a_loop_of_uplinks_blocks_the_later_one() {
     let uplink = |name| port(&switch, PortOptions { tap: Some(Weak::new()), ..guest(name) });
     let (a, b, c) = (uplink("a"), uplink("b"), port(&switch, guest("c")));
     let view = switch.view();
-    let probe = |from: &Port, vlan| Switch::probe_frame(from, vlan);
+    let probe = |from: &Port, vlan| from.probe.frame(vlan);
     // Another switch's, one's own that comes back where it was sent, and what only looks like one.
     let other = Switch::new("s");
     let theirs = port(&other, PortOptions { tap: Some(Weak::new()), ..guest("theirs") });
-    assert!(!switch.is_probe(&view, &a, &Switch::probe_frame(&theirs, None), 1));
+    assert!(!switch.is_probe(&view, &a, &theirs.probe.frame(None), 1));
     assert!(switch.is_probe(&view, &a, &probe(&a, None), 1));
     assert!(!switch.is_probe(&view, &a, &probe(&b, None)[..38], 1));
     assert!(!a.is_blocked(1) && !b.is_blocked(1));
@@ -309,8 +309,9 @@ fn a_loop_of_uplinks_blocks_the_later_one() {
     // It is free again once no probe came for a while.
     assert!(b.is_blocked(2 + port::BLOCK_S - 1) && !b.is_blocked(2 + port::BLOCK_S));
     // Uplinks that pass nothing to each other make no loop.
-    let alone =
-        |name| port(&switch, PortOptions { tap: Some(Weak::new()), lan: vlans(Some(9), ""), ..guest(name) });
+    let alone = |name| {
+        port(&switch, PortOptions { tap: Some(Weak::new()), vlans: vlans(Some(9), ""), ..guest(name) })
+    };
     let (d, e) =
         (alone("d"), port(&switch, PortOptions { isolated: true, tap: Some(Weak::new()), ..guest("e") }));
     let view = switch.view();

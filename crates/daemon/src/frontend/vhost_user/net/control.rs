@@ -15,16 +15,16 @@ use vshunt_types::sync::Locked;
 use virtio::features::bit;
 use virtio::net::*;
 use vshunt_engine::QueueSet;
+use vshunt_net::control::PendingCommand;
 use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
 use vshunt_virtqueue::owner;
 
 use super::super::memory::Notes;
 use super::{NetBackend, NetDevice};
-use crate::queue::net::control::Desk;
 
 /// See the module. Only the session thread changes it.
 pub(super) struct Control {
-    desk: Arc<Desk>,
+    pending: Arc<PendingCommand>,
     set: Arc<QueueSet>,
     /// Guards nothing else; held for a look or a change.
     state: Mutex<State>,
@@ -46,15 +46,15 @@ impl Control {
     pub(super) fn new(set: Arc<QueueSet>, pairs: u16) -> io::Result<Self> {
         let running = vec![false; pairs.into()];
         let state = Mutex::new(State { running, active: pairs, notes: None });
-        Ok(Self { desk: Arc::new(Desk::new()?), set, state })
+        Ok(Self { pending: Arc::new(PendingCommand::new()?), set, state })
     }
 
     pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
-        self.desk.eventfd()
+        self.pending.eventfd()
     }
 
-    pub(super) fn desk(&self) -> Arc<Desk> {
-        self.desk.clone()
+    pub(super) fn pending(&self) -> Arc<PendingCommand> {
+        self.pending.clone()
     }
 
     /// Features were agreed on: what a former guest set is over.
@@ -106,13 +106,13 @@ impl NetDevice {
 
     /// A command came.
     pub(super) fn commanded(&self, control: &Control) {
-        let Some((number, command)) = control.desk.take() else { return };
+        let Some((number, command)) = control.pending.take() else { return };
         let done = self.obey(control, command);
         if let Err(why) = &done {
             // A guest may say so again and again.
             tracing::debug!("{}: a command of the guest is refused: {why}", self.name);
         }
-        control.desk.answer(number, done.is_ok());
+        control.pending.answer(number, done.is_ok());
     }
 
     fn obey(&self, control: &Control, command: Command) -> Result<(), String> {

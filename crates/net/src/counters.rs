@@ -1,12 +1,12 @@
-//! What a card's queue pair counts, besides what every queue does.
+//! Counters of a queue pair, besides those that every queue has.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use vshunt_engine::QueueStats;
 use vshunt_types::spec::{DROP_REASONS, DropReason, NetDrops, NetQueueCounters};
 
-/// Counters of one queue pair. Written by the owning worker alone, or while the pair is on none; read by anyone. But for
-/// [`Detached`](DropReason::Detached), which the session thread alone counts.
+/// Counters of one queue pair. Only the owning worker writes them, or the session thread while the pair is on no worker. Any
+/// thread reads them. Exception: only the session thread counts [`Detached`](DropReason::Detached).
 #[derive(Debug, Default)]
 pub struct NetStats {
     to_guest_packets: AtomicU64,
@@ -19,26 +19,31 @@ pub struct NetStats {
 }
 
 impl NetStats {
-    /// Frames that the guest got together.
-    pub(super) fn received(&self, packets: u64, bytes: u64) {
+    /// Counts a batch of frames that the guest received.
+    pub(crate) fn received(&self, packets: u64, bytes: u64) {
         QueueStats::add(&self.to_guest_packets, packets);
         QueueStats::add(&self.to_guest_bytes, bytes);
         QueueStats::add(&self.to_guest_batches, 1);
     }
 
-    /// Frames of the guest that the network took together.
-    pub(super) fn sent(&self, packets: u64, bytes: u64) {
+    /// Counts a batch of frames that the network took from the guest.
+    pub(crate) fn sent(&self, packets: u64, bytes: u64) {
         QueueStats::add(&self.from_guest_packets, packets);
         QueueStats::add(&self.from_guest_bytes, bytes);
         QueueStats::add(&self.from_guest_batches, 1);
     }
 
-    /// Frames that did not get through.
+    /// Counts frames that were dropped.
     pub fn dropped(&self, why: DropReason, packets: u64) {
-        QueueStats::add(&self.drops[why as usize], packets);
+        QueueStats::add(self.drop_counter(why), packets);
     }
 
-    /// As they are now.
+    #[expect(clippy::indexing_slicing, reason = "DROP_REASONS is the number of variants")]
+    fn drop_counter(&self, why: DropReason) -> &AtomicU64 {
+        &self.drops[why as usize]
+    }
+
+    /// Returns the counters as they are now.
     pub fn counters(&self) -> NetQueueCounters {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         NetQueueCounters {
@@ -48,7 +53,7 @@ impl NetStats {
             from_guest_packets: get(&self.from_guest_packets),
             from_guest_bytes: get(&self.from_guest_bytes),
             from_guest_batches: get(&self.from_guest_batches),
-            drops: NetDrops::new(|why| get(&self.drops[why as usize])),
+            drops: NetDrops::new(|why| get(self.drop_counter(why))),
         }
     }
 }

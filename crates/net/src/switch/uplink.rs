@@ -1,49 +1,55 @@
-//! A tap as a port of a switch: no front-end and no guest, its queues run from the beginning to the end.
+//! A tap as a port of a switch. It has no front end and no guest; its queues run from its start to its end.
 //!
-//! A thread of each uplink looks after what changes by itself, every [`LOOK_EVERY`]: the interface's MTU, the addresses of the
-//! host behind it, and loops through another uplink.
+//! A thread of each uplink checks every [`CHECK_EVERY`] what can change without a command: the interface's MTU, the addresses
+//! of the host behind it, and loops through another uplink.
+
+mod from_tap;
+mod queue;
+mod to_tap;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use vshunt_types::sync::Locked;
 
-use vshunt_engine::Observer;
-use vshunt_engine::QueueSet;
-use vshunt_net::switch::{PROBE_EVERY_S, Port, PortOptions};
-use vshunt_net::tap::HEADER_LONG;
-use vshunt_net::{Offloads, Switch, Tap, TapQueue};
+use vshunt_engine::{Observer, QueueSet};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
+use vshunt_types::sync::Locked;
 
-use crate::queue::net::NetStats;
-use crate::queue::net::switch::uplink::{Parts, UplinkPair};
-use crate::queue::net::switch::{Plug, Takes};
+use self::queue::{UplinkParts, UplinkQueue};
+use super::Switch;
+use super::offload::AcceptedOffloads;
+use super::port::{Port, PortOptions};
+use super::port_guard::PortGuard;
+use super::probe::PROBE_EVERY_S;
+use crate::counters::NetStats;
+use crate::tap::{HEADER_LONG, Offloads, Tap, TapQueue};
 
-/// How often the thread looks, which is a turn of loop probes.
-const LOOK_EVERY: Duration = Duration::from_secs(PROBE_EVERY_S as u64);
-/// How long after probes were sent it looks whether they came back.
+/// How often the thread checks. Each time is a round of loop probes.
+const CHECK_EVERY: Duration = Duration::from_secs(PROBE_EVERY_S as u64);
+/// How long after the probes were sent the thread checks whether they came back.
 const PROBE_BACK: Duration = Duration::from_millis(200);
 
 /// See the module.
 pub struct Uplink {
     name: String,
-    plug: Arc<Plug>,
+    guard: Arc<PortGuard>,
     taps: Vec<Arc<TapQueue>>,
     stats: Vec<Arc<NetStats>>,
-    /// None once it is stopped. Guards nothing else.
+    /// `None` once it is stopped. Guards nothing else.
     queues: Mutex<Option<Arc<QueueSet>>>,
-    /// The thread; it ends when its sender is dropped. None once it was stopped. Guards nothing else.
+    /// The thread ends when its sender is dropped. `None` once it was stopped. Guards nothing else.
     watcher: Mutex<Option<(mpsc::Sender<()>, JoinHandle<()>)>>,
 }
 
 impl Uplink {
-    /// Joins a tap to a switch, a queue of it for each of `queues`. `options` are of a port without a tap and an MTU.
+    /// Joins a tap to a switch, with one of its queues for each of `queues`. `options.tap` is ignored, and `options.mtu` is used if
+    /// the tap's MTU cannot be read.
     ///
     /// # Errors
-    /// The tap does not let us, or the switch is full; nothing is joined then.
+    /// A call on the tap fails, or the switch is full. Nothing is joined then.
     pub fn start(
         name: &str,
         tap: Arc<Tap>,
@@ -54,18 +60,18 @@ impl Uplink {
     ) -> Result<Self> {
         let uso = tap.has_uso();
         tap.set_header(HEADER_LONG)?;
-        // The switch does what the host leaves to be done for ports that do not take such frames.
+        // The switch does the offload work for ports that do not accept such frames.
         tap.set_offloads(Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: false, uso })?;
         let taps = tap.queues(queues.len())?;
         let mtu = tap.mtu().unwrap_or(options.mtu);
         let port =
             switch.join(queues.len(), PortOptions { tap: Some(Arc::downgrade(&tap)), mtu, ..options })?;
         switch.set_hosts(&port, tap.host_addresses().unwrap_or_default());
-        let plug = Arc::new(Plug { switch, port });
+        let guard = Arc::new(PortGuard { switch, port });
         let stats: Vec<Arc<NetStats>> = (0..queues.len()).map(|_| Arc::default()).collect();
         let this = Self {
             name: name.to_owned(),
-            plug: plug.clone(),
+            guard: guard.clone(),
             taps,
             stats,
             queues: Mutex::new(Some(queues.clone())),
@@ -74,25 +80,25 @@ impl Uplink {
         let whole = tap;
         for (index, (tap, net)) in (0..).zip(this.taps.iter().zip(&this.stats)) {
             let (observer, own) = (observer.clone(), name.to_owned());
-            let parts = Parts {
+            let parts = UplinkParts {
                 tap: tap.clone(),
-                plug: plug.clone(),
+                guard: guard.clone(),
                 index,
-                takes: Takes::of_tap(uso),
+                accepted: AcceptedOffloads::of_tap(uso),
                 stats: queues.stats(index).clone(),
                 net: net.clone(),
-                on_broken: Box::new(move |why| tell(&own, index, why, &observer)),
+                on_broken: Box::new(move |why| report_broken(&own, index, why, &observer)),
             };
-            plug.port.ends[usize::from(index)].open();
-            queues.start(index, Box::new(UplinkPair::new(parts)));
+            crate::slots::slot(&guard.port.queues, index).open();
+            queues.start(index, Box::new(UplinkQueue::new(parts)));
             if let Err(e) = tap.attach() {
                 this.stop();
                 return Err(e);
             }
         }
         let (sender, stop) = mpsc::channel();
-        // It keeps neither the network nor the port's place: those go when the export does.
-        let (tap, own) = (Arc::downgrade(&whole), plug.clone());
+        // The thread does not keep the network: it goes when the export does.
+        let (tap, own) = (Arc::downgrade(&whole), guard.clone());
         let watch = move || watch(&own.switch, &own.port, &tap, &stop);
         let builder = std::thread::Builder::new().name("uplink".into());
         match sandbox::spawn(ThreadKind::Control, builder, watch) {
@@ -105,26 +111,26 @@ impl Uplink {
         Ok(this)
     }
 
-    /// Its port as it is.
+    /// Describes its port as it is now.
     pub fn port(&self) -> PortInfo {
-        self.plug.info()
+        self.guard.info()
     }
 
-    /// Counters of a queue; the tap is the guest.
+    /// Counters of a queue. The tap is counted as the guest.
     pub fn net_counters(&self, queue: u16) -> Option<NetQueueCounters> {
         self.stats.get(usize::from(queue)).map(|stats| stats.counters())
     }
 
-    /// Ends it: what waits for the tap goes home, what waits in it is dropped. Idempotent.
+    /// Stops it: frames that wait for the tap are returned to their senders, frames that wait in it are dropped. Idempotent.
     pub fn stop(&self) {
         if let Some((sender, thread)) = self.watcher.locked().take() {
             drop(sender);
-            // It cannot panic; and if it did, there would be nothing to be done about it here.
+            // Nothing can be done here about a panic of the thread.
             let _ = thread.join();
         }
         let Some(queues) = self.queues.locked().take() else { return };
-        for end in &self.plug.port.ends {
-            end.close();
+        for queue in &self.guard.port.queues {
+            queue.close();
         }
         for (index, (tap, net)) in (0..).zip(self.taps.iter().zip(&self.stats)) {
             drop(queues.stop(index));
@@ -139,10 +145,10 @@ impl Uplink {
 /// The thread of an uplink.
 fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::Receiver<()>) {
     let ended = |wait| !matches!(stop.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
-    let (mut was_blocked, mut turn) = (false, 0);
+    let (mut was_blocked, mut round) = (false, 0);
     loop {
         let Some(tap) = tap.upgrade() else { return };
-        // What cannot be read now stays as it was: no guest may take over the host's address.
+        // What cannot be read stays as it was, so that no guest can take over the host's address.
         if let Ok(mtu) = tap.mtu() {
             port.set_mtu(mtu);
         }
@@ -150,8 +156,8 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
             switch.set_hosts(port, addresses);
         }
         drop(tap);
-        switch.probe(port, turn);
-        turn = turn.wrapping_add(1);
+        switch.probe(port, round);
+        round = round.wrapping_add(1);
         if ended(PROBE_BACK) {
             return;
         }
@@ -162,20 +168,21 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
             tracing::info!("uplink {} forwards frames again: no loop probe came back lately", port.name());
         }
         was_blocked = blocked;
-        if ended(LOOK_EVERY - PROBE_BACK) {
+        if ended(CHECK_EVERY - PROBE_BACK) {
             return;
         }
     }
 }
 
-/// Reports that a queue has lost its tap. On a thread of its own: a worker writes no log line and waits for no client.
-fn tell(name: &str, index: u16, why: &str, observer: &Arc<dyn Observer>) {
+/// Reports that a queue has lost its tap. It does so on a thread of its own, because a worker writes no log line and waits for
+/// no client.
+fn report_broken(name: &str, index: u16, why: &str, observer: &Arc<dyn Observer>) {
     let (name, why, observer) = (name.to_owned(), why.to_owned(), observer.clone());
     let told = move || {
         tracing::warn!("{name}:{index}: {why}; remove the export and its network, then add both again");
         observer.queue_broken(index, &why);
     };
-    // It does what a session thread does for a front end's queues. Without it the queue's state still says so.
+    // A front end's queues have a session thread for this. If the thread cannot be made, the queue's state still shows it.
     sandbox::detach(ThreadKind::Session, std::thread::Builder::new().name("uplink-broken".into()), told);
 }
 

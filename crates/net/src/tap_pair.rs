@@ -1,5 +1,5 @@
-//! A queue pair whose frames go through a tap's queue. None is copied by us but where [`rx`] says so: the tap reads and writes
-//! the guest's buffers, in batches through the worker's ring.
+//! A guest's queue pair on a queue of a tap. The tap reads and writes the guest's buffers, in batches on the worker's io_uring.
+//! The daemon copies no frame, with the exceptions that [`rx`] lists.
 
 mod rx;
 mod tx;
@@ -11,17 +11,17 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use virtio::net::NET_HDR_BYTES;
 use vshunt_engine::{Queue, QueueStats, Token, Uring};
-use vshunt_net::TapQueue;
 use vshunt_virtqueue::{FrameFormat, QueuePair, RingParts, VirtqueueOwner, Vring};
 
 use self::rx::Rx;
 use self::tx::Tx;
-pub(super) use self::tx::reason;
-use super::NetStats;
-use super::buffers::Buffers;
-use super::line::Line;
-use super::rings::{OP_OWN, Rings};
-use super::tap_file::TapFile;
+use crate::counters::NetStats;
+use crate::frames::Direction;
+use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_rings::{OP_OWN, PairRings};
+use crate::rx_buffers::RxBuffers;
+use crate::tap::TapQueue;
+use crate::tap_file::TapFile;
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWN;
@@ -30,9 +30,9 @@ const OP_WRITE: u8 = OP_OWN + 2;
 
 /// See the module.
 pub struct TapPair {
-    rings: Rings<Rx, Tx>,
+    rings: PairRings<Rx, Tx>,
     tap: Arc<TapQueue>,
-    /// The tap, as the owning worker's ring knows it; none while it moves.
+    /// The tap as a file of the owning worker's io_uring. `None` while the queue is on no worker.
     file: Option<TapFile>,
     // Any thread's.
     stats: Arc<QueueStats>,
@@ -42,7 +42,7 @@ pub struct TapPair {
 impl TapPair {
     /// A pair without rings.
     pub fn new(tap: Arc<TapQueue>, stats: Arc<QueueStats>, net: Arc<NetStats>) -> Self {
-        Self { rings: Rings::new(), tap, file: None, stats, net }
+        Self { rings: PairRings::new(), tap, file: None, stats, net }
     }
 
     fn poll(&self, place: Token) -> (RawFd, Token) {
@@ -57,12 +57,12 @@ impl TapPair {
 }
 
 impl VirtqueueOwner for TapPair {
-    fn ring(&mut self, way: u16) -> Option<&mut dyn Vring> {
-        self.rings.ring(way)
+    fn ring(&mut self, nth: u16) -> Option<&mut dyn Vring> {
+        self.rings.ring(Direction::of(nth))
     }
 
-    fn remove(&mut self, way: u16, discard: bool) -> (u32, bool) {
-        self.rings.remove(way, discard)
+    fn remove(&mut self, nth: u16, discard: bool) -> (u32, bool) {
+        self.rings.remove(Direction::of(nth), discard)
     }
 
     fn is_broken(&self) -> bool {
@@ -75,12 +75,12 @@ impl VirtqueueOwner for TapPair {
 }
 
 impl QueuePair for TapPair {
-    fn add(&mut self, way: u16, parts: RingParts, format: FrameFormat) {
+    fn add(&mut self, nth: u16, parts: RingParts, format: FrameFormat) {
         debug_assert!(format.header <= NET_HDR_BYTES);
-        let line = Line::new(parts, self.net.clone());
-        match way {
-            0 => self.rings.rx = Some(Rx::new(Buffers::new(line, format))),
-            _ => self.rings.tx = Some(Tx::new(line, format.header)),
+        let virtqueue = NetVirtqueue::new(parts, self.net.clone());
+        match Direction::of(nth) {
+            Direction::Receive => self.rings.rx = Some(Rx::new(RxBuffers::new(virtqueue, format))),
+            Direction::Transmit => self.rings.tx = Some(Tx::new(virtqueue, format.header)),
         }
     }
 
@@ -97,7 +97,7 @@ impl Queue for TapPair {
             self.file = Some(TapFile::know(uring, &self.tap));
         }
         if let Some(rx) = &mut self.rings.rx {
-            rx.looks.arm();
+            rx.rx_poll.arm();
         }
         self.rings.arm(uring, place);
     }
@@ -121,7 +121,7 @@ impl Queue for TapPair {
             (OP_READ, Some(rx), _) => rx.complete(uring, token.slot, poll, result),
             (OP_WRITE, _, Some(tx)) => tx.complete(token.slot, result),
             (OP_POLL, Some(rx), _) => {
-                rx.looks.polled(uring, poll, result);
+                rx.rx_poll.polled(uring, poll, result);
                 0
             }
             _ => {
@@ -145,8 +145,8 @@ impl Queue for TapPair {
         self.rings.wake();
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
-        // Both, whatever the first one says.
+    fn sleep(&mut self, _: &mut Uring, _: Token, after: u32) -> bool {
+        // Both have to run; `||` would skip the second one.
         let rx = self.rings.rx.as_mut().is_some_and(Rx::sleep);
         let tx = self.rings.tx.as_mut().is_some_and(|tx| tx.sleep(after));
         rx || tx
@@ -154,7 +154,7 @@ impl Queue for TapPair {
 
     fn disarm(&mut self, uring: &mut Uring, place: Token) {
         if let Some(rx) = &mut self.rings.rx {
-            rx.looks.disarm(uring, place.with(0, OP_POLL));
+            rx.rx_poll.disarm(uring, place.with(0, OP_POLL));
         }
         self.rings.disarm(uring, place);
     }
@@ -176,6 +176,6 @@ impl Queue for TapPair {
 
 impl Drop for TapPair {
     fn drop(&mut self) {
-        debug_assert!(self.at_rest(), "a queue pair dropped with frames on their way");
+        debug_assert!(self.at_rest(), "a queue pair dropped with frames in flight");
     }
 }

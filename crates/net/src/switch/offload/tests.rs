@@ -1,9 +1,8 @@
 use std::sync::Arc;
 
-use vshunt_net::Switch;
-use vshunt_net::switch::{Lan, Piece, PortOptions};
-
 use super::*;
+use crate::switch::port_queue::Piece;
+use crate::switch::{PortOptions, Switch, VlanConfig};
 
 /// Kinds of VLAN tags, and how a frame can have them: none, one, or two.
 const TAGS: [&[u16]; 8] = [
@@ -61,7 +60,7 @@ fn super_frame(v4: bool, tags: &[u16], data: usize, size: u16) -> (Vec<u8>, Head
     ]);
     bytes.extend([1; 12]);
     bytes.extend((0..data).map(|i| (i * 7 + i / 251) as u8));
-    let partial = fold(pseudo_sum(&bytes, ip_at, tcp, v4, IP_TCP));
+    let partial = fold(pseudo_sum(&bytes, ip_at, tcp, v4, IP_TCP).unwrap());
     bytes[tcp + TCP_CSUM..tcp + TCP_CSUM + 2].copy_from_slice(&partial.to_be_bytes());
     let gso_type = GSO_ECN | if v4 { GSO_TCPV4 } else { 4 };
     let header = Header {
@@ -75,20 +74,20 @@ fn super_frame(v4: bool, tags: &[u16], data: usize, size: u16) -> (Vec<u8>, Head
     (bytes, header)
 }
 
-fn describe(bytes: &mut [u8], header: Header) -> Frame {
+fn describe(bytes: &mut [u8], header: Header) -> SentFrame {
     let options = PortOptions {
         name: "a".to_owned(),
         mac: None,
         mac_filter: false,
         mac_limit: 1,
-        lan: Lan::Plain,
+        vlans: VlanConfig::Plain,
         isolated: false,
         reserved: false,
         mtu: 1500,
         tap: None,
     };
-    let end = Switch::new("s").join(1, options).unwrap().ends[0].clone();
-    let mut frame = Frame::at(&Arc::clone(&end));
+    let end = Switch::new("s").join(1, options).unwrap().queues[0].clone();
+    let mut frame = SentFrame::from(&Arc::clone(&end));
     let (a, b) = bytes.split_at_mut(bytes.len() / 3);
     for part in [a, b] {
         frame.pieces.push(Piece { ptr: part.as_mut_ptr(), len: part.len() });
@@ -97,11 +96,11 @@ fn describe(bytes: &mut [u8], header: Header) -> Frame {
     frame
 }
 
-fn pieces(pieces: &mut Pieces) -> Vec<Vec<u8>> {
+fn all_of(segments: &mut Segments) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
-    while let Some(piece) = pieces.next() {
+    while let Some(piece) = segments.next() {
         all.push(piece.to_vec());
-        pieces.pop();
+        segments.pop();
     }
     all
 }
@@ -111,9 +110,9 @@ fn segments_are_packets_of_their_own() {
     for (v4, tags) in TAGS.iter().flat_map(|tags| [(true, *tags), (false, *tags)]) {
         for (data, size) in [(1, 1448), (1448, 1448), (1449, 1448), (64_000, 1448), (4001, 500), (0, 100)] {
             let (mut bytes, header) = super_frame(v4, tags, data, size);
-            let mut made = Pieces::default();
-            assert!(made.make(&describe(&mut bytes, header), Takes::default()), "{tags:x?}");
-            let all = pieces(&mut made);
+            let mut made = Segments::default();
+            assert!(made.make(&describe(&mut bytes, header), AcceptedOffloads::default()), "{tags:x?}");
+            let all = all_of(&mut made);
             let (tcp, size) = (usize::from(header.csum_start), usize::from(size));
             let ip = 14 + 4 * tags.len();
             assert_eq!(all.len(), data.div_ceil(size).max(1));
@@ -121,7 +120,7 @@ fn segments_are_packets_of_their_own() {
             for (i, piece) in all.iter().enumerate() {
                 let (first, last) = (i == 0, i + 1 == all.len());
                 assert_eq!(
-                    fold(sum(&piece[tcp..], pseudo_sum(piece, ip, tcp, v4, IP_TCP))),
+                    fold(sum(&piece[tcp..], pseudo_sum(piece, ip, tcp, v4, IP_TCP).unwrap())),
                     0xFFFF,
                     "TCP's checksum"
                 );
@@ -156,17 +155,19 @@ fn datagrams_of_their_own() {
         bytes.drain(at + UDP..at + 32);
         bytes[14 + if v4 { 9 } else { 6 }] = IP_UDP as u8;
         let header = Header { gso_type: GSO_UDP, gso_size: 1472, csum_offset: UDP_CSUM as u16, ..header };
-        let mut made = Pieces::default();
-        assert!(made.make(&describe(&mut bytes, header), Takes::default()));
-        let all = pieces(&mut made);
+        let mut made = Segments::default();
+        assert!(made.make(&describe(&mut bytes, header), AcceptedOffloads::default()));
+        let all = all_of(&mut made);
         assert_eq!(all.iter().map(|p| p.len() - at - UDP).collect::<Vec<_>>(), [1472, 1472, 1472, 584]);
         for piece in &all {
-            assert_eq!(fold(sum(&piece[at..], pseudo_sum(piece, 14, at, v4, IP_UDP))), 0xFFFF);
+            assert_eq!(fold(sum(&piece[at..], pseudo_sum(piece, 14, at, v4, IP_UDP).unwrap())), 0xFFFF);
             assert_eq!(usize::from(u16::from_be_bytes([piece[at + 4], piece[at + 5]])), piece.len() - at);
         }
         assert_eq!(all.iter().flat_map(|p| p[at + UDP..].to_vec()).collect::<Vec<_>>(), bytes[at + UDP..]);
         let all = [VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6];
-        assert!(Takes::new(all.iter().fold(0, |bits, number| bits | bit(*number))).all_of(&header));
+        assert!(
+            AcceptedOffloads::new(all.iter().fold(0, |bits, number| bits | bit(*number))).all_of(&header)
+        );
     }
 }
 
@@ -174,40 +175,40 @@ fn datagrams_of_their_own() {
 fn a_checksum_is_computed() {
     let (mut bytes, header) = super_frame(true, &[], 301, 1448);
     let header = Header { gso_type: GSO_NONE, gso_size: 0, ..header };
-    let mut made = Pieces::default();
-    assert!(made.make(&describe(&mut bytes, header), Takes::default()));
-    let all = pieces(&mut made);
+    let mut made = Segments::default();
+    assert!(made.make(&describe(&mut bytes, header), AcceptedOffloads::default()));
+    let all = all_of(&mut made);
     let [piece] = &all[..] else { panic!("{}", all.len()) };
-    assert_eq!(fold(sum(&piece[34..], pseudo_sum(piece, 14, 34, true, IP_TCP))), 0xFFFF);
+    assert_eq!(fold(sum(&piece[34..], pseudo_sum(piece, 14, 34, true, IP_TCP).unwrap())), 0xFFFF);
     assert_eq!((&piece[..50], &piece[52..]), (&bytes[..50], &bytes[52..]));
 }
 
 #[test]
-fn what_a_guest_takes_goes_as_it_is() {
+fn what_a_guest_accepted_goes_as_it_is() {
     let all =
         [VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_ECN];
-    let takes = Takes::new(all.iter().fold(0, |bits, number| bits | bit(*number)));
+    let accepted = AcceptedOffloads::new(all.iter().fold(0, |bits, number| bits | bit(*number)));
     let (_, header) = super_frame(true, &[], 1, 1);
-    assert!(takes.all_of(&header) && takes.all_of(&Header::default()));
+    assert!(accepted.all_of(&header) && accepted.all_of(&Header::default()));
     for without in all.iter().filter(|number| **number != VIRTIO_NET_F_GUEST_TSO6) {
         let fewer =
             all.iter().filter(|number| *number != without).fold(0, |bits, number| bits | bit(*number));
-        assert!(!Takes::new(fewer).all_of(&header), "{without}");
+        assert!(!AcceptedOffloads::new(fewer).all_of(&header), "{without}");
     }
-    assert!(Takes::default().all_of(&Header::default()));
+    assert!(AcceptedOffloads::default().all_of(&Header::default()));
 }
 
 #[test]
 fn what_is_made_of_a_frame_is_bounded() {
     let (mut bytes, header) = super_frame(false, &[], 65_000, 1);
-    let mut made = Pieces::default();
-    assert!(!made.make(&describe(&mut bytes, header), Takes::default()));
+    let mut made = Segments::default();
+    assert!(!made.make(&describe(&mut bytes, header), AcceptedOffloads::default()));
     assert_eq!(made.len(), 0);
     // Headers that reach far into the frame, each segment with a copy of them.
     let start = 32_768;
     bytes[start + TCP_OFFSET] = 0x50;
     let header = Header { gso_size: 100, csum_start: start as u16, ..header };
-    assert!(!made.make(&describe(&mut bytes, header), Takes::default()));
+    assert!(!made.make(&describe(&mut bytes, header), AcceptedOffloads::default()));
     assert!(made.len() == 0 && made.bytes.is_empty());
 }
 
@@ -220,7 +221,7 @@ fn frames_that_lie_are_no_harm() {
         rng ^= rng << 17;
         rng
     };
-    let mut made = Pieces::default();
+    let mut made = Segments::default();
     let mut whole = 0;
     for _ in 0..20_000 {
         let (mut bytes, mut header) = super_frame(
@@ -242,8 +243,8 @@ fn frames_that_lie_are_no_harm() {
             _ => {}
         }
         if header.is_sane(bytes.len(), 14) {
-            whole += u32::from(made.make(&describe(&mut bytes, header), Takes::default()));
-            let total: usize = pieces(&mut made).iter().map(Vec::len).sum();
+            whole += u32::from(made.make(&describe(&mut bytes, header), AcceptedOffloads::default()));
+            let total: usize = all_of(&mut made).iter().map(Vec::len).sum();
             assert!(total < 10_000_000);
         }
     }
@@ -251,9 +252,9 @@ fn frames_that_lie_are_no_harm() {
 }
 
 #[test]
-fn who_takes_no_checksums_is_told_of_none() {
+fn who_accepted_no_checksums_is_told_of_none() {
     let valid = Header { flags: 2, ..Header::default() };
-    let (none, some) = (Takes::new(0), Takes::new(bit(VIRTIO_NET_F_GUEST_CSUM)));
+    let (none, some) = (AcceptedOffloads::new(0), AcceptedOffloads::new(bit(VIRTIO_NET_F_GUEST_CSUM)));
     assert!(none.all_of(&valid) && some.all_of(&valid));
     assert_eq!(none.shown(valid), Header::default());
     assert_eq!(some.shown(valid), valid);

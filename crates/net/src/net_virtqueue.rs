@@ -1,4 +1,4 @@
-//! One virtqueue of a card: what receiving and sending have in common.
+//! One virtqueue of a network device: what receiving, sending and control have in common.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -7,28 +7,26 @@ use virtio::inflight::Replay;
 use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
-use vshunt_engine::EventFd;
-use vshunt_engine::{PollEvent, PollState};
-use vshunt_engine::{QueueStats, State, Token, Uring};
+use vshunt_engine::{EventFd, PollEvent, PollState, QueueStats, State, Token, Uring};
 use vshunt_types::spec::DropReason;
-use vshunt_virtqueue::RingParts;
+use vshunt_virtqueue::{RingParts, Vring};
 
-use super::counters::NetStats;
+use crate::counters::NetStats;
 
 /// See the module. Belongs to the worker that has the queue.
-pub(super) struct Line {
-    pub(super) vring: DeviceRing,
+pub(crate) struct NetVirtqueue {
+    pub(crate) vring: DeviceRing,
     mem: Arc<GuestMemory>,
     /// The request popped last.
-    pub(super) chain: Chain,
-    /// Nothing more is taken from it.
-    pub(super) broken: bool,
+    pub(crate) chain: Chain,
+    /// Nothing is taken from it any more.
+    pub(crate) broken: bool,
     /// What a former daemon left in flight, oldest last.
-    pub(super) replays: Vec<Replay>,
+    pub(crate) replays: Vec<Replay>,
     staged: bool,
-    /// Since the worker asked last.
+    /// Whether the guest was notified since the last `publish`.
     notified: bool,
-    listen: PollState,
+    poll_state: PollState,
     kick: Arc<OwnedFd>,
     call: Option<Arc<EventFd>>,
     log: Option<Arc<DirtyLog>>,
@@ -37,8 +35,8 @@ pub(super) struct Line {
     on_broken: Box<dyn Fn(&str) + Send>,
 }
 
-impl Line {
-    pub(super) fn new(parts: RingParts, net: Arc<NetStats>) -> Self {
+impl NetVirtqueue {
+    pub(crate) fn new(parts: RingParts, net: Arc<NetStats>) -> Self {
         let mut replays = parts.replays;
         replays.reverse();
         Self {
@@ -49,7 +47,7 @@ impl Line {
             replays,
             staged: false,
             notified: false,
-            listen: PollState::Off,
+            poll_state: PollState::Off,
             kick: parts.kick,
             call: parts.call,
             log: parts.log,
@@ -59,33 +57,33 @@ impl Line {
         }
     }
 
-    /// Begins to listen for kicks, with `token`.
-    pub(super) fn arm(&mut self, uring: &mut Uring, token: Token) {
-        self.listen.begin(uring, self.kick.as_raw_fd(), token);
+    /// Starts to poll the kick descriptor, with `token`.
+    pub(crate) fn arm(&mut self, uring: &mut Uring, token: Token) {
+        self.poll_state.begin(uring, self.kick.as_raw_fd(), token);
     }
 
-    pub(super) fn disarm(&mut self, uring: &mut Uring, token: Token) {
-        self.listen.end(uring, token);
+    pub(crate) fn disarm(&mut self, uring: &mut Uring, token: Token) {
+        self.poll_state.end(uring, token);
     }
 
-    /// Whether nothing of it is on a ring.
-    pub(super) fn at_rest(&self) -> bool {
-        self.listen == PollState::Off
+    /// Whether it has no operation on an io_uring.
+    pub(crate) fn at_rest(&self) -> bool {
+        self.poll_state == PollState::Off
     }
 
-    /// News of the kicks' poll.
-    pub(super) fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
+    /// Handles a completion of the poll of the kick descriptor.
+    pub(crate) fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
         QueueStats::add(&self.stats.kicks, 1);
-        match self.listen.on_event(result, more) {
+        match self.poll_state.on_event(result, more) {
             PollEvent::Nothing => {}
             PollEvent::BeginAgain => self.arm(uring, token),
             PollEvent::Useless => self.break_off("its kick descriptor cannot be waited for"),
         }
     }
 
-    /// The guest broke the ring, or its network is gone: nothing more is taken, the front-end is told, other rings go on.
+    /// The guest broke the ring, or its network is gone. Nothing is taken any more and the front end is told. Other rings go on.
     #[cold]
-    pub(super) fn break_off(&mut self, reason: &str) {
+    pub(crate) fn break_off(&mut self, reason: &str) {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(reason);
@@ -93,13 +91,13 @@ impl Line {
 
     /// Whether a request can be taken.
     #[inline]
-    pub(super) fn has_avail(&self) -> bool {
+    pub(crate) fn has_avail(&self) -> bool {
         !self.broken && (self.vring.has_avail() || !self.replays.is_empty())
     }
 
-    /// Takes the next request into [`chain`](Self::chain), one that a former daemon had taken first.
+    /// Pops the next request into [`chain`](Self::chain); first those that a former daemon left in flight.
     #[inline]
-    pub(super) fn pop(&mut self) -> bool {
+    pub(crate) fn pop(&mut self) -> bool {
         if self.broken {
             return false;
         }
@@ -113,50 +111,50 @@ impl Line {
         })
     }
 
-    /// A request is done; `written` bytes of its buffers were written.
+    /// Stages a used element: `written` bytes of the request's buffers were written.
     #[inline]
-    pub(super) fn push(&mut self, head: Head, written: u32) {
+    pub(crate) fn push(&mut self, head: Head, written: u32) {
         self.vring.push(head, written);
         self.staged = true;
     }
 
-    /// Counts frames that the guest got together.
-    pub(super) fn received(&self, frames: u64, bytes: u64) {
+    /// Counts a batch of frames that the guest received.
+    pub(crate) fn received(&self, frames: u64, bytes: u64) {
         self.net.received(frames, bytes);
         QueueStats::add(&self.stats.requests, frames);
         QueueStats::add(&self.stats.read_bytes, bytes);
     }
 
-    /// Counts frames of the guest that the network took together.
-    pub(super) fn sent(&self, frames: u64, bytes: u64) {
+    /// Counts a batch of frames that the network took from the guest.
+    pub(crate) fn sent(&self, frames: u64, bytes: u64) {
         self.net.sent(frames, bytes);
         QueueStats::add(&self.stats.requests, frames);
         QueueStats::add(&self.stats.write_bytes, bytes);
     }
 
-    /// Counts frames that did not get through.
+    /// Counts frames that were dropped, and their requests as completed.
     #[cold]
-    pub(super) fn dropped(&self, why: DropReason, frames: u64) {
+    pub(crate) fn dropped(&self, why: DropReason, frames: u64) {
         self.lost(why, frames);
         self.ended(frames);
     }
 
-    /// Counts those of a request that is not over by that.
+    /// Counts frames that were dropped, whose requests complete later or have none.
     #[cold]
-    pub(super) fn lost(&self, why: DropReason, frames: u64) {
+    pub(crate) fn lost(&self, why: DropReason, frames: u64) {
         self.net.dropped(why, frames);
         QueueStats::add(&self.stats.errors, frames);
     }
 
-    /// Counts requests that are over, and what became of them elsewhere.
-    pub(super) fn ended(&self, requests: u64) {
+    /// Counts completed requests. Their outcome is counted elsewhere.
+    pub(crate) fn ended(&self, requests: u64) {
         QueueStats::add(&self.stats.requests, requests);
     }
 
-    /// Ends all that is there without sending it: what a former daemon had taken, or what is left of a ring that is switched
-    /// off. Only while its queue is on no worker.
-    pub(super) fn discard(&mut self, why: DropReason, replays_only: bool) {
-        // No more than a ring holds: a guest that lies may offer without an end.
+    /// Completes all requests without sending them: those that a former daemon left in flight, or what is left on a ring that is
+    /// switched off. Only while its queue is on no worker.
+    pub(crate) fn discard(&mut self, why: DropReason, replays_only: bool) {
+        // A ring holds no more. A hostile guest could add requests without end.
         for _ in 0..self.vring.size() {
             if (replays_only && self.replays.is_empty()) || !self.pop() {
                 break;
@@ -169,13 +167,13 @@ impl Line {
 
     /// Whether writes to the guest's memory are to be [`mark`](Self::mark)ed.
     #[inline]
-    pub(super) fn logs(&self) -> bool {
+    pub(crate) fn logs(&self) -> bool {
         self.log.is_some()
     }
 
-    /// Marks the first `len` bytes of `segs` as written.
+    /// Marks the first `len` bytes of `segs` as written, in the dirty log.
     #[cold]
-    pub(super) fn mark(&self, segs: &[Seg], mut len: usize) {
+    pub(crate) fn mark(&self, segs: &[Seg], mut len: usize) {
         let Some(log) = &self.log else { return };
         for seg in segs {
             let n = len.min(seg.len as usize);
@@ -188,8 +186,9 @@ impl Line {
         }
     }
 
-    /// Makes what is staged visible, and notifies the guest if it asked. Whether it was notified since the last call.
-    pub(super) fn publish(&mut self) -> bool {
+    /// Publishes staged used elements, and notifies the guest if it asked for that. Returns whether it was notified since the last
+    /// call.
+    pub(crate) fn publish(&mut self) -> bool {
         if std::mem::take(&mut self.staged) && self.vring.publish() {
             self.notify();
             self.notified = true;
@@ -203,15 +202,21 @@ impl Line {
             QueueStats::add(&self.stats.notifications, 1);
         }
     }
+}
 
-    pub(super) fn set_call(&mut self, call: Option<Arc<EventFd>>) {
+impl Vring for NetVirtqueue {
+    fn set_call(&mut self, call: Option<Arc<EventFd>>) {
         self.call = call;
-        // Whoever waits on the new descriptor may have missed a notification sent to the old one.
+        // The guest may have missed a notification that was sent to the old descriptor.
         self.notify();
     }
 
-    pub(super) fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {
         self.vring.set_used_log(used);
         self.log = log;
+    }
+
+    fn allow_kicks(&mut self) {
+        self.vring.allow_kicks();
     }
 }

@@ -1,53 +1,51 @@
-//! A tap's queue that is an end of a switch: the port by which its guests reach what the host reaches.
+//! A queue of a tap as a queue of a switch's port.
 //!
-//! No virtqueue and no guest: frames are read into memory of ours and described to the other ports like a guest's
-//! ([`from_tap`]), and those of other ports are written to the tap where their senders have them ([`to_tap`]).
-
-mod from_tap;
-mod to_tap;
+//! It has no virtqueue and no guest. Frames are read into memory of the daemon and sent like a guest's ([`FromTap`]). Frames of
+//! other ports are written to the tap from their senders' memory ([`ToTap`]).
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
-use vshunt_net::TapQueue;
 use vshunt_types::spec::DropReason;
 
-use self::from_tap::FromTap;
-use self::to_tap::ToTap;
-use super::sender::{OP_OWNER, Sender};
-use super::{Plug, Takes};
-use crate::queue::net::NetStats;
-use crate::queue::net::tap_file::TapFile;
+use super::from_tap::{FromTap, SLOTS};
+use super::to_tap::ToTap;
+use crate::counters::NetStats;
+use crate::switch::offload::AcceptedOffloads;
+use crate::switch::port_guard::PortGuard;
+use crate::switch::sender::{Finished, OP_OWNER, Sender};
+use crate::tap::TapQueue;
+use crate::tap_file::TapFile;
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWNER;
 const OP_READ: u8 = OP_OWNER + 1;
 const OP_WRITE: u8 = OP_OWNER + 2;
 
-/// What one end of an uplink is made of.
-pub struct Parts {
+/// What a queue of an uplink consists of.
+pub(super) struct UplinkParts {
     /// The tap's queue, which has headers of 12 bytes.
-    pub tap: Arc<TapQueue>,
+    pub(super) tap: Arc<TapQueue>,
     /// The port of the switch.
-    pub plug: Arc<Plug>,
-    /// Which of its ends.
-    pub index: u16,
-    /// What the tap takes.
-    pub takes: Takes,
+    pub(super) guard: Arc<PortGuard>,
+    /// Which of its queues.
+    pub(super) index: u16,
+    /// What the tap accepts.
+    pub(super) accepted: AcceptedOffloads,
     /// Counters.
-    pub stats: Arc<QueueStats>,
-    /// More of them: the tap is the guest.
-    pub net: Arc<NetStats>,
-    /// Told why, once the tap is gone.
-    pub on_broken: Box<dyn Fn(&str) + Send>,
+    pub(super) stats: Arc<QueueStats>,
+    /// Network counters. The tap is counted as the guest.
+    pub(super) net: Arc<NetStats>,
+    /// Called with why, once the tap is gone.
+    pub(super) on_broken: Box<dyn Fn(&str) + Send>,
 }
 
 /// See the module.
-pub struct UplinkPair {
+pub(super) struct UplinkQueue {
     tap: Arc<TapQueue>,
-    /// The tap, as the owning worker's ring knows it; none while it moves.
+    /// The tap as a file of the owning worker's io_uring. `None` while the queue is on no worker.
     file: Option<TapFile>,
     sender: Sender,
     from: FromTap,
@@ -59,18 +57,18 @@ pub struct UplinkPair {
     net: Arc<NetStats>,
 }
 
-impl UplinkPair {
-    /// One that moves frames once it is on a worker.
-    pub fn new(parts: Parts) -> Self {
-        let Parts { tap, plug, index, takes, stats, net, on_broken } = parts;
-        let mut sender = Sender::new(plug, index);
-        sender.set_slots(from_tap::SLOTS);
+impl UplinkQueue {
+    /// A queue that is on no worker.
+    pub(super) fn new(parts: UplinkParts) -> Self {
+        let UplinkParts { tap, guard, index, accepted, stats, net, on_broken } = parts;
+        let mut sender = Sender::new(guard, index);
+        sender.set_slots(SLOTS);
         Self {
             tap,
             file: None,
             sender,
             from: FromTap::new(),
-            to: ToTap::new(takes),
+            to: ToTap::new(accepted),
             broken: false,
             on_broken,
             stats,
@@ -78,8 +76,8 @@ impl UplinkPair {
         }
     }
 
-    /// Counts what is over. Returns how many frames.
-    fn reserve(&mut self) -> u32 {
+    /// Counts what is finished. Returns how many frames.
+    fn reap(&mut self) -> u32 {
         let Self { sender, from, to, stats, net, .. } = self;
         let lost = |why, frames| {
             net.dropped(why, frames);
@@ -91,58 +89,58 @@ impl UplinkPair {
             QueueStats::add(&stats.requests, 1);
         }
         let (mut sent, mut bytes) = (0, 0);
-        let over = sender.over.len() as u32;
-        for over in sender.over.drain(..) {
-            let len = from.free(over.slot);
-            if over.taken {
+        let finished = crate::slots::number(sender.finished.len());
+        for Finished { slot, taken } in sender.finished.drain(..) {
+            let len = from.free(slot);
+            if taken {
                 (sent, bytes) = (sent + 1, bytes + len as u64);
             }
         }
-        QueueStats::add(&stats.requests, over.into());
+        QueueStats::add(&stats.requests, finished.into());
         if sent > 0 {
             net.sent(sent, bytes);
             QueueStats::add(&stats.write_bytes, bytes);
         }
         stats.in_flight.store(from.in_flight() + to.in_flight(), Relaxed);
-        over
+        finished.into()
     }
 
-    /// The tap is gone: nothing more is taken, and others learn that nobody is there.
+    /// The tap is gone: nothing more is read, and senders find the port queue closed.
     #[cold]
     fn break_off(&mut self, e: &std::io::Error) {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(&format!("its tap can no longer be read: {e}"));
-        self.sender.end.close();
+        self.sender.queue.close();
     }
 
-    /// A batch of writes is over. Returns how many frames the tap took.
+    /// Counts a finished batch of writes. Returns how many frames the tap took.
     fn wrote(&mut self) -> u32 {
-        let (frames, bytes) = self.to.reserve();
+        let (frames, bytes) = self.to.finish_batch();
         if frames > 0 {
             self.net.received(frames, bytes);
             QueueStats::add(&self.stats.requests, frames);
             QueueStats::add(&self.stats.read_bytes, bytes);
         }
-        frames as u32
+        u32::try_from(frames).unwrap_or(u32::MAX)
     }
 }
 
-impl Queue for UplinkPair {
+impl Queue for UplinkQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.file.is_none() {
             self.file = Some(TapFile::know(uring, &self.tap));
         }
-        self.from.looks.arm();
+        self.from.rx_poll.arm();
         self.sender.arm(uring, place);
     }
 
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
-        // Those of one whose tap is gone, too.
-        self.sender.come_home();
-        self.reserve();
+        // This is also done if the tap is gone.
+        self.sender.reap_returns();
+        self.reap();
         let Some(file) = self.file.filter(|_| !self.broken) else { return 0 };
-        let taken = self.to.take(uring, file, place.with(0, OP_WRITE), &self.sender.end, budget);
+        let taken = self.to.take(uring, file, place.with(0, OP_WRITE), &self.sender.queue, budget);
         self.from.take(uring, file, place.with(0, OP_READ), budget);
         self.sender.watch(uring, place);
         taken
@@ -157,7 +155,7 @@ impl Queue for UplinkPair {
                     self.break_off(&e);
                 }
                 if self.sender.is_leaving() {
-                    // What was still read is on its way now, and is fetched like the rest.
+                    // The frames of this batch are in flight now and are revoked like the others.
                     self.sender.disarm(uring, token);
                 }
                 self.sender.watch(uring, token);
@@ -167,35 +165,35 @@ impl Queue for UplinkPair {
                     done = self.wrote();
                 }
             }
-            OP_POLL => self.from.looks.polled(uring, poll, result),
+            OP_POLL => self.from.rx_poll.polled(uring, poll, result),
             _ => drop(self.sender.complete(uring, token, more)),
         }
-        done + self.reserve()
+        done + self.reap()
     }
 
-    /// Nobody is to be notified: an end rings whom it put a frame before.
+    /// A port queue signals its worker itself when a frame is put into it.
     fn publish(&mut self) -> bool {
         false
     }
 
     fn has_work(&self) -> bool {
-        let end = &self.sender.end;
-        !self.broken && (self.to.has_work(end) || self.from.has_work()) || end.has_returns()
+        let queue = &self.sender.queue;
+        !self.broken && (self.to.has_work(queue) || self.from.has_work()) || queue.has_returns()
     }
 
     fn wake(&mut self) {
-        self.sender.end.wake();
+        self.sender.queue.wake();
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
-        self.sender.end.sleep();
+    fn sleep(&mut self, _: &mut Uring, _: Token, _: u32) -> bool {
+        self.sender.queue.sleep();
         self.has_work()
     }
 
     fn disarm(&mut self, uring: &mut Uring, place: Token) {
-        self.from.looks.disarm(uring, place.with(0, OP_POLL));
+        self.from.rx_poll.disarm(uring, place.with(0, OP_POLL));
         self.sender.disarm(uring, place);
-        self.reserve();
+        self.reap();
     }
 
     fn at_rest(&self) -> bool {
@@ -210,9 +208,9 @@ impl Queue for UplinkPair {
     }
 }
 
-impl Drop for UplinkPair {
+impl Drop for UplinkQueue {
     fn drop(&mut self) {
-        debug_assert!(self.at_rest(), "an uplink dropped with frames on their way");
+        debug_assert!(self.at_rest(), "an uplink dropped with frames in flight");
         self.net.dropped(DropReason::Detached, self.to.held());
     }
 }

@@ -1,58 +1,59 @@
 //! Frames from the guest: a virtqueue's requests, written to a tap's queue in batches.
 //!
-//! A request is one frame behind its virtio-net header, just as the tap wants it. Each is one operation on the worker's
-//! ring that never waits, so a batch is through when the enter that sends it returns, in its order.
+//! A request is one frame behind its virtio-net header, as the tap expects it. Each is one operation on the worker's io_uring
+//! that never waits. So a batch is complete, in order, when the `io_uring_enter` that submits it returns.
 
 use virtio::ring::{Head, Seg};
 use vshunt_engine::{Token, Uring};
 use vshunt_types::spec::DropReason;
 
-use super::super::line::Line;
-use super::super::rings::Side;
-use super::super::tap_file::{Op, TapFile};
-use super::super::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
+use crate::frames::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
+use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_rings::PairSide;
+use crate::slots::{number, slot_mut};
+use crate::tap_file::{Op, TapFile, drop_reason};
 
 /// Buffers of one frame at most: those of the longest chain, which the kernel takes in one call (UIO_MAXIOV).
 const IOVECS_FRAME: usize = virtio::ring::MAX_QUEUE_SIZE as usize;
 /// Buffers of a batch at most.
 const IOVECS: usize = 2 * IOVECS_FRAME;
 
-/// A frame on its way.
+/// A frame in flight.
 #[derive(Clone, Copy, Default)]
 struct Write {
     head: Head,
-    /// With its header.
+    /// Bytes of the frame with its header.
     bytes: usize,
 }
 
 /// See the module.
 pub(super) struct Tx {
-    pub(super) line: Line,
+    pub(super) virtqueue: NetVirtqueue,
     /// Bytes of the header before each frame.
     header: usize,
     writes: [Write; BATCH as usize],
-    /// Operations on the ring.
+    /// Operations in flight.
     outstanding: u32,
-    /// Of this batch: frames that the tap took, and their bytes.
+    /// Frames of this batch that the tap took, and their bytes.
     sent: u64,
     sent_bytes: u64,
-    /// What they name. Never grows: they were told where it lies.
+    /// Iovecs of the operations. The kernel has their addresses, so the vector never grows.
     iovecs: Vec<libc::iovec>,
 }
 
-// SAFETY: the raw pointers (iovecs) lead into the guest's memory, which the line's table keeps mapped wherever the queue
-// goes, and are used by operations alone, of which there are none while it moves.
+// SAFETY: the raw pointers in `iovecs` point into the guest's memory, which the virtqueue's memory table keeps mapped. Only
+// operations in flight use them, and there are none while the queue moves to another worker.
 unsafe impl Send for Tx {}
 
 impl Tx {
-    pub(super) fn new(mut line: Line, header: usize) -> Self {
-        // The device writes nothing here: a guest that says so of a buffer (DPDK's virtio-user does) means nothing by it.
-        line.vring.set_all_readable();
-        // They may have been sent.
-        line.discard(DropReason::Unknown, true);
+    pub(super) fn new(mut virtqueue: NetVirtqueue, header: usize) -> Self {
+        // The device writes nothing here. Some guests (DPDK's virtio-user) mark buffers as writable by mistake.
+        virtqueue.vring.set_all_readable();
+        // A former daemon may have sent them.
+        virtqueue.discard(DropReason::Unknown, true);
         let writes = [Write::default(); BATCH as usize];
         Self {
-            line,
+            virtqueue,
             header,
             writes,
             outstanding: 0,
@@ -67,15 +68,15 @@ impl Tx {
     }
 
     pub(super) fn at_rest(&self) -> bool {
-        self.outstanding == 0 && self.line.at_rest()
+        self.outstanding == 0 && self.virtqueue.at_rest()
     }
 
-    /// With a batch on the ring there is no room for another.
+    /// A batch is submitted only when no other is in flight.
     pub(super) fn has_work(&self) -> bool {
-        self.outstanding == 0 && self.line.has_avail()
+        self.outstanding == 0 && self.virtqueue.has_avail()
     }
 
-    /// Takes frames and begins to write them. Returns how many requests were taken.
+    /// Takes frames and starts to write them. Returns how many requests were taken.
     pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) -> u32 {
         if self.outstanding > 0 {
             return 0;
@@ -83,7 +84,7 @@ impl Tx {
         self.iovecs.clear();
         let mut taken = 0;
         while taken < budget.min(BATCH) && self.iovecs.len() <= IOVECS - IOVECS_FRAME {
-            if !self.line.pop() {
+            if !self.virtqueue.pop() {
                 break;
             }
             taken += 1;
@@ -95,9 +96,9 @@ impl Tx {
         taken
     }
 
-    /// Bytes of the frame in the scratch chain, with its header.
+    /// Returns the bytes of the frame in the scratch chain, with its header.
     fn frame(&self) -> Result<usize, DropReason> {
-        let chain = &self.line.chain;
+        let chain = &self.virtqueue.chain;
         if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > IOVECS_FRAME {
             return Err(DropReason::Malformed);
         }
@@ -110,80 +111,70 @@ impl Tx {
     }
 
     fn refuse(&mut self, why: DropReason) {
-        self.line.dropped(why, 1);
-        self.line.push(self.line.chain.head, 0);
+        self.virtqueue.dropped(why, 1);
+        self.virtqueue.push(self.virtqueue.chain.head, 0);
     }
 
     fn write(&mut self, uring: &mut Uring, file: TapFile, token: Token, bytes: usize) {
-        let slot = self.outstanding as u16;
+        // At most BATCH.
+        let slot = number(self.outstanding as usize);
         self.outstanding += 1;
-        // The kernel reads them once the whole batch is described.
-        self.line.chain.segs.iter().take(2).for_each(Seg::prefetch);
-        self.writes[usize::from(slot)] = Write { head: self.line.chain.head, bytes };
+        // The kernel reads them when the whole batch is submitted.
+        self.virtqueue.chain.segs.iter().take(2).for_each(Seg::prefetch);
+        *slot_mut(&mut self.writes, slot) = Write { head: self.virtqueue.chain.head, bytes };
         let iovec = |seg: &Seg| libc::iovec { iov_base: seg.ptr.cast(), iov_len: seg.len as usize };
-        let op = match &self.line.chain.segs[..] {
+        let op = match self.virtqueue.chain.segs.as_slice() {
             [seg] => Op::Write(seg.ptr, seg.len),
             segs => {
                 let at = self.iovecs.len();
                 self.iovecs.extend(segs.iter().map(iovec));
-                Op::Writev(&self.iovecs[at..])
+                Op::Writev(self.iovecs.get(at..).unwrap_or_default())
             }
         };
-        // SAFETY: the segments were translated on taking the chain, and the line's memory table, which the queue keeps until
-        // it rests, has them mapped. `iovecs` has room for all of a batch, so it did not move, and is cleared when no
-        // operation is left.
+        // SAFETY: the ring translated the segments when the chain was popped, and the virtqueue keeps the memory table, and with
+        // it the mapping, until the queue is at rest. `take` leaves room in `iovecs` for one more frame, so the vector does
+        // not move, and clears it only when no operation is in flight.
         unsafe { file.begin(uring, op, Token { slot, ..token }) }
     }
 
-    /// A frame was written, or not. Returns the requests that are over.
+    /// Handles the completion of a write. Returns how many requests it completes.
     pub(super) fn complete(&mut self, slot: u16, result: i32) -> u32 {
-        let Write { head, bytes } = self.writes[usize::from(slot)];
+        let Write { head, bytes } = *crate::slots::slot(&self.writes, slot);
         self.outstanding -= 1;
         match result {
             0.. => {
                 self.sent += 1;
                 self.sent_bytes += (bytes - self.header) as u64;
             }
-            _ => self.line.dropped(reason(-result), 1),
+            _ => self.virtqueue.dropped(drop_reason(-result), 1),
         }
-        self.line.push(head, 0);
+        self.virtqueue.push(head, 0);
         if self.outstanding == 0 && self.sent > 0 {
-            self.line.sent(std::mem::take(&mut self.sent), std::mem::take(&mut self.sent_bytes));
+            self.virtqueue.sent(std::mem::take(&mut self.sent), std::mem::take(&mut self.sent_bytes));
         }
         1
     }
 
     pub(super) fn sleep(&mut self, after: u32) -> bool {
         let after = u16::try_from(after).unwrap_or(u16::MAX);
-        !self.line.broken && self.line.vring.enable_kick_after(after) && self.outstanding == 0
+        !self.virtqueue.broken && self.virtqueue.vring.enable_kick_after(after) && self.outstanding == 0
     }
 }
 
-impl Side for Tx {
-    fn line(&self) -> &Line {
-        &self.line
+impl PairSide for Tx {
+    fn virtqueue(&self) -> &NetVirtqueue {
+        &self.virtqueue
     }
 
-    fn line_mut(&mut self) -> &mut Line {
-        &mut self.line
+    fn virtqueue_mut(&mut self) -> &mut NetVirtqueue {
+        &mut self.virtqueue
     }
 
     fn stop(mut self, discard: bool) -> u32 {
         debug_assert!(self.at_rest());
         if discard {
-            self.line.discard(DropReason::Detached, false);
+            self.virtqueue.discard(DropReason::Detached, false);
         }
-        self.line.vring.base()
-    }
-}
-
-/// Why a tap did not take a frame.
-pub(in crate::queue::net) fn reason(errno: i32) -> DropReason {
-    match errno {
-        libc::EINVAL => DropReason::BadHeader,
-        libc::EMSGSIZE => DropReason::TooLong,
-        libc::EIO | libc::EBADFD | libc::ENETDOWN => DropReason::Down,
-        libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM => DropReason::NoRoom,
-        _ => DropReason::Other,
+        self.virtqueue.vring.base()
     }
 }

@@ -1,0 +1,283 @@
+//! One queue pair's part of a switch: frames for its guest, frames that came back to it, and the eventfd that wakes its
+//! worker.
+//!
+//! A frame stays in its sender's memory. Its description, a [`SentFrame`], goes to the inbox of the receiver's queue. The
+//! receiver's worker copies the bytes and returns the description to the sender's queue.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Mutex};
+
+use rustix::event::{EventfdFlags, eventfd};
+use vshunt_types::sync::Locked;
+
+use super::frame::Header;
+
+/// Frames that wait for one guest at most. A longer inbox would only add latency.
+pub(super) const INBOX_MAX: usize = 512;
+
+/// A piece of a sender's memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// First byte.
+    pub ptr: *mut u8,
+    /// Number of bytes.
+    pub len: usize,
+}
+
+// SAFETY: an address and a length. The sender's queue keeps the memory mapped until the description that contains the piece
+// was returned, so any worker may read it until then.
+unsafe impl Send for Piece {}
+
+/// The description of a frame. The queue that owns the sender's ring makes it. It is at the sender, in an inbox, or with
+/// the worker that copies the bytes.
+pub struct SentFrame {
+    /// Where it is returned to: the sender's queue.
+    pub sender: Arc<PortQueue>,
+    /// The sender's request; only the sender uses it.
+    pub slot: u16,
+    /// The sender's number of the destination; only the sender uses it.
+    pub destination: u16,
+    /// When it was sent, in the sender's ticks.
+    pub tick: u32,
+    /// The frame, from its Ethernet header on.
+    pub pieces: Vec<Piece>,
+    /// Bytes of the frame.
+    pub len: usize,
+    /// Offload work that is still to be done.
+    pub header: Header,
+    /// What happened to it. The worker that returns it sets this.
+    pub outcome: Outcome,
+}
+
+impl SentFrame {
+    /// An empty description that is returned to `sender`.
+    pub fn from(sender: &Arc<PortQueue>) -> Self {
+        Self {
+            sender: sender.clone(),
+            slot: 0,
+            destination: 0,
+            tick: 0,
+            pieces: Vec::new(),
+            len: 0,
+            header: Header::default(),
+            outcome: Outcome::NoRoom,
+        }
+    }
+}
+
+/// What happened to a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was copied out of its sender's memory.
+    Taken,
+    /// There was no room for it, or not in time.
+    NoRoom,
+    /// Its contents contradict its header.
+    Invalid,
+}
+
+/// See the module. Any worker puts frames there; the worker that has the queue pair takes them.
+pub struct PortQueue {
+    /// Guards the list, and that nothing is put there once the queue is closed. Held for a push or a take of some frames.
+    inbox: Mutex<Inbox>,
+    /// Guards the list of returned frames. Held for a push or a take of some frames.
+    returns: Mutex<Vec<SentFrame>>,
+    /// Copy of `Inbox::open` that is read without the lock.
+    open: AtomicBool,
+    /// The inbox may have frames.
+    has_frames: AtomicBool,
+    /// The list of returns may have frames.
+    has_returns: AtomicBool,
+    /// Frames in the inbox were revoked by their sender.
+    changed: AtomicBool,
+    /// The worker has checked both lists for the last time and has to be signalled from now on.
+    asleep: AtomicBool,
+    eventfd: OwnedFd,
+}
+
+#[derive(Default)]
+struct Inbox {
+    open: bool,
+    frames: VecDeque<SentFrame>,
+}
+
+impl AsRawFd for PortQueue {
+    fn as_raw_fd(&self) -> RawFd {
+        self.eventfd.as_raw_fd()
+    }
+}
+
+impl PortQueue {
+    pub(super) fn new() -> io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            inbox: Mutex::default(),
+            returns: Mutex::default(),
+            open: AtomicBool::new(false),
+            has_frames: AtomicBool::new(false),
+            has_returns: AtomicBool::new(false),
+            changed: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        }))
+    }
+
+    #[cfg(test)]
+    pub(super) fn eventfd(&self) -> &OwnedFd {
+        &self.eventfd
+    }
+
+    /// Whether its guest takes frames.
+    #[inline]
+    pub fn is_open(&self) -> bool {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    /// Lets frames in.
+    pub fn open(&self) {
+        self.inbox.locked().open = true;
+        self.open.store(true, Ordering::Relaxed);
+    }
+
+    /// Lets no frames in any more, and returns those that wait to their senders.
+    pub fn close(&self) {
+        self.open.store(false, Ordering::Relaxed);
+        let frames = {
+            let mut inbox = self.inbox.locked();
+            inbox.open = false;
+            std::mem::take(&mut inbox.frames)
+        };
+        let mut frames: Vec<_> = frames.into();
+        Self::return_all(&mut frames);
+    }
+
+    /// Puts frames into the inbox, in order, and wakes the worker. Frames without room stay in `frames`.
+    pub fn put(&self, frames: &mut Vec<SentFrame>) {
+        {
+            let mut inbox = self.inbox.locked();
+            let room = if inbox.open { INBOX_MAX.saturating_sub(inbox.frames.len()) } else { 0 };
+            let count = room.min(frames.len());
+            inbox.frames.extend(frames.drain(..count));
+            // Under the lock, as `take` clears it under the lock.
+            self.has_frames.store(true, Ordering::Relaxed);
+        }
+        self.signal();
+    }
+
+    /// Takes up to `most` frames, the oldest first.
+    pub fn take(&self, most: usize, into: &mut VecDeque<SentFrame>) {
+        let mut inbox = self.inbox.locked();
+        let count = most.min(inbox.frames.len());
+        into.extend(inbox.frames.drain(..count));
+        self.has_frames.store(!inbox.frames.is_empty(), Ordering::Relaxed);
+    }
+
+    /// Puts back frames that were taken and found no room in the guest's buffers. If the queue was closed since, they are
+    /// returned to their senders.
+    pub fn put_back(&self, frames: &mut VecDeque<SentFrame>) {
+        let mut inbox = self.inbox.locked();
+        if !inbox.open {
+            drop(inbox);
+            return Self::return_all(&mut frames.drain(..).collect());
+        }
+        while let Some(frame) = frames.pop_back() {
+            inbox.frames.push_front(frame);
+            self.has_frames.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes frames of `sender` that were sent before `tick` out of the inbox. No worker has copied them.
+    pub fn revoke(&self, sender: &Arc<Self>, tick: u32, into: &mut Vec<SentFrame>) {
+        {
+            let mut inbox = self.inbox.locked();
+            let is_wanted =
+                |frame: &SentFrame| Arc::ptr_eq(&frame.sender, sender) && is_before(frame.tick, tick);
+            if !inbox.frames.iter().any(&is_wanted) {
+                return;
+            }
+            for frame in std::mem::take(&mut inbox.frames) {
+                match is_wanted(&frame) {
+                    true => into.push(frame),
+                    false => inbox.frames.push_back(frame),
+                }
+            }
+            self.has_frames.store(!inbox.frames.is_empty(), Ordering::Relaxed);
+            self.changed.store(true, Ordering::Relaxed);
+        }
+        self.signal();
+    }
+
+    /// Returns frames to their senders. Neighbours of one sender are returned together.
+    pub fn return_all(frames: &mut Vec<SentFrame>) {
+        while let Some(last) = frames.last() {
+            let sender = last.sender.clone();
+            let first =
+                frames.iter().rposition(|frame| !Arc::ptr_eq(&frame.sender, &sender)).map_or(0, |at| at + 1);
+            {
+                let mut returns = sender.returns.locked();
+                returns.extend(frames.drain(first..));
+                sender.has_returns.store(true, Ordering::Relaxed);
+            }
+            sender.signal();
+        }
+    }
+
+    /// Takes the frames that were returned.
+    pub fn take_returns(&self, into: &mut Vec<SentFrame>) {
+        let mut returns = self.returns.locked();
+        into.append(&mut returns);
+        self.has_returns.store(false, Ordering::Relaxed);
+    }
+
+    fn signal(&self) {
+        // Orders the flags before the read of `asleep`. `sleep` has the matching fence.
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
+            // Cannot fail: the counter would have to reach 2^64 - 1.
+            let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Whether there may be frames for the guest.
+    #[inline]
+    pub fn has_frames(&self) -> bool {
+        self.has_frames.load(Ordering::Relaxed)
+    }
+
+    /// Whether frames of the guest may have been returned.
+    #[inline]
+    pub fn has_returns(&self) -> bool {
+        self.has_returns.load(Ordering::Relaxed)
+    }
+
+    /// Whether frames were revoked since [`take_changed`](Self::take_changed).
+    #[inline]
+    pub fn has_changed(&self) -> bool {
+        self.changed.load(Ordering::Relaxed)
+    }
+
+    /// Clears [`has_changed`](Self::has_changed).
+    pub fn take_changed(&self) {
+        if self.has_changed() {
+            self.changed.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// The worker is about to sleep: it is signalled from now on, and checks both lists once more after this.
+    pub fn sleep(&self) {
+        self.asleep.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The worker is awake and needs no signal.
+    pub fn wake(&self) {
+        self.asleep.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Whether tick `one` is before tick `other`. Ticks wrap around.
+pub(super) fn is_before(one: u32, other: u32) -> bool {
+    one.wrapping_sub(other).cast_signed() < 0
+}
