@@ -8,23 +8,10 @@ use std::time::{Duration, Instant};
 
 use vshunt_fuzz::TARGETS;
 
-/// SplitMix64: every seed gives a good sequence.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-}
-
 fn input(seed: u64) -> Vec<u8> {
-    let mut random = Random(seed);
-    let len = random.next() % 700;
-    (0..len).map(|_| random.next() as u8).collect()
+    let mut random = fastrand::Rng::with_seed(seed);
+    let len = random.usize(..700);
+    (0..len).map(|_| random.u8(..)).collect()
 }
 
 fn main() -> ExitCode {

@@ -101,19 +101,16 @@ impl Drop for LoopDevice {
     }
 }
 
-/// A xorshift generator: tests say their seed.
-pub(super) struct Random(u64);
+/// Numbers that a seed decides, which each test names.
+pub(super) struct Random(fastrand::Rng);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+        Self(fastrand::Rng::with_seed(seed))
     }
 
     pub(super) fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) % n
+        self.0.u64(..n)
     }
 }
 

@@ -199,18 +199,6 @@ impl Drop for TestQueue {
     }
 }
 
-/// xorshift64*: a seeded program must not depend on anything else.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % n
-    }
-}
-
 fn pool(poll_us: u32) -> Arc<Workers> {
     let workers = Workers::new(poll_us).unwrap();
     assert_eq!(workers.create(None, &Settings::default()).unwrap(), 0);
@@ -227,25 +215,25 @@ fn program(seed: u64, poll_us: u32) {
     for (i, line) in lines.iter().enumerate() {
         set.start(i as u16, TestQueue::boxed(line, Duration::ZERO));
     }
-    let mut random = Random(seed);
+    let mut random = fastrand::Rng::with_seed(seed);
     let mut ids = vec![0];
     let mut left = [REQUESTS; QUEUES as usize];
     while left.iter().any(|&n| n > 0) {
-        let q = random.below(QUEUES.into()) as usize;
-        match random.below(12) {
+        let q = random.u64(..u64::from(QUEUES)) as usize;
+        match random.u64(..12) {
             0..7 => {
-                let n = left[q].min(1 + random.below(60) as u32);
+                let n = left[q].min(1 + random.u64(..60) as u32);
                 lines[q].offer(n);
                 left[q] -= n;
             }
             7 | 8 => {
-                let to = ids[random.below(ids.len() as u64) as usize];
+                let to = ids[random.u64(..ids.len() as u64) as usize];
                 set.attach(q as u16, to, Duration::from_secs(60)).unwrap();
                 assert_eq!(set.placement(q as u16).0, to);
             }
             9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
             10 if ids.len() > 1 => {
-                let at = 1 + random.below(ids.len() as u64 - 1) as usize;
+                let at = 1 + random.u64(..ids.len() as u64 - 1) as usize;
                 let busy = (0..QUEUES).any(|i| set.placement(i).0 == ids[at]);
                 match workers.free(ids[at]) {
                     Ok(()) => {

@@ -21,8 +21,8 @@ use vshunt_types::spec::{Direct, DiskSpec, Engine, ExportSpec, Format, QueueInfo
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// A seeded generator (xorshift64*).
-pub(crate) struct Rng(u64);
+/// A seeded generator.
+pub(crate) struct Rng(fastrand::Rng);
 
 impl Rng {
     /// Seeded by the time, or by `VSHUNT_SEED`; says which, for the one who looks at a failure.
@@ -36,19 +36,16 @@ impl Rng {
     }
 
     pub(crate) fn from(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+        Self(fastrand::Rng::with_seed(seed))
     }
 
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+        self.0.u64(..)
     }
 
     /// Below `n`.
     pub(crate) fn below(&mut self, n: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
+        self.0.u64(..n)
     }
 
     pub(crate) fn chance(&mut self, percent: u64) -> bool {
