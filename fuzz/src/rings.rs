@@ -7,7 +7,7 @@ use std::sync::Arc;
 use virtio::blk::split_request;
 use virtio::inflight::{Inflight, inflight_queue_size};
 use virtio::log::DirtyLog;
-use virtio::mem::{GuestMemory, Hit, Region};
+use virtio::mem::{GuestMemory, Region, RegionHint};
 use virtio::ring::{Chain, DeviceRing, Head, RingAddrs, RingFeatures, UsedLog, ring_sizes};
 
 use crate::bytes::Bytes;
@@ -260,7 +260,7 @@ pub fn rings(data: &[u8]) {
     let mut chain = Chain::new();
     let mut segs = Vec::new();
     let mut taken: Vec<Head> = Vec::new();
-    let mut hit = Hit::default();
+    let mut hint = RegionHint::default();
     while !b.is_empty() {
         match b.u8() % 16 {
             0..=3 => guest.describe(&mut b),
@@ -299,10 +299,10 @@ pub fn rings(data: &[u8]) {
             },
             13 => {
                 let (addr, len) = (guest.address(&mut b), u64::from(b.u16()));
-                if let Some(ptr) = guest.memory.translate(&mut hit, addr, len) {
+                if let Some(ptr) = guest.memory.translate(&mut hint, addr, len) {
                     assert!(len == 0 || guest.blocks.iter().any(|k| k.holds(ptr, len as usize)));
                 }
-                let _ = guest.memory.translate_each(&mut hit, addr, len, |ptr, n| {
+                let _ = guest.memory.translate_each(&mut hint, addr, len, |ptr, n| {
                     assert!(guest.blocks.iter().any(|k| k.holds(ptr, n)));
                 });
                 guest.log.mark(addr, len);

@@ -337,8 +337,8 @@ pub struct Io {
     pub(super) bounce: Option<AlignedBuf>,
     /// Of a qcow2 disk's requests; made at the slot's first.
     pub(super) qcow2: Option<Box<super::qcow2::Slot>>,
-    /// It goes the short way through a qcow2 image's map; where on the disk it begins, while `offset` is the file's.
-    pub(super) hit: Option<(::qcow2::Hit, u64)>,
+    /// It takes the fast path through a qcow2 image's map; where on the disk it begins, while `offset` is the file's.
+    pub(super) hit: Option<(::qcow2::FastPath, u64)>,
     /// Of writes under a backup; made at the slot's first.
     pub(super) before: Option<Box<super::copy_before_write::Before>>,
     /// Of requests that are done in parts; made at the slot's first.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use crate::bytes::to_usize;
 use crate::epoch::{Epoch, Epochs};
-use crate::guard::Guard;
+use crate::overlap::OverlapCheck;
 use crate::{Waker, refcount};
 
 /// Consecutive clusters, counted as used, that nobody uses yet.
@@ -82,7 +82,7 @@ pub(crate) struct Alloc {
     virgin: u64,
     gone: Vec<Gone>,
     /// Is told of new refcount blocks.
-    guard: Option<Arc<Guard>>,
+    overlap: Option<Arc<OverlapCheck>>,
     /// Flushes begun.
     flushes: u64,
     /// Where the next compressed piece goes, within a cluster that is counted once for this; see [`pack`].
@@ -117,14 +117,14 @@ impl Alloc {
             cursor: 0,
             virgin: file_clusters,
             gone: Vec::new(),
-            guard: None,
+            overlap: None,
             flushes: 0,
             tail: None,
         }
     }
 
-    pub(crate) fn with_guard(self, guard: Option<Arc<Guard>>) -> Self {
-        Self { guard, ..self }
+    pub(crate) fn with_overlap_check(self, overlap: Option<Arc<OverlapCheck>>) -> Self {
+        Self { overlap, ..self }
     }
 
     /// The first cluster that was never used.
@@ -169,8 +169,8 @@ impl Alloc {
         self.blocks.insert(index, Block { data, dirty: true, writing: false, used: self.clock });
         self.table[to_usize(index)] = at << self.cluster_bits;
         self.table_dirty.insert(to_usize(index));
-        if let Some(guard) = &self.guard {
-            guard.add("a refcount block", at);
+        if let Some(overlap) = &self.overlap {
+            overlap.add("a refcount block", at);
         }
         self.virgin = self.virgin.max(at + 1);
     }

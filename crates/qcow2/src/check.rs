@@ -63,7 +63,7 @@ impl CheckResult {
 }
 
 /// Is told what is found, and how far it is.
-pub trait Watch {
+pub trait Findings {
     /// A sentence on something that is wrong. Not all of very many.
     fn found(&mut self, text: &str);
 
@@ -74,7 +74,7 @@ pub trait Watch {
 /// Tells nobody.
 pub struct Quiet;
 
-impl Watch for Quiet {
+impl Findings for Quiet {
     fn found(&mut self, _: &str) {}
 
     fn progress(&mut self, _: u64, _: u64) {}
@@ -92,11 +92,11 @@ const SAID_MAX: u64 = 1000;
 ///
 /// # Errors
 /// No image, one that is not understood, an active L1 table out of the file, and the storage's.
-pub fn check(file: &dyn Storage, repair: Repair, watch: &mut dyn Watch) -> Result<CheckResult> {
-    let (mut result, trouble) = Checker::run(file, repair, watch)?;
+pub fn check(file: &dyn Storage, repair: Repair, findings: &mut dyn Findings) -> Result<CheckResult> {
+    let (mut result, trouble) = Checker::run(file, repair, findings)?;
     if repair == Repair::All && trouble.any() {
         trouble.drop(file)?;
-        let (again, _) = Checker::run(file, repair, watch)?;
+        let (again, _) = Checker::run(file, repair, findings)?;
         result = CheckResult {
             corruptions_fixed: result.corruptions_fixed + again.corruptions_fixed,
             // What they took is free now: a matter of course.
@@ -132,7 +132,7 @@ fn clear_bits(file: &dyn Storage) -> Result<()> {
 struct Checker<'w, 's> {
     image: Image<'s>,
     repair: Repair,
-    watch: &'w mut dyn Watch,
+    findings: &'w mut dyn Findings,
     said: u64,
     result: CheckResult,
     counts: Counts,
@@ -152,14 +152,14 @@ impl<'w, 's> Checker<'w, 's> {
     fn run(
         file: &'s dyn Storage,
         repair: Repair,
-        watch: &'w mut dyn Watch,
+        findings: &'w mut dyn Findings,
     ) -> Result<(CheckResult, Trouble)> {
         let image = Image::open(file)?;
         let result = CheckResult { total_clusters: image.header.clusters(), ..CheckResult::default() };
         let mut checker = Self {
             image,
             repair,
-            watch,
+            findings,
             said: 0,
             result,
             counts: Counts::default(),
@@ -176,20 +176,20 @@ impl<'w, 's> Checker<'w, 's> {
         checker.check_flags()?;
         if checker.said > SAID_MAX {
             let text = format!("… and {} more", checker.said - SAID_MAX);
-            checker.watch.found(&text);
+            checker.findings.found(&text);
         }
         Ok((checker.result, checker.trouble))
     }
 
     fn step(&mut self) {
         self.done += 1;
-        self.watch.progress(self.done.min(self.total), self.total);
+        self.findings.progress(self.done.min(self.total), self.total);
     }
 
     fn say(&mut self, kind: &str, text: std::fmt::Arguments<'_>) {
         self.said += 1;
         if self.said <= SAID_MAX {
-            self.watch.found(&format!("{kind} {text}"));
+            self.findings.found(&format!("{kind} {text}"));
         }
     }
 

@@ -1,10 +1,10 @@
-//! When nobody can be using a cluster any more that was taken out of the map.
+//! Epoch-based reclamation: when a cluster that was removed from the map has no user any more.
 //!
-//! A request looks a cluster up and then reads or writes it, without a lock. Meanwhile another request may take that cluster
-//! out of the map; it must not become another's data before the first one is over. So each request enters an epoch and
-//! leaves it at its end; a cluster that went in epoch `e` is free of users once the epoch is `e + 2`.
+//! A request looks up a cluster and then reads or writes it, without a lock. Meanwhile another request may remove that
+//! cluster from the map. It must not be allocated again before the first request has ended. Therefore each request enters
+//! an epoch, and leaves it at its end. A cluster that was removed in epoch `e` has no users once the epoch is `e + 2`.
 //!
-//! Called by every request, at its start and end, on its worker; [`Epochs::advance`] by whoever wants clusters back.
+//! Called by every request, at its start and end, on its worker. [`Epochs::advance`] is called by allocation and by flushes.
 
 #![allow(clippy::indexing_slicing, reason = "an epoch modulo the number of those that are counted")]
 

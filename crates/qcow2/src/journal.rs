@@ -90,7 +90,7 @@ fn parts(words: &[AtomicU64]) -> Option<(&[AtomicU64; HEAD_WORDS], &[[AtomicU64;
 /// What is put in at a time: `count` entries, from `index` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Record {
-    kind: Kind,
+    kind: RecordKind,
     index: u64,
     count: u64,
     /// The first one's; of an L1 entry there is only this.
@@ -98,7 +98,7 @@ struct Record {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum RecordKind {
     /// L2 entries that name consecutive clusters.
     Run = 1,
     /// L2 entries that are the same.
@@ -116,9 +116,9 @@ impl Record {
 
     fn of(words: [u64; 3]) -> Option<Self> {
         let kind = match words[0] >> (INDEX_BITS + COUNT_BITS) {
-            1 => Kind::Run,
-            2 => Kind::Same,
-            3 => Kind::Table,
+            1 => RecordKind::Run,
+            2 => RecordKind::Same,
+            3 => RecordKind::Table,
             _ => return None,
         };
         Some(Self {
@@ -163,7 +163,7 @@ impl Iterator for Records<'_> {
             alike.count()
         };
         let (runs, same) = (goes_on(self.step), goes_on(0));
-        let (kind, more) = if same > runs { (Kind::Same, same) } else { (Kind::Run, runs) };
+        let (kind, more) = if same > runs { (RecordKind::Same, same) } else { (RecordKind::Run, runs) };
         let count = (more + 1).min((1 << COUNT_BITS) - 1);
         let record = Record { kind, index: self.first, count: count as u64, entry };
         let rest = self.entries.get(count..).unwrap_or_default();
@@ -184,7 +184,7 @@ pub(crate) enum Put {
 
 /// An atomic in a cache line of its own.
 #[repr(align(64))]
-struct Line(AtomicU64);
+struct CacheLine(AtomicU64);
 
 /// One that is written.
 pub struct Journal {
@@ -194,7 +194,7 @@ pub struct Journal {
     /// Bytes of a cluster of the image.
     step: u64,
     /// Number of the next record.
-    next: Line,
+    next: CacheLine,
     /// When the journal was made, after how many nanoseconds a generation was written last, and how long it lasts.
     made: Instant,
     written: AtomicU64,
@@ -228,7 +228,7 @@ impl Journal {
         head[AT_RECORDS].store(records, Relaxed);
         head[AT_FIRST].store(0, Relaxed);
         head[AT_MAGIC].store(MAGIC, Release);
-        let (next, written, made) = (Line(AtomicU64::new(0)), AtomicU64::new(0), Instant::now());
+        let (next, written, made) = (CacheLine(AtomicU64::new(0)), AtomicU64::new(0), Instant::now());
         let (key, lasts) = (halves(id)[1], GENERATION_LASTS);
         Some(Self { records, key, step: 0, next, memory, made, written, lasts })
     }
@@ -257,7 +257,7 @@ impl Journal {
     /// Puts an entry of the L1 table in; likewise.
     pub(crate) fn put_table(&self, index: u64, word: u64) -> Put {
         let entry = Entry { word, bits: 0 };
-        self.add(std::iter::once(Record { kind: Kind::Table, index, count: 1, entry }))
+        self.add(std::iter::once(Record { kind: RecordKind::Table, index, count: 1, entry }))
     }
 
     fn add(&self, records: impl Iterator<Item = Record> + Clone) -> Put {
@@ -310,8 +310,8 @@ impl Journal {
         self.made.elapsed().saturating_sub(written) >= self.lasts
     }
 
-    /// Returns the generation that is to be written into the header. One request at a time, the one that has the flushes'
-    /// turn.
+    /// Returns the generation that is to be written into the header. Called by one request
+    /// at a time: the one that [`FlushQueue`](crate::served::FlushQueue) calls running.
     pub(crate) fn next_generation(&self) -> u64 {
         let tried = self.head(AT_TRIED);
         // Not one that a write which failed may have left in the image.
@@ -320,7 +320,7 @@ impl Journal {
         next
     }
 
-    /// The write of this generation into the header is over; none: it failed, and may be there or not. Under the same turn.
+    /// The write of this generation into the header is over; none: it failed, and may be there or not. Called by the same request.
     pub(crate) fn wrote_generation(&self, generation: Option<u64>) {
         if let Some(generation) = generation {
             self.head(AT_GENERATION).store(generation, Release);

@@ -1,11 +1,11 @@
 //! qcow2 images (QEMU's docs/interop/qcow2, versions 2 and 3) without I/O: no file descriptors, no threads.
 //!
-//! [`header`] and [`entry`] are the format itself. An image that is [`Served`] is shared by all who serve it; each request
-//! is a [`Request`], which says step by step what its caller has to read, write or wait for. Offline work (make, check,
-//! resize an image that nobody uses) goes by way of [`Storage`], a file that the caller has.
+//! [`header`] and [`entry`] are the format itself. All workers of a disk share its [`Served`] image. Each request
+//! is a [`Request`], which tells its caller step by step what to read, write or wait for. Offline work (creating, checking
+//! or resizing an image that is not in use) accesses the caller's file through [`Storage`].
 //!
-//! What must never happen: bytes of an image, which may be hostile, panic, overflow, loop or make us allocate without
-//! bound; an image written by us that `qemu-img check` calls corrupt, at whatever point the writing ended.
+//! What must never happen: the bytes of an image, which may be hostile, cause a panic, an overflow, an endless loop or an
+//! allocation without bound; `qemu-img check` finds an image corrupt that this crate wrote, wherever the writing stopped.
 //!
 //! Numbers in images are big-endian.
 //!
@@ -33,10 +33,9 @@ pub mod create;
 pub mod entry;
 mod epoch;
 mod error;
-mod first;
-mod guard;
+mod fast_path;
 pub mod header;
-mod hit;
+mod header_copy;
 mod holes;
 mod image;
 pub mod info;
@@ -44,6 +43,7 @@ pub mod journal;
 mod lock;
 mod map;
 pub mod memory;
+mod overlap;
 pub mod refcount;
 mod request;
 pub mod resize;
@@ -55,7 +55,7 @@ mod sync;
 mod testing;
 
 pub use error::{Error, Result};
-pub use hit::Hit;
+pub use fast_path::FastPath;
 pub use image::Image;
 pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
 pub use served::{Chain, Layer, Served, Settings, User, make_ready, make_ready_for};

@@ -41,7 +41,7 @@ const PART_BITS: u32 = 10;
 const SLICES_MAX: u64 = 1 << 25;
 
 /// Room for one slice.
-struct Frame {
+struct SliceFrame {
     /// Grows with each change; odd while one is under way.
     seq: AtomicU32,
     /// Which slice is here.
@@ -65,8 +65,8 @@ pub(crate) struct Shard {
     dirty: BTreeSet<u64>,
 }
 
-struct Frames {
-    /// Frames that were never used begin here.
+struct FreeFrames {
+    /// FreeFrames that were never used begin here.
     fresh: u32,
     hand: u32,
 }
@@ -79,12 +79,12 @@ pub(crate) struct Map {
     slice_entries: u64,
     slice_bits: u32,
     slices: u64,
-    /// Frame number + 1 of each slice. A part is made when the first of its slices is read: the header of a small sparse file
+    /// SliceFrame number + 1 of each slice. A part is made when the first of its slices is read: the header of a small sparse file
     /// can claim a disk that needs a large directory.
     directory: Box<[OnceLock<Part>]>,
-    frames: Box<[Frame]>,
+    frames: Box<[SliceFrame]>,
     shards: Box<[Mutex<Shard>]>,
-    free: Mutex<Frames>,
+    free: Mutex<FreeFrames>,
     dirty: AtomicU32,
     /// Slices read in since the image was opened.
     loads: AtomicU64,
@@ -124,7 +124,7 @@ impl Map {
         let slices = clusters.div_ceil(slice_entries).max(1);
         let frames = (cache_bytes / (slice_entries * 8 * entry_words as u64))
             .clamp(FRAMES_MIN, slices.max(FRAMES_MIN));
-        let frame = |_| Frame {
+        let frame = |_| SliceFrame {
             seq: AtomicU32::new(0),
             slice: AtomicU64::new(NO_SLICE),
             used: AtomicBool::new(false),
@@ -140,7 +140,7 @@ impl Map {
             directory: (0..slices.div_ceil(1 << PART_BITS)).map(|_| OnceLock::new()).collect(),
             frames: (0..frames).map(frame).collect(),
             shards: (0..SHARDS).map(|_| Mutex::new(Shard::default())).collect(),
-            free: Mutex::new(Frames { fresh: 0, hand: 0 }),
+            free: Mutex::new(FreeFrames { fresh: 0, hand: 0 }),
             dirty: AtomicU32::new(0),
             loads: AtomicU64::new(0),
         }
@@ -203,7 +203,7 @@ impl Map {
         part[to_usize(slice - first)].store(number, Release);
     }
 
-    fn frame_of(&self, slice: u64) -> Option<&Frame> {
+    fn frame_of(&self, slice: u64) -> Option<&SliceFrame> {
         match self.number_of(slice) {
             NONE => None,
             n => Some(&self.frames[n as usize - 1]),
@@ -237,7 +237,7 @@ impl Map {
         }
     }
 
-    fn read(&self, frame: &Frame, cluster: u64) -> Entry {
+    fn read(&self, frame: &SliceFrame, cluster: u64) -> Entry {
         let at = to_usize(cluster & (self.slice_entries - 1)) * self.entry_words;
         let words = frame.words.get().expect("a frame with a slice has room");
         let bits = if self.entry_words == WORDS { words[at + 1].load(Relaxed) } else { 0 };
@@ -290,7 +290,7 @@ impl Map {
     }
 
     /// One changer at a time: the frame's shard's lock, or that it is nobody's yet.
-    fn change(&self, frame: &Frame, f: impl FnOnce()) {
+    fn change(&self, frame: &SliceFrame, f: impl FnOnce()) {
         let seq = frame.seq.load(Relaxed);
         frame.seq.store(seq.wrapping_add(1), Relaxed);
         fence(Release);

@@ -12,10 +12,10 @@
 
 mod buffer;
 mod change;
-mod condemn;
 mod fetch;
 mod flush;
 mod generation;
+mod mark_corrupt;
 mod pack;
 mod seek;
 mod table;
@@ -27,10 +27,10 @@ use std::ops::Range;
 
 use self::buffer::Buffer;
 use self::change::Change;
-use self::condemn::Mark;
 use self::fetch::Fetch;
 use self::flush::Flush;
 use self::generation::NewGeneration;
+use self::mark_corrupt::Mark;
 use self::pack::Pack;
 pub use self::seek::{Extent, Found};
 use self::table::NewTable;
@@ -261,8 +261,8 @@ pub struct Request {
     mark: Option<Mark>,
 }
 
-/// After one turn.
-enum Turn {
+/// What a request does next.
+enum Next {
     Again,
     Step(Step),
     Fail(i32),
@@ -311,7 +311,7 @@ impl Request {
                     && let Some(why) = image.wrong_slice(slice, read)
                 {
                     image.map.loaded(slice, None, cx.wake);
-                    return self.condemn(why, cx);
+                    return self.mark_corrupt(why, cx);
                 }
                 if failed == 0 {
                     image.patch_slice(slice, &mut self.meta[..image.map.slice_bytes()]);
@@ -342,7 +342,7 @@ impl Request {
                 let bytes = (failed == 0 && wrong.is_none()).then(|| self.meta[..].into());
                 cx.chain.top().alloc.locked().loaded(index, bytes, cx.wake);
                 if let Some(why) = wrong {
-                    return self.condemn(why, cx);
+                    return self.mark_corrupt(why, cx);
                 }
                 if failed < 0 {
                     return self.fail(failed, cx);
@@ -386,40 +386,40 @@ impl Request {
 
     fn go(&mut self, cx: &mut Context<'_>) -> Step {
         loop {
-            let turn = if self.mark.is_some() {
-                self.turn_mark(cx)
+            let next = if self.mark.is_some() {
+                self.step_mark(cx)
             } else if self.generation.is_some() {
-                self.turn_generation(cx)
+                self.step_generation(cx)
             } else if self.flush.is_some() {
-                self.turn_flush(cx)
+                self.step_flush(cx)
             } else if self.table.is_some() {
-                self.turn_table(cx)
+                self.step_table(cx)
             } else if self.fetch.is_some() {
-                self.turn_fetch(cx)
+                self.step_fetch(cx)
             } else if self.change.is_some() {
-                self.turn_change(cx)
+                self.step_change(cx)
             } else if self.pack.is_some() {
-                self.turn_pack(cx)
+                self.step_pack(cx)
             } else if self.pos < self.end {
                 match self.op {
-                    Op::Read => self.turn_read(cx),
-                    Op::Write => self.turn_write(self.end, cx),
-                    Op::WriteCompressed => self.turn_pack_begin(cx),
-                    Op::Seek { own } => self.turn_seek(own, cx),
-                    _ => self.turn_zero(cx),
+                    Op::Read => self.step_read(cx),
+                    Op::Write => self.step_write(self.end, cx),
+                    Op::WriteCompressed => self.step_pack_begin(cx),
+                    Op::Seek { own } => self.step_seek(own, cx),
+                    _ => self.step_zero(cx),
                 }
             } else if std::mem::take(&mut self.stable) {
                 // It uses nothing of the map any more, and what it flushes may be waiting for that.
                 self.leave_epoch(cx);
                 self.flush = Some(Box::new(Flush::new(false)));
-                Turn::Again
+                Next::Again
             } else {
                 return self.done(0, cx);
             };
-            match turn {
-                Turn::Again => {}
-                Turn::Step(step) => return step,
-                Turn::Fail(e) => return self.fail(e, cx),
+            match next {
+                Next::Again => {}
+                Next::Step(step) => return step,
+                Next::Fail(e) => return self.fail(e, cx),
             }
         }
     }
@@ -448,26 +448,26 @@ impl Request {
         pos - self.begin..pos - self.begin + len
     }
 
-    fn step(&mut self, pending: Pending, step: Step) -> Turn {
+    fn step(&mut self, pending: Pending, step: Step) -> Next {
         self.pending = pending;
-        Turn::Step(step)
+        Next::Step(step)
     }
 
-    fn park(&mut self) -> Turn {
+    fn park(&mut self) -> Next {
         self.step(Pending::Parked, Step::Park)
     }
 
     /// Has a slice read that was missed.
-    fn load(&mut self, layer: usize, miss: Miss, cx: &mut Context<'_>) -> Turn {
-        let Miss::Slice(slice) = miss else { return Turn::Fail(EIO) };
+    fn load(&mut self, layer: usize, miss: Miss, cx: &mut Context<'_>) -> Next {
+        let Miss::Slice(slice) = miss else { return Next::Fail(EIO) };
         let image = cx.chain.image(layer);
         match image.map.load(slice, cx.waker) {
-            Load::Here => Turn::Again,
+            Load::Here => Next::Again,
             Load::Wait => self.park(),
             Load::Yours => {
                 let Some(offset) = image.slice_offset(slice) else {
                     image.map.loaded(slice, None, cx.wake);
-                    return Turn::Fail(EIO);
+                    return Next::Fail(EIO);
                 };
                 let len = image.map.slice_bytes();
                 self.meta.reset(len);
@@ -478,7 +478,7 @@ impl Request {
     }
 
     /// Has a refcount block read, or waits for one.
-    fn load_counts(&mut self, take: crate::alloc::Take, image: &Served) -> Turn {
+    fn load_counts(&mut self, take: crate::alloc::Take, image: &Served) -> Next {
         use crate::alloc::Take;
         match take {
             Take::Load(index, offset) => {
@@ -488,12 +488,12 @@ impl Request {
                 self.step(Pending::Counts(index), step)
             }
             Take::Wait => self.park(),
-            Take::Full => Turn::Fail(ENOSPC),
-            Take::Got(_) => Turn::Again,
+            Take::Full => Next::Fail(ENOSPC),
+            Take::Got(_) => Next::Again,
         }
     }
 
-    fn turn_read(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn step_read(&mut self, cx: &mut Context<'_>) -> Next {
         let (pos, left) = (self.pos, self.end - self.pos);
         match cx.chain.find(pos, left) {
             Err((layer, miss)) => self.load(layer, miss, cx),
@@ -508,7 +508,7 @@ impl Request {
             Ok((_, What::Compressed(_), n)) => {
                 // Unpacked into the buffer, then copied.
                 self.fetch = Some(Fetch::for_guest(pos, n));
-                Turn::Again
+                Next::Again
             }
         }
     }

@@ -150,14 +150,14 @@ fn check_size(image: &Image<'_>, header: &Header, room: bool) -> Result<u64> {
 
 /// The bytes of the last cluster behind the disk's end: offset and length in the file that holds them.
 #[derive(Clone, Copy)]
-struct Place {
+struct TailRange {
     external: bool,
     offset: u64,
     bytes: u64,
 }
 
 /// Whoever makes the disk longer later would show what is there.
-fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<Place>) -> Result<()> {
+fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<TailRange>) -> Result<()> {
     let Some(place) = place else { return Ok(()) };
     let of = if place.external { data } else { Some(file) };
     let Some(of) = of else { return Err(Error::invalid("the image's data file is needed")) };
@@ -229,7 +229,7 @@ impl Tail {
     }
 
     /// Sees to it that the cluster is the disk's alone, and says where it is if it has a place.
-    fn own(&self, change: &mut Change<'_, '_>, l1: &mut [u64]) -> Result<Option<Place>> {
+    fn own(&self, change: &mut Change<'_, '_>, l1: &mut [u64]) -> Result<Option<TailRange>> {
         let bits = change.header().cluster_bits;
         let (external, size) = (change.header().has(incompatible::DATA_FILE), change.header().cluster_size());
         let at = l1[self.l1] & OFFSET;
@@ -256,7 +256,7 @@ impl Tail {
             }
             l1[self.l1] = change.put(image::to_bytes(&table))?;
         }
-        let place = Place { external, offset: from + self.within, bytes: size - self.within };
+        let place = TailRange { external, offset: from + self.within, bytes: size - self.within };
         Ok(self.data.then_some(place))
     }
 }

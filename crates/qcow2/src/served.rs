@@ -13,12 +13,12 @@ use crate::alloc::{Alloc, Reserve};
 use crate::change::Change;
 use crate::entry::{COMPRESSED, COPIED, Entry, OFFSET, SUBCLUSTERS, ZERO};
 use crate::epoch::{Epochs, Member};
-use crate::first::First;
-use crate::guard::Guard;
 use crate::header::{Header, REFTABLE_BYTES_MAX, UNIT, autoclear, incompatible};
+use crate::header_copy::HeaderCopy;
 use crate::holes::Holes;
 use crate::journal::{Begun, Changes, Journal};
 use crate::map::Map;
+use crate::overlap::OverlapCheck;
 use crate::{Error, FileId, Image, Result, Storage, Waker};
 
 /// Bytes that are taken at the file's end beyond what is needed, at most.
@@ -58,7 +58,7 @@ pub(crate) struct Tables {
 
 /// Who flushes, and who waits for that.
 #[derive(Default)]
-pub(crate) struct Turns {
+pub(crate) struct FlushQueue {
     pub(crate) running: bool,
     /// Flushes asked for.
     pub(crate) asked: u64,
@@ -102,18 +102,18 @@ pub struct Served {
     /// In an external data file.
     pub(crate) holes: Mutex<Holes>,
     pub(crate) epochs: Epochs,
-    pub(crate) turns: Mutex<Turns>,
+    pub(crate) flushes: Mutex<FlushQueue>,
     pub(crate) growth: Mutex<Growth>,
     /// Up to where space was taken; it only grows.
     pub(crate) file_len: AtomicU64,
     /// Bytes that are taken beyond what is needed.
     pub(crate) growth_bytes: u64,
     /// Of one that is written.
-    pub(crate) guard: Option<Arc<Guard>>,
+    pub(crate) overlap: Option<Arc<OverlapCheck>>,
     /// Where changes of the map are put before anybody sees them, so that they outlive us.
     pub(crate) journal: Option<Journal>,
     /// Its first bytes, of one that is written: the header is changed there alone.
-    pub(crate) first: Option<First>,
+    pub(crate) header_copy: Option<HeaderCopy>,
     /// What a killed writer's journal has and the file has not; of an image that is only read.
     pub(crate) changes: Option<Changes>,
 }
@@ -189,7 +189,7 @@ impl Served {
     /// Tables that cannot be, and the storage's.
     pub fn open(storage: &dyn Storage, header: Header, settings: Settings) -> Result<Self> {
         let first = match settings.writable {
-            true => Some(First::new(Begun::of(storage, &header)?)),
+            true => Some(HeaderCopy::new(Begun::of(storage, &header)?)),
             false => None,
         };
         let entry_words = to_usize(header.l2_entry_bytes()) / 8;
@@ -228,7 +228,7 @@ impl Served {
                 return Err(Error::corrupt(format!("a refcount block at {at:#x}, where none can be")));
             }
         }
-        let guard = match settings.writable {
+        let overlap = match settings.writable {
             true => {
                 let beyond = |at: &&u64| **at >> header.cluster_bits >= file_clusters.max(1);
                 if let Some(bad) = reftable.iter().find(beyond) {
@@ -237,7 +237,7 @@ impl Served {
                     )));
                 }
                 let l2 = l1.iter().map(|e| e & OFFSET);
-                Some(Arc::new(Guard::new(storage, &header, l2, &reftable)?))
+                Some(Arc::new(OverlapCheck::new(storage, &header, l2, &reftable)?))
             }
             false => None,
         };
@@ -252,7 +252,7 @@ impl Served {
             file_clusters,
             (cache / 4).max(1 << 20),
         )
-        .with_guard(guard.clone());
+        .with_overlap_check(overlap.clone());
         Ok(Self {
             cluster_bits: header.cluster_bits,
             version: header.version,
@@ -277,13 +277,13 @@ impl Served {
             alloc: Mutex::new(alloc),
             holes: Mutex::default(),
             epochs: Epochs::default(),
-            turns: Mutex::default(),
+            flushes: Mutex::default(),
             growth: Mutex::default(),
             file_len: AtomicU64::new(file_len),
             journal: None,
-            first,
+            header_copy: first,
             changes: None,
-            guard,
+            overlap,
             growth_bytes: (header.size / 64).clamp(1 << 20, GROWTH_BYTES_MAX),
             header,
         })
@@ -297,7 +297,7 @@ impl Served {
 
     /// The image was marked after it was opened: these are its first bytes now.
     pub fn with_begun(self, begun: Begun) -> Self {
-        Self { first: Some(First::new(begun)), ..self }
+        Self { header_copy: Some(HeaderCopy::new(begun)), ..self }
     }
 
     /// The same where it is not known whether the image was marked: reads its first bytes again.
@@ -305,7 +305,7 @@ impl Served {
     /// # Errors
     /// The storage's.
     pub fn begin_again(&mut self, storage: &dyn Storage) -> Result<()> {
-        self.first = Some(First::new(Begun::of(storage, &self.header)?));
+        self.header_copy = Some(HeaderCopy::new(Begun::of(storage, &self.header)?));
         Ok(())
     }
 
@@ -361,7 +361,7 @@ impl Served {
         size: u64,
         mut write: impl FnMut(&[u8]) -> std::io::Result<()>,
     ) -> std::io::Result<()> {
-        let first = self.first.as_ref().ok_or(std::io::ErrorKind::ReadOnlyFilesystem)?;
+        let first = self.header_copy.as_ref().ok_or(std::io::ErrorKind::ReadOnlyFilesystem)?;
         let mut copied = first.set_size(size);
         let failed = loop {
             if let Err(e) = write(&copied.0) {
@@ -393,13 +393,13 @@ impl Served {
 
     /// Whether something was found to be wrong with its metadata since it was opened: it is to be repaired.
     pub fn is_wrong(&self) -> bool {
-        self.guard.as_ref().is_some_and(|guard| guard.is_wrong())
+        self.overlap.as_ref().is_some_and(|overlap| overlap.is_wrong())
     }
 
     /// What was found to be wrong with its metadata since it was opened, and whether the image is marked as corrupt, the
     /// first time that is asked: requests that need it fail. None as long as it is being marked. Takes no lock.
     pub fn tell_wrong(&self) -> Option<(&str, bool)> {
-        self.guard.as_ref()?.tell()
+        self.overlap.as_ref()?.tell()
     }
 
     /// Slices of the map read in so far.

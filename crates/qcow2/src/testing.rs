@@ -92,7 +92,7 @@ pub(crate) fn contents(file: &dyn Storage) -> BTreeMap<u64, (u8, u8)> {
 
 pub(crate) fn checked(file: &dyn Storage) -> CheckResult {
     struct Say;
-    impl crate::check::Watch for Say {
+    impl crate::check::Findings for Say {
         fn found(&mut self, text: &str) {
             println!("{text}");
         }

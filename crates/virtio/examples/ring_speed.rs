@@ -102,7 +102,7 @@ impl Guest {
 
     /// Fills a packed ring for one lap.
     fn fill_packed(&self, wrap: bool, indirect: bool) {
-        let turn: u16 = if wrap { 1 << 7 } else { 1 << 15 };
+        let owner: u16 = if wrap { 1 << 7 } else { 1 << 15 };
         let put = |at: u64, (addr, len, flags): (u64, u32, u16), id: u16| {
             self.put(at, addr);
             self.put(at + 8, len);
@@ -115,12 +115,12 @@ impl Guest {
                 if indirect {
                     put(TABLES + (chain * 64 + i * 16) as u64, buffer, 0);
                 } else {
-                    let flags = flags | u16::from(i < 2) | turn;
+                    let flags = flags | u16::from(i < 2) | owner;
                     put(DESC + (chain * 48 + i * 16) as u64, (addr, len, flags), chain as u16);
                 }
             }
             if indirect {
-                let table = (TABLES + chain as u64 * 64, 48, 4 | turn);
+                let table = (TABLES + chain as u64 * 64, 48, 4 | owner);
                 put(DESC + chain as u64 * 16, table, chain as u16);
             }
         }

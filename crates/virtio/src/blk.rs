@@ -231,7 +231,7 @@ pub struct Request {
     pub status: *mut u8,
 }
 
-// SAFETY: as for `Seg`: whoever writes the status answers for it.
+// SAFETY: an address without access. Code that writes the status keeps the memory table alive, on any thread.
 unsafe impl Send for Request {}
 
 /// Why a request cannot be carried out.
@@ -244,7 +244,7 @@ pub struct BadRequest {
     pub reason: BadReason,
 }
 
-// SAFETY: as for `Seg`: whoever writes the status answers for it.
+// SAFETY: an address without access. Code that writes the status keeps the memory table alive, on any thread.
 unsafe impl Send for BadRequest {}
 // SAFETY: it is only data.
 unsafe impl Sync for BadRequest {}

@@ -172,7 +172,7 @@ impl RawDesc {
     /// `ptr` is readable for 16 bytes and aligned to 8.
     #[inline(always)]
     pub(crate) unsafe fn read(ptr: *const u8) -> Self {
-        // SAFETY: the caller's.
+        // SAFETY: the caller answers for the range, as this function's contract says.
         unsafe { Self { addr: raw::get_u64(ptr), word: raw::get_u64(ptr.add(8)) } }
     }
 }

@@ -23,7 +23,7 @@ pub struct DirtyLog {
 
 // SAFETY: the log is only touched by atomic operations, and what keeps it mapped is Send + Sync.
 unsafe impl Send for DirtyLog {}
-// SAFETY: as for Send.
+// SAFETY: all accesses through a shared reference are atomic.
 unsafe impl Sync for DirtyLog {}
 
 impl fmt::Debug for DirtyLog {
@@ -66,7 +66,7 @@ impl DirtyLog {
             // All bits of one byte at once.
             let in_byte = (8 - page % 8).min(end - page);
             let mask = low_u8(((1 << in_byte) - 1) << (page % 8));
-            // SAFETY: `page` is below `pages`, so its byte is below `size`; the mapping is `new`'s caller's.
+            // SAFETY: `page` is below `pages`, so its byte is below `size`; `keep` keeps the mapping, as `new` requires.
             let byte = unsafe { AtomicU8::from_ptr(self.base.add(to_usize(page / 8))) };
             // Not read first: a bit that is set may be cleared by the reader before our store is seen.
             byte.fetch_or(mask, Ordering::Release);

@@ -80,10 +80,10 @@ pub enum MemError {
     },
 }
 
-/// Which region was hit last: one a queue, so that a queue's neighbouring buffers translate in a few instructions.
+/// Which region was hint last: one a queue, so that a queue's neighbouring buffers translate in a few instructions.
 /// A stale value is harmless.
 #[derive(Default, Clone, Copy, Debug)]
-pub struct Hit(usize);
+pub struct RegionHint(usize);
 
 /// What a translation needs to know of a region; one cache line holds two.
 #[derive(Clone, Copy, Debug)]
@@ -127,7 +127,7 @@ pub struct GuestMemory {
 // SAFETY: the pointers are only handed out, never followed here, and `keep`, which owns what they point to, is
 // itself Send + Sync. The table does not change after it was made.
 unsafe impl Send for GuestMemory {}
-// SAFETY: as for Send.
+// SAFETY: nothing changes behind a shared reference, and `keep` is Sync.
 unsafe impl Sync for GuestMemory {}
 
 impl GuestMemory {
@@ -177,12 +177,12 @@ impl GuestMemory {
 
     /// The host address of a range that lies whole inside one region. A range of no bytes must still start inside.
     #[inline]
-    pub fn translate(&self, hit: &mut Hit, guest_addr: u64, len: u64) -> Option<*mut u8> {
-        if let Some(ptr) = self.window(*hit).find(guest_addr, len) {
+    pub fn translate(&self, hint: &mut RegionHint, guest_addr: u64, len: u64) -> Option<*mut u8> {
+        if let Some(ptr) = self.window(*hint).find(guest_addr, len) {
             return Some(ptr);
         }
-        *hit = self.region_of(guest_addr);
-        self.window(*hit).find(guest_addr, len)
+        *hint = self.region_of(guest_addr);
+        self.window(*hint).find(guest_addr, len)
     }
 
     /// See the field.
@@ -197,16 +197,16 @@ impl GuestMemory {
         self.window(self.region_of(guest_addr))
     }
 
-    /// The region that `hit` stands for; an empty one if there is none.
+    /// The region that `hint` stands for; an empty one if there is none.
     #[inline(always)]
-    fn window(&self, hit: Hit) -> Flat {
-        self.flat.get(hit.0).copied().unwrap_or(Flat::NONE)
+    fn window(&self, hint: RegionHint) -> Flat {
+        self.flat.get(hint.0).copied().unwrap_or(Flat::NONE)
     }
 
     /// Which region has `guest_addr`; if none has, any other value.
     #[inline]
-    fn region_of(&self, guest_addr: u64) -> Hit {
-        Hit(self.flat.partition_point(|f| f.guest <= guest_addr).saturating_sub(1))
+    fn region_of(&self, guest_addr: u64) -> RegionHint {
+        RegionHint(self.flat.partition_point(|f| f.guest <= guest_addr).saturating_sub(1))
     }
 
     /// Hands out a range that may run over adjoining regions, piece by piece and in order. A range of no bytes has
@@ -216,7 +216,7 @@ impl GuestMemory {
     /// Some byte is outside; pieces that were handed out by then are to be ignored.
     pub fn translate_each(
         &self,
-        hit: &mut Hit,
+        hint: &mut RegionHint,
         guest_addr: u64,
         len: u64,
         mut f: impl FnMut(*mut u8, usize),
@@ -225,10 +225,10 @@ impl GuestMemory {
         guest_addr.checked_add(len).ok_or(outside)?;
         let (mut at, mut left) = (guest_addr, len);
         while left > 0 {
-            let mut flat = self.window(*hit);
+            let mut flat = self.window(*hint);
             if flat.find(at, 0).is_none() {
-                *hit = self.region_of(at);
-                flat = self.window(*hit);
+                *hint = self.region_of(at);
+                flat = self.window(*hint);
             }
             let ptr = flat.find(at, 0).ok_or(outside)?;
             let piece = left.min(flat.size - (at - flat.guest));

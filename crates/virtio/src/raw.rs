@@ -1,8 +1,9 @@
-//! Accesses to memory that another party writes at the same time: the guest, or the process that survives us.
+//! Accesses to fields in memory that another party writes at the same time: the guest, or the next process that serves it.
 //!
-//! Called by the rings, the in-flight region and the drivers, on the thread that owns the queue. Every access is
-//! volatile or atomic, so that the compiler neither repeats, nor invents, nor reorders it against its like.
-//! Alignment is the caller's: ring areas are checked when a ring is made, tables of the guest when they are met.
+//! Called by the rings, the in-flight region and the drivers, on the thread that owns the queue. Every access is volatile
+//! or atomic: the compiler does not repeat or invent it, and keeps the order of such accesses. Callers provide the
+//! alignment: ring areas are checked when a ring is made, tables of the guest when they are read. Copies of many bytes are in
+//! [`mem`](crate::mem).
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -28,7 +29,7 @@ macro_rules! accessors {
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $get(ptr: *const u8) -> $int {
-            // SAFETY: the caller's.
+            // SAFETY: the caller answers for validity and alignment.
             unsafe { ptr.cast::<$int>().read_volatile() }
         }
 
@@ -39,7 +40,7 @@ macro_rules! accessors {
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $put(ptr: *mut u8, value: $int) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller answers for validity and alignment.
             unsafe { ptr.cast::<$int>().write_volatile(value) }
             crash_point();
         }
@@ -51,7 +52,7 @@ macro_rules! accessors {
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $load(ptr: *mut u8, order: Ordering) -> $int {
-            // SAFETY: the caller's.
+            // SAFETY: the caller answers for validity and alignment. All other accesses in this process are atomic or volatile.
             unsafe { <$atomic>::from_ptr(ptr.cast()) }.load(order)
         }
 
@@ -62,7 +63,7 @@ macro_rules! accessors {
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $store(ptr: *mut u8, value: $int, order: Ordering) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller answers for validity and alignment. All other accesses in this process are atomic or volatile.
             unsafe { <$atomic>::from_ptr(ptr.cast()) }.store(value, order);
             crash_point();
         }
@@ -81,7 +82,7 @@ accessors! {
 /// `ptr` is writable.
 #[inline(always)]
 pub(crate) unsafe fn put_u8(ptr: *mut u8, value: u8) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller answers for `ptr`.
     unsafe { ptr.write_volatile(value) }
     crash_point();
 }

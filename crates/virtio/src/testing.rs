@@ -13,22 +13,22 @@ pub(crate) const fn iterations(count: u64) -> u64 {
     if cfg!(miri) { count.div_ceil(100) } else { count }
 }
 
-/// splitmix64.
+/// Numbers that a seed decides.
 #[derive(Clone)]
-pub(crate) struct Rng(pub(crate) u64);
+pub(crate) struct Rng(fastrand::Rng);
 
 impl Rng {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.u64(..)
     }
 
     /// Below `bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
+        self.0.u64(..bound)
     }
 
     /// Once in `n`.
@@ -94,7 +94,7 @@ impl Arena {
         for &(guest, size) in regions {
             // SAFETY: inside of the allocation.
             let host = unsafe { base.add(at) };
-            // SAFETY: as above.
+            // SAFETY: inside of a region, which the arena owns.
             unsafe { host.write_bytes(0, size) };
             placed.push((guest, host, size));
             at += size.next_multiple_of(4096) + GUARD;
@@ -160,7 +160,7 @@ impl Arena {
     }
 
     pub(crate) fn put_u16(&self, guest: u64, value: u16) {
-        // SAFETY: as above.
+        // SAFETY: inside of a region, which the arena owns.
         unsafe { self.host(guest).cast::<u16>().write_unaligned(value) };
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A queue's slot holds the request ([`Slot`]) and one [`Io`] for the step that is under way. A request that waits for
 //! another is woken by a message to its worker's ring, from whichever worker that happens on. Most requests need none of
-//! that: they are one transfer of the guest's bytes, done by the queue's own [`Io`] ([`Hit`]).
+//! that: they are one transfer of the guest's bytes, done by the queue's own [`Io`] ([`FastPath`]).
 //!
 //! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
 
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use io_uring::opcode;
 use qcow2::bitmap::Loaded;
-use qcow2::{Buf, Chain, Context, FileId, Hit, Request, User, Waker};
+use qcow2::{Buf, Chain, Context, FastPath, FileId, Request, User, Waker};
 use vshunt_engine::on_file;
 use vshunt_engine::{Token, Uring};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
@@ -314,7 +314,7 @@ impl Handle {
         io: &mut Io,
         token: Token,
     ) -> Option<Step> {
-        let hit = Hit::find(&self.image.chain, &mut self.user.borrow_mut(), op, io.offset, io.len)?;
+        let hit = FastPath::find(&self.image.chain, &mut self.user.borrow_mut(), op, io.offset, io.len)?;
         let (raw, files) = self.file(hit.file);
         let pos = std::mem::replace(&mut io.offset, hit.offset);
         let step = if raw.inline() {
@@ -325,9 +325,9 @@ impl Handle {
         Some(self.shortly(io, hit, pos, step))
     }
 
-    /// After a step of a request that takes the short way.
+    /// After a step of a request that takes the fast path.
     #[inline]
-    fn shortly(&self, io: &mut Io, hit: Hit, pos: u64, step: Step) -> Step {
+    fn shortly(&self, io: &mut Io, hit: FastPath, pos: u64, step: Step) -> Step {
         if step == Step::Wait {
             io.hit = Some((hit, pos));
         } else {

@@ -1,6 +1,6 @@
 //! Beginning and ending with a journal, and what is done when its image was not closed.
 
-use super::{Kind, Record, Words, read};
+use super::{Record, RecordKind, Words, read};
 use crate::bytes::{low_u32, put, to_usize};
 use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET, ZERO};
 use crate::header::{Header, Mark, Open, UNIT, generation_at, incompatible};
@@ -176,14 +176,17 @@ impl Changes {
     /// # Errors
     /// An entry that the table has no place for.
     pub(crate) fn patch_l1(&self, header: &Header, l1: &mut [u64]) -> Result<()> {
-        self.0.iter().filter(|r| r.kind == Kind::Table).try_for_each(|r| table_entry(header, l1, r).map(drop))
+        self.0
+            .iter()
+            .filter(|r| r.kind == RecordKind::Table)
+            .try_for_each(|r| table_entry(header, l1, r).map(drop))
     }
 
     /// Brings changes into the entries of the map from that of cluster `first` on, as they were read.
     pub(crate) fn patch(&self, header: &Header, first: u64, bytes: &mut [u8]) {
         let each = header.l2_entry_bytes();
         let end = first + bytes.len() as u64 / each;
-        for record in self.0.iter().filter(|r| r.kind != Kind::Table) {
+        for record in self.0.iter().filter(|r| r.kind != RecordKind::Table) {
             for cluster in record.index.max(first)..(record.index + record.count).min(end) {
                 let at = to_usize((cluster - first) * each);
                 let Some(place) = bytes.get_mut(at..at + to_usize(each)) else { continue };
@@ -195,7 +198,7 @@ impl Changes {
 
 /// The entry number `i` of a record as it is in the image.
 fn entry_bytes(header: &Header, record: &Record, i: u64, bytes: &mut [u8]) {
-    let step = if record.kind == Kind::Run { i * header.cluster_size() } else { 0 };
+    let step = if record.kind == RecordKind::Run { i * header.cluster_size() } else { 0 };
     let entry = Entry { word: record.entry.word.wrapping_add(step), ..record.entry };
     put(bytes, 0, &entry.word.to_be_bytes());
     if header.has(incompatible::EXTENDED_L2) {
@@ -208,14 +211,14 @@ fn names_from(header: &Header, record: &Record) -> Option<u64> {
     let Entry { word, bits } = record.entry;
     let external = header.has(incompatible::DATA_FILE);
     match record.kind {
-        Kind::Table => Some(word & OFFSET),
+        RecordKind::Table => Some(word & OFFSET),
         _ if external || word & OFFSET == 0 => None,
         _ if word & COMPRESSED != 0 => Some(Compressed::of(word, header.cluster_bits).offset),
         // A place that is kept for a cluster of zeroes.
         _ if header.has(incompatible::EXTENDED_L2) && low_u32(bits) == 0 => None,
         _ if !header.has(incompatible::EXTENDED_L2) && word & ZERO != 0 => None,
-        Kind::Run => Some((word & OFFSET) + (record.count - 1) * header.cluster_size()),
-        Kind::Same => Some(word & OFFSET),
+        RecordKind::Run => Some((word & OFFSET) + (record.count - 1) * header.cluster_size()),
+        RecordKind::Same => Some(word & OFFSET),
     }
 }
 
@@ -257,7 +260,7 @@ impl Replay<'_> {
     fn apply(&mut self, record: &Record) -> Result<()> {
         let h = self.image.header();
         let (entries, each) = (h.l2_entries(), h.l2_entry_bytes());
-        if record.kind == Kind::Table {
+        if record.kind == RecordKind::Table {
             return self.apply_table(record);
         }
         let table = self.l1.get(to_usize(record.index / entries)).map_or(0, |e| e & OFFSET);

@@ -49,9 +49,9 @@ mod alone {
         assert_eq!(memory.journal().put(5, &entries), Put::Done);
         let record = |kind, index, count, entry| Record { kind, index, count, entry };
         let are = [
-            record(Kind::Run, 5, 3, entries[0]),
-            record(Kind::Same, 8, 2, entries[3]),
-            record(Kind::Run, 10, 1, entries[5]),
+            record(RecordKind::Run, 5, 3, entries[0]),
+            record(RecordKind::Same, 8, 2, entries[3]),
+            record(RecordKind::Run, 10, 1, entries[5]),
         ];
         assert_eq!(memory.records(), are);
     }

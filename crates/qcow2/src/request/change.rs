@@ -3,7 +3,7 @@
 use super::fetch::Fetch;
 use super::flush::Flush;
 use super::generation::NewGeneration;
-use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use super::{Buf, Context, EIO, Next, Op, Pending, Request, Step};
 use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -119,17 +119,17 @@ impl Served {
 
 impl Request {
     /// Writes from `pos` to `limit`: the guest's bytes, or zeroes.
-    pub(super) fn turn_write(&mut self, limit: u64, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_write(&mut self, limit: u64, cx: &mut Context<'_>) -> Next {
         let chain = cx.chain;
         let (image, pos) = (chain.top(), self.pos);
         let cluster = image.cluster(pos);
         let entry = match self.writable(cluster, cx) {
             Ok(entry) => entry,
-            Err(turn) => return turn,
+            Err(next) => return next,
         };
         if let Some((offset, n)) = image.in_place_run(entry, pos, limit) {
             if offset & (image.cluster_size() - 1) != pos & (image.cluster_size() - 1) {
-                return Turn::Fail(EIO);
+                return Next::Fail(EIO);
             }
             let step = match self.op {
                 Op::Write => Step::Data { file: image.data, offset, data: self.guest(pos, n) },
@@ -143,7 +143,7 @@ impl Request {
         }
         let count = (image.cluster(limit - 1) - cluster + 1).min(image.map.slice_end(cluster) - cluster);
         let held = match image.map.hold(cluster, count.min(HELD_MAX), cx.waker) {
-            None => return Turn::Again,
+            None => return Next::Again,
             Some(0) => return self.park(),
             Some(held) => held,
         };
@@ -152,7 +152,7 @@ impl Request {
         if image.in_place(first, pos).is_some() {
             // Another was quicker.
             image.map.release(cluster, held, None, None, cx.wake);
-            return Turn::Again;
+            return Next::Again;
         }
         let own = image.is_own(first);
         let keep = if own { 1 } else { 1 + (1..held).take_while(|i| !image.is_own(get(*i))).count() as u64 };
@@ -177,20 +177,20 @@ impl Request {
             head_fetched: false,
             stage: Stage::Take,
         });
-        Turn::Again
+        Next::Again
     }
 
     /// The entry of a cluster in a table that may be written; or what has to be done before.
-    pub(super) fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Turn> {
+    pub(super) fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Next> {
         let image = cx.chain.top();
         // Once: others may crowd it again as fast.
         if image.map.is_crowded() && !std::mem::replace(&mut self.made_room, true) {
             self.flush = Some(Box::new(Flush::new(true)));
-            return Err(Turn::Again);
+            return Err(Next::Again);
         }
         if !matches!(image.table_of(cluster), Some((_, true))) {
             self.make_table(cluster / image.table_entries);
-            return Err(Turn::Again);
+            return Err(Next::Again);
         }
         match image.map.get(cluster) {
             Some(entry) => Ok(entry),
@@ -199,7 +199,7 @@ impl Request {
     }
 
     /// Takes clusters from the reserve, which is filled up before if it is empty.
-    pub(super) fn take(&mut self, most: u64, cx: &mut Context<'_>) -> Result<Reserve, Turn> {
+    pub(super) fn take(&mut self, most: u64, cx: &mut Context<'_>) -> Result<Reserve, Next> {
         let image = cx.chain.top();
         let reserve = &mut cx.user.reserve;
         if reserve.count == 0 {
@@ -210,8 +210,8 @@ impl Request {
                 other => return Err(self.load_counts(other, image)),
             }
         }
-        if let Some(turn) = self.extend(image, cx) {
-            return Err(turn);
+        if let Some(next) = self.extend(image, cx) {
+            return Err(next);
         }
         let reserve = &mut cx.user.reserve;
         let got = Reserve { count: reserve.count.min(most), ..*reserve };
@@ -220,7 +220,7 @@ impl Request {
     }
 
     /// Has space taken for what is reserved, and for more of it, or waits for that; none: it is there.
-    fn extend(&mut self, image: &Served, cx: &mut Context<'_>) -> Option<Turn> {
+    fn extend(&mut self, image: &Served, cx: &mut Context<'_>) -> Option<Next> {
         let reserve = &cx.user.reserve;
         let end = (reserve.start + reserve.count) << image.cluster_bits;
         if !reserve.zero || image.external || end <= image.file_len.load(Acquire) {
@@ -271,7 +271,7 @@ impl Request {
         waiting.into_iter().for_each(&mut *cx.wake);
     }
 
-    pub(super) fn turn_change(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_change(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let change = self.change.as_ref().expect("a change is under way");
         match change.stage {
@@ -281,19 +281,19 @@ impl Request {
                     Some(_) => None,
                     None => match self.take(want, cx) {
                         Ok(taken) => Some(taken),
-                        Err(turn) => return turn,
+                        Err(next) => return next,
                     },
                 };
                 self.place(image, taken, cx);
-                Turn::Again
+                Next::Again
             }
             Stage::Around => self.around(cx),
             Stage::Put => self.put(image),
             // Its step's result brings it on.
-            Stage::Written => Turn::Fail(EIO),
+            Stage::Written => Next::Fail(EIO),
             Stage::Enter => {
                 self.changed(cx);
-                Turn::Again
+                Next::Again
             }
         }
     }
@@ -322,7 +322,7 @@ impl Request {
     }
 
     /// Fetches what the guest does not cover, unless that reads as zeroes and the new place does, too.
-    fn around(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn around(&mut self, cx: &mut Context<'_>) -> Next {
         let change = self.change.as_mut().expect("a change is under way");
         let (begin, end) = change.guest;
         let is_zero = |from, to| is_zero(cx.chain, from, to);
@@ -346,10 +346,10 @@ impl Request {
         if tail > 0 {
             self.fetch = Some(Fetch::new(end, to, head + middle));
         }
-        Turn::Again
+        Next::Again
     }
 
-    fn put(&mut self, image: &Served) -> Turn {
+    fn put(&mut self, image: &Served) -> Next {
         let change = self.change.as_mut().expect("a change is under way");
         let (begin, end) = change.guest;
         let len = self.data.len();
@@ -359,7 +359,7 @@ impl Request {
         let tail = len - middle - head;
         if head > 0 && !std::mem::replace(&mut change.head_fetched, true) {
             self.fetch = Some(Fetch::new(change.from, begin, 0));
-            return Turn::Again;
+            return Next::Again;
         }
         change.stage = Stage::Written;
         let at = change.host.expect("it has its place") + (begin - (change.first << image.cluster_bits));

@@ -1,6 +1,6 @@
 //! Reading a piece of the disk into the request's own buffer: what a write does not cover, and compressed clusters.
 
-use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use super::{Buf, Context, EIO, Next, Pending, Request, Step};
 use crate::bytes::to_usize;
 use crate::compress::inflate;
 use crate::entry::Compressed;
@@ -35,13 +35,13 @@ impl Fetch {
 }
 
 impl Request {
-    pub(super) fn turn_fetch(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_fetch(&mut self, cx: &mut Context<'_>) -> Next {
         let fetch = self.fetch.as_mut().expect("a fetch is under way");
         if fetch.pos == fetch.end {
             let (guest, n) = (fetch.guest, fetch.now);
             self.fetch = None;
             if !guest {
-                return Turn::Again;
+                return Next::Again;
             }
             let data = self.guest(self.pos, n);
             return self.step(Pending::Data(n), Step::Copy { data, at: 0 });
@@ -59,7 +59,7 @@ impl Request {
             What::Zero | What::Below => {
                 self.data[at..][..to_usize(n)].fill(0);
                 (fetch.pos, fetch.at) = (pos + n, at + to_usize(n));
-                Turn::Again
+                Next::Again
             }
             What::Data(offset) => {
                 let range = at..at + to_usize(n);

@@ -11,9 +11,9 @@
 //!
 //! One flush runs at a time; who comes meanwhile waits, and one of them does the next for all.
 
-use super::{Buf, Context, Pending, Request, Step, Turn};
+use super::{Buf, Context, Next, Pending, Request, Step};
 use crate::alloc::Dirty;
-use crate::first::Copied;
+use crate::header_copy::Copied;
 use crate::journal::Journal;
 use crate::lock::Locked;
 use crate::map::Copy;
@@ -83,38 +83,38 @@ impl Flush {
 }
 
 impl Request {
-    pub(super) fn turn_flush(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_flush(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let flush = self.flush.as_mut().expect("a flush is under way");
         if flush.run.is_none() {
-            let mut turns = image.turns.locked();
+            let mut flushes = image.flushes.locked();
             let ticket = *flush.ticket.get_or_insert_with(|| {
-                turns.asked += 1;
-                turns.asked
+                flushes.asked += 1;
+                flushes.asked
             });
-            if turns.done >= ticket {
-                drop(turns);
+            if flushes.done >= ticket {
+                drop(flushes);
                 self.flush = None;
-                return Turn::Again;
+                return Next::Again;
             }
-            if turns.running {
-                turns.waiting.push(cx.waker);
-                drop(turns);
+            if flushes.running {
+                flushes.waiting.push(cx.waker);
+                drop(flushes);
                 if flush.aside {
                     // This one may do.
                     self.flush = None;
                 }
                 return self.park();
             }
-            turns.running = true;
-            let covers = turns.asked;
-            drop(turns);
+            flushes.running = true;
+            let covers = flushes.asked;
+            drop(flushes);
             flush.run = Some(Run::new(image, covers));
         }
-        self.turn_run(cx)
+        self.step_run(cx)
     }
 
-    fn turn_run(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn step_run(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         loop {
             let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
@@ -129,7 +129,7 @@ impl Request {
                     return self.step(Pending::Flush, Step::Sync { file: image.file });
                 }
                 Stage::DataFile => return self.step(Pending::Flush, Step::Sync { file: image.data }),
-                Stage::Back => return self.turn_back(cx),
+                Stage::Back => return self.step_back(cx),
             };
             if let Some((offset, bytes)) = piece {
                 let range = 0..bytes.len();
@@ -163,7 +163,7 @@ impl Request {
     }
 
     /// Gives clusters back that went before; then it is done.
-    fn turn_back(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn step_back(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
         // What is written is clean from here on, so that a failure below does not make it dirty again.
@@ -205,7 +205,7 @@ impl Request {
                         if last {
                             drop(alloc);
                             if let Some(why) = image.wrong_gone(start, n) {
-                                return self.turn_condemn(why, cx);
+                                return self.step_mark_corrupt(why, cx);
                             }
                             let (offset, len) = (start << image.cluster_bits, n << image.cluster_bits);
                             let step = Step::ZeroFile { file: image.file, offset, len, punch: true };
@@ -231,7 +231,7 @@ impl Request {
         let covers = run.covers;
         self.flush = None;
         end_turn(image, Some(covers), cx);
-        Turn::Again
+        Next::Again
     }
 
     pub(super) fn abandon_flush(&mut self, cx: &mut Context<'_>) {
@@ -252,11 +252,11 @@ impl Request {
 
 /// The next one may flush.
 pub(super) fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
-    let mut turns = image.turns.locked();
-    turns.running = false;
-    turns.done = turns.done.max(done.unwrap_or(0));
-    let waiting = std::mem::take(&mut turns.waiting);
-    drop(turns);
+    let mut flushes = image.flushes.locked();
+    flushes.running = false;
+    flushes.done = flushes.done.max(done.unwrap_or(0));
+    let waiting = std::mem::take(&mut flushes.waiting);
+    drop(flushes);
     waiting.into_iter().for_each(&mut *cx.wake);
 }
 
@@ -271,7 +271,7 @@ impl Flush {
 
 impl Run {
     fn new(image: &Served, covers: u64) -> Self {
-        // First what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
+        // HeaderCopy what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
         // count all that the copies name.
         let number = image.alloc.locked().begin_flush();
         if image.external {
@@ -306,7 +306,7 @@ impl Run {
             Stage::Table if self.table.is_empty() => Stage::Map,
             Stage::Table => Stage::TableSync,
             Stage::Map if self.slices.is_empty() && self.l1.is_empty() => Stage::Back,
-            Stage::Map => match (&image.journal, &image.first) {
+            Stage::Map => match (&image.journal, &image.header_copy) {
                 (Some(journal), Some(first)) => {
                     let generation = journal.next_generation();
                     self.generation = Some((generation, first.set_generation(generation)));
@@ -320,7 +320,7 @@ impl Run {
 
     /// The write of the piece with the generation has ended: it is done again where it may not have the last word.
     fn wrote_generation(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
-        let (Some((generation, copied)), Some(first)) = (&mut self.generation, &image.first) else {
+        let (Some((generation, copied)), Some(first)) = (&mut self.generation, &image.header_copy) else {
             return Ok(());
         };
         if failed < 0 {

@@ -4,8 +4,8 @@
 //! and all that were put in before, was written by then, so that no state of the image has this generation without that data.
 //! Nothing is made stable: the process may be killed, and a crash of the machine takes the journal away.
 
-use super::{Buf, Context, Pending, Request, Step, Turn};
-use crate::first::Copied;
+use super::{Buf, Context, Next, Pending, Request, Step};
+use crate::header_copy::Copied;
 use crate::journal::Journal;
 use crate::lock::Locked;
 
@@ -14,28 +14,28 @@ use crate::lock::Locked;
 pub(super) enum NewGeneration {
     /// One is to be written, unless a flush is under way.
     Due,
-    /// It is being written, with the flushes' turn; the copy of the header's piece that has it.
+    /// It is being written, while no flush runs; with the copy of the header's bytes that has it.
     Writing(u64, Copied),
 }
 
 impl Request {
-    pub(super) fn turn_generation(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_generation(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
-        let (Some(journal), Some(first)) = (&image.journal, &image.first) else {
+        let (Some(journal), Some(first)) = (&image.journal, &image.header_copy) else {
             self.generation = None;
-            return Turn::Again;
+            return Next::Again;
         };
         if let Some(NewGeneration::Due) = self.generation {
-            let running = std::mem::replace(&mut image.turns.locked().running, true);
+            let running = std::mem::replace(&mut image.flushes.locked().running, true);
             if running {
                 // A flush, which writes one itself, or another request does it.
                 self.generation = None;
-                return Turn::Again;
+                return Next::Again;
             }
             let generation = journal.next_generation();
             self.generation = Some(NewGeneration::Writing(generation, first.set_generation(generation)));
         }
-        let Some(NewGeneration::Writing(_, (bytes, _))) = &self.generation else { return Turn::Again };
+        let Some(NewGeneration::Writing(_, (bytes, _))) = &self.generation else { return Next::Again };
         let range = 0..bytes.len();
         self.meta.set(bytes);
         self.step(Pending::Generation, Step::Write { file: image.file, offset: 0, buf: Buf::Meta, range })
@@ -46,7 +46,7 @@ impl Request {
     pub(super) fn wrote_generation(&mut self, done: bool, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let Some(NewGeneration::Writing(generation, copied)) = &mut self.generation else { return };
-        if let Some(first) = &image.first {
+        if let Some(first) = &image.header_copy {
             if !done {
                 first.failed(copied.1);
             } else if let Some(again) = first.ended(copied.1) {

@@ -5,7 +5,7 @@
 //! are of the same sector, whoever does them ([`Alloc::pack`](crate::alloc::Alloc::pack)). What cannot be packed is written as
 //! any other cluster.
 
-use super::{Buf, Context, EIO, Op, Pending, Request, Step, Turn};
+use super::{Buf, Context, EIO, Next, Op, Pending, Request, Step};
 use crate::alloc::Reserve;
 use crate::bytes::to_usize;
 use crate::compress::deflate;
@@ -64,12 +64,12 @@ impl Served {
 
 impl Request {
     /// Begins with the cluster at `pos`.
-    pub(super) fn turn_pack_begin(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_pack_begin(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         if image.external {
             // All data is in the data file, which has no compressed clusters (Incompatible features, bit 2).
             self.op = Op::Write;
-            return Turn::Again;
+            return Next::Again;
         }
         let cluster = image.cluster(self.pos);
         let (packed, stage, fresh) = (Vec::new(), Stage::Gather, Reserve::default());
@@ -80,7 +80,7 @@ impl Request {
         self.step(Pending::Pack, Step::Gather { data, at: 0 })
     }
 
-    pub(super) fn turn_pack(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_pack(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let pack = self.pack.as_ref().expect("one is being packed");
         let cluster = pack.cluster;
@@ -88,13 +88,13 @@ impl Request {
             Stage::Hold => {
                 let entry = match self.writable(cluster, cx) {
                     Ok(entry) => entry,
-                    Err(turn) => return turn,
+                    Err(next) => return next,
                 };
                 if !image.has_no_place(entry) {
                     return self.plain();
                 }
                 match image.map.hold(cluster, 1, cx.waker) {
-                    None => return Turn::Again,
+                    None => return Next::Again,
                     Some(0) => return self.park(),
                     Some(_) => {}
                 }
@@ -104,26 +104,26 @@ impl Request {
                     return self.plain();
                 }
                 self.pack.as_mut().expect("one is being packed").stage = Stage::Place;
-                Turn::Again
+                Next::Again
             }
             Stage::Place => self.place_packed(cx),
             Stage::Enter => {
                 self.packed(cx);
-                Turn::Again
+                Next::Again
             }
             // Their steps' results bring these on.
-            Stage::Gather | Stage::Written => Turn::Fail(EIO),
+            Stage::Gather | Stage::Written => Next::Fail(EIO),
         }
     }
 
     /// It is written as any other cluster.
-    fn plain(&mut self) -> Turn {
+    fn plain(&mut self) -> Next {
         self.pack = None;
         self.op = Op::Write;
-        Turn::Again
+        Next::Again
     }
 
-    fn place_packed(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn place_packed(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let pack = self.pack.as_mut().expect("one is being packed");
         let fresh = (pack.fresh.count > 0).then_some(pack.fresh.start);
@@ -133,9 +133,9 @@ impl Request {
             Ok(None) => match self.take(1, cx) {
                 Ok(fresh) => {
                     self.pack.as_mut().expect("one is being packed").fresh = fresh;
-                    Turn::Again
+                    Next::Again
                 }
-                Err(turn) => turn,
+                Err(next) => next,
             },
             Ok(Some((at, used))) => {
                 let rest = std::mem::take(&mut pack.fresh);

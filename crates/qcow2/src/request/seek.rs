@@ -1,6 +1,6 @@
 //! Where data is, for who copies a disk: looked up in the map as reads do it.
 
-use super::{Context, Request, Turn};
+use super::{Context, Next, Request};
 use crate::served::What;
 
 /// What a run of the disk is.
@@ -29,7 +29,7 @@ impl Request {
         self.found
     }
 
-    pub(super) fn turn_seek(&mut self, own: bool, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_seek(&mut self, own: bool, cx: &mut Context<'_>) -> Next {
         let (pos, left) = (self.pos, self.end - self.pos);
         let run = if own {
             cx.chain.top().run(pos, left).map_err(|miss| (0, miss))
@@ -52,7 +52,7 @@ impl Request {
         } else {
             self.end = self.pos;
         }
-        Turn::Again
+        Next::Again
     }
 }
 

@@ -1,7 +1,7 @@
 //! An L2 table that comes to be: where there was none, or as a copy of one that a snapshot has, too.
 
 use super::generation::NewGeneration;
-use super::{Buf, Context, Pending, Request, Step, Turn};
+use super::{Buf, Context, Next, Pending, Request, Step};
 use crate::alloc::Reserve;
 use crate::bytes::to_usize;
 use crate::entry::{COPIED, OFFSET};
@@ -33,7 +33,7 @@ impl Request {
         self.table = Some(NewTable { index, ours: false, place: None, stage: Stage::Begin });
     }
 
-    pub(super) fn turn_table(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_table(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let table = self.table.as_mut().expect("a table is under way");
         let index = table.index;
@@ -42,7 +42,7 @@ impl Request {
             if matches!(image.table_of(index * image.table_entries), Some((_, true))) {
                 drop(tables);
                 self.table = None;
-                return Turn::Again;
+                return Next::Again;
             }
             if let Some(waiting) = tables.making.get_mut(&index) {
                 waiting.push(cx.waker);
@@ -56,10 +56,10 @@ impl Request {
         let Some(place) = table.place else {
             let place = match self.take(1, cx) {
                 Ok(place) => place,
-                Err(turn) => return turn,
+                Err(next) => return next,
             };
             self.table.as_mut().expect("a table is under way").place = Some(place);
-            return Turn::Again;
+            return Next::Again;
         };
         let (old, len) = (image.l1[to_usize(index)].load(Acquire) & OFFSET, image.cluster_size());
         let offset = place.start << image.cluster_bits;
@@ -91,7 +91,7 @@ impl Request {
             Stage::Copied | Stage::Ready => {
                 table.stage = Stage::Ready;
                 self.table_made(cx);
-                Turn::Again
+                Next::Again
             }
         }
     }
@@ -116,11 +116,11 @@ impl Request {
         }
         entry.store(place.start << image.cluster_bits | COPIED, Release);
         tables.dirty.insert(table.index);
-        if let Some(guard) = &image.guard {
+        if let Some(overlap) = &image.overlap {
             if old != 0 {
-                guard.remove(image.cluster(old));
+                overlap.remove(image.cluster(old));
             }
-            guard.add("an L2 table", place.start);
+            overlap.add("an L2 table", place.start);
         }
         let waiting = tables.making.remove(&table.index).unwrap_or_default();
         drop(tables);

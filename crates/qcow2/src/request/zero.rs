@@ -1,7 +1,7 @@
 //! Discards, and what makes clusters read as zeroes: by the map where that can say so.
 
 use super::change::{HELD_MAX, is_zero};
-use super::{Context, Op, Pending, Request, Step, Turn};
+use super::{Context, Next, Op, Pending, Request, Step};
 use crate::entry::{COPIED, Entry, OFFSET, ZERO};
 use crate::journal::{Journal, Put};
 use crate::served::{Chain, What};
@@ -11,21 +11,21 @@ const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
 
 impl Request {
     /// Makes clusters read as zeroes, or forgets them.
-    pub(super) fn turn_zero(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_zero(&mut self, cx: &mut Context<'_>) -> Next {
         let chain = cx.chain;
         let (image, pos) = (chain.top(), self.pos);
         let (cluster, size) = (image.cluster(pos), image.cluster_size());
         let next = (cluster + 1) << image.cluster_bits;
         let discard = self.op == Op::Discard;
         if discard && image.raw_data {
-            return self.turn_discard_raw(cx);
+            return self.step_discard_raw(cx);
         }
         let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size());
         // Whether an entry can say so.
         let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
         if discard && !(whole && by_entry) {
             self.pos = next.min(self.end);
-            return Turn::Again;
+            return Next::Again;
         }
         if !(whole && by_entry) {
             let to = next.min(self.end);
@@ -33,19 +33,19 @@ impl Request {
                 // A raw data file is zeroes where its entries say so, whoever reads it.
                 Ok(true) if !image.raw_data => {
                     self.pos = to;
-                    Turn::Again
+                    Next::Again
                 }
-                Ok(_) => self.turn_write(to, cx),
+                Ok(_) => self.step_write(to, cx),
                 Err((layer, miss)) => self.load(layer, miss, cx),
             };
         }
         if image.table_of(cluster).is_none() && !chain.has_below() {
             self.pos = (((cluster / image.table_entries + 1) * image.table_entries) << image.cluster_bits)
                 .min(self.end);
-            return Turn::Again;
+            return Next::Again;
         }
-        if let Err(turn) = self.writable(cluster, cx) {
-            return turn;
+        if let Err(next) = self.writable(cluster, cx) {
+            return next;
         }
         // A last cluster that the disk does not fill counts as whole.
         let last =
@@ -53,7 +53,7 @@ impl Request {
         let count = (last - cluster).min(image.map.slice_end(cluster) - cluster).min(HELD_MAX);
         let count = count.min(image.journal.as_ref().map_or(HELD_MAX, Journal::change_max));
         let held = match image.map.hold(cluster, count, cx.waker) {
-            None => return Turn::Again,
+            None => return Next::Again,
             Some(0) => return self.park(),
             Some(held) => held,
         };
@@ -70,18 +70,18 @@ impl Request {
         image.map.release(cluster, held, None, None, cx.wake);
         if changed {
             if !self.entered(put, image) {
-                return Turn::Again;
+                return Next::Again;
             }
             let gone: Vec<Entry> = (0..olds.len()).filter(|i| goes(*i)).map(|i| olds[i]).collect();
             image.let_go(&gone);
         }
         self.pos = ((cluster + held) << image.cluster_bits).min(self.end);
-        Turn::Again
+        Next::Again
     }
 
     /// A raw data file is the disk, whoever reads it: so its clusters stay where they are, and what is discarded is given
     /// back in place, as a write of that range would go there.
-    fn turn_discard_raw(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn step_discard_raw(&mut self, cx: &mut Context<'_>) -> Next {
         let (image, pos, end) = (cx.chain.top(), self.pos, self.end);
         let (what, n) = match image.run(pos, end - pos) {
             Ok(run) => run,
@@ -94,7 +94,7 @@ impl Request {
             // Zeroes already.
             _ => {
                 self.pos += n;
-                Turn::Again
+                Next::Again
             }
         }
     }

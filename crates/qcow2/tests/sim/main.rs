@@ -17,7 +17,9 @@ use file::{File, SECTOR};
 use kill::Shared;
 use model::{Model, Time};
 use qcow2::header::{Compression, Header, autoclear, incompatible};
-use qcow2::{Chain, Context, Hit, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker, journal};
+use qcow2::{
+    Chain, Context, FastPath, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker, journal,
+};
 use random::Rng;
 
 /// What is simulated.
@@ -176,8 +178,8 @@ struct Slot {
     first: usize,
     guest: Vec<u8>,
     step: Option<Step>,
-    /// It went the short way: the step is its only one.
-    hit: Option<Hit>,
+    /// It went the fast path: the step is its only one.
+    hit: Option<FastPath>,
     /// Woken while it waits.
     woken: bool,
 }
@@ -354,7 +356,7 @@ impl Sim {
         }
         let bytes = (first * SECTOR as u64, len * SECTOR as u64);
         let user = &mut self.users[i / self.shape.slots];
-        let hit = if stable { None } else { Hit::find(&self.chain, user, op, bytes.0, bytes.1) };
+        let hit = if stable { None } else { FastPath::find(&self.chain, user, op, bytes.0, bytes.1) };
         if let Some(hit) = hit {
             self.hits += 1;
             let slot = &mut self.slots[i];
@@ -566,7 +568,7 @@ impl Sim {
         assert!(!Header::parse(&bytes).unwrap().is_open(), "it is not marked as closed");
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
         assert!(self.shape.faults == 0 || self.faults > 0, "nothing failed");
-        assert!(self.hits > 0, "no request went the short way");
+        assert!(self.hits > 0, "no request went the fast path");
         let holes = self.shape.holes > 0;
         assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
         sample(&bytes, "at the end", true);

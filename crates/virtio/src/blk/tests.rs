@@ -20,7 +20,7 @@ fn addrs(segs: &[Seg]) -> Vec<usize> {
 #[test]
 fn requests_split_at_will_come_out_whole() {
     for seed in 0..iterations(4000) {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let kinds = [0, 1, 4, 8, 10, 11, 13, 14, 99];
         let kind = kinds[rng.below(9) as usize];
         let (readable_len, writable_len) = (rng.below(90) as usize, rng.below(60) as usize);

@@ -166,8 +166,8 @@ impl PackedDriver {
             let desc = self.addrs.desc.add(self.used.slot as usize * DESC_LEN);
             raw::load_u64(desc.add(WORD), Ordering::Acquire)
         };
-        let turn = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
-        (self.free < self.size && turn == self.used.used_flags()).then_some(word)
+        let owner = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
+        (self.free < self.size && owner == self.used.used_flags()).then_some(word)
     }
 
     #[inline]

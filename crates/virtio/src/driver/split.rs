@@ -86,7 +86,7 @@ impl SplitDriver {
                 let mut index = head;
                 for (i, seg) in segs.iter().enumerate() {
                     let next = self.next.get(index);
-                    // SAFETY: as above.
+                    // SAFETY: the free list holds indices below the size; the table is mapped (`DriverRing::new`).
                     unsafe { write_desc(self.addrs.desc, index, seg, next, i + 1 < segs.len()) };
                     index = next;
                 }
@@ -206,7 +206,7 @@ impl SplitDriver {
 unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, more: bool) {
     let write = if seg.writable { DESC_F_WRITE } else { 0 };
     let (flags, next) = if more { (write | DESC_F_NEXT, next) } else { (write, 0) };
-    // SAFETY: the caller's.
+    // SAFETY: the caller answers for the range, as this function's contract says.
     unsafe { put_desc(table, index, seg.addr, seg.len, flags, next) };
 }
 
@@ -217,7 +217,7 @@ unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, mor
 #[inline(always)]
 unsafe fn put_desc(table: *mut u8, index: u16, addr: u64, len: u32, flags: u16, next: u16) {
     let word = u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48;
-    // SAFETY: the caller's.
+    // SAFETY: the caller answers for the range, as this function's contract says.
     unsafe {
         let desc = table.add(index as usize * DESC_LEN);
         raw::put_u64(desc, addr);

@@ -115,11 +115,11 @@ impl PackedTrack {
             track.format();
             return Ok(Recovered { track, replays: Vec::new(), used, taken: 0 });
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract, which is the same.
         let used = unsafe { track.reserve(size, desc)? };
         let replays = track.list(size)?;
         let taken = replays.iter().map(|r| r.head.descs).sum();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract, which is the same.
         unsafe { unuse(desc, size, used, taken) };
         Ok(Recovered { track, replays, used, taken })
     }
@@ -149,7 +149,7 @@ impl PackedTrack {
             | u64::from(old.slot) << 16
             | u64::from(used.wrap) << 32
             | u64::from(old.wrap) << 40;
-        // SAFETY: as in `store_lists`.
+        // SAFETY: inside of the region and aligned to 8, as `Inflight::new` checked.
         unsafe { raw::store_u64(self.base.add(POSITIONS_AT), word, Ordering::Release) };
     }
 
@@ -157,7 +157,7 @@ impl PackedTrack {
     fn format(&mut self) {
         for index in 0..self.queue_size {
             let entry = self.entry(index);
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             unsafe {
                 for word in (0..ENTRY_LEN).step_by(8) {
                     raw::put_u64(entry.add(word), 0);
@@ -165,7 +165,7 @@ impl PackedTrack {
                 raw::put_u16(entry.add(NEXT_AT), index + 1);
             }
         }
-        // SAFETY: inside of the region.
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe {
             raw::put_u64(self.base, 0);
             raw::put_u64(self.base.add(24), 0);
@@ -179,7 +179,7 @@ impl PackedTrack {
     /// # Safety
     /// As [`recover`](Self::recover).
     unsafe fn reserve(&mut self, size: u16, desc: *mut u8) -> Result<Pos, InflightError> {
-        // SAFETY: inside of the region.
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         let (lists, positions) =
             unsafe { (raw::get_u64(self.base.add(LISTS_AT)), raw::get_u64(self.base.add(POSITIONS_AT))) };
         let (free_head, old_free_head) = (low_u16(lists >> 32), low_u16(lists >> 48));
@@ -208,7 +208,7 @@ impl PackedTrack {
         let n = self.queue_size;
         let mut seen = vec![false; n as usize];
         for index in 0..n {
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             let next = unsafe { raw::get_u16(self.entry(index).add(NEXT_AT)) };
             self.next.set(index, next);
         }
@@ -218,7 +218,7 @@ impl PackedTrack {
             if core::mem::replace(seen, true) {
                 return Err(InflightError::Damaged("the free list loops"));
             }
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             unsafe { raw::put_u8(self.entry(index).add(INFLIGHT_AT), 0) };
             self.free_count += 1;
             index = self.next.get(index);
@@ -226,7 +226,7 @@ impl PackedTrack {
         let (mut found, mut taken) = (Vec::new(), 0u16);
         for entry in 0..n {
             let at = self.entry(entry);
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             let (inflight, counter, num) = unsafe {
                 let inflight = at.add(INFLIGHT_AT).read_volatile();
                 (inflight, raw::get_u64(at.add(COUNTER_AT)), raw::get_u16(at.add(NUM_AT)))
@@ -293,7 +293,7 @@ impl PackedTrack {
             (last, free) = (free, next);
         }
         let at = self.entry(entry);
-        // SAFETY: inside of the region.
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe {
             raw::put_u16(at.add(LAST_AT), last);
             raw::put_u16(at.add(NUM_AT), num);
@@ -322,7 +322,7 @@ impl PackedTrack {
         self.free_count += self.num.get(entry);
         // From here it is free, and recovery would clear its mark.
         self.store_lists(entry);
-        // SAFETY: inside of the region.
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
     }
 
@@ -351,7 +351,7 @@ impl PackedTrack {
     /// The batch is through.
     pub(crate) fn after_publish(&mut self, used: Pos) {
         for &entry in &self.staged {
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
         }
         self.staged.clear();
@@ -369,7 +369,7 @@ impl PackedTrack {
                 return Err(broken);
             }
             let at = self.entry(index);
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             f(unsafe {
                 let id_flags = u64::from(raw::get_u32(at.add(ID_AT)));
                 RawDesc {
@@ -388,7 +388,7 @@ impl PackedTrack {
 /// # Safety
 /// As [`PackedTrack::recover`]; the slot is below the ring's size.
 unsafe fn slot_flags(desc: *mut u8, at: Pos) -> u16 {
-    // SAFETY: the caller's.
+    // SAFETY: the caller answers for the range, as this function's contract says.
     unsafe { raw::load_u16(desc.add(at.slot as usize * DESC_LEN + 14), Ordering::Acquire) }
 }
 
@@ -398,14 +398,14 @@ unsafe fn slot_flags(desc: *mut u8, at: Pos) -> u16 {
 /// # Safety
 /// As [`PackedTrack::recover`]; `from` lies in the ring.
 unsafe fn unuse(desc: *mut u8, size: u16, from: Pos, count: u16) {
-    const TURN: u16 = DESC_F_AVAIL | DESC_F_USED;
+    const OWNER: u16 = DESC_F_AVAIL | DESC_F_USED;
     let mut at = from;
     for _ in 0..count {
         // SAFETY: `advance` keeps the slot below the size; the rest is the caller's promise.
         unsafe {
             let flags = slot_flags(desc, at);
-            if flags & TURN == at.used_flags() {
-                let flags = flags & !TURN | at.avail_flags();
+            if flags & OWNER == at.used_flags() {
+                let flags = flags & !OWNER | at.avail_flags();
                 raw::put_u16(desc.add(at.slot as usize * DESC_LEN + 14), flags);
             }
         }

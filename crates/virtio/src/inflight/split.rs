@@ -114,7 +114,7 @@ impl SplitTrack {
         let mut found: Vec<(u64, Replay)> = (0..size)
             .filter_map(|index| {
                 let entry = self.entry(index);
-                // SAFETY: inside of the region.
+                // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
                 let (inflight, counter) =
                     unsafe { (entry.add(INFLIGHT_AT).read_volatile(), raw::get_u64(entry.add(COUNTER_AT))) };
                 let head = Head { id: index, descs: 0 };
@@ -130,7 +130,7 @@ impl SplitTrack {
     #[inline]
     pub(crate) fn take(&mut self, head: u16) {
         let entry = self.entry(head);
-        // SAFETY: inside of the region.
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe {
             raw::put_u64(entry.add(COUNTER_AT), self.counter);
             raw::put_u8(entry.add(INFLIGHT_AT), 1);
@@ -141,7 +141,7 @@ impl SplitTrack {
     /// A request goes back to where it was taken from. `head` is below the ring's size.
     pub(crate) fn untake(&mut self, head: u16) {
         if head < self.queue_size {
-            // SAFETY: inside of the region.
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
             unsafe { raw::put_u8(self.entry(head).add(INFLIGHT_AT), 0) };
         }
     }
@@ -173,7 +173,7 @@ impl SplitTrack {
             unsafe { raw::put_u8(self.entry(head).add(INFLIGHT_AT), 0) };
         }
         self.staged.clear();
-        // SAFETY: inside of the region.
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe { raw::put_u16(self.base.add(USED_IDX_AT), used) };
     }
 }

@@ -155,7 +155,7 @@ impl World {
 
 /// One life, killed after `kill` stores, and the recovery killed after `again`. False if the life ended first.
 fn killed(features: RingFeatures, size: u16, seed: u64, kill: u64, again: Option<u64>) -> bool {
-    let mut rng = Rng(seed);
+    let mut rng = Rng::new(seed);
     let mut world = World::new(size, features);
     let fresh = if features.packed { 0x8000_8000 } else { 0 };
     let (mut ring, replays) = world.device(fresh);
@@ -231,7 +231,7 @@ fn the_layouts_are_the_specifications() {
     // Split: two requests taken, the second published.
     let mut world = World::new(4, RingFeatures::default());
     let (mut ring, _) = world.device(0);
-    let mut rng = Rng(0);
+    let mut rng = Rng::new(0);
     let mut chain = Chain::new();
     let seg = DriverSeg { addr: BUFFERS, len: 8, writable: true };
     for cookie in 0..2 {
@@ -320,7 +320,7 @@ fn regions_that_do_not_fit_are_refused() {
     let small =
         unsafe { Inflight::new(world.region.as_mut_ptr().cast(), 128, 2, true, Arc::new(())) }.unwrap();
     assert_eq!(ring.set_inflight(small), Err(InflightError::QueueSize { found: 2, expected: 4 }));
-    // SAFETY: as above.
+    // SAFETY: the test's arena or region outlives the use.
     let split =
         unsafe { Inflight::new(world.region.as_mut_ptr().cast(), 128, 4, false, Arc::new(())) }.unwrap();
     assert_eq!(ring.set_inflight(split), Err(InflightError::Layout));

@@ -4,7 +4,7 @@ use crate::testing::{Rng, iterations};
 #[test]
 fn marks_agree_with_a_bit_at_a_time() {
     for seed in 0..iterations(2000) {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let size = 1 + rng.below(9) as usize;
         let mut bits = vec![0u8; size + 2];
         // SAFETY: the vector outlives the log; the byte after the log is a guard.

@@ -45,8 +45,8 @@ fn bad_tables_are_refused() {
 #[test]
 fn an_empty_guest_has_nothing() {
     let mem = GuestMemory::empty();
-    assert_eq!(mem.translate(&mut Hit::default(), 0, 0), None);
-    assert!(mem.translate_each(&mut Hit(7), 0, 1, |_, _| {}).is_err());
+    assert_eq!(mem.translate(&mut RegionHint::default(), 0, 0), None);
+    assert!(mem.translate_each(&mut RegionHint(7), 0, 1, |_, _| {}).is_err());
     assert_eq!(mem.user_to_host(0, 1), None);
     assert_eq!(mem.host_to_guest(std::ptr::null()), None);
 }
@@ -54,7 +54,7 @@ fn an_empty_guest_has_nothing() {
 #[test]
 fn translations_agree_with_a_simple_search() {
     for seed in 0..iterations(200) {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let (mut at, mut host, mut regions) = (rng.below(3) * 16, 0x10_0000, Vec::new());
         for _ in 0..1 + rng.below(6) {
             let size = 1 + rng.below(64);
@@ -69,7 +69,7 @@ fn translations_agree_with_a_simple_search() {
         let byte = |guest: u64| {
             regions.iter().find(|r| guest >= r.0 && guest - r.0 < r.1).map(|r| r.2 + (guest - r.0) as usize)
         };
-        let mut hit = Hit(rng.below(9) as usize);
+        let mut hint = RegionHint(rng.below(9) as usize);
         for _ in 0..200 {
             let (addr, len) = if rng.one_in(10) {
                 (rng.next(), rng.next() >> rng.below(64))
@@ -78,10 +78,10 @@ fn translations_agree_with_a_simple_search() {
             };
             let small = len < 1000;
             let one = regions.iter().any(|r| addr >= r.0 && addr - r.0 < r.1 && len <= r.1 - (addr - r.0));
-            let found = mem.translate(&mut hit, addr, len).map(|p| p.addr());
+            let found = mem.translate(&mut hint, addr, len).map(|p| p.addr());
             assert_eq!(found, if one { byte(addr) } else { None }, "{addr:#x} {len}");
             let mut got = Vec::new();
-            let each = mem.translate_each(&mut hit, addr, len, |p, n| got.extend(p.addr()..p.addr() + n));
+            let each = mem.translate_each(&mut hint, addr, len, |p, n| got.extend(p.addr()..p.addr() + n));
             let wanted: Option<Vec<usize>> =
                 if small { (0..len).map(|i| byte(addr.checked_add(i)?)).collect() } else { None };
             assert_eq!(each.is_ok(), wanted.is_some());

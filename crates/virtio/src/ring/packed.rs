@@ -1,7 +1,7 @@
 //! Packed virtqueues, device side (Virtio 1.3, 2.8).
 //!
 //! Called by the queue's worker. Driver and device write the same descriptor ring; the flags `AVAIL` and `USED` against
-//! a wrap counter say whose turn a slot is. Used descriptors go where the next unused slot is, and skip as many slots as
+//! a wrap counter say which side owns a slot. Used descriptors go where the next unused slot is, and skip as many slots as
 //! their chain had.
 
 use alloc::boxed::Box;
@@ -125,13 +125,13 @@ impl PackedRing {
         // last, without the rest. Acquire: nor can later loads miss the address and the chain's other descriptors.
         // SAFETY: the descriptor ring stays mapped and is aligned to 16 (`DeviceRing::new`).
         let word = unsafe { raw::load_u64(self.slot(self.avail.slot).add(WORD), Ordering::Acquire) };
-        let turn = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
-        (turn == self.avail.avail_flags()).then_some(word)
+        let owner = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
+        (owner == self.avail.avail_flags()).then_some(word)
     }
 
     /// Whether the driver gave the slot at `pos` to us.
     fn is_avail(&self, pos: Pos) -> bool {
-        // SAFETY: as in `load_avail`; a position's slot lies inside of the ring.
+        // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and aligned (`DeviceRing::new`).
         let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
         low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
     }
@@ -176,8 +176,8 @@ impl PackedRing {
         let addr = unsafe { raw::get_u64(desc.add(slot * DESC_LEN)) };
         let first = RawDesc { addr, word };
         // The acquire in `load_avail` orders the loads of the chain's other descriptors: a driver gives a chain by its
-        // first descriptor's flags, so that the turn flags of the others need no look.
-        // SAFETY: as above.
+        // first descriptor's flags, so that the flags of the others need not be checked.
+        // SAFETY: `slot` is below `size`, and the descriptor ring stays mapped and aligned (`DeviceRing::new`).
         let walked = unsafe {
             fast.packed(desc, self.size.into(), slot, limit, first, |d| {
                 if TRACK && let Some(track) = &mut self.inflight {
@@ -203,7 +203,7 @@ impl PackedRing {
             track.begin();
         }
         let id = loop {
-            // SAFETY: as in `fast`; nothing that it read is used here.
+            // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and aligned (`DeviceRing::new`).
             let d = unsafe { RawDesc::read(self.addrs.desc.add(pos.slot as usize * DESC_LEN)) };
             left -= 1;
             pos = pos.advance(1, self.size);

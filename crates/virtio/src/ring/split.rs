@@ -145,7 +145,7 @@ impl SplitRing {
     #[inline(never)]
     fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain, head: u16) {
         let (desc, size) = (self.addrs.desc, self.size() as usize);
-        // SAFETY: as in `pop_head`.
+        // SAFETY: `pop_head` checked `head`; the table has `size` descriptors, is mapped and aligned (`DeviceRing::new`).
         let descs = unsafe { Careful::new(&mut self.walker, mem, chain).split(desc, size, head) };
         chain.head = Head::new(head, descs);
     }

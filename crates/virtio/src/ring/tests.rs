@@ -22,7 +22,7 @@ pub(super) fn arena() -> Arena {
 }
 
 /// A driver and a device on one ring, and what is known of both.
-struct Pair {
+struct Sides {
     arena: Arena,
     driver: DriverRing,
     device: DeviceRing,
@@ -42,7 +42,7 @@ struct Pair {
     completed: u64,
 }
 
-impl Pair {
+impl Sides {
     fn new(size: u16, features: RingFeatures) -> Self {
         let arena = arena();
         let (addrs, _) = arena.ring(RING, size, features);
@@ -240,14 +240,14 @@ fn random_programs_complete_each_request_once() {
         let sizes = if cfg!(miri) { &sizes[2..3] } else { sizes };
         for &size in sizes {
             for seed in 0..if cfg!(miri) { 1 } else { 4 } {
-                let mut rng = Rng(seed << 32 | (i as u64) << 16 | u64::from(size));
-                let mut pair = Pair::new(size, features);
+                let mut rng = Rng::new(seed << 32 | (i as u64) << 16 | u64::from(size));
+                let mut sides = Sides::new(size, features);
                 for _ in 0..if cfg!(miri) { 30 } else { 400 } {
                     // A sleeping side that is asked to do something has been woken by other means.
-                    pair.step(&mut rng);
+                    sides.step(&mut rng);
                 }
-                pair.drain(&mut rng);
-                pair.arena.check_guards();
+                sides.drain(&mut rng);
+                sides.arena.check_guards();
             }
         }
     }
@@ -259,33 +259,33 @@ fn indices_wrap_around_16_bits() {
         return;
     }
     for features in all_features() {
-        let mut rng = Rng(7);
-        let mut pair = Pair::new(4, features);
+        let mut rng = Rng::new(7);
+        let mut sides = Sides::new(4, features);
         let seg = DriverSeg { addr: BUFFERS, len: 16, writable: false };
         // Random sleeping through two laps of the indices, with one or two requests a round.
-        while pair.completed < 140_000 {
+        while sides.completed < 140_000 {
             for _ in 0..1 + rng.below(2) {
-                if pair.driver.add(&[seg], None, pair.cookie).is_ok() {
-                    pair.added.push((pair.cookie, vec![seg]));
-                    pair.cookie = pair.cookie.wrapping_add(1);
+                if sides.driver.add(&[seg], None, sides.cookie).is_ok() {
+                    sides.added.push((sides.cookie, vec![seg]));
+                    sides.cookie = sides.cookie.wrapping_add(1);
                 }
             }
             if rng.one_in(2) {
-                pair.device_sleeps = !pair.device.enable_kick();
+                sides.device_sleeps = !sides.device.enable_kick();
             }
-            pair.driver_publish();
-            pair.device_sleeps = false;
-            while !pair.visible.is_empty() {
-                pair.pop();
-                pair.push(&mut rng);
+            sides.driver_publish();
+            sides.device_sleeps = false;
+            while !sides.visible.is_empty() {
+                sides.pop();
+                sides.push(&mut rng);
             }
             if rng.one_in(2) {
-                pair.driver_sleeps = !pair.driver.enable_notify();
+                sides.driver_sleeps = !sides.driver.enable_notify();
             }
-            pair.device_publish();
-            pair.driver_sleeps = false;
-            while !pair.done.is_empty() {
-                pair.poll();
+            sides.device_publish();
+            sides.driver_sleeps = false;
+            while !sides.done.is_empty() {
+                sides.poll();
             }
         }
     }
@@ -294,18 +294,18 @@ fn indices_wrap_around_16_bits() {
 #[test]
 fn suppressed_notifications_are_not_sent() {
     for features in all_features() {
-        let mut pair = Pair::new(8, features);
+        let mut sides = Sides::new(8, features);
         let seg = DriverSeg { addr: BUFFERS, len: 16, writable: true };
-        pair.device.disable_kick();
-        pair.driver.disable_notify();
+        sides.device.disable_kick();
+        sides.driver.disable_notify();
         let mut sent = 0;
         for round in 0..20 {
-            pair.driver.add(&[seg], None, round).unwrap();
-            sent += u32::from(pair.driver.publish());
-            assert!(pair.device.pop(&pair.arena.mem, &mut pair.chain).unwrap());
-            pair.device.push(pair.chain.head, 16);
-            sent += u32::from(pair.device.publish());
-            assert_eq!(pair.driver.poll().unwrap().cookie, round);
+            sides.driver.add(&[seg], None, round).unwrap();
+            sent += u32::from(sides.driver.publish());
+            assert!(sides.device.pop(&sides.arena.mem, &mut sides.chain).unwrap());
+            sides.device.push(sides.chain.head, 16);
+            sent += u32::from(sides.device.publish());
+            assert_eq!(sides.driver.poll().unwrap().cookie, round);
         }
         // Split with event indices says "not now" by not moving them: the first of each still goes out.
         let allowed = if features.event_idx && !features.packed { 2 } else { 0 };
@@ -316,23 +316,23 @@ fn suppressed_notifications_are_not_sent() {
 #[test]
 fn a_ring_goes_on_from_its_base() {
     for features in all_features() {
-        let mut rng = Rng(3);
-        let mut pair = Pair::new(8, features);
+        let mut rng = Rng::new(3);
+        let mut sides = Sides::new(8, features);
         for _ in 0..iterations(50) {
             for _ in 0..1 + rng.below(3) {
-                pair.add(&mut rng);
+                sides.add(&mut rng);
             }
-            pair.drain(&mut rng);
-            let (addrs, _) = pair.arena.ring(RING, 8, features);
-            let base = pair.device.base();
+            sides.drain(&mut rng);
+            let (addrs, _) = sides.arena.ring(RING, 8, features);
+            let base = sides.device.base();
             // SAFETY: the old ring is gone with the assignment.
-            pair.device = unsafe { DeviceRing::new(8, features, addrs, base) }.unwrap();
+            sides.device = unsafe { DeviceRing::new(8, features, addrs, base) }.unwrap();
             if features.packed && base & 0xffff != 0 {
                 // A front-end that knows only the lower half.
-                // SAFETY: as above.
-                pair.device = unsafe { DeviceRing::new(8, features, addrs, base & 0xffff) }.unwrap();
+                // SAFETY: the test's arena or region outlives the use.
+                sides.device = unsafe { DeviceRing::new(8, features, addrs, base & 0xffff) }.unwrap();
             }
-            assert_eq!(pair.device.base(), base);
+            assert_eq!(sides.device.base(), base);
         }
     }
 }
@@ -340,32 +340,32 @@ fn a_ring_goes_on_from_its_base() {
 #[test]
 fn base_zero_of_a_packed_ring_is_fresh_unless_a_lap_was_made() {
     let features = RingFeatures { packed: true, ..Default::default() };
-    let mut pair = Pair::new(4, features);
-    let (addrs, _) = pair.arena.ring(RING, 4, features);
+    let mut sides = Sides::new(4, features);
+    let (addrs, _) = sides.arena.ring(RING, 4, features);
     let seg = DriverSeg { addr: BUFFERS, len: 16, writable: true };
     // Requests that wait on a fresh ring do not count as a lap.
-    pair.driver.add(&[seg], None, 0).unwrap();
-    let _ = pair.driver.publish();
+    sides.driver.add(&[seg], None, 0).unwrap();
+    let _ = sides.driver.publish();
     // SAFETY: the old ring is gone with the assignment.
-    pair.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
-    assert_eq!(pair.device.base(), 0x8000_8000);
+    sides.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
+    assert_eq!(sides.device.base(), 0x8000_8000);
     for round in 0..4 {
-        assert!(pair.device.pop(&pair.arena.mem, &mut pair.chain).unwrap());
-        pair.device.push(pair.chain.head, 16);
-        let _ = pair.device.publish();
-        assert_eq!(pair.driver.poll().unwrap().cookie, round);
+        assert!(sides.device.pop(&sides.arena.mem, &mut sides.chain).unwrap());
+        sides.device.push(sides.chain.head, 16);
+        let _ = sides.device.publish();
+        assert_eq!(sides.driver.poll().unwrap().cookie, round);
         if round < 3 {
-            pair.driver.add(&[seg], None, round + 1).unwrap();
-            let _ = pair.driver.publish();
+            sides.driver.add(&[seg], None, round + 1).unwrap();
+            let _ = sides.driver.publish();
         }
     }
-    assert_eq!(pair.device.base(), 0);
-    // SAFETY: as above.
-    pair.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
-    assert_eq!(pair.device.base(), 0);
-    pair.driver.add(&[seg], None, 9).unwrap();
-    let _ = pair.driver.publish();
-    assert!(pair.device.pop(&pair.arena.mem, &mut pair.chain).unwrap());
+    assert_eq!(sides.device.base(), 0);
+    // SAFETY: the test's arena or region outlives the use.
+    sides.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
+    assert_eq!(sides.device.base(), 0);
+    sides.driver.add(&[seg], None, 9).unwrap();
+    let _ = sides.driver.publish();
+    assert!(sides.device.pop(&sides.arena.mem, &mut sides.chain).unwrap());
 }
 
 #[test]
@@ -396,36 +396,36 @@ fn bad_sizes_bases_and_alignments_are_refused() {
 fn the_log_has_what_the_ring_wrote() {
     for features in all_features() {
         let size = if features.packed { 700 } else { 1024 };
-        let mut pair = Pair::new(size, features);
-        let (_, guest) = pair.arena.ring(RING, size, features);
+        let mut sides = Sides::new(size, features);
+        let (_, guest) = sides.arena.ring(RING, size, features);
         let pages = (0x4_0000 / LOG_PAGE_SIZE) as usize;
         let first = (RING / LOG_PAGE_SIZE) as usize;
         let mut bits = vec![0u64; (first + pages).div_ceil(64)];
         // SAFETY: the vector outlives the ring's use of the log.
         let log = Arc::new(unsafe { DirtyLog::new(bits.as_mut_ptr().cast(), bits.len() * 8, Arc::new(())) });
-        pair.device.set_used_log(Some(UsedLog { log, device_addr: guest[2], desc_addr: guest[0] }));
+        sides.device.set_used_log(Some(UsedLog { log, device_addr: guest[2], desc_addr: guest[0] }));
         let bits = bits.as_mut_ptr();
-        let mut rng = Rng(11);
+        let mut rng = Rng::new(11);
         let mut marked_any = false;
         for _ in 0..iterations(300) {
             for _ in 0..rng.below(40) {
-                pair.add(&mut rng);
+                sides.add(&mut rng);
             }
-            pair.driver_publish();
-            let before = pair.arena.bytes(RING, 0x4_0000);
+            sides.driver_publish();
+            let before = sides.arena.bytes(RING, 0x4_0000);
             for _ in 0..rng.below(40) {
-                pair.pop();
-                pair.push(&mut rng);
+                sides.pop();
+                sides.push(&mut rng);
             }
             // Written and not published is not marked; count from here only what publish adds.
-            pair.device_publish();
+            sides.device_publish();
             if rng.one_in(3) {
-                pair.device.disable_kick();
+                sides.device.disable_kick();
             }
             if rng.one_in(3) {
-                let _ = pair.device.enable_kick();
+                let _ = sides.device.enable_kick();
             }
-            let after = pair.arena.bytes(RING, 0x4_0000);
+            let after = sides.arena.bytes(RING, 0x4_0000);
             for page in 0..pages {
                 let range = page * 4096..page * 4096 + 4096;
                 let bit = first + page;
@@ -439,12 +439,12 @@ fn the_log_has_what_the_ring_wrote() {
                 marked_any |= marked;
                 *word &= !(1 << (bit % 64));
             }
-            while !pair.done.is_empty() {
-                pair.poll();
+            while !sides.done.is_empty() {
+                sides.poll();
             }
-            pair.device_sleeps = false;
+            sides.device_sleeps = false;
         }
         assert!(marked_any);
-        pair.device.set_used_log(None);
+        sides.device.set_used_log(None);
     }
 }

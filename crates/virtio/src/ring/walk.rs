@@ -12,7 +12,7 @@ use alloc::vec::Vec;
 
 use crate::bits::{low_u16, low_u32};
 use crate::desc::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Head, MAX_QUEUE_SIZE, RawDesc};
-use crate::mem::{self, Flat, GuestMemory, Hit};
+use crate::mem::{self, Flat, GuestMemory, RegionHint};
 
 use super::chain::{Chain, ChainFault, Seg};
 
@@ -31,7 +31,7 @@ const MAX_SEGS: usize = 2 * MAX_DESCS;
 pub(super) struct Walker {
     /// The memory table that `window` is of.
     mem_id: u64,
-    /// The region of the last hit.
+    /// The region of the last hint.
     window: Flat,
     indirect: bool,
     /// Whether every buffer counts as device-readable, whatever its write flag says.
@@ -143,10 +143,10 @@ impl<'a> Fast<'a> {
     /// `desc` is readable for `size` descriptors and aligned to 8; `head` is below `size`.
     #[inline(always)]
     pub(super) unsafe fn split(&mut self, desc: *const u8, size: usize, head: u16) -> Option<u16> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract, which is the same.
         let d = unsafe { RawDesc::read(desc.add(head as usize * DESC_LEN)) };
         if d.mid() & DESC_F_INDIRECT == 0 {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds this function's contract, which is the same.
             unsafe { self.split_list(desc, size, d)? };
             // At most `MAX_DESCS` segments.
             return Some(low_u16(self.count(self.next) as u64));
@@ -313,7 +313,7 @@ pub(super) struct Careful<'a> {
     chain: &'a mut Chain,
     mem: &'a GuestMemory,
     walker: &'a mut Walker,
-    hit: Hit,
+    hint: RegionHint,
 }
 
 impl<'a> Careful<'a> {
@@ -322,7 +322,7 @@ impl<'a> Careful<'a> {
         chain.segs.clear();
         chain.readable = 0;
         chain.fault = None;
-        Self { chain, mem, walker, hit: Hit::default() }
+        Self { chain, mem, walker, hint: RegionHint::default() }
     }
 
     /// Notes what is wrong; the first fault stays.
@@ -332,7 +332,7 @@ impl<'a> Careful<'a> {
 
     /// Adds one buffer.
     fn buffer(&mut self, addr: u64, len: u32, write: bool) {
-        let Self { chain, mem, hit, .. } = self;
+        let Self { chain, mem, hint, .. } = self;
         let before = chain.segs.len();
         if len == 0 {
             // Nothing to read or write, so the address does not matter either.
@@ -343,7 +343,7 @@ impl<'a> Careful<'a> {
             return self.fault(ChainFault::Order);
         }
         let mut fits = true;
-        let walked = mem.translate_each(hit, addr, u64::from(len), |ptr, piece| {
+        let walked = mem.translate_each(hint, addr, u64::from(len), |ptr, piece| {
             // A piece is no longer than `len`, which is 32 bits wide.
             match chain.segs.len() < MAX_SEGS {
                 true => chain.segs.push(Seg { ptr, len: low_u32(piece as u64) }),
@@ -375,7 +375,7 @@ impl<'a> Careful<'a> {
         // SAFETY: the vector owns `count` times 16 bytes, which is `len`, and any bytes make its elements.
         let bytes = unsafe { core::slice::from_raw_parts_mut(table.as_mut_ptr().cast::<u8>(), len as usize) };
         let mut done = 0;
-        let walked = self.mem.translate_each(&mut self.hit, addr, u64::from(len), |ptr, piece| {
+        let walked = self.mem.translate_each(&mut self.hint, addr, u64::from(len), |ptr, piece| {
             // The pieces add up to `len`.
             let Some(to) = bytes.get_mut(done..done + piece) else { return };
             // SAFETY: `translate_each` gave `piece` bytes of guest memory, mapped as `GuestMemory::new` demands.

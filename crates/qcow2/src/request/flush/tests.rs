@@ -90,7 +90,7 @@ fn a_flush_under_way_does_not_take_the_mark_of_a_corrupt_image_back() {
     let mut disk = disk();
     let mut flush = flush_to_header(&mut disk);
     let image = disk.chain.top().clone();
-    let first = image.first.as_ref().unwrap();
+    let first = image.header_copy.as_ref().unwrap();
     let (bytes, mark) = first.set_corrupt();
     disk.files[0].write_at(0, &bytes).unwrap();
     disk.step_without_result(&mut flush);

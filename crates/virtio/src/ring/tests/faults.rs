@@ -131,7 +131,7 @@ fn broken_rings_say_so() {
         arena.put_u64(RING + 16 * slot, BUFFERS);
         arena.put_u64(RING + 16 * slot + 8, 16 | u64::from(flags) << 48);
     }
-    // SAFETY: as above.
+    // SAFETY: the test's arena or region outlives the use.
     let mut ring = unsafe { DeviceRing::new(8, features, addrs, 0x8000_8000) }.unwrap();
     assert_eq!(ring.pop(&arena.mem, &mut chain), Err(Broken::Endless { slot: 0 }));
     // Packed: everything available, and again in the next lap: a ring full is all that is taken.

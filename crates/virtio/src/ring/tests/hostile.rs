@@ -28,7 +28,7 @@ fn addr(rng: &mut Rng) -> u64 {
 #[test]
 fn random_bytes_do_no_harm() {
     for seed in 0..iterations(1500) {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let arena = arena();
         let features =
             RingFeatures { indirect: !rng.one_in(4), event_idx: rng.one_in(2), packed: rng.one_in(2) };
@@ -110,7 +110,7 @@ fn random_bytes_do_no_harm() {
 #[test]
 fn random_inflight_regions_do_no_harm() {
     for seed in 0..iterations(3000) {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let arena = arena();
         let features = RingFeatures { packed: rng.one_in(2), ..Default::default() };
         let size = 8u16;
@@ -129,7 +129,7 @@ fn random_inflight_regions_do_no_harm() {
         let (ptr, len) = (region.as_mut_ptr().cast(), words * 8);
         // SAFETY: the vector and the arena outlive the ring.
         let mut ring = unsafe { DeviceRing::new(size, features, addrs, 0) }.unwrap();
-        // SAFETY: as above.
+        // SAFETY: the test's arena or region outlives the use.
         let inflight = unsafe { Inflight::new(ptr, len, size, features.packed, Arc::new(())) }.unwrap();
         let Ok(replays) = ring.set_inflight(inflight) else { continue };
         let mut chain = Chain::new();

@@ -36,7 +36,7 @@ fn virtio_queue_agrees() {
     let features = RingFeatures { indirect: true, event_idx: true, packed: false };
     let (mut compared, mut faulty) = (0, 0);
     for seed in 0..iterations(600) {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let arena = arena();
         let ranges = [(RING, 0x2_0000), (BUFFERS, 0x1_0000), (BUFFERS + 0x1_0000, 0x1_0000)];
         let vm = GuestMemoryMmap::from_ranges(&ranges.map(|(a, l)| (GuestAddress(a), l))).unwrap();

@@ -20,7 +20,7 @@ fn no_wake_up_is_lost_between_threads() {
     // Miri takes issue with atomic accesses of different sizes to one place, which is what packed rings are made of.
     for features in all_features().filter(|f| !cfg!(miri) || !f.packed) {
         let total = iterations(2000) as u16;
-        let Pair { arena, mut driver, mut device, .. } = Pair::new(4, features);
+        let Sides { arena, mut driver, mut device, .. } = Sides::new(4, features);
         let (kicked, notified) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let driver_thread = thread::current();
         let mem = arena.mem.clone();
@@ -92,7 +92,7 @@ fn descriptors_that_change_under_the_walk_do_no_harm() {
         let scribbler = {
             let stop = stop.clone();
             thread::spawn(move || {
-                let mut rng = Rng(5);
+                let mut rng = Rng::new(5);
                 while !stop.load(Ordering::Relaxed) {
                     let at = targets[rng.below(targets.len() as u64) as usize];
                     let value = match rng.below(3) {

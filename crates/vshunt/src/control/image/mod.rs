@@ -91,7 +91,7 @@ fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(I
 /// Shows how far the check is, and not what it finds.
 struct Silent<'b>(&'b mut Bar);
 
-impl qcow2::check::Watch for Silent<'_> {
+impl qcow2::check::Findings for Silent<'_> {
     fn found(&mut self, _: &str) {}
 
     fn progress(&mut self, done: u64, total: u64) {

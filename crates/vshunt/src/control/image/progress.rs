@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use qcow2::check::Watch;
+use qcow2::check::Findings;
 
 pub(crate) struct Bar(Option<ProgressBar>);
 
@@ -35,7 +35,7 @@ impl Drop for Bar {
     }
 }
 
-impl Watch for Bar {
+impl Findings for Bar {
     fn found(&mut self, text: &str) {
         match &self.0 {
             Some(bar) => bar.println(text),

@@ -1,10 +1,12 @@
-//! Metadata that would have us write over other metadata, found as it is read in: the request fails, and the image is marked
-//! as corrupt, so that nobody opens it for writing before it is repaired.
+//! Marks an image as corrupt when metadata refers to clusters of other metadata.
+//!
+//! Such metadata is found when it is read, before it is used. The request fails. The mark in the header keeps all programs
+//! from opening the image for writing before it is repaired.
 
-use super::{Buf, Context, EIO, Pending, Request, Step, Turn};
+use super::{Buf, Context, EIO, Next, Pending, Request, Step};
 use crate::bytes::{be64, to_usize};
 use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
-use crate::first::Copied;
+use crate::header_copy::Copied;
 use crate::lock::Locked;
 use crate::refcount;
 use crate::served::Served;
@@ -21,7 +23,7 @@ pub(super) enum Mark {
 impl Served {
     /// What is wrong with a slice of the map that was read.
     pub(super) fn wrong_slice(&self, slice: u64, bytes: &[u8]) -> Option<String> {
-        let guard = self.guard.as_ref()?;
+        let overlap = self.overlap.as_ref()?;
         let step = if self.extended { 16 } else { 8 };
         // What was ever taken lies below; and nothing that is named later than it was read.
         let end = self.alloc.locked().end();
@@ -37,7 +39,7 @@ impl Served {
             let why = if word & COMPRESSED != 0 {
                 let c = Compressed::of(word, self.cluster_bits);
                 let (first, last) = (self.cluster(c.offset), self.cluster(c.offset + c.bytes - 1));
-                match (first..=last).find_map(|cluster| guard.holds(cluster)) {
+                match (first..=last).find_map(|cluster| overlap.holds(cluster)) {
                     _ if self.external => "which a data file has no room for".to_owned(),
                     Some(what) => format!("where {what} is"),
                     None if first >= end => "beyond the end of the file".to_owned(),
@@ -50,7 +52,7 @@ impl Served {
                 "which is not its place in the data file".to_owned()
             } else if at & (self.cluster_size() - 1) != 0 {
                 "where no cluster begins".to_owned()
-            } else if let Some(what) = guard.holds(self.cluster(at)) {
+            } else if let Some(what) = overlap.holds(self.cluster(at)) {
                 format!("where {what} is")
             } else if self.cluster(at) >= end {
                 "beyond the end of the file".to_owned()
@@ -65,7 +67,7 @@ impl Served {
 
     /// What is wrong with clusters that nobody names any more.
     pub(super) fn wrong_gone(&self, start: u64, count: u64) -> Option<String> {
-        let (cluster, what) = self.guard.as_ref()?.find(start, start + count, |_| true)?;
+        let (cluster, what) = self.overlap.as_ref()?.find(start, start + count, |_| true)?;
         Some(format!(
             "the last entry of the map that named {:#x} went, where {what} is",
             cluster << self.cluster_bits
@@ -77,7 +79,7 @@ impl Served {
         let (entries, order) = (self.header.refblock_entries(), self.header.refcount_order);
         let (start, end) = (index * entries, (index + 1) * entries);
         let free = |cluster: u64| refcount::get(bytes, to_usize(cluster - start), order) == 0;
-        let (cluster, what) = self.guard.as_ref()?.find(start, end, free)?;
+        let (cluster, what) = self.overlap.as_ref()?.find(start, end, free)?;
         let at = cluster << self.cluster_bits;
         Some(format!(
             "the refcount block for clusters from {start:#x} on calls {at:#x} free, where {what} is"
@@ -87,17 +89,17 @@ impl Served {
 
 impl Request {
     /// It cannot be done, for this reason; who finds the first one marks the image.
-    pub(super) fn condemn(&mut self, why: String, cx: &mut Context<'_>) -> Step {
-        match self.turn_condemn(why, cx) {
-            Turn::Fail(e) => self.fail(e, cx),
+    pub(super) fn mark_corrupt(&mut self, why: String, cx: &mut Context<'_>) -> Step {
+        match self.step_mark_corrupt(why, cx) {
+            Next::Fail(e) => self.fail(e, cx),
             _ => self.go(cx),
         }
     }
 
-    /// Likewise, in a turn.
-    pub(super) fn turn_condemn(&mut self, why: String, cx: &mut Context<'_>) -> Turn {
+    /// As above, within a step.
+    pub(super) fn step_mark_corrupt(&mut self, why: String, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
-        let first = image.guard.as_ref().is_some_and(|guard| guard.condemn(why));
+        let first = image.overlap.as_ref().is_some_and(|overlap| overlap.mark_corrupt(why));
         if let Some(flush) = &mut self.flush {
             // What was to be given back is not: the next flush would stop there, too.
             flush.forget_back();
@@ -107,24 +109,24 @@ impl Request {
             self.marked(false, cx);
         }
         if !first || image.version < 3 {
-            return Turn::Fail(EIO);
+            return Next::Fail(EIO);
         }
         self.mark = Some(Mark::Begin);
-        Turn::Again
+        Next::Again
     }
 
     /// The mark is made, or cannot be.
     pub(super) fn marked(&self, yes: bool, cx: &Context<'_>) {
-        if let Some(guard) = &cx.chain.top().guard {
-            guard.reserve(yes);
+        if let Some(overlap) = &cx.chain.top().overlap {
+            overlap.reserve(yes);
         }
     }
 
-    pub(super) fn turn_mark(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step_mark(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
-        let Some(first) = &image.first else {
+        let Some(first) = &image.header_copy else {
             self.marked(false, cx);
-            return Turn::Fail(EIO);
+            return Next::Fail(EIO);
         };
         let mark = self.mark.expect("the image is being marked");
         let (next, step) = match mark {
@@ -135,7 +137,7 @@ impl Request {
             },
             Mark::Stable => {
                 self.marked(true, cx);
-                return Turn::Fail(EIO);
+                return Next::Fail(EIO);
             }
         };
         self.mark = Some(next);
@@ -144,7 +146,7 @@ impl Request {
 
     /// A step of marking it has failed.
     pub(super) fn mark_failed(&mut self, cx: &Context<'_>) {
-        if let (Some(Mark::Written(number)), Some(first)) = (self.mark, &cx.chain.top().first) {
+        if let (Some(Mark::Written(number)), Some(first)) = (self.mark, &cx.chain.top().header_copy) {
             first.failed(number);
         }
         self.marked(false, cx);

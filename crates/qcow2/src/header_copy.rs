@@ -1,10 +1,10 @@
-//! The first bytes of an image that is served: the only piece of metadata that two requests may change at the same time.
+//! A copy of the first bytes of a served image. They are the only metadata that two requests may change at the same time.
 //!
-//! A flush writes the journal's generation there, if there is a journal; a request that finds the image corrupt sets the mark for that, and a disk
-//! that grows or shrinks gets its size. Each changes a copy in memory and writes all of it.
+//! A flush writes the journal's generation there. A request that finds the image corrupt sets the corrupt bit. Growing or
+//! shrinking the disk sets its size. Each of them changes the copy in memory and writes all of it.
 //!
-//! Two such writes may be under way at the same time, and may reach the image in either order. So each is noted here from its
-//! begin to its end ([`First::ended`], [`First::failed`], [`First::settle`]). A write that ends is done again if the copy was
+//! Two such writes may be under way at the same time, and may reach the image in either order. Therefore each is noted here
+//! from its begin to its end ([`HeaderCopy::ended`], [`HeaderCopy::failed`], [`HeaderCopy::settle`]). A write that ends is done again if the copy was
 //! changed since, or if a write of an older copy was under way when it began: that one may have come later. A change is in the
 //! image for good once its write has ended and need not be done again.
 
@@ -18,7 +18,7 @@ use crate::header::{INCOMPATIBLE_AT, SIZE_AT, incompatible};
 use crate::journal::Begun;
 
 /// The first bytes as they are to be in the image, a [unit](crate::served::Served::unit) of them.
-pub(crate) struct First {
+pub(crate) struct HeaderCopy {
     state: Mutex<State>,
     /// A write has ended. Control alone waits for that.
     over: Condvar,
@@ -65,7 +65,7 @@ impl State {
     }
 }
 
-impl First {
+impl HeaderCopy {
     pub(crate) fn new(first: Begun) -> Self {
         Self {
             state: Mutex::new(State { first, version: 0, begun: 0, writing: Vec::new() }),
@@ -149,10 +149,10 @@ mod tests {
     use crate::journal::begin;
     use crate::memory::Memory;
 
-    fn first() -> First {
+    fn first() -> HeaderCopy {
         let file = Memory::new(Vec::new(), 64 << 20);
         create(&file, None, &Options::new(1 << 20), &mut |_, _| {}).unwrap();
-        First::new(begin(&file, [1; 16]).unwrap())
+        HeaderCopy::new(begin(&file, [1; 16]).unwrap())
     }
 
     const NO_TIME: Duration = Duration::ZERO;

@@ -12,9 +12,9 @@ fn disk() -> Disk {
     Disk::open(testing::new(&Options::new(SIZE)), None)
 }
 
-/// The place of the range, by the short way.
+/// The place of the range, by the fast path.
 fn short(disk: &mut Disk, op: Op, pos: u64, len: u64) -> Option<(FileId, u64)> {
-    let hit = Hit::find(&disk.chain, &mut disk.user, op, pos, len)?;
+    let hit = FastPath::find(&disk.chain, &mut disk.user, op, pos, len)?;
     let place = (hit.file, hit.offset);
     hit.end(&disk.chain, &mut disk.user);
     Some(place)
@@ -130,7 +130,7 @@ fn a_cluster_that_goes_stays_until_the_transfer_ends() {
     disk.other(Op::Flush, 0, 0);
     let other = disk.chain.top().join();
     let mut reader = std::mem::replace(&mut disk.user, other);
-    let hit = Hit::find(&disk.chain, &mut reader, Op::Read, CLUSTER, 4096).unwrap();
+    let hit = FastPath::find(&disk.chain, &mut reader, Op::Read, CLUSTER, 4096).unwrap();
     disk.other(Op::Discard, CLUSTER, CLUSTER);
     let there = |disk: &Disk| {
         let mut bytes = [0; 4096];

@@ -6,7 +6,7 @@ use crate::header::{Header, incompatible};
 use crate::memory::Memory;
 use crate::request::{EIO, Op, Step};
 use crate::testing::{self, drive::Disk};
-use crate::{Error, FileId, Hit, Image, Served, Settings, Storage, snapshot};
+use crate::{Error, FastPath, FileId, Image, Served, Settings, Storage, snapshot};
 
 const CLUSTER: u64 = 1 << 16;
 
@@ -63,7 +63,7 @@ fn assert_refused(file: Memory, what: &str) {
     for op in [Op::Write, Op::Discard, Op::Zero { unmap: false }, Op::Zero { unmap: true }, Op::Read] {
         let mut disk = Disk::open(Memory::new(before.clone(), 64 << 20), None);
         for pos in [CLUSTER, 0, CLUSTER] {
-            let hit = Hit::find(&disk.chain, &mut disk.user, op, pos, 512);
+            let hit = FastPath::find(&disk.chain, &mut disk.user, op, pos, 512);
             assert!(hit.is_none(), "{what}");
             assert_eq!(disk.run(op, pos, vec![9; 1 << 16], 1 << 16).0, EIO, "{what}, {op:?}");
         }

@@ -1,14 +1,14 @@
-//! Where a served image's metadata lies, so that no guest's data is written over it, whatever the map says.
+//! Where the metadata of a served image is, so that guest data never overwrites it, even if the map is wrong.
 //!
-//! Made when an image is opened for writing, from the tables that are in memory anyway; two that lie over each other are
-//! refused there. What is read later is checked once, when it comes into memory: a slice of the map for entries that name
-//! a cluster of metadata, a refcount block for clusters of metadata that it calls free. So a request that finds its entry in
-//! the map asks nothing here.
+//! [`OverlapCheck`] is made when an image is opened for writing, from the tables that are in memory. An image whose tables
+//! overlap is refused. Metadata that is read later is checked once, when it is read: a slice of the map must not name a
+//! cluster of metadata, and a refcount block must not call a cluster of metadata free. A request that finds its entry in
+//! the map therefore needs no check.
 //!
-//! Not seen: a cluster of data that the counts call free, and that becomes metadata while an entry in memory names it. Nor
-//! what is allocated before an image is served and after (bitmaps): that trusts the counts.
+//! Two cases are not detected. A cluster of data that the counts call free may become metadata while an entry in memory names
+//! it. What is allocated before an image is served, or afterwards for bitmaps, relies on the counts.
 //!
-//! What is wrong is said once ([`Guard::condemn`]); what it was found in does not come into memory.
+//! An error is reported once ([`OverlapCheck::mark_corrupt`]). Metadata that is wrong is not kept in memory.
 //!
 //! Lock order: last.
 
@@ -27,7 +27,7 @@ use crate::{Error, Image, Result, Storage, bitmap, snapshot};
 const FILTER_BITS_MAX: u64 = 1 << 19;
 
 /// See above. Shared by all workers.
-pub(crate) struct Guard {
+pub(crate) struct OverlapCheck {
     /// A bit for some neighbouring clusters each: 0 if none of them is metadata.
     filter: Box<[AtomicU64]>,
     filter_shift: u32,
@@ -40,7 +40,7 @@ pub(crate) struct Guard {
     told: AtomicBool,
 }
 
-impl Guard {
+impl OverlapCheck {
     /// Of an image with these tables. `l2` and `blocks`: offsets of L2 tables and refcount blocks.
     ///
     /// # Errors
@@ -127,7 +127,7 @@ impl Guard {
     /// A cluster becomes metadata: one that was free, or was called so.
     pub(crate) fn add(&self, what: &'static str, cluster: u64) {
         if let Err(e) = self.add_range(what, cluster, cluster + 1)
-            && self.condemn(e.to_string())
+            && self.mark_corrupt(e.to_string())
         {
             self.reserve(false);
         }
@@ -172,7 +172,7 @@ impl Guard {
     }
 
     /// Something is wrong. Whether nothing was before.
-    pub(crate) fn condemn(&self, why: String) -> bool {
+    pub(crate) fn mark_corrupt(&self, why: String) -> bool {
         self.wrong.set(why).is_ok()
     }
 

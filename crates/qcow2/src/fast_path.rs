@@ -1,19 +1,19 @@
-//! The short way: a read or write of clusters that are where they are, which needs one look at the map and one transfer.
+//! The fast path: a read or write of allocated clusters. It needs one lookup in the map and one transfer.
 //!
-//! Called first for each read and write, on its worker; takes no lock and allocates nothing. What it does not answer goes
-//! the long way, by a [`Request`](crate::Request): whatever waits for metadata or space, or changes an entry.
+//! Called first for each read and write, on its worker. It takes no lock and allocates nothing. A [`Request`](crate::Request)
+//! does all other work: everything that waits for metadata or space, or changes an entry.
 //!
-//! What must never happen: a cluster that is another's by the time the transfer ends. So who takes this way is in an epoch
-//! meanwhile, as a request is (see [`crate::epoch`]).
+//! What must never happen: a cluster is given to another use before the transfer has ended. Therefore a transfer is in an
+//! epoch, as a request is (see [`crate::epoch`]).
 
 use crate::epoch::Epoch;
 use crate::served::{Chain, User, What};
 use crate::{FileId, Op};
 
-/// A transfer that may be done, straight between a file and the guest's bytes. It is under way until [`Hit::end`].
+/// A transfer that may be done, straight between a file and the guest's bytes. It is under way until [`FastPath::end`].
 #[derive(Debug)]
 #[must_use = "it is under way until it ends"]
-pub struct Hit {
+pub struct FastPath {
     /// Which file.
     pub file: FileId,
     /// Where in it the first byte lies; the others follow.
@@ -21,7 +21,7 @@ pub struct Hit {
     epoch: Epoch,
 }
 
-impl Hit {
+impl FastPath {
     /// Looks whether `len` bytes at `pos`, which lie within the disk, can be read or written (as `op` says) by one transfer.
     /// None: they have to be asked for by a request, for anything else too. The caller may write if `op` does.
     #[inline]
@@ -65,7 +65,7 @@ impl Chain {
             return None;
         }
         let (offset, n) = image.in_place_run(image.map.get(cluster)?, pos, end)?;
-        // Else the entry is wrong, which the long way says.
+        // Otherwise the entry is wrong, and the request reports it.
         let within = image.cluster_size() - 1;
         (n == len && offset & within == pos & within).then_some((image.data, offset))
     }

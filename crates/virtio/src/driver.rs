@@ -79,7 +79,7 @@ impl DriverRing {
     pub unsafe fn new(size: u16, features: RingFeatures, addrs: RingAddrs) -> Self {
         assert!(size > 0 && (features.packed || size.is_power_of_two()), "queue size {size}");
         let sizes = ring_sizes(size, features);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract, which is the same.
         unsafe {
             addrs.desc.write_bytes(0, sizes.desc);
             addrs.driver.write_bytes(0, sizes.driver);
