@@ -160,7 +160,7 @@ impl RxBuffers {
             let n = (seg.len as usize - to.at).min(len - done);
             // SAFETY: `to.at + n` is at most the segment's length. The ring translated the segment as device-writable, and the
             // virtqueue's memory table has it mapped. The caller promises that `from` is readable.
-            unsafe { mem::copy(from.add(done), seg.ptr.add(to.at), n) };
+            unsafe { mem::copy(from.wrapping_add(done), seg.ptr.wrapping_add(to.at), n) };
             done += n;
             to.at += n;
             if to.at == seg.len as usize {

@@ -83,14 +83,15 @@ impl Op<'_> {
     /// The iovecs and the memory are valid during the call.
     #[cold]
     unsafe fn call(self, fd: RawFd) -> i32 {
-        // SAFETY: the caller promises that iovecs and memory are valid; the kernel checks the descriptor.
-        let done = unsafe {
-            match self {
-                Self::Read(to, len) => libc::read(fd, to.cast(), len as usize),
-                Self::Readv(to) => libc::readv(fd, to.as_ptr(), count(to).cast_signed()),
-                Self::Write(from, len) => libc::write(fd, from.cast(), len as usize),
-                Self::Writev(from) => libc::writev(fd, from.as_ptr(), count(from).cast_signed()),
-            }
+        let done = match self {
+            // SAFETY: the caller promises `len` bytes of writable memory.
+            Self::Read(to, len) => unsafe { libc::read(fd, to.cast(), len as usize) },
+            // SAFETY: the caller promises valid iovecs of writable memory.
+            Self::Readv(to) => unsafe { libc::readv(fd, to.as_ptr(), count(to).cast_signed()) },
+            // SAFETY: the caller promises `len` bytes of readable memory.
+            Self::Write(from, len) => unsafe { libc::write(fd, from.cast(), len as usize) },
+            // SAFETY: the caller promises valid iovecs of readable memory.
+            Self::Writev(from) => unsafe { libc::writev(fd, from.as_ptr(), count(from).cast_signed()) },
         };
         match i32::try_from(done) {
             Ok(n @ 0..) => n,

@@ -290,7 +290,7 @@ impl Rx {
                 let n = (seg.len as usize).min(head - done);
                 // SAFETY: the virtqueue's memory table has the segment mapped. `head` is below `spill_bytes`, so `done + n` is
                 // within this read's part of the spill.
-                unsafe { mem::copy(seg.ptr, to.add(done), n) };
+                unsafe { mem::copy(seg.ptr, to.wrapping_add(done), n) };
                 done += n;
             }
             slot_mut(&mut self.reads, i).staged = true;
