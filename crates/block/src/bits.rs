@@ -1,22 +1,23 @@
-//! A bit for each block of a disk; any thread sets and clears.
+//! A bitmap with one bit for each block of a disk. Any thread may set and clear bits.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
-/// Bits of a word.
+/// Number of bits in a word.
 const WORD: u64 = u64::BITS as u64;
 
-/// A bit for each block of a disk, the last block being shorter where the disk ends.
+/// One bit for each block of a disk. The last block may be shorter.
 pub struct Bits {
     words: Box<[AtomicU64]>,
-    /// log2 of a block's bytes.
+    /// log2 of the block size in bytes.
     shift: u32,
-    /// The disk's bytes.
+    /// Size of the disk, bytes.
     size: u64,
 }
 
 impl Bits {
-    /// All of them 0, for a disk of `size` bytes, in blocks of `1 << shift`. `None` without memory.
+    /// Creates a bitmap of zeroes for a disk of `size` bytes, in blocks of `1 << shift` bytes.
+    /// `None` if there is no memory.
     pub fn new(size: u64, shift: u32) -> Option<Self> {
         let count = usize::try_from(size.div_ceil(1 << shift).div_ceil(WORD)).ok()?;
         let mut words = Vec::new();
@@ -25,7 +26,8 @@ impl Bits {
         Some(Self { words: words.into(), shift, size })
     }
 
-    /// Those of an image's bitmap: bit 0 of byte 0 is the first. `None` without memory.
+    /// Creates a bitmap from the bytes of an image's bitmap: bit 0 of byte 0 is the first block.
+    /// `None` if there is no memory.
     pub fn from_bytes(size: u64, shift: u32, bytes: &[u8]) -> Option<Self> {
         let bits = Self::new(size, shift)?;
         for (word, bytes) in bits.words.iter().zip(bytes.chunks(8)) {
@@ -36,36 +38,36 @@ impl Bits {
         Some(bits)
     }
 
-    /// The reverse of [`from_bytes`](Self::from_bytes).
+    /// Returns the bytes for an image's bitmap; see [`from_bytes`](Self::from_bytes).
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> = self.words.iter().flat_map(|w| w.load(Relaxed).to_le_bytes()).collect();
         bytes.truncate(self.all().end.div_ceil(8) as usize);
         bytes
     }
 
-    /// Bytes of a block, a power of two.
+    /// Returns the block size, bytes; a power of two.
     pub fn granularity(&self) -> u64 {
         1 << self.shift
     }
 
-    /// The disk's bytes.
+    /// Returns the size of the disk, bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// The blocks that a range of bytes touches, as far as they are the disk's.
+    /// Returns the blocks of the disk that a range of bytes touches.
     pub fn blocks(&self, bytes: Range<u64>) -> Range<u64> {
         let end = bytes.end.min(self.size);
         let last = end.div_ceil(1 << self.shift);
         if bytes.start < end { (bytes.start >> self.shift)..last } else { last..last }
     }
 
-    /// The bytes that blocks are.
+    /// Returns the range of bytes of a range of blocks.
     pub fn bytes(&self, blocks: Range<u64>) -> Range<u64> {
         (blocks.start << self.shift)..(blocks.end << self.shift).min(self.size)
     }
 
-    /// The words of a range of blocks, each with its bits of the range.
+    /// Returns the words of a range of blocks, each with a mask of the bits in the range.
     fn masks(&self, blocks: Range<u64>) -> impl Iterator<Item = (&AtomicU64, u64)> {
         let (mut at, end) = (blocks.start, blocks.end);
         std::iter::from_fn(move || {
@@ -78,7 +80,7 @@ impl Bits {
         })
     }
 
-    /// Sets those of a range of blocks. What is set before is not written to.
+    /// Sets the bits of a range of blocks. A word whose bits are set already is not written.
     #[inline]
     pub fn set(&self, blocks: Range<u64>) {
         for (word, mask) in self.masks(blocks) {
@@ -88,20 +90,20 @@ impl Bits {
         }
     }
 
-    /// Clears them.
+    /// Clears the bits of a range of blocks.
     pub fn clear(&self, blocks: Range<u64>) {
         for (word, mask) in self.masks(blocks) {
             word.fetch_and(!mask, AcqRel);
         }
     }
 
-    /// Whether one of them is set.
+    /// Returns whether a bit of a range of blocks is set.
     #[inline]
     pub fn any(&self, blocks: Range<u64>) -> bool {
         self.masks(blocks).any(|(word, mask)| word.load(Acquire) & mask != 0)
     }
 
-    /// The first set one of a range of blocks.
+    /// Returns the first block of a range whose bit is set.
     pub fn first(&self, blocks: Range<u64>) -> Option<u64> {
         let begin = blocks.start;
         let mut base = begin / WORD * WORD;
@@ -115,7 +117,7 @@ impl Bits {
         None
     }
 
-    /// The first run of set ones in a range of blocks, of `most` at most.
+    /// Returns the first run of set bits in a range of blocks, at most `most` blocks long.
     pub fn run(&self, blocks: Range<u64>, most: u64) -> Option<Range<u64>> {
         let first = self.first(blocks.clone())?;
         let limit = blocks.end.min(first + most);
@@ -123,17 +125,18 @@ impl Bits {
         Some(first..(first + 1..limit).find(|b| !is_set(b)).unwrap_or(limit))
     }
 
-    /// How many are set.
+    /// Returns the number of bits that are set.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|w| u64::from(w.load(Relaxed).count_ones())).sum()
     }
 
-    /// All blocks.
+    /// Returns the range of all blocks.
     pub fn all(&self) -> Range<u64> {
         self.blocks(0..self.size)
     }
 
-    /// Sets each block that a set one of `other`, of any granularity, touches.
+    /// Sets the bit of each block that overlaps a block set in `other`, whatever its granularity
+    /// is.
     pub fn add(&self, other: &Self) {
         let mut at = 0;
         while let Some(run) = other.run(at..other.all().end, WORD * WORD) {

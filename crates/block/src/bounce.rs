@@ -1,26 +1,28 @@
-//! Aligned buffers for guests whose own are not aligned as O_DIRECT demands.
+//! Aligned buffers for guests whose own buffers O_DIRECT refuses.
 //!
-//! Rare: guest kernels align. A buffer is taken for one request and given back to its handle's small pool; all on the
-//! worker's thread.
+//! They are rarely used, since guest kernels align their buffers. A request takes a buffer and
+//! returns it to the small pool of its handle, on the worker's thread.
 //!
-//! What must never happen: guests deciding how much memory we use, or a request failing because others have it. So
-//! the more a handle holds, the shorter are the pieces that a request goes in, down to a block at a time.
+//! What must never happen: a guest decides how much memory the daemon uses, or a request fails
+//! because other requests hold the memory. So the more a handle holds, the shorter are its new
+//! buffers, down to one block.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
 
-/// Longest piece bounced at once; a longer request goes in several.
+/// Longest buffer, bytes. A longer request takes several operations.
 const BOUNCE_BYTES_MAX: u64 = 1 << 20;
-/// Shortest buffer made where there is room, so that the next request can use it too; and the longest piece when half
-/// of the room is taken.
+/// Shortest buffer while there is room, so that later requests can use it too; and the longest one
+/// when half of the room is taken.
 const BOUNCE_BYTES_MIN: u64 = 64 << 10;
-/// What a handle may hold in buffers of more than a block: several requests of the longest pieces, and 64 short ones.
+/// Most bytes that a handle holds in buffers of more than one block: several of the longest ones,
+/// and 64 short ones.
 const HELD_BYTES_MAX: u64 = 8 << 20;
-/// Buffers kept for the next requests, a handle: as many as keep a device busy, at most 4 MiB.
+/// Buffers that a handle keeps for later requests: enough to keep a device busy, at most 4 MiB.
 const KEPT_BUFFERS: usize = 4;
 const _: () = assert!(KEPT_BUFFERS as u64 * BOUNCE_BYTES_MAX <= HELD_BYTES_MAX / 2);
-/// Enough for every device's memory alignment (dma_alignment is at most a page).
+/// Alignment of the buffers. It is enough for every device, since dma_alignment is at most a page.
 pub(super) const BOUNCE_ALIGN: usize = 4096;
 
 /// Memory that the kernel may transfer to and from directly.
@@ -29,41 +31,42 @@ pub struct AlignedBuf {
     layout: Layout,
 }
 
-// SAFETY: it owns its memory, as a Vec does.
+// SAFETY: it owns its memory and has no reference to other data.
 unsafe impl Send for AlignedBuf {}
 
 impl AlignedBuf {
-    /// `None` without memory.
+    /// Allocates `len` bytes of zeroes; `None` if there is no memory or `len` is 0.
     pub fn new(len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len, BOUNCE_ALIGN).ok().filter(|l| l.size() > 0)?;
-        // SAFETY: the layout's size is not 0.
+        // SAFETY: the size of the layout is not 0 (filtered above).
         let ptr = unsafe { alloc_zeroed(layout) };
         Some(Self { ptr: NonNull::new(ptr)?, layout })
     }
 
-    /// Where it begins.
+    /// Returns the start of the buffer.
     #[inline]
     pub fn ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
 
-    /// Bytes; never 0.
+    /// Returns the length, bytes; never 0.
     #[inline]
     #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
     pub fn len(&self) -> usize {
         self.layout.size()
     }
 
-    /// Its bytes, while no operation of the kernel's uses them.
+    /// Returns the bytes. No operation of the kernel uses them at that time.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: ours alone by `&mut self`, and initialised when it was made.
+        // SAFETY: `new` allocated and initialised `len` bytes, and `&mut self` excludes other
+        // references to them.
         unsafe { std::slice::from_raw_parts_mut(self.ptr(), self.len()) }
     }
 }
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout, and dropped once.
+        // SAFETY: `new` allocated the memory with this layout, and only `drop` frees it.
         unsafe { dealloc(self.ptr.as_ptr(), self.layout) }
     }
 }
@@ -71,15 +74,15 @@ impl Drop for AlignedBuf {
 /// A handle's buffers.
 #[derive(Default)]
 pub(super) struct Pool {
-    /// Those that are not in use; each of at least `BOUNCE_BYTES_MIN`.
+    /// Buffers that are not in use, each of at least `BOUNCE_BYTES_MIN`.
     kept: RefCell<Vec<AlignedBuf>>,
-    /// Bytes of all, in use and kept.
+    /// Bytes of all buffers, in use and kept.
     held_bytes: Cell<u64>,
 }
 
 impl Pool {
-    /// A buffer for `len` bytes or for as many of them as go at once: a multiple of `block`, a power of two. `None`:
-    /// the system has no memory, not even for a block.
+    /// Returns a buffer for `len` bytes, or a shorter one if there is less room: a multiple of
+    /// `block`, which is a power of two. `None` if there is no memory even for a block.
     pub(super) fn take(&self, len: u64, block: u64) -> Option<AlignedBuf> {
         let len = len.clamp(BOUNCE_BYTES_MIN, BOUNCE_BYTES_MAX).next_power_of_two();
         self.take_kept(len)
@@ -89,7 +92,7 @@ impl Pool {
             .or_else(|| self.make(BOUNCE_ALIGN as u64, block, u64::MAX))
     }
 
-    /// The shortest of those kept that has `len` bytes.
+    /// Returns the shortest kept buffer of at least `len` bytes.
     fn take_kept(&self, len: u64) -> Option<AlignedBuf> {
         let mut kept = self.kept.borrow_mut();
         let fits = kept.iter().enumerate().filter(|(_, b)| b.len() as u64 >= len);
@@ -97,7 +100,7 @@ impl Pool {
         Some(kept.swap_remove(i))
     }
 
-    /// A new one, unless more than `most` bytes would be held then.
+    /// Allocates a buffer, unless the handle would hold more than `most` bytes then.
     fn make(&self, len: u64, block: u64, most: u64) -> Option<AlignedBuf> {
         let len = len.max(block);
         let held = self.held_bytes.get() + len;

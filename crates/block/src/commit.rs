@@ -1,11 +1,14 @@
-//! What an overlay has is brought into the image below it, and the disk goes on there.
+//! Commit: the contents of an overlay are copied to its backing image, and the disk continues in
+//! that image.
 //!
-//! While it is copied the image below is open twice: to be read, through the overlay, and to be written. What is written
-//! there is what the overlay has, so nobody reads it through the overlay; and nothing that is read there may move: clusters
-//! are written in place, or come to be, and none is freed. So compressed clusters and internal snapshots are refused.
+//! During the copy the backing image is open twice: the overlay reads it, and the copy writes it.
+//! The copy writes only blocks that the overlay has, and these are not read through the overlay.
+//! Blocks that are read must not move: the copy writes clusters in place or allocates them, and
+//! frees none. So a backing image with compressed clusters or internal snapshots is refused.
 //!
-//! The marks (see [`mark`]) are changed when all is copied and stable: first the overlay's, which nobody may use
-//! any more, then that of the image below, which may be written from then on.
+//! The marks (see [`overlay_xattr`]) change when all is copied and on stable storage: first the
+//! mark of the overlay, which may not be used from then on, then that of the backing image, which
+//! may be written from then on.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,28 +17,27 @@ use std::sync::Arc;
 use qcow2::Image;
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::incompatible;
-use vshunt_engine::Uring;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format};
 
-use super::bits::Bits;
-use super::io::Io;
-use super::qcow2::{Plain, beside};
+use super::disk::Disk;
+use super::file_storage::{FileStorage, in_folder_of};
+use super::path_fd::open_image;
 use super::replace::shown;
-use super::{Disk, Extent, Op, lock, mark, open_image};
+use super::{lock, overlay_xattr};
 
-/// An image below another, open for writing.
-pub struct Below {
-    /// As a disk by itself.
+/// A backing image that is open for writing.
+pub struct CommitTarget {
+    /// The image as a disk of its own.
     pub disk: Arc<Disk>,
-    /// As which it is opened when the disk goes on there.
+    /// The description of the disk when it continues in this image.
     pub next: DiskSpec,
-    /// What holds its locks, if they are taken.
+    /// The file that holds the writer's locks, if locking is on.
     lock: Option<File>,
 }
 
-impl Below {
-    /// Closes it, and lets go of its locks. Nobody else has the disk any more, but for a moment.
+impl CommitTarget {
+    /// Closes the image and releases its locks.
     pub fn close(self) -> DiskSpec {
         let Self { disk, next, lock } = self;
         if let Err(e) = disk.close() {
@@ -47,12 +49,13 @@ impl Below {
 }
 
 impl Disk {
-    /// Opens the image below that of `now`, to be written by a commit, and says how it is opened as a disk by itself. It
-    /// is locked for that; [`unlock_below`](Self::unlock_below) is for when it is closed and the disk did not go on there.
+    /// Opens the backing image of `now` for a commit, and locks it for writing. If the commit
+    /// fails, the caller closes it and calls [`relock_backing`](Self::relock_backing).
     ///
     /// # Errors
-    /// There is none; it is one that cannot be committed to: each says what to do instead.
-    pub fn open_below(&self, now: &DiskSpec) -> Result<Below> {
+    /// `Invalid` or `Unsupported`, with the remedy, if there is no backing image or a
+    /// commit to it is impossible; those of opening it.
+    pub fn open_commit_target(&self, now: &DiskSpec) -> Result<CommitTarget> {
         let shown = shown(now);
         let Some(path) = now.file.as_ref().filter(|_| self.is_qcow2()) else {
             return Err(Error::invalid(format!(
@@ -62,7 +65,7 @@ impl Disk {
         };
         let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
         let file = open_image(path, false).map_err(cannot)?;
-        let plain = Plain::new(file);
+        let plain = FileStorage::new(file);
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
         let Some(name) = &image.header().backing else {
             return Err(Error::invalid(format!(
@@ -73,24 +76,29 @@ impl Disk {
             Some("qcow2") => Format::Qcow2,
             _ => Format::Raw,
         };
-        let next =
-            DiskSpec { file: Some(beside(path, name)), format: Some(format), size: None, ..now.clone() };
-        let lock = self.lock_below(&next)?;
-        let below = self.open_locked(now, &next).map(|disk| Below { disk, next: next.clone(), lock });
-        if below.is_err() {
-            self.unlock_below(&next);
+        let next = DiskSpec {
+            file: Some(in_folder_of(path, name)),
+            format: Some(format),
+            size: None,
+            ..now.clone()
+        };
+        let lock = self.lock_backing(&next)?;
+        let target = self.open_locked(now, &next).map(|disk| CommitTarget { disk, next: next.clone(), lock });
+        if target.is_err() {
+            self.relock_backing(&next);
         }
-        below
+        target
     }
 
+    /// Opens and checks the backing image. Its locks are held.
     fn open_locked(&self, now: &DiskSpec, next: &DiskSpec) -> Result<Arc<Self>> {
         let (shown, cannot) =
             (shown(now), |e| Error::io(format_args!("cannot mark the image below {}", shown(now)), e));
-        // The lock is there; and the mark says that this overlay is.
-        let disk = Self::open_unmarked(&DiskSpec { locking: false, ..next.clone() })?;
+        // The caller holds the locks, and the mark of the image names this overlay.
+        let disk = Self::open_unchecked(&DiskSpec { locking: false, ..next.clone() })?;
         if next.format() == Format::Qcow2 {
-            // After it was put right, should a daemon have been killed while it wrote there.
-            check_below(next)?;
+            // After the open, which repairs the image if a daemon was killed during a commit.
+            check_target(next)?;
         }
         if disk.size_bytes() != self.size_bytes() {
             return Err(Error::invalid(format!(
@@ -112,70 +120,47 @@ impl Disk {
             )));
         }
         if let (Some(below), Some(overlay)) = (&next.file, &now.file) {
-            mark::put_committing(below, overlay).map_err(cannot)?;
+            overlay_xattr::set_committing(below, overlay).map_err(cannot)?;
         }
         Ok(disk)
     }
 
-    /// Takes the writer's locks of the image below, for a descriptor of their own, in place of this disk's reader's ones: others
-    /// who read it stand in the way.
-    fn lock_below(&self, next: &DiskSpec) -> Result<Option<File>> {
+    /// Replaces this disk's reader locks on the backing image by writer locks on a file of their
+    /// own. Fails if another process reads the image.
+    fn lock_backing(&self, next: &DiskSpec) -> Result<Option<File>> {
         let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return Ok(None) };
         let file = open_image(path, true);
         let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
-        let kind = self.kind();
-        kind.files().iter().filter(|raw| raw.is_of(path)).for_each(|raw| lock::release(raw.image()));
-        lock::lock(&file, path, false).inspect_err(|_| self.unlock_below(next))?;
+        let backend = self.backend();
+        backend.files().iter().filter(|raw| raw.is_of(path)).for_each(|raw| lock::release(raw.image()));
+        lock::lock(&file, path, false).inspect_err(|_| self.relock_backing(next))?;
         Ok(Some(file))
     }
 
-    /// Takes the reader's locks of the image below again, which nobody has open for writing any more.
-    pub fn unlock_below(&self, next: &DiskSpec) {
+    /// Takes the reader locks on the backing image again, after it was closed.
+    pub fn relock_backing(&self, next: &DiskSpec) {
         let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return };
-        for raw in self.kind().files().iter().filter(|raw| raw.is_of(path)) {
+        for raw in self.backend().files().iter().filter(|raw| raw.is_of(path)) {
             if let Err(e) = lock::take_over(raw.image(), path, true) {
                 tracing::warn!("{e}");
             }
         }
     }
 
-    /// Sets the bits of what its image has of its own, data or zeroes. Blocks.
+    /// Makes the disk continue in the backing image, `next`, after all was copied and the image was
+    /// closed. The queues are drained, as [`replace`](Self::replace) requires.
     ///
     /// # Errors
-    /// The system's.
-    pub fn own_blocks(self: &Arc<Self>, bits: &Bits) -> std::io::Result<()> {
-        let (mut ring, mut io) = (Uring::new()?, Io::default());
-        let handle = self.attach(&mut ring);
-        let (mut at, size) = (0, bits.size());
-        let mut result = Ok(());
-        while at < size && result.is_ok() {
-            io.reset(Op::Seek { own: true }, at, false);
-            io.len = (size - at).min(1 << 30);
-            result = handle.run(&mut ring, &mut io);
-            // Without an answer it is taken for data.
-            let (extent, len) = io.found.map_or((Extent::Data, io.len), |f| (f.extent, f.len.max(512)));
-            if extent != Extent::Absent {
-                bits.set(bits.blocks(at..at + len));
-            }
-            at += len;
-        }
-        handle.detach(&mut ring);
-        result
-    }
-
-    /// The disk goes on in the image below, `next`, to which all was copied, and which nobody else has open for writing.
-    /// Queues drained as [`replace`](Self::replace) has it.
-    ///
-    /// # Errors
-    /// It goes on in the overlay.
-    pub fn put_below(&self, now: &DiskSpec, next: &DiskSpec) -> Result<()> {
+    /// Those of [`replace`](Self::replace), and those of the marks. The disk continues in
+    /// the overlay then.
+    pub fn switch_to_backing(&self, now: &DiskSpec, next: &DiskSpec) -> Result<()> {
         let (Some(overlay), Some(below)) = (now.file.clone(), next.file.clone()) else {
             return Err(Error::invalid(format!("disk {} has no image", now.name)));
         };
         let result = self.replace(now, next, &[], |_| {
-            mark::put_committed(&overlay, &below)
+            overlay_xattr::set_committed(&overlay, &below)
                 .map_err(|e| Error::io(format_args!("cannot mark {} as committed", overlay.display()), e))?;
-            let unmarked = open_image(&below, false).and_then(|file| mark::take_overlay(&file));
+            let unmarked = open_image(&below, false).and_then(|file| overlay_xattr::clear_overlay(&file));
             unmarked.map_err(|e| {
                 Error::io(format_args!("cannot unmark {}, which is below an overlay", below.display()), e)
             })
@@ -185,33 +170,30 @@ impl Disk {
         }
         result
     }
-
-    fn open_unmarked(spec: &DiskSpec) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self::of(spec, super::open_kind(spec, false)?)))
-    }
 }
 
+/// Restores the marks after a failed switch.
 fn undo_marks(overlay: &Path, below: &Path) {
-    // First what would keep the disk from being opened again.
-    if let Err(e) = mark::take_committed(overlay) {
+    // First the mark that would keep the disk from being opened again.
+    if let Err(e) = overlay_xattr::clear_committed(overlay) {
         tracing::error!(
             "{} is in use and stays marked as committed, and would be refused the next time ('setfattr -x \
              user.vshunt.committed' it): {e}",
             overlay.display()
         );
     }
-    let again = open_image(below, false).and_then(|f| mark::put_overlay(&f, overlay)).map(drop);
-    if let Err(e) = again.and_then(|()| mark::put_committing(below, overlay)) {
+    let again = open_image(below, false).and_then(|f| overlay_xattr::set_overlay(&f, overlay)).map(drop);
+    if let Err(e) = again.and_then(|()| overlay_xattr::set_committing(below, overlay)) {
         tracing::warn!("{} is not marked as being below {}: {e}", below.display(), overlay.display());
     }
 }
 
-/// Whether what is read of an image stays where it is while the image is written.
-fn check_below(spec: &DiskSpec) -> Result<()> {
+/// Checks that clusters of an image stay in place while the image is written.
+fn check_target(spec: &DiskSpec) -> Result<()> {
     let shown = shown(spec);
     let Some(path) = &spec.file else { return Ok(()) };
     let file = open_image(path, false).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
-    let plain = Plain::new(file);
+    let plain = FileStorage::new(file);
     let wrong = |e: qcow2::Error| Error::invalid(format!("{shown}: {e}"));
     let image = Image::open(&plain).map_err(wrong)?;
     if image.header().has(incompatible::CORRUPT) {
@@ -219,7 +201,7 @@ fn check_below(spec: &DiskSpec) -> Result<()> {
     }
     let found = check(&plain, Repair::No, &mut Quiet).map_err(wrong)?;
     let what = if image.header().version < 3 {
-        // It has no zeroes but by freeing clusters.
+        // Version 2 cannot store zeroes without freeing clusters.
         "version 2 (compat=0.10)"
     } else if image.header().has(incompatible::DATA_FILE) {
         "an external data file"

@@ -1,7 +1,10 @@
-//! A queue that copies one disk to another: it goes ahead through what is to be copied, and writes to the target what
-//! guests' writes had read before them (`block/copy_before_write`). Attached to a worker like all queues.
+//! A queue that copies one disk to another. It is attached to a worker like all queues.
 //!
-//! What must never happen: a block left out and not reported; a guest that waits for a copy which has ended.
+//! It reads ahead through the blocks to be copied, and writes old data that writes of guests have
+//! read (`copy_before_write`).
+//!
+//! What must never happen: a block is left out without an error; a guest waits for a copy that has
+//! ended.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,20 +13,26 @@ use std::thread::Thread;
 
 use vshunt_engine::{PollState, Queue, QueueStats, Token, Uring};
 
-use crate::{AlignedBuf, CopyBeforeWrite, Disk, DiskHandle, Extent, Io, Op, Piece, Step};
+use crate::bounce::AlignedBuf;
+use crate::copy_before_write::{CopyBeforeWrite, OldData};
+use crate::disk::Disk;
+use crate::handle::DiskHandle;
+use crate::{Extent, Io, Op, Step};
 
-const OP_BELL: u8 = 1;
+/// Operation of a token: the poll of the eventfd.
+const OP_EVENTFD: u8 = 1;
+/// Operation of a token: a read or write.
 const OP_IO: u8 = 2;
 
-/// Bytes that are read ahead at once.
+/// Bytes of a read ahead.
 pub const CHUNK_BYTES: u64 = 1 << 20;
-/// Reads ahead at most, with the writes that follow them.
+/// Most reads ahead at a time, each with the writes that follow it.
 pub const DEPTH_MAX: u32 = 16;
-/// Pieces of guests that are written at once, at most.
-const PIECES_MAX: usize = 128;
-/// What is zeroes is told apart in units of it.
+/// Most writes of old data at a time.
+const OLD_DATA_MAX: usize = 128;
+/// Unit in which zeroes are detected, bytes.
 const ZERO_UNIT: u64 = 64 << 10;
-/// Credit of who is not held back.
+/// Credit of a copy without a speed limit.
 pub const NO_LIMIT: i64 = i64::MAX / 2;
 
 /// Which side of a copy failed.
@@ -35,46 +44,49 @@ pub enum Side {
     Target,
 }
 
-/// A copy: what control and the queue share.
+/// A copy, shared by control threads and its queues.
 pub struct Copy {
-    /// Read from.
+    /// The disk that is read.
     pub source: Arc<Disk>,
-    /// Written to.
+    /// The disk that is written.
     pub target: Arc<Disk>,
-    /// What is left to do.
+    /// The blocks that are left, and old data.
     pub work: Arc<CopyBeforeWrite>,
-    /// Whole clusters are written compressed.
+    /// Whether whole clusters are written compressed.
     pub compress: bool,
-    /// Space of the target stays where it is.
-    pub keep: bool,
-    /// The target reads as zeroes where it was not written.
+    /// Whether zeroes keep the space of the target.
+    pub in_place: bool,
+    /// Whether the target reads as zeroes where it was not written.
     pub fresh: bool,
-    /// Bytes that may be read ahead; guests' pieces are not counted.
+    /// Bytes that may be read ahead. Old data of guests does not count.
     pub credit: AtomicI64,
-    /// Reads ahead at a time.
+    /// Most reads ahead at a time.
     pub depth: AtomicU32,
-    /// Nothing is read ahead.
+    /// Whether reading ahead is paused.
     pub paused: AtomicBool,
-    /// It is to end.
+    /// Whether the copy has to end.
     pub stop: AtomicBool,
-    /// Bytes dealt with.
+    /// Bytes that are copied.
     pub done: AtomicU64,
-    /// Pieces that guests' writes had read before them.
-    pub pieces: AtomicU64,
-    /// Slots in use, of all queues that copy.
+    /// Number of writes of old data.
+    pub old_data_writes: AtomicU64,
+    /// Slots in use in all queues of the copy.
     under_way: AtomicU32,
-    /// It is over: all is copied, or it failed, or was stopped; nothing is under way.
+    /// Whether the copy has ended: all is copied, it failed, or it was stopped, and nothing is
+    /// under way.
     pub over: AtomicBool,
-    /// errno of the first failure (positive), 0 for none; its side and its place.
+    /// The positive errno of the first failure; 0 if there is none.
     errno: AtomicI32,
+    /// Whether the first failure was a write.
     at_target: AtomicBool,
+    /// Offset of the first failure, bytes.
     at: AtomicU64,
-    /// Woken when it is over.
+    /// The thread that is unparked when the copy has ended.
     pub owner: Thread,
 }
 
 impl Copy {
-    /// One that is not held back, of the work given. `owner` is unparked when it is over.
+    /// Creates a copy of `work` without a speed limit. `owner` is unparked when the copy has ended.
     pub fn new(source: Arc<Disk>, target: Arc<Disk>, work: Arc<CopyBeforeWrite>, owner: Thread) -> Self {
         Self {
             source,
@@ -82,13 +94,13 @@ impl Copy {
             work,
             compress: false,
             fresh: false,
-            keep: false,
+            in_place: false,
             credit: AtomicI64::new(NO_LIMIT),
             depth: AtomicU32::new(DEPTH_MAX),
             paused: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             done: AtomicU64::new(0),
-            pieces: AtomicU64::new(0),
+            old_data_writes: AtomicU64::new(0),
             under_way: AtomicU32::new(0),
             over: AtomicBool::new(false),
             errno: AtomicI32::new(0),
@@ -98,28 +110,30 @@ impl Copy {
         }
     }
 
-    /// Whether the target reads as zeroes.
+    /// Sets whether the target reads as zeroes where it was not written.
     pub fn onto_fresh(self, fresh: bool) -> Self {
         Self { fresh, ..self }
     }
 
-    /// Zeroes leave space where it is: what is read of the target meanwhile stays in its place.
+    /// Makes zeroes keep the space of the target. Clusters of the target that are read at the same
+    /// time then stay in place.
     pub fn in_place(self) -> Self {
-        Self { keep: true, ..self }
+        Self { in_place: true, ..self }
     }
 
-    /// Whether whole clusters are written compressed.
+    /// Sets whether whole clusters are written compressed.
     pub fn compressed(self, compress: bool) -> Self {
         Self { compress, ..self }
     }
 
-    /// The first failure: its side, its place on the disk in bytes, and why.
+    /// Returns the first failure: its side, its offset in bytes, and the error.
     pub fn failure(&self) -> Option<(Side, u64, std::io::Error)> {
         let errno = self.errno.load(Acquire);
         let side = if self.at_target.load(Relaxed) { Side::Target } else { Side::Source };
         (errno != 0).then(|| (side, self.at.load(Relaxed), std::io::Error::from_raw_os_error(errno)))
     }
 
+    /// Stores the first failure.
     fn fail(&self, side: Side, at: u64, errno: i32) {
         if self.errno.load(Relaxed) == 0 {
             self.at_target.store(side == Side::Target, Relaxed);
@@ -129,64 +143,66 @@ impl Copy {
     }
 }
 
-/// Where the bytes of a slot are.
+/// The data of a slot.
 enum Bytes {
     None,
-    /// Read ahead; the blocks are its own.
+    /// Read ahead by the queue.
     Chunk(AlignedBuf),
-    /// A guest's write had them read.
-    Piece(Piece),
+    /// Read by a write of a guest.
+    OldData(OldData),
 }
 
-/// What the operation under way is.
+/// The operation under way.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Asking whether there is data.
+    /// It asks whether there is data.
     Seek,
     Read,
     Write,
 }
 
-struct Slot {
+/// A request of the queue: a read ahead with its writes, or a write of old data.
+struct CopySlot {
     io: Io,
     bytes: Bytes,
     blocks: Range<u64>,
-    /// Of the disk.
+    /// The range on the disk, bytes.
     range: Range<u64>,
-    /// Up to where it is written.
+    /// Start of the next write, bytes.
     at: u64,
     stage: Stage,
-    /// All of it is zeroes, which was known without reading.
+    /// Whether all of it is zeroes, which was known without a read.
     zero: bool,
 }
 
-/// A queue of a copy; there may be several, on workers of their own.
+/// A queue of a copy. A copy may have several queues, on different workers.
 pub struct CopyQueue {
     copy: Arc<Copy>,
     stats: Arc<QueueStats>,
-    slots: Box<[Slot]>,
+    slots: Box<[CopySlot]>,
     free: Vec<u16>,
     spare: Vec<AlignedBuf>,
-    /// Slots that read ahead or write what they read.
+    /// Number of slots that read ahead or write what they read.
     ahead: u32,
-    /// The next block to look at.
+    /// The block after the last read ahead.
     cursor: u64,
-    /// Nothing is left to be read ahead.
+    /// Whether nothing is left to read ahead.
     exhausted: bool,
     source: Option<DiskHandle>,
     target: Option<DiskHandle>,
     listen: PollState,
 }
 
-// SAFETY: what its requests name are buffers of its own slots, which go where it goes; its handles, which are a
-// thread's, are None while it moves (`leave`).
+// SAFETY: requests refer to buffers of the queue's own slots, on the heap, so they stay valid when
+// the queue moves. The handles belong to one thread; `leave` drops them before the queue moves to
+// another.
 unsafe impl Send for CopyQueue {}
 
 impl CopyQueue {
-    /// A queue that is not yet on a worker.
+    /// Creates a queue that is not attached to a worker.
     pub fn new(copy: Arc<Copy>, stats: Arc<QueueStats>) -> Self {
-        let count = PIECES_MAX + DEPTH_MAX as usize;
-        let slot = || Slot {
+        let count = OLD_DATA_MAX + DEPTH_MAX as usize;
+        let slot = || CopySlot {
             io: Io::default(),
             bytes: Bytes::None,
             blocks: 0..0,
@@ -215,8 +231,8 @@ impl CopyQueue {
         self.slots.len() - self.free.len()
     }
 
-    /// Whether it may read ahead.
-    fn may_go_ahead(&self) -> bool {
+    /// Returns whether the queue may read ahead.
+    fn may_read_ahead(&self) -> bool {
         let copy = &self.copy;
         !self.exhausted
             && self.ahead < copy.depth.load(Relaxed).clamp(1, DEPTH_MAX)
@@ -224,32 +240,33 @@ impl CopyQueue {
             && !copy.paused.load(Relaxed)
     }
 
-    fn has_ended(&self) -> bool {
+    fn must_end(&self) -> bool {
         self.copy.stop.load(Relaxed) || self.copy.errno.load(Relaxed) != 0
     }
 
-    /// Writes what a guest's write had read.
-    fn begin_piece(&mut self, uring: &mut Uring, place: Token) -> bool {
+    /// Starts a write of old data.
+    fn begin_old_data(&mut self, uring: &mut Uring, place: Token) -> bool {
         self.copy.under_way.fetch_add(1, AcqRel);
-        let Some(piece) = self.copy.work.take() else {
+        let Some(old) = self.copy.work.take() else {
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
-        self.copy.pieces.fetch_add(1, Relaxed);
+        self.copy.old_data_writes.fetch_add(1, Relaxed);
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
-        (slot.range, slot.at, slot.zero) = (piece.bytes(), piece.offset(), false);
-        slot.bytes = Bytes::Piece(piece);
+        (slot.range, slot.at, slot.zero) = (old.bytes(), old.offset(), false);
+        slot.bytes = Bytes::OldData(old);
         self.write(uring, place, index);
         true
     }
 
-    /// Reads the next chunk.
+    /// Starts the next read ahead.
     fn begin_chunk(&mut self, uring: &mut Uring, place: Token) -> bool {
         let work = &self.copy.work;
-        // Before it is taken off what is left to do, so that no other queue takes that for the end.
+        // Before the blocks are removed from the work, so that no other queue takes that for the
+        // end.
         self.copy.under_way.fetch_add(1, AcqRel);
-        let Some(blocks) = work.ahead(self.cursor, CHUNK_BYTES) else {
+        let Some(blocks) = work.read_ahead(self.cursor, CHUNK_BYTES) else {
             self.copy.under_way.fetch_sub(1, AcqRel);
             self.exhausted = true;
             return false;
@@ -261,7 +278,7 @@ impl CopyQueue {
         let buf = self.spare.pop().filter(|b| b.len() >= need).or_else(|| AlignedBuf::new(need));
         let Some(buf) = buf else {
             self.copy.fail(Side::Source, range.start, libc::ENOMEM);
-            work.copied(blocks, &mut |w| uring.wake(w.who, w.token));
+            work.end_read_ahead(blocks, &mut |w| uring.wake(w.who, w.token));
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
@@ -270,7 +287,7 @@ impl CopyQueue {
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
         slot.io.reset(Op::Seek { own: false }, range.start, false);
-        slot.io.len = len;
+        slot.io.request.len = len;
         (slot.at, slot.range, slot.blocks, slot.zero) = (range.start, range, blocks, false);
         slot.bytes = Bytes::Chunk(buf);
         slot.stage = Stage::Seek;
@@ -284,9 +301,10 @@ impl CopyQueue {
     /// Reads a chunk that may have data.
     fn read(&mut self, uring: &mut Uring, place: Token, index: u16) {
         let slot = &mut self.slots[index as usize];
-        let Bytes::Chunk(buf) = &mut slot.bytes else { unreachable!("pieces are read") };
+        let Bytes::Chunk(buf) = &mut slot.bytes else { unreachable!("only chunks are read") };
         slot.io.reset(Op::Read, slot.range.start, false);
-        // SAFETY: the buffer is the slot's until the read is done, and slots do not move.
+        // SAFETY: the slot owns the buffer, which has as many bytes (`begin_chunk`), until the
+        // request completes. Slots are boxed and do not move.
         unsafe { slot.io.push(buf.bytes().as_mut_ptr(), (slot.range.end - slot.range.start) as usize) };
         slot.stage = Stage::Read;
         let handle = self.source.as_ref().expect("armed");
@@ -295,7 +313,7 @@ impl CopyQueue {
         }
     }
 
-    /// Begins the next write of a slot that has its bytes; frees it after the last.
+    /// Starts the next write of a slot that has its data. Frees the slot after the last write.
     fn write(&mut self, uring: &mut Uring, place: Token, index: u16) {
         loop {
             let slot = &mut self.slots[index as usize];
@@ -308,7 +326,7 @@ impl CopyQueue {
             }
             let bytes = match &mut slot.bytes {
                 Bytes::Chunk(buf) => buf.bytes(),
-                Bytes::Piece(piece) => piece.contents(),
+                Bytes::OldData(old) => old.contents(),
                 Bytes::None => unreachable!("a slot in use has bytes"),
             };
             let unit = match self.copy.compress {
@@ -332,16 +350,17 @@ impl CopyQueue {
                 continue;
             }
             let op = match (zero, self.copy.compress) {
-                (true, _) => Op::WriteZeroes { unmap: !self.copy.keep },
+                (true, _) => Op::WriteZeroes { unmap: !self.copy.in_place },
                 (false, true) => Op::WriteCompressed,
                 (false, false) => Op::Write,
             };
             slot.io.reset(op, at, false);
             slot.stage = Stage::Write;
             if zero {
-                slot.io.len = len as u64;
+                slot.io.request.len = len as u64;
             } else {
-                // SAFETY: as in `begin_chunk`; a piece is the slot's likewise.
+                // SAFETY: the slot owns the chunk or the old data until the request completes, and
+                // `len` bytes are left in it. Slots are boxed and do not move.
                 unsafe { slot.io.push(bytes[skip..].as_mut_ptr(), len) };
             }
             let handle = self.target.as_ref().expect("armed");
@@ -356,22 +375,22 @@ impl CopyQueue {
         }
     }
 
-    /// A slot's read or write is over.
+    /// Handles the result of a slot's operation.
     fn stepped(&mut self, uring: &mut Uring, place: Token, index: u16, res: i32) {
         let slot = &mut self.slots[index as usize];
-        let (stage, at) = (slot.stage, slot.io.offset);
+        let (stage, at) = (slot.stage, slot.io.request.offset);
         if stage == Stage::Seek && res >= 0 {
-            let found = slot.io.found.filter(|f| f.extent == Extent::Zero);
+            let found = slot.io.request.found.filter(|f| f.extent == Extent::Zero);
             slot.zero = found.is_some_and(|f| f.len >= slot.range.end - slot.range.start);
-            if !slot.zero && !self.has_ended() {
+            if !slot.zero && !self.must_end() {
                 self.read(uring, place, index);
                 return;
             }
         }
         let slot = &mut self.slots[index as usize];
         if stage != Stage::Write {
-            // Failed or not, nobody reads it any more.
-            self.copy.work.copied(slot.blocks.clone(), &mut |w| uring.wake(w.who, w.token));
+            // The read has ended, even if it failed.
+            self.copy.work.end_read_ahead(slot.blocks.clone(), &mut |w| uring.wake(w.who, w.token));
         }
         if res < 0 {
             let side = if stage == Stage::Write { Side::Target } else { Side::Source };
@@ -381,17 +400,17 @@ impl CopyQueue {
         let slot = &self.slots[index as usize];
         if stage == Stage::Read {
             QueueStats::add(&self.stats.read_bytes, slot.range.end - slot.range.start);
-        } else if stage == Stage::Write && !matches!(slot.io.op, Op::WriteZeroes { .. }) {
-            QueueStats::add(&self.stats.write_bytes, slot.io.len);
+        } else if stage == Stage::Write && !matches!(slot.io.request.op, Op::WriteZeroes { .. }) {
+            QueueStats::add(&self.stats.write_bytes, slot.io.request.len);
         }
-        if self.has_ended() {
+        if self.must_end() {
             self.free_slot(uring, index);
             return;
         }
         self.write(uring, place, index);
     }
 
-    /// Ends the copy.
+    /// Ends the copy after a failure.
     fn failed(&mut self, uring: &mut Uring, index: u16, side: Side, at: u64, errno: i32) {
         self.copy.fail(side, at, errno);
         QueueStats::add(&self.stats.errors, 1);
@@ -406,32 +425,32 @@ impl CopyQueue {
                 self.ahead -= 1;
                 self.spare.push(buf);
             }
-            Bytes::Piece(piece) => self.copy.work.written(piece, &mut |w| uring.wake(w.who, w.token)),
+            Bytes::OldData(old) => self.copy.work.written(old, &mut |w| uring.wake(w.who, w.token)),
             Bytes::None => unreachable!("a slot in use has bytes"),
         }
         self.copy.under_way.fetch_sub(1, AcqRel);
         self.free.push(index);
     }
 
-    /// Looks whether all is done, with nothing of its own under way.
+    /// Ends the copy if all is done and nothing is under way.
     fn look_for_end(&mut self, uring: &mut Uring) {
         if self.copy.over.load(Relaxed) {
             return;
         }
         if let Some(errno) = self.copy.work.has_ended().filter(|e| *e < 0) {
-            // A guest's write found that it cannot be read.
+            // A write of a guest could not read the old data.
             self.copy.fail(Side::Source, 0, errno);
         }
         let all_done = || self.exhausted && self.copy.work.is_over();
-        if !(self.has_ended() || all_done()) {
+        if !(self.must_end() || all_done()) {
             return;
         }
-        // After what is left to do was looked at.
+        // After the check of the work above: see `begin_chunk`.
         if self.copy.under_way.load(SeqCst) > 0 {
             return;
         }
-        if self.has_ended() {
-            // Nobody takes pieces any more: no write is to wait for that.
+        if self.must_end() {
+            // The queue takes no more old data, so no write may wait for that.
             self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
         }
         self.copy.over.store(true, Release);
@@ -443,18 +462,18 @@ impl Queue for CopyQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
         self.source.get_or_insert_with(|| self.copy.source.attach(uring));
         self.target.get_or_insert_with(|| self.copy.target.attach(uring));
-        self.listen.begin(uring, self.copy.work.eventfd(), place.with(0, OP_BELL));
+        self.listen.begin(uring, self.copy.work.eventfd(), place.with(0, OP_EVENTFD));
     }
 
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
-        if self.has_ended() {
-            // At once, whatever is still under way.
+        if self.must_end() {
+            // At once, even if requests are under way.
             self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
         }
-        while taken < budget && !self.free.is_empty() && !self.has_ended() {
-            let piece = self.copy.work.has_full() && self.begin_piece(uring, place);
-            let begun = piece || (self.may_go_ahead() && self.begin_chunk(uring, place));
+        while taken < budget && !self.free.is_empty() && !self.must_end() {
+            let old = self.copy.work.has_full() && self.begin_old_data(uring, place);
+            let begun = old || (self.may_read_ahead() && self.begin_chunk(uring, place));
             if !begun {
                 break;
             }
@@ -466,7 +485,7 @@ impl Queue for CopyQueue {
     }
 
     fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
-        if token.op == OP_BELL {
+        if token.op == OP_EVENTFD {
             if !more && self.listen.ended().restarts() {
                 self.arm(uring, token);
             }
@@ -493,27 +512,27 @@ impl Queue for CopyQueue {
             return false;
         }
         let let_go = self.copy.work.has_ended().is_some();
-        if let_go || self.has_ended() {
+        if let_go || self.must_end() {
             return !let_go || self.copy.under_way.load(Relaxed) == 0;
         }
-        !self.free.is_empty() && (self.copy.work.has_full() || self.may_go_ahead())
+        !self.free.is_empty() && (self.copy.work.has_full() || self.may_read_ahead())
     }
 
     fn wake(&mut self) {
-        self.copy.work.sleeps(false);
+        self.copy.work.set_asleep(false);
     }
 
     fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
-        self.copy.work.sleeps(true);
+        self.copy.work.set_asleep(true);
         let work = self.has_work();
         if work {
-            self.copy.work.sleeps(false);
+            self.copy.work.set_asleep(false);
         }
         work
     }
 
     fn disarm(&mut self, uring: &mut Uring, place: Token) {
-        self.listen.end(uring, place.with(0, OP_BELL));
+        self.listen.end(uring, place.with(0, OP_EVENTFD));
     }
 
     fn at_rest(&self) -> bool {
@@ -532,12 +551,13 @@ impl Queue for CopyQueue {
     }
 }
 
-/// Whether all bytes are 0.
+/// Returns whether all bytes are 0.
 fn is_zero(bytes: &[u8]) -> bool {
-    // SAFETY: any bytes are a u64.
+    // SAFETY: every bit pattern is a valid u64.
     let (head, words, tail) = unsafe { bytes.align_to::<u64>() };
     let zero = |b: &u8| *b == 0;
-    // In stretches, so that what is not zero is seen soon and the rest is read by wide instructions.
+    // In groups, so that the first byte other than zero ends the search soon, and the compiler uses
+    // wide instructions.
     head.iter().all(zero)
         && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | w) == 0)
         && tail.iter().all(zero)

@@ -1,112 +1,115 @@
-//! Copy before write: what a disk was at one point in time, while it goes on being written.
+//! Copy before write: copies a disk as it was at one point in time, while guests write to it.
 //!
-//! A write to a block that is not copied yet first has the old contents read (by its own handle, on its own worker) and
-//! left for the copier, then goes on. It waits for that read and for others' reads of the same blocks, never for the
-//! target; when all room is taken, for the copier to have written a piece. A job that ends for whatever reason lets all
-//! of them go.
+//! A write to a block that is not copied yet first reads the old data, on its own handle and
+//! worker, and hands it to the copy queue. It waits for that read, and for reads of the same blocks
+//! by other writes, but not for the target. If all memory for old data is in use, it waits until
+//! the copy queue has written some. When a job ends, for whatever reason, all waiting writes
+//! continue.
 //!
-//! What must never happen: a write that replaces a block which somebody still reads for the copy; a waiter that nobody
-//! wakes.
+//! What must never happen: a write replaces a block while it is still being read for the copy; a
+//! waiting write is not woken.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, MutexGuard};
-use vshunt_types::sync::Locked;
 
 use qcow2::Waker;
 use vshunt_engine::Uring;
+use vshunt_types::sync::Locked;
 
-use super::Io;
 use super::bits::Bits;
 use super::bounce::AlignedBuf;
 
-/// Longest piece that is read at once.
-const PIECE_BYTES_MAX: u64 = 256 << 10;
-/// Memory for pieces that are not in the target yet.
+/// Most bytes of old data that one read takes.
+const READ_BYTES_MAX: u64 = 256 << 10;
+/// Memory for old data that is not in the target yet, bytes.
 const HELD_BYTES_MAX: usize = 32 << 20;
-/// Of `ended`: they go on.
-const GOES_ON: i32 = 1;
+/// The value of `ended` while the copy runs.
+const RUNNING: i32 = 1;
 
-/// Old contents of some blocks.
-pub struct Piece {
-    /// Which blocks.
+/// Old data of some blocks.
+pub struct OldData {
+    /// The blocks.
     pub(super) blocks: Range<u64>,
-    /// Which bytes of the disk.
+    /// The range on the disk, bytes.
     pub(super) bytes: Range<u64>,
     pub(super) buf: AlignedBuf,
 }
 
-impl Piece {
-    /// Where on the disk it begins.
+impl OldData {
+    /// Returns the start of the range on the disk, bytes.
     pub fn offset(&self) -> u64 {
         self.bytes.start
     }
 
-    /// Which bytes of the disk.
+    /// Returns the range on the disk, bytes.
     pub fn bytes(&self) -> Range<u64> {
         self.bytes.clone()
     }
 
-    /// Its contents.
+    /// Returns the data.
     pub fn contents(&mut self) -> &mut [u8] {
         let len = (self.bytes.end - self.bytes.start) as usize;
         &mut self.buf.bytes()[..len]
     }
 }
 
+/// Reads and writes under way, and the memory for old data.
 #[derive(Default)]
-struct Busy {
-    /// Blocks whose old contents are being read, and who waits for that.
+struct State {
+    /// Writes that wait for a read of these blocks.
     waiting: Vec<(Range<u64>, Waker)>,
-    /// Reads under way.
+    /// Number of reads under way.
     reads: usize,
-    /// Read, and not in the target yet.
-    full: VecDeque<Piece>,
-    /// Who waits for room.
-    no_room: Vec<Waker>,
-    /// Bytes of all buffers that are not spare.
+    /// Old data that was read and is not in the target yet.
+    full: VecDeque<OldData>,
+    /// Writes that wait for memory.
+    no_memory: Vec<Waker>,
+    /// Bytes of all buffers in use.
     held: usize,
-    /// Kept for the next pieces; with those that are held, they are no more than may be held.
+    /// Buffers for later reads. Together with the buffers in use they take at most
+    /// [`HELD_BYTES_MAX`].
     spare: Vec<AlignedBuf>,
     spare_bytes: usize,
 }
 
-/// What the handles of a disk and the copier share.
+/// A copy, shared by the handles of the source and the copy queue.
 pub struct CopyBeforeWrite {
-    /// Blocks to be copied that nobody has begun to read.
+    /// Blocks to be copied whose read has not started.
     todo: Bits,
-    /// Blocks that somebody reads. Set before the bit in `todo` goes.
+    /// Blocks that are being read. A bit is set here before it is cleared in `todo`.
     reading: Bits,
-    /// Guards who reads and who waits; held for look-ups alone.
-    busy: Mutex<Busy>,
-    /// Pieces in `full`, for who looks without the lock.
+    /// Guards reads, waiting writes and memory. Held only for look-ups, not for I/O.
+    state: Mutex<State>,
+    /// Length of `State::full`, to be read without the lock.
     full: AtomicUsize,
-    /// Why there are no more copies: 0 where that was asked for, or a negative errno; [`GOES_ON`] before. Set with the lock
-    /// held.
+    /// [`RUNNING`], or how the copy ended: 0 if it was stopped, else a negative errno. Changed
+    /// while the lock is held.
     ended: AtomicI32,
-    /// What the copier waits for.
+    /// Wakes the copy queue.
     eventfd: OwnedFd,
-    /// Whether it waits.
+    /// Whether the copy queue sleeps.
     asleep: AtomicBool,
 }
 
 /// What a write does next.
 pub(super) enum Next {
-    /// It may go on.
-    Go,
-    /// It will be woken.
+    /// It starts the write.
+    Write,
+    /// It waits for a wake-up.
     Wait,
-    /// It reads this first, and says so.
-    Read(Piece),
+    /// It reads the old data into this buffer first, then calls [`CopyBeforeWrite::read`] or
+    /// `read_failed`.
+    Read(OldData),
 }
 
 impl CopyBeforeWrite {
-    /// For a copy of the blocks that are set in `todo`.
+    /// Starts a copy of the blocks that are set in `todo`.
     ///
     /// # Errors
-    /// Of memory, and the system's.
+    /// `OutOfMemory`, and those of the system.
     pub fn new(todo: Bits) -> std::io::Result<Self> {
         use rustix::event::{EventfdFlags, eventfd};
         let reading = Bits::new(todo.size(), todo.granularity().trailing_zeros())
@@ -114,96 +117,97 @@ impl CopyBeforeWrite {
         Ok(Self {
             todo,
             reading,
-            busy: Mutex::default(),
+            state: Mutex::default(),
             full: AtomicUsize::new(0),
-            ended: AtomicI32::new(GOES_ON),
+            ended: AtomicI32::new(RUNNING),
             eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             asleep: AtomicBool::new(false),
         })
     }
 
-    fn busy(&self) -> MutexGuard<'_, Busy> {
-        self.busy.locked()
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.locked()
     }
 
-    /// The blocks that nobody has begun to read.
+    /// Returns the blocks whose read has not started.
     pub fn todo(&self) -> &Bits {
         &self.todo
     }
 
-    /// Whether a write to these bytes has something to do before.
+    /// Returns whether a write to these bytes has to call [`next`](Self::next) first.
     #[inline]
     pub(super) fn concerns(&self, bytes: Range<u64>) -> bool {
         let blocks = self.todo.blocks(bytes);
-        // In this order: who reads has set its bit before the other went.
+        // In this order: a reader sets its bit in `reading` before it clears the one in `todo`.
         self.todo.any(blocks.clone()) || self.reading.any(blocks)
     }
 
-    /// What a write to these bytes does next.
+    /// Returns what a write to these bytes does next.
     pub(super) fn next(&self, bytes: Range<u64>, waker: Waker) -> Next {
         let blocks = self.todo.blocks(bytes);
-        let mut busy = self.busy();
+        let mut state = self.state();
         if self.has_ended().is_some() {
-            return Next::Go;
+            return Next::Write;
         }
-        let most = (PIECE_BYTES_MAX / self.todo.granularity()).max(1);
+        let most = (READ_BYTES_MAX / self.todo.granularity()).max(1);
         if let Some(run) = self.todo.run(blocks.clone(), most) {
             let bytes = self.todo.bytes(run.clone());
             let len = (bytes.end - bytes.start) as usize;
-            if busy.held > 0 && busy.held + len > HELD_BYTES_MAX {
-                busy.no_room.push(waker);
+            if state.held > 0 && state.held + len > HELD_BYTES_MAX {
+                state.no_memory.push(waker);
                 return Next::Wait;
             }
-            let kept = busy.spare.iter().rposition(|b| b.len() >= len && b.len() <= 4 * len);
+            let kept = state.spare.iter().rposition(|b| b.len() >= len && b.len() <= 4 * len);
             let buf = kept
-                .map(|i| busy.spare.swap_remove(i))
-                .inspect(|b| busy.spare_bytes -= b.len())
+                .map(|i| state.spare.swap_remove(i))
+                .inspect(|b| state.spare_bytes -= b.len())
                 .or_else(|| AlignedBuf::new(len.next_multiple_of(4096)));
             let Some(buf) = buf else {
-                if busy.held == 0 {
-                    // There is nobody to give memory back: the copy cannot be what it is to be.
+                if state.held == 0 {
+                    // No other read will free memory, so the copy cannot be completed.
                     self.ended.store(-libc::ENOMEM, SeqCst);
-                    return Next::Go;
+                    return Next::Write;
                 }
-                busy.no_room.push(waker);
+                state.no_memory.push(waker);
                 return Next::Wait;
             };
-            busy.held += buf.len();
-            busy.reads += 1;
+            state.held += buf.len();
+            state.reads += 1;
             self.begin_read(run.clone());
-            return Next::Read(Piece { blocks: run, bytes, buf });
+            return Next::Read(OldData { blocks: run, bytes, buf });
         }
         if self.reading.any(blocks.clone()) {
-            busy.waiting.push((blocks, waker));
+            state.waiting.push((blocks, waker));
             return Next::Wait;
         }
-        Next::Go
+        Next::Write
     }
 
-    /// With the lock held.
+    /// Marks blocks as being read. The lock is held.
     fn begin_read(&self, blocks: Range<u64>) {
         self.reading.set(blocks.clone());
         self.todo.clear(blocks);
     }
 
-    /// A piece is read: it is the copier's now, and who waited for it goes on.
-    pub(super) fn read(&self, piece: Piece, wake: &mut dyn FnMut(Waker)) {
-        let mut busy = self.busy();
-        busy.reads -= 1;
-        self.end_read(&mut busy, piece.blocks.clone(), wake);
+    /// Hands old data to the copy queue after its read, and wakes the writes that waited for it.
+    pub(super) fn read(&self, old: OldData, wake: &mut dyn FnMut(Waker)) {
+        let mut state = self.state();
+        state.reads -= 1;
+        self.end_read(&mut state, old.blocks.clone(), wake);
         if self.has_ended().is_some() {
-            busy.held -= piece.buf.len();
+            state.held -= old.buf.len();
             return;
         }
-        busy.full.push_back(piece);
-        self.full.store(busy.full.len(), SeqCst);
-        drop(busy);
-        self.rouse();
+        state.full.push_back(old);
+        self.full.store(state.full.len(), SeqCst);
+        drop(state);
+        self.notify();
     }
 
-    fn end_read(&self, busy: &mut Busy, blocks: Range<u64>, wake: &mut dyn FnMut(Waker)) {
+    /// Ends the read of some blocks and wakes the writes that waited for it.
+    fn end_read(&self, state: &mut State, blocks: Range<u64>, wake: &mut dyn FnMut(Waker)) {
         self.reading.clear(blocks.clone());
-        busy.waiting.retain(|(wanted, waker)| {
+        state.waiting.retain(|(wanted, waker)| {
             let met = wanted.start < blocks.end && blocks.start < wanted.end;
             if met {
                 wake(*waker);
@@ -212,22 +216,23 @@ impl CopyBeforeWrite {
         });
     }
 
-    /// The old contents cannot be read: there will be no copy.
-    pub(super) fn read_failed(&self, piece: Piece, errno: i32, wake: &mut dyn FnMut(Waker)) {
-        let mut busy = self.busy();
-        busy.reads -= 1;
-        busy.held -= piece.buf.len();
-        self.reading.clear(piece.blocks);
-        self.end_with(&mut busy, errno, wake);
-        drop(busy);
-        self.rouse();
+    /// Ends the copy, since the old data cannot be read.
+    pub(super) fn read_failed(&self, old: OldData, errno: i32, wake: &mut dyn FnMut(Waker)) {
+        let mut state = self.state();
+        state.reads -= 1;
+        state.held -= old.buf.len();
+        self.reading.clear(old.blocks);
+        self.end_with(&mut state, errno, wake);
+        drop(state);
+        self.notify();
     }
 
-    /// The copier reads a run of blocks, from `from` on and then from the disk's beginning, of `bytes` at most and within
-    /// one stretch of that length.
-    pub fn ahead(&self, from: u64, bytes: u64) -> Option<Range<u64>> {
+    /// Returns a run of blocks for the copy queue to read: the first one after `from`, or else from
+    /// the start of the disk. The run is at most `bytes` long and does not cross a multiple of that
+    /// length.
+    pub fn read_ahead(&self, from: u64, bytes: u64) -> Option<Range<u64>> {
         let (all, most) = (self.todo.all(), (bytes / self.todo.granularity()).max(1));
-        let _busy = self.busy();
+        let _state = self.state();
         if self.has_ended().is_some() {
             return None;
         }
@@ -237,68 +242,69 @@ impl CopyBeforeWrite {
         Some(run)
     }
 
-    /// The copier has read these.
-    pub fn copied(&self, blocks: Range<u64>, wake: &mut dyn FnMut(Waker)) {
-        let mut busy = self.busy();
-        self.end_read(&mut busy, blocks, wake);
+    /// Ends a read of the copy queue.
+    pub fn end_read_ahead(&self, blocks: Range<u64>, wake: &mut dyn FnMut(Waker)) {
+        let mut state = self.state();
+        self.end_read(&mut state, blocks, wake);
     }
 
-    /// A piece to be written to the target.
-    pub fn take(&self) -> Option<Piece> {
-        let mut busy = self.busy();
-        let piece = busy.full.pop_front();
-        self.full.store(busy.full.len(), SeqCst);
-        piece
+    /// Returns old data to be written to the target.
+    pub fn take(&self) -> Option<OldData> {
+        let mut state = self.state();
+        let old = state.full.pop_front();
+        self.full.store(state.full.len(), SeqCst);
+        old
     }
 
-    /// It is written.
-    pub fn written(&self, piece: Piece, wake: &mut dyn FnMut(Waker)) {
-        let mut busy = self.busy();
-        busy.held -= piece.buf.len();
-        if busy.held + busy.spare_bytes + piece.buf.len() <= HELD_BYTES_MAX && self.has_ended().is_none() {
-            busy.spare_bytes += piece.buf.len();
-            busy.spare.push(piece.buf);
+    /// Returns the memory of old data after it was written.
+    pub fn written(&self, old: OldData, wake: &mut dyn FnMut(Waker)) {
+        let mut state = self.state();
+        state.held -= old.buf.len();
+        if state.held + state.spare_bytes + old.buf.len() <= HELD_BYTES_MAX && self.has_ended().is_none() {
+            state.spare_bytes += old.buf.len();
+            state.spare.push(old.buf);
         }
-        for waker in std::mem::take(&mut busy.no_room) {
+        for waker in std::mem::take(&mut state.no_memory) {
             wake(waker);
         }
     }
 
-    /// Whether there is a piece to be written.
+    /// Returns whether there is old data to be written.
     #[inline]
     pub fn has_full(&self) -> bool {
         self.full.load(SeqCst) > 0
     }
 
-    /// Whether all that was to be copied has been given to the copier, and taken.
+    /// Returns whether the copy queue has taken all that is to be copied.
     pub fn is_over(&self) -> bool {
-        let busy = self.busy();
-        busy.reads == 0 && busy.full.is_empty() && self.todo.first(self.todo.all()).is_none()
+        let state = self.state();
+        state.reads == 0 && state.full.is_empty() && self.todo.first(self.todo.all()).is_none()
     }
 
-    /// Whether writes do nothing any more: 0 where that was asked for, or the negative errno of the read that failed.
+    /// Returns how the copy ended, or nothing while it runs: 0 if it was stopped, or the negative
+    /// errno of a failed read.
     #[inline]
     pub fn has_ended(&self) -> Option<i32> {
         Some(self.ended.load(SeqCst)).filter(|why| *why <= 0)
     }
 
-    /// Writers that wait for the copier.
+    /// Returns the number of writes that wait for memory.
     pub fn held_up(&self) -> usize {
-        self.busy().no_room.len()
+        self.state().no_memory.len()
     }
 
-    /// No more copies: whoever waits goes on, and what was read is dropped.
+    /// Stops the copy. All waiting writes continue, and old data is dropped.
     pub fn end(&self, wake: &mut dyn FnMut(Waker)) {
-        self.end_with(&mut self.busy(), 0, wake);
+        self.end_with(&mut self.state(), 0, wake);
     }
 
-    /// The same, for who has no ring: on a control thread.
+    /// Stops the copy from a control thread, with an io_uring of its own.
     pub fn end_now(&self) {
         match Uring::new() {
             Ok(mut ring) => {
                 self.end(&mut |w| ring.wake(w.who, w.token));
                 if ring.send().is_err() {
-                    // Who waits cannot be told.
+                    // The waiting writes cannot be woken.
                     tracing::error!("an io_uring failed; ending at once");
                     std::process::abort();
                 }
@@ -314,45 +320,35 @@ impl CopyBeforeWrite {
         }
     }
 
-    fn end_with(&self, busy: &mut Busy, why: i32, wake: &mut dyn FnMut(Waker)) {
+    /// Ends the copy with a status, unless it has ended before.
+    fn end_with(&self, state: &mut State, why: i32, wake: &mut dyn FnMut(Waker)) {
         if self.has_ended().is_none() {
             self.ended.store(why, SeqCst);
         }
-        busy.waiting.drain(..).for_each(|(_, waker)| wake(waker));
-        busy.no_room.drain(..).for_each(&mut *wake);
-        for piece in std::mem::take(&mut busy.full) {
-            busy.held -= piece.buf.len();
+        state.waiting.drain(..).for_each(|(_, waker)| wake(waker));
+        state.no_memory.drain(..).for_each(&mut *wake);
+        for old in std::mem::take(&mut state.full) {
+            state.held -= old.buf.len();
         }
         self.full.store(0, SeqCst);
-        busy.spare.clear();
-        busy.spare_bytes = 0;
+        state.spare.clear();
+        state.spare_bytes = 0;
     }
 
-    /// Becomes readable when there is something for the copier that says it sleeps.
+    /// Returns the eventfd that wakes the copy queue while it sleeps.
     pub fn eventfd(&self) -> RawFd {
         self.eventfd.as_raw_fd()
     }
 
-    /// Says whether the copier is to be called.
-    pub fn sleeps(&self, yes: bool) {
+    /// Sets whether the copy queue sleeps.
+    pub fn set_asleep(&self, yes: bool) {
         self.asleep.store(yes, SeqCst);
     }
 
-    /// Calls the copier, if it sleeps.
-    pub fn rouse(&self) {
+    /// Wakes the copy queue if it sleeps.
+    pub fn notify(&self) {
         if self.asleep.swap(false, SeqCst) {
             let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
         }
     }
-}
-
-/// Of a write that reads before.
-#[derive(Default)]
-pub(super) struct Before {
-    /// The read.
-    pub(super) inner: Io,
-    /// What it reads.
-    pub(super) piece: Option<Piece>,
-    /// It is under way: a completion with the request's token is not the write's.
-    pub(super) active: bool,
 }

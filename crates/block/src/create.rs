@@ -1,4 +1,4 @@
-//! New images for jobs: made, and stable, before anything is written to them.
+//! New images for jobs. A new image is on stable storage before a job writes to it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -8,32 +8,34 @@ use qcow2::create::{Options, create};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::Format;
 
-use super::Seen;
-use super::qcow2::Plain;
+use super::file_storage::FileStorage;
+use super::lock;
+use super::path_fd::PathFd;
 
-/// A file that is made.
+/// The description of a new image.
 pub struct NewImage<'a> {
-    /// Where.
+    /// Path of the file.
     pub path: &'a Path,
     /// `Raw` or `Qcow2`.
     pub format: Format,
-    /// Bytes of the disk.
+    /// Size of the disk, bytes.
     pub size: u64,
-    /// Name, as it is to be written, and format of the image below.
+    /// Name of the backing image, as it is written to the header, and its format.
     pub backing: Option<(String, Format)>,
-    /// A file that is there is emptied.
+    /// Whether an existing file is emptied.
     pub overwrite: bool,
 }
 
 impl NewImage<'_> {
-    /// Makes it; what was begun and failed is removed again, if it was not there before.
+    /// Creates the image. If that fails, a new file is removed.
     ///
     /// # Errors
-    /// `Exists` if it is there and may not be replaced, `Busy` if another uses it, `Io` else.
+    /// `Exists` if the file exists and `overwrite` is off, `Busy` if another process uses
+    /// it, else `Io`.
     pub fn make(&self) -> Result<()> {
         let shown = self.path.display();
-        let there = match Seen::find(self.path) {
-            Ok(seen) => Some(seen),
+        let there = match PathFd::open(self.path) {
+            Ok(path_fd) => Some(path_fd),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),
         };
@@ -43,9 +45,9 @@ impl NewImage<'_> {
             )));
         }
         let open = match &there {
-            Some(seen) => {
-                seen.check(self.path)?;
-                seen.open(true, 0)
+            Some(path_fd) => {
+                path_fd.check(self.path)?;
+                path_fd.reopen(true, 0)
             }
             None => OpenOptions::new().read(true).write(true).create_new(true).open(self.path),
         };
@@ -57,9 +59,10 @@ impl NewImage<'_> {
         made
     }
 
+    /// Writes the contents of the image.
     fn fill(&self, file: File) -> Result<()> {
         let shown = self.path.display();
-        super::lock_image(&file, self.path, false)?;
+        lock::lock(&file, self.path, false)?;
         let wrong = |e: io::Error| Error::io(format_args!("cannot make {shown}"), e);
         file.set_len(0).map_err(wrong)?;
         match self.format {
@@ -69,7 +72,7 @@ impl NewImage<'_> {
                     (name.clone(), format.to_owned())
                 });
                 let options = Options { backing, ..Options::new(self.size) };
-                let plain = Plain::new(file);
+                let plain = FileStorage::new(file);
                 create(&plain, None, &options, &mut |_, _| ())
                     .map_err(|e| Error::invalid(format!("cannot make {shown}: {e}")))?;
                 plain.file().sync_all().map_err(wrong)?;
@@ -83,7 +86,7 @@ impl NewImage<'_> {
     }
 }
 
-/// Makes a name stable.
+/// Brings the entry of a path in its folder to stable storage.
 fn sync_folder(path: &Path) -> io::Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(folder)?.sync_all()

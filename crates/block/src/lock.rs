@@ -1,9 +1,10 @@
-//! Image locks, as QEMU's file-posix driver takes them, so that vshunt and QEMU keep each other off an image just as
-//! two QEMUs do.
+//! Image locks, compatible with those of QEMU's file-posix driver. So vshunt and QEMU keep each
+//! other from an image in use.
 //!
-//! Open-file-description byte-range locks on the image itself. A user of the image holds a read lock on byte
-//! `100 + bit` for each permission it uses and on byte `200 + bit` for each permission that it does not grant others.
-//! It then asks whether anybody else holds the byte that contradicts each of these. The locks go with the descriptor.
+//! These are open-file-description locks on single bytes of the image. A user of the image holds a
+//! read lock on byte `100 + bit` for each permission that it uses, and on byte `200 + bit` for each
+//! permission that it denies to others. Then it asks whether another open file holds a byte that
+//! conflicts with one of these. The locks end when the file is closed.
 
 use std::fs::File;
 use std::io;
@@ -15,21 +16,23 @@ use vshunt_types::error::{Error, Kind, Result};
 
 /// First byte of the permissions in use.
 const USED_BASE: i64 = 100;
-/// First byte of the permissions not granted to others.
+/// First byte of the permissions that are denied to others.
 const DENIED_BASE: i64 = 200;
-/// Our own, where QEMU has none: the kernel may write to the image by itself (`lend.rs`).
-const LENT: i64 = 300;
+/// The kernel may write to the image for a FUSE mount (`passthrough.rs`). QEMU does not use this
+/// byte.
+const PASSTHROUGH: i64 = 300;
 
-/// How long another's lock is waited for. A process that was killed goes on holding its locks until its io_uring has
-/// ended what was under way. Waiting for that is also what keeps its last writes off those of its successor.
+/// How long a process waits for the lock of another one. A killed process holds its locks until its
+/// io_uring has completed its operations. The wait also orders its last writes before those of its
+/// successor.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
 const RETRY: Duration = Duration::from_millis(10);
 
-/// What an image is used for; the values are bit numbers of the protocol.
+/// How an image is used. The values are the bit numbers of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Permission {
-    /// What is read is what was written.
+    /// Reads return what was written.
     ConsistentRead = 0,
     Write = 1,
     // 2 is "write unchanged", which vshunt neither uses nor denies.
@@ -37,13 +40,17 @@ enum Permission {
 }
 use Permission::{ConsistentRead, Resize, Write};
 
-/// Takes the locks of a writer or reader of the image, or says who is in the way. Blocks for a while if somebody is.
+/// Takes the locks of a writer or reader of the image. Blocks for a while if another process holds
+/// a conflicting lock.
+///
+/// # Errors
+/// `Busy`, with the conflicting lock; `Io` for errors of the system.
 pub fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     let start = Instant::now();
     loop {
         match try_lock(file, path, readonly) {
             Err(e) if e.kind() == Kind::Busy && start.elapsed() < PATIENCE => {
-                // Ours go meanwhile: two that wait for each other would both wait in vain.
+                // Two processes that wait and keep their locks would wait for each other.
                 release(file);
                 std::thread::sleep(RETRY);
             }
@@ -52,8 +59,11 @@ pub fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     }
 }
 
-/// Takes these locks without asking whether anybody is in the way: for who holds as much of the same image by another
-/// descriptor, and lets go of that afterwards.
+/// Takes the same locks without a check for conflicts. The caller holds them already by another
+/// descriptor, which it releases afterwards.
+///
+/// # Errors
+/// `Io` for errors of the system.
 pub(super) fn take_over(file: &File, path: &Path, readonly: bool) -> Result<()> {
     take(file, path, readonly).map(drop)
 }
@@ -68,12 +78,13 @@ fn refused(path: &Path, e: io::Error) -> Error {
     )
 }
 
-/// What nobody is granted.
+/// The permissions that a user of an image denies to others.
 const DENIED: [Permission; 2] = [Write, Resize];
 
-/// Holds what a writer or reader uses and denies; the former comes back.
+/// Takes the locks of the permissions that a writer or reader uses and denies. Returns those that
+/// it uses.
 fn take(file: &File, path: &Path, readonly: bool) -> Result<&'static [Permission]> {
-    // Write before resize: it makes the better message.
+    // Write before resize, since its message is clearer.
     let used: &[Permission] = if readonly { &[ConsistentRead] } else { &[Write, Resize, ConsistentRead] };
     let used_bytes = used.iter().map(|&p| USED_BASE + p as i64);
     for at in used_bytes.chain(DENIED.iter().map(|&p| DENIED_BASE + p as i64)) {
@@ -83,7 +94,8 @@ fn take(file: &File, path: &Path, readonly: bool) -> Result<&'static [Permission
 }
 
 fn try_lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
-    // First all are taken, then all are asked for: of two that begin at once at least one sees the other.
+    // All locks are taken before the first check. Of two processes that start together at least one
+    // then sees the other.
     let used = take(file, path, readonly)?;
     let refused = |e| refused(path, e);
     let shown = path.display();
@@ -128,18 +140,19 @@ impl Permission {
     }
 }
 
-/// Marks the image as lent, for as long as this open file lives.
-pub(super) fn mark_lent(file: &File) -> io::Result<()> {
-    hold(file, LENT)
+/// Marks the image as used by FUSE passthrough, until this open file is closed.
+pub(super) fn mark_passthrough(file: &File) -> io::Result<()> {
+    hold(file, PASSTHROUGH)
 }
 
-/// Whether another open file marks the image as lent. False where that cannot be told.
-pub(super) fn is_lent(file: &File) -> bool {
-    held_by_another(file, LENT).unwrap_or(false)
+/// Returns whether another open file marks the image as used by FUSE passthrough; false if that is
+/// unknown.
+pub(super) fn has_passthrough(file: &File) -> bool {
+    held_by_another(file, PASSTHROUGH).unwrap_or(false)
 }
 
 fn one_byte(kind: i32, at: i64) -> libc::flock {
-    // SAFETY: flock is plain integers, for which zero is valid; l_pid has to be 0 for OFD locks.
+    // SAFETY: a flock has only integers, for which zero is valid. (OFD locks require l_pid = 0.)
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = kind as i16;
     lock.l_whence = libc::SEEK_SET as i16;
@@ -148,7 +161,7 @@ fn one_byte(kind: i32, at: i64) -> libc::flock {
     lock
 }
 
-/// Takes a read lock on one byte: any number may hold it.
+/// Takes a read lock on one byte. Several open files may hold it.
 fn hold(file: &File, at: i64) -> io::Result<()> {
     let lock = one_byte(libc::F_RDLCK, at);
     // SAFETY: F_OFD_SETLK reads a struct flock, which outlives the call.
@@ -158,14 +171,14 @@ fn hold(file: &File, at: i64) -> io::Result<()> {
     }
 }
 
-/// Lets go of all locks on the file.
+/// Releases all locks of the open file.
 pub(super) fn release(file: &File) {
     let all = libc::flock { l_len: 0, ..one_byte(libc::F_UNLCK, 0) };
     // SAFETY: F_OFD_SETLK reads a struct flock, which outlives the call.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &all) };
 }
 
-/// Whether a write lock on one byte would fail: somebody else holds a lock of any kind there.
+/// Returns whether another open file holds a lock on one byte: a write lock would fail.
 fn held_by_another(file: &File, at: i64) -> io::Result<bool> {
     let mut lock = one_byte(libc::F_WRLCK, at);
     // SAFETY: F_OFD_GETLK reads and writes a struct flock, which outlives the call.

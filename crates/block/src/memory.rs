@@ -1,11 +1,12 @@
 //! `ram`: a disk in the daemon's memory.
 //!
-//! Requests are copies, done at once by whichever worker has them, without locks: two that touch the same sectors at
-//! the same time may leave any mixture of their bytes, as on no real disk, and as no guest relies on.
+//! A worker carries out a request at once, as a copy, without locks. Two requests for the same
+//! sectors at the same time may leave any mixture of their bytes. No guest relies on an order of
+//! such requests.
 //!
-//! What must never happen: memory used after it is unmapped. So nothing is ever unmapped while the disk lives: address
-//! space for growing is reserved at the start, growing makes more of it accessible, and shrinking gives pages back
-//! but leaves them accessible.
+//! What must never happen: memory is used after it is unmapped. So nothing is unmapped before the
+//! disk is dropped. Address space for growth is reserved at the start. To grow makes more of it
+//! accessible; to shrink frees pages but leaves them accessible.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -17,9 +18,11 @@ use vshunt_types::error::{Error, Kind, Result};
 
 use super::{Io, Op};
 
-/// Address space reserved for growing. It costs nothing; 47 bits have room for a hundred of these.
+/// Address space that is reserved for growth. It costs no memory, and 47 bits of addresses are
+/// enough for a hundred disks.
 const RESERVED_BYTES: u64 = 1 << 40;
-/// Granule of giving memory back. A larger page of the system makes madvise fail, and the bytes are cleared instead.
+/// Unit in which memory is freed. If the pages of the system are larger, madvise fails and the
+/// bytes are cleared instead.
 const PAGE_BYTES: u64 = 4096;
 
 /// An anonymous mapping, unmapped when dropped.
@@ -28,15 +31,17 @@ pub(super) struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: it is only an address range; those who access it through `ptr` answer for what they do.
+// SAFETY: it owns its mapping, which any thread may unmap. Code that accesses the memory through
+// `ptr` states its own reasons.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: a shared reference only gives the address and the length, which do not change.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `bytes` of zeroes without reserving memory for them.
+    /// Maps `bytes` of zeroes. No memory is reserved for them.
     pub(super) fn new(bytes: usize, prot: ProtFlags) -> std::io::Result<Self> {
-        // SAFETY: a new mapping, at an address of the kernel's choice, harms no other.
+        // SAFETY: the kernel chooses a free range for the new mapping, so no existing memory
+        // changes.
         let base = unsafe {
             mmap_anonymous(std::ptr::null_mut(), bytes, prot, MapFlags::PRIVATE | MapFlags::NORESERVE)
         }?;
@@ -55,7 +60,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new`, with this length; its users hold a reference to its owner, so there are none left.
+        // SAFETY: `new` made the mapping with this length. Users of `ptr` hold a reference to its
+        // owner, so none is left.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -63,7 +69,7 @@ impl Drop for Mapping {
 /// A disk in memory.
 pub(super) struct Ram {
     space: Mapping,
-    /// Bytes from the start that can be accessed; never gets smaller.
+    /// Accessible bytes from the start; never decreases.
     open_bytes: AtomicU64,
 }
 
@@ -73,7 +79,7 @@ impl Ram {
             |e: std::io::Error| Error::io(format_args!("cannot map {size_bytes} bytes for disk {name}"), e);
         let wanted = usize::try_from(size_bytes.next_multiple_of(PAGE_BYTES))
             .map_err(|_| no_memory(std::io::ErrorKind::OutOfMemory.into()))?;
-        // Under a limit on address space there may be no room to grow, but still for the disk.
+        // A limit on address space may leave no room for growth, but enough for the disk.
         let space = Mapping::new(wanted.max(RESERVED_BYTES as usize), ProtFlags::empty())
             .or_else(|_| Mapping::new(wanted, ProtFlags::empty()))
             .map_err(no_memory)?;
@@ -91,7 +97,8 @@ impl Ram {
         if bytes > self.space.len() as u64 {
             return Err(std::io::ErrorKind::OutOfMemory.into());
         }
-        // SAFETY: within our mapping; access is only ever added, which breaks no one who has it already.
+        // SAFETY: the range lies in `space` (checked before). Access is only added, so existing
+        // users are not affected.
         unsafe {
             mprotect(
                 self.space.ptr().cast::<c_void>(),
@@ -103,7 +110,7 @@ impl Ram {
         Ok(())
     }
 
-    /// Shrinks or grows; what is grown by reads as zeroes.
+    /// Changes the size. New bytes read as zeroes.
     pub(super) fn resize(&self, old_bytes: u64, new_bytes: u64) -> Result<()> {
         self.open(new_bytes).map_err(|e| {
             Error::new(
@@ -114,63 +121,79 @@ impl Ram {
                 ),
             )
         })?;
-        // Shrinking gives the memory back. Growing clears too: a write that was late for the shrinking may lie there.
+        // To shrink frees the memory. To grow clears it too: a late write may have followed an
+        // earlier shrink.
         self.clear(old_bytes.min(new_bytes), old_bytes.abs_diff(new_bytes));
         Ok(())
     }
 
-    /// Does a whole request: 0, or a negative errno.
+    /// Carries out a whole request. Returns 0 or a negative errno.
     #[inline]
     pub(super) fn request(&self, io: &mut Io, readonly: bool) -> i32 {
-        let bytes = if matches!(io.op, Op::Read | Op::Write) { io.iov.left_bytes() } else { io.len };
-        // The queue checks against the disk's size. This is against unmapped memory, and so ours to check.
+        let bytes = if matches!(io.request.op, Op::Read | Op::Write) {
+            io.request.iov.left_bytes()
+        } else {
+            io.request.len
+        };
+        // The queue has checked the range against the size of the disk. This check is against
+        // access to inaccessible memory.
         let open = self.open_bytes.load(Ordering::Acquire);
-        if io.offset.checked_add(bytes).is_none_or(|end| end > open) {
+        if io.request.offset.checked_add(bytes).is_none_or(|end| end > open) {
             return -libc::EIO;
         }
-        if readonly && !matches!(io.op, Op::Read | Op::Flush | Op::Seek { .. }) {
+        if readonly && !matches!(io.request.op, Op::Read | Op::Flush | Op::Seek { .. }) {
             return -libc::EROFS;
         }
-        match io.op {
+        match io.request.op {
             Op::Read => {
-                // SAFETY: offset + bytes is within what is accessible; the segments are valid by `IoVecs::push`.
-                // Other workers may copy to the same bytes: these are raw copies, nothing is inferred from the bytes.
-                unsafe { io.iov.scatter(self.space.ptr().add(io.offset as usize), bytes) };
-                io.iov.advance(bytes);
+                // SAFETY: the range is accessible (checked above), and the segments are valid by
+                // the contract of `IoVecs::push`. Other workers may copy to the same bytes: only
+                // raw bytes are copied, and nothing depends on them.
+                unsafe { io.request.iov.scatter(self.at(io.request.offset), bytes) };
+                io.request.iov.advance(bytes);
             }
             Op::Write => {
-                // SAFETY: as for Read.
-                unsafe { io.iov.gather(self.space.ptr().add(io.offset as usize), bytes) };
-                io.iov.advance(bytes);
+                // SAFETY: the range is accessible (checked above), and the segments are valid by
+                // the contract of `IoVecs::push`. Other workers may copy from and to the same
+                // bytes: only raw bytes are copied, and nothing depends on them.
+                unsafe { io.request.iov.gather(self.at(io.request.offset), bytes) };
+                io.request.iov.advance(bytes);
             }
             Op::Flush | Op::Allocate => {}
-            Op::Discard | Op::WriteZeroes { .. } => self.clear(io.offset, bytes),
+            Op::Discard | Op::WriteZeroes { .. } => self.clear(io.request.offset, bytes),
             Op::Seek { .. } => return io.all_data(),
             Op::WriteCompressed => return -libc::EOPNOTSUPP,
         }
         0
     }
 
-    /// Makes accessible bytes zero; whole pages are given back.
+    /// Returns the address of a byte of the disk.
+    #[inline]
+    fn at(&self, offset: u64) -> *mut u8 {
+        self.space.ptr().wrapping_add(offset as usize)
+    }
+
+    /// Clears accessible bytes. Whole pages are freed.
     pub(super) fn clear(&self, offset: u64, bytes: u64) {
         let end = offset + bytes;
         debug_assert!(end <= self.open_bytes.load(Ordering::Relaxed));
         let (first_page, end_page) = (offset.next_multiple_of(PAGE_BYTES), end & !(PAGE_BYTES - 1));
-        // SAFETY: [from, to) is within what is accessible, by the callers; other workers' copies may race with it,
-        // as with any other copy here.
-        let zero = |from: u64, to: u64| unsafe {
-            mem::fill(self.space.ptr().add(from as usize), 0, (to - from) as usize);
+        let zero = |from: u64, to: u64| {
+            // SAFETY: the range is part of `offset..end`, which callers have checked to be
+            // accessible. Copies of other workers may happen at the same time: only raw bytes are
+            // written, and nothing depends on them.
+            unsafe { mem::fill(self.at(from), 0, (to - from) as usize) };
         };
         if first_page >= end_page {
             return zero(offset, end);
         }
         zero(offset, first_page);
-        // SAFETY: whole pages of our private anonymous mapping: they read as zeroes afterwards and stay mapped.
-        let given = unsafe {
-            let at = self.space.ptr().add(first_page as usize);
-            madvise(at.cast(), (end_page - first_page) as usize, Advice::LinuxDontNeed)
+        // SAFETY: these are whole pages of the private anonymous mapping `space`. They stay mapped
+        // and read as zeroes afterwards.
+        let freed = unsafe {
+            madvise(self.at(first_page).cast(), (end_page - first_page) as usize, Advice::LinuxDontNeed)
         };
-        if given.is_err() {
+        if freed.is_err() {
             zero(first_page, end_page);
         }
         zero(end_page, end);

@@ -1,7 +1,9 @@
-//! Changes of a qcow2 image that need it closed: another size, internal snapshots. The disk's exports stay, and pause.
+//! Changes of a qcow2 image that require it to be closed: its size, and internal snapshots. The
+//! exports of the disk stay and pause.
 //!
-//! Called as [`replace`](super::replace) has it. The image is checked first, since an offline change writes to what the
-//! counts call free; so the pause grows with the image's tables (some 2 MiB for each 16 GiB in use).
+//! Called under the conditions of [`replace`](super::replace). The image is checked first, since
+//! such a change writes to clusters that are free by their reference counts. So the pause grows
+//! with the tables of the image (about 2 MiB for each 16 GiB in use).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,27 +17,29 @@ use qcow2::{Image, Storage};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::DiskSpec;
 
+use super::backend::Backend;
+use super::disk::Disk;
+use super::limits::SECTOR_BYTES;
 use super::replace::{Closed, shown};
-use super::{Disk, Kind, SECTOR_BYTES};
 
-/// An internal snapshot, as QEMU's SnapshotInfo has it.
+/// An internal snapshot, with the fields of QEMU's SnapshotInfo.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Saved {
+pub struct SnapshotInfo {
     /// Unique in its image.
     pub id: String,
-    /// As the user named it.
+    /// The name that the user gave.
     pub name: String,
     /// When it was taken, seconds since 1970.
     pub date_s: u32,
-    /// And nanoseconds.
+    /// Nanoseconds of that time.
     pub date_ns: u32,
-    /// Bytes of a saved VM, for snapshots that QEMU took of a running one.
+    /// Size of the VM state, bytes, if QEMU took the snapshot of a running VM.
     pub vm_state_bytes: u64,
-    /// For how long the guest had been running, nanoseconds.
+    /// How long the guest had been running, nanoseconds.
     pub vm_clock_ns: u64,
 }
 
-impl From<&Snapshot> for Saved {
+impl From<&Snapshot> for SnapshotInfo {
     fn from(s: &Snapshot) -> Self {
         Self {
             id: s.id(),
@@ -49,74 +53,74 @@ impl From<&Snapshot> for Saved {
 }
 
 impl Disk {
-    /// Whether its image is qcow2.
-    pub fn is_qcow2(&self) -> bool {
-        matches!(&*self.kind(), Kind::Qcow2(_))
-    }
-
-    /// [`resize`](Self::resize) of a qcow2 disk, closed for it; see [`replace`](Self::replace). A disk that can grow while it is
-    /// served still can afterwards.
+    /// Changes the size of a qcow2 disk while its image is closed; see [`replace`](Self::replace).
+    /// A growable disk stays growable.
     ///
     /// # Errors
-    /// Those of the change, which leave the image as it was, and of [`replace`](Self::replace).
+    /// Those of the change, which leave the image unchanged, and those of
+    /// [`replace`](Self::replace).
     pub fn resize_closed(self: &Arc<Self>, now: &DiskSpec, size_bytes: u64) -> Result<()> {
         Self::check_size(size_bytes)?;
         self.offline_owned(now, self.size_bytes().min(size_bytes), |image, closed| {
-            if self.grows() {
-                return Ok(qcow2::resize::resize_with_room(image, size_bytes, closed.below));
+            if self.growable() {
+                return Ok(qcow2::resize::resize_with_room(image, size_bytes, closed.backing_bytes));
             }
             let data = match image.header().data_file {
                 Some(_) => Some(closed.file(1)?),
                 None => None,
             };
             let data = data.as_ref().map(|d| d as &dyn Storage);
-            let around = Around { data, below: closed.below, preallocation: Preallocation::Off };
+            let around = Around { data, below: closed.backing_bytes, preallocation: Preallocation::Off };
             Ok(qcow2::resize::resize(image, size_bytes, &around, &mut |_, _| {}))
         })
     }
 
-    /// Copies the disk's last cluster up from the image below, where the disk ends within it: only then can the rest of the
-    /// cluster be hidden when the disk grows. The disk's contents stay as they are. Blocks.
+    /// Copies the last cluster of the disk from the backing image if the disk ends inside it.
+    /// Otherwise bytes of the backing image would show when the disk grows. The contents of the
+    /// disk do not change. Blocks.
     ///
     /// # Errors
-    /// The cluster cannot be read or written.
+    /// `Io` if the cluster cannot be read or written.
     pub fn own_last_cluster(self: &Arc<Self>) -> Result<()> {
         self.own_cluster(self.size_bytes())
     }
 
-    /// The same for the cluster that `end` lies in.
+    /// Copies the cluster around `end` from the backing image.
     fn own_cluster(self: &Arc<Self>, end: u64) -> Result<()> {
-        let kind = self.kind();
-        let Kind::Qcow2(image) = &*kind else { return Ok(()) };
-        if image.below().is_none() || end.is_multiple_of(image.cluster_bytes()) {
+        let backend = self.backend();
+        let Backend::Qcow2(image) = &backend else { return Ok(()) };
+        if image.backing_bytes().is_none() || end.is_multiple_of(image.cluster_bytes()) {
             return Ok(());
         }
-        // A write of its last sector copies the cluster, or with extended L2 entries the subcluster.
+        // A write of the last sector copies the cluster; with extended L2 entries, the subcluster.
         self.rewrite(end - SECTOR_BYTES, SECTOR_BYTES)
             .map_err(|e| Error::io("the disk's last cluster cannot be copied from the image below", e))
     }
 
-    /// Lets the users of a mount change the size of a qcow2 disk, closed for it; see [`replace`](Self::replace). Its image
-    /// gets an L1 table with room, so that to grow later is one write of its header. For all other disks there is nothing to
-    /// do.
+    /// Prepares a qcow2 disk for users of a mount that change its size. The image is closed for
+    /// that; see [`replace`](Self::replace). It gets a larger L1 table, so that later growth is one
+    /// write of the header. Other disks need no preparation.
     ///
     /// # Errors
-    /// An image with a data file, or that stands on one too large; those of [`replace`](Self::replace).
+    /// Those of the change, for an image with a data file or with a backing image that is
+    /// too large; those of [`replace`](Self::replace).
     pub fn make_growable(self: &Arc<Self>, now: &DiskSpec) -> Result<()> {
         if !self.is_qcow2() {
             return Ok(());
         }
-        self.grows.store(true, Ordering::Relaxed);
-        let room = |image: &mut Image<'_>, closed: &Closed| Ok(qcow2::resize::make_room(image, closed.below));
+        self.growable.store(true, Ordering::Relaxed);
+        let room = |image: &mut Image<'_>, closed: &Closed| {
+            Ok(qcow2::resize::make_room(image, closed.backing_bytes))
+        };
         self.offline_owned(now, self.size_bytes(), room)
-            .inspect_err(|_| self.grows.store(false, Ordering::Relaxed))
+            .inspect_err(|_| self.growable.store(false, Ordering::Relaxed))
     }
 
     /// Takes an internal snapshot.
     ///
     /// # Errors
-    /// There is one of that name, or the image can have none; the image is as it was then. Those of
-    /// [`replace`](Self::replace).
+    /// `Exists` if there is a snapshot of that name; those of the change, which leave the
+    /// image unchanged; those of [`replace`](Self::replace).
     pub fn save_snapshot(&self, now: &DiskSpec, name: &str) -> Result<()> {
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let time = (u32::try_from(time.as_secs()).unwrap_or(u32::MAX), time.subsec_nanos());
@@ -128,14 +132,20 @@ impl Disk {
         })
     }
 
-    /// Deletes the internal snapshot with that id and that name, as far as they are given.
+    /// Deletes an internal snapshot by its id, its name or both, and returns it.
     ///
     /// # Errors
-    /// There is none, or several have that name; the image is as it was then. Those of [`replace`](Self::replace).
-    pub fn delete_snapshot(&self, now: &DiskSpec, id: Option<&str>, name: Option<&str>) -> Result<Saved> {
+    /// `NotFound` if there is none, `Invalid` if several match; the image is unchanged
+    /// then. Those of [`replace`](Self::replace).
+    pub fn delete_snapshot(
+        &self,
+        now: &DiskSpec,
+        id: Option<&str>,
+        name: Option<&str>,
+    ) -> Result<SnapshotInfo> {
         self.offline(now, |image, _| {
             let all = list(now, image)?;
-            let of = |s: &&Saved| id.is_none_or(|id| s.id == id) && name.is_none_or(|name| s.name == name);
+            let of = |s: &&SnapshotInfo| id.is_none_or(|id| s.id == id) && name.is_none_or(|name| s.name == name);
             let mut found = all.iter().filter(of);
             let shown = shown(now);
             let (first, more) = (found.next(), found.next());
@@ -148,7 +158,7 @@ impl Disk {
             if more.is_some() {
                 return Err(Error::invalid(format!("{shown} has several snapshots {which}: give its id, too")));
             }
-            // By its id, unless that is another's name.
+            // It is deleted by its id, unless that is also the name of another snapshot.
             if all.iter().filter(|s| s.id == saved.id || s.name == saved.id).count() > 1 {
                 return Err(Error::invalid(format!(
                     "{shown} has several snapshots that could be meant by id {}: end the daemon, and use 'vshunt image \
@@ -161,8 +171,9 @@ impl Disk {
         })
     }
 
-    /// Has `change` done to the image while it is closed. If nothing but [`qcow2::Error::LastClusterBelow`] is in the way of
-    /// it, the cluster that `end` lies in is copied up, and it is done then: what is refused writes nothing.
+    /// Calls `change` with the closed image. If it fails with [`qcow2::Error::LastClusterBelow`],
+    /// copies the cluster around `end` from the backing image and calls it again. A refused change
+    /// writes nothing.
     fn offline_owned(
         self: &Arc<Self>,
         now: &DiskSpec,
@@ -182,7 +193,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Has `change` done to the image while it is closed.
+    /// Checks the image and calls `change` while it is closed.
     fn offline<R>(
         &self,
         now: &DiskSpec,
@@ -212,13 +223,13 @@ impl Disk {
             done = Some(change(&mut image, closed)?);
             Ok(())
         })?;
-        Ok(done.expect("set where nothing failed"))
+        Ok(done.expect("`replace` succeeded, so it was set"))
     }
 }
 
-fn list(now: &DiskSpec, image: &Image<'_>) -> Result<Vec<Saved>> {
+fn list(now: &DiskSpec, image: &Image<'_>) -> Result<Vec<SnapshotInfo>> {
     let (list, _) = read_table(image).map_err(|e| wrong(now, &e))?;
-    Ok(list.iter().map(Saved::from).collect())
+    Ok(list.iter().map(SnapshotInfo::from).collect())
 }
 
 fn wrong(spec: &DiskSpec, e: &qcow2::Error) -> Error {

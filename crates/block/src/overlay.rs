@@ -1,10 +1,16 @@
-//! External snapshots: a disk goes on in a new qcow2 image, the overlay, which stands on the image that it had.
+//! External snapshots: a disk continues in a new qcow2 image, the overlay. The current image
+//! becomes its backing image.
 //!
-//! The order of steps is what makes them safe: 1 the overlay is made, and is on stable storage with its name; 2 the disk's
-//! queues are drained and its image is flushed and closed; 3 the image is marked as being below the overlay (see
-//! [`mark`]), on stable storage; 4 the overlay is opened, the image below it read-only. A daemon killed before
-//! 3 leaves an empty overlay that nobody uses, after it a disk that is to be opened by the overlay's name, with the same
-//! contents: the first write to the overlay comes after 4, and none to the image below after 2.
+//! The order of the steps makes a snapshot safe:
+//!
+//! | step | what happens | if the daemon is killed after it |
+//! | --- | --- | --- |
+//! | 1 | the overlay is created, on stable storage | an empty overlay is left over |
+//! | 2 | the queues are drained; the image is flushed and closed | the same |
+//! | 3 | the image is marked as a backing image (see [`overlay_xattr`]), on stable storage | the disk is opened by the overlay's path, with the same contents |
+//! | 4 | the overlay is opened, with the image as its read-only backing image | the same |
+//!
+//! There is no write to the image after step 2, and none to the overlay before step 4.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,22 +20,26 @@ use qcow2::Image;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format};
 
-use super::qcow2::{Plain, backing_of};
+use super::create::NewImage;
+use super::disk::Disk;
+use super::file_storage::{FileStorage, backing_of};
+use super::path_fd::open_image;
 use super::replace::shown;
-use super::{Disk, NewImage, lock, mark, open_image};
+use super::{lock, overlay_xattr};
 
-/// An overlay that a disk is about to get, locked.
+/// A new overlay of a disk, locked.
 pub struct Overlay {
     path: PathBuf,
     file: Arc<File>,
-    made: bool,
+    created: bool,
 }
 
 impl Overlay {
-    /// Makes one, step 1: of `size_bytes`, over the image of `base`.
+    /// Creates an overlay of `size_bytes` with the image of `base` as its backing image (step 1).
     ///
     /// # Errors
-    /// `Exists` if there is such a file; the system's, no space among them. Nothing is left behind then.
+    /// `Exists` if the file exists; those of the system, such as no space. No file is left
+    /// behind then.
     pub fn make(path: &Path, base: &DiskSpec, size_bytes: u64) -> Result<Self> {
         let (path, below) = (absolute(path)?, absolute(image_of(base)?)?);
         let shown = path.display();
@@ -51,19 +61,20 @@ impl Overlay {
         Self::take(&path, base, Some(&below)).inspect_err(|_| drop(std::fs::remove_file(&path)))
     }
 
-    /// The bytes of the disk of an image that names one it stands on; none if it names none. It is not locked.
+    /// Returns the size of the disk of an overlay, bytes; none if the image has no backing image.
+    /// The image is not locked.
     ///
     /// # Errors
-    /// It cannot be read, or is no qcow2 image.
+    /// `Io` if the image cannot be read; `Invalid` if it is no qcow2 image.
     pub fn look(spec: &DiskSpec) -> Result<Option<u64>> {
         let path = absolute(image_of(spec)?)?;
         let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
-        let plain = Plain::new(open_image(&path, false).map_err(cannot)?);
+        let plain = FileStorage::new(open_image(&path, false).map_err(cannot)?);
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
         Ok(image.header().backing.is_some().then_some(image.header().size))
     }
 
-    /// Locks one, and lets those use it who may use the image `like`, if that is given.
+    /// Opens and locks an overlay. Gives it the permissions of the image `like`, if there is one.
     fn take(path: &Path, base: &DiskSpec, like: Option<&Path>) -> Result<Self> {
         let cannot = |e| Error::io(format_args!("cannot open {}", path.display()), e);
         let file = open_image(path, true).map_err(cannot)?;
@@ -73,23 +84,24 @@ impl Overlay {
         if let Some(meta) = like.and_then(|p| std::fs::metadata(p).ok()).filter(|m| m.is_file()) {
             file.set_permissions(meta.permissions()).map_err(cannot)?;
         }
-        Ok(Self { path: path.to_owned(), file: Arc::new(file), made: like.is_some() })
+        Ok(Self { path: path.to_owned(), file: Arc::new(file), created: like.is_some() })
     }
 
-    /// Takes one that is there.
+    /// Takes an existing overlay.
     ///
     /// # Errors
-    /// It does not stand on the image of `base`, or is no qcow2 image of that size; it is in use.
+    /// `Invalid` if its backing image is not the image of `base`, or if it is no qcow2
+    /// image of that size; `Busy` if it is in use.
     pub fn existing(path: &Path, base: &DiskSpec, size_bytes: u64) -> Result<Self> {
         let path = absolute(path)?;
         let shown = path.display();
-        mark::check(&path, false)?;
+        overlay_xattr::check(&path, false)?;
         let cannot = |e| Error::io(format_args!("cannot open {shown}"), e);
         let overlay = Self::take(&path, base, None)?;
-        let plain = Plain::new(overlay.file.try_clone().map_err(cannot)?);
+        let plain = FileStorage::new(overlay.file.try_clone().map_err(cannot)?);
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
         let below = backing_of(&path, overlay.file.try_clone().map_err(cannot)?).map_err(cannot)?;
-        if !below.is_some_and(|b| image_of(base).is_ok_and(|base| mark::same(&b, base))) {
+        if !below.is_some_and(|b| image_of(base).is_ok_and(|base| overlay_xattr::is_same_file(&b, base))) {
             return Err(Error::invalid(format!(
                 "{shown} does not stand on {0}; 'qemu-img create -f qcow2 -b {0} -F FORMAT {shown}' makes one that does",
                 super::replace::shown(base)
@@ -105,9 +117,9 @@ impl Overlay {
         Ok(overlay)
     }
 
-    /// Removes it, if it was made by us.
+    /// Removes the overlay if [`make`](Self::make) created it.
     pub fn unmake(self) {
-        if self.made
+        if self.created
             && let Err(e) = std::fs::remove_file(&self.path)
         {
             tracing::warn!("{} is left behind: {e}", self.path.display());
@@ -116,12 +128,13 @@ impl Overlay {
 }
 
 impl Disk {
-    /// Steps 2 to 4, with the queues drained as [`replace`](Self::replace) has it: the disk goes on in the overlay; what it
-    /// is then comes back.
+    /// Makes the disk continue in the overlay (steps 2 to 4). The queues are drained, as
+    /// [`replace`](Self::replace) requires. Returns the new description of the disk.
     ///
     /// # Errors
-    /// It goes on in the image of `now`, which is not marked then; the overlay is unused.
-    pub fn put_overlay(&self, now: &DiskSpec, overlay: &Overlay) -> Result<DiskSpec> {
+    /// Those of [`replace`](Self::replace), and those of the mark. The disk then continues
+    /// in the image of `now` without a mark, and the overlay is unused.
+    pub fn switch_to_overlay(&self, now: &DiskSpec, overlay: &Overlay) -> Result<DiskSpec> {
         let next = DiskSpec {
             format: Some(Format::Qcow2),
             file: Some(overlay.path.clone()),
@@ -131,7 +144,7 @@ impl Disk {
         let base = shown(now);
         let result = self.replace(now, &next, std::slice::from_ref(&overlay.file), |closed| {
             let Some(image) = closed.image() else { return Ok(()) };
-            match mark::put_overlay(image, &overlay.path) {
+            match overlay_xattr::set_overlay(image, &overlay.path) {
                 Ok(true) => Ok(()),
                 Ok(false) => {
                     tracing::warn!(
@@ -151,7 +164,7 @@ impl Disk {
             Err(e) => {
                 let image =
                     image_of(now).and_then(|path| open_image(path, false).map_err(|e| Error::io(&base, e)));
-                if let Ok(Err(e)) = image.map(|image| mark::take_overlay(&image)) {
+                if let Ok(Err(e)) = image.map(|image| overlay_xattr::clear_overlay(&image)) {
                     tracing::warn!("{base} stays marked as having an overlay: {e}");
                 }
                 Err(e)
@@ -160,6 +173,7 @@ impl Disk {
     }
 }
 
+/// Returns the path of the image of a disk.
 fn image_of(spec: &DiskSpec) -> Result<&Path> {
     match (&spec.file, spec.format()) {
         (Some(path), Format::Raw | Format::Qcow2) => Ok(path),

@@ -1,9 +1,12 @@
 //! The FUSE mounts that this process serves itself.
 //!
-//! Frontends note them here; code that opens files by paths of users asks first. Any thread.
-//! What must never happen: a thread of this process waits for one of these mounts. Its request would be answered by our own
-//! workers. A process that is killed while it waits so does not end: its /dev/fuse stays open until all its threads have
-//! ended, and the thread ends when /dev/fuse is closed.
+//! Front ends register them here. Code that opens files by paths of users checks them here first.
+//! Any thread may call.
+//!
+//! What must never happen: a thread of this process waits for one of these mounts. The workers of
+//! this process would have to answer it. A process that is killed during such a wait never ends:
+//! /dev/fuse stays open until all its threads have ended, and the thread ends when /dev/fuse is
+//! closed.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -14,17 +17,18 @@ use vshunt_types::sync::Locked;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags, makedev, openat, statx};
 use vshunt_types::error::{Error, Result};
 
-/// How long a look at the list waits for mounts that are being made: longer than fusermount3 may take.
+/// How long a check waits for mounts that are being made. This is longer than fusermount3 may take.
 const MAKING_LIMIT: Duration = Duration::from_secs(15);
 
-/// Held for a look or a change of the list.
+/// Guards the list. Held only for a look-up or a change.
 static LIST: Mutex<List> = Mutex::new(List { mounts: Vec::new(), making: 0 });
-/// `making` has become less.
+/// Notified when `making` decreases.
 static MADE: Condvar = Condvar::new();
 
 struct List {
     mounts: Vec<Own>,
-    /// Mounts that may be visible and are not among `mounts` yet: the kernel chooses the device number when it makes the mount.
+    /// Number of mounts that may be visible and are not in `mounts` yet. The kernel chooses the
+    /// device number when it makes a mount.
     making: u32,
 }
 
@@ -38,7 +42,7 @@ fn list() -> MutexGuard<'static, List> {
     LIST.locked()
 }
 
-/// The list when no mount is being made.
+/// Returns the list when no mount is being made.
 ///
 /// # Errors
 /// `Busy`: a mount is still being made after [`MAKING_LIMIT`].
@@ -51,19 +55,19 @@ fn settled() -> Result<MutexGuard<'static, List>> {
     }
 }
 
-/// A mount that is being made. Until it is noted, or dropped, [`check`] waits: the mount is visible before its device number is
-/// known. The thread that has it calls nothing that calls `check`.
+/// A mount that is being made. The mount is visible before its device number is known, so [`check`]
+/// waits until this is registered or dropped. The thread that holds it does not call `check`.
 #[derive(Debug)]
 pub struct Making(());
 
 impl Making {
-    /// To be called before mount(2).
+    /// Announces a mount. Called before mount(2).
     pub fn begin() -> Self {
         list().making += 1;
         Self(())
     }
 
-    /// Notes the mount with that device number, of that export and disk.
+    /// Registers the mount with its device number, its export and its disk.
     pub fn note(self, device: u64, export: &str, disk: &str) -> OwnMount {
         OwnMount::new(device, export, disk)
     }
@@ -98,46 +102,48 @@ impl Drop for OwnMount {
     }
 }
 
-/// The export whose file has that device number. Does not wait for mounts that are being made.
+/// Returns the export whose mount has this device number. Does not wait for mounts that are being
+/// made.
 pub fn export_on(device: u64) -> Option<String> {
     list().mounts.iter().find(|own| own.device == device).map(|own| own.export.clone())
 }
 
-/// Whether a path leads to a file of one of our mounts. Asks no mount, and does not wait for those that are being made: for looks
-/// that open nothing.
+/// Returns whether a path leads to a file on a mount of this process. Sends no request to a mount,
+/// and does not wait for mounts that are being made. For callers that do not open the file.
 pub(super) fn has(path: &Path) -> bool {
     let Ok(file) = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) else { return false };
     device_of(file).is_some_and(|device| export_on(device).is_some())
 }
 
-/// The device number of a file; its file system is not asked.
+/// Returns the device number of a file, without a request to its file system.
 fn device_of(file: impl AsFd) -> Option<u64> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let seen = statx(file, c"", flags, StatxFlags::empty()).ok()?;
     Some(makedev(seen.stx_dev_major, seen.stx_dev_minor))
 }
 
-/// Refuses a path that leads to a file of one of our mounts, without asking that mount. A path that leads nowhere is not
-/// refused here.
+/// Refuses a path that leads to a file on a mount of this process. Sends no request to the mount. A
+/// path that does not exist is not refused.
 ///
 /// # Errors
-/// `Invalid`, with the export. `Busy`: a mount is being made, and that does not end.
+/// `Invalid`, with the export; `Busy` if a mount is still being made after [`MAKING_LIMIT`].
 pub fn check(path: &Path) -> Result<()> {
-    // The call does not send a request to the mount that the path ends on: the root of a mount is not looked up again.
+    // This sends no request to a mount at the end of the path, since the root of a mount is not
+    // looked up again.
     match openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
         Ok(file) => check_file(&file, path),
         Err(_) => Ok(()),
     }
 }
 
-/// [`check`] for a file that was opened with O_PATH by that name.
+/// [`check`] for a file that was opened with O_PATH.
 ///
 /// # Errors
 /// Those of [`check`].
 pub fn check_file(file: impl AsFd, path: &Path) -> Result<()> {
-    // No request either: the kernel knows the device number itself.
+    // This sends no request: the kernel knows the device number.
     let Some(device) = device_of(file) else { return Ok(()) };
-    // A mount that was visible when the file was opened is on this list.
+    // A mount that was visible when the file was opened is on the list by now.
     match settled()?.mounts.iter().find(|own| own.device == device) {
         None => Ok(()),
         Some(Own { export, disk, .. }) => Err(Error::invalid(format!(
@@ -152,12 +158,12 @@ pub fn check_file(file: impl AsFd, path: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// No other test here may make a mount meanwhile.
-    static TURN: Mutex<()> = Mutex::new(());
+    /// Held by a test that makes a mount.
+    static MOUNTS: Mutex<()> = Mutex::new(());
 
     #[test]
     fn a_path_is_checked_when_the_mount_that_is_being_made_is_noted() {
-        let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+        let _mounts = MOUNTS.lock().unwrap_or_else(|e| e.into_inner());
         // No other test opens an image there.
         let path = Path::new("/sys");
         let device = std::os::unix::fs::MetadataExt::dev(&std::fs::metadata(path).unwrap());
@@ -177,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_path_on_an_own_mount_is_refused_until_the_mount_is_gone() {
-        let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+        let _mounts = MOUNTS.lock().unwrap_or_else(|e| e.into_inner());
         // No other test opens an image there.
         let path = Path::new("/proc");
         let device = std::os::unix::fs::MetadataExt::dev(&std::fs::metadata(path).unwrap());

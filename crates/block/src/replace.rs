@@ -1,9 +1,13 @@
-//! A disk gets another image, or the same one after work that needs it closed, while its exports stay.
+//! Replaces the image of a disk, or closes it for a change and opens it again, while the exports of
+//! the disk stay.
 //!
-//! Called by control threads, with the disk's turn held and all its queues drained, so that no handle has the image. (A
-//! mount's clerk works for requests in flight only, and is idle then.) The old image is closed before the new one is
-//! opened, for both may be the same file. What must never happen: two open images that write to one file; an image in use
-//! without its lock; a disk that goes on with an image that is not what its guest wrote.
+//! Called by control threads that hold the lock for operations on the disk, with all its queues
+//! drained. So no handle refers to the image. (The blocking thread of a mount works only for
+//! requests in flight, so it is idle then.) The old image is closed before the new one is opened,
+//! since both may be the same file.
+//!
+//! What must never happen: two open images write to one file; an image is used without its lock; a
+//! disk continues with an image that lacks writes of its guest.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -11,83 +15,73 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use qcow2::bitmap::Loaded;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 
-use super::Loaded;
-use super::qcow2::{Plain, enter_bitmaps};
+use super::backend::Backend;
+use super::disk::Disk;
+use super::file_storage::FileStorage;
+use super::limits::Limits;
+use super::lock;
+use super::qcow2::store_in_use;
 use super::raw::Raw;
-use super::{Disk, Kind, Limits, lock};
 
-/// A disk's image that is closed for a while: nobody uses its files, and nobody else can get their locks.
+/// An image that is closed for a change. Its files are not used, and their locks are still held.
 pub(super) struct Closed {
-    kind: Arc<Kind>,
-    /// Size of the image below it, if there is one.
-    pub(super) below: Option<u64>,
+    backend: Backend,
+    /// Size of the backing image, bytes, if there is one.
+    pub(super) backing_bytes: Option<u64>,
     path: String,
 }
 
 impl Closed {
-    /// One of its files, as offline work sees it: 0 is the image itself, 1 its data file.
-    pub(super) fn file(&self, number: usize) -> Result<Plain> {
-        let file = self.kind.files().get(number).map(|raw| Plain::of(raw, false, false));
+    /// Opens one of the files for a change: 0 is the image, 1 its data file.
+    pub(super) fn file(&self, number: usize) -> Result<FileStorage> {
+        let file = self.backend.files().get(number).map(|raw| FileStorage::of(raw, false, false));
         match file {
             Some(file) => file.map_err(|e| Error::io(format_args!("cannot open {}", self.path), e)),
             None => Err(Error::invalid(format!("{} has no data file", self.path))),
         }
     }
 
-    /// The image itself.
+    /// Returns the image.
     pub(super) fn image(&self) -> Option<&Arc<File>> {
-        self.kind.files().first().map(|raw| raw.image())
+        self.backend.files().first().map(|raw| raw.image())
     }
 }
 
-impl Kind {
-    /// Its files: the image, then what belongs to it or lies below.
-    pub(super) fn files(&self) -> &[Raw] {
-        match self {
-            Self::Raw(raw) => std::slice::from_ref(raw),
-            Self::Qcow2(image) => image.files(),
-            Self::Null | Self::Ram(_) | Self::Gone => &[],
-        }
-    }
-
-    /// Whether it could not be opened again for writing, since it is to be repaired first.
-    fn is_wrong(&self) -> bool {
-        matches!(self, Self::Qcow2(image) if image.is_wrong())
-    }
-
-    /// Makes all that was written stable, and lets the file be another's.
-    fn finish(&self, cache: Cache, readonly: bool) -> std::io::Result<()> {
-        match self {
-            Self::Raw(raw) if !readonly && cache != Cache::Unsafe => raw.sync_now(),
-            Self::Qcow2(image) => {
-                image.flush_now()?;
-                match image.close() {
-                    true => Ok(()),
-                    false => Err(std::io::Error::other("it cannot be closed (see the log)")),
-                }
+/// Brings all writes to stable storage and closes the image.
+fn finish(backend: &Backend, cache: Cache, readonly: bool) -> std::io::Result<()> {
+    match backend {
+        Backend::Raw(raw) if !readonly && cache != Cache::Unsafe => raw.sync_now(),
+        Backend::Qcow2(image) => {
+            image.flush_now()?;
+            match image.close() {
+                true => Ok(()),
+                false => Err(std::io::Error::other("it cannot be closed (see the log)")),
             }
-            _ => Ok(()),
         }
+        _ => Ok(()),
     }
 }
 
-/// Who holds the locks of a file, by which descriptor.
+/// A file whose locks are held.
 struct Held {
     file: Arc<File>,
     readonly: bool,
 }
 
 impl Disk {
-    /// Closes the image of `now`, has `work` done, and opens that of `next`; no request may be in flight, and none begin
-    /// before it is over. `locked` are files of `next` that are locked for writing already. If anything fails, the disk
-    /// goes on with the image of `now`, whatever `work` did to it: what cannot be undone is for `work` to do last.
+    /// Closes the image of `now`, calls `work`, and opens the image of `next`. No request is in
+    /// flight, and none starts before this returns. `locked` are files of `next` that are locked
+    /// for writing already. If a step fails, the disk continues with the image of `now`, with the
+    /// changes that `work` made; so `work` does last what cannot be undone.
     ///
     /// # Errors
-    /// Those of `work` and of opening. The image of `now` cannot be flushed: nothing was done then. If not even the old
-    /// image can be opened again, every request of the disk fails from then on (EIO), and the log says so.
+    /// Those of `work` and of opening. If the image of `now` cannot be flushed, nothing
+    /// was done. If the old image cannot be opened again either, every request of the disk fails
+    /// from then on (EIO), and the log says so.
     pub(super) fn replace(
         &self,
         now: &DiskSpec,
@@ -95,45 +89,46 @@ impl Disk {
         locked: &[Arc<File>],
         work: impl FnOnce(&Closed) -> Result<()>,
     ) -> Result<()> {
-        let mut kind = self.kind.write().expect("no holder panics");
+        let mut backend = self.backend.write().expect("no holder panics");
         let path = shown(now);
-        if kind.is_wrong() {
+        if backend.is_corrupt() {
             return Err(Error::invalid(format!(
                 "{path} was found to be corrupt and stays as it is: end the daemon, and 'vshunt image check -r all' it"
             )));
         }
-        let along = match &**kind {
-            Kind::Qcow2(image) if now.file != next.file => image.leave_bitmaps(),
+        let bitmaps = match &*backend {
+            Backend::Qcow2(image) if now.file != next.file => image.bitmaps_for_next(),
             _ => Vec::new(),
         };
-        kind.finish(self.cache, self.readonly)
+        finish(&backend, self.cache, self.readonly)
             .map_err(|e| Error::io(format_args!("cannot bring {path} to stable storage"), e))?;
-        let old = std::mem::replace(&mut *kind, Arc::new(Kind::Gone));
+        let old = std::mem::replace(&mut *backend, Backend::Gone);
         let mut held: Vec<Held> = Vec::new();
         held.extend(locked.iter().map(|file| Held { file: file.clone(), readonly: false }));
         held.extend(
             old.files().iter().map(|raw| Held { file: raw.image().clone(), readonly: raw.readonly() }),
         );
-        let below = match &*old {
-            Kind::Qcow2(image) => image.below(),
+        let backing_bytes = match &old {
+            Backend::Qcow2(image) => image.backing_bytes(),
             _ => None,
         };
-        let closed = Closed { kind: old, below, path: path.clone() };
+        let closed = Closed { backend: old, backing_bytes, path: path.clone() };
         let opened = work(&closed).and_then(|()| {
-            enter(next, along)?;
+            move_bitmaps(next, bitmaps)?;
             self.open_again(next, &held)
         });
-        // Descriptors in the system's own lists keep a file open for a moment; its locks are let go of by name.
+        // An io_uring may keep the old files open for a moment, so their locks are released
+        // explicitly.
         let (result, new) = match opened {
             Ok(new) => (Ok(()), Ok(new)),
             Err(e) => (Err(e), self.open_again(now, &held)),
         };
         match new {
             Ok((new, size_bytes)) => {
-                self.granule.store(new.granule(), Ordering::Release);
-                self.zero_granule.store(new.zero_granule(self.limits.block_size), Ordering::Release);
+                self.alignment.store(new.alignment(), Ordering::Release);
+                self.zero_alignment.store(new.zero_alignment(self.limits.block_size), Ordering::Release);
                 self.size_bytes.store(size_bytes, Ordering::Release);
-                *kind = Arc::new(new);
+                *backend = new;
                 held.iter().filter(|_| self.locked).for_each(|h| lock::release(&h.file));
             }
             Err(e) => tracing::error!(
@@ -145,8 +140,8 @@ impl Disk {
         result
     }
 
-    /// Closes the image and opens it again, which puts the bitmaps that are [left with it](Self::keep_bitmaps) into it. As
-    /// [`replace`](Self::replace) has it.
+    /// Closes the image and opens it again, which writes its [saved bitmaps](Self::save_bitmaps).
+    /// The queues are drained, as [`replace`](Self::replace) requires.
     ///
     /// # Errors
     /// Those of [`replace`](Self::replace).
@@ -154,27 +149,27 @@ impl Disk {
         self.replace(now, now, &[], |_| Ok(()))
     }
 
-    /// Opens an image whose files' locks are held, by other descriptors, in part.
-    fn open_again(&self, spec: &DiskSpec, held: &[Held]) -> Result<(Kind, u64)> {
-        let (kind, size_bytes, limits) =
-            super::open_kind(&DiskSpec { locking: false, size: None, ..spec.clone() }, self.grows())?;
+    /// Opens an image. Other descriptors may hold locks of its files.
+    fn open_again(&self, spec: &DiskSpec, held: &[Held]) -> Result<(Backend, u64)> {
+        let spec_unlocked = DiskSpec { locking: false, size: None, ..spec.clone() };
+        let (backend, size_bytes, limits) = Backend::open(&spec_unlocked, self.growable())?;
         let result = self.check_limits(spec, &limits).and_then(|()| match self.locked {
-            true => kind.files().iter().try_for_each(|raw| inherit(raw, held)),
+            true => backend.files().iter().try_for_each(|raw| inherit(raw, held)),
             false => Ok(()),
         });
         match result {
-            Ok(()) => Ok((kind, size_bytes)),
+            Ok(()) => Ok((backend, size_bytes)),
             Err(e) => {
-                if let Kind::Qcow2(image) = &kind {
+                if let Backend::Qcow2(image) = &backend {
                     image.close();
                 }
-                kind.files().iter().for_each(|raw| lock::release(raw.image()));
+                backend.files().iter().for_each(|raw| lock::release(raw.image()));
                 Err(e)
             }
         }
     }
 
-    /// What guests were told is not taken back.
+    /// Checks that a new image fits the limits that guests already know.
     fn check_limits(&self, spec: &DiskSpec, limits: &Limits) -> Result<()> {
         match limits.block_size > self.limits.block_size {
             true => Err(Error::unsupported(format!(
@@ -189,16 +184,16 @@ impl Disk {
     }
 }
 
-/// Puts bitmaps that a disk takes along into its next image, so that they count as inconsistent if nobody comes to write them
-/// back.
-fn enter(next: &DiskSpec, along: Vec<Loaded>) -> Result<()> {
-    let Some(path) = next.file.as_ref().filter(|_| next.format() == Format::Qcow2 && !along.is_empty())
+/// Stores the bitmaps of a disk in its next image. They are marked as in use there, and so count as
+/// inconsistent until they are saved.
+fn move_bitmaps(next: &DiskSpec, bitmaps: Vec<Loaded>) -> Result<()> {
+    let Some(path) = next.file.as_ref().filter(|_| next.format() == Format::Qcow2 && !bitmaps.is_empty())
     else {
         return Ok(());
     };
     let file = File::options().read(true).write(true).open(path);
     let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
-    match enter_bitmaps(&Plain::new(file), along) {
+    match store_in_use(&FileStorage::new(file), bitmaps) {
         Ok(()) => Ok(()),
         Err(qcow2::Error::Unsupported(why)) => {
             tracing::warn!("{} cannot keep the disk's bitmaps: {why}", path.display());
@@ -208,7 +203,8 @@ fn enter(next: &DiskSpec, along: Vec<Loaded>) -> Result<()> {
     }
 }
 
-/// Locks a file as it is used now. Where the same process holds it already for as much, nobody can be in the way.
+/// Locks a file for its new use. If this process already holds sufficient locks of it, no other
+/// process can hold a conflicting one.
 fn inherit(raw: &Raw, held: &[Held]) -> Result<()> {
     let same = |h: &&Held| match (h.file.metadata(), raw.image().metadata()) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
@@ -218,11 +214,12 @@ fn inherit(raw: &Raw, held: &[Held]) -> Result<()> {
     if mine.iter().any(|h| raw.readonly() || !h.readonly) {
         return lock::take_over(raw.image(), raw.path(), raw.readonly());
     }
-    // More than what is held: others are to be asked, and ours must not be in the way.
+    // More than what is held. The locks of this process must not conflict with the new ones.
     mine.iter().for_each(|h| lock::release(&h.file));
     lock::lock(raw.image(), raw.path(), raw.readonly())
 }
 
+/// Returns the path of a disk's image, for messages.
 pub(super) fn shown(spec: &DiskSpec) -> String {
     spec.file.as_deref().unwrap_or(Path::new("")).display().to_string()
 }

@@ -1,17 +1,20 @@
-//! What every disk does, on every kind of backing that this machine has; and the rig that the other tests here use.
-
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
-use tempfile::TempDir;
+//! What every disk does, on every kind of backing that this machine has; and the rig that the other
+//! tests here use.
 
 mod bitmaps;
 mod bytes;
 mod copy;
 
-use vshunt_engine::Token;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tempfile::TempDir;
+use vshunt_engine::{Token, Uring};
 use vshunt_types::error::Kind as ErrorKind;
+use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 
 use super::*;
 
@@ -41,8 +44,8 @@ pub(super) fn memory_spec(format: Format, size: u64) -> DiskSpec {
     }
 }
 
-/// Opens a disk whose image was closed just now. A child that another test is about to start holds our descriptors
-/// between its fork and exec, and with them their locks.
+/// Opens a disk whose image was closed just now. A child that another test is about to start holds
+/// our descriptors between its fork and exec, and with them their locks.
 pub(super) fn open_soon(spec: &DiskSpec) -> Arc<Disk> {
     let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
     loop {
@@ -148,7 +151,7 @@ impl Rig {
     }
 
     pub(super) fn disk(&self) -> &Arc<Disk> {
-        &self.handle.disk
+        &self.handle._disk
     }
 
     /// Runs requests side by side. `lie` may change a result on its way to the backend.
@@ -158,11 +161,12 @@ impl Rig {
         for (i, (ask, io)) in asks.iter().zip(ios.iter_mut()).enumerate() {
             io.reset(ask.op, ask.offset, ask.fua);
             for &(ptr, len) in &ask.segments {
-                // SAFETY: tests pass memory that outlives the run; `ios` neither moves nor is dropped before the end.
+                // SAFETY: tests pass memory that outlives the run; `ios` neither moves nor is
+                // dropped before the end.
                 unsafe { io.push(ptr, len) };
             }
             if ask.segments.is_empty() {
-                io.len = ask.len;
+                io.request.len = ask.len;
             }
             let token = Token { index: 1, generation: 2, slot: i as u16, op: 3 };
             if let Step::Done(res) = self.handle.start(&mut self.ring, io, token) {
@@ -180,7 +184,10 @@ impl Rig {
                 }
             })
             .unwrap();
-        assert!(ios.iter().all(|io| io.iov.left_bytes() == 0 && !io.iov.spilled()), "room is kept in a slot");
+        assert!(
+            ios.iter().all(|io| io.request.iov.left_bytes() == 0 && !io.request.iov.on_heap()),
+            "room is kept in a slot"
+        );
         done.into_iter().map(|d| d.expect("every request ends")).collect()
     }
 
@@ -221,7 +228,8 @@ impl Fuzz {
         Self { random: Random::new(seed), model, guest: vec![0; Self::GUEST_BYTES + 4096], grain }
     }
 
-    /// Segments of `len` bytes in all, each of at least a grain, from `at` on in guest memory, with gaps.
+    /// Segments of `len` bytes in all, each of at least a grain, from `at` on in guest memory, with
+    /// gaps.
     fn split(&mut self, at: &mut usize, mut len: u64) -> Vec<(*mut u8, usize)> {
         let mut parts = Vec::new();
         let base = self.guest.as_mut_ptr();
@@ -279,8 +287,9 @@ impl Fuzz {
                 let fill = self.random.below(256) as u8;
                 for &(ptr, len) in &ask.segments {
                     for i in 0..len {
-                        // SAFETY: `split` stays within guest memory, checked above with room for its gaps.
-                        unsafe { ptr.add(i).write(fill.wrapping_add(i as u8)) };
+                        // SAFETY: `split` stays within guest memory, checked above with room for
+                        // its gaps.
+                        unsafe { ptr.wrapping_add(i).write(fill.wrapping_add(i as u8)) };
                     }
                 }
             }
@@ -292,8 +301,13 @@ impl Fuzz {
         for ask in &asks {
             let range = ask.offset as usize..(ask.offset + ask.len) as usize;
             // SAFETY: as above.
-            let bytes =
-                || ask.segments.iter().flat_map(|&(p, n)| (0..n).map(move |i| unsafe { p.add(i).read() }));
+            let bytes = || {
+                ask.segments
+                    .iter()
+                    .flat_map(|&(p, n)| (0..n).map(move |i| (p, i)))
+                    // SAFETY: each segment is memory of this test, of `n` bytes.
+                    .map(|(p, i)| unsafe { p.wrapping_add(i).read() })
+            };
             match ask.op {
                 Op::Read => assert!(bytes().eq(self.model[range].iter().copied()), "read at {}", ask.offset),
                 Op::Write => self.model[range].iter_mut().zip(bytes()).for_each(|(m, b)| *m = b),
@@ -309,7 +323,8 @@ impl Fuzz {
     }
 }
 
-/// Random requests against a disk, then a look at the whole of it, also past us where it has an image.
+/// Random requests against a disk, then a look at the whole of it, also past us where it has an
+/// image.
 fn fuzz(what: &str, spec: &DiskSpec, seed: u64, grain: u64) {
     let mut rig = Rig::new(spec);
     let size = rig.disk().size_bytes();
@@ -429,7 +444,7 @@ fn ram_reads_zeroes_where_it_grew() {
 #[test]
 fn ram_is_resized_under_io() {
     let disk = Disk::open(&memory_spec(Format::Ram, 1 << 20)).unwrap();
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     std::thread::scope(|s| {
         for seed in 0..2 {
             let (disk, stop) = (&disk, &stop);

@@ -250,7 +250,7 @@ fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk, writa
     if !plan.passthrough {
         return None;
     }
-    let why = match disk.lend(writable) {
+    let why = match disk.passthrough_fd(writable) {
         _ if features & abi::init::PASSTHROUGH == 0 => "this kernel has none (Linux 6.9)".to_owned(),
         Ok(None) => "there is no image".to_owned(),
         Ok(Some(image)) => match session::open_backing(session, &image) {

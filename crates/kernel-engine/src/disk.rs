@@ -131,7 +131,7 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<
     let Some(image) = disk.image() else {
         return Err(format!("disk {} is neither a block device nor a raw file", spec.disk));
     };
-    if !readonly && !disk.watch().is_idle() {
+    if !readonly && !disk.write_observers().is_idle() {
         return Err(format!(
             "disk {} has a job or dirty bitmaps, and the kernel tells nobody of its writes",
             spec.disk

@@ -8,7 +8,7 @@ use vshunt_engine::{QueueSet, Settings, Workers};
 use vshunt_types::spec::{DiskSpec, Format};
 
 use super::*;
-use crate::{Bits, Watch};
+use crate::{Bits, WriteObservers};
 
 const SIZE: u64 = 24 << 20;
 
@@ -48,7 +48,7 @@ fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut 
     match op {
         // SAFETY: the buffer and `io` stay here until the request is done.
         Op::Read | Op::Write => unsafe { io.push(bytes.as_mut_ptr(), bytes.len()) },
-        _ => io.len = bytes.len() as u64,
+        _ => io.request.len = bytes.len() as u64,
     }
     handle.run(uring, &mut io).unwrap();
 }
@@ -100,7 +100,7 @@ fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress:
     let todo = Bits::new(SIZE, shift).unwrap();
     todo.set(todo.all());
     let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
-    source.set_watch(Watch { dirty: vec![], before: Some(work.clone()) });
+    source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
     let copy = Copy::new(source.clone(), target.clone(), work, std::thread::current());
     let copy = Arc::new(copy.onto_fresh(true).compressed(compress));
     // At first nothing but what guests write.
@@ -117,7 +117,7 @@ fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress:
         set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
         std::thread::sleep(Duration::from_millis(20));
         copy.paused.store(false, Relaxed);
-        copy.work.rouse();
+        copy.work.notify();
         let limit = Instant::now() + Duration::from_secs(60);
         let mut turn = 0;
         while !copy.over.load(Acquire) && Instant::now() < limit {
@@ -215,7 +215,7 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let todo = Bits::new(LARGE, 12).unwrap();
         todo.set(todo.all());
         let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
-        source.set_watch(Watch { dirty: vec![], before: Some(work.clone()) });
+        source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
         let copy = Arc::new(Copy::new(source.clone(), target, work, std::thread::current()));
         copy.paused.store(turn % 2 == 0, Relaxed);
         let workers = Workers::new(0).unwrap();
@@ -236,7 +236,7 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         });
         std::thread::sleep(Duration::from_micros(500 * turn));
         copy.stop.store(true, Relaxed);
-        copy.work.rouse();
+        copy.work.notify();
         is_done.recv_timeout(Duration::from_secs(60)).expect("a write waits for a copy that has ended");
         let limit = Instant::now() + Duration::from_secs(60);
         while !copy.over.load(Acquire) && Instant::now() < limit {

@@ -1,36 +1,37 @@
 //! The persistent dirty bitmaps of an image that is open for writing.
 //!
-//! They are read and marked as in use when it is opened, and wait here for who tracks writes. At the end they are written
-//! back, but for those that may have missed a write: these stay in use, and whoever opens the image next takes all of the disk
-//! for written. Control threads only.
+//! When the image is opened they are read, and marked as in use in the image. The part of the
+//! daemon that tracks writes takes them and puts them back later. When the image is closed they are
+//! written. A bitmap that may have missed a write stays marked as in use, so that the next process
+//! treats the whole disk as written. Used by control threads only.
 //!
-//! What must never happen: a bitmap in the image that says less than was written.
+//! What must never happen: a valid bitmap in the image lacks a block that was written.
 
 use std::sync::Mutex;
-use vshunt_types::sync::Locked;
 
 use qcow2::bitmap::{Loaded, load_all, mark_in_use, store};
 use qcow2::{Image, Result, Storage};
+use vshunt_types::sync::Locked;
 
 #[derive(Default)]
 pub(super) struct Bitmaps {
-    /// Guards what is below; taken alone.
+    /// Guards the bitmaps and their state. No other lock is taken while it is held.
     held: Mutex<Held>,
 }
 
 #[derive(Default)]
 struct Held {
     list: Vec<Loaded>,
-    /// The image has some, all in use.
+    /// The image has bitmaps, all marked as in use.
     in_image: bool,
-    /// Somebody tracks writes, and has them.
-    out: bool,
-    /// Somebody did so from before the first write on, and has brought them back.
+    /// They were taken and not put back yet.
+    taken: bool,
+    /// They were put back after every write since the open was tracked.
     tracked: bool,
 }
 
 impl Bitmaps {
-    /// Reads those of an image that is about to be written, and marks them.
+    /// Reads the bitmaps of an image that is about to be written, and marks them as in use.
     pub(super) fn open(storage: &dyn Storage) -> Result<Self> {
         let mut image = Image::open(storage)?;
         let list = load_all(&image)?;
@@ -45,31 +46,31 @@ impl Bitmaps {
         Ok(Self { held: Mutex::new(held) })
     }
 
-    /// Hands them to who tracks writes.
+    /// Returns the bitmaps to the part of the daemon that tracks writes.
     pub(super) fn take(&self) -> Vec<Loaded> {
         let mut held = self.held.locked();
-        held.out = true;
+        held.taken = true;
         std::mem::take(&mut held.list)
     }
 
-    /// Those that are to be written at the close, for the image that its disk goes on in; here they are left in use, since they
-    /// say nothing of what is written there.
-    pub(super) fn leave(&self) -> Vec<Loaded> {
+    /// Returns the bitmaps for the next image of the disk. In this image they stay marked as in
+    /// use, since they will not record the writes to the next image.
+    pub(super) fn for_next(&self) -> Vec<Loaded> {
         let mut held = self.held.locked();
         held.list.iter_mut().for_each(|b| b.missed = true);
         held.list.clone()
     }
 
-    /// They are back, as they are to be written.
+    /// Puts the bitmaps back, as they are to be written.
     pub(super) fn put(&self, list: Vec<Loaded>) {
         let mut held = self.held.locked();
-        (held.out, held.tracked, held.list) = (false, true, list);
+        (held.taken, held.tracked, held.list) = (false, true, list);
     }
 
-    /// Writes them to an image that nobody uses any more.
+    /// Writes the bitmaps to an image without other users.
     pub(super) fn close(&self, storage: impl FnOnce() -> std::io::Result<Box<dyn Storage>>) -> Result<()> {
         let mut held = self.held.locked();
-        if held.out || (!held.in_image && held.list.is_empty()) {
+        if held.taken || (!held.in_image && held.list.is_empty()) {
             return Ok(());
         }
         let mut list = std::mem::take(&mut held.list);
@@ -80,7 +81,7 @@ impl Bitmaps {
     }
 }
 
-/// Puts them into an image that nobody has open, in use from the start.
-pub(crate) fn enter(storage: &dyn Storage, list: Vec<Loaded>) -> Result<()> {
+/// Stores bitmaps in an image that is not open, marked as in use.
+pub(crate) fn store_in_use(storage: &dyn Storage, list: Vec<Loaded>) -> Result<()> {
     store(&mut Image::open(storage)?, list)
 }

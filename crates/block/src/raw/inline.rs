@@ -1,28 +1,32 @@
-//! The driver of a raw image's requests for files in memory: each operation is a system call, made at once. Long ranges are
-//! zeroed, discarded or allocated by a thread of io_uring's instead, as on a disk: they take as long as a file is large.
+//! The driver of a raw image that is a file in memory.
 //!
-//! Such a file is as stable as it will ever be once it is written: syncing does nothing, so it is left out.
+//! Each operation is a system call, made at once. Long discards, WriteZeroes and allocations go to
+//! io-wq instead: their time grows with the range. A sync of such a file does nothing, so it is
+//! left out.
 
 use libc::{c_int, off_t};
 
 use super::{Next, PUNCH, Raw, SEGMENTS_MAX, ZERO};
 use crate::bounce::Pool;
 use crate::io::Stage;
-use crate::{Io, Op, Step, last_errno};
+use crate::{Io, Op, Step};
 
-/// Bytes that are zeroed, discarded or allocated at once, at most: other queues of the worker wait meanwhile.
+/// Longest range that is zeroed, discarded or allocated at once, bytes. Other queues of the worker
+/// wait for that time.
 const AT_ONCE_MAX: u64 = 4 << 20;
 
 impl Raw {
-    /// Whether a request is done by [`run_inline`](Self::run_inline), before it returns.
+    /// Returns whether [`run_inline`](Self::run_inline) carries out this request.
     #[inline]
     pub(crate) fn at_once(&self, io: &Io) -> bool {
-        let long =
-            || io.len > AT_ONCE_MAX && matches!(io.op, Op::Discard | Op::WriteZeroes { .. } | Op::Allocate);
+        let long = || {
+            io.request.len > AT_ONCE_MAX
+                && matches!(io.request.op, Op::Discard | Op::WriteZeroes { .. } | Op::Allocate)
+        };
         self.inline && !long()
     }
 
-    /// Does a whole request: 0, or a negative errno.
+    /// Carries out a whole request. Returns 0 or a negative errno.
     #[inline]
     pub(crate) fn run_inline(&self, io: &mut Io, pool: &Pool) -> i32 {
         let mut next = self.begin(io, pool);
@@ -40,44 +44,51 @@ impl Raw {
         }
     }
 
-    /// Makes the system call that the request's stage names: its result, or a negative errno.
+    /// Makes the system call of the request's stage. Returns its result or a negative errno.
     #[inline]
     fn call(&self, io: &Io) -> i32 {
-        let (fd, at) = (self.fd(), (io.offset + io.done) as off_t);
-        let n = match io.stage {
+        let (fd, at) = (self.fd(), (io.request.offset + io.state.done) as off_t);
+        let n = match io.state.stage {
             Stage::Transfer => {
-                let segments = io.iov.left();
+                let segments = io.request.iov.left();
                 let count = segments.len().min(SEGMENTS_MAX) as c_int;
-                // The segments' addresses may be of memory that is gone, which the kernel answers with EFAULT.
-                match (io.op, segments) {
-                    // SAFETY: the segments are valid by `IoVecs::push`, their array has `count` entries.
+                // If the memory of a segment has been cut (by a guest that shrinks its file), the
+                // kernel answers EFAULT.
+                match (io.request.op, segments) {
+                    // SAFETY: the segment is valid by the contract of `IoVecs::push`.
                     (Op::Read, [one]) => unsafe { libc::pread(fd, one.iov_base, one.iov_len, at) },
-                    // SAFETY: as for pread.
+                    // SAFETY: the segment is valid by the contract of `IoVecs::push`.
                     (_, [one]) => unsafe { libc::pwrite(fd, one.iov_base, one.iov_len, at) },
-                    // SAFETY: as for pread.
+                    // SAFETY: the array has at least `count` segments, all valid by the contract of
+                    // `IoVecs::push`.
                     (Op::Read, many) => unsafe { libc::preadv2(fd, many.as_ptr(), count, at, 0) },
-                    // SAFETY: as for pread.
+                    // SAFETY: the array has at least `count` segments, all valid by the contract of
+                    // `IoVecs::push`.
                     (_, many) => unsafe { libc::pwritev2(fd, many.as_ptr(), count, at, 0) },
                 }
             }
-            // SAFETY: the zeroes are mapped, `asked` is at most their length.
-            Stage::ZeroWrite => unsafe { libc::pwrite(fd, self.zeroes.ptr().cast(), io.asked as usize, at) },
-            // SAFETY: a call without memory.
-            Stage::DiscardPunch | Stage::ZeroPunch => unsafe { allocate(fd, PUNCH, io) },
-            // SAFETY: a call without memory.
-            Stage::ZeroRange => unsafe { allocate(fd, ZERO, io) },
-            // SAFETY: a call without memory.
-            Stage::Allocate => unsafe { allocate(fd, libc::FALLOC_FL_KEEP_SIZE, io) },
-            // Nothing to sync; and no bounce buffers or block devices here.
+            // SAFETY: `zeroes` is a readable mapping, and `asked` is at most its length (see
+            // `zero_write`).
+            Stage::ZeroWrite => unsafe {
+                libc::pwrite(fd, self.zeroes.ptr().cast(), io.state.asked as usize, at)
+            },
+            Stage::DiscardPunch | Stage::ZeroPunch => allocate(fd, PUNCH, io),
+            Stage::ZeroRange => allocate(fd, ZERO, io),
+            Stage::Allocate => allocate(fd, libc::FALLOC_FL_KEEP_SIZE, io),
+            // A file in memory needs no sync and no bounce buffer, and is no block device.
             Stage::Sync => 0,
             Stage::Idle | Stage::Bounce | Stage::DiscardCommand => return -libc::EOPNOTSUPP,
         };
-        // What is read or written at once is less than 2^31 (MAX_RW_COUNT).
-        if n < 0 { last_errno() } else { n as i32 }
+        if n < 0 {
+            return -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        }
+        // One call transfers less than 2^31 bytes (MAX_RW_COUNT).
+        n as i32
     }
 }
 
-unsafe fn allocate(fd: c_int, mode: c_int, io: &Io) -> isize {
-    // SAFETY: fallocate takes no pointers; that the descriptor is an image's is the caller's.
-    unsafe { libc::fallocate(fd, mode, io.offset as off_t, io.len as off_t) as isize }
+/// Calls fallocate for the request's range.
+fn allocate(fd: c_int, mode: c_int, io: &Io) -> isize {
+    // SAFETY: fallocate takes no pointers.
+    unsafe { libc::fallocate(fd, mode, io.request.offset as off_t, io.request.len as off_t) as isize }
 }

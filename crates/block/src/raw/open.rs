@@ -1,4 +1,4 @@
-//! Opening a raw image: on a control thread, before there are requests.
+//! Opens a raw image. Called by control threads, before there are requests.
 
 use std::fmt::Display;
 use std::fs::{File, Metadata};
@@ -14,17 +14,20 @@ use rustix::mm::ProtFlags;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, Direct, DiskSpec};
 
-use super::probe::{self, Device, Place};
-use super::{Durable, Raw, ZERO_BYTES, way};
+use super::probe::{self, Device, FileSystem};
+use super::{Durable, Raw, SharedFile, ZERO_BYTES, method};
+use crate::bounce::BOUNCE_ALIGN;
+use crate::limits::{Limits, SECTOR_BYTES, why_no_size};
+use crate::lock;
 use crate::memory::Mapping;
-use crate::{Limits, SECTOR_BYTES, Seen, SharedFile, check_size, lock, open_image, shared};
+use crate::path_fd::{PathFd, open_image};
 
 /// Opens, locks and probes the image of `spec`.
 pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
     open_any(spec, true)
 }
 
-/// As [`open`], a file that a disk is made of: it may have any size.
+/// [`open`] for a file of a qcow2 image, which may have any size.
 pub(crate) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
     open_any(spec, false)
 }
@@ -32,10 +35,11 @@ pub(crate) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
 fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
-    let seen = Seen::find(path).map_err(|e| open_error(path, spec.readonly, e))?;
-    seen.check(path)?;
-    let (file, direct) = open_file(&seen, path, spec)?;
-    // Only now: some file systems look what a file is when it is opened (NFS), or make it another one (overlayfs).
+    let path_fd = PathFd::open(path).map_err(|e| open_error(path, spec.readonly, e))?;
+    path_fd.check(path)?;
+    let (file, direct) = open_file(&path_fd, path, spec)?;
+    // After the file is open: NFS then learns what it is, and overlayfs may replace it by another
+    // one.
     let meta = file.metadata().map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?;
     let block_device = meta.file_type().is_block_device();
     if block_device && !spec.readonly && probe::device_readonly(&file) {
@@ -55,11 +59,13 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
             spec.size.unwrap_or(0)
         )));
     }
-    let place = match block_device {
-        true => Place::Disk,
-        false => probe::place(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?,
+    let file_system = match block_device {
+        true => FileSystem::Disk,
+        false => {
+            probe::file_system(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?
+        }
     };
-    if place == Place::Hugetlbfs && !spec.readonly {
+    if file_system == FileSystem::Hugetlbfs && !spec.readonly {
         return Err(Error::unsupported(format!(
             "{shown} is on a hugetlbfs, whose files cannot be written by write(2): put it on a tmpfs \
              (mount -t tmpfs -o huge=always ...), or add readonly=on"
@@ -73,9 +79,9 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     } else {
         None
     };
-    let inline = matches!(place, Place::Tmpfs | Place::Hugetlbfs);
-    let Aligned { file, direct, memory_mask, offset_mask, aside } =
-        align(file, direct, inline, &device, (&seen, path), spec)?;
+    let inline = matches!(file_system, FileSystem::Tmpfs | FileSystem::Hugetlbfs);
+    let Aligned { file, direct, memory_mask, offset_mask, buffered } =
+        align(file, direct, inline, &device, (&path_fd, path), spec)?;
     let punches = match &device {
         _ if spec.readonly => false,
         Some(_) => true,
@@ -84,34 +90,34 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let limits = limits(&meta, device.as_ref(), spec.readonly, punches);
     let zeroes =
         Mapping::new(ZERO_BYTES, ProtFlags::READ).map_err(|e| Error::io("cannot map a page of zeroes", e))?;
-    let mut ways = way::ZERO_RANGE;
+    let mut methods = method::ZERO_RANGE;
     if punches {
-        ways |= way::PUNCH;
+        methods |= method::PUNCH;
     }
     if block_device {
-        ways |= way::COMMAND;
+        methods |= method::COMMAND;
     }
     let file = Arc::new(file);
     let raw = Raw {
         path: path.clone(),
         id: (meta.dev(), meta.ino()),
-        known: shared(&file),
+        known: file.clone(),
         file,
-        aside,
+        buffered,
         block_device,
         memory_mask,
         offset_mask,
         direct,
         inline,
-        offload: place == Place::Fuse,
+        offload: file_system == FileSystem::Fuse,
         durable: match spec.cache {
-            Cache::Writeback => Durable::Asked,
+            Cache::Writeback => Durable::OnRequest,
             Cache::Writethrough => Durable::Always,
             Cache::Unsafe => Durable::Never,
         },
         readonly: spec.readonly,
         zeroes,
-        ways: AtomicU8::new(ways),
+        methods: AtomicU8::new(methods),
         flush_failed: AtomicI32::new(0),
     };
     Ok((raw, size_bytes, limits))
@@ -123,11 +129,12 @@ pub(crate) fn no_image(spec: &DiskSpec) -> Error {
 
 /// Returns the size of the disk in an image, a multiple of 512 bytes.
 ///
-/// A file may have any length: as QEMU has it, the disk ends with the sector that the file ends in, and what the file
-/// lacks of that sector reads as zeroes. A write to the sector makes the file longer. An empty file is a disk of 0 bytes.
+/// A file may have any length. As in QEMU, the disk ends with the sector that the file ends in, and
+/// the rest of that sector reads as zeroes. A write to the sector makes the file longer. An empty
+/// file is a disk of 0 bytes.
 ///
 /// # Errors
-/// `Invalid` for a length that no disk can have; the system's.
+/// `Invalid` for a length that no disk can have; `Io` for errors of the system.
 pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result<u64> {
     let size = if block_device { probe::device_size(file) } else { file.metadata().map(|m| m.len()) };
     let size =
@@ -136,10 +143,10 @@ pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result
         true => size,
         false => size.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(size),
     };
-    match check_size(rounded) {
-        Err(_) if rounded == 0 && !block_device => Ok(0),
-        Ok(()) => Ok(rounded),
-        Err(why) => {
+    match why_no_size(rounded) {
+        Some(_) if rounded == 0 && !block_device => Ok(0),
+        None => Ok(rounded),
+        Some(why) => {
             let remedy = if block_device { "choose another device" } else { "choose another file" };
             let path = path.display();
             Err(Error::invalid(format!(
@@ -149,8 +156,9 @@ pub(super) fn image_size(file: &File, path: &Path, block_device: bool) -> Result
     }
 }
 
-/// Returns the remedy for a file that begins as a qcow2 image where a raw one is expected, or nothing for other files.
-/// Only for messages: a guest may write such a beginning to its raw disk.
+/// Returns the remedy for a file that begins like a qcow2 image where a raw image is expected, or
+/// nothing for other files. Used only in messages: a guest may write such a beginning to its raw
+/// disk.
 pub(crate) fn begins_as_qcow2(path: &Path) -> Option<String> {
     let mut start = [0; 8];
     open_image(path, false).and_then(|mut file| io::Read::read_exact(&mut file, &mut start)).ok()?;
@@ -162,9 +170,9 @@ pub(crate) fn begins_as_qcow2(path: &Path) -> Option<String> {
     })
 }
 
-/// Opens the image, with O_DIRECT if it can be had and is wanted.
-fn open_file(seen: &Seen, path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
-    let open_with = |flags| seen.open(!spec.readonly, flags);
+/// Opens the image, with O_DIRECT if it is wanted and possible.
+fn open_file(path_fd: &PathFd, path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
+    let open_with = |flags| path_fd.reopen(!spec.readonly, flags);
     if spec.direct == Direct::Off {
         return open_with(0).map(|f| (f, false)).map_err(|e| open_error(path, spec.readonly, e));
     }
@@ -212,66 +220,66 @@ fn open_error(path: &Path, readonly: bool, e: io::Error) -> Error {
     }
 }
 
-/// A file and what its O_DIRECT demands.
+/// A file, and the alignment that its O_DIRECT requires.
 struct Aligned {
     file: File,
     direct: bool,
     memory_mask: usize,
     offset_mask: u64,
-    aside: Option<SharedFile>,
+    buffered: Option<SharedFile>,
 }
 
-/// Finds out what O_DIRECT demands, and opens a second descriptor or gives O_DIRECT up where that is too much.
+/// Finds the alignment that O_DIRECT requires. If that is too large, opens a second descriptor or
+/// gives O_DIRECT up.
 fn align(
     file: File,
     direct: bool,
     inline: bool,
     device: &Option<Device>,
-    (seen, path): (&Seen, &Path),
+    (path_fd, path): (&PathFd, &Path),
     spec: &DiskSpec,
 ) -> Result<Aligned> {
-    // Files in memory ignore O_DIRECT, and take any alignment.
-    let buffered = |file| Aligned { file, direct: false, memory_mask: 0, offset_mask: 0, aside: None };
-    if inline {
-        return Ok(buffered(file));
-    }
-    if !direct {
-        return Ok(buffered(file));
+    // A file in memory ignores O_DIRECT and takes any alignment.
+    let without_direct =
+        |file| Aligned { file, direct: false, memory_mask: 0, offset_mask: 0, buffered: None };
+    if inline || !direct {
+        return Ok(without_direct(file));
     }
     let logical_block = device.as_ref().map_or(512, |d| d.logical_block);
-    // SAFETY: a call without memory.
+    // SAFETY: sysconf takes no pointers.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
     let why = match probe::direct_align(&file, logical_block) {
         None => "its file system has no O_DIRECT for it".to_owned(),
         Some((_, offset)) if offset > 512 && offset < page => {
-            // See `Raw::aside` for why these two do not go together.
+            // `Raw::buffered` explains why these two cannot be combined.
             format!(
                 "it takes O_DIRECT in units of {offset} bytes only, less than this system's pages of {page}"
             )
         }
-        Some((memory, _)) if memory > super::super::bounce::BOUNCE_ALIGN => {
+        Some((memory, _)) if memory > BOUNCE_ALIGN => {
             format!("it takes O_DIRECT with memory aligned to {memory} bytes only")
         }
         Some((memory, offset)) => {
-            let aside = if offset > 512 { Some(open_aside(seen, path, spec)?) } else { None };
-            return Ok(Aligned { file, direct, memory_mask: memory - 1, offset_mask: offset - 1, aside });
+            let buffered = if offset > 512 { Some(open_buffered(path_fd, path, spec)?) } else { None };
+            return Ok(Aligned { file, direct, memory_mask: memory - 1, offset_mask: offset - 1, buffered });
         }
     };
     if spec.direct == Direct::On {
         return Err(no_direct(path, why));
     }
-    // The same open file, so that its locks stay.
+    // This changes the open file itself, so that its locks stay.
     rustix::fs::fcntl_setfl(&file, rustix::fs::OFlags::empty())
         .map_err(|e| Error::io(format_args!("cannot leave O_DIRECT for {}", path.display()), e.into()))?;
-    Ok(buffered(file))
+    Ok(without_direct(file))
 }
 
-/// Opens the same file once more, through the page cache.
-fn open_aside(seen: &Seen, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
-    let second = seen.open(!spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
-    // SAFETY: a call without memory. That it may fail does no harm: it is about read-ahead.
+/// Opens the same file again, without O_DIRECT.
+fn open_buffered(path_fd: &PathFd, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
+    let second = path_fd.reopen(!spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
+    // An error is ignored: the call only switches read-ahead off.
+    // SAFETY: posix_fadvise takes no pointers.
     unsafe { libc::posix_fadvise(second.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
-    Ok(shared(&Arc::new(second)))
+    Ok(Arc::new(second))
 }
 
 fn limits(meta: &Metadata, device: Option<&Device>, readonly: bool, punches: bool) -> Limits {

@@ -7,22 +7,24 @@ use vshunt_types::error::Kind as ErrorKind;
 use vshunt_types::spec::{Cache, Direct, DiskSpec};
 
 use super::*;
+use crate::Disk;
+use crate::backend::Backend;
+use crate::handle::Handle;
 use crate::tests::{Ask, LoopDevice, Rig, image, is_root, open_soon, raw_spec, scratch};
-use crate::{Disk, Kind, SharedFile};
 
 const SIZE: u64 = 4 << 20;
 
 fn raw(rig: &Rig) -> &Raw {
-    match &*rig.handle.kind {
-        Kind::Raw(raw) => raw,
+    match &rig.handle.handle {
+        Handle::Raw { raw, .. } => raw,
         _ => panic!("not a raw disk"),
     }
 }
 
 /// The image of a disk that nobody else has.
 fn alone(disk: &mut Disk) -> &mut Raw {
-    match Arc::get_mut(disk.kind.get_mut().unwrap()) {
-        Some(Kind::Raw(raw)) => raw,
+    match disk.backend.get_mut().unwrap() {
+        Backend::Raw(raw) => Arc::get_mut(raw).expect("no handle has it"),
         _ => panic!("a raw disk"),
     }
 }
@@ -124,7 +126,7 @@ fn unaligned_requests_go_in_shorter_pieces_when_there_are_many() {
             .collect();
         let mut pieces = std::collections::BTreeSet::new();
         let results = rig.run_with(&asks, |io, res| {
-            pieces.insert(io.asked);
+            pieces.insert(io.state.asked);
             res
         });
         assert!(results.iter().all(|r| *r == 0), "{results:?}");
@@ -174,12 +176,12 @@ fn reads_past_the_end_of_the_file_give_zeroes() {
 #[test]
 fn zeroes_and_discards_by_every_way_there_is() {
     everywhere(|what, spec| {
-        for ways in [0, way::PUNCH, way::ZERO_RANGE, way::PUNCH | way::ZERO_RANGE, 0xff] {
+        for ways in [0, method::PUNCH, method::ZERO_RANGE, method::PUNCH | method::ZERO_RANGE, 0xff] {
             for (unmap, cache) in [(true, Cache::Writeback), (false, Cache::Writethrough)] {
                 let mut rig = Rig::new(&DiskSpec { cache, ..spec.clone() });
                 let data = pattern(SIZE as usize);
                 assert_eq!(rig.write(0, &data), 0);
-                raw(&rig).ways.store(ways, Ordering::Relaxed);
+                raw(&rig).methods.store(ways, Ordering::Relaxed);
                 let (from, len) = (3 * 512, (2 << 20) + 5 * 512);
                 assert_eq!(rig.run(Ask::new(Op::WriteZeroes { unmap }, from, len)), 0, "{what}");
                 let mut wanted = data;
@@ -203,8 +205,8 @@ fn ways_that_are_missing_are_not_tried_again() {
     let mut refuse = |rig: &mut Rig, op, errno: i32| {
         stages.clear();
         let res = rig.run_with(&[Ask::new(op, 0, 8192)], |io, res| {
-            stages.push(io.stage);
-            if matches!(io.stage, Stage::ZeroWrite | Stage::Sync) { res } else { -errno }
+            stages.push(io.state.stage);
+            if matches!(io.state.stage, Stage::ZeroWrite | Stage::Sync) { res } else { -errno }
         });
         (res[0], stages.clone())
     };
@@ -258,7 +260,7 @@ fn what_is_to_be_stable_is_synced() {
         let ask = Ask { fua, ..Ask::new(Op::WriteZeroes { unmap: false }, 0, 4096) };
         assert_eq!(
             rig.run_with(&[ask], |io, res| {
-                stages.push(io.stage);
+                stages.push(io.state.stage);
                 res
             }),
             [0]
@@ -311,8 +313,8 @@ fn a_sync_that_failed_is_not_forgotten_either() {
     assert_eq!(Rig { ring, handle }.flush(), -errno);
 }
 
-/// O_DIRECT in units of a page, on a file that is asked for sectors: as on a file system on a disk with 4096-byte
-/// sectors, but without needing one.
+/// O_DIRECT in units of a page, on a file that is asked for sectors: as on a file system on a disk
+/// with 4096-byte sectors, but without needing one.
 #[test]
 fn requests_smaller_than_a_direct_block_go_aside() {
     let dir = scratch("/var/tmp");
@@ -325,8 +327,8 @@ fn requests_smaller_than_a_direct_block_go_aside() {
     let Ok(mut disk) = Arc::try_unwrap(disk) else { panic!("it is ours alone") };
     let raw = alone(&mut disk);
     raw.offset_mask = 4095;
-    let aside: SharedFile = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
-    raw.aside = Some(aside);
+    let buffered: SharedFile = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
+    raw.buffered = Some(buffered);
     let disk = Arc::new(disk);
     let mut ring = vshunt_engine::Uring::new().unwrap();
     let handle = disk.attach(&mut ring);
@@ -338,7 +340,7 @@ fn requests_smaller_than_a_direct_block_go_aside() {
         let mut via = Vec::new();
         let mut room = data.clone();
         let res = rig.run_with(&[Ask::with(Op::Write, at, &mut room)], |io, res| {
-            via.push(io.aside);
+            via.push(io.state.buffered);
             res
         });
         assert_eq!((res[0], via), (0, vec![(at | len as u64) & 4095 != 0]));
@@ -359,7 +361,7 @@ fn a_device_with_large_sectors() {
     let limits = rig.disk().limits();
     assert_eq!((limits.block_size, limits.physical_block_exp), (4096, 0));
     assert!(limits.can_discard && limits.can_zero);
-    assert!(raw(&rig).aside.is_some());
+    assert!(raw(&rig).buffered.is_some());
     // Less than a sector: no guest asks for it, but if it does it gets it, and a discard is let go.
     let data = pattern(16384);
     assert_eq!(rig.write(0, &data), 0);
@@ -380,7 +382,7 @@ fn devices_discard_by_the_block_layers_command() {
     assert_eq!(rig.write(0, &pattern(1 << 20)), 0);
     let mut results = Vec::new();
     let res = rig.run_with(&[Ask::new(Op::Discard, 4096, 1 << 19)], |io, res| {
-        results.push((io.stage, res));
+        results.push((io.state.stage, res));
         res
     });
     assert_eq!(res, [0]);
@@ -492,7 +494,8 @@ fn what_is_no_image_is_refused() {
     child.kill().unwrap();
     child.wait().unwrap();
 
-    // Permissions, as somebody whom they stop. A thread of its own, for its user id does not come back.
+    // Permissions, as somebody whom they stop. A thread of its own, for its user id does not come
+    // back.
     let good = good.clone();
     let path = good.file.clone().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -500,7 +503,8 @@ fn what_is_no_image_is_refused() {
     std::thread::scope(|s| {
         s.spawn(|| {
             if is_root() {
-                // SAFETY: the bare system call changes this thread's user only, which ends after the test.
+                // SAFETY: the bare system call changes this thread's user only, which ends after
+                // the test.
                 assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 65534, -1) }, 0);
             }
             fails(&good, Io, &["cannot open", "add readonly=on", "Permission denied"]);
@@ -532,7 +536,8 @@ fn what_can_only_be_read_says_so() {
     });
 }
 
-/// Runs `f` on a thread with mounts of its own, which go with it. It is given `mount`, with arguments and the place.
+/// Runs `f` on a thread with mounts of its own, which go with it. It is given `mount`, with
+/// arguments and the place.
 fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
     let mount = |args: &[&str], dir: &TempDir| {
         // The child is made by this thread and so shares its namespace.
@@ -544,7 +549,8 @@ fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
     };
     std::thread::scope(|s| {
         s.spawn(|| {
-            // SAFETY: a call without memory; CLONE_NEWNS of one thread leaves the others as they are.
+            // SAFETY: a call without memory; CLONE_NEWNS of one thread leaves the others as they
+            // are.
             if unsafe { libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) } != 0 {
                 eprintln!("skipped: what needs mounts: {}", std::io::Error::last_os_error());
                 return;

@@ -13,12 +13,12 @@ impl Rig {
     fn seek(&mut self, own: bool, offset: u64, len: u64) -> (Extent, u64) {
         let (mut io, handle) = (Box::new(Io::default()), &self.handle);
         io.reset(Op::Seek { own }, offset, false);
-        io.len = len;
+        io.request.len = len;
         let token = Token { index: 1, generation: 2, slot: 0, op: 3 };
         let mut step = handle.start(&mut self.ring, &mut io, token);
         self.ring.run_until_idle(|ring, token, res| step = handle.resume(ring, &mut io, token, res)).unwrap();
         assert_eq!(step, Step::Done(0));
-        let found = io.found.expect("an answer");
+        let found = io.request.found.expect("an answer");
         (found.extent, found.len)
     }
 }

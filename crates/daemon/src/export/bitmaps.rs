@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use vshunt_types::sync::Locked;
 
-use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, Watch};
+use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, WriteObservers};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BitmapInfo, BitmapSpec, Format};
 
@@ -130,7 +130,7 @@ fn in_use(disk: &str, job: &str) -> Error {
 impl Drop for DiskEntry {
     fn drop(&mut self) {
         // No export is left, and no job.
-        self.disk.keep_bitmaps(&self.watched.state().bitmaps);
+        self.disk.save_bitmaps(&self.watched.state().bitmaps);
     }
 }
 
@@ -143,7 +143,7 @@ impl DiskEntry {
             state.recording.then(|| state.bits.clone())
         };
         let dirty = state.bitmaps.iter().filter_map(recording).chain(state.committing.clone()).collect();
-        self.disk.set_watch(Watch { dirty, before: state.before.clone() });
+        self.disk.set_write_observers(WriteObservers { dirty, copy_before_write: state.before.clone() });
     }
 }
 
@@ -151,7 +151,7 @@ impl DiskEntry {
     /// Calls `f`, which may close the disk's image and open it or another one, with what belongs in the image kept there
     /// meanwhile. With nothing in flight.
     pub(super) fn with_bitmaps_kept<R>(&self, f: impl FnOnce() -> R) -> R {
-        self.disk.keep_bitmaps(&self.watched.state().bitmaps);
+        self.disk.save_bitmaps(&self.watched.state().bitmaps);
         let result = f();
         // Ours are the same, and go on being set.
         drop(self.disk.take_bitmaps());
@@ -357,7 +357,7 @@ pub(super) fn check_new(entry: &DiskEntry, name: &str) -> Result<()> {
 
 /// Whether a bitmap is kept in the image.
 pub(super) fn persistent(entry: &DiskEntry, asked: Option<bool>) -> Result<bool> {
-    let can = entry.disk.keeps_bitmaps();
+    let can = entry.disk.supports_bitmaps();
     match asked {
         Some(true) if !can => Err(Error::unsupported(format!(
             "disk {} cannot keep a bitmap: only qcow2 images of version 3 (compat=1.1) can; leave out persistent",

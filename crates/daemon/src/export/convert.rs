@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::*;
 use std::time::Duration;
 
 use vshunt_block::copy::{Copy, CopyQueue, Side};
-use vshunt_block::{Bits, CopyBeforeWrite, Disk, Reading};
+use vshunt_block::{Bits, CopyBeforeWrite, Disk, UncleanImage};
 use vshunt_engine::{DEFAULT_POLL_US, QueueSet, Settings, Workers, allowed_cpus};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format};
@@ -35,8 +35,8 @@ impl ToConvert {
     }
 
     /// How it reads, of it and the images below each that was not closed.
-    pub fn readings(&self) -> Vec<Reading> {
-        self.disk.readings()
+    pub fn readings(&self) -> Vec<UncleanImage> {
+        self.disk.unclean_images()
     }
 
     /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes. `progress` is told bytes

@@ -172,7 +172,7 @@ impl Daemon {
     /// The image's lock would say that another process has it, after having waited for that to end.
     pub(super) fn check_image(&self, spec: &DiskSpec) -> Result<()> {
         let disks: Vec<_> = self.state().disks.values().cloned().collect();
-        let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.keeps_out(spec)), &spec.file) else {
+        let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.locks_out(spec)), &spec.file) else {
             return Ok(());
         };
         let readonly = if spec.readonly { "make that readonly=on too" } else { "give both readonly=on" };

@@ -125,7 +125,7 @@ impl Job {
     /// Has its thread look at what was changed.
     fn rouse(&self) {
         if let Some(work) = self.at_work() {
-            work.copy.work.rouse();
+            work.copy.work.notify();
             work.thread.unpark();
         }
     }

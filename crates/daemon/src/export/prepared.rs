@@ -160,7 +160,7 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
             spec.disk
         ));
     }
-    if spec.growable == Some(true) && !disk.watch().is_idle() {
+    if spec.growable == Some(true) && !disk.write_observers().is_idle() {
         return wrong(format!(
             "disk {} has a job or dirty bitmaps, which no growable file can have: leave out growable=on",
             spec.disk

@@ -100,7 +100,7 @@ impl DiskEntry {
     /// for who is about to end.
     pub(super) fn check_returned(&self) -> Result<()> {
         let begin = Instant::now();
-        while self.disk.is_lent() {
+        while self.disk.passthrough_in_use() {
             if begin.elapsed() > RETURN_PATIENCE {
                 return Err(Error::busy(format!(
                     "the image of disk {} is still written by the kernel, for those who have the file of a former mount \

@@ -28,7 +28,7 @@ impl Daemon {
         for export in &exports {
             export.check_size(size_bytes)?;
             if export.grows_by_itself() {
-                disk.learn_size();
+                disk.refresh_size();
             }
         }
         if disk.is_qcow2() {
@@ -90,7 +90,7 @@ impl Daemon {
     pub(super) fn learn_sizes(&self) {
         for export in self.shown().iter().filter(|e| e.grows_by_itself()) {
             if let Ok(entry) = self.state().disk(&export.spec.disk) {
-                entry.disk.learn_size();
+                entry.disk.refresh_size();
             }
         }
     }
@@ -118,12 +118,12 @@ fn shrink(disk: &Disk, writer: &Arc<Export>, size_bytes: u64) -> Result<()> {
     // The kernel's requests do not ask us how large the disk is, and users who may make it longer do so between the drain
     // and the cut.
     let at_once = writer.is_kernel() || writer.spec.growable == Some(true);
-    let narrowed = writer.with_all_drained(|| match !at_once && disk.narrow(size_bytes)? {
+    let narrowed = writer.with_all_drained(|| match !at_once && disk.announce_shrink(size_bytes)? {
         true => Ok(true),
         false => disk.resize(size_bytes).map(|()| false),
     })??;
     if narrowed && let Err(e) = disk.resize(size_bytes) {
-        disk.narrow(old)?;
+        disk.announce_shrink(old)?;
         return Err(e);
     }
     Ok(())

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vshunt_block::{Overlay, Saved};
+use vshunt_block::{Overlay, SnapshotInfo};
 use vshunt_fuse::mount::identity;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, Direct, DiskInfo, DiskSpec};
@@ -50,7 +50,7 @@ impl Daemon {
         };
         // Most of what has to be written is so before guests wait. If it fails, so does the flush that counts.
         let _ = disk.sync();
-        match with_disk_drained(&entry, &exports, || disk.put_overlay(&now, &overlay)) {
+        match with_disk_drained(&entry, &exports, || disk.switch_to_overlay(&now, &overlay)) {
             Ok(next) => {
                 entry.set_spec(next);
                 Ok(())
@@ -159,7 +159,7 @@ impl Daemon {
         name: &str,
         id: Option<&str>,
         snapshot: Option<&str>,
-    ) -> Result<Saved> {
+    ) -> Result<SnapshotInfo> {
         self.closed(name, |entry| entry.disk.delete_snapshot(&entry.spec(), id, snapshot))
     }
 

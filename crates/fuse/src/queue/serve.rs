@@ -126,7 +126,7 @@ impl FuseQueue {
             return self.end_read(uring, place, index, 0, len as usize);
         }
         // Whole blocks, of which the reply is a part.
-        let mask = self.shared.disk().granule() - 1;
+        let mask = self.shared.disk().alignment() - 1;
         let (from, to) = (offset & !mask, (offset + len + mask) & !mask);
         let at = self.buffers.at(index);
         let slot = &mut self.slots[usize::from(index)];
@@ -180,7 +180,7 @@ impl FuseQueue {
         match change {
             Change::Write { offset, len, fua } => {
                 slot.then = Then::Written { len };
-                if (offset | u64::from(len)) & (self.shared.disk().granule() - 1) != 0 {
+                if (offset | u64::from(len)) & (self.shared.disk().alignment() - 1) != 0 {
                     let bytes = Bytes(at, len as usize);
                     return self.order(index, Task::Merge { offset, bytes, fua, grow: self.shared.growable });
                 }
@@ -190,10 +190,10 @@ impl FuseQueue {
             }
             Change::Zero { offset, len, unmap } => {
                 slot.then = Then::Done;
-                let block = self.shared.disk().zero_granule();
+                let block = self.shared.disk().zero_alignment();
                 let (first, last) = (offset.next_multiple_of(block), (offset + len) & !(block - 1));
                 slot.io.reset(Op::WriteZeroes { unmap }, first, false);
-                slot.io.len = last.saturating_sub(first);
+                slot.io.request.len = last.saturating_sub(first);
                 if (offset | len) & (block - 1) != 0 {
                     // What lies between the ends follows when they are done.
                     return self.order(index, Task::Edges { offset, len, block });
@@ -202,7 +202,7 @@ impl FuseQueue {
             Change::Allocate { offset, len } => {
                 slot.then = Then::Done;
                 slot.io.reset(Op::Allocate, offset, false);
-                slot.io.len = len;
+                slot.io.request.len = len;
             }
         }
         self.start(uring, place, index);
@@ -219,17 +219,17 @@ impl FuseQueue {
     #[inline]
     pub(super) fn start(&mut self, uring: &mut Uring, place: Token, index: u16) {
         let slot = &mut self.slots[usize::from(index)];
-        let writes = matches!(slot.io.op, Op::Write | Op::WriteZeroes { .. });
+        let writes = matches!(slot.io.request.op, Op::Write | Op::WriteZeroes { .. });
         if writes && !self.shared.enter(self.index, slot) {
             self.deferred.push(index);
             return;
         }
-        if self.shared.growable && slot.io.op == Op::Write {
-            let (offset, end) = (slot.io.offset, slot.io.offset + slot.io.len);
+        if self.shared.growable && slot.io.request.op == Op::Write {
+            let (offset, end) = (slot.io.request.offset, slot.io.request.offset + slot.io.request.len);
             if end > self.shared.disk().size_bytes() {
                 // Cut since it was found to be long enough; it is not cut while we are within the gate.
                 self.shared.leave(self.index, slot);
-                let (len, fua) = (slot.io.len as u32, slot.io.fua);
+                let (len, fua) = (slot.io.request.len as u32, slot.io.request.fua);
                 return self.lengthen(index, end, Change::Write { offset, len, fua });
             }
         }
@@ -300,7 +300,7 @@ impl FuseQueue {
             (Answer::Done(_), Then::Attr) => self.end_attr(uring, place, index, Then::Attr),
             (Answer::Looked(seen), then) => self.end_looked(uring, place, index, then, seen.as_deref()),
             // The ends of a range are zero: now what is between.
-            (Answer::Done(_), Then::Done) if self.slots[usize::from(index)].io.len > 0 => {
+            (Answer::Done(_), Then::Done) if self.slots[usize::from(index)].io.request.len > 0 => {
                 self.start(uring, place, index);
             }
             (Answer::Done(_), _) => self.end(uring, place, index, 0),

@@ -113,7 +113,7 @@ impl FuseShared {
     /// is not cut.
     #[inline]
     pub(super) fn enter(&self, me: u16, slot: &mut Slot) -> bool {
-        if self.disk.granule() == 1 && !self.growable {
+        if self.disk.alignment() == 1 && !self.growable {
             return true;
         }
         slot.entered = self.gate.enter(me);

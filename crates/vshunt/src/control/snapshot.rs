@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use vshunt_block::Saved;
+use vshunt_block::SnapshotInfo;
 use vshunt_daemon::export::OverlayMode;
 
 use super::Outcome;
@@ -168,7 +168,7 @@ pub(crate) fn delete_internal_sync(context: &Context, arguments: Arguments) -> A
 }
 
 /// QEMU's SnapshotInfo.
-fn info(s: &Saved) -> Value {
+fn info(s: &SnapshotInfo) -> Value {
     const SECOND: u64 = 1_000_000_000;
     json!({
         "id": s.id,

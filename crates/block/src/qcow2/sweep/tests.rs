@@ -1,5 +1,6 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::super::journal_name::{AT_PATH, handle_of};
 use super::*;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -62,7 +63,7 @@ fn the_journal_of_an_image_that_is_gone_goes() {
     std::fs::rename(&kept, &moved).unwrap();
     std::fs::remove_file(&image).unwrap();
     let folder = File::open(places.images.path()).unwrap();
-    let can = is_there(&handle_of(&File::open(&moved).unwrap()).unwrap_or_default(), &folder);
+    let can = exists(&handle_of(&File::open(&moved).unwrap()).unwrap_or_default(), &folder);
     if can != Some(true) {
         eprintln!(
             "skip the_journal_of_an_image_that_is_gone_goes: no file handles here, or not for this user"
@@ -112,7 +113,7 @@ fn a_file_whose_maker_was_killed_goes() {
     places.sweep(now + 59 * minute);
     assert!(by_process.exists() && by_number.exists() && used.exists(), "they may be being made");
     let maker = File::open(&used).unwrap();
-    rustix::fs::flock(&maker, ALONE).unwrap();
+    rustix::fs::flock(&maker, EXCLUSIVE).unwrap();
     places.sweep(now + 61 * minute);
     assert!(!by_process.exists() && !by_number.exists(), "their makers are gone");
     assert!(used.exists(), "its maker has it");
@@ -124,7 +125,7 @@ fn a_journal_is_kept_where_it_cannot_be_told() {
     // In use by a process that lives.
     let (image, used) = places.add("used", true);
     let user = File::open(&used).unwrap();
-    rustix::fs::flock(&user, ALONE).unwrap();
+    rustix::fs::flock(&user, EXCLUSIVE).unwrap();
     std::fs::remove_file(&image).unwrap();
     // On a file system that is not mounted: its folder is missing, or on another device.
     let (_, unmounted) = places.add("unmounted", true);

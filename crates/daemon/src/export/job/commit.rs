@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use vshunt_block::copy::Copy;
-use vshunt_block::{Below, Bits, CopyBeforeWrite, Disk};
+use vshunt_block::{Bits, CommitTarget, CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::JobKind;
 
@@ -29,7 +29,7 @@ const ROUNDS: u32 = 12;
 struct Commit {
     entry: Arc<DiskEntry>,
     /// The image below, open for writing; none once it is closed.
-    below: Option<Below>,
+    below: Option<CommitTarget>,
 }
 
 impl Daemon {
@@ -52,7 +52,7 @@ impl Daemon {
         }
         let id = self.state().job_name(job, "commit")?;
         let dirty = bits(&entry.disk)?;
-        let below = entry.disk.open_below(&entry.spec())?;
+        let below = entry.disk.open_commit_target(&entry.spec())?;
         let target = below.next.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default();
         let mut job = Job::new(&id, JobKind::Commit, name, target, speed);
         job.auto_dismiss = auto_dismiss;
@@ -152,7 +152,7 @@ impl Commit {
             // Closed, before it is opened as the disk's own.
             let Some(below) = self.below.take() else { return Ok(()) };
             let next = below.close();
-            entry.disk.put_below(&now, &next).inspect_err(|_| entry.disk.unlock_below(&next))?;
+            entry.disk.switch_to_backing(&now, &next).inspect_err(|_| entry.disk.relock_backing(&next))?;
             entry.set_spec(next);
             Ok(())
         })
@@ -191,7 +191,7 @@ impl Drop for Commit {
     fn drop(&mut self) {
         if let Some(below) = self.below.take() {
             let next = below.close();
-            self.entry.disk.unlock_below(&next);
+            self.entry.disk.relock_backing(&next);
         }
     }
 }

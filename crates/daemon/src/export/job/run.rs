@@ -109,7 +109,7 @@ impl Daemon {
             } else if now - moved > STALL {
                 stalled = true;
                 copy.stop.store(true, Relaxed);
-                copy.work.rouse();
+                copy.work.notify();
             }
             let passed = now - last;
             if passed < tick && speed != Some(0) {
@@ -125,16 +125,18 @@ impl Daemon {
                     let left = copy.credit.load(Relaxed).min(more);
                     (left.saturating_add(more), DEPTH_MAX)
                 }
-                None => match share.next(requests.saturating_sub(seen), copy.pieces.load(Relaxed) - pieces) {
+                None => match share
+                    .next(requests.saturating_sub(seen), copy.old_data_writes.load(Relaxed) - pieces)
+                {
                     Window::Free => (NO_LIMIT, DEPTH_MAX),
                     Window::Look => (0, 1),
                     Window::Bytes(n) => (copy.credit.load(Relaxed).min(0).saturating_add(n as i64), 2),
                 },
             };
-            (seen, pieces) = (requests, copy.pieces.load(Relaxed));
+            (seen, pieces) = (requests, copy.old_data_writes.load(Relaxed));
             copy.depth.store(depth, Relaxed);
             copy.credit.store(credit, Relaxed);
-            copy.work.rouse();
+            copy.work.notify();
         }
         stalled
     }

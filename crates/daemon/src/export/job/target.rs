@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-use vshunt_block::{Seen, check_marks, lock_image, open_image, own_mounts};
+use vshunt_block::{PathFd, check_overlay_marks, lock_image, open_image, own_mounts};
 use vshunt_types::error::{Error, Result};
 
 /// A file that is made for a backup. Others may remove or replace it.
@@ -49,7 +49,7 @@ impl TargetFile {
                 let old = open_image(&path, true).map_err(cannot)?;
                 let meta = old.metadata().map_err(cannot)?;
                 let folder = folder_of(&path).metadata().map_err(cannot)?;
-                check_marks(&path, false)?;
+                check_overlay_marks(&path, false)?;
                 if !meta.is_file() || meta.dev() != folder.dev() {
                     return Ok(Self { part: path.clone(), path, file: old, old: None, new: false });
                 }
@@ -80,12 +80,12 @@ impl TargetFile {
             }
             Err(_) => {
                 let cannot = |e| Error::io(format_args!("cannot replace {}", part.display()), e);
-                let seen = Seen::find_itself(&part).map_err(cannot)?;
+                let seen = PathFd::open_no_follow(&part).map_err(cannot)?;
                 if !seen.check(&part).is_ok_and(|meta| meta.is_file()) {
                     return Err(Error::invalid(format!("{} is no file; remove it", part.display())));
                 }
-                let file = seen.open(true, 0).map_err(cannot)?;
-                check_marks(&part, false)?;
+                let file = seen.reopen(true, 0).map_err(cannot)?;
+                check_overlay_marks(&part, false)?;
                 (file, false)
             }
         };

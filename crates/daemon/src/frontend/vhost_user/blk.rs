@@ -223,11 +223,11 @@ impl Device for BlkDevice {
     }
 
     fn outlives_daemon(&self) -> bool {
-        self.disk.outlives_us()
+        self.disk.survives_kill()
     }
 
     fn resumed(&self) -> Result<(), String> {
-        if self.disk.lost() {
+        if self.disk.lost_writes() {
             return Err("its disk was not closed, and writes that the guest knows as completed may be lost: start the \
                         guest anew, and check its file systems"
                 .to_owned());

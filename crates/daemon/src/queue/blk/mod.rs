@@ -28,7 +28,7 @@ const OP_IO: u8 = 2;
 /// from here on. More at a time cost less, and more than half would have guest and server take turns.
 const SHOW_MIN: u32 = 16;
 /// Data of the requests taken in one turn from which on the neighbours have theirs: a backend in memory copies it
-/// before it returns. It copies the longest requests in parts (`block/parts`).
+/// before it returns. It copies the longest requests in parts (`block/handle/split`).
 const TURN_BYTES: u64 = 4 << 20;
 /// Longest read or write. Descriptors may name the same memory again and again; without a bound one request could
 /// keep a worker that others share busy for minutes. Guests' block layers stay far below.

@@ -15,6 +15,14 @@ use vshunt_types::spec::Cache;
 
 use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX};
 
+/// What follows after the request of a chain was filled in.
+enum Prepared {
+    /// The disk carries it out.
+    Submit,
+    /// It has succeeded, without the disk.
+    Done,
+}
+
 impl BlkQueue {
     /// Starts the request in the scratch chain: it is in flight, or already staged as completed.
     #[inline]
@@ -36,11 +44,13 @@ impl BlkQueue {
         if self.log.is_some() {
             self.note_writable(index, request.writable);
         }
-        if let Err(errno) = self.prepare(index, &request) {
-            return self.finish(index, errno);
+        match self.prepare(index, &request) {
+            Ok(Prepared::Submit) => {}
+            Ok(Prepared::Done) => return self.finish(index, 0),
+            Err(errno) => return self.finish(index, errno),
         }
         let slot = &mut self.slots[index as usize];
-        self.turn_bytes += slot.io.len;
+        self.turn_bytes += slot.io.request.len;
         let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
         match handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
             Step::Wait => {}
@@ -48,9 +58,9 @@ impl BlkQueue {
         }
     }
 
-    /// Turns the request into the slot's [`Io`](vshunt_block::Io). `Err` carries how it ends at once: 0 or a negative errno.
+    /// Fills in the slot's [`Io`](vshunt_block::Io). A request that is not valid fails with a negative errno.
     #[inline]
-    fn prepare(&mut self, index: u16, request: &Request) -> Result<(), i32> {
+    fn prepare(&mut self, index: u16, request: &Request) -> Result<Prepared, i32> {
         let io = &mut self.slots[index as usize].io;
         let disk = &self.shared.disk;
         match request.kind {
@@ -74,7 +84,7 @@ impl BlkQueue {
                     // the slot is boxed and reused only after its completion.
                     unsafe { io.push(seg.ptr, seg.len as usize) };
                 }
-                Ok(())
+                Ok(Prepared::Submit)
             }
             VIRTIO_BLK_T_FLUSH => {
                 io.reset(Op::Flush, 0, false);
@@ -82,13 +92,14 @@ impl BlkQueue {
                     self.shared.unsure.store(false, Relaxed);
                     self.shared.writethrough.store(false, Relaxed);
                 }
-                if disk.cache() == Cache::Unsafe || self.shared.readonly { Err(0) } else { Ok(()) }
+                let done = disk.cache() == Cache::Unsafe || self.shared.readonly;
+                Ok(if done { Prepared::Done } else { Prepared::Submit })
             }
             VIRTIO_BLK_T_GET_ID => {
                 io.reset(Op::Read, 0, false);
                 // SAFETY: the segments were translated on taking the chain; the queue keeps the memory table alive.
-                io.len = unsafe { scatter(&self.shared.serial, &self.data) } as u64;
-                Err(0)
+                io.request.len = unsafe { scatter(&self.shared.serial, &self.data) } as u64;
+                Ok(Prepared::Done)
             }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
                 io.reset(Op::Flush, 0, false);
@@ -108,8 +119,8 @@ impl BlkQueue {
                 let len = u64::from(range.num_sectors) * SECTOR_SIZE;
                 in_bounds(range.sector, len, disk.size_bytes())?;
                 io.reset(op, range.sector * SECTOR_SIZE, fua);
-                io.len = len;
-                if len == 0 { Err(0) } else { Ok(()) }
+                io.request.len = len;
+                Ok(if len == 0 { Prepared::Done } else { Prepared::Submit })
             }
             _ => {
                 io.reset(Op::Flush, 0, false);
@@ -172,12 +183,12 @@ impl BlkQueue {
             unsafe { mem::write_u8(slot.status, status) };
             written = 1;
         }
-        match (slot.io.op, status) {
+        match (slot.io.request.op, status) {
             (Op::Read, VIRTIO_BLK_S_OK) => {
-                QueueStats::add(&stats.read_bytes, slot.io.len);
-                written += u32::try_from(slot.io.len).unwrap_or(u32::MAX - 1);
+                QueueStats::add(&stats.read_bytes, slot.io.request.len);
+                written += u32::try_from(slot.io.request.len).unwrap_or(u32::MAX - 1);
             }
-            (Op::Write, VIRTIO_BLK_S_OK) => QueueStats::add(&stats.write_bytes, slot.io.len),
+            (Op::Write, VIRTIO_BLK_S_OK) => QueueStats::add(&stats.write_bytes, slot.io.request.len),
             (_, VIRTIO_BLK_S_OK) => {}
             _ => QueueStats::add(&stats.errors, 1),
         }

@@ -75,7 +75,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         }
         Failure::Failed(e.to_string())
     })?;
-    match readings.iter().any(|reading| reading.lacks) {
+    match readings.iter().any(|reading| reading.lost_writes) {
         true => Err(Failure::Status(LACKS)),
         false => Ok(()),
     }

@@ -11,8 +11,8 @@ use qcow2::header::{Header, Open};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use vshunt_block::{
-    Lacks, Seen, Through, check_marks, forget_journal, journal_path, lock_image, read_through,
-    recover_journal,
+    JournalView, PathFd, Recovered, check_overlay_marks, journal_path, lock_image, read_journal,
+    recover_journal, remove_journal,
 };
 use vshunt_types::error::Kind;
 
@@ -53,14 +53,14 @@ impl ImageFile {
         let shown = path.display();
         let writable = matches!(purpose, For::Writing | For::Making);
         if writable {
-            check_marks(path, false)?;
+            check_overlay_marks(path, false)?;
         }
         let cannot = |e| Failure::Failed(format!("cannot open {shown}: {e}"));
         // Images name files that their writers chose.
-        let file = match Seen::find(path) {
+        let file = match PathFd::open(path) {
             Ok(seen) => {
                 seen.check(path).map_err(|e| Failure::Failed(e.to_string()))?;
-                seen.open(writable, 0)
+                seen.reopen(writable, 0)
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound && purpose == For::Making => {
                 let mut options = OpenOptions::new();
@@ -103,12 +103,12 @@ impl ImageFile {
     /// then.
     pub(super) fn recover(&self, path: &Path) -> Outcome {
         match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
-            Lacks::Nothing | Lacks::Counts => {}
-            Lacks::Recovered(n) => eprintln!(
+            Recovered::Clean | Recovered::CountsOnly => {}
+            Recovered::Changes(n) => eprintln!(
                 "vshunt: {} was not closed: {n} changes of its map are applied from its journal",
                 path.display()
             ),
-            Lacks::Lost(why) => eprintln!(
+            Recovered::Lost(why) => eprintln!(
                 "vshunt: {} was not closed and {why}: writes that were not flushed may be lost",
                 path.display()
             ),
@@ -120,8 +120,8 @@ impl ImageFile {
     /// write was stable. Changes nothing.
     pub(super) fn journal(&self, header: &Header) -> Option<MapJournal> {
         let open = qcow2::journal::journal_of(header)?;
-        let state = match read_through(&self.file, header, self.shared) {
-            Through::Whole => return None,
+        let state = match read_journal(&self.file, header, self.shared) {
+            JournalView::Complete => return None,
             state => state,
         };
         let has_file = !matches!(open, Open::Without { .. });
@@ -137,13 +137,13 @@ impl ImageFile {
         let journal = self.journal(&header);
         match journal.as_ref().map(|journal| &journal.state) {
             // One that a living process writes is whole once that has closed it.
-            None | Some(Through::Whole | Through::Live) => return Ok(None),
-            Some(Through::Changes(changes)) => eprintln!(
+            None | Some(JournalView::Complete | JournalView::InUse) => return Ok(None),
+            Some(JournalView::Changes(changes)) => eprintln!(
                 "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
                  'vshunt image check -r all {shown}' applies them",
                 changes.count()
             ),
-            Some(Through::Lost(why)) => eprintln!(
+            Some(JournalView::Lost(why)) => eprintln!(
                 "vshunt: {shown} was not closed and {why}: writes that were not flushed may be lost; \
                  'vshunt image check -r all {shown}' repairs what is there"
             ),
@@ -153,7 +153,7 @@ impl ImageFile {
 
     /// It was repaired: what [`recover`](Self::recover) brought in is not needed any more.
     pub(super) fn recovered(&self) {
-        forget_journal(&self.file);
+        remove_journal(&self.file);
     }
 
     /// Whether it is a block device.

@@ -3,23 +3,23 @@
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-use vshunt_block::Through;
+use vshunt_block::JournalView;
 
 /// The journal of a qcow2 image that its last writer, a vshunt, has not closed.
 pub(super) struct MapJournal {
     /// Its file, if the image was written with one. The file may be missing; see `state`.
     pub(super) path: Option<PathBuf>,
-    /// What is in it. Never [`Through::Whole`].
-    pub(super) state: Through,
+    /// What is in it. Never [`JournalView::Complete`].
+    pub(super) state: JournalView,
 }
 
 impl MapJournal {
     /// One word for the state: `pending`, `in-use` or `lost`.
     fn word(&self) -> &'static str {
         match self.state {
-            Through::Whole | Through::Changes(_) => "pending",
-            Through::Live => "in-use",
-            Through::Lost(_) => "lost",
+            JournalView::Complete | JournalView::Changes(_) => "pending",
+            JournalView::InUse => "in-use",
+            JournalView::Lost(_) => "lost",
         }
     }
 
@@ -27,12 +27,12 @@ impl MapJournal {
     pub(super) fn text(&self) -> String {
         let path = self.path.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string());
         match &self.state {
-            Through::Whole => path,
-            Through::Changes(changes) => {
+            JournalView::Complete => path,
+            JournalView::Changes(changes) => {
                 format!("{path}: {} changes that are not in the image yet", changes.count())
             }
-            Through::Live => format!("{path}: in use by a running vshunt"),
-            Through::Lost(why) => format!("{path}: not usable: the image {why}"),
+            JournalView::InUse => format!("{path}: in use by a running vshunt"),
+            JournalView::Lost(why) => format!("{path}: not usable: the image {why}"),
         }
     }
 
@@ -43,9 +43,9 @@ impl MapJournal {
             value["filename"] = json!(path.display().to_string());
         }
         match &self.state {
-            Through::Changes(changes) => value["changes"] = json!(changes.count()),
-            Through::Lost(why) => value["why"] = json!(format!("the image {why}")),
-            Through::Whole | Through::Live => {}
+            JournalView::Changes(changes) => value["changes"] = json!(changes.count()),
+            JournalView::Lost(why) => value["why"] = json!(format!("the image {why}")),
+            JournalView::Complete | JournalView::InUse => {}
         }
         value
     }

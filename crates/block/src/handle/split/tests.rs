@@ -1,11 +1,12 @@
 use vshunt_types::spec::{Direct, DiskSpec, Format};
 
-use super::super::tests::{Ask, Random, Rig, image, memory_spec, raw_spec, scratch};
 use super::*;
+use crate::tests::{Ask, Random, Rig, image, memory_spec, raw_spec, scratch};
 
 const MIB: usize = 1 << 20;
 
-/// Runs requests side by side, each of one segment. Returns their results, and the slots of the completions in order.
+/// Runs requests side by side, each of one segment. Returns their results, and the slots of the
+/// completions in order.
 fn run(rig: &mut Rig, asks: &mut [(Op, u64, &mut [u8])]) -> (Vec<Option<i32>>, Vec<u16>) {
     let mut ios: Box<[Io]> = asks.iter().map(|_| Io::default()).collect();
     let mut results = vec![None; asks.len()];
@@ -13,9 +14,10 @@ fn run(rig: &mut Rig, asks: &mut [(Op, u64, &mut [u8])]) -> (Vec<Option<i32>>, V
     for (i, ((op, offset, data), io)) in asks.iter_mut().zip(ios.iter_mut()).enumerate() {
         io.reset(*op, *offset, false);
         match op {
-            // SAFETY: the memory outlives the run; `ios` neither moves nor is dropped before the end.
+            // SAFETY: the memory outlives the run; `ios` neither moves nor is dropped before the
+            // end.
             Op::Read | Op::Write => unsafe { io.push(data.as_mut_ptr(), data.len()) },
-            _ => io.len = data.len() as u64,
+            _ => io.request.len = data.len() as u64,
         }
         let token = Token { index: 1, generation: 2, slot: i as u16, op: 3 };
         if let Step::Done(res) = rig.handle.start(&mut rig.ring, io, token) {
@@ -35,9 +37,9 @@ fn run(rig: &mut Rig, asks: &mut [(Op, u64, &mut [u8])]) -> (Vec<Option<i32>>, V
         })
         .unwrap();
     for (io, (_, offset, data)) in ios.iter().zip(asks.iter()) {
-        assert_eq!((io.offset, io.len), (*offset, data.len() as u64), "as the queue asked");
+        assert_eq!((io.request.offset, io.request.len), (*offset, data.len() as u64), "as the queue asked");
     }
-    assert!(handle.long.is_idle() && results.iter().all(Option::is_some));
+    assert!(handle.is_idle() && results.iter().all(Option::is_some));
     (done_at_once, order)
 }
 
@@ -111,12 +113,13 @@ fn a_part_that_fails_ends_its_request_alone() {
         })
         .unwrap();
     assert_eq!(results, [Some(-libc::EIO), Some(0)]);
-    assert!(rig.handle.long.is_idle());
-    assert!(ios.iter().all(|io| io.iov.left_bytes() == 0 && io.iov.left().is_empty()));
+    assert!(rig.handle.is_idle());
+    assert!(ios.iter().all(|io| io.request.iov.left_bytes() == 0 && io.request.iov.left().is_empty()));
     assert!(rig.read(0, 2 * MIB) == good);
 }
 
-/// Random long and short requests, some of many segments, against a model, on each kind of disk that has parts.
+/// Random long and short requests, some of many segments, against a model, on each kind of disk
+/// that has parts.
 #[test]
 fn random_long_requests() {
     const BYTES: usize = 12 * MIB;
@@ -134,7 +137,7 @@ fn random_long_requests() {
     ] {
         let mut random = Random::new(23);
         let mut rig = Rig::new(&spec);
-        assert!(rig.handle.long.copy_bytes.is_some());
+        assert!(rig.handle.split.copy_bytes.is_some());
         let mut model = vec![0; BYTES];
         let mut guest = vec![0; BYTES];
         for round in 0..40 {

@@ -1,4 +1,5 @@
-//! Dirty bitmaps that are kept in the image: from there when the disk is opened, back when it is closed.
+//! Persistent dirty bitmaps: they are loaded from the image when the disk is opened, and saved when
+//! it is closed.
 
 use std::sync::Arc;
 
@@ -6,25 +7,28 @@ use qcow2::bitmap::{self, Loaded};
 use vshunt_types::error::{Error, Result};
 
 use super::bits::Bits;
-use super::{Bitmap, Disk};
+use super::dirty_bitmap::Bitmap;
+use super::disk::Disk;
 
 impl Disk {
-    /// The bitmaps of its image, which are to be kept up from before the first write on.
+    /// Loads the bitmaps of the image. The caller records every write in them, from the first one
+    /// on.
     ///
     /// # Errors
-    /// `Limit` without memory.
+    /// `Limit` if there is no memory.
     pub fn load_bitmaps(&self) -> Result<Vec<Arc<Bitmap>>> {
         let load = |loaded: Loaded| {
             let bits =
                 Bits::from_bytes(loaded.bits.size(), loaded.bits.granularity_bits(), loaded.bits.bytes());
             let bits = bits.ok_or_else(|| Error::limit(format!("no memory for bitmap {}", loaded.name)))?;
-            Ok(Arc::new(Bitmap::kept(&loaded.name, bits, loaded.enabled)))
+            Ok(Arc::new(Bitmap::loaded(&loaded.name, bits, loaded.enabled)))
         };
         self.take_bitmaps().into_iter().map(load).collect()
     }
 
-    /// Leaves them with the image, which is written when it is closed. After the last write.
-    pub fn keep_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) {
+    /// Saves the persistent ones of these bitmaps when the image is closed. Called after the last
+    /// write.
+    pub fn save_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) {
         let kept = bitmaps.iter().filter(|b| b.persistent).filter_map(|b| {
             let state = b.state();
             let (size, bits) = (state.bits.size(), &state.bits);
@@ -35,11 +39,11 @@ impl Disk {
                     bits,
                     enabled: state.recording,
                     inconsistent: false,
-                    // One that records nothing is known not to say what was written since.
+                    // A bitmap that does not record is known to lack later writes.
                     missed: state.gap && state.recording,
                 }),
                 Err(e) => {
-                    // It is not kept, and no bitmap of that name says less than was written.
+                    // Without the bitmap, no bitmap of that name lacks a block that was written.
                     tracing::error!("bitmap {} is lost: {e}", b.name);
                     None
                 }

@@ -1,19 +1,22 @@
-//! Room for the segments of requests that have more than fit in a slot.
+//! Vectors for the segments of requests that have more than fit in a slot.
 //!
-//! A request takes room when its segments are pushed and gives it back when it ends, both on its worker's thread, so
-//! each worker keeps some for the next requests of any of its queues: per thread, and with no lock.
-//! What must never happen: room kept in each slot of each queue because a guest once sent long requests.
+//! A request takes a vector when its segments are added, and returns it when it completes. Both
+//! happen on its worker's thread. Each thread keeps some vectors for later requests of all its
+//! queues, without a lock.
+//!
+//! What must never happen: each slot of each queue keeps a long vector because a guest sent long
+//! requests once.
 
 use std::cell::RefCell;
 
 use libc::iovec;
 
-/// Segments that have room in a short one, and those in a long one: what requests of up to 64 KiB in scattered pages
-/// have, and more than Linux's largest (we offer a seg_max of 126).
+/// Segments of a short and of a long vector. A request of 64 KiB in scattered pages fits in a short
+/// one. Requests of Linux fit in a long one, since the seg_max of a device is 126.
 const SEGMENTS: [usize; 2] = [16, 128];
-/// Of each, how many a worker keeps.
+/// How many vectors of each length a thread keeps.
 const KEPT: [usize; 2] = [32, 8];
-/// What a worker keeps at most.
+/// Most bytes that a thread keeps.
 pub(super) const KEPT_BYTES_MAX: usize = 32 << 10;
 const _: () = assert!((SEGMENTS[0] * KEPT[0] + SEGMENTS[1] * KEPT[1]) * size_of::<iovec>() <= KEPT_BYTES_MAX);
 
@@ -21,7 +24,7 @@ thread_local! {
     static SPARE: RefCell<[Vec<Vec<iovec>>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
-/// Empty room for at least `segments`.
+/// Returns an empty vector for at least `segments`.
 #[cold]
 pub(super) fn take(segments: usize) -> Vec<iovec> {
     let Some(class) = SEGMENTS.iter().position(|&most| segments <= most) else {
@@ -31,21 +34,21 @@ pub(super) fn take(segments: usize) -> Vec<iovec> {
     spare.ok().flatten().unwrap_or_else(|| Vec::with_capacity(SEGMENTS[class]))
 }
 
-/// Takes room back.
+/// Takes a vector back.
 #[cold]
-pub(super) fn give(mut room: Vec<iovec>) {
-    let Some(class) = SEGMENTS.iter().position(|&n| room.capacity() == n) else { return };
-    room.clear();
-    // Not at all where the thread is about to end: then it is freed.
+pub(super) fn give(mut vec: Vec<iovec>) {
+    let Some(class) = SEGMENTS.iter().position(|&n| vec.capacity() == n) else { return };
+    vec.clear();
+    // When the thread is about to end there is no cache, and the vector is freed.
     let _ = SPARE.try_with(|spare| {
         let mut spare = spare.borrow_mut();
         if spare[class].len() < KEPT[class] {
-            spare[class].push(room);
+            spare[class].push(vec);
         }
     });
 }
 
-/// Bytes that this thread keeps.
+/// Returns the bytes that this thread keeps.
 #[cfg(test)]
 pub(super) fn kept_bytes() -> usize {
     SPARE.with(|spare| spare.borrow().iter().flatten().map(|v| v.capacity() * size_of::<iovec>()).sum())

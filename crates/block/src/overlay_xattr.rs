@@ -1,7 +1,14 @@
-//! A mark on an image below an overlay, so that it is not served by its old name by mistake: the extended attribute
-//! `user.vshunt.overlay`, the overlay's path. Who writes to that image changes what the overlay shows.
+//! Extended attributes that mark the images of a chain of overlays.
 //!
-//! Called by control threads; a daemon that is killed leaves marks as they are.
+//! A write to a backing image would change what its overlay shows. The attributes keep vshunt from
+//! serving such an image by mistake. Called by control threads. A daemon that is killed leaves the
+//! attributes as they are.
+//!
+//! | attribute | image | value |
+//! | --- | --- | --- |
+//! | `user.vshunt.overlay` | a backing image | path of the overlay |
+//! | `user.vshunt.committing` | a backing image, from the start of a commit to it | path of the overlay |
+//! | `user.vshunt.committed` | an overlay after its commit | path of the backing image |
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -16,22 +23,23 @@ use rustix::io::Errno;
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Kind, Result};
 
-use super::qcow2::backing_of;
-use super::{open_image, own_mounts};
+use super::file_storage::backing_of;
+use super::own_mounts;
+use super::path_fd::open_image;
 
+/// Marks a backing image.
 const OVERLAY: &str = "user.vshunt.overlay";
-/// Of an overlay whose contents were brought into the image below, with that image's path: what it shows is no disk's any
-/// more once that image is written.
+/// Marks an overlay that was committed. Once its backing image is written, the overlay no longer
+/// shows the contents of a disk.
 const COMMITTED: &str = "user.vshunt.committed";
-
-/// Of an image below an overlay, once a commit to it has begun: it is no snapshot any more.
+/// Marks a backing image from the start of a commit to it. It is no snapshot then.
 const COMMITTING: &str = "user.vshunt.committing";
 
-/// Whether an image may be opened. What is below an overlay may be read only; a mark whose overlay is gone, or stands on
-/// another image by now, is removed.
+/// Checks whether an image may be opened. A backing image may only be read. A mark is removed if
+/// its overlay is gone or has another backing image by now.
 ///
 /// # Errors
-/// `Busy`, with the overlay's name and what to do.
+/// `Busy`, with the name of the overlay and the remedy.
 pub fn check(path: &Path, readonly: bool) -> Result<()> {
     own_mounts::check(path)?;
     let shown = path.display();
@@ -45,8 +53,8 @@ pub fn check(path: &Path, readonly: bool) -> Result<()> {
     let Some(overlay) = read(path, OVERLAY).filter(|_| !readonly) else { return Ok(()) };
     let over = overlay.display();
     match stands_on(&overlay, path) {
-        // A commit that ended between its two marks: all is here.
-        Ok(true) if read(&overlay, COMMITTED).is_some_and(|below| same(&below, path)) => {
+        // A commit was interrupted between its two marks. All data is in this image.
+        Ok(true) if read(&overlay, COMMITTED).is_some_and(|below| is_same_file(&below, path)) => {
             remove(path, OVERLAY)
                 .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
         }
@@ -85,26 +93,27 @@ pub fn check(path: &Path, readonly: bool) -> Result<()> {
     }
 }
 
-/// Whether there is such an overlay and it names that image as the one below it.
+/// Returns whether the overlay exists and names `base` as its backing image.
 fn stands_on(overlay: &Path, base: &Path) -> io::Result<bool> {
     let file = match open_image(overlay, false) {
         Ok(file) => file,
-        // Removed, which gives the snapshot up. An empty folder, or none, is rather a file system that is not mounted.
+        // Without the overlay the snapshot is given up. But if the folder is empty or missing, its
+        // file system may not be mounted.
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             return if has_others(overlay)? { Ok(false) } else { Err(e) };
         }
         Err(e) => return Err(e),
     };
     match backing_of(overlay, file)? {
-        Some(named) => Ok(same(&named, base)),
+        Some(named) => Ok(is_same_file(&named, base)),
         None => Ok(false),
     }
 }
 
-/// Whether there are files where that one is missing.
+/// Returns whether the folder of a missing file has other files.
 ///
 /// # Errors
-/// The folder is closed to this thread.
+/// `PermissionDenied` if this thread may not read the folder.
 fn has_others(missing: &Path) -> io::Result<bool> {
     match std::fs::read_dir(folder_of(missing)) {
         Ok(mut entries) => Ok(entries.next().is_some()),
@@ -117,88 +126,93 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether two paths lead to one file.
-pub(super) fn same(a: &Path, b: &Path) -> bool {
+/// Returns whether two paths lead to the same file.
+pub(super) fn is_same_file(a: &Path, b: &Path) -> bool {
     match (std::fs::metadata(a), std::fs::metadata(b)) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino(), a.rdev()) == (b.dev(), b.ino(), b.rdev()),
         _ => false,
     }
 }
 
-/// Says of an image that it is below an overlay; on stable storage when it returns. False where its file system has no
-/// such marks.
+/// Marks an image as the backing image of an overlay. The mark is on stable storage when this
+/// returns. Returns false if the file system has no extended attributes.
 ///
 /// # Errors
 /// The system's.
-pub(super) fn put_overlay(base: &File, overlay: &Path) -> io::Result<bool> {
-    put(base, OVERLAY, overlay)
+pub(super) fn set_overlay(base: &File, overlay: &Path) -> io::Result<bool> {
+    set(base, OVERLAY, overlay)
 }
 
-/// Takes that back.
+/// Removes the marks of a backing image.
 ///
 /// # Errors
-/// The system's; that there is none is no error.
-pub(super) fn take_overlay(base: &File) -> io::Result<()> {
-    let mut taken = false;
+/// The system's. It is no error if there is no mark.
+pub(super) fn clear_overlay(base: &File) -> io::Result<()> {
+    let mut removed = false;
     for name in [OVERLAY, COMMITTING] {
-        taken |= take(base, name)?;
+        removed |= clear(base, name)?;
     }
-    if taken { base.sync_all() } else { Ok(()) }
+    if removed { base.sync_all() } else { Ok(()) }
 }
 
-/// Says of an image that a commit to it has begun; on stable storage when it returns.
+/// Marks a backing image at the start of a commit to it. The mark is on stable storage when this
+/// returns.
 ///
 /// # Errors
-/// The system's; that its file system has no marks is no error.
-pub(super) fn put_committing(base: &Path, overlay: &Path) -> io::Result<()> {
-    put(&open_image(base, false)?, COMMITTING, overlay).map(drop)
+/// The system's. It is no error if the file system has no extended attributes.
+pub(super) fn set_committing(base: &Path, overlay: &Path) -> io::Result<()> {
+    set(&open_image(base, false)?, COMMITTING, overlay).map(drop)
 }
 
-/// Whether a commit to it has begun.
+/// Returns whether a commit to the backing image has started.
 pub(super) fn is_committing(base: &Path) -> bool {
     read(base, COMMITTING).is_some()
 }
 
-/// Says of an overlay that it was committed to the image below; on stable storage when it returns.
+/// Marks an overlay as committed to its backing image. The mark is on stable storage when this
+/// returns.
 ///
 /// # Errors
-/// The system's; that its file system has no marks is no error.
-pub(super) fn put_committed(overlay: &Path, below: &Path) -> io::Result<()> {
-    put(&open_image(overlay, false)?, COMMITTED, below).map(drop)
+/// The system's. It is no error if the file system has no extended attributes.
+pub(super) fn set_committed(overlay: &Path, below: &Path) -> io::Result<()> {
+    set(&open_image(overlay, false)?, COMMITTED, below).map(drop)
 }
 
-/// Takes that back.
+/// Removes the mark of a committed overlay.
 ///
 /// # Errors
-/// The system's; that there is none is no error.
-pub(super) fn take_committed(overlay: &Path) -> io::Result<()> {
+/// The system's. It is no error if there is no mark.
+pub(super) fn clear_committed(overlay: &Path) -> io::Result<()> {
     let overlay = open_image(overlay, false)?;
-    if take(&overlay, COMMITTED)? { overlay.sync_all() } else { Ok(()) }
+    if clear(&overlay, COMMITTED)? { overlay.sync_all() } else { Ok(()) }
 }
 
-/// Removes a mark. False if there is none.
-fn take(file: &File, name: &str) -> io::Result<bool> {
+/// Removes an attribute. Returns false if there is none.
+fn clear(file: &File, name: &str) -> io::Result<bool> {
     match rustix::fs::fremovexattr(file.as_fd(), name) {
         Ok(()) => Ok(true),
         Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(false),
-        // Of a device node, which has none, and of a file that nobody may change, which may have one.
+        // A device node has no attributes. An immutable file may have one, so an existing attribute
+        // is an error.
         Err(Errno::PERM) if rustix::fs::fgetxattr(file.as_fd(), name, &mut [0u8; 0]).is_err() => Ok(false),
         Err(e) => Err(e.into()),
     }
 }
 
-fn put(file: &File, name: &str, path: &Path) -> io::Result<bool> {
+/// Writes an attribute. Returns false if the file system has none.
+fn set(file: &File, name: &str, path: &Path) -> io::Result<bool> {
     match rustix::fs::fsetxattr(file.as_fd(), name, path.as_os_str().as_bytes(), XattrFlags::empty()) {
         Ok(()) => file.sync_all().map(|()| true),
-        // Of device nodes, too.
+        // A device node answers PERM.
         Err(Errno::OPNOTSUPP | Errno::PERM) => Ok(false),
         Err(e) => Err(e.into()),
     }
 }
 
+/// Reads an attribute.
 fn read(path: &Path, name: &str) -> Option<PathBuf> {
     let mut buf = vec![0; libc::PATH_MAX as usize];
-    // Where there are no marks there is none.
+    // A file system without attributes counts as one without marks.
     let n = rustix::fs::getxattr(path, name, &mut buf).ok()?;
     Some(PathBuf::from(OsStr::from_bytes(&buf[..n])))
 }
@@ -217,8 +231,8 @@ mod tests {
     fn a_mark_that_stays_is_an_error() {
         let image = tempfile::NamedTempFile::new().unwrap();
         let (file, path) = (image.as_file(), image.path());
-        let marked = put_overlay(file, Path::new("/over")).unwrap();
-        put_committed(path, Path::new("/below")).unwrap();
+        let marked = set_overlay(file, Path::new("/over")).unwrap();
+        set_committed(path, Path::new("/below")).unwrap();
         let flags = ioctl_getflags(file).unwrap_or(IFlags::empty());
         if !marked || ioctl_setflags(file, flags | IFlags::IMMUTABLE).is_err() {
             eprintln!(
@@ -226,20 +240,20 @@ mod tests {
             );
             return;
         }
-        let (overlay, committed) = (take_overlay(file), take_committed(path));
+        let (overlay, committed) = (clear_overlay(file), clear_committed(path));
         ioctl_setflags(file, flags).unwrap();
         for taken in [overlay, committed] {
             assert_eq!(taken.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         }
         for _ in 0..2 {
-            take_overlay(file).unwrap();
-            take_committed(path).unwrap();
+            clear_overlay(file).unwrap();
+            clear_committed(path).unwrap();
             assert!(read(path, OVERLAY).is_none() && read(path, COMMITTED).is_none());
         }
     }
 
     #[test]
     fn where_there_can_be_no_mark_there_is_none_to_take() {
-        take_overlay(&File::open("/dev/null").unwrap()).unwrap();
+        clear_overlay(&File::open("/dev/null").unwrap()).unwrap();
     }
 }

@@ -1,4 +1,6 @@
 use super::*;
+use crate::io::Stage;
+use crate::{Io, Op};
 
 /// Pushes parts of `memory`.
 fn segments(memory: &mut [u8], parts: &[(usize, usize)]) -> IoVecs {
@@ -6,7 +8,7 @@ fn segments(memory: &mut [u8], parts: &[(usize, usize)]) -> IoVecs {
     for &(at, len) in parts {
         assert!(at + len <= memory.len());
         // SAFETY: within `memory`, which outlives the segments in each test.
-        unsafe { iov.push(memory.as_mut_ptr().add(at), len) };
+        unsafe { iov.push(memory.as_mut_ptr().wrapping_add(at), len) };
     }
     iov
 }
@@ -39,11 +41,11 @@ fn room_for_long_requests_is_kept_by_the_worker_and_not_by_slots() {
             }
             assert_eq!((iov.left().len(), iov.left_bytes()), (most, most as u64));
             let room = if most <= 16 { 16 } else { most.next_power_of_two().max(128) };
-            assert_eq!(iov.spill.capacity(), room);
+            assert_eq!(iov.heap.capacity(), room);
         }
         iovs.iter_mut().for_each(IoVecs::clear);
-        assert!(iovs.iter().all(|iov| iov.spill.capacity() == 0));
-        assert!(spill::kept_bytes() <= spill::KEPT_BYTES_MAX);
+        assert!(iovs.iter().all(|iov| iov.heap.capacity() == 0));
+        assert!(iovec_cache::kept_bytes() <= iovec_cache::KEPT_BYTES_MAX);
     }
     // What Linux sends needs no allocation: the room of the one before is used again, in any slot.
     let mut rooms = std::collections::HashSet::new();
@@ -52,7 +54,7 @@ fn room_for_long_requests_is_kept_by_the_worker_and_not_by_slots() {
             // SAFETY: never followed here.
             unsafe { iov.push(memory.as_mut_ptr(), 1) };
         }
-        rooms.insert(iov.spill.as_ptr());
+        rooms.insert(iov.heap.as_ptr());
         iov.clear();
     }
     assert_eq!(rooms.len(), 1);
@@ -133,7 +135,7 @@ fn a_slot_used_again_has_no_old_segments() {
             // SAFETY: within `memory`.
             unsafe { io.push(memory.as_mut_ptr().wrapping_add(i), 1) };
         }
-        assert_eq!((io.len, io.iov.left().len()), (n as u64, n));
+        assert_eq!((io.request.len, io.request.iov.left().len()), (n as u64, n));
     }
 }
 
@@ -141,7 +143,7 @@ fn a_slot_used_again_has_no_old_segments() {
 #[cfg(debug_assertions)]
 fn a_request_dropped_under_way_shows() {
     let mut io = Io::default();
-    io.stage = Stage::Transfer;
+    io.state.stage = Stage::Transfer;
     assert!(std::panic::catch_unwind(move || drop(io)).is_err());
 }
 
@@ -200,7 +202,7 @@ fn hidden_segments_come_back_in_their_order() {
                 }
                 assert_eq!(seen, whole, "in pieces of {piece}");
                 iov.clear();
-                assert!(iov.left().is_empty() && !iov.spilled());
+                assert!(iov.left().is_empty() && !iov.on_heap());
             }
         }
     }

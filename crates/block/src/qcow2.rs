@@ -1,13 +1,18 @@
-//! qcow2 images: `crates/qcow2` says step by step what a request needs, and it is done here, by raw files' own ways.
+//! qcow2 images. `crates/qcow2` determines the steps of a request, and this module carries them out
+//! on raw files.
 //!
-//! A queue's slot holds the request ([`Slot`]) and one [`Io`] for the step that is under way. A request that waits for
-//! another is woken by a message to its worker's ring, from whichever worker that happens on. Most requests need none of
-//! that: they are one transfer of the guest's bytes, done by the queue's own [`Io`] ([`FastPath`]).
+//! Most requests take the fast path ([`FastPath`]): they are one transfer of the guest's bytes,
+//! carried out with the queue's own [`Io`]. Other requests take several steps. Their [`Qcow2State`]
+//! has the request and a second [`Io`] for the step under way. A request that waits for another one
+//! is woken by a message to the io_uring of its worker, from any worker.
 //!
-//! What must never happen: an image left with its map in memory alone. The last flush is [`close`](Qcow2::close)'s.
+//! What must never happen: an image stays behind while parts of its map are only in memory.
+//! [`close`](Qcow2::close) does the last flush.
 
 mod bitmaps;
 mod journal;
+mod journal_file;
+mod journal_name;
 mod open;
 mod sweep;
 
@@ -19,89 +24,78 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use io_uring::opcode;
 use qcow2::bitmap::Loaded;
 use qcow2::{Buf, Chain, Context, FastPath, FileId, Request, User, Waker};
-use vshunt_engine::on_file;
-use vshunt_engine::{Token, Uring};
+use vshunt_engine::{Token, Uring, on_file};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 
 use self::bitmaps::Bitmaps;
-pub(super) use self::bitmaps::enter as enter_bitmaps;
-pub use self::journal::{Lacks, Through, forget, path_of, read_through, recover};
-pub use self::open::Reading;
-pub(super) use self::open::{Plain, backing_of, beside, open};
+pub(super) use self::bitmaps::store_in_use;
+pub use self::journal::{JournalView, Recovered, read_only, recover};
+use self::journal_file::JournalFile;
+pub use self::journal_file::{path_of, remove};
+pub use self::open::UncleanImage;
+pub(super) use self::open::open;
 pub use self::sweep::sweep;
 use super::bounce::Pool;
-use super::raw::Raw;
-use super::{Io, Op, RingFiles, Step};
+use super::file_storage::FileStorage;
+use super::io::Qcow2State;
+use super::raw::{Raw, UringFiles};
+use super::{Io, Op, Step};
 
-/// An open image, with those below it.
+/// An open image, with its backing images.
 pub(super) struct Qcow2 {
     chain: Chain,
-    /// By number.
+    /// The files by number: the image, its data file if it has one, its backing images.
     files: Vec<Raw>,
-    /// Size of the image below, bytes, if there is one.
-    below: Option<u64>,
+    /// Size of the backing image, bytes, if there is one.
+    backing_bytes: Option<u64>,
     bitmaps: Bitmaps,
     readonly: bool,
-    /// Where its map's journal lies.
-    journal: Option<journal::Place>,
-    /// Its header says that it is open.
+    /// The journal of the map, if there is one.
+    journal: Option<JournalFile>,
+    /// The header marks the image as open.
     marked: bool,
-    /// Completed writes of its last daemon may be missing.
-    lost: bool,
-    /// Of it and those below: how they read that were not closed and are only read.
-    readings: Vec<Reading>,
-    /// It is about to be deleted.
+    /// Writes that an earlier daemon completed may be missing.
+    lost_writes: bool,
+    /// Reports about images of the chain that were not closed and are only read.
+    unclean: Vec<UncleanImage>,
+    /// The image is about to be deleted.
     abandoned: AtomicBool,
-    /// Flushes are done at once.
-    careless: bool,
-    /// Writes are stable when they are done.
-    through: bool,
+    /// A flush does nothing.
+    no_sync: bool,
+    /// Writes are on stable storage when they complete.
+    writethrough: bool,
 }
 
-/// What a queue on a worker has of it.
-pub(super) struct Handle {
+/// An image, as one queue of a worker uses it.
+pub(super) struct Qcow2Handle {
     image: Arc<Qcow2>,
-    files: Vec<RingFiles>,
+    files: Vec<UringFiles>,
     user: RefCell<User>,
 }
 
-/// A request of a queue's slot.
-#[derive(Default)]
-pub(super) struct Slot {
-    request: Request,
-    /// The step under way.
-    inner: Io,
-    /// It is at this file.
-    file: FileId,
-    /// It waits for another request, or for space at its file's end: the result is the request's own.
-    direct: bool,
-    /// The latter.
-    extends: bool,
-}
-
 impl Qcow2 {
-    /// For one queue on the worker that owns `ring`.
-    pub(super) fn attach(self: &Arc<Self>, uring: &mut Uring) -> Handle {
-        let files = self.files.iter().map(|raw| super::know(raw, uring)).collect();
-        Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
+    /// Makes the image usable by one queue of the worker that owns `uring`.
+    pub(super) fn attach(self: &Arc<Self>, uring: &mut Uring) -> Qcow2Handle {
+        let files = self.files.iter().map(|raw| raw.register(uring)).collect();
+        Qcow2Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
     }
 
-    /// See [`Disk::outlives_us`](super::Disk::outlives_us).
-    pub(super) fn outlives_us(&self) -> bool {
-        self.readonly || self.through || self.journal.is_some()
+    /// See [`Disk::survives_kill`](super::Disk::survives_kill).
+    pub(super) fn survives_kill(&self) -> bool {
+        self.readonly || self.writethrough || self.journal.is_some()
     }
 
-    /// See [`Disk::lost`](super::Disk::lost).
-    pub(super) fn lost(&self) -> bool {
-        self.lost
+    /// See [`Disk::lost_writes`](super::Disk::lost_writes).
+    pub(super) fn lost_writes(&self) -> bool {
+        self.lost_writes
     }
 
-    /// See [`Disk::readings`](super::Disk::readings).
-    pub(super) fn readings(&self) -> &[Reading] {
-        &self.readings
+    /// See [`Disk::unclean_images`](super::Disk::unclean_images).
+    pub(super) fn unclean_images(&self) -> &[UncleanImage] {
+        &self.unclean
     }
 
-    /// Whether one of its files waits for other programs.
+    /// Returns whether a call on one of the files may wait for another program.
     pub(super) fn may_wait(&self) -> bool {
         self.files.iter().any(Raw::may_wait)
     }
@@ -110,8 +104,8 @@ impl Qcow2 {
         self.chain.top().cluster_size()
     }
 
-    /// Whether it can have dirty bitmaps.
-    pub(super) fn keeps_bitmaps(&self) -> bool {
+    /// Returns whether the image can store dirty bitmaps.
+    pub(super) fn supports_bitmaps(&self) -> bool {
         self.chain.top().header().version >= 3
     }
 
@@ -119,45 +113,45 @@ impl Qcow2 {
         self.files[0].direct_in_use()
     }
 
-    /// The image itself, its data file if it has one, those below.
+    /// Returns the image, its data file if it has one, and its backing images.
     pub(super) fn files(&self) -> &[Raw] {
         &self.files
     }
 
-    /// See the field.
-    pub(super) fn below(&self) -> Option<u64> {
-        self.below
+    /// Returns the size of the backing image, bytes, if there is one.
+    pub(super) fn backing_bytes(&self) -> Option<u64> {
+        self.backing_bytes
     }
 
-    /// See [`Disk::keeps_out`](super::Disk::keeps_out).
+    /// Returns whether a path leads to one of the files.
     pub(super) fn is_of(&self, path: &std::path::Path) -> bool {
         self.files.iter().any(|raw| raw.is_of(path))
     }
 
-    /// Gives its disk another size: of what it is made longer by nothing shows, as `make_room` of the format's crate has
-    /// left it; of what it is made shorter by the caller has made zeroes. Blocks. No write may be under way.
+    /// Changes the size of the disk. Before it shrinks, the caller has zeroed the bytes beyond the
+    /// new end; so new bytes read as zeroes. Blocks. No write may be under way.
     ///
     /// # Errors
-    /// `EFBIG` beyond the room that it was opened with, `EIO` for an image that is wrong, else the system's.
+    /// `EFBIG` if the L1 table is too small, `EIO` for a corrupt image, else the system's.
     pub(super) fn set_size(&self, size: u64) -> std::io::Result<()> {
         let (top, file) = (self.chain.top(), &self.files[0]);
         if size > top.room() {
             return Err(std::io::Error::from_raw_os_error(libc::EFBIG));
         }
-        // One that is found to be wrong meanwhile does not grow.
-        let wrong = || match top.is_wrong() {
+        // A corrupt image does not grow, even if the corruption is found during this call.
+        let check = || match top.is_wrong() {
             true => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             false => Ok(()),
         };
-        wrong()?;
-        top.write_size(size, |bytes| file.merge(0, bytes, self.through))?;
-        wrong()?;
+        check()?;
+        top.write_size(size, |bytes| file.merge(0, bytes, self.writethrough))?;
+        check()?;
         top.set_size(size);
         Ok(())
     }
 
-    /// As [`Op::Flush`], but it waits. On a thread of its own: the end of a ring interrupts what its thread waits for next,
-    /// which callers are not prepared for.
+    /// Flushes and waits. On a thread of its own: when an io_uring is closed it interrupts the next
+    /// wait of its thread, and callers are not prepared for that.
     pub(super) fn flush_now(self: &Arc<Self>) -> std::io::Result<()> {
         if self.readonly {
             return Ok(());
@@ -168,7 +162,8 @@ impl Qcow2 {
         })
     }
 
-    /// After its last handle is gone, too: without a disk.
+    /// Flushes with an io_uring of its own. Needs no [`Disk`](super::Disk), so it works after the
+    /// last handle was dropped.
     fn flush_here(self: &Arc<Self>) -> std::io::Result<()> {
         let (mut ring, pool, mut io) = (Uring::new()?, Pool::default(), Io::default());
         io.reset(Op::Flush, 0, true);
@@ -180,7 +175,7 @@ impl Qcow2 {
                 Step::Done(res) => break res,
                 Step::Wait => {
                     let Ok(res) = ring.next_result() else {
-                        // It cannot be told whether the kernel still writes to its memory.
+                        // The kernel may still write to the memory of the request.
                         tracing::error!("an io_uring failed; ending at once");
                         std::process::abort();
                     };
@@ -189,7 +184,7 @@ impl Qcow2 {
             }
         };
         handle.detach(&mut ring);
-        // Those whom it woke at its end would wait for ever.
+        // Requests that this one woke at its end would wait for ever otherwise.
         if ring.send().is_err() {
             tracing::error!("an io_uring failed; ending at once");
             std::process::abort();
@@ -197,14 +192,14 @@ impl Qcow2 {
         if res < 0 { Err(std::io::Error::from_raw_os_error(-res)) } else { Ok(()) }
     }
 
-    /// Whether something was found to be wrong with its metadata since it was opened.
-    pub(super) fn is_wrong(&self) -> bool {
+    /// Returns whether the metadata was found to be corrupt since the image was opened.
+    pub(super) fn is_corrupt(&self) -> bool {
         self.chain.top().is_wrong()
     }
 
-    /// After a request that failed: says what is wrong with the image, if that was found and not said yet.
+    /// Logs the corruption of the image once. Called after a request that failed.
     #[cold]
-    fn tell_wrong(&self) {
+    fn log_corruption(&self) {
         let Some((why, marked)) = self.chain.top().tell_wrong() else { return };
         let shown = self.files[0].path().display();
         let mark = if marked { "it is marked as corrupt, " } else { "" };
@@ -212,18 +207,20 @@ impl Qcow2 {
             "{shown} is corrupt: {why}. {mark}requests that need this fail, and nothing was written over; stop serving it \
              and repair it with 'vshunt image check -r all {shown}'"
         );
-        // Workers write no log lines. Once for an image; without a thread it goes unsaid.
+        // Workers write no log lines. If no thread can be started, the message is lost.
         let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
         sandbox::detach(ThreadKind::Session, thread, move || tracing::error!("{text}"));
     }
 
-    /// Brings the image into order, after its last user. Whether it is: not marked as in use any more.
+    /// Closes the image after its last use: flushes it and removes its mark. Returns whether that
+    /// succeeded.
     pub(super) fn close(self: &Arc<Self>) -> bool {
         if self.abandoned.load(Relaxed) {
-            self.journal.iter().for_each(journal::Place::remove);
+            self.journal.iter().for_each(JournalFile::remove);
             return true;
         }
-        // The second one writes what the first one counted down, the third what was reserved for these two.
+        // The second flush writes the reference counts that the first one lowered, the third the
+        // space reserved for both.
         for _ in 0..3 {
             if let Err(e) = self.flush_now() {
                 let what = match self.journal {
@@ -236,16 +233,16 @@ impl Qcow2 {
                 return false;
             }
         }
-        // What it was made longer by without need.
+        // Clusters that were reserved at the end and not used.
         let (file, end) = (self.files[0].image(), self.chain.top().end());
-        if !self.readonly && self.files[0].can_be_cut() && file.metadata().is_ok_and(|m| m.len() > end) {
+        if !self.readonly && self.files[0].is_file() && file.metadata().is_ok_and(|m| m.len() > end) {
             let _ = file.set_len(end);
         }
         if self.readonly {
             return true;
         }
-        let plain = || Plain::of(&self.files[0], false, self.careless);
-        // First, since a change of bitmaps begins on an image that was closed.
+        let plain = || FileStorage::of(&self.files[0], false, self.no_sync);
+        // Before the bitmaps, since they are changed only in an image that is not marked as open.
         if self.marked {
             let opened = plain().map_err(qcow2::Error::io("cannot open it"));
             if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
@@ -253,9 +250,10 @@ impl Qcow2 {
                 return false;
             }
         }
-        self.journal.iter().for_each(journal::Place::remove);
-        if self.is_wrong() {
-            // They would be put where the counts say that nothing is.
+        self.journal.iter().for_each(JournalFile::remove);
+        if self.is_corrupt() {
+            // The reference counts cannot be trusted, so a bitmap could overwrite a cluster that is
+            // in use.
             tracing::error!(
                 "the image's bitmaps are not written back, and count as inconsistent: it is to be repaired first"
             );
@@ -270,9 +268,9 @@ impl Qcow2 {
         self.abandoned.store(true, Relaxed);
     }
 
-    /// Bitmaps that its disk takes along to another image.
-    pub(super) fn leave_bitmaps(&self) -> Vec<Loaded> {
-        self.bitmaps.leave()
+    /// Returns the bitmaps for the next image of the disk. They stay marked as in use in this one.
+    pub(super) fn bitmaps_for_next(&self) -> Vec<Loaded> {
+        self.bitmaps.for_next()
     }
 
     /// See [`Disk::take_bitmaps`](super::Disk::take_bitmaps).
@@ -286,27 +284,27 @@ impl Qcow2 {
     }
 }
 
-impl Handle {
+impl Qcow2Handle {
     /// See [`DiskHandle::start`](super::DiskHandle::start).
     #[inline]
     pub(super) fn start(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
-        if io.op == Op::Flush && self.image.careless {
+        if io.request.op == Op::Flush && self.image.no_sync {
             return Step::Done(0);
         }
-        let stable = io.fua || self.image.through;
-        match io.op {
-            Op::Read => self.short(qcow2::Op::Read, pool, uring, io, token),
+        let stable = io.request.fua || self.image.writethrough;
+        match io.request.op {
+            Op::Read => self.start_fast(qcow2::Op::Read, pool, uring, io, token),
             Op::Write if !stable && !self.image.readonly => {
-                self.short(qcow2::Op::Write, pool, uring, io, token)
+                self.start_fast(qcow2::Op::Write, pool, uring, io, token)
             }
             _ => None,
         }
         .unwrap_or_else(|| self.begin(pool, uring, io, token, stable))
     }
 
-    /// Begins a request that is one transfer; none: it is not.
+    /// Starts a request on the fast path. `None`: it takes several steps.
     #[inline]
-    fn short(
+    fn start_fast(
         &self,
         op: qcow2::Op,
         pool: &Pool,
@@ -314,31 +312,38 @@ impl Handle {
         io: &mut Io,
         token: Token,
     ) -> Option<Step> {
-        let hit = FastPath::find(&self.image.chain, &mut self.user.borrow_mut(), op, io.offset, io.len)?;
+        let hit = FastPath::find(
+            &self.image.chain,
+            &mut self.user.borrow_mut(),
+            op,
+            io.request.offset,
+            io.request.len,
+        )?;
         let (raw, files) = self.file(hit.file);
-        let pos = std::mem::replace(&mut io.offset, hit.offset);
+        let offset = std::mem::replace(&mut io.request.offset, hit.offset);
         let step = if raw.inline() {
             Step::Done(raw.run_inline(io, pool))
         } else {
             raw.start(files, pool, uring, io, token)
         };
-        Some(self.shortly(io, hit, pos, step))
+        Some(self.after_fast(io, hit, offset, step))
     }
 
-    /// After a step of a request that takes the fast path.
+    /// Handles the result of a step of the fast path. `offset` is the one on the disk.
     #[inline]
-    fn shortly(&self, io: &mut Io, hit: FastPath, pos: u64, step: Step) -> Step {
+    fn after_fast(&self, io: &mut Io, hit: FastPath, offset: u64, step: Step) -> Step {
         if step == Step::Wait {
-            io.hit = Some((hit, pos));
+            io.state.fast_path = Some((hit, offset));
         } else {
-            io.offset = pos;
+            io.request.offset = offset;
             hit.end(&self.image.chain, &mut self.user.borrow_mut());
         }
         step
     }
 
+    /// Starts a request that takes several steps.
     fn begin(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, stable: bool) -> Step {
-        let op = match io.op {
+        let op = match io.request.op {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
             Op::WriteCompressed => qcow2::Op::WriteCompressed,
@@ -346,61 +351,65 @@ impl Handle {
             Op::Flush => qcow2::Op::Flush,
             Op::Discard => qcow2::Op::Discard,
             Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },
-            // Clusters come when they are written.
+            // Clusters are allocated when they are written.
             Op::Allocate => return Step::Done(0),
         };
-        let mut slot = io.qcow2.take().unwrap_or_default();
-        let (offset, len) = (io.offset, io.len);
-        let step = self.with(uring, token, |cx| slot.request.start(op, offset, len, stable, cx));
-        let step = self.drive(pool, uring, io, &mut slot, token, step);
-        io.qcow2 = Some(slot);
+        let mut state = io.state.qcow2.take().unwrap_or_default();
+        let (offset, len) = (io.request.offset, io.request.len);
+        let step = self.with(uring, token, |cx| state.request.start(op, offset, len, stable, cx));
+        let step = self.drive(pool, uring, io, &mut state, token, step);
+        io.state.qcow2 = Some(state);
         step
     }
 
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
     #[inline]
     pub(super) fn resume(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
-        if let Some((hit, pos)) = io.hit.take() {
+        if let Some((hit, offset)) = io.state.fast_path.take() {
             let (raw, files) = self.file(hit.file);
             let step = raw.resume(files, pool, uring, io, token, res);
-            return self.shortly(io, hit, pos, step);
+            return self.after_fast(io, hit, offset, step);
         }
-        self.go_on(pool, uring, io, token, res)
+        self.resume_steps(pool, uring, io, token, res)
     }
 
-    fn go_on(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
-        let Some(mut slot) = io.qcow2.take() else { return Step::Done(-libc::EIO) };
-        let step = if std::mem::take(&mut slot.direct) {
-            // Where a file system cannot take space, and on a block device, it goes without.
-            let without = std::mem::take(&mut slot.extends)
+    /// Continues a request that takes several steps.
+    fn resume_steps(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
+        let Some(mut state) = io.state.qcow2.take() else { return Step::Done(-libc::EIO) };
+        let step = if std::mem::take(&mut state.direct) {
+            // Block devices and some file systems cannot allocate space. The request continues
+            // without.
+            let without = std::mem::take(&mut state.extends)
                 && matches!(-res, libc::EOPNOTSUPP | libc::ENODEV | libc::ENOSYS);
             Some(if without { 0 } else { res })
         } else {
-            let (raw, files) = self.file(slot.file);
-            done(raw.resume(files, pool, uring, &mut slot.inner, token, res))
+            let (raw, files) = self.file(state.file);
+            done(raw.resume(files, pool, uring, &mut state.inner, token, res))
         };
         let step = match step {
             None => Step::Wait,
             Some(res) => {
-                slot.inner.iov.clear();
-                let next = self.with(uring, token, |cx| slot.request.resume(res, cx));
-                self.drive(pool, uring, io, &mut slot, token, next)
+                state.inner.request.iov.clear();
+                let next = self.with(uring, token, |cx| state.request.resume(res, cx));
+                self.drive(pool, uring, io, &mut state, token, next)
             }
         };
-        io.qcow2 = Some(slot);
+        io.state.qcow2 = Some(state);
         step
     }
 
     /// See [`DiskHandle::detach`](super::DiskHandle::detach).
     pub(super) fn detach(self, uring: &mut Uring) {
-        self.image.files.iter().for_each(|raw| super::forget(raw, uring));
+        self.image.files.iter().for_each(|raw| raw.unregister(uring));
         self.image.chain.top().leave(self.user.into_inner());
     }
 
-    fn file(&self, file: FileId) -> (&Raw, RingFiles) {
+    /// Returns a file by its number.
+    fn file(&self, file: FileId) -> (&Raw, UringFiles) {
         (&self.image.files[usize::from(file)], self.files[usize::from(file)])
     }
 
+    /// Calls `f` with the context of a request.
     fn with<R>(&self, uring: &mut Uring, token: Token, f: impl FnOnce(&mut Context<'_>) -> R) -> R {
         let waker = Waker { who: uring.id(), token: token.pack() };
         f(&mut Context {
@@ -412,13 +421,13 @@ impl Handle {
         })
     }
 
-    /// Does steps until one has to be waited for.
+    /// Carries out steps until one has to be waited for.
     fn drive(
         &self,
         pool: &Pool,
         uring: &mut Uring,
         io: &mut Io,
-        slot: &mut Slot,
+        state: &mut Qcow2State,
         token: Token,
         first: qcow2::Step,
     ) -> Step {
@@ -426,125 +435,131 @@ impl Handle {
         loop {
             let res = match step {
                 qcow2::Step::Done(res) => {
-                    io.found = slot.request.found();
+                    io.request.found = state.request.found();
                     if res < 0 {
-                        self.image.tell_wrong();
+                        self.image.log_corruption();
                     }
                     return Step::Done(res);
                 }
                 qcow2::Step::Park => {
-                    slot.direct = true;
+                    state.direct = true;
                     uring.expect_wake();
                     return Step::Wait;
                 }
                 qcow2::Step::Zeroes { data } => {
-                    // SAFETY: the segments are valid until the request is done, by `IoVecs::push`.
-                    unsafe { io.iov.zero_range(data) };
+                    // SAFETY: the segments are valid until the request is complete, by the contract
+                    // of `IoVecs::push`.
+                    unsafe { io.request.iov.zero_range(data) };
                     Some(0)
                 }
                 qcow2::Step::Copy { data, at } => {
-                    let from = &slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
-                    // SAFETY: as above; `from` is as long as the range.
-                    unsafe { io.iov.scatter_range(data, from) };
+                    let from = &state.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
+                    // SAFETY: the segments are valid until the request is complete, by the contract
+                    // of `IoVecs::push`.
+                    unsafe { io.request.iov.scatter_range(data, from) };
                     Some(0)
                 }
                 qcow2::Step::Gather { data, at } => {
-                    let to = &mut slot.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
-                    // SAFETY: as above; `to` is as long as the range.
-                    unsafe { io.iov.gather_range(data, to) };
+                    let to = &mut state.request.bytes(Buf::Data)[at..at + (data.end - data.start) as usize];
+                    // SAFETY: the segments are valid until the request is complete, by the contract
+                    // of `IoVecs::push`.
+                    unsafe { io.request.iov.gather_range(data, to) };
                     Some(0)
                 }
-                // Files in memory grow with each write as well.
+                // A file in memory grows by each write without cost.
                 qcow2::Step::Extend { file, .. } if self.file(file).0.inline() => Some(0),
                 qcow2::Step::Extend { file, offset, len } => {
-                    (slot.direct, slot.extends) = (true, true);
-                    let entry = on_file!(self.file(file).1.file, |fd| {
+                    (state.direct, state.extends) = (true, true);
+                    let entry = on_file!(self.file(file).1.file(), |fd| {
                         opcode::Fallocate::new(fd, len).offset(offset).build()
                     });
-                    // SAFETY: it names no memory.
+                    // SAFETY: fallocate refers to no memory.
                     unsafe { uring.push(entry, token) };
                     return Step::Wait;
                 }
-                other => done(self.transfer(pool, uring, io, slot, token, other)),
+                other => done(self.transfer(pool, uring, io, state, token, other)),
             };
             let Some(res) = res else { return Step::Wait };
-            slot.inner.iov.clear();
-            step = self.with(uring, token, |cx| slot.request.resume(res, cx));
+            state.inner.request.iov.clear();
+            step = self.with(uring, token, |cx| state.request.resume(res, cx));
         }
     }
 
-    /// Begins a step at a file.
+    /// Starts a step that is a request of a file.
     fn transfer(
         &self,
         pool: &Pool,
         uring: &mut Uring,
         io: &Io,
-        slot: &mut Slot,
+        state: &mut Qcow2State,
         token: Token,
         step: qcow2::Step,
     ) -> Step {
-        let inner = &mut slot.inner;
+        let inner = &mut state.inner;
         let guest = |inner: &mut Io, data: Range<u64>| {
-            // SAFETY: the segments are valid until the request is done, by `IoVecs::push`; `inner` is done before, and
-            // lies where the request does (boxed, in its slot).
-            io.iov.for_range(data, |ptr, len| unsafe { inner.push(ptr, len) });
+            // SAFETY: the segments are valid until the request is complete, by the contract of
+            // `IoVecs::push`, and `inner` completes before it. `inner` is boxed in the state of the
+            // request, so it does not move.
+            io.request.iov.for_range(data, |ptr, len| unsafe { inner.push(ptr, len) });
         };
         let file = match step {
             qcow2::Step::Data { file, offset, data } => {
-                let op = if io.op == Op::Read { Op::Read } else { Op::Write };
+                let op = if io.request.op == Op::Read { Op::Read } else { Op::Write };
                 inner.reset(op, offset, false);
                 guest(inner, data);
                 file
             }
             qcow2::Step::Read { file, offset, buf, range } => {
                 inner.reset(Op::Read, offset, false);
-                own(inner, &mut slot.request, buf, range);
+                push_own(inner, &mut state.request, buf, range);
                 file
             }
             qcow2::Step::Write { file, offset, buf, range } => {
                 inner.reset(Op::Write, offset, false);
-                own(inner, &mut slot.request, buf, range);
+                push_own(inner, &mut state.request, buf, range);
                 file
             }
             qcow2::Step::Around { file, offset, head, data, tail } => {
                 inner.reset(Op::Write, offset, false);
-                own(inner, &mut slot.request, Buf::Data, 0..head);
+                push_own(inner, &mut state.request, Buf::Data, 0..head);
                 guest(inner, data);
-                own(inner, &mut slot.request, Buf::Data, head..head + tail);
+                push_own(inner, &mut state.request, Buf::Data, head..head + tail);
                 file
             }
             qcow2::Step::ZeroFile { file, offset, len, punch } => {
                 inner.reset(Op::WriteZeroes { unmap: punch }, offset, false);
-                inner.len = len;
+                inner.request.len = len;
                 file
             }
             qcow2::Step::Discard { file, offset, len } => {
                 inner.reset(Op::Discard, offset, false);
-                inner.len = len;
+                inner.request.len = len;
                 file
             }
             qcow2::Step::Sync { file } => {
                 inner.reset(Op::Flush, 0, false);
                 file
             }
-            _ => unreachable!("done by `drive`"),
+            _ => unreachable!("`drive` handles the other steps"),
         };
-        slot.file = file;
+        state.file = file;
         let (raw, files) = self.file(file);
-        if raw.at_once(&slot.inner) {
-            return Step::Done(raw.run_inline(&mut slot.inner, pool));
+        if raw.at_once(&state.inner) {
+            return Step::Done(raw.run_inline(&mut state.inner, pool));
         }
-        raw.start(files, pool, uring, &mut slot.inner, token)
+        raw.start(files, pool, uring, &mut state.inner, token)
     }
 }
 
-/// A segment of one of the request's own buffers.
-fn own(inner: &mut Io, request: &mut Request, buf: Buf, range: Range<usize>) {
+/// Adds a range of one of the request's buffers as a segment.
+fn push_own(inner: &mut Io, request: &mut Request, buf: Buf, range: Range<usize>) {
     let bytes = &mut request.bytes(buf)[range];
-    // SAFETY: the request leaves its buffers as they are until it is resumed, and is boxed with `inner`.
+    // SAFETY: the request does not change its buffers until it is resumed, which is after `inner`
+    // completes. It is boxed with `inner`, so neither moves.
     unsafe { inner.push(bytes.as_mut_ptr(), bytes.len()) };
 }
 
+/// Returns the result of a step that is complete.
 fn done(step: Step) -> Option<i32> {
     match step {
         Step::Done(res) => Some(res),

@@ -1,0 +1,123 @@
+//! What a disk is made of: memory, a raw file, a qcow2 image, or nothing.
+
+use std::sync::Arc;
+
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Direct, DiskSpec, Format};
+
+use super::limits::{Limits, SECTOR_BYTES, why_no_size};
+use super::memory::Ram;
+use super::qcow2::{self, Qcow2};
+use super::raw::{self, Raw};
+use super::{Io, Op};
+
+/// What a disk is made of. A clone refers to the same memory or files.
+#[derive(Clone)]
+pub(super) enum Backend {
+    /// Requests complete at once. A read leaves the guest's buffer as it is, like QEMU's `null-co`
+    /// with `read-zeroes=off`.
+    Null,
+    Ram(Arc<Ram>),
+    Raw(Arc<Raw>),
+    Qcow2(Arc<Qcow2>),
+    /// The image could not be opened again. Every request fails with EIO.
+    Gone,
+}
+
+impl Backend {
+    /// Opens and locks the backend that `spec` describes. Returns it with its size in bytes and its
+    /// limits. `growable`: a qcow2 image gets room to grow while it is served.
+    ///
+    /// # Errors
+    /// Those of [`Disk::open`](super::Disk::open).
+    pub(super) fn open(spec: &DiskSpec, growable: bool) -> Result<(Self, u64, Limits)> {
+        Ok(match spec.format() {
+            Format::Raw => {
+                let (raw, size_bytes, limits) = raw::open(spec)?;
+                (Self::Raw(Arc::new(raw)), size_bytes, limits)
+            }
+            Format::Qcow2 => {
+                let (image, size_bytes, limits) = qcow2::open(spec, growable)?;
+                (Self::Qcow2(Arc::new(image)), size_bytes, limits)
+            }
+            Format::Null => (Self::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
+            Format::Ram => {
+                let size_bytes = memory_size(spec)?;
+                let ram = Ram::new(&spec.name, size_bytes)?;
+                (Self::Ram(Arc::new(ram)), size_bytes, Limits::memory(spec.readonly))
+            }
+        })
+    }
+
+    /// Returns the files: the image, then its data file and its backing images.
+    pub(super) fn files(&self) -> &[Raw] {
+        match self {
+            Self::Raw(raw) => std::slice::from_ref(raw),
+            Self::Qcow2(image) => image.files(),
+            Self::Null | Self::Ram(_) | Self::Gone => &[],
+        }
+    }
+
+    /// See [`Disk::alignment`](super::Disk::alignment).
+    pub(super) fn alignment(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.alignment(),
+            // The format works on whole sectors of its files.
+            Self::Qcow2(_) => SECTOR_BYTES,
+            Self::Null | Self::Ram(_) | Self::Gone => 1,
+        }
+    }
+
+    /// See [`Disk::zero_alignment`](super::Disk::zero_alignment).
+    pub(super) fn zero_alignment(&self, block_size: u32) -> u64 {
+        match self {
+            Self::Raw(raw) if !raw.is_file() => u64::from(block_size),
+            Self::Qcow2(_) => SECTOR_BYTES,
+            Self::Raw(_) | Self::Null | Self::Ram(_) | Self::Gone => 1,
+        }
+    }
+
+    /// Whether the image was found to be corrupt since it was opened. It could not be opened again
+    /// for writing.
+    pub(super) fn is_corrupt(&self) -> bool {
+        matches!(self, Self::Qcow2(image) if image.is_corrupt())
+    }
+}
+
+/// Carries out a request on a disk of format `null`. Returns 0 or a negative errno.
+#[inline]
+pub(super) fn null(io: &mut Io) -> i32 {
+    match io.request.op {
+        Op::WriteCompressed => -libc::EOPNOTSUPP,
+        Op::Seek { .. } => io.all_data(),
+        _ => 0,
+    }
+}
+
+/// Returns the size of a disk without an image, bytes.
+///
+/// # Errors
+/// `Invalid` if the size is missing or impossible, or if `spec` has a key that only images have.
+pub(super) fn memory_size(spec: &DiskSpec) -> Result<u64> {
+    let (name, format) = (&spec.name, if spec.format() == Format::Null { "null" } else { "ram" });
+    if let Some(file) = &spec.file {
+        return Err(Error::invalid(format!(
+            "disk {name} has format {format}, which has no image: leave out file={} or use format=raw",
+            file.display()
+        )));
+    }
+    if spec.direct == Direct::On {
+        return Err(Error::invalid(format!(
+            "disk {name} has format {format}, which has no page cache: leave out direct=on"
+        )));
+    }
+    let Some(size) = spec.size else {
+        return Err(Error::invalid(format!(
+            "disk {name} has format {format}, which needs a size: add size=1G, say"
+        )));
+    };
+    match why_no_size(size) {
+        None => Ok(size),
+        Some(why) => Err(Error::invalid(format!("disk {name} cannot have {size} bytes: {why}"))),
+    }
+}
