@@ -479,6 +479,7 @@ def test_a_daemon_that_may_not_use_each_cpu(suite):
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
+@pytest.mark.serial  # it measures how soon a killed daemon is gone
 def test_killed_in_moves_snapshots_and_removals(suite, guarded, request):
     kills = request.config.getoption("--kills") or KILLS
     guarded(10 * kills)
