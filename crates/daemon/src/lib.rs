@@ -1,6 +1,7 @@
-//! The daemon without its command line: disks, networks, exports and jobs, and the front ends and queues that serve them.
+//! The daemon without its command line: disks, networks, exports, workers and jobs, by name.
 //!
-//! The folders follow a request, and uses go one way: `export → frontend → queue`.
+//! It opens what a command names, and connects the parts: a front end of `vshunt-vhost-user` or `vshunt-fuse`, queues on workers
+//! or in the kernel, and a disk or a network. No request comes here.
 //!
 //! ```no_run
 //! use vshunt_daemon::export::{Daemon, Options};
@@ -21,5 +22,3 @@
 
 #[allow(clippy::disallowed_methods, reason = "control threads may make threads like themselves")]
 pub mod export;
-pub mod frontend;
-pub mod queue;

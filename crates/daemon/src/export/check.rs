@@ -12,7 +12,7 @@ use vshunt_types::spec::{
 };
 
 use super::prepared::{MAX_PAIRS, MAX_QUEUES};
-use crate::queue::blk::SERIAL_MAX;
+use vshunt_vhost_user::blk::SERIAL_MAX;
 
 /// A request that can be wrong by itself.
 pub trait Check {

@@ -11,7 +11,7 @@ use vshunt_types::spec::{Engine, ExportKind, ExportSpec};
 
 use super::check::{check_one_place, port_keys};
 use super::nets::Net;
-use crate::frontend::vhost_user::{Socket, adopt, listen};
+use vshunt_vhost_user::{Socket, adopt, listen};
 
 /// Virtqueues of one export at most: what QEMU's virtio devices can have less their own needs, and a VMM's usual limit.
 pub const MAX_QUEUES: u16 = 256;

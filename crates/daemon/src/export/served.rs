@@ -6,7 +6,7 @@ use vshunt_net::switch::Uplink;
 use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
 
 use super::queues::ExportQueues;
-use crate::frontend::vhost_user::VhostUser;
+use vshunt_vhost_user::VhostUser;
 
 /// What serves an export.
 pub(super) struct Served {

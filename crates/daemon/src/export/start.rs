@@ -19,9 +19,9 @@ use super::prepared::{
 };
 use super::queues::ExportQueues;
 use super::served::{Frontend, Served};
-use crate::frontend::vhost_user::blk::BlkDevice;
-use crate::frontend::vhost_user::net::{NetDevice, has_control};
-use crate::frontend::vhost_user::{Device, Socket, VhostUser, WorkerRings};
+use vshunt_vhost_user::blk::BlkDevice;
+use vshunt_vhost_user::net::{NetDevice, has_control};
+use vshunt_vhost_user::{Device, Socket, VhostUser, WorkerRings};
 
 /// What the start of an export needs besides what was prepared.
 pub(super) struct Start<'a> {

@@ -15,8 +15,8 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
-use vshunt_daemon::frontend::rate::Rate;
-use vshunt_daemon::frontend::vhost_user::THREAD_PREFIX;
+use vshunt_vhost_user::THREAD_PREFIX;
+use vshunt_vhost_user::rate::Rate;
 
 /// Lines of one kind and one export: at once, and a second after that.
 const LINES: Rate = Rate::new(100, 10);

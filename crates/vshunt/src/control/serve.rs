@@ -15,10 +15,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use vshunt_daemon::export::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
-use vshunt_daemon::frontend::vhost_user;
 use vshunt_net::tap;
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
+use vshunt_vhost_user as vhost_user;
 
 use super::activation::{self, Inherited};
 use super::api::{Context, Stop};

@@ -8,8 +8,8 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use rustix::fs::Mode;
-use vshunt_daemon::frontend::socket_file::{self, SocketFile, Words};
 use vshunt_types::error::Result;
+use vshunt_vhost_user::socket_file::{self, SocketFile, Words};
 
 const WORDS: Words = Words {
     what: "control socket",

@@ -10,8 +10,8 @@ use std::str::FromStr;
 
 use rustix::net::{SocketAddrUnix, getsockname, sockopt};
 use serde::Deserialize;
-use vshunt_daemon::frontend::socket_file::{self, SocketFile, Words};
 use vshunt_types::error::{Error, Result};
+use vshunt_vhost_user::socket_file::{self, SocketFile, Words};
 
 const WORDS: Words = Words {
     what: "metrics socket",

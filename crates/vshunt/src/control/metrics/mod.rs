@@ -20,9 +20,9 @@ use families::Snapshot;
 use rustix::event::{EventfdFlags, eventfd};
 use serve::{Render, Scrapes};
 use vshunt_daemon::export::Daemon;
-use vshunt_daemon::frontend::socket_file::SocketFile;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
+use vshunt_vhost_user::socket_file::SocketFile;
 
 /// The place where metrics are asked for. Its thread ends, and its socket's file goes, when it is dropped.
 pub(crate) struct Metrics {

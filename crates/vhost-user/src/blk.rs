@@ -1,5 +1,7 @@
 //! virtio-blk behind a socket: features, configuration space, queues (Virtio 1.3, section 5.2).
 
+mod queue;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
@@ -16,8 +18,9 @@ use vshunt_engine::Queue;
 use vshunt_types::spec::Cache;
 use vshunt_virtqueue::RingParts;
 
+pub use self::queue::SERIAL_MAX;
+use self::queue::{BlkQueue, BlkShared};
 use super::{ConfigChange, Device, RingPlace};
-use crate::queue::blk::{BlkQueue, BlkShared, SERIAL_MAX};
 
 /// Data segments of one request: a descriptor table of the usual 128 less header and status.
 const SEG_MAX: u32 = 126;

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use vshunt_types::error::{Error, Result};
 
-use crate::frontend::socket_file::{self, SocketFile, Words};
+use crate::socket_file::{self, SocketFile, Words};
 
 /// Where the front-end comes from.
 pub enum Socket {

@@ -37,22 +37,22 @@ const REQUEST_BYTES_MAX: u64 = 64 << 20;
 pub const SERIAL_MAX: usize = 20;
 
 /// What an export's queues share; the frontend may change the atomic parts at any time.
-pub struct BlkShared {
+pub(super) struct BlkShared {
     /// The backend.
-    pub disk: Arc<Disk>,
+    pub(super) disk: Arc<Disk>,
     /// What GET_ID returns, padded with zeroes.
-    pub serial: [u8; SERIAL_MAX],
+    pub(super) serial: [u8; SERIAL_MAX],
     /// The guest's writes are refused.
-    pub readonly: bool,
+    pub(super) readonly: bool,
     /// A write completes only when it is stable: the guest was told of no cache, or switched it off.
-    pub writethrough: AtomicBool,
+    pub(super) writethrough: AtomicBool,
     /// Whether that is only because we do not know what the guest chose when a former daemon served it; its
     /// first flush says that it believes in a cache.
-    pub unsure: AtomicBool,
+    pub(super) unsure: AtomicBool,
     /// Largest WRITE_ZEROES, in sectors, as the configuration space says.
-    pub max_zero_sectors: u32,
+    pub(super) max_zero_sectors: u32,
     /// Largest DISCARD, likewise.
-    pub max_discard_sectors: u32,
+    pub(super) max_discard_sectors: u32,
 }
 
 /// A request under way. Its buffers are the guest's; `io` names them until the step is done.
@@ -63,7 +63,7 @@ struct Slot {
 }
 
 /// One virtqueue of a disk.
-pub struct BlkQueue {
+pub(super) struct BlkQueue {
     // The owning worker's.
     vring: DeviceRing,
     mem: Arc<GuestMemory>,
@@ -102,7 +102,7 @@ unsafe impl Send for BlkQueue {}
 
 impl BlkQueue {
     /// A queue that is not yet on a worker.
-    pub fn new(parts: RingParts, shared: Arc<BlkShared>) -> Self {
+    pub(super) fn new(parts: RingParts, shared: Arc<BlkShared>) -> Self {
         let size = parts.vring.size();
         let slots = (0..size)
             .map(|_| Slot { io: Io::default(), status: std::ptr::null_mut(), head: Head { id: 0, descs: 0 } })

@@ -1,9 +1,32 @@
 //! vhost-user: a device for a VMM over a UNIX socket.
 //!
-//! One thread an export: it listens, and serves one front-end after the other. It never sees a request; rings
-//! that the guest starts become queues on workers. A front-end that misbehaves loses its connection, nobody
-//! else anything. What must never happen: guest memory unmapped, or an answer to GET_VRING_BASE sent, while a
-//! request is in flight.
+//! Each export has one session thread. It listens, and serves one front end after the other. It never sees a request: a
+//! [`RingServer`] serves the rings that the guest starts, as queues of workers ([`WorkerRings`]) or in the kernel. A front end
+//! that misbehaves loses its connection, and nobody else loses anything.
+//!
+//! What must never happen: guest memory unmapped, or an answer to GET_VRING_BASE sent, while a request is in flight.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use std::sync::Arc;
+//! use vshunt_block::Disk;
+//! use vshunt_engine::{Observer, QueueSet, Settings, Workers};
+//! use vshunt_types::spec::{DiskSpec, Format};
+//! use vshunt_vhost_user::blk::BlkDevice;
+//! use vshunt_vhost_user::{Device, VhostUser, WorkerRings, listen};
+//!
+//! fn serve(observer: Arc<dyn Observer>) -> vshunt_types::error::Result<VhostUser> {
+//!     let spec = DiskSpec { name: "d".into(), format: Some(Format::Ram), size: Some(1 << 20), ..Default::default() };
+//!     let device: Arc<dyn Device> = Arc::new(BlkDevice::new(Disk::open(&spec)?, 1, 0, "serial", false));
+//!     let workers = Workers::new(0)?;
+//!     let worker = workers.create(None, &Settings::default())?;
+//!     let queues = Arc::new(QueueSet::new("vm", &workers, &[worker])?);
+//!     let rings = Arc::new(WorkerRings::new(queues, device.clone()));
+//!     VhostUser::start("vm", listen(Path::new("/run/vm.sock"))?, device, rings, observer, false)
+//! }
+//! ```
+
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 pub mod blk;
 mod budget;
@@ -14,9 +37,11 @@ mod guard;
 mod memory;
 mod messages;
 pub mod net;
+pub mod rate;
 mod receive;
 mod session;
 mod socket;
+pub mod socket_file;
 mod waiting;
 mod worker_rings;
 
@@ -46,13 +71,13 @@ use self::budget::Budget;
 pub use self::device::{ConfigChange, Device, NetworkDevice, RingPlace};
 use self::dispatch::{Answer, answers_itself, dispatch};
 use self::messages::Message;
+use self::rate::Rate;
 use self::receive::Receiver;
 pub use self::receive::process::start as start_receivers;
 use self::session::Session;
 pub use self::socket::{Socket, adopt, listen};
 use self::waiting::{Connection, Waiting};
 pub use self::worker_rings::WorkerRings;
-use super::rate::Rate;
 
 /// What we offer of the protocol.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
