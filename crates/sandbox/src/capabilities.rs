@@ -1,4 +1,4 @@
-//! Giving up capabilities (capabilities(7)), one thread at a time.
+//! Gives up capabilities (capabilities(7)) of one thread.
 
 use std::io;
 
@@ -6,14 +6,19 @@ use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, remove_capability_from_bounding_set, set_capabilities,
 };
 
-/// Gives up all capabilities of the calling thread but these; programs that it runs get no others either.
+/// Gives up all capabilities of the calling thread except these. Programs that it runs get no
+/// others either.
+///
+/// # Errors
+/// The system's.
 pub(super) fn keep(wanted: CapabilitySet) -> io::Result<()> {
     let own = capabilities(None)?;
     if own.permitted.is_empty() {
         return Ok(());
     }
     for capability in CapabilitySet::all().difference(wanted).iter() {
-        // Needs CAP_SETPCAP. Without it the set stays, and `no_new_privs` keeps programs from gaining any of it.
+        // This needs CAP_SETPCAP. Without it the bounding set stays, and `no_new_privs` keeps
+        // programs from gaining from it.
         let _ = remove_capability_from_bounding_set(capability);
     }
     set_capabilities(
@@ -32,7 +37,7 @@ pub(super) fn own() -> CapabilitySet {
     capabilities(None).map_or(CapabilitySet::empty(), |sets| sets.effective)
 }
 
-/// Their names in small letters, without `CAP_`.
+/// Names of capabilities in small letters, without `CAP_`.
 pub(super) fn names(set: CapabilitySet) -> Vec<String> {
     set.iter_names().map(|(name, _)| name.to_lowercase()).collect()
 }

@@ -1,4 +1,5 @@
-//! Filters of system calls (seccomp(2)): made from the table, installed by each thread when it begins.
+//! Filters of system calls (seccomp(2)). They are made from the table, and each thread installs its
+//! own when it starts.
 
 use std::cell::Cell;
 use std::io;
@@ -14,7 +15,7 @@ const ARCHITECTURE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 const ARCHITECTURE: u32 = 0xc000_00b7;
 
-/// Numbers that a message can be given once for; larger ones are counted only.
+/// System call numbers below this one are logged once each. Larger ones are only counted.
 const NUMBERS: usize = 512;
 
 /// A filter that can be installed.
@@ -25,16 +26,17 @@ pub(super) struct Program {
 impl Program {
     /// The filter of threads of this kind.
     pub(super) fn new(kind: ThreadKind, mode: Mode) -> Self {
-        // The handler of SIGSYS logs what is refused, then answers EPERM or ends the process.
+        // The handler of SIGSYS logs the refused call, and then returns EPERM or ends the process.
         Self::of(&table::allowed(kind), mode, libc::SECCOMP_RET_TRAP)
     }
 
-    /// The filter of a process that receives descriptors: what is refused ends it.
+    /// The filter of a process that receives descriptors. A refused call ends that process.
     pub(super) fn of_receiver(mode: Mode) -> Self {
         Self::of(table::RECEIVER, mode, libc::SECCOMP_RET_KILL_PROCESS)
     }
 
-    /// A filter that allows system calls of these numbers. `refuse`: what becomes of others, where the mode refuses them.
+    /// A filter that allows system calls of these numbers. `refuse`: the action for all others, if
+    /// the mode refuses them.
     fn of(allowed: &[u32], mode: Mode, refuse: u32) -> Self {
         let refuse = if mode == Mode::Log { libc::SECCOMP_RET_LOG } else { refuse };
         let other = if mode == Mode::Log { libc::SECCOMP_RET_LOG } else { libc::SECCOMP_RET_KILL_PROCESS };
@@ -47,8 +49,8 @@ impl Program {
             end(other),
             op(load, 0, 0, offset_of!(libc::seccomp_data, nr) as u32),
         ];
-        // The kernel keeps the answer in a bitmap for each call whose arguments the program does not look at, and does not run
-        // the program for it. No call of a data path is checked.
+        // For a call whose arguments the program does not read, the kernel caches the action in a
+        // bitmap, and does not run the program. No arguments of calls on the data path are checked.
         for number in allowed {
             let body = match table::check(*number) {
                 None => vec![end(libc::SECCOMP_RET_ALLOW)],
@@ -57,7 +59,8 @@ impl Program {
             code.push(op(equal, 0, body.len() as u8, *number));
             code.extend(body);
         }
-        // Not a trap: the C library blocks all signals while it makes a thread, and a trap would end the process.
+        // No trap here: the C library blocks all signals while it makes a thread, and then a trap
+        // would end the process.
         let absent = match mode {
             Mode::Log => libc::SECCOMP_RET_ALLOW,
             Mode::On | Mode::Kill | Mode::Off => libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32,
@@ -69,13 +72,17 @@ impl Program {
         Self { code }
     }
 
-    /// Puts the calling thread under the filter. Needs `no_new_privs`.
+    /// Installs the filter for the calling thread, which must have `no_new_privs`.
+    ///
+    /// # Errors
+    /// The system's.
     pub(super) fn install(&self) -> io::Result<()> {
         let len = u16::try_from(self.code.len()).map_err(io::Error::other)?;
         let program = libc::sock_fprog { len, filter: self.code.as_ptr().cast_mut() };
         let set = libc::SECCOMP_SET_MODE_FILTER;
         let flags = libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
-        // SAFETY: the kernel copies `len` instructions, which live over the call, and writes nothing.
+        // SAFETY: the kernel copies `len` instructions, which `self` owns during the call, and
+        // writes nothing.
         let rc = unsafe { libc::syscall(libc::SYS_seccomp, set, flags, &raw const program) };
         if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
@@ -114,14 +121,18 @@ fn op(code: u16, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
 }
 
 thread_local! {
-    /// Whether the calling thread is in the handler: a violation of its own is answered without a message.
+    /// Whether the calling thread is in the handler. A violation by the handler itself is not
+    /// logged.
     static HANDLING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Numbers of which a message was written, a bit each.
-static SAID: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
+/// Numbers that are logged already, one bit each.
+static LOGGED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
 
-/// Catches SIGSYS, which a refused system call raises on its thread.
+/// Installs the handler of SIGSYS, which a refused system call raises on its thread.
+///
+/// # Errors
+/// The system's.
 pub(super) fn handle_violations(mode: Mode) -> io::Result<()> {
     let handler = match mode {
         Mode::On => refuse as extern "C" fn(_, _, _),
@@ -129,15 +140,13 @@ pub(super) fn handle_violations(mode: Mode) -> io::Result<()> {
         Mode::Log | Mode::Off => return Ok(()),
     };
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: all bytes zero is a valid sigaction: no flags, no signals, and the handler is set before it is used.
-    let action = unsafe {
-        let action = action.assume_init_mut();
-        action.sa_sigaction = handler as *const () as usize;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_NODEFER;
-        action
-    };
-    // SAFETY: the handler makes system calls on its own stack alone, touches atomics and constant-initialised thread
-    // locals, and leaves errno to the interrupted call's result.
+    // SAFETY: a sigaction of zeroes is valid: no flags, no blocked signals, the default handler.
+    let action = unsafe { action.assume_init_mut() };
+    action.sa_sigaction = handler as *const () as usize;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_NODEFER;
+    // SAFETY: `action` is valid during the call. The handler is async-signal-safe: it makes system
+    // calls with memory on its stack, and uses atomics and thread locals with constant initial
+    // values.
     match unsafe { libc::sigaction(libc::SIGSYS, action, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -146,11 +155,12 @@ pub(super) fn handle_violations(mode: Mode) -> io::Result<()> {
 
 extern "C" fn refuse(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
     REFUSED.fetch_add(1, Ordering::Relaxed);
-    // SAFETY: the kernel passes a ucontext_t with SA_SIGINFO; it is this thread's alone until the handler returns.
+    // SAFETY: with SA_SIGINFO the kernel passes a ucontext_t, which only this thread uses until the
+    // handler returns.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
     let number = number(context);
     let bit = 1u64 << (number % 64);
-    let first = SAID.get(number / 64).is_some_and(|word| word.fetch_or(bit, Ordering::Relaxed) & bit == 0);
+    let first = LOGGED.get(number / 64).is_some_and(|word| word.fetch_or(bit, Ordering::Relaxed) & bit == 0);
     if first && !HANDLING.replace(true) {
         say(number, b"answered EPERM");
         HANDLING.set(false);
@@ -159,14 +169,16 @@ extern "C" fn refuse(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc
 }
 
 extern "C" fn end(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: as in `refuse`.
+    // SAFETY: with SA_SIGINFO the kernel passes a ucontext_t, which only this thread uses until the
+    // handler returns.
     let context = unsafe { &*context.cast::<libc::ucontext_t>() };
     say(number(context), b"ending at once");
-    // SAFETY: may be called in a handler.
+    // SAFETY: abort is async-signal-safe.
     unsafe { libc::abort() }
 }
 
-/// Writes one line to stderr. It allocates nothing and takes no lock: the thread may hold any.
+/// Writes one line to stderr. Allocates nothing and takes no lock, because the interrupted thread
+/// may hold any lock.
 fn say(number: usize, what: &[u8]) {
     let mut digits = [0; 20];
     let mut at = digits.len();
@@ -196,7 +208,7 @@ fn say(number: usize, what: &[u8]) {
         line[len..len + room].copy_from_slice(&part[..room]);
         len += room;
     }
-    // SAFETY: the line lives over the call.
+    // SAFETY: `line` has at least `len` bytes and lives until the call returns.
     let _ = unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), len) };
 }
 
@@ -228,12 +240,13 @@ mod tests {
         io::Error::last_os_error().raw_os_error()
     }
 
-    /// What the kernel answers under the filter of `kind`. A child that should not be there ends at once.
+    /// Checks the kernel's answers under the filter of `kind`. A child that exists against
+    /// expectation ends at once.
     fn answers(kind: ThreadKind) {
         // SAFETY: the flags ask for a copy of this process, as fork does.
         let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
         if child == 0 {
-            // SAFETY: ends the child.
+            // SAFETY: _exit takes no memory.
             unsafe { libc::_exit(0) };
         }
         assert_eq!((child, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
@@ -251,12 +264,12 @@ mod tests {
         // SAFETY: no memory. It asks for the state that the process has.
         let rc = unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
         assert_eq!((rc, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
-        // SAFETY: signal 0 is none.
+        // SAFETY: signal 0 is no signal.
         let rc = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
         assert_eq!((rc, errno()), (-1, Some(libc::EPERM)), "{kind:?}");
         // SAFETY: the call takes and returns numbers only.
         let own = unsafe { libc::gettid() };
-        // SAFETY: signal 0 is none; the target is the calling thread.
+        // SAFETY: signal 0 is no signal; the target is the calling thread.
         let rc = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), own, 0) };
         assert_eq!(rc, 0, "{kind:?}");
         assert_eq!(std::thread::Builder::new().name("made".into()).spawn(|| 7).unwrap().join().unwrap(), 7);

@@ -1,7 +1,9 @@
-//! Files that control clients have passed descriptors of: their commands may open them by name.
+//! Files of which control clients have passed descriptors: commands of clients may open these by
+//! name.
 //!
-//! Landlock only ever takes rights away from a thread. So commands run on threads of their own, which the launcher makes, under
-//! the configured paths and what was passed by then. A job's threads inherit that.
+//! Landlock only takes rights away from a thread. So commands run on threads of their own, which
+//! the launcher makes. They may open the configured paths and the files that were passed by then.
+//! The threads of a job inherit that.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,37 +16,38 @@ use super::landlock::{Granted, Ruleset};
 use super::{RUNNING, ThreadKind, enter_under, errand};
 
 #[derive(Default)]
-struct Now {
-    /// The last change of the list that is in force.
+struct Current {
+    /// Number of the last change of the list.
     change: u64,
     list: Vec<Granted>,
-    /// The configured paths and the list; none while the list is empty.
+    /// Permits the configured paths and the list. None while the list is empty.
     ruleset: Option<Arc<Ruleset>>,
 }
 
+/// The files that are granted.
 #[derive(Default)]
 pub(super) struct Grants {
-    /// Guards what is granted; held for a look or an exchange.
-    now: Mutex<Now>,
+    /// Held for a look or an exchange.
+    now: Mutex<Current>,
 }
 
 impl Grants {
-    fn lock(&self) -> MutexGuard<'_, Now> {
-        // Whole between any two statements.
+    fn lock(&self) -> MutexGuard<'_, Current> {
+        // No statement leaves the list in an invalid state.
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is granted now.
+    /// The descriptors granted now.
     pub(super) fn list(&self) -> Vec<Granted> {
         self.lock().list.clone()
     }
 }
 
-/// Replaces the list of what commands may open besides the configured paths. `change` counts the lists: an older one than that
-/// in force is too late, and has no effect.
+/// Replaces the list of files that commands may open besides the configured paths. `change` is the
+/// number of the list: a list that is older than the one in force has no effect.
 pub fn set_granted(change: u64, list: Vec<Granted>) {
     let Some((running, rules)) = RUNNING.get().and_then(|r| Some((r, r.rules.as_deref()?))) else { return };
-    // An errand, since control threads make no rulesets.
+    // An errand, because control threads may not make rulesets.
     let ruleset = match list.is_empty() || running.process.is_none() {
         true => Ok(None),
         false => errand(|| Ruleset::new(rules, &list)).and_then(|made| made),
@@ -57,17 +60,18 @@ pub fn set_granted(change: u64, list: Vec<Granted>) {
     if change <= now.change {
         return;
     }
-    let next = Now { change, list, ruleset: ruleset.map(Arc::new) };
+    let next = Current { change, list, ruleset: ruleset.map(Arc::new) };
     let before = std::mem::replace(&mut *now, next);
     drop(now);
-    // Closes descriptors, which may wait for their file system.
+    // Closing a descriptor may wait for its file system, so it happens without the lock.
     drop(before);
 }
 
-/// Runs a client's command where it may open what clients have passed, and waits for its end.
+/// Runs a client's command on a thread that may open the files that clients have passed, and waits
+/// for its end.
 ///
 /// # Errors
-/// The system has no thread for it, or the thread cannot be confined; it was not run.
+/// The system has no thread, or the thread cannot be confined. The command was not run.
 pub fn as_command<T: Send>(work: impl FnOnce() -> T + Send) -> io::Result<T> {
     let Some(running) = RUNNING.get() else { return Ok(work()) };
     let Some(ruleset) = running.granted.lock().ruleset.clone() else { return Ok(work()) };
@@ -77,8 +81,8 @@ pub fn as_command<T: Send>(work: impl FnOnce() -> T + Send) -> io::Result<T> {
     })?
 }
 
-/// Opens the file of a descriptor once more, although the calling thread may not open it by its name. The access mode is one that
-/// the descriptor has, so that this gives no right that is not there already.
+/// Opens the file of a descriptor again, even if the calling thread may not open it by its name.
+/// The access mode must be one that the descriptor has, so the caller gains no right.
 ///
 /// # Errors
 /// `EACCES` for another access mode; the system's.

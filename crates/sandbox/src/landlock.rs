@@ -1,6 +1,7 @@
-//! Which files a thread may open (landlock(7)).
+//! Restricts which files a thread may open (landlock(7)).
 //!
-//! Descriptors that are open already are not restricted, nor are those that others pass to us.
+//! Descriptors that are open already are not restricted, nor are descriptors that other processes
+//! pass.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -25,13 +26,13 @@ mod access {
     pub(super) const TRUNCATE: u64 = 1 << 14;
     /// On devices that are opened from now on; since version 5.
     pub(super) const IOCTL_DEV: u64 = 1 << 15;
-    /// What can be granted on something that is no folder.
+    /// Rights on a file that is no folder.
     pub(super) const OF_FILES: u64 = WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
-    /// For a rule that lets nothing be changed.
+    /// Rights to read only.
     pub(super) const READING: u64 = READ_FILE | READ_DIR;
-    /// For a folder of sockets: a folder is listed to lock it.
+    /// Rights on a folder of sockets. Listing is needed to lock the folder.
     pub(super) const SOCKETS: u64 = MAKE_SOCK | REMOVE_FILE | READ_DIR;
-    /// For a rule that lets things be changed.
+    /// Rights to read and to change.
     pub(super) const ALL: u64 = OF_FILES | READ_DIR | REMOVE_FILE | MAKE_REG | MAKE_SOCK | REFER;
 }
 
@@ -40,7 +41,8 @@ const ASK_VERSION: u32 = 1;
 /// LANDLOCK_RULE_PATH_BENEATH.
 const PATH_BENEATH: libc::c_int = 1;
 
-/// `struct landlock_ruleset_attr` as the first version has it; the kernel takes shorter ones than its own.
+/// `struct landlock_ruleset_attr` of the first version. The kernel accepts a structure that is
+/// shorter than its own.
 #[repr(C)]
 struct RulesetAttr {
     handled_access_fs: u64,
@@ -53,20 +55,25 @@ struct PathBeneath {
     parent_fd: i32,
 }
 
-/// A descriptor that a client passed. It counts for what it is open for; that of a folder for all in it.
+/// A descriptor that a client passed. It grants the access that it is open for; a folder grants
+/// everything in it.
 pub type Granted = Arc<dyn AsFd + Send + Sync>;
 
-/// Rules that threads can be put under.
+/// Rules that threads can be restricted by.
 pub(super) struct Ruleset {
     fd: OwnedFd,
-    /// See [`pinned`](Self::pinned).
+    /// Kept open, see [`pinned`](Self::pinned).
     _paths: Vec<OwnedFd>,
 }
 
 impl Ruleset {
-    /// All file access is refused but what `rules` and `granted` allow. `None`: the kernel has no Landlock.
+    /// Makes a ruleset that refuses all file access except what `rules` and `granted` allow. None:
+    /// the kernel has no Landlock.
     ///
-    /// Paths that are not there are left out. An older kernel restricts less.
+    /// Missing paths are left out. An older kernel restricts less.
+    ///
+    /// # Errors
+    /// The system's.
     pub(super) fn new(rules: &[Rule], granted: &[Granted]) -> io::Result<Option<Self>> {
         let none = std::ptr::null::<u8>();
         // SAFETY: with this flag the kernel reads no memory.
@@ -79,14 +86,15 @@ impl Ruleset {
             5.. => (1 << 16) - 1,
         };
         let attr = RulesetAttr { handled_access_fs: handled };
-        // SAFETY: the kernel reads as much of `attr` as is said; it lives over the call.
+        // SAFETY: the kernel reads the given number of bytes of `attr`, which lives until the call
+        // returns.
         let fd = unsafe {
             libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), 0)
         };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a descriptor that the call has just made, which nobody else knows.
+        // SAFETY: the call succeeded, so this is a new descriptor that nothing else owns.
         let ruleset = Self { fd: unsafe { OwnedFd::from_raw_fd(fd as i32) }, _paths: Vec::new() };
         for rule in rules {
             ruleset.add(rule, handled)?;
@@ -98,12 +106,15 @@ impl Ruleset {
         Ok(Some(ruleset))
     }
 
-    /// As [`new`](Self::new), for files of the kernel's own: keeps them open. A rule is of an inode, and procfs makes another
-    /// one for the same name when nothing has used the name for a while.
+    /// Does the same as [`new`](Self::new), and keeps the files open. A rule belongs to an inode,
+    /// and procfs makes another inode for the same name if nothing has used it for a while.
+    ///
+    /// # Errors
+    /// The system's.
     pub(super) fn pinned(rules: &[Rule]) -> io::Result<Option<Self>> {
         let open =
             |rule: &Rule| rustix::fs::open(&rule.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).ok();
-        // Before the rules are made, so that these are of the same inodes.
+        // Opened before the rules are made, so that the rules belong to the same inodes.
         let paths = rules.iter().filter_map(open).collect();
         Ok(Self::new(rules, &[])?.map(|ruleset| Self { _paths: paths, ..ruleset }))
     }
@@ -119,7 +130,7 @@ impl Ruleset {
             Ok(path) => path,
             Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS) => return Ok(()),
             Err(e) => {
-                // What needs it fails later, and names it.
+                // An operation that needs the path fails later, and names it.
                 tracing::warn!("sandbox: {} cannot be opened ({e}), so it stays closed", rule.path.display());
                 return Ok(());
             }
@@ -133,40 +144,48 @@ impl Ruleset {
         self.allow(path.as_fd(), allowed)
     }
 
-    /// Allows `access` of what a descriptor refers to, and what is below.
+    /// Allows `access` to the file of a descriptor, and to everything below it.
     fn allow(&self, path: BorrowedFd<'_>, access: u64) -> io::Result<()> {
         if access == 0 {
             return Ok(());
         }
         let attr = PathBeneath { allowed_access: access, parent_fd: path.as_raw_fd() };
         let ruleset = self.fd.as_raw_fd();
-        // SAFETY: the kernel reads `attr`, of the layout that this kind of rule has; it lives over the call.
+        // SAFETY: the kernel reads `attr`, of the layout that this kind of rule has; it lives over
+        // the call.
         let rc =
             unsafe { libc::syscall(libc::SYS_landlock_add_rule, ruleset, PATH_BENEATH, &raw const attr, 0) };
         match io::Error::last_os_error() {
             _ if rc == 0 => Ok(()),
-            // A file of the kernel's own (a memfd, a namespace) or a socket, which Landlock does not restrict.
+            // A socket, or a file without a path (a memfd, a namespace): Landlock does not restrict
+            // these.
             e if e.raw_os_error() == Some(libc::EBADFD) => Ok(()),
             e => Err(e),
         }
     }
 
-    /// Puts the calling thread under the rules, besides those that it is under already. Needs `no_new_privs`.
+    /// Restricts the calling thread by these rules, in addition to those that apply already. It
+    /// must have `no_new_privs`.
+    ///
+    /// # Errors
+    /// The system's.
     pub(super) fn enter(&self) -> io::Result<()> {
-        // SAFETY: a call without memory.
+        // SAFETY: this call takes no memory.
         let rc = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.fd.as_raw_fd(), 0) };
         if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 
-/// Looks what a descriptor refers to. The server of a FUSE mount is not asked: a configured path may be one of our own by now.
+/// Returns the type of the file of a descriptor. Sends no request to the server of a FUSE mount,
+/// since the daemon may serve the configured path itself.
 fn kind_of(fd: BorrowedFd<'_>) -> io::Result<FileType> {
     let seen = statx(fd, c"", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE)?;
     Ok(FileType::from_raw_mode(seen.stx_mode.into()))
 }
 
-/// What an open descriptor allows: of a file what it is open for, of a folder all that a rule can. Nothing for one that is
-/// open with O_PATH or for writing alone, which shows no right to read.
+/// The access that an open descriptor grants: for a file the access that it is open for, for a
+/// folder all that a rule can allow. A descriptor that is open with O_PATH or only for writing
+/// grants nothing, since it shows no right to read.
 fn allowed_by(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let folder = kind_of(fd)? == FileType::Directory;
     Ok(match fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::PATH) {
@@ -182,7 +201,8 @@ mod tests {
     use super::*;
     use crate::table;
 
-    /// Runs `work` on a thread that may open nothing but what threads that serve guests may. None: no Landlock here.
+    /// Runs `work` on a thread that may open only what threads that serve guests may. None: the
+    /// kernel has no Landlock.
     fn confined<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
         let ruleset = Ruleset::pinned(&table::guest_paths()).unwrap()?;
         let run = || {

@@ -1,18 +1,21 @@
-//! What the daemon's threads may still do once it serves: capabilities, paths, system calls, operations of rings.
+//! The sandbox: the capabilities, paths, system calls and io_uring operations that threads of the
+//! daemon may use.
 //!
-//! The program calls [`start`] once, on the main thread, before it makes other threads. Threads that guests, users of
-//! mounts or scrapers talk to are made by [`spawn`], which confines them to less than the rest. All others inherit the
-//! confinement of the thread that makes them, which is that of control threads in the end. Where nothing was started
-//! (tests of the library, `vshunt image`), all of this does nothing.
+//! The program calls [`start`] once, on the main thread, before it makes other threads. [`spawn`]
+//! makes the threads that guests, users of mounts or scrapers talk to, and confines each of them by
+//! its [`ThreadKind`]. All other threads inherit the confinement of the thread that makes them,
+//! which is that of control threads. If [`start`] was not called (tests, `vshunt image`), nothing
+//! is restricted.
 //!
-//! One thread keeps its rights: the [`launcher`]. It makes threads, and does what a control thread may not do itself
-//! ([`errand`]): mounting, unmounting, running fusermount3, entering a network namespace. For mountpoints and namespaces that
-//! clients name it does so in [places](check_place) that are configured or allowed.
+//! One thread keeps its rights: the launcher. It makes threads, and runs what a control thread may
+//! not do ([`errand`]): mounting, unmounting, running fusermount3, entering a network namespace. If
+//! a client names the mountpoint or the namespace, [`check_place`] first checks that its path is
+//! configured or allowed.
 //!
-//! A control client may pass descriptors of files that are not configured. Its commands then run on threads that may open
-//! these, too ([`as_command`]).
+//! A control client may pass descriptors of files that are not configured. Its commands then run on
+//! threads that may open these files, too ([`as_command`]).
 //!
-//! docs/sandbox.md says what this protects from and what not: threads share memory.
+//! docs/sandbox.md says what this protects from and what it does not: threads share memory.
 //!
 //! ```
 //! use std::thread::Builder;
@@ -52,27 +55,29 @@ use serde::{Deserialize, Serialize};
 pub use table::{RING_FLAGS, RING_OPERATIONS, RING_REGISTRATIONS};
 use vshunt_types::error::{Error, Result};
 
-/// What happens to a thread that does more than it may.
+/// What happens when a thread does something that it may not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// It fails with EPERM or EACCES; the first refusal of each system call is logged.
+    /// The call fails with EPERM or EACCES. The first refusal of each system call is logged.
     #[default]
     On,
-    /// It is allowed. The kernel logs system calls (SECCOMP_RET_LOG); paths and capabilities are not restricted.
+    /// The call is allowed. The kernel logs system calls (SECCOMP_RET_LOG). Paths and capabilities
+    /// are not restricted.
     Log,
     /// Nothing is restricted.
     Off,
-    /// As `On`, workers included, and a refused system call ends the daemon with SIGABRT: for tests.
+    /// For tests: as `On`, also for workers, and a refused system call ends the daemon with
+    /// SIGABRT.
     Kill,
 }
 
 impl Mode {
-    /// All of them, with their names.
+    /// All modes with their names.
     pub const ALL: [(&str, Self); 4] =
         [("on", Self::On), ("log", Self::Log), ("off", Self::Off), ("kill", Self::Kill)];
 
-    /// Its name.
+    /// The name of the mode.
     pub fn name(self) -> &'static str {
         Self::ALL.iter().find(|(_, mode)| *mode == self).map_or("", |(name, _)| name)
     }
@@ -91,20 +96,20 @@ impl FromStr for Mode {
     }
 }
 
-/// Whom a thread listens to, which decides what it may do.
+/// What a thread serves. This decides what it may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// The operator: main thread, control clients, jobs, and all that these make.
+    /// The operator: the main thread, control clients, jobs, and the threads that these make.
     Control,
     /// The front end of one disk.
     Session,
-    /// The front end of one network card.
+    /// The front end of one network device.
     CardSession,
     /// The users of one mount.
     Mount,
-    /// Scrapers.
+    /// Scrapers of metrics.
     Metrics,
-    /// Guests, by their queues.
+    /// Queues of guests.
     Worker,
 }
 
@@ -123,47 +128,49 @@ impl ThreadKind {
         }
     }
 
-    /// What it keeps of the process's capabilities.
+    /// The capabilities of the process that the thread keeps.
     fn capabilities(self) -> CapabilitySet {
         match self {
-            // The launcher alone opens the name spaces of other processes.
+            // Only the launcher opens the name spaces of other processes.
             Self::Control => CapabilitySet::all().difference(CapabilitySet::SYS_PTRACE),
             Self::Session => CapabilitySet::IPC_LOCK,
-            // Offloads, steering and queues of taps change at a guest's command.
+            // A guest's commands change the offloads, the steering and the queues of its tap.
             Self::CardSession => CapabilitySet::NET_ADMIN | CapabilitySet::BPF | CapabilitySet::IPC_LOCK,
-            // Attributes of an image whose owner is another user; rings of its own.
+            // It changes attributes of images that another user owns, and makes io_urings.
             Self::Mount => {
                 CapabilitySet::DAC_OVERRIDE
                     | CapabilitySet::FOWNER
                     | CapabilitySet::SYS_ADMIN
                     | CapabilitySet::IPC_LOCK
             }
-            // Until its ring is made: rings of others count against RLIMIT_MEMLOCK, and kernel.io_uring_disabled=1 refuses them.
+            // Until its io_uring is made: without these, the io_uring counts against
+            // RLIMIT_MEMLOCK, and kernel.io_uring_disabled=1 refuses it.
             Self::Worker => CapabilitySet::IPC_LOCK | CapabilitySet::SYS_ADMIN,
             Self::Metrics => CapabilitySet::empty(),
         }
     }
 }
 
-/// What [`start`] is to do.
+/// What [`start`] sets up.
 #[derive(Debug)]
-pub struct Plan {
-    /// What happens to a thread that does more than it may.
+pub struct SandboxConfig {
+    /// What happens when a thread does something that it may not.
     pub mode: Mode,
-    /// Whether workers have a filter of system calls, too. It makes each of them slower.
+    /// Whether workers have a filter of system calls, too. It makes each system call slower.
     pub workers: bool,
-    /// Capabilities that something needs; all others are given up.
+    /// Capabilities that the daemon needs. It gives up all others.
     pub capabilities: CapabilitySet,
-    /// What all threads but the launcher may open.
+    /// What all threads except the launcher may open.
     pub paths: Vec<Rule>,
-    /// Whether fusermount3 may be needed, which is a set-user-id program: the launcher goes without `no_new_privs`.
+    /// Whether fusermount3 may be needed. It is a set-user-id program, so the launcher then has no
+    /// `no_new_privs`.
     pub set_user_id: bool,
 }
 
-/// A path that may be used, with all that is below it.
+/// A path that may be used, including everything below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// A folder or a file; one that is not there is left out.
+    /// A folder or a file. If it is missing, the rule has no effect.
     pub path: PathBuf,
     /// What may be done there.
     pub access: Access,
@@ -172,18 +179,19 @@ pub struct Rule {
 /// What may be done at a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Files are read, folders listed.
+    /// Reading files and listing folders.
     Read,
-    /// All that the daemon does with files.
+    /// Everything that the daemon does with files.
     Write,
-    /// Sockets are made, files removed, the folder listed. No file is opened.
+    /// Making sockets, removing files, listing the folder; not opening files.
     Sockets,
-    /// Errands make and remove mountpoints, and mount over them. No other thread opens or makes files there.
+    /// Errands make, remove and cover mountpoints there. Other threads neither open nor make files
+    /// there.
     Mounts,
 }
 
 impl Access {
-    /// Whether an errand may act there for a client; `change`: it makes a file, or mounts over one.
+    /// Whether an errand may act there for a client. `change`: it makes a file, or mounts over one.
     fn is_place(self, change: bool) -> bool {
         match self {
             Self::Write => true,
@@ -217,17 +225,17 @@ struct Running {
     mode: Mode,
     capabilities: CapabilitySet,
     set_user_id: bool,
-    /// One for each of [`ThreadKind::ALL`]; `None`: no filter.
+    /// One for each of [`ThreadKind::ALL`]. None: no filter.
     filters: [Option<filter::Program>; 6],
-    /// What all threads may open.
+    /// The paths that all threads may open.
     process: Option<Ruleset>,
-    /// What that was made of, if anything is restricted.
+    /// The rules that `process` was made of, if paths are restricted.
     rules: Option<Vec<Rule>>,
-    /// Where errands may act for clients, if anything is restricted.
+    /// Where errands may act for clients, if paths are restricted.
     places: Option<places::Places>,
-    /// What clients have passed descriptors of.
+    /// Files of which clients have passed descriptors.
     granted: granted::Grants,
-    /// What threads that serve guests may open.
+    /// The paths that threads that serve guests may open.
     guests: Option<Ruleset>,
     launcher: launcher::Launcher,
 }
@@ -238,7 +246,7 @@ impl Running {
     }
 }
 
-/// Open files that the process may have at most: what systemd permits a service by default.
+/// The most open files that the process may have: systemd's default for a service.
 const OPEN_FILES_MAX: u64 = 524_288;
 
 static RUNNING: OnceLock<Running> = OnceLock::new();
@@ -250,12 +258,13 @@ thread_local! {
     static KIND: Cell<ThreadKind> = const { Cell::new(ThreadKind::Control) };
 }
 
-/// Confines the calling thread, the only one so far, and all that come after it.
+/// Confines the calling thread, which must be the only one, and all later threads.
 ///
 /// # Errors
-/// The launcher cannot be made, or the kernel refuses what it knows. A kernel without Landlock is no error.
-pub fn start(plan: Plan) -> Result<()> {
-    if plan.mode == Mode::Off {
+/// The launcher cannot be made, or the kernel refuses a restriction that it supports. A kernel
+/// without Landlock is no error.
+pub fn start(config: SandboxConfig) -> Result<()> {
+    if config.mode == Mode::Off {
         return Ok(());
     }
     let cannot = |e: io::Error| {
@@ -264,24 +273,24 @@ pub fn start(plan: Plan) -> Result<()> {
             e,
         )
     };
-    if plan.mode.restricts() {
+    if config.mode.restricts() {
         hide().map_err(cannot)?;
         limit().map_err(cannot)?;
     }
-    filter::handle_violations(plan.mode).map_err(cannot)?;
-    let filtered = |kind| kind != ThreadKind::Worker || plan.workers || plan.mode == Mode::Kill;
-    let filters = ThreadKind::ALL.map(|kind| filtered(kind).then(|| filter::Program::new(kind, plan.mode)));
+    filter::handle_violations(config.mode).map_err(cannot)?;
+    let filtered = |kind| kind != ThreadKind::Worker || config.workers || config.mode == Mode::Kill;
+    let filters = ThreadKind::ALL.map(|kind| filtered(kind).then(|| filter::Program::new(kind, config.mode)));
     let (mut process, mut guests) = (None, None);
-    if plan.mode.restricts() {
-        process = Ruleset::new(&plan.paths, &[]).map_err(cannot)?;
+    if config.mode.restricts() {
+        process = Ruleset::new(&config.paths, &[]).map_err(cannot)?;
         guests = Ruleset::pinned(&table::guest_paths()).map_err(cannot)?;
     }
-    let rules = plan.mode.restricts().then_some(plan.paths);
-    let launcher = launcher::Launcher::start(plan.mode, plan.capabilities, plan.set_user_id)?;
+    let rules = config.mode.restricts().then_some(config.paths);
+    let launcher = launcher::Launcher::start(config.mode, config.capabilities, config.set_user_id)?;
     let running = Running {
-        mode: plan.mode,
-        capabilities: plan.capabilities,
-        set_user_id: plan.set_user_id,
+        mode: config.mode,
+        capabilities: config.capabilities,
+        set_user_id: config.set_user_id,
         filters,
         process,
         places: rules.as_deref().map(places::Places::new),
@@ -296,14 +305,16 @@ pub fn start(plan: Plan) -> Result<()> {
     enter(ThreadKind::Control).map_err(cannot)
 }
 
-/// Keeps other processes of the same user out of our memory, and what is in it out of core files.
+/// Keeps other processes of the same user out of this process's memory, and its memory out of core
+/// files.
 fn hide() -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
     Ok(())
 }
 
-/// Confines a process that was forked before the daemon had threads, and that forks others: it keeps no capability.
+/// Confines a process that forks the receiver processes and was itself forked before the daemon had
+/// threads. It keeps no capability.
 ///
 /// # Errors
 /// The system's.
@@ -319,8 +330,8 @@ pub fn confine_spawner(mode: Mode) -> io::Result<()> {
     Ok(())
 }
 
-/// Confines a process that receives descriptors from strangers: it opens nothing, and makes the system calls alone that it needs
-/// for that. It comes from one that [`confine_spawner`] confined.
+/// Confines a process that receives descriptors from front ends. It opens nothing, and makes only
+/// the system calls that receiving needs. Its parent was confined by [`confine_spawner`].
 ///
 /// # Errors
 /// The system's.
@@ -336,8 +347,8 @@ pub fn confine_receiver(mode: Mode) -> io::Result<()> {
     }
 }
 
-/// Limits the process to what it needs: no message queues, no real-time priority, and open files as far as
-/// [`OPEN_FILES_MAX`]. The filters let no thread raise a limit again.
+/// Limits the resources of the process: no message queues, no real-time priority, and at most
+/// [`OPEN_FILES_MAX`] open files. The filters let no thread raise a limit again.
 fn limit() -> io::Result<()> {
     for resource in [Resource::Msgqueue, Resource::Rtprio] {
         setrlimit(resource, Rlimit { current: Some(0), maximum: Some(0) })?;
@@ -349,10 +360,10 @@ fn limit() -> io::Result<()> {
     Ok(())
 }
 
-/// Confines the calling thread for good.
+/// Confines the calling thread. This cannot be undone.
 fn enter(kind: ThreadKind) -> io::Result<()> {
     let Some(running) = RUNNING.get() else { return Ok(()) };
-    // Rulesets add up: those of the process are in force already where this thread has inherited them.
+    // Rulesets add up, and a thread inherits those of the thread that made it.
     let ruleset = match kind {
         ThreadKind::Control => running.process.as_ref(),
         _ => running.guests.as_ref(),
@@ -360,7 +371,7 @@ fn enter(kind: ThreadKind) -> io::Result<()> {
     enter_under(running, kind, ruleset)
 }
 
-/// Confines the calling thread for good, to the files of `ruleset`.
+/// Confines the calling thread to the files of `ruleset`. This cannot be undone.
 fn enter_under(running: &Running, kind: ThreadKind, ruleset: Option<&Ruleset>) -> io::Result<()> {
     KIND.set(kind);
     rustix::thread::set_no_new_privs(true)?;
@@ -374,7 +385,11 @@ fn enter_under(running: &Running, kind: ThreadKind, ruleset: Option<&Ruleset>) -
     }
 }
 
-/// The last step of a worker's confinement: from now on it makes no ring, and has no capability.
+/// Last step of a worker's confinement, after it has made its io_uring: it makes no other one, and
+/// keeps no capability.
+///
+/// # Errors
+/// The system's.
 pub fn ring_is_made() -> io::Result<()> {
     let Some(running) = RUNNING.get() else { return Ok(()) };
     if running.mode.restricts() {
@@ -383,22 +398,22 @@ pub fn ring_is_made() -> io::Result<()> {
     running.install(ThreadKind::Worker)
 }
 
-/// Whether rings are to refuse operations that the daemon does not use.
+/// Whether io_urings must refuse operations that the daemon does not use.
 pub fn restricts_rings() -> bool {
     RUNNING.get().is_some_and(|running| running.mode.restricts())
 }
 
-/// Whether control threads may open nothing but what is configured, allowed or granted.
+/// Whether control threads may open only what is configured, allowed or granted.
 pub fn bounds_paths() -> bool {
     RUNNING.get().is_some_and(|running| running.process.is_some())
 }
 
-/// System calls refused so far.
+/// Number of system calls refused so far.
 pub fn refused() -> u64 {
     REFUSED.load(Ordering::Relaxed)
 }
 
-/// What is in force.
+/// The restrictions in force.
 pub fn info() -> SandboxInfo {
     let Some(running) = RUNNING.get() else {
         return SandboxInfo {

@@ -1,4 +1,5 @@
-//! Where errands act for clients: mountpoints and network namespaces, which Landlock does not know.
+//! Where errands act for clients: mountpoints and network namespaces. Landlock does not restrict
+//! errands.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ type Id = (u64, u64);
 pub(super) struct Places {
     /// Without symbolic links.
     folders: Vec<(PathBuf, Access)>,
-    /// Files that are named by themselves.
+    /// Files that rules name.
     files: Vec<(Id, Access)>,
 }
 
@@ -37,11 +38,12 @@ impl Places {
     }
 }
 
-/// Checks that a client may have the daemon act on the file or folder that `fd` refers to, whatever name led there. `change`: it
-/// is mounted over, or a file is made in it. `shown` is its name for the message, with what it is.
+/// Checks that the daemon may act for a client on the file or folder that `fd` refers to. `change`:
+/// it is to be mounted over, or a file is to be made in it. `shown` is what the error calls it.
 ///
 /// # Errors
-/// `Invalid`: it is neither configured nor allowed, and no client has passed a descriptor of it or of its folder.
+/// `Invalid` if it is neither configured nor allowed, and no client has passed a descriptor of it
+/// or of its folder.
 pub fn check_place(fd: impl AsFd, change: bool, shown: impl std::fmt::Display) -> Result<()> {
     let Some((running, places)) = RUNNING.get().and_then(|r| Some((r, r.places.as_ref()?))) else {
         return Ok(());

@@ -1,7 +1,8 @@
-//! What each kind of thread may do: the one table of the sandbox.
+//! The table of the sandbox: what each kind of thread may do.
 //!
-//! A system call that is missing here shows in the log as «a session thread made system call 101» (`ausyscall 101` names
-//! it), or ends the daemon with `--sandbox=kill`. Add it to the least group that needs it, and say why.
+//! A system call that is missing here is logged as "a session thread made system call 101"
+//! (`ausyscall 101` names it), and ends the daemon with `--sandbox=kill`. Add it to the smallest
+//! group that needs it, with the reason.
 
 use std::path::PathBuf;
 
@@ -16,7 +17,8 @@ macro_rules! calls {
 
 /// All threads: memory, threads, time, and I/O on descriptors that are open already.
 const ALL: &[u32] = calls! {
-    // First what data paths use: a kernel without the bitmap of answers runs the filter in this order.
+    // The calls of data paths come first: a kernel without the bitmap of actions runs the filter in
+    // this order.
     SYS_io_uring_enter SYS_preadv2 SYS_pwritev2 SYS_readv SYS_writev SYS_read SYS_write SYS_futex
     SYS_pread64 SYS_pwrite64 SYS_preadv SYS_pwritev SYS_fdatasync SYS_fsync SYS_fallocate
     SYS_io_uring_register SYS_close SYS_dup SYS_dup3 SYS_fcntl SYS_ioctl SYS_lseek SYS_fstat SYS_fstatfs SYS_ppoll
@@ -25,22 +27,24 @@ const ALL: &[u32] = calls! {
     SYS_sched_getaffinity SYS_getcpu SYS_gettid SYS_getpid SYS_tgkill SYS_restart_syscall
     SYS_rt_sigaction SYS_rt_sigprocmask SYS_rt_sigreturn SYS_rt_sigtimedwait SYS_sigaltstack SYS_prctl
     SYS_clock_gettime SYS_clock_getres SYS_clock_nanosleep SYS_nanosleep SYS_gettimeofday SYS_getrandom
-    // Memory allocation reads /proc/sys/vm/overcommit_memory. Landlock decides which files can be opened.
+    // Memory allocation reads /proc/sys/vm/overcommit_memory. Landlock decides which files can be
+    // opened.
     SYS_openat SYS_readlinkat SYS_newfstatat SYS_statx SYS_getcwd SYS_uname SYS_prlimit64
-    // A thread that finds a queue gone asks about its socket.
+    // A thread whose queue has ended examines the socket.
     SYS_getsockopt SYS_getsockname SYS_getpeername SYS_shutdown
     // A call descriptor can be a socket (User-mode Linux).
     SYS_sendto
 };
 
-/// Calls of x86-64 alone; other architectures have only the newer calls.
+/// Calls that only x86-64 has. Other architectures have the newer calls only.
 #[cfg(target_arch = "x86_64")]
 const ALL_OLD: &[u32] =
     calls! { SYS_poll SYS_readlink SYS_stat SYS_lstat SYS_open SYS_dup2 SYS_time SYS_arch_prctl };
 #[cfg(not(target_arch = "x86_64"))]
 const ALL_OLD: &[u32] = &[];
 
-/// How the C library sends a signal to a thread. glibc has tgkill(2), which is checked; tkill(2) cannot be.
+/// The call by which musl sends a signal to a thread. glibc uses tgkill(2), whose arguments are
+/// checked. Those of tkill(2) cannot be.
 #[cfg(target_env = "musl")]
 const ALL_LIBC: &[u32] = calls! { SYS_tkill };
 #[cfg(not(target_env = "musl"))]
@@ -51,30 +55,32 @@ const SOCKETS: &[u32] = calls! {
     SYS_recvmsg SYS_sendmsg SYS_recvfrom SYS_accept4 SYS_accept SYS_setsockopt SYS_socketpair
 };
 
-/// A front end's session: rings, guest memory, settings of the kernel's workers.
+/// The session of a front end: io_urings, guest memory, settings of the kernel's workers.
 const SESSION: &[u32] = calls! {
     SYS_io_uring_setup SYS_memfd_create SYS_ftruncate SYS_statfs SYS_pipe2 SYS_getdents64 SYS_faccessat SYS_faccessat2
     SYS_sched_setaffinity SYS_sched_setscheduler SYS_getpriority SYS_setpriority
     SYS_getuid SYS_geteuid SYS_getgid SYS_getegid SYS_fadvise64
 };
 
-/// A network card's session, besides: settings of taps, by sockets and by programs for their steering.
+/// The session of a network device has these, too: settings of taps by sockets, and programs for
+/// their steering.
 const CARD: &[u32] = calls! { SYS_socket SYS_bind SYS_connect SYS_bpf SYS_kcmp };
 
-/// A mount's slow operations: attributes and sizes of images, holes, rings of their own.
+/// The blocking thread of a mount: attributes and sizes of images, holes, io_urings of its own.
 const MOUNT: &[u32] = calls! {
     SYS_io_uring_setup SYS_ftruncate SYS_utimensat SYS_statfs SYS_getuid SYS_geteuid SYS_getgid SYS_getegid
     SYS_memfd_create SYS_pipe2 SYS_getdents64 SYS_faccessat SYS_faccessat2 SYS_fadvise64
     SYS_getpriority SYS_setpriority SYS_sched_setaffinity SYS_sched_setscheduler
 };
 
-/// Scrapers' thread: what it shows of workers.
+/// The metrics thread: it reads settings of workers.
 const METRICS: &[u32] = calls! { SYS_getpriority SYS_getdents64 SYS_getuid SYS_geteuid };
 
-/// Control threads: files and sockets. Left out are calls that make or signal processes (fork, execve, kill, wait4,
-/// pidfd_*), and those that change what the process is or reach into others (mount, setns, unshare, setuid and the
-/// like, ptrace, process_vm_*, keyctl, perf_event_open, userfaultfd, init_module, kexec, reboot, swapon, personality,
-/// chroot). An errand does those of them that are needed.
+/// Control threads: files and sockets. Left out are calls that make or signal processes (fork,
+/// execve, kill, wait4, pidfd_*), and those that change what the process is or reach into others
+/// (mount, setns, unshare, setuid and the like, ptrace, process_vm_*, keyctl, perf_event_open,
+/// userfaultfd, init_module, kexec, reboot, swapon, personality, chroot). An errand does those of
+/// them that are needed.
 const CONTROL: &[u32] = calls! {
     SYS_io_uring_setup SYS_openat2 SYS_unlinkat SYS_renameat SYS_renameat2
     SYS_fchmod SYS_fchmodat SYS_fchown SYS_utimensat SYS_truncate SYS_ftruncate SYS_faccessat SYS_faccessat2
@@ -92,27 +98,28 @@ const CONTROL_OLD: &[u32] = calls! { SYS_unlink SYS_rename SYS_chmod SYS_access 
 #[cfg(not(target_arch = "x86_64"))]
 const CONTROL_OLD: &[u32] = &[];
 
-/// A process that receives descriptors: it looks what they are, passes some on, and closes them.
+/// A process that receives descriptors: it examines them, passes some on, and closes them.
 pub(super) const RECEIVER: &[u32] = calls! {
     SYS_recvmsg SYS_sendmsg SYS_close SYS_shutdown SYS_fcntl SYS_getsockopt SYS_readlinkat
     SYS_mmap SYS_munmap SYS_mremap SYS_madvise SYS_brk SYS_futex SYS_rt_sigreturn SYS_restart_syscall SYS_exit_group
 };
 
-/// Calls that the kernel seems not to have (ENOSYS): the C library then makes the older call. The arguments of clone3(2)
-/// are in memory, where a filter cannot look at them.
+/// Calls that fail with ENOSYS, so that the C library makes the older call. The arguments of
+/// clone3(2) are in memory, which a filter cannot read.
 pub(super) const ABSENT: &[u32] = calls! { SYS_clone3 };
 
-/// What an argument must be, in addition to the call being allowed.
+/// A condition on an argument of an allowed call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Check {
-    /// The lower half of this argument is one of these values. The kernel ignores the upper half there.
+    /// The lower half of this argument is one of these values. The kernel ignores the upper half
+    /// there.
     OneOf(u32, Vec<u32>),
     /// This argument is a null pointer.
     Null(u32),
 }
 
-/// Flags of a thread as glibc makes it; musl adds CLONE_DETACHED, which does nothing. No name spaces, no signal at its end, and
-/// all that a process consists of is shared.
+/// The flags with which glibc makes a thread. musl adds CLONE_DETACHED, which has no effect. No new
+/// name space, no signal at the end, and the parts of the process are shared.
 const THREAD: u32 = (libc::CLONE_VM
     | libc::CLONE_FS
     | libc::CLONE_FILES
@@ -126,17 +133,17 @@ const THREAD: u32 = (libc::CLONE_VM
 /// PR_SET_VMA of linux/prctl.h: names of memory areas.
 const PR_SET_VMA: u32 = 0x5356_4d41;
 
-/// What the arguments of a call must be; none: anything.
+/// The condition on the arguments of a call. None: any arguments are allowed.
 pub(super) fn check(number: u32) -> Option<Check> {
     Some(match libc::c_long::from(number) {
         libc::SYS_clone => Check::OneOf(0, vec![THREAD, THREAD | libc::CLONE_DETACHED as u32]),
-        // Reading a limit.
+        // Reads a limit only.
         libc::SYS_prlimit64 => Check::Null(2),
-        // A thread's name.
+        // Names a thread or a memory area.
         libc::SYS_prctl => {
             Check::OneOf(0, vec![libc::PR_SET_NAME as u32, libc::PR_GET_NAME as u32, PR_SET_VMA])
         }
-        // A thread of this process.
+        // Signals a thread of this process only.
         libc::SYS_tgkill => Check::OneOf(0, vec![std::process::id()]),
         _ => return None,
     })
@@ -155,8 +162,8 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<u32> {
     [ALL, ALL_OLD, ALL_LIBC, &groups.concat()].concat()
 }
 
-/// What threads that serve guests may open: what the kernel tells about this process, its memory policy, the CPUs, and its
-/// vhost devices.
+/// The paths that threads that serve guests may open: the kernel's files about this process, about
+/// memory policy, CPUs and modules, and the vhost devices.
 pub(super) fn guest_paths() -> Vec<Rule> {
     let rule = |(path, access): (&str, Access)| Rule { path: PathBuf::from(path), access };
     [
@@ -171,7 +178,8 @@ pub(super) fn guest_paths() -> Vec<Rule> {
     .into()
 }
 
-/// Operations that rings take; all others complete with EACCES. A filter of system calls does not see them.
+/// Operations that io_urings accept; all others complete with EACCES. A filter of system calls does
+/// not see them.
 pub const RING_OPERATIONS: [u8; 17] = [
     opcode::Nop::CODE,
     opcode::Read::CODE,
@@ -192,8 +200,8 @@ pub const RING_OPERATIONS: [u8; 17] = [
     opcode::UringCmd16::CODE,
 ];
 
-/// Registrations that a ring takes after it was made (IORING_REGISTER_* of linux/io_uring.h): files, the number of io-wq's
-/// workers, cancelling.
+/// Registrations that an io_uring accepts after it was made (IORING_REGISTER_* of
+/// linux/io_uring.h): files, the number of threads of io-wq, cancelling.
 pub const RING_REGISTRATIONS: [u8; 6] = [2, 3, 6, 14, 19, 24];
 
 /// Flags of operations: IOSQE_FIXED_FILE, IO_DRAIN, IO_LINK, IO_HARDLINK, ASYNC, CQE_SKIP_SUCCESS.

@@ -7,7 +7,7 @@
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use vshunt_sandbox::{Access, CapabilitySet, Mode, Plan, Rule};
+use vshunt_sandbox::{Access, CapabilitySet, Mode, Rule, SandboxConfig};
 use vshunt_types::spec::{ExportKind, Format, NetKind};
 
 use super::cli::SandboxArgs;
@@ -54,12 +54,12 @@ impl SandboxArgs {
 }
 
 /// What is to be left. `control`: clients may come.
-pub(super) fn plan(setup: &Setup, control: bool) -> Plan {
+pub(super) fn plan(setup: &Setup, control: bool) -> SandboxConfig {
     let mounts = setup.exports.iter().any(|e| e.kind == ExportKind::Fuse);
     for path in setup.sandbox.allow_paths.iter().filter(|path| !path.exists()) {
         tracing::warn!("--allow-path={}: there is no such folder, so it allows nothing", path.display());
     }
-    Plan {
+    SandboxConfig {
         mode: setup.sandbox.mode.unwrap_or_default(),
         workers: setup.sandbox.workers,
         capabilities: capabilities(setup, control, mounts),
