@@ -1,25 +1,49 @@
 //! FUSE: a disk as a regular file of the host.
 //!
-//! `plan` decides what a mount is going to be, `mount` makes it, `session` speaks the first words with the kernel, then
-//! queues serve it on workers. No thread of its own: what comes later comes to the queues. What must never happen: a
-//! mount left behind, or a caller left waiting.
+//! `plan` decides how a mount is served, `mount` makes it, `session` answers the kernel's first
+//! request, and then queues serve the mount on workers. The crate has no thread of its own but the
+//! blocking thread of each mount. What must never happen: a mount is left behind, or a task waits
+//! for a reply that never comes.
+//!
+//! A caller plans the mount, makes as many queues as the plan says, and starts it:
 //!
 //! ```no_run
+//! use std::sync::Arc;
 //! use vshunt_block::Disk;
-//! use vshunt_types::spec::{DiskSpec, ExportSpec, Format};
+//! use vshunt_engine::{Observer, QueueSet};
+//! use vshunt_fuse::{Fuse, plan};
+//! use vshunt_types::error::Result;
+//! use vshunt_types::spec::ExportSpec;
 //!
-//! let disk = Disk::open(&DiskSpec { name: "d0".into(), format: Some(Format::Ram), size: Some(1 << 20), ..Default::default() })?;
-//! let spec = ExportSpec { name: "f0".into(), disk: "d0".into(), ..Default::default() };
-//! let plan = vshunt_fuse::plan(&spec, &disk, 64, 2)?;
-//! println!("{} queues over {:?}", plan.queues, plan.transport);
-//! # Ok::<(), vshunt_types::error::Error>(())
+//! /// Serves `disk` on `queues`, which has as many queues as the plan of the same export.
+//! fn serve(
+//!     spec: &ExportSpec,
+//!     disk: Arc<Disk>,
+//!     queues: &Arc<QueueSet>,
+//!     observer: Arc<dyn Observer>,
+//! ) -> Result<()> {
+//!     let plan = plan(spec, &disk, 1024, 4)?;
+//!     let fuse = Fuse::start(spec, plan, disk, queues, observer, &|| Ok(()))?;
+//!     println!("{} is mounted", fuse.below().0.display());
+//!     fuse.release()?;
+//!     fuse.stop();
+//!     Ok(())
+//! }
 //! ```
 
+#![deny(clippy::indexing_slicing, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+#![deny(clippy::multiple_unsafe_ops_per_block)]
+#![cfg_attr(
+    test,
+    allow(clippy::indexing_slicing, clippy::cast_possible_truncation, reason = "a failed test may panic")
+)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
+pub mod abi;
+mod convert;
 pub mod mount;
 mod plan;
-pub mod queue;
+mod queue;
 mod session;
 
 use std::os::fd::OwnedFd;
@@ -36,8 +60,10 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{ExportSpec, Transport};
 
 use self::mount::{Mount, Mountpoint, Options, clone_channel};
-pub use self::plan::{Plan, plan};
-use crate::queue::{FuseQueue, FuseShared, Herd, News, Parts, Setup, Source, abi};
+pub use self::plan::{QueuePlan, plan};
+use crate::queue::{
+    ChannelGroup, ChannelTransport, FuseQueue, FuseShared, MountConfig, MountEvent, QueueConfig, RingQueue,
+};
 
 /// A served mount.
 pub struct Fuse {
@@ -46,12 +72,12 @@ pub struct Fuse {
     name: String,
     opens: Arc<AtomicU32>,
     shared: Arc<FuseShared>,
-    /// Of each ring queue, entries on io_urings of former workers.
-    away: Arc<[Arc<AtomicU32>]>,
-    plan: Plan,
+    /// For each ring queue: idle entries on io_urings of former workers.
+    forwarded: Vec<Arc<AtomicU32>>,
+    plan: QueuePlan,
     features: u64,
     allow_other: bool,
-    /// Locked over the end, so that it comes once.
+    /// None once the mount has ended.
     queues: Mutex<Option<Arc<QueueSet>>>,
 }
 
@@ -60,14 +86,15 @@ struct Inner {
     _own: OwnMount,
     session: Arc<OwnedFd>,
     backing: Option<i32>,
-    /// Its end has begun, by us or by an administrator's umount: told once.
+    /// The mount is ending, by a command or because an administrator unmounted it. The observer is
+    /// told once.
     ending: AtomicBool,
     observer: Arc<dyn Observer>,
 }
 
 impl Inner {
-    /// The kernel says that the mount is gone; on a worker.
-    fn gone(&self) {
+    /// The kernel reports that the mount is gone. Called on a worker.
+    fn note_gone(&self) {
         if !self.ending.swap(true, SeqCst) {
             self.observer.ended();
         }
@@ -75,14 +102,15 @@ impl Inner {
 }
 
 impl Fuse {
-    /// Mounts and serves; the queues' homes are in `queues`, as many as the plan says. `prepare` is called when the mountpoint
-    /// is ready, and before anything is mounted: it may open the disk's image by its name, over which the mount may lie.
+    /// Mounts and serves an export. `queues` has as many queues as the plan says. `prepare` is
+    /// called when the mountpoint is ready, and before anything is mounted: it may open the image
+    /// by its name, even if the mount will cover that name.
     ///
     /// # Errors
-    /// The mountpoint's and the mount's, see [`mount`]; nothing is left behind then.
+    /// Those of the mountpoint and the mount, see [`mount`]. Nothing is left behind.
     pub fn start(
         spec: &ExportSpec,
-        mut plan: Plan,
+        mut plan: QueuePlan,
         disk: Arc<Disk>,
         queues: &Arc<QueueSet>,
         observer: Arc<dyn Observer>,
@@ -100,7 +128,8 @@ impl Fuse {
         };
         let at = Mountpoint::prepare(path)?;
         prepare()?;
-        // Begun before the mount is visible: no thread asks it before it is on the list.
+        // Starts before the mount is visible: no thread asks the mount for anything before it is on
+        // the list.
         let making = Making::begin();
         let (session, mount) = mount::mount(at, &options)?;
         let own = making.note(mount.device(), &spec.name, &spec.disk);
@@ -116,25 +145,27 @@ impl Fuse {
         let eventfds =
             (0..queues.len()).map(|_| EventFd::make().map(Arc::new)).collect::<std::io::Result<Vec<_>>>();
         let eventfds = eventfds.map_err(|e| Error::io(format_args!("cannot serve {}", spec.name), e))?;
-        let watch = Arc::downgrade(&inner);
+        let weak = Arc::downgrade(&inner);
         let opens = Arc::<AtomicU32>::default();
-        let setup = Setup {
+        let config = MountConfig {
             name: spec.name.clone(),
             disk: disk.clone(),
             writable,
             growable: spec.growable.unwrap_or(false),
             opens: opens.clone(),
             backing_id: backing,
-            tell: Box::new(move |news| match (watch.upgrade(), news) {
-                (Some(inner), News::Resized(size_bytes)) => inner.observer.resized(size_bytes),
-                (Some(inner), News::Broken { queue, why }) => inner.observer.queue_broken(queue, &why),
+            on_event: Box::new(move |event| match (weak.upgrade(), event) {
+                (Some(inner), MountEvent::Resized(size_bytes)) => inner.observer.resized(size_bytes),
+                (Some(inner), MountEvent::QueueBroken { queue, reason }) => {
+                    inner.observer.queue_broken(queue, &reason);
+                }
                 (None, _) => {}
             }),
         };
-        let shared = Arc::new(FuseShared::new(setup, &eventfds)?);
+        let shared = Arc::new(FuseShared::new(config, &eventfds)?);
         let made = make_queues(spec, &plan, &inner, &shared, &eventfds, queues);
-        let (boxes, away) = made.inspect_err(|_| inner.ending.store(true, SeqCst))?;
-        for (index, queue) in boxes {
+        let (made, forwarded) = made.inspect_err(|_| inner.ending.store(true, SeqCst))?;
+        for (index, queue) in made {
             queues.start(index, queue);
         }
         Ok(Self {
@@ -143,7 +174,7 @@ impl Fuse {
             name: spec.name.clone(),
             opens,
             shared,
-            away,
+            forwarded,
             plan,
             features,
             allow_other,
@@ -151,37 +182,39 @@ impl Fuse {
         })
     }
 
-    /// What was decided.
-    pub fn plan(&self) -> &Plan {
+    /// How the mount is served.
+    pub fn plan(&self) -> &QueuePlan {
         &self.plan
     }
 
-    /// Whether other users may use the file.
+    /// Whether other users than the daemon's may use the file.
     pub fn allow_other(&self) -> bool {
         self.allow_other
     }
 
-    /// Where it is mounted, and the device number and inode of the file below.
+    /// The path of the mount, and the device number and inode of the file below it.
     pub fn below(&self) -> (&Path, (u64, u64)) {
         (self.inner.mount.path(), self.inner.mount.below())
     }
 
-    /// Times that the file is open.
+    /// How often the file is open.
     pub fn open_files(&self) -> u32 {
         self.opens.load(SeqCst)
     }
 
-    /// Idle entries of ring queues that are still on io_urings of former workers, which forward the requests.
+    /// Idle entries of ring queues that are on io_urings of former workers, which forward their
+    /// requests.
     pub fn forwarded_entries(&self) -> u32 {
-        self.away.iter().map(|n| n.load(Relaxed)).sum()
+        self.forwarded.iter().map(|n| n.load(Relaxed)).sum()
     }
 
-    /// Flags of INIT that were agreed on.
+    /// Flags of INIT that the kernel and the daemon both support.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Unmounts, if nobody has the file open. Then, or by force, [`stop`](Self::stop) ends the rest.
+    /// Unmounts, if no process has the file open. [`stop`](Self::stop) ends the rest, also where
+    /// this fails.
     ///
     /// # Errors
     /// `Busy` while files are open.
@@ -193,7 +226,8 @@ impl Fuse {
         })
     }
 
-    /// Ends it: callers get errors, requests of the disk that are under way are waited for. Idempotent.
+    /// Ends the mount. Users of the file get errors. Waits for operations of the disk in flight. A
+    /// second call does nothing.
     pub fn stop(&self) {
         let Some(queues) = self.queues.locked().take() else { return };
         self.inner.ending.store(true, SeqCst);
@@ -214,8 +248,8 @@ impl Fuse {
                 tracing::error!("{e}");
             }
         }
-        // Without its mount it may live on, for those who have the file open or in another mount namespace.
-        // Idle entries of ring queues come back when it ends, and not before.
+        // The connection may outlive the mount: where a process has the file open, and in other
+        // mount namespaces. Idle entries of ring queues come back only when it ends.
         if self.inner.mount.sever(&self.inner.session) {
             self.shared.end();
         }
@@ -223,12 +257,13 @@ impl Fuse {
             drop(queues.stop(index));
         }
         if self.inner.backing.is_some() && !self.disk.readonly() {
-            self.settle_size();
+            self.round_size();
         }
     }
 
-    /// The kernel wrote to the image by itself and may have made it longer, by any number of bytes.
-    fn settle_size(&self) {
+    /// With passthrough the kernel may have made the image longer by any number of bytes: makes it
+    /// whole sectors.
+    fn round_size(&self) {
         let Some(Ok(meta)) = self.disk.image().map(|image| image.metadata()) else { return };
         let size = meta.size().next_multiple_of(SECTOR_BYTES);
         if (size != self.disk.size_bytes() || size != meta.size())
@@ -245,8 +280,15 @@ impl Drop for Fuse {
     }
 }
 
-/// Opens the image for the kernel where the plan has passthrough, and takes it out of the plan where that fails.
-fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk, writable: bool) -> Option<i32> {
+/// Registers the image for passthrough if the plan has it. If that fails, the plan has no
+/// passthrough any more.
+fn backing(
+    session: &OwnedFd,
+    plan: &mut QueuePlan,
+    features: u64,
+    disk: &Disk,
+    writable: bool,
+) -> Option<i32> {
     if !plan.passthrough {
         return None;
     }
@@ -262,51 +304,56 @@ fn backing(session: &OwnedFd, plan: &mut Plan, features: u64, disk: &Disk, writa
     plan.passthrough = false;
     plan.passthrough_reason = Some(why);
     if plan.transport_reason.is_some() {
-        plan.transport_reason = Some("passthrough was reckoned with; ask for transport=io_uring".to_owned());
+        plan.transport_reason =
+            Some("the transport was chosen for passthrough; ask for transport=io_uring".to_owned());
     }
     None
 }
 
-type Made = (Vec<(u16, Box<dyn Queue>)>, Arc<[Arc<AtomicU32>]>);
+/// Queues by index, and for each ring queue its count of forwarded entries.
+type MadeQueues = (Vec<(u16, Box<dyn Queue>)>, Vec<Arc<AtomicU32>>);
 
-/// The queues, and of ring queues the counts of entries on io_urings of former workers.
+/// Makes the queues. Over io_uring all of them but the last one are ring queues; the others are
+/// channels.
 fn make_queues(
     spec: &ExportSpec,
-    plan: &Plan,
+    plan: &QueuePlan,
     inner: &Arc<Inner>,
     shared: &Arc<FuseShared>,
     eventfds: &[Arc<EventFd>],
     queues: &QueueSet,
-) -> Result<Made> {
-    let count = queues.len();
-    let rings = if plan.transport == Transport::IoUring { count - 1 } else { 0 };
-    let away: Arc<[Arc<AtomicU32>]> = (0..rings).map(|_| Arc::default()).collect();
-    // The channels are those from `rings` on: their places in the herd are their places in the export.
-    let herd = Arc::new(Herd::new(eventfds.to_vec()));
-    let mut made: Vec<(u16, Box<dyn Queue>)> = Vec::new();
-    for index in 0..count {
-        let source = if index < rings {
-            Source::Ring(inner.session.clone(), index, away[usize::from(index)].clone())
+) -> Result<MadeQueues> {
+    let rings = if plan.transport == Transport::IoUring { queues.len().saturating_sub(1) } else { 0 };
+    let group = Arc::new(ChannelGroup::new(eventfds.to_vec()));
+    let (mut made, mut forwarded) = (Vec::<(u16, Box<dyn Queue>)>::new(), Vec::new());
+    for (index, eventfd) in (0..queues.len()).zip(eventfds) {
+        let weak = Arc::downgrade(inner);
+        let config = QueueConfig {
+            index,
+            eventfd: eventfd.clone(),
+            stats: queues.stats(index).clone(),
+            on_gone: Box::new(move || {
+                if let Some(inner) = weak.upgrade() {
+                    inner.note_gone();
+                }
+            }),
+            shared: shared.clone(),
+        };
+        let queue = if index < rings {
+            let count = Arc::<AtomicU32>::default();
+            forwarded.push(count.clone());
+            let (fd, eventfd) = (inner.session.clone(), eventfd.clone());
+            let ring = RingQueue { fd, cpu: index, eventfd, forwarded: count };
+            FuseQueue::over_uring(config, ring).map(|queue| Box::new(queue) as Box<dyn Queue>)
         } else {
             let fd =
                 if index == rings { inner.session.clone() } else { Arc::new(clone_channel(&inner.session)?) };
-            Source::Channel(fd, herd.clone())
+            let transport = ChannelTransport::new(fd, group.clone(), index, config.stats.clone());
+            FuseQueue::over_channel(config, transport).map(|queue| Box::new(queue) as Box<dyn Queue>)
         };
-        let watch = Arc::downgrade(inner);
-        let parts = Parts {
-            index,
-            source,
-            eventfd: eventfds[usize::from(index)].clone(),
-            stats: queues.stats(index).clone(),
-            on_gone: Box::new(move || {
-                if let Some(inner) = watch.upgrade() {
-                    inner.gone();
-                }
-            }),
-        };
-        let queue = FuseQueue::new(parts, shared.clone())
+        let queue = queue
             .map_err(|e| Error::io(format_args!("export {}: no memory for queue {index}", spec.name), e))?;
-        made.push((index, Box::new(queue)));
+        made.push((index, queue));
     }
-    Ok((made, away))
+    Ok((made, forwarded))
 }

@@ -1,13 +1,14 @@
-//! The mount side of a FUSE export: a disk's contents as one regular file, mounted over a regular file.
+//! The mount of a FUSE export: a disk's contents as one regular file, mounted over a regular file.
 //!
-//! A FUSE mount has a root that need not be a folder (`rootmode=100000`): then the mount *is* one file. This module
-//! makes the mount and ends it; it reads and writes nothing on the session's descriptors, where the kernel's INIT
-//! already waits when [`mount`] returns.
+//! The root of a FUSE mount need not be a folder (`rootmode=100000`): then the mount is one file.
+//! This module makes the mount and ends it. It does not read or write the session's descriptors,
+//! where the kernel's INIT already waits when [`mount`] returns.
 //!
-//! Called by control threads, never by a worker: an end that is not hard may wait for the server to write pages back
-//! and fusermount3 is waited for. The order of an end: [`Mount::unmount`] while the queues still serve, then close the
-//! channels. What must never happen: a mount or a file that is not ours is taken away; a request to a server, our own
-//! or a dead one, from a thread of this process (`mount/table.rs` says which calls are safe).
+//! Control threads call it, never a worker: an unmount without force may wait until the server has
+//! written pages back, and fusermount3 takes time. The order of an end: [`Mount::unmount`] while
+//! the queues still serve, then close the channels. What must never happen: a mount or a file of
+//! another program is removed; a thread of this process sends a request to a FUSE server, be it
+//! this daemon or a dead one (`mount/table.rs` says which calls are safe).
 
 mod helper;
 mod point;
@@ -34,44 +35,55 @@ use vshunt_types::spec::AllowOther;
 pub use self::point::{Mountpoint, identity, remove_left_behind, uncover};
 use self::table::{MountId, look, open_path};
 use self::umount::{How, Outcome};
-use crate::queue::abi::DEV_IOC_CLONE;
+use crate::abi::DEV_IOC_CLONE;
 
 /// The kernel's side of FUSE.
 const DEVICE: &str = "/dev/fuse";
-/// What a mount of ours is called in mount tables; what stands after the dot is for people and for us.
+/// The file system type of this program's mounts in mount tables. The kernel uses the part before
+/// the dot.
 const FS_TYPE: &str = "fuse.vshunt";
-/// The kernel checks permissions, and so asks for the file's attributes at each open. Without that it takes the file for
-/// empty until somebody asks, and ends asynchronous reads beyond the size that it knows.
+/// The kernel checks permissions, and so asks for the file's attributes at each open. Without this
+/// option it takes the file for empty until a process asks for them, and ends asynchronous reads
+/// beyond the size that it knows.
 const CHECKED: &str = "default_permissions";
-/// Looks at a path that others change at the same time, before giving up.
+/// How often a path is examined that other processes change at the same time.
 const ROUNDS: u32 = 8;
-/// FUSE_DEV_IOC_CLONE of <linux/fuse.h>. Named a reading one, it takes the number of a session's descriptor.
+/// FUSE_DEV_IOC_CLONE of <linux/fuse.h>. Its number says that it reads; it takes the number of a
+/// session's descriptor.
+#[expect(clippy::cast_possible_truncation, reason = "ioctl numbers have 32 bits; musl's type is narrower")]
 const CLONE: Opcode = DEV_IOC_CLONE as Opcode;
 
 /// How to mount.
 #[derive(Clone, Copy, Debug)]
 pub struct Options<'a> {
-    /// What mount tables show as the device, for example `vshunt:d0`.
+    /// The source that mount tables show, for example `vshunt:d0`.
     pub source: &'a str,
     /// Refuse writers in the kernel.
     pub readonly: bool,
-    /// Who may use the file.
+    /// Whether other users may use the file.
     pub allow_other: AllowOther,
 }
 
-/// What is mounted. Ended the hard way when dropped.
+/// A mount. Dropping it unmounts by force.
 #[derive(Debug)]
 pub struct Mount {
     at: Mountpoint,
     id: MountId,
     allow_other: bool,
-    /// Unmounting was done; held while it is being done, so that two do not take each other's next mount for ours.
+    /// It was unmounted. Held during an unmount, so that a second one does not take another mount
+    /// at the same path for this one.
     ended: Mutex<bool>,
 }
 
-/// Mounts over `at`: the session's descriptor of /dev/fuse (not blocking, closed on exec, INIT waiting) and the mount.
+/// Mounts over `at`. Returns the session's descriptor of /dev/fuse (not blocking, closed on exec,
+/// INIT waiting) and the mount.
 ///
-/// By mount(2), and where that is not allowed by fusermount3. Does not wait for the file to be served.
+/// Uses mount(2), and fusermount3 where mount(2) is not permitted. Does not wait for the file to be
+/// served.
+///
+/// # Errors
+/// `Busy` if another mount covers `at` meanwhile, `Unsupported` if FUSE or the permission is
+/// missing; the system's.
 pub fn mount(at: Mountpoint, options: &Options) -> Result<(OwnedFd, Mount)> {
     let shown = at.path().display();
     let session = open_device()?;
@@ -92,36 +104,42 @@ pub fn mount(at: Mountpoint, options: &Options) -> Result<(OwnedFd, Mount)> {
     Ok((session, Mount { at, id: seen.mount, allow_other, ended: Mutex::new(false) }))
 }
 
-/// A further channel of the connection that `session` belongs to, not blocking and closed on exec.
+/// Opens a further channel of the connection that `session` belongs to, not blocking and closed on
+/// exec.
+///
+/// # Errors
+/// The system's.
 pub fn clone_channel(session: &OwnedFd) -> Result<OwnedFd> {
     let channel = open_device()?;
-    let number = u32::try_from(session.as_raw_fd()).expect("a descriptor is not negative");
-    // SAFETY: the kernel reads a u32 for this opcode, which it checks to be the descriptor of a session.
-    unsafe { rustix::ioctl::ioctl(&channel, Setter::<CLONE, u32>::new(number)) }
+    // SAFETY: for this opcode the kernel reads a u32, and the setter passes a pointer to one.
+    let clone = unsafe { Setter::<CLONE, u32>::new(session.as_raw_fd().cast_unsigned()) };
+    // SAFETY: the kernel only reads the number, and checks that it is the descriptor of a session.
+    unsafe { rustix::ioctl::ioctl(&channel, clone) }
         .map_err(|e| Error::io("cannot make a further channel of a FUSE connection", e.into()))?;
     Ok(channel)
 }
 
 impl Mount {
-    /// Where it is mounted: absolute and without symbolic links.
+    /// Where it was mounted: absolute and without symbolic links.
     pub fn path(&self) -> &Path {
         self.at.path()
     }
 
-    /// Device number and inode of the file that it is mounted over.
+    /// Device number and inode of the file that it covers.
     pub fn below(&self) -> (u64, u64) {
         self.at.identity()
     }
 
-    /// Whether others may use the file: what [`AllowOther`] came to.
+    /// Whether other users may use the file, as decided for [`AllowOther`].
     pub fn allow_other(&self) -> bool {
         self.allow_other
     }
 
-    /// Whether it is still mounted; an administrator may have unmounted it. Something mounted over it does not count.
+    /// Whether it is still mounted. An administrator may have unmounted it. A mount over it does
+    /// not matter.
     pub fn still_there(&self) -> bool {
-        // What cannot be told is not taken for an end.
-        !matches!(self.place(), Ok(Place::Gone))
+        // A mount whose state cannot be read counts as mounted.
+        !matches!(self.locate(), Ok(Location::Gone))
     }
 
     /// Whether [`unmount`](Self::unmount) has ended it.
@@ -129,35 +147,37 @@ impl Mount {
         *self.ended.locked()
     }
 
-    /// Its device number, which its file has too.
+    /// Its device number, which its file has, too.
     pub fn device(&self) -> u64 {
         let (major, minor) = self.id.device;
         rustix::fs::makedev(major, minor)
     }
 
-    /// Ends the mount and removes the file below it if that was made for it. Nothing happens the second time.
+    /// Unmounts, and removes the file below if it was made for the mount. A second call does
+    /// nothing.
     ///
-    /// Not `hard`: fails with [`Kind::Busy`] while the file is in use. `hard`: the connection is aborted, so that users
-    /// get errors and none hangs, and the mount goes at once. Those who mounted by fusermount3 may have no means to
-    /// abort; then users hang until the session's channels are closed, which the caller does next.
+    /// With `force` the connection is aborted, so that users of the file get errors and none hangs,
+    /// and the mount ends at once. A mount that fusermount3 made may be impossible to abort. Then
+    /// users hang until the session's channels are closed, which the caller does next. After
+    /// success the connection may still exist: a mount that was copied to another mount namespace
+    /// lives there until the channels are closed.
     ///
-    /// Fails with [`Kind::Busy`] where something else has been mounted over it, which is left alone; when `hard` the
-    /// connection is aborted all the same if fusectl is mounted (/sys/fs/fuse/connections).
-    ///
-    /// An Ok does not mean that the connection has ended: a mount that was copied to another mount namespace lives on
-    /// there until the channels are closed.
-    pub fn unmount(&self, hard: bool) -> Result<()> {
+    /// # Errors
+    /// [`Kind::Busy`] without `force` while the file is in use, and in any case if another mount
+    /// covers it. That mount stays. With `force` the connection is aborted even then, if fusectl is
+    /// mounted (/sys/fs/fuse/connections).
+    pub fn unmount(&self, force: bool) -> Result<()> {
         let mut ended = self.ended.locked();
         if !*ended {
-            let was_at = self.end(hard)?;
+            let was_at = self.end(force)?;
             *ended = true;
             self.at.remove(&was_at);
         }
         Ok(())
     }
 
-    /// Aborts the connection of `session`, which is this mount's, if it has not ended with the mount.
-    /// Returns whether it has ended.
+    /// Aborts the connection of `session`, which belongs to this mount, unless it has ended with
+    /// the mount. Returns whether it has ended.
     pub fn sever(&self, session: &OwnedFd) -> bool {
         let severed = umount::sever(session, self.id.device);
         if let Err(e) = &severed {
@@ -166,17 +186,17 @@ impl Mount {
         severed.is_ok()
     }
 
-    /// Ends the mount; where it was last.
-    fn end(&self, hard: bool) -> Result<PathBuf> {
-        let mut how = if hard { How::Abort } else { How::Soft };
+    /// Ends the mount. Returns its last path.
+    fn end(&self, force: bool) -> Result<PathBuf> {
+        let mut how = if force { How::Abort } else { How::Soft };
         let mut at = self.path().to_owned();
         let device = self.id.device;
         for _ in 0..ROUNDS {
-            match self.place()? {
-                Place::Gone => return Ok(at),
-                Place::Here(path) => at = path,
-                Place::Covered(path) => {
-                    if hard {
+            match self.locate()? {
+                Location::Gone => return Ok(at),
+                Location::Visible(path) => at = path,
+                Location::Covered(path) => {
+                    if force {
                         umount::abort(device);
                     }
                     let path = path.display();
@@ -185,7 +205,7 @@ impl Mount {
                     )));
                 }
             }
-            match (umount::end(&at, device, how)?, hard) {
+            match (umount::end(&at, device, how)?, force) {
                 (Outcome::Ended, _) => {}
                 (Outcome::InUse, true) => how = How::Detach,
                 (Outcome::InUse, false) => {
@@ -200,14 +220,15 @@ impl Mount {
         Err(Error::busy(format!("{} cannot be unmounted; as root: umount -l {0}", at.display())))
     }
 
-    /// Looks where the mount is now. A folder above it may have been renamed since, and it may have been moved.
-    fn place(&self) -> Result<Place> {
+    /// Finds out where the mount is now. It may have been moved, and a folder above it may have
+    /// been renamed.
+    fn locate(&self) -> Result<Location> {
         let Some(entry) = table::entry(self.id.id)?.filter(|e| e.device == self.id.device) else {
-            return Ok(Place::Gone);
+            return Ok(Location::Gone);
         };
         let seen = match open_path(&entry.point, false).and_then(look) {
             Ok(seen) => seen,
-            Err(Errno::NOENT) => return Ok(Place::Gone),
+            Err(Errno::NOENT) => return Ok(Location::Gone),
             Err(e) => {
                 return Err(Error::io(
                     format!("cannot look at the mount {}", entry.point.display()),
@@ -216,10 +237,10 @@ impl Mount {
             }
         };
         Ok(match seen.mount {
-            id if id == self.id => Place::Here(entry.point),
-            // Numbers are used again: it is another that has them now.
-            id if id.id == self.id.id => Place::Gone,
-            _ => Place::Covered(entry.point),
+            id if id == self.id => Location::Visible(entry.point),
+            // Mount numbers are used again: another mount has this one now.
+            id if id.id == self.id.id => Location::Gone,
+            _ => Location::Covered(entry.point),
         })
     }
 }
@@ -232,9 +253,9 @@ impl Drop for Mount {
     }
 }
 
-/// Where the mount is, and whether its path leads to it.
-enum Place {
-    Here(PathBuf),
+/// Where a mount is, and whether its path leads to it.
+enum Location {
+    Visible(PathBuf),
     Covered(PathBuf),
     Gone,
 }
@@ -291,7 +312,8 @@ fn mount_directly(
     let readonly = if options.readonly { libc::MS_RDONLY } else { 0 };
     let flags = libc::MS_NOSUID | libc::MS_NODEV | readonly;
     let mount = || {
-        // SAFETY: C strings that live over the call; the kernel copies them.
+        // SAFETY: the closure borrows the C strings, so they live until the call returns. The
+        // kernel copies them.
         let rc = unsafe {
             libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, data.as_ptr().cast())
         };
@@ -315,7 +337,7 @@ fn mount_directly(
     })
 }
 
-/// By the program that may; the session and whether others may use the file.
+/// Mounts by fusermount3. Returns the session, and whether other users may use the file.
 fn by_helper(at: &Mountpoint, options: &Options) -> Result<(OwnedFd, bool)> {
     let shown = at.path().display();
     let Some(program) = helper::find() else {
@@ -354,7 +376,7 @@ fn vanished(at: &Mountpoint, e: io::Error) -> Error {
     Error::io(format!("{} was taken away while it was being mounted over; try again", at.path().display()), e)
 }
 
-/// The errno of the call of libc before this one.
+/// The errno of the last failed system call of this thread.
 fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }

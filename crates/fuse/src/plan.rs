@@ -1,4 +1,5 @@
-//! What a mount is going to be: decided, and refused where it cannot be, before anything is made.
+//! Plans a mount: transport, number of queues, passthrough. A mount that is impossible is refused
+//! before anything is made.
 
 use rustix::thread::CapabilitySet;
 use vshunt_block::{Disk, SECTOR_BYTES};
@@ -8,33 +9,34 @@ use vshunt_types::spec::{ExportSpec, Passthrough, Transport, cpu_list};
 
 use crate::queue::{CHANNEL_BYTES, RING_QUEUE_BYTES};
 
-/// The switch of the kernel's fuse module for requests over io_uring.
+/// Parameter of the kernel's fuse module that permits requests over io_uring.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
-/// CPUs that there can be.
+/// CPUs that the machine can have.
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
-/// CPUs that are there now.
+/// CPUs that it has now.
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 
-/// See the module.
+/// How a mount is to be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct QueuePlan {
     /// `Dev` or `IoUring`.
     pub transport: Transport,
-    /// Why not over io_uring, where `auto` was asked for.
+    /// With `transport=auto`: the reason why it is not `IoUring`.
     pub transport_reason: Option<String>,
-    /// Queues to make. Over io_uring one for each possible CPU, and a channel for what does not go by them.
+    /// Number of queues. Over io_uring: one for each possible CPU, and a channel for requests that
+    /// these do not carry.
     pub queues: u16,
-    /// Reads and writes are to go to the image within the kernel.
+    /// Whether the kernel serves reads and writes from the image by itself.
     pub passthrough: bool,
-    /// Why not, where it was not switched off.
+    /// The reason why not, unless the user switched it off.
     pub passthrough_reason: Option<String>,
 }
 
-/// Decides.
+/// Plans the mount of an export.
 ///
 /// # Errors
-/// `Invalid` and `Unsupported`, with what to change.
-pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16) -> Result<Plan> {
+/// `Unsupported` if `transport=io_uring` is impossible. The message names the remedy.
+pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16) -> Result<QueuePlan> {
     let passthrough = passthrough(spec, disk);
     let wanted = spec.transport.unwrap_or_default();
     let channels = spec.queues.unwrap_or(queues_default).min(queues_max);
@@ -49,7 +51,8 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
         }
         (Transport::Auto, Ok(rings)) => match (forbidden_cpus(), too_little_memory(rings)) {
             (None, None) => (Transport::IoUring, rings + 1, None),
-            // A channel has as many buffers as two ring queues: no more channels than there is room for.
+            // A channel has as many buffers as two ring queues, so the number of channels is
+            // limited, too.
             (_, Some((why, room))) if spec.queues.is_none() => {
                 (Transport::Dev, channels.min(room), Some(why))
             }
@@ -61,10 +64,10 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
         Ok(()) => (true, None),
         Err(why) => (false, Some(why).filter(|_| spec.passthrough != Some(Passthrough::Off))),
     };
-    Ok(Plan { transport, transport_reason, queues, passthrough, passthrough_reason })
+    Ok(QueuePlan { transport, transport_reason, queues, passthrough, passthrough_reason })
 }
 
-/// How many ring queues there have to be, or why there can be none.
+/// The number of ring queues, or the reason why there can be none.
 fn ring_queues(spec: &ExportSpec, queues_max: u16) -> Result<u16, String> {
     match std::fs::read_to_string(ENABLE_URING) {
         Ok(text) if text.trim() == "Y" => {}
@@ -97,11 +100,12 @@ fn ring_queues(spec: &ExportSpec, queues_max: u16) -> Result<u16, String> {
 fn possible_cpus() -> Result<u16, String> {
     let text = std::fs::read_to_string(POSSIBLE).map_err(|e| format!("{POSSIBLE}: {e}"))?;
     let last = text.trim().rsplit([',', '-']).next().and_then(|n| n.parse::<u16>().ok());
-    last.map(|n| n + 1).ok_or_else(|| format!("{POSSIBLE} is not understood: {text:?}"))
+    last.and_then(|n| n.checked_add(1)).ok_or_else(|| format!("{POSSIBLE} is not understood: {text:?}"))
 }
 
-/// Why the daemon should not serve a queue for each CPU: it may not run on all of them. Requests come by the queue of the CPU
-/// where they are made, and one from a CPU that we may not use wakes a worker on another CPU each time.
+/// The reason why the daemon should not serve a queue for each CPU, if it may not run on all of
+/// them. A request comes by the queue of the CPU where it is made. From a CPU that the daemon may
+/// not use, each request would wake a worker on another CPU.
 fn forbidden_cpus() -> Option<String> {
     forbidden(&cpus_of(&std::fs::read_to_string(ONLINE).ok()?), &allowed_cpus())
 }
@@ -118,7 +122,7 @@ fn forbidden(online: &[usize], allowed: &[usize]) -> Option<String> {
     ))
 }
 
-/// CPU numbers of a list as the kernel writes it: `0-3,8`.
+/// CPU numbers of a list in the kernel's notation: `0-3,8`.
 fn cpus_of(list: &str) -> Vec<usize> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -127,8 +131,9 @@ fn cpus_of(list: &str) -> Vec<usize> {
     list.trim().split(',').filter_map(range).flatten().collect()
 }
 
-/// Why there is no room for the buffers of so many ring queues, if the address space is limited (RLIMIT_AS), and how many
-/// channels there is room for; one at least, which then fails by itself.
+/// If the address space is limited (RLIMIT_AS) and has no room for the buffers of that many ring
+/// queues: the reason, and the number of channels that it has room for. At least one channel, which
+/// then fails with its own error.
 fn too_little_memory(rings: u16) -> Option<(String, u16)> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -138,7 +143,7 @@ fn too_little_memory(rings: u16) -> Option<(String, u16)> {
 }
 
 fn short_of_memory(rings: u16, free: u64) -> Option<(String, u16)> {
-    // The channel of /dev/fuse for what does not go by ring queues has as much as one that serves all.
+    // The channel for requests that ring queues do not carry is as large as any other.
     let needed = u64::from(rings) * RING_QUEUE_BYTES + CHANNEL_BYTES;
     (needed > free).then(|| {
         let why = format!(
@@ -151,7 +156,7 @@ fn short_of_memory(rings: u16, free: u64) -> Option<(String, u16)> {
     })
 }
 
-/// Whether the kernel may read and write the image by itself, or why not.
+/// Whether the kernel may serve reads and writes from the image by itself, or the reason why not.
 fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     if spec.passthrough == Some(Passthrough::Off) {
         return Err("it is switched off".to_owned());
@@ -197,7 +202,7 @@ mod tests {
     #[test]
     fn a_cpu_that_the_daemon_may_not_use_is_named() {
         assert_eq!(forbidden(&[0, 1], &[0, 1]), None);
-        // A CPU that is not there now is no obstacle, wherever the daemon may run later.
+        // A CPU that is offline does not matter.
         assert_eq!(forbidden(&[0, 1], &[0, 1, 2, 3]), None);
         let why = forbidden(&[0, 1, 2, 3], &[1]).unwrap();
         assert!(why.contains("CPU 0,2-3") && why.contains("transport=io_uring"), "{why}");

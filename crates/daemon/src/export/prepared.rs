@@ -64,7 +64,7 @@ pub(super) struct PreparedUplink {
 
 /// A disk as a file of the host.
 pub(super) struct PreparedMount {
-    pub(super) plan: fuse::Plan,
+    pub(super) plan: fuse::QueuePlan,
     pub(super) disk: Arc<Disk>,
 }
 

@@ -1,6 +1,6 @@
 //! A disk gets another size: by control, by the user of a growable mount, or by the kernel under passthrough.
 //!
-//! Called by control threads, and by a mount's clerk. What must never happen: a write in flight beyond a new, nearer end
+//! Called by control threads, and by the blocking thread of a mount. What must never happen: a write in flight beyond a new, nearer end
 //! that makes the image longer again.
 
 use std::sync::Arc;

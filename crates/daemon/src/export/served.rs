@@ -1,7 +1,7 @@
 //! What serves an export, whatever its kind.
 
 use vshunt_fuse::Fuse;
-use vshunt_fuse::queue::abi;
+use vshunt_fuse::abi;
 use vshunt_net::switch::Uplink;
 use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
 

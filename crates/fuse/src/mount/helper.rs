@@ -1,6 +1,8 @@
-//! fusermount3, which mounts and unmounts for those who may not: a set-user-id program of the FUSE package.
+//! fusermount3: a set-user-id program of the FUSE package, which mounts and unmounts for users
+//! without that permission.
 //!
-//! Called by the rest of [`mount`](super), from any thread. What must never happen: to wait for it without a limit.
+//! The rest of [`mount`](super) calls it, from any thread. What must never happen: a wait for it
+//! without a limit.
 
 use std::ffi::OsString;
 use std::fs;
@@ -20,16 +22,16 @@ use rustix::net::{
 };
 use vshunt_sandbox as sandbox;
 
-/// What the program is called.
+/// The name of the program.
 pub(super) const NAME: &str = "fusermount3";
-/// Where it is looked for besides PATH, which a service's may lack.
+/// Folders where it is searched for besides PATH, since the PATH of a service may lack them.
 const FOLDERS: [&str; 6] = ["/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin"];
-/// It does a handful of system calls. More than this, and something is stuck.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Its settings, of which one decides what its users may ask for.
+/// How long it may take. It makes a few system calls only.
+const RUN_LIMIT: Duration = Duration::from_secs(10);
+/// Its settings. One of them permits `allow_other`.
 const SETTINGS: &str = "/etc/fuse.conf";
 
-/// Where the program is, if it is installed.
+/// Returns the path of the program, if it is installed.
 pub(super) fn find() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -39,7 +41,7 @@ pub(super) fn find() -> Option<PathBuf> {
         .find(|program| rustix::fs::access(program, Access::EXEC_OK).is_ok())
 }
 
-/// Whether it would mount with `allow_other` for us.
+/// Whether it mounts with `allow_other` for this user.
 pub(super) fn may_allow_other() -> bool {
     rustix::process::getuid().is_root() || fs::read_to_string(SETTINGS).is_ok_and(|text| says_allow(&text))
 }
@@ -48,7 +50,10 @@ fn says_allow(settings: &str) -> bool {
     settings.lines().any(|line| line.split('#').next().is_some_and(|l| l.trim() == "user_allow_other"))
 }
 
-/// Mounts over `point`; the session's descriptor, or what the program said.
+/// Mounts over `point`. Returns the session's descriptor.
+///
+/// # Errors
+/// The message of the program.
 pub(super) fn mount(
     program: &Path,
     point: &Path,
@@ -64,7 +69,7 @@ pub(super) fn mount(
     }
     let mut command = Command::new(program);
     command.arg("-o").arg(options).arg("--").arg(point);
-    // As its standard input it gets the socket without there being a moment at which another child inherits it, too.
+    // The socket becomes its standard input: so no other child inherits it at any moment.
     command.env("_FUSE_COMMFD", "0").stdin(Stdio::from(its));
     run(command)?;
     let session = receive(&ours).map_err(say)?.ok_or("it ended well and sent no descriptor")?;
@@ -73,14 +78,18 @@ pub(super) fn mount(
     Ok(session)
 }
 
-/// Unmounts what is at `point`, or says what the program said.
+/// Unmounts the mount at `point`.
+///
+/// # Errors
+/// The message of the program.
 pub(super) fn unmount(program: &Path, point: &Path, lazy: bool) -> std::result::Result<(), String> {
     let mut command = Command::new(program);
     command.arg("-u").args(lazy.then_some("-z")).arg("--").arg(point).stdin(Stdio::null());
     run(command)
 }
 
-/// A comma would end the option's value, and a backslash keeps what follows it from being special.
+/// Escapes a value of an option: a comma would end it, and a backslash would change the meaning of
+/// the next byte.
 fn escape(value: &str) -> String {
     value.replace('\\', "\\\\").replace(',', "\\,")
 }
@@ -90,19 +99,20 @@ fn say(error: impl Into<io::Error>) -> String {
 }
 
 fn run(mut command: Command) -> std::result::Result<(), String> {
-    // What it says begins with its name as it was called. Some of it is looked at: no other language.
+    // Its messages begin with the name that it was called by. This code reads them, so they must
+    // not be translated.
     command.arg0(NAME).env("LC_ALL", "C").current_dir("/").stdout(Stdio::null()).stderr(Stdio::piped());
     sandbox::errand(move || run_here(command)).map_err(say)?
 }
 
-/// The part of [`run`] that control threads may not do themselves.
+/// The part of [`run`] that control threads may not do.
 fn run_here(mut command: Command) -> std::result::Result<(), String> {
     #[expect(clippy::disallowed_methods, reason = "the caller is an errand of the launcher")]
     let mut child = command.spawn().map_err(say)?;
     // Closes the parent's copy of the socket.
     drop(command);
-    let status = end_of(&mut child, PATIENCE).map_err(say)?;
-    let status = status.ok_or_else(|| format!("nothing for {} s", PATIENCE.as_secs()))?;
+    let status = end_of(&mut child, RUN_LIMIT).map_err(say)?;
+    let status = status.ok_or_else(|| format!("nothing for {} s", RUN_LIMIT.as_secs()))?;
     if status.success() {
         return Ok(());
     }
@@ -111,18 +121,18 @@ fn run_here(mut command: Command) -> std::result::Result<(), String> {
     Err(if said.is_empty() { status.to_string() } else { said.replace('\n', "; ") })
 }
 
-/// Waits for the end of a child; none: it had not ended within `limit`, and was killed.
+/// Waits for the end of a child. Returns none if it did not end within `limit`, and was killed.
 fn end_of(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let ended = wait(child, limit)?;
     if ended.is_none() {
         child.kill()?;
-        // So that no zombie stays. Not without a limit: it may be in a system call that a signal does not end.
-        wait(child, PATIENCE)?;
+        // Collects the zombie. With a limit: the child may be in a system call that no signal ends.
+        wait(child, RUN_LIMIT)?;
     }
     Ok(ended)
 }
 
-/// Waits for the end of a child; none: it has not ended within `limit`.
+/// Waits for the end of a child. Returns none if it does not end within `limit`.
 fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let limit = Instant::now() + limit;
     loop {
@@ -133,13 +143,14 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     }
 }
 
-/// What the ended child wrote to its standard error. One read: others may hold the pipe open and we do not wait.
+/// Returns what the ended child wrote to its standard error. Reads once, since another process may
+/// hold the pipe open.
 fn said(child: &Child) -> String {
     let Some(pipe) = &child.stderr else { return String::new() };
     let mut buffer = [0; 2048];
     let ready = poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&Timespec::default()));
     let n = if ready == Ok(1) { rustix::io::read(pipe, &mut buffer).unwrap_or(0) } else { 0 };
-    String::from_utf8_lossy(&buffer[..n]).into_owned()
+    String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned()
 }
 
 fn receive(socket: &OwnedFd) -> rustix::io::Result<Option<OwnedFd>> {

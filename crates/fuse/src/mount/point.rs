@@ -1,8 +1,8 @@
 //! The regular file that a disk is mounted over: found or made, and removed again if it was made.
 //!
-//! Called by whoever exports a disk, from any thread and without locks of theirs: a lock is waited for, a dead mount
-//! is probed for up to two seconds. What must never happen: a file that was there before is removed or written to, a live
-//! mount is taken away.
+//! Control threads call it, without holding a lock: it waits up to two seconds for a file lock, and
+//! as long to find out whether a mount is dead. What must never happen: a file that existed before
+//! is removed or written to, or a live mount is unmounted.
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -20,33 +20,36 @@ use super::table::{self, Seen, Server, look, open_path, path_of, proc_path};
 use super::umount::{self, How, Outcome};
 use super::{FS_TYPE, ROUNDS};
 
-/// How long another daemon's lock is waited for. A process that was killed goes on holding its locks until its
-/// io_uring has ended what was under way.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long to wait for another daemon's lock. A process that was killed holds its locks until the
+/// operations on its io_uring have ended.
+const LOCK_WAIT: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(10);
 
-/// The regular file that is mounted over; made by us if absent, and then removed again by us, at the latest when this
-/// is dropped.
+/// The regular file that a mount covers. It is made if it is missing, and then removed again, at
+/// the latest when this value is dropped.
 #[derive(Debug)]
 pub struct Mountpoint {
     /// Absolute and without symbolic links.
     path: PathBuf,
     /// The file itself, below the mount. Kept open so that no other file gets its inode number.
     file: OwnedFd,
-    /// Keeps others who prepare the same file off it, from here until the mount is gone. Absent where the file system
-    /// has no locks or the file lets us neither read nor write: then there is a short race and nothing worse.
+    /// Keeps other daemons from preparing the same file until the mount is gone. None if the file
+    /// system has no locks, or the file can be neither read nor written: then two daemons may race
+    /// for a moment.
     _lock: Option<OwnedFd>,
     device: (u32, u32),
     inode: u64,
-    /// Made by us and not removed yet.
+    /// The file was made for the mount and is not removed yet.
     made: AtomicBool,
 }
 
 impl Mountpoint {
-    /// Gets `path` ready for being mounted over: a symbolic link is followed, a mount that a killed vshunt left is
-    /// taken away, and a file is made where there is none.
+    /// Prepares `path` for a mount. Follows a symbolic link, unmounts a mount that a killed daemon
+    /// left, and makes the file if it is missing.
     ///
-    /// Fails for what is no regular file, and where something is mounted already.
+    /// # Errors
+    /// `Invalid` if it is no regular file, `Exists` or `Busy` if another mount is there; the
+    /// system's.
     pub fn prepare(path: &Path) -> Result<Self> {
         let shown = path.display();
         let (mut left_behind, mut made_inode) = (false, None);
@@ -68,7 +71,7 @@ impl Mountpoint {
                 )));
             }
             if seen.is_mount_root {
-                take_dead_away(path, &file, &seen)?;
+                detach_if_dead(path, &file, &seen)?;
                 left_behind = true;
                 continue;
             }
@@ -79,13 +82,14 @@ impl Mountpoint {
                 )));
             }
             let lock = lock(path, &file)?;
-            // Others may have been here between the look and the lock.
+            // Another process may have changed the path before the lock was taken.
             let again = open_path(path, true).and_then(look);
             if !again.is_ok_and(|s| !s.is_mount_root && is_same(&s, &seen)) {
                 continue;
             }
-            // A killed daemon cannot tell whether the file below its mount was made by it. What it makes is empty, and
-            // an empty file that somebody else put there to be mounted over is made again whenever it is wanted.
+            // A killed daemon left no note whether it made the file below its mount. A file that it
+            // makes is empty, and an empty file that a user put there is made again by the next
+            // mount.
             let made = made_inode == Some(seen.inode) || (left_behind && seen.size_bytes == 0);
             return Ok(Self {
                 path: path_of(&file).map_err(|e| cannot_look(path, e))?,
@@ -101,7 +105,7 @@ impl Mountpoint {
         )))
     }
 
-    /// Where it is: absolute and without symbolic links.
+    /// The path: absolute and without symbolic links.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -112,12 +116,12 @@ impl Mountpoint {
         (rustix::fs::makedev(major, minor), self.inode)
     }
 
-    /// A path to this very file, even if it has been renamed or mounted over.
+    /// A path to this file that stays valid if the file is renamed or covered by a mount.
     pub(super) fn itself(&self) -> PathBuf {
         proc_path(&self.file)
     }
 
-    /// Removes the file if it was made by us, and is what is at `path` now, and is still empty.
+    /// Removes the file if it was made for the mount, is at `path` now, and is still empty.
     pub(super) fn remove(&self, path: &Path) {
         if !self.made.load(Ordering::Relaxed) {
             return;
@@ -128,7 +132,7 @@ impl Mountpoint {
             return;
         }
         self.made.store(false, Ordering::Relaxed);
-        // It may be in a folder that was permitted for the time of one command only.
+        // Its folder may have been permitted for one command only, so the launcher removes it.
         if let Err(e) = sandbox::errand(|| fs::remove_file(path)).and_then(|removed| removed) {
             tracing::warn!("cannot remove the file {} that a disk was mounted over: {e}", path.display());
         }
@@ -141,21 +145,22 @@ impl Drop for Mountpoint {
     }
 }
 
-/// Takes a mount away that a killed vshunt left over `path`, so that the file below is seen again. Whether there was one.
+/// Unmounts a mount that a killed daemon left over `path`, so that the file below is visible again.
+/// Returns whether there was one.
 ///
-/// The image that is to be opened may lie below its own dead mount; and a dead mount with passthrough keeps the locks of
-/// its image for as long as it is there. Every other mount stays, and so does one whose server still answers.
+/// An image may be below its own dead mount, and a dead mount with passthrough keeps the locks of
+/// its image. All other mounts stay, and so does one whose server still answers.
 ///
 /// # Errors
-/// `Busy` where the dead mount cannot be taken away; the system's.
+/// `Busy` if the dead mount cannot be unmounted; the system's.
 pub fn uncover(path: &Path) -> Result<bool> {
     let mut was_there = false;
     for _ in 0..ROUNDS {
-        // What cannot be looked at is reported when it is opened.
+        // A path that cannot be examined is reported when the file is opened.
         let Ok(root) = open_path(path, true) else { break };
         let Some(seen) = look(&root).ok().filter(|seen| seen.is_mount_root) else { break };
         match table::entry(seen.mount.id)? {
-            // A mount of this process has a server, which must not be asked by it.
+            // This process serves the mount, so it must not send it a request.
             Some(entry) if entry.fs_type == FS_TYPE && !is_own(&seen) && is_dead(&root) => {
                 detach_dead(path, &entry, &seen)?;
                 was_there = true;
@@ -167,8 +172,8 @@ pub fn uncover(path: &Path) -> Result<bool> {
     Ok(was_there)
 }
 
-/// Removes the file that a killed vshunt mounted over at `path`, once it is [uncovered](uncover), if that file is empty:
-/// it was made for the mount, or is made again whenever it is wanted.
+/// Removes the file below a mount that a killed daemon left, after [`uncover`], if that file is
+/// empty. It was made for the mount, or is made again by the next one.
 pub fn remove_left_behind(path: &Path) {
     let Ok(file) = open_path(path, true) else { return };
     let Ok(seen) = look(&file) else { return };
@@ -180,14 +185,15 @@ pub fn remove_left_behind(path: &Path) {
     }
 }
 
-/// Device number and inode of what is at `path`, if nothing is mounted there. Asks no server of a mount.
+/// Returns device number and inode of the file at `path`, or none if it is a mount. Sends no
+/// request to a FUSE server.
 pub fn identity(path: &Path) -> Option<(u64, u64)> {
     let seen = open_path(path, true).and_then(look).ok().filter(|seen| !seen.is_mount_root)?;
     let (major, minor) = seen.mount.device;
     Some((rustix::fs::makedev(major, minor), seen.inode))
 }
 
-/// Whether it is on a mount that this process serves.
+/// Whether the file is on a mount that this process serves.
 fn is_own(seen: &Seen) -> bool {
     let (major, minor) = seen.mount.device;
     own_mounts::export_on(rustix::fs::makedev(major, minor)).is_some()
@@ -197,7 +203,7 @@ fn is_same(a: &Seen, b: &Seen) -> bool {
     (a.mount.device, a.inode) == (b.mount.device, b.inode)
 }
 
-/// Makes an empty file; its inode, or nothing if somebody else just made one.
+/// Makes an empty file. Returns its inode, or none if another process just made one.
 fn make(path: &Path) -> Result<Option<u64>> {
     let shown = path.display();
     if rustix::fs::readlinkat(CWD, path, Vec::new()).is_ok() {
@@ -221,9 +227,10 @@ fn make(path: &Path) -> Result<Option<u64>> {
         Err(e) => return Err(cannot_look(path, e)),
     };
     sandbox::check_place(&folder, true, format_args!("the folder of mountpoint {shown}"))?;
-    // For the owner alone, for whom fusermount3 wants it writable.
+    // Only the owner may use it. fusermount3 requires that the owner can write it.
     let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    // Landlock would have to let all files below that folder be made and read.
+    // An errand, since otherwise Landlock had to permit to make and read all files below that
+    // folder.
     let made = sandbox::errand(|| openat(&folder, name, flags, Mode::RUSR | Mode::WUSR));
     match made.unwrap_or(Err(Errno::AGAIN)) {
         Ok(file) => look(file).map(|seen| Some(seen.inode)).map_err(|e| cannot_look(path, e)),
@@ -245,14 +252,14 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<Option<OwnedFd>> {
     let itself = proc_path(file);
     let flags = OFlags::NONBLOCK | OFlags::CLOEXEC;
     let open = |access| openat(CWD, &itself, flags | access, Mode::empty());
-    // An errand, as for the making of the file. It is a regular file and was checked.
+    // An errand for the same reason. The file is regular, and `check_place` has permitted it.
     let opened = sandbox::errand(|| open(OFlags::RDONLY).or_else(|_| open(OFlags::WRONLY)));
     let Ok(Ok(file)) = opened else { return Ok(None) };
     let start = Instant::now();
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(Some(file)),
-            Err(Errno::AGAIN) if start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
+            Err(Errno::AGAIN) if start.elapsed() < LOCK_WAIT => std::thread::sleep(RETRY),
             Err(Errno::AGAIN) => {
                 return Err(Error::busy(format!(
                     "{} is locked (flock), by another vshunt that is about to mount there or has its mount moved away; \
@@ -265,11 +272,11 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<Option<OwnedFd>> {
     }
 }
 
-/// Takes the mount away that `root` refers to, if it is one of a vshunt that is gone.
-fn take_dead_away(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
+/// Unmounts the mount that `root` refers to, if its daemon is gone.
+fn detach_if_dead(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
     let shown = path.display();
     let Some(entry) = table::entry(seen.mount.id)? else {
-        // Unmounted meanwhile: the next look tells.
+        // It was unmounted meanwhile; the caller looks again.
         return Ok(());
     };
     let source = entry.source.to_string_lossy().into_owned();
@@ -295,10 +302,11 @@ fn take_dead_away(path: &Path, root: &OwnedFd, seen: &Seen) -> Result<()> {
     detach_dead(path, &entry, seen)
 }
 
-/// Ends a mount without a server.
+/// Unmounts a mount without a server.
 fn detach_dead(path: &Path, entry: &table::Entry, seen: &Seen) -> Result<()> {
     let (shown, source) = (path.display(), entry.source.to_string_lossy());
-    // What is dead is held by nobody in earnest: whoever has it open only gets errors.
+    // A process that has the file of a dead mount open only gets errors, so the mount is detached
+    // even then.
     if umount::end(&entry.point, seen.mount.device, How::Detach)? == Outcome::InUse {
         return Err(Error::busy(format!(
             "a mount over {shown} that a killed vshunt left cannot be taken away; as root: umount -l {shown}"
@@ -308,13 +316,13 @@ fn detach_dead(path: &Path, entry: &table::Entry, seen: &Seen) -> Result<()> {
     Ok(())
 }
 
-/// Whether a mount has no server. One that was killed a moment ago is waited for.
+/// Whether a mount has no server. Waits for the end of a server that was killed a moment ago.
 fn is_dead(root: &OwnedFd) -> bool {
     let start = Instant::now();
     loop {
         match table::ask_server(root) {
             Server::Dead => return true,
-            Server::Unclear if start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
+            Server::Unclear if start.elapsed() < LOCK_WAIT => std::thread::sleep(RETRY),
             Server::Alive | Server::Unclear => return false,
         }
     }

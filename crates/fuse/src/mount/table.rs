@@ -1,15 +1,20 @@
-//! What is mounted where, found out without asking a FUSE server that may never answer.
+//! Which mounts exist and where, without a request to a FUSE server, which may never answer.
 //!
-//! Called by the rest of [`mount`](super), from any thread. What must never happen: a request to a FUSE server from
-//! this process, for whoever waits for a stuck one cannot be killed.
+//! The rest of [`mount`](super) calls it, from any thread. What must never happen: this process
+//! sends a request to a FUSE server. A task that waits for a server that does not answer cannot be
+//! killed.
 //!
-//! These ask no server of the mount that they are about: open with O_PATH (a mount's root is not looked up again),
-//! statx with AT_STATX_DONT_SYNC (what the kernel remembers; device and mount it knows itself), mountinfo, umount2.
-//! These ask: stat, fstat and statx otherwise (GETATTR, when what is remembered is too old), statfs, open without
-//! O_PATH, access, and anything done with what that opened.
+//! | call | sends a request |
+//! | --- | --- |
+//! | open with O_PATH | no: the root of a mount is not looked up again |
+//! | statx with AT_STATX_DONT_SYNC | no: the kernel returns cached attributes, and knows device and mount |
+//! | reading mountinfo, umount2 | no |
+//! | stat, fstat, other statx | yes: GETATTR, when the cached attributes are too old |
+//! | statfs, access, open without O_PATH, operations on a file opened so | yes |
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -21,68 +26,72 @@ use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
 
-/// A thread may have a mount namespace of its own; what counts is where mount(2) of this very thread acts.
+/// A thread may have a mount namespace of its own. This file describes the one where mount(2) of
+/// the calling thread acts.
 const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
-/// How long a server may take to answer before it is called stuck. It is alive then.
-const PROBE_PATIENCE: Duration = Duration::from_secs(1);
-/// How the probe ends when the connection has no server, and when the request failed otherwise.
+/// How long a server may take to answer the probe.
+const PROBE_WAIT: Duration = Duration::from_secs(1);
+/// Exit statuses of the probe: the connection has no server; the request failed otherwise.
 const PROBE_SAYS_DEAD: i32 = 42;
 const PROBE_SAYS_FAILED: i32 = 43;
 
-/// What is known of the server of a FUSE mount.
+/// State of the server of a FUSE mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Server {
     /// It answered.
     Alive,
-    /// There is none.
+    /// There is no server.
     Dead,
-    /// It did not answer in time, or the request failed. A server that has just been killed looks so until the kernel has
-    /// ended its io_uring, which it does after the process is gone.
+    /// It did not answer in time, or the request failed. A server that was just killed is in this
+    /// state until the kernel has ended its io_uring, which happens after the process is gone.
     Unclear,
 }
 
 /// STATX_MNT_ID_UNIQUE (Linux 6.8), which rustix does not name.
 const UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
-/// A mount, told apart from others that were or will be at the same path.
+/// Identity of a mount, different from that of other mounts that were or will be at the same path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MountId {
-    /// As in mountinfo; used again for another once the mount is gone.
+    /// The number in mountinfo. The kernel uses it again once the mount is gone.
     pub(super) id: u64,
-    /// Never used again; absent before Linux 6.8, where a mount that took our place within the same moment and got
-    /// our numbers would pass for ours.
+    /// A number that is never used again. None before Linux 6.8: there another mount with the same
+    /// two other numbers cannot be told apart.
     unique: Option<u64>,
-    /// The device number, major and minor. For FUSE the connection's number, too; also used again.
+    /// The device number, major and minor. For FUSE it is also the number of the connection. It is
+    /// used again, too.
     pub(super) device: (u32, u32),
 }
 
-/// What an O_PATH descriptor refers to.
+/// The attributes of the file that an O_PATH descriptor refers to.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seen {
     pub(super) mount: MountId,
-    /// The thing is what is mounted, not something below it.
+    /// The file is the root of its mount.
     pub(super) is_mount_root: bool,
-    /// Unknown for a mount that we have no right to look at.
+    /// Unknown for a mount that this process may not examine.
     pub(super) kind: FileType,
     pub(super) inode: u64,
     pub(super) size_bytes: u64,
 }
 
-/// Opens what is at `path`, whatever it is, for looking at it. Follows a symbolic link if `follow`.
+/// Opens the file at `path`, of any type, with O_PATH. Follows a symbolic link if `follow`.
 pub(super) fn open_path(path: &Path, follow: bool) -> rustix::io::Result<OwnedFd> {
     let nofollow = if follow { OFlags::empty() } else { OFlags::NOFOLLOW };
     openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC | nofollow, Mode::empty())
 }
 
-/// Looks at what is open, without asking a FUSE server.
+/// Returns the attributes of an open file, without a request to a FUSE server.
 pub(super) fn look(fd: impl AsFd) -> rustix::io::Result<Seen> {
     let ask = |mask| statx(&fd, c"", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, mask);
-    // With an empty mask FUSE tells the device even those whom it lets do nothing else; the mount's id comes always.
+    // With an empty mask FUSE tells the device even to a user without any permission. The mount's
+    // id is always there.
     let s: Statx = ask(StatxFlags::empty())?;
     let unique = ask(UNIQUE).ok().filter(|s| s.stx_mask & UNIQUE.bits() != 0).map(|s| s.stx_mnt_id);
     let is_mount_root = s.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
-    // A mere file's facts may need its file system to look: it is not one of ours, since ours have no files below.
+    // The attributes of a file below a root may need a request. No mount of this program has such
+    // files.
     let file = if is_mount_root { s } else { ask(StatxFlags::BASIC_STATS)? };
     Ok(Seen {
         mount: MountId { id: s.stx_mnt_id, unique, device: (s.stx_dev_major, s.stx_dev_minor) },
@@ -99,7 +108,7 @@ pub(super) fn path_of(fd: &OwnedFd) -> rustix::io::Result<PathBuf> {
     Ok(OsString::from_vec(path.into_bytes()).into())
 }
 
-/// A path that leads to exactly what is open, even if something else has its name by now.
+/// A path that leads to the open file, even if another file has its name by now.
 pub(super) fn proc_path(fd: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
@@ -109,20 +118,24 @@ pub(super) fn proc_path(fd: &OwnedFd) -> PathBuf {
 pub(super) struct Entry {
     pub(super) id: u64,
     pub(super) device: (u32, u32),
-    /// Where it is mounted, as seen from our root folder.
+    /// Where it is mounted, relative to the root folder of this process.
     pub(super) point: PathBuf,
     pub(super) fs_type: OsString,
     pub(super) source: OsString,
 }
 
-/// The mount that mountinfo knows under `id`.
+/// Returns the mount with that number in mountinfo.
+///
+/// # Errors
+/// The system's: /proc is not mounted.
 pub(super) fn entry(id: u64) -> Result<Option<Entry>> {
     let text = fs::read(MOUNTINFO)
         .map_err(|e| Error::io(format!("cannot read {MOUNTINFO} (is /proc mounted?)"), e))?;
     Ok(text.split(|&b| b == b'\n').filter_map(parse).find(|e| e.id == id))
 }
 
-/// See proc_pid_mountinfo(5): `id parent major:minor root point options [optional]... - type source options`.
+/// See proc_pid_mountinfo(5): `id parent major:minor root point options [optional]... - type source
+/// options`.
 fn parse(line: &[u8]) -> Option<Entry> {
     let mut fields = line.split(|&b| b == b' ');
     let number = |f: &[u8]| std::str::from_utf8(f).ok()?.parse::<u64>().ok();
@@ -140,16 +153,17 @@ fn parse(line: &[u8]) -> Option<Entry> {
     })
 }
 
-/// The kernel writes blanks, line ends, backslashes and number signs as a backslash and three octal digits.
+/// Undoes the kernel's escapes: it writes blanks, line ends, backslashes and number signs as a
+/// backslash and three octal digits.
 fn unescape(field: &[u8]) -> OsString {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((&first, after)) = rest.split_first() {
-        let code = after.get(..3).filter(|d| first == b'\\' && d.iter().all(|b| (b'0'..=b'7').contains(b)));
-        match code {
-            Some(digits) => {
+        let is_octal = |digits: &[u8]| digits.iter().all(|b| (b'0'..=b'7').contains(b));
+        match after.split_at_checked(3).filter(|(digits, _)| first == b'\\' && is_octal(digits)) {
+            Some((digits, after)) => {
                 out.push(digits.iter().fold(0u8, |n, d| n.wrapping_mul(8).wrapping_add(d - b'0')));
-                rest = &after[3..];
+                rest = after;
             }
             None => {
                 out.push(first);
@@ -162,11 +176,12 @@ fn unescape(field: &[u8]) -> OsString {
 
 /// Whether the FUSE mount that `root` refers to has a server.
 ///
-/// Nothing tells that but a request. A connection without a server refuses it at once; a server that is stuck with it
-/// holds whoever asked, beyond the reach of SIGKILL. So a child process asks. One that is held costs a process (and
-/// what memory we change meanwhile) until that server goes on or ends.
+/// Only a request can tell. A connection without a server refuses it at once. A server that does
+/// not answer holds the task that asks, and SIGKILL does not end that task. So a child process
+/// asks. A child that is held costs a process, and a copy of the memory that this process changes
+/// meanwhile, until that server continues or ends.
 ///
-/// By the launcher: control threads may neither make processes nor signal them.
+/// The launcher does it: control threads may neither make processes nor signal them.
 pub(super) fn ask_server(root: &OwnedFd) -> Server {
     sandbox::errand(|| ask_here(root)).unwrap_or(Server::Unclear)
 }
@@ -174,8 +189,8 @@ pub(super) fn ask_server(root: &OwnedFd) -> Server {
 /// The part of [`ask_server`] that control threads may not do themselves.
 fn ask_here(root: &OwnedFd) -> Server {
     let fd = root.as_raw_fd();
-    // SAFETY: fork needs nothing; the child only makes system calls (see `probe`), so that locks which other threads
-    // held at that moment do not matter to it.
+    // SAFETY: the child only makes system calls (see `probe`) and ends. So it takes no lock of user
+    // space, which another thread may have held at the time of the fork.
     let child = match unsafe { libc::fork() } {
         0 => probe(fd),
         pid => match Pid::from_raw(pid) {
@@ -184,7 +199,7 @@ fn ask_here(root: &OwnedFd) -> Server {
         },
     };
     if let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) {
-        let timeout = Timespec::try_from(PROBE_PATIENCE).expect("a second fits");
+        let timeout = Timespec::try_from(PROBE_WAIT).expect("a second fits");
         let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timeout));
     }
     if let Ok(Some((_, status))) = waitpid(Some(child), WaitOptions::NOHANG) {
@@ -195,34 +210,38 @@ fn ask_here(root: &OwnedFd) -> Server {
         };
     }
     let _ = kill_process(child, Signal::KILL);
-    // Whoever waits for a child can be killed, unlike that child: this thread keeps nobody from ending.
+    // A thread that waits for a child can be killed, unlike that child. So this thread does not
+    // keep the process from ending.
     let reaper = std::thread::Builder::new().name("fuse-probe".into());
     #[expect(clippy::disallowed_methods, reason = "an errand of the launcher makes it")]
     let _ = reaper.spawn(move || waitpid(Some(child), WaitOptions::empty()));
     Server::Unclear
 }
 
-/// The life of the child process of [`ask_server`].
+/// The code of the child process of [`ask_server`].
 fn probe(fd: RawFd) -> ! {
     const NOT_CONNECTED: [i32; 2] = [libc::ENOTCONN, libc::ECONNABORTED];
-    // SAFETY: system calls on this process's own descriptors and stack, and none that takes a lock in user space. All
-    // descriptors but the one asked about are closed: a child that is held must not hold disks' locks or mounts.
-    unsafe {
-        libc::dup2(fd, 0);
-        libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
-        let mut buffer = std::mem::MaybeUninit::<libc::statx>::uninit();
-        let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC;
-        let rc = libc::statx(0, c"".as_ptr(), flags, libc::STATX_BASIC_STATS, buffer.as_mut_ptr());
-        let errno = *libc::__errno_location();
-        let dead = rc < 0 && NOT_CONNECTED.contains(&errno);
-        libc::_exit(match rc {
-            0 => 0,
-            // The mount of another user: its kernel side refuses us, whatever its server is like.
-            _ if errno == libc::EACCES => 0,
-            _ if dead => PROBE_SAYS_DEAD,
-            _ => PROBE_SAYS_FAILED,
-        })
-    }
+    // SAFETY: dup2 takes no memory.
+    unsafe { libc::dup2(fd, 0) };
+    // All descriptors except the one in question are closed: a child that is held must not hold
+    // locks of disks or mounts.
+    // SAFETY: the call takes no memory, and this process uses none of the descriptors any more.
+    unsafe { libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0) };
+    let mut buffer = std::mem::MaybeUninit::<libc::statx>::uninit();
+    let (flags, out) = (libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC, buffer.as_mut_ptr());
+    // SAFETY: the call reads an empty C string, and writes at most one statx to `buffer`.
+    let rc = unsafe { libc::statx(0, c"".as_ptr(), flags, libc::STATX_BASIC_STATS, out) };
+    let errno = io::Error::last_os_error().raw_os_error().unwrap_or(0);
+    let status = match rc {
+        0 => 0,
+        // The mount of another user: the kernel refuses the request whether or not there is a
+        // server.
+        _ if errno == libc::EACCES => 0,
+        _ if NOT_CONNECTED.contains(&errno) => PROBE_SAYS_DEAD,
+        _ => PROBE_SAYS_FAILED,
+    };
+    // SAFETY: _exit takes no memory, and runs no code of this process.
+    unsafe { libc::_exit(status) }
 }
 
 #[cfg(test)]

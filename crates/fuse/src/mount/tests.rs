@@ -1,4 +1,5 @@
-//! Each test in a mount namespace of its own, as root, against a real kernel; skipped where that cannot be.
+//! Tests of mounts with a real kernel. Each test runs as root in a mount namespace of its own, and is
+//! skipped without that right.
 
 mod refusals;
 mod server;
@@ -18,9 +19,9 @@ use super::*;
 const PLAIN: Options = Options { source: "vshunt:d0", readonly: false, allow_other: AllowOther::Auto };
 /// No operation.
 const NOTHING: u32 = 0;
-/// Within this all must be done that must not hang.
+/// The limit for operations that must not hang.
 const SOON_S: u64 = 60;
-/// How long is tried what others may spoil.
+/// How long a step is repeated that other processes may disturb.
 const TRY_S: u64 = 5;
 
 fn mounted(path: &Path, options: &Options) -> (Server, Mount) {
@@ -28,7 +29,7 @@ fn mounted(path: &Path, options: &Options) -> (Server, Mount) {
     (Server::start(session, NOTHING), mount)
 }
 
-/// The fields of mountinfo's line for `path` after the mount point.
+/// Returns the fields after the mount point in the line of mountinfo for `path`.
 fn table_line(path: &Path) -> Option<String> {
     let text = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
     let wanted = format!(" {} ", path.display());
@@ -114,7 +115,7 @@ fn a_file_that_was_made_goes_unless_it_is_not_ours_any_more() {
     });
 }
 
-/// A daemon of its own process, for [`what_a_killed_daemon_left_is_taken_away`].
+/// A daemon in a process of its own, for [`what_a_killed_daemon_left_is_taken_away`].
 #[test]
 #[ignore = "run by another test"]
 fn daemon() {

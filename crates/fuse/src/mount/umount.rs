@@ -1,7 +1,8 @@
-//! Ending a mount at a path: by umount2(2), or by fusermount3 for those who may not call it.
+//! Unmounts the mount at a path: by umount2(2), or by fusermount3 without the permission for
+//! umount2(2).
 //!
-//! Called by the rest of [`mount`](super), which made sure that the mount is the one meant. Between that look and the
-//! end there is a moment in which another may mount over it; no system call unmounts by id.
+//! The rest of [`mount`](super) calls it, after it has checked which mount is at the path. Another
+//! process may mount over it between the check and the unmount: no system call unmounts by id.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -20,31 +21,36 @@ use super::helper;
 /// Where fusectl is mounted.
 const CONNECTIONS: &str = "/sys/fs/fuse/connections";
 
-/// How hard a mount is ended.
+/// Ways to unmount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum How {
-    /// Not while it is in use.
+    /// Fails while the mount is in use.
     Soft,
-    /// The connection is aborted: whoever waits for the server, or asks later, gets an error.
+    /// Aborts the connection first: tasks that wait for the server, or send a request later, get an
+    /// error.
     Abort,
-    /// Out of the name space; it lives on for as long as somebody has a file of it open.
+    /// Removes it from the name space. It exists as long as a process has a file of it open.
     Detach,
 }
 
-/// What became of it.
+/// Result of an unmount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// Not mounted there any more, or was not in the first place.
+    /// The mount is not there, and may never have been.
     Ended,
-    /// Still there, for it is in use.
+    /// It is still there, because it is in use.
     InUse,
 }
 
-/// Ends the mount at `point`, whose device is `device`.
+/// Unmounts the mount at `point`, whose device is `device`.
+///
+/// # Errors
+/// The system's; `Unsupported` without the permission and without fusermount3.
 pub(super) fn end(point: &Path, device: (u32, u32), how: How) -> Result<Outcome> {
     let flag = match how {
         How::Soft => 0,
-        // fuse_umount_begin() aborts the connection, then it is an umount as any other.
+        // The kernel (fuse_umount_begin) aborts the connection and then unmounts as without the
+        // flag.
         How::Abort => libc::MNT_FORCE,
         How::Detach => libc::MNT_DETACH,
     };
@@ -60,17 +66,22 @@ pub(super) fn end(point: &Path, device: (u32, u32), how: How) -> Result<Outcome>
     }
 }
 
-/// Aborts the connection of the FUSE mount with this device through fusectl, which is open to the mount's owner.
-/// Where fusectl is not mounted nothing happens: the connection then ends with its descriptors.
+/// Aborts the connection of the FUSE mount with this device through fusectl, which the owner of the
+/// mount may use. If fusectl is not mounted nothing happens: the connection then ends with its
+/// descriptors.
 pub(super) fn abort((_, minor): (u32, u32)) {
-    // The connection's number is the device number, and that of a mount without a device has no major part.
+    // The number of the connection is the device number. A mount without a device has major number
+    // 0.
     let written = open_mounted(minor).and_then(|mut file| file.write_all(b"1"));
     if let Err(e) = written {
         tracing::debug!("cannot abort by {CONNECTIONS}/{minor}/abort: {e}");
     }
 }
 
-/// Aborts the connection of `session`, a mount's with this device, unless it has ended.
+/// Aborts the connection of `session`, whose mount has this device, unless it has ended.
+///
+/// # Errors
+/// The system's.
 pub(super) fn sever(session: &OwnedFd, (_, minor): (u32, u32)) -> io::Result<()> {
     let ended = || {
         let mut fds = [PollFd::new(session, PollFlags::empty())];
@@ -83,31 +94,37 @@ pub(super) fn sever(session: &OwnedFd, (_, minor): (u32, u32)) -> io::Result<()>
         Ok(file) => file,
         Err(_) => sandbox::errand(|| open_unmounted(&format!("{minor}/abort")))??,
     };
-    // Numbers are used again: only if ours has not ended by now is the file that of our connection.
+    // Numbers are used again: the file belongs to this connection only if the connection has not
+    // ended by now.
     if ended() { Ok(()) } else { file.write_all(b"1") }
 }
 
-/// Opens the file of fusectl that aborts a connection, for writing. By the launcher: a Landlock rule for the folder would be
-/// of the file system that is there when the rule is made, and fusectl may be mounted later.
+/// Opens the file of fusectl that aborts a connection, for writing. The launcher does it: a
+/// Landlock rule for the folder would apply to the file system that is there when the rule is made,
+/// and fusectl may be mounted later.
 fn open_mounted(minor: u32) -> io::Result<fs::File> {
     sandbox::errand(|| fs::File::options().write(true).open(format!("{CONNECTIONS}/{minor}/abort")))?
 }
 
-/// A file of fusectl where that is mounted nowhere, for writing.
+/// Opens a file of fusectl for writing, where fusectl is not mounted.
 fn open_unmounted(path: &str) -> io::Result<fs::File> {
-    let checked = |rc: libc::c_long| if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc as i32) };
-    // SAFETY: a C string; the kernel gives a new descriptor, which is ours.
-    let context =
-        unsafe { OwnedFd::from_raw_fd(checked(libc::syscall(libc::SYS_fsopen, c"fusectl".as_ptr(), 1))?) };
+    let checked = |rc: libc::c_long| match i32::try_from(rc) {
+        Ok(rc) if rc >= 0 => Ok(rc),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // SAFETY: fsopen reads a C string, and takes no other memory.
+    let context = checked(unsafe { libc::syscall(libc::SYS_fsopen, c"fusectl".as_ptr(), 1) })?;
+    // SAFETY: the call succeeded, so this is a new descriptor that nothing else owns.
+    let context = unsafe { OwnedFd::from_raw_fd(context) };
     // FSCONFIG_CMD_CREATE of linux/mount.h.
     let create = 6;
     let none = std::ptr::null::<u8>();
-    // SAFETY: this command takes no memory.
+    // SAFETY: fsconfig takes no memory for this command.
     checked(unsafe { libc::syscall(libc::SYS_fsconfig, context.as_raw_fd(), create, none, none, 0) })?;
-    // SAFETY: a call without memory; a new descriptor, as above.
-    let root = unsafe {
-        OwnedFd::from_raw_fd(checked(libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), 1, 0))?)
-    };
+    // SAFETY: fsmount takes no memory.
+    let root = checked(unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), 1, 0) })?;
+    // SAFETY: the call succeeded, so this is a new descriptor that nothing else owns.
+    let root = unsafe { OwnedFd::from_raw_fd(root) };
     Ok(openat(root, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?.into())
 }
 
@@ -133,7 +150,7 @@ fn by_helper(point: &Path, lazy: bool) -> Result<Outcome> {
 fn umount2(point: &Path, flags: i32) -> rustix::io::Result<()> {
     let point = std::ffi::CString::new(point.as_os_str().as_bytes()).map_err(|_| Errno::INVAL)?;
     let umount = || {
-        // SAFETY: a C string that lives over the call.
+        // SAFETY: umount2 reads a C string, which the closure borrows until the call returns.
         match unsafe { libc::umount2(point.as_ptr(), flags | libc::UMOUNT_NOFOLLOW) } {
             0 => Ok(()),
             _ => Err(super::last_errno()),

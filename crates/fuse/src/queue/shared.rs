@@ -1,58 +1,58 @@
-//! What the queues of one mount share: the disk, the file's attributes, the clerk and the gate.
+//! What the queues of one mount share: the disk, the attributes of the file, the blocking thread
+//! and the lock of writes.
 
 use std::fs::Metadata;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use vshunt_block::Disk;
+use vshunt_engine::EventFd;
 use vshunt_types::error::Result;
 
-use super::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
-use super::clerk::{Clerk, Desk, News, Task, Tell};
-use super::gate::Gate;
-use super::{EventFd, Slot};
+use super::blocking::{BlockingThread, CompletionQueue, EventHandler, MountEvent, Task};
+use super::rmw_lock::{RmwLock, WriteShare};
+use crate::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
 
 /// Seconds and nanoseconds since 1970.
 type Time = (i64, u32);
 
-/// What a mount is, decided when it is made.
-pub struct Setup {
+/// How a mount is served. Fixed when it is made.
+pub(crate) struct MountConfig {
     /// Name of the export.
-    pub name: String,
+    pub(crate) name: String,
     /// The backend.
-    pub disk: Arc<Disk>,
-    /// Writes are possible.
-    pub writable: bool,
-    /// The file's size may be changed by those who use it.
-    pub growable: bool,
+    pub(crate) disk: Arc<Disk>,
+    /// Whether writes are possible.
+    pub(crate) writable: bool,
+    /// Whether users of the file may change its size.
+    pub(crate) growable: bool,
     /// Counts how often the file is open.
-    pub opens: Arc<AtomicU32>,
-    /// Where the kernel is to go with reads and writes: the id that it gave for the image.
-    pub backing_id: Option<i32>,
-    /// Called with what others want to know; on a thread that may wait.
-    pub tell: Tell,
+    pub(crate) opens: Arc<AtomicU32>,
+    /// Passthrough: the kernel's id of the image. The kernel then serves reads and writes.
+    pub(crate) backing_id: Option<i32>,
+    /// Called with each event, on a thread that may wait.
+    pub(crate) on_event: EventHandler,
 }
 
 /// See the module. Any thread's.
-pub struct FuseShared {
+pub(crate) struct FuseShared {
     disk: Arc<Disk>,
-    clerk: Clerk,
-    gate: Arc<Gate>,
+    blocking: BlockingThread,
+    lock: Arc<RmwLock>,
     // Fixed.
     pub(super) writable: bool,
     pub(super) growable: bool,
-    /// To look at the image may wait: the clerk does.
-    pub(super) looks_wait: bool,
-    /// Reads are to be zeroes of ours: the disk gives none.
-    pub(super) gives_nothing: bool,
+    /// To ask for the image's attributes may wait: the blocking thread does it.
+    pub(super) metadata_may_wait: bool,
+    /// The disk is `none`: the queue makes the zeroes of reads.
+    pub(super) reads_are_zero: bool,
     backing_id: Option<i32>,
     opens: Arc<AtomicU32>,
     /// The connection has ended.
     ended: AtomicBool,
-    made: Time,
+    created: Time,
     // Attributes, as chmod and chown set them.
     mode: AtomicU32,
     uid: AtomicU32,
@@ -60,26 +60,26 @@ pub struct FuseShared {
 }
 
 impl FuseShared {
-    /// For queues with these eventfds.
+    /// For queues with these eventfds, by queue index.
     ///
     /// # Errors
-    /// No thread can be had.
-    pub fn new(setup: Setup, eventfds: &[Arc<EventFd>]) -> Result<Self> {
-        let Setup { name, disk, writable, growable, opens, backing_id, tell } = setup;
-        let gate = Arc::new(Gate::new(eventfds));
-        let clerk = Clerk::start(&name, disk.clone(), gate.clone(), tell)?;
-        let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    /// The system's: no thread.
+    pub(crate) fn new(config: MountConfig, eventfds: &[Arc<EventFd>]) -> Result<Self> {
+        let MountConfig { name, disk, writable, growable, opens, backing_id, on_event } = config;
+        let lock = Arc::new(RmwLock::new(eventfds));
+        let blocking = BlockingThread::start(&name, disk.clone(), lock.clone(), on_event)?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
-            clerk,
-            gate,
+            blocking,
+            lock,
             writable,
             growable,
-            looks_wait: disk.image_may_wait(),
-            gives_nothing: disk.path() == "none",
+            metadata_may_wait: disk.image_may_wait(),
+            reads_are_zero: disk.path() == "none",
             opens,
             ended: AtomicBool::new(false),
             backing_id,
-            made: (made.as_secs() as i64, made.subsec_nanos()),
+            created: (created.as_secs().cast_signed(), created.subsec_nanos()),
             mode: AtomicU32::new(if writable { 0o600 } else { 0o400 }),
             uid: AtomicU32::new(rustix::process::getuid().as_raw()),
             gid: AtomicU32::new(rustix::process::getgid().as_raw()),
@@ -87,9 +87,9 @@ impl FuseShared {
         })
     }
 
-    /// The connection has ended, so that the kernel gives back all entries of ring queues: queues that are stopped from now
-    /// on wait for theirs.
-    pub fn end(&self) {
+    /// Notes that the connection has ended. The kernel then gives back all entries of ring queues,
+    /// so queues that are stopped from now on wait for theirs.
+    pub(crate) fn end(&self) {
         self.ended.store(true, Release);
     }
 
@@ -101,34 +101,48 @@ impl FuseShared {
         &self.disk
     }
 
-    pub(super) fn order(&self, desk: &Arc<Desk>, slot: u16, task: Task) {
-        self.clerk.order(desk, slot, task);
+    /// Gives a task to the blocking thread.
+    pub(super) fn submit(&self, completions: &Arc<CompletionQueue>, slot: u16, task: Task) {
+        self.blocking.submit(completions, slot, task);
     }
 
-    pub(super) fn tell(&self, news: News) {
-        self.clerk.tell(news);
+    /// Has an event reported.
+    pub(super) fn report(&self, event: MountEvent) {
+        self.blocking.report(event);
     }
 
-    /// A write begins; see [`Gate::enter`]. There is nothing to keep apart where bytes can be written alone and the file
-    /// is not cut.
+    /// The share of a queue in the lock of writes.
+    pub(super) fn write_share(&self, queue: u16) -> Option<Arc<WriteShare>> {
+        self.lock.share(queue)
+    }
+
+    /// Whether a write needs the lock: not where an image has bytes for blocks and the file is
+    /// never shortened.
     #[inline]
-    pub(super) fn enter(&self, me: u16, slot: &mut Slot) -> bool {
-        if self.disk.alignment() == 1 && !self.growable {
+    fn needs_lock(&self) -> bool {
+        self.disk.alignment() != 1 || self.growable
+    }
+
+    /// A write starts. False: it has to wait, see [`RmwLock::lock_shared`]. `held` is set if the
+    /// write holds the lock.
+    #[inline]
+    pub(super) fn lock_write(&self, share: &WriteShare, held: &mut bool) -> bool {
+        if !self.needs_lock() {
             return true;
         }
-        slot.entered = self.gate.enter(me);
-        slot.entered
+        *held = self.lock.lock_shared(share);
+        *held
     }
 
-    /// A write is over.
+    /// A write has ended.
     #[inline]
-    pub(super) fn leave(&self, me: u16, slot: &mut Slot) {
-        if std::mem::take(&mut slot.entered) {
-            self.gate.leave(me);
+    pub(super) fn unlock_write(&self, share: &WriteShare, held: &mut bool) {
+        if std::mem::take(held) {
+            self.lock.unlock_shared(share);
         }
     }
 
-    /// What OPEN answers: flags and the backing file.
+    /// Counts an open file. Returns the answer to OPEN.
     pub(super) fn open(&self) -> abi::OpenOut {
         self.opens.fetch_add(1, Relaxed);
         match self.backing_id {
@@ -141,12 +155,12 @@ impl FuseShared {
         }
     }
 
-    /// RELEASE: an open file is closed.
+    /// RELEASE: counts a closed file.
     pub(super) fn release(&self) {
         self.opens.fetch_sub(1, Relaxed);
     }
 
-    /// chmod: permissions only, and none to write where there is no writing.
+    /// chmod: sets the permissions. Those to write are left out where writes are impossible.
     pub(super) fn set_mode(&self, mode: u32) {
         let possible = if self.writable { 0o777 } else { 0o555 };
         self.mode.store(mode & possible, Relaxed);
@@ -161,8 +175,8 @@ impl FuseShared {
         }
     }
 
-    /// The file's size. Where the kernel writes by itself, it may have made the image longer. (Images whose looks wait have
-    /// no such passthrough.)
+    /// The size of the file, bytes. With passthrough the kernel may have made the image longer by
+    /// itself. (There is no such passthrough where asking for the image's attributes may wait.)
     pub(super) fn size(&self) -> u64 {
         let known = self.disk.size_bytes();
         match (self.backing_id, self.disk.image()) {
@@ -171,8 +185,9 @@ impl FuseShared {
         }
     }
 
-    /// The attributes, `seen` being what the image says of itself.
-    pub(super) fn attr(&self, seen: Option<&Metadata>) -> Attr {
+    /// The attributes of the file. Times and allocated blocks are those of the image, if it has
+    /// `metadata`.
+    pub(super) fn attr(&self, metadata: Option<&Metadata>) -> Attr {
         let size = self.size();
         let mut attr = Attr {
             ino: ROOT_ID,
@@ -185,36 +200,34 @@ impl FuseShared {
             blksize: 4096,
             ..Default::default()
         };
-        let (mut times, made) = ([self.made; 3], self.made);
-        if let Some(meta) = seen {
+        let [mut atime, mut mtime, mut ctime] = [self.created; 3];
+        if let Some(meta) = metadata {
             let nsec = |n: i64| u32::try_from(n).unwrap_or(0);
             if meta.file_type().is_file() {
                 attr.blocks = meta.blocks();
             }
-            times = [
-                (meta.atime(), nsec(meta.atime_nsec())),
-                (meta.mtime(), nsec(meta.mtime_nsec())),
-                (meta.ctime(), nsec(meta.ctime_nsec())),
-            ];
+            atime = (meta.atime(), nsec(meta.atime_nsec()));
+            mtime = (meta.mtime(), nsec(meta.mtime_nsec()));
+            ctime = (meta.ctime(), nsec(meta.ctime_nsec()));
         }
-        let seconds = |(s, _): Time| u64::try_from(s).unwrap_or(made.0 as u64);
-        (attr.atime, attr.atimensec) = (seconds(times[0]), times[0].1);
-        (attr.mtime, attr.mtimensec) = (seconds(times[1]), times[1].1);
-        (attr.ctime, attr.ctimensec) = (seconds(times[2]), times[2].1);
+        let seconds = |(s, _): Time| u64::try_from(s).unwrap_or(self.created.0.cast_unsigned());
+        (attr.atime, attr.atimensec) = (seconds(atime), atime.1);
+        (attr.mtime, attr.mtimensec) = (seconds(mtime), mtime.1);
+        (attr.ctime, attr.ctimensec) = (seconds(ctime), ctime.1);
         attr
     }
 
-    /// The same as statx has it. A birth time is not known.
-    pub(super) fn statx(&self, seen: Option<&Metadata>) -> Statx {
-        let attr = self.attr(seen);
-        let time = |s: u64, n: u32| StatxTime { tv_sec: s as i64, tv_nsec: n, reserved: 0 };
+    /// The attributes in the format of statx. There is no birth time.
+    pub(super) fn statx(&self, metadata: Option<&Metadata>) -> Statx {
+        let attr = self.attr(metadata);
+        let time = |s: u64, n: u32| StatxTime { tv_sec: s.cast_signed(), tv_nsec: n, reserved: 0 };
         Statx {
             mask: libc::STATX_BASIC_STATS,
             blksize: attr.blksize,
             nlink: attr.nlink,
             uid: attr.uid,
             gid: attr.gid,
-            mode: attr.mode as u16,
+            mode: u16::try_from(attr.mode).unwrap_or(0),
             ino: attr.ino,
             size: attr.size,
             blocks: attr.blocks,
@@ -224,14 +237,4 @@ impl FuseShared {
             ..Default::default()
         }
     }
-}
-
-/// What the image says of itself; may wait where [`FuseShared::looks_wait`].
-pub(super) fn look(disk: &Disk) -> Option<Metadata> {
-    disk.image()?.metadata().ok()
-}
-
-/// `errno`, negative, of an error.
-pub(super) fn errno(e: &io::Error) -> i32 {
-    -e.raw_os_error().unwrap_or(libc::EIO)
 }

@@ -1,4 +1,4 @@
-//! What cannot be mounted over or by whom, and what users are told then; mounting without rights.
+//! Tests of mounts that are refused, with their messages, and of mounts without the rights of root.
 
 use std::fs::{self, File};
 use std::io::Read;

@@ -1,4 +1,5 @@
-//! A FUSE server of a few lines, and a mount namespace in which nothing that a test mounts is seen by others.
+//! A FUSE server of a few lines, and a mount namespace that hides the mounts of a test from other
+//! processes.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::resume_unwind;
@@ -11,12 +12,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// What the one file holds.
+/// The contents of the file.
 pub(super) const CONTENTS: &[u8] = b"the disk's contents";
 
 pub(super) const NOBODY: u32 = 65534;
 
-/// Runs a test in a thread with a mount namespace of its own, as root; says so if that cannot be.
+/// Runs a test as root in a thread with a mount namespace of its own. Prints a line if it is skipped.
 pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
     let all_ids = std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| map.contains("4294967295"));
     if !rustix::process::geteuid().is_root() || !all_ids {
@@ -31,7 +32,7 @@ pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_owned();
     let result = thread::spawn(move || {
-        // SAFETY: of this thread alone; nothing of it is shared with others afterwards.
+        // SAFETY: the call takes no memory, and affects this thread only.
         if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
             println!("skipped: needs a mount namespace of its own ({})", std::io::Error::last_os_error());
             return;
@@ -46,16 +47,16 @@ pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
     }
 }
 
-/// mount(2) without data.
+/// Calls mount(2) without data.
 pub(super) fn mount_with(source: &str, target: &Path, kind: &str, flags: libc::c_ulong) {
     let c = |s: &str| std::ffi::CString::new(s).unwrap();
     let (source, target, kind) = (c(source), c(target.to_str().unwrap()), c(kind));
-    // SAFETY: C strings that live over the call.
+    // SAFETY: the C strings live until the call returns.
     let rc = unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, std::ptr::null()) };
     assert_eq!(rc, 0, "mount over {target:?}: {}", std::io::Error::last_os_error());
 }
 
-/// Mounts over `path` as another program would; INIT waits in the session.
+/// Mounts over `path` as another program would. INIT waits in the session.
 pub(super) fn mount_fuse(path: &Path, kind: &str) -> OwnedFd {
     let session =
         rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())
@@ -63,13 +64,13 @@ pub(super) fn mount_fuse(path: &Path, kind: &str) -> OwnedFd {
     let c = |s: &str| std::ffi::CString::new(s).unwrap();
     let (source, target, kind) = (c("vshunt:raw"), c(path.to_str().unwrap()), c(kind));
     let data = c(&format!("fd={},rootmode=100000,user_id=0,group_id=0", session.as_raw_fd()));
-    // SAFETY: C strings that live over the call.
+    // SAFETY: the C strings live until the call returns.
     let rc = unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), 0, data.as_ptr().cast()) };
     assert_eq!(rc, 0, "mount over {target:?}: {}", std::io::Error::last_os_error());
     session
 }
 
-/// Puts a /dev/fuse in place that has this mode whatever the machine's has. Uses `folder`/device.
+/// Replaces /dev/fuse by one with this mode. Uses `folder`/device.
 pub(super) fn own_device(folder: &Path, mode: u32) {
     let device = folder.join("device");
     let mode = Mode::from_raw_mode(mode);
@@ -85,11 +86,11 @@ pub(super) fn mount_fusectl() {
     mount_with("none", Path::new(CONNECTIONS), "fusectl", 0);
 }
 
-/// Unmounts fusectl in this mount namespace. systemd mounts it on each machine, other machines have none: a test
-/// starts without it on both.
+/// Unmounts fusectl in this mount namespace, which systemd mounts at boot. So a test starts without it
+/// on each machine.
 fn hide_fusectl() {
     let path = std::ffi::CString::new(CONNECTIONS).unwrap();
-    // SAFETY: a C string that lives over the call.
+    // SAFETY: the C string lives until the call returns.
     while unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) } == 0 {}
 }
 
@@ -99,31 +100,32 @@ pub(super) fn bind(from: &Path, to: &Path) {
 
 pub(super) fn umount(path: &Path, flags: i32) {
     let path = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
-    // SAFETY: a C string that lives over the call.
+    // SAFETY: the C string lives until the call returns.
     let rc = unsafe { libc::umount2(path.as_ptr(), flags) };
     assert_eq!(rc, 0, "umount: {}", std::io::Error::last_os_error());
 }
 
-/// This thread, and no other, becomes nobody for good.
+/// Makes the calling thread, and no other, run as the user nobody. This cannot be undone.
 pub(super) fn become_nobody() {
-    // SAFETY: system calls on numbers; past libc, which would change all threads.
-    unsafe {
-        assert_eq!(libc::syscall(libc::SYS_setgroups, 0, 0), 0);
-        assert_eq!(libc::syscall(libc::SYS_setresgid, NOBODY, NOBODY, NOBODY), 0);
-        assert_eq!(libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY), 0);
+    // The functions of libc would change all threads.
+    // SAFETY: the call takes no memory: the list is empty.
+    assert_eq!(unsafe { libc::syscall(libc::SYS_setgroups, 0, 0) }, 0);
+    for call in [libc::SYS_setresgid, libc::SYS_setresuid] {
+        // SAFETY: the calls take numbers only.
+        assert_eq!(unsafe { libc::syscall(call, NOBODY, NOBODY, NOBODY) }, 0);
     }
 }
 
-/// A server in a thread. Dropped, it closes the session as a killed daemon would.
+/// A server in a thread. Dropping it closes the session, as the kernel does for a killed daemon.
 pub(super) struct Server {
     stop: Arc<AtomicBool>,
-    /// Requests that it took and let wait.
+    /// Number of requests that it read and does not answer.
     held: Arc<AtomicU32>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Answers all requests, but those of the operation `hold` never.
+    /// Answers all requests except those of the operation `hold`.
     pub(super) fn start(session: OwnedFd, hold: u32) -> Self {
         let (stop, held) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
         let (its_stop, its_held) = (stop.clone(), held.clone());
@@ -167,7 +169,7 @@ const FORGET: u32 = 2;
 const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
-/// Reads a request and answers it; false if it was held.
+/// Reads a request and answers it. Returns false if it is held.
 fn answer(session: &OwnedFd, hold: u32) -> rustix::io::Result<bool> {
     let mut request = vec![0; 1 << 18];
     let n = rustix::io::read(session, &mut request[..])?;
@@ -210,7 +212,7 @@ fn init() -> Vec<u8> {
     body
 }
 
-/// A fuse_attr_out that is to be asked for again each time.
+/// A fuse_attr_out that the kernel does not cache.
 fn attributes() -> Vec<u8> {
     let mut body = vec![0; 16];
     for n in [1, CONTENTS.len() as u64, 1, 0, 0, 0] {

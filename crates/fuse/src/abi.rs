@@ -1,17 +1,18 @@
-//! The FUSE protocol as the kernel speaks it: layouts and constants of linux/fuse.h, those that a mount of one file
-//! needs. Numbers are in the machine's own order. A test holds the layouts against the C header.
+//! The FUSE protocol: the layouts and constants of linux/fuse.h that a mount of one file needs.
+//!
+//! Numbers have the machine's byte order. A test compares the layouts with the C header.
 
-/// Protocol version that we answer with; the kernel goes on with the smaller of the two.
+/// Protocol version of the answer to INIT. The kernel uses the smaller one of the two.
 pub const MAJOR: u32 = 7;
-/// The newest minor version whose messages these are (Linux 6.14).
+/// The minor version of the layouts here (Linux 6.14).
 pub const MINOR: u32 = 42;
-/// The oldest that we speak: Linux 4.20 with `max_pages`.
+/// The oldest minor version that is served: Linux 4.20, which has `max_pages`.
 pub const MINOR_MIN: u32 = 28;
 
 /// The mount's root, its only inode.
 pub const ROOT_ID: u64 = 1;
 
-/// What a request asks for.
+/// Operations of requests (`enum fuse_opcode`).
 pub mod op {
     #![allow(missing_docs)]
     pub const FORGET: u32 = 2;
@@ -47,7 +48,7 @@ pub mod init {
     pub const OVER_IO_URING: u64 = 1 << 41;
 }
 
-/// How an open file behaves.
+/// Flags of the reply to OPEN.
 pub mod open {
     #![allow(missing_docs)]
     pub const DIRECT_IO: u32 = 1 << 0;
@@ -55,7 +56,7 @@ pub mod open {
     pub const PASSTHROUGH: u32 = 1 << 7;
 }
 
-/// What SETATTR sets.
+/// Bits of `valid` in SETATTR.
 pub mod fattr {
     #![allow(missing_docs)]
     pub const MODE: u32 = 1 << 0;
@@ -64,7 +65,8 @@ pub mod fattr {
     pub const SIZE: u32 = 1 << 3;
     pub const ATIME: u32 = 1 << 4;
     pub const MTIME: u32 = 1 << 5;
-    /// The caller has an open file: not by name, and not the truncation that open(O_TRUNC) asks for.
+    /// The request is about an open file: it is not by name, and not the truncation of
+    /// open(O_TRUNC).
     pub const FH: u32 = 1 << 6;
     pub const ATIME_NOW: u32 = 1 << 7;
     pub const MTIME_NOW: u32 = 1 << 8;
@@ -77,28 +79,28 @@ pub mod ring {
     pub const COMMIT_AND_FETCH: u32 = 2;
 }
 
-/// A layout of the header: plain numbers, any bytes are a value of it.
+/// A layout of the protocol: any bytes of its length are a value of it.
 ///
 /// # Safety
-/// `#[repr(C)]`, without padding, of integers and arrays of them only.
+/// The type is `#[repr(C)]` without padding, and consists of integers and arrays of integers only.
 pub unsafe trait Plain: Copy + Default {
-    /// Reads one from the start of `bytes`; `None` if they are too few.
+    /// Reads a value from the start of `bytes`; `None` if there are not enough.
     fn read(bytes: &[u8]) -> Option<Self> {
         if bytes.len() < size_of::<Self>() {
             return None;
         }
-        // SAFETY: there are enough bytes, and any are a value (the trait's promise).
+        // SAFETY: there are enough bytes, and by the contract of the trait any bytes are a value.
         Some(unsafe { bytes.as_ptr().cast::<Self>().read_unaligned() })
     }
 
-    /// Its bytes.
+    /// The bytes of the value.
     fn bytes(&self) -> &[u8] {
-        // SAFETY: no padding (the trait's promise), so all bytes are initialised.
+        // SAFETY: by the contract of the trait there is no padding, so all bytes are initialised.
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Self>()) }
     }
 }
 
-/// Declares layouts and how long the header says that they are.
+/// Declares layouts, with the names and sizes that they have in the C header.
 macro_rules! layouts {
     ($($(#[$doc:meta])* $name:ident($c:ident) = $bytes:literal { $($field:ident: $type:ty),* $(,)? })*) => {$(
         $(#[$doc])*
@@ -106,8 +108,16 @@ macro_rules! layouts {
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[repr(C)]
         pub struct $name { $(pub $field: $type),* }
-        // SAFETY: repr(C) of integers; the assertion rules padding out, for the fields add up to the whole.
+        // SAFETY: the type is repr(C) and consists of integers. The assertion below shows that the
+        // fields add up to the whole, so there is no padding.
         unsafe impl Plain for $name {}
+        impl $name {
+            /// The bytes of the value.
+            #[inline]
+            pub fn to_bytes(self) -> [u8; $bytes] {
+                self.bytes().first_chunk().copied().unwrap_or([0; $bytes])
+            }
+        }
         const _: () = assert!(size_of::<$name>() == $bytes && $bytes == 0 $(+ size_of::<$type>())*);
     )*
 
@@ -191,21 +201,21 @@ layouts! {
     BackingMap(fuse_backing_map) = 16 { fd: i32, flags: u32, padding: u64 }
 }
 
-/// `fuse_uring_req_header`: what lies beside an entry's payload. In a request `in_out` begins with an [`InHeader`], in a
-/// reply with an [`OutHeader`]; `op_in` is the fixed part of the request's arguments.
+/// `fuse_uring_req_header`: the part of an entry beside its payload. In a request `in_out` begins
+/// with an [`InHeader`], in a reply with an [`OutHeader`].
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct RingHeader {
-    /// Header of the request, then of the reply.
+    /// The header of the request, then of the reply.
     pub in_out: [u8; 128],
-    /// Arguments.
+    /// The fixed part of the request's arguments.
     pub op_in: [u8; 128],
-    /// Payload's length, and the id to commit by.
+    /// The length of the payload, and the id that a commit names.
     pub ent: RingInOut,
 }
 const _: () = assert!(size_of::<RingHeader>() == 288);
 
-/// The largest arguments of a request that we read.
+/// Bytes of the largest arguments of a request that is served.
 pub const ARGS_MAX: usize = size_of::<SetattrIn>();
 
 /// `_IOR(229, 0, uint32_t)`.
@@ -214,7 +224,7 @@ pub const DEV_IOC_CLONE: u64 = 0x8004_e500;
 pub const DEV_IOC_BACKING_OPEN: u64 = 0x4010_e501;
 /// `_IOW(229, 2, uint32_t)`.
 pub const DEV_IOC_BACKING_CLOSE: u64 = 0x4004_e502;
-/// `_IOR(0x12, 114, size_t)`: a block device's size, which tools ask a file for, too.
+/// `_IOR(0x12, 114, size_t)`: the size of a block device. Block tools also ask a file for it.
 pub const BLKGETSIZE64: u32 = 0x8008_1272;
 
 #[cfg(test)]
@@ -225,11 +235,11 @@ mod tests {
 
     use super::*;
 
-    /// Fields that are named otherwise in the header, or that older headers have under another name.
+    /// The name of a field in the header; none for fields whose names differ between versions.
     fn c_field(layout: &str, field: &str) -> Option<&'static str> {
         match (layout, field) {
             ("fuse_write_in", "transfer_flags") => Some("write_flags"),
-            // What is left over: its name and division change from version to version.
+            // Unused space: its name and its parts change from version to version.
             (_, f) if f.starts_with("unused") || f.starts_with("spare") || f.contains("padding") => None,
             (_, "dummy" | "reserved" | "total_extlen") => None,
             _ => Some(LAYOUTS.iter().flat_map(|l| l.2).find(|f| f.0 == field)?.0),
@@ -260,7 +270,7 @@ mod tests {
         let wrong: Vec<&str> = said.lines().filter(|l| l.contains("static assertion failed")).collect();
         assert!(wrong.is_empty(), "{}", wrong.join("\n"));
         assert!(!said.contains("No such file"), "{said}");
-        // An older header lacks what is newer: that much is left out, and said.
+        // An older header lacks newer fields. These are left out, and a line says so.
         for line in said.lines().filter(|l| l.contains("error:")) {
             eprintln!("skipped: {line}");
         }
