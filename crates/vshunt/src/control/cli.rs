@@ -11,7 +11,7 @@ use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, Wo
 use super::metrics::Address;
 use super::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
 
-/// Where the daemon listens when nothing is said, for root.
+/// The default control socket of root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
 
 const ABOUT: &str =
@@ -19,16 +19,17 @@ const ABOUT: &str =
 
 const AFTER: &str = "\
 Exit status:
-  0  done
-  1  failed: it was tried, and refused or went wrong; the message says why
-  2  usage: the command line or the configuration file is wrong by itself,
-     whatever is there; nothing was tried
+  0  success
+  1  failure: the command was tried, and the daemon or the system refused it,
+     or it failed. The message gives the reason
+  2  usage: the command line or the configuration file is wrong in itself.
+     Nothing was tried
   3  no daemon answers on the control socket
   `vshunt image check` and `convert` have codes of their own: see their --help
 
 Environment:
-  VSHUNT_CONTROL  the control socket, where -c/--control is not given
-  VSHUNT_SANDBOX  on, log, off or kill, where --sandbox is not given
+  VSHUNT_CONTROL  the control socket, if -c/--control is not given
+  VSHUNT_SANDBOX  on, log, off or kill, if --sandbox is not given
 
 Examples:
   vshunt serve --disk name=d0,file=disk.img \\
@@ -43,7 +44,8 @@ Examples:
 pub(crate) struct Cli {
     /// Control socket of the daemon
     ///
-    /// Without it: $VSHUNT_CONTROL, else /run/vshunt.sock for root, else $XDG_RUNTIME_DIR/vshunt.sock.
+    /// Without it: $VSHUNT_CONTROL, otherwise /run/vshunt.sock for root and
+    /// $XDG_RUNTIME_DIR/vshunt.sock for other users.
     #[arg(short, long, global = true, value_name = "SOCKET")]
     pub(crate) control: Option<PathBuf>,
     #[command(flatten)]
@@ -54,7 +56,7 @@ pub(crate) struct Cli {
 
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct LogArgs {
-    /// Log more to stderr: -v what happens, -vv details
+    /// Log more to stderr: -v events, -vv details
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
     /// Log errors only
@@ -73,7 +75,7 @@ pub(crate) enum Command {
     /// Make, list, change and free workers
     #[command(subcommand)]
     Worker(WorkerCommand),
-    /// Move a queue to a worker, while its I/O runs
+    /// Move a queue to a worker while I/O runs
     #[command(
         after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:3 fast --timeout 500ms"
     )]
@@ -87,21 +89,22 @@ pub(crate) enum Command {
     /// Add, remove and list exports
     #[command(subcommand)]
     Export(ExportCommand),
-    /// Make, describe, check and change images that nobody uses
+    /// Create, describe, check and change images that no program uses
     #[command(after_long_help = super::image::AFTER)]
     Image(super::image::ImageArgs),
     /// Back up disks that are in use
     #[command(subcommand)]
     Backup(super::jobs::args::BackupCommand),
-    /// List, wait for, slow down and end jobs
+    /// List, wait for, limit and end jobs
     #[command(subcommand)]
     Job(super::jobs::args::JobCommand),
-    /// Make, change and list dirty bitmaps: what was written since a backup
+    /// Make, change and list dirty bitmaps: the blocks that were written since a backup
     #[command(subcommand)]
     Bitmap(super::jobs::args::BitmapCommand),
     /// Change the size of a disk; its guests are told
     ///
-    /// A guest's requests beyond a new, nearer end fail; what lay there is gone.
+    /// After a disk has shrunk, requests of a guest beyond the new end fail, and the data there is
+    /// lost.
     #[command(after_long_help = "Examples:\n  vshunt resize d0 2G\n  vshunt resize --shrink d0 512M")]
     Resize {
         /// Name of the disk
@@ -109,34 +112,35 @@ pub(crate) enum Command {
         /// New size in bytes, or with K, M, G or T
         #[arg(value_parser = disk_size)]
         size: u64,
-        /// Allow a size below the present one: what lies beyond is lost
+        /// Allow a smaller size: the data beyond it is lost
         #[arg(long)]
         shrink: bool,
     },
     /// Take a snapshot of a disk in use, or delete one
     #[command(after_long_help = super::snapshot::AFTER)]
     Snapshot(super::snapshot::SnapshotArgs),
-    /// Bring what a disk's overlay has into the image below, where the disk goes on; prints the job's name
+    /// Copy the overlay of a disk into the image below, where the disk continues; prints the name
+    /// of the job
     #[command(after_long_help = super::jobs::args::COMMIT_AFTER)]
     Commit(super::jobs::args::CommitArgs),
-    /// End the daemon; returns when it has let go of everything
+    /// End the daemon; returns when everything is released
     Quit {
-        /// Even while mounted files are open, whose users lose them
+        /// End even if mounted files are open; their users get errors
         #[arg(long)]
         force: bool,
     },
-    /// Send a command of the control protocol (QMP) and print what it returns as JSON
+    /// Send a command of the control protocol (QMP), and print the answer as JSON
     #[command(after_long_help = super::pages::qmp_help())]
     Qmp {
         /// Name of the command
         command: String,
-        /// Its arguments, a JSON object
+        /// Arguments of the command, a JSON object
         #[arg(value_name = "ARGUMENTS")]
         arguments: Option<String>,
     },
     /// Write the man pages into a directory
     Man {
-        /// Where to; made if it is not there
+        /// The directory; a missing one is made
         directory: PathBuf,
     },
     /// Print the completions for a shell
@@ -156,124 +160,163 @@ pub(crate) struct ListArgs {
 
 const STATUS_AFTER: &str = "\
 Columns of disks:
-  MODE   ro or rw; direct: past the page cache (O_DIRECT); writethrough or
-         unsafe: its cache, if that is not writeback
-  PATH   how requests reach it: ring, by the worker's io_uring; inline, a file
-         in memory, copied at once; memory, format ram; none, format null
+  MODE  ro or rw; direct: the page cache is bypassed (O_DIRECT); writethrough
+        or unsafe: the cache mode, if it is not writeback
+  PATH  how requests reach the disk. ring: by the worker's io_uring; inline: a
+        file in memory, copied at once; memory: format ram; none: format null
 
-Columns of networks, which are shown where there are any:
-  QUEUES      of the interface that are open; of a switch the queue pairs of
-              all its ports
-  FROM-GUEST  frames that the guest sent, as the kernel counts the interface's;
-              TO-GUEST: frames for it; DROPPED: those that were not taken
+Columns of networks, which are shown if there are any:
+  QUEUES      open queues of the interface; of a switch the queue pairs of all
+              ports
+  FROM-GUEST  frames that the guest sent, as the kernel counts them
+  TO-GUEST    frames for the guest
+  DROPPED     frames that were dropped
 
 Columns of exports:
-  BACKEND  the disk or network that it serves
-  MODE   ro or rw, for its user
-  STATE  connected: a front-end (a VMM) is there; waiting: none is; mounted;
-         joined: an uplink, whose tap is a port of its switch; blocked: one that
-         makes a loop with another one
-         removing: it goes when its last requests end
-  ENGINE user: requests are served by workers of this process; kernel: by the
-         kernel (/dev/vhost-blk or /dev/vhost-net) and its workers; of a mount
-         how they come to us: dev (channels of /dev/fuse), io_uring (a queue for
-         each CPU, and a channel for what does not go by these); passthrough:
-         the kernel reads and writes the image, only the rest comes to us.
-         CHOSEN BECAUSE: why engine=auto is not kernel, or transport=auto not
-         io_uring
+  BACKEND  the disk or network
+  MODE     ro or rw, for the user of the export
+  STATE    connected: a front end (a VMM) is connected; waiting: none is;
+           mounted; joined: an uplink whose tap is a port of its switch;
+           blocked: an uplink that makes a loop with another one; removing:
+           the export ends with its last requests
+  ENGINE   user: workers of the daemon serve the requests; kernel: the kernel
+           does (/dev/vhost-blk or /dev/vhost-net). Of a mount: dev (channels
+           of /dev/fuse), io_uring (a queue for each CPU), or passthrough (the
+           kernel reads and writes the image)
+  CHOSEN BECAUSE  why engine=auto is not kernel, or transport=auto not io_uring
 
-Columns of ports, which are shown where there is a switch:
-  VLANS     none; 5: untagged; 1-9t: tagged
-  OPTIONS   mac-filter: only frames from the export's mac leave it; isolated: no
-            frames to other isolated ports; reserved: 01:80:c2:00:00:00 to 0f pass
-  MTU       the longest IP packet that passes
-  LEARNT    addresses that were learnt behind it, of so many at most
-  STATE     forwarding; blocked: an uplink that makes a loop with another one
+Columns of ports, which are shown if there is a switch:
+  VLANS    none; 5: untagged; 1-9t: tagged
+  OPTIONS  mac-filter: only frames from the mac of the export leave the port;
+           isolated: no frames to other isolated ports; reserved: frames to
+           01:80:c2:00:00:00 to 0f pass
+  MTU      the longest IP packet that passes
+  LEARNT   addresses that were learnt behind the port, and their limit
+  STATE    forwarding; blocked: an uplink that makes a loop with another one
 
-Columns of queues (of a card: pairs of a receive and a transmit ring, of which
-the kernel tells no counters with engine=kernel, and then the control queue; of an
-uplink: the tap's, as if the tap were a guest of the switch):
-  WORKER     the worker that it is attached to
-  STATE      stopped: its guest does not use it; running; broken: its guest
-             misused it, and it stands until the guest resets it, or an
-             uplink's tap is gone
-  SIZE       descriptors of the ring; 0 before its first start; of a mount how
-             many requests can be under way
-  IN-FLIGHT  requests taken and not completed; those of memory are completed as
-             they are taken
+Columns of queues:
+  WORKER     the worker that the queue is attached to
+  STATE      stopped: the guest does not use it; running; broken: the guest
+             misused it, and it stops until the guest resets it, or the tap of
+             an uplink is missing
+  SIZE       descriptors of the ring; 0 before the first start; of a mount the
+             number of requests that can be in flight
+  IN-FLIGHT  requests that are taken and not completed. Requests of a disk in
+             memory complete as they are taken
   REQUESTS, ERRORS, READ, WRITTEN  since the export was added
+  A network device has a queue for each pair of a receive and a transmit ring,
+  then the control queue. With engine=kernel the kernel reports no counters.
+  The queues of an uplink are those of its tap, counted as if the tap were a
+  guest of the switch.
 
 Columns of workers:
-  KIND     user: a thread of this process (stalled: it has something to do and
-           has not run for a second); kernel: one of the kernel's, for the
-           queues of one export
-  CPU      where it may run
-  POLL-US  for how long it may poll before it sleeps, in microseconds
-  QUEUES   those attached to it, EXPORT:INDEX
+  KIND     user: a thread of the daemon; stalled: it has work and has not run
+           for one second; kernel: a worker of the kernel, for one export
+  CPU      the CPUs that it may run on
+  POLL-US  how long it may poll before it sleeps, in microseconds
+  QUEUES   the attached queues, EXPORT:INDEX
 
-The last line says what the sandbox restricts; see docs/sandbox.md.
+The last line shows what the sandbox restricts: see docs/sandbox.md.
 
-With --json there is more; docs/control.md explains it.";
+--json shows more: see docs/reference/qmp.md, \"Objects\".";
 
 const SERVE: &str = "\
 Serve disks and networks until a signal or `vshunt quit` ends it.
 
-Disks, networks, exports and workers come from flags, from a configuration file, or later over the control
-socket. The daemon stays in the foreground and says in one line on stderr what it serves where,
-unless -q is given. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0; a signal that was ignored
-at its start stays ignored.
+Disks, networks, exports and workers come from flags, from a configuration file, or later over the control \
+socket. The daemon stays in the foreground. Unless -q is given, it prints one line on stderr that says \
+what is served where. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0. A signal that was ignored at \
+the start stays ignored.
 
-A clean end waits for requests in flight, since guests' memory is in use. If a disk does not answer, it
-waits for that disk, and warns. A second signal, more than a second after the first, ends the daemon at
-once, with status 1: sockets and mounts may be left, and the next daemon does the requests again that
-front ends keep in an in-flight region.
+A clean end waits for the requests in flight, because the memory of guests is in use. If a disk does not \
+answer, the daemon waits for it and warns. A second signal, more than one second after the first, ends the \
+daemon at once, with status 1. Sockets and mounts may be left then, and the next daemon repeats the requests \
+that front ends keep in an in-flight region.
 
-Once it has its sockets it gives up what it does not need: capabilities, system calls, paths (--sandbox).
+Once the daemon has its sockets, it gives up the capabilities, system calls and paths that it does not need \
+(--sandbox).
 
-The control socket has mode 0600. Its place is that of --control, else of the configuration file,
-else of VSHUNT_CONTROL, else the default; --no-control has none. A daemon that answers there already
-is an error; the socket of one that is gone is replaced.
+The control socket has mode 0600. Its path is that of --control, otherwise of the configuration file, \
+otherwise of VSHUNT_CONTROL, otherwise the default. With --no-control there is none. If another daemon \
+answers there, that is an error. The socket of a daemon that has ended is replaced.
 
-A list is key=value,key=value; a comma inside a value is written `,,`. Booleans are
-on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.
-
-Disk keys: name, file, format=raw|qcow2|null|ram, size, readonly=on|off, direct=auto|on|off,
-cache=writeback|writethrough|unsafe, locking=on|off, and of qcow2 cache-size.
-
-Network keys: type=tap|switch, name. A switch joins the exports that use it. Of a tap: ifname or fd, netns, queues,
-steering=auto|hash|rss|cpu, address, owner, group, persist=on|off. An interface called ifname, in the network namespace netns (a name as of `ip netns`, or a
-path), is adopted (a tap, multi_queue for more queues than one, or a macvtap) and stays; else a tap is made,
-set up, and removed with the network, unless it is to persist. fd: open descriptors of one, a queue each: 7 or
-7:8:9. steering: which queue a frame comes to: by the kernel's flow table, a hash that it has already, a hash
-over addresses and ports, or the sending CPU. owner and group: who else may open it. address: the interface's
-own MAC; the guest's is the export's mac.
-
-Export keys: type, name, queues, workers=default|per-queue|per-cpu|N, poll-us; per-cpu keeps
-each worker on one CPU, where it does not poll unless poll-us is given. Of vhost-user besides:
-memory-may-block=on|off: guests' memory may be in files of any file system, not only in memory (memfd, tmpfs, hugetlbfs);
-where that file system does not answer, all queues of a worker wait.
- of type=vhost-user-blk: disk, socket or fd, readonly=on|off, serial, block-size,
-  engine=user|kernel|auto: who serves it; kernel needs the module vhost_blk and a block device or raw file.
- of type=vhost-user-net: net, socket or fd, mac, mtu, engine=user|kernel|auto; queues are pairs of rings. kernel
-  needs the module vhost_net and a tap; each pair has a kernel worker of its own then: leave out workers, or
-  give per-cpu.
- of type=uplink: net (a switch), tap (a network of type=tap, which becomes a port of it), mtu.
- of both on a switch: mac-limit, vlan=N, trunk=N,,N-N, isolated=on|off, reserved=on|off; of type=vhost-user-net
-  mac-filter=on|off: whether only frames from mac leave the port, on where mac is given. vlan: its frames are
-  untagged at the port; trunk: their frames are tagged. isolated: no frames between isolated ports. mac-limit:
-  addresses that are learnt behind it (256, an uplink 4096). reserved: 01:80:c2:00:00:00 to 0f pass.
- of type=fuse: disk, mountpoint, writable=on|off, growable=on|off, allow-other=auto|on|off,
-  transport=auto|dev|io_uring, passthrough=auto|off.
-
-Worker keys: name, cpu (as for taskset: 2-3,,6; or all), nice, poll-us. Worker 0 is there always.
- kind=kernel,export=NAME: a worker of the kernel, for an export with engine=kernel.";
+A list of keys is key=value,key=value. A comma inside a value is written `,,`. A boolean is \
+on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.";
 
 const SERVE_AFTER: &str = "\
+Disk keys:
+  name, file, size, readonly=on|off
+  format=raw|qcow2|null|ram
+  direct=auto|on|off                        bypass the page cache
+  cache=writeback|writethrough|unsafe
+  locking=on|off
+  cache-size                                qcow2: memory for the cluster map
+
+Network keys:
+  type=tap|switch, name
+  Of a tap:
+  ifname            a tap or macvtap. An existing one is adopted and stays.
+                    Otherwise a tap is made, and removed with the network
+  fd                open descriptors instead, one for each queue: 7 or 7:8:9
+  netns             network namespace of ifname: a name (`ip netns`) or a path
+  queues
+  steering=auto|hash|rss|cpu
+                    how the queue of a frame for the guest is chosen: by the
+                    kernel's flow table, the hash that the kernel has, a hash
+                    over addresses and ports, or the sending CPU
+  address           MAC address of the interface itself, not the guest's
+  owner, group      who else may open the interface
+  persist=on|off    an interface that is made stays
+
+Export keys:
+  type=vhost-user-blk|vhost-user-net|fuse|uplink, name, queues
+  workers=default|per-queue|per-cpu|N
+                    per-cpu pins each worker to one CPU, and it does not poll
+                    unless poll-us is given
+  poll-us
+  Of vhost-user-blk:
+  disk, socket or fd, readonly=on|off, serial, block-size
+  engine=user|kernel|auto
+                    kernel: needs the module vhost_blk and a block device or
+                    raw file
+  Of vhost-user-net, where queues are pairs of rings:
+  net, socket or fd, mac, mtu
+  engine=user|kernel|auto
+                    kernel: needs the module vhost_net and a tap. Each pair has
+                    its own kernel worker: leave out workers, or use per-cpu
+  Of both:
+  memory-may-block=on|off
+                    guest memory may be in files of any file system, not only
+                    in memory (memfd, tmpfs, hugetlbfs). If that file system
+                    does not answer, a worker waits with all its queues
+  Of uplink:
+  net (a switch), tap (a network of type=tap), mtu
+  Of vhost-user-net and uplink on a switch:
+  mac-filter=on|off only frames from mac leave the port; on if mac is given;
+                    not of an uplink
+  mac-limit         addresses that are learnt behind the port (256, uplink 4096)
+  vlan=N            frames of this VLAN are untagged at the port
+  trunk=N,,N-N      frames of these VLANs are tagged at the port
+  isolated=on|off   no frames between isolated ports
+  reserved=on|off   frames to 01:80:c2:00:00:00 to 0f pass
+  Of fuse:
+  disk, mountpoint, writable=on|off, growable=on|off
+  allow-other=auto|on|off
+  transport=auto|dev|io_uring
+  passthrough=auto|off
+
+Worker keys:
+  name, nice, poll-us
+  cpu               as for taskset: 2-3,,6; or all
+  kind=kernel,export=NAME
+                    a worker of the kernel, for an export with engine=kernel
+  Worker 0 always exists.
+
 Configuration file:
-  The same keys in TOML; flags add to it. Paths are relative to the working
-  directory, as those of flags are.
-    control = \"/run/vm.sock\"  # or false; metrics, pidfile, poll-us, sandbox,
-                              # sandbox-workers and allow-path go here too
+  The file has the same keys, in TOML. Flags add to it. Paths are relative to
+  the working directory, as those of flags are.
+    control = \"/run/vm.sock\"  # or false
+    # also: metrics, pidfile, poll-us, sandbox, sandbox-workers, allow-path
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -292,9 +335,9 @@ Configuration file:
 
 Socket activation:
   A socket that systemd passes (LISTEN_FDS) serves the export whose name or
-  socket is its FileDescriptorName=, or whose socket it is bound to. One that
-  is named `control`, or bound to the control path, is the control socket;
-  one that is named `metrics` is for metrics.
+  socket is its FileDescriptorName=, or whose socket it is bound to. A socket
+  with the name `control`, or bound to the control path, is the control
+  socket. A socket with the name `metrics` is for metrics.
 
 Examples:
   vshunt serve --disk name=d0,file=disk.img \\
@@ -323,7 +366,8 @@ pub(crate) struct ServeArgs {
     /// A worker besides worker 0; may be repeated
     #[arg(long = "worker", value_name = "KEY=VALUE,…", value_parser = spec::<WorkerSpec>)]
     pub(crate) workers: Vec<WorkerSpec>,
-    /// Bound of adaptive polling of workers that name none, in microseconds; 0 never polls
+    /// Limit of adaptive polling in microseconds, for workers without one of their own; 0: never
+    /// poll
     #[arg(long, value_name = "N", value_parser = poll_us)]
     pub(crate) poll_us: Option<u32>,
     /// Read disks, networks, exports and workers from a TOML file
@@ -332,10 +376,11 @@ pub(crate) struct ServeArgs {
     /// Have no control socket
     #[arg(long, conflicts_with = "control")]
     pub(crate) no_control: bool,
-    /// Serve metrics for Prometheus over HTTP at PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH
+    /// Serve metrics for Prometheus over HTTP on PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH
     ///
-    /// Whoever reaches that place may read them: there is no authentication. They change nothing. An address other than
-    /// the loopback's is taken only as it is written out. docs/control.md has them all.
+    /// There is no authentication: a client that reaches the socket can read the metrics. It cannot
+    /// change anything. An address other than the loopback has to be written out.
+    /// docs/reference/metrics.md lists the metrics.
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) metrics: Option<Address>,
     /// Write the process id to a file, once everything is served
@@ -347,18 +392,20 @@ pub(crate) struct ServeArgs {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct SandboxArgs {
-    /// What the daemon may do besides serving: on, log (allow, and have the kernel log it), off, kill (end at once)
+    /// What happens on an access that is not allowed: on (it fails), log (allowed and logged by the
+    /// kernel), off, kill (the daemon ends)
     ///
-    /// Without it: $VSHUNT_SANDBOX, else the configuration file's, else on. docs/sandbox.md says what is restricted.
+    /// Without it: $VSHUNT_SANDBOX, otherwise the setting of the configuration file, otherwise on.
+    /// docs/sandbox.md lists the restrictions.
     #[arg(id = "sandbox", long = "sandbox", value_name = "MODE", value_parser = sandbox_mode())]
     pub(crate) mode: Option<Mode>,
-    /// Filter the system calls of workers, too, which makes each of them slower
+    /// Filter the system calls of workers, too, which makes each call slower
     #[arg(id = "sandbox-workers", long = "sandbox-workers")]
     pub(crate) workers: bool,
     /// Let clients name files, sockets and mountpoints in this folder; may be repeated
     ///
-    /// Clients have to pass all other files that are not configured, as the commands of vshunt do. docs/sandbox.md
-    /// says more.
+    /// Clients have to pass descriptors of all other files that are not configured, as the commands
+    /// of vshunt do. See docs/sandbox.md.
     #[arg(id = "allow-path", long = "allow-path", value_name = "FOLDER")]
     pub(crate) allow_paths: Vec<PathBuf>,
 }
@@ -379,15 +426,15 @@ pub(crate) enum WorkerCommand {
     List(ListArgs),
     /// Free a worker that has no queues; worker 0 stays
     Free {
-        /// Its id or name
+        /// Id or name of the worker
         worker: String,
     },
-    /// Change a worker; what is not given stays
+    /// Change a worker; settings that are not given stay as they are
     #[command(
         after_long_help = "Examples:\n  vshunt worker set 2 --cpu 4-5 --poll-us 0\n  vshunt worker set 2 --cpu all"
     )]
     Set {
-        /// Its id or name
+        /// Id or name of the worker
         worker: String,
         #[command(flatten)]
         change: WorkerArgs,
@@ -396,10 +443,11 @@ pub(crate) enum WorkerCommand {
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct NewWorkerArgs {
-    /// Who runs it: this process (user), or the kernel, for an export with engine=kernel
+    /// What runs the worker: a thread of the daemon (user), or the kernel, for an export with
+    /// engine=kernel
     #[arg(long, default_value = "user", value_parser = worker_kind())]
     kind: WorkerKind,
-    /// The export whose queues a worker of the kernel can have
+    /// For --kind kernel: the export whose queues the worker can have
     #[arg(long, value_name = "NAME")]
     export: Option<String>,
     #[command(flatten)]
@@ -427,16 +475,16 @@ impl NewWorkerArgs {
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct WorkerArgs {
-    /// CPUs it may run on, for example 2, 0-3 or 0-1,6; all: every one that the daemon may use
+    /// CPUs that the worker may run on, for example 2, 0-3 or 0-1,6; all: all CPUs of the daemon
     #[arg(long, value_name = "LIST", value_parser = cpus)]
     cpu: Option<Cpus>,
     /// Nice value, -20 to 19
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = nice)]
     nice: Option<i32>,
-    /// Bound of adaptive polling in microseconds; 0 never polls
+    /// Limit of adaptive polling in microseconds; 0: never poll
     #[arg(long, value_name = "N", value_parser = poll_us)]
     poll_us: Option<u32>,
-    /// Name in lists; its thread has the one that it was made with
+    /// Name in lists; the thread keeps the name that the worker was made with
     #[arg(long, value_parser = worker_name)]
     name: Option<String>,
 }
@@ -455,7 +503,7 @@ pub(crate) struct AttachArgs {
     pub(crate) queue: QueueName,
     /// Id or name of the worker
     pub(crate) worker: String,
-    /// How long in-flight requests may take to finish; after it the queue stays where it was
+    /// How long the requests in flight may take; after that the queue stays where it was
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration)]
     pub(crate) timeout: Duration,
 }
@@ -518,13 +566,13 @@ pub(crate) enum NetCommand {
         #[arg(value_name = "KEY=VALUE,…", value_parser = spec::<NetSpec>)]
         net: NetSpec,
     },
-    /// Change a network, also while it is used
+    /// Change a network, also while it is in use
     #[command(after_long_help = "Examples:\n  vshunt net set n1 --steering rss")]
     Set {
         /// Name of the network
         name: String,
-        /// Which queue a frame comes to
-        #[arg(long, value_name = "WAY", value_parser = steering())]
+        /// How the queue of a frame for the guest is chosen
+        #[arg(long, value_name = "STEERING", value_parser = steering())]
         steering: Steering,
     },
     /// Remove a network that is not exported
@@ -534,7 +582,7 @@ pub(crate) enum NetCommand {
     },
     /// List networks
     List(ListArgs),
-    /// List the Ethernet addresses that a switch knows, and the ports they are behind
+    /// List the Ethernet addresses that a switch knows, and their ports
     #[command(after_long_help = ADDRESSES_AFTER)]
     Addresses {
         /// Name of the network, a switch
@@ -546,10 +594,10 @@ pub(crate) enum NetCommand {
 
 const ADDRESSES_AFTER: &str = "\
 Columns:
-  VLAN    in which it was learnt; -: without VLANs, or all VLANs of the port
-  PORT    the export behind which it is
-  ORIGIN  configured: the export's mac; host: of an uplink's interface, or of the
-          bridge that this is a port of; learnt: a frame from it came in there
+  VLAN    the VLAN in which it was learnt; -: no VLANs, or all VLANs of the port
+  PORT    the export of the port
+  ORIGIN  configured: the mac of the export; host: an address of the interface of
+          an uplink, or of its bridge; learnt: a frame came from it
   AGE     seconds since it sent a frame; it is forgotten after 300
 
 Examples:
@@ -570,7 +618,7 @@ pub(crate) enum ExportCommand {
     Remove {
         /// Name of the export
         name: String,
-        /// Disconnect its front-end, if one is connected
+        /// Remove it even if a front end is connected or the mounted file is open
         #[arg(long)]
         force: bool,
     },

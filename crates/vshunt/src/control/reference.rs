@@ -74,7 +74,7 @@ fn cell(text: &str) -> String {
 /// Links the pages that a text names (`see backup.md`).
 fn linked(text: &str) -> String {
     let mut text = text.to_owned();
-    for page in ["backup.md", "snapshots.md", "sandbox.md", "control.md"] {
+    for page in ["backup.md", "snapshots.md", "sandbox.md", "control.md", "reference/metrics.md"] {
         let from = text.replace(&format!("docs/{page}"), page);
         text = from.replace(page, &format!("[{page}](../{page})"));
     }
@@ -248,6 +248,9 @@ fn flags_of(out: &mut String, command: &Command, is_root: bool) {
     let usage = command.clone().render_usage().to_string();
     let usage = usage.trim_start_matches("Usage: ").trim();
     let _ = write!(out, "{}{end}\n\n```text\n{usage}\n```\n", linked(first));
+    if !rest.is_empty() {
+        let _ = write!(out, "\n{}\n", linked(rest));
+    }
     let shown = |a: &&clap::Arg| !a.is_hide_set() && (is_root || !a.is_global_set());
     let shown = |a: &&clap::Arg| shown(a) && !matches!(a.get_id().as_str(), "help" | "version");
     if command.get_arguments().any(|a| shown(&a)) {
@@ -267,10 +270,9 @@ fn flags_of(out: &mut String, command: &Command, is_root: bool) {
             let _ = writeln!(out, "| {} | {} |", cell(&argument(arg)), cell(&linked(&help)));
         }
     }
-    for text in [rest.to_owned(), text(command.get_after_long_help())] {
-        if !text.is_empty() {
-            let _ = write!(out, "\n```text\n{}\n```\n", text.trim_end());
-        }
+    let after = text(command.get_after_long_help());
+    if !after.is_empty() {
+        let _ = write!(out, "\n```text\n{}\n```\n", after.trim_end());
     }
     for child in command.get_subcommands() {
         flags_of(out, child, false);
@@ -346,6 +348,25 @@ fn the_help_names_arguments_that_there_are() {
             assert!(found, "{}: the help does not name {}, one of {names:?}", c.name, m.name);
         }
         assert!(names.iter().all(|name| !name.is_empty()));
+    }
+}
+
+/// `vshunt serve --help` names each key of a flag's list.
+#[test]
+fn the_help_names_each_key() {
+    let (source, mut command) = (source(), Cli::command());
+    let serve = command.find_subcommand_mut("serve").expect("a subcommand");
+    let help = serve.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+    let keys = help.split("Configuration file:").next().unwrap_or_default();
+    let words: Vec<_> = keys.split(|c: char| !c.is_alphanumeric() && c != '-').collect();
+    for name in ["DiskSpec", "NetSpec", "ExportSpec", "WorkerSpec"] {
+        for m in source.members(name) {
+            assert!(
+                words.contains(&m.name.as_str()),
+                "vshunt serve --help does not name {} of {name}",
+                m.name
+            );
+        }
     }
 }
 

@@ -20,10 +20,10 @@ pub(crate) const SNAPSHOT_SYNC: &str =
     "device|node-name snapshot-file [format: qcow2, mode: absolute-paths|existing]";
 
 pub(crate) const AFTER: &str = "\
-A snapshot's guests pause while it is taken, and see no error. With --to the disk goes on in a
-new image, the overlay, and the image that it had stays below it as it is: serve the disk by the
-overlay's name from then on. An --internal snapshot is kept within a qcow2 image; 'vshunt image
-snapshot -l -U FILE' lists them, and applies one when nobody uses the image.
+Guests pause while a snapshot is taken, and see no error. With --to the disk continues in a new
+image, the overlay. The old image becomes its backing file and does not change any more. From then
+on, serve the disk by the name of the overlay. An --internal snapshot is stored in the qcow2 image.
+'vshunt image snapshot -l -U FILE' lists them; -a applies one while no program uses the image.
 
 Examples:
   vshunt snapshot d0 --to /var/lib/vm/d0-monday.qcow2
@@ -35,16 +35,16 @@ Examples:
 pub(crate) struct SnapshotArgs {
     /// Name of the disk
     pub(crate) disk: String,
-    /// Go on in a new qcow2 image that stands on the present one
+    /// Continue in a new qcow2 image, whose backing file is the present one
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
-    /// FILE is there already, and stands on the present image
+    /// FILE exists, and its backing file is the present image
     #[arg(long, requires = "to")]
     existing: bool,
-    /// Take a snapshot within the qcow2 image
+    /// Take a snapshot inside the qcow2 image
     #[arg(long, value_name = "NAME")]
     internal: Option<String>,
-    /// Delete a snapshot within the qcow2 image
+    /// Delete a snapshot inside the qcow2 image
     #[arg(long, value_name = "NAME")]
     delete: Option<String>,
 }

@@ -19,9 +19,9 @@ Examples:
 docs/backup.md explains full and incremental backups, and how to restore them.";
 
 pub(crate) const COMMIT_AFTER: &str = "\
-Guests go on meanwhile; they wait for a moment when the disk is switched over.
-The overlay is left behind, marked as committed: remove it. A commit that fails
-or is cancelled leaves the disk in its overlay.
+Guests continue meanwhile. They wait for a moment when the disk is switched.
+The overlay stays, marked as committed: remove it. A commit that fails or is
+cancelled leaves the disk in its overlay.
 
 Examples:
   vshunt snapshot d0 --to overlay.qcow2
@@ -31,13 +31,14 @@ Examples:
 pub(crate) struct CommitArgs {
     /// Name of the disk
     pub(crate) disk: String,
-    /// Bytes a second, for example 100M; max: as fast as it goes; shared: guests keep most of their speed, as without it
+    /// Speed limit in bytes per second, for example 100M; max: no limit; shared: guests keep most
+    /// of their speed, which is the default
     #[arg(long, value_parser = speed)]
     pub(crate) speed: Option<Speed>,
-    /// Name of the job: commit0 and so on unless given
+    /// Name of the job [default: commit0, commit1 and so on]
     #[arg(long, value_name = "NAME")]
     pub(crate) job: Option<String>,
-    /// Wait until it is over; fails if the commit does
+    /// Wait until the job has ended; fails if the commit fails
     #[arg(long)]
     pub(crate) wait: bool,
 }
@@ -89,7 +90,7 @@ pub(crate) fn image_format() -> impl TypedValueParser<Value = Format> {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BackupCommand {
-    /// Copy a disk as it is now to a file, while it goes on being written; prints the job's name
+    /// Copy a disk as it is now to a file, while it is in use; prints the name of the job
     #[command(after_long_help = BACKUP_AFTER)]
     Start(Box<BackupArgs>),
 }
@@ -98,143 +99,146 @@ pub(crate) enum BackupCommand {
 pub(crate) struct BackupArgs {
     /// Name of the disk
     pub(crate) disk: String,
-    /// The file to be made; it is called FILE.part until it is whole
+    /// The file; it is called FILE.part until it is complete
     #[arg(long, value_name = "FILE", required_unless_present = "target")]
     pub(crate) to: Option<PathBuf>,
-    /// Copy to this disk of the daemon, which is as large and has no export
+    /// Copy to this disk of the daemon, which has the same size and no export
     #[arg(long, value_name = "DISK", conflicts_with_all = ["to", "format", "overwrite", "backing"])]
     pub(crate) target: Option<String>,
-    /// Format of the file: qcow2 unless given
+    /// Format of the file [default: qcow2]
     #[arg(long, value_parser = image_format())]
     pub(crate) format: Option<Format>,
     /// Write compressed clusters (qcow2)
     #[arg(long)]
     pub(crate) compress: bool,
-    /// Begin this dirty bitmap at the same point in time, for the next incremental backup: cleared if there is one,
-    /// made if there is none
+    /// Start this dirty bitmap at the same point in time, for the next incremental backup: an
+    /// existing one is cleared, a missing one is made
     #[arg(long, value_name = "NAME", conflicts_with = "incremental")]
     pub(crate) bitmap: Option<String>,
-    /// Copy only what this dirty bitmap says was written since the backup before; it begins anew
+    /// Copy only the blocks that are dirty in this bitmap: those that were written since the
+    /// previous backup; the bitmap is reset
     #[arg(long, value_name = "BITMAP")]
     pub(crate) incremental: Option<String>,
-    /// The backup before, which an incremental one stands on (qcow2)
+    /// The previous backup, which becomes the backing file of an incremental one (qcow2)
     #[arg(long, value_name = "FILE", requires = "incremental")]
     pub(crate) backing: Option<PathBuf>,
-    /// Bytes a second, for example 100M; max: as fast as it goes; shared: guests keep most of their speed, as without it
+    /// Speed limit in bytes per second, for example 100M; max: no limit; shared: guests keep most
+    /// of their speed, which is the default
     #[arg(long, value_parser = speed)]
     pub(crate) speed: Option<Speed>,
-    /// Replace a file that is there
+    /// Replace an existing file
     #[arg(long)]
     pub(crate) overwrite: bool,
-    /// Name of the job: backup0 and so on unless given
+    /// Name of the job [default: backup0, backup1 and so on]
     #[arg(long, value_name = "NAME")]
     pub(crate) job: Option<String>,
-    /// Wait until it is over; fails if the backup does
+    /// Wait until the job has ended; fails if the backup fails
     #[arg(long)]
     pub(crate) wait: bool,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum JobCommand {
-    /// List jobs, those that are over until they are dismissed
+    /// List jobs; ended jobs stay in the list until they are dismissed
     List(ListArgs),
-    /// Wait until jobs are over; fails if one of them did
+    /// Wait until jobs have ended; fails if one of them failed
     Wait {
         /// Names of the jobs
         #[arg(required = true)]
         jobs: Vec<String>,
     },
-    /// End a job before its time; a backup's file is removed
+    /// End a job before it is complete; the file of a backup is removed
     Cancel {
         /// Name of the job
         job: String,
     },
-    /// Have a job copy nothing but what guests overwrite
+    /// Pause a job: it copies only what guests overwrite
     Pause {
         /// Name of the job
         job: String,
     },
-    /// Have a paused job go on
+    /// Resume a paused job
     Resume {
         /// Name of the job
         job: String,
     },
-    /// Change how fast a job goes
+    /// Change the speed limit of a job
     Speed {
         /// Name of the job
         job: String,
-        /// Bytes a second, for example 100M; max: as fast as it goes; shared: guests keep most of their speed
+        /// Speed limit in bytes per second, for example 100M; max: no limit; shared: guests keep most of their speed
         #[arg(value_parser = speed)]
         speed: Speed,
     },
-    /// Forget jobs that are over
+    /// Remove ended jobs from the list
     Dismiss {
-        /// Names of the jobs; without one all that are over
+        /// Names of the jobs [default: all that have ended]
         jobs: Vec<String>,
     },
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BitmapCommand {
-    /// Begin a dirty bitmap: it takes note of what is written from now on
+    /// Add a dirty bitmap, which records the writes from now on
     Add {
         /// Name of the disk
         disk: String,
         /// Name of the bitmap
         name: String,
-        /// Bytes that a bit stands for, 512 to 2G, a power of two: 64K unless given
+        /// Bytes for each bit, a power of two from 512 to 2G [default: 64K]
         #[arg(long, value_parser = bytes)]
         granularity: Option<u64>,
-        /// Whether it is kept in the image when the disk is closed: yes for qcow2 unless given
+        /// Whether it is stored in the image when the disk is closed [default: true for qcow2]
         #[arg(long, value_name = "BOOL")]
         persistent: Option<bool>,
-        /// Take note of nothing until it is enabled
+        /// Record no writes until it is enabled
         #[arg(long)]
         disabled: bool,
     },
-    /// End a dirty bitmap
+    /// Remove a dirty bitmap
     Remove {
         /// Name of the disk
         disk: String,
         /// Name of the bitmap
         name: String,
     },
-    /// Have everything count as clean
+    /// Mark everything as clean
     Clear {
         /// Name of the disk
         disk: String,
         /// Name of the bitmap
         name: String,
     },
-    /// Take note of writes
+    /// Record writes
     ///
-    /// What was written before is not in it: it says what to back up after the next full backup that begins it anew.
+    /// Earlier writes are not in the bitmap. It is useful for incremental backups after the next
+    /// full backup that starts it anew.
     Enable {
         /// Name of the disk
         disk: String,
         /// Name of the bitmap
         name: String,
     },
-    /// Take no note of writes
+    /// Record no writes
     Disable {
         /// Name of the disk
         disk: String,
         /// Name of the bitmap
         name: String,
     },
-    /// Add what is dirty in others to a bitmap
+    /// Mark in a bitmap what is dirty in others
     Merge {
         /// Name of the disk
         disk: String,
         /// The bitmap that changes
         into: String,
-        /// The others
+        /// The other bitmaps
         #[arg(required = true)]
         from: Vec<String>,
     },
     /// List dirty bitmaps
     List {
-        /// Of this disk alone
+        /// Only those of this disk
         disk: Option<String>,
         /// Print JSON
         #[arg(long)]

@@ -13,8 +13,8 @@ use crate::control::{Failure, Outcome};
 
 const AFTER: &str = "\
 End:
-  It stays in the foreground and ends on SIGTERM. With --fd it also ends when
-  its peer does. Exit status: 0 done, 1 failed, 2 usage.
+  The program stays in the foreground and ends on SIGTERM. With --fd it also
+  ends when its peer disconnects. Exit status: 0 success, 1 failure, 2 usage.
 
 Examples:
   vshunt-blk --socket-path=/tmp/vm0.sock --blk-file=disk.img --num-queues=4
@@ -28,7 +28,8 @@ pub(super) struct BlkCli {
     /// File or block device to serve
     #[arg(long, value_name = "PATH", required = true)]
     blk_file: Option<PathBuf>,
-    /// Its format, qcow2 or raw: raw unless given, which a file that begins as qcow2 is not served as
+    /// Format of the file, qcow2 or raw [default: raw]; a file that begins as a qcow2 image is
+    /// refused as raw
     #[arg(long, value_parser = image_format())]
     format: Option<Format>,
     /// Refuse writes

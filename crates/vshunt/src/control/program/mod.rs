@@ -22,22 +22,24 @@ use super::{Outcome, clap_failure, print};
 /// What all of them are told.
 #[derive(Debug, Args)]
 struct Common {
-    /// Where to listen
+    /// Path of the socket
     #[arg(long, value_name = "PATH", required_unless_present = "fd", conflicts_with = "fd")]
     socket_path: Option<PathBuf>,
     /// The vhost-user socket, as an open file descriptor
     #[arg(long, value_name = "FDNUM")]
     fd: Option<RawFd>,
-    /// Let the guest's memory be in files of any file system, not only in memory; where that one does not answer, workers wait
+    /// Accept guest memory in files of any file system, not only in memory; if that file system
+    /// does not answer, workers wait
     #[arg(long)]
     memory_may_block: bool,
-    /// Print the capabilities as JSON and exit; all else is ignored
+    /// Print the capabilities as JSON and exit; all other arguments are ignored
     #[arg(long)]
     print_capabilities: bool,
-    /// Listen for `vshunt -c SOCKET …` too
+    /// Listen for `vshunt -c SOCKET …`, too
     #[arg(short, long, value_name = "SOCKET")]
     control: Option<PathBuf>,
-    /// Serve metrics for Prometheus at PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH, for whoever reaches it
+    /// Serve metrics for Prometheus on PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH, without
+    /// authentication
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `vshunt-net`: a network card.
+//! `vshunt-net`: a network device.
 
 use clap::Parser;
 use vshunt_daemon::export::Check;
@@ -10,11 +10,11 @@ use crate::control::{Failure, Outcome};
 
 const AFTER: &str = "\
 End:
-  It stays in the foreground and ends on SIGTERM. With --fd it also ends when
-  its peer does. Exit status: 0 done, 1 failed, 2 usage.
+  The program stays in the foreground and ends on SIGTERM. With --fd it also
+  ends when its peer disconnects. Exit status: 0 success, 1 failure, 2 usage.
 
 The command of the same name:
-  `vshunt net` adds, sets, lists and removes networks of a daemon that runs: see
+  `vshunt net` adds, sets, lists and removes networks of a running daemon: see
   vshunt-net-add(1), vshunt-net-set(1), vshunt-net-list(1), vshunt-net-remove(1).
 
 Examples:
@@ -26,25 +26,25 @@ Examples:
 #[command(name = "vshunt-net", version, after_long_help = AFTER, max_term_width = 100)]
 #[command(about = "A vhost-user network device backend: one tap, one socket, a worker for each queue pair")]
 pub(super) struct NetCli {
-    /// The tap or macvtap; a tap is made if there is no interface of that name, and removed at the end
+    /// The tap or macvtap; a missing tap is made, and removed at the end
     #[arg(long, value_name = "NAME", required_unless_present = "tap_fd", conflicts_with = "tap_fd")]
     ifname: Option<String>,
-    /// Open file descriptors of the tap, one a queue
+    /// Open file descriptors of the tap, one for each queue
     #[arg(long, value_name = "FDNUM[:FDNUM…]")]
     tap_fd: Option<String>,
-    /// The interface's network namespace, a name as `ip netns` has it or a path
+    /// Network namespace of the interface: a name (`ip netns`) or a path
     #[arg(long, value_name = "NAME", conflicts_with = "tap_fd")]
     netns: Option<String>,
-    /// Which queue a frame for the guest comes to: auto, hash, rss or cpu [default: auto]
-    #[arg(long, value_name = "WAY")]
+    /// How the queue of a frame for the guest is chosen: auto, hash, rss or cpu [default: auto]
+    #[arg(long, value_name = "STEERING")]
     steering: Option<Steering>,
     /// Queue pairs to offer [default: one for each CPU, or as many as the tap has]
     #[arg(long, value_name = "N")]
     num_queues: Option<u16>,
-    /// The card's Ethernet address [default: the front-end's choice]
+    /// Ethernet address of the guest [default: chosen by the front end]
     #[arg(long, value_name = "ADDRESS")]
     mac: Option<Mac>,
-    /// Bytes of the longest IP packet, which the interface gets [default: the interface's]
+    /// Bytes of the longest IP packet; the interface gets it, too [default: that of the interface]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<u32>,
     #[command(flatten)]
