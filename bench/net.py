@@ -186,7 +186,7 @@ def verdict(value, good, sentence, show):
 def user(b):
     """vshunt's own engine of vhost-user-net beside DPDK's, and beside the plain loop on a tap."""
     case = "net-user"
-    b.report.heading(case, "a guest's network card on a tap, by vshunt (a worker a queue pair), by DPDK's net_vhost + net_tap, which polls, "
+    b.report.heading(case, "a guest's network device on a tap, by vshunt (a worker a queue pair), by DPDK's net_vhost + net_tap, which polls, "
                            "and by cloud-hypervisor's vhost_user_net")
     takers = {OURS: lambda pairs: vshunt(b.tools, pairs)}
     if program := b.tools.testpmd:

@@ -1,7 +1,7 @@
 #!/usr/bin/env -S python3 -B
 """A vhost-user front end that breaks every rule, at random: one process of tests/neighbour.
 
-    neighbour_attack.py SEED SECONDS SOCKET...     a network card's socket is written as net:PATH
+    neighbour_attack.py SEED SECONDS SOCKET...     a network device's socket is written as net:PATH
 
 It connects again and again until its time is over. Each connection draws what it does from a seed of its own, which is written to
 stdout before it begins. The last line is a JSON object with counts of what was done.

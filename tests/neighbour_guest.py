@@ -58,7 +58,7 @@ class Memory:
 
 
 class Ring:
-    """One virtqueue. `net`: of a network card, whose even rings receive."""
+    """One virtqueue. `net`: of a network device, whose even rings receive."""
 
     def __init__(self, chance, memory, index, size, packed, net):
         self.chance, self.memory, self.index, self.size = chance, memory, index, size

@@ -1,4 +1,4 @@
-"""A guest's network card in Python: vhost-user-net's front-end with split rings, in which every descriptor is the test's own.
+"""A guest's network device in Python: vhost-user-net's front-end with split rings, in which every descriptor is the test's own.
 
 What goes over it is bytes: frames with their virtio-net headers are made and read in net_frames.
 """
@@ -104,7 +104,7 @@ class Ring:
         return segs, length
 
     def broken(self):
-        """Whether the back-end has rung for an error."""
+        """Whether the back-end has signalled an error."""
         return bool(select.select([self.err], [], [], r.WAIT_S)[0])
 
 

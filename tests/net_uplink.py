@@ -180,7 +180,7 @@ class Joined:
 
 
 def vanished(rig):
-    """The interface goes while frames of it are with a guest: they come home, and the worker rests."""
+    """The interface goes while frames of it are with a guest: they return, and the worker rests."""
     for turn in range(3):
         up = Up(rig, f"vanished{turn}")
         try:

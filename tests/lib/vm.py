@@ -1,4 +1,4 @@
-"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user-blk disk, or a network card.
+"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user-blk disk, or a network device.
 
 The guest runs a shell script, the job, and speaks to the rig through its second serial port: lines that begin
 with `@@ `. The first is `@@ ready`, the last `@@ end`; `@@ trouble …` is what its kernel complained about.
@@ -55,7 +55,7 @@ def archive(path, data):
 
 
 class Guest:
-    """A guest with a disk on a vhost-user socket, or a network card with `net` (its address), running `job`.
+    """A guest with a disk on a vhost-user socket, or a network device with `net` (its address), running `job`.
 
     `tap`: the card is on QEMU's own tap of this name, without vhost, and not on `socket`. `inside`: the beginning of an argv
     that starts QEMU elsewhere, and becomes it. `more` is for subprocess.

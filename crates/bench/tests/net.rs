@@ -1,4 +1,4 @@
-//! The driver of network cards against a model of a device; the tap and the peer end, where they can be.
+//! The driver of network devices against a model of a device; the tap and the peer end, where they can be.
 
 #[path = "../../guest/tests/model/mod.rs"]
 mod model;

@@ -14,6 +14,7 @@ use std::time::Duration;
 use qcow2::bitmap::Loaded;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
+use vshunt_types::sync::LockedShared;
 
 use super::backend::{Backend, memory_size};
 use super::limits::{self, Limits};
@@ -141,7 +142,7 @@ impl Disk {
 
     /// Returns the current backend.
     pub(super) fn backend(&self) -> Backend {
-        self.backend.read().expect("no holder panics").clone()
+        self.backend.read_locked().clone()
     }
 
     /// Waits until all completed writes are on stable storage. Blocks: for control threads, never
@@ -153,7 +154,7 @@ impl Disk {
     pub fn sync(&self) -> std::io::Result<()> {
         // The lock stays held, so that an image that is replaced is not written after it was
         // closed.
-        let backend = self.backend.read().expect("no holder panics");
+        let backend = self.backend.read_locked();
         match &*backend {
             Backend::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             Backend::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
@@ -278,12 +279,12 @@ impl Disk {
     /// Sets what handles do beside each write. It applies to handles that are made later: no
     /// request is in flight, and no older handle is still in use.
     pub fn set_write_observers(&self, observers: WriteObservers) {
-        *self.observers.write().expect("no holder panics") = Arc::new(observers);
+        *self.observers.write_locked() = Arc::new(observers);
     }
 
     /// Returns what handles do beside each write.
     pub fn write_observers(&self) -> Arc<WriteObservers> {
-        self.observers.read().expect("no holder panics").clone()
+        self.observers.read_locked().clone()
     }
 
     /// Announces that the image is about to be deleted. It is not brought into order when it is

@@ -10,7 +10,7 @@
 
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vshunt_types::sync::Locked;
 
@@ -48,7 +48,8 @@ fn list() -> MutexGuard<'static, List> {
 /// `Busy`: a mount is still being made after [`MAKING_LIMIT`].
 fn settled() -> Result<MutexGuard<'static, List>> {
     let making = |list: &mut List| list.making > 0;
-    let (list, waited) = MADE.wait_timeout_while(list(), MAKING_LIMIT, making).expect("no holder panics");
+    let (list, waited) =
+        MADE.wait_timeout_while(list(), MAKING_LIMIT, making).unwrap_or_else(PoisonError::into_inner);
     match waited.timed_out() {
         true => Err(Error::busy("a mount of this daemon is being made, which takes long; try again")),
         false => Ok(list),

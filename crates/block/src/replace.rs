@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering;
 use qcow2::bitmap::Loaded;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
+use vshunt_types::sync::LockedShared;
 
 use super::backend::Backend;
 use super::disk::Disk;
@@ -89,7 +90,7 @@ impl Disk {
         locked: &[Arc<File>],
         work: impl FnOnce(&Closed) -> Result<()>,
     ) -> Result<()> {
-        let mut backend = self.backend.write().expect("no holder panics");
+        let mut backend = self.backend.write_locked();
         let path = shown(now);
         if backend.is_corrupt() {
             return Err(Error::invalid(format!(

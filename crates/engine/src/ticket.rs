@@ -4,7 +4,7 @@
 //! for a worker that does not answer: either the worker has begun, or what was asked for is taken back. What must never
 //! happen: both, or neither; a queue would be on two workers, or on none.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vshunt_types::sync::Locked;
 
@@ -93,7 +93,7 @@ impl<A, R> Ticket<A, R> {
             if left.is_zero() {
                 return None;
             }
-            phase = self.answered.wait_timeout(phase, left).expect("no holder panics").0;
+            phase = self.answered.wait_timeout(phase, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -13,7 +13,7 @@ pub fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T
     loop {
         match lock.try_lock() {
             Ok(guard) => return Some(guard),
-            Err(TryLockError::Poisoned(_)) => unreachable!("no holder panics"),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) if Instant::now() >= until => return None,
             Err(TryLockError::WouldBlock) => std::thread::sleep(EVERY),
         }

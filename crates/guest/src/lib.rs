@@ -8,8 +8,8 @@
 //! ```no_run
 //! use vshunt_guest::{Disk, Options};
 //!
-//! let mut disk = Disk::connect("/run/vm0.sock".as_ref(), Options::default())?;
-//! println!("{} sectors on {} queues", disk.config().capacity, disk.queue_count());
+//! let disk = Disk::connect("/run/vm0.sock", Options::default())?;
+//! println!("{} sectors on {} queues", disk.capacity(), disk.queue_count());
 //! # Ok::<(), vshunt_guest::Error>(())
 //! ```
 

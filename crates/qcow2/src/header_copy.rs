@@ -11,7 +11,7 @@
 use crate::bytes::{low_u8, put, to_usize};
 use crate::lock::Locked;
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::header::{INCOMPATIBLE_AT, SIZE_AT, incompatible};
@@ -131,7 +131,7 @@ impl HeaderCopy {
         self.over.notify_all();
         let older = |state: &mut State| state.writing.iter().any(|w| w.version < write.version);
         let (mut state, waited) =
-            self.over.wait_timeout_while(state, limit, older).expect("no holder panics");
+            self.over.wait_timeout_while(state, limit, older).unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
             return Err(io::Error::new(
                 io::ErrorKind::TimedOut,

@@ -39,7 +39,7 @@ const ETH_RARP: u16 = 0x8035;
 /// Bytes of the shortest Ethernet frame, without its checksum.
 const FRAME_MIN: usize = 60;
 
-/// Names of a network card's features.
+/// Names of a network device's features.
 const NAMES: &[(u32, &str)] = &[
     (VIRTIO_NET_F_CSUM, "CSUM"),
     (VIRTIO_NET_F_GUEST_CSUM, "GUEST_CSUM"),

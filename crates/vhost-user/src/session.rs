@@ -239,7 +239,7 @@ fn eventfd(file: File) -> Result<OwnedFd> {
     if is_eventfd(&file) { Ok(file.into()) } else { Err(refuse("a ring's descriptor is no eventfd")) }
 }
 
-fn no_bell(e: std::io::Error) -> Error {
+fn no_eventfd(e: std::io::Error) -> Error {
     refuse(format!(
         "a ring's call or error descriptor cannot be signalled: {e}; where a limit of open files or of locked memory is \
          reached, raise it (ulimit -n and -l, LimitNOFILE= and LimitMEMLOCK=); where io_uring is switched off, allow it \
@@ -418,7 +418,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let fd = fd.map(|fd| call_fd(fd, by_kernel)).transpose()?;
         // The kernel engine signals its descriptors by itself.
         let make = if by_kernel { EventFd::rare } else { EventFd::new };
-        let call = fd.map(make).transpose().map_err(no_bell)?;
+        let call = fd.map(make).transpose().map_err(no_eventfd)?;
         let vring = self.vring(index.into())?;
         vring.call = call.map(Arc::new);
         if !vring.running {
@@ -429,7 +429,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let err = fd.map(eventfd).transpose()?.map(EventFd::rare).transpose().map_err(no_bell)?;
+        let err = fd.map(eventfd).transpose()?.map(EventFd::rare).transpose().map_err(no_eventfd)?;
         self.vring(index.into())?.err = err;
         Ok(())
     }

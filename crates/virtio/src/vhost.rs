@@ -14,7 +14,7 @@ pub const VHOST_VIRTIO: u32 = 0xAF;
 pub const VHOST_VRING_F_LOG: u32 = 0;
 /// In [`VringFile::fd`]: none.
 pub const VHOST_FILE_UNBIND: i32 = -1;
-/// Bytes of guest memory that one bit of the log stands for, and the granule of regions.
+/// Bytes of guest memory that one bit of the log stands for, and the alignment of regions.
 pub const VHOST_PAGE_SIZE: u64 = 0x1000;
 
 /// Rings of one `/dev/vhost-blk`.

@@ -1,6 +1,6 @@
 //! Locking without a word about poisoned locks.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Locks a mutex whose holders leave its data whole when they panic.
 ///
@@ -15,5 +15,25 @@ impl<T: ?Sized> Locked<T> for Mutex<T> {
     #[inline]
     fn locked(&self) -> MutexGuard<'_, T> {
         self.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The same for a lock that several readers hold at a time.
+pub trait LockedShared<T: ?Sized> {
+    /// Waits until no writer holds the lock.
+    fn read_locked(&self) -> RwLockReadGuard<'_, T>;
+    /// Waits until no other thread holds the lock.
+    fn write_locked(&self) -> RwLockWriteGuard<'_, T>;
+}
+
+impl<T: ?Sized> LockedShared<T> for RwLock<T> {
+    #[inline]
+    fn read_locked(&self) -> RwLockReadGuard<'_, T> {
+        self.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[inline]
+    fn write_locked(&self) -> RwLockWriteGuard<'_, T> {
+        self.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

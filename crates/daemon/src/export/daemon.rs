@@ -2,9 +2,9 @@
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
-use vshunt_types::sync::Locked;
+use vshunt_types::sync::{Locked, LockedShared};
 
 use vshunt_block::{Disk, sweep_journals};
 use vshunt_engine::Observer;
@@ -126,17 +126,17 @@ impl Daemon {
 
     /// Calls `f` for each event from now on; it must return at once.
     pub fn on_event(&self, f: Listener) {
-        self.listeners.write().expect("no holder panics").push(f);
+        self.listeners.write_locked().push(f);
     }
 
     pub(super) fn tell(&self, event: &Event) {
-        for listener in self.listeners.read().expect("no holder panics").iter() {
+        for listener in self.listeners.read_locked().iter() {
             listener(event);
         }
     }
 
     pub(super) fn wait<'a>(&self, state: MutexGuard<'a, Registry>) -> MutexGuard<'a, Registry> {
-        self.changed.wait(state).expect("no holder panics")
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins to remove what daemons that were killed left in /dev/shm for images that are gone. Once, after its disks are

@@ -123,7 +123,7 @@ impl Job {
     }
 
     /// Has its thread look at what was changed.
-    fn rouse(&self) {
+    fn wake(&self) {
         if let Some(work) = self.at_work() {
             work.copy.work.notify();
             work.thread.unpark();
@@ -187,7 +187,7 @@ impl Daemon {
         if let Some(work) = job.at_work() {
             work.copy.stop.store(true, Relaxed);
         }
-        job.rouse();
+        job.wake();
         Ok(())
     }
 
@@ -216,7 +216,7 @@ impl Daemon {
                 state.status = if paused { JobStatus::Paused } else { JobStatus::Running };
             }
         }
-        job.rouse();
+        job.wake();
         self.tell_status(&job);
         Ok(())
     }
@@ -225,7 +225,7 @@ impl Daemon {
     pub fn job_set_speed(&self, id: &str, speed: Option<u64>) -> Result<()> {
         let job = self.running(id)?;
         job.state().speed = speed;
-        job.rouse();
+        job.wake();
         Ok(())
     }
 

@@ -9,6 +9,7 @@ use vshunt_engine::Observer;
 use vshunt_engine::{DRAIN_LIMIT, QueueStats, State, WorkerId, Workers};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, QueueInfo};
+use vshunt_types::sync::LockedShared;
 
 use super::prepared::{Backend, Prepared, check_block_size};
 use super::queues::ExportQueues;
@@ -53,7 +54,7 @@ impl Export {
     }
 
     fn served(&self) -> RwLockReadGuard<'_, Option<Served>> {
-        self.served.read().expect("no holder panics")
+        self.served.read_locked()
     }
 
     pub(super) fn connected(&self) -> bool {
@@ -219,7 +220,7 @@ impl Export {
         if let Some(served) = &*self.served() {
             served.frontend.stop();
         }
-        let served = self.served.write().expect("no holder panics").take();
+        let served = self.served.write_locked().take();
         drop(served);
         self.workers.end_these(&self.own_workers);
     }

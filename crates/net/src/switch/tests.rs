@@ -158,7 +158,7 @@ fn ports_come_and_go() {
 }
 
 #[test]
-fn descriptions_come_home() {
+fn descriptions_return() {
     let (from, to) = (PortQueue::new().unwrap(), PortQueue::new().unwrap());
     let send = |slot, tick| {
         let mut frame = SentFrame::from(&from);
@@ -196,7 +196,7 @@ fn descriptions_come_home() {
 }
 
 #[test]
-fn who_sleeps_is_rung_for_once() {
+fn a_sleeping_queue_is_signalled_once() {
     let (from, to) = (PortQueue::new().unwrap(), PortQueue::new().unwrap());
     to.open();
     let signalled = || rustix::io::read(to.eventfd(), &mut [0; 8]).is_ok();

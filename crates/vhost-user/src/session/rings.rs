@@ -43,7 +43,7 @@ impl Session {
         }
     }
 
-    /// SET_VRING_ENABLE. QEMU's network cards send it once protocol features are agreed on, before the guest's driver chose
+    /// SET_VRING_ENABLE. QEMU's network devices send it once protocol features are agreed on, before the guest's driver chose
     /// the device's.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The guest's side: a vhost-user front-end with the driver of a network card.
+//! The guest's side: a vhost-user front-end with the driver of a network device.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
