@@ -1,4 +1,5 @@
-"""What the modules of the backup rig share: the suite, images, those who write while a backup begins, QMP's events."""
+"""What the tests of backups share: images, a disk with its contents, threads that write while a
+backup begins, events of QMP."""
 
 import json
 import os
@@ -13,13 +14,12 @@ import rig as r
 
 MIB = 1 << 20
 BLOCK = 4096
+# Bytes of a Disk.
+SIZE = 16 * MIB
 
 
 class Suite(m.Suite):
-    """The results of this rig, under the guardian's eye as those of the FUSE rig are."""
-
-    def full_name(self, name):
-        return f"backup: {name}"
+    """What the tests of a file share: the folder for their images, and the guardian's clock."""
 
     def path(self, name):
         return self.rig.dir / name
@@ -68,7 +68,8 @@ def equal(got, want, what):
 
 
 def source(suite, name, kind, size_bytes, **more):
-    """A mounted disk d0 of 'raw', 'memory' (raw, in memory), 'qcow2' or 'ram'; its image is `.image`, None for ram."""
+    """A mounted disk d0 of 'raw', 'memory' (raw, in memory), 'qcow2' or 'ram'; its image is
+    `.image`, None for ram."""
     if kind == "ram":
         return m.Mount(suite, name, disk=f"format=ram,size={size_bytes}", **more)
     if kind == "qcow2":
@@ -98,11 +99,55 @@ def bitmap(daemon, name="b0"):
     return next((b for b in listed if b["name"] == name), None)
 
 
+class Disk:
+    """A mounted disk and its contents."""
+
+    def __init__(self, suite, name, kind, **more):
+        self.suite = suite
+        self.rng = random.Random(name)
+        self.mount = source(suite, name, kind, SIZE, **more)
+        self.cli = self.mount.cli
+        self.data = bytearray(SIZE)
+        self.write(MIB, self.rng.randbytes(6 * MIB))
+
+    def write(self, offset, data):
+        put(self.mount.path, offset, data)
+        self.data[offset : offset + len(data)] = data
+
+    def change(self):
+        """Writes, zeroes and discards here and there."""
+        for number in range(12):
+            offset = self.rng.randrange(SIZE - MIB)
+            length = self.rng.choice((1, 700, 4096, 70000, 300000))
+            if number % 3:
+                self.write(offset, self.rng.randbytes(length))
+                continue
+            offset, length = offset & ~4095, self.rng.randrange(1, 256) * 4096
+            with m.Opened(self.mount.path) as fd:
+                m.fallocate(fd, m.PUNCH if number % 2 else m.ZERO_RANGE, offset, length)
+            self.data[offset : offset + length] = bytes(length)
+
+    def backup(self, *arguments, check=True):
+        return self.cli("backup", "start", "d0", *arguments, "--wait", check=check)
+
+
+def small(suite):
+    """A folder with room for 2 MiB."""
+    folder = suite.path("small")
+    if not folder.exists():
+        folder.mkdir()
+        done = r.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False)
+        if done.returncode != 0:
+            folder.rmdir()
+            raise r.Skipped(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    return folder
+
+
 class Writers:
     """Threads that each write records to places of their own in a known order, one after the other.
 
-    Record i of a thread goes to its place order[i % len(order)], all of it the thread's number and i + 1. So what an
-    image holds says how many writes of each thread are in it, and whether those before are, too.
+    Record i of a thread goes to its place order[i % len(order)], and repeats the thread's number
+    and i + 1. An image then shows how many writes of each thread it has, and if one is missing.
     """
 
     def __init__(self, path, threads, places, length=BLOCK, offset=0, step=BLOCK, seed=1):
@@ -157,7 +202,7 @@ class Writers:
         self.check()
 
     def expect(self, data, before, after):
-        """`data` has of each thread what its first N writes left, before <= N <= after; returns these numbers."""
+        """`data` has the first N writes of each thread, before <= N <= after. Returns these N."""
         numbers = []
         for thread, order in enumerate(self.orders):
             found = {}

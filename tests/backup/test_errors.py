@@ -1,4 +1,4 @@
-"""What is wrong with a backup, a job or a bitmap is said: the thing, and what to do."""
+"""Refused backups, jobs and bitmaps: the error names the thing, and the remedy."""
 
 import json
 
@@ -17,7 +17,7 @@ def refused(daemon, arguments, words, code):
         raise r.Failed(f"{' '.join(map(str, arguments))}: {e}") from e
 
 
-def backups(suite):
+def test_what_cannot_be_backed_up_and_why(suite):
     """Each way to ask for a backup that cannot be; nothing is left behind."""
     folder = suite.path("errors")
     folder.mkdir()
@@ -97,14 +97,14 @@ def backups(suite):
     b.checked(before)
     r.require(daemon.status()["jobs"] == [], f"there are jobs: {daemon.status()['jobs']}")
     by_protocol(daemon)
-    # What may be replaced is.
+    # With `--overwrite` the file is replaced.
     daemon.cli("backup", "start", "d0", "--to", here, "--overwrite", "--wait")
     b.checked(here)
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
 def by_protocol(daemon):
-    """What the command line does not let through, said by the daemon."""
+    """Errors of the daemon for arguments that the command line does not let through."""
     for more, word in (
         ({}, "where to"),
         ({"to": "/x", "target": "t0"}, "choose one"),
@@ -117,7 +117,7 @@ def by_protocol(daemon):
         refused(daemon, ("qmp", "backup-start", json.dumps({"disk": "d0", **more})), (word,), 1)
 
 
-def jobs_and_bitmaps(suite):
+def test_jobs_and_bitmaps_that_cannot_be_and_why(suite):
     """Of jobs and bitmaps that are not there, are there already, or cannot be changed."""
     daemon = r.Daemon(
         suite.rig,
@@ -149,8 +149,3 @@ def jobs_and_bitmaps(suite):
     for arguments, words, code in cases:
         refused(daemon, arguments, words, code)
     r.require(daemon.child.stop() == 0, daemon.child.tail())
-
-
-def tests(suite):
-    suite.test("what cannot be backed up, and why", lambda: backups(suite))
-    suite.test("jobs and bitmaps that cannot be, and why", lambda: jobs_and_bitmaps(suite))

@@ -1,9 +1,10 @@
-"""A backup is what the disk was at one point in time, whoever writes meanwhile and wherever queues are."""
+"""A backup has the disk's contents of one point in time, under writes and while queues move."""
 
 import random
 import time
 
 import backup_model as b
+import pytest
 import rig as r
 from backup_model import MIB
 
@@ -16,7 +17,7 @@ LOAD_SIZE = 64 * MIB
 # So slow that writers meet blocks that are not copied yet.
 SPEED = "16M"
 
-# What is backed up, how, and how the writers write.
+# What is backed up, how, and whether the writes are unaligned.
 POINTS = (
     ("raw", "qcow2", False),
     ("raw", "raw", True),
@@ -32,7 +33,7 @@ POINTS = (
 
 
 def target(suite, name, to):
-    """Path and format of what is backed up to, and the arguments that say so."""
+    """Path and format of a backup's target, and the arguments that name it."""
     if to == "disk":
         return b.create(suite.path(f"{name}.target"), SIZE), "qcow2", ["--target", "t0"]
     form = "raw" if to == "raw" else "qcow2"
@@ -40,15 +41,16 @@ def target(suite, name, to):
     return path, form, ["--to", path, "--format", form, *(["--compress"] if to == "compressed" else [])]
 
 
-def point(suite, kind, to, unaligned):
-    """Each writer's blocks are what its first N writes left, and what nobody wrote is there."""
+@pytest.mark.parametrize("kind, to, unaligned", POINTS)
+def test_point_in_time(suite, kind, to, unaligned):
+    """The backup has the first N writes of each writer, and all that the writers do not touch."""
     name = f"point-{kind}-{to}"
     path, form, arguments = target(suite, name, to)
     more = ("--disk", f"name=t0,format=qcow2,file={path}") if to == "disk" else ()
     mount = b.source(suite, name, kind, SIZE, more=more, queues=3)
     still = random.Random(kind + to).randbytes(SIZE - BUSY - 4 * MIB)
     b.put(mount.path, BUSY, still)
-    # Unaligned: less than a block, and over the end of one, so that two blocks are read, changed and written back.
+    # Unaligned: less than a block and over the end of one. Two blocks are read and written back.
     shape = {"length": 1000, "offset": 3700, "step": 2 * b.BLOCK} if unaligned else {}
     places = BUSY // THREADS // shape.get("step", b.BLOCK) // 2
     writers = b.Writers(mount.path, THREADS, places, seed=len(name), **shape)
@@ -56,7 +58,7 @@ def point(suite, kind, to, unaligned):
     before = list(writers.counts)
     mount.cli("backup", "start", "d0", *arguments, "--speed", SPEED)
     after = list(writers.counts)
-    # Blocks that the copy has not come to yet are written over.
+    # Blocks that the job has not copied yet are written over.
     writers.wait_each(40)
     mount.cli("job", "wait", "backup0")
     writers.stop()
@@ -78,8 +80,10 @@ def load_argv(socket, *more):
     ]
 
 
-def over_vhost_user(suite, kind):
-    """Verified load by four queues, which move, and so does the job's; at last a backup is served and verified."""
+@pytest.mark.parametrize("kind", ("raw", "qcow2"))
+def test_verified_load_over_vhost_user_on_queues_that_move(suite, kind):
+    """Verified load by four queues, which move, as the job's queue does. At the end a backup is
+    served and verified."""
     name = f"load-{kind}"
     image = b.create(suite.path(f"{name}.qcow2"), LOAD_SIZE) if kind == "qcow2" else suite.image(f"{name}.img", LOAD_SIZE)
     socket, state = suite.path(f"{name}.sock"), suite.path(f"{name}.state")
@@ -110,7 +114,7 @@ def over_vhost_user(suite, kind):
     for number in range(backups):
         daemon.cli("job", "wait", f"j{number}", timeout_s=120)
         b.checked(suite.path(f"{name}.{number}"))
-    # With nobody writing, a backup is the disk.
+    # Without writers, the backup equals the disk.
     last = suite.path(f"{name}.last")
     daemon.cli("backup", "start", "d0", "--to", last, "--wait", "--compress")
     r.require(daemon.child.stop() == 0, daemon.child.tail())
@@ -125,11 +129,3 @@ def over_vhost_user(suite, kind):
     suite.rig.say(f"{kind}: {backups} backups, {moves} moves, {job_moves} of a job's queue")
     for path in (image, last, *(suite.path(f"{name}.{n}") for n in range(backups))):
         path.unlink()
-
-
-def tests(suite):
-    for kind, to, unaligned in POINTS:
-        how = ", unaligned writes" if unaligned else ""
-        suite.test(f"point in time, {kind} to {to}{how}", lambda k=kind, t=to, u=unaligned: point(suite, k, t, u))
-    for kind in ("raw", "qcow2"):
-        suite.test(f"verified load over vhost-user on queues that move, {kind}", lambda k=kind: over_vhost_user(suite, k))

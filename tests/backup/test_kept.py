@@ -6,8 +6,7 @@ import os
 import backup_model as b
 import fuse_mount as m
 import rig as r
-from backup_chain import SIZE, Disk
-from backup_model import MIB
+from backup_model import MIB, SIZE, Disk
 
 
 def flags(path):
@@ -16,8 +15,9 @@ def flags(path):
     return {x["name"]: x["flags"] for x in info["format-specific"]["data"].get("bitmaps", [])}
 
 
-def restarted(suite):
-    """A chain goes on with the next daemon; what is not kept is gone, what is disabled stays so."""
+def test_bitmaps_kept_over_restarts(suite):
+    """A chain continues with the next daemon. Bitmaps that are not persistent are gone, and
+    disabled ones stay disabled."""
     disk = Disk(suite, "kept", "qcow2")
     mount = disk.mount
     below = suite.path("kept.0")
@@ -44,7 +44,7 @@ def restarted(suite):
     mount.stop()
 
 
-def crashed(suite):
+def test_bitmaps_after_kill_9(suite):
     """After kill -9 everything counts as dirty, so that nothing is missed."""
     disk = Disk(suite, "crashed", "qcow2")
     mount = disk.mount
@@ -76,8 +76,9 @@ def crashed(suite):
         b.checked(mount.image)
 
 
-def with_a_gap(suite):
-    """A bitmap that was disabled for a while is no base for an incremental backup before a full one begins it anew."""
+def test_a_bitmap_with_a_gap(suite):
+    """A bitmap that was disabled for a while is refused for an incremental backup, until a full
+    backup resets it."""
     disk = Disk(suite, "gap", "qcow2")
     mount = disk.mount
     full = suite.path("gap.full")
@@ -104,7 +105,7 @@ def with_a_gap(suite):
     mount.stop()
 
 
-def of_qemu(suite):
+def test_a_bitmap_that_qemu_made(suite):
     """A bitmap that QEMU's tools made is kept up here."""
     disk = Disk(suite, "theirs", "qcow2")
     disk.mount.stop()
@@ -122,10 +123,3 @@ def of_qemu(suite):
     disk.mount.stop()
     r.require(flags(disk.mount.image) == {}, "a removed bitmap is in the image")
     b.checked(disk.mount.image)
-
-
-def tests(suite):
-    suite.test("bitmaps kept over restarts", lambda: restarted(suite))
-    suite.test("bitmaps after kill -9", lambda: crashed(suite))
-    suite.test("a bitmap with a gap", lambda: with_a_gap(suite))
-    suite.test("a bitmap that QEMU made", lambda: of_qemu(suite))

@@ -1,4 +1,4 @@
-"""How a job ends before its time: a target that fails, commands, the export or the daemon going, kill -9."""
+"""Jobs that end early: a failed target, cancel, the end of the export or of the daemon, kill -9."""
 
 import contextlib
 import os
@@ -7,9 +7,9 @@ import time
 
 import backup_model as b
 import fuse_mount as m
+import pytest
 import rig as r
-from backup_chain import small
-from backup_model import MIB
+from backup_model import MIB, small
 
 SIZE = 24 * MIB
 KILLS = 8
@@ -18,7 +18,7 @@ SLOW = ("--speed", "256K")
 
 
 def part(path):
-    """What a backup's file is called until it is whole."""
+    """The name of a backup's file until the backup is complete."""
     return path.with_name(path.name + ".part")
 
 
@@ -44,7 +44,8 @@ def gone_on(mount, writers):
     r.require(not broken, f"requests failed: {broken}")
 
 
-def no_space(suite, kind):
+@pytest.mark.parametrize("kind", ("raw", "qcow2"))
+def test_no_space_in_the_target(suite, kind):
     """No room in the target ends the job, and nothing else."""
     mount, writers = busy(suite, f"full-{kind}", kind)
     folder = small(suite)
@@ -54,7 +55,7 @@ def no_space(suite, kind):
         ended(mount, f"backup{number}", path, "No space left")
         r.require(not path.exists() and not part(path).exists(), f"{path} is no backup, and there")
         gone_on(mount, writers)
-    # Whoever had the file open may close it a moment later.
+    # The daemon may close the file a moment later.
     r.wait_for("the room is given back", lambda: os.statvfs(folder).f_bfree > 400)
     # The disk is free for another.
     path = suite.path(f"full-{kind}.good")
@@ -64,8 +65,9 @@ def no_space(suite, kind):
     mount.stop()
 
 
-def removed(suite):
-    """A file that somebody removes, or puts another in its place, is no backup; what is there now stays."""
+def test_the_target_is_removed_or_replaced(suite):
+    """When another process removes or replaces the unfinished file, the job fails, and the
+    replacement stays."""
     mount, writers = busy(suite, "removed", "raw")
     for number, replaced in enumerate((False, True)):
         path = suite.path(f"removed.{number}")
@@ -86,7 +88,7 @@ def removed(suite):
     b.checked(part(path))
     refused = mount.cli("backup", "start", "d0", "--to", suite.path("removed.1"), check=False)
     r.message_of(refused, "removed.1.part is there", "may be replaced", code=(1,))
-    # What is replaced stays until then, also if that fails.
+    # A file that is to be replaced stays until the backup is complete, and stays if it fails.
     mount.cli("backup", "start", "d0", "--to", path, "--overwrite", *SLOW, "--job", "cut")
     mount.cli("job", "cancel", "cut")
     r.message_of(mount.cli("job", "wait", "cut", check=False), "cancelled", code=(1,))
@@ -99,10 +101,10 @@ def removed(suite):
     mount.stop()
 
 
-def hangs(suite):
-    """A target that takes nothing and fails nothing: writes wait for room, then the job is given up and they go on."""
+def test_a_target_that_hangs(suite):
+    """A target completes no request: writes wait for room until the job is given up."""
     size = 48 * MIB
-    # What can be held up: the target is a file that another daemon serves, and that one is stopped.
+    # The target is a file that another daemon serves, and that daemon is stopped (SIGSTOP).
     below = m.Mount(suite, "hangs-below", image=suite.image("hangs.img", size))
     mount = b.source(suite, "hangs", "ram", size, more=("--disk", f"name=t0,file={below.path}"))
     mount.cli("backup", "start", "d0", "--target", "t0", "--speed", "1M")
@@ -110,7 +112,7 @@ def hangs(suite):
     data = random.Random(7).randbytes(40 * MIB)
     below.child.suspend()
     try:
-        # More than what is kept in memory.
+        # More than the job keeps in memory.
         b.put(mount.path, 0, data)
         b.equal(b.contents(suite, mount.path, "raw")[: len(data)], data, "the disk")
     finally:
@@ -120,8 +122,8 @@ def hangs(suite):
     below.stop()
 
 
-def commands(suite):
-    """Cancel, pause, resume, speed, dismiss; what is refused meanwhile."""
+def test_cancel_pause_speed_dismiss(suite):
+    """Cancel, pause, resume, speed, dismiss; commands that are refused while the job runs."""
     mount, writers = busy(suite, "commands", "qcow2", more=("--disk", f"name=t0,format=ram,size={SIZE}", "--disk", f"name=d1,format=ram,size={SIZE}"))
     cli, daemon = mount.cli, mount.daemon
     path = suite.path("commands.backup")
@@ -141,7 +143,7 @@ def commands(suite):
     ):
         r.message_of(cli(*arguments, check=False), *words, code=(1,))
     r.require(not path.exists(), "a refused backup made a file")
-    # Paused it comes on by what is written over alone; without writers by nothing.
+    # A paused job copies only blocks that are written over. Without writers it copies nothing.
     writers.stop()
     cli("job", "pause", "backup0")
     r.require(b.job(daemon)["status"] == "paused", "a paused job is not shown so")
@@ -156,7 +158,7 @@ def commands(suite):
     r.require(shown["current-progress"] == shown["total-progress"] == SIZE, f"at its end it is {shown}")
     cli("job", "dismiss", "backup0")
     r.require(b.job(daemon) is None, "a dismissed job is there")
-    # No faster than it may go: never more than so much a second, a chunk at the beginning and at the end.
+    # It copies no faster than `--speed`, apart from a chunk at the beginning and at the end.
     start = time.monotonic()
     cli("backup", "start", "d0", "--to", path, "--speed", "4M", "--job", "slow")
     time.sleep(1.5)
@@ -170,8 +172,9 @@ def commands(suite):
     mount.stop()
 
 
-def export_goes(suite):
-    """The export goes while a job runs; the job goes on, as of its beginning. The disk stays while it does."""
+def test_the_export_goes_while_a_job_runs(suite):
+    """The export is removed while a job runs. The job completes with the disk as it was at its
+    start, and the disk cannot be removed before."""
     mount, writers = busy(suite, "goes", "raw")
     path = suite.path("goes.backup")
     # Before the writers' errors.
@@ -191,8 +194,10 @@ def export_goes(suite):
     mount.stop()
 
 
-def daemon_goes(suite, how):
-    """`quit`, or SIGTERM, with a job under way and guests' writes waiting: soon, and no backup is left."""
+@pytest.mark.parametrize("how", ("quit", "SIGTERM"))
+def test_the_daemon_ends_while_a_job_runs(suite, how):
+    """`quit` or SIGTERM while a job runs and guests' writes wait: the daemon ends soon, and leaves
+    no backup."""
     mount, writers = busy(suite, f"goes-{how}", "qcow2")
     path = suite.path(f"goes-{how}.backup")
     mount.cli("backup", "start", "d0", "--to", path, *SLOW)
@@ -208,12 +213,13 @@ def daemon_goes(suite, how):
     b.checked(mount.image)
 
 
-def killed(suite, kind, seed):
-    """kill -9 in the middle of backups: the disk has what was synced, and all goes on with the next daemon."""
-    rng = random.Random(seed)
+@pytest.mark.parametrize("kind", ("raw", "qcow2"))
+def test_kill_9_in_the_middle_of_backups(suite, kind, rand):
+    """After kill -9 in the middle of backups the disk has all synced writes, and the next daemon
+    serves it."""
     name = f"killed-{kind}"
     mount = b.source(suite, name, kind, SIZE)
-    b.put(mount.path, 0, rng.randbytes(SIZE))
+    b.put(mount.path, 0, rand.randbytes(SIZE))
     path = suite.path(f"{name}.backup")
     fd = os.open(mount.path, os.O_RDWR)
     os.fsync(fd)
@@ -221,14 +227,14 @@ def killed(suite, kind, seed):
     for kill in range(KILLS):
         more = ("--compress",) if kill % 2 else ()
         mount.cli("backup", "start", "d0", "--to", path, "--overwrite", "--speed", "16M", "--bitmap", "b0", *more)
-        end = time.monotonic() + rng.uniform(0.0, 0.8)
+        end = time.monotonic() + rand.uniform(0.0, 0.8)
         written = {}
         while time.monotonic() < end:
-            block, value = rng.randrange(SIZE // b.BLOCK), rng.randrange(1, 256)
+            block, value = rand.randrange(SIZE // b.BLOCK), rand.randrange(1, 256)
             os.pwrite(fd, bytes([value]) * b.BLOCK, block * b.BLOCK)
             written[block] = value
             synced.pop(block, None)
-            if rng.random() < 0.1:
+            if rand.random() < 0.1:
                 os.fsync(fd)
                 synced.update(written)
                 written = {}
@@ -249,16 +255,3 @@ def killed(suite, kind, seed):
     mount.cli("backup", "start", "d0", "--to", path, "--overwrite", "--wait")
     b.equal(b.contents(suite, path, "qcow2"), was, "the backup after the kills")
     mount.stop()
-
-
-def tests(suite):
-    for kind in ("raw", "qcow2"):
-        suite.test(f"no space in the target, {kind}", lambda k=kind: no_space(suite, k))
-    suite.test("the target is removed, or replaced", lambda: removed(suite))
-    suite.test("a target that hangs", lambda: hangs(suite))
-    suite.test("cancel, pause, speed, dismiss; what is refused meanwhile", lambda: commands(suite))
-    suite.test("the export goes while a job runs", lambda: export_goes(suite))
-    for how in ("quit", "SIGTERM"):
-        suite.test(f"{how} while a job runs", lambda h=how: daemon_goes(suite, h))
-    for kind in ("raw", "qcow2"):
-        suite.test(f"kill -9 {KILLS} times in the middle of backups, {kind}", lambda k=kind: killed(suite, k, 5))

@@ -2,49 +2,15 @@
 
 import json
 import os
-import random
 
 import backup_model as b
-import fuse_mount as m
+import pytest
 import rig as r
-from backup_model import MIB
-
-SIZE = 16 * MIB
+from backup_model import MIB, SIZE, Disk, small
 
 
-class Disk:
-    """A mounted disk and what it holds."""
-
-    def __init__(self, suite, name, kind, **more):
-        self.suite = suite
-        self.rng = random.Random(name)
-        self.mount = b.source(suite, name, kind, SIZE, **more)
-        self.cli = self.mount.cli
-        self.data = bytearray(SIZE)
-        self.write(MIB, self.rng.randbytes(6 * MIB))
-
-    def write(self, offset, data):
-        b.put(self.mount.path, offset, data)
-        self.data[offset : offset + len(data)] = data
-
-    def change(self):
-        """Writes, zeroes and discards here and there."""
-        for number in range(12):
-            offset = self.rng.randrange(SIZE - MIB)
-            length = self.rng.choice((1, 700, 4096, 70000, 300000))
-            if number % 3:
-                self.write(offset, self.rng.randbytes(length))
-                continue
-            offset, length = offset & ~4095, self.rng.randrange(1, 256) * 4096
-            with m.Opened(self.mount.path) as fd:
-                m.fallocate(fd, m.PUNCH if number % 2 else m.ZERO_RANGE, offset, length)
-            self.data[offset : offset + length] = bytes(length)
-
-    def backup(self, *arguments, check=True):
-        return self.cli("backup", "start", "d0", *arguments, "--wait", check=check)
-
-
-def chain(suite, kind):
+@pytest.mark.parametrize("kind", ("raw", "qcow2", "ram"))
+def test_full_and_three_incremental_backups(suite, kind):
     """Full, three rounds of incremental ones, each of which is the disk as it was."""
     name = f"chain-{kind}"
     disk = Disk(suite, name, kind)
@@ -67,7 +33,7 @@ def chain(suite, kind):
     disk.mount.stop()
 
 
-def onto_disk(suite):
+def test_an_incremental_backup_onto_the_disk_with_the_one_before(suite):
     """An incremental backup onto the disk that holds the one before."""
     target = b.create(suite.path("onto.target"), SIZE)
     disk = Disk(suite, "onto", "raw", more=("--disk", f"name=t0,format=qcow2,file={target}"))
@@ -82,8 +48,10 @@ def onto_disk(suite):
     b.equal(b.contents(suite, target, "qcow2"), was, "the disk that was copied to")
 
 
-def nothing_missed(suite, kind):
-    """After a cancelled and after a failed backup the bitmap still has all, and what came meanwhile."""
+@pytest.mark.parametrize("kind", ("raw", "qcow2"))
+def test_nothing_is_missed_after_backups_that_failed(suite, kind):
+    """After a cancelled and after a failed backup the bitmap has all blocks that were dirty before,
+    and those written meanwhile."""
     name = f"missed-{kind}"
     disk = Disk(suite, name, kind)
     full, nothing, last = (suite.path(f"{name}.{n}") for n in ("full", "nothing", "last"))
@@ -99,7 +67,7 @@ def nothing_missed(suite, kind):
             disk.write(8 * MIB, disk.rng.randbytes(3 * MIB))
         done = disk.cli("backup", "start", "d0", "--to", where, "--incremental", "b0", "--backing", full, *more)
         job = done.stdout.strip()
-        # Meanwhile, over what is dirty and what is not.
+        # Writes over dirty and over clean blocks while the job runs.
         disk.change()
         if how == "cancelled":
             busy = b.bitmap(disk.mount.daemon)
@@ -123,19 +91,7 @@ def nothing_missed(suite, kind):
     disk.mount.stop()
 
 
-def small(suite):
-    """A folder with room for 2 MiB."""
-    folder = suite.path("small")
-    if not folder.exists():
-        folder.mkdir()
-        done = r.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False)
-        if done.returncode != 0:
-            folder.rmdir()
-            raise r.Skipped(f"no tmpfs can be mounted: {done.stderr.strip()}")
-    return folder
-
-
-def bitmaps(suite):
+def test_bitmaps_merge_disable_clear_resize(suite):
     """Merged, disabled, cleared, of their own granularity; the disk's size may change."""
     disk = Disk(suite, "bitmaps", "raw")
     cli, daemon = disk.cli, disk.mount.daemon
@@ -165,8 +121,8 @@ def bitmaps(suite):
 STATES = ("running", "pending", "concluded")
 
 
-def by_qmp(suite):
-    """As QEMU's storage daemon is asked for it: disks added as targets, jobs, bitmaps, events."""
+def test_by_qmp_and_its_events(suite):
+    """With the commands of QEMU's storage daemon: targets, jobs, bitmaps, events."""
     disk = Disk(suite, "qmp", "raw")
     qmp = b.Qmp(disk.mount.daemon)
     for number in range(2):
@@ -183,7 +139,7 @@ def by_qmp(suite):
     qmp.call("job-dismiss", id="full")
     r.require(qmp.call("query-jobs") == [], "a dismissed job is listed")
     was = [bytes(disk.data)]
-    # t1 has what t0 has, but for what the bitmap says.
+    # t1 gets the contents of t0. The bitmap says where the disk differs.
     qmp.call("blockdev-backup", job_id="again", device="d0", target="t1", sync="full")
     qmp.until("BLOCK_JOB_COMPLETED", "again")
     r.require(qmp.call("query-jobs") == [], "a job that dismisses itself is listed")
@@ -220,7 +176,7 @@ def by_qmp(suite):
 
 
 def refused_by_qmp(qmp):
-    """What QEMU has and we have not is refused by name."""
+    """Arguments that only QEMU has are refused by name."""
     for more, word in (
         ({"sync": "top"}, "sync"),
         ({"sync": "incremental"}, "bitmap"),
@@ -237,13 +193,3 @@ def refused_by_qmp(qmp):
     qmp.call("blockdev-backup", device="d0", target="none", sync="full", error="none")
     qmp.call("job-cancel", id="none", error="there is no job none")
     qmp.call("block-dirty-bitmap-clear", node="d0", name="none", error="has no bitmap none")
-
-
-def tests(suite):
-    for kind in ("raw", "qcow2", "ram"):
-        suite.test(f"full and three incremental backups, {kind}", lambda k=kind: chain(suite, k))
-    suite.test("an incremental backup onto the disk with the one before", lambda: onto_disk(suite))
-    for kind in ("raw", "qcow2"):
-        suite.test(f"nothing is missed after backups that failed, {kind}", lambda k=kind: nothing_missed(suite, k))
-    suite.test("bitmaps: merge, disable, clear, resize", lambda: bitmaps(suite))
-    suite.test("by QMP, and its events", lambda: by_qmp(suite))
