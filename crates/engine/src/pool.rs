@@ -469,7 +469,7 @@ impl Workers {
         )))
     }
 
-    /// Undoes one [`settle`](Self::settle).
+    /// Undoes one [`reserve`](Self::reserve).
     pub fn release(&self, id: WorkerId) {
         if let Some(entry) = self.list().by_id.get_mut(&id) {
             debug_assert!(entry.reserved > 0);

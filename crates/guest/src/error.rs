@@ -79,7 +79,7 @@ impl std::error::Error for Error {
     }
 }
 
-/// An [`Error`](crate::error::Error) of a kind, with a formatted message.
+/// An [`Error`] of a kind, with a formatted message.
 #[macro_export]
 macro_rules! fail {
     ($kind:ident, $($arg:tt)*) => { $crate::error::Error::new($crate::error::Kind::$kind, format!($($arg)*)) };

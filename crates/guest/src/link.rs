@@ -1,6 +1,6 @@
 //! Interfaces of the host: taps, packet sockets, counters, and a network namespace of our own.
 //!
-//! What measures a network ([`crate::net`], [`crate::tap`], [`crate::kernel`]) plays the host's side with it. A few
+//! What measures a network ([`crate::net`], [`crate::kernel`]) plays the host's side with it. A few
 //! ioctls, and none of the server's code.
 
 mod packet;

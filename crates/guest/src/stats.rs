@@ -88,13 +88,13 @@ impl Ops {
         self.ios += 1;
         self.bytes += u64::from(bytes);
         if latency_ns != self.run_ns {
-            self.reserve();
+            self.settle();
             self.run_ns = latency_ns;
         }
         self.run += 1;
     }
 
-    fn reserve(&mut self) {
+    fn settle(&mut self) {
         if self.run > 0 {
             // Cannot fail: the value is within bounds by the clamp.
             let _ = self.latency.record_n(self.run_ns.clamp(1, LATENCY_NS_MAX), self.run);
@@ -104,8 +104,8 @@ impl Ops {
 
     /// Adds what another queue counted.
     pub fn add(&mut self, other: &mut Ops) {
-        self.reserve();
-        other.reserve();
+        self.settle();
+        other.settle();
         self.ios += other.ios;
         self.bytes += other.bytes;
         // Cannot fail: both have the same bounds.

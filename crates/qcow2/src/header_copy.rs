@@ -125,7 +125,7 @@ impl HeaderCopy {
     ///
     /// # Errors
     /// `TimedOut`. It is not known then what is in the image.
-    pub(crate) fn reserve(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
+    pub(crate) fn settle(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
         let mut state = self.lock();
         let Some((write, again)) = state.end(number) else { return Ok(None) };
         self.over.notify_all();
@@ -197,15 +197,15 @@ mod tests {
         let first = first();
         let (_, early) = first.set_generation(1);
         let late = first.set_size(4 << 20).1;
-        assert_eq!(first.reserve(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(first.settle(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
         let (bytes, size) = first.set_size(5 << 20);
         std::thread::scope(|scope| {
-            let control = scope.spawn(|| first.reserve(size, Duration::from_secs(600)).unwrap());
+            let control = scope.spawn(|| first.settle(size, Duration::from_secs(600)).unwrap());
             let (again, request) = first.ended(early).unwrap();
             assert_eq!((size_in(&again), &again), (5 << 20, &bytes));
             let (again, size) = control.join().unwrap().expect("the flush's write may have come later");
             assert_eq!(again, bytes);
-            assert_eq!(first.reserve(size, NO_TIME).unwrap(), None);
+            assert_eq!(first.settle(size, NO_TIME).unwrap(), None);
             assert_eq!(first.ended(request), None);
         });
     }

@@ -129,7 +129,7 @@ impl OverlapCheck {
         if let Err(e) = self.add_range(what, cluster, cluster + 1)
             && self.mark_corrupt(e.to_string())
         {
-            self.reserve(false);
+            self.settle(false);
         }
     }
 
@@ -177,7 +177,7 @@ impl OverlapCheck {
     }
 
     /// Who was the first to find it has marked the image, or could not.
-    pub(crate) fn reserve(&self, marked: bool) {
+    pub(crate) fn settle(&self, marked: bool) {
         let _ = self.marked.set(marked);
     }
 

@@ -368,7 +368,7 @@ impl Served {
                 first.failed(copied.1);
                 break e;
             }
-            match first.reserve(copied.1, FIRST_WAIT) {
+            match first.settle(copied.1, FIRST_WAIT) {
                 Ok(Some(newer)) => copied = newer,
                 Ok(None) => return Ok(()),
                 Err(e) => break e,

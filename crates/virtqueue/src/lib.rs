@@ -2,9 +2,9 @@
 //! worker that owns some of them.
 //!
 //! A worker holds `Box<dyn Queue>` and knows no virtqueue. A front end gets such a queue back when it takes the queue off its
-//! worker, or sees it on its worker during [`QueueSet::run_on`](vshunt_engine::QueueSet::run_on). [`owner`] then finds the
+//! worker, or sees it on its worker during [`QueueSet::run_on`](vshunt_engine::QueueSet::run_on). [`owner()`] then finds the
 //! queue's [`VirtqueueOwner`]. This costs nothing on the data path: each queue names its cast once, in
-//! [`Queue::extension`].
+//! [`Queue::extension`](vshunt_engine::Queue::extension).
 //!
 //! What must never happen: a ring changed while its queue is on a worker, from another thread than that worker's.
 //!

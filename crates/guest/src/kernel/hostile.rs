@@ -265,7 +265,7 @@ impl Hostile<'_> {
             self.meddle(q, at);
         }
         if !plain {
-            self.reserve(q)?;
+            self.settle(q)?;
             self.counts.settled += offered.len() as u64;
             return self.restart(q);
         }
@@ -369,7 +369,7 @@ impl Hostile<'_> {
     }
 
     /// Waits until the device has done what it will do: the ring is broken, or nothing moves and nothing is in flight.
-    fn reserve(&mut self, q: usize) -> Result<()> {
+    fn settle(&mut self, q: usize) -> Result<()> {
         let deadline = Instant::now() + self.plan.patience;
         let (mut last, mut quiet) = (None, 0);
         while quiet < 3 {

@@ -1,6 +1,6 @@
 //! Loops through two uplinks of a switch: sending of probes, and blocking of an uplink whose probe came back.
 //!
-//! See [`probe`](super::probe) for the frames. The uplink with the higher number is blocked for as long as probes come.
+//! See `probe` for the frames. The uplink with the higher number is blocked for as long as probes come.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering::Relaxed;

@@ -167,7 +167,7 @@ impl Request {
         let image = cx.chain.top();
         let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
         // What is written is clean from here on, so that a failure below does not make it dirty again.
-        run.reserve(image, true);
+        run.settle(image, true);
         // Twice, if nobody is under way that began before.
         image.epochs.advance();
         image.epochs.advance();
@@ -237,7 +237,7 @@ impl Request {
     pub(super) fn abandon_flush(&mut self, cx: &mut Context<'_>) {
         let Some(mut run) = self.flush.take().and_then(|f| f.run) else { return };
         let image = cx.chain.top();
-        run.reserve(image, false);
+        run.settle(image, false);
         let mut alloc = image.alloc.locked();
         alloc.failed_flush(run.number);
         let (start, count, _) = run.back;
@@ -352,7 +352,7 @@ impl Run {
     }
 
     /// What was taken was written, or goes back.
-    fn reserve(&mut self, image: &Served, done: bool) {
+    fn settle(&mut self, image: &Served, done: bool) {
         if let Some(journal) = image.journal.as_ref().filter(|_| done) {
             journal.forget(self.mark);
         }

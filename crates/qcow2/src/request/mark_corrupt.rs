@@ -118,7 +118,7 @@ impl Request {
     /// The mark is made, or cannot be.
     pub(super) fn marked(&self, yes: bool, cx: &Context<'_>) {
         if let Some(overlap) = &cx.chain.top().overlap {
-            overlap.reserve(yes);
+            overlap.settle(yes);
         }
     }
 

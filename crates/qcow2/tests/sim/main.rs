@@ -244,7 +244,7 @@ impl Sim {
         if shape.below {
             for (i, sector) in below.chunks_mut(SECTOR).enumerate() {
                 fill(sector, 0x4000_0000 + i as u32);
-                model.reserve(i, 0x4000_0000 + i as u32, 1);
+                model.settle(i, 0x4000_0000 + i as u32, 1);
             }
         }
         let files = [File::of(blank(&shape)), File::of(below), File::default()];
@@ -547,7 +547,7 @@ impl Sim {
             let value = value_of(bytes);
             let value = value.unwrap_or_else(|| panic!("a torn sector {sector}: {:?}", &bytes[..16]));
             assert!(may(&self.model, sector, value, now), "{value:#x} {what} in sector {sector}");
-            self.model.reserve(sector, value, now);
+            self.model.settle(sector, value, now);
         }
         self.model.flushed(now, now);
     }

@@ -64,7 +64,7 @@ impl Model {
     }
 
     /// What was found after a crash, or with nothing under way, is what is there.
-    pub(crate) fn reserve(&mut self, sector: usize, value: u32, now: Time) {
+    pub(crate) fn settle(&mut self, sector: usize, value: u32, now: Time) {
         self.sectors[sector] = VecDeque::from([Write { value, begin: now, end: now, weak: false }]);
     }
 

@@ -116,7 +116,7 @@ impl PackedTrack {
             return Ok(Recovered { track, replays: Vec::new(), used, taken: 0 });
         }
         // SAFETY: the caller upholds this function's contract, which is the same.
-        let used = unsafe { track.reserve(size, desc)? };
+        let used = unsafe { track.settle(size, desc)? };
         let replays = track.list(size)?;
         let taken = replays.iter().map(|r| r.head.descs).sum();
         // SAFETY: the caller upholds this function's contract, which is the same.
@@ -178,7 +178,7 @@ impl PackedTrack {
     ///
     /// # Safety
     /// As [`recover`](Self::recover).
-    unsafe fn reserve(&mut self, size: u16, desc: *mut u8) -> Result<Pos, InflightError> {
+    unsafe fn settle(&mut self, size: u16, desc: *mut u8) -> Result<Pos, InflightError> {
         // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         let (lists, positions) =
             unsafe { (raw::get_u64(self.base.add(LISTS_AT)), raw::get_u64(self.base.add(POSITIONS_AT))) };
