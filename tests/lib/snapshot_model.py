@@ -1,4 +1,4 @@
-"""What the tests of snapshots and commits share: images, a daemon with one disk, writers whose writes are numbered."""
+"""What the tests of snapshots and commits share: images, a daemon with one disk, numbered writes."""
 
 import contextlib
 import hashlib
@@ -40,23 +40,6 @@ def flat(path, form, to):
 
 def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def mounts():
-    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        raise r.Skipped("mounting needs root and /dev/fuse")
-
-
-def marks(folder):
-    """Marks are extended attributes."""
-    probe = folder / "probe"
-    probe.touch()
-    try:
-        os.setxattr(probe, OVERLAY, b"x")
-    except OSError as e:
-        raise r.Skipped(f"the file system of {folder} has no extended attributes ({e})") from e
-    finally:
-        probe.unlink()
 
 
 def image(rig, name, form, size=32):
@@ -107,8 +90,8 @@ class Disk:
 
 
 class Writer:
-    """Writes numbered blocks to a file, one after the other, so that a point in time is a number: a disk that was copied at
-    one has all writes up to it and none after."""
+    """Writes numbered blocks to a file, one after the other, so that a point in time is a number.
+    A copy of the disk at that time has all writes up to the number and none after it."""
 
     def __init__(self, path, lane=0, lanes=1, seed=0, first=1):
         self.fd = os.open(path, os.O_RDWR)
@@ -169,7 +152,8 @@ def number_of(block):
 
 
 def point_in_time(path, writers, least):
-    """A raw file is one point in time of each writer, and no earlier than `least`; which it is."""
+    """Requires that a raw file is one point in time of each writer, no earlier than `least`. Returns
+    these points."""
     found, data = [], path.read_bytes()
     for writer, at_least in zip(writers, least):
         lane = range(writer.lane, len(data) // BLOCK, writer.lanes)

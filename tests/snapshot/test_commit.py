@@ -1,19 +1,19 @@
-"""The part of tests/snapshot about overlays that are committed to the image below while they are used."""
+"""Overlays that are committed to the image below while the disk is in use."""
 
 import json
 import os
-import random
 import shutil
 import time
 
+import pytest
 import rig as r
-from snapshot_model import BLOCK, MIB, Disk, Writer, bench, checked, flat, image, marks, mounts, point_in_time
+from snapshot_model import Disk, Writer, bench, checked, flat, image, point_in_time
 
 
-def committed(rig, form):
-    """An overlay is committed under load: the image below has all of it then, the disk goes on there, and the old overlay is
-    refused."""
-    mounts()
+@pytest.mark.parametrize("form", ("raw", "qcow2"))
+def test_committed_under_load_mounted(rig, mounts, form):
+    """An overlay is committed under load. The image below then has all writes and becomes the disk's
+    image, and the old overlay is refused."""
     base = image(rig, f"commit-{form}", form)
     disk = Disk(rig, base, form, name=f"commit-{form}")
     writers = [Writer(disk.file, lane, 2) for lane in range(2)]
@@ -25,7 +25,7 @@ def committed(rig, form):
         if turn == 0:
             disk.cli("commit", "d0", "--wait", timeout_s=120)
         else:
-            # As QEMU's clients ask for it; it is dismissed by itself.
+            # The command of QEMU's clients. This job is dismissed automatically.
             disk.cli("qmp", "block-commit", json.dumps({"device": "d0", "job-id": "c1", "speed": 0}))
             r.wait_for("the commit is over", lambda: "c1" not in disk.cli("job", "list").stdout, 120)
         r.require(disk.shown() == (form, str(base)), f"listed as {disk.shown()}")
@@ -44,8 +44,8 @@ def committed(rig, form):
     again.quit()
 
 
-def committed_by_socket(rig):
-    """Under verified load with discards and zeroes; the job's queue and the disk's move meanwhile."""
+def test_committed_under_load_by_socket(rig):
+    """Under verified load with discards and zeroes. The job's queue and the disk's queues move."""
     base = image(rig, "csock", "qcow2", 64)
     disk = Disk(rig, base, "qcow2", name="csock", fuse=False, socket=True)
     load = bench(rig, disk, "csock-bench", "--range", "48M")
@@ -69,9 +69,8 @@ def committed_by_socket(rig):
     checked(base)
 
 
-def commit_ends(rig):
-    """A commit that is cancelled, killed or refused leaves the disk in its overlay, with all that was written."""
-    mounts()
+def test_a_commit_that_is_cancelled_or_killed(rig, mounts):
+    """After a cancelled, killed or refused commit the disk is in its overlay, with all writes."""
     base = image(rig, "cends", "qcow2")
     disk = Disk(rig, base, "qcow2", name="cends")
     r.message_of(disk.cli("commit", "d0", check=False), "stands on no image", base.name)
@@ -80,7 +79,7 @@ def commit_ends(rig):
     overlay = rig.dir / "cends-over.qcow2"
     disk.snapshot(overlay)
     time.sleep(0.5)
-    # Others who read the image below would see it change.
+    # Another reader of the image below would see it change.
     reader = r.Daemon(rig, "--disk", f"name=ro,format=qcow2,file={base},readonly=on", name="cends-reader")
     r.message_of(disk.cli("commit", "d0", check=False), base.name, "in use")
     r.require(reader.child.stop() == 0, reader.child.tail())
@@ -105,45 +104,3 @@ def commit_ends(rig):
     again.quit()
     checked(base)
     point_in_time(flat(base, "qcow2", rig.dir / "flat.raw"), [writer], [len(writer.log)])
-
-
-def commit_killed(rig, seed, rounds=8):
-    """kill -9 at random points of a commit: by one of its two names the disk has all that was written."""
-    mounts()
-    marks(rig.dir)
-    rng = random.Random(seed)
-    base, synced, switched = image(rig, "ckill", "raw"), {}, 0
-    path, form = base, "raw"
-    for turn in range(rounds):
-        disk = Disk(rig, path, form, name=f"ckill{turn}")
-        if form == "raw":
-            overlay = rig.dir / f"ckill-{turn}.qcow2"
-            disk.snapshot(overlay)
-        with open(disk.file, "r+b", buffering=0) as f:
-            for _ in range(20):
-                block, value = rng.randrange(32 * MIB // BLOCK), rng.randrange(1, 256)
-                os.pwrite(f.fileno(), bytes([value]) * BLOCK, block * BLOCK)
-                synced[block] = value
-            os.fsync(f.fileno())
-        disk.cli("commit", "d0", "--speed", "max")
-        time.sleep(rng.random() * rng.choice((0.02, 0.1, 0.4)))
-        disk.kill()
-        # The overlay first. It is refused only if the image below has it all.
-        argv = [r.binary("vshunt"), "serve", "--disk", f"name=d0,format=qcow2,file={overlay}", "--control", rig.dir / f"ctry{turn}.ctl"]
-        child = r.Child(rig, f"ctry{turn}", argv)
-        r.wait_for("it serves or ends", lambda c=child: not c.running() or "serving" in c.output())
-        if child.running():
-            r.require(child.stop() == 0, child.tail())
-            path, form = overlay, "qcow2"
-            checked(path, leaks=True)
-        else:
-            r.require("committed" in child.output(), child.tail())
-            switched += 1
-            path, form = base, "raw"
-        disk = Disk(rig, path, form, name=f"clook{turn}")
-        with open(disk.file, "rb", buffering=0) as f:
-            for block, value in synced.items():
-                got = os.pread(f.fileno(), BLOCK, block * BLOCK)
-                r.require(got == bytes([value]) * BLOCK, f"turn {turn}: block {block} is {got[:2]!r}, not {value}")
-        disk.quit()
-    rig.say(f"{switched} of {rounds} came after the switch")
