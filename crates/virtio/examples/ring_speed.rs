@@ -1,5 +1,6 @@
-//! What the device side of a ring costs, in nanoseconds a request: chains of three descriptors, taken, translated,
-//! given back and published in batches of 32, everything hot. Beside it, crate `virtio-queue` doing the same.
+//! Measures the cost of the device side of a ring in nanoseconds for each request, and that of
+//! crate `virtio-queue` for comparison. Chains of three descriptors are taken, translated, returned
+//! and published in batches of 32. All memory is in the cache.
 //!
 //! `cargo run --release -p virtio --example ring_speed`
 
@@ -17,7 +18,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 
 /// Requests between two publications.
 const BATCH: usize = 32;
-/// Batches on the ring before it is refilled, outside of the measured time.
+/// Batches on the ring before it is refilled, which is not measured.
 const BATCHES: usize = 10;
 const CHAINS: usize = BATCH * BATCHES;
 const ROUNDS: usize = 20_000;
@@ -29,7 +30,7 @@ const TABLES: u64 = 0x8_0000;
 const BUFFERS: u64 = 0x10_0000;
 const SIZE: u64 = 0x100_0000;
 
-/// A guest whose rings and buffers lie in one region at address 0.
+/// A guest whose rings and buffers are in one region at address 0.
 struct Guest {
     vm: GuestMemoryMmap,
     base: *mut u8,
@@ -78,7 +79,7 @@ impl Guest {
         self.put(at + 14, next.unwrap_or(0));
     }
 
-    /// Fills a split ring: chains one after the other, or one descriptor each and a table.
+    /// Fills a split ring: chains one after the other, or one descriptor and one table for each.
     fn fill_split(&self, size: u64, indirect: bool) {
         for chain in 0..CHAINS {
             let head = (chain * 3) as u16;
@@ -127,7 +128,8 @@ impl Guest {
     }
 }
 
-/// Nanoseconds a request: the median of many short rounds, and the best, which is what an idle machine would show.
+/// Nanoseconds for each request: the median of many short rounds, and the best one, which an idle
+/// machine would show.
 #[derive(Clone, Copy)]
 struct Cost {
     median: f64,
@@ -147,7 +149,7 @@ fn measure(mut round: impl FnMut(usize) -> Duration) -> Cost {
     Cost { median: spent[spent.len() / 2], best: spent[0] }
 }
 
-/// One batch through a ring of ours.
+/// Runs one batch through a ring of this crate.
 #[inline(never)]
 fn serve(ring: &mut DeviceRing, mem: &GuestMemory, chain: &mut Chain, heads: &mut [Head; BATCH]) {
     for head in heads.iter_mut() {
@@ -172,7 +174,7 @@ fn ours(guest: &Guest, features: RingFeatures, tracked: bool) -> Cost {
     if !features.packed {
         guest.fill_split(size.into(), features.indirect);
     }
-    // SAFETY: the areas lie in the guest, which outlives the ring; no one else uses them.
+    // SAFETY: the areas are in the guest, which outlives the ring, and nothing else uses them.
     let mut ring = unsafe { DeviceRing::new(size, features, guest.addrs(), base) }.expect("a good ring");
     let mut region = vec![0u64; inflight_queue_size(size, features.packed) / 8];
     if tracked {
@@ -183,7 +185,7 @@ fn ours(guest: &Guest, features: RingFeatures, tracked: bool) -> Cost {
         assert!(replays.is_empty());
     }
     let (mut chain, mut heads) = (Chain::new(), [Head::default(); BATCH]);
-    // SAFETY: the available index lies in the guest.
+    // SAFETY: the available index is in the guest.
     let avail = unsafe { AtomicU16::from_ptr(guest.addrs().driver.add(2).cast()) };
     measure(|round| {
         if features.packed {
@@ -211,7 +213,7 @@ fn virtio_queue(guest: &Guest, indirect: bool, event_idx: bool) -> Cost {
     queue.try_set_avail_ring_address(GuestAddress(DRIVER)).expect("aligned");
     queue.try_set_used_ring_address(GuestAddress(DEVICE)).expect("aligned");
     queue.set_ready(true);
-    // SAFETY: the available index lies in the guest.
+    // SAFETY: the available index is in the guest.
     let avail = unsafe { AtomicU16::from_ptr(guest.addrs().driver.add(2).cast()) };
     let mut heads = [0; BATCH];
     measure(|_| {

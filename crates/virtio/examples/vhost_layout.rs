@@ -1,6 +1,7 @@
-//! Prints `virtio::vhost` as assertions in C, for a compiler to hold against the kernel's headers:
+//! Prints `virtio::vhost` as assertions in C, which a compiler checks against the kernel's headers:
 //!
-//! cargo run -p virtio --example vhost_layout | cc -fsyntax-only -x c -I kmod/vhost_blk/include/uapi -
+//! cargo run -p virtio --example vhost_layout | cc -fsyntax-only -x c -I
+//! kmod/vhost_blk/include/uapi -
 
 use std::mem::{offset_of, size_of};
 

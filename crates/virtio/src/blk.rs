@@ -1,8 +1,8 @@
-//! virtio-blk formats (Virtio 1.3, 5.2): feature bits, request types, status codes, the configuration space, and
-//! cutting a request's header and status byte off its data.
+//! virtio-blk formats (Virtio 1.3, 5.2): feature bits, request types, status codes, the
+//! configuration space, and the parsing of a request's header and status byte.
 //!
-//! Called by the block queue for each request. A driver may split header and data at will (2.7.4, 5.2.6.2): nothing
-//! here assumes that a buffer starts or ends where a field does.
+//! The block queue calls it for each request. A driver may split header and data at any position
+//! (2.7.4, 5.2.6.2), so nothing here assumes that a buffer starts or ends with a field.
 
 use crate::bits::{low_u32, words};
 use crate::mem;
@@ -14,7 +14,7 @@ use alloc::vec::Vec;
 pub const VIRTIO_BLK_F_SIZE_MAX: u32 = 1;
 /// The largest number of segments is in `seg_max`.
 pub const VIRTIO_BLK_F_SEG_MAX: u32 = 2;
-/// Geometry is given.
+/// There is a geometry.
 pub const VIRTIO_BLK_F_GEOMETRY: u32 = 4;
 /// The disk is read-only.
 pub const VIRTIO_BLK_F_RO: u32 = 5;
@@ -22,7 +22,7 @@ pub const VIRTIO_BLK_F_RO: u32 = 5;
 pub const VIRTIO_BLK_F_BLK_SIZE: u32 = 6;
 /// [`VIRTIO_BLK_T_FLUSH`] is supported.
 pub const VIRTIO_BLK_F_FLUSH: u32 = 9;
-/// Topology is given.
+/// There is a topology.
 pub const VIRTIO_BLK_F_TOPOLOGY: u32 = 10;
 /// The driver can switch the cache between write-back and write-through.
 pub const VIRTIO_BLK_F_CONFIG_WCE: u32 = 11;
@@ -43,22 +43,22 @@ pub const VIRTIO_BLK_F_ZONED: u32 = 17;
 pub const VIRTIO_BLK_T_IN: u32 = 0;
 /// Write.
 pub const VIRTIO_BLK_T_OUT: u32 = 1;
-/// Make what was written stable.
+/// Make written data stable.
 pub const VIRTIO_BLK_T_FLUSH: u32 = 4;
 /// Read the device's id string.
 pub const VIRTIO_BLK_T_GET_ID: u32 = 8;
 /// Read the device's wear.
 pub const VIRTIO_BLK_T_GET_LIFETIME: u32 = 10;
-/// Forget sectors.
+/// Discard sectors.
 pub const VIRTIO_BLK_T_DISCARD: u32 = 11;
 /// Write zeroes.
 pub const VIRTIO_BLK_T_WRITE_ZEROES: u32 = 13;
-/// Erase sectors for good.
+/// Erase sectors irrecoverably.
 pub const VIRTIO_BLK_T_SECURE_ERASE: u32 = 14;
 
-/// Done.
+/// The request was carried out.
 pub const VIRTIO_BLK_S_OK: u8 = 0;
-/// Failed, by the device or the driver.
+/// The device or the driver caused an error.
 pub const VIRTIO_BLK_S_IOERR: u8 = 1;
 /// The request's type is not supported.
 pub const VIRTIO_BLK_S_UNSUPP: u8 = 2;
@@ -72,11 +72,11 @@ pub const BLK_HDR_LEN: usize = 16;
 pub const BLK_ID_LEN: usize = 20;
 /// Bytes of one [`Range`].
 pub const BLK_RANGE_LEN: usize = 16;
-/// Bytes of a sector: the unit of `sector` and `capacity`, whatever `blk_size` is.
+/// Bytes of a sector, the unit of `sector` and `capacity` whatever `blk_size` is.
 pub const SECTOR_SIZE: u64 = 512;
 
-/// The device configuration space up to and without `zoned` (5.2.4). Numbers are in the host's order here and
-/// little-endian in [`as_bytes`](Self::as_bytes).
+/// The device configuration space up to `zoned`, which is not included (5.2.4). Numbers have the
+/// host's byte order here, and are little-endian in [`as_bytes`](Self::as_bytes).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlkConfig {
@@ -90,13 +90,13 @@ pub struct BlkConfig {
     pub cylinders: u16,
     /// Geometry: heads.
     pub heads: u8,
-    /// Geometry: sectors a track.
+    /// Geometry: sectors for each track.
     pub sectors: u8,
     /// Block size in bytes.
     pub blk_size: u32,
     /// Topology: logical blocks in a physical one, as a power of two.
     pub physical_block_exp: u8,
-    /// Topology: logical block where the first physical one starts.
+    /// Topology: the logical block where the first physical one starts.
     pub alignment_offset: u8,
     /// Topology: smallest good I/O size in logical blocks.
     pub min_io_size: u16,
@@ -112,7 +112,7 @@ pub struct BlkConfig {
     pub max_discard_sectors: u32,
     /// Most ranges in a discard.
     pub max_discard_seg: u32,
-    /// What a discard range is to be aligned to, in sectors.
+    /// Alignment of discard ranges in sectors.
     pub discard_sector_alignment: u32,
     /// Most sectors in a write-zeroes range.
     pub max_write_zeroes_sectors: u32,
@@ -126,18 +126,18 @@ pub struct BlkConfig {
     pub max_secure_erase_sectors: u32,
     /// Most ranges in a secure erase.
     pub max_secure_erase_seg: u32,
-    /// What a secure-erase range is to be aligned to, in sectors.
+    /// Alignment of secure-erase ranges in sectors.
     pub secure_erase_sector_alignment: u32,
 }
 
 /// Bytes of [`BlkConfig`].
 pub const BLK_CONFIG_LEN: usize = size_of::<BlkConfig>();
-/// The offset of `writeback`, the one field that a driver writes.
+/// The offset of `writeback`, the only field that a driver writes.
 pub const BLK_CONFIG_WRITEBACK_AT: usize = core::mem::offset_of!(BlkConfig, writeback);
 const _: () = assert!(BLK_CONFIG_LEN == 72 && BLK_CONFIG_WRITEBACK_AT == 32);
 
 impl BlkConfig {
-    /// The configuration space as the driver reads it.
+    /// Returns the configuration space as the driver reads it.
     pub fn as_bytes(&self) -> [u8; BLK_CONFIG_LEN] {
         let mut bytes = [0; BLK_CONFIG_LEN];
         let mut rest = bytes.iter_mut();
@@ -190,21 +190,22 @@ impl Header {
         Self { kind: low_u32(word), ioprio: low_u32(word >> 32), sector }
     }
 
-    /// The header's bytes.
+    /// Returns the header's bytes.
     #[inline]
     pub fn to_bytes(self) -> [u8; BLK_HDR_LEN] {
         (u128::from(self.kind) | u128::from(self.ioprio) << 32 | u128::from(self.sector) << 64).to_le_bytes()
     }
 }
 
-/// One range of a discard, write-zeroes or secure erase (5.2.6, `struct virtio_blk_discard_write_zeroes`).
+/// One range of a discard, write-zeroes or secure erase (5.2.6, `struct
+/// virtio_blk_discard_write_zeroes`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// First sector.
     pub sector: u64,
     /// Number of sectors.
     pub num_sectors: u32,
-    /// [`VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`], the rest reserved.
+    /// [`VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`]; the other bits are reserved.
     pub flags: u32,
 }
 
@@ -216,54 +217,56 @@ impl Range {
     }
 }
 
-/// A request whose header was read and whose data was cut out.
+/// A request whose header was parsed and whose data segments were found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// `VIRTIO_BLK_T_*`, or something unknown.
+    /// `VIRTIO_BLK_T_*`, or an unknown type.
     pub kind: u32,
     /// First sector.
     pub sector: u64,
-    /// Whether the data is written by the device: for reads, ids, and what is unknown.
+    /// Whether the device writes the data: for reads, ids, and unknown types.
     pub writable: bool,
     /// Bytes of data.
     pub data_len: u64,
-    /// Where the status goes: the last device-writable byte.
+    /// The address of the status: the last device-writable byte.
     pub status: *mut u8,
 }
 
-// SAFETY: an address without access. Code that writes the status keeps the memory table alive, on any thread.
+// SAFETY: the value is an address without access. Code that writes the status keeps the memory
+// table alive, on any thread.
 unsafe impl Send for Request {}
 
 /// Why a request cannot be carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("bad request: {reason}")]
 pub struct BadRequest {
-    /// Where [`VIRTIO_BLK_S_IOERR`] can be reported, if anywhere.
+    /// The address where [`VIRTIO_BLK_S_IOERR`] can be reported, if there is one.
     pub status: Option<*mut u8>,
-    /// What is wrong.
+    /// The reason.
     pub reason: BadReason,
 }
 
-// SAFETY: an address without access. Code that writes the status keeps the memory table alive, on any thread.
+// SAFETY: the value is an address without access. Code that writes the status keeps the memory
+// table alive, on any thread.
 unsafe impl Send for BadRequest {}
-// SAFETY: it is only data.
+// SAFETY: the value is only data.
 unsafe impl Sync for BadRequest {}
 
 /// What is wrong with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadReason {
-    /// The chain is faulty.
+    /// The chain has a fault.
     #[error(transparent)]
     Chain(crate::ring::ChainFault),
-    /// Fewer device-readable bytes than a header.
+    /// There are fewer device-readable bytes than a header has.
     #[error("no room for a header")]
     Header,
-    /// No device-writable byte.
+    /// There is no device-writable byte.
     #[error("no room for a status")]
     Status,
 }
 
-/// Whether a request's data is device-readable.
+/// Returns whether a request's data is device-readable.
 const fn reads_data(kind: u32) -> bool {
     matches!(
         kind,
@@ -271,15 +274,16 @@ const fn reads_data(kind: u32) -> bool {
     )
 }
 
-/// Reads the header off `chain`, finds the status byte, and puts the data's segments into `data`, which is cleared
-/// first. Allocates nothing once `data` is warm. Buffers of the direction that the request's type has no use for are
-/// ignored.
+/// Parses the header of `chain`, finds the status byte, and puts the data's segments into `data`,
+/// which is cleared first.
 ///
-/// `chain` must come from [`DeviceRing::pop`](crate::ring::DeviceRing::pop) or its like, and the memory that it was
-/// popped with must be alive: its segments are followed.
+/// Allocates nothing once `data` has grown. Buffers of the direction that the request's type does
+/// not use are ignored. `chain` must come from [`DeviceRing::pop`](crate::ring::DeviceRing::pop) or
+/// a similar method, and the memory table that it was popped with must be alive, because its
+/// segments are accessed.
 ///
 /// # Errors
-/// The chain is faulty, or has no room for a header or status.
+/// The chain has a fault, or no room for a header or status.
 #[inline]
 pub fn split_request(chain: &Chain, data: &mut Vec<Seg>) -> Result<Request, BadRequest> {
     data.clear();
@@ -306,7 +310,7 @@ pub fn split_request(chain: &Chain, data: &mut Vec<Seg>) -> Result<Request, BadR
         add(first);
         rest.iter().copied().for_each(add);
     } else {
-        // All but the last byte; `status` says that there is one.
+        // All bytes except the last one. `status` says that there is one.
         let end = writable.iter().rposition(|seg| seg.len != 0).unwrap_or(0);
         for (i, &seg) in writable.iter().enumerate().take(end + 1) {
             add(Seg { len: seg.len - u32::from(i == end), ..seg });
@@ -315,20 +319,21 @@ pub fn split_request(chain: &Chain, data: &mut Vec<Seg>) -> Result<Request, BadR
     Ok(Request { kind: header.kind, sector: header.sector, writable: !reads, data_len, status })
 }
 
-/// The last byte of some segments.
+/// Returns the last byte of some segments.
 #[inline]
 fn last_byte(segs: &[Seg]) -> Option<*mut u8> {
     let seg = segs.iter().rev().find(|seg| seg.len != 0)?;
-    // SAFETY: the last of the segment's bytes; the ring checked all of them.
+    // SAFETY: this is the last of the segment's bytes, all of which the ring checked.
     Some(unsafe { seg.ptr.add(seg.len as usize - 1) })
 }
 
-/// Gathers the header: it, the segments after the one where it ends, and what is left of that one.
+/// Copies the header from several segments. Returns it, the segments after the one where it ends,
+/// and the rest of that one.
 #[inline]
 fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
     let (&seg, rest) = segs.split_first()?;
     if seg.len as usize >= BLK_HDR_LEN && seg.ptr.addr().is_multiple_of(8) {
-        // SAFETY: sixteen bytes of guest memory, aligned to 8.
+        // SAFETY: the pointers lead to sixteen bytes of guest memory, aligned to 8.
         let (word, sector) = unsafe { (raw::get_u64(seg.ptr), raw::get_u64(seg.ptr.add(8))) };
         let header = Header { kind: low_u32(word), ioprio: low_u32(word >> 32), sector };
         return Some((header, rest, cut(seg, BLK_HDR_LEN)));
@@ -350,10 +355,10 @@ fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
     None
 }
 
-/// A segment without its first `count` bytes, of which it has as many.
+/// Returns a segment without its first `count` bytes. It has at least as many.
 #[inline]
 fn cut(seg: Seg, count: usize) -> Seg {
-    // SAFETY: at most one past the segment's end.
+    // SAFETY: the address is at most one past the segment's end.
     Seg { ptr: unsafe { seg.ptr.add(count) }, len: seg.len - low_u32(count as u64) }
 }
 

@@ -1,18 +1,19 @@
-//! Descriptors, positions and faults, as both the rings and the in-flight region know them.
+//! Descriptors, positions and faults, for the rings and the in-flight region.
 //!
-//! [`ring`](crate::ring) exports what is public of it.
+//! [`ring`](crate::ring) exports the public ones.
 
 use crate::bits::{low_u16, low_u32};
 use crate::raw;
 
-/// Descriptors of one ring at most, and of one indirect table: what QEMU allows (`VIRTQUEUE_MAX_SIZE`), and enough for
-/// the longest request that a block driver builds (1022 segments, header, status).
+/// Most descriptors of one ring, and of one indirect table. QEMU allows as many
+/// (`VIRTQUEUE_MAX_SIZE`), and they are enough for the longest request of a block driver (1022
+/// segments, header, status).
 pub const MAX_QUEUE_SIZE: u16 = 1024;
 
 /// Bytes of one descriptor, in every layout (2.7.5, 2.8.13).
 pub const DESC_LEN: usize = 16;
 
-/// Descriptor flag: the chain goes on.
+/// Descriptor flag: another descriptor of the chain follows.
 pub(crate) const DESC_F_NEXT: u16 = 1;
 /// Descriptor flag: the device writes the buffer.
 pub(crate) const DESC_F_WRITE: u16 = 2;
@@ -23,23 +24,26 @@ pub(crate) const DESC_F_AVAIL: u16 = 1 << 7;
 /// Packed descriptor flag: used in the lap of this wrap counter.
 pub(crate) const DESC_F_USED: u16 = 1 << 15;
 
-/// What a request is known by when it is given back.
+/// Names a request when it is returned.
 #[repr(C, align(4))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Head {
     /// Split: index of the first descriptor. Packed: buffer id.
     pub id: u16,
-    /// Descriptors of the ring that the chain takes up; an indirect table counts as the one that refers to it.
+    /// Descriptors of the ring that the chain occupies. An indirect table counts as the descriptor
+    /// that refers to it.
     pub descs: u16,
 }
 
 impl Head {
-    /// Both fields in one word. Stored as two, and loaded as one by whoever copies the head, they would stall the load
-    /// until the stores have left the processor's store buffer: a quarter of the time that a request took.
+    /// Both fields in one word. If they were stored one by one and loaded as one word, the load
+    /// would stall until the stores have left the processor's store buffer. That took a quarter of
+    /// the time of a request.
     #[inline(always)]
     pub(crate) fn new(id: u16, descs: u16) -> Self {
         let word = u32::from(id) | u32::from(descs) << 16;
-        // SAFETY: two 16-bit integers in the order of the fields, as `repr(C)` lays them out; any bits make them.
+        // SAFETY: two 16-bit integers in the order of the fields, as `repr(C)` lays them out; any
+        // bits make them.
         unsafe { core::mem::transmute::<u32, Head>(word) }
     }
 }
@@ -52,18 +56,18 @@ pub(crate) struct Pos {
 }
 
 impl Pos {
-    /// From `slot | wrap << 15`.
+    /// Makes a position from `slot | wrap << 15`.
     pub(crate) const fn from_bits(bits: u16) -> Self {
         Self { slot: bits & 0x7fff, wrap: bits >> 15 != 0 }
     }
 
-    /// As `slot | wrap << 15`.
+    /// Returns `slot | wrap << 15`.
     #[inline(always)]
     pub(crate) const fn to_bits(self) -> u16 {
         self.slot | (self.wrap as u16) << 15
     }
 
-    /// `count` slots further, at most one lap.
+    /// Returns the position `count` slots further, which is at most one lap.
     #[inline(always)]
     #[must_use]
     pub(crate) const fn advance(self, count: u16, size: u16) -> Self {
@@ -71,7 +75,7 @@ impl Pos {
         if slot >= size { Self { slot: slot - size, wrap: !self.wrap } } else { Self { slot, ..self } }
     }
 
-    /// `count` slots back, at most one lap.
+    /// Returns the position `count` slots back, which is at most one lap.
     #[must_use]
     pub(crate) const fn retreat(self, count: u16, size: u16) -> Self {
         if count > self.slot {
@@ -81,25 +85,25 @@ impl Pos {
         }
     }
 
-    /// Slots from here to `to`, which is at most one lap ahead.
+    /// Returns the number of slots from here to `to`, which is at most one lap ahead.
     pub(crate) const fn distance(self, to: Self, size: u16) -> u16 {
         if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { size - self.slot + to.slot }
     }
 
-    /// The `AVAIL` and `USED` flags of a slot that is used in this lap.
+    /// Returns the `AVAIL` and `USED` flags of a slot that is used in this lap.
     #[inline(always)]
     pub(crate) const fn used_flags(self) -> u16 {
         if self.wrap { DESC_F_AVAIL | DESC_F_USED } else { 0 }
     }
 
-    /// The `AVAIL` and `USED` flags of a slot that was made available in this lap.
+    /// Returns the `AVAIL` and `USED` flags of a slot that was made available in this lap.
     #[inline(always)]
     pub(crate) const fn avail_flags(self) -> u16 {
         if self.wrap { DESC_F_AVAIL } else { DESC_F_USED }
     }
 }
 
-/// The driver broke the ring itself: nothing on it can be trusted any more, the queue must stop
+/// A fault of the ring itself. Nothing on the ring can be trusted any more, and the queue must stop
 /// (`DEVICE_NEEDS_RESET`, 2.1.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -107,32 +111,32 @@ pub enum Broken {
     /// The available index is further ahead than the ring is long.
     #[error("available index {avail} is more than a ring ahead of {next}")]
     AvailIndex {
-        /// What the driver wrote.
+        /// The driver's index.
         avail: u16,
-        /// The next one that the device would have taken.
+        /// The next index that the device would have taken.
         next: u16,
     },
     /// A chain's first descriptor is outside of the descriptor table.
     #[error("chain head {head} is outside of a ring of {size}")]
     Head {
-        /// What the driver wrote.
+        /// The driver's value.
         head: u16,
         /// Descriptors in the ring.
         size: u16,
     },
-    /// A packed chain has no end within the descriptors that are the driver's to give.
+    /// A packed chain does not end within the descriptors that the driver can make available.
     #[error("the packed chain at slot {slot} does not end")]
     Endless {
-        /// Where it starts.
+        /// The slot where it starts.
         slot: u16,
     },
     /// More requests are in flight than the ring has descriptors.
     #[error("more requests in flight than the ring has descriptors")]
     Overcommitted,
-    /// A chain was asked for by its head on a packed ring, where heads mean nothing.
+    /// A chain was requested by its head on a packed ring, which has no such heads.
     #[error("a packed ring has no chain heads to look up")]
     NoHeads,
-    /// The in-flight region does not describe a request any more.
+    /// The in-flight region no longer describes a request.
     #[error("the in-flight region is damaged at entry {entry}")]
     Inflight {
         /// Index of the entry.
@@ -140,7 +144,7 @@ pub enum Broken {
     },
 }
 
-/// One descriptor as it was read: once.
+/// A copy of one descriptor, which was read once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RawDesc {
     pub(crate) addr: u64,
@@ -154,13 +158,13 @@ impl RawDesc {
         low_u32(self.word)
     }
 
-    /// Bits 32 to 47: split flags, packed buffer id.
+    /// Returns bits 32 to 47: split flags, packed buffer id.
     #[inline(always)]
     pub(crate) fn mid(self) -> u16 {
         low_u16(self.word >> 32)
     }
 
-    /// Bits 48 to 63: split next, packed flags.
+    /// Returns bits 48 to 63: split next, packed flags.
     #[inline(always)]
     pub(crate) fn top(self) -> u16 {
         low_u16(self.word >> 48)
@@ -172,7 +176,7 @@ impl RawDesc {
     /// `ptr` is readable for 16 bytes and aligned to 8.
     #[inline(always)]
     pub(crate) unsafe fn read(ptr: *const u8) -> Self {
-        // SAFETY: the caller answers for the range, as this function's contract says.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { Self { addr: raw::get_u64(ptr), word: raw::get_u64(ptr.add(8)) } }
     }
 }

@@ -1,8 +1,9 @@
-//! The driver side of a virtqueue, for the bench and for tests: it plays the guest.
+//! The driver side of a virtqueue, for load generators and tests that act as a guest.
 //!
-//! Called by whoever drives the device, on one thread a ring. It trusts the device no further than its own memory:
-//! ids and lengths that a device returns are checked or only passed on. Buffers are named by guest addresses; the ring's
-//! areas and indirect tables, which the driver writes, by addresses in this process as well.
+//! The code that drives the device calls it, on one thread for each ring. It does not rely on the
+//! device: ids and lengths that a device returns are checked or only passed on. Guest addresses
+//! name the buffers. The ring's areas and the indirect tables, which the driver writes, also have
+//! addresses in this process.
 
 mod packed;
 mod split;
@@ -23,27 +24,28 @@ pub struct DriverSeg {
     pub writable: bool,
 }
 
-/// Room for an indirect table. Must stay as it is until the request comes back.
+/// Memory for an indirect table. It must not change until the request has returned.
 #[derive(Clone, Copy, Debug)]
 pub struct Indirect {
-    /// Where the table lies in this process; writable for `16 * cap` bytes, aligned to 8.
+    /// Address of the table in this process, writable for `16 * cap` bytes and aligned to 8.
     pub ptr: *mut u8,
-    /// Its guest-physical address.
+    /// Guest-physical address of the table.
     pub addr: u64,
-    /// Descriptors that it can hold.
+    /// Descriptors that it has room for.
     pub cap: u16,
 }
 
-/// A request that came back.
+/// A request that the device has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
-    /// What [`DriverRing::add`] was given.
+    /// The value that [`DriverRing::add`] was given.
     pub cookie: u16,
-    /// Bytes that the device says it wrote.
+    /// Bytes that the device reports as written.
     pub len: u32,
 }
 
-/// There are not enough free descriptors (or room in the indirect table), or the request has no buffers.
+/// There are not enough free descriptors, or the indirect table has no room, or the request has no
+/// buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not enough free descriptors for the request")]
 pub struct Full;
@@ -51,9 +53,9 @@ pub struct Full;
 /// The driver side of a virtqueue.
 #[derive(Debug)]
 pub enum DriverRing {
-    /// 2.7.
+    /// Split (2.7).
     Split(SplitDriver),
-    /// 2.8.
+    /// Packed (2.8).
     Packed(PackedDriver),
 }
 
@@ -67,15 +69,16 @@ macro_rules! each {
 }
 
 impl DriverRing {
-    /// A fresh ring; zeroes its areas.
+    /// Makes a new ring, and zeroes its areas.
     ///
     /// # Panics
-    /// The size is zero, or of a split ring and not a power of two: a programmer's mistake.
+    /// The size is zero, or is not a power of two for a split ring.
     ///
     /// # Safety
-    /// The areas of `addrs`, [`ring_sizes`] long and aligned as
-    /// [`RingAddrs`] says, stay mapped for reading and writing, and nobody else is on the driver side of them, for as
-    /// long as the ring lives. [`Indirect`] tables that are handed in are what they say.
+    /// The areas of `addrs`, whose lengths are those of [`ring_sizes`] and whose alignment is that
+    /// of [`RingAddrs`], stay mapped for reading and writing as long as the ring lives. Nothing
+    /// else acts as the driver on them. Each [`Indirect`] table that is passed in later is as its
+    /// fields say.
     pub unsafe fn new(size: u16, features: RingFeatures, addrs: RingAddrs) -> Self {
         assert!(size > 0 && (features.packed || size.is_power_of_two()), "queue size {size}");
         let sizes = ring_sizes(size, features);
@@ -92,59 +95,66 @@ impl DriverRing {
         }
     }
 
-    /// Adds a request: device-readable buffers first, then device-writable ones. Invisible until
-    /// [`publish`](Self::publish). With `indirect` and more than one buffer it takes one descriptor and a table; the
-    /// feature must have been negotiated. `cookie` comes back from [`poll`](Self::poll) and need not be unique.
+    /// Adds a request: device-readable buffers first, then device-writable ones. The device cannot
+    /// see it until [`publish`](Self::publish).
+    ///
+    /// With `indirect` and more than one buffer the request takes one descriptor and a table. The
+    /// feature must have been negotiated. [`poll`](Self::poll) returns `cookie`, which need not be
+    /// unique.
     ///
     /// # Errors
-    /// [`Full`]; nothing was added.
+    /// [`Full`]: nothing was added.
     #[inline]
     pub fn add(&mut self, segs: &[DriverSeg], indirect: Option<Indirect>, cookie: u16) -> Result<(), Full> {
         each!(self, r => r.add(segs, indirect, cookie))
     }
 
-    /// Makes what was added visible. True: kick the device.
+    /// Makes the added requests visible. Returns whether to kick the device.
     #[inline]
     #[must_use = "true: the device sleeps until it is kicked"]
     pub fn publish(&mut self) -> bool {
         each!(self, r => r.publish())
     }
 
-    /// The next request that came back. An id that the device made up is skipped.
+    /// Returns the next request that the device has returned. An id that is not in flight is
+    /// skipped.
     #[inline]
     pub fn poll(&mut self) -> Option<Used> {
         each!(self, r => r.poll())
     }
 
-    /// Whether something came back.
+    /// Returns whether the device has returned something.
     #[inline]
     pub fn has_used(&self) -> bool {
         each!(self, r => r.has_used())
     }
 
-    /// Tells the device that notifications are not needed for now. A hint; does nothing on a split ring with
-    /// `VIRTIO_RING_F_EVENT_IDX`.
+    /// Tells the device that it need not notify for now. This is a hint, and does nothing on a
+    /// split ring with `VIRTIO_RING_F_EVENT_IDX`.
     #[inline]
     pub fn disable_notify(&mut self) {
         each!(self, r => r.disable_notify())
     }
 
-    /// Asks for a notification with the next completion. True: completions are there already; do not sleep.
+    /// Asks for a notification with the next completion. Returns true if there are completions
+    /// already; the caller must not sleep then.
     #[inline]
     #[must_use = "true: there are completions, and no notification may come for them"]
     pub fn enable_notify(&mut self) -> bool {
         each!(self, r => r.enable_notify())
     }
 
-    /// As [`enable_notify`](Self::enable_notify), with `VIRTIO_RING_F_EVENT_IDX` for when `count` more chains (packed:
-    /// descriptors) have come back; so many must be outstanding. True: they are there already (packed: some are).
+    /// Asks for a notification like [`enable_notify`](Self::enable_notify). With
+    /// `VIRTIO_RING_F_EVENT_IDX` it comes when `count` more chains (packed: descriptors) have
+    /// returned. At least as many must be in flight. Returns true if as many (packed: some) have
+    /// returned already.
     #[inline]
     #[must_use = "true: there are completions, and no notification may come for them"]
     pub fn enable_notify_after(&mut self, count: u16) -> bool {
         each!(self, r => r.enable_notify_after(count))
     }
 
-    /// Descriptors that are free.
+    /// Returns the number of free descriptors.
     #[inline]
     pub fn free_descs(&self) -> u16 {
         each!(self, r => r.free_descs())

@@ -1,15 +1,17 @@
-//! Requests in flight, written down where a restart finds them (vhost-user, "Inflight I/O tracking").
+//! Records of the requests in flight, which a restarted process reads (vhost-user, "Inflight I/O
+//! tracking").
 //!
-//! The front-end keeps a shared region for each queue. A ring that owns an [`Inflight`] records there what it takes and
-//! what it publishes, in such an order that a back-end which is killed between any two stores leaves behind what its
-//! successor needs: data that was published is never replayed, a request that was taken and not published always is.
+//! The front end keeps a shared region for each queue. A ring that owns an [`Inflight`] records
+//! there which requests it takes and publishes. The order of the stores is such that a back end may
+//! be killed between any two of them: its successor never replays published requests, and always
+//! replays requests that were taken and not published.
 //!
-//! Only the queue's worker writes here. Being killed loses no store that was executed, so that the program's order is
-//! all that matters, and volatile or atomic accesses keep it. The layouts are those of the specification, in the
-//! host's byte order, to the byte: another back-end may have written them.
+//! Only the queue's worker writes here. A kill loses no store that was executed, so only the
+//! program's order matters, and volatile or atomic accesses keep it. The layouts are exactly those
+//! of the specification, in the host's byte order, because another back end may have written them.
 //!
-//! Where the specification's steps leave a window, ours are narrower and still readable by its recovery; see
-//! `packed.rs`.
+//! Some steps of the specification leave a window. The steps here leave a narrower one, and the
+//! specification's recovery can still read the region; see `packed.rs`.
 
 mod packed;
 mod split;
@@ -24,18 +26,18 @@ use core::fmt;
 use crate::desc::{Head, MAX_QUEUE_SIZE};
 use crate::raw;
 
-/// What a queue's part of the region is aligned to, in bytes (`INFLIGHT_ALIGNMENT` in QEMU and DPDK).
+/// Alignment of a queue's part of the region in bytes (`INFLIGHT_ALIGNMENT` in QEMU and DPDK).
 pub const INFLIGHT_ALIGN: usize = 64;
 
-/// The only version there is.
+/// The only version that exists.
 const VERSION: u16 = 1;
 
-/// Bytes before the array of descriptors, and bytes of one descriptor's state.
+/// Returns the bytes before the array of descriptor states, and the bytes of one state.
 const fn layout(packed: bool) -> (usize, usize) {
     if packed { (packed::HEADER_LEN, packed::ENTRY_LEN) } else { (split::HEADER_LEN, split::ENTRY_LEN) }
 }
 
-/// Bytes of one queue's part of the region, rounded up to [`INFLIGHT_ALIGN`].
+/// Returns the bytes of one queue's part of the region, rounded up to [`INFLIGHT_ALIGN`].
 pub const fn inflight_queue_size(queue_size: u16, packed: bool) -> usize {
     let (header, entry) = layout(packed);
     (header + entry * queue_size as usize).next_multiple_of(INFLIGHT_ALIGN)
@@ -45,20 +47,20 @@ pub const fn inflight_queue_size(queue_size: u16, packed: bool) -> usize {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InflightError {
-    /// Shorter than its descriptors need.
+    /// It is shorter than its descriptors need.
     #[error("the in-flight region has {len} bytes, a queue of {queue_size} needs {need}")]
     TooShort {
         /// Its length in bytes.
         len: usize,
         /// The queue size it was made for.
         queue_size: u16,
-        /// Bytes that are needed.
+        /// The bytes that are needed.
         need: usize,
     },
-    /// Not aligned to 8 bytes.
+    /// It is not aligned to 8 bytes.
     #[error("the in-flight region is misaligned")]
     Misaligned,
-    /// Written by a version, or with features, that are not known here.
+    /// It has a version or features that are unknown here.
     #[error(
         "the in-flight region has version {version} and features {features:#x}, not version 1 without features"
     )]
@@ -68,15 +70,15 @@ pub enum InflightError {
         /// The region's features.
         features: u64,
     },
-    /// Made for another queue size.
+    /// It was made for another queue size.
     #[error("the in-flight region is for a queue of {found}, not {expected}")]
     QueueSize {
         /// Descriptors that the region has.
         found: u16,
-        /// Descriptors that were expected, at least.
+        /// The least number of descriptors that was expected.
         expected: u16,
     },
-    /// Made for the other layout.
+    /// It was made for the other layout.
     #[error("the in-flight region is for the other ring layout")]
     Layout,
     /// Its lists or positions contradict each other.
@@ -90,12 +92,12 @@ pub struct Inflight {
     base: *mut u8,
     queue_size: u16,
     packed: bool,
-    /// Version 0 was found: nothing is in there yet.
+    /// Whether the version was 0, which means that the region is empty.
     fresh: bool,
     keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the region is this queue's alone (`Inflight::new`), on whichever thread that is.
+// SAFETY: only this queue uses the region (`Inflight::new`), on any thread.
 unsafe impl Send for Inflight {}
 
 impl fmt::Debug for Inflight {
@@ -110,14 +112,14 @@ impl fmt::Debug for Inflight {
 }
 
 impl Inflight {
-    /// Looks at the region of `len` bytes at `base`; writes nothing yet.
+    /// Checks the region of `len` bytes at `base`. Nothing is written yet.
     ///
     /// # Errors
-    /// Too short, misaligned, or written by something unknown or for another queue size.
+    /// The region is too short, misaligned, of an unknown kind, or for another queue size.
     ///
     /// # Safety
-    /// `base..base + len` stays mapped for reading and writing for as long as `keep` lives, and nobody else writes
-    /// there meanwhile.
+    /// `base..base + len` stays mapped for reading and writing as long as `keep` lives, and nothing
+    /// else writes there in that time.
     pub unsafe fn new(
         base: *mut u8,
         len: usize,
@@ -136,7 +138,8 @@ impl Inflight {
         if !base.addr().is_multiple_of(8) {
             return Err(InflightError::Misaligned);
         }
-        // SAFETY: both layouts start with features, version and desc_num; length and alignment were checked.
+        // SAFETY: both layouts start with features, version and desc_num; length and alignment were
+        // checked.
         let (features, version, found) =
             unsafe { (raw::get_u64(base), raw::get_u16(base.add(8)), raw::get_u16(base.add(10))) };
         match version {
@@ -167,26 +170,27 @@ impl Inflight {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Replay {
     head: Head,
-    /// Packed: where its descriptors are written down.
+    /// Packed: the entry where its descriptors are recorded.
     entry: u16,
 }
 
 impl Replay {
-    /// Who the request is.
+    /// Returns the name of the request.
     pub fn head(&self) -> Head {
         self.head
     }
 }
 
-/// What another server of a split ring needs to write the region on, where the ring that looked at it is not used: what it
-/// keeps by itself, since it reads nothing there.
+/// The state that another server of a split ring needs to continue the region. That server keeps
+/// this state itself, because it reads nothing from the region. The ring that read the region is
+/// not used then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SplitNotes {
     /// The queue's part of the region.
     pub base: *mut u8,
-    /// Descriptors that it has room for.
+    /// Descriptors that the part has room for.
     pub queue_size: u16,
-    /// What the next request taken is numbered with.
+    /// The number of the next request that is taken.
     pub counter: u64,
     /// The region's field of that name.
     pub last_batch_head: u16,

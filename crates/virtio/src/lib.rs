@@ -1,16 +1,19 @@
-//! Virtqueues over hostile memory: guest memory translation, split and packed rings for both sides, in-flight
-//! tracking, the dirty page log, and the formats of virtio-blk and virtio-net of the Virtio 1.3 specification.
+//! Virtqueues over untrusted memory: guest memory translation, split and packed rings for both
+//! sides, in-flight tracking, the dirty page log, and the formats of virtio-blk and virtio-net
+//! (Virtio 1.3 specification).
 //!
-//! Called by `vshunt`'s queues on the worker that owns the queue, and by the bench as a driver.
-//! There are no file descriptors, no threads, no mappings and no I/O in here, and nothing allocates a request.
+//! The queues of `vshunt` call it on the worker that owns the queue, and `vshunt-bench` calls it as
+//! a driver. The crate has no file descriptors, threads, mappings or I/O, and nothing allocates
+//! memory for each request.
 //!
-//! What must never happen: a byte outside of the regions of a [`mem::GuestMemory`] is touched because a guest
-//! asked for it; a guest's value panics, overflows or loops; a field of a guest's structure is read twice and
-//! trusted the second time.
+//! Three things must never happen: an access outside of the regions of a [`mem::GuestMemory`]
+//! because a guest asked for it; a panic, an overflow or an endless loop because of a guest's
+//! value; a field of a guest's structure that is read twice and trusted the second time.
 //!
-//! The formats are little-endian (Virtio 1.3, 1.4); legacy devices and big-endian hosts are not supported.
+//! The formats are little-endian (Virtio 1.3, 1.4); legacy devices and big-endian hosts are not
+//! supported.
 //!
-//! A driver and a device on one ring. A device of a guest has the guest's memory in its place:
+//! A driver and a device on one ring. In a real device, the memory is that of the guest:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -52,7 +55,7 @@
         clippy::cast_sign_loss
     )
 )]
-// Without the standard library: the compiler refuses files, sockets, threads and clocks.
+// Without the standard library the compiler refuses files, sockets, threads and clocks.
 #![cfg_attr(not(test), no_std)]
 
 extern crate alloc;

@@ -1,8 +1,9 @@
-//! The dirty page log that a front-end shares while it migrates the guest (vhost-user, "Migration").
+//! The dirty page log that a front end shares while it migrates the guest (vhost-user,
+//! "Migration").
 //!
-//! Marked by queues on any worker at any time, read and cleared by the front-end: every mark is an atomic OR.
-//! A mark comes after the store that it stands for: the reader clears a bit and then copies the page, so that a
-//! mark that came first could be cleared with the page still old.
+//! Queues on any worker mark pages at any time, and the front end reads and clears the marks. So
+//! every mark is an atomic OR. A mark comes after the store that it stands for. The reader clears a
+//! bit and then copies the page: an earlier mark could be cleared while the page is still old.
 
 use alloc::sync::Arc;
 use core::any::Any;
@@ -14,14 +15,14 @@ use crate::bits::{low_u8, to_usize};
 /// Bytes of guest memory that one bit stands for (`VHOST_LOG_PAGE`).
 pub const LOG_PAGE_SIZE: u64 = 4096;
 
-/// One bit a page of guest-physical memory, from address 0 up; least significant bit first.
+/// One bit for each page of guest-physical memory from address 0, least significant bit first.
 pub struct DirtyLog {
     base: *mut u8,
     size: usize,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the log is only touched by atomic operations, and what keeps it mapped is Send + Sync.
+// SAFETY: all accesses to the log are atomic, and the value that keeps it mapped is Send + Sync.
 unsafe impl Send for DirtyLog {}
 // SAFETY: all accesses through a shared reference are atomic.
 unsafe impl Sync for DirtyLog {}
@@ -33,16 +34,16 @@ impl fmt::Debug for DirtyLog {
 }
 
 impl DirtyLog {
-    /// A log of `size` bytes at `base`.
+    /// Makes a log of `size` bytes at `base`.
     ///
     /// # Safety
-    /// `base..base + size` stays mapped for reading and writing for as long as `keep` lives, and all who write
-    /// there at the same time do so atomically.
+    /// `base..base + size` stays mapped for reading and writing as long as `keep` lives, and all
+    /// concurrent accesses are atomic.
     pub unsafe fn new(base: *mut u8, size: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { base, size, _keep: keep }
     }
 
-    /// Whether it has a bit for every page below a guest address.
+    /// Returns whether it has a bit for every page below a guest address.
     pub fn covers(&self, end: u64) -> bool {
         end.div_ceil(LOG_PAGE_SIZE).div_ceil(8) <= self.size as u64
     }
@@ -58,7 +59,8 @@ impl DirtyLog {
         if first >= pages {
             return;
         }
-        // The stores that are logged come before the bit, also for a reader on a weakly ordered machine.
+        // The stores that are logged come before the bit, also for a reader on a weakly ordered
+        // machine.
         fence(Ordering::Release);
         let mut page = first;
         let end = last.min(pages - 1) + 1;
@@ -66,9 +68,11 @@ impl DirtyLog {
             // All bits of one byte at once.
             let in_byte = (8 - page % 8).min(end - page);
             let mask = low_u8(((1 << in_byte) - 1) << (page % 8));
-            // SAFETY: `page` is below `pages`, so its byte is below `size`; `keep` keeps the mapping, as `new` requires.
+            // SAFETY: `page` is below `pages`, so its byte is below `size`; `keep` keeps the
+            // mapping, as `new` requires.
             let byte = unsafe { AtomicU8::from_ptr(self.base.add(to_usize(page / 8))) };
-            // Not read first: a bit that is set may be cleared by the reader before our store is seen.
+            // The bit is not read first: if it is set, the reader may clear it before the logged
+            // store is visible.
             byte.fetch_or(mask, Ordering::Release);
             page += in_byte;
         }

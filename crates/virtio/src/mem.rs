@@ -1,8 +1,10 @@
-//! Guest memory: a flat, sorted, immutable table of regions and the ways from one address space to another.
+//! Guest memory: a flat, sorted, immutable table of regions, and the translations between address
+//! spaces.
 //!
-//! Built by the frontend whenever the memory table changes; shared as `Arc<GuestMemory>`, read by every worker
-//! without a lock. It maps nothing: the owner of a mapping rides along in [`Region::keep`].
-//! What must never happen: a pointer handed out for a range that is not wholly inside the regions.
+//! The front end builds it whenever the memory table changes. It is shared as `Arc<GuestMemory>`,
+//! and every worker reads it without a lock. It maps nothing: [`Region::keep`] contains the owner
+//! of a mapping. It must never return a pointer for a range that is not entirely inside the
+//! regions.
 
 mod copy;
 
@@ -16,7 +18,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::bits::to_usize;
 
-/// Regions at most: what the kernel's vhost accepts by default (`max_mem_regions`) with room for QEMU's own.
+/// Most regions: as many as the kernel's vhost accepts by default (`max_mem_regions`), with room
+/// for QEMU's own.
 pub const MAX_REGIONS: usize = 509;
 
 /// One piece of guest memory that is mapped here.
@@ -24,11 +27,11 @@ pub const MAX_REGIONS: usize = 509;
 pub struct Region {
     /// Guest-physical address of the first byte.
     pub guest_addr: u64,
-    /// The front-end's virtual address of the first byte.
+    /// The front end's virtual address of the first byte.
     pub user_addr: u64,
     /// Length in bytes; not zero.
     pub size: u64,
-    /// Where `guest_addr` lies in this process.
+    /// Address of `guest_addr` in this process.
     pub host: *mut u8,
     /// Owner of the mapping; dropped with the table.
     pub keep: Arc<dyn Any + Send + Sync>,
@@ -80,12 +83,12 @@ pub enum MemError {
     },
 }
 
-/// Which region was hint last: one a queue, so that a queue's neighbouring buffers translate in a few instructions.
-/// A stale value is harmless.
+/// The region that was hit last. There is one hint for each queue, so that a queue's neighbouring
+/// buffers are translated in a few instructions. An outdated value is harmless.
 #[derive(Default, Clone, Copy, Debug)]
 pub struct RegionHint(usize);
 
-/// What a translation needs to know of a region; one cache line holds two.
+/// The part of a region that translation needs. One cache line has room for two.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Flat {
     guest: u64,
@@ -94,10 +97,10 @@ pub(crate) struct Flat {
 }
 
 impl Flat {
-    /// Contains nothing, not even a range of no bytes.
+    /// A region that contains nothing, not even a range of no bytes.
     pub(crate) const NONE: Flat = Flat { guest: 0, size: 0, host: core::ptr::null_mut() };
 
-    /// The host address of the whole range, if it is in here.
+    /// Returns the host address of the whole range, if it is in the region.
     #[inline(always)]
     pub(crate) fn find(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
         let offset = guest_addr.wrapping_sub(self.guest);
@@ -109,7 +112,7 @@ impl Flat {
     }
 }
 
-/// The id of the next table. It does not come round within the life of a process.
+/// Returns the id of the next table. Ids do not repeat within the life of a process.
 fn next_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -118,14 +121,15 @@ fn next_id() -> u64 {
 /// An immutable snapshot of the guest's memory, sorted by guest address.
 #[derive(Debug)]
 pub struct GuestMemory {
-    /// Differs from every other table's, also from those that are gone: what was cached of one is not used for another.
+    /// Differs from every other table's id, also from those of dropped tables, so that a cached
+    /// region is never used for another table.
     id: u64,
     flat: Vec<Flat>,
     regions: Vec<Region>,
 }
 
-// SAFETY: the pointers are only handed out, never followed here, and `keep`, which owns what they point to, is
-// itself Send + Sync. The table does not change after it was made.
+// SAFETY: the pointers are only returned, never followed here. `keep` owns their memory and is Send
+// + Sync. The table does not change after it was made.
 unsafe impl Send for GuestMemory {}
 // SAFETY: nothing changes behind a shared reference, and `keep` is Sync.
 unsafe impl Sync for GuestMemory {}
@@ -134,10 +138,12 @@ impl GuestMemory {
     /// Makes a table of `regions`, in any order.
     ///
     /// # Errors
-    /// A region that is empty, overlaps another one or runs past an address space; more than [`MAX_REGIONS`].
+    /// A region is empty, overlaps another one or exceeds an address space, or there are more than
+    /// [`MAX_REGIONS`].
     ///
     /// # Safety
-    /// Each region's `host..host + size` stays mapped for reading and writing for as long as its `keep` lives.
+    /// Each region's `host..host + size` stays mapped for reading and writing as long as its `keep`
+    /// lives.
     pub unsafe fn new(mut regions: Vec<Region>) -> Result<Self, MemError> {
         if regions.len() > MAX_REGIONS {
             return Err(MemError::TooMany(regions.len()));
@@ -165,17 +171,18 @@ impl GuestMemory {
         Ok(Self { id: next_id(), flat, regions })
     }
 
-    /// A guest without memory: nothing translates.
+    /// Makes a table without memory, which translates nothing.
     pub fn empty() -> Self {
         Self { id: next_id(), flat: Vec::new(), regions: Vec::new() }
     }
 
-    /// The regions, sorted by guest address.
+    /// Returns the regions, sorted by guest address.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
-    /// The host address of a range that lies whole inside one region. A range of no bytes must still start inside.
+    /// Returns the host address of a range that is entirely inside one region. A range of no bytes
+    /// must still start inside.
     #[inline]
     pub fn translate(&self, hint: &mut RegionHint, guest_addr: u64, len: u64) -> Option<*mut u8> {
         if let Some(ptr) = self.window(*hint).find(guest_addr, len) {
@@ -185,35 +192,36 @@ impl GuestMemory {
         self.window(*hint).find(guest_addr, len)
     }
 
-    /// See the field.
+    /// Returns the id; see the field.
     #[inline(always)]
     pub(crate) fn id(&self) -> u64 {
         self.id
     }
 
-    /// The region that has `guest_addr`; an empty one if none has.
+    /// Returns the region that contains `guest_addr`, or an empty one.
     #[inline]
     pub(crate) fn window_of(&self, guest_addr: u64) -> Flat {
         self.window(self.region_of(guest_addr))
     }
 
-    /// The region that `hint` stands for; an empty one if there is none.
+    /// Returns the region that `hint` stands for, or an empty one.
     #[inline(always)]
     fn window(&self, hint: RegionHint) -> Flat {
         self.flat.get(hint.0).copied().unwrap_or(Flat::NONE)
     }
 
-    /// Which region has `guest_addr`; if none has, any other value.
+    /// Returns the index of the region that contains `guest_addr`, or any other value if there is
+    /// none.
     #[inline]
     fn region_of(&self, guest_addr: u64) -> RegionHint {
         RegionHint(self.flat.partition_point(|f| f.guest <= guest_addr).saturating_sub(1))
     }
 
-    /// Hands out a range that may run over adjoining regions, piece by piece and in order. A range of no bytes has
-    /// no pieces.
+    /// Passes a range, which may cover adjoining regions, piece by piece and in order. A range of
+    /// no bytes has no pieces.
     ///
     /// # Errors
-    /// Some byte is outside; pieces that were handed out by then are to be ignored.
+    /// A byte is outside of the regions. Pieces that were passed by then are to be ignored.
     pub fn translate_each(
         &self,
         hint: &mut RegionHint,
@@ -239,14 +247,15 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// The host address of a range of the front-end's virtual addresses, whole inside one region.
+    /// Returns the host address of a range of the front end's virtual addresses that is entirely
+    /// inside one region.
     pub fn user_to_host(&self, user_addr: u64, len: u64) -> Option<*mut u8> {
         self.regions
             .iter()
             .find_map(|r| Flat { guest: r.user_addr, size: r.size, host: r.host }.find(user_addr, len))
     }
 
-    /// The guest address of one of the front-end's virtual addresses.
+    /// Returns the guest address of one of the front end's virtual addresses.
     pub fn user_to_guest(&self, user_addr: u64) -> Option<u64> {
         self.regions.iter().find_map(|r| {
             let offset = user_addr.checked_sub(r.user_addr)?;
@@ -254,7 +263,7 @@ impl GuestMemory {
         })
     }
 
-    /// The guest address of a byte at `host` in this process.
+    /// Returns the guest address of a byte at `host` in this process.
     pub fn host_to_guest(&self, host: *const u8) -> Option<u64> {
         self.regions.iter().find_map(|r| {
             let offset = (host.addr() as u64).checked_sub(r.host.addr() as u64)?;

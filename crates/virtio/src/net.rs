@@ -1,33 +1,34 @@
-//! virtio-net: feature bits, configuration space and the header before each frame (Virtio 1.3, section 5.1).
+//! virtio-net: feature bits, configuration space and the header before each frame (Virtio 1.3,
+//! section 5.1).
 
 use alloc::vec;
 use alloc::vec::Vec;
 
-/// The device takes frames whose checksum is not computed yet (5.1.3).
+/// The device accepts frames whose checksum is not computed yet (5.1.3).
 pub const VIRTIO_NET_F_CSUM: u32 = 0;
-/// The driver takes such frames.
+/// The driver accepts such frames.
 pub const VIRTIO_NET_F_GUEST_CSUM: u32 = 1;
-/// The driver changes at run time what of these it takes, by the control virtqueue.
+/// The driver can change the offloads that it accepts at run time, through the control virtqueue.
 pub const VIRTIO_NET_F_CTRL_GUEST_OFFLOADS: u32 = 2;
 /// The configuration space has an MTU.
 pub const VIRTIO_NET_F_MTU: u32 = 3;
 /// The configuration space has a MAC address.
 pub const VIRTIO_NET_F_MAC: u32 = 5;
-/// The driver takes TCP segments over IPv4 longer than the MTU.
+/// The driver accepts TCP segments over IPv4 that are longer than the MTU.
 pub const VIRTIO_NET_F_GUEST_TSO4: u32 = 7;
-/// The driver takes TCP segments over IPv6 longer than the MTU.
+/// The driver accepts TCP segments over IPv6 that are longer than the MTU.
 pub const VIRTIO_NET_F_GUEST_TSO6: u32 = 8;
-/// The driver takes such segments with ECN.
+/// The driver accepts such segments with ECN.
 pub const VIRTIO_NET_F_GUEST_ECN: u32 = 9;
-/// The driver takes UDP fragments in one.
+/// The driver accepts unfragmented UDP datagrams that are longer than the MTU.
 pub const VIRTIO_NET_F_GUEST_UFO: u32 = 10;
-/// The device takes TCP segments over IPv4 longer than the MTU.
+/// The device accepts TCP segments over IPv4 that are longer than the MTU.
 pub const VIRTIO_NET_F_HOST_TSO4: u32 = 11;
-/// The device takes TCP segments over IPv6 longer than the MTU.
+/// The device accepts TCP segments over IPv6 that are longer than the MTU.
 pub const VIRTIO_NET_F_HOST_TSO6: u32 = 12;
-/// The device takes such segments with ECN.
+/// The device accepts such segments with ECN.
 pub const VIRTIO_NET_F_HOST_ECN: u32 = 13;
-/// The device takes UDP fragments in one.
+/// The device accepts unfragmented UDP datagrams that are longer than the MTU.
 pub const VIRTIO_NET_F_HOST_UFO: u32 = 14;
 /// A frame may fill several receive buffers.
 pub const VIRTIO_NET_F_MRG_RXBUF: u32 = 15;
@@ -35,32 +36,32 @@ pub const VIRTIO_NET_F_MRG_RXBUF: u32 = 15;
 pub const VIRTIO_NET_F_STATUS: u32 = 16;
 /// There is a control virtqueue.
 pub const VIRTIO_NET_F_CTRL_VQ: u32 = 17;
-/// The driver can announce itself to the network when it is told to.
+/// The driver can announce itself to the network when the device asks for it.
 pub const VIRTIO_NET_F_GUEST_ANNOUNCE: u32 = 21;
 /// There are several queue pairs.
 pub const VIRTIO_NET_F_MQ: u32 = 22;
-/// The driver takes UDP segments over IPv4 longer than the MTU.
+/// The driver accepts UDP segments over IPv4 that are longer than the MTU.
 pub const VIRTIO_NET_F_GUEST_USO4: u32 = 54;
-/// The driver takes UDP segments over IPv6 longer than the MTU.
+/// The driver accepts UDP segments over IPv6 that are longer than the MTU.
 pub const VIRTIO_NET_F_GUEST_USO6: u32 = 55;
-/// The device takes UDP segments longer than the MTU.
+/// The device accepts UDP segments that are longer than the MTU.
 pub const VIRTIO_NET_F_HOST_USO: u32 = 56;
 
 /// In [`NetConfig::status`]: the link is up.
 pub const VIRTIO_NET_S_LINK_UP: u16 = 1;
 
-/// Bytes of the header with its number of buffers, which every driver of Virtio 1.x has (5.1.6).
+/// Bytes of the header with its number of buffers, which every driver of Virtio 1.x uses (5.1.6).
 pub const NET_HDR_BYTES: usize = 12;
-/// Bytes of the header of a legacy driver that takes no merged buffers.
+/// Bytes of the header of a legacy driver without merged buffers.
 pub const NET_HDR_LEGACY_BYTES: usize = 10;
 /// Bytes of an Ethernet address.
 pub const MAC_BYTES: usize = 6;
 
-/// The configuration space, as far as features that are offered fill it (5.1.4).
+/// The configuration space, up to the last field that an offered feature uses (5.1.4).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetConfig {
-    /// The card's address, with [`VIRTIO_NET_F_MAC`].
+    /// The device's address, with [`VIRTIO_NET_F_MAC`].
     pub mac: [u8; MAC_BYTES],
     /// [`VIRTIO_NET_S_LINK_UP`] or 0.
     pub status: u16,
@@ -73,7 +74,7 @@ pub struct NetConfig {
 const _: () = assert!(size_of::<NetConfig>() == 12);
 
 impl NetConfig {
-    /// The space as the driver reads it.
+    /// Returns the space as the driver reads it.
     pub fn to_bytes(self) -> [u8; size_of::<Self>()] {
         let mut bytes = [0; size_of::<Self>()];
         bytes[..6].copy_from_slice(&self.mac);
@@ -84,12 +85,12 @@ impl NetConfig {
     }
 }
 
-/// What the device answers to a command: it is done (5.1.6.5).
+/// The device's answer to a command that was carried out (5.1.6.5).
 pub const VIRTIO_NET_OK: u8 = 0;
-/// It is not.
+/// The device's answer to a command that was not carried out.
 pub const VIRTIO_NET_ERR: u8 = 1;
 
-// Classes of commands, and in each the one that is known here.
+// Classes of commands, and the known command of each.
 const CTRL_ANNOUNCE: u8 = 3;
 const CTRL_ANNOUNCE_ACK: u8 = 0;
 const CTRL_MQ: u8 = 4;
@@ -100,19 +101,20 @@ const CTRL_GUEST_OFFLOADS_SET: u8 = 0;
 /// A driver's command on the control virtqueue (5.1.6.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// The driver announced itself to the network as it was told to (5.1.6.5.4).
+    /// The driver has announced itself to the network as it was asked to (5.1.6.5.4).
     Announced,
-    /// So many queue pairs are in use (5.1.6.5.5).
+    /// This number of queue pairs is in use (5.1.6.5.5).
     Pairs(u16),
-    /// What it takes, as a mask of feature bits (5.1.6.5.6.1).
+    /// The offloads that the driver accepts, as a mask of feature bits (5.1.6.5.6.1).
     Offloads(u64),
 }
 
 impl Command {
-    /// Bytes of the longest one.
+    /// Bytes of the longest command.
     pub const BYTES_MAX: usize = 10;
 
-    /// Reads one from all that the driver wrote: class, command, data. None: not known here, or of another length.
+    /// Parses a command from all bytes that the driver wrote: class, command, data. `None`: the
+    /// command is unknown, or has another length.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         match bytes {
             [CTRL_ANNOUNCE, CTRL_ANNOUNCE_ACK] => Some(Self::Announced),
@@ -124,7 +126,7 @@ impl Command {
         }
     }
 
-    /// The bytes by which a driver says it.
+    /// Returns the bytes of the command.
     pub fn to_bytes(self) -> Vec<u8> {
         match self {
             Self::Announced => vec![CTRL_ANNOUNCE, CTRL_ANNOUNCE_ACK],

@@ -1,18 +1,20 @@
-//! Accesses to fields in memory that another party writes at the same time: the guest, or the next process that serves it.
+//! Accesses to fields in memory that another party writes at the same time: the guest, or the next
+//! process that serves it.
 //!
-//! Called by the rings, the in-flight region and the drivers, on the thread that owns the queue. Every access is volatile
-//! or atomic: the compiler does not repeat or invent it, and keeps the order of such accesses. Callers provide the
-//! alignment: ring areas are checked when a ring is made, tables of the guest when they are read. Copies of many bytes are in
-//! [`mem`](crate::mem).
+//! The rings, the in-flight region and the drivers call it, on the thread that owns the queue.
+//! Every access is volatile or atomic, so the compiler does not repeat or invent accesses, and
+//! keeps their order. Callers ensure the alignment: ring areas are checked when a ring is made,
+//! tables of the guest when they are read. Copies of many bytes are in [`mem`](crate::mem).
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-/// Asks for the cache line at `ptr`, for a read that comes later. No access: any address will do. Does nothing where stable
-/// Rust has no such instruction.
+/// Prefetches the cache line at `ptr` for a later read. This is not an access, so any address is
+/// allowed. It does nothing on architectures for which stable Rust has no such instruction.
 #[inline(always)]
 pub(crate) fn prefetch(ptr: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint; the instruction is there on every CPU of this architecture, and faults at no address.
+    // SAFETY: this is a hint. Every CPU of this architecture has the instruction, which faults at
+    // no address.
     unsafe {
         core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
     }
@@ -22,48 +24,50 @@ pub(crate) fn prefetch(ptr: *const u8) {
 
 macro_rules! accessors {
     ($($int:ty, $atomic:ty, $get:ident, $put:ident, $load:ident, $store:ident;)*) => { $(
-        /// One plain volatile load.
+        /// Makes one plain volatile load.
         ///
         /// # Safety
         /// `ptr` is readable and aligned.
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $get(ptr: *const u8) -> $int {
-            // SAFETY: the caller answers for validity and alignment.
+            // SAFETY: the caller promises validity and alignment.
             unsafe { ptr.cast::<$int>().read_volatile() }
         }
 
-        /// One plain volatile store.
+        /// Makes one plain volatile store.
         ///
         /// # Safety
         /// `ptr` is writable and aligned.
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $put(ptr: *mut u8, value: $int) {
-            // SAFETY: the caller answers for validity and alignment.
+            // SAFETY: the caller promises validity and alignment.
             unsafe { ptr.cast::<$int>().write_volatile(value) }
             crash_point();
         }
 
-        /// One atomic load.
+        /// Makes one atomic load.
         ///
         /// # Safety
         /// `ptr` is readable, writable and aligned.
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $load(ptr: *mut u8, order: Ordering) -> $int {
-            // SAFETY: the caller answers for validity and alignment. All other accesses in this process are atomic or volatile.
+            // SAFETY: the caller promises validity and alignment. All other accesses in this
+            // process are atomic or volatile.
             unsafe { <$atomic>::from_ptr(ptr.cast()) }.load(order)
         }
 
-        /// One atomic store.
+        /// Makes one atomic store.
         ///
         /// # Safety
         /// `ptr` is writable and aligned.
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $store(ptr: *mut u8, value: $int, order: Ordering) {
-            // SAFETY: the caller answers for validity and alignment. All other accesses in this process are atomic or volatile.
+            // SAFETY: the caller promises validity and alignment. All other accesses in this
+            // process are atomic or volatile.
             unsafe { <$atomic>::from_ptr(ptr.cast()) }.store(value, order);
             crash_point();
         }
@@ -76,18 +80,18 @@ accessors! {
     u64, AtomicU64, get_u64, put_u64, load_u64, store_u64;
 }
 
-/// One volatile store of a byte.
+/// Makes one volatile store of a byte.
 ///
 /// # Safety
 /// `ptr` is writable.
 #[inline(always)]
 pub(crate) unsafe fn put_u8(ptr: *mut u8, value: u8) {
-    // SAFETY: the caller answers for `ptr`.
+    // SAFETY: the caller promises that `ptr` is writable.
     unsafe { ptr.write_volatile(value) }
     crash_point();
 }
 
-/// In tests: the process may die here, right after a store.
+/// In tests, a simulated kill may happen here, right after a store.
 #[cfg(not(test))]
 #[inline(always)]
 fn crash_point() {}

@@ -1,12 +1,14 @@
-//! The device side of a virtqueue: take descriptor chains, give used elements back, and the notification rules.
+//! The device side of a virtqueue: takes descriptor chains, returns used elements, and applies the
+//! notification rules.
 //!
-//! One [`DeviceRing`] belongs to one queue and is called only by the worker that owns the queue. The life of a
-//! request is [`pop`](DeviceRing::pop) → work → [`push`](DeviceRing::push) → [`publish`](DeviceRing::publish); a batch
-//! of pops, then a batch of pushes and one publish is what it is made for.
+//! One [`DeviceRing`] belongs to one queue, and only the worker that owns the queue calls it. The
+//! steps of a request are [`pop`](DeviceRing::pop) → work → [`push`](DeviceRing::push) →
+//! [`publish`](DeviceRing::publish). The ring is made for batches: several pops, then several
+//! pushes and one publish.
 //!
-//! The driver on the other side is hostile. Each field of its structures is read once, walks are bounded by the ring
-//! or by [`MAX_QUEUE_SIZE`], and what cannot be made sense of is either a [`ChainFault`] (one request is bad, the
-//! queue goes on) or [`Broken`] (the ring itself is, the queue must stop).
+//! The driver is untrusted. Each field of its structures is read once, and walks are bounded by the
+//! ring or by [`MAX_QUEUE_SIZE`]. An invalid structure is either a [`ChainFault`] (one request is
+//! bad, and the queue continues) or [`Broken`] (the ring itself is bad, and the queue must stop).
 
 mod chain;
 mod packed;
@@ -29,7 +31,7 @@ use crate::inflight::{Inflight, InflightError, Replay, SplitNotes};
 use crate::log::DirtyLog;
 use crate::mem::GuestMemory;
 
-/// Which of the ring features were negotiated.
+/// The ring features that were negotiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingFeatures {
     /// `VIRTIO_RING_F_INDIRECT_DESC`.
@@ -41,7 +43,7 @@ pub struct RingFeatures {
 }
 
 impl RingFeatures {
-    /// Picks the ring features out of a device's feature word.
+    /// Takes the ring features from a device's feature word.
     pub const fn from_bits(bits: u64) -> Self {
         Self {
             indirect: bits & features::bit(features::VIRTIO_RING_F_INDIRECT_DESC) != 0,
@@ -51,7 +53,7 @@ impl RingFeatures {
     }
 }
 
-/// Where the three areas of a ring lie in this process (2.7, 2.8).
+/// Addresses of the three areas of a ring in this process (2.7, 2.8).
 #[derive(Clone, Copy, Debug)]
 pub struct RingAddrs {
     /// Descriptor table, or packed descriptor ring. Aligned to 16.
@@ -73,10 +75,10 @@ pub struct RingSizes {
     pub device: usize,
 }
 
-/// How long the areas of a ring of `size` descriptors are.
+/// Returns the lengths of the areas of a ring of `size` descriptors.
 ///
-/// A split ring's include the two event fields whether `VIRTIO_RING_F_EVENT_IDX` was negotiated or not, as 2.7.6
-/// and 2.7.8 lay them out.
+/// Those of a split ring include the two event fields, whether `VIRTIO_RING_F_EVENT_IDX` was
+/// negotiated or not, according to 2.7.6 and 2.7.8.
 pub const fn ring_sizes(size: u16, features: RingFeatures) -> RingSizes {
     let n = size as usize;
     if features.packed {
@@ -93,15 +95,15 @@ pub enum RingError {
     /// The size is zero, above [`MAX_QUEUE_SIZE`], or for a split ring not a power of two.
     #[error("queue size {0} is not one a ring can have (1 to {MAX_QUEUE_SIZE}; a power of two if split)")]
     Size(u16),
-    /// An area is not aligned as the specification has it.
+    /// An area does not have the alignment that the specification demands.
     #[error("the ring's {0} area is misaligned")]
     Misaligned(&'static str),
-    /// A packed ring's base lies outside of the ring.
+    /// A packed ring's base is outside of the ring.
     #[error("base {0:#x} lies outside of the packed ring")]
     Base(u32),
 }
 
-/// Where used-ring writes are to be marked while the guest migrates.
+/// The log for writes to the used ring while the guest migrates.
 #[derive(Clone, Debug)]
 pub struct UsedLog {
     /// The log.
@@ -116,9 +118,9 @@ pub struct UsedLog {
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "one a queue; a box would cost a load a request")]
 pub enum DeviceRing {
-    /// 2.7.
+    /// Split (2.7).
     Split(SplitRing),
-    /// 2.8.
+    /// Packed (2.8).
     Packed(PackedRing),
 }
 
@@ -132,19 +134,21 @@ macro_rules! each {
 }
 
 impl DeviceRing {
-    /// A ring of `size` descriptors over `addrs`, going on from `base` as `VHOST_USER_SET_VRING_BASE` has it: split,
-    /// the next available index; packed, the available position in bits 0 to 14 with its wrap counter in bit 15, and
-    /// the used position likewise in bits 16 to 31.
+    /// Makes a ring of `size` descriptors over `addrs` that continues at `base`, which has the
+    /// format of `VHOST_USER_SET_VRING_BASE`. Split: the next available index. Packed: the
+    /// available position in bits 0 to 14 with its wrap counter in bit 15, and the used position in
+    /// bits 16 to 31 in the same format.
     ///
-    /// Front-ends exist that know less of packed rings. An upper half of zero means that both positions are the same;
-    /// a base of zero on a ring that no device has written to is a fresh ring, whose wrap counters are 1.
+    /// Some front ends support packed rings only in part. If the upper half is zero, both positions
+    /// are the same. A base of zero on a ring that no device has written to means a new ring, whose
+    /// wrap counters are 1.
     ///
     /// # Errors
-    /// A size, alignment or base that no ring has.
+    /// No ring can have this size, alignment or base.
     ///
     /// # Safety
-    /// The areas of `addrs`, [`ring_sizes`] long, stay mapped for reading and writing, and no one else is on the device
-    /// side of them, for as long as the ring lives.
+    /// The areas of `addrs`, whose lengths are those of [`ring_sizes`], stay mapped for reading and
+    /// writing as long as the ring lives, and nothing else acts as the device on them.
     pub unsafe fn new(
         size: u16,
         features: RingFeatures,
@@ -164,7 +168,7 @@ impl DeviceRing {
                 return Err(RingError::Misaligned(name));
             }
         }
-        // SAFETY: size and alignment were checked, the rest is the caller's promise.
+        // SAFETY: size and alignment were checked; the caller upholds this function's contract.
         unsafe {
             if features.packed {
                 PackedRing::new(size, features, addrs, base).map(Self::Packed)
@@ -174,19 +178,20 @@ impl DeviceRing {
         }
     }
 
-    /// Descriptors in the ring.
+    /// Returns the number of descriptors of the ring.
     #[inline]
     pub fn size(&self) -> u16 {
         each!(self, r => r.size())
     }
 
-    /// Whether a request is there; cheap enough to poll.
+    /// Returns whether there is a request. It is cheap enough for polling.
     #[inline]
     pub fn has_avail(&self) -> bool {
         each!(self, r => r.has_avail())
     }
 
-    /// Requests that were there at the last look and are not taken yet. A packed ring does not tell: 0.
+    /// Returns the number of requests that were there at the last look and are not taken yet. A
+    /// packed ring returns 0, because it does not know.
     #[inline]
     pub fn seen_waiting(&self) -> u16 {
         match self {
@@ -195,26 +200,29 @@ impl DeviceRing {
         }
     }
 
-    /// Takes the next request, if there is one, and fills `chain` with it. A request that cannot be carried out has
-    /// [`Chain::fault`] set; it is taken all the same and wants a [`push`](Self::push).
+    /// Takes the next request, if there is one, and fills `chain` with it. A request that cannot be
+    /// carried out has [`Chain::fault`] set. It is taken, too, and needs a [`push`](Self::push).
     ///
     /// # Errors
-    /// The ring is broken and the queue must stop.
+    /// The ring is broken, and the queue must stop.
     #[inline]
     pub fn pop(&mut self, mem: &GuestMemory, chain: &mut Chain) -> Result<bool, Broken> {
         each!(self, r => r.pop(mem, chain))
     }
 
-    /// Gives back a request that was popped and not pushed, as if it had not been taken: the next [`pop`](Self::pop) takes it
-    /// again. Of several the one popped last goes first, and none that was popped after it may be under way or pushed.
+    /// Returns a request that was popped and not pushed to the ring, as if it had not been taken.
+    /// The next [`pop`](Self::pop) takes it again. Several requests are returned in reverse order,
+    /// and no request that was popped after one of them may be in use or pushed.
     pub fn unpop(&mut self, head: Head) {
         each!(self, r => r.unpop(head));
     }
 
-    /// Reads the chain with head index `id` again, without taking anything from the available ring. Split only.
+    /// Reads the chain with head index `id` again, without taking anything from the available ring.
+    /// Split only.
     ///
     /// # Errors
-    /// `id` is outside of the ring, or the ring is packed (there, see [`replay`](Self::replay)).
+    /// `id` is outside of the ring, or the ring is packed, for which there is
+    /// [`replay`](Self::replay).
     pub fn pop_head(&mut self, mem: &GuestMemory, chain: &mut Chain, id: u16) -> Result<bool, Broken> {
         match self {
             Self::Split(r) => r.pop_head(mem, chain, id).map(|()| true),
@@ -222,90 +230,104 @@ impl DeviceRing {
         }
     }
 
-    /// Stages a used element: the request is done and `written` bytes of its device-writable buffers were written.
-    /// Invisible to the driver until [`publish`](Self::publish).
+    /// Stages a used element: the request is done, and `written` bytes of its device-writable
+    /// buffers were written. The driver cannot see it until [`publish`](Self::publish).
     #[inline]
     pub fn push(&mut self, head: Head, written: u32) {
         each!(self, r => r.push(head, written))
     }
 
-    /// Makes everything that was pushed visible at once. True: the driver wants a notification for it.
+    /// Makes all pushed elements visible at once. Returns whether the driver asked to be notified
+    /// of them.
     #[inline]
     #[must_use = "true: the driver sleeps until it is notified"]
     pub fn publish(&mut self) -> bool {
         each!(self, r => r.publish())
     }
 
-    /// Tells the driver that kicks are not needed for now. A hint; does nothing on a split ring with
-    /// `VIRTIO_RING_F_EVENT_IDX`, where not moving the event index says so already.
+    /// Tells the driver that it need not kick for now. This is a hint. It does nothing on a split
+    /// ring with `VIRTIO_RING_F_EVENT_IDX`, where an unchanged event index has the same meaning.
     #[inline]
     pub fn disable_kick(&mut self) {
         each!(self, r => r.disable_kick())
     }
 
-    /// Asks for a kick with the next request. True: requests are there already and may come without one; do not sleep.
+    /// Asks for a kick with the next request. Returns true if there are requests already, which may
+    /// have come without a kick; the caller must not sleep then.
     #[inline]
     #[must_use = "true: there is work, and no kick may come for it"]
     pub fn enable_kick(&mut self) -> bool {
         self.enable_kick_after(1)
     }
 
-    /// Asks for a kick once `count` more requests are there (packed: descriptors; at least 1, at most the ring's size).
-    /// True: so many are there already. A driver that stops short of `count` does not kick: whoever asks for more than
-    /// one has to look by itself after a while. Without `VIRTIO_RING_F_EVENT_IDX` every `count` is 1.
+    /// Asks for a kick once `count` more requests are there (packed: descriptors). `count` is at
+    /// least 1 and at most the ring's size. Returns true if as many are there already.
+    ///
+    /// A driver that stops before `count` does not kick, so a caller that asks for more than one
+    /// has to look again after a while. Without `VIRTIO_RING_F_EVENT_IDX`, every `count` counts as
+    /// 1.
     #[inline]
     #[must_use = "true: there is work, and no kick may come for it"]
     pub fn enable_kick_after(&mut self, count: u16) -> bool {
         each!(self, r => r.enable_kick_after(count))
     }
 
-    /// Where the ring stands, as `VHOST_USER_GET_VRING_BASE` wants it; see [`new`](Self::new).
+    /// Returns the position of the ring in the format of `VHOST_USER_GET_VRING_BASE`; see
+    /// [`new`](Self::new).
     pub fn base(&self) -> u32 {
         each!(self, r => r.base())
     }
 
-    /// Takes back what [`disable_kick`](Self::disable_kick) said, for a ring that is given up.
+    /// Revokes [`disable_kick`](Self::disable_kick) on a ring that this process stops serving.
     ///
-    /// The next owner of the device side may be another program, which relies on a kick for the first request. Does
-    /// nothing on a split ring with `VIRTIO_RING_F_EVENT_IDX`, whose driver goes by an index that the next owner sets.
+    /// The next server may be another program, which relies on a kick for the first request. This
+    /// does nothing on a split ring with `VIRTIO_RING_F_EVENT_IDX`, whose driver uses an index that
+    /// the next server sets.
     pub fn allow_kicks(&mut self) {
         each!(self, r => r.allow_kicks());
     }
 
-    /// How far used elements are published: split, the used index; packed, the position with the wrap counter in
-    /// bit 15.
+    /// Returns the position up to which used elements are published. Split: the used index. Packed:
+    /// the position, with the wrap counter in bit 15.
     pub fn used_index(&self) -> u16 {
         each!(self, r => r.used_index())
     }
 
-    /// Turns marking of the ring's own writes on or off. Off costs a predictable branch a batch.
+    /// Switches the marking of the ring's own writes on or off. If it is off, it costs one
+    /// predictable branch for each batch.
     pub fn set_used_log(&mut self, log: Option<UsedLog>) {
         each!(self, r => r.set_used_log(log));
     }
 
-    /// Takes every buffer as device-readable from now on: for rings on which the device writes nothing, as a network
-    /// card's transmit ring. DPDK's virtio-user marks the header's buffer there as device-writable, and DPDK's vhost
-    /// library ignores the flag. The write flag of a descriptor that refers to an indirect table is ignored on every
-    /// ring (2.7.5.3.2, 2.8.19).
+    /// Treats every buffer as device-readable from now on. This is for rings on which the device
+    /// writes nothing, such as the transmit ring of a network device. DPDK's virtio-user marks the
+    /// header's buffer there as device-writable, and DPDK's vhost library ignores the flag. The
+    /// write flag of a descriptor that refers to an indirect table is ignored on every ring
+    /// (2.7.5.3.2, 2.8.19).
     pub fn set_all_readable(&mut self) {
         each!(self, r => r.set_all_readable());
     }
 
-    /// Tracks requests in `inflight` from now on, and says what was taken and not published when the last owner of the
-    /// region went away, in the order in which it was taken. Repairs the ring's positions first: they follow from the
-    /// region, whatever base the front-end gave. Call it before the first [`pop`](Self::pop).
+    /// Tracks requests in `inflight` from now on. Returns the requests that the last owner of the
+    /// region had taken and not published, in the order in which they were taken.
     ///
-    /// The first [`publish`](Self::publish) after this notifies always: the last owner may have died between
-    /// publishing and notifying. If there is nothing to replay, notify once all the same.
+    /// It repairs the ring's positions first. They follow from the region, whatever base the front
+    /// end gave. To be called before the first [`pop`](Self::pop).
+    ///
+    /// The first [`publish`](Self::publish) after this always notifies, because the last owner may
+    /// have died between publishing and notifying. If there is nothing to replay, the caller has to
+    /// notify once.
     ///
     /// # Errors
-    /// The region was made for the other layout or for a smaller ring, or is damaged; the ring is unchanged.
+    /// The region was made for the other layout or for a smaller ring, or is damaged. The ring is
+    /// unchanged.
     pub fn set_inflight(&mut self, inflight: Inflight) -> Result<Vec<Replay>, InflightError> {
         each!(self, r => r.set_inflight(inflight))
     }
 
-    /// What another server goes on with in the region of [`set_inflight`](Self::set_inflight); this ring is not to be used any
-    /// more then. None: the ring is packed, or not tracked.
+    /// Returns the state with which another server continues the region of
+    /// [`set_inflight`](Self::set_inflight). This ring must not be used after that. `None`: the
+    /// ring is packed, or not tracked.
     pub fn notes(&self) -> Option<SplitNotes> {
         match self {
             Self::Split(ring) => ring.notes(),
@@ -313,7 +335,8 @@ impl DeviceRing {
         }
     }
 
-    /// Fills `chain` with a request that [`set_inflight`](Self::set_inflight) named. It then goes on as if popped.
+    /// Fills `chain` with a request that [`set_inflight`](Self::set_inflight) returned, which is
+    /// then handled like a popped one.
     ///
     /// # Errors
     /// The region is damaged.
@@ -322,8 +345,8 @@ impl DeviceRing {
     }
 }
 
-/// Whether a side that asked to be notified once the other's index passes `event` is to be, when the index moved from
-/// `old` to `new` (2.7.10, `vring_need_event`). All modulo 2^16.
+/// Returns whether a change of the index from `old` to `new` passes `event`, so that the other side
+/// has to be notified (2.7.10, `vring_need_event`). All values are modulo 2^16.
 #[inline(always)]
 pub(crate) const fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)

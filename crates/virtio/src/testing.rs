@@ -1,4 +1,5 @@
-//! Help for this crate's tests: memory with guards, a seeded generator, a crash after the n-th store.
+//! Helpers for this crate's tests: memory with guards, a seeded generator, a crash after the n-th
+//! store.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
@@ -8,12 +9,12 @@ use std::sync::Arc;
 use crate::mem::{GuestMemory, Region};
 use crate::ring::{RingAddrs, RingFeatures, ring_sizes};
 
-/// How much a test does: less under Miri.
+/// Returns the number of iterations of a test: fewer under Miri.
 pub(crate) const fn iterations(count: u64) -> u64 {
     if cfg!(miri) { count.div_ceil(100) } else { count }
 }
 
-/// Numbers that a seed decides.
+/// A seeded generator of random numbers.
 #[derive(Clone)]
 pub(crate) struct Rng(fastrand::Rng);
 
@@ -26,12 +27,12 @@ impl Rng {
         self.0.u64(..)
     }
 
-    /// Below `bound`.
+    /// Returns a number below `bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.0.u64(..bound)
     }
 
-    /// Once in `n`.
+    /// Returns true once in `n` calls on average.
     pub(crate) fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
@@ -55,7 +56,7 @@ pub(crate) fn crash_point() {
     });
 }
 
-/// Runs `f` and stops it after `stores` more stores. Nothing if it was stopped.
+/// Runs `f` and stops it after `stores` more stores. Returns `None` if it was stopped.
 pub(crate) fn stop_after<T>(stores: u64, f: impl FnOnce() -> T) -> Option<T> {
     STORES_LEFT.with(|left| left.set(Some(stores)));
     let result = catch_unwind(AssertUnwindSafe(f));
@@ -80,14 +81,14 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Regions by guest address and size.
+    /// Makes regions from guest addresses and sizes.
     pub(crate) fn new(regions: &[(u64, usize)]) -> Self {
         let total = GUARD + regions.iter().map(|r| r.1.next_multiple_of(4096) + GUARD).sum::<usize>();
         let layout = Layout::from_size_align(total, 4096).unwrap();
         // SAFETY: the layout is not empty; the bytes are initialised at once.
         let base = unsafe { alloc(layout) };
         assert!(!base.is_null());
-        // SAFETY: just allocated.
+        // SAFETY: the memory was just allocated.
         unsafe { base.write_bytes(GUARD_BYTE, total) };
         let mut at = GUARD;
         let mut placed = Vec::new();
@@ -114,14 +115,14 @@ impl Arena {
         Self { base, layout, regions: placed, mem }
     }
 
-    /// The host pointer of a guest address.
+    /// Returns the host pointer of a guest address.
     pub(crate) fn host(&self, guest: u64) -> *mut u8 {
         let &(start, host, _) =
             self.regions.iter().find(|r| guest >= r.0 && guest - r.0 < r.2 as u64).unwrap();
         host.wrapping_add((guest - start) as usize)
     }
 
-    /// Whether a host range lies in one region.
+    /// Returns whether a host range is inside one region.
     pub(crate) fn inside(&self, ptr: *const u8, len: usize) -> bool {
         self.regions.iter().any(|r| {
             ptr.addr() >= r.1.addr()
@@ -130,7 +131,7 @@ impl Arena {
         })
     }
 
-    /// Nobody wrote between the regions.
+    /// Checks that nothing wrote between the regions.
     pub(crate) fn check_guards(&self) {
         let mut at = 0;
         for &(_, host, size) in
@@ -144,7 +145,7 @@ impl Arena {
         }
     }
 
-    /// Ring areas from a guest address on, each on its own 4 KiB multiple.
+    /// Returns the areas of a ring from a guest address on, each at its own multiple of 4 KiB.
     pub(crate) fn ring(&self, guest: u64, size: u16, features: RingFeatures) -> (RingAddrs, [u64; 3]) {
         let sizes = ring_sizes(size, features);
         let driver = guest + (sizes.desc as u64).next_multiple_of(4096);
@@ -164,7 +165,7 @@ impl Arena {
         unsafe { self.host(guest).cast::<u16>().write_unaligned(value) };
     }
 
-    /// A copy of all bytes.
+    /// Returns a copy of the bytes.
     pub(crate) fn bytes(&self, guest: u64, len: usize) -> Vec<u8> {
         // SAFETY: inside of a region by the tests.
         (0..len).map(|i| unsafe { self.host(guest).add(i).read() }).collect()
@@ -178,7 +179,7 @@ impl Drop for Arena {
     }
 }
 
-/// All combinations of ring features.
+/// Returns all combinations of ring features.
 pub(crate) fn all_features() -> impl Iterator<Item = RingFeatures> {
     (0..8u8).map(|bits| RingFeatures {
         indirect: bits & 1 != 0,

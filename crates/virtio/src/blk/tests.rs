@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::{Rng, iterations};
 
-/// Cuts `len` bytes at `base` into segments at will, some empty.
+/// Cuts `len` bytes at `base` into random segments, some of them empty.
 fn cut_up(rng: &mut Rng, base: *mut u8, len: usize) -> Vec<Seg> {
     let mut segs = Vec::new();
     let mut at = 0;

@@ -18,24 +18,25 @@ pub struct PackedDriver {
     addrs: RingAddrs,
     size: u16,
     event_idx: bool,
-    /// Free buffer ids, a list through `next`.
+    /// First free buffer id. The free ids are a list through `next`.
     free_id: u16,
     free: u16,
-    /// Where the next chain goes.
+    /// Position of the next chain.
     avail: Pos,
-    /// Where the first staged chain is, and the flags of its first descriptor: written last of all.
+    /// Position of the first staged chain, and the flags of its first descriptor, which are written
+    /// last.
     published: Pos,
     first_flags: u16,
     staged: u16,
-    /// Where the next used descriptor will be.
+    /// Position of the next used descriptor.
     used: Pos,
     next: Table,
-    /// For an id in flight: slots of its chain, else 0; and the cookie.
+    /// For an id in flight, the slots of its chain, otherwise 0; and the cookie.
     descs: Table,
     cookies: Table,
 }
 
-// SAFETY: the addresses are the ring's alone on the driver side (`DriverRing::new`), on whichever thread it is.
+// SAFETY: only this ring acts as the driver on the addresses (`DriverRing::new`), on any thread.
 unsafe impl Send for PackedDriver {}
 
 impl PackedDriver {
@@ -73,7 +74,8 @@ impl PackedDriver {
                 }
                 for (i, seg) in segs.iter().enumerate() {
                     let write = if seg.writable { DESC_F_WRITE } else { 0 };
-                    // SAFETY: below the table's capacity; `Indirect` is the caller's promise.
+                    // SAFETY: the index is below the table's capacity. The caller promises what
+                    // `Indirect` says.
                     unsafe {
                         let desc = table.ptr.add(i * DESC_LEN);
                         raw::put_u64(desc, seg.addr);
@@ -104,11 +106,12 @@ impl PackedDriver {
         Ok(())
     }
 
-    /// Fills the next slot; holds back the flags of the batch's very first one.
+    /// Fills the next slot, but holds back the flags of the batch's first one.
     #[inline(always)]
     fn slot(&mut self, addr: u64, len: u32, id: u16, flags: u16, head: bool) {
         let flags = flags | self.avail.avail_flags();
-        // SAFETY: positions stay below the size; the descriptor ring is mapped and these slots are ours to write.
+        // SAFETY: positions stay below the size. The descriptor ring is mapped, and the driver may
+        // write these slots.
         unsafe {
             let desc = self.addrs.desc.add(self.avail.slot as usize * DESC_LEN);
             raw::put_u64(desc, addr);
@@ -117,7 +120,7 @@ impl PackedDriver {
             if head && self.staged == 0 {
                 self.first_flags = flags;
             } else {
-                // The device looks at chains in order, and the first of the batch still stops it.
+                // The device reads chains in order, and the first one of the batch still stops it.
                 raw::put_u16(desc.add(FLAGS), flags);
             }
         }
@@ -130,12 +133,13 @@ impl PackedDriver {
             return false;
         }
         let staged = core::mem::take(&mut self.staged);
-        // Release: all that belongs to the batch is seen before its first flags.
-        // SAFETY: positions stay below the size; the areas stay mapped and aligned (`DriverRing::new`).
+        // Release: the device sees the whole batch before its first flags. SAFETY: positions stay
+        // below the size; the areas stay mapped and aligned (`DriverRing::new`).
         let event = unsafe {
             let flags = self.addrs.desc.add(self.published.slot as usize * DESC_LEN + FLAGS);
             raw::store_u16(flags, self.first_flags, Ordering::Release);
-            // A full barrier between the flags and the device's wish for a kick, the twin of the one in `enable_kick`.
+            // A full barrier between the flags and the read of the device's request for a kick. Its
+            // counterpart is in `enable_kick`.
             fence(Ordering::SeqCst);
             raw::load_u32(self.addrs.device, Ordering::Relaxed)
         };
@@ -157,11 +161,11 @@ impl PackedDriver {
         self.load_used().is_some()
     }
 
-    /// Length and id of the next used descriptor, if it is there.
+    /// Returns length and id of the next used descriptor, if it is there.
     #[inline(always)]
     fn load_used(&self) -> Option<u64> {
-        // Acquire: the data behind it is seen after the flags; length and id come in the same load.
-        // SAFETY: the position is below the size; the ring stays mapped and aligned.
+        // Acquire: the data is seen after the flags; length and id come in the same load. SAFETY:
+        // the position is below the size; the ring stays mapped and aligned.
         let word = unsafe {
             let desc = self.addrs.desc.add(self.used.slot as usize * DESC_LEN);
             raw::load_u64(desc.add(WORD), Ordering::Acquire)
@@ -174,13 +178,14 @@ impl PackedDriver {
     pub(super) fn poll(&mut self) -> Option<Used> {
         let word = self.load_used()?;
         let (len, id, flags) = (low_u32(word), low_u16(word >> 32), low_u16(word >> 48));
-        // Where the next one is cannot be known after an id that is not in flight: the ring stands still.
+        // After an id that is not in flight, the position of the next descriptor is unknown. The
+        // ring then stops.
         let descs = Some(self.descs.take(id)).filter(|&descs| descs != 0)?;
         self.used = self.used.advance(descs, self.size);
         self.next.set(id, self.free_id);
         self.free_id = id;
         self.free += descs;
-        // Without the flag the length means nothing (2.8.6).
+        // Without the flag the length is undefined (2.8.6).
         let len = if flags & DESC_F_WRITE != 0 { len } else { 0 };
         Some(Used { cookie: self.cookies.get(id), len })
     }
@@ -203,7 +208,8 @@ impl PackedDriver {
         } else {
             self.set_event(0, EVENT_ENABLE);
         }
-        // A full barrier between the wish and the look at the ring, the twin of the one in the device's `publish`.
+        // A full barrier between the request and the look at the ring. Its counterpart is in the
+        // device's `publish`.
         fence(Ordering::SeqCst);
         self.has_used()
     }
@@ -211,7 +217,7 @@ impl PackedDriver {
     /// Writes the driver's event suppression structure, both halves at once.
     #[inline]
     fn set_event(&mut self, at: u16, flags: u16) {
-        // SAFETY: the structure is ours, mapped and aligned to 4.
+        // SAFETY: the driver owns the structure, which is mapped and aligned to 4.
         unsafe {
             raw::store_u32(self.addrs.driver, u32::from(at) | u32::from(flags) << 16, Ordering::Relaxed)
         };

@@ -26,16 +26,16 @@ pub struct SplitDriver {
     /// The next available index to fill; `published..next_avail` is staged.
     next_avail: u16,
     published: u16,
-    /// The next used index to look at.
+    /// The next used index to read.
     next_used: u16,
-    /// Links of the free list and of chains: what the device cannot overwrite.
+    /// Links of the free list and of chains, which the device cannot overwrite.
     next: Table,
-    /// For a head in flight: descriptors of its chain, else 0; and the cookie.
+    /// For a head in flight, the descriptors of its chain, otherwise 0; and the cookie.
     descs: Table,
     cookies: Table,
 }
 
-// SAFETY: the addresses are the ring's alone on the driver side (`DriverRing::new`), on whichever thread it is.
+// SAFETY: only this ring acts as the driver on the addresses (`DriverRing::new`), on any thread.
 unsafe impl Send for SplitDriver {}
 
 impl SplitDriver {
@@ -70,11 +70,13 @@ impl SplitDriver {
                 }
                 for (i, seg) in (0..).zip(segs) {
                     let more = i as usize + 1 < segs.len();
-                    // SAFETY: below the table's capacity; `Indirect` is the caller's promise.
+                    // SAFETY: the index is below the table's capacity. The caller promises what
+                    // `Indirect` says.
                     unsafe { write_desc(table.ptr, i, seg, i + 1, more) };
                 }
                 let len = low_u32((segs.len() * DESC_LEN) as u64);
-                // SAFETY: the free list holds indices below the size; the table is mapped (`DriverRing::new`).
+                // SAFETY: the free list has indices below the size; the table is mapped
+                // (`DriverRing::new`).
                 unsafe { put_desc(self.addrs.desc, head, table.addr, len, DESC_F_INDIRECT, 0) };
                 self.free_head = self.next.get(head);
                 1
@@ -86,7 +88,8 @@ impl SplitDriver {
                 let mut index = head;
                 for (i, seg) in segs.iter().enumerate() {
                     let next = self.next.get(index);
-                    // SAFETY: the free list holds indices below the size; the table is mapped (`DriverRing::new`).
+                    // SAFETY: the free list has indices below the size; the table is mapped
+                    // (`DriverRing::new`).
                     unsafe { write_desc(self.addrs.desc, index, seg, next, i + 1 < segs.len()) };
                     index = next;
                 }
@@ -99,7 +102,7 @@ impl SplitDriver {
         self.descs.set(head, descs);
         self.cookies.set(head, cookie);
         let slot = (self.next_avail & self.mask) as usize;
-        // SAFETY: the slot is below the size; the available ring is ours and mapped.
+        // SAFETY: the slot is below the size. The driver owns the available ring, which is mapped.
         unsafe { raw::put_u16(self.addrs.driver.add(ELEMS + 2 * slot), head) };
         self.next_avail = self.next_avail.wrapping_add(1);
         Ok(())
@@ -111,12 +114,13 @@ impl SplitDriver {
         if old == new {
             return false;
         }
-        // Release: descriptors and ring entries are seen before the index.
-        // SAFETY: the rings stay mapped and aligned (`DriverRing::new`); event fields are within `ring_sizes`.
+        // Release: the device sees descriptors and ring entries before the index. SAFETY: the rings
+        // stay mapped and aligned (`DriverRing::new`); event fields are within `ring_sizes`.
         unsafe {
             raw::store_u16(self.addrs.driver.add(IDX), new, Ordering::Release);
             self.published = new;
-            // A full barrier between our index and the device's wish for a kick, the twin of the one in `enable_kick`.
+            // A full barrier between the index and the read of the device's request for a kick. Its
+            // counterpart is in `enable_kick`.
             fence(Ordering::SeqCst);
             if self.event_idx {
                 let at = ELEMS + USED_LEN * (self.mask as usize + 1);
@@ -129,8 +133,8 @@ impl SplitDriver {
 
     #[inline]
     pub(super) fn has_used(&self) -> bool {
-        // Acquire: the elements and the data behind them are seen after the index.
-        // SAFETY: the used ring stays mapped and aligned.
+        // Acquire: the elements and their data are seen after the index. SAFETY: the used ring
+        // stays mapped and aligned.
         unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) != self.next_used }
     }
 
@@ -149,7 +153,7 @@ impl SplitDriver {
             if descs == 0 {
                 continue;
             }
-            // The chain goes back on the free list as it is.
+            // The chain is put back on the free list as it is.
             let last = (1..descs).fold(head, |index, _| self.next.get(index));
             self.next.set(last, self.free_head);
             self.free_head = head;
@@ -162,7 +166,7 @@ impl SplitDriver {
     #[inline]
     pub(super) fn disable_notify(&mut self) {
         if !self.event_idx {
-            // SAFETY: the available ring is ours and mapped.
+            // SAFETY: the driver owns the available ring, which is mapped.
             unsafe { raw::store_u16(self.addrs.driver, SUPPRESS, Ordering::Relaxed) };
         }
     }
@@ -175,7 +179,8 @@ impl SplitDriver {
     #[inline]
     pub(super) fn enable_notify_after(&mut self, count: u16) -> bool {
         let count = if self.event_idx { count.max(1) } else { 1 };
-        // SAFETY: the available ring is ours and mapped; the event field is within `ring_sizes`.
+        // SAFETY: the driver owns the available ring, which is mapped; the event field is within
+        // `ring_sizes`.
         unsafe {
             if self.event_idx {
                 let at = ELEMS + 2 * (self.mask as usize + 1);
@@ -185,7 +190,8 @@ impl SplitDriver {
                 raw::store_u16(self.addrs.driver, 0, Ordering::Relaxed);
             }
         }
-        // A full barrier between the wish and the look at the index, the twin of the one in the device's `publish`.
+        // A full barrier between the request and the look at the index. Its counterpart is in the
+        // device's `publish`.
         fence(Ordering::SeqCst);
         // SAFETY: the used ring stays mapped and aligned. Acquire: as in `has_used`.
         let used = unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) };
@@ -201,12 +207,12 @@ impl SplitDriver {
 /// Writes a descriptor for a buffer.
 ///
 /// # Safety
-/// As [`put_desc`].
+/// That of [`put_desc`].
 #[inline(always)]
 unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, more: bool) {
     let write = if seg.writable { DESC_F_WRITE } else { 0 };
     let (flags, next) = if more { (write | DESC_F_NEXT, next) } else { (write, 0) };
-    // SAFETY: the caller answers for the range, as this function's contract says.
+    // SAFETY: the caller upholds this function's contract, which is the same.
     unsafe { put_desc(table, index, seg.addr, seg.len, flags, next) };
 }
 
@@ -217,7 +223,7 @@ unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, mor
 #[inline(always)]
 unsafe fn put_desc(table: *mut u8, index: u16, addr: u64, len: u32, flags: u16, next: u16) {
     let word = u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48;
-    // SAFETY: the caller answers for the range, as this function's contract says.
+    // SAFETY: the caller upholds this function's contract.
     unsafe {
         let desc = table.add(index as usize * DESC_LEN);
         raw::put_u64(desc, addr);

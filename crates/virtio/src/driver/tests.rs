@@ -1,4 +1,4 @@
-//! The driver alone; with the device, see `ring::tests`.
+//! The driver alone. `ring::tests` has the tests with a device.
 
 use super::*;
 use crate::testing::{Arena, all_features};

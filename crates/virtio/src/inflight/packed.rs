@@ -1,14 +1,18 @@
-//! The packed ring's part of the region: copies of the descriptors, in lists, because the ring's own are overwritten.
+//! The packed ring's part of the region. It has copies of the descriptors, in lists, because the
+//! ring's own descriptors are overwritten.
 //!
-//! Free entries form a list from `free_head`; a request is a list of `num` entries from its head entry. The fields
-//! named `old_*` are what holds until the batch being published is through.
+//! Free entries form a list from `free_head`. A request is a list of `num` entries from its head
+//! entry. The fields named `old_*` are in force until the batch that is being published is
+//! complete.
 //!
-//! Narrower than the specification's steps, and compatible with them:
-//! - `free_head` and `old_free_head` lie in one aligned word and are stored at once when a request is taken, so that it
-//!   is in flight wholly or not at all. The used and old used positions share a word too, so that a batch which ends
-//!   a lap cannot be seen with the new slot and the old wrap counter.
-//! - The ring writes the flags of all used descriptors but the batch's first before it publishes. If it dies there,
-//!   those flags would look valid as soon as the successor publishes anything. Recovery turns them back.
+//! Two steps are narrower than those of the specification, and compatible with them:
+//! - `free_head` and `old_free_head` are in one aligned word, and are stored at once when a request
+//!   is taken. So the request is in flight completely or not at all. The used and old used
+//!   positions share a word, too, so that a batch which ends a lap cannot be seen with the new slot
+//!   and the old wrap counter.
+//! - Before it publishes, the ring writes the flags of all used descriptors except the first of the
+//!   batch. If it dies there, those flags would look valid once the successor publishes anything.
+//!   Recovery turns them back.
 
 use alloc::sync::Arc;
 use alloc::vec;
@@ -25,7 +29,8 @@ use super::{Inflight, InflightError, Replay, VERSION};
 // QueueRegionPacked
 /// `version`, `desc_num`, `free_head`, `old_free_head`: 16 bits each.
 const LISTS_AT: usize = 8;
-/// `used_idx`, `old_used_idx`: 16 bits; `used_wrap_counter`, `old_used_wrap_counter`: 8 bits; padding.
+/// `used_idx`, `old_used_idx`: 16 bits; `used_wrap_counter`, `old_used_wrap_counter`: 8 bits;
+/// padding.
 const POSITIONS_AT: usize = 16;
 pub(super) const HEADER_LEN: usize = 32;
 
@@ -45,7 +50,8 @@ pub(super) const ENTRY_LEN: usize = 32;
 /// Buffer ids that a driver may choose from.
 const IDS: usize = 1 << 16;
 
-/// Tracks one packed ring. What decides is kept here; the region is only written to after recovery.
+/// Tracks one packed ring. Decisions are based on the state kept here. After recovery the region is
+/// only written.
 #[derive(Debug)]
 pub(crate) struct PackedTrack {
     base: *mut u8,
@@ -58,34 +64,36 @@ pub(crate) struct PackedTrack {
     used: Pos,
     /// The lists' links, as in the region.
     next: Table,
-    /// For a head entry: its list's last entry and length.
+    /// For a head entry, its list's last entry and length.
     last: Table,
     num: Table,
-    /// The head entry of the request with a buffer id, plus one; 0 for none. Mostly untouched zero pages.
+    /// The head entry of the request with a buffer id, plus one; 0 for none. Most of its pages stay
+    /// zero and unused.
     entry_of_id: Table,
     /// Descriptors of the chain being taken.
     noted: Vec<RawDesc>,
-    /// Head entries that were pushed and not yet published.
+    /// Head entries that were pushed and not published.
     staged: Vec<u16>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-/// What recovery found.
+/// The result of recovery.
 pub(crate) struct Recovered {
     pub(crate) track: PackedTrack,
     pub(crate) replays: Vec<Replay>,
-    /// Where the next used descriptor goes.
+    /// Position of the next used descriptor.
     pub(crate) used: Pos,
     /// Slots of the requests in flight.
     pub(crate) taken: u16,
 }
 
 impl PackedTrack {
-    /// Takes the region over, for a ring of `size` descriptors at `desc` that otherwise would go on at `used`. Can be
-    /// killed and done again at any point.
+    /// Takes over the region, for a ring of `size` descriptors at `desc` that would otherwise
+    /// continue at `used`. A kill at any point is harmless: it can be repeated.
     ///
     /// # Safety
-    /// `desc` is a packed descriptor ring of `size` slots, mapped, aligned to 16, with no other device on it.
+    /// `desc` is a packed descriptor ring of `size` slots, mapped and aligned to 16. No other
+    /// device serves it.
     pub(crate) unsafe fn recover(
         inflight: Inflight,
         size: u16,
@@ -124,11 +132,12 @@ impl PackedTrack {
         Ok(Recovered { track, replays, used, taken })
     }
 
-    /// The state of a descriptor.
+    /// Returns the address of the state of a descriptor.
     #[inline(always)]
     fn entry(&self, index: u16) -> *mut u8 {
         debug_assert!(index < self.queue_size);
-        // SAFETY: callers pass indices below the queue size, for which `Inflight::new` checked the length.
+        // SAFETY: callers pass indices below the queue size, for which `Inflight::new` checked the
+        // length.
         unsafe { self.base.add(HEADER_LEN + ENTRY_LEN * index as usize) }
     }
 
@@ -153,7 +162,7 @@ impl PackedTrack {
         unsafe { raw::store_u64(self.base.add(POSITIONS_AT), word, Ordering::Release) };
     }
 
-    /// Writes an empty region; the word with the version last, which makes it count.
+    /// Writes an empty region. The word with the version comes last and makes the region valid.
     fn format(&mut self) {
         for index in 0..self.queue_size {
             let entry = self.entry(index);
@@ -174,10 +183,11 @@ impl PackedTrack {
         self.store_lists(0);
     }
 
-    /// "When reconnecting", first half: the batch that was being published is through, or never was.
+    /// "When reconnecting", first half: finds out whether the batch that was being published was
+    /// completed, and completes or reverts it.
     ///
     /// # Safety
-    /// As [`recover`](Self::recover).
+    /// That of [`recover`](Self::recover).
     unsafe fn settle(&mut self, size: u16, desc: *mut u8) -> Result<Pos, InflightError> {
         // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         let (lists, positions) =
@@ -189,8 +199,8 @@ impl PackedTrack {
             return Err(InflightError::Damaged("a used position is outside of the ring"));
         }
         self.free_head = free_head;
-        // Through, if the slot was used in its lap, or even made available again since.
-        // SAFETY: the slot is below the size; the rest is the caller's promise.
+        // The batch was completed if the slot was used in its lap, or even made available again
+        // since. SAFETY: the slot is below the size; the caller upholds this function's contract.
         let through =
             used != old && unsafe { slot_flags(desc, old) & DESC_F_USED == old.used_flags() & DESC_F_USED };
         if !through {
@@ -203,7 +213,7 @@ impl PackedTrack {
         Ok(used)
     }
 
-    /// Second half: what is not free and marked is in flight.
+    /// Second half: lists the entries that are not free and are marked, which are in flight.
     fn list(&mut self, size: u16) -> Result<Vec<Replay>, InflightError> {
         let n = self.queue_size;
         let mut seen = vec![false; n as usize];
@@ -258,24 +268,24 @@ impl PackedTrack {
         Ok(found.into_iter().map(|(_, replay)| replay).collect())
     }
 
-    /// A chain starts.
+    /// Starts a chain.
     #[inline]
     pub(crate) fn begin(&mut self) {
         self.noted.clear();
     }
 
-    /// The next descriptor of the chain being taken.
+    /// Adds the next descriptor of the chain that is being taken.
     #[inline]
     pub(crate) fn note(&mut self, d: RawDesc) {
         self.noted.push(d);
     }
 
-    /// A request was taken: the descriptors noted since [`begin`](Self::begin).
+    /// Records that a request was taken, with the descriptors added since [`begin`](Self::begin).
     pub(crate) fn take(&mut self, head: Head) -> Result<(), Broken> {
         // A chain has at most as many descriptors as the ring.
         let num = low_u16(self.noted.len() as u64);
         if num == 0 || num > self.free_count {
-            // A driver that never gives an id twice at a time cannot get here.
+            // This happens only if a driver uses an id twice at a time.
             return Err(Broken::Overcommitted);
         }
         let entry = self.free_head;
@@ -283,7 +293,7 @@ impl PackedTrack {
         for d in &self.noted {
             let Some(next) = self.next.find(free) else { return Err(Broken::Inflight { entry: free }) };
             let at = self.entry(free);
-            // SAFETY: inside of the region: `next` has the queue's size, so that `free` is below it.
+            // SAFETY: inside the region: `next` has the queue's size, so `free` is below it.
             unsafe {
                 raw::put_u16(at.add(ID_AT), d.mid());
                 raw::put_u16(at.add(FLAGS_AT), d.top());
@@ -306,12 +316,13 @@ impl PackedTrack {
         self.free_count -= num;
         self.free_head = free;
         self.entry_of_id.set(head.id, entry + 1);
-        // Until here the head entry is in the free list and recovery clears its mark; from here it is in flight.
+        // Until here the head entry is in the free list, and recovery would clear its mark. From
+        // here on it is in flight.
         self.store_lists(free);
         Ok(())
     }
 
-    /// A request goes back to where it was taken from.
+    /// Records that a request was returned to the ring untouched.
     pub(crate) fn untake(&mut self, id: u16) {
         let Some(entry) = self.entry_of_id.take(id).checked_sub(1) else { return };
         let last = self.last.get(entry);
@@ -320,13 +331,13 @@ impl PackedTrack {
         unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
         self.free_head = entry;
         self.free_count += self.num.get(entry);
-        // From here it is free, and recovery would clear its mark.
+        // From here on it is free, and recovery would clear its mark.
         self.store_lists(entry);
         // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
     }
 
-    /// A request will be in the next batch.
+    /// Records that a request is part of the next batch.
     #[inline]
     pub(crate) fn stage(&mut self, id: u16) {
         if let Some(entry) = self.entry_of_id.take(id).checked_sub(1) {
@@ -334,7 +345,8 @@ impl PackedTrack {
         }
     }
 
-    /// Frees the batch's entries for the case that the batch gets through: the used position is to be `used`.
+    /// Frees the batch's entries for the case that it is completed. The used position will then be
+    /// `used`.
     pub(crate) fn before_publish(&mut self, used: Pos) {
         for &entry in &self.staged {
             let last = self.last.get(entry);
@@ -348,7 +360,7 @@ impl PackedTrack {
         self.store_positions(used, self.used);
     }
 
-    /// The batch is through.
+    /// Records that the batch is complete.
     pub(crate) fn after_publish(&mut self, used: Pos) {
         for &entry in &self.staged {
             // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
@@ -360,7 +372,7 @@ impl PackedTrack {
         self.store_positions(used, used);
     }
 
-    /// Hands out the descriptors of a request in flight, in order.
+    /// Passes the descriptors of a request in flight to `f`, in order.
     pub(crate) fn each_desc(&self, replay: &Replay, mut f: impl FnMut(RawDesc)) -> Result<(), Broken> {
         let broken = Broken::Inflight { entry: replay.entry };
         let mut index = replay.entry;
@@ -383,25 +395,26 @@ impl PackedTrack {
     }
 }
 
-/// The flags of a slot.
+/// Returns the flags of a slot.
 ///
 /// # Safety
-/// As [`PackedTrack::recover`]; the slot is below the ring's size.
+/// That of [`PackedTrack::recover`]. The slot is below the ring's size.
 unsafe fn slot_flags(desc: *mut u8, at: Pos) -> u16 {
-    // SAFETY: the caller answers for the range, as this function's contract says.
+    // SAFETY: the caller upholds this function's contract.
     unsafe { raw::load_u16(desc.add(at.slot as usize * DESC_LEN + 14), Ordering::Acquire) }
 }
 
-/// Turns used descriptors that were written and never published back into available ones. They lie between the used
-/// and the available position, where the driver has not looked yet.
+/// Turns used descriptors that were written and never published back into available ones. They are
+/// between the used and the available position, where the driver has not looked yet.
 ///
 /// # Safety
-/// As [`PackedTrack::recover`]; `from` lies in the ring.
+/// That of [`PackedTrack::recover`]. `from` is a position of the ring.
 unsafe fn unuse(desc: *mut u8, size: u16, from: Pos, count: u16) {
     const OWNER: u16 = DESC_F_AVAIL | DESC_F_USED;
     let mut at = from;
     for _ in 0..count {
-        // SAFETY: `advance` keeps the slot below the size; the rest is the caller's promise.
+        // SAFETY: `advance` keeps the slot below the size; the caller upholds this function's
+        // contract.
         unsafe {
             let flags = slot_flags(desc, at);
             if flags & OWNER == at.used_flags() {

@@ -1,4 +1,5 @@
-//! The split ring's part of the region: one state a descriptor, and a list through the last batch of used ones.
+//! The split ring's part of the region: one state for each descriptor, and a list through the last
+//! batch of used ones.
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -29,14 +30,14 @@ pub(crate) struct SplitTrack {
     queue_size: u16,
     counter: u64,
     last_batch_head: u16,
-    /// Heads that were pushed and not yet published.
+    /// Heads that were pushed and not published.
     staged: Vec<u16>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl SplitTrack {
-    /// Takes the region over, for a ring of `size` descriptors whose used index is `used`. Can be killed and done
-    /// again at any point.
+    /// Takes over the region, for a ring of `size` descriptors whose used index is `used`. A kill
+    /// at any point is harmless: it can be repeated.
     pub(crate) fn recover(
         inflight: Inflight,
         size: u16,
@@ -61,21 +62,22 @@ impl SplitTrack {
         Ok((track, replays))
     }
 
-    /// What it would go on with.
+    /// Returns the state with which it would continue.
     pub(crate) fn notes(&self) -> SplitNotes {
         let Self { base, queue_size, counter, last_batch_head, .. } = *self;
         SplitNotes { base, queue_size, counter, last_batch_head }
     }
 
-    /// The state of a descriptor.
+    /// Returns the address of the state of a descriptor.
     #[inline(always)]
     fn entry(&self, index: u16) -> *mut u8 {
         debug_assert!(index < self.queue_size);
-        // SAFETY: callers pass indices below the queue size, for which `Inflight::new` checked the length.
+        // SAFETY: callers pass indices below the queue size, for which `Inflight::new` checked the
+        // length.
         unsafe { self.base.add(HEADER_LEN + ENTRY_LEN * index as usize) }
     }
 
-    /// Writes an empty region; the version last, which makes it count.
+    /// Writes an empty region. The version comes last and makes the region valid.
     fn format(&mut self, used: u16) {
         // SAFETY: all inside of the region, whose length and alignment `Inflight::new` checked.
         unsafe {
@@ -92,7 +94,7 @@ impl SplitTrack {
         }
     }
 
-    /// "When reconnecting": finishes the last batch, and lists what is in flight.
+    /// "When reconnecting": completes the last batch, and lists the requests in flight.
     fn repair(&mut self, size: u16, used: u16) -> Vec<Replay> {
         // SAFETY: inside of the region, as in `format`; list indices are checked before use.
         unsafe {
@@ -100,7 +102,8 @@ impl SplitTrack {
             self.last_batch_head = raw::get_u16(self.base.add(LAST_BATCH_HEAD_AT));
             if recorded != used {
                 let mut index = self.last_batch_head;
-                // A batch is at most a ring long; a larger difference means that the ring was started anew.
+                // A batch is at most as long as the ring. A larger difference means that the ring
+                // was started anew.
                 for _ in 0..used.wrapping_sub(recorded).min(self.queue_size) {
                     if index >= self.queue_size {
                         break;
@@ -126,7 +129,7 @@ impl SplitTrack {
         found.into_iter().map(|(_, replay)| replay).collect()
     }
 
-    /// A request was taken. `head` is below the ring's size.
+    /// Records that a request was taken. `head` is below the ring's size.
     #[inline]
     pub(crate) fn take(&mut self, head: u16) {
         let entry = self.entry(head);
@@ -138,7 +141,7 @@ impl SplitTrack {
         self.counter = self.counter.wrapping_add(1);
     }
 
-    /// A request goes back to where it was taken from. `head` is below the ring's size.
+    /// Records that a request was returned to the ring untouched. `head` is below the ring's size.
     pub(crate) fn untake(&mut self, head: u16) {
         if head < self.queue_size {
             // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
@@ -146,7 +149,7 @@ impl SplitTrack {
         }
     }
 
-    /// A request will be in the next batch.
+    /// Records that a request is part of the next batch.
     #[inline]
     pub(crate) fn stage(&mut self, head: u16) {
         if head < self.queue_size {
@@ -154,7 +157,7 @@ impl SplitTrack {
         }
     }
 
-    /// Links the batch, before the used index moves.
+    /// Links the batch, before the used index changes.
     pub(crate) fn before_publish(&mut self) {
         for &head in &self.staged {
             // SAFETY: inside of the region; `stage` checked the head.
@@ -166,7 +169,7 @@ impl SplitTrack {
         }
     }
 
-    /// The used index moved to `used`: the batch is in flight no more.
+    /// Records that the used index is now `used`, so the batch is no longer in flight.
     pub(crate) fn after_publish(&mut self, used: u16) {
         for &head in &self.staged {
             // SAFETY: inside of the region; `stage` checked the head.

@@ -11,7 +11,7 @@ const RING: u64 = 0x1_0000;
 const TABLES: u64 = 0x1_8000;
 const BUFFERS: u64 = 0x4_0000;
 
-/// The guest, and the region, which both outlive the device.
+/// The guest and the region, which outlive the device.
 struct World {
     arena: Arena,
     features: RingFeatures,
@@ -19,10 +19,10 @@ struct World {
     addrs: RingAddrs,
     region: Vec<u64>,
     driver: DriverRing,
-    /// Added so far, given back so far.
+    /// Requests that were added, and that were returned.
     added: u16,
     done: HashSet<u16>,
-    /// In the order in which the device began to take them.
+    /// Numbers in the order in which the device started to take them.
     order: Vec<u16>,
 }
 
@@ -43,7 +43,8 @@ impl World {
         unsafe { Inflight::new(ptr, len, self.size, self.features.packed, Arc::new(())) }.unwrap()
     }
 
-    /// A device as it comes up after `VHOST_USER_SET_VRING_BASE`, with a base that need not be true.
+    /// Makes a device as it starts after `VHOST_USER_SET_VRING_BASE`, with a base that may be
+    /// wrong.
     fn device(&mut self, base: u32) -> (DeviceRing, Vec<Replay>) {
         // SAFETY: the arena outlives the ring.
         let mut ring = unsafe { DeviceRing::new(self.size, self.features, self.addrs, base) }.unwrap();
@@ -51,7 +52,7 @@ impl World {
         (ring, replays)
     }
 
-    /// The driver adds and publishes requests; each carries its number in its first buffer.
+    /// Adds and publishes requests. Each has its number in its first buffer.
     fn add(&mut self, count: u64, rng: &mut Rng) {
         for _ in 0..count {
             let slot = BUFFERS + u64::from(self.added % 64) * 64;
@@ -68,21 +69,21 @@ impl World {
         let _ = self.driver.publish();
     }
 
-    /// What a chain carries.
+    /// Returns the number of a chain's request.
     fn number(chain: &Chain) -> u16 {
         assert_eq!(chain.fault, None);
         // SAFETY: the ring found it in the arena.
         unsafe { chain.segs[0].ptr.cast::<u64>().read_unaligned() as u16 }
     }
 
-    /// The driver collects; nothing comes back twice.
+    /// Takes the requests that the device returned. None may return twice.
     fn poll(&mut self) {
         while let Some(used) = self.driver.poll() {
             assert!(self.done.insert(used.cookie), "request {} came back twice", used.cookie);
         }
     }
 
-    /// A stretch of the device's life.
+    /// Serves for some rounds.
     fn serve(&mut self, ring: &mut DeviceRing, rounds: u32, rng: &mut Rng) {
         let mut chain = Chain::new();
         let mut taken = Vec::new();
@@ -94,7 +95,7 @@ impl World {
                     taken.push((number, chain.head));
                 }
             }
-            // Those popped last may go back unused.
+            // Requests that were popped last may be returned untouched.
             for _ in 0..rng.below(8).saturating_sub(5) {
                 if let Some((_, head)) = taken.pop_if(|(number, _)| self.order.last() == Some(number)) {
                     self.order.pop();
@@ -111,7 +112,7 @@ impl World {
         }
     }
 
-    /// Everything that is left goes through.
+    /// Completes everything that is left.
     fn finish(&mut self, mut ring: DeviceRing, replays: &[Replay]) {
         self.poll();
         let mut chain = Chain::new();
@@ -122,12 +123,13 @@ impl World {
             ring.replay(&mem, replay, &mut chain).unwrap();
             let number = Self::number(&chain);
             assert!(!self.done.contains(&number), "published request {number} replayed");
-            // Numbers grow in the order of taking.
+            // Numbers grow in the order in which requests are taken.
             assert!(last < Some(number), "replayed out of order");
             last = Some(number);
             heads.push(chain.head);
         }
-        // All that was surely taken (the device saw it) and did not come back is among the replays.
+        // A request that was surely taken (the device saw it) and did not return is among the
+        // replays.
         let replayed = heads.len();
         let owed = self.order.iter().filter(|n| !self.done.contains(n)).count();
         assert!(replayed >= owed, "{replayed} replayed, {owed} owed");
@@ -135,7 +137,8 @@ impl World {
             heads.push(chain.head);
         }
         let half = heads.len() / 2;
-        // Out of order; one by one, so that a used element that was never published would be found, or in two batches.
+        // Out of order, one by one or in two batches. One by one finds a used element that was
+        // never published.
         let singly = replays.len().is_multiple_of(2);
         heads.rotate_left(half);
         for (i, head) in heads.iter().enumerate() {
@@ -153,14 +156,15 @@ impl World {
     }
 }
 
-/// One life, killed after `kill` stores, and the recovery killed after `again`. False if the life ended first.
+/// Runs a device that is killed after `kill` stores, and a recovery that is killed after `again`
+/// stores. Returns false if the device ended before it was killed.
 fn killed(features: RingFeatures, size: u16, seed: u64, kill: u64, again: Option<u64>) -> bool {
     let mut rng = Rng::new(seed);
     let mut world = World::new(size, features);
     let fresh = if features.packed { 0x8000_8000 } else { 0 };
     let (mut ring, replays) = world.device(fresh);
     assert!(replays.is_empty());
-    // So that laps and free lists are not at their start.
+    // The laps and free lists are then not at their start.
     for _ in 0..rng.below(12) {
         world.add(1, &mut rng);
         let mut chain = Chain::new();
@@ -174,12 +178,12 @@ fn killed(features: RingFeatures, size: u16, seed: u64, kill: u64, again: Option
     world.add(count, &mut rng);
     let alive = stop_after(kill, || world.serve(&mut ring, 5, &mut rng)).is_some();
     drop(ring);
-    // The driver goes on meanwhile.
+    // The driver continues in the meantime.
     if seed.is_multiple_of(2) {
         world.poll();
         world.add(2, &mut rng);
     }
-    // The base that a front-end makes up when the back-end is gone.
+    // The base that a front end uses when the back end is gone.
     let base = if features.packed { fresh } else { 0 };
     if let Some(stores) = again {
         stop_after(stores, || world.device(base));
@@ -224,7 +228,7 @@ fn recovery_may_be_killed_too() {
 fn the_layouts_are_the_specifications() {
     assert_eq!((split::HEADER_LEN, split::ENTRY_LEN), (16, 16));
     assert_eq!((packed::HEADER_LEN, packed::ENTRY_LEN), (32, 32));
-    // What QEMU's libvhost-user and DPDK compute.
+    // The values that QEMU's libvhost-user and DPDK compute.
     assert_eq!(inflight_queue_size(128, false), 2112);
     assert_eq!(inflight_queue_size(1, false), 64);
     assert_eq!(inflight_queue_size(256, true), 8256);
@@ -250,7 +254,7 @@ fn the_layouts_are_the_specifications() {
     // inflight, padding, next, counter
     assert_eq!(region[16..32], [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(region[32..48], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
-    // Packed: the same.
+    // Packed, like above.
     let mut world = World::new(4, RingFeatures { packed: true, ..Default::default() });
     let (mut ring, _) = world.device(0x8000_8000);
     for cookie in 0..2 {
@@ -263,7 +267,8 @@ fn the_layouts_are_the_specifications() {
     ring.push(chain.head, 8);
     let _ = ring.publish();
     let region = bytes(&world.region);
-    // features; version, desc_num, free_head, old_free_head; used_idx, old_used_idx, both wrap counters, padding
+    // features; version, desc_num, free_head, old_free_head; used_idx, old_used_idx, both wrap
+    // counters, padding
     assert_eq!(region[..16], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 4, 0, 1, 0, 1, 0]);
     assert_eq!(region[16..32], [1, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     // inflight, padding, next, last, num, counter, id, flags, len, addr
@@ -276,8 +281,9 @@ fn the_layouts_are_the_specifications() {
     let _ = rng.next();
 }
 
-/// A split region as a back-end leaves it that follows the specification's steps to the letter and dies right after the
-/// used index: the last batch is cleared, the rest replayed in the order of the counters.
+/// Tests a split region of a back end that follows the steps of the specification exactly and dies
+/// right after the used index. The last batch is cleared, and the other requests are replayed in
+/// the order of their counters.
 #[test]
 fn another_back_ends_region_is_understood() {
     let mut world = World::new(4, RingFeatures::default());

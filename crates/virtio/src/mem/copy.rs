@@ -1,22 +1,25 @@
-//! Copies between memory that another party may access at the same time, and memory of this process.
+//! Copies between memory that another party may access at the same time, and memory of this
+//! process.
 //!
-//! Called by queues and backends for each request whose bytes the processor copies; most requests are not copied.
+//! Called by queues and backends for each request whose bytes the processor copies; most requests
+//! are not copied.
 //!
-//! # Memory model
-//! The guest, another worker or another process may write the same bytes during a copy. No lock prevents that, and none is
-//! needed if the following holds:
+//! # Memory model The guest, another worker or another process may write the same bytes during a
+//! copy. No lock prevents that, and none is needed if the following holds:
 //!
-//! - A copy accesses foreign memory through raw pointers only. No reference to foreign memory exists, because the compiler
-//!   may assume that the bytes behind a reference do not change.
-//! - A copy reads each byte once. Compiler fences stand before and after it, so that the compiler neither reads the source
-//!   again later, nor merges the copy with accesses before or after it. Code that decides by copied bytes therefore
-//!   decides by the same bytes that it uses. Copy first, then check, then use the copy.
-//! - A byte that is written during a copy is copied with its old or its new value. A field of several bytes may be a mixture
-//!   of both. The functions of the rings, which must not see a mixture, use aligned volatile or atomic accesses
-//!   (`raw`).
-//! - A copy orders nothing for other processors. The index of a ring, stored with release and loaded with acquire, does that.
+//! - A copy accesses foreign memory through raw pointers only. No reference to foreign memory
+//!   exists, because the compiler may assume that the bytes behind a reference do not change.
+//! - A copy reads each byte once. Compiler fences stand before and after it, so that the compiler
+//!   neither reads the source again later, nor merges the copy with accesses before or after it.
+//!   Code that decides by copied bytes therefore decides by the same bytes that it uses. Copy
+//!   first, then check, then use the copy.
+//! - A byte that is written during a copy is copied with its old or its new value. A field of
+//!   several bytes may be a mixture of both. The functions of the rings, which must not see a
+//!   mixture, use aligned volatile or atomic accesses (`raw`).
+//! - A copy orders nothing for other processors. The index of a ring, stored with release and
+//!   loaded with acquire, does that.
 //!
-//! What must never happen: a pointer that does not come from [`GuestMemory`](super::GuestMemory), or from another mapping that
+//! Every pointer must come from [`GuestMemory`](super::GuestMemory), or from another mapping that
 //! its owner keeps alive.
 
 use core::sync::atomic::{Ordering, compiler_fence};
@@ -24,22 +27,24 @@ use core::sync::atomic::{Ordering, compiler_fence};
 /// Copies `len` bytes, each read once. Both ranges may be foreign memory, and they may overlap.
 ///
 /// # Safety
-/// `from` is readable and `to` is writable for `len` bytes. No reference to the bytes at `to` is used during the copy.
+/// `from` is readable and `to` is writable for `len` bytes. No reference to the bytes at `to` is
+/// used during the copy.
 #[inline(always)]
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     compiler_fence(Ordering::SeqCst);
-    // SAFETY: the caller answers for both ranges. Writes by others at the same time are allowed by the module's rules.
+    // SAFETY: the caller upholds this function's contract for both ranges. The module's rules allow
+    // concurrent writes by others.
     unsafe { core::ptr::copy(from, to, len) };
     compiler_fence(Ordering::SeqCst);
 }
 
-/// Copies `to.len()` bytes out of foreign memory, each read once.
+/// Copies `to.len()` bytes from foreign memory, each read once.
 ///
 /// # Safety
 /// `from` is readable for `to.len()` bytes.
 #[inline(always)]
 pub unsafe fn read(from: *const u8, to: &mut [u8]) {
-    // SAFETY: the caller answers for `from`; `to` is an exclusive reference.
+    // SAFETY: the caller promises that `from` is readable; `to` is an exclusive reference.
     unsafe { copy(from, to.as_mut_ptr(), to.len()) };
 }
 
@@ -49,7 +54,8 @@ pub unsafe fn read(from: *const u8, to: &mut [u8]) {
 /// `to` is writable for `from.len()` bytes.
 #[inline(always)]
 pub unsafe fn write(to: *mut u8, from: &[u8]) {
-    // SAFETY: the caller answers for `to`; `from` is a reference to memory of this process.
+    // SAFETY: the caller promises that `to` is writable; `from` is a reference to memory of this
+    // process.
     unsafe { copy(from.as_ptr(), to, from.len()) };
 }
 
@@ -59,7 +65,7 @@ pub unsafe fn write(to: *mut u8, from: &[u8]) {
 /// `to` is writable.
 #[inline(always)]
 pub unsafe fn write_u8(to: *mut u8, byte: u8) {
-    // SAFETY: the caller answers for `to`.
+    // SAFETY: the caller promises that `to` is writable.
     unsafe { to.write_volatile(byte) };
 }
 
@@ -70,7 +76,7 @@ pub unsafe fn write_u8(to: *mut u8, byte: u8) {
 #[inline(always)]
 pub unsafe fn fill(to: *mut u8, byte: u8, len: usize) {
     compiler_fence(Ordering::SeqCst);
-    // SAFETY: the caller answers for the range.
+    // SAFETY: the caller promises that the range is writable.
     unsafe { to.write_bytes(byte, len) };
     compiler_fence(Ordering::SeqCst);
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::{Rng, iterations};
 
-/// A region whose pages are only addresses: these tests follow no pointer.
+/// Makes a region whose pages are only addresses: these tests follow no pointer.
 fn region(guest_addr: u64, size: u64, host: usize) -> Region {
     Region {
         guest_addr,

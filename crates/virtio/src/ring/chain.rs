@@ -1,11 +1,12 @@
-//! What a request is made of: its chain of buffers, as callers see it, and its descriptors, as they were read.
+//! The parts of a request: its chain of buffers, as callers see it, and its descriptors, as they
+//! were read.
 
 use crate::desc::Head;
 use crate::mem;
 use crate::raw;
 use alloc::vec::Vec;
 
-/// A piece of guest memory in this process. Empty if a driver made it so.
+/// A piece of guest memory in this process. It may be empty, because the driver chooses its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seg {
     /// First byte.
@@ -15,8 +16,8 @@ pub struct Seg {
 }
 
 impl Seg {
-    /// Asks for its first bytes, up to two cache lines, for a read that comes when others were asked for, too: the other
-    /// side wrote them on another CPU.
+    /// Prefetches its first bytes, up to two cache lines, which the driver wrote on another CPU.
+    /// The read follows when other segments were prefetched, too.
     #[inline]
     pub fn prefetch(&self) {
         raw::prefetch(self.ptr);
@@ -24,52 +25,56 @@ impl Seg {
     }
 }
 
-// SAFETY: a segment is an address and a length; whoever follows it answers for the thread that does so, and for the
-// memory table that it came from being alive.
+// SAFETY: a segment is an address and a length. Code that accesses the memory is responsible for
+// the thread and for keeping the memory table alive.
 unsafe impl Send for Seg {}
 
-/// What is wrong with one chain. The ring itself is sound and the request can be answered, if a status byte is there.
+/// A fault of one chain. The ring itself is sound, and the request can be answered if there is a
+/// status byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChainFault {
-    /// A buffer, or the descriptor that is to come next, is out of bounds.
+    /// A buffer, or the next descriptor, is out of bounds.
     #[error("a buffer or descriptor lies outside of guest memory or table")]
     Addr,
     /// A device-readable buffer after a device-writable one (2.7.4.2).
     #[error("a device-readable buffer follows a device-writable one")]
     Order,
-    /// More descriptors than there are: the chain bites its tail.
+    /// The chain has more descriptors than the table, so it loops.
     #[error("the descriptor chain loops")]
     Loop,
-    /// More descriptors or segments than a request may have.
+    /// The chain has more descriptors or segments than a request may have.
     #[error("the descriptor chain is too long")]
     TooLong,
-    /// An indirect table that is nested, not negotiated, chained on, or of a bad length (2.7.5.3.1).
+    /// An indirect table that is nested, not negotiated, chained on, or of a bad length
+    /// (2.7.5.3.1).
     #[error("a bad indirect descriptor")]
     Indirect,
 }
 
-/// A request's buffers. Scratch that is used again for each request: it allocates only until it is warm.
+/// The buffers of a request. The value is used again for each request, and allocates only until it
+/// has grown.
 #[derive(Debug, Default)]
 pub struct Chain {
-    /// Who the request is.
+    /// The name of the request.
     pub head: Head,
     /// Device-readable segments first, then device-writable ones; in order.
     pub segs: Vec<Seg>,
     /// `segs[..readable]` are device-readable.
     pub readable: usize,
-    /// The first thing that was wrong. The walk goes on as far as is safe, so that the status byte may still be found;
-    /// buffers that are wrong are left out.
+    /// The first fault that was found. The walk continues as far as is safe, because it may still
+    /// find the status byte. Faulty buffers are left out.
     pub fault: Option<ChainFault>,
 }
 
 impl Chain {
-    /// An empty chain.
+    /// Makes an empty chain.
     pub fn new() -> Self {
         Self::default()
     }
 }
 
-/// Copies the first bytes of segments to `to`, until one of both ends. Returns the number of bytes copied.
+/// Copies the first bytes of segments to `to`, until the segments or `to` end. Returns the number
+/// of bytes copied.
 ///
 /// # Safety
 /// The memory table that the segments were translated with is alive.
@@ -79,7 +84,8 @@ pub unsafe fn gather(from: &[Seg], to: &mut [u8]) -> usize {
     let mut rest = to;
     for seg in from {
         let (now, later) = rest.split_at_mut(rest.len().min(seg.len as usize));
-        // SAFETY: not more than the segment's bytes, which were translated and are mapped by the caller's promise.
+        // SAFETY: the length is not more than the segment's. The segment was translated, and the
+        // caller keeps it mapped.
         unsafe { mem::read(seg.ptr, now) };
         rest = later;
         if rest.is_empty() {
@@ -89,7 +95,8 @@ pub unsafe fn gather(from: &[Seg], to: &mut [u8]) -> usize {
     all - rest.len()
 }
 
-/// Copies `from` to the first bytes of segments, until one of both ends. Returns the number of bytes copied.
+/// Copies `from` to the first bytes of segments, until `from` or the segments end. Returns the
+/// number of bytes copied.
 ///
 /// # Safety
 /// The memory table that the segments were translated with is alive.
@@ -98,7 +105,8 @@ pub unsafe fn scatter(from: &[u8], to: &[Seg]) -> usize {
     let mut rest = from;
     for seg in to {
         let (now, later) = rest.split_at(rest.len().min(seg.len as usize));
-        // SAFETY: not more than the segment's bytes, which were translated and are mapped by the caller's promise.
+        // SAFETY: the length is not more than the segment's. The segment was translated, and the
+        // caller keeps it mapped.
         unsafe { mem::write(seg.ptr, now) };
         rest = later;
         if rest.is_empty() {

@@ -1,8 +1,8 @@
 //! Packed virtqueues, device side (Virtio 1.3, 2.8).
 //!
-//! Called by the queue's worker. Driver and device write the same descriptor ring; the flags `AVAIL` and `USED` against
-//! a wrap counter say which side owns a slot. Used descriptors go where the next unused slot is, and skip as many slots as
-//! their chain had.
+//! The queue's worker calls it. Driver and device write the same descriptor ring. The flags `AVAIL`
+//! and `USED`, compared with a wrap counter, say which side owns a slot. A used descriptor is
+//! written to the next unused slot, and skips as many slots as its chain had.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -19,11 +19,11 @@ use crate::raw;
 use super::walk::{Careful, Fast, Walker};
 use super::{Chain, RingAddrs, RingError, RingFeatures, UsedLog, need_event};
 
-/// Event suppression flags (2.8.10): notify always, never, or at one descriptor.
+/// Event suppression flag (2.8.10): notify always.
 pub(crate) const EVENT_ENABLE: u16 = 0;
-/// Never.
+/// Notify never.
 pub(crate) const EVENT_DISABLE: u16 = 1;
-/// At the descriptor that the structure names; only with `VIRTIO_RING_F_EVENT_IDX`.
+/// Notify at the descriptor that the structure names. Only with `VIRTIO_RING_F_EVENT_IDX`.
 pub(crate) const EVENT_DESC: u16 = 2;
 
 /// Offset of `len`, `id` and `flags`, 8 bytes, in a descriptor.
@@ -37,32 +37,34 @@ pub struct PackedRing {
     addrs: RingAddrs,
     size: u16,
     event_idx: bool,
-    /// Where the next chain starts.
+    /// Position where the next chain starts.
     avail: Pos,
-    /// Where the next used descriptor goes.
+    /// Position of the next used descriptor.
     used: Pos,
-    /// Where the first staged used descriptor is; equal to `used` if nothing is staged.
+    /// Position of the first staged used descriptor; equal to `used` if nothing is staged.
     published: Pos,
-    /// Flags of the first staged descriptor: written last of all.
+    /// Flags of the first staged descriptor, which are written last.
     first_flags: u16,
     /// Slots that are staged.
     staged: u16,
-    /// Slots that were taken and not yet pushed. A driver can make slots available over and over; with this the
-    /// positions cannot overtake each other.
+    /// Slots that were taken and not pushed. A driver can make slots available over and over;
+    /// because of this number the positions cannot overtake each other.
     taken: u16,
-    /// Notify with the next publish, whatever the driver says.
+    /// Whether the next publish notifies even if the driver does not ask for it.
     notify_due: bool,
     walker: Walker,
     inflight: Option<Box<PackedTrack>>,
     log: Option<UsedLog>,
 }
 
-// SAFETY: the addresses are the ring's alone on the device side (`DeviceRing::new`), on whichever thread it is.
+// SAFETY: only this ring acts as the device on the addresses (`DeviceRing::new`), on any thread.
 unsafe impl Send for PackedRing {}
 
 impl PackedRing {
+    /// Makes a ring.
+    ///
     /// # Safety
-    /// As [`super::DeviceRing::new`], which also checked size and alignment.
+    /// That of [`super::DeviceRing::new`], which also checked size and alignment.
     pub(super) unsafe fn new(
         size: u16,
         features: RingFeatures,
@@ -70,17 +72,18 @@ impl PackedRing {
         base: u32,
     ) -> Result<Self, RingError> {
         let mut avail = Pos::from_bits(low_u16(base.into()));
-        // SAFETY: the slot is below the size, the descriptor ring mapped and aligned by the caller's promise.
+        // SAFETY: the slot is below the size. By the function's contract the descriptor ring is
+        // mapped; its alignment was checked.
         let written = |slot: u16| unsafe {
             let flags = addrs.desc.add(slot as usize * DESC_LEN + FLAGS);
             raw::load_u16(flags, Ordering::Relaxed) & DESC_F_USED != 0
         };
-        // In the lap of wrap counter 0 at slot 0, some slot must have been used in the lap before.
+        // With wrap counter 0 at slot 0, some slot must have been used in the lap before.
         if base == 0 && !(0..size).any(written) {
             avail.wrap = true;
         }
         let used = if base >> 16 == 0 { avail } else { Pos::from_bits(low_u16((base >> 16).into())) };
-        // Before the distance, which is one between slots of the ring.
+        // This check comes before the distance, which needs slots of the ring.
         if avail.slot >= size || used.slot >= size {
             return Err(RingError::Base(base));
         }
@@ -110,28 +113,32 @@ impl PackedRing {
         self.size
     }
 
-    /// The descriptor at a slot.
+    /// Returns the address of the descriptor at a slot.
     #[inline(always)]
     fn slot(&self, slot: u16) -> *mut u8 {
         debug_assert!(slot < self.size);
-        // SAFETY: positions stay below the size (`Pos::advance`), so this is inside of the descriptor ring.
+        // SAFETY: positions stay below the size (`Pos::advance`), so this is inside the descriptor
+        // ring.
         unsafe { self.addrs.desc.add(slot as usize * DESC_LEN) }
     }
 
-    /// Length, id and flags of the slot where the next chain starts, if the driver gave it to us.
+    /// Returns length, id and flags of the slot where the next chain starts, if the driver made it
+    /// available.
     #[inline(always)]
     fn load_avail(&self) -> Option<u64> {
-        // One load for the three fields: a single-copy atomic access cannot see the flags, which the driver stores
-        // last, without the rest. Acquire: nor can later loads miss the address and the chain's other descriptors.
-        // SAFETY: the descriptor ring stays mapped and is aligned to 16 (`DeviceRing::new`).
+        // One load for the three fields: a single-copy atomic access cannot see the flags, which
+        // the driver stores last, without the rest. Acquire: later loads see the address and the
+        // chain's other descriptors, too. SAFETY: the descriptor ring stays mapped and is aligned
+        // to 16 (`DeviceRing::new`).
         let word = unsafe { raw::load_u64(self.slot(self.avail.slot).add(WORD), Ordering::Acquire) };
         let owner = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
         (owner == self.avail.avail_flags()).then_some(word)
     }
 
-    /// Whether the driver gave the slot at `pos` to us.
+    /// Returns whether the driver made the slot at `pos` available.
     fn is_avail(&self, pos: Pos) -> bool {
-        // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and aligned (`DeviceRing::new`).
+        // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and aligned
+        // (`DeviceRing::new`).
         let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
         low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
     }
@@ -157,8 +164,8 @@ impl PackedRing {
         Ok(true)
     }
 
-    /// Takes the chain at the available position, whose first descriptor's `word` was read already. False if it is
-    /// odd; nothing is taken then.
+    /// Takes the chain at the available position, whose first descriptor's `word` was read already.
+    /// Returns false, with nothing taken, if the chain is irregular.
     #[inline(always)]
     fn fast<const TRACK: bool>(
         &mut self,
@@ -175,9 +182,10 @@ impl PackedRing {
         // SAFETY: the available position is below the size; the ring stays mapped and aligned.
         let addr = unsafe { raw::get_u64(desc.add(slot * DESC_LEN)) };
         let first = RawDesc { addr, word };
-        // The acquire in `load_avail` orders the loads of the chain's other descriptors: a driver gives a chain by its
-        // first descriptor's flags, so that the flags of the others need not be checked.
-        // SAFETY: `slot` is below `size`, and the descriptor ring stays mapped and aligned (`DeviceRing::new`).
+        // The acquire in `load_avail` orders the loads of the chain's other descriptors. A driver
+        // makes a chain available by its first descriptor's flags, so the flags of the others need
+        // no check. SAFETY: `slot` is below `size`, and the descriptor ring stays mapped and
+        // aligned (`DeviceRing::new`).
         let walked = unsafe {
             fast.packed(desc, self.size.into(), slot, limit, first, |d| {
                 if TRACK && let Some(track) = &mut self.inflight {
@@ -192,7 +200,7 @@ impl PackedRing {
         Ok(true)
     }
 
-    /// Takes a chain that is odd.
+    /// Takes an irregular chain.
     #[cold]
     #[inline(never)]
     fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain) -> Result<(), Broken> {
@@ -203,7 +211,8 @@ impl PackedRing {
             track.begin();
         }
         let id = loop {
-            // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and aligned (`DeviceRing::new`).
+            // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and
+            // aligned (`DeviceRing::new`).
             let d = unsafe { RawDesc::read(self.addrs.desc.add(pos.slot as usize * DESC_LEN)) };
             left -= 1;
             pos = pos.advance(1, self.size);
@@ -215,7 +224,7 @@ impl PackedRing {
                 break d.mid();
             }
             if left == 0 {
-                // Where the chain ends, and with it the buffer id and the next chain, cannot be known.
+                // The end of the chain is unknown, and so are the buffer id and the next chain.
                 return Err(Broken::Endless { slot: self.avail.slot });
             }
         };
@@ -223,7 +232,7 @@ impl PackedRing {
         self.took::<true>(chain.head)
     }
 
-    /// The chain at the available position is ours.
+    /// Records that the device now owns the chain at the available position.
     #[inline(always)]
     fn took<const TRACK: bool>(&mut self, head: Head) -> Result<(), Broken> {
         if TRACK && let Some(track) = &mut self.inflight {
@@ -248,19 +257,22 @@ impl PackedRing {
         let write = if written != 0 { DESC_F_WRITE } else { 0 };
         let flags = self.used.used_flags() | write;
         let slot = self.slot(self.used.slot);
-        // SAFETY: inside of the descriptor ring; slots from the used to the available position are ours to write.
+        // SAFETY: inside the descriptor ring. The device owns the slots from the used to the
+        // available position.
         unsafe {
-            // The address stays: a driver does not look at it. Length and id as one word, without the flags.
+            // The address is not changed, because a driver does not read it. Length and id are one
+            // word, without the flags.
             raw::put_u32(slot.add(WORD), written);
             raw::put_u16(slot.add(WORD + 4), head.id);
             if self.staged == 0 {
                 self.first_flags = flags;
             } else {
-                // The driver looks at used descriptors in order, and the first of the batch still stops it.
+                // The driver reads used descriptors in order, and the first one of the batch still
+                // stops it.
                 raw::put_u16(slot.add(FLAGS), flags);
             }
         }
-        // A chain of no or too many slots does not come from `pop`.
+        // `pop` returns no chain with zero or too many slots.
         let descs = head.descs.clamp(1, self.size);
         self.used = self.used.advance(descs, self.size);
         self.staged = self.staged.saturating_add(descs);
@@ -279,13 +291,14 @@ impl PackedRing {
         if let Some(track) = &mut self.inflight {
             track.before_publish(new);
         }
-        // Release: the batch's other descriptors, this one's length and id, and what the device wrote to the buffers,
-        // are seen before the flags that the driver waits for.
-        // SAFETY: inside of the descriptor ring, which is aligned to 16.
+        // Release: the driver sees the batch's other descriptors, the length and id of this one,
+        // and the device's writes to the buffers before the flags that it waits for. SAFETY: inside
+        // the descriptor ring, which is aligned to 16.
         unsafe { raw::store_u16(self.slot(old.slot).add(FLAGS), self.first_flags, Ordering::Release) };
         self.published = new;
-        // A full barrier between the flags and the driver's event suppression structure: the driver stores the latter
-        // and then looks at the flags again, so one of the two sees the other (2.8.10).
+        // A full barrier between the flags and the driver's event suppression structure. The driver
+        // stores the structure and then reads the flags again, so one side sees the store of the
+        // other (2.8.10).
         fence(Ordering::SeqCst);
         if self.inflight.is_some() || self.log.is_some() {
             self.after_publish(old, staged, new);
@@ -294,14 +307,15 @@ impl PackedRing {
         due | self.wants_notification(staged, new)
     }
 
-    /// What only a tracked or logged queue does.
+    /// The work of `publish` for a tracked or logged queue only.
     #[cold]
     fn after_publish(&mut self, old: Pos, staged: u16, new: Pos) {
         if let Some(track) = &mut self.inflight {
             track.after_publish(new);
         }
         if let Some(UsedLog { log, desc_addr, .. }) = &self.log {
-            // The slots between used descriptors were not written; marking them too costs nothing.
+            // The slots between used descriptors were not written. Marking them, too, costs
+            // nothing.
             let count = usize::from(staged.min(self.size));
             let to_end = count.min((self.size - old.slot) as usize);
             let at = |slot: usize| desc_addr.wrapping_add((DESC_LEN * slot) as u64);
@@ -312,14 +326,14 @@ impl PackedRing {
 
     #[inline(always)]
     fn wants_notification(&self, staged: u16, new: Pos) -> bool {
-        // Position and flags in one load, so that they belong together.
-        // SAFETY: the driver's event suppression structure stays mapped and is aligned to 4.
+        // Position and flags are read in one load, so that they belong together. SAFETY: the
+        // driver's event suppression structure stays mapped and is aligned to 4.
         let event = unsafe { raw::load_u32(self.addrs.driver, Ordering::Relaxed) };
         match low_u16((event >> 16).into()) & 3 {
             EVENT_DISABLE => false,
             EVENT_DESC if self.event_idx => {
                 let at = Pos::from_bits(low_u16(event.into()));
-                // On the scale of this lap, a slot of the lap before is one ring less.
+                // In terms of this lap, a slot of the lap before is one ring size less.
                 let slot = if at.wrap == new.wrap { at.slot } else { at.slot.wrapping_sub(self.size) };
                 need_event(slot, new.slot, new.slot.wrapping_sub(staged))
             }
@@ -345,8 +359,8 @@ impl PackedRing {
         } else {
             self.set_event(0, EVENT_ENABLE);
         }
-        // A full barrier between the request for a kick and the look at the ring; the driver has its like between its
-        // flags and the look at our request.
+        // A full barrier between the request for a kick and the look at the ring. The driver has
+        // one between its flags and the read of the request.
         fence(Ordering::SeqCst);
         let last = self.avail.advance(ahead, self.size);
         self.taken + ahead < self.size && self.is_avail(last)
@@ -381,7 +395,8 @@ impl PackedRing {
     }
 
     pub(super) fn set_inflight(&mut self, inflight: Inflight) -> Result<Vec<Replay>, InflightError> {
-        // SAFETY: the descriptor ring has `size` slots, stays mapped and is ours (`DeviceRing::new`).
+        // SAFETY: the descriptor ring has `size` slots and stays mapped, and only this ring acts as
+        // the device on it (`DeviceRing::new`).
         let recovered =
             unsafe { PackedTrack::recover(inflight, self.size, self.addrs.desc, self.published)? };
         self.used = recovered.used;

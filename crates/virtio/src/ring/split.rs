@@ -1,7 +1,8 @@
 //! Split virtqueues, device side (Virtio 1.3, 2.7).
 //!
-//! Called by the queue's worker. Descriptor table and available ring belong to the driver and are only read; the used
-//! ring is ours. Indices run freely modulo 2^16; slots are the index masked by the size, a power of two.
+//! The queue's worker calls it. The driver owns the descriptor table and the available ring, which
+//! are only read here. The device owns the used ring. Indices run freely modulo 2^16. A slot is the
+//! index modulo the size, which is a power of two.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -34,26 +35,29 @@ pub struct SplitRing {
     event_idx: bool,
     /// The next available index to take.
     next_avail: u16,
-    /// The driver's index as last seen; `next_avail..seen_avail` is known to be there.
+    /// The driver's index when it was last read. The requests in `next_avail..seen_avail` are known
+    /// to be there.
     seen_avail: u16,
     /// The next used index to fill; `published..next_used` is staged.
     next_used: u16,
     published: u16,
-    /// Notify with the next publish, whatever the driver says.
+    /// Whether the next publish notifies even if the driver does not ask for it.
     notify_due: bool,
     walker: Walker,
     inflight: Option<Box<SplitTrack>>,
     log: Option<UsedLog>,
 }
 
-// SAFETY: the addresses are the ring's alone on the device side (`DeviceRing::new`), on whichever thread it is.
+// SAFETY: only this ring acts as the device on the addresses (`DeviceRing::new`), on any thread.
 unsafe impl Send for SplitRing {}
 
 impl SplitRing {
+    /// Makes a ring.
+    ///
     /// # Safety
-    /// As [`super::DeviceRing::new`], which also checked size and alignment.
+    /// That of [`super::DeviceRing::new`], which also checked size and alignment.
     pub(super) unsafe fn new(size: u16, features: RingFeatures, addrs: RingAddrs, base: u16) -> Self {
-        // SAFETY: the used ring is mapped and aligned by the caller's promise.
+        // SAFETY: by the function's contract the used ring is mapped; its alignment was checked.
         let used = unsafe { raw::load_u16(addrs.device.add(IDX), Ordering::Relaxed) };
         Self {
             addrs,
@@ -75,8 +79,8 @@ impl SplitRing {
         self.mask + 1
     }
 
-    /// The driver's index. Acquire pairs with the driver's release of it: ring entries and descriptors that were
-    /// written before are seen after.
+    /// Returns the driver's index. The acquire pairs with the driver's release: ring entries and
+    /// descriptors that were written before are seen after.
     #[inline(always)]
     fn load_avail(&self) -> u16 {
         // SAFETY: the available ring stays mapped and is aligned to 2 (`DeviceRing::new`).
@@ -131,7 +135,8 @@ impl SplitRing {
         }
         let (desc, size) = (self.addrs.desc, self.size() as usize);
         let mut fast = Fast::new(&mut self.walker, mem, chain);
-        // SAFETY: the descriptor table has `size` descriptors, stays mapped and is aligned to 16 (`DeviceRing::new`).
+        // SAFETY: the descriptor table has `size` descriptors, stays mapped and is aligned to 16
+        // (`DeviceRing::new`).
         if let Some(descs) = unsafe { fast.split(desc, size, head) } {
             fast.finish(chain, Head::new(head, descs));
         } else {
@@ -140,12 +145,13 @@ impl SplitRing {
         Ok(())
     }
 
-    /// Walks a chain that is odd; `head` is below the size.
+    /// Walks an irregular chain. `head` is below the size.
     #[cold]
     #[inline(never)]
     fn careful(&mut self, mem: &GuestMemory, chain: &mut Chain, head: u16) {
         let (desc, size) = (self.addrs.desc, self.size() as usize);
-        // SAFETY: `pop_head` checked `head`; the table has `size` descriptors, is mapped and aligned (`DeviceRing::new`).
+        // SAFETY: `pop_head` checked `head`; the table has `size` descriptors, is mapped and
+        // aligned (`DeviceRing::new`).
         let descs = unsafe { Careful::new(&mut self.walker, mem, chain).split(desc, size, head) };
         chain.head = Head::new(head, descs);
     }
@@ -153,7 +159,8 @@ impl SplitRing {
     #[inline]
     pub(super) fn push(&mut self, head: Head, written: u32) {
         let slot = (self.next_used & self.mask) as usize;
-        // SAFETY: the slot is below the size; the used ring stays mapped, is aligned to 4 and ours to write.
+        // SAFETY: the slot is below the size. The used ring stays mapped, is aligned to 4, and the
+        // device owns it.
         unsafe {
             let elem = self.addrs.device.add(ELEMS + USED_LEN * slot);
             raw::put_u32(elem, u32::from(head.id));
@@ -174,12 +181,13 @@ impl SplitRing {
         if let Some(track) = &mut self.inflight {
             track.before_publish();
         }
-        // Release: the elements, and what the device wrote to the buffers, are seen before the index.
-        // SAFETY: the used ring stays mapped and is aligned to 4.
+        // Release: the driver sees the elements, and the device's writes to the buffers, before the
+        // index. SAFETY: the used ring stays mapped and is aligned to 4.
         unsafe { raw::store_u16(self.addrs.device.add(IDX), new, Ordering::Release) };
         self.published = new;
-        // A full barrier between our index and the driver's event index or flags: the driver stores the latter and
-        // then looks at the index again, so one of the two sees the other (2.7.7, 2.7.10).
+        // A full barrier between the index and the driver's event index or flags. The driver stores
+        // those and then reads the index again, so one side sees the store of the other (2.7.7,
+        // 2.7.10).
         fence(Ordering::SeqCst);
         if self.inflight.is_some() || self.log.is_some() {
             self.after_publish(old, new);
@@ -188,14 +196,15 @@ impl SplitRing {
         due | self.wants_notification(old, new)
     }
 
-    /// What only a tracked or logged queue does.
+    /// The work of `publish` for a tracked or logged queue only.
     #[cold]
     fn after_publish(&mut self, old: u16, new: u16) {
         if let Some(track) = &mut self.inflight {
             track.after_publish(new);
         }
         if let Some(UsedLog { log, device_addr, .. }) = &self.log {
-            // More than a ring was staged only if someone pushed what was not popped; then all of it was written.
+            // More elements than the ring has are staged only if some were pushed that were not
+            // popped. Then all of the ring was written.
             let count = new.wrapping_sub(old).min(self.size()) as usize;
             let first = (old & self.mask) as usize;
             let to_end = count.min(self.size() as usize - first);
@@ -240,22 +249,24 @@ impl SplitRing {
         let mut ahead = 0;
         if self.event_idx {
             ahead = count.clamp(1, self.size()) - 1;
-            // `avail_event` follows the used ring (2.7.8); the kick comes when the index passes it (2.7.7.2).
+            // `avail_event` follows the used ring (2.7.8); the kick comes when the index passes it
+            // (2.7.7.2).
             let event = self.next_avail.wrapping_add(ahead);
             self.set_control(ELEMS + USED_LEN * self.size() as usize, event);
         } else {
             self.set_control(0, 0);
         }
-        // A full barrier between the request for a kick and the look at the index; the driver has its like between its
-        // index and the look at our request.
+        // A full barrier between the request for a kick and the look at the index. The driver has
+        // one between its index and the read of the request.
         fence(Ordering::SeqCst);
         self.load_avail().wrapping_sub(self.next_avail) > ahead
     }
 
-    /// Writes one of the two 16-bit fields of the used ring that steer the driver.
+    /// Writes one of the two 16-bit fields of the used ring that control the driver's
+    /// notifications.
     #[inline]
     fn set_control(&mut self, offset: usize, value: u16) {
-        // SAFETY: both offsets are inside of the used ring as `ring_sizes` has it, and even.
+        // SAFETY: both offsets are inside the used ring, as `ring_sizes` defines it, and even.
         unsafe { raw::store_u16(self.addrs.device.add(offset), value, Ordering::Relaxed) };
         if let Some(UsedLog { log, device_addr, .. }) = &self.log {
             log.mark(device_addr.wrapping_add(offset as u64), 2);
@@ -280,7 +291,8 @@ impl SplitRing {
 
     pub(super) fn set_inflight(&mut self, inflight: Inflight) -> Result<Vec<Replay>, InflightError> {
         let (track, replays) = SplitTrack::recover(inflight, self.size(), self.published)?;
-        // Requests are taken in the ring's order, so the next one follows from how many there are: at most the ring's size.
+        // Requests are taken in the ring's order. The next one therefore follows from their number,
+        // which is at most the ring's size.
         self.next_avail = self.published.wrapping_add(low_u16(replays.len() as u64));
         self.seen_avail = self.next_avail;
         self.next_used = self.published;

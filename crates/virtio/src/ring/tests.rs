@@ -1,4 +1,4 @@
-//! Our driver against our device, random programs against a model; packed bases; the log.
+//! The driver and the device of this crate: random programs against a model, packed bases, the log.
 
 mod faults;
 mod hostile;
@@ -21,7 +21,7 @@ pub(super) fn arena() -> Arena {
     Arena::new(&[(RING, 0x4_0000), (BUFFERS, 0x1_0000), (BUFFERS + 0x1_0000, 0x1_0000)])
 }
 
-/// A driver and a device on one ring, and what is known of both.
+/// A driver and a device on one ring, and the expected state of both.
 struct Sides {
     arena: Arena,
     driver: DriverRing,
@@ -29,7 +29,7 @@ struct Sides {
     size: u16,
     features: RingFeatures,
     cookie: u16,
-    /// Added, not yet published; then visible to the device; then taken; then pushed; then published.
+    /// Requests that are added and not published; visible to the device; taken; pushed; published.
     added: Vec<(u16, Vec<DriverSeg>)>,
     visible: VecDeque<(u16, Vec<DriverSeg>)>,
     taken: Vec<(u16, Head)>,
@@ -47,7 +47,7 @@ impl Sides {
         let arena = arena();
         let (addrs, _) = arena.ring(RING, size, features);
         let base = if features.packed { 0x8000_8000 } else { 0 };
-        // SAFETY: the arena has both rings' areas; it goes last.
+        // SAFETY: the arena contains both rings' areas, and is dropped last.
         let (driver, device) = unsafe {
             let driver = DriverRing::new(size, features, addrs);
             (driver, DeviceRing::new(size, features, addrs, base).unwrap())
@@ -77,7 +77,7 @@ impl Sides {
         let readable = rng.below(count as u64 + 1) as usize;
         let segs: Vec<_> = (0..count)
             .map(|i| DriverSeg {
-                // Some run over the border of the two adjoining regions, some are empty.
+                // Some cross the border of the two adjoining regions, some are empty.
                 addr: BUFFERS + if rng.one_in(4) { 0x1_0000 - rng.below(64) } else { rng.below(0x1_f000) },
                 len: match rng.below(8) {
                     0 => 0,
@@ -95,7 +95,8 @@ impl Sides {
         assert_eq!(self.driver.add(&segs, indirect, cookie).is_ok(), need <= free, "{need} of {free}");
         if need <= free {
             if indirect.is_some() && count > 1 {
-                // Read when the request is taken, which is in order: a ring full of tables in turn is enough.
+                // Tables are read when the request is taken, which happens in order. As many tables
+                // as the ring has descriptors, used in turn, are enough.
                 self.tables.rotate_right(1);
             }
             self.cookie = self.cookie.wrapping_add(1);
@@ -138,7 +139,7 @@ impl Sides {
             assert_eq!(bytes(writable), wanted(true));
         }
         self.taken.push((cookie, self.chain.head));
-        // Given back and taken again, the same comes.
+        // After a return to the ring, the same request is taken again.
         if cookie.is_multiple_of(5) {
             let head = self.chain.head;
             self.device.unpop(head);
@@ -208,7 +209,7 @@ impl Sides {
             },
             _ => {}
         }
-        // Whoever gets a hint while asleep would have woken first.
+        // A side that gets a notification while it sleeps would have been woken before.
         if self.device_sleeps && rng.one_in(16) {
             self.device_sleeps = false;
         }
@@ -236,14 +237,14 @@ impl Sides {
 fn random_programs_complete_each_request_once() {
     for (i, features) in all_features().enumerate() {
         let sizes: &[u16] = if features.packed { &[1, 2, 3, 5, 7, 8, 16] } else { &[1, 2, 4, 8, 16] };
-        // Miri is slow: one size will do.
+        // Miri is slow, so one size is enough.
         let sizes = if cfg!(miri) { &sizes[2..3] } else { sizes };
         for &size in sizes {
             for seed in 0..if cfg!(miri) { 1 } else { 4 } {
                 let mut rng = Rng::new(seed << 32 | (i as u64) << 16 | u64::from(size));
                 let mut sides = Sides::new(size, features);
                 for _ in 0..if cfg!(miri) { 30 } else { 400 } {
-                    // A sleeping side that is asked to do something has been woken by other means.
+                    // A sleeping side that is told to do something was woken by other means.
                     sides.step(&mut rng);
                 }
                 sides.drain(&mut rng);
@@ -262,7 +263,7 @@ fn indices_wrap_around_16_bits() {
         let mut rng = Rng::new(7);
         let mut sides = Sides::new(4, features);
         let seg = DriverSeg { addr: BUFFERS, len: 16, writable: false };
-        // Random sleeping through two laps of the indices, with one or two requests a round.
+        // Sleeps at random during two laps of the indices, with one or two requests for each round.
         while sides.completed < 140_000 {
             for _ in 0..1 + rng.below(2) {
                 if sides.driver.add(&[seg], None, sides.cookie).is_ok() {
@@ -307,7 +308,8 @@ fn suppressed_notifications_are_not_sent() {
             sent += u32::from(sides.device.publish());
             assert_eq!(sides.driver.poll().unwrap().cookie, round);
         }
-        // Split with event indices says "not now" by not moving them: the first of each still goes out.
+        // A split ring with event indices defers notifications by leaving the index unchanged, so
+        // the first of each is still sent.
         let allowed = if features.event_idx && !features.packed { 2 } else { 0 };
         assert_eq!(sent, allowed, "{features:?}");
     }
@@ -325,11 +327,11 @@ fn a_ring_goes_on_from_its_base() {
             sides.drain(&mut rng);
             let (addrs, _) = sides.arena.ring(RING, 8, features);
             let base = sides.device.base();
-            // SAFETY: the old ring is gone with the assignment.
+            // SAFETY: the old ring is dropped with the assignment.
             sides.device = unsafe { DeviceRing::new(8, features, addrs, base) }.unwrap();
             if features.packed && base & 0xffff != 0 {
-                // A front-end that knows only the lower half.
-                // SAFETY: the test's arena or region outlives the use.
+                // A front end that knows only the lower half. SAFETY: the test's arena or region
+                // outlives the use.
                 sides.device = unsafe { DeviceRing::new(8, features, addrs, base & 0xffff) }.unwrap();
             }
             assert_eq!(sides.device.base(), base);
@@ -343,10 +345,10 @@ fn base_zero_of_a_packed_ring_is_fresh_unless_a_lap_was_made() {
     let mut sides = Sides::new(4, features);
     let (addrs, _) = sides.arena.ring(RING, 4, features);
     let seg = DriverSeg { addr: BUFFERS, len: 16, writable: true };
-    // Requests that wait on a fresh ring do not count as a lap.
+    // Requests that wait on a new ring do not count as a lap.
     sides.driver.add(&[seg], None, 0).unwrap();
     let _ = sides.driver.publish();
-    // SAFETY: the old ring is gone with the assignment.
+    // SAFETY: the old ring is dropped with the assignment.
     sides.device = unsafe { DeviceRing::new(4, features, addrs, 0) }.unwrap();
     assert_eq!(sides.device.base(), 0x8000_8000);
     for round in 0..4 {
@@ -391,7 +393,7 @@ fn bad_sizes_bases_and_alignments_are_refused() {
     }
 }
 
-/// Used-ring writes, and only they, are found in the log.
+/// Tests that the log has the writes to the used ring, and no others.
 #[test]
 fn the_log_has_what_the_ring_wrote() {
     for features in all_features() {
@@ -417,7 +419,8 @@ fn the_log_has_what_the_ring_wrote() {
                 sides.pop();
                 sides.push(&mut rng);
             }
-            // Written and not published is not marked; count from here only what publish adds.
+            // Elements that are written and not published are not marked. From here on, only marks
+            // of publish count.
             sides.device_publish();
             if rng.one_in(3) {
                 sides.device.disable_kick();
@@ -429,7 +432,7 @@ fn the_log_has_what_the_ring_wrote() {
             for page in 0..pages {
                 let range = page * 4096..page * 4096 + 4096;
                 let bit = first + page;
-                // SAFETY: the vector is alive, and the ring idle.
+                // SAFETY: the vector is alive, and the ring is idle.
                 let word = unsafe { &mut *bits.add(bit / 64) };
                 let marked = *word >> (bit % 64) & 1 != 0;
                 assert!(

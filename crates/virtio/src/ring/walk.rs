@@ -1,12 +1,13 @@
-//! Walking descriptors into host segments, shared by both layouts.
+//! Walks from descriptors to host segments, for both layouts.
 //!
-//! Called by the rings for each request. What must never happen: a segment outside of guest memory, or a walk without
-//! an end.
+//! The rings call it for each request. A walk must never return a segment outside of guest memory,
+//! and must always end.
 //!
-//! There are two walkers. [`Fast`] takes what sane drivers send and gives up, with nothing kept, on everything else:
-//! faults, buffers that run over a region's end, empty buffers. Its state is a few integers that live in registers.
-//! [`Careful`] then walks the chain anew from its first descriptor. Each of them reads a field once, and what the first
-//! one read is forgotten, so that a driver that writes in between gains nothing.
+//! There are two walkers. [`Fast`] handles the chains of regular drivers, and gives up without a
+//! result on everything else: faults, buffers across a region's end, empty buffers. Its state is a
+//! few integers that stay in registers. [`Careful`] then walks the chain again from its first
+//! descriptor. Each walker reads a field once, and nothing that the first one read is kept. So a
+//! driver gains nothing by writing in between.
 
 use alloc::vec::Vec;
 
@@ -16,52 +17,53 @@ use crate::mem::{self, Flat, GuestMemory, RegionHint};
 
 use super::chain::{Chain, ChainFault, Seg};
 
-/// Descriptors of one chain at most: a ring full, and one table.
+/// Most descriptors of one chain: a full ring, and one table.
 const MAX_DESCS: usize = 2 * MAX_QUEUE_SIZE as usize;
 
-/// Bytes of an indirect table at most.
+/// Most bytes of an indirect table.
 const MAX_TABLE_LEN: usize = MAX_QUEUE_SIZE as usize * DESC_LEN;
 
-/// Segments of one chain at most. Enough for each descriptor to run over one region's end; without a limit, a descriptor
-/// could be as many segments as there are regions.
+/// Most segments of one chain. They are enough if each descriptor crosses one region's end. Without
+/// a limit, a descriptor could have as many segments as there are regions.
 const MAX_SEGS: usize = 2 * MAX_DESCS;
 
-/// What a ring keeps between chains so that walking is cheap.
+/// State that a ring keeps between chains to make walking cheap.
 #[derive(Debug)]
 pub(super) struct Walker {
-    /// The memory table that `window` is of.
+    /// The id of the memory table that `window` belongs to.
     mem_id: u64,
     /// The region of the last hint.
     window: Flat,
     indirect: bool,
-    /// Whether every buffer counts as device-readable, whatever its write flag says.
+    /// Whether every buffer counts as device-readable, whatever its write flag is.
     all_readable: bool,
-    /// A copy of an indirect table that is misaligned or runs over a region's end.
+    /// A copy of an indirect table that is misaligned or crosses a region's end.
     table: Vec<[u64; 2]>,
 }
 
 impl Walker {
-    /// `indirect`: whether indirect descriptors were negotiated.
+    /// Makes a walker. `indirect`: whether indirect descriptors were negotiated.
     pub(super) fn new(indirect: bool) -> Self {
         Self { mem_id: 0, window: Flat::NONE, indirect, all_readable: false, table: Vec::new() }
     }
 
-    /// From now on the write flag of a buffer means nothing: all buffers are device-readable.
+    /// Ignores the write flags of buffers from now on: all buffers are device-readable.
     pub(super) fn set_all_readable(&mut self) {
         self.all_readable = true;
     }
 }
 
-/// The walker of sane chains. None of its methods lets its address escape, so that its fields stay in registers.
+/// The walker of regular chains. None of its methods lets its address escape, so its fields stay in
+/// registers.
 pub(super) struct Fast<'a> {
     mem: &'a GuestMemory,
     walker: &'a mut Walker,
-    /// The walker's.
+    /// The walker's window.
     window: Flat,
-    /// The chain's segments: room for [`MAX_DESCS`], written up to `next`.
+    /// The chain's segments, with room for [`MAX_DESCS`]. They are written up to `next`.
     segs: *mut Seg,
     next: *mut Seg,
-    /// Where the device-writable ones start, once there is one.
+    /// The first device-writable segment, once there is one.
     writable: *mut Seg,
 }
 
@@ -81,13 +83,13 @@ impl<'a> Fast<'a> {
         Self { mem, walker, window, segs, next: segs, writable: core::ptr::null_mut() }
     }
 
-    /// How many segments there are up to `end`.
+    /// Returns the number of segments up to `end`.
     #[inline(always)]
     fn count(&self, end: *mut Seg) -> usize {
         (end.addr() - self.segs.addr()) / size_of::<Seg>()
     }
 
-    /// Ends: `chain`, the same that was given to [`new`](Self::new), has its segments.
+    /// Ends the walk. `chain`, which is the one given to [`new`](Self::new), then has its segments.
     #[inline(always)]
     pub(super) fn finish(self, chain: &mut Chain, head: Head) {
         chain.head = head;
@@ -99,7 +101,7 @@ impl<'a> Fast<'a> {
         unsafe { chain.segs.set_len(self.count(self.next)) };
     }
 
-    /// The host address of a range in one region.
+    /// Returns the host address of a range in one region.
     #[inline(always)]
     fn find(&mut self, addr: u64, len: u32) -> Option<*mut u8> {
         let found = self.window.find(addr, len.into());
@@ -112,7 +114,8 @@ impl<'a> Fast<'a> {
         self.window.find(addr, len.into())
     }
 
-    /// Adds one buffer; false if it is not in one region. A chain has at most [`MAX_DESCS`] of them.
+    /// Adds one buffer. Returns false if it is not in one region. A chain has at most [`MAX_DESCS`]
+    /// buffers.
     #[inline(always)]
     #[must_use]
     fn buffer(&mut self, addr: u64, len: u32) -> bool {
@@ -126,7 +129,8 @@ impl<'a> Fast<'a> {
         true
     }
 
-    /// Where an indirect table can be read, and how many descriptors it has; if it is not odd.
+    /// Returns the host address of an indirect table and its number of descriptors, if the table is
+    /// regular.
     #[inline(always)]
     fn table(&mut self, addr: u64, len: u32) -> Option<(*const u8, usize)> {
         let len_ok = (DESC_LEN..=MAX_TABLE_LEN).contains(&(len as usize));
@@ -137,7 +141,8 @@ impl<'a> Fast<'a> {
         ptr.addr().is_multiple_of(8).then_some((ptr.cast_const(), len as usize / DESC_LEN))
     }
 
-    /// Walks a split chain: how many descriptors of the ring it takes up, or nothing if it is odd.
+    /// Walks a split chain. Returns the number of descriptors of the ring that it occupies, or
+    /// `None` if it is irregular.
     ///
     /// # Safety
     /// `desc` is readable for `size` descriptors and aligned to 8; `head` is below `size`.
@@ -155,20 +160,22 @@ impl<'a> Fast<'a> {
             return None;
         }
         let (table, count) = self.table(d.addr, d.len())?;
-        // SAFETY: `Self::table` answers for `count` descriptors, of which there is at least one.
+        // SAFETY: `Self::table` returned a table of `count` descriptors, of which there is at least
+        // one.
         unsafe {
             self.split_list(table, count, RawDesc::read(table))?;
         }
         Some(1)
     }
 
-    /// Walks a list of split descriptors that starts with `d`, from `table`, the ring's or an indirect one.
+    /// Walks a list of split descriptors that starts with `d`, from `table`, which is the ring's or
+    /// an indirect one.
     ///
     /// # Safety
     /// `table` is readable for `count` descriptors and aligned to 8.
     #[inline(always)]
     unsafe fn split_list(&mut self, table: *const u8, count: usize, mut d: RawDesc) -> Option<()> {
-        // Each descriptor becomes one segment, so that this ends a list that goes round.
+        // Each descriptor becomes one segment, so this ends a list that loops.
         let last = self.segs.wrapping_add(count);
         // Follows the link of the last descriptor that was added.
         macro_rules! follow {
@@ -177,11 +184,13 @@ impl<'a> Fast<'a> {
                 if index >= count || self.next == last {
                     return None;
                 }
-                // SAFETY: `index` is below `count`: the caller's promise.
+                // SAFETY: `index` is below `count`, and the caller upholds this function's
+                // contract.
                 d = unsafe { RawDesc::read(table.add(index * DESC_LEN)) };
             };
         }
-        // A loop for each direction: what kind a descriptor is and whether it is the last costs one branch.
+        // There is a loop for each direction, so that one branch decides the kind of a descriptor
+        // and whether it is the last one.
         while d.mid() & KIND == DESC_F_NEXT {
             if !self.buffer(d.addr, d.len()) {
                 return None;
@@ -205,8 +214,9 @@ impl<'a> Fast<'a> {
         self.buffer(d.addr, d.len()).then_some(())
     }
 
-    /// Walks a packed chain that starts with `d`, read from `slot`, within `limit` slots: its buffer id and how many
-    /// slots it takes up, or nothing if it is odd. `note` sees each descriptor.
+    /// Walks a packed chain that starts with `d`, read from `slot`, within `limit` slots. Returns
+    /// its buffer id and the number of its slots, or `None` if it is irregular. `note` is called
+    /// with each descriptor.
     ///
     /// # Safety
     /// `desc` is readable for `size` descriptors and aligned to 8; `slot` is below `size`.
@@ -226,7 +236,7 @@ impl<'a> Fast<'a> {
             return whole.then(|| (d.mid(), 1));
         }
         let mut left = limit;
-        // Goes to the slot after the descriptor that was added.
+        // Moves to the slot after the descriptor that was added.
         macro_rules! follow {
             () => {
                 left -= 1;
@@ -237,7 +247,7 @@ impl<'a> Fast<'a> {
                 if slot == size {
                     slot = 0;
                 }
-                // SAFETY: `slot` is below `size`: the caller's promise.
+                // SAFETY: `slot` is below `size`, and the caller upholds this function's contract.
                 d = unsafe { RawDesc::read(desc.add(slot * DESC_LEN)) };
                 note(d);
             };
@@ -265,19 +275,20 @@ impl<'a> Fast<'a> {
         self.buffer(d.addr, d.len()).then(|| (d.mid(), limit - left + 1))
     }
 
-    /// Adds the buffers of an indirect table; false if it is odd.
+    /// Adds the buffers of an indirect table. Returns false if the table is irregular.
     #[inline(always)]
     #[must_use]
     fn packed_table(&mut self, d: RawDesc) -> bool {
         let Some((table, count)) = self.table(d.addr, d.len()) else { return false };
         (0..count).all(|index| {
-            // SAFETY: `index` is below `count`; `Self::table` answers for the table.
+            // SAFETY: `index` is below `count`, the length of the table that `Self::table`
+            // returned.
             let d = unsafe { RawDesc::read(table.add(index * DESC_LEN)) };
             d.top() & DESC_F_INDIRECT == 0 && self.packed_buffer(d)
         })
     }
 
-    /// Adds one buffer of a packed ring's table; false if it is odd.
+    /// Adds one buffer of a packed ring's table. Returns false if it is irregular.
     #[inline(always)]
     #[must_use]
     fn packed_buffer(&mut self, d: RawDesc) -> bool {
@@ -292,10 +303,10 @@ impl<'a> Fast<'a> {
     }
 }
 
-/// What decides how a split descriptor is taken.
+/// The flags that decide how a split descriptor is handled.
 const KIND: u16 = DESC_F_NEXT | DESC_F_WRITE | DESC_F_INDIRECT;
 
-/// Gives a chain's segments room for any sane chain.
+/// Makes room in a chain's segments for any regular chain.
 #[cold]
 #[inline(never)]
 fn warm_up(segs: &mut Vec<Seg>) {
@@ -303,12 +314,12 @@ fn warm_up(segs: &mut Vec<Seg>) {
     segs.reserve(MAX_DESCS);
 }
 
-/// Marks the way that calls it as unlikely.
+/// Marks the path that calls it as unlikely.
 #[cold]
 #[inline(always)]
 fn cold() {}
 
-/// The walker of odd chains: finds out what is wrong, and goes on as far as is safe.
+/// The walker of irregular chains. It finds the fault, and continues as far as is safe.
 pub(super) struct Careful<'a> {
     chain: &'a mut Chain,
     mem: &'a GuestMemory,
@@ -317,7 +328,7 @@ pub(super) struct Careful<'a> {
 }
 
 impl<'a> Careful<'a> {
-    /// Starts afresh: `chain` is cleared.
+    /// Starts a walk, and clears `chain`.
     pub(super) fn new(walker: &'a mut Walker, mem: &'a GuestMemory, chain: &'a mut Chain) -> Self {
         chain.segs.clear();
         chain.readable = 0;
@@ -325,7 +336,7 @@ impl<'a> Careful<'a> {
         Self { chain, mem, walker, hint: RegionHint::default() }
     }
 
-    /// Notes what is wrong; the first fault stays.
+    /// Records a fault. The first one is kept.
     fn fault(&mut self, fault: ChainFault) {
         self.chain.fault.get_or_insert(fault);
     }
@@ -335,7 +346,7 @@ impl<'a> Careful<'a> {
         let Self { chain, mem, hint, .. } = self;
         let before = chain.segs.len();
         if len == 0 {
-            // Nothing to read or write, so the address does not matter either.
+            // There is nothing to read or write, so the address does not matter.
             return;
         }
         let write = write && !self.walker.all_readable;
@@ -344,7 +355,7 @@ impl<'a> Careful<'a> {
         }
         let mut fits = true;
         let walked = mem.translate_each(hint, addr, u64::from(len), |ptr, piece| {
-            // A piece is no longer than `len`, which is 32 bits wide.
+            // A piece is no longer than `len`, which has 32 bits.
             match chain.segs.len() < MAX_SEGS {
                 true => chain.segs.push(Seg { ptr, len: low_u32(piece as u64) }),
                 false => fits = false,
@@ -358,7 +369,7 @@ impl<'a> Careful<'a> {
         }
     }
 
-    /// Copies an indirect table to where it can be read, and says how many descriptors it has.
+    /// Copies an indirect table to where it can be read. Returns its number of descriptors.
     fn table(&mut self, addr: u64, len: u32) -> Option<usize> {
         let count = len as usize / DESC_LEN;
         if !self.walker.indirect || count == 0 || !(len as usize).is_multiple_of(DESC_LEN) {
@@ -372,13 +383,15 @@ impl<'a> Careful<'a> {
         let table = &mut self.walker.table;
         table.clear();
         table.resize(count, [0; 2]);
-        // SAFETY: the vector owns `count` times 16 bytes, which is `len`, and any bytes make its elements.
+        // SAFETY: the vector owns `count` times 16 bytes, which is `len`, and any bytes are valid
+        // elements.
         let bytes = unsafe { core::slice::from_raw_parts_mut(table.as_mut_ptr().cast::<u8>(), len as usize) };
         let mut done = 0;
         let walked = self.mem.translate_each(&mut self.hint, addr, u64::from(len), |ptr, piece| {
             // The pieces add up to `len`.
             let Some(to) = bytes.get_mut(done..done + piece) else { return };
-            // SAFETY: `translate_each` gave `piece` bytes of guest memory, mapped as `GuestMemory::new` demands.
+            // SAFETY: `translate_each` gave `piece` bytes of guest memory, which is mapped as
+            // `GuestMemory::new` demands.
             unsafe { mem::read(ptr, to) };
             done += piece;
         });
@@ -389,12 +402,12 @@ impl<'a> Careful<'a> {
         Some(count)
     }
 
-    /// A descriptor of the copied table, if it has so many.
+    /// Returns a descriptor of the copied table, if it has that many.
     fn table_desc(&self, index: usize) -> Option<RawDesc> {
         self.walker.table.get(index).map(|&[addr, word]| RawDesc { addr, word })
     }
 
-    /// Walks a split chain (2.7.5): how many descriptors of the ring it takes up.
+    /// Walks a split chain (2.7.5). Returns the number of descriptors of the ring that it occupies.
     ///
     /// # Safety
     /// `desc` is readable for `size` descriptors and aligned to 8; `head` is below `size`.
@@ -402,7 +415,7 @@ impl<'a> Careful<'a> {
         let mut index = head as usize;
         let mut descs = 0;
         loop {
-            // SAFETY: `index` is below `size`: the caller's promise.
+            // SAFETY: `index` is below `size`, and the caller upholds this function's contract.
             let d = unsafe { RawDesc::read(desc.add(index * DESC_LEN)) };
             let flags = d.mid();
             descs += 1;
@@ -448,12 +461,13 @@ impl<'a> Careful<'a> {
             }
             index = d.top() as usize;
         }
-        // A link out of the table in the last descriptor that may be looked at is that fault, too.
+        // If the last descriptor that may be read links out of the table, that is the same fault.
         self.fault(if index < count { ChainFault::Loop } else { ChainFault::Addr });
     }
 
-    /// Adds one descriptor of a packed ring. An indirect table (2.8.8) is all in order, and only the write flag means
-    /// anything in there. A table in the middle of a chain is not walked, which bounds the chain.
+    /// Adds one descriptor of a packed ring. An indirect table (2.8.8) is read in order, and only
+    /// the write flags in it count. A table in the middle of a chain is not walked, which bounds
+    /// the chain.
     pub(super) fn packed(&mut self, d: RawDesc) {
         let flags = d.top();
         if flags & DESC_F_INDIRECT == 0 {

@@ -9,7 +9,7 @@ fn put_desc(arena: &Arena, at: u64, addr: u64, len: u32, flags: u16, next: u16) 
     arena.put_u64(at + 8, u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48);
 }
 
-/// Pops one split chain that starts at descriptor 0.
+/// Pops a split chain that starts at descriptor 0.
 fn pop_split(arena: &Arena, indirect: bool) -> Chain {
     let features = RingFeatures { indirect, ..Default::default() };
     let (addrs, guest) = arena.ring(RING, 8, features);
@@ -30,7 +30,7 @@ fn faults_are_named_and_the_status_is_still_found() {
     const W: u16 = DESC_F_WRITE;
     const I: u16 = DESC_F_INDIRECT;
     let status = BUFFERS + 0x100;
-    // What descriptor 1 is, and what that leads to; 0 is a header and 2 the status.
+    // Values of descriptor 1 and the expected fault. Descriptor 0 is a header and 2 the status.
     for (addr, len, flags, fault) in [
         (BUFFERS + 32, 16, N, None),
         (BUFFERS + 32, 0, N, None),
@@ -57,14 +57,15 @@ fn faults_are_named_and_the_status_is_still_found() {
     put_desc(&arena, RING + 48, status, 1, W, 0);
     let chain = pop_split(&arena, true);
     assert_eq!((chain.fault, chain.readable, chain.segs.len()), (Some(ChainFault::Order), 1, 3));
-    // Loop, and next out of the table.
+    // A loop, and a link out of the table.
     put_desc(&arena, RING + 48, status, 1, N | W, 1);
     put_desc(&arena, RING + 32, BUFFERS + 128, 16, N | W, 3);
     let chain = pop_split(&arena, true);
     assert_eq!((chain.fault, chain.head.descs), (Some(ChainFault::Loop), 8));
     put_desc(&arena, RING + 48, status, 1, N | W, 8);
     assert_eq!(pop_split(&arena, true).fault, Some(ChainFault::Addr));
-    // Indirect: good, not negotiated, chained on, bad lengths, nested, out of memory, misaligned, over a border.
+    // Indirect tables: good, not negotiated, chained on, of a bad length, nested, out of memory,
+    // misaligned, across a border.
     let table = TABLES;
     put_desc(&arena, table, BUFFERS, 16, N, 2);
     put_desc(&arena, table + 32, status, 1, W, 0);
@@ -123,7 +124,7 @@ fn broken_rings_say_so() {
     arena.put_u16(guest[1] + 4, 8);
     assert_eq!(ring.pop(&arena.mem, &mut chain), Err(Broken::Head { head: 8, size: 8 }));
     assert_eq!(ring.pop_head(&arena.mem, &mut chain, 8), Err(Broken::Head { head: 8, size: 8 }));
-    // Packed: all slots in one endless chain.
+    // Packed: all slots are one endless chain.
     let features = RingFeatures { packed: true, ..Default::default() };
     let (addrs, _) = arena.ring(RING, 8, features);
     for slot in 0..8 {
@@ -134,7 +135,7 @@ fn broken_rings_say_so() {
     // SAFETY: the test's arena or region outlives the use.
     let mut ring = unsafe { DeviceRing::new(8, features, addrs, 0x8000_8000) }.unwrap();
     assert_eq!(ring.pop(&arena.mem, &mut chain), Err(Broken::Endless { slot: 0 }));
-    // Packed: everything available, and again in the next lap: a ring full is all that is taken.
+    // Packed: everything is available, and again in the next lap. Only one ring of chains is taken.
     for slot in 0..8 {
         arena.put_u64(RING + 16 * slot + 8, 16 | u64::from(DESC_F_AVAIL) << 48);
     }
@@ -182,7 +183,8 @@ fn a_transmit_ring_ignores_write_flags() {
     const N: u16 = DESC_F_NEXT;
     const W: u16 = DESC_F_WRITE;
     let seen = |chain: &Chain| (chain.fault, chain.segs.len(), chain.readable);
-    // As DPDK's virtio-user has it, and in other places; the last buffer lies over a region's end, which takes the careful walk.
+    // The flags of DPDK's virtio-user, and flags in other places. The last buffer crosses a
+    // region's end, so the careful walker is used.
     let border = BUFFERS + 0x1_0000 - 8;
     for (flags, last) in
         [([W, 0], BUFFERS + 64), ([0, W], BUFFERS + 64), ([W, W], BUFFERS + 64), ([W, 0], border)]
@@ -222,7 +224,7 @@ fn the_write_flag_of_what_refers_to_a_table_is_ignored() {
     let arena = arena();
     put_desc(&arena, TABLES, BUFFERS, 16, DESC_F_NEXT, 1);
     put_desc(&arena, TABLES + 16, BUFFERS + 64, 16, W, 0);
-    // Alone, and behind another buffer of the ring.
+    // Alone, and after another buffer of the ring.
     for flags in [0, W] {
         put_desc(&arena, RING, TABLES, 32, DESC_F_INDIRECT | flags, 0);
         let chain = pop_split(&arena, true);

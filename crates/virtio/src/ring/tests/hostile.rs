@@ -1,9 +1,9 @@
-//! A driver that writes anything: nothing panics, hangs or leaves the regions.
+//! A driver that writes random values. Nothing panics, hangs or leaves the regions.
 
 use super::*;
 use crate::inflight::{Inflight, inflight_queue_size};
 
-/// A plausible descriptor word: mostly small numbers and valid flags, some rubbish.
+/// Returns a plausible descriptor word: mostly small numbers and valid flags, some garbage.
 fn word(rng: &mut Rng, packed: bool) -> u64 {
     if rng.one_in(6) {
         return rng.next();
@@ -75,7 +75,7 @@ fn random_bytes_do_no_harm() {
                     for (i, seg) in chain.segs.iter().enumerate() {
                         assert!(arena.inside(seg.ptr, seg.len as usize), "seed {seed}: {seg:?}");
                         if i >= chain.readable {
-                            // SAFETY: inside of a region, as was just checked.
+                            // SAFETY: inside a region, as was just checked.
                             unsafe { seg.ptr.write_bytes(rng.next() as u8, seg.len as usize) };
                         }
                     }
@@ -106,7 +106,7 @@ fn random_bytes_do_no_harm() {
     }
 }
 
-/// What is in an in-flight region may be rubbish as well.
+/// Tests that an in-flight region may contain garbage as well.
 #[test]
 fn random_inflight_regions_do_no_harm() {
     for seed in 0..iterations(3000) {

@@ -1,11 +1,12 @@
-//! Crate `virtio-queue` as the oracle for split rings: same image, same chains, same used ring, same notifications.
+//! Crate `virtio-queue` as the oracle for split rings: the same memory, the same chains, the same
+//! used ring, the same notifications.
 
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::*;
 
-/// A random image of a ring of 16: chains of all kinds, sane and not.
+/// Fills the memory of a ring of 16 with random chains of all kinds, valid and invalid.
 fn fill(arena: &Arena, vm: &GuestMemoryMmap, rng: &mut Rng) {
     let put = |at: u64, rng: &mut Rng| {
         let addr = match rng.below(6) {
@@ -83,14 +84,14 @@ fn virtio_queue_agrees() {
                     .filter(|(_, s)| s.len != 0)
                     .map(|(i, s)| (s.ptr, s.len, i >= chain.readable))
                     .collect();
-                // A buffer over the border of two regions is two segments here.
+                // A buffer across the border of two regions is two segments here.
                 if ours.len() == theirs.len() {
                     assert_eq!(ours, theirs, "seed {seed}");
                     compared += 1;
                 }
             }
             assert!(queue.pop_descriptor_chain(&vm).is_none());
-            // Where the driver wants its notification.
+            // The position at which the driver wants its notification.
             both(guest[1] + 4 + 32, used.wrapping_add(rng.below(8) as u16).wrapping_sub(2));
             for head in heads.drain(..) {
                 let len = rng.next() as u32;

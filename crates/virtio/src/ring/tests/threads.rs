@@ -1,4 +1,5 @@
-//! Both sides on threads of their own that sleep whenever they can: a lost wake-up shows as a time-out.
+//! Both sides on threads of their own that sleep whenever they can. A lost wake-up shows as a
+//! time-out.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -6,7 +7,7 @@ use std::time::Duration;
 
 use super::*;
 
-/// Sleeps until woken; what came before counts.
+/// Sleeps until woken. A wake-up that came before counts.
 fn sleep(woken: &AtomicBool) {
     while !woken.swap(false, Ordering::Acquire) {
         let start = std::time::Instant::now();
@@ -17,7 +18,7 @@ fn sleep(woken: &AtomicBool) {
 
 #[test]
 fn no_wake_up_is_lost_between_threads() {
-    // Miri takes issue with atomic accesses of different sizes to one place, which is what packed rings are made of.
+    // Miri rejects atomic accesses of different sizes to one location, which packed rings need.
     for features in all_features().filter(|f| !cfg!(miri) || !f.packed) {
         let total = iterations(2000) as u16;
         let Sides { arena, mut driver, mut device, .. } = Sides::new(4, features);
@@ -73,7 +74,7 @@ fn no_wake_up_is_lost_between_threads() {
     }
 }
 
-/// A driver that rewrites its descriptors while they are walked.
+/// Tests a driver that rewrites its descriptors while the device reads them.
 #[test]
 fn descriptors_that_change_under_the_walk_do_no_harm() {
     if cfg!(miri) {
@@ -100,7 +101,7 @@ fn descriptors_that_change_under_the_walk_do_no_harm() {
                         1 => TABLES,
                         _ => 32 | rng.below(8) << 32 | rng.below(9) << 48 | (rng.next() & 0x8080 << 48),
                     };
-                    // SAFETY: inside of the arena, which is dropped after this thread ended.
+                    // SAFETY: inside the arena, which is dropped after this thread has ended.
                     unsafe { std::ptr::with_exposed_provenance_mut::<u64>(at).write_volatile(value) };
                 }
             })
