@@ -104,7 +104,7 @@ pub enum ThreadKind {
     /// The front end of one disk.
     Session,
     /// The front end of one network device.
-    CardSession,
+    NetSession,
     /// The users of one mount.
     Mount,
     /// Scrapers of metrics.
@@ -115,13 +115,13 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     const ALL: [Self; 6] =
-        [Self::Control, Self::Session, Self::CardSession, Self::Mount, Self::Metrics, Self::Worker];
+        [Self::Control, Self::Session, Self::NetSession, Self::Mount, Self::Metrics, Self::Worker];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Control => "control",
             Self::Session => "session",
-            Self::CardSession => "card-session",
+            Self::NetSession => "net-session",
             Self::Mount => "mount",
             Self::Metrics => "metrics",
             Self::Worker => "worker",
@@ -135,7 +135,7 @@ impl ThreadKind {
             Self::Control => CapabilitySet::all().difference(CapabilitySet::SYS_PTRACE),
             Self::Session => CapabilitySet::IPC_LOCK,
             // A guest's commands change the offloads, the steering and the queues of its tap.
-            Self::CardSession => CapabilitySet::NET_ADMIN | CapabilitySet::BPF | CapabilitySet::IPC_LOCK,
+            Self::NetSession => CapabilitySet::NET_ADMIN | CapabilitySet::BPF | CapabilitySet::IPC_LOCK,
             // It changes attributes of images that another user owns, and makes io_urings.
             Self::Mount => {
                 CapabilitySet::DAC_OVERRIDE

@@ -64,7 +64,7 @@ const SESSION: &[u32] = calls! {
 
 /// The session of a network device has these, too: settings of taps by sockets, and programs for
 /// their steering.
-const CARD: &[u32] = calls! { SYS_socket SYS_bind SYS_connect SYS_bpf SYS_kcmp };
+const NET_SESSION: &[u32] = calls! { SYS_socket SYS_bind SYS_connect SYS_bpf SYS_kcmp };
 
 /// The blocking thread of a mount: attributes and sizes of images, holes, io_urings of its own.
 const MOUNT: &[u32] = calls! {
@@ -154,7 +154,7 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<u32> {
     let groups: &[&[u32]] = match kind {
         ThreadKind::Control => &[SOCKETS, CONTROL, CONTROL_OLD],
         ThreadKind::Session => &[SOCKETS, SESSION],
-        ThreadKind::CardSession => &[SOCKETS, SESSION, CARD],
+        ThreadKind::NetSession => &[SOCKETS, SESSION, NET_SESSION],
         ThreadKind::Mount => &[SOCKETS, MOUNT],
         ThreadKind::Metrics => &[SOCKETS, METRICS],
         ThreadKind::Worker => &[],
@@ -230,9 +230,9 @@ mod tests {
     #[test]
     fn sessions_of_disks_have_no_calls_for_networks() {
         let disk = allowed(ThreadKind::Session);
-        assert!(!disk.iter().any(|number| CARD.contains(number)));
-        let card = allowed(ThreadKind::CardSession);
-        assert!(disk.iter().chain(CARD).all(|number| card.contains(number)));
+        assert!(!disk.iter().any(|number| NET_SESSION.contains(number)));
+        let net = allowed(ThreadKind::NetSession);
+        assert!(disk.iter().chain(NET_SESSION).all(|number| net.contains(number)));
     }
 
     #[test]

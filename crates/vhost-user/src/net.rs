@@ -198,7 +198,7 @@ impl NetDevice {
 
 impl Device for NetDevice {
     fn thread_kind(&self) -> ThreadKind {
-        ThreadKind::CardSession
+        ThreadKind::NetSession
     }
 
     fn features(&self) -> u64 {
