@@ -462,7 +462,7 @@ impl Queue for CopyQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
         self.source.get_or_insert_with(|| self.copy.source.attach(uring));
         self.target.get_or_insert_with(|| self.copy.target.attach(uring));
-        self.listen.begin(uring, self.copy.work.eventfd(), place.with(0, OP_EVENTFD));
+        self.listen.start(uring, self.copy.work.eventfd(), place.with(0, OP_EVENTFD));
     }
 
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {

@@ -1,8 +1,8 @@
-//! Which worker each queue of an export is attached to, and how it moves.
+//! The worker that each queue of an export is attached to, and how a queue moves to another one.
 //!
-//! A [`QueueSet`] belongs to an export. Each queue has a home worker from the start; while its user runs it,
-//! the boxed queue lies with that worker. Called by frontends (start, stop, visit) and control (move), from any
-//! thread. What must never happen: a queue lost between two workers.
+//! A [`QueueSet`] belongs to an export. Each queue has a worker from the start. While the queue is
+//! in use, that worker owns the boxed queue. Front ends call start, stop and run_on, and control
+//! calls attach, from any thread. A queue must never get lost between two workers.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,62 +22,71 @@ use super::wait::lock_until;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
-/// How often a stop that does not end says so.
+/// Time between two warnings about a stop that does not end.
 const STOP_WARN: Duration = Duration::from_secs(10);
 
-/// How long the requests in flight of all queues of a disk may take to end, together, before a change of that disk.
+/// Time that the requests in flight of all queues of a disk have to complete, together, before a
+/// change of that disk.
 pub const DRAIN_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 
-/// How long a worker may take to begin with what it is asked for. One that runs takes less than a millisecond.
+/// Time that a worker has to start on a message. A worker that runs needs less than a millisecond.
 const ANSWER_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 
-/// One queue's place in the world. Its lock is held over a whole start, stop or move, so that these exclude
-/// one another; workers never take it. A stop holds it for as long as requests are in flight, so control threads wait for it
-/// with a limit.
-struct Slot {
+/// One queue of the set, and the worker that it is attached to.
+///
+/// The lock is held for a whole start, stop or move, so that these exclude one another. Workers
+/// never take it. A stop holds it for as long as requests are in flight, so control threads wait
+/// for it with a limit.
+struct QueueSlot {
     id: QueueId,
     worker: WorkerId,
-    mail: Arc<Shared>,
+    shared: Arc<Shared>,
     running: bool,
-    /// Times it was attached.
+    /// How often the queue was attached.
     generation: u32,
-    /// The queue is still in the mailbox of its worker, as far as is known.
+    /// The message that carries the queue, if the worker has not confirmed that it took the queue.
     undelivered: Option<Arc<Delivery>>,
 }
 
-impl Slot {
-    fn new(id: QueueId, worker: WorkerId, mail: Arc<Shared>) -> Self {
-        Self { id, worker, mail, running: false, generation: 0, undelivered: None }
+impl QueueSlot {
+    fn new(id: QueueId, worker: WorkerId, shared: Arc<Shared>) -> Self {
+        Self { id, worker, shared, running: false, generation: 0, undelivered: None }
     }
 
-    /// Takes the queue out of the mailbox, if its worker did not take it yet.
-    fn take_back(&mut self) -> Option<Box<dyn Queue>> {
+    /// Takes the queue out of the mailbox, unless its worker has taken it.
+    fn withdraw_delivery(&mut self) -> Option<Box<dyn Queue>> {
         match self.undelivered.take()?.withdraw() {
             Withdrawn::Back(queue) => Some(queue),
-            Withdrawn::Begun | Withdrawn::Answered(()) => None,
+            Withdrawn::Started | Withdrawn::Answered(()) => None,
         }
     }
 
-    /// Whether its worker does not run, in words that follow the worker's id.
+    /// Says whether the worker is stalled, in words that follow the worker's id.
     fn stalled(&self) -> &'static str {
-        self.mail.ask();
-        if self.mail.is_stalled() { ", which has not run for a second (stalled)" } else { "" }
+        self.shared.ask();
+        if self.shared.is_stalled() { ", which has not run for a second (stalled)" } else { "" }
     }
 }
 
-/// The queues of one export. Lock order: a slot, then the workers' list.
+/// The queues of one export.
+///
+/// Lock order: a slot, then the workers' list.
 pub struct QueueSet {
     name: String,
     workers: Arc<Workers>,
-    slots: Vec<Mutex<Slot>>,
-    // Any thread's.
+    slots: Vec<Mutex<QueueSlot>>,
+    // Used by any thread.
     stats: Vec<Arc<QueueStats>>,
     placement: Placement,
 }
 
 impl QueueSet {
-    /// Queues of the export `name`, the first at home on the first of `homes` and so on.
-    pub fn new(name: &str, workers: &Arc<Workers>, homes: &[WorkerId]) -> Result<Self> {
+    /// Makes a stopped queue of the export `name` for each element of `workers_of`, which is its
+    /// first worker.
+    ///
+    /// # Errors
+    /// There is no such worker, or it is being freed.
+    pub fn new(name: &str, workers: &Arc<Workers>, workers_of: &[WorkerId]) -> Result<Self> {
         let mut set = Self {
             name: name.to_owned(),
             workers: workers.clone(),
@@ -85,50 +94,50 @@ impl QueueSet {
             stats: vec![],
             placement: Placement::default(),
         };
-        for &worker in homes {
-            // On an error, dropping the set releases those before.
-            let mail = workers.reserve(worker)?;
+        for &worker in workers_of {
+            // On an error, the drop of the set releases the queues made so far.
+            let shared = workers.reserve(worker)?;
             let id = NEXT_ID.fetch_add(1, Relaxed);
-            set.slots.push(Mutex::new(Slot::new(id, worker, mail)));
+            set.slots.push(Mutex::new(QueueSlot::new(id, worker, shared)));
             set.stats.push(Arc::default());
             set.placement.push(worker);
         }
         Ok(set)
     }
 
-    /// How many queues.
+    /// Returns the number of queues.
     pub fn len(&self) -> u16 {
         self.slots.len() as u16
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no queues.
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// Counters of a queue.
+    /// Returns the counters of a queue.
     pub fn stats(&self, index: u16) -> &Arc<QueueStats> {
         &self.stats[index as usize]
     }
 
-    /// The worker a queue is attached to, and how often it was attached.
+    /// Returns the worker that a queue is attached to, and how often it was attached.
     pub fn placement(&self, index: u16) -> (WorkerId, u32) {
         self.placement.get(index)
     }
 
-    fn note_placement(&self, index: u16, slot: &Slot) {
+    fn note_placement(&self, index: u16, slot: &QueueSlot) {
         self.placement.note(index, slot.worker, slot.generation);
     }
 
-    fn slot(&self, index: u16) -> MutexGuard<'_, Slot> {
+    fn slot(&self, index: u16) -> MutexGuard<'_, QueueSlot> {
         self.slots[index as usize].locked()
     }
 
-    /// Takes a slot for a thread that must not wait for a queue's stop, and gives up at `until`.
+    /// Locks a slot for a thread that must not wait for a queue's stop. It gives up at `until`.
     ///
     /// # Errors
-    /// [`Busy`](vshunt_types::error::Kind::Busy): it is not free in time.
-    fn slot_until(&self, index: u16, until: Instant) -> Result<MutexGuard<'_, Slot>> {
+    /// [`Busy`](vshunt_types::error::Kind::Busy): the slot is still locked at `until`.
+    fn slot_until(&self, index: u16, until: Instant) -> Result<MutexGuard<'_, QueueSlot>> {
         lock_until(&self.slots[index as usize], until).ok_or_else(|| {
             Error::busy(format!(
                 "queue {}:{index} is being started, stopped or moved, and has {} requests in flight; try again",
@@ -138,8 +147,10 @@ impl QueueSet {
         })
     }
 
-    /// Gives a queue that its user started to its worker, and returns when it is served. If the worker is stalled, that is
-    /// later than the return: when it runs again, or when the queue is attached to another worker.
+    /// Passes a queue to its worker, and returns when the worker serves it.
+    ///
+    /// If the worker is stalled, this returns earlier. The queue is then served when the worker
+    /// runs again, or when the queue is attached to another worker.
     pub fn start(&self, index: u16, queue: Box<dyn Queue>) {
         let mut slot = self.slot(index);
         debug_assert!(!slot.running);
@@ -150,8 +161,9 @@ impl QueueSet {
         self.note_placement(index, &slot);
     }
 
-    /// Takes a queue back, drained. None if it does not run. Waits for as long as requests are in flight:
-    /// their memory is the guest's.
+    /// Drains a queue and returns it. `None` if it does not run.
+    ///
+    /// Waits for as long as requests are in flight, because they use the guest's memory.
     pub fn stop(&self, index: u16) -> Option<Box<dyn Queue>> {
         let mut slot = self.slot(index);
         if !slot.running {
@@ -163,13 +175,14 @@ impl QueueSet {
         Some(queue)
     }
 
-    /// [`stop`](Self::stop) for all queues that run; with each queue its index. All are asked back before one is waited for, so
-    /// that this takes as long as the slowest of them.
+    /// Stops all queues that run, like [`stop`](Self::stop), and returns each with its index.
+    ///
+    /// All workers are asked before one is waited for, so this takes as long as the slowest stop.
     pub fn stop_all(&self) -> Vec<(u16, Box<dyn Queue>)> {
         let asked: Vec<_> = (0..self.len())
             .filter_map(|index| {
                 let mut slot = self.slot(index);
-                let leaving = slot.running.then(|| ask_back(&mut slot))?;
+                let leaving = slot.running.then(|| request_release(&mut slot))?;
                 Some((index, slot, leaving))
             })
             .collect();
@@ -182,16 +195,16 @@ impl QueueSet {
         stopped.collect()
     }
 
-    /// Takes a queue back from its worker; waits like [`await_stop`](Self::await_stop).
-    fn drain(&self, slot: &mut Slot, index: u16) -> Box<dyn Queue> {
-        let leaving = ask_back(slot);
+    /// Takes a queue from its worker. Waits like [`await_stop`](Self::await_stop).
+    fn drain(&self, slot: &mut QueueSlot, index: u16) -> Box<dyn Queue> {
+        let leaving = request_release(slot);
         self.await_stop(slot, index, leaving)
     }
 
-    /// Waits without a limit, and logs a warning each [`STOP_WARN`].
-    fn await_stop(&self, slot: &Slot, index: u16, leaving: Leaving) -> Box<dyn Queue> {
+    /// Waits without a limit, and logs a warning every [`STOP_WARN`].
+    fn await_stop(&self, slot: &QueueSlot, index: u16, leaving: Leaving) -> Box<dyn Queue> {
         let recall = match leaving {
-            Leaving::Here(queue) => return queue,
+            Leaving::Undelivered(queue) => return queue,
             Leaving::Asked(recall) => recall,
         };
         loop {
@@ -208,8 +221,8 @@ impl QueueSet {
         }
     }
 
-    /// Calls a function with a running queue while nothing of it is in flight. False if it does not run. Waits like
-    /// [`stop`](Self::stop).
+    /// Calls a function with a running queue that has nothing in flight. Returns false if the queue
+    /// does not run. Waits like [`stop`](Self::stop).
     pub fn with_drained(&self, index: u16, f: impl FnOnce(&mut dyn Queue)) -> bool {
         let mut slot = self.slot(index);
         if !slot.running {
@@ -221,17 +234,18 @@ impl QueueSet {
         true
     }
 
-    /// Calls a function while nothing is in flight on any queue. Requests that arrive meanwhile are set aside, and taken
-    /// when it returns.
+    /// Calls a function while no queue has anything in flight. Requests that arrive in the meantime
+    /// wait, and are taken when the function has returned.
     ///
     /// # Errors
-    /// A queue cannot be brought to rest, or not all of them are at rest at `until`
-    /// ([`Busy`](vshunt_types::error::Kind::Busy)). The function was not called then, and all queues go on.
+    /// A queue cannot be drained, or not all queues are drained at `until`
+    /// ([`Busy`](vshunt_types::error::Kind::Busy)). The function was not called then, and all
+    /// queues are served again.
     pub fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         let slots: Result<Vec<_>> = (0..self.len()).map(|i| self.slot_until(i, until)).collect();
         let mut slots = slots?;
         let running = slots.iter_mut().zip(0u16..).filter(|(slot, _)| slot.running);
-        let leaving: Vec<_> = running.map(|(slot, i)| (i, ask_back(slot))).collect();
+        let leaving: Vec<_> = running.map(|(slot, i)| (i, request_release(slot))).collect();
         let mut queues = Vec::with_capacity(leaving.len());
         let mut failed = None;
         for (i, leaving) in leaving {
@@ -250,22 +264,24 @@ impl QueueSet {
         result
     }
 
-    /// Calls a function with a running queue, on its worker, or here while no worker has the queue. False if it does not run.
+    /// Calls a function with a running queue: on its worker, or on this thread while no worker has
+    /// taken the queue. Returns false if the queue does not run.
     ///
     /// # Errors
-    /// [`Busy`](vshunt_types::error::Kind::Busy): the worker does not answer. The function is called when it runs again.
+    /// [`Busy`](vshunt_types::error::Kind::Busy): the worker does not answer. The function is
+    /// called when the worker runs again.
     pub fn run_on(&self, index: u16, f: impl FnOnce(&mut dyn Queue) + Send + 'static) -> Result<bool> {
         let mut slot = self.slot(index);
         if !slot.running {
             return Ok(false);
         }
-        if let Some(mut queue) = slot.take_back() {
+        if let Some(mut queue) = slot.withdraw_delivery() {
             f(queue.as_mut());
             self.hand_over(&mut slot, index, queue);
             return Ok(true);
         }
         let call = Call::new(Box::new(f));
-        slot.mail.send(Message::RunOn { id: slot.id, call: call.clone() });
+        slot.shared.send(Message::RunOn { id: slot.id, call: call.clone() });
         call.wait(ANSWER_LIMIT).ok_or_else(|| {
             Error::busy(format!(
                 "worker {} has not answered for {} s; queue {}:{index} is changed when it runs again",
@@ -276,9 +292,13 @@ impl QueueSet {
         })
     }
 
-    /// Attaches a queue to a worker, whole or not at all: if its requests in flight do not end within
-    /// `timeout`, or one of the two workers does not run, it goes on where it was and the error is
-    /// [`Busy`](vshunt_types::error::Kind::Busy). Takes at most some seconds more than `timeout`.
+    /// Attaches a queue to a worker, or leaves everything as it is.
+    ///
+    /// Takes at most some seconds more than `timeout`.
+    ///
+    /// # Errors
+    /// [`Busy`](vshunt_types::error::Kind::Busy): the requests in flight do not complete within
+    /// `timeout`, or one of the two workers does not run. The queue stays on its former worker.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         self.placement.check(&self.name, index)?;
         let until = Instant::now() + timeout;
@@ -286,44 +306,44 @@ impl QueueSet {
         if slot.worker == worker {
             return self.workers.check(worker);
         }
-        let mail = self.workers.reserve(worker)?;
+        let shared = self.workers.reserve(worker)?;
         if slot.running {
-            if let Err(e) = self.transfer(&mut slot, index, worker, &mail, (until, timeout)) {
+            if let Err(e) = self.transfer(&mut slot, index, worker, &shared, (until, timeout)) {
                 self.workers.release(worker);
                 return Err(e);
             }
             slot.generation += 1;
         }
-        slot.mail = mail;
+        slot.shared = shared;
         self.workers.release(slot.worker);
         slot.worker = worker;
         self.note_placement(index, &slot);
         Ok(())
     }
 
-    /// Attach, steps 1 to 4. On an error the queue is with its old worker.
+    /// Attach, steps 1 to 4. On an error the queue stays on its former worker.
     fn transfer(
         &self,
-        slot: &mut Slot,
+        slot: &mut QueueSlot,
         index: u16,
         worker: WorkerId,
-        mail: &Arc<Shared>,
+        shared: &Arc<Shared>,
         limit: (Instant, Duration),
     ) -> Result<()> {
-        let not_taken = |slot: &Slot| {
+        let not_taken = |slot: &QueueSlot| {
             Error::busy(format!(
                 "worker {worker} has not run for a second (stalled), so queue {}:{index} stays on worker {}; name another \
                  worker",
                 self.name, slot.worker
             ))
         };
-        mail.ask();
-        if mail.is_stalled() {
+        shared.ask();
+        if shared.is_stalled() {
             return Err(not_taken(slot));
         }
-        let leaving = ask_back(slot);
+        let leaving = request_release(slot);
         let queue = self.await_release(slot, index, leaving, limit)?;
-        let delivery = self.post(mail, slot.id, index, queue);
+        let delivery = self.post(shared, slot.id, index, queue);
         if delivery.wait(ANSWER_LIMIT).is_some() {
             return Ok(());
         }
@@ -332,14 +352,14 @@ impl QueueSet {
                 self.hand_over(slot, index, queue);
                 Err(not_taken(slot))
             }
-            Withdrawn::Begun | Withdrawn::Answered(()) => Ok(()),
+            Withdrawn::Started | Withdrawn::Answered(()) => Ok(()),
         }
     }
 
-    /// Attach, step 2. The limit: when the wait is over, and how long a time the command had for it.
+    /// Attach, step 2. The limit is the end of the wait, and the time that the command had for it.
     fn await_release(
         &self,
-        slot: &Slot,
+        slot: &QueueSlot,
         index: u16,
         leaving: Leaving,
         (until, timeout): (Instant, Duration),
@@ -366,18 +386,19 @@ impl QueueSet {
         }))
     }
 
-    /// Attach, step 3, to the worker of the slot. A worker that does not run has the queue in its mailbox then, where the
-    /// next start, stop or move finds it.
-    fn hand_over(&self, slot: &mut Slot, index: u16, queue: Box<dyn Queue>) {
-        let delivery = self.post(&slot.mail, slot.id, index, queue);
+    /// Attach, step 3, to the worker of the slot. If this worker does not run, the queue stays in
+    /// its mailbox, where the next start, stop or move finds it.
+    fn hand_over(&self, slot: &mut QueueSlot, index: u16, queue: Box<dyn Queue>) {
+        let delivery = self.post(&slot.shared, slot.id, index, queue);
         self.await_delivery(slot, index, delivery, Instant::now() + ANSWER_LIMIT);
     }
 
-    /// The same for several queues, which are all posted before any worker is waited for. They have one deadline.
-    fn hand_over_all(&self, slots: &mut [MutexGuard<'_, Slot>], queues: Vec<(u16, Box<dyn Queue>)>) {
+    /// [`hand_over`](Self::hand_over) for several queues. All are posted before one worker is
+    /// waited for, and the waits have one deadline.
+    fn hand_over_all(&self, slots: &mut [MutexGuard<'_, QueueSlot>], queues: Vec<(u16, Box<dyn Queue>)>) {
         let post_to = |(i, queue)| {
             let slot = &slots[usize::from(i)];
-            (i, self.post(&slot.mail, slot.id, i, queue))
+            (i, self.post(&slot.shared, slot.id, i, queue))
         };
         let posted: Vec<_> = queues.into_iter().map(post_to).collect();
         let until = Instant::now() + ANSWER_LIMIT;
@@ -387,15 +408,15 @@ impl QueueSet {
     }
 
     /// Puts a queue into a worker's mailbox.
-    fn post(&self, mail: &Shared, id: QueueId, index: u16, queue: Box<dyn Queue>) -> Arc<Delivery> {
+    fn post(&self, shared: &Shared, id: QueueId, index: u16, queue: Box<dyn Queue>) -> Arc<Delivery> {
         let delivery = Delivery::new(queue);
-        probes::attach_post(mail.worker, id, index, &self.name);
-        mail.send(Message::Attach { id, delivery: delivery.clone(), stats: self.stats(index).clone() });
+        probes::attach_post(shared.worker, id, index, &self.name);
+        shared.send(Message::Attach { id, delivery: delivery.clone(), stats: self.stats(index).clone() });
         delivery
     }
 
-    /// Waits until the worker of the slot has a queue that was posted.
-    fn await_delivery(&self, slot: &mut Slot, index: u16, delivery: Arc<Delivery>, until: Instant) {
+    /// Waits until the worker of the slot has taken a queue that was posted.
+    fn await_delivery(&self, slot: &mut QueueSlot, index: u16, delivery: Arc<Delivery>, until: Instant) {
         if delivery.wait(until.saturating_duration_since(Instant::now())).is_none() {
             slot.undelivered = Some(delivery);
             tracing::warn!(
@@ -410,34 +431,35 @@ impl QueueSet {
 
 /// A queue that is to leave its worker.
 enum Leaving {
-    /// It did not get there, and is back.
-    Here(Box<dyn Queue>),
-    /// Its worker was asked for it.
+    /// The worker had not taken it from the mailbox.
+    Undelivered(Box<dyn Queue>),
+    /// The worker was asked to release it.
     Asked(Arc<Recall>),
 }
 
 /// Attach, step 1.
-fn ask_back(slot: &mut Slot) -> Leaving {
-    if let Some(queue) = slot.take_back() {
-        return Leaving::Here(queue);
+fn request_release(slot: &mut QueueSlot) -> Leaving {
+    if let Some(queue) = slot.withdraw_delivery() {
+        return Leaving::Undelivered(queue);
     }
     let recall = Recall::new(());
-    probes::attach_ask(slot.mail.worker, slot.id);
-    slot.mail.send(Message::Release { id: slot.id, recall: recall.clone() });
+    probes::attach_ask(slot.shared.worker, slot.id);
+    slot.shared.send(Message::Release { id: slot.id, recall: recall.clone() });
     Leaving::Asked(recall)
 }
 
-/// Withdraws step 1: the queue stays on its worker. Returns it if it has left its worker already.
-fn cancel_release(slot: &Slot, leaving: Leaving) -> Option<Box<dyn Queue>> {
+/// Withdraws step 1, so that the queue stays on its worker. Returns the queue if it has already
+/// left.
+fn cancel_release(slot: &QueueSlot, leaving: Leaving) -> Option<Box<dyn Queue>> {
     let recall = match leaving {
-        Leaving::Here(queue) => return Some(queue),
+        Leaving::Undelivered(queue) => return Some(queue),
         Leaving::Asked(recall) => recall,
     };
     if let Withdrawn::Answered(queue) = recall.withdraw() {
         return Some(queue);
     }
-    probes::attach_cancel(slot.mail.worker, slot.id);
-    slot.mail.send(Message::CancelRelease { id: slot.id });
+    probes::attach_cancel(slot.shared.worker, slot.id);
+    slot.shared.send(Message::CancelRelease { id: slot.id });
     None
 }
 

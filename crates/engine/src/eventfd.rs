@@ -1,10 +1,14 @@
-//! Notifications: descriptors that a front end handed over to be signalled, and eventfds of our own.
+//! Notifications: eventfds and sockets that a front end passed to be signalled, and eventfds of the
+//! daemon.
 //!
-//! Called by workers (the guest's call descriptor), session threads and other threads of the daemon. What must never happen:
-//! a notification that waits. write(2) to an eventfd waits while the counter is full, unless the file has O_NONBLOCK. Both
-//! are the front end's: it can fill the counter, and it can clear the flag at any time, also between a check and the write.
-//! So an eventfd of a front end is never written to. It is registered with an io_uring of its own, and a no-op on that ring
-//! has the kernel signal it: eventfd_signal() adds one and never waits.
+//! Called by workers (the guest's call descriptor), session threads and other threads of the
+//! daemon. A notification must never wait.
+//!
+//! write(2) to an eventfd waits while the counter is full, unless the file has O_NONBLOCK. A front
+//! end controls both: it can fill the counter, and it can clear the flag at any time, also between
+//! a check and the write. So an eventfd of a front end is never written to. It is registered with
+//! an io_uring of its own. A no-op on that ring makes the kernel signal the eventfd with
+//! eventfd_signal(), which adds one and never waits.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -17,32 +21,34 @@ use rustix::fs::{FileType, fstat};
 use rustix::net::SendFlags;
 use vshunt_sandbox as sandbox;
 
-/// Entries of a notifier's rings: one no-op at a time.
+/// Entries of a notifier's rings. One no-op is in flight at a time.
 const NOTIFIER_ENTRIES: u32 = 1;
 
-/// A descriptor that is signalled.
+/// A descriptor that can be signalled.
 pub struct EventFd {
     fd: OwnedFd,
     means: Means,
 }
 
-/// How it is signalled.
+/// The means of signalling.
 enum Means {
-    /// An eventfd that no other process has. It has O_NONBLOCK.
+    /// An eventfd with O_NONBLOCK that no other process has.
     Own,
-    /// An eventfd of a front end. The lock guards the ring for one notification; its holder waits for nothing.
+    /// An eventfd of a front end. The lock guards the io_uring during one notification, and its
+    /// holder waits for nothing.
     Ring(Box<Mutex<IoUring>>),
-    /// The same, by a ring that is made for each notification.
+    /// An eventfd of a front end, with an io_uring that is made for each notification.
     RingOnce,
-    /// A socket of a front end (User-mode Linux): a message of eight bytes, or none where there is no room for it.
+    /// A socket of a front end (User-mode Linux). A notification is a message of eight bytes. It is
+    /// dropped if the socket has no room.
     Socket,
 }
 
 impl EventFd {
-    /// A front end's descriptor that is signalled often: an eventfd or a socket.
+    /// Wraps a front end's eventfd or socket that is signalled often.
     ///
     /// # Errors
-    /// It is neither, or there can be no io_uring for it (open files, memory).
+    /// The descriptor is neither of these, or no io_uring can be made for it (open files, memory).
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
         if is_socket(&fd)? {
             return Ok(Self { fd, means: Means::Socket });
@@ -51,12 +57,14 @@ impl EventFd {
         Ok(Self { fd, means: Means::Ring(Box::new(Mutex::new(ring))) })
     }
 
-    /// A front end's descriptor that is signalled once in a while, and never by a worker: it costs more time then, and keeps
-    /// no io_uring. One is made here to see whether the descriptor can be signalled.
+    /// Wraps a front end's eventfd or socket that is signalled rarely, and never by a worker.
+    ///
+    /// A notification costs more time than with [`new`](Self::new), and no io_uring stays open. One
+    /// is made here to check that the descriptor can be signalled.
     ///
     /// # Errors
-    /// It is neither an eventfd nor a socket, or there can be no io_uring for it (open files, memory,
-    /// kernel.io_uring_disabled).
+    /// The descriptor is neither an eventfd nor a socket, or no io_uring can be made for it (open
+    /// files, memory, kernel.io_uring_disabled).
     pub fn rare(fd: OwnedFd) -> io::Result<Self> {
         if is_socket(&fd)? {
             return Ok(Self { fd, means: Means::Socket });
@@ -65,27 +73,28 @@ impl EventFd {
         Ok(Self { fd, means: Means::RingOnce })
     }
 
-    /// An eventfd of our own. It is not handed to another process.
+    /// Makes an eventfd that is not passed to another process.
     ///
     /// # Errors
-    /// The system's.
+    /// Those of eventfd(2).
     pub fn make() -> io::Result<Self> {
         use rustix::event::{EventfdFlags, eventfd};
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { fd, means: Means::Own })
     }
 
-    /// Its descriptor, for those who wait on it.
+    /// Returns the descriptor, for waiting on it.
     pub fn fd(&self) -> RawFd {
         self.fd.as_raw_fd()
     }
 
-    /// Whether it was signalled since the last time. For our own.
+    /// Returns whether it was signalled since the last call. Only for an eventfd from
+    /// [`make`](Self::make).
     pub fn take(&self) -> bool {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
 
-    /// Its descriptor, for those to whom it is handed over.
+    /// Returns the descriptor, for passing it on.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -98,7 +107,7 @@ impl EventFd {
             Means::Ring(ring) => signal_by(&mut ring.locked()),
             Means::RingOnce => match permitted_notifier(&self.fd) {
                 Ok(mut ring) => signal_by(&mut ring),
-                // It could be made when the front end gave the descriptor.
+                // It could be made when the front end passed the descriptor.
                 Err(e) => tracing::warn!("a front end is not notified: there is no io_uring for that ({e})"),
             },
             Means::Socket => {
@@ -109,8 +118,8 @@ impl EventFd {
     }
 }
 
-/// Makes a [`notifier`], by an errand where the calling thread may not: kernel.io_uring_disabled=1 asks for a capability that a
-/// session's thread does not have.
+/// Makes a [`notifier`], by an errand if the calling thread lacks the right. With
+/// kernel.io_uring_disabled=1 the kernel requires a capability that a session thread does not have.
 fn permitted_notifier(fd: &OwnedFd) -> io::Result<IoUring> {
     match notifier(fd) {
         Err(e) if e.raw_os_error() == Some(libc::EPERM) => sandbox::errand(|| notifier(fd))?,
@@ -118,9 +127,10 @@ fn permitted_notifier(fd: &OwnedFd) -> io::Result<IoUring> {
     }
 }
 
-/// A ring whose completions signal `fd`.
+/// Makes an io_uring whose completions signal `fd`.
 fn notifier(fd: &OwnedFd) -> io::Result<IoUring> {
-    // Queues move: it is used by several threads, one at a time. So neither SINGLE_ISSUER nor DEFER_TASKRUN.
+    // Queues move, so several threads use the ring, one at a time. This rules out SINGLE_ISSUER and
+    // DEFER_TASKRUN.
     let restricted = sandbox::restricts_rings();
     let mut builder = IoUring::builder();
     if restricted {
@@ -135,15 +145,17 @@ fn notifier(fd: &OwnedFd) -> io::Result<IoUring> {
     Ok(ring)
 }
 
-/// Completes a no-op, which ends in the system call that submits it.
+/// Completes a no-op. It completes within the system call that submits it.
 #[inline]
 fn signal_by(ring: &mut IoUring) {
-    // Completions of earlier no-ops make room. Nobody looks at them.
+    // Completions of earlier no-ops are discarded to make room.
     ring.completion().for_each(drop);
     let entry = opcode::Nop::new().build();
-    // SAFETY: a no-op names no memory. A full queue still has the no-op of a submission that was interrupted.
+    // SAFETY: a no-op names no memory. A full queue still has the no-op of a submission that was
+    // interrupted.
     let _ = unsafe { ring.submission().push(&entry) };
-    // It fails where the kernel is out of memory or a signal came first. The no-op stays in the queue in both cases.
+    // The submission fails if the kernel is out of memory or a signal came first. The no-op stays
+    // in the queue in both cases.
     if ring.submit().is_err() {
         let _ = ring.submit();
     }
@@ -172,7 +184,8 @@ mod tests {
         u64::from_ne_bytes(count)
     }
 
-    /// Signals on a thread of its own, and tells whether that came to its end. A thread that waits is set free.
+    /// Signals on a thread of its own, and returns whether that call returned. If not, the thread
+    /// is unblocked.
     fn returns(eventfd: &Arc<EventFd>, fd: &OwnedFd) -> bool {
         let theirs = eventfd.clone();
         let thread = std::thread::spawn(move || theirs.signal());
@@ -195,7 +208,7 @@ mod tests {
             let eventfd = Arc::new(make(theirs.try_clone().unwrap()).unwrap());
             eventfd.signal();
             assert_eq!(count(&theirs), 1);
-            // The flag is the open file's, which both descriptors are of.
+            // The flag belongs to the open file, which both descriptors refer to.
             fcntl_setfl(&theirs, OFlags::empty()).unwrap();
             rustix::io::write(&theirs, &FULL.to_ne_bytes()).unwrap();
             assert!(returns(&eventfd, &theirs), "a notification waits for the front end");

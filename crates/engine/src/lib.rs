@@ -1,11 +1,11 @@
 //! Workers: OS threads with one io_uring each, and the queues attached to them.
 //!
-//! Knows no virtio, no FUSE, no image format: a [`Queue`] is all it sees. [`Workers`] makes and frees them
-//! (called by control, under its own lock), [`QueueSet`] moves queues between them, `thread` is what runs
-//! on a worker. What must never happen: a queue on two workers, or an operation in flight for a queue that
-//! left its worker.
+//! The crate knows no virtio, no FUSE and no image format. It sees [`Queue`]s only. [`Workers`]
+//! makes and frees workers (called by control, under its own lock), [`QueueSet`] moves queues
+//! between them, and `thread` is the loop that runs on a worker. A queue must never be on two
+//! workers, and a queue that has left its worker must have no operation in flight there.
 //!
-//! A queue that never has work, on one worker and then on another:
+//! Attaches a queue that never has work to one worker and then to another:
 //!
 //! ```
 //! use std::any::Any;
@@ -74,5 +74,5 @@ pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
 pub use uring::{Token, Uring, UringFile};
 pub use wait::lock_until;
 
-/// Names a worker; never reused while the daemon lives.
+/// Names a worker. An id is never used again while the daemon runs.
 pub type WorkerId = u32;

@@ -1,7 +1,8 @@
-//! A worker's mailbox: what control asks of the worker, and whether the worker still runs.
+//! A worker's mailbox: the messages of control to the worker, and whether the worker still runs.
 //!
-//! Written by control and session threads, read by the worker between two turns. What must never happen: a worker that waits
-//! for a thread that writes, or such a thread that waits without a limit for the worker; what is asked is a [`Ticket`].
+//! Control and session threads write to it, and the worker reads it between two iterations. A
+//! worker must never wait for a thread that writes, and such a thread must never wait for the
+//! worker without a limit. A request that can be withdrawn is a [`Ticket`].
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,62 +15,63 @@ use super::WorkerId;
 use super::queue::{Queue, QueueStats};
 use super::ticket::Ticket;
 
-/// Names a queue to workers, over all exports.
+/// Names a queue to workers. Unique over all exports.
 pub(super) type QueueId = u64;
 
-/// A worker that has something to do and has not run for so long is stalled: it waits in the kernel, or no CPU runs it.
+/// A worker that has something to do and has not run for this time is stalled: it waits in the
+/// kernel, or gets no CPU.
 pub(super) const STALLED_AFTER: Duration = Duration::from_secs(1);
-/// How often it is looked whether a worker has run. It does so within some 50 µs if it can.
+/// Time between two checks whether a worker has run. It runs within some 50 µs if it can.
 const ASK_EVERY: Duration = Duration::from_micros(100);
 
-/// What is done with a queue on its worker.
+/// A function that is called with a queue on its worker.
 pub(super) type QueueFn = Box<dyn FnOnce(&mut dyn Queue) + Send>;
 
-/// A queue on its way to a worker.
+/// A queue that is passed to a worker.
 pub(super) type Delivery = Ticket<Box<dyn Queue>, ()>;
-/// A queue that is asked back. It can be withdrawn until the queue has left the worker.
+/// The release of a queue. It can be withdrawn until the queue has left the worker.
 pub(super) type Recall = Ticket<(), Box<dyn Queue>>;
-/// A function to be called with a queue. The answer: whether the queue was there.
+/// A call of a function with a queue. The answer is whether the worker has the queue.
 pub(super) type Call = Ticket<QueueFn, bool>;
-/// The end of a worker. It can be withdrawn until the worker has begun to end.
+/// The end of a worker. It can be withdrawn until the worker has started to end.
 pub(super) type Ending = Ticket<(), ()>;
 
-/// What control asks of a worker.
+/// A message from control to a worker.
 pub(super) enum Message {
-    /// Attach, step 3 to 4: from now on this queue is yours.
+    /// Attach, steps 3 and 4: takes the queue and serves it.
     Attach { id: QueueId, delivery: Arc<Delivery>, stats: Arc<QueueStats> },
-    /// Attach, step 1: drain the queue and give it back.
+    /// Attach, step 1: drains the queue and returns it.
     Release { id: QueueId, recall: Arc<Recall> },
-    /// The release of the queue was withdrawn: it goes on here.
+    /// The release of the queue was withdrawn, so the worker continues to serve it.
     CancelRelease { id: QueueId },
-    /// Calls a function with the queue, between two turns.
+    /// Calls a function with the queue, between two iterations.
     RunOn { id: QueueId, call: Arc<Call> },
-    /// No queue is left: end, as soon as no operation of a former queue is left either.
+    /// Ends the worker, which has no queue, once no operation of a former queue is left.
     Stop { ending: Arc<Ending> },
 }
 
-/// What a worker shares with control.
+/// The state that a worker shares with control.
 pub(super) struct Shared {
     /// The worker's id.
     pub(super) worker: WorkerId,
-    /// Guards the messages alone; held for a push or a swap.
+    /// Guards the messages only. It is held for a push or a swap.
     pub(super) messages: Mutex<Vec<Message>>,
-    /// Whether there are messages: what a polling worker looks at.
-    pub(super) has_mail: AtomicBool,
-    /// Times that the worker has read its mail to the end. Written by the worker alone.
-    pub(super) mails: AtomicU64,
-    /// The value of `mails` that the worker was last asked to exceed, and when, while it did not do so. Held for a look or a
-    /// change.
+    /// Whether there are messages. A polling worker checks this.
+    pub(super) has_messages: AtomicBool,
+    /// How often the worker has read all its messages. Only the worker writes it.
+    pub(super) reads: AtomicU64,
+    /// The value of `reads` at the last request to exceed it, and the time of that request. The
+    /// lock is held for a read or a change.
     asked: Mutex<Option<(u64, Instant)>>,
     /// Wakes a sleeping worker.
     pub(super) eventfd: OwnedFd,
-    /// Bound of polling, µs; set by control at any time.
+    /// Polling limit in µs. Control sets it at any time.
     pub(super) poll_us: AtomicU32,
-    /// Written by the worker alone.
+    /// Only the worker writes these.
     pub(super) sleeps: AtomicU64,
     pub(super) requests: AtomicU64,
     pub(super) queues: AtomicU32,
-    /// Operations on the ring that former queues left there. Up to date when a queue is given back.
+    /// Operations that former queues left on the io_uring. Up to date when a queue is returned.
     pub(super) left: AtomicU32,
 }
 
@@ -78,8 +80,8 @@ impl Shared {
         Ok(Self {
             worker,
             messages: Mutex::new(Vec::new()),
-            has_mail: AtomicBool::new(false),
-            mails: AtomicU64::new(0),
+            has_messages: AtomicBool::new(false),
+            reads: AtomicU64::new(0),
             asked: Mutex::new(None),
             eventfd: rustix::event::eventfd(
                 0,
@@ -93,35 +95,37 @@ impl Shared {
         })
     }
 
-    pub(super) fn send(&self, mail: Message) {
-        self.messages.locked().push(mail);
+    pub(super) fn send(&self, message: Message) {
+        self.messages.locked().push(message);
         self.wake();
     }
 
     fn wake(&self) {
-        self.has_mail.store(true, Ordering::Release);
+        self.has_messages.store(true, Ordering::Release);
         // Cannot fail: the counter would have to reach 2^64 - 1.
         let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
     }
 
-    /// Asks the worker to read its mail, which may be none, unless it was asked before and has not done so.
+    /// Asks the worker to read its messages, even if there are none. Does nothing if an earlier
+    /// request is still open.
     pub(super) fn ask(&self) {
         let mut asked = self.asked.locked();
-        let mails = self.mails.load(Ordering::Acquire);
-        if asked.is_none_or(|(seen, _)| seen != mails) {
-            *asked = Some((mails, Instant::now()));
+        let reads = self.reads.load(Ordering::Acquire);
+        if asked.is_none_or(|(seen, _)| seen != reads) {
+            *asked = Some((reads, Instant::now()));
             drop(asked);
             self.wake();
         }
     }
 
-    /// Whether the worker has not run for [`STALLED_AFTER`] although it was [`ask`](Self::ask)ed to. Returns at once if it
-    /// has run, else when that time is over.
+    /// Returns whether the worker has not run for [`STALLED_AFTER`] since it was
+    /// [`ask`](Self::ask)ed to. Returns at once if it has run, and otherwise at the end of that
+    /// time.
     pub(super) fn is_stalled(&self) -> bool {
         loop {
             let asked = *self.asked.locked();
             let Some((seen, since)) = asked else { return false };
-            if self.mails.load(Ordering::Acquire) != seen {
+            if self.reads.load(Ordering::Acquire) != seen {
                 return false;
             }
             let left = STALLED_AFTER.saturating_sub(since.elapsed());

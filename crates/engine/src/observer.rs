@@ -1,13 +1,14 @@
-//! What a front end tells of itself.
+//! Events of a front end that an export is told.
 
-/// What an export wants to know of its frontend. Called on any thread, workers too: none of it may block.
+/// Receives the events of an export's front end. Methods are called on any thread, workers
+/// included, so none may block.
 pub trait Observer: Send + Sync {
-    /// A front-end came or went.
+    /// A front end has connected (`yes`) or disconnected.
     fn connected(&self, yes: bool);
     /// A guest misused a ring.
     fn queue_broken(&self, index: u16, reason: &str);
-    /// The other side ended it: the one connection is over, or the mount is gone.
+    /// The peer ended the export: its only connection is closed, or the mount is gone.
     fn ended(&self);
-    /// The other side gave the disk another size. (On a thread that may wait.)
+    /// The peer changed the size of the disk. Called on a thread that may wait.
     fn resized(&self, size_bytes: u64);
 }

@@ -1,6 +1,6 @@
-//! Where each queue of an export is, for whoever looks without waiting for one that moves.
+//! The worker of each queue of an export, readable without waiting for a queue that moves.
 //!
-//! Written by whoever holds the queue's slot, read by any thread.
+//! The thread that holds the queue's slot writes it, and any thread reads it.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -13,36 +13,36 @@ use super::WorkerId;
 pub struct Placement(Vec<AtomicU64>);
 
 impl Placement {
-    /// One queue more, on its first worker.
+    /// Adds a queue with its first worker.
     pub fn push(&mut self, worker: WorkerId) {
         self.0.push(AtomicU64::new(pack(worker, 0)));
     }
 
-    /// How many queues.
+    /// Returns the number of queues.
     pub fn len(&self) -> u16 {
         self.0.len() as u16
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no queues.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The worker a queue is attached to, and how often it was attached.
+    /// Returns the worker that a queue is attached to, and how often it was attached.
     pub fn get(&self, index: u16) -> (WorkerId, u32) {
         let home = self.0[usize::from(index)].load(Relaxed);
         ((home >> 32) as WorkerId, home as u32)
     }
 
-    /// A queue is attached to a worker, for the `generation`th time.
+    /// Records that a queue is attached to a worker, for the `generation`th time.
     pub fn note(&self, index: u16, worker: WorkerId, generation: u32) {
         self.0[usize::from(index)].store(pack(worker, generation), Relaxed);
     }
 
-    /// Refuses an index that no queue of `export` has.
+    /// Checks that `export` has a queue with this index.
     ///
     /// # Errors
-    /// It names those that there are.
+    /// There is no such queue. The message names the valid indices.
     pub fn check(&self, export: &str, index: u16) -> Result<()> {
         if index < self.len() {
             return Ok(());

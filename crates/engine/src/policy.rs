@@ -1,80 +1,84 @@
-//! How a worker rests: whether it polls, for how long, and whether it lets requests coalesce before it is woken.
+//! How a worker rests: whether it polls, for how long, and whether it lets requests coalesce.
 //!
-//! Polling is for other sides that wait for each answer: it saves them the worker's wake-up. The window grows while
-//! rests turn out shorter than the bound and shrinks while they turn out longer, so idle costs nothing. Where the whole
-//! window passes in vain again and again although work comes right after it, the other side shares our CPU and waits for
-//! us to leave it: polling is off for a while then, each time longer.
+//! Polling helps peers that wait for each answer, because it saves them the worker's wake-up. The
+//! window grows while rests are shorter than the limit, and shrinks while they are longer, so an
+//! idle worker uses no CPU. Work may arrive right after a whole window without work, again and
+//! again. Then the peer shares the worker's CPU and waits for the worker to leave it. In this case
+//! polling is switched off for a while, each time for longer.
 //!
-//! Coalescing is for other sides that send so fast that they do not wait (they do not ask to be notified): a wake-up for each request or two would cost
-//! both more than the request. Then the worker asks to be kicked after as many requests as come in [`COALESCE_NS`], and
-//! sleeps with a limit, should they not come. When the limit ends it, the other side did wait: coalescing is off for a
-//! while, each time longer.
+//! Coalescing helps peers that send without waiting (they do not ask to be notified). For them, a
+//! wake-up for each request or two would cost both more than the request does. The worker asks to
+//! be kicked after as many requests as arrive in [`COALESCE_NS`], and sleeps with a limit in case
+//! they do not arrive. If the limit ends the sleep, the peer did wait. Coalescing is then switched
+//! off for a while, each time for longer.
 
 use std::time::{Duration, Instant};
 
-/// Requests that a rest brings on average from which on polling pays only if the other side waits for us.
+/// Average requests for each rest from which on polling pays only if the peer waits for the worker.
 const POLL_BATCH_MAX: f64 = 16.0;
-/// Requests a rest from which on it does not pay even then: a wake-up is little for so many.
+/// Requests for each rest from which on polling does not pay even then: the cost of a wake-up is
+/// small against so many requests.
 const POLL_BATCH_WAITS_MAX: f64 = 48.0;
-/// Notifications a rest on average from which on the other side counts as waiting.
+/// Average notifications for each rest from which on the peer counts as waiting.
 const WAITS_MIN: f64 = 0.25;
-/// Smallest polling window that is tried.
+/// Smallest polling window.
 const POLL_STEP_NS: u64 = 4_000;
-/// What our own wake-up adds to the time that a sleep took, on a halted CPU.
+/// Time that the worker's own wake-up adds to a sleep on a halted CPU.
 const WAKE: Duration = Duration::from_micros(30);
-/// Time in which requests may coalesce: about what waking a thread on a halted CPU takes.
+/// Time in which requests may coalesce: about the time to wake a thread on a halted CPU.
 const COALESCE_NS: f64 = 24_000.0;
-/// Longest sleep while they coalesce.
+/// Longest sleep while requests coalesce.
 const COALESCE_LIMIT: Duration = Duration::from_micros(72);
-/// Fewer than this are not worth coalescing.
+/// Fewer requests than this are not worth coalescing.
 const COALESCE_MIN: u32 = 6;
-/// More than this are not waited for: half of what most queues hold.
+/// Most requests that a sleep waits for: half of the size of most queues.
 const COALESCE_MAX: u32 = 64;
-/// Full windows in vain, in a row, after which polling is off for a while.
+/// Full windows without work, in a row, after which polling is off for a while.
 const VAIN_MAX: u32 = 4;
-/// How long coalescing or polling is off after it failed: from, to.
+/// Shortest and longest time for which coalescing or polling is off after it failed.
 const HOLD_MIN: Duration = Duration::from_millis(1);
 const HOLD_MAX: Duration = Duration::from_secs(1);
-/// Coalesced sleeps in a row that succeed before more are asked for.
+/// Successful coalesced sleeps, in a row, after which more requests are asked for.
 const STREAK: u32 = 64;
 /// Weight of the past in averages over rests.
 const KEEP: f64 = 0.875;
 
-/// What to do with nothing to do.
+/// How a worker without work rests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Rest {
-    /// Look for work that long, then sleep.
+    /// Polls for this time, then sleeps.
     Poll(Duration),
-    /// Sleep until kicked.
+    /// Sleeps until kicked.
     Sleep,
-    /// Sleep until so many requests are there, or for so long.
+    /// Sleeps until a number of requests has arrived, or for a limited time.
     Coalesce {
-        /// Over all queues.
+        /// The number, over all queues.
         requests: u32,
-        /// Then look.
+        /// The time, after which the worker looks at its queues.
         limit: Duration,
     },
 }
 
-/// See the module. Belongs to one worker.
+/// The policy of one worker; see the module.
 pub(super) struct PollPolicy {
-    /// Polling window, ns.
+    /// Polling window in ns.
     window_ns: u64,
-    /// Full windows in vain, in a row; how long polling is off the next time, and until when it is.
+    /// Full windows without work in a row, the time for which polling is off next, and the end of
+    /// that time.
     vain: u32,
     poll_hold: Duration,
     poll_held_until: Instant,
     /// Requests since the last rest began.
     batch: u64,
-    /// When it began.
+    /// When the last rest began.
     last: Instant,
-    /// Averages over rests: requests, and ns from one to the next.
+    /// Averages over rests: requests, and ns from one rest to the next.
     batch_avg: f64,
     cycle_avg_ns: f64,
-    /// Likewise: rests after which the other side had to be notified.
+    /// Average over rests: the share of rests after which the peer had to be notified.
     waits_avg: f64,
     notified: bool,
-    /// Requests that may coalesce.
+    /// Most requests that may coalesce.
     most: u32,
     streak: u32,
     hold: Duration,
@@ -104,18 +108,18 @@ impl PollPolicy {
         }
     }
 
-    /// Requests were taken or completed.
+    /// Records that requests were taken or completed.
     pub(super) fn found(&mut self, requests: u64) {
         self.batch += requests;
     }
 
-    /// The other side waited for what was completed.
+    /// Records that the peer waited for a completion.
     pub(super) fn notified(&mut self) {
         self.notified = true;
     }
 
-    /// How to rest now. `bound` is the longest that may be polled; `steady`: nothing is in flight, so that only
-    /// the other side can bring work.
+    /// Returns how to rest now. `bound` is the polling limit. `steady` says that nothing is in
+    /// flight, so only the peer can bring work.
     pub(super) fn plan(&mut self, now: Instant, bound: Duration, steady: bool) -> Rest {
         let cycle = now.duration_since(self.last).as_nanos() as f64;
         self.batch_avg = self.batch_avg * KEEP + self.batch as f64 * (1.0 - KEEP);
@@ -143,7 +147,7 @@ impl PollPolicy {
         Rest::Poll(Duration::from_nanos(self.window_ns).min(bound))
     }
 
-    /// Whether polling for a window found work.
+    /// Records whether polling for a window found work.
     pub(super) fn polled(&mut self, found: bool, now: Instant, window: Duration, bound: Duration) {
         if found {
             self.vain = 0;
@@ -159,13 +163,15 @@ impl PollPolicy {
         }
     }
 
-    /// The worker rested from `start` to `now`, slept at the end of that, and was woken or came to its limit.
+    /// Records that the worker rested from `start` to `now`, slept at the end of that time, and was
+    /// woken (or reached the limit).
     pub(super) fn slept(&mut self, start: Instant, now: Instant, woken: bool, bound: Duration) {
         if self.coalescing {
             self.coalesced(woken, now);
             return;
         }
-        // Would polling to its bound have found the work? What it costs where it would not is gone at once.
+        // The window grows if polling up to the limit would have found the work. Otherwise it
+        // shrinks at once.
         if now < self.poll_held_until {
             return;
         }

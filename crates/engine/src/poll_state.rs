@@ -1,4 +1,4 @@
-//! The poll of an eventfd that calls a queue, or a time that passes, on its worker's ring.
+//! The poll of a queue's eventfd, or a queue's timer, on its worker's io_uring.
 
 use std::os::fd::RawFd;
 
@@ -6,35 +6,35 @@ use io_uring::types::Timespec;
 
 use crate::{Token, Uring};
 
-/// What a poll's news ask for.
+/// What a completion of a poll requires.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PollEvent {
-    /// Nothing: it goes on, or was to end.
+    /// Nothing: the poll continues, or was meant to end.
     Nothing,
-    /// [`PollState::begin`].
-    BeginAgain,
-    /// What is polled cannot be waited for.
+    /// The poll has to be started again with [`PollState::start`].
+    Restart,
+    /// The file cannot be polled.
     Useless,
 }
 
-/// Whether the poll is on the ring.
+/// Whether the poll is on the io_uring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PollState {
-    /// Nothing is.
+    /// There is no poll.
     #[default]
     Off,
-    /// It is.
+    /// The poll is active.
     On,
-    /// Cancelled, its last completion yet to come; `again`: armed anew meanwhile.
+    /// The poll was cancelled, and its last completion has not arrived.
     Ending {
-        /// To be polled again then.
+        /// Whether the poll is to be started again after that.
         again: bool,
     },
 }
 
 impl PollState {
-    /// Attach: polls `fd`, with `token`, until [`end`](Self::end).
-    pub fn begin(&mut self, uring: &mut Uring, fd: RawFd, token: Token) {
+    /// Polls `fd` with `token` until [`end`](Self::end).
+    pub fn start(&mut self, uring: &mut Uring, fd: RawFd, token: Token) {
         match self {
             Self::Off => {
                 uring.poll(fd, token);
@@ -45,8 +45,8 @@ impl PollState {
         }
     }
 
-    /// [`begin`](Self::begin), for one event.
-    pub fn begin_once(&mut self, uring: &mut Uring, fd: RawFd, token: Token) {
+    /// Polls `fd` with `token` for one event.
+    pub fn start_once(&mut self, uring: &mut Uring, fd: RawFd, token: Token) {
         match self {
             Self::Off => {
                 uring.poll_once(fd, token);
@@ -57,8 +57,8 @@ impl PollState {
         }
     }
 
-    /// [`begin`](Self::begin), for a time that passes once.
-    pub fn begin_timeout(&mut self, uring: &mut Uring, after: &'static Timespec, token: Token) {
+    /// Starts a timer that expires once.
+    pub fn start_timeout(&mut self, uring: &mut Uring, after: &'static Timespec, token: Token) {
         match self {
             Self::Off => {
                 uring.timeout(after, token);
@@ -69,7 +69,7 @@ impl PollState {
         }
     }
 
-    /// Detach: the poll with `token` ends.
+    /// Ends the poll or timer with `token`.
     pub fn end(&mut self, uring: &mut Uring, token: Token) {
         match self {
             Self::On => {
@@ -81,28 +81,31 @@ impl PollState {
         }
     }
 
-    /// Its last completion came. What it was before: whether to [`begin`](Self::begin) again is the caller's to say.
+    /// Records the last completion, and returns the state before it. The caller decides whether to
+    /// [`start`](Self::start) again.
     pub fn ended(&mut self) -> Self {
         std::mem::take(self)
     }
 
-    /// News of it where it waits for kicks: what is to be done.
+    /// Records a completion of a poll that waits for kicks, and returns what it requires.
     pub fn on_event(&mut self, result: i32, more: bool) -> PollEvent {
         if more {
             return PollEvent::Nothing;
         }
         let before = self.ended();
-        // What is no eventfd may fail for good, or be ready for good: armed again and again it would keep us busy.
+        // A file that is no eventfd may fail on each poll, or be ready on each poll. Polling it
+        // again and again would keep the worker busy.
         let over = i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL);
         let useless = if result < 0 { result != -libc::ECANCELED } else { result & over != 0 };
         match before {
             Self::On if useless => PollEvent::Useless,
-            _ if before.restarts() => PollEvent::BeginAgain,
+            _ if before.restarts() => PollEvent::Restart,
             _ => PollEvent::Nothing,
         }
     }
 
-    /// Whether one that [`ended`](Self::ended) is to be begun again, if the kernel ended it by itself.
+    /// Whether a poll that was in this state before it [`ended`](Self::ended) has to be started
+    /// again, because the kernel ended it or a start came in the meantime.
     pub fn restarts(self) -> bool {
         matches!(self, Self::On | Self::Ending { again: true })
     }

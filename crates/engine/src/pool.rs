@@ -1,4 +1,4 @@
-//! The workers of a daemon: made, set, listed and freed by control, while I/O runs.
+//! The workers of a daemon. Control makes, changes, lists and frees them while I/O runs.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,37 +21,42 @@ use super::mailbox::{Ending, Message, Shared};
 use super::thread::{POLL_US_MAX, Worker};
 use super::ticket::Withdrawn;
 
-/// Workers that live at the same time. Far above what one host has CPUs for; it keeps a runaway script from
-/// eating the machine, as RLIMIT_NPROC does for the user.
+/// Most workers at a time. This is far more than a host has CPUs. It stops a runaway script, as
+/// RLIMIT_NPROC does for a user.
 pub const MAX_WORKERS: usize = 1024;
-/// A worker's stack: the loop is flat, and only pages that it touched count.
+/// Stack size of a worker. The loop is flat, and only pages that it touched use memory.
 const STACK_BYTES: usize = 256 << 10;
-/// How long a worker may take to begin with its end, and then how long its thread may take to end.
+/// Time that a worker has to start to end, and then that its thread has to end.
 pub(super) const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
-/// How often it is looked whether it has ended.
+/// Time between two checks whether it has ended.
 const END_EVERY: Duration = Duration::from_micros(200);
 /// Longest thread name that the kernel keeps.
 const THREAD_NAME_MAX: usize = 15;
 
-/// The worker that is there always: queues of exports that ask for no workers of their own start on it.
+/// The worker that always exists. Queues of exports that ask for no workers of their own start on
+/// it.
 pub const FIRST_WORKER: WorkerId = 0;
 
-/// Settings of a worker; `None` leaves a thing as it is.
+/// Settings of a worker. `None` leaves a setting as it is.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// CPUs it may run on; empty: all of the process's main thread.
+    /// CPUs that it may run on. An empty list stands for all CPUs of the process's main thread.
     pub cpu: Option<Vec<usize>>,
-    /// -20..=19.
+    /// Nice value, -20 to 19.
     pub nice: Option<i32>,
-    /// Bound of polling, µs.
+    /// Polling limit in µs.
     pub poll_us: Option<u32>,
-    /// Woken, it waits for its turn on the CPU (SCHED_BATCH): for one that shares it with those whom it serves, who have more
-    /// for it when they come to rest.
+    /// Whether the woken worker does not preempt other threads (SCHED_BATCH). This is for a worker
+    /// that shares a CPU with the threads that it serves: when they rest, they have more work for
+    /// it.
     pub batch: bool,
 }
 
 impl Settings {
-    /// Why a worker of the in-kernel engine cannot have them, if it cannot.
+    /// Checks that a worker of the in-kernel engine can have these settings.
+    ///
+    /// # Errors
+    /// It cannot have one of them.
     pub fn check_kernel(&self) -> Result<()> {
         match self.poll_us {
             None => Ok(()),
@@ -59,7 +64,10 @@ impl Settings {
         }
     }
 
-    /// What is wrong with them by themselves, whatever the machine is like.
+    /// Checks the settings without regard to the machine.
+    ///
+    /// # Errors
+    /// A value is out of range.
     pub fn check(&self) -> Result<()> {
         self.poll_us.map_or(Ok(()), check_poll)?;
         if let Some(nice) = self.nice
@@ -76,55 +84,55 @@ impl Settings {
     }
 }
 
-/// A worker as it is.
+/// The present state of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerState {
-    /// Its id.
+    /// The id.
     pub id: WorkerId,
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// The export that it is of, if it is one of the in-kernel engine.
+    /// The export that it belongs to, for a worker of the in-kernel engine.
     pub kernel_of: Option<String>,
-    /// Thread id.
+    /// The thread id.
     pub tid: i32,
-    /// CPUs it may run on.
+    /// The CPUs that it may run on.
     pub cpu: Vec<usize>,
-    /// Its nice value.
+    /// The nice value.
     pub nice: i32,
-    /// Bound of polling, µs.
+    /// The polling limit in µs.
     pub poll_us: u32,
-    /// CPU time used, µs.
+    /// The CPU time used, in µs.
     pub cpu_time_us: u64,
-    /// Times it slept.
+    /// How often it slept.
     pub sleeps: u64,
-    /// Requests completed here.
+    /// The requests completed on it.
     pub requests: u64,
 }
 
 struct Entry {
     name: String,
     tid: i32,
-    kind: Kind,
-    /// Queues whose home it is, running or not: such a worker is not freed.
+    runner: Runner,
+    /// Queues that are attached to it, running or not. A worker with queues is not freed.
     reserved: u32,
-    /// It is being freed: it gets no queue, and is listed until it is certain that it ends.
+    /// It is being freed: it gets no queue, and is listed until its end is certain.
     ending: bool,
-    /// Its thread, if it is one of this process.
+    /// Its thread, if this process made it.
     thread: Option<JoinHandle<()>>,
 }
 
-/// Who runs it.
+/// What runs the worker.
 #[derive(Clone)]
-enum Kind {
+enum Runner {
     User { shared: Arc<Shared> },
     Kernel(Arc<dyn KernelWorker>),
 }
 
-impl Kind {
-    /// Tells the worker to end. Returns what to wait for; `None` if it has ended.
+impl Runner {
+    /// Tells the worker to end. Returns the ticket to wait for, or `None` if the worker has ended.
     ///
     /// # Errors
-    /// The kernel refuses it: the worker works as before.
+    /// The kernel refuses. The worker works as before.
     fn tell_to_end(&self) -> Result<Option<Arc<Ending>>> {
         let shared = match self {
             Self::User { shared } => shared,
@@ -135,10 +143,10 @@ impl Kind {
         Ok(Some(ending))
     }
 
-    /// Waits until `until` for a worker that was told to end to begin with that.
+    /// Waits until `until` for a worker that was told to end to start to end.
     ///
     /// # Errors
-    /// It is stalled, and works as before when it runs again.
+    /// The worker is stalled. It works as before when it runs again.
     fn await_end(id: WorkerId, ending: &Ending, until: Instant) -> Result<()> {
         if ending.wait(until.saturating_duration_since(Instant::now())).is_some() {
             return Ok(());
@@ -148,25 +156,25 @@ impl Kind {
                 "worker {id} has not run for {} s (stalled), and stays; free it when it runs again",
                 END_LIMIT.as_secs()
             ))),
-            Withdrawn::Begun | Withdrawn::Answered(()) => Ok(()),
+            Withdrawn::Started | Withdrawn::Answered(()) => Ok(()),
         }
     }
 }
 
 /// A worker that was told to end.
-struct Told {
+struct EndingWorker {
     id: WorkerId,
-    kind: Kind,
-    /// What to wait for; `None`: it has ended.
+    runner: Runner,
+    /// The ticket to wait for. `None`: the worker has ended.
     ending: Option<Arc<Ending>>,
 }
 
 impl Entry {
-    fn new(name: String, tid: i32, kind: Kind, thread: Option<JoinHandle<()>>) -> Self {
-        Self { name, tid, kind, reserved: 0, ending: false, thread }
+    fn new(name: String, tid: i32, runner: Runner, thread: Option<JoinHandle<()>>) -> Self {
+        Self { name, tid, runner, reserved: 0, ending: false, thread }
     }
 
-    /// Whether it is not about to end.
+    /// Checks that the worker is not being freed.
     fn check_stays(&self, id: WorkerId) -> Result<()> {
         match self.ending {
             true => Err(Error::busy(format!("worker {id} is being freed"))),
@@ -174,11 +182,11 @@ impl Entry {
         }
     }
 
-    /// Waits until `until` for a thread that has begun to end. Where FUSE ring queues left idle entries, it stays until the last
-    /// entry has left it, and is not waited for.
+    /// Waits until `until` for a thread that has started to end. If FUSE ring queues left idle
+    /// entries on its ring, the thread stays until the last of them is gone, and is not waited for.
     fn join(self, id: WorkerId, until: Instant) {
-        let (Kind::User { shared }, Some(thread)) = (self.kind, self.thread) else { return };
-        // No queue is on it, so this can only fall.
+        let (Runner::User { shared }, Some(thread)) = (self.runner, self.thread) else { return };
+        // No queue is on the worker, so this number can only fall.
         let left = shared.left.load(Acquire);
         if left > 0 {
             tracing::info!(
@@ -195,8 +203,10 @@ impl Entry {
     }
 }
 
-/// All workers. Its lock guards the list alone. It is held for look-ups and for system calls that return at once,
-/// never while a worker is waited for: neither until it has begun nor until it has ended.
+/// All workers.
+///
+/// The lock guards the list only. It is held for look-ups and for system calls that return at once,
+/// never during a wait for a worker's start or end.
 pub struct Workers {
     list: Mutex<List>,
     default_poll_us: u32,
@@ -204,15 +214,15 @@ pub struct Workers {
 
 struct List {
     next: WorkerId,
-    /// Workers on their way into the list; they count for the limit.
+    /// Workers that are being made. They count for the limit.
     making: usize,
-    /// Freed workers whose threads may still forward completions; they count for the limit.
+    /// Freed workers whose threads may still forward completions. They count for the limit.
     forwarding: Vec<Arc<Shared>>,
     by_id: BTreeMap<WorkerId, Entry>,
 }
 
 impl Workers {
-    /// No workers yet. `default_poll_us` is for those made without a bound of their own.
+    /// Makes an empty list. Workers that are made without a polling limit get `default_poll_us`.
     pub fn new(default_poll_us: u32) -> Result<Arc<Self>> {
         check_poll(default_poll_us)?;
         let list = Mutex::new(List {
@@ -228,13 +238,14 @@ impl Workers {
         self.list.locked()
     }
 
-    /// Makes a worker; returns its id when it is ready to take queues. An id that came to nothing is not used again.
+    /// Makes a worker, and returns its id when it is ready to take queues. If this fails, the id is
+    /// not used again.
     pub fn create(&self, name: Option<String>, settings: &Settings) -> Result<WorkerId> {
         let poll_us = settings.poll_us.unwrap_or(self.default_poll_us);
         let wanted = Wanted::check(settings)?;
         let id = self.claim_id()?;
         let name = name.unwrap_or_else(|| format!("worker-{id}"));
-        let made = begin(id, name, poll_us, &wanted);
+        let made = start(id, name, poll_us, &wanted);
         let mut list = self.list();
         list.making -= 1;
         let entry = made?;
@@ -243,7 +254,8 @@ impl Workers {
         Ok(id)
     }
 
-    /// Takes in a worker that the kernel makes: `make` is told its id and name and has the kernel's thread id to give.
+    /// Adds a worker that the kernel makes. `make` gets its id and name, and returns the worker
+    /// with the kernel's thread id.
     pub fn adopt(
         &self,
         name: Option<String>,
@@ -265,15 +277,16 @@ impl Workers {
         let (tid, worker) = made?;
         tracing::info!(id, tid, "kernel worker made");
         let name = name.unwrap_or_else(|| format!("worker-{id}"));
-        list.by_id.insert(id, Entry::new(name, tid, Kind::Kernel(worker), None));
+        list.by_id.insert(id, Entry::new(name, tid, Runner::Kernel(worker), None));
         Ok(id)
     }
 
-    /// Forgets the workers of an export whose device is gone, which went with it.
+    /// Removes the workers of an export whose device was closed. The kernel ended them with the
+    /// device.
     pub fn forget(&self, export: &str) {
-        self.list().by_id.retain(|_, e| match &e.kind {
-            Kind::Kernel(worker) => worker.export() != export,
-            Kind::User { .. } => true,
+        self.list().by_id.retain(|_, e| match &e.runner {
+            Runner::Kernel(worker) => worker.export() != export,
+            Runner::User { .. } => true,
         });
     }
 
@@ -298,8 +311,11 @@ impl Workers {
         Ok(list.next - 1)
     }
 
-    /// Ends a worker that no queue calls its home. [`Busy`](vshunt_types::error::Kind::Busy) otherwise;
-    /// [`Unsupported`](vshunt_types::error::Kind::Unsupported) for the [`FIRST_WORKER`].
+    /// Ends a worker that has no queues.
+    ///
+    /// # Errors
+    /// [`Busy`](vshunt_types::error::Kind::Busy): it has queues, or is stalled.
+    /// [`Unsupported`](vshunt_types::error::Kind::Unsupported): it is the [`FIRST_WORKER`].
     pub fn free(&self, id: WorkerId) -> Result<()> {
         if id == FIRST_WORKER {
             return Err(Error::unsupported(format!(
@@ -309,14 +325,15 @@ impl Workers {
         self.end(id)
     }
 
-    /// Ends all workers that no queue calls its home, the [`FIRST_WORKER`] too: for the daemon's end.
+    /// Ends all workers that have no queues, the [`FIRST_WORKER`] included, at the end of the
+    /// daemon.
     pub fn end_all(&self) {
         let ids: Vec<_> = self.list().by_id.keys().copied().collect();
         self.end_these(&ids);
     }
 
-    /// Ends those of these workers that no queue calls its home. All are told to end before one is waited for, and the waits
-    /// have one deadline.
+    /// Ends those of these workers that have no queues. All are told to end before one is waited
+    /// for, and the waits have one deadline.
     pub fn end_these(&self, ids: &[WorkerId]) {
         let told: Vec<_> = ids.iter().map(|&id| self.tell_to_end(id)).collect();
         let until = Instant::now() + END_LIMIT;
@@ -339,25 +356,25 @@ impl Workers {
         Ok(())
     }
 
-    /// Tells a worker to end that no queue calls its home.
-    fn tell_to_end(&self, id: WorkerId) -> Result<Told> {
-        let kind = {
+    /// Tells a worker that has no queues to end.
+    fn tell_to_end(&self, id: WorkerId) -> Result<EndingWorker> {
+        let runner = {
             let mut list = self.list();
             let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
             entry.check_stays(id)?;
-            let homes = entry.reserved;
-            if homes > 0 {
+            let queues = entry.reserved;
+            if queues > 0 {
                 return Err(Error::busy(format!(
-                    "worker {id} has {homes} queue{}; attach {} to another worker first",
-                    if homes == 1 { "" } else { "s" },
-                    if homes == 1 { "it" } else { "them" },
+                    "worker {id} has {queues} queue{}; attach {} to another worker first",
+                    if queues == 1 { "" } else { "s" },
+                    if queues == 1 { "it" } else { "them" },
                 )));
             }
             entry.ending = true;
-            entry.kind.clone()
+            entry.runner.clone()
         };
-        match kind.tell_to_end() {
-            Ok(ending) => Ok(Told { id, kind, ending }),
+        match runner.tell_to_end() {
+            Ok(ending) => Ok(EndingWorker { id, runner, ending }),
             Err(e) => {
                 self.list().by_id.entry(id).and_modify(|entry| entry.ending = false);
                 Err(e)
@@ -366,16 +383,16 @@ impl Workers {
     }
 
     /// Waits until `until`, and takes a worker that ends off the list.
-    fn await_end(&self, told: Told, until: Instant) -> Result<(WorkerId, Option<Entry>)> {
-        let Told { id, kind, ending } = told;
-        let ended = ending.map_or(Ok(()), |ending| Kind::await_end(id, &ending, until));
+    fn await_end(&self, told: EndingWorker, until: Instant) -> Result<(WorkerId, Option<Entry>)> {
+        let EndingWorker { id, runner, ending } = told;
+        let ended = ending.map_or(Ok(()), |ending| Runner::await_end(id, &ending, until));
         let entry = {
             let mut list = self.list();
             if let Err(e) = ended {
                 list.by_id.entry(id).and_modify(|entry| entry.ending = false);
                 return Err(e);
             }
-            if let Kind::User { shared } = &kind
+            if let Runner::User { shared } = &runner
                 && shared.left.load(Acquire) > 0
             {
                 list.forwarding.push(shared.clone());
@@ -386,17 +403,17 @@ impl Workers {
         Ok((id, entry))
     }
 
-    /// Changes a worker while it runs, and its name in lists (its thread keeps the old one): all of it or, on an
-    /// error, nothing.
+    /// Changes a worker while it runs, and its name in lists (its thread keeps the old one). On an
+    /// error nothing is changed.
     pub fn set(&self, id: WorkerId, name: Option<String>, settings: &Settings) -> Result<()> {
         let wanted = Wanted::check(settings)?;
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
-        if let Kind::Kernel(_) = entry.kind {
+        if let Runner::Kernel(_) = entry.runner {
             settings.check_kernel()?;
         }
         wanted.apply(entry.tid)?;
-        if let (Some(us), Kind::User { shared }) = (settings.poll_us, &entry.kind) {
+        if let (Some(us), Runner::User { shared }) = (settings.poll_us, &entry.runner) {
             shared.poll_us.store(us, Relaxed);
         }
         if let Some(name) = name {
@@ -405,37 +422,38 @@ impl Workers {
         Ok(())
     }
 
-    /// All workers, by id.
+    /// Returns all workers, by id.
     pub fn states(&self) -> Vec<WorkerState> {
         let list = self.list();
         list.by_id.iter().map(|(&id, e)| state(id, e)).collect()
     }
 
-    /// Returns the workers that were asked to read their mailbox and have not done so for a second.
-    /// Returns at once where all run, else when that second is over. Workers of the in-kernel engine are not asked.
+    /// Returns the workers that were asked to read their mailbox and have not done so for one
+    /// second. Returns at once if all run, and otherwise at the end of that second. Workers of the
+    /// in-kernel engine are not asked.
     pub fn stalled(&self) -> Vec<WorkerId> {
-        let user = |(id, entry): (&WorkerId, &Entry)| match &entry.kind {
-            Kind::User { shared } => Some((*id, shared.clone())),
-            Kind::Kernel(_) => None,
+        let user = |(id, entry): (&WorkerId, &Entry)| match &entry.runner {
+            Runner::User { shared } => Some((*id, shared.clone())),
+            Runner::Kernel(_) => None,
         };
         let asked: Vec<_> = self.list().by_id.iter().filter_map(user).collect();
         asked.iter().for_each(|(_, shared)| shared.ask());
         asked.into_iter().filter(|(_, shared)| shared.is_stalled()).map(|(id, _)| id).collect()
     }
 
-    /// Whether there is such a worker.
+    /// Checks that there is such a worker.
     pub fn check(&self, id: WorkerId) -> Result<()> {
         self.list().by_id.get(&id).map(|_| ()).ok_or_else(|| unknown(id))
     }
 
-    /// Makes a worker the home of one more queue, and says where its mail goes.
+    /// Counts one more queue for a worker, and returns the worker's mailbox.
     pub(super) fn reserve(&self, id: WorkerId) -> Result<Arc<Shared>> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
         entry.check_stays(id)?;
-        let shared = match &entry.kind {
-            Kind::User { shared } => shared.clone(),
-            Kind::Kernel(worker) => {
+        let shared = match &entry.runner {
+            Runner::User { shared } => shared.clone(),
+            Runner::Kernel(worker) => {
                 let export = worker.export();
                 return Err(Error::unsupported(format!(
                     "worker {id} is the kernel's, for queues of export {export} only; 'worker new' makes one of this \
@@ -443,25 +461,26 @@ impl Workers {
                 )));
             }
         };
-        if entry.reserved as usize >= super::thread::PLACES_MAX {
+        if entry.reserved as usize >= super::thread::QUEUES_MAX {
             return Err(Error::limit(format!("worker {id} has as many queues as it can have")));
         }
         entry.reserved += 1;
         Ok(shared)
     }
 
-    /// Makes a worker of the in-kernel engine the home of one more queue of its export.
+    /// Counts one more queue for a worker of the in-kernel engine, which has to belong to the
+    /// queue's export.
     pub fn reserve_kernel(&self, id: WorkerId, export: &str) -> Result<()> {
         let mut list = self.list();
         let entry = list.by_id.get_mut(&id).ok_or_else(|| unknown(id))?;
         entry.check_stays(id)?;
-        let of = match &entry.kind {
-            Kind::Kernel(worker) if worker.export() == export => {
+        let of = match &entry.runner {
+            Runner::Kernel(worker) if worker.export() == export => {
                 entry.reserved += 1;
                 return Ok(());
             }
-            Kind::Kernel(worker) => format!("the kernel's for export {}", worker.export()),
-            Kind::User { .. } => "of this process".to_owned(),
+            Runner::Kernel(worker) => format!("the kernel's for export {}", worker.export()),
+            Runner::User { .. } => "of this process".to_owned(),
         };
         Err(Error::unsupported(format!(
             "worker {id} is {of}; queues of export {export} are served by the kernel: \
@@ -478,8 +497,8 @@ impl Workers {
     }
 }
 
-/// Starts a worker's thread and waits until it can take queues.
-fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<Entry> {
+/// Starts a worker's thread, and waits until it can take queues.
+fn start(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<Entry> {
     let cannot = |e| Error::io(format!("cannot make worker {id}{}", files_hint(&e)), e);
     let shared = Arc::new(Shared::new(id, poll_us).map_err(cannot)?);
     let (ready, is_ready) = sync_channel::<io::Result<i32>>(1);
@@ -497,7 +516,7 @@ fn begin(id: WorkerId, name: String, poll_us: u32, wanted: &Wanted) -> Result<En
         let _ = thread.join();
         return Err(e);
     }
-    Ok(Entry::new(name, tid, Kind::User { shared }, Some(thread)))
+    Ok(Entry::new(name, tid, Runner::User { shared }, Some(thread)))
 }
 
 fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>>) {
@@ -514,8 +533,8 @@ fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>
     }
     let _ = ready.send(Ok(rustix::thread::gettid().as_raw_nonzero().get()));
     if let Err(e) = worker.run() {
-        // Its queues cannot be given back safely with operations in flight: end as kill -9 would, so that
-        // the in-flight region brings the requests back after a restart.
+        // The queues of the worker cannot be returned safely with operations in flight. The process
+        // ends as by kill -9, so that the in-flight region gives the requests back after a restart.
         tracing::error!("a worker's io_uring failed ({e}); ending at once");
         std::process::abort();
     }
@@ -571,7 +590,7 @@ fn thread_name(name: &str) -> String {
     name[..end].replace('\0', "_")
 }
 
-/// Scheduling that can be asked for: checked, so that what is left to go wrong is the system's refusal.
+/// Scheduling settings that were checked, so only the system can still refuse them.
 struct Wanted {
     cpu: Option<CpuSet>,
     nice: Option<i32>,
@@ -585,11 +604,12 @@ impl Wanted {
         Ok(Self { cpu, nice: settings.nice, batch: settings.batch })
     }
 
-    /// Both or none. The nice value comes last, since without privileges it cannot be taken back.
+    /// Applies all settings or none. The nice value comes last, because an unprivileged process
+    /// cannot lower it again.
     fn apply(&self, tid: i32) -> Result<()> {
         if self.batch {
             let none = libc::sched_param { sched_priority: 0 };
-            // SAFETY: the kernel reads the parameters. Where it refuses, the worker is as good without.
+            // SAFETY: the kernel reads the parameters. If it refuses, the worker runs without them.
             unsafe { libc::sched_setscheduler(tid, libc::SCHED_BATCH, &none) };
         }
         let pid = Pid::from_raw(tid);
@@ -618,7 +638,7 @@ impl Wanted {
     }
 }
 
-/// CPUs that the daemon may run on, ascending; at least one.
+/// Returns the CPUs that the daemon may run on, ascending. There is at least one.
 pub fn allowed_cpus() -> Vec<usize> {
     let mut allowed = sched_getaffinity(Some(getpid())).map_or(Vec::new(), |set| cpus(&set));
     if allowed.is_empty() {
@@ -644,12 +664,12 @@ fn cpus(set: &CpuSet) -> Vec<usize> {
 fn state(id: WorkerId, e: &Entry) -> WorkerState {
     let pid = Pid::from_raw(e.tid);
     let cpu = sched_getaffinity(pid).map_or(Vec::new(), |set| cpus(&set));
-    let (kernel_of, poll_us, sleeps, requests) = match &e.kind {
-        Kind::User { shared } => {
+    let (kernel_of, poll_us, sleeps, requests) = match &e.runner {
+        Runner::User { shared } => {
             let (sleeps, requests) = (shared.sleeps.load(Relaxed), shared.requests.load(Relaxed));
             (None, shared.poll_us.load(Relaxed), sleeps, requests)
         }
-        Kind::Kernel(worker) => (Some(worker.export().to_owned()), 0, sleeps(e.tid), worker.requests()),
+        Runner::Kernel(worker) => (Some(worker.export().to_owned()), 0, sleeps(e.tid), worker.requests()),
     };
     WorkerState {
         id,
@@ -665,14 +685,15 @@ fn state(id: WorkerId, e: &Entry) -> WorkerState {
     }
 }
 
-/// How often a thread slept (proc(5), /proc/pid/task/tid/status).
+/// Returns how often a thread slept (proc(5), /proc/pid/task/tid/status).
 fn sleeps(tid: i32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap_or_default();
     let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
     count.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
 }
 
-/// A thread's CPU time, µs (proc(5), /proc/pid/task/tid/schedstat: the first field is ns on CPU).
+/// Returns a thread's CPU time in µs (proc(5), /proc/pid/task/tid/schedstat: the first field is ns
+/// on CPU).
 fn cpu_time_us(tid: i32) -> u64 {
     std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat"))
         .ok()

@@ -1,11 +1,12 @@
 //! Static probes (USDT) for bpftrace, perf and gdb, all of the provider `vshunt`.
 //!
-//! A probe is one nop, and a note in the ELF file that says where its arguments are. It costs nothing that can be measured while
-//! no tracer is attached: callers pass only what they have in a register or a field. docs/guide/tracing.md has the table of all
-//! probes for users; `tests/tracing` holds it against the notes of the built program.
+//! A probe is one nop, and a note in the ELF file that says where its arguments are. Without a
+//! tracer it has no measurable cost, because callers pass only values that are in a register or a
+//! field. docs/guide/tracing.md has the table of all probes for users, and `tests/tracing` compares
+//! it with the notes of the built program.
 //!
-//! The first argument is the id of a worker, the second that of a queue. A queue's id is unique in the process and is not shown
-//! elsewhere; [`attach_post`] names its export and its index there.
+//! The first argument is the id of a worker, the second that of a queue. A queue's id is unique in
+//! the process and is not shown elsewhere; [`attach_post`] names its export and its index there.
 
 use probe::probe;
 
@@ -18,7 +19,7 @@ pub(crate) fn take(worker: WorkerId, queue: QueueId, count: u32) {
     probe!(vshunt, take, worker, queue, count);
 }
 
-/// A worker has given `count` operations to the kernel, in one `io_uring_enter`.
+/// A worker has passed `count` operations to the kernel, in one `io_uring_enter`.
 #[inline(always)]
 pub(crate) fn submit(worker: WorkerId, count: usize) {
     probe!(vshunt, submit, worker, count);
@@ -30,31 +31,32 @@ pub(crate) fn complete(worker: WorkerId, queue: QueueId, count: u32, result: i32
     probe!(vshunt, complete, worker, queue, count, result);
 }
 
-/// A batch of a queue was published. `notified`: its other side asked for a notification and got one.
+/// A batch of a queue was published. `notified`: the peer asked for a notification and got one.
 #[inline(always)]
 pub(crate) fn publish(worker: WorkerId, queue: QueueId, notified: bool) {
     probe!(vshunt, publish, worker, queue, notified);
 }
 
-/// A worker goes to sleep, once all `queues` that it looked at were asked to kick.
+/// A worker goes to sleep. It has asked the peers of `queues` queues to kick.
 #[inline(always)]
 pub(crate) fn sleep(worker: WorkerId, queues: usize) {
     probe!(vshunt, sleep, worker, queues);
 }
 
-/// A worker no longer sleeps. `woken`: by a completion, not by a limit of time.
+/// A worker no longer sleeps. `woken`: a completion ended the sleep, not the time limit.
 #[inline(always)]
 pub(crate) fn wake(worker: WorkerId, woken: bool) {
     probe!(vshunt, wake, worker, woken);
 }
 
-/// Attach, step 1: the worker is asked for the queue.
+/// Attach, step 1: the worker is asked to release the queue.
 #[inline(always)]
 pub(crate) fn attach_ask(worker: WorkerId, queue: QueueId) {
     probe!(vshunt, attach__ask, worker, queue);
 }
 
-/// Attach, step 2 begins: the worker takes nothing more from the queue, which has `in_flight` requests.
+/// Attach, step 2 begins: the worker takes nothing more from the queue, which has `in_flight`
+/// requests.
 #[inline(always)]
 pub(crate) fn attach_drain(worker: WorkerId, queue: QueueId, in_flight: u32) {
     probe!(vshunt, attach__drain, worker, queue, in_flight);

@@ -1,81 +1,91 @@
-//! What a worker asks of a queue, and what it counts about it.
+//! The methods that a worker calls on a queue, and the counters of a queue.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use super::uring::{Token, Uring};
 
-/// One source of requests. `Send`, not `Sync`: its state moves with it from worker to worker.
+/// One source of requests. It is `Send` and not `Sync`: its state moves with it from worker to
+/// worker.
 ///
-/// All methods run on the worker's thread and return at once. `place` is this queue's [`Token`] on that
-/// worker; operations carry it with the queue's own slot and op.
+/// All methods run on the worker's thread and return at once. `base` is this queue's [`Token`] on
+/// that worker. Operations carry it with a slot and an op that the queue chooses ([`Token::with`]).
 pub trait Queue: Any + Send {
-    /// Attach, step 4: begins to listen for work. The worker then looks at the queue once in any case.
-    fn arm(&mut self, uring: &mut Uring, place: Token);
+    /// Attach, step 4: starts to listen for work. The worker then looks at the queue once in any
+    /// case.
+    fn arm(&mut self, uring: &mut Uring, base: Token);
 
-    /// Takes up to `budget` requests and starts them. Returns how many were taken.
-    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32;
+    /// Takes up to `budget` requests and starts them. Returns how many it took.
+    fn take(&mut self, uring: &mut Uring, base: Token, budget: u32) -> u32;
 
-    /// An operation of this queue is over, or has news and will have `more`. Returns the requests it completed.
+    /// Handles a completion of one of this queue's operations, which has more completions if
+    /// `more`. Returns how many requests it completed.
     fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32;
 
-    /// Makes completions visible and notifies the other side if it asked; once a batch. Whether it was notified since
-    /// the last call: then it waited for us.
+    /// Makes completions visible, and notifies the peer if it asked for that. Called once for each
+    /// batch. Returns whether the peer was notified since the last call, which means that it waited
+    /// for the worker.
     fn publish(&mut self) -> bool;
 
-    /// A cheap look whether there is something to take.
+    /// Returns whether there is something to take. Cheap.
     fn has_work(&self) -> bool;
 
-    /// Asks the other side not to kick: this queue will be looked at without.
+    /// Asks the peer not to kick, because the worker looks at this queue without that.
     fn wake(&mut self);
 
-    /// The same, more thoroughly and less often: may cost a system call.
+    /// Returns whether there is something to take, like [`has_work`](Self::has_work), but more
+    /// thoroughly. It may cost a system call, and is called less often.
     fn look(&self) -> bool {
         self.has_work()
     }
 
-    /// Asks the other side to kick once `after` requests (1 or more) are there; where that cannot be said, at
-    /// the first. True: so many are there already, so do not sleep.
-    fn sleep(&mut self, uring: &mut Uring, place: Token, after: u32) -> bool;
+    /// Asks the peer to kick once `after` requests (1 or more) are there, or at the first one if
+    /// the protocol has no such number. Returns true if so many are there already, in which case
+    /// the worker does not sleep.
+    fn sleep(&mut self, uring: &mut Uring, base: Token, after: u32) -> bool;
 
-    /// Attach, step 2: takes nothing more, ends its polls and reads. In-flight requests go on.
-    fn disarm(&mut self, uring: &mut Uring, place: Token);
+    /// Attach, step 2: takes nothing more, and ends its polls and reads. Requests in flight
+    /// continue.
+    fn disarm(&mut self, uring: &mut Uring, base: Token);
 
-    /// Whether nothing of this queue is under way on the ring any more.
+    /// Returns whether this queue has nothing left in flight on the io_uring.
     fn at_rest(&self) -> bool;
 
-    /// Leaves the ring: gives back registered files. Called at rest, right before the queue moves.
+    /// Unregisters the queue's files from the io_uring. Called at rest, right before the queue
+    /// moves.
     fn leave(&mut self, uring: &mut Uring);
 
-    /// Operations of this queue that may occupy a thread of io-wq each at the same time: those on files that may wait.
-    /// Does not change while the queue is on a worker.
+    /// Returns how many operations of this queue may each occupy a thread of io-wq at the same
+    /// time: those on files that may wait. The number does not change while the queue is on a
+    /// worker.
     fn waits_max(&self) -> u32 {
         0
     }
 
-    /// Called right after [`leave`](Self::leave): what is to take the completions of operations that stay on this ring
-    /// after the queue has left it. `None`: no operation stays. A queue may leave only operations that name no request and
-    /// whose memory outlives them.
+    /// Returns the receiver of the completions of operations that stay on this io_uring after the
+    /// queue has left it. `None`: no operation stays. Called right after [`leave`](Self::leave). A
+    /// queue may leave only operations that belong to no request and whose memory outlives them.
     fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
         None
     }
 
-    /// What the code that made the queue can do with it besides the methods of this trait, for use in
-    /// [`QueueSet::run_on`](super::QueueSet::run_on) and on queues that are on no worker. The type of the value says what it
-    /// is; workers ignore it.
+    /// Returns a value that gives the code that made the queue access to more than the methods of
+    /// this trait, in [`QueueSet::run_on`](super::QueueSet::run_on) and on queues that are on no
+    /// worker. The type of the value identifies it. Workers ignore it.
     fn extension(&self) -> &'static dyn Any {
         &()
     }
 }
 
-/// Takes completions of operations that a queue left on a worker's ring, and passes them on to the queue.
+/// Receives the completions of operations that a queue left on a worker's io_uring, and passes them
+/// to the queue.
 ///
-/// Stays on that worker's thread. The worker drops it when no completion is to come any more.
+/// It stays on that worker's thread. The worker drops it after the last completion.
 pub trait Forwarder: Send {
-    /// One of the operations completed with `result`. Returns at once.
+    /// Handles the completion of one of the operations, with `result`. Returns at once.
     fn forward(&mut self, token: Token, result: i32);
 
-    /// How many completions are still to come.
+    /// Returns how many completions are still to come.
     fn left(&self) -> u32;
 }
 
@@ -83,20 +93,21 @@ pub trait Forwarder: Send {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum State {
-    /// Its user does not use it (now).
+    /// Its user does not use it.
     Stopped = 0,
-    /// Attached to a worker and served.
+    /// It is attached to a worker and served.
     Running = 1,
-    /// Its user broke the protocol; served again after it is stopped and started.
+    /// Its user broke the protocol. It is served again after it is stopped and started.
     Broken = 2,
 }
 
-/// Counters of one queue. Written by the owning worker alone (plain adds), read by anyone.
+/// Counters of one queue. Only the owning worker writes them, with plain adds; any thread reads
+/// them.
 #[derive(Debug, Default)]
 pub struct QueueStats {
     /// A [`State`].
     state: AtomicU8,
-    /// Size of the ring, 0 before its first start; set by whoever starts it.
+    /// Size of the ring, 0 before its first start. The thread that starts the ring sets it.
     pub size: AtomicU16,
     /// Requests taken and not completed.
     pub in_flight: AtomicU32,
@@ -104,9 +115,9 @@ pub struct QueueStats {
     pub requests: AtomicU64,
     /// Requests completed with an error.
     pub errors: AtomicU64,
-    /// Bytes that went to the guest.
+    /// Bytes that the guest read.
     pub read_bytes: AtomicU64,
-    /// Bytes that came from the guest.
+    /// Bytes that the guest wrote.
     pub write_bytes: AtomicU64,
     /// Kicks seen.
     pub kicks: AtomicU64,
@@ -115,13 +126,13 @@ pub struct QueueStats {
 }
 
 impl QueueStats {
-    /// Adds to a counter that only the calling thread writes: no locked instruction.
+    /// Adds to a counter that only the calling thread writes, so no locked instruction is needed.
     #[inline]
     pub fn add(counter: &AtomicU64, n: u64) {
         counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
-    /// Whether the queue is in use.
+    /// Returns whether the queue is in use.
     pub fn state(&self) -> State {
         match self.state.load(Relaxed) {
             0 => State::Stopped,
@@ -130,7 +141,7 @@ impl QueueStats {
         }
     }
 
-    /// The one setter of the state.
+    /// Sets the state. There is no other setter.
     pub fn set_state(&self, to: State) {
         tracing::trace!(from = ?self.state(), ?to, "queue state");
         self.state.store(to as u8, Relaxed);

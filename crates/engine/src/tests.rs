@@ -1,5 +1,5 @@
-//! Workers without virtio: a queue of numbered requests, attached here and there by a seeded program, must
-//! complete each exactly once.
+//! Workers without virtio. A seeded program attaches a queue of numbered requests to one worker
+//! after another; each request must complete exactly once.
 
 mod stalled;
 
@@ -18,20 +18,20 @@ const OP_KICK: u8 = 1;
 const OP_WORK: u8 = 2;
 const SLOTS: u16 = 64;
 
-/// What the two sides of a test queue share: the "ring".
-struct Line {
+/// The state that a test queue shares with its peer, in place of a ring.
+struct TestRing {
     kick: OwnedFd,
-    /// Requests offered so far, and what became of each.
+    /// Requests offered so far, and how often each completed.
     offered: AtomicU32,
     done: Vec<AtomicU8>,
-    /// The count of offered requests at which to kick.
+    /// The count of offered requests at which the peer kicks.
     kick_at: AtomicU32,
     taken: AtomicU32,
-    /// Its queue has left a worker.
+    /// Whether the queue has left a worker.
     left: AtomicBool,
 }
 
-impl Line {
+impl TestRing {
     fn new(requests: usize) -> Arc<Self> {
         Arc::new(Self {
             kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
@@ -69,25 +69,26 @@ enum PollState {
     Ending(bool),
 }
 
-/// The device side. Each third request completes at once, the others by an operation of up to some 100 µs.
+/// The device side. Each third request completes at once, the others with an operation that takes
+/// up to some 100 µs.
 struct TestQueue {
-    line: Arc<Line>,
+    line: Arc<TestRing>,
     slots: Vec<u32>,
     times: Box<[types::Timespec]>,
     free: Vec<u16>,
     listen: PollState,
     staged: Vec<u32>,
     hold: Duration,
-    /// All requests complete at once.
+    /// Whether all requests complete at once.
     inline: bool,
 }
 
 impl TestQueue {
-    fn boxed(line: &Arc<Line>, hold: Duration) -> Box<dyn Queue> {
+    fn boxed(line: &Arc<TestRing>, hold: Duration) -> Box<dyn Queue> {
         Box::new(Self::new(line, hold))
     }
 
-    fn new(line: &Arc<Line>, hold: Duration) -> Self {
+    fn new(line: &Arc<TestRing>, hold: Duration) -> Self {
         Self {
             line: line.clone(),
             slots: vec![0; SLOTS.into()],
@@ -102,10 +103,10 @@ impl TestQueue {
 }
 
 impl Queue for TestQueue {
-    fn arm(&mut self, uring: &mut Uring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, base: Token) {
         match self.listen {
             PollState::Off => {
-                uring.poll(self.line.kick.as_raw_fd(), place.with(0, OP_KICK));
+                uring.poll(self.line.kick.as_raw_fd(), base.with(0, OP_KICK));
                 self.listen = PollState::On;
             }
             PollState::Ending(_) => self.listen = PollState::Ending(true),
@@ -113,7 +114,7 @@ impl Queue for TestQueue {
         }
     }
 
-    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, base: Token, budget: u32) -> u32 {
         let mut n = 0;
         while n < budget && !self.free.is_empty() && self.has_work() {
             let request = self.line.taken.fetch_add(1, Ordering::Relaxed);
@@ -128,8 +129,9 @@ impl Queue for TestQueue {
                 if self.hold.is_zero() { Duration::from_micros(u64::from(request % 128)) } else { self.hold };
             self.times[slot as usize] = types::Timespec::from(time);
             let entry = opcode::Timeout::new(&self.times[slot as usize]).build();
-            // SAFETY: the timespec lies in a boxed slice that lives as long as the queue, which rests first.
-            unsafe { uring.push(entry, place.with(slot, OP_WORK)) };
+            // SAFETY: the timespec is in a boxed slice that lives as long as the queue, and the
+            // queue is at rest before it is dropped.
+            unsafe { uring.push(entry, base.with(slot, OP_WORK)) };
         }
         n
     }
@@ -166,17 +168,17 @@ impl Queue for TestQueue {
         self.line.kick_at.store(u32::MAX, Ordering::Relaxed);
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _base: Token, after: u32) -> bool {
         let taken = self.line.taken.load(Ordering::Relaxed);
         self.line.kick_at.store(taken + after, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.line.offered.load(Ordering::Acquire) >= taken + after && !self.free.is_empty()
     }
 
-    fn disarm(&mut self, uring: &mut Uring, place: Token) {
+    fn disarm(&mut self, uring: &mut Uring, base: Token) {
         match self.listen {
             PollState::On => {
-                uring.cancel(place.with(0, OP_KICK));
+                uring.cancel(base.with(0, OP_KICK));
                 self.listen = PollState::Ending(false);
             }
             PollState::Ending(_) => self.listen = PollState::Ending(false),
@@ -205,13 +207,14 @@ fn pool(poll_us: u32) -> Arc<Workers> {
     workers
 }
 
-/// A seeded program of offers, attaches, stops, starts, new and freed workers over 6 queues.
+/// Runs a seeded program of offers, attaches, stops, starts, new workers and freed workers, with 6
+/// queues.
 fn program(seed: u64, poll_us: u32) {
     const QUEUES: u16 = 6;
     const REQUESTS: u32 = 3000;
     let workers = pool(poll_us);
     let set = QueueSet::new("t", &workers, &[0; QUEUES as usize]).unwrap();
-    let lines: Vec<_> = (0..QUEUES).map(|_| Line::new(REQUESTS as usize)).collect();
+    let lines: Vec<_> = (0..QUEUES).map(|_| TestRing::new(REQUESTS as usize)).collect();
     for (i, line) in lines.iter().enumerate() {
         set.start(i as u16, TestQueue::boxed(line, Duration::ZERO));
     }
@@ -272,8 +275,8 @@ fn step_2_out_of_time_leaves_the_queue_where_it_was() {
     let workers = pool(0);
     let other = workers.create(None, &Settings::default()).unwrap();
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
-    let line = Line::new(4);
-    // Held for longer than anybody is kept from asking.
+    let line = TestRing::new(4);
+    // The requests take longer than the attach waits.
     set.start(0, TestQueue::boxed(&line, Duration::from_secs(3)));
     line.offer(2);
     while line.taken.load(Ordering::Relaxed) < 2 {
@@ -294,7 +297,7 @@ fn a_kick_between_release_and_attach_is_not_lost() {
     let workers = pool(0);
     let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
     let set = Arc::new(QueueSet::new("t", &workers, &[0]).unwrap());
-    let line = Line::new(2000);
+    let line = TestRing::new(2000);
     set.start(0, TestQueue::boxed(&line, Duration::ZERO));
     let mover = {
         let set = set.clone();
@@ -313,15 +316,15 @@ fn a_kick_between_release_and_attach_is_not_lost() {
     drop(set.stop(0));
 }
 
-/// Senders that wait for their answers, several on one worker, which lets requests coalesce: whoever stops short of
-/// the number that is waited for is found all the same.
+/// Tests peers that wait for their answers, several on one worker that lets requests coalesce. A
+/// peer that stops short of the number that the worker waits for is still served.
 #[test]
 fn gathering_leaves_nobody_waiting() {
     const REQUESTS: u32 = 40_000;
     const DEPTH: u32 = 8;
     let workers = pool(0);
     let set = QueueSet::new("t", &workers, &[0; 4]).unwrap();
-    let lines: Vec<_> = (0..4).map(|_| Line::new(REQUESTS as usize)).collect();
+    let lines: Vec<_> = (0..4).map(|_| TestRing::new(REQUESTS as usize)).collect();
     for (i, line) in lines.iter().enumerate() {
         let mut queue = TestQueue::new(line, Duration::ZERO);
         queue.inline = true;
@@ -351,11 +354,11 @@ fn gathering_leaves_nobody_waiting() {
 }
 
 #[test]
-fn visits_happen_on_the_worker() {
+fn functions_run_on_the_worker() {
     let workers = pool(0);
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
     assert!(!set.run_on(0, |_| unreachable!()).unwrap());
-    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
     let tid = workers.states()[0].tid;
     let (send, receive) = std::sync::mpsc::channel();
     assert!(
@@ -367,7 +370,8 @@ fn visits_happen_on_the_worker() {
 
 const SCHED_BATCH: u32 = 3;
 
-/// How threads of this name are scheduled (proc(5), field 41 of /proc/PID/stat).
+/// Returns the scheduling policies of the threads with this name (proc(5), field 41 of
+/// /proc/PID/stat).
 fn policies_of(name: &str) -> Vec<u32> {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
@@ -416,8 +420,8 @@ fn settings_are_checked_and_shown() {
 fn an_idle_worker_sleeps() {
     let workers = pool(POLL_US_MAX);
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
-    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
-    // Sooner or later: it polls for a while before.
+    set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
+    // The worker sleeps after some polling.
     let sleeps = || workers.states()[0].sleeps;
     let idle = (0..100).any(|_| {
         let before = sleeps();
@@ -446,12 +450,12 @@ struct Leaver {
 const OP_LEFT: u8 = 3;
 
 impl Queue for Leaver {
-    fn arm(&mut self, uring: &mut Uring, place: Token) {
-        uring.poll_once(self.event.as_raw_fd(), place.with(7, OP_LEFT));
+    fn arm(&mut self, uring: &mut Uring, base: Token) {
+        uring.poll_once(self.event.as_raw_fd(), base.with(7, OP_LEFT));
         self.polls += 1;
     }
 
-    fn take(&mut self, _ring: &mut Uring, _place: Token, _budget: u32) -> u32 {
+    fn take(&mut self, _ring: &mut Uring, _base: Token, _budget: u32) -> u32 {
         0
     }
 
@@ -470,11 +474,11 @@ impl Queue for Leaver {
 
     fn wake(&mut self) {}
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _ring: &mut Uring, _base: Token, _after: u32) -> bool {
         false
     }
 
-    fn disarm(&mut self, _ring: &mut Uring, _place: Token) {}
+    fn disarm(&mut self, _ring: &mut Uring, _base: Token) {}
 
     fn at_rest(&self) -> bool {
         true
@@ -507,7 +511,7 @@ impl Forwarder for PollForwarder {
     }
 }
 
-/// Threads of this process with that name.
+/// Returns the number of threads of this process with that name.
 fn threads_named(name: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let comm =
@@ -528,14 +532,15 @@ fn what_a_queue_left_is_forwarded_by_its_former_workers_which_end_then() {
     for &worker in former.iter().chain(&[0]) {
         set.attach(0, worker, Duration::from_secs(60)).unwrap();
     }
-    // They are freed at once, and their threads stay for what was left on their rings.
+    // The workers are freed at once. Their threads stay because of the operations that are left on
+    // their rings.
     for &worker in &former {
         workers.free(worker).unwrap();
         assert_eq!(workers.check(worker).unwrap_err().kind(), Kind::NotFound);
     }
     assert_eq!((threads_named("left-1"), threads_named("left-2")), (1, 1));
     assert_eq!(forwarded.load(Ordering::SeqCst), 0);
-    // Also what is left on the ring of the worker that the queue is on again.
+    // This includes the operation on the ring of the worker that the queue is attached to again.
     rustix::io::write(&*event, &1u64.to_ne_bytes()).unwrap();
     let limit = std::time::Instant::now() + Duration::from_secs(60);
     while forwarded.load(Ordering::SeqCst) < 3 || threads_named("left-1") + threads_named("left-2") > 0 {

@@ -1,9 +1,10 @@
-//! What runs on a worker: the loop that takes requests, enters the ring, completes, publishes, and sleeps.
+//! The loop of a worker: it takes requests, enters the io_uring, completes requests, publishes
+//! them, and sleeps.
 //!
-//! One iteration: mailbox → take from each awake queue → one enter for all that was pushed → completions →
-//! publish. A queue is *awake* while its other side is asked not to kick; the worker then looks at it each
-//! iteration. With nothing to do the worker polls for a bounded, adapted time, then asks all queues to kick and
-//! sleeps in the ring.
+//! One iteration: mailbox → take from each awake queue → one enter for all operations that were
+//! pushed → completions → publish. A queue is *awake* while its peer is asked not to kick, and the
+//! worker then looks at it in each iteration. Without work the worker polls for a limited time that
+//! adapts to the load, then asks all peers to kick and sleeps in the io_uring.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,24 +19,25 @@ use super::probes;
 use super::queue::{Forwarder, Queue, QueueStats};
 use super::uring::{Completion, Token, Uring};
 
-/// Requests taken from one queue before its neighbours have their turn.
+/// Most requests taken from one queue before the other queues are served.
 pub const BUDGET: u32 = 64;
-/// Bound of adaptive polling where nobody sets one, µs: a little more than a guest's wake-up takes.
+/// Default limit of adaptive polling in µs: a little more than the wake-up of a guest takes.
 pub const DEFAULT_POLL_US: u32 = 50;
-/// Largest bound of polling, µs: more would be a busy loop.
+/// Largest limit of polling in µs. With more, the worker would be a busy loop.
 pub const POLL_US_MAX: u32 = 10_000;
-/// Turns without work after which one queue among busy ones is asked to kick again.
+/// Iterations without work after which the peer of one queue among busy ones is asked to kick
+/// again.
 const QUIET_ITERATIONS: u32 = 256;
-/// Turns without work between two thorough looks at a queue among busy ones.
+/// Iterations without work between two thorough looks at a queue among busy ones.
 const LOOK_ITERATIONS: u32 = 4;
-/// Polls between two looks at the clock, and thorough ones at the queues.
+/// Polls between two reads of the clock, and between two thorough looks at the queues.
 const POLLS_A_LOOK: u32 = 16;
-/// The mailbox's place; queues have the ones below.
-const MAIL_INDEX: u16 = u16::MAX;
-/// Queues a worker can have: places are 16 bits, one is the mailbox.
-pub(super) const PLACES_MAX: usize = MAIL_INDEX as usize;
+/// Token index of the mailbox. Queues have the lower ones.
+const MAILBOX_INDEX: u16 = u16::MAX;
+/// Most queues of a worker: token indices have 16 bits, and the mailbox has one of them.
+pub(super) const QUEUES_MAX: usize = MAILBOX_INDEX as usize;
 
-enum Phase {
+enum AttachPhase {
     Active,
     Draining(Arc<Recall>),
 }
@@ -44,35 +46,36 @@ struct Attached {
     id: QueueId,
     queue: Box<dyn Queue>,
     token: Token,
-    phase: Phase,
+    phase: AttachPhase,
     stats: Arc<QueueStats>,
     awake: bool,
-    /// Turns since it had work.
+    /// Iterations since it had work.
     quiet: u32,
-    /// Has something to publish or was completed into this turn.
+    /// Whether it has something to publish, or an operation of it completed in this iteration.
     touched: bool,
 }
 
-/// What a queue that moved away left on the ring. The completions have the token that the queue had here.
-struct Left {
+/// The operations that a former queue left on the io_uring. Their completions have the token that
+/// the queue had here.
+struct LeftBehind {
     token: Token,
     forwarder: Box<dyn Forwarder>,
 }
 
-/// A worker's state; lives on its thread.
+/// The state of a worker. It stays on the worker's thread.
 pub(super) struct Worker {
     uring: Uring,
     shared: Arc<Shared>,
-    places: Vec<Option<Attached>>,
-    /// Use counts of the places, so that a completion finds only the queue it belongs to.
+    queues: Vec<Option<Attached>>,
+    /// How often each index was used, so that a completion finds only the queue that it belongs to.
     generations: Vec<u32>,
     awake: Vec<u16>,
-    /// Those that went to sleep together last.
+    /// The queues that went to sleep together last.
     asleep: Vec<u16>,
     draining: Vec<u16>,
     touched: Vec<u16>,
-    /// Empty but for former queues with operations on this ring.
-    left: Vec<Left>,
+    /// Former queues that have operations on this io_uring.
+    left: Vec<LeftBehind>,
     completions: Vec<Completion>,
     policy: PollPolicy,
     stopping: bool,
@@ -81,11 +84,11 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn new(shared: Arc<Shared>) -> io::Result<Self> {
         let mut uring = Uring::new()?;
-        uring.poll(shared.eventfd.as_raw_fd(), Self::mail_token());
+        uring.poll(shared.eventfd.as_raw_fd(), Self::mailbox_token());
         Ok(Self {
             uring,
             shared,
-            places: Vec::new(),
+            queues: Vec::new(),
             generations: Vec::new(),
             awake: Vec::new(),
             asleep: Vec::new(),
@@ -98,13 +101,16 @@ impl Worker {
         })
     }
 
-    fn mail_token() -> Token {
-        Token { index: MAIL_INDEX, generation: 0, slot: 0, op: 0 }
+    fn mailbox_token() -> Token {
+        Token { index: MAILBOX_INDEX, generation: 0, slot: 0, op: 0 }
     }
 
-    /// Runs until told to stop, and then until nothing of a former queue is left on the ring: the end of this thread would
-    /// cancel those operations, and a request that comes with one at that moment would be lost. An error is one of
-    /// `io_uring_enter` itself, after which nothing can be served.
+    /// Runs until it is told to stop, and then until no operation of a former queue is left on the
+    /// io_uring. The end of this thread would cancel those operations, and a request that arrives
+    /// with one at that moment would be lost.
+    ///
+    /// # Errors
+    /// Those of `io_uring_enter` itself, after which nothing can be served.
     pub(super) fn run(&mut self) -> io::Result<()> {
         while !self.is_over() {
             let busy = self.iterate()?;
@@ -119,12 +125,12 @@ impl Worker {
         self.stopping && self.left.is_empty()
     }
 
-    /// One iteration. Whether there was anything to do.
+    /// Runs one iteration. Returns whether there was anything to do.
     fn iterate(&mut self) -> io::Result<bool> {
         let mut busy = false;
-        self.uring.begin_iteration();
-        if self.shared.has_mail.load(Ordering::Acquire) {
-            self.read_mail();
+        self.uring.start_iteration();
+        if self.shared.has_messages.load(Ordering::Acquire) {
+            self.read_messages();
             busy = true;
         }
         let mut requests = 0;
@@ -143,7 +149,7 @@ impl Worker {
         }
         self.publish();
         if !self.draining.is_empty() {
-            self.hand_back();
+            self.return_drained();
         }
         if requests > 0 {
             self.policy.found(requests);
@@ -151,37 +157,39 @@ impl Worker {
         Ok(busy || requests > 0 || self.uring.has_deferred())
     }
 
-    /// Takes from each awake queue, a budget each. Returns requests taken.
+    /// Takes up to [`BUDGET`] requests from each awake queue. Returns the number of requests taken.
     fn take(&mut self) -> u64 {
         let (mut taken, mut done) = (0, 0);
-        // With neighbours there may be no rest, in which it would be looked at.
+        // With other busy queues there may be no rest, during which the worker would look at this
+        // queue.
         let others = self.awake.len() > 1;
         let mut i = 0;
         while let Some(&index) = self.awake.get(i) {
-            let Some(place) = &mut self.places[index as usize] else {
+            let Some(attached) = &mut self.queues[index as usize] else {
                 self.awake.swap_remove(i);
                 continue;
             };
-            if place.queue.has_work() || (others && place.quiet % LOOK_ITERATIONS == 0 && place.queue.look())
+            if attached.queue.has_work()
+                || (others && attached.quiet % LOOK_ITERATIONS == 0 && attached.queue.look())
             {
-                place.quiet = 0;
-                let before = place.stats.in_flight.load(Ordering::Relaxed);
-                let n = place.queue.take(&mut self.uring, place.token, BUDGET);
-                probes::take(self.shared.worker, place.id, n);
-                let after = place.stats.in_flight.load(Ordering::Relaxed);
+                attached.quiet = 0;
+                let before = attached.stats.in_flight.load(Ordering::Relaxed);
+                let n = attached.queue.take(&mut self.uring, attached.token, BUDGET);
+                probes::take(self.shared.worker, attached.id, n);
+                let after = attached.stats.in_flight.load(Ordering::Relaxed);
                 taken += u64::from(n);
-                // What is not in flight now was completed at once.
+                // Requests that are not in flight now completed at once.
                 done += u64::from((before + n).saturating_sub(after));
-                if !place.touched {
-                    place.touched = true;
+                if !attached.touched {
+                    attached.touched = true;
                     self.touched.push(index);
                 }
             } else {
-                place.quiet += 1;
-                if place.quiet > QUIET_ITERATIONS && self.awake.len() > 1 {
-                    place.quiet = 0;
-                    if !place.queue.sleep(&mut self.uring, place.token, 1) {
-                        place.awake = false;
+                attached.quiet += 1;
+                if attached.quiet > QUIET_ITERATIONS && self.awake.len() > 1 {
+                    attached.quiet = 0;
+                    if !attached.queue.sleep(&mut self.uring, attached.token, 1) {
+                        attached.awake = false;
                         self.awake.swap_remove(i);
                         continue;
                     }
@@ -195,32 +203,33 @@ impl Worker {
         taken
     }
 
-    /// Gives completions to their queues. Returns requests completed.
+    /// Passes completions to their queues. Returns the number of requests completed.
     fn complete(&mut self) -> u64 {
         let mut done = 0;
         let mut completions = std::mem::take(&mut self.completions);
         self.uring.reap(&mut completions);
         for &Completion { token, result, more } in &completions {
-            if token.index == MAIL_INDEX {
-                // The flag tells what came; the eventfd is never read, each ring of it is an edge.
+            if token.index == MAILBOX_INDEX {
+                // The flag says whether there are messages. The eventfd is never read: each signal
+                // of it is an edge.
                 if !more {
-                    self.uring.poll(self.shared.eventfd.as_raw_fd(), Self::mail_token());
+                    self.uring.poll(self.shared.eventfd.as_raw_fd(), Self::mailbox_token());
                 }
                 continue;
             }
-            let place = self.places.get_mut(token.index as usize).and_then(Option::as_mut);
-            let Some(place) = place.filter(|p| p.token.generation == token.generation) else {
+            let attached = self.queues.get_mut(token.index as usize).and_then(Option::as_mut);
+            let Some(attached) = attached.filter(|p| p.token.generation == token.generation) else {
                 self.forward(token, result);
                 continue;
             };
-            let n = place.queue.complete(&mut self.uring, token, result, more);
-            probes::complete(self.shared.worker, place.id, n, result);
+            let n = attached.queue.complete(&mut self.uring, token, result, more);
+            probes::complete(self.shared.worker, attached.id, n, result);
             done += u64::from(n);
-            if !place.touched {
-                place.touched = true;
+            if !attached.touched {
+                attached.touched = true;
                 self.touched.push(token.index);
             }
-            Self::wake_queue(place, token.index, &mut self.awake);
+            Self::wake_queue(attached, token.index, &mut self.awake);
         }
         completions.clear();
         self.completions = completions;
@@ -230,10 +239,10 @@ impl Worker {
         done
     }
 
-    /// A completion for a queue that has left.
+    /// Handles a completion for a queue that has left.
     #[cold]
     fn forward(&mut self, token: Token, result: i32) {
-        let is_its = |l: &Left| (l.token.index, l.token.generation) == (token.index, token.generation);
+        let is_its = |l: &LeftBehind| (l.token.index, l.token.generation) == (token.index, token.generation);
         let Some(at) = self.left.iter().position(is_its) else { return };
         self.left[at].forwarder.forward(token, result);
         if self.left[at].forwarder.left() == 0 {
@@ -247,21 +256,21 @@ impl Worker {
         self.shared.left.store(n, Ordering::Release);
     }
 
-    fn wake_queue(place: &mut Attached, index: u16, awake: &mut Vec<u16>) {
-        place.quiet = 0;
-        if !place.awake && matches!(place.phase, Phase::Active) {
-            place.awake = true;
-            place.queue.wake();
+    fn wake_queue(attached: &mut Attached, index: u16, awake: &mut Vec<u16>) {
+        attached.quiet = 0;
+        if !attached.awake && matches!(attached.phase, AttachPhase::Active) {
+            attached.awake = true;
+            attached.queue.wake();
             awake.push(index);
         }
     }
 
     fn publish(&mut self) {
         for index in self.touched.drain(..) {
-            if let Some(place) = &mut self.places[index as usize] {
-                place.touched = false;
-                let notified = place.queue.publish();
-                probes::publish(self.shared.worker, place.id, notified);
+            if let Some(attached) = &mut self.queues[index as usize] {
+                attached.touched = false;
+                let notified = attached.queue.publish();
+                probes::publish(self.shared.worker, attached.id, notified);
                 if notified {
                     self.policy.notified();
                 }
@@ -273,7 +282,7 @@ impl Worker {
     fn rest(&mut self) -> io::Result<()> {
         let bound = Duration::from_micros(u64::from(self.shared.poll_us.load(Ordering::Relaxed)));
         let steady = self.awake.iter().all(|&i| {
-            self.places[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
+            self.queues[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
         });
         let start = Instant::now();
         let plan = self.policy.plan(start, bound, steady);
@@ -294,7 +303,7 @@ impl Worker {
             return Ok(());
         }
         let mut slept = Ok(());
-        if !self.shared.has_mail.load(Ordering::Acquire) {
+        if !self.shared.has_messages.load(Ordering::Acquire) {
             QueueStats::add(&self.shared.sleeps, 1);
             probes::sleep(self.shared.worker, self.asleep.len());
             slept = self.uring.wait(limit).map(|woken| {
@@ -308,22 +317,22 @@ impl Worker {
         slept
     }
 
-    /// Asks the other side of each awake queue to kick, once `after` requests are there. True: so many are
-    /// there on one of them, so the worker stays up.
+    /// Asks the peer of each awake queue to kick once `after` requests are there. Returns true if
+    /// one queue has so many already, so the worker stays awake.
     fn ask_for_kicks(&mut self, after: u32) -> bool {
         let share = (after / self.awake.len().max(1) as u32).max(1);
         let mut work = false;
         for &index in &self.awake {
-            if let Some(place) = &mut self.places[index as usize] {
-                work |= place.queue.sleep(&mut self.uring, place.token, share);
+            if let Some(attached) = &mut self.queues[index as usize] {
+                work |= attached.queue.sleep(&mut self.uring, attached.token, share);
             }
         }
         for &index in &self.awake {
-            if let Some(place) = &mut self.places[index as usize] {
+            if let Some(attached) = &mut self.queues[index as usize] {
                 if work {
-                    place.queue.wake();
+                    attached.queue.wake();
                 } else {
-                    place.awake = false;
+                    attached.awake = false;
                 }
             }
         }
@@ -334,16 +343,17 @@ impl Worker {
         work
     }
 
-    /// After a sleep for which more than one request was asked for: on each queue fewer may be there, without a kick.
+    /// Wakes all queues after a sleep for which more than one request was asked for. Each queue may
+    /// have fewer requests, without a kick.
     fn look_at_all(&mut self) {
         for index in std::mem::take(&mut self.asleep) {
-            if let Some(place) = &mut self.places[index as usize] {
-                Self::wake_queue(place, index, &mut self.awake);
+            if let Some(attached) = &mut self.queues[index as usize] {
+                Self::wake_queue(attached, index, &mut self.awake);
             }
         }
     }
 
-    /// Looks for work without sleeping, `window` long. Whether there is some.
+    /// Looks for work without sleeping, for the time `window`. Returns whether there is some.
     fn spin(&mut self, window: Duration) -> bool {
         let start = Instant::now();
         loop {
@@ -354,7 +364,7 @@ impl Worker {
                 if self.any_awake(|q| q.has_work())
                     || self.uring.has_completions()
                     || self.uring.wants_enter()
-                    || self.shared.has_mail.load(Ordering::Relaxed)
+                    || self.shared.has_messages.load(Ordering::Relaxed)
                 {
                     return true;
                 }
@@ -367,17 +377,17 @@ impl Worker {
     }
 
     fn any_awake(&self, is: impl Fn(&dyn Queue) -> bool) -> bool {
-        self.awake.iter().any(|&i| self.places[i as usize].as_ref().is_some_and(|p| is(p.queue.as_ref())))
+        self.awake.iter().any(|&i| self.queues[i as usize].as_ref().is_some_and(|p| is(p.queue.as_ref())))
     }
 
-    fn read_mail(&mut self) {
-        self.shared.has_mail.store(false, Ordering::Relaxed);
-        // The lock's acquire orders the store above before whatever is sent after this take.
+    fn read_messages(&mut self) {
+        self.shared.has_messages.store(false, Ordering::Relaxed);
+        // The lock's acquire orders the store above before messages that are sent after this take.
         let messages = std::mem::take(&mut *self.shared.messages.locked());
-        for mail in messages {
-            match mail {
+        for message in messages {
+            match message {
                 Message::Attach { id, delivery, stats } => {
-                    if let Some(queue) = delivery.begin() {
+                    if let Some(queue) = delivery.start() {
                         self.attach(id, queue, stats);
                         let _ = delivery.answer(());
                     }
@@ -389,63 +399,63 @@ impl Worker {
                     }
                 }
                 Message::RunOn { id, call } => {
-                    if let Some(f) = call.begin() {
+                    if let Some(f) = call.start() {
                         let _ = call.answer(self.run_on(id, f));
                     }
                 }
                 Message::Stop { ending } => {
-                    if ending.begin().is_some() {
+                    if ending.start().is_some() {
                         self.stopping = true;
                         let _ = ending.answer(());
                     }
                 }
             }
         }
-        QueueStats::add(&self.shared.mails, 1);
+        QueueStats::add(&self.shared.reads, 1);
     }
 
-    /// Whether the queue is here.
+    /// Calls a function with a queue. Returns whether the queue is here.
     fn run_on(&mut self, id: QueueId, f: QueueFn) -> bool {
         let Some(index) = self.find(id) else { return false };
-        let place = self.places[index].as_mut().expect("found");
-        f(place.queue.as_mut());
-        Self::wake_queue(place, index as u16, &mut self.awake);
+        let attached = self.queues[index].as_mut().expect("found");
+        f(attached.queue.as_mut());
+        Self::wake_queue(attached, index as u16, &mut self.awake);
         true
     }
 
     fn find(&self, id: QueueId) -> Option<usize> {
-        self.places.iter().position(|p| p.as_ref().is_some_and(|p| p.id == id))
+        self.queues.iter().position(|p| p.as_ref().is_some_and(|p| p.id == id))
     }
 
     /// Attach, step 4.
     fn attach(&mut self, id: QueueId, queue: Box<dyn Queue>, stats: Arc<QueueStats>) {
-        let index = self.places.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.places.push(None);
+        let index = self.queues.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.queues.push(None);
             self.generations.push(0);
-            self.places.len() - 1
+            self.queues.len() - 1
         });
         let generation = &mut self.generations[index];
         let next = |g: u32| if g == Token::GENERATION_MAX { 0 } else { g + 1 };
         *generation = next(*generation);
-        // The numbers are used again after the last one; not while operations with that number are left.
+        // The generations start again after the last one. One whose operations are left is skipped.
         while self.left.iter().any(|l| (l.token.index, l.token.generation) == (index as u16, *generation)) {
             *generation = next(*generation);
         }
         let token = Token { index: index as u16, generation: *generation, slot: 0, op: 0 };
-        let mut place = Attached {
+        let mut attached = Attached {
             id,
             queue,
             token,
-            phase: Phase::Active,
+            phase: AttachPhase::Active,
             stats,
             awake: false,
             quiet: 0,
             touched: false,
         };
-        place.queue.arm(&mut self.uring, token);
+        attached.queue.arm(&mut self.uring, token);
         probes::attach_arm(self.shared.worker, id);
-        Self::wake_queue(&mut place, index as u16, &mut self.awake);
-        self.places[index] = Some(place);
+        Self::wake_queue(&mut attached, index as u16, &mut self.awake);
+        self.queues[index] = Some(attached);
         self.count();
     }
 
@@ -455,60 +465,60 @@ impl Worker {
             return;
         }
         let Some(index) = self.find(id) else { return };
-        let place = self.places[index].as_mut().expect("found");
-        place.queue.disarm(&mut self.uring, place.token);
-        probes::attach_drain(self.shared.worker, id, place.stats.in_flight.load(Ordering::Relaxed));
-        place.phase = Phase::Draining(recall);
-        place.awake = false;
+        let attached = self.queues[index].as_mut().expect("found");
+        attached.queue.disarm(&mut self.uring, attached.token);
+        probes::attach_drain(self.shared.worker, id, attached.stats.in_flight.load(Ordering::Relaxed));
+        attached.phase = AttachPhase::Draining(recall);
+        attached.awake = false;
         self.awake.retain(|&i| usize::from(i) != index);
         self.draining.push(index as u16);
     }
 
-    /// The release of a queue was withdrawn: it goes on here.
+    /// Serves a queue again whose release was withdrawn.
     fn resume(&mut self, index: usize) {
-        let place = self.places[index].as_mut().expect("the caller found it");
-        if !matches!(&place.phase, Phase::Draining(recall) if recall.is_withdrawn()) {
+        let attached = self.queues[index].as_mut().expect("the caller found it");
+        if !matches!(&attached.phase, AttachPhase::Draining(recall) if recall.is_withdrawn()) {
             return;
         }
-        place.phase = Phase::Active;
+        attached.phase = AttachPhase::Active;
         self.draining.retain(|&i| usize::from(i) != index);
-        place.queue.arm(&mut self.uring, place.token);
-        Self::wake_queue(place, index as u16, &mut self.awake);
+        attached.queue.arm(&mut self.uring, attached.token);
+        Self::wake_queue(attached, index as u16, &mut self.awake);
     }
 
-    /// Gives back the queues whose drain is over.
-    fn hand_back(&mut self) {
+    /// Returns the queues whose drain has ended.
+    fn return_drained(&mut self) {
         let mut i = 0;
         while let Some(&index) = self.draining.get(i) {
-            let slot = &mut self.places[index as usize];
-            if !slot.as_ref().is_some_and(|p| p.queue.at_rest()) {
+            let attached = &mut self.queues[index as usize];
+            if !attached.as_ref().is_some_and(|p| p.queue.at_rest()) {
                 i += 1;
                 continue;
             }
             self.draining.swap_remove(i);
-            let Some(Attached { id, mut queue, token, phase, stats, .. }) = slot.take() else { continue };
+            let Some(Attached { id, mut queue, token, phase, stats, .. }) = attached.take() else { continue };
             queue.publish();
             queue.leave(&mut self.uring);
             probes::attach_leave(self.shared.worker, id);
             if let Some(forwarder) = queue.forwarder() {
-                self.left.push(Left { token, forwarder });
+                self.left.push(LeftBehind { token, forwarder });
                 self.count_left();
             }
             debug_assert_eq!(stats.in_flight.load(Ordering::Relaxed), 0);
             self.count();
-            let Phase::Draining(recall) = phase else { unreachable!("it is among the draining") };
+            let AttachPhase::Draining(recall) = phase else { unreachable!("it is among the draining") };
             if let Err(queue) = recall.answer(queue) {
-                // The release was withdrawn meanwhile.
+                // The release was withdrawn in the meantime.
                 self.attach(id, queue, stats);
             }
         }
     }
 
-    /// Takes note of which queues are here, after one has come or gone.
+    /// Updates the number of queues and of possible waits, after a queue has come or gone.
     fn count(&mut self) {
-        let queues = || self.places.iter().flatten();
-        self.shared.queues.store(queues().count() as u32, Ordering::Relaxed);
-        let waits = queues().map(|p| p.queue.waits_max()).fold(0, u32::saturating_add);
+        let present = || self.queues.iter().flatten();
+        self.shared.queues.store(present().count() as u32, Ordering::Relaxed);
+        let waits = present().map(|p| p.queue.waits_max()).fold(0, u32::saturating_add);
         self.uring.allow_waits(waits);
     }
 }

@@ -1,38 +1,39 @@
-//! What control asks of a worker, and can take back.
+//! A request of control to a worker, which can be withdrawn.
 //!
-//! Made by the thread that asks, which puts one reference into the worker's mailbox and keeps another. So it can stop waiting
-//! for a worker that does not answer: either the worker has begun, or what was asked for is taken back. What must never
-//! happen: both, or neither; a queue would be on two workers, or on none.
+//! The thread that asks makes the ticket. It puts one reference into the worker's mailbox and keeps
+//! another one. So it can stop waiting for a worker that does not answer: either the worker has
+//! started on the request, or the request is withdrawn. Exactly one of the two must be true;
+//! otherwise a queue would be on two workers, or on none.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vshunt_types::sync::Locked;
 
-/// A request of `A`, answered with an `R`.
+/// A request with an `A`, answered with an `R`.
 pub(super) struct Ticket<A, R> {
-    /// Guards the phase alone. Held for a change of it, never while anything is waited for.
+    /// Guards the phase only. It is held for a change of the phase, never during a wait.
     phase: Mutex<Phase<A, R>>,
     answered: Condvar,
 }
 
 enum Phase<A, R> {
-    /// In the mailbox, or begun by a worker that may still be told not to go on.
+    /// In the mailbox, or started by a worker that may still be told to stop.
     Posted(A),
-    /// The worker has what was asked for.
-    Begun,
+    /// The worker has the request.
+    Started,
     /// The worker's answer, until it is fetched.
     Answered(R),
-    /// Withdrawn, or the answer was fetched.
+    /// The request was withdrawn, or the answer was fetched.
     Closed,
 }
 
-/// What came of an attempt to take a ticket back.
+/// The result of an attempt to withdraw a ticket.
 pub(super) enum Withdrawn<A, R> {
-    /// The worker did not begin and never will.
+    /// The worker has not started, and never will.
     Back(A),
-    /// The worker has begun, and will answer some time.
-    Begun,
-    /// The answer came just now.
+    /// The worker has started, and will answer at some time.
+    Started,
+    /// The worker has answered.
     Answered(R),
 }
 
@@ -45,10 +46,11 @@ impl<A, R> Ticket<A, R> {
         self.phase.locked()
     }
 
-    /// Worker: begins, after which it cannot be withdrawn. None if it was withdrawn before.
-    pub(super) fn begin(&self) -> Option<A> {
+    /// Worker: starts on the request, which cannot be withdrawn from then on. `None` if it was
+    /// withdrawn before.
+    pub(super) fn start(&self) -> Option<A> {
         let mut phase = self.phase();
-        match std::mem::replace(&mut *phase, Phase::Begun) {
+        match std::mem::replace(&mut *phase, Phase::Started) {
             Phase::Posted(asked) => Some(asked),
             other => {
                 *phase = other;
@@ -57,14 +59,14 @@ impl<A, R> Ticket<A, R> {
         }
     }
 
-    /// Worker: answers.
+    /// Worker: answers the request.
     ///
     /// # Errors
-    /// It was withdrawn; the answer comes back.
+    /// The request was withdrawn. The error contains the answer.
     pub(super) fn answer(&self, answer: R) -> Result<(), R> {
         let mut phase = self.phase();
         match *phase {
-            Phase::Posted(_) | Phase::Begun => {
+            Phase::Posted(_) | Phase::Started => {
                 *phase = Phase::Answered(answer);
                 self.answered.notify_one();
                 Ok(())
@@ -73,12 +75,13 @@ impl<A, R> Ticket<A, R> {
         }
     }
 
-    /// Worker: whether it was withdrawn.
+    /// Worker: returns whether the request was withdrawn.
     pub(super) fn is_withdrawn(&self) -> bool {
         matches!(*self.phase(), Phase::Closed)
     }
 
-    /// Waits for the answer for at most `limit`. None if it did not come: the ticket stays as it is.
+    /// Waits for the answer for at most `limit`. `None` if there is none by then; the ticket is
+    /// unchanged.
     pub(super) fn wait(&self, limit: Duration) -> Option<R> {
         let until = Instant::now() + limit;
         let mut phase = self.phase();
@@ -97,7 +100,7 @@ impl<A, R> Ticket<A, R> {
         }
     }
 
-    /// Takes it back unless the worker has begun.
+    /// Withdraws the request, unless the worker has started on it.
     pub(super) fn withdraw(&self) -> Withdrawn<A, R> {
         let mut phase = self.phase();
         match std::mem::replace(&mut *phase, Phase::Closed) {
@@ -105,7 +108,7 @@ impl<A, R> Ticket<A, R> {
             Phase::Answered(answer) => Withdrawn::Answered(answer),
             other => {
                 *phase = other;
-                Withdrawn::Begun
+                Withdrawn::Started
             }
         }
     }
@@ -120,12 +123,12 @@ mod tests {
         let ticket = Ticket::<_, ()>::new(1);
         assert!(ticket.wait(Duration::from_millis(1)).is_none());
         assert!(matches!(ticket.withdraw(), Withdrawn::Back(1)));
-        assert!(ticket.is_withdrawn() && ticket.begin().is_none() && ticket.answer(()).is_err());
+        assert!(ticket.is_withdrawn() && ticket.start().is_none() && ticket.answer(()).is_err());
 
         let ticket = Ticket::new(1);
-        assert_eq!(ticket.begin(), Some(1));
-        assert!(ticket.begin().is_none());
-        assert!(matches!(ticket.withdraw(), Withdrawn::Begun));
+        assert_eq!(ticket.start(), Some(1));
+        assert!(ticket.start().is_none());
+        assert!(matches!(ticket.withdraw(), Withdrawn::Started));
         assert!(ticket.answer(2).is_ok() && ticket.answer(3).is_err());
         assert!(matches!(ticket.withdraw(), Withdrawn::Answered(2)));
     }
@@ -135,7 +138,7 @@ mod tests {
         for _ in 0..2000 {
             let ticket = Ticket::<Box<u32>, ()>::new(Box::new(7));
             let theirs = ticket.clone();
-            let worker = std::thread::spawn(move || theirs.begin().is_some());
+            let worker = std::thread::spawn(move || theirs.start().is_some());
             let back = matches!(ticket.withdraw(), Withdrawn::Back(_));
             assert_ne!(worker.join().unwrap(), back);
         }

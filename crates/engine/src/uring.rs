@@ -1,8 +1,9 @@
-//! A worker's io_uring: what queues and backends may do with it.
+//! A worker's io_uring, as queues and backends use it.
 //!
-//! Owned by one worker thread; nothing here is shared. Operations are pushed and go to the kernel in one
-//! `io_uring_enter` a batch. Each carries a [`Token`], with which its completion finds its queue again.
-//! What must never happen: memory named by a pushed operation going away before its completion came.
+//! One worker thread owns it, and nothing here is shared. Operations are pushed, and go to the
+//! kernel in one `io_uring_enter` for each batch. Each carries a [`Token`], with which its
+//! completion finds its queue. The memory that a pushed operation names must stay valid until its
+//! completion was taken.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,40 +15,43 @@ use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::process::{Resource, getrlimit};
 use vshunt_sandbox as sandbox;
 
-/// Operations pushed between two enters; more are sent by an extra enter.
+/// Operations that fit between two enters. For more, an extra enter is made.
 const SQ_ENTRIES: u32 = 256;
-/// Completions that fit before the kernel has to park them on its overflow list.
+/// Completions that fit before the kernel puts them on its overflow list.
 const CQ_ENTRIES: u32 = 1024;
-/// Fixed files a worker can hold: each disk takes at most two.
+/// Fixed files of a worker. Each disk takes at most two.
 const FIXED_FILES: u32 = 256;
 
-/// Threads of io-wq that one ring may have for operations on files and block devices. Each is a kernel thread (some 30 KiB);
-/// the bound keeps a worker with very many queues from using up the threads of its service or user (systemd's TasksMax).
-/// Above it a disk that hangs can delay the operations of other disks on the same worker.
+/// Most io-wq threads that one ring may have for operations on files and block devices.
+///
+/// Each is a kernel thread (some 30 KiB). The limit keeps a worker with very many queues from using
+/// up the threads of its service or user (systemd's TasksMax). Above it, a disk that hangs can
+/// delay the operations of other disks on the same worker.
 pub(super) const IO_WQ_THREADS_MAX: u32 = 2048;
 
-/// Widths of [`Token`]'s parts; together they fill `user_data`.
+/// Widths of the parts of a [`Token`]. Together they fill `user_data`.
 const SLOT_BITS: u32 = 16;
 const OP_BITS: u32 = 8;
 const INDEX_BITS: u32 = 16;
 const GENERATION_BITS: u32 = 24;
 const _: () = assert!(SLOT_BITS + OP_BITS + INDEX_BITS + GENERATION_BITS == 64);
 
-/// Names one operation: which queue of this worker, which of its slots, which step.
+/// Names one operation: the queue of this worker, the queue's slot, the kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// The queue's place among the worker's queues.
+    /// The queue's index among the worker's queues.
     pub index: u16,
-    /// Low bits of that place's use count: a completion for a queue that left is told apart.
+    /// Low bits of that index's use count, by which a completion for a queue that has left is
+    /// recognised.
     pub generation: u32,
-    /// The queue's own: which slot.
+    /// The slot, which the queue chooses.
     pub slot: u16,
-    /// The queue's own: which kind of operation.
+    /// The kind of operation, which the queue chooses.
     pub op: u8,
 }
 
 impl Token {
-    /// Largest generation; counting goes on from 0 after it.
+    /// Largest generation. The next one is 0.
     pub const GENERATION_MAX: u32 = (1 << GENERATION_BITS) - 1;
 
     /// Packs into `user_data`.
@@ -71,14 +75,15 @@ impl Token {
         }
     }
 
-    /// The same queue, another slot and operation.
+    /// Returns a token of the same queue with another slot and operation.
     #[inline]
     pub fn with(self, slot: u16, op: u8) -> Self {
         Self { slot, op, ..self }
     }
 }
 
-/// A file known to a ring: fixed where there was room, else the plain descriptor.
+/// A file that is registered with a ring: a fixed file if there was room, otherwise the plain
+/// descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UringFile {
     /// Index among the ring's registered files.
@@ -104,36 +109,38 @@ macro_rules! on_file {
     };
 }
 
-/// One io_uring with its registered files. Its submission entries are wide (SQE128), as FUSE-over-io_uring needs them.
+/// One io_uring with its registered files. Its submission entries are wide (SQE128), as
+/// FUSE-over-io_uring requires.
 pub struct Uring {
     io: IoUring<squeue::Entry128>,
-    /// By descriptor: fixed index and how many queues asked for it.
+    /// For each descriptor, its fixed index and how many queues registered it.
     files: HashMap<RawFd, FixedFile>,
     free: Vec<u32>,
-    /// Pushed and not yet completed, for draining.
+    /// Operations that are pushed and not completed, for draining.
     pending: u64,
-    /// Completions of what was [`done`](Self::done) without the kernel's ring.
+    /// Completions of operations that a system call did at once; see [`done`](Self::done).
     at_once: Vec<Completion>,
-    /// Completions of the worker's next turn: see [`defer`](Self::defer).
+    /// Completions of the worker's next iteration; see [`defer`](Self::defer).
     deferred: Vec<Completion>,
-    /// The taskrun flag is up although no task work waits. The one who adds work raises it after the work was added, and
-    /// may be so late that the work is done by then; it stays up until there is work again.
+    /// The taskrun flag is set although no task work waits. The kernel sets it after it has added
+    /// work, possibly so late that the work is done by then. The flag stays set until there is work
+    /// again.
     stale: bool,
-    /// Threads that io-wq may have for operations on files; 0: the kernel's own bound.
+    /// Threads that io-wq may have for operations on files. 0: the kernel's own limit.
     io_wq_threads: u32,
-    /// The least and the most of these that are asked for.
+    /// The lowest and the highest limit that is requested.
     io_wq_bounds: (u32, u32),
 }
 
 struct FixedFile {
     index: Option<u32>,
     users: u32,
-    /// Keeps the descriptor open (and its number ours) while the ring knows it.
-    _keep: Arc<dyn AsRawFd + Send + Sync>,
+    /// Keeps the descriptor, and so its number, open while it is registered.
+    _file: Arc<dyn AsRawFd + Send + Sync>,
 }
 
 impl Uring {
-    /// A ring for the calling thread, which alone may use it.
+    /// Makes an io_uring that only the calling thread may use.
     pub fn new() -> io::Result<Self> {
         let restricted = sandbox::restricts_rings();
         let mut builder = IoUring::<squeue::Entry128>::builder();
@@ -163,29 +170,33 @@ impl Uring {
             deferred: Vec::new(),
             stale: false,
             io_wq_threads: 0,
-            // Found here: a worker's thread may not ask for limits later.
+            // Determined here, because a worker's thread may not query limits later.
             io_wq_bounds: io_wq_bounds(),
         })
     }
 
-    /// Lets `waits` operations on files wait at the same time, as far as [`IO_WQ_THREADS_MAX`] and RLIMIT_NPROC allow.
+    /// Lets `waits` operations on files wait at the same time, as far as [`IO_WQ_THREADS_MAX`] and
+    /// RLIMIT_NPROC allow.
     ///
-    /// A flush, an fallocate and a buffered read or write each occupy a thread of io-wq until the file answers. The
-    /// kernel's own bound is four threads a CPU for the whole ring: a disk that hangs would use them up for all disks.
+    /// A flush, an fallocate and a buffered read or write each occupy a thread of io-wq until the
+    /// file answers. The kernel's own limit is four threads for each CPU, for the whole ring. A
+    /// disk that hangs would use them up for all disks.
     pub(super) fn allow_waits(&mut self, waits: u32) {
         let (least, most) = self.io_wq_bounds;
         let wanted = waits.min(most).max(least);
         if wanted == self.io_wq_threads {
             return;
         }
-        // 0: unbounded workers, for files of other kinds, stay as they are. Where it fails the former bound holds.
+        // 0 leaves the unbounded workers, which are for files of other kinds, as they are. If the
+        // call fails, the former limit holds.
         if self.io.submitter().register_iowq_max_workers(&mut [wanted, 0]).is_ok() {
             self.io_wq_threads = wanted;
         }
     }
 
-    /// Makes a file known. Each call is to be undone by one of [`forget`](Self::forget).
-    pub fn know(&mut self, file: &Arc<dyn AsRawFd + Send + Sync>) -> UringFile {
+    /// Registers a file. Each call is to be undone by one of
+    /// [`unregister_file`](Self::unregister_file).
+    pub fn register_file(&mut self, file: &Arc<dyn AsRawFd + Send + Sync>) -> UringFile {
         let fd = file.as_raw_fd();
         let (free, uring) = (&mut self.free, &self.io);
         let known = self.files.entry(fd).or_insert_with(|| {
@@ -196,21 +207,21 @@ impl Uring {
                 }
                 fixed
             });
-            FixedFile { index, users: 0, _keep: file.clone() }
+            FixedFile { index, users: 0, _file: file.clone() }
         });
         known.users += 1;
         known.index.map_or(UringFile::Plain(fd), UringFile::Fixed)
     }
 
-    /// Undoes one [`know`](Self::know).
-    pub fn forget(&mut self, fd: RawFd) {
+    /// Undoes one [`register_file`](Self::register_file).
+    pub fn unregister_file(&mut self, fd: RawFd) {
         let Some(known) = self.files.get_mut(&fd) else { return };
         known.users -= 1;
         if known.users > 0 {
             return;
         }
         if let Some(FixedFile { index: Some(i), .. }) = self.files.remove(&fd) {
-            // Where that fails the kernel goes on holding the file, until the next one takes its place.
+            // If this fails, the kernel keeps the file open until the next one takes its index.
             let _ = self.io.submitter().register_files_update(i, &[-1]);
             self.free.push(i);
         }
@@ -219,15 +230,16 @@ impl Uring {
     /// Queues an operation for the next enter.
     ///
     /// # Safety
-    /// Every buffer that `entry` names stays valid until its completion was taken; the queue that pushes it
-    /// upholds this by not leaving its worker, nor dropping its memory table, with operations in flight.
+    /// Every buffer that `entry` names stays valid until its completion was taken. The queue that
+    /// pushes it upholds this: with operations in flight it does not leave its worker and does not
+    /// drop its memory table.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
         // SAFETY: the caller promises that what the entry names is valid until its completion.
         unsafe { self.push_wide(entry.into(), token) }
     }
 
-    /// [`push`](Self::push) for an entry of 128 bytes.
+    /// Queues an entry of 128 bytes, like [`push`](Self::push).
     ///
     /// # Safety
     /// That of [`push`](Self::push).
@@ -244,44 +256,45 @@ impl Uring {
         }
     }
 
-    /// Sends what was pushed, so that more can be.
+    /// Submits the pushed operations, so that more fit.
     #[cold]
     fn make_room(&mut self) {
         let Err(e) = self.io.submit() else { return };
         if !passing(&e) {
-            // What is on the ring can neither be served nor given back: see `pool`, where an enter fails.
+            // Operations on the ring can be neither served nor returned: see `pool`, at the error
+            // of an enter.
             tracing::error!("a worker's io_uring failed ({e}); ending at once");
             std::process::abort();
         }
-        // The kernel is short of room until completions are taken, which enter with GETEVENTS moves to its
-        // overflow list.
+        // The kernel has no room until completions are taken. An enter with GETEVENTS moves them to
+        // its overflow list.
         let _ = self.io.submitter().submit_and_wait(0);
     }
 
-    /// Asks for a completion on each event of a pollable file, until [`cancel`](Self::cancel)led.
-    /// Edge by edge: an eventfd need not be read.
+    /// Asks for a completion for each event of a pollable file, until [`cancel`](Self::cancel).
+    /// Events are edges: an eventfd need not be read.
     pub fn poll(&mut self, fd: RawFd, token: Token) {
         let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).multi(true).build();
         // SAFETY: a poll names no memory.
         unsafe { self.push(entry, token) }
     }
 
-    /// Asks for one completion, when a pollable file is ready for reading.
+    /// Asks for one completion when a pollable file is ready for reading.
     pub fn poll_once(&mut self, fd: RawFd, token: Token) {
         let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32).build();
         // SAFETY: a poll names no memory.
         unsafe { self.push(entry, token) }
     }
 
-    /// Asks for a completion after a while.
+    /// Asks for a completion after the time `after`.
     pub fn timeout(&mut self, after: &'static types::Timespec, token: Token) {
         let entry = opcode::Timeout::new(after).build();
-        // SAFETY: the time is there for good.
+        // SAFETY: the time is `'static`.
         unsafe { self.push(entry, token) }
     }
 
-    /// Ends the operation with that token; it completes, with -ECANCELED if it was still under way.
-    /// The cancellation itself is silent.
+    /// Ends the operation with that token. It completes, with -ECANCELED if it was still in flight.
+    /// The cancellation itself has no completion.
     pub fn cancel(&mut self, token: Token) {
         let entry = opcode::AsyncCancel::new(token.pack())
             .build()
@@ -300,47 +313,52 @@ impl Uring {
         }
     }
 
-    /// An operation with that token was done at once, by a system call: it completes like one of the ring.
+    /// Adds a completion for an operation that a system call has done at once. It is taken like one
+    /// of the ring.
     pub fn done(&mut self, token: Token, result: i32) {
         self.pending += 1;
         self.at_once.push(Completion { token, result, more: false });
     }
 
-    /// Completes that token with 0 in the worker's next turn. For an operation that the calling thread does itself and has
-    /// interrupted, so that the worker's other queues have their turn.
+    /// Adds a completion with 0 to the worker's next iteration. It is for an operation that the
+    /// calling thread does itself and has interrupted, so that the worker's other queues are
+    /// served.
     pub fn defer(&mut self, token: Token) {
         self.pending += 1;
         self.deferred.push(Completion { token, result: 0, more: false });
     }
 
-    /// Begins a turn: what was [`defer`](Self::defer)red in the one before can be taken.
+    /// Starts an iteration. Completions that were [`defer`](Self::defer)red in the one before can
+    /// now be taken.
     #[inline]
-    pub(super) fn begin_iteration(&mut self) {
+    pub(super) fn start_iteration(&mut self) {
         if !self.deferred.is_empty() {
             self.at_once.append(&mut self.deferred);
-            // The worker does not rest while there are some, and other queues' kicks are not to wait for that.
+            // The worker does not rest while there are some, and kicks of other queues must not
+            // wait for that.
             self.stale = false;
         }
     }
 
-    /// Whether the next turn has completions already, so that the worker must not sleep.
+    /// Returns whether the next iteration already has completions, so the worker must not sleep.
     #[inline]
     pub(super) fn has_deferred(&self) -> bool {
         !self.deferred.is_empty()
     }
 
-    /// Names this ring to other threads' rings, for [`wake`](Self::wake).
+    /// Returns the name of this ring for other threads' rings; see [`wake`](Self::wake).
     pub fn id(&self) -> u64 {
         self.io.as_raw_fd() as u64
     }
 
-    /// A completion will come for an operation that is not pushed: another's [`wake`](Self::wake).
+    /// Counts a completion that has no pushed operation: that of a [`wake`](Self::wake) by another
+    /// ring.
     pub fn expect_wake(&mut self) {
         self.pending += 1;
     }
 
-    /// Completes, with 0, what waits with this (packed) token on the ring of that [`id`](Self::id), which is there for as
-    /// long as something waits.
+    /// Completes, with 0, the operation that waits with this (packed) token on the ring with that
+    /// [`id`](Self::id). The ring has to exist as long as something waits on it.
     pub fn wake(&mut self, id: u64, token: u64) {
         let entry = if id == self.id() {
             opcode::Nop::new().build().user_data(token)
@@ -353,24 +371,26 @@ impl Uring {
         self.push_ignored(&entry.into());
     }
 
-    /// Sends what was pushed and waits for one completion: its result. For control threads, with one operation at a time.
+    /// Submits the pushed operations, waits for one completion, and returns its result. For control
+    /// threads, with one operation at a time.
     ///
     /// # Errors
-    /// The system's.
+    /// Those of io_uring_enter(2).
     pub fn next_result(&mut self) -> io::Result<i32> {
         let mut completions = Vec::new();
         while completions.is_empty() {
-            self.begin_iteration();
+            self.start_iteration();
             self.enter(true)?;
             self.reap(&mut completions);
         }
         Ok(completions[0].result)
     }
 
-    /// Sends what was pushed, and waits for nothing: the last that a control thread does with a ring that has woken others.
+    /// Submits the pushed operations and waits for nothing. This is the last call of a control
+    /// thread on a ring that has woken others.
     ///
     /// # Errors
-    /// The system's.
+    /// Those of io_uring_enter(2).
     pub fn send(&mut self) -> io::Result<()> {
         while !self.io.submission().is_empty() {
             self.enter(false)?;
@@ -378,31 +398,32 @@ impl Uring {
         Ok(())
     }
 
-    /// Operations pushed and not completed.
+    /// Returns the number of operations that are pushed and not completed.
     pub fn pending(&self) -> u64 {
         self.pending
     }
 
-    /// Whether completions can be taken without an enter.
+    /// Returns whether completions can be taken without an enter.
     #[inline]
     pub(super) fn has_completions(&mut self) -> bool {
         !self.at_once.is_empty() || !self.io.completion().is_empty()
     }
 
-    /// Whether there is something that only an enter brings on: operations pushed, completions that wait for
-    /// task work, or that did not fit.
+    /// Returns whether only an enter can make progress: operations are pushed, or completions wait
+    /// for task work or did not fit.
     #[inline]
     pub(super) fn wants_enter(&mut self) -> bool {
         let submission = self.io.submission();
         !submission.is_empty() || (submission.taskrun() && !self.stale) || submission.cq_overflow()
     }
 
-    /// Whether there is no telling, without an enter, if completions wait for task work.
+    /// Returns whether only an enter can tell if completions wait for task work.
     pub(super) fn must_sleep(&self) -> bool {
         self.stale
     }
 
-    /// Sends what was pushed and brings what is ready; waits for one completion if `wait`. Returns how many operations were sent.
+    /// Submits the pushed operations and collects completions. Waits for one completion if `wait`.
+    /// Returns how many operations were submitted.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<usize> {
         let flag_alone = self.io.submission().is_empty();
         let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
@@ -415,7 +436,8 @@ impl Uring {
         Ok(submitted)
     }
 
-    /// Sleeps until there is a completion, or for at most `limit`. False: the limit ended it.
+    /// Sleeps until there is a completion, or for at most `limit`. Returns false if the limit ended
+    /// the sleep.
     pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
         let Some(limit) = limit.filter(|_| self.at_once.is_empty() && self.deferred.is_empty()) else {
             return self.enter(true).map(|_| true);
@@ -431,7 +453,7 @@ impl Uring {
         }
     }
 
-    /// Takes the completions that are there into `into`.
+    /// Moves the available completions to `into`.
     #[inline]
     pub(super) fn reap(&mut self, into: &mut Vec<Completion>) {
         for cqe in self.io.completion() {
@@ -449,16 +471,17 @@ impl Uring {
     }
 }
 
-/// The kernel's own bound of a ring's io-wq threads for files (`io_init_wq_offload`), and the most that there may be.
+/// Returns the kernel's own limit of a ring's io-wq threads for files (`io_init_wq_offload`), and
+/// the highest limit that may be set.
 fn io_wq_bounds() -> (u32, u32) {
-    // SAFETY: it reads a number.
+    // SAFETY: the call only reads a number.
     let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
     let kernels = u32::try_from(cpus).unwrap_or(1).max(1).saturating_mul(4).min(SQ_ENTRIES);
     let processes = getrlimit(Resource::Nproc).current.unwrap_or(u64::MAX);
     (kernels, u32::try_from(processes).unwrap_or(u32::MAX).min(IO_WQ_THREADS_MAX))
 }
 
-/// Makes the ring refuse what the daemon does not use, and take everything else from now on.
+/// Makes the ring refuse operations that the daemon does not use, and enables it.
 fn restrict(uring: &IoUring<squeue::Entry128>) -> io::Result<()> {
     let operations = sandbox::RING_OPERATIONS.map(Restriction::sqe_op);
     let registrations = sandbox::RING_REGISTRATIONS.map(Restriction::register_op);
@@ -468,34 +491,33 @@ fn restrict(uring: &IoUring<squeue::Entry128>) -> io::Result<()> {
     uring.submitter().register_enable_rings()
 }
 
-/// Whether an enter that failed so may be made again.
+/// Returns whether an enter that failed in this way may be repeated.
 fn passing(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
 }
 
-/// News of one operation.
+/// The completion of one operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Completion {
-    /// The one it was pushed with.
+    /// The token that it was pushed with.
     pub(super) token: Token,
-    /// As the kernel gave it.
+    /// The kernel's result.
     pub(super) result: i32,
-    /// Whether the operation goes on.
+    /// Whether the operation has more completions.
     pub(super) more: bool,
 }
 
-/// `user_data` of operations whose completion nobody waits for: a token with every bit set, which no queue has.
+/// `user_data` of operations whose completion is ignored: a token with every bit set, which no
+/// queue has.
 const IGNORE: u64 = u64::MAX;
 
 impl Uring {
-    /// Hands each completion to `take` until no operation is in flight. For threads that use a ring without a worker.
-    ///
-    /// # Errors
-    /// Those of io_uring_enter(2).
+    /// Passes each completion to `take` until no operation is in flight. For threads that use a
+    /// ring without a worker.
     pub fn run_until_idle(&mut self, mut take: impl FnMut(&mut Self, Token, i32)) -> io::Result<()> {
         let mut taken = Vec::new();
         while self.pending > 0 {
-            self.begin_iteration();
+            self.start_iteration();
             self.enter(true)?;
             self.reap(&mut taken);
             for Completion { token, result, .. } in taken.drain(..) {
@@ -521,9 +543,9 @@ mod tests {
         let mut ring = Uring::new().unwrap();
         let free = ring.free.len();
         let file: Arc<dyn AsRawFd + Send + Sync> = Arc::new(Closed);
-        assert_eq!(ring.know(&file), UringFile::Plain(RawFd::MAX));
+        assert_eq!(ring.register_file(&file), UringFile::Plain(RawFd::MAX));
         assert_eq!(ring.free.len(), free);
-        ring.forget(RawFd::MAX);
+        ring.unregister_file(RawFd::MAX);
         assert_eq!(ring.free.len(), free);
     }
 
@@ -536,7 +558,7 @@ mod tests {
             ring.done(token(slot), -i32::from(slot));
         }
         assert!(ring.has_completions() && !ring.wants_enter());
-        // It does not wait for the kernel's.
+        // The call does not wait for completions of the kernel.
         assert!(ring.wait(None).unwrap() && ring.wait(Some(std::time::Duration::from_secs(60))).unwrap());
         let mut seen = Vec::new();
         ring.run_until_idle(|_, token, result| seen.push((token, result))).unwrap();
@@ -551,19 +573,19 @@ mod tests {
         let (first, second) = (open(), open());
         let mut ring = Uring::new().unwrap();
         let free = ring.free.len();
-        let place = ring.know(&first);
+        let place = ring.register_file(&first);
         assert!(matches!(place, UringFile::Fixed(_)));
         // Another thread may not change it (EEXIST, IORING_SETUP_SINGLE_ISSUER).
         let fd = first.as_raw_fd();
         let mut ring = std::thread::spawn(move || {
-            ring.forget(fd);
+            ring.unregister_file(fd);
             ring
         })
         .join()
         .unwrap();
         assert_eq!(ring.free.len(), free);
-        assert_eq!(ring.know(&second), place);
-        ring.forget(second.as_raw_fd());
+        assert_eq!(ring.register_file(&second), place);
+        ring.unregister_file(second.as_raw_fd());
         assert_eq!(ring.free.len(), free);
     }
 

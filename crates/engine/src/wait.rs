@@ -1,14 +1,16 @@
-//! Locks whose holder may wait for a disk or a worker, taken by threads that may not wait for so long.
+//! Locks whose holder may wait for a disk or a worker, for threads that may not wait as long.
 //!
-//! A command has one deadline for all its waits. So these take the time at which to give up, not a duration.
+//! A command has one deadline for all its waits. So these functions take the time at which to give
+//! up, not a duration.
 
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-/// How often a lock is tried. Its holder waits for a disk or a worker, so that this adds little.
+/// Time between two attempts to lock. The holder waits for a disk or a worker, so this adds little.
 const EVERY: Duration = Duration::from_millis(1);
 
-/// Takes a lock, and gives up at `until`. None: another thread still holds it. Tried once where `until` is over.
+/// Takes a lock, and gives up at `until`. `None`: another thread still holds it. If `until` has
+/// passed, the lock is tried once.
 pub fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
     loop {
         match lock.try_lock() {
@@ -37,7 +39,7 @@ mod tests {
         });
     }
 
-    /// The second of two waits has what the first one left.
+    /// The second of two waits gets the time that the first one left.
     #[test]
     fn several_locks_have_one_deadline() {
         let locks = [Mutex::new(1), Mutex::new(2), Mutex::new(3)];

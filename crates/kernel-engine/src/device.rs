@@ -1,7 +1,8 @@
-//! The kernel's device, or devices, that serve the rings of an export, and what they serve.
+//! The kernel's devices that serve the rings of an export, and their backends.
 //!
-//! A disk has one device, whose rings are its queues and whose workers can be made and changed. A network has a device for
-//! each queue pair, of two rings, with the one worker that came with it.
+//! A disk has one device. Its rings are the queues of the disk, and its workers can be made and
+//! changed. A network has one device for each queue pair, with two rings and the one worker that
+//! came with the device.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,14 +14,14 @@ use super::disk::ServedDisk;
 use super::inflight::{self, TrackedRing};
 use super::net::ServedNet;
 
-/// See the module.
+/// The devices of one export; see the module.
 pub(super) enum KernelDevice {
     Disk(ServedDisk),
     Net(ServedNet),
 }
 
 impl KernelDevice {
-    /// Rings of a queue.
+    /// Returns the number of rings of a queue.
     pub(super) fn rings_per_queue(&self) -> u16 {
         match self {
             Self::Disk(_) => 1,
@@ -28,7 +29,7 @@ impl KernelDevice {
         }
     }
 
-    /// The device of a ring, and the ring's number there.
+    /// Returns the device of a ring, and the ring's number on it.
     pub(super) fn of(&self, ring: u16) -> (&Vhost, u32) {
         match self {
             Self::Disk(disk) => (&disk.device, ring.into()),
@@ -43,7 +44,7 @@ impl KernelDevice {
         }
     }
 
-    /// The virtio features of all its devices that can be passed on.
+    /// Returns the virtio features of all its devices that can be offered to the guest.
     pub(super) fn features(&self) -> vhost_kernel::Result<u64> {
         match self {
             Self::Disk(disk) => disk.device.features(),
@@ -51,7 +52,7 @@ impl KernelDevice {
         }
     }
 
-    /// The guest agreed on these features.
+    /// Sets the features that the guest accepted.
     pub(super) fn negotiated(&self, features: u64) -> std::result::Result<(), String> {
         match self {
             Self::Disk(_) => Ok(()),
@@ -59,7 +60,7 @@ impl KernelDevice {
         }
     }
 
-    /// Whether rings can note what they have in flight.
+    /// Returns whether rings can record their requests in flight.
     pub(super) fn tracks(&self) -> bool {
         match self {
             Self::Disk(disk) => disk.tracks,
@@ -73,13 +74,14 @@ impl KernelDevice {
     /// As for [`inflight::tell`].
     pub(super) unsafe fn track(&self, ring: u16, tracked: Option<&TrackedRing>) -> vhost_kernel::Result<()> {
         match self {
-            // SAFETY: `track` asks its caller for what `inflight::tell` asks for.
+            // SAFETY: `track` requires of its caller what `inflight::tell` requires.
             Self::Disk(disk) if disk.tracks => unsafe { inflight::tell(&disk.device, ring.into(), tracked) },
             _ => Ok(()),
         }
     }
 
-    /// Held over calls that wait for a disk: the kernel admits no other call to the device meanwhile. `None`: no call waits.
+    /// Returns the lock that is held during calls that wait for a disk. The kernel admits no other
+    /// call to the device meanwhile. `None`: no call waits.
     pub(super) fn disk_calls(&self) -> Option<&Mutex<()>> {
         match self {
             Self::Disk(disk) => Some(disk.workers.disk_calls()),
@@ -87,7 +89,8 @@ impl KernelDevice {
         }
     }
 
-    /// Starts a ring that was set up (`on`), or stops it and waits until nothing of it is in flight.
+    /// Starts a ring that was set up (`on`), or stops it and waits until nothing of it is in
+    /// flight.
     pub(super) fn run(&self, ring: u16, on: bool) -> vhost_kernel::Result<()> {
         match self {
             Self::Disk(disk) => disk.device.blk_set_vring(ring.into(), on),
@@ -95,7 +98,7 @@ impl KernelDevice {
         }
     }
 
-    /// Lets a network deliver frames to a ring that is about to start (`on`), or stops that.
+    /// Lets a network deliver frames to a ring that is about to start (`on`), or ends that.
     pub(super) fn open(&self, ring: u16, on: bool) -> Result<()> {
         match self {
             Self::Disk(_) => Ok(()),
@@ -110,14 +113,14 @@ impl KernelDevice {
         }
     }
 
-    /// Brings a queue's counters up to date, where the kernel counts.
+    /// Updates a queue's counters, if the kernel counts.
     pub(super) fn count(&self, queue: u16) {
         if let Self::Disk(disk) = self {
             disk.workers.count(queue);
         }
     }
 
-    /// Which worker a queue begins on.
+    /// Returns the worker that a queue starts on.
     pub(super) fn first_worker(&self, queue: u16) -> WorkerId {
         match self {
             Self::Disk(disk) => disk.workers.first(),
@@ -125,7 +128,7 @@ impl KernelDevice {
         }
     }
 
-    /// Attaches a queue, which the caller has locked.
+    /// Attaches a queue. The caller has locked it.
     pub(super) fn attach(&self, queue: u16, worker: WorkerId) -> Result<()> {
         match self {
             Self::Disk(disk) => disk.workers.attach(queue, worker),
@@ -146,7 +149,7 @@ impl KernelDevice {
         }
     }
 
-    /// Takes note of the size that a disk's image has.
+    /// Reads the size of a disk's image again.
     pub(super) fn learn_size(&self) -> Result<()> {
         match self {
             Self::Disk(disk) => disk.block_device.learn_size(),

@@ -19,7 +19,7 @@ use super::workers::DiskWorkers;
 
 const DEVICE: &str = "/dev/vhost-blk";
 
-/// What the kernel needs to serve a disk, opened.
+/// The opened files that the kernel needs to serve a disk.
 pub struct DiskPlan {
     pub(super) device: Arc<Vhost>,
     pub(super) block_device: BlockDevice,
@@ -31,12 +31,12 @@ pub(super) struct ServedDisk {
     pub(super) device: Arc<Vhost>,
     pub(super) block_device: BlockDevice,
     pub(super) workers: Arc<DiskWorkers>,
-    /// Whether the module can note what rings have in flight.
+    /// Whether the module can record the requests in flight of rings.
     pub(super) tracks: bool,
 }
 
 impl ServedDisk {
-    /// Takes the device for an export, with its first worker.
+    /// Sets up the device for an export, with its first worker.
     pub(super) fn new(
         export: &str,
         plan: DiskPlan,
@@ -58,18 +58,19 @@ impl ServedDisk {
 
 impl Drop for ServedDisk {
     fn drop(&mut self) {
-        // The device is closed by its last holder, which may be a control thread that looks at a worker.
+        // The last holder closes the device. This may be a control thread that reads the state of a
+        // worker.
         if let Err(e) = self.device.blk_clear_backend() {
             tracing::warn!("{e}");
         }
     }
 }
 
-/// The block device that holds the data.
+/// The block device that contains the data.
 pub(super) enum BlockDevice {
-    /// The disk is one.
+    /// The disk is a block device.
     Itself(File),
-    /// Its image is a file.
+    /// The image is a file.
     Loop(LoopDevice),
 }
 
@@ -85,7 +86,7 @@ impl BlockDevice {
         LoopDevice::new(image, readonly, disk.direct_in_use(), disk.limits().block_size).map(Self::Loop)
     }
 
-    /// Takes note of the size that the image has.
+    /// Reads the size of the image again.
     pub(super) fn learn_size(&self) -> Result<()> {
         match self {
             Self::Itself(_) => Ok(()),
@@ -95,8 +96,9 @@ impl BlockDevice {
         }
     }
 
-    /// Writes the page cache back and drops it. Requests bypass it: the guest has to see what programs of the host wrote through
-    /// the cache, and old pages must not hide what the guest wrote.
+    /// Writes the page cache back and drops it. Requests bypass the cache. The guest has to see
+    /// data that programs of the host wrote through it, and old pages must not hide data that the
+    /// guest wrote.
     fn forget_pages(&self) {
         if let Self::Itself(file) = self {
             if let Err(e) = file.sync_all() {
@@ -122,7 +124,7 @@ impl AsFd for BlockDevice {
     }
 }
 
-/// Opens what the kernel needs to serve `disk` as `spec` asks.
+/// Opens the files that the kernel needs to serve `disk` as `spec` demands.
 ///
 /// # Errors
 /// The reason why the kernel cannot serve it, in words.

@@ -1,8 +1,9 @@
-//! Where a ring of the kernel notes what it has in flight, and what it begins with.
+//! The in-flight record of a ring of the kernel, and the requests that the ring starts with.
 //!
-//! The session reads the in-flight region first, as for a ring that this process serves. That repairs the region and lists the
-//! requests of a former daemon. The kernel then continues with the region, and starts these requests before it takes others.
-//! Called by the session thread. What must never happen: the region or the list unmapped while the ring runs.
+//! The session reads the in-flight region first, as for a ring that this process serves. That
+//! repairs the region and lists the requests of a former daemon. The kernel then continues with the
+//! region, and starts these requests before it takes others. The session thread calls this module.
+//! The region and the list must stay mapped while the ring runs.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,22 +12,24 @@ use vhost_kernel::Vhost;
 use virtio::inflight::{Replay, SplitNotes};
 use virtio::vhost::BlkVringInflight;
 
-/// `flags` and `idx` of a `struct vring_avail`, in front of its ring.
+/// Number of 16-bit fields (`flags` and `idx`) of a `struct vring_avail` in front of its ring.
 const AVAIL_HEADER: usize = 2;
 
-/// What the kernel has addresses of while a tracked ring runs.
+/// The memory that the kernel has addresses of while a tracked ring runs.
 pub(super) struct TrackedRing {
     notes: SplitNotes,
-    /// A `struct vring_avail` whose ring has the heads of requests to begin again.
+    /// A `struct vring_avail` whose ring has the heads of the requests to start again.
     replays: Vec<u16>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: only the kernel writes to the region while this value lives (`tell`); this type only reads the address as a number.
+// SAFETY: only the kernel writes to the region while this value lives (`tell`); this type only
+// reads the address as a number.
 unsafe impl Send for TrackedRing {}
 
 impl TrackedRing {
-    /// `keep` keeps the region of `notes` mapped; `replays` are the requests that were in flight, in their order.
+    /// Makes the value from `notes` and from `replays`, the requests that were in flight, in their
+    /// order. `keep` keeps the region of `notes` mapped.
     pub(super) fn new(notes: SplitNotes, replays: &[Replay], keep: Arc<dyn Any + Send + Sync>) -> Self {
         let heads = replays.iter().map(|replay| replay.head().id);
         let replays = std::iter::repeat_n(0, AVAIL_HEADER).chain(heads).collect();
@@ -46,7 +49,7 @@ impl TrackedRing {
     }
 }
 
-/// The argument for a ring that notes nothing.
+/// Returns the argument for a ring that records nothing.
 fn nothing(ring: u32) -> BlkVringInflight {
     BlkVringInflight {
         size: size_of::<BlkVringInflight>() as u32,
@@ -55,7 +58,7 @@ fn nothing(ring: u32) -> BlkVringInflight {
     }
 }
 
-/// Whether the module can note requests at all. Old modules cannot.
+/// Returns whether the module can record requests in flight. Old modules cannot.
 pub(super) fn is_offered(device: &Vhost) -> bool {
     // SAFETY: the argument names no region, so the kernel gets no address.
     unsafe { device.blk_set_vring_inflight(&nothing(0)) }.is_ok()
@@ -64,14 +67,16 @@ pub(super) fn is_offered(device: &Vhost) -> bool {
 /// Tells the kernel how a stopped ring is tracked from its next start on.
 ///
 /// # Safety
-/// `tracked` stays as long as the ring runs, and nothing else writes to its part of the region meanwhile.
+/// `tracked` lives as long as the ring runs, and nothing else writes to its part of the region in
+/// that time.
 pub(super) unsafe fn tell(
     device: &Vhost,
     ring: u32,
     tracked: Option<&TrackedRing>,
 ) -> vhost_kernel::Result<()> {
     let told = tracked.map_or_else(|| nothing(ring), |tracked| tracked.told(ring));
-    // SAFETY: the addresses lead into `tracked`, which the caller keeps; the caller says that only the kernel writes there.
+    // SAFETY: the addresses point into `tracked`, which the caller keeps. The caller promises that
+    // only the kernel writes there.
     unsafe { device.blk_set_vring_inflight(&told) }
 }
 

@@ -1,15 +1,17 @@
-//! The kernel engine: virtqueues of a front end that are handed over to `/dev/vhost-blk` or `/dev/vhost-net`.
+//! The kernel engine: virtqueues of a front end that `/dev/vhost-blk` or `/dev/vhost-net` serves.
 //!
-//! This process stays the vhost-user back end: it negotiates, maps the guest's memory and answers for the configuration space.
-//! What the front end says of its rings is translated and passed on, and no request comes to this process. An export opens its
-//! devices once and keeps them over front ends that come and go. The same holds for the workers: they are tasks of the kernel in
-//! this process, and in the same list as the workers of this process.
+//! This process remains the vhost-user back end: it negotiates, maps the guest's memory and serves
+//! the configuration space. It translates the front end's messages about rings and passes them to
+//! the kernel. No request reaches this process. An export opens its devices once and keeps them
+//! while front ends connect and disconnect. It keeps the workers, too. They are tasks of the kernel
+//! in this process, and in the same list as the other workers.
 //!
-//! A queue is what users see and attach: a ring of a disk, or the two rings of a network's queue pair. Rings are counted as
-//! the front end counts them. [`RingServer`] is what a session asks for; control threads attach queues, make workers and read
-//! counters.
+//! A queue is the unit that users see and attach: a ring of a disk, or the two rings of a network's
+//! queue pair. Rings have the front end's numbers. A session uses [`RingServer`]. Control threads
+//! attach queues, make workers and read counters.
 //!
-//! What must never happen: guest memory unmapped while the kernel has a request in flight there. [`RingServer::stop`] drains.
+//! Guest memory must stay mapped while the kernel has a request in flight there.
+//! [`RingServer::stop`] drains.
 //!
 //! ```no_run
 //! use vshunt_block::Disk;
@@ -55,24 +57,26 @@ use self::workers::CONTROL_WAIT_MAX;
 
 /// The queues of one export, served by the kernel.
 ///
-/// Lock order: slots by index, then the lock of calls that wait for a disk, then the workers' list, then what a disk's workers
-/// keep. The session thread takes the first two without a limit, since it has nothing else to do. A slot or the lock of calls
-/// may be held for as long as a disk does not answer, so control threads take them with a limit.
+/// Lock order: slots by index, then the lock of calls that wait for a disk, then the workers' list,
+/// then the list of a disk's workers. The session thread takes the first two without a limit,
+/// because it has no other task. A slot or the lock of calls may be held for as long as a disk does
+/// not answer, so control threads take them with a limit.
 pub struct KernelQueues {
-    // Fixed.
+    // Constant.
     name: String,
     device: KernelDevice,
     features: u64,
     workers: Arc<Workers>,
-    /// The kernel signals one when it finds the ring broken.
+    /// One eventfd for each ring. The kernel signals it when it finds the ring broken.
     alarms: Vec<OwnedFd>,
-    // Any thread's.
+    // Used by any thread.
     slots: Vec<Mutex<RingSlot>>,
     placement: Placement,
 }
 
 impl KernelQueues {
-    /// Takes the device for a disk's export with `queues` queues. All of them are on its first worker, which is made with it.
+    /// Sets up the device for a disk's export with `queues` queues. All of them are on its first
+    /// worker, which is made with it.
     ///
     /// # Errors
     /// The kernel's. The plan may be outdated.
@@ -87,7 +91,7 @@ impl KernelQueues {
         Self::with_device(export, KernelDevice::Disk(served), queues, workers)
     }
 
-    /// Takes the devices for a network's export, one for each queue pair, each with its worker.
+    /// Sets up the devices for a network's export, one for each queue pair, each with its worker.
     ///
     /// # Errors
     /// The kernel's.
@@ -103,7 +107,7 @@ impl KernelQueues {
         queues: u16,
         workers: &Arc<Workers>,
     ) -> Result<Arc<Self>> {
-        // On an error from here on, dropping it undoes what was done.
+        // On an error from here on, dropping the set undoes the steps so far.
         let mut set = Self {
             name: export.to_owned(),
             device,
@@ -131,37 +135,39 @@ impl KernelQueues {
         Ok(Arc::new(set))
     }
 
-    /// The virtio features that the kernel's device has.
+    /// Returns the virtio features of the kernel's device.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// How many queues.
+    /// Returns the number of queues.
     pub fn len(&self) -> u16 {
         self.placement.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no queues.
     pub fn is_empty(&self) -> bool {
         self.placement.is_empty()
     }
 
-    /// Counters of a queue, as they are now.
+    /// Returns the counters of a queue, updated.
     pub fn stats(&self, index: u16) -> &Arc<QueueStats> {
         self.device.count(index);
         self.device.stats(index)
     }
 
-    /// The worker that a queue is attached to, and how often the queue was attached.
+    /// Returns the worker that a queue is attached to, and how often the queue was attached.
     pub fn placement(&self, index: u16) -> (WorkerId, u32) {
         self.placement.get(index)
     }
 
-    /// Attaches a queue to a worker of the kernel, whole or not at all. Requests in flight continue.
+    /// Attaches a queue to a worker of the kernel, or leaves everything as it is. Requests in
+    /// flight continue.
     ///
     /// # Errors
-    /// There is no such queue or worker, or the worker is not for this queue. [`Busy`](vshunt_types::error::Kind::Busy): a queue of
-    /// this export is about to stop, and waits for its disk longer than `timeout`.
+    /// There is no such queue or worker, or the worker is not for this queue.
+    /// [`Busy`](vshunt_types::error::Kind::Busy): a queue of this export is about to stop, and
+    /// waits for its disk longer than `timeout`.
     pub fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         self.placement.check(&self.name, index)?;
         let ring = index * self.device.rings_per_queue();
@@ -191,7 +197,7 @@ impl KernelQueues {
         self.device.new_worker(&self.workers, name, settings)
     }
 
-    /// Keeps a worker on one CPU.
+    /// Pins a worker to one CPU.
     ///
     /// # Errors
     /// The system's.
@@ -199,17 +205,17 @@ impl KernelQueues {
         self.workers.set(worker, None, &Settings { cpu: Some(vec![cpu]), ..Settings::default() })
     }
 
-    /// The worker that a queue began on.
+    /// Returns the worker that a queue started on.
     pub fn first_worker(&self, index: u16) -> WorkerId {
         self.device.first_worker(index)
     }
 
-    /// Calls a function while nothing is in flight on any queue. Waits until `until` for other threads that stop a queue; the
-    /// wait for requests in flight has no limit.
+    /// Calls a function while nothing is in flight on any queue. Waits until `until` for other
+    /// threads that stop a queue; the wait for requests in flight has no limit.
     ///
     /// # Errors
-    /// [`Busy`](vshunt_types::error::Kind::Busy): other threads were not ready at `until`, and the function was not called. The
-    /// system's, if the disk's new size is not known.
+    /// [`Busy`](vshunt_types::error::Kind::Busy): other threads were not ready at `until`, and the
+    /// function was not called. The system's, if the disk's new size is not known.
     pub fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         let rings = 0..self.slots.len() as u16;
         let slots = rings.map(|ring| self.slot_until(ring, until)).collect::<Result<Vec<_>>>()?;
@@ -218,19 +224,20 @@ impl KernelQueues {
         running().for_each(|(_, ring)| self.drain(ring));
         let result = f();
         let learnt = self.device.learn_size();
-        // A broken ring stands until its guest resets it.
+        // A broken ring stays stopped until its guest resets it.
         let broken = |ring| self.device.stats(self.queue_index(ring)).state() == State::Broken;
         for (_, ring) in running().filter(|(_, ring)| !broken(*ring)) {
             if let Err(e) = self.device.run(ring, true) {
                 tracing::error!("{}: ring {ring} cannot continue: {e}", self.name);
-                // As if the kernel had found the ring broken: the session then reports it.
+                // The alarm is signalled as if the kernel had found the ring broken. The session
+                // then reports it.
                 self.signal_alarm(ring);
             }
         }
         learnt.map(|()| result)
     }
 
-    /// Takes note that the image has another size.
+    /// Reads the size of the image again.
     ///
     /// # Errors
     /// The system's.
@@ -238,12 +245,12 @@ impl KernelQueues {
         self.device.learn_size()
     }
 
-    /// The queue of a ring.
+    /// Returns the queue of a ring.
     fn queue_index(&self, ring: u16) -> u16 {
         ring / self.device.rings_per_queue()
     }
 
-    /// Whether a ring is the first one of its queue, which stands for the queue.
+    /// Returns whether a ring is the first one of its queue. That ring stands for the queue.
     fn is_first(&self, ring: u16) -> bool {
         ring.is_multiple_of(self.device.rings_per_queue())
     }
@@ -252,7 +259,7 @@ impl KernelQueues {
         self.slots[usize::from(ring)].locked()
     }
 
-    /// A slot for a control thread, which gives up at `until`. The error names the ring.
+    /// Locks a slot for a control thread, which gives up at `until`. The error names the ring.
     fn slot_until(&self, ring: u16, until: Instant) -> Result<MutexGuard<'_, RingSlot>> {
         lock_until(&self.slots[usize::from(ring)], until).ok_or_else(|| {
             Error::busy(format!(
@@ -263,12 +270,13 @@ impl KernelQueues {
         })
     }
 
-    /// The lock of calls that may wait for the disk.
+    /// Takes the lock of calls that may wait for the disk.
     fn disk_calls(&self) -> Option<MutexGuard<'_, ()>> {
         self.device.disk_calls().map(|lock| lock.locked())
     }
 
-    /// The lock of calls that may wait for the disk, for a control thread, which gives up at `until`. The error names the export.
+    /// Takes the lock of calls that may wait for the disk, for a control thread, which gives up at
+    /// `until`. The error names the export.
     fn disk_calls_until(&self, until: Instant) -> Result<Option<MutexGuard<'_, ()>>> {
         let Some(lock) = self.device.disk_calls() else { return Ok(None) };
         lock_until(lock, until).map(Some).ok_or_else(|| {
@@ -283,9 +291,11 @@ impl KernelQueues {
         self.placement.note(self.queue_index(ring), slot.worker, slot.generation);
     }
 
-    /// Returns when nothing is in flight on a ring. The caller holds the lock of calls that may wait for the disk.
+    /// Stops a ring, and returns when nothing of it is in flight. The caller holds the lock of
+    /// calls that may wait for the disk.
     ///
-    /// If the ring cannot be stopped, nobody knows whether the kernel still writes to guest memory. The process ends then.
+    /// If the ring cannot be stopped, the kernel may still write to guest memory. The process then
+    /// ends.
     fn drain(&self, ring: u16) {
         if let Err(e) = self.device.run(ring, false) {
             tracing::error!("ring {ring} of {} cannot be stopped: {e}; ending at once", self.name);

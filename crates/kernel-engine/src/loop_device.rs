@@ -1,5 +1,5 @@
-//! An image file as a block device: a loop device of ours, which the kernel takes away when its last user is gone, also
-//! where we die without a word.
+//! An image file as a block device: a loop device that the kernel removes when its last user has
+//! closed it, also after a kill of this process.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -18,7 +18,7 @@ const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 const LO_NAME_SIZE: usize = 64;
 
-/// How often another program may be quicker to take the device that was free.
+/// How often another program may take the free device first.
 const TRIES: u32 = 64;
 
 /// struct loop_info64
@@ -50,21 +50,21 @@ struct LoopConfig {
 
 const _: () = assert!(size_of::<LoopInfo64>() == 232 && size_of::<LoopConfig>() == 304);
 
-/// See the module.
+/// A loop device; see the module.
 pub(super) struct LoopDevice {
     file: File,
     path: PathBuf,
 }
 
 impl LoopDevice {
-    /// A device for `image`, of `block_size` bytes a logical block.
+    /// Makes a device for `image`, with logical blocks of `block_size` bytes.
     ///
     /// # Errors
-    /// What went wrong with which file of the system's.
+    /// What went wrong with which file of the system.
     pub(super) fn new(image: &File, readonly: bool, direct: bool, block_size: u32) -> Result<Self, String> {
         let at = "/dev/loop-control";
         let control = open(Path::new(at), true).map_err(|e| format!("cannot open {at}: {e}"))?;
-        // What tools show for it.
+        // The name that tools show for the device.
         let name = std::fs::read_link(format!("/proc/self/fd/{}", image.as_raw_fd())).unwrap_or_default();
         let mut flags = LO_FLAGS_AUTOCLEAR;
         flags |= if readonly { LO_FLAGS_READ_ONLY } else { 0 };
@@ -80,16 +80,16 @@ impl LoopDevice {
         Err("other programs took each loop device that was free; try again".to_owned())
     }
 
-    /// Takes note of the image's size.
+    /// Makes the kernel read the image's size again.
     pub(super) fn learn_size(&self) -> io::Result<()> {
-        // SAFETY: a call without an argument.
+        // SAFETY: the call has no argument.
         match unsafe { libc::ioctl(self.file.as_raw_fd(), LOOP_SET_CAPACITY) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Where it is.
+    /// Returns the path of the device.
     pub(super) fn path(&self) -> &PathBuf {
         &self.path
     }
@@ -101,9 +101,9 @@ impl AsFd for LoopDevice {
     }
 }
 
-/// A device that is not in use; it may be by the time that it is configured.
+/// Returns a device that is not in use. Another program may take it before it is configured.
 fn free(control: &File, readonly: bool) -> Result<(File, PathBuf), String> {
-    // SAFETY: a call without an argument.
+    // SAFETY: the call has no argument.
     let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
     if number < 0 {
         return Err(format!("no loop device can be had: {}", io::Error::last_os_error()));
@@ -113,7 +113,8 @@ fn free(control: &File, readonly: bool) -> Result<(File, PathBuf), String> {
     file.map(|file| (file, path.clone())).map_err(|e| format!("cannot open {}: {e}", path.display()))
 }
 
-/// Opens a device which the sandbox, for one that may be made only now, has no rule for.
+/// Opens a device by an errand. The sandbox has no rule for it, because the device may not have
+/// existed before.
 fn open(path: &Path, write: bool) -> io::Result<File> {
     sandbox::errand(|| OpenOptions::new().read(true).write(write).open(path))?
 }
@@ -127,7 +128,7 @@ fn configure(device: &File, image: &File, name: &Path, flags: u32, block_size: u
     for (to, from) in config.info.file_name[..LO_NAME_SIZE - 1].iter_mut().zip(name.as_os_str().as_bytes()) {
         *to = *from;
     }
-    // SAFETY: the kernel reads the struct and keeps nothing of it but a reference to the file.
+    // SAFETY: the kernel reads the struct and keeps nothing of it except a reference to the file.
     match unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &config) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

@@ -1,8 +1,10 @@
-//! A network served by the kernel: `/dev/vhost-net` between a guest's queue pairs and the queues of a tap.
+//! A network served by the kernel: `/dev/vhost-net` between a guest's queue pairs and the queues of
+//! a tap.
 //!
-//! Each pair has an open `/dev/vhost-net` of its own, hence a worker of its own: the device makes one with its owner and
-//! offers no call to make, move or free workers (ENOTTY), so that is how there are several. Ring 0 of such a device is the
-//! guest's receive ring, 1 its transmit ring; a ring runs while it has the tap's queue as its backend.
+//! Each pair has an open `/dev/vhost-net` of its own, and so a worker of its own. The device makes
+//! one worker with its owner, and has no call to make, move or free workers (ENOTTY). Several
+//! workers therefore need several devices. Ring 0 of such a device is the guest's receive ring,
+//! ring 1 its transmit ring. A ring runs while it has the tap's queue as its backend.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -24,28 +26,30 @@ const DEVICE: &str = "/dev/vhost-net";
 /// Rings of one device: receive and transmit.
 const RINGS: u16 = 2;
 
-/// What is passed on of what the device has. ACCESS_PLATFORM needs an IOTLB, of which the front-end tells us nothing; bit 27
-/// (VHOST_NET_F_VIRTIO_NET_HDR here, ANY_LAYOUT elsewhere) would have vhost-net make the headers that the tap makes.
+/// Features of the device that are offered to the guest. ACCESS_PLATFORM needs an IOTLB, of which
+/// the front end tells this process nothing. With bit 27 (VHOST_NET_F_VIRTIO_NET_HDR here,
+/// ANY_LAYOUT elsewhere) vhost-net would make the headers that the tap makes.
 const PASSED_ON: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
     | bit(VIRTIO_RING_F_INDIRECT_DESC)
     | bit(VIRTIO_RING_F_EVENT_IDX)
     | bit(VIRTIO_F_VERSION_1)
     | bit(VHOST_F_LOG_ALL);
 
-/// What the kernel needs to serve a network, opened.
+/// The opened files that the kernel needs to serve a network.
 pub struct NetPlan {
     tap: Arc<Tap>,
     pairs: Vec<(Vhost, Arc<TapQueue>)>,
 }
 
 impl NetPlan {
-    /// Queue pairs.
+    /// Returns the number of queue pairs.
     pub fn pairs(&self) -> u16 {
         self.pairs.len() as u16
     }
 }
 
-/// Opens what the kernel needs to serve `tap` with `pairs` queue pairs, as `spec` asks.
+/// Opens the files that the kernel needs to serve `tap` with `pairs` queue pairs, as `spec`
+/// demands.
 ///
 /// # Errors
 /// The reason why the kernel cannot serve it, in words.
@@ -59,7 +63,8 @@ pub fn plan_net(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> std::result::R
         _ => {}
     }
     let mut plan = NetPlan { tap: tap.clone(), pairs: Vec::new() };
-    // The device first: if it is missing, that is the reason to report, whatever the state of the tap.
+    // The device is opened first. If it is missing, that is the reason to report, whatever the
+    // state of the tap.
     let open = || Vhost::open(DEVICE).map_err(|e| e.to_string());
     let first = open()?;
     let queues = tap.queues(pairs).map_err(|e| e.to_string())?;
@@ -86,7 +91,7 @@ pub(super) struct ServedNet {
     pairs: Vec<KernelPair>,
 }
 
-/// The worker of a pair. It ends with its device, which the export has.
+/// The worker of a pair. It ends with its device, which the export keeps open.
 struct PairWorker {
     export: String,
 }
@@ -100,14 +105,14 @@ impl KernelWorker for PairWorker {
         Ok(())
     }
 
-    /// The kernel counts nothing there.
+    /// The kernel does not count there.
     fn requests(&self) -> u64 {
         0
     }
 }
 
 impl ServedNet {
-    /// Takes the devices for an export, each with its worker.
+    /// Sets up the devices for an export, each with its worker.
     pub(super) fn new(export: &str, plan: NetPlan, workers: &Arc<Workers>) -> Result<Self> {
         let NetPlan { tap, pairs } = plan;
         let mut served = Self { export: export.to_owned(), tap, pairs: Vec::new() };
@@ -138,7 +143,7 @@ impl ServedNet {
         self.devices().try_fold(PASSED_ON, |all, device| Ok(all & device.features()?))
     }
 
-    /// Gives the tap the headers and offloads that the guest agreed on.
+    /// Sets the headers and offloads that the guest accepted on the tap.
     pub(super) fn negotiated(&self, features: u64) -> std::result::Result<(), String> {
         negotiated::agree(&self.tap, features).map(drop)
     }
@@ -148,7 +153,8 @@ impl ServedNet {
         pair.device.net_set_backend((ring % RINGS).into(), on.then(|| pair.queue.as_fd()))
     }
 
-    /// The tap sends frames to queues that are attached; a queue that nobody empties would swallow its share.
+    /// The tap sends frames to attached queues. A queue that is never emptied would lose its share
+    /// of them.
     pub(super) fn open(&self, ring: u16, on: bool) -> Result<()> {
         let queue = &self.pair(ring).queue;
         match (ring % RINGS, on) {

@@ -1,4 +1,4 @@
-//! The rings of the kernel, as a session asks for them: memory, features, starts and stops.
+//! The rings of the kernel as a session uses them: memory, features, starts and stops.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -17,28 +17,28 @@ use vshunt_virtqueue::{RingAreas, RingServer, RingStart};
 use super::KernelQueues;
 use super::inflight::TrackedRing;
 
-/// vhost's default of its parameter max_mem_regions.
+/// Default of vhost's parameter max_mem_regions.
 const REGIONS_DEFAULT: u64 = 64;
 
-/// One ring. Its lock is held over a whole start, stop or attach, so that these exclude one another. The first ring of a queue
-/// says where the queue is.
+/// One ring. The lock is held for a whole start, stop or attach, so that these exclude one another.
+/// The first ring of a queue contains the queue's worker.
 pub(super) struct RingSlot {
     pub(super) worker: WorkerId,
     pub(super) running: bool,
-    /// Times it was started, or attached while it ran.
+    /// How often it was started, or attached while it ran.
     pub(super) generation: u32,
-    /// What the kernel has addresses of while it runs.
+    /// The memory that the kernel has addresses of while the ring runs.
     tracked: Option<TrackedRing>,
 }
 
 impl RingSlot {
-    /// A ring that does not run.
+    /// Makes a ring that does not run.
     pub(super) fn new(worker: WorkerId) -> Self {
         Self { worker, running: false, generation: 0, tracked: None }
     }
 }
 
-/// A ring's addresses as the kernel takes them.
+/// Returns a ring's addresses as the kernel takes them.
 fn addresses(index: u32, areas: &RingAreas) -> VringAddr {
     let [desc, driver, device] =
         [areas.addrs.desc, areas.addrs.driver, areas.addrs.device].map(|at| at.addr() as u64);
@@ -54,7 +54,7 @@ fn addresses(index: u32, areas: &RingAreas) -> VringAddr {
 
 impl KernelQueues {
     fn with_devices(&self, call: impl Fn(&Vhost) -> vhost_kernel::Result<()>) -> Result<(), String> {
-        // Switching the log waits for what is in flight.
+        // A change of the log waits for requests in flight.
         let _calls = self.disk_calls();
         self.device.devices().into_iter().try_for_each(|device| call(device).map_err(|e| e.to_string()))
     }
@@ -67,8 +67,9 @@ impl KernelQueues {
             ..MemoryRegion::default()
         };
         let regions: Vec<_> = mem.regions().iter().map(region).collect();
-        // SAFETY: each region is a shared mapping that `mem` keeps; this process has raw pointers to it only. The session keeps
-        // `mem` until it has handed over another memory, and stops all rings before that.
+        // SAFETY: each region is a shared mapping that `mem` keeps, and this process has only raw
+        // pointers to it. The session keeps `mem` until it has set another memory table, and stops
+        // all rings before that.
         self.with_devices(|device| unsafe { device.set_mem_table(&regions) })
     }
 
@@ -81,10 +82,10 @@ impl KernelQueues {
         let _ = rustix::io::write(&self.alarms[usize::from(ring)], &1u64.to_ne_bytes());
     }
 
-    /// Tells the kernel all that it has to know of a ring that does not run.
+    /// Tells the kernel all about a ring that does not run.
     ///
     /// # Safety
-    /// As for [`RingServer::start`]; `tracked` stays as long as the ring runs.
+    /// That of [`RingServer::start`]. `tracked` lives as long as the ring runs.
     unsafe fn set_up(
         &self,
         ring: u16,
@@ -95,13 +96,14 @@ impl KernelQueues {
         let (device, at) = self.device.of(ring);
         device.set_vring_num(at, start.areas.size.into())?;
         device.set_vring_base(at, base)?;
-        // SAFETY: the areas lie in the memory that the kernel was told of last, as the caller of `start` promises.
+        // SAFETY: the areas are in the memory that the kernel was told of last, as the caller of
+        // `start` promises.
         unsafe { device.set_vring_addr(&addresses(at, &start.areas)) }?;
         device.set_vring_call(at, start.call.as_ref().map(|call| call.as_fd()))?;
         device.set_vring_err(at, Some(self.alarms[usize::from(ring)].as_fd()))?;
         device.set_vring_kick(at, Some(start.kick.as_fd()))?;
-        // SAFETY: the caller of `start` promises that nothing else writes to the region; `start` keeps `tracked` in the ring's
-        // slot while the ring runs.
+        // SAFETY: the caller of `start` promises that nothing else writes to the region. `start`
+        // keeps `tracked` in the ring's slot while the ring runs.
         unsafe { self.device.track(ring, tracked) }
     }
 }
@@ -131,8 +133,8 @@ impl RingServer for KernelQueues {
         }
         let mut slot = self.slot(ring);
         debug_assert!(!slot.running);
-        // SAFETY: the caller promises what `set_up` asks for; the slot keeps `tracked` below, and if the ring does not start the
-        // kernel does not use it.
+        // SAFETY: the caller promises what `set_up` requires. The slot keeps `tracked` below, and
+        // if the ring does not start, the kernel does not use it.
         let told = unsafe { self.set_up(ring, start.vring.base(), &start, tracked.as_ref()) };
         told.map_err(|e| e.to_string())?;
         self.device.open(ring, true).map_err(|e| e.to_string())?;
@@ -152,7 +154,8 @@ impl RingServer for KernelQueues {
         Ok(())
     }
 
-    /// The kernel keeps requests of a ring that is switched off, and kicks follow the ring's memory: both flags mean nothing.
+    /// Both flags have no effect: the kernel keeps requests of a ring that is switched off, and
+    /// kicks are in the ring's memory.
     fn stop(&self, ring: u16, _discard: bool, _hand_over: bool) -> Option<u32> {
         let mut slot = self.slot(ring);
         if !std::mem::take(&mut slot.running) {
@@ -162,7 +165,7 @@ impl RingServer for KernelQueues {
         self.drain(ring);
         drop(calls);
         slot.tracked = None;
-        // What was signalled for this ring is not for the next one.
+        // A signal for this ring must not count for the next one.
         self.clear_alarm(ring);
         if self.is_first(ring) {
             self.device.stats(self.queue_index(ring)).set_state(State::Stopped);
@@ -185,7 +188,8 @@ impl RingServer for KernelQueues {
         if let Err(e) = self.device.open(ring, false) {
             tracing::warn!("{}: {e}", self.name);
         }
-        // Kicks of a guest that stopped the ring wake nobody, and no descriptor of a front end that has gone is kept open.
+        // Kicks of a guest that stopped the ring then wake no worker, and no descriptor of a former
+        // front end stays open.
         let (device, at) = self.device.of(ring);
         for dropped in
             [device.set_vring_kick(at, None), device.set_vring_call(at, None), device.set_vring_err(at, None)]
@@ -206,7 +210,8 @@ impl RingServer for KernelQueues {
         Ok(())
     }
 
-    /// Changes whether the ring's own writes are logged. The features say whether writes to buffers are.
+    /// Changes whether the ring's own writes are logged. The features decide whether writes to
+    /// buffers are logged.
     unsafe fn set_log(
         &self,
         ring: u16,
@@ -216,7 +221,8 @@ impl RingServer for KernelQueues {
     ) -> Result<(), String> {
         let _slot = self.slot(ring);
         let (device, at) = self.device.of(ring);
-        // SAFETY: the caller promises that the areas lie in the memory that the kernel was told of last.
+        // SAFETY: the caller promises that the areas are in the memory that the kernel was told of
+        // last.
         unsafe { device.set_vring_addr(&addresses(at, &areas)) }.map_err(|e| e.to_string())
     }
 
@@ -246,7 +252,7 @@ impl RingServer for KernelQueues {
 
     fn set_memory(&self, mem: &GuestMemory, old: &GuestMemory) -> Result<(), String> {
         self.tell_memory(mem).inspect_err(|_| {
-            // Of several devices some may have taken the new memory.
+            // Some of several devices may have taken the new memory.
             if let Err(e) = self.tell_memory(old) {
                 tracing::error!("{}: the kernel does not take the memory back that it had: {e}", self.name);
             }
@@ -254,8 +260,8 @@ impl RingServer for KernelQueues {
     }
 
     unsafe fn set_log_base(&self, at: *mut u8) -> Result<(), String> {
-        // SAFETY: the caller promises a mapping that is long enough, has no references, and stays while the features include
-        // VHOST_F_LOG_ALL.
+        // SAFETY: the caller promises a mapping that is long enough, has no references, and stays
+        // while the features include VHOST_F_LOG_ALL.
         self.with_devices(|device| unsafe { device.set_log_base(at.addr() as u64) })
     }
 

@@ -1,8 +1,8 @@
 //! Workers of the kernel engine: vhost tasks of a device, and which queue of a disk is on which.
 //!
-//! The kernel makes one with the device's owner and others when asked, and names them by small numbers of the device's
-//! own; to users they have ids in the list of all workers. They are threads of our process, so that pinning them,
-//! their nice value and their CPU time are as for any thread.
+//! The kernel makes one worker with the device's owner, and others when asked. It gives them small
+//! numbers that hold for the device. For users they have ids in the list of all workers. They are
+//! threads of this process, so CPUs, nice value and CPU time work as for any thread.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,12 +20,15 @@ use vshunt_types::error::{Error, Result};
 /// The number of the worker that comes with the owner.
 const DEFAULT: u32 = 0;
 
-/// The most that a control thread waits for calls of others that wait for the disk.
+/// Longest wait of a control thread for calls of other threads that wait for the disk.
 pub(super) const CONTROL_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// The device's workers and what its queues count. `list` guards itself and the order in which counters are read; it is
-/// held for calls that return at once. `disk_calls` guards nothing here: while it is held the kernel may be waiting for the disk with
-/// the device's own lock taken, and a call that needs that lock would wait as well, in a state that no signal ends.
+/// The device's workers and the counters of its queues.
+///
+/// `list` guards itself and the order in which counters are read. It is held for calls that return
+/// at once. `disk_calls` guards no data. While it is held, the kernel may wait for the disk and
+/// hold the device's own lock. A call that needs the kernel's lock would wait, too, in a state that
+/// no signal ends.
 pub(super) struct DiskWorkers {
     export: String,
     device: Arc<Vhost>,
@@ -37,13 +40,13 @@ pub(super) struct DiskWorkers {
 
 #[derive(Default)]
 struct WorkerList {
-    /// The kernel's numbers of our ids.
+    /// The kernel's numbers of the workers.
     numbers: BTreeMap<WorkerId, u32>,
-    /// Requests completed, by our ids.
+    /// Requests completed, by worker.
     done: BTreeMap<WorkerId, u64>,
-    /// Where each queue is, and how much of what it completed is in `done`.
+    /// The worker of each queue, and how many of its completed requests are counted in `done`.
     queues: Vec<(WorkerId, u64)>,
-    /// The kernel's number of the worker that the device's other rings are attached to, which nobody uses.
+    /// The kernel's number of the worker that the device's unused rings are attached to.
     parked: u32,
 }
 
@@ -86,15 +89,16 @@ impl KernelWorker for DiskWorker {
 
 /// Makes this process the device's owner, with workers that are its threads.
 pub(super) fn own(device: &Vhost) -> vhost_kernel::Result<()> {
-    // Where there is no such call they are, or the kernel's parameter says otherwise: `adopt` finds out.
+    // If the call is missing, workers are threads of this process anyway, or the kernel's parameter
+    // decides. `adopt` finds out.
     if let Err(e) = device.set_fork_from_owner() {
         tracing::debug!("{e}");
     }
     device.set_owner()
 }
 
-/// Takes in a worker that the kernel makes because of `call`, which has the kernel's number of it to give; `undo` unmakes
-/// it, and `worker` is told its id and that number.
+/// Adds a worker that the kernel makes because of `call`, which returns the kernel's number of it.
+/// `undo` frees it. `worker` gets its id and that number.
 pub(super) fn adopt(
     export: &str,
     workers: &Workers,
@@ -109,7 +113,7 @@ pub(super) fn adopt(
         let before = vhost_threads();
         let number = call().map_err(|e| cannot(export, &e))?;
         let new = vhost_threads().difference(&before).copied().next();
-        // In kthread mode it is no thread of ours.
+        // In kthread mode the worker is not a thread of this process.
         let tid = new.ok_or_else(|| {
             undo(number);
             Error::unsupported(format!(
@@ -132,17 +136,19 @@ fn cannot(export: &str, e: &vhost_kernel::Error) -> Error {
     }
 }
 
-/// Held while the kernel makes a worker, where its name does not say who asked: the thread that is new then is that one.
+/// Held while the kernel makes a worker, if the worker's name does not say which thread asked. The
+/// new thread is then that worker.
 static MAKING: Mutex<()> = Mutex::new(());
 
-/// Whether threads have the numbers that the kernel names its workers by: not in a container. (The number of the outermost
-/// PID namespace is fixed: PROC_PID_INIT_INO.)
+/// Returns whether thread ids here are the numbers in the kernel's names of its workers. They are
+/// not in a container. The inode number of the outermost PID namespace is fixed
+/// (PROC_PID_INIT_INO).
 fn numbers_are_the_kernels() -> bool {
     fs::read_link("/proc/self/ns/pid").is_ok_and(|ns| ns.as_os_str() == "pid:[4026531836]")
 }
 
-/// Threads of this process that the kernel made because this thread asked, `vhost-TID`; because any did, where numbers are
-/// not the kernel's.
+/// Returns the threads of this process that the kernel made because this thread asked
+/// (`vhost-TID`). If thread ids are not the kernel's, returns those that any thread asked for.
 fn vhost_threads() -> BTreeSet<i32> {
     let asker = numbers_are_the_kernels().then(|| rustix::thread::gettid().to_string());
     let is_one = |tid: &i32| {
@@ -177,7 +183,7 @@ impl DiskWorkers {
         Ok(this)
     }
 
-    /// Makes another one.
+    /// Makes another worker.
     pub(super) fn make(
         self: &Arc<Self>,
         workers: &Workers,
@@ -209,14 +215,16 @@ impl DiskWorkers {
         &self.disk_calls
     }
 
-    /// The kernel attaches every ring that a device can have to the first worker, and frees none that a ring is attached to:
-    /// before the worker `number` is freed, rings that no queue uses go to another one.
+    /// Moves the rings that no queue uses off the worker `number`, so that it can be freed. The
+    /// kernel attaches every ring that a device can have to the first worker, and frees no worker
+    /// with rings.
     fn park_elsewhere(&self, number: u32) -> vhost_kernel::Result<()> {
         let mut list = self.list();
         if list.parked != number {
             return Ok(());
         }
-        // That of a queue stays for longest. A worker without queues is the only one left when the device ends.
+        // The worker of a queue exists longest. When the device ends, only one worker without
+        // queues is left.
         let homes = list.queues.iter().filter_map(|(worker, _)| list.numbers.get(worker));
         let Some(other) = homes.chain(list.numbers.values()).copied().find(|&other| other != number) else {
             return Ok(());
@@ -231,7 +239,7 @@ impl DiskWorkers {
         self.list.locked()
     }
 
-    /// The worker that came with the device.
+    /// Returns the worker that came with the device.
     pub(super) fn first(&self) -> WorkerId {
         *self.first.get().expect("set before anyone else has it")
     }
@@ -240,9 +248,10 @@ impl DiskWorkers {
         &self.stats[usize::from(index)]
     }
 
-    /// Brings a queue's counters up to date, and its worker's.
+    /// Updates the counters of a queue and of its worker.
     pub(super) fn count(&self, index: u16) {
-        // Within the lock: what was read first is entered first.
+        // The lock is held from here on, so that values are entered in the order in which they were
+        // read.
         let mut list = self.list();
         let Ok(now) = self.device.blk_vring_stats(index.into()) else { return };
         let stats = self.stats(index);
@@ -254,7 +263,7 @@ impl DiskWorkers {
         stats.kicks.store(now.kicks, Relaxed);
         stats.notifications.store(now.signals, Relaxed);
         let WorkerList { done, queues, .. } = &mut *list;
-        // None yet while the device is made.
+        // There is no queue yet while the device is being made.
         let Some((worker, counted)) = queues.get_mut(usize::from(index)) else { return };
         if let Some(done) = done.get_mut(worker) {
             *done += now.requests.saturating_sub(*counted);
@@ -262,7 +271,7 @@ impl DiskWorkers {
         *counted = now.requests;
     }
 
-    /// Attaches a queue, which the caller has locked.
+    /// Attaches a queue. The caller has locked it.
     pub(super) fn attach(&self, index: u16, worker: WorkerId) -> Result<()> {
         self.count(index);
         let number = self.list().numbers.get(&worker).copied();

@@ -207,7 +207,7 @@ impl VirtqueueOwner for ControlQueue {
 
 impl Queue for ControlQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
-        self.poll_state.begin(uring, self.pending.answers.fd(), place.with(0, OP_ANSWER));
+        self.poll_state.start(uring, self.pending.answers.fd(), place.with(0, OP_ANSWER));
         self.virtqueue.arm(uring, place.with(0, OP_KICK));
     }
 
@@ -227,7 +227,7 @@ impl Queue for ControlQueue {
             return 0;
         }
         if !more && self.poll_state.ended().restarts() {
-            self.poll_state.begin(uring, self.pending.answers.fd(), token);
+            self.poll_state.start(uring, self.pending.answers.fd(), token);
         }
         self.answered()
     }

@@ -59,7 +59,7 @@ impl NetVirtqueue {
 
     /// Starts to poll the kick descriptor, with `token`.
     pub(crate) fn arm(&mut self, uring: &mut Uring, token: Token) {
-        self.poll_state.begin(uring, self.kick.as_raw_fd(), token);
+        self.poll_state.start(uring, self.kick.as_raw_fd(), token);
     }
 
     pub(crate) fn disarm(&mut self, uring: &mut Uring, token: Token) {
@@ -76,7 +76,7 @@ impl NetVirtqueue {
         QueueStats::add(&self.stats.kicks, 1);
         match self.poll_state.on_event(result, more) {
             PollEvent::Nothing => {}
-            PollEvent::BeginAgain => self.arm(uring, token),
+            PollEvent::Restart => self.arm(uring, token),
             PollEvent::Useless => self.break_off("its kick descriptor cannot be waited for"),
         }
     }

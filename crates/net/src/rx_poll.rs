@@ -54,7 +54,7 @@ impl RxPoll {
         self.batch = found.max(BATCH_MIN);
         self.ready = false;
         if !self.leaving {
-            self.poll_state.begin_once(uring, fd, poll);
+            self.poll_state.start_once(uring, fd, poll);
         }
     }
 
@@ -64,7 +64,7 @@ impl RxPoll {
         if result >= 0 {
             self.ready = true;
         } else if poll_state.restarts() {
-            self.poll_state.begin_once(uring, fd, poll);
+            self.poll_state.start_once(uring, fd, poll);
         }
     }
 }

@@ -26,12 +26,12 @@ impl TapFile {
     pub(crate) fn know(uring: &mut Uring, tap: &Arc<TapQueue>) -> Self {
         let by_call = (!tap.has_nowait()).then(|| tap.as_raw_fd());
         let tap: Arc<dyn AsRawFd + Send + Sync> = tap.clone();
-        Self { file: uring.know(&tap), by_call }
+        Self { file: uring.register_file(&tap), by_call }
     }
 
     /// Undoes one [`know`](Self::know).
     pub(crate) fn forget(uring: &mut Uring, tap: &TapQueue) {
-        uring.forget(tap.as_raw_fd());
+        uring.unregister_file(tap.as_raw_fd());
     }
 
     /// Starts to read or write a frame. Its completion has the number of bytes, or a negative errno: `EAGAIN` if it would have to

@@ -1,6 +1,6 @@
-//! The one error of the control side: what was wrong with which thing, and what to do about it.
+//! The error of the control side: what was wrong with which thing, and what to do about it.
 //!
-//! The data path does not use it: there an error is an errno on a request.
+//! The data path does not use it. There, an error is an errno on a request.
 
 use std::fmt;
 use std::io;
@@ -8,26 +8,26 @@ use std::io;
 /// A result of the control side.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What class of failure it was; control turns it into a QMP class and an exit code.
+/// The class of a failure. Control turns it into a QMP class and an exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A named thing is not there.
+    /// There is no thing of that name.
     NotFound,
-    /// A thing of that name is there already.
+    /// There is already a thing of that name.
     Exists,
-    /// The thing is in use, or did not come to rest in time (EBUSY).
+    /// The thing is in use, or was not at rest in time (EBUSY).
     Busy,
     /// An argument is out of range or contradicts another.
     Invalid,
-    /// A limit of ours or of the system is reached.
+    /// A limit of the program or of the system is reached.
     Limit,
-    /// The system refused: the message carries its reason.
+    /// The system refused. The message contains its reason.
     Io,
     /// Not possible with this disk, export or kernel.
     Unsupported,
 }
 
-/// An error for a user: one sentence that names the thing and, where there is one, the remedy.
+/// An error for a user: one sentence that names the thing and, if there is one, the remedy.
 #[derive(Debug)]
 pub struct Error {
     kind: Kind,
@@ -36,29 +36,29 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of `kind` with a whole sentence.
+    /// Makes an error of `kind` with a whole sentence.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), source: None }
     }
 
-    /// A refusal of the system while doing `what` (e.g. "cannot open disk.img").
+    /// Makes an error from the system's refusal of `what` (e.g. "cannot open disk.img").
     pub fn io(what: impl fmt::Display, source: io::Error) -> Self {
         Self { kind: Kind::Io, message: format!("{what}: {source}"), source: Some(source) }
     }
 
-    /// The same, with what it happened to before it: `why: message`.
+    /// Puts the circumstances before the message: `why: message`.
     #[must_use]
     pub fn context(mut self, why: impl fmt::Display) -> Self {
         self.message = format!("{why}: {}", self.message);
         self
     }
 
-    /// The class of the failure.
+    /// Returns the class of the failure.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// The errno of the system's refusal, if it was one.
+    /// Returns the errno of the system's refusal, if there was one.
     pub fn errno(&self) -> Option<i32> {
         self.source.as_ref().and_then(io::Error::raw_os_error)
     }
@@ -82,16 +82,16 @@ macro_rules! ctor {
     };
 }
 ctor! {
-    /// A [`Kind::NotFound`].
+    /// Makes a [`Kind::NotFound`].
     not_found => NotFound;
-    /// A [`Kind::Exists`].
+    /// Makes a [`Kind::Exists`].
     exists => Exists;
-    /// A [`Kind::Busy`].
+    /// Makes a [`Kind::Busy`].
     busy => Busy;
-    /// A [`Kind::Invalid`].
+    /// Makes a [`Kind::Invalid`].
     invalid => Invalid;
-    /// A [`Kind::Limit`].
+    /// Makes a [`Kind::Limit`].
     limit => Limit;
-    /// A [`Kind::Unsupported`].
+    /// Makes a [`Kind::Unsupported`].
     unsupported => Unsupported;
 }

@@ -1,4 +1,5 @@
-//! What users of vshunt ask for and what they are told: plain data that all other crates share. The crate does no I/O.
+//! The requests of users and the answers to them: plain data that all other crates share. The crate
+//! does no I/O.
 //!
 //! A disk as QMP, a configuration file or a test describes it:
 //!

@@ -1,4 +1,5 @@
-//! What users ask for and what they are told: plain data, the same in flags, TOML, QMP and `--json`.
+//! Requests and states of disks, networks, exports and workers: plain data, the same in flags,
+//! TOML, QMP and `--json`.
 
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -308,12 +309,12 @@ pub struct ExportSpec {
 }
 
 impl ExportSpec {
-    /// The disk or network that it serves.
+    /// Returns the name of the disk or network that it serves.
     pub fn of(&self) -> &str {
         self.net.as_deref().unwrap_or(&self.disk)
     }
 
-    /// Whether writes are refused, whatever the disk can do.
+    /// Returns whether writes are refused even if the disk permits them.
     pub fn refuses_writes(&self) -> bool {
         match self.kind {
             ExportKind::VhostUserBlk => self.readonly,
@@ -480,7 +481,7 @@ pub struct ExportInfo {
     pub queue_list: Vec<QueueInfo>,
 }
 
-/// CPU numbers, ascending, as taskset has them: `0-3,6`.
+/// Formats CPU numbers, which ascend, like taskset: `0-3,6`.
 pub fn cpu_list(cpus: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &cpu in cpus {

@@ -1,11 +1,11 @@
-//! Locking without a word about poisoned locks.
+//! Locking without handling of poisoned locks.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Locks a mutex whose holders leave its data whole when they panic.
 ///
-/// The programs abort on a panic, so only a test can see a poisoned lock. There the data of the failed thread is of use to the
-/// threads that clean up.
+/// The programs abort on a panic, so only a test can see a poisoned lock. There, the threads that
+/// clean up can use the data of the failed thread.
 pub trait Locked<T: ?Sized> {
     /// Waits for the lock.
     fn locked(&self) -> MutexGuard<'_, T>;
@@ -18,7 +18,7 @@ impl<T: ?Sized> Locked<T> for Mutex<T> {
     }
 }
 
-/// The same for a lock that several readers hold at a time.
+/// Locks an `RwLock` whose writers leave its data whole when they panic.
 pub trait LockedShared<T: ?Sized> {
     /// Waits until no writer holds the lock.
     fn read_locked(&self) -> RwLockReadGuard<'_, T>;

@@ -37,8 +37,8 @@ impl Raw {
             let file = UringFile::Plain(self.known.as_raw_fd());
             return UringFiles { file, buffered: file };
         }
-        let file = uring.know(&self.known);
-        UringFiles { file, buffered: self.buffered.as_ref().map_or(file, |f| uring.know(f)) }
+        let file = uring.register_file(&self.known);
+        UringFiles { file, buffered: self.buffered.as_ref().map_or(file, |f| uring.register_file(f)) }
     }
 
     /// Undoes [`register`](Self::register).
@@ -46,9 +46,9 @@ impl Raw {
         if self.inline {
             return;
         }
-        uring.forget(self.known.as_raw_fd());
+        uring.unregister_file(self.known.as_raw_fd());
         if let Some(buffered) = &self.buffered {
-            uring.forget(buffered.as_raw_fd());
+            uring.unregister_file(buffered.as_raw_fd());
         }
     }
 

@@ -1,10 +1,10 @@
-//! The policy of made-up other sides; time is made up too.
+//! The policy with simulated peers and simulated time.
 
 use super::*;
 
 const BOUND: Duration = Duration::from_micros(50);
 
-/// Rests `n` times, `cycle` apart with `batch` requests each; every sleep ends as `woken` says.
+/// Rests `n` times, `cycle` apart, with `batch` requests each. Every sleep ends as `woken` says.
 fn rests(
     policy: &mut PollPolicy,
     now: &mut Instant,

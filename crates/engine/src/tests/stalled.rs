@@ -1,23 +1,24 @@
-//! Workers that do not run, and requests that do not end: what waits for them has a limit, and leaves all as it was.
+//! Workers that do not run, and requests that do not complete. Each wait for them has a limit, and
+//! leaves everything as it was.
 
 use super::*;
 
-/// A worker that does not run: it waits for us, in the middle of a visit.
+/// A worker that does not run. It waits in the middle of a function that was called on it.
 struct Stall {
     go_on: Option<std::sync::mpsc::Sender<()>>,
-    /// Visits the queue, and has the set until that is over.
-    visitor: Option<std::thread::JoinHandle<()>>,
+    /// The thread that called the function. It holds the set until the function returns.
+    caller: Option<std::thread::JoinHandle<()>>,
     set: Arc<QueueSet>,
 }
 
 impl Stall {
     fn new(workers: &Arc<Workers>, id: WorkerId) -> Self {
         let set = Arc::new(QueueSet::new("stall", workers, &[id]).unwrap());
-        set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+        set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
         let (go_on, goes_on) = std::sync::mpsc::channel();
         let (begun, begins) = std::sync::mpsc::channel();
         let theirs = set.clone();
-        let visitor = std::thread::spawn(move || {
+        let caller = std::thread::spawn(move || {
             let visited = theirs.run_on(0, move |_| {
                 begun.send(()).unwrap();
                 let _ = goes_on.recv();
@@ -25,13 +26,13 @@ impl Stall {
             drop(visited);
         });
         begins.recv().unwrap();
-        Self { go_on: Some(go_on), visitor: Some(visitor), set }
+        Self { go_on: Some(go_on), caller: Some(caller), set }
     }
 
     fn end(&mut self) {
         self.go_on = None;
-        if let Some(visitor) = self.visitor.take() {
-            visitor.join().unwrap();
+        if let Some(caller) = self.caller.take() {
+            caller.join().unwrap();
         }
         drop(self.set.stop(0));
     }
@@ -43,7 +44,8 @@ impl Drop for Stall {
     }
 }
 
-/// Bound of what is to return in spite of a stalled worker: far above the limits that it has, on a machine with much to do.
+/// Limit for calls that return in spite of a stalled worker. It is far above the limits of those
+/// calls, for a busy machine.
 const FAR: Duration = Duration::from_secs(60);
 
 fn drained_by() -> std::time::Instant {
@@ -56,7 +58,7 @@ fn a_stalled_worker_keeps_nobody_waiting() {
     let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
     let [stalled, other] = ids[..] else { unreachable!() };
     let set = QueueSet::new("t", &workers, &[stalled, other, stalled]).unwrap();
-    let lines: Vec<_> = (0..3).map(|_| Line::new(20)).collect();
+    let lines: Vec<_> = (0..3).map(|_| TestRing::new(20)).collect();
     for i in 0..2 {
         set.start(i, TestQueue::boxed(&lines[usize::from(i)], Duration::ZERO));
     }
@@ -64,7 +66,7 @@ fn a_stalled_worker_keeps_nobody_waiting() {
     let mut stall = Stall::new(&workers, stalled);
     let start = std::time::Instant::now();
     assert_eq!(workers.stalled(), [stalled]);
-    // Away from it, to it, and all of them at once.
+    // From the worker, to the worker, and all queues at once.
     let error = set.attach(0, other, Duration::from_millis(10)).unwrap_err();
     assert!(error.kind() == Kind::Busy && error.to_string().contains("(stalled)"), "{error}");
     let error = set.attach(1, stalled, Duration::from_millis(10)).unwrap_err();
@@ -75,7 +77,8 @@ fn a_stalled_worker_keeps_nobody_waiting() {
     lines[1].offer(20);
     lines[1].wait_done();
     assert_eq!(set.run_on(0, |_| {}).unwrap_err().kind(), Kind::Busy);
-    // What it did not take yet can be had back: visited, and attached elsewhere.
+    // A queue that the worker has not taken can be withdrawn: a function is called with it, and it
+    // is attached to another worker.
     set.start(2, TestQueue::boxed(&lines[2], Duration::ZERO));
     let (send, receive) = std::sync::mpsc::channel();
     assert!(set.run_on(2, move |_| send.send(()).unwrap()).unwrap());
@@ -85,7 +88,7 @@ fn a_stalled_worker_keeps_nobody_waiting() {
     lines[2].offer(20);
     lines[2].wait_done();
     assert!(start.elapsed() < FAR);
-    // It runs again, with all that it was asked for and that was taken back behind it.
+    // The worker runs again. Its mailbox has all the messages, including those that were withdrawn.
     stall.end();
     lines[0].offer(20);
     lines[0].wait_done();
@@ -100,7 +103,7 @@ fn a_stalled_worker_is_freed_when_it_runs_again() {
     let id = workers.create(None, &Settings::default()).unwrap();
     let set = QueueSet::new("t", &workers, &[id]).unwrap();
     let mut stall = Stall::new(&workers, id);
-    set.start(0, TestQueue::boxed(&Line::new(0), Duration::ZERO));
+    set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
     set.attach(0, 0, Duration::from_secs(1)).unwrap();
     assert_eq!(workers.free(id).unwrap_err().kind(), Kind::Busy, "the stalled queue");
     stall.end();
@@ -109,18 +112,19 @@ fn a_stalled_worker_is_freed_when_it_runs_again() {
     drop(set.stop(0));
 }
 
-/// A command that fails leaves the worker as it was: it is listed, it works, and it is freed later.
+/// A command that fails leaves the worker as it was. The worker is listed, it works, and it can be
+/// freed later.
 #[test]
 fn a_worker_that_is_stalled_while_it_is_freed_stays_listed() {
     let workers = pool(0);
     let id = workers.create(None, &Settings::default()).unwrap();
     let mut stall = Stall::new(&workers, id);
-    // As if it was busy with something else than this queue.
+    // Makes the worker look as if it was busy with something other than this queue.
     workers.release(id);
     let errors = std::thread::scope(|scope| {
         [(); 2].map(|()| scope.spawn(|| workers.free(id).unwrap_err())).map(|free| free.join().unwrap())
     });
-    // Of two at the same time one is told that the other is at it.
+    // Of two commands at the same time, one is told that the other is running.
     let said = |e: &vshunt_types::error::Error, what| e.kind() == Kind::Busy && e.to_string().contains(what);
     assert!(errors.iter().any(|e| said(e, "(stalled), and stays")), "{errors:?}");
     assert!(errors.iter().all(|e| said(e, "(stalled), and stays") || said(e, "being freed")), "{errors:?}");
@@ -130,7 +134,7 @@ fn a_worker_that_is_stalled_while_it_is_freed_stays_listed() {
     assert!(workers.stalled().is_empty(), "it works as before");
     drop(stall);
     let set = QueueSet::new("t", &workers, &[id]).unwrap();
-    let line = Line::new(20);
+    let line = TestRing::new(20);
     set.start(0, TestQueue::boxed(&line, Duration::ZERO));
     line.offer(20);
     line.wait_done();
@@ -140,7 +144,8 @@ fn a_worker_that_is_stalled_while_it_is_freed_stays_listed() {
     assert_eq!(workers.check(id).unwrap_err().kind(), Kind::NotFound);
 }
 
-/// Queues of one worker are waited for together: one after the other their limits would add up to more than [`FAR`].
+/// The queues of one worker are waited for together. One after the other, their limits would add up
+/// to more than [`FAR`].
 #[test]
 fn queues_that_are_drained_have_one_deadline() {
     const QUEUES: u16 = 64;
@@ -148,14 +153,14 @@ fn queues_that_are_drained_have_one_deadline() {
     let workers = pool(0);
     let id = workers.create(None, &Settings::default()).unwrap();
     let set = QueueSet::new("t", &workers, &[id; QUEUES as usize]).unwrap();
-    let lines: Vec<_> = (0..QUEUES).map(|_| Line::new(20)).collect();
+    let lines: Vec<_> = (0..QUEUES).map(|_| TestRing::new(20)).collect();
     for (i, line) in (0..).zip(&lines) {
         set.start(i, TestQueue::boxed(line, Duration::ZERO));
     }
     let start = std::time::Instant::now();
-    // The worker stops running while all are drained, so that none can be handed back.
+    // The worker stops running while all queues are drained, so that none can be passed back to it.
     let mut stall = set.with_all_drained(drained_by(), || Stall::new(&workers, id)).unwrap();
-    // They wait in its mailbox, from where they are drained, and where they come back to.
+    // The queues wait in its mailbox. A drain takes them from there and puts them back.
     assert_eq!(set.with_all_drained(drained_by(), || 7).unwrap(), 7);
     assert!(start.elapsed() < FAR);
     stall.end();
@@ -171,7 +176,7 @@ fn queues_that_are_drained_have_one_deadline() {
 fn a_drain_that_does_not_end_leaves_all_queues_at_work() {
     let workers = pool(0);
     let set = QueueSet::new("t", &workers, &[0; 2]).unwrap();
-    let lines: Vec<_> = (0..2).map(|_| Line::new(8)).collect();
+    let lines: Vec<_> = (0..2).map(|_| TestRing::new(8)).collect();
     set.start(0, TestQueue::boxed(&lines[0], Duration::ZERO));
     set.start(1, TestQueue::boxed(&lines[1], DRAIN_LIMIT * 2));
     lines[1].offer(1);
@@ -188,13 +193,14 @@ fn a_drain_that_does_not_end_leaves_all_queues_at_work() {
     (0..2).for_each(|i| drop(set.stop(i)));
 }
 
-/// A stop waits for requests, with the queue's slot held: a command for that queue does not wait for it without a limit.
+/// A stop waits for requests with the queue's slot locked. A command for that queue has a limit for
+/// its wait.
 #[test]
 fn a_command_does_not_wait_for_a_stop() {
     let workers = pool(0);
     let other = workers.create(None, &Settings::default()).unwrap();
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
-    let line = Line::new(1);
+    let line = TestRing::new(1);
     set.start(0, TestQueue::boxed(&line, Duration::from_secs(4)));
     line.offer(1);
     while line.taken.load(Ordering::Relaxed) < 1 {
@@ -212,13 +218,13 @@ fn a_command_does_not_wait_for_a_stop() {
     set.attach(0, other, FAR).unwrap();
 }
 
-/// Drains of several exports have one deadline: the second one does not wait again.
+/// Drains of several exports have one deadline, so the second one does not wait as long again.
 #[test]
 fn a_deadline_that_is_over_is_not_waited_for() {
     let workers = pool(0);
     let sets: Vec<_> = (0..64).map(|_| QueueSet::new("t", &workers, &[0]).unwrap()).collect();
     assert!(DRAIN_LIMIT * 64 > FAR * 2);
-    let lines: Vec<_> = sets.iter().map(|_| Line::new(1)).collect();
+    let lines: Vec<_> = sets.iter().map(|_| TestRing::new(1)).collect();
     for (set, line) in sets.iter().zip(&lines) {
         set.start(0, TestQueue::boxed(line, Duration::ZERO));
     }
@@ -246,7 +252,7 @@ fn stalled_workers_are_waited_for_together() {
     let stall = |_| {
         let id = workers.create(None, &Settings::default()).unwrap();
         let stall = Stall::new(&workers, id);
-        // As if each was busy with something else than this queue.
+        // Makes each worker look as if it was busy with something other than this queue.
         workers.release(id);
         stall
     };
@@ -269,14 +275,15 @@ fn queues_stop_together() {
     let workers = pool(0);
     let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
     let set = QueueSet::new("t", &workers, &[ids[0], ids[1], 0]).unwrap();
-    let lines = [Line::new(0), Line::new(0)];
+    let lines = [TestRing::new(0), TestRing::new(0)];
     for i in 0..2 {
         set.start(i, TestQueue::boxed(&lines[usize::from(i)], Duration::ZERO));
     }
     let mut stall = Stall::new(&workers, ids[0]);
     std::thread::scope(|scope| {
         let stop = scope.spawn(|| set.stop_all());
-        // The worker of the first one does not run until the second one has left its own.
+        // The worker of the first queue does not run until the second queue has left its own
+        // worker.
         let start = std::time::Instant::now();
         while !lines[1].left.load(Ordering::Acquire) && start.elapsed() < FAR {
             std::thread::sleep(Duration::from_millis(1));

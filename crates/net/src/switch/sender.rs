@@ -291,14 +291,14 @@ impl Sender {
     /// Attach: other workers can signal it from now on.
     pub(super) fn arm(&mut self, uring: &mut Uring, place: Token) {
         self.leaving = false;
-        self.eventfd.begin(uring, self.queue.as_raw_fd(), place.with(0, OP_SIGNALLED));
+        self.eventfd.start(uring, self.queue.as_raw_fd(), place.with(0, OP_SIGNALLED));
         self.watch(uring, place);
     }
 
     /// Starts the timer if something is in flight.
     pub(super) fn watch(&mut self, uring: &mut Uring, place: Token) {
         if self.in_flight > 0 {
-            self.timer.begin_timeout(uring, &TICK, place.with(0, OP_TICK));
+            self.timer.start_timeout(uring, &TICK, place.with(0, OP_TICK));
         }
     }
 
@@ -319,7 +319,7 @@ impl Sender {
         match token.op {
             OP_SIGNALLED => {
                 if !more && self.eventfd.ended().restarts() {
-                    self.eventfd.begin(uring, self.queue.as_raw_fd(), token);
+                    self.eventfd.start(uring, self.queue.as_raw_fd(), token);
                 }
             }
             OP_TICK => self.ticked(uring, token),

@@ -183,14 +183,14 @@ impl BlkQueue {
     }
 
     fn arm_kick(&mut self, uring: &mut Uring, place: Token) {
-        self.listen.begin(uring, self.kick.as_raw_fd(), place.with(0, OP_KICK));
+        self.listen.start(uring, self.kick.as_raw_fd(), place.with(0, OP_KICK));
     }
 
     fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
         QueueStats::add(&self.stats.kicks, 1);
         match self.listen.on_event(result, more) {
             PollEvent::Nothing => {}
-            PollEvent::BeginAgain => self.arm_kick(uring, token),
+            PollEvent::Restart => self.arm_kick(uring, token),
             PollEvent::Useless => self.break_off(&"its kick descriptor cannot be waited for"),
         }
     }

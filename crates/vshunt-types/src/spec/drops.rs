@@ -1,5 +1,5 @@
-//! Why frames do not get through: the one list, from which counters, `status`, JSON and metrics take their names.
-//! The reference (docs/reference/qmp.md) shows the docstrings of the list.
+//! Reasons why frames are dropped. Counters, `status`, JSON and metrics take their names from this
+//! list. The reference (docs/reference/qmp.md) shows the docstrings of the list.
 
 use std::fmt;
 
@@ -7,20 +7,20 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
-/// Makes the enum and the table of its names out of one list.
+/// Makes the enum and the table of its names from one list.
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $reason:ident = $name:literal,)+) => {
-        /// Why a frame does not get through.
+        /// Why a frame was dropped.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum DropReason {
             $($(#[doc = $doc])+ $reason,)+
         }
 
         impl DropReason {
-            /// All of them with their names, in the order in which they are shown.
+            /// All reasons with their names, in the order in which they are shown.
             pub const ALL: &'static [(&'static str, Self)] = &[$(($name, Self::$reason)),+];
 
-            /// Its name.
+            /// Returns the name.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$reason => $name,)+
@@ -31,11 +31,12 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Its descriptors point outside the guest's memory, or are no valid chain.
+    /// Its descriptors point outside the guest's memory, or are not a valid chain.
     Malformed = "malformed",
     /// It is shorter than the virtio-net header and an Ethernet header.
     TooShort = "too-short",
-    /// It is longer than any frame, or than the one receive buffer of a guest without merged buffers.
+    /// It is longer than any frame, or than the one receive buffer of a guest without merged
+    /// buffers.
     TooLong = "too-long",
     /// The receive ring stopped before it had buffers for the frame.
     NoBuffers = "no-buffers",
@@ -72,7 +73,7 @@ reasons! {
 /// How many reasons there are.
 pub const DROP_REASONS: usize = DropReason::ALL.len();
 
-/// Frames that did not get through, by the reason: an object with the names of [`DropReason::ALL`] as keys.
+/// Dropped frames, by reason: an object with the names of [`DropReason::ALL`] as keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetDrops([u64; DROP_REASONS]);
 
@@ -86,7 +87,7 @@ impl NetDrops {
         drops
     }
 
-    /// All of them, by their names.
+    /// Returns all counters with their names.
     pub fn each(&self) -> [(&'static str, u64); DROP_REASONS] {
         std::array::from_fn(|at| (DropReason::ALL[at].0, self.0[at]))
     }
@@ -99,8 +100,8 @@ impl Serialize for NetDrops {
 }
 
 impl<'de> Deserialize<'de> for NetDrops {
-    /// Reads an object. A reason that is missing counts 0, and one that is not known is left out: the daemon may be older or
-    /// newer than its client.
+    /// Reads an object. A missing reason counts 0, and an unknown one is ignored, because the
+    /// daemon may be older or newer than its client.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(ByName)
     }
@@ -136,7 +137,7 @@ mod tests {
 
     #[test]
     fn names_are_those_that_users_know() {
-        // Scripts and dashboards read them: a name stays as it is.
+        // Scripts and dashboards read the names, so a name never changes.
         let names = [
             "malformed",
             "too-short",

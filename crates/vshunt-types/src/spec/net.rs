@@ -1,4 +1,4 @@
-//! What users say of networks and are told of them.
+//! Networks: the requests of users, and present states.
 
 use std::fmt;
 use std::str::FromStr;
@@ -36,7 +36,7 @@ pub enum Steering {
 }
 
 impl Steering {
-    /// All ways, with the words for them.
+    /// All values with their names.
     pub const ALL: [(&str, Self); 4] =
         [("auto", Self::Auto), ("hash", Self::Hash), ("rss", Self::Rss), ("cpu", Self::Cpu)];
 }
@@ -102,7 +102,7 @@ pub struct NetSpec {
     pub persist: Option<bool>,
 }
 
-/// What may be written as a number where that is all of it.
+/// Reads a string that may be written as a number.
 pub(super) fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     struct Either;
 

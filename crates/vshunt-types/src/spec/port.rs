@@ -1,4 +1,4 @@
-//! What users say of a switch's ports and are told of them.
+//! Ports of a switch: the requests of users, and present states.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,26 +22,26 @@ impl Default for Vlans {
 }
 
 impl Vlans {
-    /// Whether the VLAN is in the set.
+    /// Returns whether the VLAN is in the set.
     #[inline]
     pub fn has(&self, vlan: u16) -> bool {
         self.0.get(usize::from(vlan) / 64).is_some_and(|word| word >> (vlan % 64) & 1 != 0)
     }
 
-    /// All VLANs of the set, ascending.
+    /// Returns all VLANs of the set, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u16> + '_ {
         (1..=VLAN_MAX).filter(|vlan| self.has(*vlan))
     }
 
-    /// Whether the set is empty.
+    /// Returns whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(|word| *word == 0)
     }
 
-    /// Reads the set out of a number or a string.
+    /// Reads the set from a number or a string.
     ///
     /// # Errors
-    /// The deserializer's, or the text is no list of VLANs.
+    /// Those of the deserializer, or the text is not a list of VLANs.
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Self>, D::Error> {
         let text = super::net::text_or_number(deserializer)?;
         text.map(|text| text.parse().map_err(serde::de::Error::custom)).transpose()
