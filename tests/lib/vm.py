@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from rig import ROOT, Child, Failed, Rig, Skipped, require, run, tool, wait_for
+from rig import ROOT, Child, Daemon, Failed, Rig, Skipped, require, run, tool, wait_for
 
 # Under TCG with four vCPUs on two shared cores; it takes 3–8 s.
 BOOT_S = 120.0
@@ -204,6 +204,51 @@ until [ $rc != 0 ] || [ -e /tmp/told ]; do
     round=$((round + 1))
 done
 {FIO_END}"""
+
+
+# Shell: a file system on the disk, with the file /mnt/sum in it; says `mounted`, and its checksum as `sum`.
+FILE_SYSTEM = """
+mkfs.ext4 -q -F /dev/vda && mount -t ext4 /dev/vda /mnt && say mounted
+dd if=/dev/urandom of=/mnt/sum bs=1M count=16 2>/dev/null
+sync
+say sum $(sha256sum /mnt/sum)"""
+
+# Shell: says the checksum of /mnt/sum on the disk as `sum-again`, then `unmounted`.
+SUM_AGAIN = """
+echo 3 >/proc/sys/vm/drop_caches
+say sum-again $(sha256sum /mnt/sum)
+umount /mnt && say unmounted"""
+
+
+def disk_daemon(rig, image, queues, workers=None, name="vshunt"):
+    """A daemon that serves `image` as disk d0 on export vm0, and the export's socket."""
+    socket = rig.dir / f"{name}.sock"
+    export = f"type=vhost-user-blk,name=vm0,disk=d0,socket={socket},queues={queues}"
+    if workers:
+        export += f",workers={workers}"
+    return Daemon(rig, "--disk", f"name=d0,file={image}", "--export", export, name=name), socket
+
+
+def stop_fio(guest, round_s):
+    """Ends `fio_rounds(round_s)`, none of which may have failed."""
+    guest.tell("stop")
+    require(guest.expect("fio", round_s + BOOT_S) == "0", f"fio failed in the guest: {guest.tail()}")
+
+
+def end_of_disk(guest, daemon):
+    """Waits until the guest has unmounted its disk and powered off, then stops the daemon. No request may have failed."""
+    guest.expect("unmounted")
+    guest.end()
+    errors = {q["index"]: q["errors"] for q in daemon.status()["queues"] if q["errors"]}
+    require(not errors, f"requests failed, by queue: {errors}")
+    require(daemon.child.stop() == 0, f"{daemon.name} ended with {daemon.child.process.returncode}: {daemon.child.tail()}")
+
+
+def same_sum(guest):
+    """The checksum of /mnt/sum, which the guest read twice."""
+    sha = guest.said("sum").split()[0]
+    require(guest.said("sum-again").split()[0] == sha, "the guest read back a file other than it wrote")
+    return sha
 
 
 def check_image(rig, image, sha):

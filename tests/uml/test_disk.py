@@ -1,8 +1,7 @@
-#!/usr/bin/env -S python3 -B
-"""A guest under User-mode Linux on a vhost-user disk: a front end that is neither QEMU nor a library for such.
+"""A guest under User-mode Linux on a vhost-user disk: a front end that is neither QEMU nor one of the known libraries.
 
-Its driver (arch/um/drivers/virtio_uml.c) sends SET_MEM_TABLE with room for two regions however many there are, and gives a socket as
-call descriptor of a queue.
+Its driver (arch/um/drivers/virtio_uml.c) always sends SET_MEM_TABLE with room for two regions, and gives a socket as the call
+descriptor of a queue.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ import rig as r
 import vm
 
 SIZE = 16 << 20
-# What the guest writes: where, and how much.
+# Where the guest writes, and how much, in bytes.
 AT, LEN = 4 << 20, 6 << 20
 
 INIT = f"""#!/bin/busybox sh
@@ -76,41 +75,32 @@ class Guest:
     lines, said = vm.Guest.lines, vm.Guest.said
 
     def end(self):
-        """Waits for the guest's end. The test is left out where it does not even begin."""
+        """Waits for the guest's end. The test is left out where the guest does not even start."""
         code = self.child.wait(vm.BOOT_S)
         if self.said("ready") is None:
             raise r.Skipped(f"User-mode Linux does not start here: {self.child.tail(4)}")
-        # After that the program itself may abort, behind "System halted".
+        # The program itself may abort after "System halted".
         r.require(self.said("end"), f"it ended with {code}: {self.child.tail()}")
         r.require(self.said("trouble") is None, self.child.tail())
 
 
-def disk(rig):
-    """It reads what the image has, and writes what the image has then."""
+def test_a_guest_reads_and_writes_its_disk(rig):
     if platform.machine() != "x86_64":
         raise r.Skipped("Debian has User-mode Linux for amd64 only")
     data = bytearray(os.urandom(SIZE))
-    image, socket = rig.dir / "disk.img", rig.dir / "uml.sock"
+    image = rig.dir / "disk.img"
     image.write_bytes(data)
-    daemon = r.Daemon(
-        rig, "--disk", f"name=d0,file={image}", "--export", f"type=vhost-user-blk,name=vm0,disk=d0,socket={socket},queues=1"
-    )
+    daemon, socket = vm.disk_daemon(rig, image, 1)
     guest = Guest(rig, socket)
     guest.end()
-    r.require(guest.said("size") == str(SIZE >> 9), f"the guest has a disk of {guest.said('size')} sectors: {daemon.child.tail(3)}")
+    tail = daemon.child.tail(3)
+    r.require(guest.said("size") == str(SIZE >> 9), f"the guest has a disk of {guest.said('size')} sectors: {tail}")
     r.require(guest.said("read") == hashlib.sha256(data).hexdigest(), "the guest read other data than the image has")
     left = image.read_bytes()
-    r.require(left[:AT] + left[AT + LEN :] == data[:AT] + data[AT + LEN :], "the image was changed where the guest did not write")
+    outside = left[:AT] + left[AT + LEN :]
+    r.require(outside == data[:AT] + data[AT + LEN :], "the image was changed where the guest did not write")
     written = hashlib.sha256(left[AT : AT + LEN]).hexdigest()
     r.require((guest.said("wrote"), guest.said("again")) == (written, written), "the image has other data than the guest wrote")
     queue = daemon.status()["queues"][0]
     r.require(queue["requests"] > 0 and queue["notifications"] > 0 and queue["errors"] == 0, f"{queue}")
     r.require(daemon.child.stop() == 0, daemon.child.tail())
-
-
-def tests(rig):
-    rig.test("uml: a guest reads and writes its disk", lambda: disk(rig))
-
-
-if __name__ == "__main__":
-    r.main("uml", tests)
