@@ -21,11 +21,15 @@ use vshunt_virtqueue::RingParts;
 pub use self::queue::SERIAL_MAX;
 use self::queue::{BlkQueue, BlkShared};
 use super::{ConfigChange, Device, RingPlace};
+use crate::convert::{copy_start, low_u32};
 
 /// Data segments of one request: a descriptor table of the usual 128 less header and status.
 const SEG_MAX: u32 = 126;
 /// Largest DISCARD and WRITE_ZEROES, sectors: 2 GiB, so that one does not keep its worker's ring for long.
 const ZERO_SECTORS_MAX: u32 = 1 << 22;
+
+/// Bytes of a sector.
+const SECTOR_BYTES: u32 = low_u32(SECTOR_SIZE);
 
 /// Features that say something of the configuration space alone.
 const CONFIG_ONLY: u64 = bit(VIRTIO_BLK_F_BLK_SIZE)
@@ -68,8 +72,7 @@ impl BlkDevice {
     /// A device of `queues` virtqueues. `block_size` 0 stands for the disk's own.
     pub fn new(disk: Arc<Disk>, queues: u16, block_size: u32, serial: &str, readonly: bool) -> Self {
         let mut id = [0; SERIAL_MAX];
-        let n = serial.len().min(SERIAL_MAX);
-        id[..n].copy_from_slice(&serial.as_bytes()[..n]);
+        copy_start(&mut id, serial.as_bytes());
         let readonly = readonly || disk.readonly();
         let discard = u32::try_from(disk.limits().max_discard_bytes / SECTOR_SIZE).ok();
         let shared = BlkShared {
@@ -178,7 +181,7 @@ impl Device for BlkDevice {
             capacity: self.disk.size_bytes() / SECTOR_SIZE,
             seg_max: SEG_MAX,
             blk_size: self.block_size,
-            physical_block_exp: (physical / self.block_size).max(1).ilog2() as u8,
+            physical_block_exp: (physical / self.block_size).max(1).ilog2().try_into().unwrap_or(0),
             min_io_size: (limits.min_io / self.block_size).try_into().unwrap_or(0),
             opt_io_size: limits.opt_io / self.block_size,
             writeback: self.writeback.load(Relaxed).into(),
@@ -188,7 +191,7 @@ impl Device for BlkDevice {
         if limits.can_discard {
             config.max_discard_sectors = self.shared.max_discard_sectors;
             config.max_discard_seg = 1;
-            config.discard_sector_alignment = (limits.discard_align / SECTOR_SIZE as u32).max(1);
+            config.discard_sector_alignment = (limits.discard_align / SECTOR_BYTES).max(1);
         }
         if limits.can_zero {
             config.max_write_zeroes_sectors = ZERO_SECTORS_MAX;
@@ -199,16 +202,14 @@ impl Device for BlkDevice {
     }
 
     fn set_config(&self, offset: u32, bytes: &[u8]) -> Result<ConfigChange, String> {
-        if offset as usize != BLK_CONFIG_WRITEBACK_AT
-            || bytes.len() != 1
-            || self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0
-        {
+        let agreed = self.features.load(Relaxed) & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0;
+        let (true, &[writeback]) = (agreed && offset as usize == BLK_CONFIG_WRITEBACK_AT, bytes) else {
             return Err(format!(
                 "the guest writes {} bytes at {offset} of the configuration space; only writeback is writable",
                 bytes.len()
             ));
-        }
-        let writeback = bytes[0] != 0;
+        };
+        let writeback = writeback != 0;
         self.told.store(true, Relaxed);
         self.shared.unsure.store(false, Relaxed);
         let was = self.writeback.swap(writeback, Relaxed);

@@ -15,6 +15,7 @@ use vhost::vhost_user::{
     Error, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
 };
 
+use super::convert::low_u8;
 use super::memory::not_memory;
 use super::messages::{Message, invalid};
 use super::session::Session;
@@ -282,7 +283,7 @@ fn ring_fd(session: &mut Session, code: Code, mut message: Message) -> Result<An
     if file.is_some() == (value & RING_NO_FD != 0) {
         return Err(message.malformed());
     }
-    let index = (value & RING_INDEX_MASK) as u8;
+    let index = low_u8(value & RING_INDEX_MASK);
     done(match code {
         Code::SET_VRING_CALL => session.set_vring_call(index, file),
         Code::SET_VRING_KICK => session.set_vring_kick(index, file),
@@ -308,7 +309,7 @@ fn config(session: &mut Session, code: Code, message: &Message) -> Result<Answer
     match session.get_config(offset, size, flags) {
         Ok(config) => reply.extend_from_slice(&config),
         // No bytes say that there are none.
-        Err(_) => reply[4..8].fill(0),
+        Err(_) => reply.iter_mut().skip(4).take(4).for_each(|byte| *byte = 0),
     }
     Ok(Answer::Payload(reply, None))
 }

@@ -87,18 +87,18 @@ static SPARES_AT: AtomicUsize = AtomicUsize::new(0);
 static SPARES_USED: AtomicUsize = AtomicUsize::new(0);
 
 /// Watches a mapping for as long as it lives. It is dropped before the mapping is unmapped.
-pub(super) struct Watch(usize);
+pub(super) struct Watch(&'static Range);
 
 impl Watch {
     /// Returns whether the mapping was replaced.
     pub(super) fn lost(&self) -> bool {
-        RANGES[self.0].state.load(Ordering::Acquire) != INTACT
+        self.0.state.load(Ordering::Acquire) != INTACT
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        let range = &RANGES[self.0];
+        let range = self.0;
         let (start, len) = (range.start.load(Ordering::Relaxed), range.len.load(Ordering::Relaxed));
         let lost = self.lost();
         range.set(0, 0);
@@ -107,7 +107,7 @@ impl Drop for Watch {
             let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             // SAFETY: a call on our own file. Nobody uses this part of it any more: the mapping is about to be unmapped,
             // and its address is nobody else's until then. What was written there is given back.
-            unsafe { libc::fallocate(zeroes, hole, start as libc::off_t, len as libc::off_t) };
+            unsafe { libc::fallocate(zeroes, hole, file_offset(start), file_offset(len)) };
         }
     }
 }
@@ -155,7 +155,7 @@ pub(super) unsafe fn watch(start: *mut u8, len: usize, socket: RawFd) -> io::Res
             range.socket.store(socket, Ordering::Relaxed);
             range.set(start.addr(), len);
             USED.fetch_max(i + 1, Ordering::Release);
-            return Ok(Watch(i));
+            return Ok(Watch(range));
         }
     }
     Err(io::Error::other(format!("vshunt watches {WATCHED_MAX} mappings of shared memory, and no more")))
@@ -200,8 +200,9 @@ fn reserve_spares() -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     for i in 0..SPARES {
-        // SAFETY: a page of the mapping made just now, which holds nothing.
-        unsafe { libc::mprotect(at.byte_add((2 * i + 1) * PAGE), PAGE, libc::PROT_READ) };
+        let page = at.map_addr(|at| at + (2 * i + 1) * PAGE);
+        // SAFETY: `page` is a page of the mapping made just now, which holds nothing: `2 * i + 1` is less than SPARE_PAGES.
+        unsafe { libc::mprotect(page, PAGE, libc::PROT_READ) };
     }
     SPARES_AT.store(at.addr(), Ordering::Release);
     Ok(())
@@ -219,17 +220,21 @@ fn give_spare() -> bool {
 }
 
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a siginfo; for SIGBUS it has an address.
-    let (addr, code) = unsafe { ((*info).si_addr().addr(), (*info).si_code) };
-    // SAFETY: errno is this thread's.
-    let errno = unsafe { *libc::__errno_location() };
-    if !handle(addr, code) {
+    // SAFETY: the kernel passes a valid siginfo to a handler that was installed with SA_SIGINFO (`install`).
+    let info = unsafe { &*info };
+    // SAFETY: the siginfo of a SIGBUS has an address.
+    let addr = unsafe { info.si_addr() }.addr();
+    // SAFETY: returns this thread's errno, which is always there.
+    let errno_at = unsafe { libc::__errno_location() };
+    // SAFETY: `errno_at` is valid for as long as this thread runs, and no other thread uses it.
+    let errno = unsafe { *errno_at };
+    if !handle(addr, info.si_code) {
         // The instruction is repeated and ends the process.
-        // SAFETY: as `install`; the default action is always valid.
+        // SAFETY: the default action is always valid, and `signal` may be called by a signal handler.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
-    // SAFETY: as above; the code that was interrupted finds its errno again.
-    unsafe { *libc::__errno_location() = errno };
+    // SAFETY: `errno_at` is this thread's errno. The interrupted code must find the value that it had.
+    unsafe { *errno_at = errno };
 }
 
 /// Replaces the watched mapping that holds `addr`, or waits until another thread has done so. False if no watched mapping
@@ -238,7 +243,7 @@ fn handle(addr: usize, code: libc::c_int) -> bool {
     let used = USED.load(Ordering::Acquire);
     // The mapping that the thread was using has a watch, which does not change before the thread goes on.
     let held = |range: &&Range| range.get().is_some_and(|(start, len)| addr.wrapping_sub(start) < len);
-    let Some(range) = RANGES[..used].iter().find(held) else { return false };
+    let Some(range) = RANGES.iter().take(used).find(held) else { return false };
     let Some((start, len)) = range.get() else { return false };
     match range.state.compare_exchange(INTACT, BEING_REPLACED, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => {
@@ -288,7 +293,7 @@ fn replace(start: usize, len: usize) -> bool {
     loop {
         let at = std::ptr::without_provenance_mut(start);
         // SAFETY: exactly a watched mapping, whose accesses cope with zeroes (`watch`), and nothing beside it.
-        let got = unsafe { libc::mmap(at, len, prot, flags | fixed, file, offset as libc::off_t) };
+        let got = unsafe { libc::mmap(at, len, prot, flags | fixed, file, file_offset(offset)) };
         if got != libc::MAP_FAILED {
             return true;
         }
@@ -298,6 +303,11 @@ fn replace(start: usize, len: usize) -> bool {
     }
     say(b"vshunt: a front end cut its memory short, and the kernel has no memory to replace it: the daemon ends\n");
     false
+}
+
+/// Returns an address or a length as an offset in the file of zeroes. It is at most `ZEROES_BYTES`.
+fn file_offset(number: usize) -> libc::off_t {
+    libc::off_t::try_from(number).unwrap_or(libc::off_t::MAX)
 }
 
 /// Writes a line to standard error, from a signal handler.

@@ -16,6 +16,7 @@ use vhost::vhost_user::message::VhostUserMemoryRegion;
 use virtio::mem::Region;
 
 use super::budget::{Budget, Share};
+use super::convert::{low_u16, low_u32, to_usize};
 use super::guard::{Watch, watch};
 
 /// Bytes of a page, and of the reserved address space on each side of a mapping at least.
@@ -50,7 +51,7 @@ pub(super) struct Mapping {
 
 // SAFETY: it owns a range of address space; access to what lies there is the business of those who hold it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; the methods only read the range's bounds.
+// SAFETY: the methods only read the bounds of the range, which do not change.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -84,7 +85,7 @@ impl Mapping {
         let reserved = unsafe { mmap_anonymous(null_mut(), reserved_len, ProtFlags::empty(), flags) }?;
         let reserved = NonNull::new(reserved.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         let at = reserved.addr().get() + PAGE;
-        let ahead = (first as usize).wrapping_sub(at) & (align - 1);
+        let ahead = to_usize(first).wrapping_sub(at) & (align - 1);
         // SAFETY: `ahead` is less than `align`, so that the mapping and a page behind it lie in what was reserved.
         let base = unsafe { reserved.add(PAGE + ahead) };
         let mut map = Self {
@@ -179,8 +180,9 @@ impl<'f> Shared<'f> {
             ));
         }
         let (meta, fs) = (file.metadata()?, rustix::fs::fstatfs(file)?);
-        // Sign extension differs between architectures.
-        let huge = fs.f_type as u32 == libc::HUGETLBFS_MAGIC as u32;
+        // Sign extension differs between architectures: only the low 32 bits are compared.
+        let magic = |number: i64| low_u32(number.cast_unsigned());
+        let huge = magic(fs.f_type) == magic(libc::HUGETLBFS_MAGIC);
         let page = if huge { u64::try_from(fs.f_bsize).unwrap_or(0).max(PAGE as u64) } else { PAGE as u64 };
         Ok(Self { file, meta, page })
     }
@@ -231,14 +233,14 @@ impl Notes {
     pub fn read(&self) -> Option<(u16, u64)> {
         let [first, second] = self.words();
         let word = first.load(Acquire);
-        (word & !0xFFFF == Self::MARK).then(|| (word as u16, second.load(Relaxed)))
+        (word & !0xFFFF == Self::MARK).then(|| (low_u16(word), second.load(Relaxed)))
     }
 
     /// Notes that.
     pub fn write(&self, first: u16, second: u64) {
-        let words = self.words();
-        words[1].store(second, Relaxed);
-        words[0].store(Self::MARK | u64::from(first), Release);
+        let [word, other] = self.words();
+        other.store(second, Relaxed);
+        word.store(Self::MARK | u64::from(first), Release);
     }
 }
 

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg, sockopt};
 use vhost::vhost_user::{Error, Result};
 
+use super::convert::{copy_start, len_u32, low_u32};
 use super::receive::{Descriptors, ROOM_MAX, Receiver, look, read};
 
 /// Back-end message: the configuration space changed; no payload.
@@ -82,15 +83,22 @@ pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl Fields<'_> {
     pub(super) fn u16(&self, at: usize) -> u16 {
-        u16::from_ne_bytes(*self.0[at..].first_chunk().expect("the length was checked"))
+        u16::from_ne_bytes(self.array(at))
     }
 
     pub(super) fn u32(&self, at: usize) -> u32 {
-        u32::from_ne_bytes(*self.0[at..].first_chunk().expect("the length was checked"))
+        u32::from_ne_bytes(self.array(at))
     }
 
     pub(super) fn u64(&self, at: usize) -> u64 {
-        u64::from_ne_bytes(*self.0[at..].first_chunk().expect("the length was checked"))
+        u64::from_ne_bytes(self.array(at))
+    }
+
+    /// Returns the bytes at `at`; zeroes if the payload ends before.
+    fn array<const N: usize>(&self, at: usize) -> [u8; N] {
+        let bytes = self.0.get(at..).and_then(|rest| rest.first_chunk());
+        debug_assert!(bytes.is_some(), "the caller has checked the length");
+        bytes.copied().unwrap_or([0; N])
     }
 }
 
@@ -240,7 +248,7 @@ fn set_option(stream: &UnixStream, option: i32, on: bool) -> io::Result<()> {
             libc::SOL_SOCKET,
             option,
             (&raw const value).cast(),
-            size_of_val(&value) as libc::socklen_t,
+            low_u32(size_of::<libc::c_int>() as u64),
         )
     };
     match io::Error::last_os_error() {
@@ -266,7 +274,7 @@ pub(super) fn unfinished() -> Error {
 /// The front end has gone, or has not read its answers for some seconds. The connection is over then.
 pub(super) fn answer(stream: &UnixStream, code: u32, body: &[u8], file: Option<&File>) -> io::Result<()> {
     let mut reply = Vec::with_capacity(HEADER_LEN + body.len());
-    for word in [code, FLAG_VERSION | FLAG_REPLY, body.len() as u32] {
+    for word in [code, FLAG_VERSION | FLAG_REPLY, len_u32(body.len())] {
         reply.extend_from_slice(&word.to_ne_bytes());
     }
     reply.extend_from_slice(body);
@@ -282,8 +290,8 @@ pub(super) fn answer(stream: &UnixStream, code: u32, body: &[u8], file: Option<&
     };
     let first = sendmsg(stream, &[IoSlice::new(&reply)], &mut control, SendFlags::NOSIGNAL);
     let mut done = first.map_err(unread)?;
-    while done < reply.len() {
-        done += send(stream, &reply[done..], SendFlags::NOSIGNAL).map_err(unread)?;
+    while let Some(rest) = reply.get(done..).filter(|rest| !rest.is_empty()) {
+        done += send(stream, rest, SendFlags::NOSIGNAL).map_err(unread)?;
     }
     Ok(())
 }
@@ -291,8 +299,7 @@ pub(super) fn answer(stream: &UnixStream, code: u32, body: &[u8], file: Option<&
 /// Tells the front-end that the configuration space changed.
 pub(super) fn config_changed(channel: &OwnedFd) -> io::Result<()> {
     let mut message = [0u8; HEADER_LEN];
-    message[..4].copy_from_slice(&CONFIG_CHANGE_MSG.to_ne_bytes());
-    message[4..8].copy_from_slice(&FLAG_VERSION.to_ne_bytes());
+    copy_start(&mut message, [CONFIG_CHANGE_MSG.to_ne_bytes(), FLAG_VERSION.to_ne_bytes()].as_flattened());
     send(channel, &message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
     Ok(())
 }

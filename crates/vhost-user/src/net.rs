@@ -29,6 +29,7 @@ use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
 use vshunt_virtqueue::{FrameFormat, RingParts, owner};
 
 use self::control::Control;
+use super::convert::{copy_start, count_u16, low_u8, low_u16};
 use super::memory::Notes;
 use super::{ConfigChange, Device, NetworkDevice, RingPlace};
 
@@ -136,7 +137,7 @@ impl NetDevice {
         set: Arc<QueueSet>,
         mac: Option<[u8; MAC_BYTES]>,
     ) -> io::Result<Self> {
-        let pairs = queues.len() as u16;
+        let pairs = count_u16(queues.len());
         Self::make(name, NetBackend::Tap(tap, queues), pairs, mac).controlled(set)
     }
 
@@ -151,7 +152,7 @@ impl NetDevice {
         mac: Option<[u8; MAC_BYTES]>,
         mtu_max: Option<u32>,
     ) -> io::Result<Self> {
-        let pairs = guard.port.queues.len() as u16;
+        let pairs = count_u16(guard.port.queues.len());
         let device = Self::make(name, NetBackend::Switch(Arc::new(guard)), pairs, mac);
         Self { mtu_max, ..device }.controlled(set)
     }
@@ -174,8 +175,16 @@ impl NetDevice {
     fn link(&self, pair: u16) -> Result<(), String> {
         match &self.backend {
             NetBackend::Kernel(..) => {}
-            NetBackend::Tap(_, queues) => queues[usize::from(pair)].attach().map_err(|e| e.to_string())?,
-            NetBackend::Switch(guard) => guard.port.queues[usize::from(pair)].open(),
+            NetBackend::Tap(_, queues) => {
+                let queue =
+                    queues.get(usize::from(pair)).ok_or_else(|| format!("there is no pair {pair}"))?;
+                queue.attach().map_err(|e| e.to_string())?;
+            }
+            NetBackend::Switch(guard) => {
+                if let Some(queue) = guard.port.queues.get(usize::from(pair)) {
+                    queue.open();
+                }
+            }
         }
         Ok(())
     }
@@ -186,12 +195,17 @@ impl NetDevice {
         match &self.backend {
             NetBackend::Kernel(..) => {}
             NetBackend::Tap(_, queues) => {
-                self.stats[pair].dropped(DropReason::Detached, queues[pair].discard());
-                if let Err(e) = queues[pair].detach() {
+                let (Some(stats), Some(queue)) = (self.stats.get(pair), queues.get(pair)) else { return };
+                stats.dropped(DropReason::Detached, queue.discard());
+                if let Err(e) = queue.detach() {
                     tracing::warn!("{}: {e}", self.name);
                 }
             }
-            NetBackend::Switch(guard) => guard.port.queues[pair].close(),
+            NetBackend::Switch(guard) => {
+                if let Some(queue) = guard.port.queues.get(pair) {
+                    queue.close();
+                }
+            }
         }
     }
 }
@@ -280,9 +294,9 @@ impl Device for NetDevice {
                     // One that cannot be asked, in another network namespace, has the one that it had.
                     let mtu = tap.mtu().unwrap_or_else(|_| self.mtu.load(Relaxed));
                     self.mtu.store(mtu, Relaxed);
-                    mtu as u16
+                    low_u16(mtu.into())
                 }
-                NetBackend::Switch(guard) => guard.port.mtu() as u16,
+                NetBackend::Switch(guard) => low_u16(guard.port.mtu().into()),
             },
         };
         config.to_bytes().to_vec()
@@ -320,11 +334,17 @@ impl Device for NetDevice {
             return Box::new(ControlQueue::new(parts, control.pending()));
         }
         let make = || -> Box<dyn Queue> {
-            let (stats, net) = (parts.stats.clone(), self.stats[usize::from(index)].clone());
+            let Some(net) = self.stats.get(usize::from(index)).cloned() else {
+                unreachable!("`place` names pairs of this device only")
+            };
+            let stats = parts.stats.clone();
             match &self.backend {
                 NetBackend::Kernel(..) => unreachable!("the kernel has these rings"),
                 NetBackend::Tap(_, queues) => {
-                    Box::new(TapPair::new(queues[usize::from(index)].clone(), stats, net))
+                    let Some(queue) = queues.get(usize::from(index)).cloned() else {
+                        unreachable!("a tap has a queue for each pair")
+                    };
+                    Box::new(TapPair::new(queue, stats, net))
                 }
                 NetBackend::Switch(guard) => {
                     Box::new(SwitchPair::new(guard.clone(), index, self.takes.clone(), stats, net))
@@ -439,21 +459,13 @@ impl NetworkDevice for NetDevice {
 
 /// A RARP request of `mac` for itself, by which bridges and switches learn where it is (RFC 903).
 fn rarp(mac: [u8; MAC_BYTES]) -> [u8; FRAME_MIN] {
+    const BROADCAST: [u8; MAC_BYTES] = [0xFF; MAC_BYTES];
+    // Ethernet, IPv4, the lengths of their addresses, "request reverse".
+    const REQUEST: [u8; 8] = [0, 1, 8, 0, low_u8(MAC_BYTES as u64), 4, 0, 3];
+    // Sender and target have the same hardware address, and no IP address.
+    let parts: [&[u8]; 7] = [&BROADCAST, &mac, &ETH_RARP.to_be_bytes(), &REQUEST, &mac, &[0; 4], &mac];
     let mut frame = [0; FRAME_MIN];
-    let mut at = 0;
-    let mut put = |bytes: &[u8]| {
-        frame[at..at + bytes.len()].copy_from_slice(bytes);
-        at += bytes.len();
-    };
-    put(&[0xFF; MAC_BYTES]);
-    put(&mac);
-    put(&ETH_RARP.to_be_bytes());
-    // Ethernet, IPv4, their addresses' lengths, "request reverse".
-    put(&[0, 1, 8, 0, MAC_BYTES as u8, 4, 0, 3]);
-    // Sender and target: the same hardware address, no IP address.
-    put(&mac);
-    put(&[0; 4]);
-    put(&mac);
+    copy_start(&mut frame, &parts.concat());
     frame
 }
 

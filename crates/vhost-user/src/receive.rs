@@ -79,7 +79,7 @@ pub(super) struct Look {
 /// Looks at what can be read, up to `room` bytes, and takes nothing. None: there is nothing. Does not wait.
 pub(super) fn look(stream: &UnixStream, room: usize) -> io::Result<Option<Look>> {
     let mut bytes = [0u8; ROOM_MAX];
-    let mut iov = [IoSliceMut::new(&mut bytes[..room.min(ROOM_MAX)])];
+    let mut iov = [IoSliceMut::new(start_of(&mut bytes, room))];
     // Without room for descriptors the kernel only says whether there are some.
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     match recvmsg(stream, &mut iov, &mut RecvAncillaryBuffer::default(), flags) {
@@ -102,6 +102,12 @@ pub(super) fn read(stream: &UnixStream, bytes: usize) -> io::Result<Vec<u8>> {
     }
     buffer.truncate(got.bytes);
     Ok(buffer)
+}
+
+/// Returns the first `len` bytes, or all if there are fewer.
+fn start_of(bytes: &mut [u8], len: usize) -> &mut [u8] {
+    let len = len.min(bytes.len());
+    bytes.split_at_mut(len).0
 }
 
 /// What receives the descriptors of one export's front ends.
@@ -267,7 +273,7 @@ fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt
     let mut bytes = [0u8; ROOM_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut iov = [IoSliceMut::new(&mut bytes[..room.min(ROOM_MAX)])];
+    let mut iov = [IoSliceMut::new(start_of(&mut bytes, room))];
     let got = recvmsg(stream, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)?;
     let (mut descriptors, mut others) = (Descriptors::default(), Vec::new());
     for message in control.drain() {
@@ -284,7 +290,7 @@ fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt
     }
     // There may be room for one more.
     let too_many = got.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > FDS_MAX;
-    Ok(Receipt { bytes: bytes[..got.bytes].to_vec(), descriptors, _others: others, too_many })
+    Ok(Receipt { bytes: start_of(&mut bytes, got.bytes).to_vec(), descriptors, _others: others, too_many })
 }
 
 /// Whether the last close of a descriptor waits for nobody. No file system is asked.

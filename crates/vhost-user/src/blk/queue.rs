@@ -21,6 +21,8 @@ use vshunt_engine::{EventFd, PollEvent, PollState};
 use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
 use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
+use crate::convert::len_u32;
+
 /// Operations of a token.
 const OP_KICK: u8 = 1;
 const OP_IO: u8 = 2;
@@ -136,7 +138,7 @@ impl BlkQueue {
     }
 
     fn in_flight(&self) -> u32 {
-        (self.slots.len() - self.free.len()) as u32
+        len_u32(self.slots.len() - self.free.len())
     }
 
     /// Makes what is staged visible, and notifies the guest if it asked.
@@ -277,8 +279,8 @@ impl Queue for BlkQueue {
     fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         match token.op {
             OP_IO => {
-                let slot = &mut self.slots[token.slot as usize];
-                let Some(handle) = &self.handle else { return 0 };
+                let slot = self.slots.get_mut(usize::from(token.slot));
+                let (Some(slot), Some(handle)) = (slot, &self.handle) else { return 0 };
                 match handle.resume(uring, &mut slot.io, token, result) {
                     Step::Wait => 0,
                     Step::Done(result) => {
@@ -331,7 +333,7 @@ impl Queue for BlkQueue {
 
     fn waits_max(&self) -> u32 {
         // A request has one operation on the ring at a time.
-        self.slots.len() as u32
+        len_u32(self.slots.len())
     }
 
     fn extension(&self) -> &'static dyn Any {

@@ -19,6 +19,7 @@ use vshunt_net::control::PendingCommand;
 use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
 use vshunt_virtqueue::owner;
 
+use super::super::convert::count_u16;
 use super::super::memory::Notes;
 use super::{NetBackend, NetDevice};
 
@@ -60,13 +61,15 @@ impl Control {
     /// Features were agreed on: what a former guest set is over.
     pub(super) fn forget(&self) {
         let mut state = self.state();
-        state.active = state.running.len() as u16;
+        state.active = count_u16(state.running.len());
     }
 
     /// A pair's receive ring runs, or does so no more. Whether the pair is active.
     pub(super) fn runs(&self, pair: u16, on: bool) -> bool {
         let mut state = self.state();
-        state.running[usize::from(pair)] = on;
+        if let Some(running) = state.running.get_mut(usize::from(pair)) {
+            *running = on;
+        }
         pair < state.active
     }
 
@@ -139,7 +142,7 @@ impl NetDevice {
             let mut state = control.state();
             (std::mem::replace(&mut state.active, count), state.running.clone())
         };
-        let running = |pair: &u16| running[usize::from(*pair)];
+        let running = |pair: &u16| running.get(usize::from(*pair)) == Some(&true);
         if let Err(why) = (before..count).filter(running).try_for_each(|pair| self.link(pair)) {
             control.state().active = before;
             (before..count).filter(running).for_each(|pair| self.unlink(pair));

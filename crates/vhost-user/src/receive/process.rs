@@ -29,6 +29,7 @@ use rustix::net::{
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
 
+use super::super::convert::len_u32;
 use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, stop_reading, too_many};
 
 /// First byte of an order: receive, and pass on the descriptors whose close waits for nobody.
@@ -93,7 +94,7 @@ impl Process {
     /// # Errors
     /// There is none, or the connection cannot be passed to it. Nothing was received then.
     pub(super) fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Option<Self>> {
-        Self::order(if any { RECEIVE_ANY } else { RECEIVE }, room as u32, stream)
+        Self::order(if any { RECEIVE_ANY } else { RECEIVE }, len_u32(room), stream)
     }
 
     /// Has one close a connection that is over. None: no spawner was started.
@@ -297,7 +298,7 @@ fn read_message(from: &OwnedFd, room: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd
     if room > 0 && got.flags.contains(ReturnFlags::CTRUNC) {
         return Err(too_many());
     }
-    Ok((bytes[..got.bytes].to_vec(), fds))
+    Ok((super::start_of(&mut bytes, got.bytes).to_vec(), fds))
 }
 
 /// The whole life of a process that was just forked: it keeps `socket` and nothing else, and never returns.
@@ -318,23 +319,28 @@ fn run(socket: OwnedFd, name: &CStr, body: impl FnOnce(OwnedFd) -> io::Result<()
 fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
     const KEPT: i32 = 3;
     let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
-    // SAFETY: no other thread uses the descriptors that are closed, and no object that is used later has one: `socket` and `null`
-    // are forgotten.
-    unsafe {
-        let (socket, null) = (std::mem::ManuallyDrop::new(socket), std::mem::ManuallyDrop::new(null));
-        // Above all that is kept, so that nothing is replaced before it was copied.
-        let high = libc::fcntl(socket.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 16);
-        if high < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        if (0..KEPT).any(|standard| libc::dup2(null.as_raw_fd(), standard) < 0)
-            || libc::dup3(high, KEPT, libc::O_CLOEXEC) < 0
-            || libc::syscall(libc::SYS_close_range, KEPT + 1, u32::MAX, 0) < 0
-        {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(OwnedFd::from_raw_fd(KEPT))
+    // Their descriptors are replaced or closed below, so they must not close them again.
+    let (socket, null) = (std::mem::ManuallyDrop::new(socket), std::mem::ManuallyDrop::new(null));
+    // Above all that is kept, so that nothing is replaced before it was copied.
+    // SAFETY: a copy of an open descriptor; nothing else changes.
+    let high = checked(unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 16) })?;
+    for standard in 0..KEPT {
+        // SAFETY: this process was just forked and has one thread, and no object of it owns a standard descriptor.
+        checked(unsafe { libc::dup2(null.as_raw_fd(), standard) })?;
     }
+    // SAFETY: this process has one thread, and uses no object any more that owns descriptor KEPT.
+    checked(unsafe { libc::dup3(high, KEPT, libc::O_CLOEXEC) })?;
+    // SAFETY: this process has one thread, and uses no object any more that owns a descriptor: `socket` and `null` are forgotten.
+    if unsafe { libc::syscall(libc::SYS_close_range, KEPT + 1, u32::MAX, 0) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: KEPT is open since `dup3`, and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(KEPT) })
+}
+
+/// Returns a result of the C library, or the error that errno says.
+fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
 /// The spawner: makes a process for each message of the daemon, until that has gone.
@@ -399,7 +405,7 @@ fn answer(socket: &OwnedFd, received: &io::Result<Receipt>) -> io::Result<()> {
     match received {
         Ok(Receipt { too_many: true, .. }) => send(socket, &message(TOO_MANY, [0; 4]), &[]),
         Ok(Receipt { bytes, descriptors, .. }) => {
-            let mut all = message(ANSWER, (bytes.len() as u32).to_ne_bytes());
+            let mut all = message(ANSWER, len_u32(bytes.len()).to_ne_bytes());
             all.extend(bytes);
             for name in &descriptors.refused {
                 all.extend(name.bytes().chain([0]));

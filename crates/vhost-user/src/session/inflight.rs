@@ -15,6 +15,7 @@ use virtio::inflight::inflight_queue_size;
 use virtio::mem;
 use virtio::ring::MAX_QUEUE_SIZE;
 
+use super::super::convert::to_usize;
 use super::super::memory::{Mapping, Notes, shared_file};
 use super::{Session, refuse};
 
@@ -70,7 +71,7 @@ impl InflightArea {
         };
         let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(data)).unwrap_or(end).min(end);
         // A front end that punches holes meanwhile may have made this one empty.
-        let within = |pos: u64| (pos - self.offset) as usize;
+        let within = |pos: u64| to_usize(pos - self.offset);
         Some(within(data)..within(hole.max(data + 1)))
     }
 }

@@ -49,7 +49,7 @@ impl Session {
     pub(super) fn go_over_to(&mut self, map: &Arc<Mapping>) -> Result<()> {
         let (at, size) = (map.at(0), map.len() as u64);
         // SAFETY: inside the mapping, which the log keeps.
-        let told = Arc::new(unsafe { DirtyLog::new(at, size as usize, map.clone()) });
+        let told = Arc::new(unsafe { DirtyLog::new(at, map.len(), map.clone()) });
         // Also what running rings mark of themselves: the kernel changes over to the new log while they run.
         let own = self.vrings.iter().filter(|v| v.running).filter_map(|v| self.own_log_end(v)).max();
         let last = end_of(&self.regions).max(own.unwrap_or(0));

@@ -11,6 +11,7 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 use vshunt_engine::State;
 use vshunt_virtqueue::{RingAreas, RingStart, Tracking};
 
+use super::super::convert::count_u16;
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, Vring, refuse};
 
@@ -26,7 +27,7 @@ impl Session {
     /// Drains and stops every ring, until it is told to start; called when the front-end goes, too.
     pub(in super::super) fn stop_all(&mut self) {
         self.pause_all();
-        (0..self.vrings.len()).for_each(|index| self.close(index));
+        (0..count_u16(self.vrings.len())).for_each(|index| self.server.close(index));
     }
 
     /// [`pause`](Self::pause) for all rings: all queues are asked for their requests in flight before one is waited for.
@@ -35,11 +36,15 @@ impl Session {
         let running: Vec<u16> = running.collect();
         let stopped = self.server.stop_all(&running);
         for index in running {
-            self.vrings[usize::from(index)].running = false;
-            tracing::debug!("{}:{index} stopped", self.name);
+            if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+                vring.running = false;
+                tracing::debug!("{}:{index} stopped", self.name);
+            }
         }
         for (index, base) in stopped {
-            self.vrings[usize::from(index)].base = base;
+            if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+                vring.base = base;
+            }
         }
     }
 
@@ -56,42 +61,38 @@ impl Session {
     }
 
     /// Stops a ring for GET_VRING_BASE: the front-end may give the ring to another program next.
-    pub(super) fn hand_over(&mut self, index: usize) {
+    pub(super) fn hand_over(&mut self, index: u16) {
         self.halt(index, false, true);
-        self.close(index);
+        self.server.close(index);
     }
 
     /// Stops a ring that is switched off: what its device or its guest has for it meanwhile is for nobody
     /// (vhost-user specification, "Ring states"). QEMU switches a ring off before it asks for its base, so the front end may
     /// give this ring to another program, too. Its memory stays the ring's until GET_VRING_BASE is answered.
-    pub(super) fn switch_off(&mut self, index: usize) {
+    pub(super) fn switch_off(&mut self, index: u16) {
         self.halt(index, true, true);
-        self.close(index);
-    }
-
-    fn close(&mut self, index: usize) {
-        self.server.close(index as u16);
+        self.server.close(index);
     }
 
     /// Closes a ring that was paused and does not run again: nobody is to keep anything for it.
-    pub(super) fn close_if_stopped(&mut self, index: usize) {
-        if !self.vrings[index].running {
-            self.close(index);
+    pub(super) fn close_if_stopped(&mut self, index: u16) {
+        if self.vrings.get(usize::from(index)).is_some_and(|vring| !vring.running) {
+            self.server.close(index);
         }
     }
 
     /// Stops a ring, whose device keeps what comes for it meanwhile; its base is where it came to.
-    pub(super) fn pause(&mut self, index: usize) {
+    pub(super) fn pause(&mut self, index: u16) {
         self.halt(index, false, false);
     }
 
-    fn halt(&mut self, index: usize, discard: bool, hand_over: bool) {
-        if !std::mem::take(&mut self.vrings[index].running) {
+    fn halt(&mut self, index: u16, discard: bool, hand_over: bool) {
+        let Some(vring) = self.vrings.get_mut(usize::from(index)) else { return };
+        if !std::mem::take(&mut vring.running) {
             return;
         }
-        let base = self.server.stop(index as u16, discard, hand_over);
-        if let Some(base) = base {
-            self.vrings[index].base = base;
+        if let Some(base) = self.server.stop(index, discard, hand_over) {
+            vring.base = base;
         }
         tracing::debug!("{}:{index} stopped", self.name);
     }
@@ -111,31 +112,33 @@ impl Session {
     }
 
     /// Starts a ring if all that it needs is there.
-    pub(super) fn start(&mut self, index: usize) -> Result<()> {
-        let vring = &self.vrings[index];
+    pub(super) fn start(&mut self, index: u16) -> Result<()> {
+        let Some(vring) = self.vrings.get(usize::from(index)) else { return Ok(()) };
         if !vring.may_start() || self.mem.regions().is_empty() {
             return Ok(());
         }
         let (Some(kick), Some(addrs)) = (vring.kick.clone(), vring.addrs) else { return Ok(()) };
         self.start_with(index, addrs, kick)?;
-        self.vrings[index].running = true;
+        if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+            vring.running = true;
+        }
         tracing::debug!("{}:{index} started", self.name);
         Ok(())
     }
 
     /// Gives the ring to its server.
-    fn start_with(&mut self, index: usize, addrs: UserAddrs, kick: Arc<OwnedFd>) -> Result<()> {
-        let Some(queue) = self.server.queue_of(index as u16) else {
+    fn start_with(&self, index: u16, addrs: UserAddrs, kick: Arc<OwnedFd>) -> Result<()> {
+        let Some(queue) = self.server.queue_of(index) else {
             return Err(
                 self.unusable(index, "there is no such queue with the features that the guest agreed on")
             );
         };
-        let vring = &self.vrings[index];
+        let Some(vring) = self.vrings.get(usize::from(index)) else { return Ok(()) };
         let call = vring.call.clone();
         let areas = self.areas(vring, addrs).map_err(|reason| self.unusable(index, &reason))?;
         let mut ring = self.map_ring(vring, &areas).map_err(|reason| self.unusable(index, &reason))?;
         let mut tracking = None;
-        if let (Some(inflight), Some(area)) = (self.inflight_of(index)?, &self.inflight) {
+        if let (Some(inflight), Some(area)) = (self.inflight_of(index, vring)?, &self.inflight) {
             let replays = self.replays_of(index, &mut ring, inflight)?;
             tracking = Some(Tracking { replays, keep: area.map.clone() });
         }
@@ -154,11 +157,11 @@ impl Session {
             log,
             tracking,
             name: format!("{}:{index}", self.name),
-            on_broken: Box::new(move |reason| reports.add(queue, Some(index as u16), reason)),
+            on_broken: Box::new(move |reason| reports.add(queue, Some(index), reason)),
         };
         // SAFETY: `areas` found the areas in `self.mem`, which `remap` handed over. The part of the in-flight region belongs to
         // this ring, and `vring.running` keeps the ring from being started twice.
-        let started = unsafe { self.server.start(index as u16, start) };
+        let started = unsafe { self.server.start(index, start) };
         started.map_err(|reason| self.unusable(index, &reason))?;
         if let Some(eventfd) = eventfd {
             // A former daemon may have died between publishing and notifying.
@@ -168,7 +171,7 @@ impl Session {
     }
 
     /// Tracks a ring, and finds what a former daemon had in flight there.
-    fn replays_of(&self, index: usize, ring: &mut DeviceRing, inflight: Inflight) -> Result<Vec<Replay>> {
+    fn replays_of(&self, index: u16, ring: &mut DeviceRing, inflight: Inflight) -> Result<Vec<Replay>> {
         let replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
         if !replays.is_empty() {
             tracing::info!(
@@ -188,12 +191,12 @@ impl Session {
     }
 
     /// A ring that cannot start: told to all who want to know.
-    fn unusable(&self, index: usize, reason: &str) -> Error {
-        let queue = self.queue_of(index as u16);
+    fn unusable(&self, index: u16, reason: &str) -> Error {
+        let queue = self.queue_of(index);
         self.reports.add(queue, None, reason);
         self.server.stats(queue).set_state(State::Broken);
         // At once: the connection may end by this error.
-        self.signal_error(index as u16);
+        self.signal_error(index);
         refuse(format!("queue {index} cannot start: {reason}"))
     }
 
@@ -237,16 +240,16 @@ impl Session {
         unsafe { DeviceRing::new(vring.size, features, areas.addrs, vring.base) }.map_err(|e| e.to_string())
     }
 
-    fn inflight_of(&self, index: usize) -> Result<Option<Inflight>> {
+    fn inflight_of(&self, index: u16, vring: &Vring) -> Result<Option<Inflight>> {
         if let Some(why) = &self.cut_off {
             return Err(self.bad_inflight(index, why));
         }
         let Some(area) = &self.inflight else { return Ok(None) };
-        if index >= usize::from(area.queues) || self.vrings[index].size > area.queue_size {
+        if index >= area.queues || vring.size > area.queue_size {
             return Err(self.bad_inflight(index, &"the in-flight region has no room for this queue"));
         }
         let len = inflight_queue_size(area.queue_size, self.packed());
-        let offset = index * len;
+        let offset = usize::from(index) * len;
         if offset + len > area.map.len() {
             return Err(self.bad_inflight(index, &"it ends before this queue's part"));
         }
@@ -257,7 +260,7 @@ impl Session {
         inflight.map(Some).map_err(|e| self.bad_inflight(index, &e))
     }
 
-    fn bad_inflight(&self, index: usize, e: &dyn std::fmt::Display) -> Error {
+    fn bad_inflight(&self, index: u16, e: &dyn std::fmt::Display) -> Error {
         refuse(format!("queue {index} cannot start: {e}"))
     }
 
@@ -293,8 +296,8 @@ impl Session {
         if self.logging() {
             result = result.and(server.set_features(self.server_features(self.features)).map_err(refuse));
         }
-        for (index, ran) in running.into_iter().enumerate() {
-            let vring = &self.vrings[index];
+        for (index, ran) in (0u16..).zip(running) {
+            let Some(vring) = self.vrings.get(usize::from(index)) else { break };
             let is_mapped =
                 |addrs| self.areas(vring, addrs).and_then(|areas| self.map_ring(vring, &areas)).is_ok();
             let lies_within = vring.addrs.is_some_and(is_mapped);

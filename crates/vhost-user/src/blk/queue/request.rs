@@ -13,7 +13,10 @@ use vshunt_block::{Op, Step};
 use vshunt_engine::{QueueStats, Token, Uring};
 use vshunt_types::spec::Cache;
 
-use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX};
+use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX, Slot};
+
+/// Why a queue breaks that lost track of its slots.
+const NO_SLOT: &str = "it has no slot for a request: this is a bug of vshunt";
 
 /// What follows after the request of a chain was filled in.
 enum Prepared {
@@ -30,7 +33,7 @@ impl BlkQueue {
         let Some(index) = self.free.pop() else {
             unreachable!("as many slots as descriptors; the caller looked")
         };
-        let slot = &mut self.slots[index as usize];
+        let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
         slot.head = self.chain.head;
         let request = match split_request(&self.chain, &mut self.data) {
             Ok(request) => request,
@@ -49,7 +52,7 @@ impl BlkQueue {
             Ok(Prepared::Done) => return self.finish(index, 0),
             Err(errno) => return self.finish(index, errno),
         }
-        let slot = &mut self.slots[index as usize];
+        let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
         self.turn_bytes += slot.io.request.len;
         let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
         match handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
@@ -61,7 +64,7 @@ impl BlkQueue {
     /// Fills in the slot's [`Io`](vshunt_block::Io). A request that is not valid fails with a negative errno.
     #[inline]
     fn prepare(&mut self, index: u16, request: &Request) -> Result<Prepared, i32> {
-        let io = &mut self.slots[index as usize].io;
+        let Some(Slot { io, .. }) = self.slots.get_mut(usize::from(index)) else { return Err(-libc::EINVAL) };
         let disk = &self.shared.disk;
         match request.kind {
             VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
@@ -170,14 +173,14 @@ impl BlkQueue {
     /// used element; its length is what was written into the guest's buffers.
     #[inline]
     pub(super) fn finish(&mut self, index: u16, result: i32) {
-        let slot = &mut self.slots[index as usize];
+        let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
         let stats = &*self.stats;
         let status = match result {
             0.. => VIRTIO_BLK_S_OK,
             r if r == -libc::EOPNOTSUPP => VIRTIO_BLK_S_UNSUPP,
             _ => VIRTIO_BLK_S_IOERR,
         };
-        let mut written = 0;
+        let (head, mut written) = (slot.head, 0);
         if !slot.status.is_null() {
             // SAFETY: translated on taking the chain, kept mapped by `mem`; one byte, the device's to write.
             unsafe { mem::write_u8(slot.status, status) };
@@ -195,8 +198,7 @@ impl BlkQueue {
         if self.log.is_some() {
             self.mark(index);
         }
-        let slot = &mut self.slots[index as usize];
-        self.vring.push(slot.head, written);
+        self.vring.push(head, written);
         self.staged += 1;
         self.free.push(index);
         QueueStats::add(&self.stats.requests, 1);
@@ -204,7 +206,7 @@ impl BlkQueue {
 
     /// Notes where a request may write, while the guest migrates.
     pub(super) fn note_writable(&mut self, index: u16, writable: bool) {
-        let noted = &mut self.noted[index as usize];
+        let Some(noted) = self.noted.get_mut(usize::from(index)) else { return };
         noted.clear();
         if writable {
             noted.extend_from_slice(&self.data);
@@ -215,12 +217,13 @@ impl BlkQueue {
     #[cold]
     fn mark(&mut self, index: u16) {
         let Some(log) = &self.log else { return };
-        for seg in self.noted[index as usize].drain(..) {
+        let (index, noted) = (usize::from(index), self.noted.get_mut(usize::from(index)));
+        for seg in noted.into_iter().flat_map(|noted| noted.drain(..)) {
             if let Some(addr) = self.mem.host_to_guest(seg.ptr) {
                 log.mark(addr, u64::from(seg.len));
             }
         }
-        if let Some(addr) = self.mem.host_to_guest(self.slots[index as usize].status) {
+        if let Some(addr) = self.slots.get(index).and_then(|slot| self.mem.host_to_guest(slot.status)) {
             log.mark(addr, 1);
         }
     }
