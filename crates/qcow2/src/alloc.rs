@@ -1,12 +1,15 @@
-//! Which clusters of the image file are used: reference counts, reservations, what comes back.
+//! The allocator: reference counts, reservations, and clusters that are to be freed.
 //!
-//! Workers take clusters in runs (a [`Reserve`] each) and use them up by themselves; only a new run takes the lock here. A
-//! run is counted as used from the start: what a crash leaves of it leaks.
+//! Workers take clusters in runs (a [`Reserve`] each) and use them without a lock. Only a new run
+//! takes the lock here. A run is counted as used from the start, so the clusters of it that are
+//! unused at a crash leak.
 //!
-//! A cluster that goes waits twice: until the map without it is on stable storage (the flush after), and until no request
-//! that knew it is under way ([`crate::epoch`]). Only then its count drops and it can be taken again.
+//! A cluster that was removed from the map waits twice: until the map without it is on stable
+//! storage (after the next flush), and until no request that knew it is in flight
+//! ([`crate::epoch`]). Only then its count is lowered, and it can be taken again.
 //!
-//! The lock is never held over I/O; a refcount block that is not here is read by who needs it.
+//! The lock is never held during I/O. A refcount block that is not in memory is read by the request
+//! that needs it.
 
 #![allow(clippy::indexing_slicing, reason = "a refcount block that is in memory has its entry in the table")]
 
@@ -20,76 +23,77 @@ use crate::epoch::{Epoch, Epochs};
 use crate::overlap::OverlapCheck;
 use crate::{Waker, refcount};
 
-/// Consecutive clusters, counted as used, that nobody uses yet.
+/// Consecutive clusters that are counted as used and are not in use yet.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Reserve {
-    /// The first.
+    /// The first cluster.
     pub(crate) start: u64,
-    /// How many.
+    /// The number of clusters.
     pub(crate) count: u64,
-    /// They read as zeroes.
+    /// Whether they read as zeroes.
     pub(crate) zero: bool,
 }
 
-/// Clusters that went.
+/// Clusters that were removed from the map.
 #[derive(Debug, Clone, Copy)]
-struct Gone {
+struct Removed {
     start: u64,
     count: u64,
     epoch: Epoch,
-    /// The flush that made the map without them stable; `u64::MAX` before.
+    /// The flush that made the map without them stable; `u64::MAX` before that.
     flush: u64,
 }
 
-/// What became of a wish.
+/// The result of a request for clusters.
 #[derive(Debug)]
 pub(crate) enum Take {
-    /// Clusters.
+    /// The clusters.
     Got(Reserve),
-    /// This refcount block is to be read first (it lies there), and handed to [`Alloc::loaded`].
+    /// This refcount block (index, offset) has to be read and passed to [`Alloc::loaded`] first.
     Load(u64, u64),
-    /// Another reads it; the caller is woken.
+    /// Another request reads it. The caller is woken.
     Wait,
-    /// There is no room for more in the refcount table.
+    /// The refcount table has no room for more.
     Full,
 }
 
 struct Block {
     data: Box<[u8]>,
     dirty: bool,
-    /// A copy of it is on its way into the image, which is older till then.
+    /// Whether a copy of it is being written into the image, which has older contents until then.
     writing: bool,
-    /// When it was used last.
+    /// The time of its last use.
     used: u64,
 }
 
-/// One image's. Behind one lock.
+/// The allocator of one image. One lock guards it.
 pub(crate) struct Alloc {
     cluster_bits: u32,
     order: u32,
     entries: u64,
-    /// Where each refcount block lies; 0: there is none, all is free.
+    /// The offset of each refcount block. 0: there is none, and all its clusters are free.
     table: Vec<u64>,
-    /// Entries of it that are not in the image yet.
+    /// Entries of the table that are not in the image yet.
     table_dirty: BTreeSet<usize>,
     blocks: HashMap<u64, Block>,
     blocks_max: usize,
     loading: HashMap<u64, Vec<Waker>>,
     clock: u64,
-    /// Where to look next.
+    /// Where the next search starts.
     cursor: u64,
-    /// From here on no cluster was ever written: they read as zeroes.
-    virgin: u64,
-    gone: Vec<Gone>,
+    /// The first cluster that was never written. From here on, clusters read as zeroes.
+    unwritten: u64,
+    removed: Vec<Removed>,
     /// Is told of new refcount blocks.
     overlap: Option<Arc<OverlapCheck>>,
-    /// Flushes begun.
+    /// Flushes started.
     flushes: u64,
-    /// Where the next compressed piece goes, within a cluster that is counted once for this; see [`pack`].
+    /// The offset of the next compressed piece, in a cluster that is counted once for this; see
+    /// [`pack`].
     tail: Option<u64>,
 }
 
-/// Something to write: a refcount block, or a piece of their table.
+/// Something to write: a refcount block, or a piece of the refcount table.
 pub(crate) struct Dirty {
     pub(crate) index: u64,
     pub(crate) offset: u64,
@@ -115,8 +119,8 @@ impl Alloc {
             loading: HashMap::new(),
             clock: 0,
             cursor: 0,
-            virgin: file_clusters,
-            gone: Vec::new(),
+            unwritten: file_clusters,
+            removed: Vec::new(),
             overlap: None,
             flushes: 0,
             tail: None,
@@ -127,9 +131,9 @@ impl Alloc {
         Self { overlap, ..self }
     }
 
-    /// The first cluster that was never used.
+    /// Returns the first cluster that was never used.
     pub(crate) fn end(&self) -> u64 {
-        self.virgin
+        self.unwritten
     }
 
     /// Takes a run of 1 to `most` clusters.
@@ -160,7 +164,8 @@ impl Alloc {
         Take::Load(index, offset)
     }
 
-    /// A refcount block for a range that has none: it lies in the range's first cluster, and counts itself.
+    /// Makes a refcount block for a range that has none. The block is in the range's first cluster,
+    /// and counts itself.
     fn make_block(&mut self, index: u64) {
         let at = index * self.entries;
         let mut data = vec![0; 1 << self.cluster_bits].into_boxed_slice();
@@ -172,10 +177,10 @@ impl Alloc {
         if let Some(overlap) = &self.overlap {
             overlap.add("a refcount block", at);
         }
-        self.virgin = self.virgin.max(at + 1);
+        self.unwritten = self.unwritten.max(at + 1);
     }
 
-    /// The next free run of a block that is here, from the cursor on.
+    /// Returns the next free run of a block that is in memory, from the cursor on.
     fn run(&mut self, index: u64, most: u64) -> Option<Reserve> {
         self.clock += 1;
         let (order, entries, clock) = (self.order, self.entries, self.clock);
@@ -184,18 +189,18 @@ impl Alloc {
         let free = |block: &Block, i: u64| refcount::get(&block.data, to_usize(i), order) == 0;
         let first = (self.cursor % entries..entries).find(|i| free(block, *i))?;
         let start = index * entries + first;
-        // What is known to be zero and what is not are different runs.
-        let end = if start < self.virgin { entries.min(first + self.virgin - start) } else { entries };
+        // A run contains only clusters that are known to be zero, or only other clusters.
+        let end = if start < self.unwritten { entries.min(first + self.unwritten - start) } else { entries };
         let count = (first..end).take(to_usize(most)).take_while(|i| free(block, *i)).count() as u64;
         (first..first + count).for_each(|i| refcount::set(&mut block.data, to_usize(i), order, 1));
         block.dirty = true;
         self.cursor = start + count;
-        let zero = start >= self.virgin;
-        self.virgin = self.virgin.max(start + count);
+        let zero = start >= self.unwritten;
+        self.unwritten = self.unwritten.max(start + count);
         Some(Reserve { start, count, zero })
     }
 
-    /// A block was read (none: it could not be).
+    /// Stores a block that was read. `None`: it could not be read.
     pub(crate) fn loaded(&mut self, index: u64, data: Option<Box<[u8]>>, wake: &mut dyn FnMut(Waker)) {
         if let Some(data) = data {
             self.make_room();
@@ -205,7 +210,7 @@ impl Alloc {
         self.loading.remove(&index).unwrap_or_default().into_iter().for_each(wake);
     }
 
-    /// Lets go of the clean block that was not used for longest, if there are many.
+    /// Drops the clean block that was unused for the longest time, if there are many.
     fn make_room(&mut self) {
         while self.blocks.len() >= self.blocks_max {
             let clean = self.blocks.iter().filter(|(_, b)| !b.dirty && !b.writing);
@@ -214,15 +219,16 @@ impl Alloc {
         }
     }
 
-    /// Gives back clusters that never were in the map; nobody uses them any more.
+    /// Returns clusters that never were in the map and have no users.
     pub(crate) fn give_back(&mut self, rest: Reserve) {
         if rest.count > 0 {
-            self.gone.push(Gone { start: rest.start, count: rest.count, epoch: 0, flush: 0 });
+            self.removed.push(Removed { start: rest.start, count: rest.count, epoch: 0, flush: 0 });
         }
     }
 
-    /// Gives back clusters of one run that were taken and never written: they can be taken again at once.
-    pub(crate) fn untake(&mut self, rest: Reserve) {
+    /// Returns clusters of one run that were taken and never written. They can be taken again at
+    /// once.
+    pub(crate) fn return_unwritten(&mut self, rest: Reserve) {
         let Some(block) = self.blocks.get_mut(&(rest.start / self.entries)) else {
             return self.give_back(rest);
         };
@@ -231,47 +237,49 @@ impl Alloc {
         }
         block.dirty |= rest.count > 0;
         self.cursor = self.cursor.min(rest.start);
-        if rest.zero && self.virgin == rest.start + rest.count {
-            self.virgin = rest.start;
+        if rest.zero && self.unwritten == rest.start + rest.count {
+            self.unwritten = rest.start;
         }
     }
 
-    /// Clusters are not in the map any more.
-    pub(crate) fn gone(&mut self, start: u64, count: u64, epoch: Epoch) {
-        if let Some(last) = self.gone.last_mut()
+    /// Records that clusters were removed from the map.
+    pub(crate) fn remove(&mut self, start: u64, count: u64, epoch: Epoch) {
+        if let Some(last) = self.removed.last_mut()
             && (last.start + last.count, last.epoch, last.flush) == (start, epoch, u64::MAX)
         {
             last.count += count;
             return;
         }
-        self.gone.push(Gone { start, count, epoch, flush: u64::MAX });
+        self.removed.push(Removed { start, count, epoch, flush: u64::MAX });
     }
 
-    /// Before a flush copies the map: its number. What went before is stable with it.
-    pub(crate) fn begin_flush(&mut self) -> u64 {
+    /// Starts a flush, before it copies the map. Returns its number. Clusters that were removed
+    /// before are stable with it.
+    pub(crate) fn start_flush(&mut self) -> u64 {
         self.flushes += 1;
         let flush = self.flushes;
-        self.gone.iter_mut().filter(|g| g.flush == u64::MAX).for_each(|g| g.flush = flush);
+        self.removed.iter_mut().filter(|g| g.flush == u64::MAX).for_each(|g| g.flush = flush);
         flush
     }
 
-    /// The flush did not come to its end: what went with it waits for the next.
+    /// Records that the flush failed. Clusters that were removed before it wait for the next one.
     pub(crate) fn failed_flush(&mut self, flush: u64) {
-        self.gone.iter_mut().filter(|g| g.flush == flush).for_each(|g| g.flush = u64::MAX);
+        self.removed.iter_mut().filter(|g| g.flush == flush).for_each(|g| g.flush = u64::MAX);
     }
 
-    /// Some clusters that went with flushes up to `flush`, which are stable, and that nobody uses: they are the caller's, to
-    /// punch and to count down.
-    pub(crate) fn next_gone(&mut self, flush: u64, epochs: &Epochs) -> Option<(u64, u64)> {
-        let at = self.gone.iter().position(|g| g.flush <= flush && epochs.is_over(g.epoch))?;
-        let gone = self.gone.swap_remove(at);
+    /// Returns some clusters that are removed with flushes up to `flush`, which are stable, and
+    /// that have no users. The caller then has to punch them and to count them down.
+    pub(crate) fn next_removed(&mut self, flush: u64, epochs: &Epochs) -> Option<(u64, u64)> {
+        let at = self.removed.iter().position(|g| g.flush <= flush && epochs.is_over(g.epoch))?;
+        let gone = self.removed.swap_remove(at);
         Some((gone.start, gone.count))
     }
 
-    /// How many of the clusters, from the first on, are alike in whether this was their last use; and whether it was.
+    /// Returns for how many of the clusters, from the first on, the answer is the same, and whether
+    /// this was their last use.
     ///
     /// # Errors
-    /// What is to be done first.
+    /// What has to be done first.
     pub(crate) fn last_uses(&mut self, start: u64, count: u64, waker: Waker) -> Result<(u64, bool), Take> {
         let index = start / self.entries;
         let here = count.min((index + 1) * self.entries - start);
@@ -287,7 +295,8 @@ impl Alloc {
         Ok(((0..here).take_while(|i| last_use(*i) == is_last).count() as u64, is_last))
     }
 
-    /// Counts clusters down, of one block, after [`last_uses`](Self::last_uses) found it here; `false`: it went since.
+    /// Counts down clusters of one block, after [`last_uses`](Self::last_uses) found it in memory.
+    /// Returns false if the block was dropped since.
     pub(crate) fn count_down(&mut self, start: u64, count: u64) -> bool {
         let Some(block) = self.blocks.get_mut(&(start / self.entries)) else {
             return self.table.get(to_usize(start / self.entries)).is_none_or(|at| *at == 0);
@@ -295,7 +304,7 @@ impl Alloc {
         for cluster in start..start + count {
             let at = to_usize(cluster % self.entries);
             let was = refcount::get(&block.data, at, self.order);
-            // 0: the image counted it wrong before.
+            // 0: the image had a wrong count.
             refcount::set(&mut block.data, at, self.order, was.saturating_sub(1));
             if was == 1 {
                 self.cursor = self.cursor.min(cluster);
@@ -305,7 +314,7 @@ impl Alloc {
         true
     }
 
-    /// Copies of all dirty blocks, which count as clean from now on.
+    /// Returns copies of all dirty blocks, which count as clean from now on.
     pub(crate) fn take_dirty(&mut self) -> Vec<Dirty> {
         let table = &self.table;
         let dirty = self.blocks.iter_mut().filter(|(_, b)| b.dirty);
@@ -317,7 +326,8 @@ impl Alloc {
             .collect()
     }
 
-    /// Copies of the pieces of the table, `unit` bytes each, that have new entries; offsets are those in the table.
+    /// Returns copies of the pieces of the table, `unit` bytes each, that have new entries. Offsets
+    /// are those in the table.
     pub(crate) fn take_table(&mut self, unit: u64) -> Vec<Dirty> {
         let mut pieces: Vec<Dirty> = Vec::new();
         for index in std::mem::take(&mut self.table_dirty) {
@@ -334,7 +344,7 @@ impl Alloc {
         pieces
     }
 
-    /// What was taken was written, or (`false`) could not be: then it is dirty again.
+    /// Records that the copies were written. If not (`done` is false), they are dirty again.
     pub(crate) fn written(&mut self, blocks: &[Dirty], table: &[Dirty], done: bool) {
         for dirty in blocks {
             let block = self.blocks.get_mut(&dirty.index).expect("what is being written stays");

@@ -1,4 +1,5 @@
-//! Persistent dirty bitmaps: their directory and tables, what adds, removes and changes one, their bits.
+//! Persistent dirty bitmaps: their directory and tables, their bits, and operations that add,
+//! remove and change them.
 
 mod bits;
 mod edit;
@@ -16,62 +17,62 @@ pub use served::{Loaded, load_all, mark_in_use, store};
 
 /// Bytes of one directory entry's fixed part.
 const ENTRY: usize = 24;
-/// Bitmaps of an image at most, as QEMU has it.
+/// Most bitmaps of an image (QEMU's limit).
 pub const COUNT_MAX: u32 = 65535;
-/// Bytes of a bitmap's name at most, as QEMU has it.
+/// Most bytes of a bitmap's name (QEMU's limit).
 pub const NAME_MAX: usize = 1023;
-/// Bytes of the directory at most, as QEMU has it.
+/// Most bytes of the directory (QEMU's limit).
 const DIRECTORY_BYTES_MAX: u64 = COUNT_MAX as u64 * 1024;
-/// Entries of a bitmap's table at most, as QEMU has it.
+/// Most entries of a bitmap's table (QEMU's limit).
 const TABLE_ENTRIES_MAX: u32 = 1 << 27;
-/// log2 of the bytes that a bit stands for, as QEMU has it.
+/// log2 of the bytes for each bit (QEMU's limits).
 pub const GRANULARITY_BITS: std::ops::RangeInclusive<u32> = 9..=31;
 /// The only type that is specified: a dirty tracking bitmap.
 const DIRTY_TRACKING: u8 = 1;
 
 /// Bits of a directory entry's flags.
 pub mod flag {
-    /// Who had the image open did not write the bitmap back: what it says is not to be believed.
+    /// The last writer did not write the bitmap back, so the bitmap is inconsistent.
     pub const IN_USE: u32 = 1 << 0;
-    /// Enabled: every write to the disk is to be tracked.
+    /// The bitmap is enabled: every write to the disk has to be tracked.
     pub const AUTO: u32 = 1 << 1;
-    /// The bitmap may be used though its extra data is not known.
+    /// The bitmap may be used although its extra data is unknown.
     pub const EXTRA_COMPATIBLE: u32 = 1 << 2;
-    /// Those that are specified.
+    /// The flags that are specified.
     pub const KNOWN: u32 = IN_USE | AUTO | EXTRA_COMPATIBLE;
 }
 
 /// A bitmap table's entry without a cluster: all bits of that cluster are set.
 pub(crate) const ALL_ONES: u64 = 1;
-/// Bits of a bitmap table's entry that have to be 0, but for [`ALL_ONES`].
+/// Bits of a bitmap table's entry that have to be 0, except [`ALL_ONES`].
 pub(crate) const TABLE_RESERVED: u64 = 0xff00_0000_0000_01fe;
 
-/// A bitmap, as the directory has it.
+/// A bitmap as the directory describes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Bitmap {
-    /// Its name; as it is written, which may be no text.
+    /// The name as it is stored, which may not be text.
     pub name: Vec<u8>,
     /// Bits of [`flag`].
     pub flags: u32,
-    /// log2 of the bytes of the disk that a bit stands for.
+    /// log2 of the bytes of the disk for each bit.
     pub granularity_bits: u32,
-    /// Where its table begins.
+    /// The offset of its table.
     pub table_offset: u64,
-    /// Entries of it.
+    /// The number of entries of its table.
     pub table_size: u32,
-    /// Type; 1 is a dirty tracking bitmap.
+    /// The type; 1 is a dirty tracking bitmap.
     pub kind: u8,
-    /// Extra data, which nobody knows, kept.
+    /// Unknown extra data, which is kept.
     pub extra: Vec<u8>,
 }
 
 impl Bitmap {
-    /// The name, readable.
+    /// Returns the name as text.
     pub fn name(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 
-    /// Whether a flag is set.
+    /// Returns whether a flag is set.
     pub fn has(&self, flag: u32) -> bool {
         self.flags & flag != 0
     }
@@ -88,7 +89,7 @@ impl Bitmap {
         out.resize(out.len().next_multiple_of(8), 0);
     }
 
-    /// What is wrong with it in an image of `size` bytes with clusters of `1 << cluster_bits`.
+    /// Checks it in an image of `size` bytes with clusters of `1 << cluster_bits` bytes.
     fn check(&self, size: u64, cluster_bits: u32) -> Result<()> {
         let bad = |why: String| Err(Error::corrupt(format!("bitmap {}: {why}", self.name())));
         if self.kind != DIRTY_TRACKING || self.flags & !flag::KNOWN != 0 {
@@ -101,7 +102,7 @@ impl Bitmap {
             return bad(format!("a name of {} bytes, {} table entries", self.name.len(), self.table_size));
         }
         let needed = table_entries(size, self.granularity_bits, cluster_bits);
-        // One that is in use may have the table of the size that the disk had before.
+        // The table of a bitmap in use may have the size for a former size of the disk.
         if !self.has(flag::IN_USE) && u64::from(self.table_size) != needed {
             return bad(format!("{} table entries; the disk's size needs {needed}", self.table_size));
         }
@@ -109,21 +110,22 @@ impl Bitmap {
     }
 }
 
-/// Clusters that a bitmap of a disk of `size` bytes has.
+/// Returns the number of clusters of a bitmap for a disk of `size` bytes.
 pub(crate) fn table_entries(size: u64, granularity_bits: u32, cluster_bits: u32) -> u64 {
     let bits = size.div_ceil(1 << granularity_bits);
     bits.div_ceil(8).div_ceil(1 << cluster_bits)
 }
 
-/// Whether what the image says of bitmaps is right. If not, they are as good as not there.
+/// Returns whether the image's bitmaps extension is valid. If not, the image counts as one without
+/// bitmaps.
 pub fn consistent(image: &Image<'_>) -> bool {
     image.header.bitmaps.is_some() && image.header.autoclear & autoclear::BITMAPS != 0
 }
 
-/// The bitmaps of an image; none where what it says of them is not [`consistent`].
+/// Returns the bitmaps of an image. There are none if the extension is not [`consistent`].
 ///
 /// # Errors
-/// Their directory does not lie in the file, or says what cannot be.
+/// The directory is not in the file, or is invalid.
 pub fn read_directory(image: &Image<'_>) -> Result<Vec<Bitmap>> {
     let Some(at) = image.header.bitmaps.filter(|_| consistent(image)) else { return Ok(Vec::new()) };
     if at.count == 0 || at.count > COUNT_MAX || at.directory_bytes > DIRECTORY_BYTES_MAX {
@@ -147,7 +149,7 @@ pub fn read_directory(image: &Image<'_>) -> Result<Vec<Bitmap>> {
     Ok(list)
 }
 
-/// The entry that `bytes` begin with, and its length.
+/// Parses the entry at the start of `bytes`. Returns it and its length.
 fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
     let fixed = bytes.get(..ENTRY)?;
     let name_at = ENTRY.checked_add(be32(fixed, 20) as usize)?;

@@ -1,59 +1,60 @@
-//! Integers out of an image's bytes, and conversions that lose nothing.
+//! Integers from an image's bytes, and conversions without loss.
 //!
-//! Used by all modules that read what an image says. An image is hostile, and a panic would end every guest of the process:
-//! the crate denies the lints `indexing_slicing` and `cast_possible_truncation`, and what is narrowed on purpose is
-//! narrowed here.
+//! All modules that parse an image use it. An image is untrusted, and a panic would end every guest
+//! of the process. So the crate denies the lints `indexing_slicing` and `cast_possible_truncation`,
+//! and intended truncations are made here.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("offsets in an image have 64 bits, and this crate keeps them in a usize");
 
-/// The same number: a usize has 64 bits here.
+/// Returns the same number: a usize has 64 bits here.
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "a usize has 64 bits: checked above")]
 pub(crate) const fn to_usize(number: u64) -> usize {
     number as usize
 }
 
-/// The low 8 bits.
+/// Returns the low 8 bits.
 #[inline(always)]
 pub(crate) const fn low_u8(word: u64) -> u8 {
     let [a, ..] = word.to_le_bytes();
     a
 }
 
-/// The low 16 bits.
+/// Returns the low 16 bits.
 #[inline(always)]
 pub(crate) const fn low_u16(word: u64) -> u16 {
     let [a, b, ..] = word.to_le_bytes();
     u16::from_le_bytes([a, b])
 }
 
-/// The low 32 bits.
+/// Returns the low 32 bits.
 #[inline(always)]
 pub(crate) const fn low_u32(word: u64) -> u32 {
     let [a, b, c, d, ..] = word.to_le_bytes();
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// The `N` bytes from `at` on, if there are so many.
+/// Returns the `N` bytes from `at` on, if there are that many.
 #[inline(always)]
 pub(crate) fn array<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk().copied()
 }
 
-/// The big-endian number at `at`; 0 past the end, which reads as "absent" in all structures of the format.
+/// Returns the big-endian number at `at`. Past the end it is 0, which means "absent" in all
+/// structures of the format.
 #[inline(always)]
 pub(crate) fn be16(bytes: &[u8], at: usize) -> u16 {
     array(bytes, at).map_or(0, u16::from_be_bytes)
 }
 
-/// As [`be16`], for 32 bits.
+/// Returns a number of 32 bits, like [`be16`].
 #[inline(always)]
 pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
     array(bytes, at).map_or(0, u32::from_be_bytes)
 }
 
-/// As [`be16`], for 64 bits.
+/// Returns a number of 64 bits, like [`be16`].
 #[inline(always)]
 pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
     array(bytes, at).map_or(0, u64::from_be_bytes)

@@ -1,14 +1,18 @@
-//! A change of an image's tables that is made by one write.
+//! A change of an image's tables that one write makes effective.
 //!
-//! What changes is written where the file counts nothing: copies of refcount blocks, of the refcount table, of L1, L2
-//! and other tables. One write of the header's fields, which lie in one sector, then refers to all of it at once. A
-//! crash before leaves the image as it was, one after as it is to be: in between there is nothing.
+//! New contents are written to free clusters: copies of refcount blocks, of the refcount table, of
+//! L1, L2 and other tables. One write of the header's fields, which are in one sector, then refers
+//! to all of it at once. A crash before that write leaves the old image, a crash after it the new
+//! one. There is no state in between.
 //!
-//! What must hold: the image's reference counts are right. Where they are not, a cluster in use may look free; who
-//! calls this has [checked](crate::check) the image, or has kept the counts itself.
+//! The image's reference counts must be right, because otherwise a cluster in use may look free.
+//! The caller has [checked](crate::check) the image, or has maintained the counts itself.
 //!
-//! Steps: 1 tables and counts are copied and changed; 2 [`commit`](Change::commit) writes what is left of them and
-//! syncs; 3 the header; 4 what is free now gives its space back.
+//! Steps:
+//! 1. Tables and counts are copied and changed.
+//! 2. [`commit`](Change::commit) writes the rest of them and syncs.
+//! 3. The header is written.
+//! 4. The space of clusters that are free now is given back.
 
 #![allow(
     clippy::indexing_slicing,
@@ -23,46 +27,49 @@ use crate::entry::{COMPRESSED, COPIED, Compressed, OFFSET};
 use crate::header::{Header, REFTABLE_BYTES_MAX, incompatible};
 use crate::{Error, Image, Result, image, refcount};
 
-/// Bytes of refcount blocks that are kept in memory, of each kind.
+/// Bytes of refcount blocks in memory, for each of the two kinds.
 const CACHE_BYTES: u64 = 32 << 20;
-/// Free ranges whose space is given back, at most; of more it stays with the file, for later use.
+/// Most free ranges whose space is given back. The space of further ranges stays with the file for
+/// later use.
 const FREED_MAX: usize = 1 << 20;
 
-/// A change under way. Dropped without [`commit`](Self::commit) it has not happened.
+/// A change that is being made. If it is dropped without [`commit`](Self::commit), the image is
+/// unchanged.
 pub(crate) struct Change<'i, 's> {
     pub(crate) image: &'i mut Image<'s>,
-    /// The refcount table as it was, and blocks of it.
+    /// The old refcount table, and blocks of it.
     old_table: Vec<u64>,
     old: BTreeMap<u64, Vec<u8>>,
-    /// As it will be; blocks in memory have to be written.
+    /// The new refcount table. Its blocks in memory have to be written.
     table: Vec<u64>,
     blocks: BTreeMap<u64, Vec<u8>>,
-    /// Numbers of blocks that have their new place.
+    /// Numbers of blocks that have a new offset already.
     moved: HashSet<u64>,
-    /// Counts to be set.
+    /// Counts that have to be set.
     pending: Vec<(u64, u64)>,
-    /// Nothing below is looked at for free clusters any more.
+    /// The search for free clusters starts here.
     next: u64,
     freed: Vec<Range<u64>>,
 }
 
 impl<'i, 's> Change<'i, 's> {
-    /// Begins one.
+    /// Starts a change.
     ///
     /// # Errors
     /// The image was not closed or is corrupt, or its refcount table cannot be read.
-    pub(crate) fn begin(image: &'i mut Image<'s>) -> Result<Self> {
+    pub(crate) fn start(image: &'i mut Image<'s>) -> Result<Self> {
         if image.header.is_open() || image.header.has(incompatible::CORRUPT) {
             return Err(Error::corrupt("it was not closed, or is marked as corrupt"));
         }
-        Self::begin_repair(image)
+        Self::start_repair(image)
     }
 
-    /// Begins one that is part of a repair: the counts are right, whatever the marks still say.
+    /// Starts a change that is part of a repair. The counts are right, although the header may
+    /// still be marked.
     ///
     /// # Errors
     /// The image's refcount table cannot be read.
-    pub(crate) fn begin_repair(image: &'i mut Image<'s>) -> Result<Self> {
+    pub(crate) fn start_repair(image: &'i mut Image<'s>) -> Result<Self> {
         let h = &image.header;
         let entries = u64::from(h.reftable_clusters) * h.cluster_size() / 8;
         let table = image.table(h.reftable_offset, entries, "the refcount table")?;
@@ -105,7 +112,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(block)
     }
 
-    /// A cluster's count as it was.
+    /// Returns a cluster's old count.
     fn old_count(&mut self, cluster: u64) -> Result<u64> {
         let (number, slot) = self.split(cluster);
         let at = self.old_table.get(to_usize(number)).copied().unwrap_or(0);
@@ -122,7 +129,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(refcount::get(&self.old[&number], slot, self.image.header.refcount_order))
     }
 
-    /// A cluster's count as it will be.
+    /// Returns a cluster's new count.
     pub(crate) fn count(&mut self, cluster: u64) -> Result<u64> {
         let (number, slot) = self.split(cluster);
         if !self.moved.contains(&number) {
@@ -132,7 +139,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(refcount::get(&self.blocks[&number], slot, self.image.header.refcount_order))
     }
 
-    /// Brings a block that is to be changed into memory, at its new place.
+    /// Reads a block that has to be changed, and gives it a new offset.
     fn load(&mut self, number: u64) -> Result<()> {
         if self.blocks.contains_key(&number) {
             return Ok(());
@@ -157,13 +164,13 @@ impl<'i, 's> Change<'i, 's> {
             if at != 0 {
                 let cluster = at >> self.image.header.cluster_bits;
                 self.pending.push((cluster, 0));
-                self.note_freed(cluster);
+                self.record_freed(cluster);
             }
         }
         Ok(())
     }
 
-    /// Sets a count; and those of blocks that move for it, and so on, each once.
+    /// Sets a count, and the counts of blocks that move because of it, each block once.
     fn set(&mut self, cluster: u64, count: u64) -> Result<()> {
         self.pending.push((cluster, count));
         while let Some((cluster, count)) = self.pending.pop() {
@@ -184,7 +191,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(())
     }
 
-    /// The first of `n` clusters that are free, were free before, and are not taken by this change.
+    /// Returns the first of `n` clusters that were free before and are not taken by this change.
     fn find(&mut self, n: u64) -> Result<u64> {
         let (mut first, mut at) = (self.next, self.next);
         while at < first + n {
@@ -199,17 +206,17 @@ impl<'i, 's> Change<'i, 's> {
         Ok(first)
     }
 
-    /// Makes the refcount table at least so long.
+    /// Makes the refcount table at least `entries` long.
     pub(crate) fn widen(&mut self, entries: u64) {
         self.table.resize(to_usize(entries).max(self.table.len()), 0);
     }
 
-    /// Looks for free clusters at and behind this one only.
-    pub(crate) fn look_from(&mut self, cluster: u64) {
+    /// Limits the search for free clusters to this cluster and those behind it.
+    pub(crate) fn search_from(&mut self, cluster: u64) {
         self.next = self.next.max(cluster);
     }
 
-    /// Takes `n` clusters in a row; where they begin.
+    /// Takes `n` consecutive clusters, and returns the first.
     pub(crate) fn take(&mut self, n: u64) -> Result<u64> {
         let first = self.find(n)?;
         self.next = first + n;
@@ -219,7 +226,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(first << self.image.header.cluster_bits)
     }
 
-    /// Writes bytes to clusters of their own; where they begin. No bytes are nowhere: 0.
+    /// Writes bytes to new clusters, and returns their offset. If there are no bytes, returns 0.
     pub(crate) fn put(&mut self, mut bytes: Vec<u8>) -> Result<u64> {
         if bytes.is_empty() {
             return Ok(0);
@@ -232,7 +239,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(at)
     }
 
-    /// Raises or lowers a cluster's count by one; the new count.
+    /// Raises or lowers a cluster's count by one, and returns the new count.
     pub(crate) fn add(&mut self, cluster: u64, up: bool) -> Result<u64> {
         if !self.image.reaches(cluster << self.image.header.cluster_bits, 1) {
             return Err(Error::corrupt(format!(
@@ -254,7 +261,7 @@ impl<'i, 's> Change<'i, 's> {
         };
         self.set(cluster, new)?;
         if new == 0 {
-            self.note_freed(cluster);
+            self.record_freed(cluster);
         }
         Ok(new)
     }
@@ -270,13 +277,13 @@ impl<'i, 's> Change<'i, 's> {
     fn clusters(&self, offset: u64, bytes: u64) -> Range<u64> {
         let bits = self.image.header.cluster_bits;
         if bytes == 0 {
-            // Where a table without entries lies, it takes no cluster.
+            // A table without entries takes no cluster, whatever its offset is.
             return 0..0;
         }
         offset >> bits..offset.saturating_add(bytes).div_ceil(1 << bits)
     }
 
-    fn note_freed(&mut self, cluster: u64) {
+    fn record_freed(&mut self, cluster: u64) {
         let room = self.freed.len() < FREED_MAX;
         match self.freed.last_mut() {
             Some(last) if last.end == cluster => last.end += 1,
@@ -285,17 +292,17 @@ impl<'i, 's> Change<'i, 's> {
         }
     }
 
-    /// Reads an L2 table: its words, one or two an entry.
+    /// Reads an L2 table. Returns its words, one or two for each entry.
     pub(crate) fn l2(&self, at: u64) -> Result<Vec<u64>> {
         Ok(image::words(&self.image.read(at, self.image.header.cluster_size(), "an L2 table")?))
     }
 
-    /// Words of an L2 entry.
+    /// Returns the number of words of an L2 entry.
     pub(crate) fn words(&self) -> usize {
         to_usize(self.image.header.l2_entry_bytes()) / 8
     }
 
-    /// Clusters of the image that an L2 entry refers to.
+    /// Returns the clusters of the image that an L2 entry refers to.
     pub(crate) fn referred(&self, e: u64) -> Range<u64> {
         if e & COMPRESSED != 0 {
             let c = Compressed::of(e, self.image.header.cluster_bits);
@@ -305,7 +312,7 @@ impl<'i, 's> Change<'i, 's> {
         if external || e & OFFSET == 0 { 0..0 } else { self.clusters(e & OFFSET, 1) }
     }
 
-    /// Raises or lowers the counts of all that an L2 table refers to.
+    /// Raises or lowers the counts of all clusters that an L2 table refers to.
     pub(crate) fn add_entries(&mut self, table: &[u64], up: bool) -> Result<()> {
         for e in table.iter().step_by(self.words()) {
             for cluster in self.referred(*e) {
@@ -315,7 +322,8 @@ impl<'i, 's> Change<'i, 's> {
         Ok(())
     }
 
-    /// Raises or lowers the counts of all that an L1 table refers to, its L2 tables included.
+    /// Raises or lowers the counts of all clusters that an L1 table refers to, its L2 tables
+    /// included.
     pub(crate) fn add_tables(&mut self, l1: &[u64], up: bool) -> Result<()> {
         for at in l1.iter().map(|e| e & OFFSET).filter(|at| *at != 0) {
             let table = self.l2(at)?;
@@ -325,8 +333,8 @@ impl<'i, 's> Change<'i, 's> {
         Ok(())
     }
 
-    /// Gives the entries of active tables their flags by the counts as they will be. An L2 table whose flags change
-    /// gets a new place.
+    /// Sets the flags of the entries of active tables according to the new counts. An L2 table
+    /// whose flags change is written to a new offset.
     pub(crate) fn set_flags(&mut self, l1: &mut [u64]) -> Result<()> {
         let bits = self.image.header.cluster_bits;
         for e in l1.iter_mut() {
@@ -345,7 +353,7 @@ impl<'i, 's> Change<'i, 's> {
         Ok(())
     }
 
-    /// Whether a flag is another now.
+    /// Sets the flags of one table. Returns whether one changed.
     fn set_entry_flags(&mut self, table: &mut [u64]) -> Result<bool> {
         let external = self.image.header.has(incompatible::DATA_FILE);
         let mut changed = false;
@@ -361,13 +369,13 @@ impl<'i, 's> Change<'i, 's> {
         Ok(changed)
     }
 
-    /// The active L1 table.
+    /// Returns the active L1 table.
     pub(crate) fn l1(&self) -> Result<Vec<u64>> {
         let h = &self.image.header;
         self.image.table(h.l1_offset, u64::from(h.l1_size), "the L1 table")
     }
 
-    /// Gives the active L1 table new contents, at a new place that `header` then names.
+    /// Replaces the active L1 table by a new one at a new offset, which is then in `header`.
     pub(crate) fn replace_l1(&mut self, l1: &[u64], header: &mut Header) -> Result<()> {
         let h = &self.image.header;
         let (at, bytes) = (h.l1_offset, u64::from(h.l1_size) * 8);
@@ -377,14 +385,15 @@ impl<'i, 's> Change<'i, 's> {
         Ok(())
     }
 
-    /// Makes it so: `header` becomes the image's.
+    /// Makes the change effective: `header` becomes the image's.
     pub(crate) fn commit(mut self, mut header: Header) -> Result<()> {
         let room = (u64::from(header.reftable_clusters) << header.cluster_bits) / 8;
         if !self.moved.is_empty() || self.table.len() as u64 > room {
             self.move_table(&mut header)?;
         }
         if header.snapshots == 0 {
-            // The place of a table without entries counts as nothing, and the file may come to end before it.
+            // The offset of a table without entries takes no cluster, and the file may end before
+            // it.
             header.snapshots_offset = 0;
         }
         self.write_blocks()?;
@@ -394,7 +403,7 @@ impl<'i, 's> Change<'i, 's> {
         self.give_back()
     }
 
-    /// The refcount table at a new place; the old one is free.
+    /// Writes the refcount table to a new offset, and frees the old one.
     fn move_table(&mut self, header: &mut Header) -> Result<()> {
         let (at, bytes) =
             (header.reftable_offset, u64::from(header.reftable_clusters) << header.cluster_bits);
@@ -409,7 +418,7 @@ impl<'i, 's> Change<'i, 's> {
                 (header.reftable_offset, header.reftable_clusters) = (place, low_u32(n));
                 break;
             }
-            // Its own clusters made it longer.
+            // Its own clusters made the table longer.
             self.release(place, n << header.cluster_bits)?;
         }
         let mut bytes = image::to_bytes(&self.table);
@@ -417,9 +426,10 @@ impl<'i, 's> Change<'i, 's> {
         self.image.write(header.reftable_offset, &bytes, "cannot write the refcount table")
     }
 
-    /// What is free now is not needed on the disk. That it stays is no harm, so that errors are none.
+    /// Gives back the space of clusters that are free now. If that fails, only space is lost, so
+    /// errors are ignored.
     fn give_back(mut self) -> Result<()> {
-        // What is read from now on is as it was written: nothing is under way.
+        // Reads from now on see what was written: nothing is pending.
         self.old_table = self.table.clone();
         self.old.clear();
         self.moved.clear();
@@ -437,7 +447,7 @@ impl<'i, 's> Change<'i, 's> {
         self.trim()
     }
 
-    /// Ends the file where the last cluster in use ends.
+    /// Truncates the file behind the last cluster in use.
     fn trim(&mut self) -> Result<()> {
         let (h, order) = (&self.image.header, self.image.header.refcount_order);
         let (size, entries) = (h.cluster_size(), h.refblock_entries());
@@ -462,7 +472,7 @@ impl<'i, 's> Change<'i, 's> {
     }
 }
 
-/// Whether an entry of a standard L2 table, or of an extended one, refers to data of its own.
+/// Returns whether an entry of a standard L2 table, or of an extended one, refers to data.
 pub(crate) fn is_data(e: u64) -> bool {
     e & COMPRESSED == 0 && e & OFFSET != 0
 }

@@ -1,9 +1,11 @@
-//! Checks an image: counts what its tables refer to, compares that with its reference counts, and repairs.
+//! Checks an image: counts all references of its tables, compares them with its reference counts,
+//! and repairs it.
 //!
-//! Each table is read once, however often it is referred to, and a table that lies over another is not read: time is
-//! bounded by what the file really has, memory by the clusters in use (see `counts`).
+//! Each table is read once, however often it is referred to, and a table that overlaps another one
+//! is not read. So time is bounded by the data that the file really contains, and memory by the
+//! clusters in use (see `counts`).
 //!
-//! Repairing never takes a reference away that something may follow, before that something is gone: entries first, then
+//! A repair never frees something while a reference to it exists. It changes entries first, then
 //! counts, then the flags that say that a count is 1.
 
 mod claim;
@@ -16,62 +18,62 @@ use crate::header::{Header, incompatible};
 use crate::{Image, Result, Storage};
 
 use counts::Counts;
-use drop::Trouble;
+use drop::Defects;
 
-/// What to do about what is wrong.
+/// The errors to repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
-    /// Nothing.
+    /// None.
     No,
-    /// Give clusters back that nothing refers to.
+    /// Only leaks: clusters without a reference are freed.
     Leaks,
-    /// Everything. Entries that cannot be right are made to read as zeroes, snapshots and bitmaps whose
-    /// tables cannot be are dropped.
+    /// All. Invalid entries are replaced by entries that read as zeroes, and snapshots and bitmaps
+    /// with invalid tables are removed.
     All,
 }
 
-/// What was found, as `qemu-img check` counts it.
+/// The findings, counted like `qemu-img check` counts them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckResult {
-    /// What could not be checked or repaired.
+    /// Things that could not be checked or repaired.
     pub check_errors: u64,
-    /// Errors that can cost data, still there.
+    /// Errors that can cost data and are not repaired.
     pub corruptions: u64,
-    /// Clusters that nothing refers to, or that are counted too often; still there.
+    /// Clusters that nothing refers to, or that are counted too often, and are not repaired.
     pub leaks: u64,
-    /// Errors that were repaired.
+    /// Repaired errors.
     pub corruptions_fixed: u64,
-    /// Leaks that were repaired.
+    /// Repaired leaks.
     pub leaks_fixed: u64,
     /// Clusters of the disk.
     pub total_clusters: u64,
-    /// Those of them that have their place in the file.
+    /// Clusters of the disk that are allocated.
     pub allocated_clusters: u64,
-    /// Those that do not lie behind the one before.
+    /// Allocated clusters that do not follow the one before.
     pub fragmented_clusters: u64,
-    /// Those that are compressed.
+    /// Compressed clusters.
     pub compressed_clusters: u64,
-    /// Where the last cluster in use ends.
+    /// The end of the last cluster in use.
     pub image_end_offset: u64,
 }
 
 impl CheckResult {
-    /// Nothing wrong, or nothing any more.
+    /// Returns whether nothing is wrong, or everything was repaired.
     pub fn is_clean(&self) -> bool {
         (self.check_errors, self.corruptions, self.leaks) == (0, 0, 0)
     }
 }
 
-/// Is told what is found, and how far it is.
+/// Receives findings and progress.
 pub trait Findings {
-    /// A sentence on something that is wrong. Not all of very many.
+    /// Receives a sentence about an error. The number of sentences is limited.
     fn found(&mut self, text: &str);
 
-    /// Tables read, of how many.
+    /// Receives the number of tables read, and of all tables.
     fn progress(&mut self, done: u64, total: u64);
 }
 
-/// Tells nobody.
+/// Ignores findings and progress.
 pub struct Quiet;
 
 impl Findings for Quiet {
@@ -80,26 +82,29 @@ impl Findings for Quiet {
     fn progress(&mut self, _: u64, _: u64) {}
 }
 
-/// Sentences on what is wrong, at most.
-const SAID_MAX: u64 = 1000;
+/// Most sentences about errors.
+const REPORTS_MAX: u64 = 1000;
 
-/// Checks the image in `file`, and repairs it as told. After a repair that found something it is checked again, and
-/// the result is what is wrong then.
+/// Checks the image in `file`, and repairs it as `repair` says. After a repair the image is checked
+/// again, and the result is that of the second check.
 ///
-/// A dirty image (lazy refcounts) is repaired by [`Repair::All`]: when nothing is wrong any more, the bits for dirty
-/// and corrupt are cleared. What is reported as repaired is on stable storage. What a [journal](crate::journal) has for
-/// the image must be in it before a repair, which frees what only the journal names: [`recover`](crate::journal::recover).
+/// [`Repair::All`] also repairs a dirty image (lazy refcounts). When nothing is wrong any more, it
+/// clears the bits for dirty and corrupt. Everything that is reported as repaired is on stable
+/// storage. The changes of a [journal](crate::journal) have to be in the image before a repair,
+/// because a repair frees clusters that only the journal refers to; see
+/// [`recover`](crate::journal::recover).
 ///
 /// # Errors
-/// No image, one that is not understood, an active L1 table out of the file, and the storage's.
+/// No image or an unsupported one, an active L1 table outside of the file, and those of the
+/// storage.
 pub fn check(file: &dyn Storage, repair: Repair, findings: &mut dyn Findings) -> Result<CheckResult> {
-    let (mut result, trouble) = Checker::run(file, repair, findings)?;
-    if repair == Repair::All && trouble.any() {
-        trouble.drop(file)?;
+    let (mut result, defects) = Checker::run(file, repair, findings)?;
+    if repair == Repair::All && defects.any() {
+        defects.drop(file)?;
         let (again, _) = Checker::run(file, repair, findings)?;
         result = CheckResult {
             corruptions_fixed: result.corruptions_fixed + again.corruptions_fixed,
-            // What they took is free now: a matter of course.
+            // Their clusters are freed with them, so these leaks are not reported.
             leaks_fixed: result.leaks_fixed,
             ..again
         };
@@ -128,21 +133,21 @@ fn clear_bits(file: &dyn Storage) -> Result<()> {
     image.replace_header(Header { incompatible, mark: None, ..image.header.clone() })
 }
 
-/// One run over an image.
+/// One check of an image.
 struct Checker<'w, 's> {
     image: Image<'s>,
     repair: Repair,
     findings: &'w mut dyn Findings,
-    said: u64,
+    reports: u64,
     result: CheckResult,
     counts: Counts,
-    /// The refcount table; entries that cannot be are 0.
+    /// The refcount table. Invalid entries are 0.
     reftable: Vec<u64>,
-    trouble: Trouble,
-    /// The reference counts are not where they can be repaired one by one.
+    defects: Defects,
+    /// Whether the refcount blocks cannot be repaired one by one.
     rebuild: bool,
     active: Vec<u64>,
-    /// L2 tables as often as they are referred to, whose entries are to be counted.
+    /// L2 tables whose entries have to be counted, as often as they are referred to.
     l2: Vec<u64>,
     done: u64,
     total: u64,
@@ -153,18 +158,18 @@ impl<'w, 's> Checker<'w, 's> {
         file: &'s dyn Storage,
         repair: Repair,
         findings: &'w mut dyn Findings,
-    ) -> Result<(CheckResult, Trouble)> {
+    ) -> Result<(CheckResult, Defects)> {
         let image = Image::open(file)?;
         let result = CheckResult { total_clusters: image.header.clusters(), ..CheckResult::default() };
         let mut checker = Self {
             image,
             repair,
             findings,
-            said: 0,
+            reports: 0,
             result,
             counts: Counts::default(),
             reftable: Vec::new(),
-            trouble: Trouble::default(),
+            defects: Defects::default(),
             rebuild: false,
             active: Vec::new(),
             l2: Vec::new(),
@@ -174,11 +179,11 @@ impl<'w, 's> Checker<'w, 's> {
         checker.claim_all()?;
         checker.compare()?;
         checker.check_flags()?;
-        if checker.said > SAID_MAX {
-            let text = format!("… and {} more", checker.said - SAID_MAX);
+        if checker.reports > REPORTS_MAX {
+            let text = format!("… and {} more", checker.reports - REPORTS_MAX);
             checker.findings.found(&text);
         }
-        Ok((checker.result, checker.trouble))
+        Ok((checker.result, checker.defects))
     }
 
     fn step(&mut self) {
@@ -186,35 +191,35 @@ impl<'w, 's> Checker<'w, 's> {
         self.findings.progress(self.done.min(self.total), self.total);
     }
 
-    fn say(&mut self, kind: &str, text: std::fmt::Arguments<'_>) {
-        self.said += 1;
-        if self.said <= SAID_MAX {
+    fn report(&mut self, kind: &str, text: std::fmt::Arguments<'_>) {
+        self.reports += 1;
+        if self.reports <= REPORTS_MAX {
             self.findings.found(&format!("{kind} {text}"));
         }
     }
 
-    /// Something is wrong that only [`Repair::All`] repairs. Whether it is to be repaired.
+    /// Reports an error that only [`Repair::All`] repairs. Returns whether to repair it.
     fn corrupt(&mut self, text: std::fmt::Arguments<'_>) -> bool {
         let fix = self.repair == Repair::All;
         if fix {
             self.fixed(text);
         } else {
             self.result.corruptions += 1;
-            self.say("ERROR", text);
+            self.report("ERROR", text);
         }
         fix
     }
 
-    /// Something was wrong.
+    /// Reports an error that was repaired.
     fn fixed(&mut self, text: std::fmt::Arguments<'_>) {
         self.result.corruptions_fixed += 1;
-        self.say("Repairing", text);
+        self.report("Repairing", text);
     }
 
-    /// Something is wrong that nobody repairs.
-    fn hopeless(&mut self, text: std::fmt::Arguments<'_>) {
+    /// Reports an error that cannot be repaired.
+    fn unrepairable(&mut self, text: std::fmt::Arguments<'_>) {
         self.result.corruptions += 1;
-        self.say("ERROR", text);
+        self.report("ERROR", text);
     }
 }
 

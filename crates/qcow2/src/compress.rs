@@ -2,15 +2,15 @@
 
 use crate::header::Compression;
 
-/// It is no compressed cluster.
+/// The data is not a compressed cluster.
 #[derive(Debug, thiserror::Error)]
 #[error("a compressed cluster cannot be unpacked")]
 pub struct Garbled;
 
-/// Unpacks a cluster: fills `to`. `from` may have more bytes than the data.
+/// Decompresses a cluster into `to`. `from` may have more bytes than the data.
 ///
 /// # Errors
-/// It is no such data, or less than a cluster.
+/// The data is invalid, or yields less than a cluster.
 pub fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(), Garbled> {
     let filled = match kind {
         Compression::Zlib => {
@@ -20,7 +20,8 @@ pub fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(), Garb
             filled
         }
         Compression::Zstd => {
-            // One frame or several; what follows them is not theirs, and how long they are only they know.
+            // There may be one frame or several. Only they say how long they are; bytes behind them
+            // are ignored.
             let mut from = zstd_safe::InBuffer::around(from);
             let mut out = zstd_safe::OutBuffer::around(&mut *to);
             let mut context = zstd_safe::DCtx::create();
@@ -40,10 +41,10 @@ pub fn inflate(kind: Compression, from: &[u8], to: &mut [u8]) -> Result<(), Garb
     if filled == to.len() { Ok(()) } else { Err(Garbled) }
 }
 
-/// Packs a cluster; none if that does not make it smaller.
+/// Compresses a cluster. `None`: that does not make it smaller.
 pub fn deflate(kind: Compression, from: &[u8]) -> Option<Vec<u8>> {
     let packed = match kind {
-        // Level 1 to 9 of a trade that qemu-img has no word for either.
+        // A level from 1 to 9; `qemu-img` has no option for it, either.
         Compression::Zlib => miniz_oxide::deflate::compress_to_vec(from, 6),
         Compression::Zstd => {
             let mut packed = vec![0; zstd_safe::compress_bound(from.len())];
@@ -65,7 +66,7 @@ mod tests {
         for kind in [Compression::Zlib, Compression::Zstd] {
             let mut packed = deflate(kind, &plain).unwrap();
             let len = packed.len();
-            // What lies behind it in its sector.
+            // Bytes that follow it in its sector.
             packed.extend_from_slice(&[0xa5; 300]);
             let mut to = vec![0; plain.len()];
             inflate(kind, &packed, &mut to).unwrap();

@@ -1,6 +1,6 @@
-//! New images, with everything that `qemu-img create -f qcow2 -o help` names but encryption.
+//! Creates images, with all options of `qemu-img create -f qcow2 -o help` except encryption.
 //!
-//! The header is written last: a crash before leaves a file that is no image.
+//! The header is written last, so a crash before that leaves a file that is not an image.
 
 use crate::bytes::{low_u32, to_usize};
 use crate::entry;
@@ -10,33 +10,33 @@ use crate::header::{
 };
 use crate::{Error, Progress, Result, Storage, image, refcount};
 
-/// How much of the disk has its place in the file from the start.
+/// How much of the disk is allocated from the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preallocation {
     /// Nothing.
     #[default]
     Off,
-    /// All tables; the data has places, but no space.
+    /// All tables. The clusters of data have offsets, but no space.
     Metadata,
-    /// And the space is the file's own.
+    /// Space is reserved, too.
     Falloc,
-    /// And zeroes are written there.
+    /// Zeroes are written, too.
     Full,
 }
 
 /// An external data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataFile {
-    /// Its name, as it is to be written.
+    /// The name as it is stored.
     pub name: String,
-    /// It has to stay a raw image by itself.
+    /// Whether it has to remain a valid raw image.
     pub raw: bool,
 }
 
-/// An image to be made; [`Options::new`] has QEMU's defaults.
+/// An image to be created. [`Options::new`] has QEMU's defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Size of the disk, bytes; rounded up to 512.
+    /// Size of the disk in bytes; rounded up to 512.
     pub size: u64,
     /// 2 (compat=0.10) or 3 (compat=1.1).
     pub version: u32,
@@ -44,22 +44,22 @@ pub struct Options {
     pub cluster_size: u64,
     /// Bits of a reference count, a power of two, 1 to 64.
     pub refcount_bits: u64,
-    /// L2 entries with subclusters.
+    /// Whether L2 entries have subclusters.
     pub extended_l2: bool,
-    /// Reference counts may be written late.
+    /// Whether reference counts may be written late.
     pub lazy_refcounts: bool,
-    /// Of compressed clusters.
+    /// The method of compressed clusters.
     pub compression: Compression,
-    /// Name and format of the image below.
+    /// Name and format of the backing file.
     pub backing: Option<(String, String)>,
-    /// Where guest data lies, if not in the image.
+    /// The file of guest data, if it is not in the image.
     pub data_file: Option<DataFile>,
-    /// How much has its place from the start.
+    /// How much is allocated from the start.
     pub preallocation: Preallocation,
 }
 
 impl Options {
-    /// QEMU's defaults.
+    /// Returns QEMU's defaults for a disk of `size` bytes.
     pub fn new(size: u64) -> Self {
         Self {
             size,
@@ -75,7 +75,8 @@ impl Options {
         }
     }
 
-    /// What a preallocation comes to: a raw data file is one only if all of it has its place.
+    /// Returns the effective preallocation. A raw data file is valid only if all of it is
+    /// allocated.
     fn preallocated(&self) -> Preallocation {
         match (&self.data_file, self.preallocation) {
             (Some(DataFile { raw: true, .. }), Preallocation::Off) => Preallocation::Metadata,
@@ -83,10 +84,10 @@ impl Options {
         }
     }
 
-    /// What is wrong with them by themselves.
+    /// Checks the options.
     ///
     /// # Errors
-    /// `Invalid`, with the option's name as `qemu-img` has it.
+    /// `Invalid`, with the option's name in `qemu-img`.
     pub fn check(&self) -> Result<()> {
         let bad = |why: String| Err(Error::invalid(why));
         if !self.cluster_size.is_power_of_two() || !CLUSTER_BITS.contains(&self.cluster_size.trailing_zeros())
@@ -132,7 +133,8 @@ impl Options {
     }
 }
 
-/// Where everything goes: header, refcount table, refcount blocks, L1 table, L2 tables, data, each after the other.
+/// The offsets of everything: header, refcount table, refcount blocks, L1 table, L2 tables, data,
+/// one after the other.
 struct Layout {
     cluster_bits: u32,
     refcount_order: u32,
@@ -155,7 +157,7 @@ impl Layout {
             l2: if preallocated { u64::from(h.l1_size) } else { 0 },
             data: if preallocated && !h.has(incompatible::DATA_FILE) { h.clusters() } else { 0 },
         };
-        // Counts take clusters that are counted themselves.
+        // Refcount blocks take clusters that are counted, too.
         loop {
             let refblocks = layout.all().div_ceil(h.refblock_entries());
             let reftable = clusters(refblocks * 8);
@@ -187,11 +189,12 @@ impl Layout {
     }
 }
 
-/// Makes an image in `file`, an empty file, and prepares the data file's storage if there is one; what is in the header
-/// comes back. It is on stable storage then.
+/// Creates an image in `file`, which is empty, and prepares the data file's storage if there is
+/// one. Returns the header. Everything is on stable storage then.
 ///
 /// # Errors
-/// Options that contradict each other, a disk too large for its clusters, and the storage's.
+/// Options that contradict each other, a disk that is too large for its clusters, and those of the
+/// storage.
 pub fn create(
     file: &dyn Storage,
     data: Option<&dyn Storage>,
@@ -276,7 +279,7 @@ fn header(options: &Options) -> Result<Header> {
     if options.data_file.as_ref().is_some_and(|d| d.raw) {
         header.autoclear |= autoclear::RAW_DATA;
     }
-    // A disk without bytes has a table too: QEMU makes one, and others may count on it.
+    // A disk without bytes has a table, too: QEMU makes one, and other programs may rely on it.
     let l1 = header.l1_needed().max(1);
     if l1 * 8 > L1_BYTES_MAX {
         return Err(too_large(options));
@@ -301,13 +304,13 @@ fn write_counts(file: &dyn Storage, layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// L1 and L2 tables of a disk all of which has its place.
+/// Writes the L1 and L2 tables of a disk that is allocated completely.
 fn write_map(file: &dyn Storage, h: &Header, layout: &Layout, options: &Options) -> Result<()> {
     let cannot = Error::io("cannot write the tables");
     let l1: Vec<u64> = (0..layout.l2).map(|n| layout.offset(layout.l2_at() + n) | entry::COPIED).collect();
     file.write_at(layout.offset(layout.l1_at()), &image::to_bytes(&l1)).map_err(&cannot)?;
     let external = h.has(incompatible::DATA_FILE);
-    // Subclusters of a data file hold what it holds; others read as what is below them, or as zeroes.
+    // Subclusters of a data file have its contents. Others read as the backing file, or as zeroes.
     let subclusters = if external && options.backing.is_none() { u64::from(u32::MAX) } else { 0 };
     let first = if external { 0 } else { layout.data_at() };
     for (n, at) in (0..).zip(&l1) {
@@ -324,9 +327,9 @@ fn write_map(file: &dyn Storage, h: &Header, layout: &Layout, options: &Options)
     Ok(())
 }
 
-/// The space of `(storage, offset, bytes)`.
+/// Reserves the space of `(storage, offset, bytes)`.
 fn reserve(of: (&dyn Storage, u64, u64), how: Preallocation, progress: Progress<'_>) -> Result<()> {
-    /// At a time: long enough to be quick, short enough to see progress.
+    /// Bytes of one step: long enough to be fast, short enough to show progress.
     const PIECE: u64 = 8 << 20;
     let (file, offset, bytes) = of;
     let cannot = Error::io("cannot preallocate");

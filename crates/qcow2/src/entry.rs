@@ -1,6 +1,7 @@
 //! Entries of L1 and L2 tables.
 
-/// The cluster that an entry names has a reference count of 1: it may be written where it is (bit 63).
+/// The reference count of the cluster that an entry names is 1, so it may be overwritten in place
+/// (bit 63).
 pub const COPIED: u64 = 1 << 63;
 /// A compressed cluster (bit 62 of an L2 entry).
 pub const COMPRESSED: u64 = 1 << 62;
@@ -10,16 +11,16 @@ pub const ZERO: u64 = 1;
 pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bits of an L1 entry that have to be 0.
 pub const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
-/// Bits of a standard L2 entry that have to be 0, but for [`ZERO`].
+/// Bits of a standard L2 entry that have to be 0, except [`ZERO`].
 pub const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 
 /// Subclusters of a cluster with extended L2 entries.
 pub const SUBCLUSTERS: u32 = 32;
 
-/// Bytes of a compressed cluster's unit of length.
+/// Unit of the length of a compressed cluster, in bytes.
 pub const COMPRESSED_SECTOR: u64 = 512;
 
-/// An L2 entry; `bits` is 0 but for extended ones.
+/// An L2 entry. `bits` is 0 except in extended ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// The standard part.
@@ -28,26 +29,28 @@ pub(crate) struct Entry {
     pub(crate) bits: u64,
 }
 
-/// Where a compressed cluster's data lies.
+/// The location of a compressed cluster's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compressed {
-    /// Host offset, bytes; any.
+    /// Host offset in bytes, with any alignment.
     pub offset: u64,
-    /// Bytes that hold it, up to the end of its last 512-byte sector: the data itself may end earlier.
+    /// Bytes up to the end of the last 512-byte sector of the data. The data itself may end
+    /// earlier.
     pub bytes: u64,
 }
 
 impl Compressed {
-    /// Of an L2 entry that has [`COMPRESSED`].
+    /// Decodes an L2 entry that has [`COMPRESSED`].
     pub fn of(entry: u64, cluster_bits: u32) -> Self {
-        // The image's cluster size says how many bits count sectors (Compressed Clusters Descriptor).
+        // The number of bits for the sector count follows from the cluster size (Compressed
+        // Clusters Descriptor).
         let x = 62 - (cluster_bits - 8);
         let offset = entry & ((1 << x) - 1);
         let sectors = ((entry & (COMPRESSED - 1)) >> x) + 1;
         Self { offset, bytes: sectors * COMPRESSED_SECTOR - offset % COMPRESSED_SECTOR }
     }
 
-    /// The entry; `bytes` of data at `offset`.
+    /// Returns the entry for `bytes` of data at `offset`.
     pub fn entry(offset: u64, bytes: u64, cluster_bits: u32) -> u64 {
         let x = 62 - (cluster_bits - 8);
         let sectors = (offset % COMPRESSED_SECTOR + bytes).div_ceil(COMPRESSED_SECTOR);

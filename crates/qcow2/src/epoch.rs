@@ -1,10 +1,12 @@
 //! Epoch-based reclamation: when a cluster that was removed from the map has no user any more.
 //!
-//! A request looks up a cluster and then reads or writes it, without a lock. Meanwhile another request may remove that
-//! cluster from the map. It must not be allocated again before the first request has ended. Therefore each request enters
-//! an epoch, and leaves it at its end. A cluster that was removed in epoch `e` has no users once the epoch is `e + 2`.
+//! A request looks up a cluster and then reads or writes it, without a lock. Meanwhile another
+//! request may remove that cluster from the map. It must not be allocated again before the first
+//! request has ended. Therefore each request enters an epoch, and leaves it at its end. A cluster
+//! that was removed in epoch `e` has no users once the epoch is `e + 2`.
 //!
-//! Called by every request, at its start and end, on its worker. [`Epochs::advance`] is called by allocation and by flushes.
+//! Every request calls it at its start and end, on its worker. Allocation and flushes call
+//! [`Epochs::advance`].
 
 #![allow(clippy::indexing_slicing, reason = "an epoch modulo the number of those that are counted")]
 
@@ -18,12 +20,12 @@ use crate::sync::{AtomicU32, AtomicU64, Mutex, fence};
 /// A number that only grows.
 pub(crate) type Epoch = u64;
 
-/// How many epochs requests can be in at a time: the one that is and the one before, and the next one's place has to be
-/// empty when it begins.
+/// Epochs that requests can be in at a time: the present one and the one before. The place of the
+/// next one has to be empty when it starts.
 const LIVE: usize = 3;
 
-/// Requests under way of one user (a queue on its worker), by epoch; changed by its thread alone, read by any. In a cache
-/// line of its own.
+/// Requests in flight of one user (a queue on its worker), by epoch. Only the user's thread changes
+/// it, and any thread reads it. It has a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Member {
@@ -34,7 +36,7 @@ pub(crate) struct Member {
 #[derive(Debug, Default)]
 pub(crate) struct Epochs {
     now: AtomicU64,
-    /// Guards the list, not what is in it.
+    /// Guards the list, not its elements.
     members: Mutex<Vec<Arc<Member>>>,
 }
 
@@ -43,35 +45,37 @@ fn place(epoch: Epoch) -> usize {
 }
 
 impl Epochs {
-    /// One user more.
+    /// Adds a user.
     pub(crate) fn join(&self) -> Arc<Member> {
         let member = Arc::new(Member::default());
         self.members.locked().push(member.clone());
         member
     }
 
-    /// A user goes, with no request under way.
+    /// Removes a user, which has no request in flight.
     pub(crate) fn leave(&self, member: &Arc<Member>) {
         self.members.locked().retain(|m| !Arc::ptr_eq(m, member));
     }
 
-    /// The epoch that is. Whoever takes a cluster out of the map asks afterwards.
+    /// Returns the present epoch. To be called after a cluster was removed from the map.
     pub(crate) fn now(&self) -> Epoch {
-        // Against the one in `enter`: who enters after it sees the map as it is now.
+        // Pairs with the fence in `enter`: a request that enters after this one sees the present
+        // map.
         fence(SeqCst);
         self.now.load(Relaxed)
     }
 
-    /// A request begins.
+    /// Starts a request. Returns its epoch.
     #[inline]
     pub(crate) fn enter(&self, member: &Member) -> Epoch {
         loop {
             let epoch = self.now.load(Relaxed);
             let active = &member.active[place(epoch)];
-            // Its user alone changes it.
+            // Only its user changes it.
             active.store(active.load(Relaxed) + 1, Relaxed);
-            // Against those in `now` and `advance`: either they come later and the count is seen, or this one does, and
-            // what was done before them is: another epoch, and a map without what went.
+            // Pairs with the fences in `now` and `advance`. Either they come later and see the
+            // count, or this one does, and the request sees what was done before them: another
+            // epoch, and a map without the removed clusters.
             fence(SeqCst);
             if self.now.load(Relaxed) == epoch {
                 return epoch;
@@ -80,29 +84,29 @@ impl Epochs {
         }
     }
 
-    /// The request of that epoch is over.
+    /// Ends the request of that epoch.
     #[inline]
     pub(crate) fn exit(&self, member: &Member, epoch: Epoch) {
         let active = &member.active[place(epoch)];
         active.store(active.load(Relaxed) - 1, Release);
     }
 
-    /// Goes on to the next epoch if nobody is in the last one. The epoch that is then.
+    /// Moves on to the next epoch if no request is in the one before. Returns the present epoch.
     pub(crate) fn advance(&self) -> Epoch {
         let members = self.members.locked();
         let now = self.now.load(Relaxed);
         let last = place(now + LIVE as u64 - 1);
-        // Against the one in `enter`.
+        // Pairs with the fence in `enter`.
         fence(SeqCst);
         if members.iter().all(|m| m.active[last].load(Acquire) == 0) {
-            // Only here, under the lock.
+            // Only this function stores it, under the lock.
             self.now.store(now + 1, Release);
             return now + 1;
         }
         now
     }
 
-    /// Whether what went in `epoch` is free of users.
+    /// Returns whether clusters that were removed in `epoch` have no users.
     pub(crate) fn is_over(&self, epoch: Epoch) -> bool {
         self.now() >= epoch + 2
     }
@@ -116,7 +120,7 @@ mod interleavings {
     fn what_is_in_use_is_not_over() {
         loom::model(|| {
             let epochs = Arc::new(Epochs::default());
-            // What a request finds in the map, and whether that was given to somebody else.
+            // The value that a request finds in the map, and whether it was given to another user.
             let (map, given) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
             let member = epochs.join();
             let user = {
@@ -173,7 +177,8 @@ mod tests {
 
     #[test]
     fn threads() {
-        // A value is "freed" by adding 1 to it once its epoch is over; who is in between never sees it change.
+        // A value is "freed" by adding 1 to it once its epoch is over. A request that is in between
+        // never sees it change.
         let epochs = Epochs::default();
         let shelf: Vec<AtomicU64> = (0..2).map(|_| AtomicU64::new(0)).collect();
         let current = AtomicU64::new(0);
@@ -192,10 +197,10 @@ mod tests {
                     epochs.leave(&me);
                 });
             }
-            for turn in 0..2_000u64 {
-                let old = current.swap(1 - turn % 2, SeqCst);
+            for iteration in 0..2_000u64 {
+                let old = current.swap(1 - iteration % 2, SeqCst);
                 let gone = epochs.now();
-                if old == 1 - turn % 2 {
+                if old == 1 - iteration % 2 {
                     continue;
                 }
                 while !epochs.is_over(gone) {

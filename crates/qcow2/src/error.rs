@@ -1,9 +1,9 @@
-//! What can go wrong with an image.
+//! Errors about images.
 
 use std::io;
 
-/// Why an image cannot be used, or an operation on it failed. The texts name what is wrong; whose image it is says the
-/// caller.
+/// Why an image cannot be used, or an operation on it failed. The text says what is wrong; the
+/// caller adds the image's name.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Not a qcow2 image at all.
@@ -12,33 +12,33 @@ pub enum Error {
     /// A field or table that no correct image has.
     #[error("the image is corrupt: {0}")]
     Corrupt(String),
-    /// A correct image that needs what we do not have.
+    /// A valid image that needs an unsupported feature.
     #[error("{0}")]
     Unsupported(String),
-    /// A disk ends here, within a cluster that the image below shows through. That cluster has to be the disk's own before the
-    /// rest of it can be hidden.
+    /// The disk ends within a cluster that shows the backing file's contents. That cluster has to
+    /// be allocated before the rest of it can be hidden.
     #[error(
         "the disk ends within a cluster that the image below shows through, at {0}; write to its last sector first"
     )]
     LastClusterBelow(u64),
-    /// A wish that no image can fulfil.
+    /// A request that no image can fulfil.
     #[error("{0}")]
     Invalid(String),
     /// The storage failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was read or written.
+        /// The thing that was read or written.
         what: &'static str,
-        /// Why it failed.
+        /// The reason.
         source: io::Error,
     },
 }
 
-/// As everywhere.
+/// A result with this crate's error.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// For `map_err` on the storage's errors.
+    /// Returns a function that wraps the storage's errors, for `map_err`.
     pub fn io(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::Io { what, source }
     }

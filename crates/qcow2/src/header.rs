@@ -10,53 +10,53 @@ use crate::{Error, Result};
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
 const LEN_V2: usize = 72;
-/// Where a header has the disk's size, 64 bits.
+/// Offset of the disk's size in a header, which has 64 bits.
 pub const SIZE_AT: u64 = 24;
-/// Where a version 3 header has its incompatible features.
+/// Offset of the incompatible features in a version 3 header.
 pub(crate) const INCOMPATIBLE_AT: usize = 72;
 const LEN_V3: usize = 104;
-/// With the compression type, padded to a multiple of 8.
+/// Length with the compression type, padded to a multiple of 8.
 const LEN_COMPRESSION: usize = 112;
 
-/// Bytes that metadata is written in at least, where clusters are not smaller.
+/// Least bytes of a write of metadata, unless clusters are smaller.
 pub(crate) const UNIT: u64 = 4096;
 /// log2 of the smallest and the largest cluster.
 pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Bytes of an L1 table at most, as QEMU has it.
+/// Most bytes of an L1 table (QEMU's limit).
 pub const L1_BYTES_MAX: u64 = 32 << 20;
-/// Bytes of a refcount table at most, as QEMU has it.
+/// Most bytes of a refcount table (QEMU's limit).
 pub const REFTABLE_BYTES_MAX: u64 = 8 << 20;
-/// Snapshots at most, as QEMU has it.
+/// Most snapshots (QEMU's limit).
 pub const SNAPSHOTS_MAX: u32 = 65536;
-/// Bytes of a backing file's name at most.
+/// Most bytes of a backing file's name.
 pub const BACKING_NAME_MAX: usize = 1023;
 
-/// Incompatible features: who does not know one must not open the image.
+/// Incompatible features. A program that does not know one of them must not open the image.
 pub mod incompatible {
     /// Reference counts may be wrong.
     pub const DIRTY: u64 = 1 << 0;
-    /// Something is; to be opened for reading only.
+    /// Metadata is wrong. The image may only be opened for reading.
     pub const CORRUPT: u64 = 1 << 1;
-    /// Guest data lies in another file.
+    /// Guest data is in another file.
     pub const DATA_FILE: u64 = 1 << 2;
-    /// The header says how clusters are compressed.
+    /// The header has the compression method.
     pub const COMPRESSION: u64 = 1 << 3;
     /// L2 entries of 128 bits, with subclusters.
     pub const EXTENDED_L2: u64 = 1 << 4;
-    /// Those that we know.
+    /// The features that this crate knows.
     pub const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
 }
 
 /// Compatible feature: reference counts may be written late, with [`incompatible::DIRTY`] set.
 pub const LAZY_REFCOUNTS: u64 = 1 << 0;
 
-/// Autoclear features: who writes to the image without knowing one clears it.
+/// Autoclear features. A program that writes to the image clears those that it does not know.
 pub mod autoclear {
-    /// The bitmaps' extension is right.
+    /// The bitmaps extension is valid.
     pub const BITMAPS: u64 = 1 << 0;
     /// The external data file is a raw image by itself.
     pub const RAW_DATA: u64 = 1 << 1;
-    /// Those that we know.
+    /// The features that this crate knows.
     pub const KNOWN: u64 = BITMAPS | RAW_DATA;
 }
 
@@ -67,11 +67,11 @@ mod extension {
     pub(super) const BITMAPS: u32 = 0x2385_2875;
     pub(super) const CRYPTO: u32 = 0x0537_be77;
     pub(super) const DATA_FILE: u32 = 0x4441_5441;
-    /// Known to this program alone: see [`super::Mark`].
+    /// Only this program knows it: see [`super::Mark`].
     pub(super) const MARK: u32 = u32::from_be_bytes(*b"VSJN");
 }
 
-/// How clusters are compressed.
+/// The compression method of clusters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compression {
     /// Raw deflate.
@@ -81,61 +81,61 @@ pub enum Compression {
     Zstd,
 }
 
-/// Where the bitmaps are (Bitmaps extension).
+/// The location of the bitmaps (Bitmaps extension).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BitmapsAt {
-    /// How many.
+    /// The number of bitmaps.
     pub count: u32,
     /// Bytes of their directory.
     pub directory_bytes: u64,
-    /// Where it begins, at a cluster.
+    /// Offset of the directory, at the start of a cluster.
     pub directory_offset: u64,
 }
 
-/// A header, understood.
+/// A parsed header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// 2 or 3.
     pub version: u32,
     /// log2 of a cluster's bytes.
     pub cluster_bits: u32,
-    /// Size of the disk, bytes.
+    /// Size of the disk in bytes.
     pub size: u64,
     /// Entries of the L1 table.
     pub l1_size: u32,
-    /// Where it begins.
+    /// Offset of the L1 table.
     pub l1_offset: u64,
-    /// Where the refcount table begins.
+    /// Offset of the refcount table.
     pub reftable_offset: u64,
-    /// Its length.
+    /// Clusters of the refcount table.
     pub reftable_clusters: u32,
-    /// Internal snapshots.
+    /// Number of internal snapshots.
     pub snapshots: u32,
-    /// Where their table begins.
+    /// Offset of the snapshot table.
     pub snapshots_offset: u64,
     /// Bits of [`incompatible`].
     pub incompatible: u64,
-    /// [`LAZY_REFCOUNTS`], and what we do not know.
+    /// [`LAZY_REFCOUNTS`], and unknown bits.
     pub compatible: u64,
-    /// Bits of [`autoclear`], and what we do not know.
+    /// Bits of [`autoclear`], and unknown bits.
     pub autoclear: u64,
     /// log2 of a refcount's bits, up to 6.
     pub refcount_order: u32,
-    /// Of compressed clusters.
+    /// Method of compressed clusters.
     pub compression: Compression,
-    /// Name of the image below, as it is written.
+    /// Name of the backing file as it is stored.
     pub backing: Option<String>,
-    /// Its format, as it is written.
+    /// Format of the backing file as it is stored.
     pub backing_format: Option<String>,
-    /// Name of the external data file, as it is written.
+    /// Name of the external data file as it is stored.
     pub data_file: Option<String>,
-    /// Persistent bitmaps.
+    /// Location of the persistent bitmaps.
     pub bitmaps: Option<BitmapsAt>,
-    /// It is open for writing, or was not closed.
+    /// The mark of this program, if the image is open for writing or was not closed.
     pub mark: Option<Mark>,
-    /// Extensions that we do not know, to be kept: type and contents.
+    /// Unknown extensions, which are kept: type and contents.
     pub unknown: Vec<(u32, Vec<u8>)>,
-    /// Where the known header ends and what is behind that we do not know, to be kept.
+    /// The unknown bytes behind the known header, which are kept.
     pub extra: Vec<u8>,
 }
 
@@ -144,26 +144,29 @@ fn text(bytes: &[u8], what: &str) -> Result<String> {
 }
 
 impl Header {
-    /// Bytes to read from the image's start that hold the header, whatever it says; images may be shorter.
+    /// Bytes to read from the image's start. They contain any header; images may be shorter.
     pub const BYTES_MAX: usize = 1 << 21;
 
-    /// Returns the version of the qcow2 image that begins with `start`, or nothing for a file without the magic number.
+    /// Returns the version of the qcow2 image that begins with `start`, or nothing for a file
+    /// without the magic number.
     ///
-    /// The version may be one that [`peek_cluster_bits`](Self::peek_cluster_bits) refuses. Such a file is an image all
-    /// the same: to take it for a raw disk would show its metadata as data, and writes would destroy it.
+    /// The version may be one that [`peek_cluster_bits`](Self::peek_cluster_bits) refuses. Such a
+    /// file is an image, too. If it was used as a raw disk, its metadata would appear as data, and
+    /// writes would destroy it.
     pub fn probe(start: &[u8]) -> Option<u32> {
         (start.len() >= 8 && start.starts_with(&MAGIC)).then(|| be32(start, 4))
     }
 
-    /// Whether images of that version can be opened.
+    /// Returns whether images of that version are supported.
     pub fn knows(version: u32) -> bool {
         matches!(version, 2 | 3)
     }
 
-    /// The log2 of the cluster size, so that the first cluster can be read; `start` has 24 bytes.
+    /// Returns log2 of the cluster size, so that the first cluster can be read. `start` has 24
+    /// bytes.
     ///
     /// # Errors
-    /// Not an image, of a version that we do not know, or no possible cluster size.
+    /// Not an image, an unsupported version, or an invalid cluster size.
     pub fn peek_cluster_bits(start: &[u8]) -> Result<u32> {
         if start.len() < 24 || !start.starts_with(&MAGIC) {
             return Err(Error::NotQcow2);
@@ -182,11 +185,11 @@ impl Header {
         Ok(bits)
     }
 
-    /// Understands the first cluster of an image (of a shorter image what there is of it).
+    /// Parses the first cluster of an image, or all of a shorter image.
     ///
     /// # Errors
-    /// What is wrong with it, or not known to us. Encrypted images are refused: their contents would be served as they
-    /// lie there.
+    /// The header is invalid, or needs an unsupported feature. Encrypted images are refused,
+    /// because their encrypted contents would be served.
     pub fn parse(first: &[u8]) -> Result<Self> {
         let cluster_bits = Self::peek_cluster_bits(first)?;
         let version = be32(first, 4);
@@ -251,11 +254,11 @@ impl Header {
         Ok(h)
     }
 
-    /// Reads the extensions; what they say of feature bits comes back.
+    /// Parses the extensions. Returns the table of feature names.
     fn extensions(&mut self, first: &[u8], mut at: usize) -> Result<Vec<(u8, u8, String)>> {
         let (name_at, mut features) = (be64(first, 8), Vec::new());
         let begin = at;
-        // They end where the name of the backing file begins.
+        // They end where the name of the backing file starts.
         let end = if name_at == 0 {
             first.len()
         } else {
@@ -291,7 +294,8 @@ impl Header {
                         "the image is encrypted; encrypted images are not served",
                     ));
                 }
-                // One that is not as this program writes it says nothing, and goes with the next change of the header.
+                // A mark in another form has no meaning, and is removed by the next change of the
+                // header.
                 extension::MARK => {
                     let mark = Open::decode(data).map(|open| Mark { open, untouched: at == begin + 8 });
                     self.mark = self.mark.or(mark);
@@ -329,7 +333,7 @@ impl Header {
         Ok(())
     }
 
-    /// What holds for every image, whatever its tables say.
+    /// Checks the conditions that hold for every image, without reading its tables.
     fn check(&self) -> Result<()> {
         let cluster = self.cluster_size();
         if self.refcount_order > 6 {
@@ -385,63 +389,64 @@ impl Header {
         Ok(())
     }
 
-    /// Whether an incompatible feature is set.
+    /// Returns whether an incompatible feature is set.
     pub fn has(&self, bit: u64) -> bool {
         self.incompatible & bit != 0
     }
 
-    /// Whether its last writer did not close it: its reference counts may be wrong, and completed writes may be missing.
+    /// Returns whether its last writer did not close it. Its reference counts may then be wrong,
+    /// and completed writes may be missing.
     pub fn is_open(&self) -> bool {
         // Version 2 has no bit for it.
         self.has(incompatible::DIRTY) || (self.version < 3 && self.mark.is_some())
     }
 
-    /// Bytes of a cluster.
+    /// Returns the bytes of a cluster.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits
     }
 
-    /// Bytes of an L2 entry.
+    /// Returns the bytes of an L2 entry.
     pub fn l2_entry_bytes(&self) -> u64 {
         if self.has(incompatible::EXTENDED_L2) { 16 } else { 8 }
     }
 
-    /// Entries of an L2 table.
+    /// Returns the number of entries of an L2 table.
     pub fn l2_entries(&self) -> u64 {
         self.cluster_size() / self.l2_entry_bytes()
     }
 
-    /// Clusters of the disk.
+    /// Returns the number of clusters of the disk.
     pub fn clusters(&self) -> u64 {
         self.size.div_ceil(self.cluster_size())
     }
 
-    /// Entries of the L1 table that the disk's size needs.
+    /// Returns the number of L1 entries that the disk's size needs.
     pub fn l1_needed(&self) -> u64 {
         self.clusters().div_ceil(self.l2_entries())
     }
 
-    /// Clusters whose counts are in one refcount block.
+    /// Returns the number of clusters whose counts are in one refcount block.
     pub fn refblock_entries(&self) -> u64 {
         (self.cluster_size() * 8) >> self.refcount_order
     }
 
-    /// The most that a cluster can be counted.
+    /// Returns the largest count of a cluster.
     pub fn refcount_max(&self) -> u64 {
         u64::MAX >> (64 - (1u32 << self.refcount_order))
     }
 
-    /// Bytes of the header as it is written, without extensions and names.
+    /// Returns the bytes of the header as it is written, without extensions and names.
     fn known_bytes(&self) -> usize {
         if self.version >= 3 { LEN_COMPRESSION + self.extra.len() } else { LEN_V2 }
     }
 
-    /// The first cluster: header, extensions, names.
+    /// Returns the first cluster: header, extensions, names.
     ///
     /// # Errors
     /// They do not fit into a cluster.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        // The names of features are for error messages: where they do not fit they are left out.
+        // The names of features are for error messages. They are left out if they do not fit.
         self.encode_with(self.version >= 3).or_else(|_| self.encode_with(false))
     }
 
@@ -494,12 +499,13 @@ impl Header {
     fn encode_extensions(&self, out: &mut Vec<u8>, names: bool) {
         let mut add = |kind: u32, data: &[u8]| {
             out.extend_from_slice(&kind.to_be_bytes());
-            // More than a cluster of data is refused by the caller.
+            // The caller refuses more than one cluster of data.
             out.extend_from_slice(&low_u32(data.len() as u64).to_be_bytes());
             out.extend_from_slice(data);
             out.resize(out.len().next_multiple_of(8), 0);
         };
-        // First, in the first sector with the fields: a change of both is one write that no storage tears.
+        // The mark is the first extension, in the first sector with the fields. A change of both is
+        // then one write that no storage tears.
         if let Some(data) = self.mark.filter(|mark| mark.untouched).and_then(|mark| mark.open.encode()) {
             add(extension::MARK, &data);
         }
@@ -526,14 +532,14 @@ impl Header {
     }
 }
 
-/// A line of the feature name table: kind, bit, name.
+/// Parses an entry of the feature name table: kind, bit, name.
 fn feature(line: &[u8]) -> (u8, u8, String) {
     let [kind, bit, name @ ..] = line else { return Default::default() };
     let name = name.split(|b| *b == 0).next().unwrap_or_default();
     (*kind, *bit, String::from_utf8_lossy(name).into_owned())
 }
 
-/// The feature name table that we write: of all features that we know.
+/// Returns the feature name table that is written, with all known features.
 fn feature_names() -> Vec<u8> {
     let lines: [(u8, u8, &str); 8] = [
         (0, 0, "dirty bit"),

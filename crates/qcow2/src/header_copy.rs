@@ -1,12 +1,16 @@
-//! A copy of the first bytes of a served image. They are the only metadata that two requests may change at the same time.
+//! A copy of the first bytes of a served image. They are the only metadata that two requests may
+//! change at the same time.
 //!
-//! A flush writes the journal's generation there. A request that finds the image corrupt sets the corrupt bit. Growing or
-//! shrinking the disk sets its size. Each of them changes the copy in memory and writes all of it.
+//! A flush writes the journal's generation there. A request that finds the image corrupt sets the
+//! corrupt bit. Growing or shrinking the disk sets its size. Each of them changes the copy in
+//! memory and writes all of it.
 //!
-//! Two such writes may be under way at the same time, and may reach the image in either order. Therefore each is noted here
-//! from its begin to its end ([`HeaderCopy::ended`], [`HeaderCopy::failed`], [`HeaderCopy::settle`]). A write that ends is done again if the copy was
-//! changed since, or if a write of an older copy was under way when it began: that one may have come later. A change is in the
-//! image for good once its write has ended and need not be done again.
+//! Two such writes may be in flight at the same time, and may reach the image in either order.
+//! Therefore each is recorded here from its start to its end ([`HeaderCopy::ended`],
+//! [`HeaderCopy::failed`], [`HeaderCopy::wait_settled`]). A write that ends is repeated if the copy
+//! was changed since, or if a write of an older copy was in flight when it started, because that
+//! one may have reached the image later. A change is final once its write has ended and need not be
+//! repeated.
 
 use crate::bytes::{low_u8, put, to_usize};
 use crate::lock::Locked;
@@ -17,39 +21,39 @@ use std::time::Duration;
 use crate::header::{INCOMPATIBLE_AT, SIZE_AT, incompatible};
 use crate::journal::Begun;
 
-/// The first bytes as they are to be in the image, a [unit](crate::served::Served::unit) of them.
+/// The first bytes as they have to be in the image, a [unit](crate::served::Served::unit) of them.
 pub(crate) struct HeaderCopy {
     state: Mutex<State>,
-    /// A write has ended. Control alone waits for that.
+    /// Signals that a write has ended. Only control waits for it.
     over: Condvar,
 }
 
-/// Guarded by the lock: held for a change or a copy, taken alone.
+/// The guarded state. The lock is held for a change or a copy, and no other lock is taken with it.
 struct State {
     first: Begun,
     /// Grows with each change.
     version: u64,
-    /// Writes that were begun.
+    /// Writes started.
     begun: u64,
-    /// Those under way: of a flush, of a request that marks the image, of control.
+    /// Writes in flight: of a flush, of a request that marks the image, of control.
     writing: Vec<Write>,
 }
 
-/// A write under way.
+/// A write in flight.
 #[derive(Clone, Copy)]
 struct Write {
     number: u64,
     version: u64,
-    /// A write of an older version was under way when it began.
+    /// Whether a write of an older version was in flight when it started.
     over_older: bool,
 }
 
-/// What is to be written, and the number of that write.
+/// The bytes to write, and the number of that write.
 pub(crate) type Copied = (Vec<u8>, u64);
 
 impl State {
-    /// A write of the copy as it is now begins.
-    fn begin(&mut self) -> Copied {
+    /// Starts a write of the present copy.
+    fn start(&mut self) -> Copied {
         self.begun += 1;
         let (number, version) = (self.begun, self.version);
         let over_older = self.writing.iter().any(|w| w.version < version);
@@ -57,7 +61,7 @@ impl State {
         (self.first.bytes().to_vec(), number)
     }
 
-    /// A write is over. Returns it, and whether it is to be done again.
+    /// Ends a write. Returns it, and whether it has to be repeated.
     fn end(&mut self, number: u64) -> Option<(Write, bool)> {
         let at = self.writing.iter().position(|w| w.number == number)?;
         let write = self.writing.swap_remove(at);
@@ -77,28 +81,28 @@ impl HeaderCopy {
         self.state.locked()
     }
 
-    /// Changes the copy; a write of it begins.
+    /// Changes the copy, and starts a write of it.
     fn change(&self, f: impl FnOnce(&mut Begun)) -> Copied {
         let mut state = self.lock();
         f(&mut state.first);
         state.version += 1;
-        state.begin()
+        state.start()
     }
 
-    /// Sets the journal's generation, and begins a write.
+    /// Sets the journal's generation, and starts a write.
     pub(crate) fn set_generation(&self, generation: u64) -> Copied {
         self.change(|first| first.set_generation(generation))
     }
 
-    /// Sets the size of the disk, bytes, and begins a write.
+    /// Sets the size of the disk in bytes, and starts a write.
     pub(crate) fn set_size(&self, size: u64) -> Copied {
         let at = to_usize(SIZE_AT);
         self.change(|first| put(first.fields(), at, &size.to_be_bytes()))
     }
 
-    /// Marks the image as corrupt, and begins a write.
+    /// Marks the image as corrupt, and starts a write.
     pub(crate) fn set_corrupt(&self) -> Copied {
-        // In the field's last, lowest byte.
+        // The bit is in the last, lowest byte of the field.
         self.change(|first| {
             if let Some(byte) = first.fields().get_mut(INCOMPATIBLE_AT + 7) {
                 *byte |= low_u8(incompatible::CORRUPT);
@@ -106,26 +110,27 @@ impl HeaderCopy {
         })
     }
 
-    /// A write has ended well. Returns what is to be written again: a write of that begins. None: all is in the image.
+    /// Records that a write has succeeded. If the copy has to be written again, starts that write
+    /// and returns it. `None`: everything is in the image.
     pub(crate) fn ended(&self, number: u64) -> Option<Copied> {
         let mut state = self.lock();
         let (_, again) = state.end(number)?;
         self.over.notify_all();
-        again.then(|| state.begin())
+        again.then(|| state.start())
     }
 
-    /// A write has failed, and may have reached the image all the same.
+    /// Records that a write has failed. It may have reached the image.
     pub(crate) fn failed(&self, number: u64) {
         self.lock().end(number);
         self.over.notify_all();
     }
 
-    /// As [`ended`](Self::ended), for control: waits for the writes of older versions, for `limit` at most, rather than write
-    /// again meanwhile.
+    /// Like [`ended`](Self::ended), for control. It waits for writes of older versions, for at most
+    /// `limit`, instead of writing again in the meantime.
     ///
     /// # Errors
-    /// `TimedOut`. It is not known then what is in the image.
-    pub(crate) fn settle(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
+    /// `TimedOut`. The contents of the image are unknown then.
+    pub(crate) fn wait_settled(&self, number: u64, limit: Duration) -> io::Result<Option<Copied>> {
         let mut state = self.lock();
         let Some((write, again)) = state.end(number) else { return Ok(None) };
         self.over.notify_all();
@@ -138,7 +143,7 @@ impl HeaderCopy {
                 format!("an earlier write of the image's header has not ended for {} s", limit.as_secs()),
             ));
         }
-        Ok(again.then(|| state.begin()))
+        Ok(again.then(|| state.start()))
     }
 }
 
@@ -170,7 +175,7 @@ mod tests {
         assert_eq!(size_in(&late), 0x0102_0304);
         let (bytes, again) = first.ended(early).unwrap();
         assert_eq!(bytes, late);
-        // The one that began while the older one was under way may have come before that.
+        // The write that started during the older one may have reached the image before it.
         let (bytes, last) = first.ended(number).unwrap();
         assert_eq!(bytes, late);
         assert_eq!((first.ended(again), first.ended(last)), (None, None));
@@ -197,15 +202,15 @@ mod tests {
         let first = first();
         let (_, early) = first.set_generation(1);
         let late = first.set_size(4 << 20).1;
-        assert_eq!(first.settle(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(first.wait_settled(late, NO_TIME).unwrap_err().kind(), io::ErrorKind::TimedOut);
         let (bytes, size) = first.set_size(5 << 20);
         std::thread::scope(|scope| {
-            let control = scope.spawn(|| first.settle(size, Duration::from_secs(600)).unwrap());
+            let control = scope.spawn(|| first.wait_settled(size, Duration::from_secs(600)).unwrap());
             let (again, request) = first.ended(early).unwrap();
             assert_eq!((size_in(&again), &again), (5 << 20, &bytes));
             let (again, size) = control.join().unwrap().expect("the flush's write may have come later");
             assert_eq!(again, bytes);
-            assert_eq!(first.settle(size, NO_TIME).unwrap(), None);
+            assert_eq!(first.wait_settled(size, NO_TIME).unwrap(), None);
             assert_eq!(first.ended(request), None);
         });
     }

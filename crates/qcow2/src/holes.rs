@@ -1,44 +1,47 @@
-//! What is to be punched in an external data file: places that clusters had there and do not need any more.
+//! Clusters to be punched in an external data file, which their part of the disk no longer needs.
 //!
-//! A cluster's place in a data file is its own for good, so nothing is counted, and nobody else can be given it. But its
-//! disk's next write takes it again, which a punch must not hit. Who takes a cluster out of the map, or puts it in, says so
-//! here while it holds the cluster; so a place is here only as long as the map does not name it, and a write to a place that
-//! is being punched waits for the end of that.
+//! The cluster's offset in a data file is fixed, so nothing is counted and no other cluster can get
+//! it. But the next write to this part of the disk uses the same offset, and a punch must not hit
+//! it. A request that removes a cluster from the map, or adds it, records that here while it holds
+//! the cluster. So a cluster is listed here only while the map does not refer to it. A write to a
+//! cluster that is being punched waits for the end of the punch.
 //!
-//! As with the clusters of an image ([`crate::alloc`]), a place waits until the map without it is on stable storage and until
-//! no request that knew it is under way: else it could be written after it was punched, for nobody.
+//! Like a cluster of an image ([`crate::alloc`]), a cluster waits until the map without it is on
+//! stable storage, and until no request that knew it is in flight. Otherwise such a request could
+//! write to it after the punch, which would use space for nothing.
 //!
-//! Lock order: last. It is never held over I/O.
+//! Lock order: last. The lock is never held during I/O.
 
 use std::collections::BTreeMap;
 
 use crate::Waker;
 use crate::epoch::{Epoch, Epochs};
 
-/// Places behind one another: by the first one's number.
+/// Consecutive clusters, keyed by the number of the first one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Hole {
     count: u64,
     epoch: Epoch,
-    /// The flush that made the map without them stable; `u64::MAX` before.
+    /// The flush that made the map without them stable; `u64::MAX` before that.
     flush: u64,
 }
 
-/// Those of one data file. Behind one lock.
+/// The holes of one data file. One lock guards them.
 #[derive(Debug, Default)]
 pub(crate) struct Holes {
-    /// No two have a place in common.
+    /// Ranges, which do not overlap.
     waiting: BTreeMap<u64, Hole>,
-    /// A flush has looked at those before it already.
+    /// A flush has examined the clusters before this one.
     looked: u64,
-    /// What is being punched: from, and up to.
+    /// The range that is being punched: start and end.
     punching: (u64, u64),
-    /// Who waits for the end of that.
+    /// Requests that wait for the end of the punch.
     parked: Vec<Waker>,
 }
 
 impl Holes {
-    /// Clusters went out of the map, or did not come into it: the caller holds them, and the map says so already.
+    /// Adds clusters that were removed from the map, or were not added to it. The caller holds
+    /// them, and the map is up to date.
     pub(crate) fn add(&mut self, start: u64, count: u64, epoch: Epoch) {
         self.cut(start, start + count);
         let mut hole = Hole { count, epoch, flush: u64::MAX };
@@ -51,8 +54,8 @@ impl Holes {
         self.waiting.insert(first, hole);
     }
 
-    /// Clusters that the caller holds are going to be written: they are not punched any more. False: that is happening just
-    /// now, and the caller is woken after it.
+    /// Removes clusters that the caller holds and is going to write, so that they are not punched.
+    /// Returns false if they are being punched at this moment; the caller is then woken at the end.
     pub(crate) fn keep(&mut self, start: u64, count: u64, waker: Waker) -> bool {
         let end = start + count;
         if start < self.punching.1 && self.punching.0 < end {
@@ -63,7 +66,7 @@ impl Holes {
         true
     }
 
-    /// Forgets the places of a range.
+    /// Removes the clusters of a range.
     fn cut(&mut self, start: u64, end: u64) {
         while let Some((&first, &hole)) = self.waiting.range(..end).next_back() {
             let last = first + hole.count;
@@ -80,13 +83,14 @@ impl Holes {
         }
     }
 
-    /// Before flush `flush` copies the map: what went before is stable with it.
-    pub(crate) fn begin_flush(&mut self, flush: u64) {
+    /// Starts flush `flush`, before it copies the map. Clusters that were removed before are stable
+    /// with it.
+    pub(crate) fn start_flush(&mut self, flush: u64) {
         self.looked = 0;
         self.mark(u64::MAX, flush);
     }
 
-    /// The flush did not come to its end: what went with it waits for the next.
+    /// Records that the flush failed. Clusters that were removed before it wait for the next one.
     pub(crate) fn failed_flush(&mut self, flush: u64) {
         self.mark(flush, u64::MAX);
     }
@@ -95,8 +99,9 @@ impl Holes {
         self.waiting.values_mut().filter(|hole| hole.flush == from).for_each(|hole| hole.flush = to);
     }
 
-    /// Some places, `most` at most, that went with flushes up to `flush`, which are stable, and that nobody uses: the caller
-    /// punches them, and says when it has ([`punched`](Self::punched)). One caller at a time.
+    /// Returns some clusters, at most `most`, that were removed with flushes up to `flush`, which
+    /// are stable, and that have no users. The caller punches them, and then calls
+    /// [`punched`](Self::punched). One caller at a time.
     pub(crate) fn next(&mut self, flush: u64, most: u64, epochs: &Epochs) -> Option<(u64, u64)> {
         let due = |(_, hole): &(&u64, &Hole)| hole.flush <= flush && epochs.is_over(hole.epoch);
         let Some((&start, &hole)) = self.waiting.range(self.looked..).find(due) else {
@@ -113,7 +118,7 @@ impl Holes {
         Some((start, count))
     }
 
-    /// What was being punched is, or cannot be. Those who waited for that.
+    /// Records that the punch has ended or failed. Returns the requests that waited for it.
     pub(crate) fn punched(&mut self) -> Vec<Waker> {
         self.punching = (0, 0);
         std::mem::take(&mut self.parked)
@@ -124,9 +129,9 @@ impl Holes {
 mod tests {
     use super::*;
 
-    const ME: Waker = Waker { who: 1, token: 2 };
+    const WAKER: Waker = Waker { who: 1, token: 2 };
 
-    /// All that a flush finds to punch.
+    /// Returns all ranges that a flush finds to punch.
     fn all(holes: &mut Holes, flush: u64, epochs: &Epochs) -> Vec<(u64, u64)> {
         std::iter::from_fn(|| {
             let next = holes.next(flush, 100, epochs);
@@ -154,15 +159,15 @@ mod tests {
         holes.add(10, 10, 0);
         holes.add(20, 5, 0);
         assert_eq!(holes.waiting.len(), 1, "neighbours are one");
-        assert!(holes.keep(12, 2, ME) && holes.keep(24, 100, ME) && holes.keep(0, 10, ME));
+        assert!(holes.keep(12, 2, WAKER) && holes.keep(24, 100, WAKER) && holes.keep(0, 10, WAKER));
         assert_eq!(all(&mut holes, 7, &epochs), [], "no flush covers them");
-        holes.begin_flush(7);
+        holes.start_flush(7);
         holes.add(13, 1, 0);
         assert_eq!(all(&mut holes, 6, &epochs), []);
         holes.looked = 0;
         assert_eq!(all(&mut holes, 7, &epochs), [(10, 2), (14, 10)]);
         holes.failed_flush(7);
-        holes.begin_flush(8);
+        holes.start_flush(8);
         assert_eq!(all(&mut holes, 8, &epochs), [(13, 1)]);
     }
 
@@ -170,10 +175,10 @@ mod tests {
     fn a_failed_flush_covers_nothing() {
         let (mut holes, epochs) = (Holes::default(), advanced());
         holes.add(1, 1, 0);
-        holes.begin_flush(1);
+        holes.start_flush(1);
         holes.failed_flush(1);
         assert_eq!(all(&mut holes, 1, &epochs), []);
-        holes.begin_flush(2);
+        holes.start_flush(2);
         assert_eq!(all(&mut holes, 2, &epochs), [(1, 1)]);
     }
 
@@ -181,12 +186,12 @@ mod tests {
     fn a_write_waits_for_the_punch() {
         let (mut holes, epochs) = (Holes::default(), advanced());
         holes.add(4, 4, 0);
-        holes.begin_flush(1);
+        holes.start_flush(1);
         assert_eq!(holes.next(1, 100, &epochs), Some((4, 4)));
-        assert!(holes.keep(8, 4, ME) && holes.keep(0, 4, ME));
-        assert!(!holes.keep(7, 1, ME) && !holes.keep(0, 100, ME));
-        assert_eq!(holes.punched(), [ME, ME]);
-        assert!(holes.keep(7, 1, ME));
+        assert!(holes.keep(8, 4, WAKER) && holes.keep(0, 4, WAKER));
+        assert!(!holes.keep(7, 1, WAKER) && !holes.keep(0, 100, WAKER));
+        assert_eq!(holes.punched(), [WAKER, WAKER]);
+        assert!(holes.keep(7, 1, WAKER));
         assert_eq!(holes.next(1, 100, &epochs), None);
     }
 
@@ -194,9 +199,9 @@ mod tests {
     fn a_long_one_is_punched_in_pieces() {
         let (mut holes, epochs) = (Holes::default(), advanced());
         holes.add(4, 10, 0);
-        holes.begin_flush(1);
+        holes.start_flush(1);
         assert_eq!(holes.next(1, 6, &epochs), Some((4, 6)));
-        assert!(holes.keep(10, 1, ME), "the rest is not being punched");
+        assert!(holes.keep(10, 1, WAKER), "the rest is not being punched");
         assert_eq!(holes.punched(), []);
         assert_eq!(holes.next(1, 6, &epochs), Some((11, 3)));
     }
@@ -207,12 +212,12 @@ mod tests {
         let member = epochs.join();
         let user = epochs.enter(&member);
         holes.add(4, 4, epochs.now());
-        holes.begin_flush(1);
+        holes.start_flush(1);
         advance(&epochs);
         assert_eq!(all(&mut holes, 1, &epochs), []);
         epochs.exit(&member, user);
         advance(&epochs);
-        holes.begin_flush(2);
+        holes.start_flush(2);
         assert_eq!(all(&mut holes, 2, &epochs), [(4, 4)]);
     }
 }

@@ -1,15 +1,17 @@
-//! An image as offline work has it: its header, and tables read with every offset checked against the file.
+//! An image for offline work: its header, and tables that are read with every offset checked
+//! against the file.
 
 use crate::bytes::{be64, to_usize};
 use crate::header::{Header, autoclear, incompatible};
 use crate::{Error, Result, Storage};
 
-/// Where the fields that can change begin and end; all of them lie in the first 512 bytes, which storage writes whole.
+/// Start and end of the fields that can change. All of them are in the first 512 bytes, which
+/// storage writes completely or not at all.
 const FIELDS: usize = 24;
 const FIELDS_END_V2: usize = 72;
 const FIELDS_END_V3: usize = 96;
 
-/// An image that nobody else uses meanwhile.
+/// An image that nothing else uses in the meantime.
 pub struct Image<'s> {
     pub(crate) file: &'s dyn Storage,
     pub(crate) header: Header,
@@ -18,7 +20,7 @@ pub struct Image<'s> {
 }
 
 impl<'s> Image<'s> {
-    /// Reads and understands the header.
+    /// Reads and parses the header.
     ///
     /// # Errors
     /// Those of [`Header::parse`] and of the storage.
@@ -33,43 +35,43 @@ impl<'s> Image<'s> {
         Ok(Self { file, header: Header::parse(&first)?, len })
     }
 
-    /// What its header says.
+    /// Returns the header.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// Whether `bytes` at `offset` begin at a cluster and lie in the file; of the last cluster the file may have less
-    /// than all.
+    /// Returns whether `bytes` at `offset` start at a cluster and are in the file. The last cluster
+    /// may be incomplete.
     pub(crate) fn holds(&self, offset: u64, bytes: u64) -> bool {
         offset.is_multiple_of(self.header.cluster_size()) && self.reaches(offset, bytes)
     }
 
-    /// Whether `bytes` at `offset` end in the file's last cluster or before.
+    /// Returns whether `bytes` at `offset` end in the file's last cluster or before.
     pub(crate) fn reaches(&self, offset: u64, bytes: u64) -> bool {
         let end = self.len.checked_next_multiple_of(self.header.cluster_size());
         offset.checked_add(bytes).is_some_and(|e| end.is_some_and(|end| e <= end))
     }
 
-    /// Reads `bytes` at `offset`, a cluster's start.
+    /// Reads `bytes` at `offset`, which is the start of a cluster.
     ///
     /// # Errors
-    /// They do not lie in the file.
+    /// They are not in the file.
     pub(crate) fn read(&self, offset: u64, bytes: u64, what: &'static str) -> Result<Vec<u8>> {
         if offset == 0 || !self.holds(offset, bytes) {
             return Err(Error::corrupt(format!(
                 "{what} of {bytes} bytes at {offset:#x}, where the file has none"
             )));
         }
-        // At most what the file has, whatever the image says.
+        // At most as much as the file has, whatever the image says.
         let mut buf = vec![0; to_usize(bytes)];
         self.file.read_at(offset, &mut buf).map_err(Error::io(what))?;
         Ok(buf)
     }
 
-    /// A table of 64-bit entries.
+    /// Reads a table of 64-bit entries.
     ///
     /// # Errors
-    /// It does not lie in the file.
+    /// It is not in the file.
     pub(crate) fn table(&self, offset: u64, entries: u64, what: &'static str) -> Result<Vec<u64>> {
         if entries == 0 {
             return Ok(Vec::new());
@@ -89,15 +91,16 @@ impl<'s> Image<'s> {
         if wanted { self.sync() } else { Ok(()) }
     }
 
-    /// Makes `new` the header, in one write. What it replaces has to be the header on the storage; what it refers to
-    /// has to be on stable storage.
+    /// Makes `new` the header, in one write. The present header has to be the one on the storage.
+    /// Everything that the new one refers to has to be on stable storage.
     ///
     /// # Errors
-    /// It does not fit into a cluster; the storage's.
+    /// It does not fit into a cluster; those of the storage.
     pub(crate) fn replace_header(&mut self, mut new: Header) -> Result<()> {
         new.autoclear &= autoclear::KNOWN;
         if new.version >= 3 && !new.has(incompatible::DIRTY) {
-            // All is in the image; and another program that sets the bit again does not mean the journal of this one.
+            // All changes are in the image. If another program sets the bit again, it does not mean
+            // this program's journal.
             new.mark = None;
         }
         let bytes = new.encode()?;
@@ -120,7 +123,7 @@ impl<'s> Image<'s> {
             new.mark,
         );
         if same_names {
-            // Its layout may be another's; what does not change stays as it is.
+            // Another program may have written another layout. Unchanged bytes are not written.
             let end = if new.version >= 3 { FIELDS_END_V3 } else { FIELDS_END_V2 };
             self.write(FIELDS as u64, bytes.get(FIELDS..end).unwrap_or_default(), "cannot write the header")?;
         } else {
@@ -131,7 +134,7 @@ impl<'s> Image<'s> {
         Ok(())
     }
 
-    /// Writes from the first byte that is another to the last one.
+    /// Writes from the first byte that changed to the last one.
     fn write_names(&self, mut bytes: Vec<u8>) -> Result<()> {
         let mut there = vec![0; to_usize(self.header.cluster_size())];
         self.file.read_at(0, &mut there).map_err(Error::io("cannot read the header"))?;
@@ -143,12 +146,12 @@ impl<'s> Image<'s> {
     }
 }
 
-/// Bytes as big-endian numbers.
+/// Converts bytes to big-endian numbers.
 pub(crate) fn words(bytes: &[u8]) -> Vec<u64> {
     bytes.chunks_exact(8).map(|b| be64(b, 0)).collect()
 }
 
-/// And back.
+/// Converts numbers to big-endian bytes.
 pub(crate) fn to_bytes(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_be_bytes()).collect()
 }

@@ -1,25 +1,25 @@
-//! What an image says of itself.
+//! The metadata of an image for users.
 
 use crate::bitmap::{self, Bitmap};
 use crate::header::Header;
 use crate::snapshot::{self, Snapshot};
 use crate::{Image, Result, Storage};
 
-/// Everything but its contents.
+/// Everything except the contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Info {
     /// The header.
     pub header: Header,
-    /// Its internal snapshots.
+    /// The internal snapshots.
     pub snapshots: Vec<Snapshot>,
-    /// Its persistent bitmaps.
+    /// The persistent bitmaps.
     pub bitmaps: Vec<Bitmap>,
 }
 
-/// Reads it.
+/// Reads the metadata.
 ///
 /// # Errors
-/// No image, one that is not understood, or tables of snapshots or bitmaps that cannot be.
+/// Not an image, an unsupported one, or invalid tables of snapshots or bitmaps.
 pub fn info(file: &dyn Storage) -> Result<Info> {
     let image = Image::open(file)?;
     let (snapshots, _) = snapshot::read_table(&image)?;

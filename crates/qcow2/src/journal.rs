@@ -1,32 +1,39 @@
-//! The journal of the map: what changed since the last flush, in memory that outlives this process.
+//! The journal of the map: the changes since the last flush, in memory that outlives this process.
 //!
-//! Completed writes have their data in the file, or in the system's cache of it, but the entries that lead there are in
-//! our memory until a flush. Each change of an entry is put here first, so that whoever opens the image after a
-//! `kill -9` writes them into it ([`recover`](fn@recover)) and no completed write is lost, just as with a raw file. A crash of the
-//! machine is another matter: the memory goes with it, and what a flush covered counts.
+//! The data of completed writes is in the file, or in the system's cache of it. But the entries
+//! that lead to the data are in the memory of the process until a flush. Each change of an entry is
+//! recorded here first. After a `kill -9`, the next opening writes these entries into the image
+//! ([`recover`](fn@recover)), so that no completed write is lost, as with a raw file. A crash of
+//! the machine loses the memory. Then only the writes that a flush covered are safe.
 //!
-//! Called by requests on their workers, under the lock of what they change (a shard of the map, the L1 table), and by
-//! flushes. No lock of its own: a record's place comes from a counter, and a record counts once its last word, a checksum
-//! over the others and its number, is there. Records lie in a ring; a flush that wrote the map gives back the places of
-//! those that were put before it copied the map.
+//! Requests put records in on their workers, under the lock of what they change (a shard of the
+//! map, the L1 table); flushes call it, too. It has no lock of its own. A counter gives each record
+//! its place, and a record counts once its last word is there: a checksum over the others and its
+//! number. Records are in a ring. A flush that wrote the map frees the places of the records that
+//! were put in before it copied the map.
 //!
-//! A journal belongs to one state of its image. Its records name data that was written before them, which an earlier state of
-//! the image does not have. So a number in the header, the generation, grows with the records: each flush that writes the map
-//! writes a larger one, and so does a request that puts a record in when the last one is older than [`GENERATION_LASTS`]
-//! ([`crate::request`], `generation`). The journal has it, too, once it is in the image. An image with another generation was
-//! rolled back, or restored from a copy: its journal is refused. A record may also name a place behind the end of such an
-//! image's file; then the journal is refused whatever the generation.
+//! A journal belongs to one state of its image. Its records refer to data that was written before
+//! them, which an earlier state of the image does not have. So a number in the header, the
+//! generation, grows with the records. Each flush that writes the map writes a larger generation.
+//! So does a request that puts a record in when the last generation is older than
+//! [`GENERATION_LASTS`] ([`crate::request`], `generation`). The journal contains the generation,
+//! too, once it is in the image. An image with another generation was rolled back, or restored from
+//! a copy, and its journal is refused. If a record refers to an offset behind the end of the
+//! image's file, the journal is refused whatever the generation is.
 //!
-//! Not noticed is a rollback to a state from after the last generation was written, if records were put in between that state
-//! and the process's death. All of these were put in within the time that a generation lasts, or while the last flush was under
-//! way, and no L2 table is among them outside of a flush: a record that names one is followed by a generation at once.
+//! One rollback is not detected: to a state from after the last write of a generation, if records
+//! were put in between that state and the process's death. All these records were put in within the
+//! time that a generation lasts, or during the last flush. No L2 table is among them except during
+//! a flush, because a record that refers to one is followed by a new generation at once.
 //!
-//! The file's modification time says nothing more. The last write before a process's death is not noted anywhere, and later
-//! writes by others set the time as ours do: `cp` over an image makes it newer, a rollback older, and so does a clock that is
-//! set back, or that of a file server.
+//! The file's modification time does not help. The last write before a process's death is recorded
+//! nowhere, and later writes by other programs set the time in the same way. `cp` over an image
+//! makes it newer, and a rollback makes it older, but so does a clock that is set back, or the
+//! clock of a file server.
 //!
-//! What must never happen: an entry that others can read before its record is whole; a place that is used again while its
-//! record is needed; a journal that is applied to an image which others changed since (see [`Mark`](crate::header::Mark)).
+//! Three things must never happen: other requests read an entry before its record is complete; a
+//! place is used again while its record is needed; a journal is applied to an image that another
+//! program changed (see [`Mark`](crate::header::Mark)).
 
 mod recover;
 #[cfg(test)]
@@ -44,7 +51,7 @@ use crate::sync::Ordering::{Acquire, Relaxed, Release};
 /// The last digit is the version of this layout.
 const MAGIC: u64 = u64::from_be_bytes(*b"VSJNMAP2");
 
-/// Words before the records, and what they are. Numbers of 16 bytes take two.
+/// Words before the records, and their meaning. Numbers of 16 bytes take two words.
 const HEAD_WORDS: usize = 16;
 const AT_MAGIC: usize = 0;
 const AT_ID: usize = 1;
@@ -52,56 +59,59 @@ const AT_BOOT: usize = 3;
 const AT_RECORDS: usize = 5;
 /// Number of the first record that is needed.
 const AT_FIRST: usize = 6;
-/// The generation that was written into the image last.
+/// The generation that was last written into the image.
 const AT_GENERATION: usize = 7;
-/// The largest one whose write has begun.
+/// The largest generation whose write has started.
 const AT_TRIED: usize = 8;
 
-/// A record that is put in later than this after a generation was written needs a new one. A write of the header's piece
-/// each time: so short a time that a rollback in it is unlikely, and so long that a disk with moving heads loses little.
+/// How long a generation lasts. A record that is put in later than this needs a new generation,
+/// which costs one write of the header's piece. The time is short enough that a rollback within it
+/// is unlikely, and long enough that a hard disk loses little speed.
 pub const GENERATION_LASTS: Duration = Duration::from_millis(250);
 
 const RECORD_WORDS: usize = 4;
-/// Bits of a record's first word: the index, how many entries, what they are.
+/// Bits of a record's first word: the index, the number of entries, their kind.
 const INDEX_BITS: u32 = 44;
 const COUNT_BITS: u32 = 16;
-/// Records at least. One change of the map has to fit in with room to spare.
+/// Least number of records. One change of the map has to fit in with room to spare.
 const RECORDS_MIN: u64 = if cfg!(loom) { 4 } else { 16 };
-/// Records at most: 2 MiB.
+/// Most records: 2 MiB.
 const RECORDS_MAX: u64 = 1 << 16;
 
-/// Memory that outlives this process: zero when it is new, and as long as it was asked for.
+/// Memory that outlives this process. It is zero when it is new, and has the length that was asked
+/// for.
 pub trait Words: Send + Sync {
-    /// All of it. Always of the same length.
+    /// Returns all of it. The length never changes.
     fn words(&self) -> &[AtomicU64];
 }
 
-/// A number of 16 bytes, as two words.
+/// Converts a number of 16 bytes to two words.
 fn halves(id: [u8; 16]) -> [u64; 2] {
     [be64(&id, 0), be64(&id, 8)]
 }
 
-/// The head of a journal's memory, and its places for records; none if the memory is too short for a head.
+/// Returns the head of a journal's memory, and its places for records. `None`: the memory is too
+/// short for a head.
 fn parts(words: &[AtomicU64]) -> Option<(&[AtomicU64; HEAD_WORDS], &[[AtomicU64; RECORD_WORDS]])> {
     let (head, places) = words.split_first_chunk()?;
     Some((head, places.as_chunks().0))
 }
 
-/// What is put in at a time: `count` entries, from `index` on.
+/// Entries that are put in together: `count` of them, from `index` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Record {
     kind: RecordKind,
     index: u64,
     count: u64,
-    /// The first one's; of an L1 entry there is only this.
+    /// The first entry. For an L1 entry there is only this one.
     entry: Entry,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RecordKind {
-    /// L2 entries that name consecutive clusters.
+    /// L2 entries that refer to consecutive clusters.
     Run = 1,
-    /// L2 entries that are the same.
+    /// L2 entries that are equal.
     Same = 2,
     /// An entry of the L1 table.
     Table = 3,
@@ -130,7 +140,7 @@ impl Record {
     }
 }
 
-/// The last word of a record.
+/// Returns the last word of a record.
 fn checksum(key: u64, number: u64, words: [u64; 3]) -> u64 {
     let mut sum = key ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for word in words {
@@ -140,7 +150,7 @@ fn checksum(key: u64, number: u64, words: [u64; 3]) -> u64 {
     sum
 }
 
-/// Entries of the map as records: neighbours that go on alike are one.
+/// Converts entries of the map to records. Neighbours that continue in the same way are one record.
 #[derive(Clone)]
 struct Records<'e> {
     first: u64,
@@ -172,13 +182,13 @@ impl Iterator for Records<'_> {
     }
 }
 
-/// What became of records to be put in.
+/// The result of putting records in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Put {
     Done,
-    /// They are in, and with them it is half full: a flush should make room.
+    /// They are in, and the journal is now half full. A flush should make room.
     Half,
-    /// There is no room until the next flush; nothing was put in.
+    /// There is no room until the next flush. Nothing was put in.
     Full,
 }
 
@@ -186,7 +196,7 @@ pub(crate) enum Put {
 #[repr(align(64))]
 struct CacheLine(AtomicU64);
 
-/// One that is written.
+/// A journal that is being written.
 pub struct Journal {
     memory: Box<dyn Words>,
     records: u64,
@@ -195,23 +205,25 @@ pub struct Journal {
     step: u64,
     /// Number of the next record.
     next: CacheLine,
-    /// When the journal was made, after how many nanoseconds a generation was written last, and how long it lasts.
+    /// When the journal was made, the nanoseconds from then to the last write of a generation, and
+    /// how long a generation lasts.
     made: Instant,
     written: AtomicU64,
     lasts: Duration,
 }
 
 impl Journal {
-    /// Bytes of memory that one should have for a disk of so many clusters.
+    /// Returns the bytes of memory that a disk of `clusters` should have.
     pub fn bytes(clusters: u64) -> usize {
         let records = (2 * clusters).clamp(RECORDS_MAX / 64, RECORDS_MAX);
         (HEAD_WORDS + records as usize * RECORD_WORDS) * 8
     }
 
-    /// Begins one, in `memory` that is all zero. `id`: its number, random; `boot`: of the machine's run, so that none
-    /// is taken for one of this run. Its image gets the number by [`begin`] afterwards.
+    /// Makes a journal in `memory`, which is all zero. `id` is its random number. `boot` is the
+    /// number of this run of the machine, so that a journal of another run is not accepted. The
+    /// image gets the number by [`start`] afterwards.
     ///
-    /// None: the memory is too small.
+    /// `None`: the memory is too small.
     pub fn new(memory: Box<dyn Words>, id: [u8; 16], boot: [u8; 16]) -> Option<Self> {
         let words = memory.words();
         let records = (words.len().saturating_sub(HEAD_WORDS) / RECORD_WORDS) as u64;
@@ -233,28 +245,30 @@ impl Journal {
         Some(Self { records, key, step: 0, next, memory, made, written, lasts })
     }
 
-    /// A generation lasts for so long, instead of [`GENERATION_LASTS`].
+    /// Makes a generation last for another time than [`GENERATION_LASTS`].
     pub fn with_generations_of(self, lasts: Duration) -> Self {
         Self { lasts, ..self }
     }
 
-    /// For an image with clusters of so many bytes.
+    /// Sets the bytes of a cluster of the image.
     pub(crate) fn with_cluster(mut self, bytes: u64) -> Self {
         self.step = bytes;
         self
     }
 
-    /// Entries that one change may have: they fit, however different they are, once a flush has made room.
+    /// Returns the most entries of one change. As many fit after a flush has made room, however
+    /// different they are.
     pub(crate) fn change_max(&self) -> u64 {
         self.records / 2
     }
 
-    /// Puts entries of the map in, from that of cluster `first` on. Under the lock that these are changed under.
+    /// Puts entries of the map in, from that of cluster `first` on. The caller holds the lock under
+    /// which these change.
     pub(crate) fn put(&self, first: u64, entries: &[Entry]) -> Put {
         self.add(Records { first, entries, step: self.step })
     }
 
-    /// Puts an entry of the L1 table in; likewise.
+    /// Puts an entry of the L1 table in. The caller holds the lock under which it changes.
     pub(crate) fn put_table(&self, index: u64, word: u64) -> Put {
         let entry = Entry { word, bits: 0 };
         self.add(std::iter::once(Record { kind: RecordKind::Table, index, count: 1, entry }))
@@ -265,7 +279,8 @@ impl Journal {
         let Some((head, places)) = parts(self.memory.words()) else { return Put::Full };
         let mut number = self.next.0.load(Relaxed);
         let used = loop {
-            // Acquire: what is needed of the records before is elsewhere when their places are written over.
+            // Acquire: the flush has saved the records that are no longer needed before their
+            // places are overwritten.
             let used = number.saturating_sub(head[AT_FIRST].load(Acquire));
             if used + count > self.records {
                 return Put::Full;
@@ -276,7 +291,8 @@ impl Journal {
             }
         };
         for record in records {
-            // The memory had so many places when `records` was counted, and `Words` does not shrink.
+            // The memory had that many places when `records` was counted, and `Words` does not
+            // shrink.
             let Some(place) = places.get(to_usize(number % self.records)) else { return Put::Full };
             let parts = record.words();
             for (word, part) in place.iter().zip(parts) {
@@ -289,7 +305,7 @@ impl Journal {
         if used < half && used + count >= half { Put::Half } else { Put::Done }
     }
 
-    /// A word of the head.
+    /// Returns a word of the head.
     #[allow(
         clippy::indexing_slicing,
         reason = "`new` checked that the memory has a head, and `Words` does not shrink"
@@ -298,29 +314,30 @@ impl Journal {
         &self.memory.words()[at]
     }
 
-    /// Before a flush copies the map: what was put before this is in the copies. Who put it did so under the lock that
-    /// the copy is made under.
+    /// Returns the position of the journal before a flush copies the map. All records before it are
+    /// in the copies, because they were put in under the lock under which the copies are made.
     pub(crate) fn mark(&self) -> u64 {
         self.next.0.load(Relaxed)
     }
 
-    /// Whether a record that was just put in needs a new generation.
+    /// Returns whether a record that was just put in needs a new generation.
     pub(crate) fn needs_generation(&self) -> bool {
         let written = Duration::from_nanos(self.written.load(Relaxed));
         self.made.elapsed().saturating_sub(written) >= self.lasts
     }
 
-    /// Returns the generation that is to be written into the header. Called by one request
-    /// at a time: the one that [`FlushQueue`](crate::served::FlushQueue) calls running.
+    /// Returns the generation to write into the header. Only one request at a time calls it: the
+    /// one that [`FlushQueue`](crate::served::FlushQueue) calls running.
     pub(crate) fn next_generation(&self) -> u64 {
         let tried = self.head(AT_TRIED);
-        // Not one that a write which failed may have left in the image.
+        // A failed write may have left its generation in the image, so that one is not used.
         let next = tried.load(Relaxed) + 1;
         tried.store(next, Release);
         next
     }
 
-    /// The write of this generation into the header is over; none: it failed, and may be there or not. Called by the same request.
+    /// Records that the write of this generation into the header has ended. `None`: it failed, and
+    /// the generation may be there or not. The same request calls it.
     pub(crate) fn wrote_generation(&self, generation: Option<u64>) {
         if let Some(generation) = generation {
             self.head(AT_GENERATION).store(generation, Release);
@@ -328,16 +345,17 @@ impl Journal {
         self.written.store(u64::try_from(self.made.elapsed().as_nanos()).unwrap_or(u64::MAX), Relaxed);
     }
 
-    /// Gives back what was put before `mark`: the copies made since then are in the image, on stable storage. So is a new
-    /// generation if the map was written, which [`wrote_generation`](Self::wrote_generation) was told before: no journal
-    /// without these records fits an image without these copies. One flush at a time.
+    /// Frees the records before `mark`. The copies that were made since then are in the image, on
+    /// stable storage. If the map was written, so is a new generation, which
+    /// [`wrote_generation`](Self::wrote_generation) was told before: no journal without these
+    /// records fits an image without these copies. One flush at a time calls it.
     pub(crate) fn forget(&self, mark: u64) {
         self.head(AT_FIRST).store(mark, Release);
     }
 }
 
-/// Reads the records that a journal has, oldest first, for an image with this number and generation, in this run of the
-/// machine.
+/// Reads the records of a journal, oldest first, for an image with this number and generation, in
+/// this run of the machine.
 fn read(words: &[AtomicU64], id: [u8; 16], generation: u64, boot: [u8; 16]) -> Result<Vec<Record>, Refusal> {
     let (head, places) = parts(words).ok_or(Refusal::Other)?;
     let get = |at: usize| head.get(at).map_or(0, |word| word.load(Acquire));
@@ -357,7 +375,7 @@ fn read(words: &[AtomicU64], id: [u8; 16], generation: u64, boot: [u8; 16]) -> R
         let [first, second, third, last] = places.get(to_usize(number % records))?;
         let parts = [first, second, third].map(|word| word.load(Acquire));
         let whole = last.load(Acquire) == checksum(halves(id)[1], number, parts);
-        // One that is not whole was being put in: what it says had not happened yet.
+        // A record that is not complete was being put in. Its change had not happened yet.
         if whole { Record::of(parts) } else { None }
     };
     Ok((0..records).filter_map(|i| record(first.wrapping_add(i))).collect())

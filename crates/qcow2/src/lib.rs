@@ -1,11 +1,14 @@
-//! qcow2 images (QEMU's docs/interop/qcow2, versions 2 and 3) without I/O: no file descriptors, no threads.
+//! qcow2 images (QEMU's docs/interop/qcow2, versions 2 and 3) without I/O: no file descriptors, no
+//! threads.
 //!
-//! [`header`] and [`entry`] are the format itself. All workers of a disk share its [`Served`] image. Each request
-//! is a [`Request`], which tells its caller step by step what to read, write or wait for. Offline work (creating, checking
-//! or resizing an image that is not in use) accesses the caller's file through [`Storage`].
+//! [`header`] and [`entry`] are the format itself. All workers of a disk share its [`Served`]
+//! image. Each request is a [`Request`], which tells its caller step by step what to read, write or
+//! wait for. Offline work (creating, checking or resizing an image that is not in use) accesses the
+//! caller's file through [`Storage`].
 //!
-//! What must never happen: the bytes of an image, which may be hostile, cause a panic, an overflow, an endless loop or an
-//! allocation without bound; `qemu-img check` finds an image corrupt that this crate wrote, wherever the writing stopped.
+//! The bytes of an image, which may be hostile, must never cause a panic, an overflow, an endless
+//! loop or an unbounded allocation. `qemu-img check` must never find an image corrupt that this
+//! crate wrote, wherever the writing stopped.
 //!
 //! Numbers in images are big-endian.
 //!
@@ -61,17 +64,17 @@ pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
 pub use served::{Chain, Layer, Served, Settings, User, make_ready, make_ready_for};
 pub use storage::Storage;
 
-/// Told how far long work came: units done, of how many.
+/// Receives the progress of long work: units done, and units in all.
 pub type Progress<'p> = &'p mut dyn FnMut(u64, u64);
 
-/// One of the files that a disk consists of; the caller's number for it.
+/// One of the files that a disk consists of. The caller chooses the number.
 pub type FileId = u16;
 
-/// How a request is woken that waits for another: the caller's numbers for who serves it, and for which it is.
+/// Names a waiting request to its caller, who wakes it. The caller chooses both numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waker {
-    /// Who serves it.
+    /// The caller's queue that serves the request.
     pub who: u64,
-    /// Which of theirs.
+    /// The request in that queue.
     pub token: u64,
 }

@@ -1,4 +1,4 @@
-//! Locking without a word about poisoned locks.
+//! Locking without handling of poisoned locks.
 
 use std::sync::PoisonError;
 

@@ -1,12 +1,15 @@
-//! Where the disk's clusters lie: slices of L2 tables, kept in memory.
+//! The map of the disk's clusters: slices of L2 tables in memory.
 //!
-//! A slice is what a table is read and written by: 4 KiB, or all of a smaller table. Looking up in one that is here takes
-//! no lock: each frame counts its changes (odd: one is under way), and who saw the count move looks again. All else goes
-//! by a shard's lock, of which slices share some: what is dirty, being read in, or held by a request that changes it.
+//! A slice is the unit in which a table is read and written: 4 KiB, or all of a smaller table. A
+//! look-up in a slice that is in memory takes no lock. Each frame counts its changes (the count is
+//! odd during one), and a reader that sees the count change looks again. All other accesses take a
+//! shard's lock, which several slices share. They are for dirty slices, slices that are being read,
+//! and slices that a request holds to change them.
 //!
-//! Lock order: frames, then a shard. Neither is held over I/O.
+//! Lock order: frames, then a shard. Neither is held during I/O.
 //!
-//! What must never happen: an entry of one slice taken for another's; a dirty slice dropped.
+//! An entry of one slice must never be used for another slice, and a dirty slice must never be
+//! dropped.
 
 #![allow(
     clippy::indexing_slicing,
@@ -25,48 +28,50 @@ use crate::Waker;
 use crate::entry::Entry;
 use crate::journal::{Journal, Put};
 
-/// Bytes of a slice at most.
+/// Most bytes of a slice.
 const SLICE_BYTES: u64 = 4096;
 const SHARDS: usize = if cfg!(loom) { 1 } else { 64 };
-/// Slices that there is room for, whatever the setting.
+/// Least number of frames, whatever the setting is.
 const FRAMES_MIN: u64 = if cfg!(loom) { 1 } else { 4 };
-/// No frame, no slice.
+/// No frame for the slice.
 const NONE: u32 = 0;
 const NO_SLICE: u64 = u64::MAX;
-/// Words of an entry at most.
+/// Most words of an entry.
 const WORDS: usize = 2;
-/// Slices that one part of the directory has entries for: 4 KiB of them.
+/// log2 of the slices in one part of the directory, which has 4 KiB.
 const PART_BITS: u32 = 10;
-/// Slices of one image at most, so that its directory has at most 128 MiB. With clusters of 64 KiB the disk has 1 PiB then.
+/// Most slices of one image, so that its directory has at most 128 MiB. With clusters of 64 KiB,
+/// the disk then has 1 PiB.
 const SLICES_MAX: u64 = 1 << 25;
 
-/// Room for one slice.
+/// Memory for one slice.
 struct SliceFrame {
-    /// Grows with each change; odd while one is under way.
+    /// Grows with each change. It is odd during a change.
     seq: AtomicU32,
-    /// Which slice is here.
+    /// The slice that is in the frame.
     slice: AtomicU64,
-    /// Used since the hand passed.
+    /// Whether it was used since the clock hand passed.
     used: AtomicBool,
-    /// Requests that are going to change it; it stays. Changed under the shard's lock.
+    /// Requests that are going to change it. It stays in memory as long as there are some. Changed
+    /// under the shard's lock.
     pins: AtomicU32,
     /// Whether its slice is among the dirty ones. Changed under the shard's lock.
     dirty: AtomicBool,
     words: OnceLock<Box<[AtomicU64]>>,
 }
 
-/// Of the slices that fall to it.
+/// The state of the slices that belong to one shard.
 #[derive(Default)]
 pub(crate) struct Shard {
-    /// Being read in, with those who wait for that.
+    /// Slices that are being read, with the requests that wait for them.
     loading: HashMap<u64, Vec<Waker>>,
-    /// Clusters whose entries a request is about to change, with those who wait for that.
+    /// Clusters whose entries a request is about to change, with the requests that wait for them.
     busy: HashMap<u64, Vec<Waker>>,
     dirty: BTreeSet<u64>,
 }
 
 struct FreeFrames {
-    /// FreeFrames that were never used begin here.
+    /// The first frame that was never used.
     fresh: u32,
     hand: u32,
 }
@@ -79,28 +84,28 @@ pub(crate) struct Map {
     slice_entries: u64,
     slice_bits: u32,
     slices: u64,
-    /// SliceFrame number + 1 of each slice. A part is made when the first of its slices is read: the header of a small sparse file
-    /// can claim a disk that needs a large directory.
+    /// Frame number + 1 of each slice. A part is made when the first of its slices is read, because
+    /// the header of a small sparse file can claim a disk that needs a large directory.
     directory: Box<[OnceLock<Part>]>,
     frames: Box<[SliceFrame]>,
     shards: Box<[Mutex<Shard>]>,
     free: Mutex<FreeFrames>,
     dirty: AtomicU32,
-    /// Slices read in since the image was opened.
+    /// Slices read since the image was opened.
     loads: AtomicU64,
 }
 
-/// What became of the wish for a slice.
+/// The result of a request for a slice.
 pub(crate) enum Load {
-    /// It is here.
+    /// It is in memory.
     Here,
-    /// The caller reads it, and says so ([`Map::loaded`]).
+    /// The caller has to read it, and to call [`Map::loaded`].
     Yours,
-    /// Another reads it; the caller is woken.
+    /// Another request reads it. The caller is woken.
     Wait,
 }
 
-/// A copy of a dirty slice, as it goes into the image.
+/// A copy of a dirty slice, in the format of the image.
 pub(crate) struct Copy {
     pub(crate) slice: u64,
     pub(crate) bytes: Box<[u8]>,
@@ -112,13 +117,14 @@ fn slice_entries(table_entries: u64, entry_words: usize) -> u64 {
 }
 
 impl Map {
-    /// Returns how many clusters a disk with such tables can have at most: a multiple of `table_entries`.
+    /// Returns the most clusters of a disk with such tables: a multiple of `table_entries`.
     pub(crate) fn clusters_max(table_entries: u64, entry_words: usize) -> u64 {
         SLICES_MAX * slice_entries(table_entries, entry_words)
     }
 
-    /// For tables of `table_entries` entries of `entry_words` words, for a disk of `clusters`, in `cache_bytes` of memory.
-    /// `clusters` is [`clusters_max`](Self::clusters_max) at most.
+    /// Makes a map for tables of `table_entries` entries of `entry_words` words, for a disk of
+    /// `clusters`, in `cache_bytes` of memory. `clusters` is at most
+    /// [`clusters_max`](Self::clusters_max).
     pub(crate) fn new(table_entries: u64, entry_words: usize, clusters: u64, cache_bytes: u64) -> Self {
         let slice_entries = slice_entries(table_entries, entry_words);
         let slices = clusters.div_ceil(slice_entries).max(1);
@@ -150,7 +156,7 @@ impl Map {
         cluster >> self.slice_bits
     }
 
-    /// The first cluster behind the slice that `cluster` is in.
+    /// Returns the first cluster behind the slice of `cluster`.
     pub(crate) fn slice_end(&self, cluster: u64) -> u64 {
         (self.slice_of(cluster) + 1) << self.slice_bits
     }
@@ -159,28 +165,29 @@ impl Map {
         to_usize(self.slice_entries) * self.entry_words * 8
     }
 
-    /// Slices of one L2 table.
+    /// Returns the number of slices of one L2 table.
     pub(crate) fn slices_a_table(&self, table_entries: u64) -> u64 {
         table_entries / self.slice_entries
     }
 
-    /// Slices read in so far.
+    /// Returns the number of slices read so far.
     pub(crate) fn loads(&self) -> u64 {
         self.loads.load(Relaxed)
     }
 
-    /// How many parts the directory has.
+    /// Returns the number of parts of the directory.
     #[cfg(test)]
     pub(crate) fn parts(&self) -> usize {
         self.directory.iter().filter(|part| part.get().is_some()).count()
     }
 
-    /// Bytes of memory that slices can come to take.
+    /// Returns the most bytes of memory that slices can take.
     pub(crate) fn room_bytes(&self) -> u64 {
         self.frames.len() as u64 * self.slice_bytes() as u64
     }
 
-    /// Whether so many are dirty that they should be written before more are: never where there is room for all.
+    /// Returns whether so many slices are dirty that they should be written before more become
+    /// dirty. Never true if there is room for all.
     pub(crate) fn is_crowded(&self) -> bool {
         self.dirty.load(Relaxed) as usize >= self.frames.len() / 2 && (self.frames.len() as u64) < self.slices
     }
@@ -189,7 +196,7 @@ impl Map {
         self.shards[to_usize(slice) % SHARDS].locked()
     }
 
-    /// The number of the frame that a slice is in, plus 1; or [`NONE`].
+    /// Returns the number of a slice's frame plus 1, or [`NONE`].
     fn number_of(&self, slice: u64) -> u32 {
         let part = self.directory[(slice >> PART_BITS) as usize].get();
         part.map_or(NONE, |part| part[(slice & ((1 << PART_BITS) - 1)) as usize].load(Acquire))
@@ -210,7 +217,7 @@ impl Map {
         }
     }
 
-    /// The entry of a cluster, if its slice is here. Takes no lock.
+    /// Returns the entry of a cluster, if its slice is in memory. Takes no lock.
     #[inline]
     pub(crate) fn get(&self, cluster: u64) -> Option<Entry> {
         let slice = self.slice_of(cluster);
@@ -227,7 +234,8 @@ impl Map {
             if frame.seq.load(Relaxed) != seq {
                 continue;
             }
-            // Else it was given to another slice since we looked into the directory, which knows by now.
+            // Otherwise the frame was given to another slice after the look into the directory,
+            // which is up to date by now.
             if let Some(entry) = entry {
                 if !frame.used.load(Relaxed) {
                     frame.used.store(true, Relaxed);
@@ -244,7 +252,7 @@ impl Map {
         Entry { word: words[at].load(Relaxed), bits }
     }
 
-    /// Asks for a slice that `get` did not find.
+    /// Requests a slice that `get` did not find.
     pub(crate) fn load(&self, slice: u64, waker: Waker) -> Load {
         let mut shard = self.shard(slice);
         if self.number_of(slice) != NONE {
@@ -262,8 +270,9 @@ impl Map {
         }
     }
 
-    /// The slice was read (its bytes; none: it could not be, or is not to be kept): puts it into a frame, and wakes those
-    /// who wait. False if no frame can be had, for all are dirty or in use.
+    /// Stores a slice that was read in a frame, and wakes the waiting requests. `bytes` is `None`
+    /// if it could not be read or is not to be kept. Returns false if no frame is available,
+    /// because all are dirty or in use.
     pub(crate) fn loaded(&self, slice: u64, bytes: Option<&[u8]>, wake: &mut dyn FnMut(Waker)) -> bool {
         let placed = bytes.is_some_and(|bytes| self.place(slice, bytes));
         let waiting = self.shard(slice).loading.remove(&slice).unwrap_or_default();
@@ -289,7 +298,8 @@ impl Map {
         true
     }
 
-    /// One changer at a time: the frame's shard's lock, or that it is nobody's yet.
+    /// Makes a change of a frame. The caller holds its shard's lock or is the only user of the
+    /// frame, so there is one change at a time.
     fn change(&self, frame: &SliceFrame, f: impl FnOnce()) {
         let seq = frame.seq.load(Relaxed);
         frame.seq.store(seq.wrapping_add(1), Relaxed);
@@ -298,20 +308,20 @@ impl Map {
         frame.seq.store(seq.wrapping_add(2), Release);
     }
 
-    /// A frame that holds nothing: a fresh one, or one whose slice was not used for a while.
+    /// Returns an empty frame: a new one, or one whose slice was not used for a while.
     fn claim(&self) -> Option<u32> {
         let mut free = self.free.locked();
         if (free.fresh as usize) < self.frames.len() {
             free.fresh += 1;
             return Some(free.fresh - 1);
         }
-        // Twice around: the first time takes their marks.
+        // Two rounds: the first one clears the marks.
         for _ in 0..2 * self.frames.len() {
             let number = free.hand;
             free.hand = (free.hand + 1) % low_u32(self.frames.len() as u64);
             let frame = &self.frames[number as usize];
             let slice = frame.slice.load(Relaxed);
-            // Those without a slice are being filled.
+            // Frames without a slice are being filled.
             if slice == NO_SLICE || frame.used.swap(false, Relaxed) {
                 continue;
             }
@@ -327,9 +337,10 @@ impl Map {
         None
     }
 
-    /// Says that the caller is about to change the entries of clusters from `first`, at most `count`, all of one slice that
-    /// is here. How many of them nobody else is changing, from the first: that many are the caller's, until
-    /// [`release`](Self::release). None: the slice is gone again. 0: the caller is woken.
+    /// Holds clusters to change their entries: from `first` on, at most `count`, all of one slice
+    /// that is in memory. Returns how many of them, from the first on, no other request holds;
+    /// those are held until [`release`](Self::release). `None`: the slice was dropped. 0: the
+    /// caller is woken.
     pub(crate) fn hold(&self, first: u64, count: u64, waker: Waker) -> Option<u64> {
         let slice = self.slice_of(first);
         let mut shard = self.shard(slice);
@@ -350,7 +361,7 @@ impl Map {
         Some(held)
     }
 
-    /// Of clusters that are held only some are needed.
+    /// Releases all held clusters except the first `keep`.
     pub(crate) fn shorten(&self, first: u64, held: u64, keep: u64, wake: &mut dyn FnMut(Waker)) {
         let mut shard = self.shard(self.slice_of(first));
         let waiting: Vec<_> =
@@ -359,17 +370,17 @@ impl Map {
         waiting.into_iter().for_each(wake);
     }
 
-    /// Changes entries that are held, and stay so. As in [`release`](Self::release), nothing is changed without room in the
-    /// journal.
+    /// Changes entries that are held, and keeps them held. As in [`release`](Self::release),
+    /// nothing is changed if the journal has no room.
     pub(crate) fn put(&self, first: u64, entries: &[Entry], journal: Option<&Journal>) -> Put {
         self.enter(&mut self.shard(self.slice_of(first)), first, entries, journal)
     }
 
-    /// Under the lock of the entries' shard.
+    /// Changes entries under the lock of their shard.
     fn enter(&self, shard: &mut Shard, first: u64, entries: &[Entry], journal: Option<&Journal>) -> Put {
         let slice = self.slice_of(first);
         let frame = self.frame_of(slice).expect("held slices stay");
-        // Under the lock that copies for a flush are made under: see `Journal::mark`.
+        // Under the lock under which a flush makes its copies: see `Journal::mark`.
         let put = journal.map_or(Put::Done, |journal| journal.put(first, entries));
         if put == Put::Full {
             return put;
@@ -391,8 +402,8 @@ impl Map {
         put
     }
 
-    /// Changes entries that are held, if there is anything to change, and gives them back. Where there is a journal that
-    /// has no room for that, nothing is changed and they stay held.
+    /// Changes entries that are held, if there is something to change, and releases them. If there
+    /// is a journal and it has no room, nothing is changed and they stay held.
     pub(crate) fn release(
         &self,
         first: u64,
@@ -418,7 +429,7 @@ impl Map {
         put
     }
 
-    /// Copies of all dirty slices, which count as clean from now on.
+    /// Returns copies of all dirty slices, which count as clean from now on.
     pub(crate) fn take_dirty(&self) -> Vec<Copy> {
         let mut copies = Vec::new();
         for shard in &self.shards {
@@ -428,9 +439,9 @@ impl Map {
                 let frame = self.frame_of(slice).expect("dirty slices stay");
                 frame.dirty.store(false, Relaxed);
                 let words = frame.words.get().expect("a frame with a slice has room");
-                // Changed under this lock alone.
+                // The words change only under this lock.
                 let bytes = words.iter().flat_map(|w| w.load(Relaxed).to_be_bytes()).collect();
-                // Until it is written, what is in the image is older than this.
+                // Until it is written, the image has older contents.
                 frame.pins.fetch_add(1, Relaxed);
                 copies.push(Copy { slice, bytes });
             }
@@ -438,7 +449,7 @@ impl Map {
         copies
     }
 
-    /// A copy was written, or (`false`) could not be: then the slice is dirty again.
+    /// Records that a copy was written. If not (`done` is false), the slice is dirty again.
     pub(crate) fn written(&self, slice: u64, done: bool) {
         let mut shard = self.shard(slice);
         let frame = self.frame_of(slice).expect("pinned slices stay");
@@ -454,17 +465,17 @@ impl Map {
 mod tests {
     use super::*;
 
-    const NOBODY: Waker = Waker { who: 0, token: 0 };
+    const NO_WAKER: Waker = Waker { who: 0, token: 0 };
 
     #[test]
     fn the_directory_of_a_huge_disk_has_the_parts_that_were_read() {
-        // With half a part at the end.
+        // The last part is half used.
         let clusters = Map::clusters_max(1 << 13, 1) - (512 << 9);
         let map = Map::new(1 << 13, 1, clusters, 1 << 20);
         assert_eq!((map.parts(), map.directory.len()), (0, 1 << 15));
         for (parts, cluster) in [(1, 0), (1, 512), (2, clusters / 2), (3, clusters - 1)] {
             assert_eq!(map.get(cluster), None);
-            assert!(matches!(map.load(map.slice_of(cluster), NOBODY), Load::Yours));
+            assert!(matches!(map.load(map.slice_of(cluster), NO_WAKER), Load::Yours));
             assert!(map.loaded(map.slice_of(cluster), Some(&[1; 4096]), &mut |_| {}));
             assert_eq!(map.get(cluster).map(|e| e.word), Some(u64::from_be_bytes([1; 8])));
             assert_eq!(map.parts(), parts);
@@ -477,15 +488,15 @@ mod interleavings {
     use super::*;
     use std::sync::Arc;
 
-    const NOBODY: Waker = Waker { who: 0, token: 0 };
+    const NO_WAKER: Waker = Waker { who: 0, token: 0 };
 
     fn put(map: &Map, slice: u64, word: u64) {
-        if let Load::Yours = map.load(slice, NOBODY) {
+        if let Load::Yours = map.load(slice, NO_WAKER) {
             map.loaded(slice, Some(&word.to_be_bytes()), &mut |_| {});
         }
     }
 
-    /// Two slices of one entry share one frame.
+    /// Tests two slices that share one frame.
     #[test]
     fn no_slice_is_taken_for_another() {
         loom::model(|| {
@@ -503,17 +514,17 @@ mod interleavings {
         });
     }
 
-    /// Both words of an entry are of the same time.
+    /// Tests that both words of an entry belong together.
     #[test]
     fn an_entry_is_read_whole() {
         loom::model(|| {
             let map = Arc::new(Map::new(1, 2, 1, 16));
-            if let Load::Yours = map.load(0, NOBODY) {
+            if let Load::Yours = map.load(0, NO_WAKER) {
                 map.loaded(0, Some(&[0; 16]), &mut |_| {});
             }
             let other = map.clone();
             let writer = loom::thread::spawn(move || {
-                assert_eq!(other.hold(0, 1, NOBODY), Some(1));
+                assert_eq!(other.hold(0, 1, NO_WAKER), Some(1));
                 other.release(0, 1, Some(&[Entry { word: 7, bits: 7 }]), None, &mut |_| {});
             });
             let entry = map.get(0).unwrap();
@@ -523,14 +534,14 @@ mod interleavings {
         });
     }
 
-    /// Of two that want the same cluster one waits, and is woken.
+    /// Tests that of two requests for the same cluster, one waits and is woken.
     #[test]
     fn one_holds_and_the_other_is_woken() {
         loom::model(|| {
             let map = Arc::new(Map::new(1, 1, 1, 8));
             put(&map, 0, 0);
             let woken = Arc::new(AtomicU32::new(0));
-            let turn = |map: &Map, woken: &AtomicU32| match map.hold(0, 1, NOBODY) {
+            let hold_once = |map: &Map, woken: &AtomicU32| match map.hold(0, 1, NO_WAKER) {
                 Some(1) => {
                     let word = map.get(0).unwrap().word + 1;
                     let wake = &mut |_| {
@@ -543,8 +554,8 @@ mod interleavings {
                 other => panic!("{other:?}"),
             };
             let (other, counter) = (map.clone(), woken.clone());
-            let second = loom::thread::spawn(move || turn(&other, &counter));
-            let waited = turn(&map, &woken) + second.join().unwrap();
+            let second = loom::thread::spawn(move || hold_once(&other, &counter));
+            let waited = hold_once(&map, &woken) + second.join().unwrap();
             assert_eq!(woken.load(SeqCst), waited);
             assert_eq!(map.get(0).unwrap().word, 2 - u64::from(waited));
         });

@@ -1,4 +1,4 @@
-//! A file in memory, for tests and fuzzing: bounded, and it can remember what was done to it.
+//! A bounded file in memory, for tests and fuzzing, which can record all operations.
 
 #![allow(clippy::indexing_slicing, reason = "offsets are cut to the length before")]
 
@@ -8,7 +8,7 @@ use std::io;
 use crate::Storage;
 use crate::bytes::to_usize;
 
-/// One thing that was done to a [`Memory`].
+/// An operation on a [`Memory`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Bytes written at an offset.
@@ -17,7 +17,7 @@ pub enum Event {
     Punch(u64, u64),
     /// A new length.
     Length(u64),
-    /// All before is on stable storage.
+    /// Everything before is on stable storage.
     Sync,
 }
 
@@ -31,28 +31,28 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Of these bytes; it can grow up to `most`, beyond which there is no space.
+    /// Makes a file with these bytes. It can grow up to `most` bytes; then there is no space.
     pub fn new(bytes: Vec<u8>, most: u64) -> Self {
         Self { bytes: RefCell::new(bytes), most: Cell::new(most), ..Self::default() }
     }
 
-    /// From now on everything that is done is remembered.
+    /// Records all operations from now on.
     pub fn record(&self) {
         self.events.borrow_mut().clear();
         self.recording.set(true);
     }
 
-    /// What was done since [`record`](Self::record).
+    /// Returns the operations since [`record`](Self::record).
     pub fn events(&self) -> Vec<Event> {
         self.events.borrow().clone()
     }
 
-    /// Its bytes now.
+    /// Returns the present bytes.
     pub fn bytes(&self) -> Vec<u8> {
         self.bytes.borrow().clone()
     }
 
-    /// Does what was done to another.
+    /// Applies an operation of another file.
     ///
     /// # Errors
     /// No space.

@@ -1,14 +1,17 @@
-//! Where the metadata of a served image is, so that guest data never overwrites it, even if the map is wrong.
+//! Where the metadata of a served image is, so that guest data never overwrites it, even if the map
+//! is wrong.
 //!
-//! [`OverlapCheck`] is made when an image is opened for writing, from the tables that are in memory. An image whose tables
-//! overlap is refused. Metadata that is read later is checked once, when it is read: a slice of the map must not name a
-//! cluster of metadata, and a refcount block must not call a cluster of metadata free. A request that finds its entry in
-//! the map therefore needs no check.
+//! [`OverlapCheck`] is made when an image is opened for writing, from the tables in memory. An
+//! image whose tables overlap is refused. Metadata that is read later is checked once, when it is
+//! read: a slice of the map must not name a cluster of metadata, and a refcount block must not call
+//! a cluster of metadata free. So a request that finds its entry in the map needs no check.
 //!
-//! Two cases are not detected. A cluster of data that the counts call free may become metadata while an entry in memory names
-//! it. What is allocated before an image is served, or afterwards for bitmaps, relies on the counts.
+//! Two cases are not detected. A cluster of data that the counts call free may become metadata
+//! while an entry in memory refers to it. Allocations before an image is served, or afterwards for
+//! bitmaps, rely on the counts.
 //!
-//! An error is reported once ([`OverlapCheck::mark_corrupt`]). Metadata that is wrong is not kept in memory.
+//! An error is reported once ([`OverlapCheck::mark_corrupt`]). Metadata that is wrong is not kept
+//! in memory.
 //!
 //! Lock order: last.
 
@@ -23,28 +26,29 @@ use std::sync::{Mutex, OnceLock};
 use crate::header::{Header, L1_BYTES_MAX};
 use crate::{Error, Image, Result, Storage, bitmap, snapshot};
 
-/// Bits of the filter at most: 64 KiB, which stay in a processor's cache.
+/// Most bits of the filter: 64 KiB, which stay in a processor's cache.
 const FILTER_BITS_MAX: u64 = 1 << 19;
 
-/// See above. Shared by all workers.
+/// The check of one image, shared by all workers; see the module.
 pub(crate) struct OverlapCheck {
-    /// A bit for some neighbouring clusters each: 0 if none of them is metadata.
+    /// One bit for some neighbouring clusters: 0 if none of them is metadata.
     filter: Box<[AtomicU64]>,
     filter_shift: u32,
-    /// Clusters of metadata: from, up to, and what. No two have one in common.
+    /// Clusters of metadata, as disjoint ranges: start, end, and kind.
     ranges: Mutex<BTreeMap<u64, (u64, &'static str)>>,
-    /// What was found to be wrong.
+    /// The error that was found.
     wrong: OnceLock<String>,
-    /// The image is marked for that, or cannot be.
+    /// Whether the image could be marked for that.
     marked: OnceLock<bool>,
-    told: AtomicBool,
+    reported: AtomicBool,
 }
 
 impl OverlapCheck {
-    /// Of an image with these tables. `l2` and `blocks`: offsets of L2 tables and refcount blocks.
+    /// Makes the check for an image with these tables. `l2` and `blocks` are the offsets of L2
+    /// tables and refcount blocks.
     ///
     /// # Errors
-    /// Two of them lie over each other; tables of snapshots and bitmaps that cannot be read.
+    /// Two of them overlap, or tables of snapshots or bitmaps cannot be read.
     pub(crate) fn new(
         storage: &dyn Storage,
         header: &Header,
@@ -52,7 +56,7 @@ impl OverlapCheck {
         blocks: &[u64],
     ) -> Result<Self> {
         let image = Image::open(storage)?;
-        // As long as the file can come to be.
+        // The largest size that the file can get.
         let clusters = image.len.div_ceil(header.cluster_size()).max(header.clusters()).max(64);
         let bits = clusters.next_power_of_two().min(FILTER_BITS_MAX);
         let guard = Self {
@@ -61,7 +65,7 @@ impl OverlapCheck {
             ranges: Mutex::default(),
             wrong: OnceLock::new(),
             marked: OnceLock::new(),
-            told: AtomicBool::new(false),
+            reported: AtomicBool::new(false),
         };
         let cluster = header.cluster_size();
         let add = |what, offset: u64, bytes: u64| {
@@ -87,7 +91,7 @@ impl OverlapCheck {
         for offset in l2.filter(|at| *at != 0) {
             add("an L2 table", offset, cluster)?;
         }
-        // A block that comes to be calls all free that it is for.
+        // A block that does not exist yet counts all its clusters as free.
         for (start, (end, what)) in guard.ranges.locked().iter() {
             let entries = header.refblock_entries();
             for n in start / entries..=(end - 1) / entries {
@@ -124,34 +128,35 @@ impl OverlapCheck {
         (&self.filter[(bit / 64) as usize & (self.filter.len() - 1)], 1 << (bit % 64))
     }
 
-    /// A cluster becomes metadata: one that was free, or was called so.
+    /// Adds a cluster of metadata, which was free or counted as free.
     pub(crate) fn add(&self, what: &'static str, cluster: u64) {
         if let Err(e) = self.add_range(what, cluster, cluster + 1)
             && self.mark_corrupt(e.to_string())
         {
-            self.settle(false);
+            self.set_marked(false);
         }
     }
 
-    /// A cluster of metadata is none any more; one that was a range by itself.
+    /// Removes a cluster of metadata, which was a range by itself.
     pub(crate) fn remove(&self, cluster: u64) {
         self.ranges.locked().remove(&cluster);
     }
 
-    /// What of the metadata lies in a cluster.
+    /// Returns the kind of metadata in a cluster.
     #[inline]
     pub(crate) fn holds(&self, cluster: u64) -> Option<&'static str> {
         let (word, mask) = self.filter_bit(cluster >> self.filter_shift);
-        if word.load(Relaxed) & mask == 0 { None } else { self.look(cluster) }
+        if word.load(Relaxed) & mask == 0 { None } else { self.find_range(cluster) }
     }
 
-    fn look(&self, cluster: u64) -> Option<&'static str> {
+    fn find_range(&self, cluster: u64) -> Option<&'static str> {
         let ranges = self.ranges.locked();
         let (_, (end, what)) = ranges.range(..=cluster).next_back()?;
         (cluster < *end).then_some(*what)
     }
 
-    /// The first cluster of metadata from `start` to `end` for which `bad` is true, and what it is.
+    /// Returns the first cluster of metadata from `start` to `end` for which `bad` is true, and its
+    /// kind.
     pub(crate) fn find(
         &self,
         start: u64,
@@ -159,7 +164,7 @@ impl OverlapCheck {
         bad: impl Fn(u64) -> bool,
     ) -> Option<(u64, &'static str)> {
         let ranges = self.ranges.locked();
-        // One may begin before.
+        // One range may start before.
         let from = ranges.range(..start).next_back().map_or(start, |(from, _)| *from);
         ranges.range(from..end).find_map(|(from, (to, what))| {
             let mut clusters = (*from).max(start)..(*to).min(end);
@@ -171,19 +176,19 @@ impl OverlapCheck {
         self.wrong.get().is_some()
     }
 
-    /// Something is wrong. Whether nothing was before.
+    /// Records an error. Returns whether it is the first one.
     pub(crate) fn mark_corrupt(&self, why: String) -> bool {
         self.wrong.set(why).is_ok()
     }
 
-    /// Who was the first to find it has marked the image, or could not.
-    pub(crate) fn settle(&self, marked: bool) {
+    /// Records whether the request that found the first error could mark the image.
+    pub(crate) fn set_marked(&self, marked: bool) {
         let _ = self.marked.set(marked);
     }
 
-    /// What is wrong, and whether the image says so; once.
-    pub(crate) fn tell(&self) -> Option<(&str, bool)> {
+    /// Returns the error, and whether the image is marked. Returns it once.
+    pub(crate) fn take_error(&self) -> Option<(&str, bool)> {
         let (wrong, marked) = (self.wrong.get()?, self.marked.get()?);
-        (!self.told.swap(true, Relaxed)).then_some((wrong.as_str(), *marked))
+        (!self.reported.swap(true, Relaxed)).then_some((wrong.as_str(), *marked))
     }
 }

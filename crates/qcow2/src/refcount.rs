@@ -1,9 +1,9 @@
-//! Reference counts as they lie in refcount blocks: 1 to 64 bits each.
+//! Reference counts in refcount blocks, with 1 to 64 bits each.
 
 use crate::bytes::{low_u8, put};
 
-/// Count number `at` of a block whose counts have `1 << order` bits. A count that the block does not have reads as the
-/// largest one, so that its cluster is taken for one in use.
+/// Returns count number `at` of a block whose counts have `1 << order` bits. A count that the block
+/// does not have reads as the largest one, so its cluster counts as used.
 pub fn get(block: &[u8], at: usize, order: u32) -> u64 {
     let most = u64::MAX >> (64 - (1u32 << order));
     match order {
@@ -19,7 +19,7 @@ pub fn get(block: &[u8], at: usize, order: u32) -> u64 {
     }
 }
 
-/// Sets count number `at`, which the block has; `count` fits into the bits.
+/// Sets count number `at`, which the block has. `count` fits into the bits.
 pub fn set(block: &mut [u8], at: usize, order: u32, count: u64) {
     match order {
         0..=2 => {

@@ -1,12 +1,14 @@
-//! One request on a disk, step by step: each says what is to be read, written or waited for, and the caller does it.
+//! A request on a disk. In each step it returns what to read, write or wait for, and the caller
+//! does that.
 //!
-//! [`Request::start`] and [`Request::resume`] return at once; what they return is a [`Step`]. Nothing is held over a step but
-//! clusters whose entries the request is going to change (see [`crate::map`]); who holds some waits for metadata and for
-//! flushes only, never for other clusters, so that no two wait for each other.
+//! [`Request::start`] and [`Request::resume`] return at once, with a [`Step`]. Between two steps a
+//! request holds nothing except the clusters whose entries it is going to change (see
+//! [`crate::map`]). A request that holds clusters waits only for metadata and flushes, never for
+//! other clusters, so two requests never wait for each other.
 //!
-//! A write into a cluster that is not there goes: hold its entry; a cluster from the reserve; what of it the request does
-//! not cover, read from below; data written; then the entry, in memory. The next flush makes it stable, data and counts
-//! before entries ([`flush`]).
+//! A write to an unallocated cluster has these steps: hold its entry; take a cluster from the
+//! reserve; read the part that the request does not cover from below; write the data; change the
+//! entry, in memory. The next flush makes it stable, data and counts before entries ([`flush`]).
 
 #![allow(clippy::indexing_slicing, reason = "ranges of the buffers of a request, which the same step sizes")]
 
@@ -36,7 +38,7 @@ pub use self::seek::{Extent, Found};
 use self::table::NewTable;
 use crate::epoch::Epoch;
 use crate::map::Load;
-use crate::served::{Chain, Miss, Served, User, What};
+use crate::served::{Chain, Miss, Served, Source, User};
 use crate::{FileId, Waker};
 
 const EIO: i32 = -5;
@@ -44,34 +46,36 @@ const EINVAL: i32 = -22;
 const ENOSPC: i32 = -28;
 const EROFS: i32 = -30;
 
-/// What is asked.
+/// The operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Op {
-    /// Disk to guest.
+    /// From disk to guest.
     #[default]
     Read,
-    /// Guest to disk.
+    /// From guest to disk.
     Write,
-    /// Likewise, of one whole cluster (of the disk's last one what the disk has), which takes less room on the disk where it
-    /// can be packed and has no place yet. For who fills an image: it costs the caller's thread the packing.
+    /// Writes one whole cluster compressed. (The last cluster of the disk may be shorter.) If it
+    /// cannot be compressed or is allocated already, it is written uncompressed. This is for jobs
+    /// that fill an image: it costs the caller's thread the compression.
     WriteCompressed,
-    /// The range reads as zeroes afterwards.
+    /// Makes the range read as zeroes.
     Zero {
-        /// Its space may be given back.
+        /// Whether its space may be given back.
         unmap: bool,
     },
     /// The range's contents are no longer needed.
     Discard,
-    /// All that was completed before is on stable storage.
+    /// Makes everything that was completed before stable.
     Flush,
-    /// Nothing is moved: what the disk is from the first byte on, and for how long, is [`Request::found`] afterwards.
+    /// Transfers nothing. [`Request::found`] then returns the type of the disk's contents from the
+    /// first byte on, and for how many bytes it holds.
     Seek {
-        /// As far as the image itself says, without those below it.
+        /// Whether only the image itself is asked, without its backing files.
         own: bool,
     },
 }
 
-/// Which of the request's own buffers.
+/// A buffer of the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Buf {
     /// For metadata.
@@ -80,169 +84,172 @@ pub enum Buf {
     Data,
 }
 
-/// What the caller does next. `data` counts the request's bytes from 0; ranges of buffers are those of
-/// [`Request::bytes`]. After each but `Park` and `Done` the result goes to [`Request::resume`]: 0 or more, or a negative
-/// errno. Transfers are whole or failed; what is read beyond the end of a file is zeroes.
+/// What the caller does next.
+///
+/// `data` counts the request's bytes from 0. Ranges of buffers are those of [`Request::bytes`].
+/// After each step except `Park` and `Done` the result goes to [`Request::resume`]: 0 or more, or a
+/// negative errno. Transfers are complete or failed. Bytes beyond the end of a file read as zeroes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Moves the guest's bytes from or to a file.
+    /// Transfers the guest's bytes from or to a file.
     Data {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where in it.
+        /// The offset in it.
         offset: u64,
-        /// Which bytes.
+        /// The guest's bytes.
         data: Range<u64>,
     },
     /// Fills the guest's bytes with zeroes.
     Zeroes {
-        /// Which bytes.
+        /// The guest's bytes.
         data: Range<u64>,
     },
     /// Copies from the data buffer, at `at`, to the guest's bytes.
     Copy {
-        /// Which bytes.
+        /// The guest's bytes.
         data: Range<u64>,
-        /// From where in the buffer.
+        /// The offset in the buffer.
         at: usize,
     },
     /// Copies the guest's bytes to the data buffer, at `at`.
     Gather {
-        /// Which bytes.
+        /// The guest's bytes.
         data: Range<u64>,
-        /// Where in the buffer.
+        /// The offset in the buffer.
         at: usize,
     },
     /// Reads into a buffer.
     Read {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where in it.
+        /// The offset in it.
         offset: u64,
-        /// Into which buffer.
+        /// The buffer.
         buf: Buf,
-        /// Where in the buffer.
+        /// The range of the buffer.
         range: Range<usize>,
     },
     /// Writes from a buffer.
     Write {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where in it.
+        /// The offset in it.
         offset: u64,
-        /// From which buffer.
+        /// The buffer.
         buf: Buf,
-        /// From where in the buffer.
+        /// The range of the buffer.
         range: Range<usize>,
     },
-    /// Writes, one behind the other, `head` bytes of the data buffer, the guest's bytes, and the `tail` bytes behind the head
-    /// in the buffer.
+    /// Writes, one after the other, `head` bytes of the data buffer, the guest's bytes, and the
+    /// `tail` bytes behind the head in the buffer.
     Around {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where in it.
+        /// The offset in it.
         offset: u64,
-        /// Bytes from the buffer's beginning.
+        /// Bytes from the start of the buffer.
         head: usize,
-        /// Which of the guest's.
+        /// The guest's bytes.
         data: Range<u64>,
         /// Bytes of the buffer after `head`.
         tail: usize,
     },
     /// Makes a range of a file read as zeroes.
     ZeroFile {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where in it.
+        /// The offset in it.
         offset: u64,
-        /// How much.
+        /// The length.
         len: u64,
-        /// Its space is given back.
+        /// Whether its space is given back.
         punch: bool,
     },
-    /// Gives a range of a file back to its system. Where that cannot be, nothing is done, which is no failure.
+    /// Gives a range of a file back to the file system. If that is not possible, nothing is done,
+    /// and the step succeeds.
     Discard {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where in it.
+        /// The offset in it.
         offset: u64,
-        /// How much.
+        /// The length.
         len: u64,
     },
-    /// Has a range at a file's end take its space, as far as the file's system can: it is written soon, and much sooner
-    /// so. Never makes the file shorter.
+    /// Allocates the space of a range at a file's end, as far as the file system can do that. Later
+    /// writes are much faster then. It never makes the file shorter.
     Extend {
-        /// Which file.
+        /// The file.
         file: FileId,
-        /// Where the range begins.
+        /// The start of the range.
         offset: u64,
-        /// How long it is.
+        /// The length of the range.
         len: u64,
     },
-    /// Makes all that was written to a file stable.
+    /// Makes everything that was written to a file stable.
     Sync {
-        /// Which file.
+        /// The file.
         file: FileId,
     },
-    /// Nothing, until the request is woken by its [`Waker`]; `resume` with 0 then.
+    /// Nothing, until the [`Waker`] of the request is called. Then `resume` with 0.
     Park,
-    /// It is over: 0, or a negative errno.
+    /// The request has ended: 0, or a negative errno.
     Done(i32),
 }
 
-/// What the caller brings along with each step.
+/// The caller's part of each step.
 pub struct Context<'a> {
     /// The disk.
     pub chain: &'a Chain,
-    /// What the caller's queue has of it.
+    /// The state that the caller's queue has on the disk.
     pub user: &'a mut User,
     /// How this request is woken.
     pub waker: Waker,
-    /// Wakes others.
+    /// Wakes other requests.
     pub wake: &'a mut dyn FnMut(Waker),
-    /// Writes are refused.
+    /// Whether writes are refused.
     pub readonly: bool,
 }
 
-/// What the step under way is for.
+/// The purpose of the step in flight.
 #[derive(Debug, Default)]
 enum Pending {
     #[default]
     Nothing,
-    /// So many of the guest's bytes.
+    /// Transfers this number of the guest's bytes.
     Data(u64),
     Slice(usize, u64),
-    /// A piece of what is fetched.
+    /// Fetches a piece.
     Fetch,
     Change,
     Pack,
-    /// A refcount block, which lies there.
+    /// Reads a refcount block at this offset.
     Counts(u64),
     Table,
-    /// Space for the file, up to here.
+    /// Allocates space of the file, up to this offset.
     Extend(u64),
     Flush,
-    /// The header, which gets a new generation.
+    /// Writes the header with a new generation.
     Generation,
-    /// The header, which is being marked.
+    /// Writes the header with the corrupt mark.
     Mark,
     Parked,
 }
 
-/// A request; lives in its caller's slot and is used again and again.
+/// A request. It stays in its caller's slot and is used again and again.
 #[derive(Debug, Default)]
 pub struct Request {
     op: Op,
-    /// What the guest's byte 0 is on the disk.
+    /// The offset on the disk of the guest's byte 0.
     begin: u64,
     pos: u64,
     end: u64,
-    /// To be stable when it is done.
+    /// Whether it has to be stable when it is done.
     stable: bool,
     busy: bool,
-    /// It has waited for room in the map.
+    /// Whether it has waited for room in the map.
     made_room: bool,
-    /// There is no space for more than it needs.
+    /// Whether there is no space for more than it needs.
     no_more: bool,
     epoch: Option<Epoch>,
     pending: Pending,
@@ -252,12 +259,12 @@ pub struct Request {
     change: Option<Change>,
     pack: Option<Pack>,
     found: Option<Found>,
-    /// An L2 table that is being made.
+    /// An L2 table that the request makes.
     table: Option<NewTable>,
     flush: Option<Box<Flush>>,
-    /// The image gets a new generation.
+    /// A new generation of the image that the request writes.
     generation: Option<NewGeneration>,
-    /// The image is being marked as corrupt.
+    /// The corrupt mark of the image that the request writes.
     mark: Option<Mark>,
 }
 
@@ -269,13 +276,13 @@ enum Next {
 }
 
 impl Request {
-    /// Begins a request for `len` bytes at `pos`, which lie within the disk. `stable`: it is on stable storage when it is
-    /// done.
+    /// Starts a request for `len` bytes at `pos`, which are within the disk. `stable`: it is on
+    /// stable storage when it is done.
     pub fn start(&mut self, op: Op, pos: u64, len: u64, stable: bool, cx: &mut Context<'_>) -> Step {
         debug_assert!(!self.busy, "a request was begun before the last one ended");
         self.busy = true;
         (self.op, self.begin, self.pos, self.end) = (op, pos, pos, pos + len);
-        // What is only read stays as stable as it is.
+        // A read changes nothing that would have to become stable.
         self.stable = (stable && !matches!(op, Op::Read | Op::Seek { .. })) || op == Op::Flush;
         (self.made_room, self.no_more) = (false, false);
         self.epoch = Some(cx.chain.top().epochs.enter(&cx.user.member));
@@ -287,10 +294,10 @@ impl Request {
             return self.done(EINVAL, cx);
         }
         self.stable &= !cx.readonly;
-        self.go(cx)
+        self.run_steps(cx)
     }
 
-    /// Goes on with the result of the step before.
+    /// Continues with the result of the last step.
     pub fn resume(&mut self, res: i32, cx: &mut Context<'_>) -> Step {
         let failed = res.min(0);
         match std::mem::take(&mut self.pending) {
@@ -322,7 +329,7 @@ impl Request {
                     return self.fail(failed, cx);
                 }
                 if !placed && layer == 0 {
-                    // All frames are dirty: they are written first.
+                    // All frames are dirty. They are written first.
                     self.flush.get_or_insert_with(|| Box::new(Flush::new(true)));
                 } else if !placed {
                     return self.fail(EIO, cx);
@@ -362,10 +369,10 @@ impl Request {
                 }
             }
         }
-        self.go(cx)
+        self.run_steps(cx)
     }
 
-    /// One of its buffers, to read into or to write from, as the step says.
+    /// Returns one of its buffers, to read into or to write from, as the step says.
     pub fn bytes(&mut self, buf: Buf) -> &mut [u8] {
         match buf {
             Buf::Meta => &mut self.meta,
@@ -373,7 +380,7 @@ impl Request {
         }
     }
 
-    /// Whether it is under way.
+    /// Returns whether it is in flight.
     pub fn is_busy(&self) -> bool {
         self.busy
     }
@@ -384,7 +391,7 @@ impl Request {
         }
     }
 
-    fn go(&mut self, cx: &mut Context<'_>) -> Step {
+    fn run_steps(&mut self, cx: &mut Context<'_>) -> Step {
         loop {
             let next = if self.mark.is_some() {
                 self.step_mark(cx)
@@ -404,12 +411,12 @@ impl Request {
                 match self.op {
                     Op::Read => self.step_read(cx),
                     Op::Write => self.step_write(self.end, cx),
-                    Op::WriteCompressed => self.step_pack_begin(cx),
+                    Op::WriteCompressed => self.step_pack_start(cx),
                     Op::Seek { own } => self.step_seek(own, cx),
                     _ => self.step_zero(cx),
                 }
             } else if std::mem::take(&mut self.stable) {
-                // It uses nothing of the map any more, and what it flushes may be waiting for that.
+                // It no longer uses the map, and its flush may be waiting for that.
                 self.leave_epoch(cx);
                 self.flush = Some(Box::new(Flush::new(false)));
                 Next::Again
@@ -424,7 +431,7 @@ impl Request {
         }
     }
 
-    /// Gives back what it holds, and ends.
+    /// Releases everything that it holds, and ends.
     fn fail(&mut self, e: i32, cx: &mut Context<'_>) -> Step {
         self.abandon_flush(cx);
         self.abandon_table(cx);
@@ -443,7 +450,7 @@ impl Request {
         Step::Done(res)
     }
 
-    /// The guest's bytes of a range of the disk.
+    /// Returns the guest's bytes for a range of the disk.
     fn guest(&self, pos: u64, len: u64) -> Range<u64> {
         pos - self.begin..pos - self.begin + len
     }
@@ -457,7 +464,7 @@ impl Request {
         self.step(Pending::Parked, Step::Park)
     }
 
-    /// Has a slice read that was missed.
+    /// Lets a missing slice be read.
     fn load(&mut self, layer: usize, miss: Miss, cx: &mut Context<'_>) -> Next {
         let Miss::Slice(slice) = miss else { return Next::Fail(EIO) };
         let image = cx.chain.image(layer);
@@ -477,7 +484,7 @@ impl Request {
         }
     }
 
-    /// Has a refcount block read, or waits for one.
+    /// Lets a refcount block be read, or waits for one.
     fn load_counts(&mut self, take: crate::alloc::Take, image: &Served) -> Next {
         use crate::alloc::Take;
         match take {
@@ -497,16 +504,16 @@ impl Request {
         let (pos, left) = (self.pos, self.end - self.pos);
         match cx.chain.find(pos, left) {
             Err((layer, miss)) => self.load(layer, miss, cx),
-            Ok((_, What::Zero | What::Below, n)) => {
+            Ok((_, Source::Zero | Source::Below, n)) => {
                 let data = self.guest(pos, n);
                 self.step(Pending::Data(n), Step::Zeroes { data })
             }
-            Ok((layer, What::Data(offset), n)) => {
+            Ok((layer, Source::Data(offset), n)) => {
                 let (file, data) = (cx.chain.data_of(layer), self.guest(pos, n));
                 self.step(Pending::Data(n), Step::Data { file, offset, data })
             }
-            Ok((_, What::Compressed(_), n)) => {
-                // Unpacked into the buffer, then copied.
+            Ok((_, Source::Compressed(_), n)) => {
+                // It is decompressed into the buffer and then copied.
                 self.fetch = Some(Fetch::for_guest(pos, n));
                 Next::Again
             }

@@ -1,4 +1,4 @@
-//! Growing and shrinking a disk.
+//! Changes of a disk's size.
 
 #![allow(
     clippy::indexing_slicing,
@@ -15,22 +15,22 @@ use crate::header::{Header, L1_BYTES_MAX, autoclear, incompatible};
 use crate::{Error, Image, Progress, Result, Storage, bitmap, image};
 use grow::Grown;
 
-/// What a resize has to know besides the image.
+/// The surroundings of an image that a resize needs.
 pub struct Around<'d> {
-    /// The external data file, where there is one.
+    /// The external data file, if there is one.
     pub data: Option<&'d dyn Storage>,
-    /// Size of the disk in the image below, where there is one: what the disk grows by is to hide it.
+    /// Size of the backing disk, if there is one. The new part of the disk has to hide it.
     pub below: Option<u64>,
-    /// How much of what it grows by has its place.
+    /// How much of the new part is allocated.
     pub preallocation: Preallocation,
 }
 
-/// Makes the disk `size` bytes long, rounded up to 512. What it grows by reads as zeroes; what lies beyond a nearer end
-/// is gone.
+/// Makes the disk `size` bytes long, rounded up to 512. A new part reads as zeroes; a removed part
+/// is lost.
 ///
 /// # Errors
-/// A size that the image's tables cannot have, or that would need data of the image below, or of a compressed cluster,
-/// to be copied; the storage's. The image is as it was then.
+/// A size that the image's tables cannot have, or that needs data of the backing file or of a
+/// compressed cluster to be copied; those of the storage. The image is then unchanged.
 pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: Progress<'_>) -> Result<()> {
     if size > i64::MAX as u64 - (1 << 21) {
         return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
@@ -38,21 +38,24 @@ pub fn resize(image: &mut Image<'_>, size: u64, around: &Around<'_>, progress: P
     set_size(image, size.next_multiple_of(512), around, false, progress)
 }
 
-/// Entries of the L1 table that leave room for a disk that grows while it is served: 256 KiB of them, which reach 16 TiB
-/// with clusters of 64 KiB, and 1 GiB with clusters of 512 bytes.
+/// Entries of the L1 table that leave room for a disk that grows while it is served. Their 256 KiB
+/// cover 16 TiB with clusters of 64 KiB, and 1 GiB with clusters of 512 bytes.
 const ROOM_L1_ENTRIES: u64 = 32 << 10;
 
-/// Makes the image ready for its disk to grow while it is served, by a change of the header's size alone: its L1 table is
-/// long enough, and nothing shows behind the disk's end, neither old data nor the image below. The disk stays as it is.
+/// Prepares the image so that its disk can grow while it is served by a change of the header's size
+/// alone. Its L1 table becomes long enough, and behind the disk's end there is neither old data nor
+/// data of the backing file. The disk stays as it is.
 ///
 /// # Errors
-/// An image with a data file; one below that is larger than the room, or shows through the disk's last cluster
-/// ([`Error::LastClusterBelow`], found when all else was checked); the storage's. The image is as it was then.
+/// An image with a data file; a backing file that is larger than the room, or that shows through
+/// the disk's last cluster ([`Error::LastClusterBelow`], found after all other checks); those of
+/// the storage. The image is then unchanged.
 pub fn make_room(image: &mut Image<'_>, below: Option<u64>) -> Result<()> {
     resize_with_room(image, image.header.size, below)
 }
 
-/// Makes the disk of an image `size` bytes long, as [`resize`] does, and ready to grow, as [`make_room`] does: both or neither.
+/// Makes the disk of an image `size` bytes long, as [`resize`] does, and prepares it for growth, as
+/// [`make_room`] does. It does both or neither.
 ///
 /// # Errors
 /// Those of both.
@@ -64,7 +67,8 @@ pub fn resize_with_room(image: &mut Image<'_>, size: u64, below: Option<u64>) ->
     set_size(image, size, &around, true, &mut |_, _| {})
 }
 
-/// Checks first, and says at last whether the image below shows through; `room`: see [`make_room`].
+/// Sets the size. All checks come first, and the last one is whether the backing file shows
+/// through. `room`: see [`make_room`].
 fn set_size(
     image: &mut Image<'_>,
     size: u64,
@@ -77,7 +81,7 @@ fn set_size(
     let (grows, shrinks) = (size > old || room, size < old || (size == old && !room));
     let l1_entries = check_size(image, &header, room)?;
     let end = old.min(size);
-    // With room it is as if the disk was as long as the image below.
+    // With room, the disk is treated as if it was as long as the backing file.
     let long =
         Header { size: if room { around.below.unwrap_or(0).max(size) } else { size }, ..header.clone() };
     let grown = Grown { from: end.div_ceil(header.cluster_size()), header: &long };
@@ -91,7 +95,7 @@ fn set_size(
     }
     let bitmaps = if size == old && room { None } else { bitmap::after_resize(image, size)? };
     let tail = Tail::find(image, end, around, grows, shrinks)?;
-    let mut change = Change::begin(image)?;
+    let mut change = Change::start(image)?;
     let mut l1 = change.l1()?;
     cut(&mut change, &mut l1, end)?;
     if grows {
@@ -109,7 +113,7 @@ fn set_size(
         bitmap::replace_directory(&mut change, bitmaps, &mut header)?;
     }
     if grows && !shrinks {
-        // Before the disk grows, nobody reads what is behind its end.
+        // Before the disk grows, nothing reads the bytes behind its end.
         clear_tail(change.image.file, around.data, place)?;
     }
     let raw = header.autoclear & autoclear::RAW_DATA != 0;
@@ -128,7 +132,7 @@ fn set_size(
     Ok(())
 }
 
-/// How many entries the L1 table is to have, where the disk does not only get smaller.
+/// Returns the number of entries for the L1 table, if the disk does not only shrink.
 ///
 /// # Errors
 /// A size that the image cannot have.
@@ -148,7 +152,8 @@ fn check_size(image: &Image<'_>, header: &Header, room: bool) -> Result<u64> {
     Ok(entries.max(image.header.l1_size.into()))
 }
 
-/// The bytes of the last cluster behind the disk's end: offset and length in the file that holds them.
+/// The bytes of the last cluster behind the disk's end: offset and length in the file that contains
+/// them.
 #[derive(Clone, Copy)]
 struct TailRange {
     external: bool,
@@ -156,7 +161,7 @@ struct TailRange {
     bytes: u64,
 }
 
-/// Whoever makes the disk longer later would show what is there.
+/// Clears these bytes, because a later growth of the disk would show them.
 fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<TailRange>) -> Result<()> {
     let Some(place) = place else { return Ok(()) };
     let of = if place.external { data } else { Some(file) };
@@ -168,21 +173,21 @@ fn clear_tail(file: &dyn Storage, data: Option<&dyn Storage>, place: Option<Tail
     of.sync().map_err(&cannot)
 }
 
-/// The disk's last cluster, if the disk ends within it and something has to be done about the rest of it.
+/// The disk's last cluster, if the disk ends within it and the rest of it needs a change.
 struct Tail {
     l1: usize,
     slot: usize,
-    /// Where in the cluster the disk ends.
+    /// The offset in the cluster at which the disk ends.
     within: u64,
-    /// It has its place in the file, whose end is to be cleared.
+    /// Whether it is allocated, so that the rest of it has to be cleared.
     data: bool,
-    /// Subclusters behind the end that are to read as zeroes, as the bits of an extended entry.
+    /// Subclusters behind the end that have to read as zeroes, as the bits of an extended entry.
     hide: u64,
 }
 
 impl Tail {
-    /// The last cluster of a disk that ends, or ended, at `end`. `grows`: nothing is to show behind it; `shrinks`: data are cut
-    /// off there.
+    /// Finds the last cluster of a disk that ends, or ended, at `end`. `grows`: nothing may show
+    /// behind it; `shrinks`: data is cut off there.
     fn find(
         image: &Image<'_>,
         end: u64,
@@ -228,7 +233,7 @@ impl Tail {
         Ok((data || hide != 0).then_some(Self { l1, slot, within, data, hide }))
     }
 
-    /// Sees to it that the cluster is the disk's alone, and says where it is if it has a place.
+    /// Makes sure that the cluster is not shared, and returns its location if it is allocated.
     fn own(&self, change: &mut Change<'_, '_>, l1: &mut [u64]) -> Result<Option<TailRange>> {
         let bits = change.header().cluster_bits;
         let (external, size) = (change.header().has(incompatible::DATA_FILE), change.header().cluster_size());
@@ -261,8 +266,9 @@ impl Tail {
     }
 }
 
-/// Whether the image below can be hidden behind byte `within` of a cluster with these subclusters, and the bits that do
-/// it. The subcluster that the disk ends in has to be there for that, or be zeroes.
+/// Returns whether the backing file can be hidden behind byte `within` of a cluster with these
+/// subclusters, and the bits that do it. For that, the subcluster in which the disk ends has to be
+/// allocated, or be zeroes.
 fn hide_subclusters(subclusters: u64, within: u64, cluster_size: u64) -> (bool, u64) {
     let sub_size = cluster_size / u64::from(SUBCLUSTERS);
     let known = subclusters | subclusters >> 32;

@@ -1,4 +1,4 @@
-//! An open image: what its workers share.
+//! An open image: the state that its workers share.
 
 #![allow(clippy::indexing_slicing, reason = "layers are numbered by this module")]
 
@@ -21,56 +21,59 @@ use crate::map::Map;
 use crate::overlap::OverlapCheck;
 use crate::{Error, FileId, Image, Result, Storage, Waker};
 
-/// Bytes that are taken at the file's end beyond what is needed, at most.
+/// Most bytes that are allocated ahead at the file's end.
 const GROWTH_BYTES_MAX: u64 = 16 << 20;
-/// Bytes of clusters that a worker reserves at a time, at most; and how many times that the disk has at least.
+/// Most bytes of clusters that a worker reserves at a time; and how many such reserves the disk has
+/// room for at least.
 const RESERVE_BYTES_MAX: u64 = 4 << 20;
 const RESERVES: u64 = 256;
-/// Memory for L2 slices at most, unless told otherwise: as QEMU has it.
+/// Default limit of memory for L2 slices (QEMU's).
 const CACHE_MAX: u64 = 32 << 20;
 
-/// How long control waits for a request's write of the header: one piece of metadata, and as long as for a worker.
+/// How long control waits for a request's write of the header, which is one piece of metadata. It
+/// waits as long for a worker.
 const FIRST_WAIT: Duration = Duration::from_secs(10);
 
-/// What an image is opened with.
+/// Settings for opening an image.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// The file that the image is.
+    /// The file of the image.
     pub file: FileId,
-    /// The one that has the guest's data: the same, or the external data file.
+    /// The file of the guest's data: the image's, or the external data file.
     pub data: FileId,
-    /// Memory for the map, bytes; none: what the whole disk needs, 32 MiB at most.
+    /// Memory for the map in bytes. `None`: enough for the whole disk, at most 32 MiB.
     pub cache_bytes: Option<u64>,
-    /// It is going to be written: what its tables say is held against where its metadata lies.
+    /// Whether it will be written. Its tables are then compared with the location of its metadata.
     pub writable: bool,
-    /// Its disk may get longer while it is served, as far as its L1 table reaches.
+    /// Whether its disk may grow while it is served, as far as its L1 table reaches.
     pub room: bool,
 }
 
-/// L2 tables that come to be.
+/// L2 tables that are being made.
 #[derive(Default)]
 pub(crate) struct Tables {
-    /// By whom they are waited for.
+    /// The requests that wait for them.
     pub(crate) making: HashMap<u64, Vec<Waker>>,
     /// Entries of the L1 table that are not in the image yet.
     pub(crate) dirty: BTreeSet<u64>,
 }
 
-/// Who flushes, and who waits for that.
+/// The running flush, and the requests that wait for it.
 #[derive(Default)]
 pub(crate) struct FlushQueue {
     pub(crate) running: bool,
-    /// Flushes asked for.
+    /// Flushes that were requested.
     pub(crate) asked: u64,
-    /// Of these, those that are done.
+    /// Requested flushes that are done.
     pub(crate) done: u64,
     pub(crate) waiting: Vec<Waker>,
 }
 
-/// Who has space taken at the file's end, so that nobody writes beyond it: file systems do that one write at a time.
+/// The request that allocates space at the file's end, so that no write goes beyond it: file
+/// systems execute such writes one at a time.
 #[derive(Default)]
 pub(crate) struct Growth {
-    /// Somebody makes it longer.
+    /// Whether a request makes the file longer.
     pub(crate) running: bool,
     pub(crate) waiting: Vec<Waker>,
 }
@@ -82,13 +85,14 @@ pub struct Served {
     pub(crate) table_entries: u64,
     pub(crate) extended: bool,
     pub(crate) external: bool,
-    /// The external file is a raw image by itself.
+    /// Whether the external data file is a raw image by itself.
     pub(crate) raw_data: bool,
     pub(crate) file: FileId,
     pub(crate) data: FileId,
-    /// Size of the disk, bytes. Changed by control alone, with no change of the disk under way.
+    /// Size of the disk in bytes. Only control changes it, while no change of the disk is in
+    /// flight.
     size: AtomicU64,
-    /// What it can be at most as long as the image is open, bytes.
+    /// Largest size while the image is open, in bytes.
     room: u64,
     /// Clusters that a worker reserves at a time.
     pub(crate) reserve_clusters: u64,
@@ -99,65 +103,68 @@ pub struct Served {
     pub(crate) map: Map,
     pub(crate) tables: Mutex<Tables>,
     pub(crate) alloc: Mutex<Alloc>,
-    /// In an external data file.
+    /// Holes in an external data file.
     pub(crate) holes: Mutex<Holes>,
     pub(crate) epochs: Epochs,
     pub(crate) flushes: Mutex<FlushQueue>,
     pub(crate) growth: Mutex<Growth>,
-    /// Up to where space was taken; it only grows.
+    /// The end of the allocated space. It only grows.
     pub(crate) file_len: AtomicU64,
-    /// Bytes that are taken beyond what is needed.
+    /// Bytes that are allocated ahead.
     pub(crate) growth_bytes: u64,
-    /// Of one that is written.
+    /// The overlap check of an image that is written.
     pub(crate) overlap: Option<Arc<OverlapCheck>>,
-    /// Where changes of the map are put before anybody sees them, so that they outlive us.
+    /// The journal, which gets changes of the map before other requests see them, so that they
+    /// outlive the process.
     pub(crate) journal: Option<Journal>,
-    /// Its first bytes, of one that is written: the header is changed there alone.
+    /// The first bytes of an image that is written. The header is changed only there.
     pub(crate) header_copy: Option<HeaderCopy>,
-    /// What a killed writer's journal has and the file has not; of an image that is only read.
+    /// The changes of a killed writer's journal that the file does not have, for an image that is
+    /// only read.
     pub(crate) changes: Option<Changes>,
 }
 
-/// What a piece of the disk is, as far as one image says.
+/// The contents of a piece of the disk, as far as one image says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
-    /// The image below knows.
+pub(crate) enum Source {
+    /// The backing file decides.
     Below,
     /// It reads as zeroes.
     Zero,
-    /// It lies at this offset of the data file.
+    /// It is at this offset of the data file.
     Data(u64),
-    /// In a compressed cluster: its entry.
+    /// It is in a compressed cluster with this entry.
     Compressed(u64),
 }
 
-/// Why the map does not tell.
+/// Why the map has no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Miss {
-    /// This slice is not here.
+    /// This slice is not in memory.
     Slice(u64),
-    /// The image is wrong.
+    /// The image is corrupt.
     Corrupt,
 }
 
-/// Makes an image ready to be written: autoclear bits that we do not know are cleared, as the format asks of who writes;
-/// and its refcount table is made long enough for all that its disk can come to need, for it stays where it is while the
-/// image is served. The header may be another then.
+/// Prepares an image for writing. Unknown autoclear bits are cleared, as the format demands of a
+/// writer. The refcount table is made long enough for everything that the disk can need, because it
+/// stays where it is while the image is served. The header may change.
 ///
 /// # Errors
-/// The storage's; an image that is dirty or corrupt.
+/// Those of the storage; an image that is dirty or corrupt.
 pub fn make_ready(storage: &dyn Storage) -> Result<()> {
     make_ready_for(storage, false)
 }
 
-/// The same, for a disk that may come to need all that its L1 table reaches (`room`, see [`Settings::room`]).
+/// Like [`make_ready`], for a disk that may need everything that its L1 table reaches (`room`, see
+/// [`Settings::room`]).
 ///
 /// # Errors
 /// Those of [`make_ready`].
 pub fn make_ready_for(storage: &dyn Storage, room: bool) -> Result<()> {
     let mut image = Image::open(storage)?;
     if image.header().autoclear & !autoclear::KNOWN != 0 {
-        // It clears them.
+        // This clears them.
         image.replace_header(image.header().clone())?;
     }
     let h = image.header().clone();
@@ -165,28 +172,28 @@ pub fn make_ready_for(storage: &dyn Storage, room: bool) -> Result<()> {
     let there = image.len.div_ceil(h.cluster_size());
     let clusters = if room { reached(&h) } else { h.clusters() };
     let disk = if h.has(incompatible::DATA_FILE) { 0 } else { clusters };
-    // What waits to be free, and the blocks that count all this.
+    // Clusters that wait to be freed, and the blocks that count all this.
     let all = (there + disk + h.l1_needed()) / 4 * 5;
     let need = (all + all / entries).div_ceil(entries) + 1;
     let most = REFTABLE_BYTES_MAX.max(h.cluster_size()) / 8;
     if need.min(most) <= table {
         return Ok(());
     }
-    let mut change = Change::begin(&mut image)?;
+    let mut change = Change::start(&mut image)?;
     change.widen(need.min(most));
     change.commit(h)
 }
 
-/// Clusters that the L1 table reaches.
+/// Returns the number of clusters that the L1 table reaches.
 fn reached(h: &Header) -> u64 {
     u64::from(h.l1_size) * h.l2_entries()
 }
 
 impl Served {
-    /// Opens an image whose header was read; reads its L1 and refcount tables.
+    /// Opens an image whose header was read. Reads its L1 and refcount tables.
     ///
     /// # Errors
-    /// Tables that cannot be, and the storage's.
+    /// Invalid tables, and those of the storage.
     pub fn open(storage: &dyn Storage, header: Header, settings: Settings) -> Result<Self> {
         let first = match settings.writable {
             true => Some(HeaderCopy::new(Begun::of(storage, &header)?)),
@@ -241,7 +248,7 @@ impl Served {
             }
             false => None,
         };
-        // The tables' whole length has slices, so that each table has whole ones.
+        // The map has slices for whole tables.
         let clusters = if settings.room { reached(&header).min(most) } else { needed };
         let whole = clusters * header.l2_entry_bytes();
         let cache = settings.cache_bytes.unwrap_or(CACHE_MAX).min(whole.max(UNIT));
@@ -267,7 +274,7 @@ impl Served {
                 true => clusters.saturating_mul(cluster).min(i64::MAX as u64 & !511),
                 false => header.size,
             },
-            // Long runs for large disks; small ones do not become large by what is reserved.
+            // Long runs for large disks. Small disks must not become large by reserved clusters.
             reserve_clusters: (header.size / RESERVES).min(RESERVE_BYTES_MAX) >> header.cluster_bits,
             l1_offset: header.l1_offset,
             reftable_offset: header.reftable_offset,
@@ -289,30 +296,31 @@ impl Served {
         })
     }
 
-    /// Changes of its map are put into this journal from now on, which was [begun](crate::journal::begin) in the image.
+    /// Uses this journal for changes of the map from now on. The journal was
+    /// [started](crate::journal::start) in the image.
     pub fn with_journal(self, journal: Journal, begun: Begun) -> Self {
         let journal = Some(journal.with_cluster(self.cluster_size()));
         Self { journal, ..self.with_begun(begun) }
     }
 
-    /// The image was marked after it was opened: these are its first bytes now.
+    /// Sets the first bytes of an image that was marked after it was opened.
     pub fn with_begun(self, begun: Begun) -> Self {
         Self { header_copy: Some(HeaderCopy::new(begun)), ..self }
     }
 
-    /// The same where it is not known whether the image was marked: reads its first bytes again.
+    /// Reads the image's first bytes again, if it is not known whether the image was marked.
     ///
     /// # Errors
-    /// The storage's.
+    /// Those of the storage.
     pub fn begin_again(&mut self, storage: &dyn Storage) -> Result<()> {
         self.header_copy = Some(HeaderCopy::new(Begun::of(storage, &self.header)?));
         Ok(())
     }
 
-    /// The image is only read, and reads as if these changes were in it.
+    /// Lets an image that is only read appear as if these changes were in it.
     ///
     /// # Errors
-    /// Changes that the image has no place for.
+    /// Changes that do not fit the image.
     pub fn with_changes(self, changes: Changes) -> Result<Self> {
         let mut l1: Vec<u64> = self.l1.iter().map(|e| e.load(Relaxed)).collect();
         changes.patch_l1(&self.header, &mut l1)?;
@@ -320,7 +328,7 @@ impl Served {
         Ok(Self { l1, changes: Some(changes), ..self })
     }
 
-    /// Brings changes from a journal into a slice of the map that was read.
+    /// Applies changes of a journal to a slice of the map that was read.
     pub(crate) fn patch_slice(&self, slice: u64, bytes: &mut [u8]) {
         if let Some(changes) = &self.changes {
             let first = slice * (bytes.len() as u64 / self.header.l2_entry_bytes());
@@ -328,34 +336,37 @@ impl Served {
         }
     }
 
-    /// Whether completed writes outlive this process though nobody flushed.
+    /// Returns whether completed writes outlive this process without a flush.
     pub fn has_journal(&self) -> bool {
         self.journal.is_some()
     }
 
-    /// The header that it was opened with.
+    /// Returns the header that it was opened with.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// Size of the disk, bytes.
+    /// Returns the size of the disk in bytes.
     #[inline]
     pub fn size(&self) -> u64 {
         self.size.load(Acquire)
     }
 
-    /// What the disk can be made to have at most as long as the image is open, bytes: see [`Settings::room`].
+    /// Returns the largest size of the disk in bytes while the image is open: see
+    /// [`Settings::room`].
     pub fn room(&self) -> u64 {
         self.room
     }
 
-    /// Writes the size of the disk, bytes, into the image by `write`. That is given the image's first bytes, and is called
-    /// again if a request has changed them meanwhile, or has written an older copy of them. Blocks: a request's write under way
-    /// may take the size back, so that its end is waited for.
+    /// Writes the size of the disk in bytes into the image with `write`.
+    ///
+    /// `write` gets the image's first bytes. It is called again if a request has changed them in
+    /// the meantime, or has written an older copy of them. This function blocks: it waits for the
+    /// end of a request's write in flight, which could revert the size.
     ///
     /// # Errors
-    /// Those of `write`; `TimedOut` where a request's write does not end. The image has either size then. `ReadOnlyFilesystem`
-    /// where it is not written.
+    /// Those of `write`. `TimedOut`: a request's write does not end, and the image has either size.
+    /// `ReadOnlyFilesystem`: the image is not written.
     pub fn write_size(
         &self,
         size: u64,
@@ -368,7 +379,7 @@ impl Served {
                 first.failed(copied.1);
                 break e;
             }
-            match first.settle(copied.1, FIRST_WAIT) {
+            match first.wait_settled(copied.1, FIRST_WAIT) {
                 Ok(Some(newer)) => copied = newer,
                 Ok(None) => return Ok(()),
                 Err(e) => break e,
@@ -379,56 +390,59 @@ impl Served {
         Err(failed)
     }
 
-    /// The disk has another size, `room` at most, which the header on the storage has already. No write, discard or
-    /// WriteZeroes may be under way.
+    /// Sets the size of the disk, at most `room`, which the header on the storage has already. No
+    /// write, discard or WriteZeroes may be in flight.
     pub fn set_size(&self, size: u64) {
         debug_assert!(size <= self.room);
         self.size.store(size, Release);
     }
 
-    /// Bytes of a cluster.
+    /// Returns the bytes of a cluster.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits
     }
 
-    /// Whether something was found to be wrong with its metadata since it was opened: it is to be repaired.
+    /// Returns whether an error of its metadata was found since it was opened. It has to be
+    /// repaired then.
     pub fn is_wrong(&self) -> bool {
         self.overlap.as_ref().is_some_and(|overlap| overlap.is_wrong())
     }
 
-    /// What was found to be wrong with its metadata since it was opened, and whether the image is marked as corrupt, the
-    /// first time that is asked: requests that need it fail. None as long as it is being marked. Takes no lock.
+    /// Returns the error of its metadata that was found since it was opened, and whether the image
+    /// is marked as corrupt. Requests that need that metadata fail. Returns it once, and not before
+    /// the marking has ended. Takes no lock.
     pub fn tell_wrong(&self) -> Option<(&str, bool)> {
-        self.overlap.as_ref()?.tell()
+        self.overlap.as_ref()?.take_error()
     }
 
-    /// Slices of the map read in so far.
+    /// Returns the number of slices of the map read so far.
     pub fn map_loads(&self) -> u64 {
         self.map.loads()
     }
 
-    /// Bytes of memory that the map can come to take.
+    /// Returns the most bytes of memory that the map can take.
     pub fn map_bytes(&self) -> u64 {
         self.map.room_bytes()
     }
 
-    /// Where the last cluster that was ever used ends, bytes: the file needs not be longer.
+    /// Returns the end of the last cluster that was ever used, in bytes. The file need not be
+    /// longer.
     pub fn end(&self) -> u64 {
         self.alloc.locked().end() << self.cluster_bits
     }
 
-    /// A queue on a worker begins to use it.
+    /// Starts the use by a queue on a worker.
     pub fn join(&self) -> User {
         User { member: self.epochs.join(), reserve: Reserve::default() }
     }
 
-    /// A queue ends its use, with no request under way; what it had reserved comes back.
+    /// Ends the use by a queue, which has no request in flight. Its reserved clusters are returned.
     pub fn leave(&self, user: User) {
         self.epochs.leave(&user.member);
         self.alloc.locked().give_back(user.reserve);
     }
 
-    /// log2 of the bytes that are allocated alone.
+    /// Returns log2 of the unit of allocation in bytes.
     pub(crate) fn sub_bits(&self) -> u32 {
         if self.extended { self.cluster_bits - SUBCLUSTERS.trailing_zeros() } else { self.cluster_bits }
     }
@@ -437,29 +451,30 @@ impl Served {
         pos >> self.cluster_bits
     }
 
-    /// Offset of the L2 table that a cluster's entry is in, and whether it may be written; none: there is no table.
+    /// Returns the offset of the L2 table of a cluster, and whether the table may be written.
+    /// `None`: there is no table.
     pub(crate) fn table_of(&self, cluster: u64) -> Option<(u64, bool)> {
         let entry = self.l1.get(to_usize(cluster / self.table_entries))?.load(Acquire);
         (entry & OFFSET != 0).then_some((entry & OFFSET, entry & COPIED != 0))
     }
 
-    /// Where a slice lies in the file; none: its table is not there.
+    /// Returns the offset of a slice in the file. `None`: there is no table.
     pub(crate) fn slice_offset(&self, slice: u64) -> Option<u64> {
         let a_table = self.map.slices_a_table(self.table_entries);
         let (table, _) = self.table_of(slice / a_table * self.table_entries)?;
         Some(table + slice % a_table * self.map.slice_bytes() as u64)
     }
 
-    /// Whether a cluster of the data file is named by an entry, and which.
+    /// Returns the cluster of the data file that an entry refers to, if it refers to one.
     pub(crate) fn host(&self, entry: Entry) -> Option<u64> {
         let there = entry.word & OFFSET != 0 || (self.external && entry.word & COPIED != 0);
         (entry.word & COMPRESSED == 0 && there).then_some(entry.word & OFFSET)
     }
 
-    /// What a subcluster is.
-    pub(crate) fn kind(&self, entry: Entry, sub: u64) -> What {
+    /// Returns the contents of a subcluster.
+    pub(crate) fn kind(&self, entry: Entry, sub: u64) -> Source {
         if entry.word & COMPRESSED != 0 {
-            return What::Compressed(entry.word);
+            return Source::Compressed(entry.word);
         }
         let zero = if self.extended {
             entry.bits >> (32 + sub) & 1 != 0
@@ -467,32 +482,33 @@ impl Served {
             self.version >= 3 && entry.word & ZERO != 0
         };
         if zero {
-            return What::Zero;
+            return Source::Zero;
         }
         let allocated = !self.extended || entry.bits >> sub & 1 != 0;
         match self.host(entry) {
-            Some(host) if allocated => What::Data(host + (sub << self.sub_bits())),
-            _ => What::Below,
+            Some(host) if allocated => Source::Data(host + (sub << self.sub_bits())),
+            _ => Source::Below,
         }
     }
 
-    /// What the disk is from `pos` on, and for how many bytes, `len` at most. `len` bytes are within the disk.
-    pub(crate) fn run(&self, pos: u64, len: u64) -> std::result::Result<(What, u64), Miss> {
+    /// Returns the contents of the disk from `pos` on, and for how many bytes they hold, at most
+    /// `len`. All `len` bytes are within the disk.
+    pub(crate) fn run(&self, pos: u64, len: u64) -> std::result::Result<(Source, u64), Miss> {
         let cluster = self.cluster(pos);
         if self.table_of(cluster).is_none() {
             let end = ((cluster / self.table_entries + 1) * self.table_entries) << self.cluster_bits;
-            return Ok((What::Below, len.min(end - pos)));
+            return Ok((Source::Below, len.min(end - pos)));
         }
         let entry = self.map.get(cluster).ok_or(Miss::Slice(self.map.slice_of(cluster)))?;
         let (sub_bits, sub_mask) = (self.sub_bits(), (1u64 << (self.cluster_bits - self.sub_bits())) - 1);
         let mut sub = pos >> sub_bits;
         let first = self.kind(entry, sub & sub_mask);
-        if let What::Data(at) = first
+        if let Source::Data(at) = first
             && (at >> self.cluster_bits << self.cluster_bits) != entry.word & OFFSET
         {
             return Err(Miss::Corrupt);
         }
-        if matches!(first, What::Compressed(_)) {
+        if matches!(first, Source::Compressed(_)) {
             let end = (cluster + 1) << self.cluster_bits;
             return Ok((first, len.min(end - pos)));
         }
@@ -510,7 +526,7 @@ impl Served {
                 }
             }
             let goes_on = match (first, self.kind(now, sub & sub_mask)) {
-                (What::Data(at), What::Data(next)) => {
+                (Source::Data(at), Source::Data(next)) => {
                     next == at + ((sub - begin) << sub_bits)
                         && next & (self.cluster_size() - 1) == (sub & sub_mask) << sub_bits
                 }
@@ -521,18 +537,19 @@ impl Served {
             }
         }
         let what = match first {
-            What::Data(at) => What::Data(at + (pos - (begin << sub_bits))),
+            Source::Data(at) => Source::Data(at + (pos - (begin << sub_bits))),
             other => other,
         };
         Ok((what, (sub << sub_bits).min(end) - pos))
     }
 
-    /// Bytes of a piece of metadata as it is written.
+    /// Returns the bytes of a piece of metadata as it is written.
     pub(crate) fn unit(&self) -> u64 {
         UNIT.min(self.cluster_size())
     }
 
-    /// Copies of the pieces of the L1 table that have new entries, with the entries; the pieces' offsets are in the file.
+    /// Returns copies of the pieces of the L1 table that have new entries, with the entries. The
+    /// pieces' offsets are in the file.
     pub(crate) fn take_l1(&self) -> Vec<(u64, u64, Vec<u8>)> {
         let mut tables = self.tables.locked();
         let words = self.unit() / 8;
@@ -554,20 +571,20 @@ impl Served {
     }
 }
 
-/// What one queue has of an image: on one worker at a time.
+/// The state that one queue has on an image. The queue is on one worker at a time.
 #[derive(Debug)]
 pub struct User {
     pub(crate) member: Arc<Member>,
     pub(crate) reserve: Reserve,
 }
 
-/// An image with those below it.
+/// An image with its backing files.
 pub struct Chain {
-    /// The first is the one that is written.
+    /// The first layer is the one that is written.
     pub(crate) layers: Vec<Layer>,
 }
 
-/// One of a chain.
+/// A layer of a chain.
 pub enum Layer {
     /// A qcow2 image.
     Qcow2(Arc<Served>),
@@ -575,20 +592,20 @@ pub enum Layer {
     Raw {
         /// Its file.
         file: FileId,
-        /// Its size, bytes.
+        /// Its size in bytes.
         size: u64,
     },
 }
 
 impl Chain {
-    /// The image that is served, then the one below it, and so on.
+    /// Makes a chain of the image that is served, its backing file, and so on.
     pub fn new(image: Arc<Served>, below: Vec<Layer>) -> Self {
         let mut layers = vec![Layer::Qcow2(image)];
         layers.extend(below);
         Self { layers }
     }
 
-    /// The one that is written.
+    /// Returns the image that is written.
     pub fn top(&self) -> &Arc<Served> {
         match &self.layers[0] {
             Layer::Qcow2(image) => image,
@@ -607,31 +624,36 @@ impl Chain {
         }
     }
 
-    /// What the disk is from `pos` on: of which layer, what, and for how many bytes.
-    pub(crate) fn find(&self, pos: u64, len: u64) -> std::result::Result<(usize, What, u64), (usize, Miss)> {
+    /// Returns the contents of the disk from `pos` on: the layer, the contents, and for how many
+    /// bytes they hold.
+    pub(crate) fn find(
+        &self,
+        pos: u64,
+        len: u64,
+    ) -> std::result::Result<(usize, Source, u64), (usize, Miss)> {
         let mut n = len;
         for (i, layer) in self.layers.iter().enumerate() {
             let size = match layer {
                 Layer::Qcow2(image) => image.size(),
                 Layer::Raw { size, .. } => *size,
             };
-            // An image below may be shorter.
+            // A backing file may be shorter.
             if pos >= size {
-                return Ok((i, What::Zero, n));
+                return Ok((i, Source::Zero, n));
             }
             n = n.min(size - pos);
             match layer {
-                Layer::Raw { .. } => return Ok((i, What::Data(pos), n)),
+                Layer::Raw { .. } => return Ok((i, Source::Data(pos), n)),
                 Layer::Qcow2(image) => match image.run(pos, n).map_err(|miss| (i, miss))? {
-                    (What::Below, m) => n = m,
+                    (Source::Below, m) => n = m,
                     (what, m) => return Ok((i, what, m)),
                 },
             }
         }
-        Ok((self.layers.len() - 1, What::Zero, n))
+        Ok((self.layers.len() - 1, Source::Zero, n))
     }
 
-    /// The file that a layer's data is in.
+    /// Returns the file with a layer's data.
     pub(crate) fn data_of(&self, layer: usize) -> FileId {
         match &self.layers[layer] {
             Layer::Qcow2(image) => image.data,
@@ -666,7 +688,8 @@ mod tests {
         make_ready(&file).unwrap();
         assert!(file.bytes() == bytes, "once is enough");
     }
-    /// An image with clusters of 2 MiB and an L1 table of 32 MiB, all zeroes, whose header claims a disk of `size` bytes.
+    /// Makes an image with clusters of 2 MiB and an L1 table of 32 MiB, all zeroes, whose header
+    /// claims a disk of `size` bytes.
     fn sparse(size: u64) -> (Memory, Header) {
         let file = Memory::new(Vec::new(), 64 << 20);
         let options = Options { cluster_size: 2 << 20, ..Options::new(1 << 20) };
@@ -695,7 +718,7 @@ mod tests {
                 Ok(image) => assert_eq!(image.map.parts(), 0),
             }
         }
-        // One that may grow does so as far as its map can.
+        // An image that may grow does so as far as its map can.
         let (file, header) = sparse(4 << 20);
         let image = Served::open(&file, header, settings(true)).unwrap();
         assert_eq!((image.map.parts(), image.room()), (0, most));

@@ -1,4 +1,4 @@
-//! Internal snapshots: their table, and what makes, applies and deletes one.
+//! Internal snapshots: their table, and operations that make, apply and delete one.
 
 use crate::bytes::{array, be16, be32, be64, low_u16, low_u32, to_usize};
 use crate::change::Change;
@@ -8,49 +8,49 @@ use crate::{Error, Image, Result, bitmap, image};
 
 /// Bytes of one entry's fixed part.
 const ENTRY: usize = 40;
-/// Bytes of extra data of one entry at most, as QEMU has it.
+/// Most bytes of extra data of one entry (QEMU's limit).
 const EXTRA_MAX: usize = 1024;
-/// Bytes of the table at most, as QEMU has it.
+/// Most bytes of the table (QEMU's limit).
 pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
-/// Bytes of a snapshot's name at most, as QEMU has it.
+/// Most bytes of a snapshot's name (QEMU's limit).
 const NAME_MAX: usize = 255;
-/// Bytes of extra data that version 3 demands: state size and disk size.
+/// Bytes of extra data that version 3 requires: state size and disk size.
 pub(crate) const EXTRA_V3: usize = 16;
 
 /// One snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Where its L1 table begins.
+    /// Offset of its L1 table.
     pub l1_offset: u64,
-    /// Entries of it.
+    /// Entries of the L1 table.
     pub l1_size: u32,
-    /// The unique id; as it is written, which may be no text.
+    /// The unique id as it is stored, which may not be text.
     pub id: Vec<u8>,
-    /// The name, likewise.
+    /// The name as it is stored, which may not be text.
     pub name: Vec<u8>,
-    /// When it was taken, seconds since 1970.
+    /// The time at which it was taken, in seconds since 1970.
     pub date_s: u32,
-    /// And nanoseconds.
+    /// The nanoseconds of that time.
     pub date_ns: u32,
-    /// For how long the guest had been running, nanoseconds.
+    /// The time that the guest had been running, in nanoseconds.
     pub vm_clock_ns: u64,
-    /// Size of the saved state of a VM, bytes.
+    /// Size of the saved state of a VM in bytes.
     pub vm_state_bytes: u64,
-    /// Size of the disk, bytes, where the entry says so.
+    /// Size of the disk in bytes, if the entry has it.
     pub disk_size: Option<u64>,
-    /// Count of instructions, where the entry has one.
+    /// Count of instructions, if the entry has one.
     pub icount: Option<u64>,
-    /// Extra data behind these, kept.
+    /// Extra data behind these, which is kept.
     pub extra: Vec<u8>,
 }
 
 impl Snapshot {
-    /// The id, readable.
+    /// Returns the id as text.
     pub fn id(&self) -> String {
         String::from_utf8_lossy(&self.id).into_owned()
     }
 
-    /// The name, readable.
+    /// Returns the name as text.
     pub fn name(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
     }
@@ -82,10 +82,10 @@ impl Snapshot {
     }
 }
 
-/// The table of an image: its snapshots, and its length in bytes.
+/// Reads the table of an image. Returns its snapshots, and its length in bytes.
 ///
 /// # Errors
-/// It does not lie in the file, or an entry of it is too long.
+/// It is not in the file, or an entry of it is too long.
 pub fn read_table(image: &Image<'_>) -> Result<(Vec<Snapshot>, u64)> {
     let h = &image.header;
     let (mut at, mut list) = (h.snapshots_offset, Vec::new());
@@ -138,7 +138,7 @@ fn read_entry(image: &Image<'_>, at: u64) -> Result<(Snapshot, u64)> {
     Ok((snapshot, ((ENTRY + rest.len()) as u64).next_multiple_of(8)))
 }
 
-/// A name, or an id, of none of the snapshots.
+/// Makes the error for a name or id that no snapshot has.
 fn missing(which: &str) -> Error {
     Error::invalid(format!("there is no snapshot {which}"))
 }
@@ -150,14 +150,14 @@ fn allowed(image: &Image<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The snapshots, and where among them the one of this id or name is.
+/// Returns the snapshots, and the index of the one with this id or name.
 fn find(image: &Image<'_>, which: &str) -> Result<(Vec<Snapshot>, usize)> {
     let (list, _) = read_table(image)?;
     let at = list.iter().position(|s| s.id == which.as_bytes() || s.name == which.as_bytes());
     at.map(|at| (list, at)).ok_or_else(|| missing(which))
 }
 
-/// Writes the table of `list`, which `header` then names; the old one is free.
+/// Writes the table of `list`, which is then in `header`, and frees the old one.
 fn replace_table(change: &mut Change<'_, '_>, list: &[Snapshot], header: &mut Header) -> Result<()> {
     let (_, bytes) = read_table(change.image)?;
     change.release(header.snapshots_offset, bytes)?;
@@ -176,11 +176,11 @@ fn replace_table(change: &mut Change<'_, '_>, list: &[Snapshot], header: &mut He
     Ok(())
 }
 
-/// Takes a snapshot of the disk as it is; `now` is seconds and nanoseconds since 1970. Its id comes back.
+/// Takes a snapshot of the disk. `now` is seconds and nanoseconds since 1970. Returns the id.
 ///
 /// # Errors
-/// A data file, too long a name, reference counts or a table that are at their end; the storage's. The image is as it
-/// was then.
+/// A data file, a name that is too long, reference counts or a table at their limit; those of the
+/// storage. The image is then unchanged.
 pub fn create(image: &mut Image<'_>, name: &str, now: (u32, u32)) -> Result<String> {
     allowed(image)?;
     if name.is_empty() || name.len() > NAME_MAX {
@@ -190,7 +190,7 @@ pub fn create(image: &mut Image<'_>, name: &str, now: (u32, u32)) -> Result<Stri
     let last = list.iter().filter_map(|s| s.id().parse::<u64>().ok()).max().unwrap_or(0);
     let id = last.saturating_add(1).to_string();
     let mut header = image.header.clone();
-    let mut change = Change::begin(image)?;
+    let mut change = Change::start(image)?;
     let mut l1 = change.l1()?;
     let bits = header.cluster_bits;
     for e in &mut l1 {
@@ -200,7 +200,7 @@ pub fn create(image: &mut Image<'_>, name: &str, now: (u32, u32)) -> Result<Stri
         }
         let mut table = change.l2(at)?;
         change.add_entries(&table, true)?;
-        // From now on two refer to all of it, and nothing in it may be written where it is.
+        // From now on everything is shared, and nothing in it may be overwritten in place.
         if clear_flags(&mut table, change.words()) {
             change.add(at >> bits, false)?;
             *e = change.put(image::to_bytes(&table))?;
@@ -226,7 +226,7 @@ pub fn create(image: &mut Image<'_>, name: &str, now: (u32, u32)) -> Result<Stri
     Ok(id)
 }
 
-/// Whether there was one.
+/// Clears all flags. Returns whether there was one.
 fn clear_flags(table: &mut [u64], words: usize) -> bool {
     let mut found = false;
     for e in table.iter_mut().step_by(words) {
@@ -236,11 +236,11 @@ fn clear_flags(table: &mut [u64], words: usize) -> bool {
     found
 }
 
-/// Makes the disk what it was when the snapshot of this id or name was taken, its size included. Bitmaps that track
-/// writes say then that everything was written.
+/// Restores the disk as it was when the snapshot of this id or name was taken, its size included.
+/// Bitmaps that track writes then have all bits set.
 ///
 /// # Errors
-/// There is none; the storage's. The image is as it was then.
+/// There is no such snapshot; those of the storage. The image is then unchanged.
 pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
     allowed(image)?;
     let (list, at) = find(image, which)?;
@@ -258,7 +258,7 @@ pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
     }
     l1.resize(l1.len().max(to_usize(needed)), 0);
     let bitmaps = bitmap::after_apply(image, header.size)?;
-    let mut change = Change::begin(image)?;
+    let mut change = Change::start(image)?;
     let active = change.l1()?;
     change.add_tables(&l1, true)?;
     change.add_tables(&active, false)?;
@@ -273,14 +273,14 @@ pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
 /// Removes the snapshot of this id or name.
 ///
 /// # Errors
-/// There is none; the storage's. The image is as it was then.
+/// There is no such snapshot; those of the storage. The image is then unchanged.
 pub fn delete(image: &mut Image<'_>, which: &str) -> Result<()> {
     let (mut list, at) = find(image, which)?;
     let snapshot = list.remove(at);
     let entries = u64::from(snapshot.l1_size);
     let l1 = image.table(snapshot.l1_offset, entries, "the snapshot's L1 table")?;
     let mut header = image.header.clone();
-    let mut change = Change::begin(image)?;
+    let mut change = Change::start(image)?;
     change.add_tables(&l1, false)?;
     change.release(snapshot.l1_offset, entries * 8)?;
     let mut active = change.l1()?;

@@ -1,28 +1,28 @@
-//! The file that an image lies in, as offline work sees it.
+//! The file of an image, for offline work.
 
 use std::io;
 
-/// A file of the caller's. Calls block.
+/// A file of the caller. Calls may block.
 pub trait Storage {
-    /// Reads bytes at `offset`; what lies beyond the end reads as zeroes.
+    /// Reads bytes at `offset`. Bytes beyond the end read as zeroes.
     ///
     /// # Errors
     /// The system's.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 
-    /// Writes all bytes at `offset`; the file grows where it has to.
+    /// Writes all bytes at `offset`. The file grows if necessary.
     ///
     /// # Errors
     /// The system's.
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
 
-    /// The file's length, bytes.
+    /// Returns the file's length in bytes.
     ///
     /// # Errors
     /// The system's.
     fn len(&self) -> io::Result<u64>;
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     ///
     /// # Errors
     /// The system's.
@@ -30,32 +30,33 @@ pub trait Storage {
         Ok(self.len()? == 0)
     }
 
-    /// Makes it `len` bytes long; what it grows by reads as zeroes.
+    /// Makes it `len` bytes long. A new part reads as zeroes.
     ///
     /// # Errors
     /// The system's.
     fn set_len(&self, len: u64) -> io::Result<()>;
 
-    /// Has its space on the disk, zeroed: `posix_fallocate`'s meaning, or zeroes written where the file system cannot.
+    /// Allocates zeroed space like `posix_fallocate`, or writes zeroes if the file system cannot do
+    /// that.
     ///
     /// # Errors
     /// The system's.
     fn allocate(&self, offset: u64, len: u64) -> io::Result<()>;
 
-    /// The range reads as zeroes afterwards and gives its space back where the file system can.
+    /// Makes the range read as zeroes, and gives its space back if the file system can do that.
     ///
     /// # Errors
     /// The system's.
     fn punch(&self, offset: u64, len: u64) -> io::Result<()>;
 
-    /// All that was written is on stable storage.
+    /// Makes everything that was written stable.
     ///
     /// # Errors
     /// The system's.
     fn sync(&self) -> io::Result<()>;
 
-    /// Whether nothing was ever written to the range, so that it reads as zeroes without being read. `false` is always
-    /// right; tables of hostile sparse images are passed over with it.
+    /// Returns whether nothing was ever written to the range, so that it reads as zeroes without
+    /// being read. `false` is always correct. Tables of hostile sparse images are skipped with it.
     ///
     /// # Errors
     /// The system's.

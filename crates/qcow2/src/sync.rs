@@ -1,4 +1,5 @@
-//! What threads share, from the standard library; or from loom, which tries every interleaving (`scripts/loom`).
+//! Primitives for shared state, from the standard library, or from loom, which tries every
+//! interleaving (`scripts/loom`).
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};

@@ -1,4 +1,5 @@
-//! What the tests of this crate share: images with data, and what a crash at any point leaves of them.
+//! Helpers for the tests of this crate: images with data, and the states that a crash at any point
+//! can leave.
 
 #[cfg(not(loom))]
 pub(crate) mod drive;
@@ -20,7 +21,7 @@ pub(crate) fn new(options: &Options) -> Memory {
     file
 }
 
-/// Kinds of images that differ in how their tables lie.
+/// Returns kinds of images that differ in the layout of their tables.
 pub(crate) fn kinds(size: u64) -> Vec<Options> {
     let o = || Options::new(size);
     vec![
@@ -32,11 +33,11 @@ pub(crate) fn kinds(size: u64) -> Vec<Options> {
     ]
 }
 
-/// Writes a cluster of one byte, as a guest would; or a compressed one, of no meaning, of 600 bytes.
+/// Writes a cluster of one byte as a guest would, or a compressed one of 600 meaningless bytes.
 pub(crate) fn write(image: &mut Image<'_>, cluster: u64, byte: u8, compressed: bool) {
     let mut header = image.header.clone();
     let (size, per) = (header.cluster_size(), header.l2_entries());
-    let mut change = Change::begin(image).unwrap();
+    let mut change = Change::start(image).unwrap();
     let words = change.words();
     let mut l1 = change.l1().unwrap();
     let e = &mut l1[(cluster / per) as usize];
@@ -61,7 +62,8 @@ pub(crate) fn write(image: &mut Image<'_>, cluster: u64, byte: u8, compressed: b
     change.commit(header).unwrap();
 }
 
-/// The first and the last byte of each cluster of the disk that has data; compressed ones by their first.
+/// Returns the first and the last byte of each cluster of the disk that has data, and of compressed
+/// ones the first byte.
 pub(crate) fn contents(file: &dyn Storage) -> BTreeMap<u64, (u8, u8)> {
     let image = Image::open(file).unwrap();
     let h = &image.header;
@@ -91,14 +93,14 @@ pub(crate) fn contents(file: &dyn Storage) -> BTreeMap<u64, (u8, u8)> {
 }
 
 pub(crate) fn checked(file: &dyn Storage) -> CheckResult {
-    struct Say;
-    impl crate::check::Findings for Say {
+    struct Print;
+    impl crate::check::Findings for Print {
         fn found(&mut self, text: &str) {
             println!("{text}");
         }
         fn progress(&mut self, _: u64, _: u64) {}
     }
-    check(file, Repair::No, &mut Say).unwrap()
+    check(file, Repair::No, &mut Print).unwrap()
 }
 
 pub(crate) fn assert_clean(file: &dyn Storage, of: &str) {
@@ -106,10 +108,10 @@ pub(crate) fn assert_clean(file: &dyn Storage, of: &str) {
     assert!(r.is_clean(), "{of}: {r:?}");
 }
 
-/// Images of one crash test that QEMU looks at too, of some two thousand.
-const QEMU_LOOKS: u64 = 6;
+/// Number of images of one crash test, out of some two thousand, that QEMU checks, too.
+const QEMU_CHECKS: u64 = 6;
 
-/// The disk as QEMU reads it, where there is a qemu-img.
+/// Reads the disk with QEMU, if there is a qemu-img.
 #[cfg(not(loom))]
 pub(crate) fn qemu_contents(file: &Memory) -> Option<Vec<u8>> {
     let dir = tempfile::tempdir().unwrap();
@@ -121,7 +123,8 @@ pub(crate) fn qemu_contents(file: &Memory) -> Option<Vec<u8>> {
     Some(std::fs::read(&raw).unwrap())
 }
 
-/// `qemu-img check` finds no corruption, where there is a qemu-img (tests/image tells when there is none).
+/// Checks that `qemu-img check` finds no corruption, if there is a qemu-img (tests/image reports if
+/// there is none).
 pub(crate) fn qemu_agrees(file: &Memory, of: &str) {
     use std::process::Command;
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -132,12 +135,13 @@ pub(crate) fn qemu_agrees(file: &Memory, of: &str) {
     let done = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output();
     std::fs::remove_file(&path).unwrap();
     let Ok(done) = done else { return };
-    // 3: leaks, which there may be.
+    // 3: leaks, which are allowed.
     assert!(matches!(done.status.code(), Some(0 | 3)), "{of}: {done:?}");
 }
 
-/// Does `change` to the image, and then looks at what is there if all ends at any point of it: after each write, and
-/// with writes lost that were not on stable storage yet. `same` has to hold of what is there then.
+/// Makes `change` to the image, and then checks the states that a crash at any point can leave:
+/// after each write, and with writes lost that were not on stable storage yet. `same` has to hold
+/// for each state.
 pub(crate) fn crash(
     file: &Memory,
     seed: u64,
@@ -153,7 +157,7 @@ pub(crate) fn crash(
     crashes(&before, &events, seed, same);
 }
 
-/// Looks at what is there if all ends after any of the events.
+/// Checks the states after each of the events.
 pub(crate) fn crashes(before: &[u8], events: &[Event], seed: u64, mut same: impl FnMut(&Memory, &str)) {
     let mut random = Rng::new(seed);
     let (mut synced, mut number) = (0, 0);
@@ -170,7 +174,7 @@ pub(crate) fn crashes(before: &[u8], events: &[Event], seed: u64, mut same: impl
             let r = check(&there, Repair::No, &mut Quiet).unwrap();
             assert_eq!((r.corruptions, r.check_errors), (0, 0), "{of}");
             same(&there, &of);
-            if random.below(events.len() as u64) < QEMU_LOOKS {
+            if random.below(events.len() as u64) < QEMU_CHECKS {
                 qemu_agrees(&there, &of);
             }
             number += 1;

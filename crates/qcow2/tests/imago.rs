@@ -1,5 +1,5 @@
-//! A second opinion: random programs by us and by crate `imago` in turns on one image, each of which reads what the other
-//! wrote.
+//! A comparison with crate `imago`: both run random programs on one image in turn, and each reads
+//! the other's writes.
 //!
 //! `QCOW2_IMAGO_SEEDS=N` runs N seeds instead of a few; `QCOW2_IMAGO_SEED=N` runs that one alone.
 
@@ -10,7 +10,7 @@ use imago::{FormatAccess, FormatDriverBuilder, PermissiveImplicitOpenGate};
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::create::{Options, create};
-// What `drive` uses of the crate.
+// The parts of the crate that `drive` uses.
 use qcow2::{
     Buf, Chain, Context, Image, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker, memory,
 };
@@ -29,21 +29,21 @@ const SIZE: u64 = (1 << 20) + 1536;
 const MOST: u64 = 64 << 20;
 
 impl Rng {
-    /// A range of the disk, in whole sectors.
+    /// Returns a range of the disk, in whole sectors.
     fn range(&mut self) -> (u64, u64) {
         let first = self.below(SIZE / 512);
         let most = [1, 8, 200, 1000][self.below(4) as usize];
         (first * 512, (1 + self.below(most)).min(SIZE / 512 - first) * 512)
     }
 
-    /// Bytes that can be packed, more or less.
+    /// Returns bytes that can be compressed to some degree.
     fn bytes(&mut self, len: u64) -> Vec<u8> {
         let (same, noise) = (self.next() as u8, self.below(3));
         (0..len).map(|_| if self.below(4) < noise { self.next() as u8 } else { same }).collect()
     }
 }
 
-/// Those that it can open: no subclusters.
+/// Returns the kinds of images that imago can open: those without subclusters.
 fn kinds() -> Vec<Options> {
     let o = || Options::new(SIZE);
     vec![
@@ -57,7 +57,7 @@ fn kinds() -> Vec<Options> {
     ]
 }
 
-/// A program by us: the image afterwards.
+/// Runs a program with this crate. Returns the image.
 fn ours(random: &mut Rng, image: Vec<u8>, below: Option<&[u8]>, cluster: u64, model: &mut [u8]) -> Vec<u8> {
     let below = below.map(|b| Memory::new(b.to_vec(), MOST));
     let mut disk = Disk::open(Memory::new(image, MOST), below);
@@ -96,7 +96,7 @@ fn ours(random: &mut Rng, image: Vec<u8>, below: Option<&[u8]>, cluster: u64, mo
     disk.close().bytes()
 }
 
-/// A program by imago, on the file.
+/// Runs a program with imago, on the file.
 fn theirs(random: &mut Rng, path: &Path, version: u32, model: &mut [u8]) {
     let opened = imago::qcow2::Qcow2::<File>::builder_path(path).write(true);
     let mut disk = FormatAccess::new(opened.open(PermissiveImplicitOpenGate::default()).unwrap());
@@ -106,7 +106,7 @@ fn theirs(random: &mut Rng, path: &Path, version: u32, model: &mut [u8]) {
     for _ in 0..30 {
         let (pos, len) = random.range();
         let range = pos as usize..(pos + len) as usize;
-        // It zeroes nothing in version 2.
+        // It writes no zeroes in version 2.
         match random.below(if version == 2 { 4 } else { 8 }) {
             0..4 => {
                 let bytes = random.bytes(len);

@@ -1,19 +1,24 @@
-//! Compressed pieces, which share clusters: each cluster is counted once for every piece that lies in it.
+//! Compressed pieces, which share clusters. A cluster is counted once for every piece that is in
+//! it.
 //!
-//! The cluster that the next piece goes to, the tail, is counted once more, so that it stays whatever becomes of the pieces.
-//! That count goes over to the piece that fills the cluster, or is taken away: by a flush too, so that what is stable counts
-//! pieces alone.
+//! The tail is the cluster that the next piece goes to. It is counted once more, so that it stays
+//! in use whatever happens to its pieces. The piece that fills the cluster takes over this count.
+//! Otherwise the count is removed, also by a flush, so that only pieces are counted on stable
+//! storage.
 
 use super::{Alloc, Reserve, Take};
 use crate::bytes::to_usize;
 use crate::{Waker, refcount};
 
 impl Alloc {
-    /// Finds room for a piece of `bytes`, whole sectors and less than a cluster, and counts it: where it goes. `fresh`: a
-    /// cluster that was taken for it, if it is needed; whether it was. None: it is needed.
+    /// Finds room for a piece of `bytes`, which are whole sectors and less than a cluster, and
+    /// counts it. Returns its offset and whether `fresh` was used.
+    ///
+    /// `fresh` is a cluster that was taken for the piece, in case it is needed. `None`: a fresh
+    /// cluster is needed.
     ///
     /// # Errors
-    /// What is to be done first.
+    /// What has to be done first.
     pub(crate) fn pack(
         &mut self,
         bytes: u64,
@@ -28,7 +33,8 @@ impl Alloc {
         }
         let Some(fresh) = fresh else { return Ok(None) };
         let begin = fresh << self.cluster_bits;
-        // A piece may go on into the cluster behind; the tail's count of the one before is the piece's then.
+        // A piece may continue in the next cluster. The tail's count of the first cluster then
+        // becomes the piece's.
         let at = self.tail.filter(|at| at + left == begin).unwrap_or(begin);
         let before = self.tail;
         self.count_piece(fresh, at + bytes, waker)?;
@@ -38,7 +44,8 @@ impl Alloc {
         Ok(Some((at, true)))
     }
 
-    /// Counts a piece in a cluster that is counted for the tail, which begins at `end` from now on.
+    /// Counts a piece in a cluster that is counted for the tail. The tail starts at `end` from now
+    /// on.
     fn count_piece(&mut self, cluster: u64, end: u64, waker: Waker) -> Result<(), Take> {
         let (index, slot) = (cluster / self.entries, to_usize(cluster % self.entries));
         self.clock += 1;
@@ -58,7 +65,7 @@ impl Alloc {
         Ok(())
     }
 
-    /// The next piece goes to another cluster.
+    /// Closes the tail, so that the next piece goes to another cluster.
     pub(crate) fn close_tail(&mut self) {
         if let Some(at) = self.tail.take() {
             self.uncount_tail(at);
@@ -75,7 +82,8 @@ impl Alloc {
                 refcount::set(&mut block.data, slot, self.order, count - 1);
                 block.dirty = true;
             }
-            // It is the last use, or the block is not here: as with all that is given back.
+            // This is the last use, or the block is not in memory. It is handled like other
+            // clusters that are returned.
             None => self.give_back(Reserve { start, count: 1, zero: false }),
         }
     }

@@ -3,10 +3,10 @@
 use crate::bytes::to_usize;
 use crate::{Error, Result};
 
-/// Bytes that the bits of one bitmap have at most, as QEMU has it.
+/// Most bytes of the bits of one bitmap (QEMU's limit).
 pub(super) const BYTES_MAX: u64 = 512 << 20;
 
-/// One bit for each range of a disk, the last of which may be shorter.
+/// One bit for each range of a disk. The last range may be shorter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bits {
     size: u64,
@@ -15,7 +15,7 @@ pub struct Bits {
 }
 
 impl Bits {
-    /// None set, of a disk of `size` bytes.
+    /// Makes the bits for a disk of `size` bytes. None is set.
     ///
     /// # Errors
     /// More than `BYTES_MAX`.
@@ -30,32 +30,32 @@ impl Bits {
         Ok(Self { size, granularity_bits, bytes: vec![0; to_usize(bytes)] })
     }
 
-    /// How many there are.
+    /// Returns the number of bits.
     pub fn len(&self) -> u64 {
         self.size.div_ceil(1 << self.granularity_bits)
     }
 
-    /// Whether there are none: the disk has no bytes.
+    /// Returns whether there are no bits: the disk has no bytes.
     pub fn is_empty(&self) -> bool {
         self.size == 0
     }
 
-    /// Size of the disk, bytes.
+    /// Returns the size of the disk in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// log2 of the bytes that one stands for.
+    /// Returns log2 of the bytes for each bit.
     pub fn granularity_bits(&self) -> u32 {
         self.granularity_bits
     }
 
-    /// Whether bit number `at` is set.
+    /// Returns whether bit number `at` is set.
     pub fn get(&self, at: u64) -> bool {
         self.bytes.get((at / 8) as usize).is_some_and(|b| b >> (at % 8) & 1 != 0)
     }
 
-    /// Sets the bits of `bytes` of the disk at `offset`; of what is beyond its end there are none.
+    /// Sets the bits of `bytes` of the disk at `offset`. Ranges beyond the end have no bits.
     pub fn set_range(&mut self, offset: u64, bytes: u64) {
         let end = offset.saturating_add(bytes).min(self.size);
         if offset >= end {
@@ -76,7 +76,7 @@ impl Bits {
         }
     }
 
-    /// Those of a disk of another size; what it grows by is not set.
+    /// Returns the bits for another size of the disk. New bits are not set.
     ///
     /// # Errors
     /// More than `BYTES_MAX`.
@@ -87,10 +87,10 @@ impl Bits {
         Ok(new)
     }
 
-    /// Sets all that `other` has set, whatever its granularity.
+    /// Sets all bits that `other` has set, which may have another granularity.
     ///
     /// # Errors
-    /// It is of a disk of another size.
+    /// `other` is for a disk of another size.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
         if self.size != other.size {
             return Err(Error::invalid(format!(
@@ -111,10 +111,10 @@ impl Bits {
         Ok(())
     }
 
-    /// Of bytes as [`bytes`](Self::bytes) has them.
+    /// Makes the bits from bytes in the format of [`bytes`](Self::bytes).
     ///
     /// # Errors
-    /// They are not as many as the disk needs; more than `BYTES_MAX`.
+    /// The disk needs another number of bytes, or there are more than `BYTES_MAX`.
     pub fn of(size: u64, granularity_bits: u32, bytes: Vec<u8>) -> Result<Self> {
         if Self::new(size, granularity_bits)?.bytes.len() != bytes.len() {
             return Err(Error::invalid(format!("{} bytes of bits for a disk of {size}", bytes.len())));
@@ -124,7 +124,7 @@ impl Bits {
         Ok(bits)
     }
 
-    /// As they lie in the file: bit 0 of the first byte is the first.
+    /// Returns the bits as they are stored in the file: bit 0 of the first byte is the first.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -133,7 +133,7 @@ impl Bits {
         &mut self.bytes
     }
 
-    /// Bits behind the last one have to be 0.
+    /// Clears the bits behind the last one, which have to be 0.
     pub(super) fn clear_tail(&mut self) {
         let used = self.len() % 8;
         if let (Some(last), 1..) = (self.bytes.last_mut(), used) {

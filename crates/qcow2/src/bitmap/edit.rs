@@ -1,4 +1,4 @@
-//! What adds, removes and changes bitmaps: each of these is one [`Change`].
+//! Operations that add, remove and change bitmaps. Each is one [`Change`].
 
 use super::bits::Bits;
 use super::{
@@ -11,25 +11,25 @@ use crate::entry::OFFSET;
 use crate::header::{BitmapsAt, Header, autoclear};
 use crate::{Error, Image, Result, image};
 
-/// A bitmap as it is to be.
+/// The new state of a bitmap.
 pub(crate) struct Edited {
     pub(super) bitmap: Bitmap,
     pub(super) contents: Contents,
 }
 
 pub(super) enum Contents {
-    /// Those that it has.
+    /// The bits stay.
     Keep,
-    /// Others; it may be new.
+    /// The bitmap gets these bits. It may be new.
     New(Bits),
-    /// It goes.
+    /// The bitmap is removed.
     Gone,
 }
 
 /// Reads the bits of a bitmap.
 ///
 /// # Errors
-/// There is none of that name, its writer did not write it back, or its table lies where it cannot.
+/// There is none of that name, it is inconsistent, or its table has an invalid offset.
 pub fn load(image: &Image<'_>, name: &str) -> Result<Bits> {
     let list = read_directory(image)?;
     let bitmap = list.iter().find(|b| b.name == name.as_bytes()).ok_or_else(|| missing(name))?;
@@ -71,11 +71,12 @@ fn usable(bitmap: &Bitmap) -> Result<()> {
     Ok(())
 }
 
-/// Adds a bitmap with no bits set; a bit stands for `1 << granularity_bits` bytes, by default for a cluster, 4 to
-/// 64 KiB. An enabled one tracks writes.
+/// Adds a bitmap with no bits set. A bit stands for `1 << granularity_bits` bytes, by default for
+/// one cluster, limited to 4 to 64 KiB. An enabled bitmap tracks writes.
 ///
 /// # Errors
-/// There is one of that name, the name is too long, the granularity cannot be, the image is of version 2.
+/// There is one of that name, the name is too long, the granularity is out of range, or the image
+/// has version 2.
 pub fn add(image: &mut Image<'_>, name: &str, granularity_bits: Option<u32>, enabled: bool) -> Result<()> {
     if image.header.version < 3 {
         return Err(Error::unsupported("images with compat=0.10 have no bitmaps"));
@@ -99,7 +100,7 @@ pub fn add(image: &mut Image<'_>, name: &str, granularity_bits: Option<u32>, ena
     commit(image, list)
 }
 
-/// Removes a bitmap, an inconsistent one too.
+/// Removes a bitmap, which may be inconsistent.
 ///
 /// # Errors
 /// There is none of that name.
@@ -110,7 +111,7 @@ pub fn remove(image: &mut Image<'_>, name: &str) -> Result<()> {
     })
 }
 
-/// Sets all its bits to 0.
+/// Sets all bits to 0.
 ///
 /// # Errors
 /// There is none of that name, or it is inconsistent.
@@ -122,7 +123,7 @@ pub fn clear(image: &mut Image<'_>, name: &str) -> Result<()> {
     })
 }
 
-/// Whether it is to track writes.
+/// Sets whether it tracks writes.
 ///
 /// # Errors
 /// There is none of that name, or it is inconsistent.
@@ -137,7 +138,7 @@ pub fn enable(image: &mut Image<'_>, name: &str, enabled: bool) -> Result<()> {
 /// Sets all bits that `from` has set.
 ///
 /// # Errors
-/// There is none of that name, it is inconsistent, or `from` is of a disk of another size.
+/// There is none of that name, it is inconsistent, or `from` is for a disk of another size.
 pub fn merge(image: &mut Image<'_>, name: &str, from: &Bits) -> Result<()> {
     edit(image, name, |image, e| {
         let mut bits = load_bits(image, &e.bitmap)?;
@@ -147,7 +148,7 @@ pub fn merge(image: &mut Image<'_>, name: &str, from: &Bits) -> Result<()> {
     })
 }
 
-/// All bitmaps as they are.
+/// Returns all bitmaps unchanged.
 pub(super) fn kept(image: &Image<'_>) -> Result<Vec<Edited>> {
     Ok(read_directory(image)?.into_iter().map(|bitmap| Edited { bitmap, contents: Contents::Keep }).collect())
 }
@@ -165,13 +166,13 @@ fn edit(
 
 pub(super) fn commit(image: &mut Image<'_>, list: Vec<Edited>) -> Result<()> {
     let mut header = image.header.clone();
-    let mut change = Change::begin(image)?;
+    let mut change = Change::start(image)?;
     replace_directory(&mut change, list, &mut header)?;
     change.commit(header)
 }
 
-/// The bitmaps of a disk whose contents and size become others: those that track writes say that everything was
-/// written. `None` where there are none.
+/// Returns the bitmaps after a change of the disk's contents and size. Those that track writes have
+/// all bits set. `None`: there are no bitmaps.
 pub(crate) fn after_apply(image: &Image<'_>, size: u64) -> Result<Option<Vec<Edited>>> {
     let mut list = kept(image)?;
     for e in list.iter_mut().filter(|e| !e.bitmap.has(flag::IN_USE)) {
@@ -186,7 +187,7 @@ pub(crate) fn after_apply(image: &Image<'_>, size: u64) -> Result<Option<Vec<Edi
     Ok(if list.is_empty() { None } else { Some(list) })
 }
 
-/// The bitmaps of a disk whose size becomes another. `None` where there are none.
+/// Returns the bitmaps after a change of the disk's size. `None`: there are no bitmaps.
 pub(crate) fn after_resize(image: &Image<'_>, size: u64) -> Result<Option<Vec<Edited>>> {
     let mut list = kept(image)?;
     let bits = image.header.cluster_bits;
@@ -199,7 +200,7 @@ pub(crate) fn after_resize(image: &Image<'_>, size: u64) -> Result<Option<Vec<Ed
     Ok(if list.is_empty() { None } else { Some(list) })
 }
 
-/// Writes the directory anew, and what of the bitmaps is new; `header` then names it.
+/// Writes a new directory and the new bits. `header` then refers to it.
 pub(crate) fn replace_directory(
     change: &mut Change<'_, '_>,
     list: Vec<Edited>,
@@ -235,7 +236,7 @@ pub(crate) fn replace_directory(
     Ok(())
 }
 
-/// Frees the clusters of a bitmap; a new one has none.
+/// Frees the clusters of a bitmap. A new one has none.
 fn release(change: &mut Change<'_, '_>, bitmap: &Bitmap) -> Result<()> {
     if bitmap.table_offset == 0 {
         return Ok(());
@@ -254,7 +255,7 @@ fn write_bits(change: &mut Change<'_, '_>, bitmap: &mut Bitmap, bits: &Bits) -> 
     for chunk in bits.bytes().chunks(cluster) {
         table.push(match chunk {
             _ if chunk.iter().all(|b| *b == 0) => 0,
-            // Of the last cluster the bits behind the last one are 0.
+            // In the last cluster, the bits behind the last one are 0.
             _ if chunk.len() == cluster && chunk.iter().all(|b| *b == 0xff) => ALL_ONES,
             _ => change.put(chunk.to_vec())?,
         });

@@ -1,8 +1,10 @@
-//! The bitmaps of a disk that is served: in memory, from its opening for writing to its end.
+//! The bitmaps of a disk that is served. They are in memory from the opening for writing to the
+//! end.
 //!
-//! Before the first write [`mark_in_use`] makes all of them in use, on stable storage: whoever finds them so knows that writes
-//! may be missing. At the end [`store`] writes them back. After a crash [`load_all`] has all bits set of those in use: rather
-//! clusters copied again than one missed.
+//! Before the first write, [`mark_in_use`] marks all of them as in use, on stable storage. A later
+//! reader of that mark knows that writes may be missing. At the end, [`store`] writes them back.
+//! After a crash, [`load_all`] sets all bits of bitmaps in use, because it is better to copy
+//! clusters again than to miss one.
 
 use super::bits::BYTES_MAX;
 use super::edit::{Contents, Edited, commit, kept, load_bits};
@@ -12,19 +14,20 @@ use crate::{Error, Image, Result};
 /// A bitmap in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// What was written; with the granularity.
+    /// The bits, with the granularity.
     pub bits: Bits,
-    /// It is to track writes.
+    /// Whether it tracks writes.
     pub enabled: bool,
-    /// What it said was not to be believed: all bits were set for that.
+    /// Whether all bits were set because the stored bitmap was inconsistent.
     pub inconsistent: bool,
-    /// Writes may have been missed: it is left in use, so that it is inconsistent when it is opened next.
+    /// Whether writes may have been missed. The bitmap is then left in use, so that it is
+    /// inconsistent at the next opening.
     pub missed: bool,
 }
 
-/// Its name, if it is one that can be used.
+/// Returns the name, if it can be used.
 fn usable_name(bitmap: &Bitmap) -> Option<&str> {
     if !bitmap.extra.is_empty() && !bitmap.has(flag::EXTRA_COMPATIBLE) {
         return None;
@@ -32,10 +35,10 @@ fn usable_name(bitmap: &Bitmap) -> Option<&str> {
     std::str::from_utf8(&bitmap.name).ok()
 }
 
-/// Reads all bitmaps, but those with extra data that is not known, or with names that are no text.
+/// Reads all bitmaps except those with unknown extra data or with names that are not text.
 ///
 /// # Errors
-/// The directory's or the storage's; more bits than are kept in memory.
+/// Those of the directory and of the storage; more bits than memory is allowed for.
 pub fn load_all(image: &Image<'_>) -> Result<Vec<Loaded>> {
     let (mut all, mut bytes) = (Vec::new(), 0);
     for bitmap in &read_directory(image)? {
@@ -59,10 +62,11 @@ pub fn load_all(image: &Image<'_>) -> Result<Vec<Loaded>> {
     Ok(all)
 }
 
-/// Marks all bitmaps as in use, on stable storage; those too that track nothing yet, for they may be enabled later.
+/// Marks all bitmaps as in use, on stable storage. This includes disabled ones, because they may be
+/// enabled later.
 ///
 /// # Errors
-/// The directory's; the storage's.
+/// Those of the directory and of the storage.
 pub fn mark_in_use(image: &mut Image<'_>) -> Result<()> {
     let mut list = kept(image)?;
     if list.iter().all(|e| e.bitmap.has(flag::IN_USE)) {
@@ -72,12 +76,12 @@ pub fn mark_in_use(image: &mut Image<'_>) -> Result<()> {
     commit(image, list)
 }
 
-/// Makes `all` the bitmaps of the image, in use no more: what was there and is not among them goes, what is new comes. Those
-/// that [`load_all`] leaves out stay as they are.
+/// Makes `all` the bitmaps of the image, no longer in use. Bitmaps that are not among them are
+/// removed, and new ones are added. Those that [`load_all`] leaves out stay unchanged.
 ///
 /// # Errors
-/// Bits of a disk of another size, a name or granularity that cannot be, two of one name, an image of version 2; the
-/// storage's.
+/// Bits of a disk of another size, an invalid name or granularity, two bitmaps of one name, an
+/// image of version 2, and those of the storage.
 pub fn store(image: &mut Image<'_>, all: Vec<Loaded>) -> Result<()> {
     if image.header.version < 3 && !all.is_empty() {
         return Err(Error::unsupported("images with compat=0.10 have no bitmaps"));

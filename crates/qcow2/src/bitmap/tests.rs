@@ -15,7 +15,7 @@ fn names(file: &Memory) -> Vec<(String, u32)> {
     read_directory(&open(file)).unwrap().iter().map(|b| (b.name(), b.flags)).collect()
 }
 
-/// Gives one the bits.
+/// Replaces the bits of a bitmap.
 pub(crate) fn put(image: &mut Image<'_>, name: &str, bits: &Bits) -> Result<()> {
     let mut all = load_all(image)?;
     all.iter_mut().find(|b| b.name == name).expect("it is there").bits = bits.clone();
@@ -178,7 +178,7 @@ fn those_of_a_served_disk_come_and_go() {
         all[0].bits.set_range(100_000, 5000);
         all[0].bits = Bits::of(SIZE, 12, all[0].bits.bytes().to_vec()).unwrap();
         all[1].enabled = true;
-        // One goes, one is another by the same name, one is new.
+        // One is removed, one is replaced by another of the same name, one is new.
         all[2] = loaded("c", &Bits::new(SIZE, 9).unwrap(), false, false);
         all.push(loaded("new", &all[0].bits, true, false));
         all.remove(1);
@@ -205,14 +205,14 @@ fn those_that_were_not_written_back_have_all_bits_set() {
     ones.set_range(0, SIZE);
     let mut all = load_all(&open(&file)).unwrap();
     assert_eq!(all, [loaded("a", &ones, true, true), loaded("b", &ones, false, true)]);
-    // Missed writes are as good as a crash.
+    // Missed writes have the same effect as a crash.
     all[0].bits = Bits::new(SIZE, 12).unwrap();
     all[0].missed = true;
     store(&mut open(&file), all).unwrap();
     assert_eq!(names(&file), [("a".into(), flag::AUTO | flag::IN_USE), ("b".into(), 0)]);
     let all = load_all(&open(&file)).unwrap();
     assert_eq!(all, [loaded("a", &ones, true, true), loaded("b", &ones, false, false)]);
-    // And it is valid again.
+    // It is then valid again.
     store(&mut open(&file), all).unwrap();
     assert_eq!(load(&open(&file), "a").unwrap(), ones);
     assert_clean(&file, "inconsistent");
@@ -249,7 +249,7 @@ fn a_crash_while_they_are_marked_or_stored_misses_nothing() {
 
 #[test]
 fn many_and_fine_ones_are_refused() {
-    // 64 MiB of bits each, though they take no room in the file.
+    // 64 MiB of bits each, which take no room in the file.
     let file = new(&Options::new(1 << 38));
     for name in ["1", "2", "3", "4", "5", "6", "7", "8", "9"] {
         add(&mut open(&file), name, Some(9), false).unwrap();

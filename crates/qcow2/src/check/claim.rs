@@ -1,4 +1,4 @@
-//! What each cluster is claimed for: header, reference counts, L1 tables, snapshots, bitmaps, L2 tables.
+//! Claims clusters: for the header, reference counts, L1 tables, snapshots, bitmaps and L2 tables.
 
 use super::Checker;
 use super::counts::Class;
@@ -8,14 +8,14 @@ use crate::image;
 use crate::snapshot::{self, EXTRA_V3};
 use crate::{Error, Result, bitmap};
 
-/// Why a range of the file cannot be what it is said to be.
-pub(super) enum Why {
+/// Why a range of the file cannot be claimed.
+pub(super) enum Refused {
     Unaligned,
     Outside,
     Holds(Class),
 }
 
-impl std::fmt::Display for Why {
+impl std::fmt::Display for Refused {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unaligned => f.write_str("does not begin at a cluster"),
@@ -33,23 +33,23 @@ impl Checker<'_, '_> {
         bytes: u64,
         class: Class,
         n: u64,
-    ) -> std::result::Result<(), Why> {
+    ) -> std::result::Result<(), Refused> {
         let bits = self.image.header.cluster_bits;
         if bytes == 0 {
             return Ok(());
         }
         if class != Class::Data && !offset.is_multiple_of(1 << bits) {
-            return Err(Why::Unaligned);
+            return Err(Refused::Unaligned);
         }
-        // Nothing but the header is at the start, and nothing but compressed data begins within a cluster.
+        // Only the header is at offset 0, and only compressed data starts within a cluster.
         if !self.image.reaches(offset, bytes) {
-            return Err(Why::Outside);
+            return Err(Refused::Outside);
         }
         let clusters = offset >> bits..(offset + bytes).div_ceil(1 << bits);
         for cluster in clusters.clone() {
             if let Err(there) = self.counts.add(cluster, class, n) {
                 self.unclaim(clusters.start..cluster, class, n);
-                return Err(Why::Holds(there));
+                return Err(Refused::Holds(there));
             }
         }
         Ok(())
@@ -65,10 +65,11 @@ impl Checker<'_, '_> {
         }
     }
 
-    /// Counts all references. What matters most comes first, and keeps what two claim: the disk, its snapshots, bitmaps,
-    /// and last the reference counts, which can be written anew.
+    /// Counts all references. The most important ones come first, and keep clusters that two of
+    /// them claim: the disk, its snapshots, its bitmaps, and last the reference counts, which can
+    /// be rebuilt.
     pub(super) fn claim_all(&mut self) -> Result<()> {
-        // An image whose first cluster is not all there yet is one all the same.
+        // The first cluster of a new image may be incomplete.
         let _ = self.counts.add(0, Class::Header, 1);
         self.claim_active()?;
         let (at, entries) = (self.image.header.l1_offset, self.image.header.l1_size);
@@ -113,14 +114,14 @@ impl Checker<'_, '_> {
         }
     }
 
-    /// The L1 tables of snapshots that can be read.
+    /// Claims the L1 tables of readable snapshots, and returns them.
     fn claim_snapshots(&mut self) -> Result<Vec<(u64, u32)>> {
         let header = &self.image.header;
         let (at, version, size) = (header.snapshots_offset, header.version, header.size);
         if header.snapshots == 0 && !self.image.holds(at, 0) {
-            // QEMU refuses to open such an image, although the table has no entry.
+            // QEMU refuses to open such an image although the table has no entry.
             self.corrupt(format_args!("snapshot table of no entries at {at:#x}, where the file has none"));
-            self.trouble.snapshots = Some(Vec::new());
+            self.defects.snapshots = Some(Vec::new());
             return Ok(Vec::new());
         }
         let (list, bytes) = match snapshot::read_table(&self.image) {
@@ -128,7 +129,7 @@ impl Checker<'_, '_> {
             Err(e @ Error::Io { .. }) => return Err(e),
             Err(e) => {
                 self.corrupt(format_args!("{e}"));
-                self.trouble.snapshots = Some(Vec::new());
+                self.defects.snapshots = Some(Vec::new());
                 return Ok(Vec::new());
             }
         };
@@ -146,7 +147,7 @@ impl Checker<'_, '_> {
                 wrong = true;
             }
             let claimed = match bytes > L1_BYTES_MAX {
-                true => Err(Why::Outside),
+                true => Err(Refused::Outside),
                 false => self.claim(s.l1_offset, bytes, Class::L1, 1),
             };
             if let Err(why) = claimed {
@@ -157,7 +158,7 @@ impl Checker<'_, '_> {
             tables.push((s.l1_offset, s.l1_size));
             kept.push(s);
         }
-        self.trouble.snapshots = wrong.then_some(kept);
+        self.defects.snapshots = wrong.then_some(kept);
         Ok(tables)
     }
 
@@ -165,7 +166,7 @@ impl Checker<'_, '_> {
         match self.claim_all_bitmaps() {
             Err(Error::Corrupt(why)) => {
                 self.corrupt(format_args!("{why}"));
-                self.trouble.bitmaps = true;
+                self.defects.bitmaps = true;
                 Ok(())
             }
             other => other,
@@ -175,7 +176,7 @@ impl Checker<'_, '_> {
     fn claim_all_bitmaps(&mut self) -> Result<()> {
         let list = bitmap::read_directory(&self.image)?;
         let Some(at) = self.image.header.bitmaps.filter(|_| !list.is_empty()) else { return Ok(()) };
-        let bad = |what: String, why: Why| Error::corrupt(format!("{what} {why}"));
+        let bad = |what: String, why: Refused| Error::corrupt(format!("{what} {why}"));
         self.claim(at.directory_offset, at.directory_bytes, Class::Bitmaps, 1)
             .map_err(|why| bad(format!("bitmap directory at {:#x}", at.directory_offset), why))?;
         for b in &list {
@@ -198,7 +199,7 @@ impl Checker<'_, '_> {
         Ok(())
     }
 
-    /// Counts the L2 tables of an L1 table, which comes back.
+    /// Counts the L2 tables of an L1 table, and returns that table.
     fn claim_l2_tables(&mut self, of: &str, offset: u64, entries: u32) -> Result<Vec<u64>> {
         let mut table = self.image.table(offset, u64::from(entries), "an L1 table")?;
         let (cluster, mut changed) = (self.image.header.cluster_size(), false);
@@ -211,7 +212,7 @@ impl Checker<'_, '_> {
             }
             let at = *e & entry::OFFSET;
             if at == 0 {
-                // QEMU's write path follows the flag and takes the header for the L2 table.
+                // QEMU's write path relies on the flag and would use the header as the L2 table.
                 if *e & entry::COPIED != 0
                     && self
                         .corrupt(format_args!("{of}, entry {n} has no L2 table and the flag COPIED: {e:#x}"))
@@ -226,7 +227,7 @@ impl Checker<'_, '_> {
                 Err(why) => {
                     let fix = self.corrupt(format_args!("{of}, entry {n}: the L2 table at {at:#x} {why}"));
                     changed |= fix;
-                    // As if it had none: what it would be read from is no table.
+                    // The entry is treated as unused, because it does not refer to a table.
                     *e = 0;
                 }
             }

@@ -1,4 +1,5 @@
-//! The counts that the image has against those that were counted; repairs them, or writes all of them anew.
+//! Compares the image's counts with those that were counted. Repairs them, or writes all of them
+//! anew.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,17 +54,18 @@ impl Checker<'_, '_> {
                 }
             }
         }
-        // Where all are written anew, these go.
+        // In a rebuild these are dropped.
         if block != before && !(self.rebuild && self.repair == Repair::All) {
             self.image.write(at, &block, "cannot repair a refcount block")?;
         }
         Ok(())
     }
 
-    /// What to put in place of the count that is there.
+    /// Returns the count to write in place of a wrong one.
     fn compare_one(&mut self, cluster: u64, there: u64, highest: &mut u64) -> Option<u64> {
         let counted = self.counts.count(cluster);
-        // Beyond the end of the file a count without a reference costs nothing yet, and QEMU does not look there.
+        // Beyond the end of the file, a count without a reference costs nothing yet. QEMU does not
+        // look there.
         let beyond =
             self.repair == Repair::No && cluster >= self.image.len.div_ceil(self.image.header.cluster_size());
         if counted == 0 && (there == 0 || beyond) {
@@ -74,17 +76,20 @@ impl Checker<'_, '_> {
             std::cmp::Ordering::Equal => false,
             std::cmp::Ordering::Greater if self.repair == Repair::No => {
                 self.result.leaks += 1;
-                self.say("Leaked", format_args!("cluster {cluster} refcount={there} reference={counted}"));
+                self.report("Leaked", format_args!("cluster {cluster} refcount={there} reference={counted}"));
                 false
             }
             std::cmp::Ordering::Greater => {
                 self.result.leaks_fixed += 1;
-                self.say("Repairing", format_args!("cluster {cluster} refcount={there} reference={counted}"));
+                self.report(
+                    "Repairing",
+                    format_args!("cluster {cluster} refcount={there} reference={counted}"),
+                );
                 true
             }
             std::cmp::Ordering::Less if counted > self.image.header.refcount_max() => {
                 let most = self.image.header.refcount_max();
-                self.hopeless(format_args!(
+                self.unrepairable(format_args!(
                     "cluster {cluster} refcount={there} reference={counted}; {most} is the most that can be counted"
                 ));
                 false
@@ -100,7 +105,7 @@ impl Checker<'_, '_> {
         fix.then_some(counted)
     }
 
-    /// Clusters in use for whose counts there is no block.
+    /// Reports clusters in use that have no refcount block.
     fn compare_uncounted(&mut self, highest: &mut u64) {
         let entries = self.image.header.refblock_entries();
         for page in self.counts.page_numbers() {
@@ -115,13 +120,13 @@ impl Checker<'_, '_> {
         }
     }
 
-    /// Writes refcount table and blocks anew, behind everything else, and then refers to them.
+    /// Writes a new refcount table and new blocks behind everything else, and then refers to them.
     fn rebuild(&mut self) -> Result<()> {
         let h = self.image.header.clone();
         let (entries, bits) = (h.refblock_entries(), h.cluster_bits);
         let used = self.used_blocks(entries);
         let first = self.image.len.div_ceil(h.cluster_size());
-        // Blocks for what is in use and for themselves, table included.
+        // Blocks for the clusters in use, for themselves and for the table.
         let (mut blocks, mut table);
         let mut added = BTreeSet::new();
         loop {
@@ -159,7 +164,7 @@ impl Checker<'_, '_> {
         Ok(())
     }
 
-    /// Numbers of the blocks that count anything but the old table and blocks.
+    /// Returns the numbers of the blocks that count something other than the old table and blocks.
     fn used_blocks(&self, entries: u64) -> BTreeSet<u64> {
         let mut used = BTreeSet::new();
         for page in self.counts.page_numbers() {
@@ -172,7 +177,7 @@ impl Checker<'_, '_> {
         used
     }
 
-    /// References to a cluster once the old table and blocks are gone.
+    /// Returns the references to a cluster without those of the old table and blocks.
     fn kept(&self, cluster: u64) -> u64 {
         match self.counts.class(cluster) {
             Class::RefTable | Class::RefBlock => 0,

@@ -1,13 +1,14 @@
-//! How often each cluster of the file is referred to, and as what.
+//! The number and kind of the references to each cluster of the file.
 //!
-//! Some 2.5 bytes a cluster, in pages that are made when something in them is referred to: a sparse file costs what is
-//! in use.
+//! It takes some 2.5 bytes for each cluster, in pages that are made when a cluster in them is
+//! referred to. So a sparse file costs only as much as it uses.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 
 use crate::bytes::{low_u16, low_u32, to_usize};
-/// What a cluster holds. One holds things of one kind only, and of most kinds one thing only.
+/// The contents of a cluster. A cluster contains things of one kind only, and of most kinds only
+/// one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Class {
@@ -18,9 +19,9 @@ pub(super) enum Class {
     L1,
     Snapshots,
     Bitmaps,
-    /// An L2 table; snapshots share it.
+    /// An L2 table. Snapshots share it.
     L2,
-    /// Guest data; snapshots share it, and compressed clusters share one.
+    /// Guest data. Snapshots share it, and several compressed clusters share one.
     Data,
 }
 
@@ -59,7 +60,7 @@ impl Class {
 /// Clusters of a page.
 pub(super) const PAGE: u64 = 64;
 
-/// A cluster's word: count, whether the file counts it once, class.
+/// A cluster's word: the count, whether the file's count is one, the class.
 const COUNT: u16 = 0x07ff;
 const ONE: u16 = 0x0800;
 const CLASS_SHIFT: u32 = 12;
@@ -68,9 +69,9 @@ const CLASS_SHIFT: u32 = 12;
 pub(super) struct Counts {
     index: HashMap<u64, u32>,
     pages: Vec<[u16; to_usize(PAGE)]>,
-    /// Counts that do not fit into a word, which has [`COUNT`] then.
+    /// Counts that do not fit into a word. The word is [`COUNT`] then.
     over: HashMap<u64, u64>,
-    /// The page used last.
+    /// The page that was used last.
     last: Cell<Option<(u64, u32)>>,
 }
 
@@ -92,7 +93,7 @@ impl Counts {
         &mut self.pages[page as usize][(cluster % PAGE) as usize]
     }
 
-    /// The words of a page, where anything in it is referred to.
+    /// Returns the words of a page, if a cluster in it is referred to.
     pub(super) fn page(&self, number: u64) -> Option<&[u16; to_usize(PAGE)]> {
         let page = match self.last.get() {
             Some((n, page)) if n == number => page,
@@ -106,10 +107,10 @@ impl Counts {
         self.page(cluster / PAGE).and_then(|page| page.get(to_usize(cluster % PAGE))).map_or(0, |word| *word)
     }
 
-    /// Counts `n` references more to a cluster that is to hold `class`.
+    /// Counts `n` more references to a cluster with contents of `class`.
     ///
     /// # Errors
-    /// What it holds already, which cannot be both; nothing is counted then.
+    /// The cluster has contents of another class, which is returned. Nothing is counted then.
     pub(super) fn add(&mut self, cluster: u64, class: Class, n: u64) -> Result<(), Class> {
         let word = self.word(cluster);
         let there = class_of(*word);
@@ -129,7 +130,7 @@ impl Counts {
         Ok(())
     }
 
-    /// No reference to a cluster, whatever was counted.
+    /// Removes all references to a cluster.
     pub(super) fn forget(&mut self, cluster: u64) {
         self.over.remove(&cluster);
         *self.word(cluster) = 0;
@@ -146,7 +147,7 @@ impl Counts {
         }
     }
 
-    /// Notes whether the file counts the cluster exactly once.
+    /// Records whether the file counts the cluster exactly once.
     pub(super) fn set_one(&mut self, cluster: u64, one: bool) {
         let word = self.word(cluster);
         *word = if one { *word | ONE } else { *word & !ONE };
@@ -156,7 +157,7 @@ impl Counts {
         self.peek(cluster) & ONE != 0
     }
 
-    /// Numbers of all pages in which anything is referred to, ascending.
+    /// Returns the numbers of all pages with references, ascending.
     pub(super) fn page_numbers(&self) -> Vec<u64> {
         let mut numbers: Vec<u64> = self.index.keys().copied().collect();
         numbers.sort_unstable();

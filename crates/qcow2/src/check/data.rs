@@ -1,4 +1,5 @@
-//! Entries of L2 tables: what they refer to, and whether they say rightly that nobody else does.
+//! Entries of L2 tables: the clusters that they refer to, and the flag that says that nothing else
+//! refers to them.
 
 use super::counts::Class;
 use super::{Checker, Repair};
@@ -8,39 +9,40 @@ use crate::header::incompatible;
 use crate::image;
 use crate::{Error, Result};
 
-/// Subclusters that are there, and those that read as zeroes.
-const THERE: u64 = 0xffff_ffff;
+/// Subclusters that are allocated, and those that read as zeroes.
+const ALLOCATED: u64 = 0xffff_ffff;
 const ZEROES: u64 = 0xffff_ffff_0000_0000;
 
-/// What is wrong with an entry, and what to put in its place.
+/// An error of an entry, and the entry to replace it.
 struct Wrong {
     why: String,
     entry: u64,
     subclusters: u64,
 }
 
-/// What the active tables have in the file.
+/// The allocated clusters of the active tables.
 #[derive(Clone, Copy, Default)]
 struct Placed {
     allocated: u64,
     fragmented: u64,
     compressed: u64,
-    /// Where a cluster would lie that is not fragmented.
+    /// The offset at which the next cluster is not fragmented.
     next: u64,
 }
 
 impl Checker<'_, '_> {
-    /// Words of an L2 entry.
+    /// Returns the number of words of an L2 entry.
     fn words(&self) -> usize {
         to_usize(self.image.header.l2_entry_bytes()) / 8
     }
 
-    /// Counts what the L2 tables refer to, each as often as the table is referred to itself, and read once.
+    /// Counts the references of the L2 tables. Each table is read once, and counted as often as it
+    /// is referred to.
     pub(super) fn claim_data(&mut self, active: bool) -> Result<()> {
         let mut tables = std::mem::take(&mut self.l2);
         tables.sort_unstable();
         let each = tables.chunk_by(|a, b| a == b);
-        // Those of the active table are read again, for their flags.
+        // Those of the active table are read again because of their flags.
         self.total += each.clone().count() as u64 * if active { 2 } else { 1 };
         for same in each {
             let times = same.len() as u64;
@@ -66,7 +68,7 @@ impl Checker<'_, '_> {
             let [e, rest @ ..] = place else { continue };
             let mut no_bits = 0;
             let subclusters = rest.first_mut().unwrap_or(&mut no_bits);
-            // One thing after the other: what replaces an entry may be wrong in another way.
+            // One error after the other: the replacement of an entry may be wrong in another way.
             while let Some(wrong) = self.claim_entry(*e, *subclusters, times, &mut placed) {
                 if !self.corrupt(format_args!("L2 table at {at:#x}, entry {entry}: {}", wrong.why)) {
                     break;
@@ -84,7 +86,7 @@ impl Checker<'_, '_> {
         Ok(())
     }
 
-    /// Counts what an entry refers to; or what is wrong with it, and nothing is counted.
+    /// Counts the references of an entry. If it is wrong, returns the error, and counts nothing.
     fn claim_entry(&mut self, e: u64, subclusters: u64, times: u64, placed: &mut Placed) -> Option<Wrong> {
         let wrong = |why: String, entry: u64, subclusters: u64| Some(Wrong { why, entry, subclusters });
         let extended = self.image.header.has(incompatible::EXTENDED_L2);
@@ -102,12 +104,12 @@ impl Checker<'_, '_> {
             return wrong(format!("reserved bits are set: {e:#x}"), e & !reserved, subclusters);
         }
         let at = e & OFFSET;
-        if subclusters & THERE & subclusters >> 32 != 0 {
+        if subclusters & ALLOCATED & subclusters >> 32 != 0 {
             let why = format!("subclusters are both there and zeroes: {subclusters:#x}");
             return wrong(why, e, subclusters & !(subclusters << 32));
         }
         if at == 0 && !(external && e & COPIED != 0) {
-            return match (e & COPIED != 0, subclusters & THERE != 0) {
+            return match (e & COPIED != 0, subclusters & ALLOCATED != 0) {
                 (false, false) => None,
                 _ => wrong(format!("a cluster that is nowhere: {e:#x}"), e & !COPIED, subclusters & ZEROES),
             };
@@ -150,13 +152,13 @@ impl Checker<'_, '_> {
         }
         placed.allocated += 1;
         placed.compressed += 1;
-        // They lie where there was room.
+        // They are wherever there was room.
         placed.fragmented += 1;
         None
     }
 
-    /// An entry that reads as zeroes without data, which is what data beyond the file's end reads as. Version 2 has
-    /// none: there it is an entry that nothing was written to.
+    /// Returns an entry that reads as zeroes without data, like data beyond the file's end. Version
+    /// 2 has no such entry; there, it is an unallocated one.
     fn zeroes(&self) -> (u64, u64) {
         match (self.image.header.version, self.image.header.has(incompatible::EXTENDED_L2)) {
             (2, _) => (0, 0),
@@ -165,7 +167,8 @@ impl Checker<'_, '_> {
         }
     }
 
-    /// Whether each entry of the active tables has its flag exactly where its cluster is counted once.
+    /// Checks that an entry of the active tables has its flag exactly if its cluster is counted
+    /// once.
     pub(super) fn check_flags(&mut self) -> Result<()> {
         let mut active = std::mem::take(&mut self.active);
         let mut changed = false;
@@ -184,7 +187,7 @@ impl Checker<'_, '_> {
             let at = self.image.header.l1_offset;
             self.image.write(at, &image::to_bytes(&active), "cannot repair the L1 table")?;
         }
-        // Each table once: hostile images refer to one very often.
+        // Each table is checked once, because hostile images refer to one very often.
         let mut tables: Vec<u64> = active.iter().map(|e| e & OFFSET).filter(|at| *at != 0).collect();
         tables.sort_unstable();
         tables.dedup();
@@ -205,7 +208,7 @@ impl Checker<'_, '_> {
             if e & COMPRESSED != 0 || e & OFFSET == 0 || !(e & OFFSET).is_multiple_of(cluster_size) {
                 continue;
             }
-            // What lies in a data file is nobody else's.
+            // Only one entry can refer to a cluster of a data file.
             let external = self.image.header.has(incompatible::DATA_FILE);
             let one = external || self.counts.is_one((e & OFFSET) >> self.image.header.cluster_bits);
             if let Some(right) = self.flag(e, one, format_args!("L2 table at {at:#x}, entry {entry}")) {
@@ -219,14 +222,15 @@ impl Checker<'_, '_> {
         Ok(())
     }
 
-    /// The entry as it should be, if its flag is wrong.
+    /// Returns the right entry if the flag is wrong.
     fn flag(&mut self, e: u64, one: bool, of: std::fmt::Arguments<'_>) -> Option<u64> {
         if one == (e & COPIED != 0) {
             return None;
         }
         let count = if one { "counted once" } else { "not counted once" };
         let text = format_args!("{of}: OFLAG_COPIED is wrong, its cluster is {count}: {e:#x}");
-        // A leak that was repaired may leave a cluster counted once whose flag does not say so yet.
+        // A repaired leak may leave a cluster that is counted once and whose flag does not say so
+        // yet.
         let fix = if one && self.repair == Repair::Leaks && self.result.corruptions == 0 {
             self.fixed(text);
             true

@@ -1,5 +1,5 @@
-//! Snapshots and bitmaps that cannot be read: nothing is to be had from them, and nobody opens the image for writing as
-//! long as it names them.
+//! Snapshots and bitmaps that cannot be read. Their data is lost, and no program opens the image
+//! for writing as long as it refers to them.
 
 use crate::bytes::low_u32;
 use crate::change::Change;
@@ -7,22 +7,23 @@ use crate::header::{Header, autoclear};
 use crate::snapshot::Snapshot;
 use crate::{Image, Result, Storage};
 
-/// What a check found of them.
+/// The findings of a check about snapshots and bitmaps.
 #[derive(Default)]
-pub(super) struct Trouble {
-    /// The snapshots that stay, where not all can.
+pub(super) struct Defects {
+    /// The snapshots that stay, if some have to be removed.
     pub(super) snapshots: Option<Vec<Snapshot>>,
-    /// The bitmaps are not what they are said to be: all of them go, since what one does not say of another's writes is
-    /// not known.
+    /// Whether the bitmaps are damaged. All of them are removed then, because one of them may lack
+    /// writes that another one has.
     pub(super) bitmaps: bool,
 }
 
-impl Trouble {
+impl Defects {
     pub(super) fn any(&self) -> bool {
         self.bitmaps || self.snapshots.is_some()
     }
 
-    /// Takes them out of the image, whose counts have been repaired; what they took is left to be freed.
+    /// Removes them from the image, whose counts have been repaired. Their clusters are freed
+    /// later.
     pub(super) fn drop(self, file: &dyn Storage) -> Result<()> {
         let mut image = Image::open(file)?;
         let mut header = image.header.clone();
@@ -34,7 +35,7 @@ impl Trouble {
         for s in &snapshots {
             s.encode(&mut table);
         }
-        let mut change = Change::begin_repair(&mut image)?;
+        let mut change = Change::start_repair(&mut image)?;
         header.snapshots = low_u32(snapshots.len() as u64);
         header.snapshots_offset = change.put(table)?;
         change.commit(header)

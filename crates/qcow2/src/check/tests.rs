@@ -11,7 +11,7 @@ fn open(file: &Memory) -> Image<'_> {
     Image::open(file).unwrap()
 }
 
-/// An image with data, a snapshot, a bitmap.
+/// Makes an image with data, a snapshot and a bitmap.
 fn filled(options: &Options) -> Memory {
     let file = new(options);
     for n in 0..6 {
@@ -39,7 +39,7 @@ fn get(file: &Memory, at: u64) -> u64 {
     u64::from_be_bytes(bytes)
 }
 
-/// Where the entry of the disk's cluster lies, and it.
+/// Returns the offset of the L2 entry of a cluster of the disk, and the entry.
 fn l2_entry(file: &Memory, cluster: u64) -> (u64, u64) {
     let image = open(file);
     let h = image.header();
@@ -58,7 +58,7 @@ fn set_count(file: &Memory, cluster: u64, count: u64) {
     file.write_at(at, &block).unwrap();
 }
 
-/// It is found, repaired, and then gone; what was found.
+/// Checks that the error is found, repaired and then absent. Returns the findings.
 fn repaired(file: &Memory, of: &str) -> CheckResult {
     let found = checked(file);
     assert!(found.corruptions > 0, "{of}: not found");
@@ -78,7 +78,7 @@ fn counts_too_low_and_too_high() {
         repaired(&file, &format!("{options:?}: not counted"));
         set_count(&file, cluster, 3);
         let found = checked(&file);
-        // One that is counted too often has a flag that says otherwise.
+        // A cluster that is counted too often has a wrong flag, too.
         assert_eq!((found.leaks, found.corruptions), (1, 1));
         let r = check(&file, Repair::Leaks, &mut Quiet).unwrap();
         assert_eq!((r.leaks_fixed, r.is_clean()), (1, true), "{r:?}");
@@ -113,7 +113,7 @@ fn entries_that_cannot_be_read_as_zeroes() {
             repaired(&file, &format!("{options:?}: {wrong:#x}"));
             let e = l2_entry(&file, 0).1;
             let zero = if options.version == 2 || options.extended_l2 { 0 } else { ZERO };
-            // The counts can be somewhere else, and then the entry means what it says.
+            // The refcount table can be moved, and then the entry is valid.
             let header = open(&file).header().clone();
             assert!(e == zero || header.reftable_offset != wrong, "{options:?}: {wrong:#x} became {e:#x}");
         }
@@ -138,7 +138,7 @@ fn counts_are_written_anew() {
         let file = filled(&options);
         let (before, l2) =
             (contents(&file), l2_entry(&file, 0).0 / options.cluster_size * options.cluster_size);
-        // A table of counts that lies where the disk's own tables are gives way.
+        // A refcount table that overlaps the disk's own tables is given up.
         put(&file, open(&file).header().reftable_offset, l2);
         repaired(&file, "counts over an L2 table");
         assert_eq!(contents(&file), before);
@@ -154,7 +154,7 @@ fn snapshots_and_bitmaps_that_cannot_be_read_go() {
         let file = filled(&options);
         let before = contents(&file);
         let (at, l1) = (open(&file).header().snapshots_offset, open(&file).header().l1_offset);
-        // An L1 table that lies on the disk's own.
+        // An L1 table that overlaps the disk's own.
         put(&file, at, l1);
         repaired(&file, "a snapshot");
         assert_eq!((open(&file).header().snapshots, contents(&file) == before), (0, true));
@@ -201,11 +201,11 @@ fn bits_flipped_anywhere_are_repaired_or_refused() {
         let file = filled(&Options { preallocation: Preallocation::Off, ..options });
         let good = file.bytes();
         let mut random = Rng::new(seed);
-        for turn in 0..300 {
+        for iteration in 0..300 {
             let mut bytes = good.clone();
             for _ in 0..=random.below(3) {
                 let at = random.below(bytes.len() as u64) as usize;
-                // Near the start of a cluster, where the entries are.
+                // Near the start of a cluster, where entries are.
                 let at = if random.below(2) == 0 { at } else { at / 512 * 512 + at % 16 };
                 bytes[at] ^= 1 << random.below(8);
             }
@@ -215,7 +215,7 @@ fn bits_flipped_anywhere_are_repaired_or_refused() {
                 continue;
             }
             let r = check(&file, Repair::All, &mut Quiet).unwrap();
-            assert!(r.is_clean(), "seed {seed}, turn {turn}: {found:?} became {r:?}");
+            assert!(r.is_clean(), "seed {seed}, iteration {iteration}: {found:?} became {r:?}");
             repaired += 1;
         }
     }
@@ -237,7 +237,7 @@ fn an_l1_entry_without_a_table_has_no_flag() {
             put(&file, at, COPIED);
             repaired(&file, &format!("{options:?}: {what}"));
             assert_eq!(get(&file, at), 0, "{options:?}: {what}");
-            // What it led to has no reference any more.
+            // The old target has no reference any more.
             assert!(old == 0 || check(&file, Repair::No, &mut Quiet).unwrap().is_clean());
         }
         if table == 0 {

@@ -12,7 +12,7 @@ fn disk() -> Disk {
     Disk::open(testing::new(&Options::new(SIZE)), None)
 }
 
-/// The place of the range, by the fast path.
+/// Returns the location of the range, if the fast path finds it.
 fn short(disk: &mut Disk, op: Op, pos: u64, len: u64) -> Option<(FileId, u64)> {
     let hit = FastPath::find(&disk.chain, &mut disk.user, op, pos, len)?;
     let place = (hit.file, hit.offset);
@@ -20,7 +20,7 @@ fn short(disk: &mut Disk, op: Op, pos: u64, len: u64) -> Option<(FileId, u64)> {
     Some(place)
 }
 
-/// For reading and for writing.
+/// Returns whether the fast path can read, and write.
 fn both(disk: &mut Disk, pos: u64, len: u64) -> (bool, bool) {
     (short(disk, Op::Read, pos, len).is_some(), short(disk, Op::Write, pos, len).is_some())
 }
@@ -77,7 +77,7 @@ fn what_a_snapshot_has_too_is_read_and_not_written() {
     let file = disk.close();
     snapshot::create(&mut Image::open(&*file).unwrap(), "s", (0, 0)).unwrap();
     let mut disk = Disk::open(Memory::new(file.bytes(), 64 << 20), None);
-    // It loads the slice.
+    // This loads the slice.
     disk.read(0, 512);
     assert_eq!(both(&mut disk, 0, 4096), (true, false));
     disk.write(0, &[8; 512]);
@@ -100,7 +100,7 @@ fn what_is_compressed_is_not() {
 fn what_another_is_about_to_place_is_not() {
     let mut disk = disk();
     disk.write(0, &[7; 512]);
-    let mut started = disk.begin(Op::Write, CLUSTER, vec![8; 4096], 4096);
+    let mut started = disk.start(Op::Write, CLUSTER, vec![8; 4096], 4096);
     for steps in 0.. {
         assert_eq!(both(&mut disk, CLUSTER, 4096), (false, false), "after {steps} steps");
         assert!(disk.step(&mut started));

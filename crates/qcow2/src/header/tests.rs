@@ -36,7 +36,7 @@ fn there_and_back() {
         let bytes = h.encode().unwrap();
         assert_eq!(Header::parse(&bytes).unwrap(), h);
         for len in 0..bytes.len() {
-            // Cut short it may be refused, or lack what is at its end; it never panics.
+            // A truncated header may be refused, or lack its last parts. Parsing never panics.
             let _ = Header::parse(&bytes[..len]);
         }
     }

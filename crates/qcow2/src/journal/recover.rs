@@ -1,4 +1,4 @@
-//! Beginning and ending with a journal, and what is done when its image was not closed.
+//! Start and end of a journal, and the recovery of an image that was not closed.
 
 use super::{Record, RecordKind, Words, read};
 use crate::bytes::{low_u32, put, to_usize};
@@ -6,11 +6,12 @@ use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET, ZERO};
 use crate::header::{Header, Mark, Open, UNIT, generation_at, incompatible};
 use crate::{Error, Image, Result, Storage};
 
-/// The first bytes of an image that is open for writing, where flushes write the journal's generation.
+/// The first bytes of an image that is open for writing. Flushes write the journal's generation
+/// there.
 #[derive(Clone, Debug)]
 pub struct Begun {
     bytes: Vec<u8>,
-    /// Where the generation lies in them; none: there is no journal.
+    /// The offset of the generation in them. `None`: there is no journal.
     generation_at: Option<usize>,
 }
 
@@ -18,19 +19,19 @@ impl Begun {
     /// Reads the first bytes of an image without a journal.
     ///
     /// # Errors
-    /// The storage's.
+    /// Those of the storage.
     pub(crate) fn of(file: &dyn Storage, header: &Header) -> Result<Self> {
         let mut bytes = vec![0; to_usize(UNIT.min(header.cluster_size()))];
         file.read_at(0, &mut bytes).map_err(Error::io("cannot read the header"))?;
         Ok(Self { bytes, generation_at: None })
     }
 
-    /// The first bytes.
+    /// Returns the first bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The first bytes, for fields of the header that have a fixed place.
+    /// Returns the first bytes, for changes of header fields with a fixed offset.
     pub(crate) fn fields(&mut self) -> &mut [u8] {
         &mut self.bytes
     }
@@ -43,12 +44,12 @@ impl Begun {
     }
 }
 
-/// Marks a version 3 image that was closed: from now on what it lacks is in the journal of this number, and its reference
-/// counts may be wrong.
+/// Marks a version 3 image that was closed. From now on, the journal of this number has the changes
+/// that the image lacks, and the image's reference counts may be wrong.
 ///
 /// # Errors
-/// An image of version 2, one that was not closed, a header that has no room or is so long that the mark would not lie in the
-/// first sector, and the storage's.
+/// An image of version 2, one that was not closed, a header without room or so long that the mark
+/// would not be in the first sector, and those of the storage.
 pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
     let header = Image::open(file)?.header().clone();
     if header.version >= 3 && generation_at(&header).is_none() {
@@ -62,11 +63,12 @@ pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
     Ok(Begun { generation_at: Some(generation_at), ..Begun::of(file, &header)? })
 }
 
-/// Marks an image that was closed, of any version, and that is written without a journal: its reference counts may be wrong
-/// from now on. `stable`: each completed write is on stable storage, so that none can be missing.
+/// Marks an image that was closed, of any version, and is written without a journal. Its reference
+/// counts may be wrong from now on. `stable`: each completed write is on stable storage, so none
+/// can be missing.
 ///
 /// # Errors
-/// Those of [`begin`].
+/// Those of [`start`].
 pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<Begun> {
     mark(file, Open::Without { stable }).and_then(|header| Begun::of(file, &header))
 }
@@ -74,7 +76,8 @@ pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<Begun> {
 fn mark(file: &dyn Storage, open: Open) -> Result<Header> {
     let mut image = Image::open(file)?;
     let header = image.header().clone();
-    // Other programs would not see the mark in an image of version 2, and change it under a journal.
+    // Other programs would not see the mark in an image of version 2, and would change it while a
+    // journal exists.
     if header.is_open() || (header.version < 3 && !matches!(open, Open::Without { .. })) {
         return Err(Error::invalid("only a version 3 image that was closed can begin a journal"));
     }
@@ -84,10 +87,10 @@ fn mark(file: &dyn Storage, open: Open) -> Result<Header> {
     Ok(image.header().clone())
 }
 
-/// The image has all, with right counts, on stable storage: takes the mark away.
+/// Removes the mark. The image has all changes and right counts, on stable storage.
 ///
 /// # Errors
-/// The storage's.
+/// Those of the storage.
 pub fn end(file: &dyn Storage) -> Result<()> {
     let mut image = Image::open(file)?;
     let header = image.header().clone();
@@ -95,44 +98,45 @@ pub fn end(file: &dyn Storage) -> Result<()> {
     image.replace_header(Header { incompatible, mark: None, ..header })
 }
 
-/// Returns how the image was opened by its last writer, if that did not close it and no other program changed the image
-/// since.
+/// Returns how the last writer opened the image, if it did not close it and no other program has
+/// changed the image since.
 pub fn journal_of(header: &Header) -> Option<Open> {
     header.mark.filter(|mark| mark.untouched && header.is_open()).map(|mark| mark.open)
 }
 
-/// Why the journal in memory says nothing about an image.
+/// Why the journal in memory does not apply to an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// The image has none.
     None,
-    /// It is another image's, or of another run of the machine.
+    /// It belongs to another image, or to another run of the machine.
     Other,
     /// The image is in another state than the one that the journal belongs to.
     RolledBack,
-    /// It was written by an earlier version of this program, which did not say for which state of the image.
+    /// An earlier version of this program wrote it, without the state of the image that it belongs
+    /// to.
     Older,
 }
 
-/// What became of a recovery.
+/// The result of a recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovery {
-    /// So many records were brought in.
+    /// This number of records was applied.
     Done(u64),
     /// Nothing was done.
     Refused(Refusal),
 }
 
-/// What a journal has for an image.
+/// The changes of a journal for an image.
 #[derive(Clone, Debug)]
 pub struct Changes(Vec<Record>);
 
 impl Changes {
-    /// Reads what the journal in `memory` has for an image with this header, in a file of `len` bytes, in the run of the
-    /// machine `boot`.
+    /// Reads the changes in `memory` for an image with this header, in a file of `len` bytes, in
+    /// the run `boot` of the machine.
     ///
     /// # Errors
-    /// The journal says nothing about this image.
+    /// The journal does not apply to this image.
     pub fn read(
         header: &Header,
         len: u64,
@@ -144,25 +148,26 @@ impl Changes {
             Some(Open::Older) => return Err(Refusal::Older),
             Some(Open::Without { .. }) | None => return Err(Refusal::None),
         };
-        // What a record names was written before it, and made the file so long.
+        // The data that a record refers to was written before the record, so the file is long
+        // enough.
         match records.iter().any(|record| names_from(header, record).is_some_and(|at| at >= len)) {
             true => Err(Refusal::RolledBack),
             false => Ok(Self(records)),
         }
     }
 
-    /// How many records.
+    /// Returns the number of records.
     pub fn count(&self) -> u64 {
         self.0.len() as u64
     }
 
-    /// Writes all of it into its image.
+    /// Writes all changes into the image.
     ///
     /// # Errors
-    /// Changes that the image has no place for, and the storage's.
+    /// Changes that do not fit the image, and those of the storage.
     fn apply(&self, file: &dyn Storage) -> Result<()> {
         let image = Image::open(file)?;
-        // The data that the entries name is stable before they are, as in every flush.
+        // The data that the entries refer to is stable before the entries are, as in every flush.
         image.sync()?;
         let h = image.header();
         let l1 = image.table(h.l1_offset, h.l1_size.into(), "the L1 table")?;
@@ -171,10 +176,10 @@ impl Changes {
         replay.image.sync()
     }
 
-    /// Brings changes of the L1 table into one that was read.
+    /// Applies the changes of the L1 table to one that was read.
     ///
     /// # Errors
-    /// An entry that the table has no place for.
+    /// An entry that the table does not have.
     pub(crate) fn patch_l1(&self, header: &Header, l1: &mut [u64]) -> Result<()> {
         self.0
             .iter()
@@ -182,7 +187,8 @@ impl Changes {
             .try_for_each(|r| table_entry(header, l1, r).map(drop))
     }
 
-    /// Brings changes into the entries of the map from that of cluster `first` on, as they were read.
+    /// Applies the changes to the entries of the map from that of cluster `first` on, as they were
+    /// read.
     pub(crate) fn patch(&self, header: &Header, first: u64, bytes: &mut [u8]) {
         let each = header.l2_entry_bytes();
         let end = first + bytes.len() as u64 / each;
@@ -196,7 +202,7 @@ impl Changes {
     }
 }
 
-/// The entry number `i` of a record as it is in the image.
+/// Encodes entry number `i` of a record as it is in the image.
 fn entry_bytes(header: &Header, record: &Record, i: u64, bytes: &mut [u8]) {
     let step = if record.kind == RecordKind::Run { i * header.cluster_size() } else { 0 };
     let entry = Entry { word: record.entry.word.wrapping_add(step), ..record.entry };
@@ -206,7 +212,8 @@ fn entry_bytes(header: &Header, record: &Record, i: u64, bytes: &mut [u8]) {
     }
 }
 
-/// The last place in the image's file from which on there is something that a record names; none: it names nothing there.
+/// Returns the last offset in the image's file at which there is something that a record refers to.
+/// `None`: it refers to nothing in that file.
 fn names_from(header: &Header, record: &Record) -> Option<u64> {
     let Entry { word, bits } = record.entry;
     let external = header.has(incompatible::DATA_FILE);
@@ -214,7 +221,7 @@ fn names_from(header: &Header, record: &Record) -> Option<u64> {
         RecordKind::Table => Some(word & OFFSET),
         _ if external || word & OFFSET == 0 => None,
         _ if word & COMPRESSED != 0 => Some(Compressed::of(word, header.cluster_bits).offset),
-        // A place that is kept for a cluster of zeroes.
+        // A reserved offset for a cluster of zeroes.
         _ if header.has(incompatible::EXTENDED_L2) && low_u32(bits) == 0 => None,
         _ if !header.has(incompatible::EXTENDED_L2) && word & ZERO != 0 => None,
         RecordKind::Run => Some((word & OFFSET) + (record.count - 1) * header.cluster_size()),
@@ -222,7 +229,7 @@ fn names_from(header: &Header, record: &Record) -> Option<u64> {
     }
 }
 
-/// Puts a record into the L1 table; the entry that it has then.
+/// Applies a record to the L1 table. Returns the former entry.
 fn table_entry(header: &Header, l1: &mut [u64], record: &Record) -> Result<u64> {
     let table = record.entry.word & OFFSET;
     let entry = l1.get_mut(to_usize(record.index));
@@ -232,14 +239,15 @@ fn table_entry(header: &Header, l1: &mut [u64], record: &Record) -> Result<u64> 
     Ok(*entry)
 }
 
-/// Writes what the journal in `memory` has into its image, if it belongs to that image in its present state.
+/// Writes the changes of the journal in `memory` into its image, if the journal belongs to the
+/// image's present state.
 ///
-/// All that was written to the data file, where that is another, has to be stable. Reference counts are wrong
-/// afterwards and are to be [repaired](crate::check), which ends the journal; until then all of it can be done again
-/// from the start, wherever it was broken off.
+/// Everything that was written to an external data file has to be stable. Afterwards the reference
+/// counts are wrong and have to be [repaired](crate::check), which ends the journal. Until then,
+/// the whole recovery can be repeated from the start, wherever it was interrupted.
 ///
 /// # Errors
-/// A journal that cannot be this image's, and the storage's.
+/// A journal that cannot belong to this image, and those of the storage.
 pub fn recover(file: &dyn Storage, memory: &dyn Words, boot: [u8; 16]) -> Result<Recovery> {
     let image = Image::open(file)?;
     let len = file.len().map_err(Error::io("the file's length"))?;
@@ -279,7 +287,7 @@ impl Replay<'_> {
         let (index, table) = (record.index, record.entry.word & OFFSET);
         let entry = table_entry(self.image.header(), &mut self.l1, record)?;
         let (at, cluster) = (self.image.header().l1_offset + 8 * index, self.image.header().cluster_size());
-        // The file may not reach so far: nothing but zeroes was there yet.
+        // The file may be too short, if there were only zeroes so far.
         let file = self.image.file;
         let len = file.len().map_err(Error::io("the file's length"))?;
         if len < table + cluster {

@@ -108,18 +108,18 @@ mod alone {
         let fits = |generation| read(&memory.0, ID, generation, BOOT).map(|records| records.len());
         journal.put(0, &[entry(512, 0)]);
         assert_eq!((fits(0), fits(1)), (Ok(1), Err(Refusal::RolledBack)));
-        // Killed in a flush: the image has either.
+        // After a kill during a flush, the image has either generation.
         let mark = journal.mark();
         assert_eq!(journal.next_generation(), 1);
         assert_eq!((fits(0), fits(1), fits(2)), (Ok(1), Ok(1), Err(Refusal::RolledBack)));
-        // One that failed may have left its own.
+        // A failed write may have left its own generation.
         assert_eq!(journal.next_generation(), 2);
         journal.wrote_generation(Some(2));
         journal.forget(mark);
         assert_eq!((fits(1), fits(2)), (Err(Refusal::RolledBack), Ok(0)));
         journal.forget(journal.mark());
         assert_eq!((fits(1), fits(2)), (Err(Refusal::RolledBack), Ok(0)));
-        // Of one whose write failed the image may have either.
+        // If a write failed, the image may have either generation.
         assert_eq!(journal.next_generation(), 3);
         journal.wrote_generation(None);
         assert_eq!((fits(1), fits(2), fits(3)), (Err(Refusal::RolledBack), Ok(0), Ok(0)));
@@ -143,7 +143,7 @@ mod alone {
             file.set_len(end + 3 * 4096).unwrap();
             let places = [1, 2, 3].map(|n| entry((end + n * 4096) | COPIED, 0));
             journal.put(3, if data { &places } else { &places[..2] });
-            // The image's file does not reach to the third one.
+            // The image's file does not reach the third one.
             let is = if data { refused(Refusal::RolledBack) } else { Recovery::Done(2) };
             assert_eq!(recover(&file, &memory, BOOT).unwrap(), is);
         }
@@ -158,7 +158,7 @@ mod alone {
         let (file, memory) = (image(), Memory::new(16));
         begin(&file, ID).unwrap();
         memory.journal();
-        // As it was: a number, and no generation.
+        // The former form: a number, and no generation.
         let len = u32::from_be_bytes(file.bytes()[100..104].try_into().unwrap()) as usize;
         let rest = file.bytes()[len + 32..4096].to_vec();
         file.write_at(len as u64 + 4, &16u32.to_be_bytes()).unwrap();
@@ -168,7 +168,7 @@ mod alone {
         assert!(!Image::open(&file).unwrap().header().is_open());
     }
 
-    /// An image that says that its header is `len` bytes long.
+    /// Makes an image whose header says that it is `len` bytes long.
     fn image_with_header(len: u32) -> memory::Memory {
         let file = memory::Memory::new(Vec::new(), 64 << 20);
         let options = Options { cluster_size: 1 << 16, ..Options::new(8 << 20) };
@@ -188,7 +188,7 @@ mod alone {
             let header = Image::open(&file).unwrap().header().clone();
             assert_eq!(journal_of(&header), Some(Open::Journal { id: ID, generation: 7 }), "{len}");
         }
-        // 4072: the mark would end with the piece that flushes write. 8192: behind it.
+        // 4072: the mark would end with the piece that flushes write. 8192: it would be behind it.
         for len in [488, 4064, 4072, 8192, (1 << 16) - 64] {
             let file = image_with_header(len);
             let before = file.bytes();
@@ -270,7 +270,7 @@ mod alone {
         let file = image();
         begin(&file, ID).unwrap();
         let mut first = file.bytes()[..4096].to_vec();
-        // As QEMU writes a header anew: what it does not know goes behind what it knows.
+        // QEMU writes unknown extensions behind those that it knows.
         let len = u32::from_be_bytes(first[100..104].try_into().unwrap()) as usize;
         let mut mark: Vec<u8> = first.drain(len..len + 32).collect();
         let names = u32::from_be_bytes(first[len + 4..len + 8].try_into().unwrap()) as usize;
@@ -291,21 +291,22 @@ mod interleavings {
     use crate::Waker;
     use crate::map::{Load, Map};
 
-    const NOBODY: Waker = Waker { who: 0, token: 0 };
+    const NO_WAKER: Waker = Waker { who: 0, token: 0 };
 
     fn put(map: &Map, slice: u64) {
-        if let Load::Yours = map.load(slice, NOBODY) {
+        if let Load::Yours = map.load(slice, NO_WAKER) {
             map.loaded(slice, Some(&[0; 8]), &mut |_| {});
         }
     }
 
     fn write(map: &Map, journal: &Journal, cluster: u64, word: u64) {
-        assert_eq!(map.hold(cluster, 1, NOBODY), Some(1));
+        assert_eq!(map.hold(cluster, 1, NO_WAKER), Some(1));
         let put = map.release(cluster, 1, Some(&[entry(word, 0)]), Some(journal), &mut |_| {});
         assert_ne!(put, Put::Full);
     }
 
-    /// Whatever a flush sees of two that write: what it copied and what is put in after it is all that was written.
+    /// Tests that the copies of a flush and the records after it have all changes of two writers,
+    /// whatever the flush sees.
     #[test]
     fn nothing_is_forgotten_that_was_not_copied() {
         loom::model(|| {
@@ -333,7 +334,7 @@ mod interleavings {
         });
     }
 
-    /// What can be read of the map is in the journal.
+    /// Tests that every change which can be read from the map is in the journal.
     #[test]
     fn nothing_is_seen_before_it_is_put_in() {
         loom::model(|| {

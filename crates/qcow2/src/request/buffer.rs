@@ -1,23 +1,23 @@
-//! A request's own bytes, page-aligned: files that are open with O_DIRECT take them as they are.
+//! A request's own buffers. They are aligned to pages, for files that are open with O_DIRECT.
 
 const ALIGN: usize = 4096;
-/// Larger ones are not kept for the next request.
+/// Larger buffers are not kept for the next request.
 const KEPT_BYTES: usize = 256 << 10;
 
-/// Some bytes, all zero at first.
+/// A buffer, which is all zero at first.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     room: Vec<u8>,
-    /// Where in it the bytes begin, and how many they are.
+    /// Start and length of the bytes in it.
     at: usize,
     len: usize,
 }
 
 impl Buffer {
-    /// Makes it `len` zeroes.
+    /// Makes the contents `len` zeroes.
     pub(super) fn reset(&mut self, len: usize) {
         if self.room.len() < len + ALIGN {
-            // Anew, so that it is zero without being touched.
+            // A new allocation, which is zero without being touched.
             self.room = vec![0; len + ALIGN];
             self.at = self.room.as_ptr().align_offset(ALIGN).min(ALIGN);
         } else {
@@ -26,13 +26,13 @@ impl Buffer {
         self.len = len;
     }
 
-    /// Makes it these bytes.
+    /// Makes these bytes the contents.
     pub(super) fn set(&mut self, bytes: &[u8]) {
         self.reset(bytes.len());
         self.copy_from_slice(bytes);
     }
 
-    /// After a request.
+    /// Frees a large buffer after a request.
     pub(super) fn rest(&mut self) {
         if self.room.len() > KEPT_BYTES + ALIGN {
             *self = Self::default();

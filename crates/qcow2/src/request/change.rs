@@ -1,4 +1,4 @@
-//! Writes to clusters that have no place yet, or whose place is not theirs alone.
+//! Writes to clusters that are unallocated, or that are shared.
 
 use super::fetch::Fetch;
 use super::flush::Flush;
@@ -11,25 +11,25 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use crate::alloc::{Reserve, Take};
 use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET};
 use crate::journal::{Journal, Put};
-use crate::served::{Chain, Miss, Served, What};
+use crate::served::{Chain, Miss, Served, Source};
 
-/// Clusters that one change holds at most.
+/// Most clusters that one change holds.
 pub(super) const HELD_MAX: u64 = 512;
 
-/// A write to clusters that have no place yet, or whose place is not theirs alone.
+/// A write to clusters that are unallocated, or that are shared.
 #[derive(Debug)]
 pub(super) struct Change {
     first: u64,
     held: u64,
     olds: Vec<Entry>,
-    /// Where the first cluster is to lie; none: not known yet.
+    /// The offset for the first cluster. `None`: it is not known yet.
     host: Option<u64>,
-    /// Taken for it, to be given back if it comes to nothing.
+    /// The clusters that were taken for it, which are returned if it fails.
     taken: Reserve,
-    /// The disk's bytes that are written: with what the guest does not cover.
+    /// The range of the disk that is written, which includes bytes that the guest does not cover.
     from: u64,
     to: u64,
-    /// Of these the guest's.
+    /// The guest's part of that range.
     guest: (u64, u64),
     head_fetched: bool,
     stage: Stage,
@@ -37,23 +37,23 @@ pub(super) struct Change {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Stage {
-    /// Clusters are to be taken.
+    /// Clusters have to be taken.
     Take,
-    /// Whether what the guest does not cover has to be written is to be found out.
+    /// It has to be determined whether the bytes around the guest's have to be written.
     Around,
-    /// It was fetched.
+    /// These bytes were fetched.
     Put,
-    /// It is being written.
+    /// The data is being written.
     Written,
-    /// It was; the entries wait for room in the journal.
+    /// The data was written. The entries wait for room in the journal.
     Enter,
 }
 
-/// Whether the range reads as zeroes throughout.
+/// Returns whether all of the range reads as zeroes.
 pub(super) fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (usize, Miss)> {
     while pos < end {
         match chain.find(pos, end - pos)? {
-            (_, What::Zero | What::Below, n) => pos += n,
+            (_, Source::Zero | Source::Below, n) => pos += n,
             _ => return Ok(false),
         }
     }
@@ -61,16 +61,16 @@ pub(super) fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (us
 }
 
 impl Served {
-    /// Where a byte of the disk lies, if it can be written there.
+    /// Returns the offset of a byte of the disk, if it can be overwritten there.
     fn in_place(&self, entry: Entry, pos: u64) -> Option<u64> {
         let sub = pos >> self.sub_bits() & ((1 << (self.cluster_bits - self.sub_bits())) - 1);
         match self.kind(entry, sub) {
-            What::Data(at) if entry.word & COPIED != 0 => Some(at + (pos & ((1 << self.sub_bits()) - 1))),
+            Source::Data(at) if entry.word & COPIED != 0 => Some(at + (pos & ((1 << self.sub_bits()) - 1))),
             _ => None,
         }
     }
 
-    /// As [`in_place`](Self::in_place), and for how many bytes that goes on.
+    /// Like [`in_place`](Self::in_place), with the number of bytes for which that holds.
     pub(crate) fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
         let at = self.in_place(entry, pos)?;
         let mut next = ((pos >> self.sub_bits()) + 1) << self.sub_bits();
@@ -85,21 +85,22 @@ impl Served {
         Some((at, next.min(end) - pos))
     }
 
-    /// Whether the cluster that has this entry has its place to itself.
+    /// Returns whether the cluster of this entry is not shared.
     pub(super) fn is_own(&self, entry: Entry) -> bool {
         self.host(entry).is_some() && entry.word & COPIED != 0
     }
 
-    /// The places of clusters in the data file, which the caller holds, and which the map does not name (any more).
+    /// Adds clusters in the data file, which the caller holds and which the map no longer refers
+    /// to, to the holes.
     pub(super) fn add_holes(&self, places: impl Iterator<Item = (u64, u64)>) {
         let epoch = self.epochs.now();
         let mut holes = self.holes.locked();
         places.for_each(|(first, count)| holes.add(first, count, epoch));
     }
 
-    /// Counts down what an entry named that is not in the map any more.
-    pub(super) fn let_go(&self, olds: &[Entry]) {
-        // Most are written for the first time.
+    /// Lowers the counts of clusters whose entries were removed from the map.
+    pub(super) fn remove_clusters(&self, olds: &[Entry]) {
+        // Most clusters are written for the first time.
         if olds.iter().all(|old| old.word & COMPRESSED == 0 && self.host(*old).is_none()) {
             return;
         }
@@ -109,9 +110,9 @@ impl Served {
             if old.word & COMPRESSED != 0 {
                 let c = Compressed::of(old.word, self.cluster_bits);
                 let (first, last) = (self.cluster(c.offset), self.cluster(c.offset + c.bytes - 1));
-                (first..=last).for_each(|cluster| alloc.gone(cluster, 1, epoch));
+                (first..=last).for_each(|cluster| alloc.remove(cluster, 1, epoch));
             } else if !self.external && self.host(*old).is_some() {
-                alloc.gone(self.cluster(old.word & OFFSET), 1, epoch);
+                alloc.remove(self.cluster(old.word & OFFSET), 1, epoch);
             }
         }
     }
@@ -133,7 +134,7 @@ impl Request {
             }
             let step = match self.op {
                 Op::Write => Step::Data { file: image.data, offset, data: self.guest(pos, n) },
-                // Elsewhere what is given back are whole clusters.
+                // Otherwise only whole clusters are given back.
                 op => {
                     let punch = image.raw_data && op == Op::Zero { unmap: true };
                     Step::ZeroFile { file: image.data, offset, len: n, punch }
@@ -150,7 +151,7 @@ impl Request {
         let get = |i: u64| image.map.get(cluster + i).expect("held slices stay");
         let first = get(0);
         if image.in_place(first, pos).is_some() {
-            // Another was quicker.
+            // Another request was faster.
             image.map.release(cluster, held, None, None, cx.wake);
             return Next::Again;
         }
@@ -180,10 +181,10 @@ impl Request {
         Next::Again
     }
 
-    /// The entry of a cluster in a table that may be written; or what has to be done before.
+    /// Returns the entry of a cluster in a table that may be written, or what has to be done first.
     pub(super) fn writable(&mut self, cluster: u64, cx: &mut Context<'_>) -> Result<Entry, Next> {
         let image = cx.chain.top();
-        // Once: others may crowd it again as fast.
+        // Only once, because other requests may make it crowded again as fast.
         if image.map.is_crowded() && !std::mem::replace(&mut self.made_room, true) {
             self.flush = Some(Box::new(Flush::new(true)));
             return Err(Next::Again);
@@ -198,7 +199,7 @@ impl Request {
         }
     }
 
-    /// Takes clusters from the reserve, which is filled up before if it is empty.
+    /// Takes clusters from the reserve. If it is empty, fills it first.
     pub(super) fn take(&mut self, most: u64, cx: &mut Context<'_>) -> Result<Reserve, Next> {
         let image = cx.chain.top();
         let reserve = &mut cx.user.reserve;
@@ -219,7 +220,8 @@ impl Request {
         Ok(got)
     }
 
-    /// Has space taken for what is reserved, and for more of it, or waits for that; none: it is there.
+    /// Lets space for the reserve and more be allocated, or waits for that. `None`: the space is
+    /// there.
     fn extend(&mut self, image: &Served, cx: &mut Context<'_>) -> Option<Next> {
         let reserve = &cx.user.reserve;
         let end = (reserve.start + reserve.count) << image.cluster_bits;
@@ -243,8 +245,8 @@ impl Request {
         Some(self.step(Pending::Extend(to), Step::Extend { file: image.file, offset, len: to - offset }))
     }
 
-    /// There was no space: whether there may be for less. First none is taken ahead, then the reserve becomes smaller, down to
-    /// one cluster.
+    /// There was no space. Returns whether there may be space for less: first no space is allocated
+    /// ahead, then the reserve becomes smaller, down to one cluster.
     pub(super) fn wants_less(&mut self, cx: &mut Context<'_>) -> bool {
         if !std::mem::replace(&mut self.no_more, true) {
             return true;
@@ -256,11 +258,11 @@ impl Request {
         let keep = reserve.count / 2;
         let rest = Reserve { start: reserve.start + keep, count: reserve.count - keep, ..*reserve };
         reserve.count = keep;
-        cx.chain.top().alloc.locked().untake(rest);
+        cx.chain.top().alloc.locked().return_unwritten(rest);
         true
     }
 
-    /// The space was taken up to `len`, or (none) could not be.
+    /// Records that space was allocated up to `len`. `None`: that failed.
     pub(super) fn extended(&mut self, len: Option<u64>, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let mut growth = image.growth.locked();
@@ -289,7 +291,7 @@ impl Request {
             }
             Stage::Around => self.around(cx),
             Stage::Put => self.put(image),
-            // Its step's result brings it on.
+            // The result of its step continues it.
             Stage::Written => Next::Fail(EIO),
             Stage::Enter => {
                 self.changed(cx);
@@ -298,7 +300,7 @@ impl Request {
         }
     }
 
-    /// Where it is to lie is known now: so is what has to be written.
+    /// Records the new offset, and determines the bytes that have to be written.
     fn place(&mut self, image: &Served, taken: Option<Reserve>, cx: &mut Context<'_>) {
         let change = self.change.as_mut().expect("a change is under way");
         if let Some(taken) = taken {
@@ -311,7 +313,7 @@ impl Request {
         let (bits, sub) = (image.cluster_bits, (1u64 << image.sub_bits()) - 1);
         let end = (change.first + change.held) << bits;
         change.guest.1 = change.guest.1.min(end);
-        // What is elsewhere as a whole has to come along as a whole.
+        // A cluster with a shared or compressed old version is written completely.
         let whole = |old: &Entry| {
             old.word & COMPRESSED != 0 || (image.host(*old).is_some() && old.word & COPIED == 0)
         };
@@ -321,7 +323,8 @@ impl Request {
         change.stage = Stage::Around;
     }
 
-    /// Fetches what the guest does not cover, unless that reads as zeroes and the new place does, too.
+    /// Fetches the bytes that the guest does not cover, unless they read as zeroes and the new
+    /// cluster does, too.
     fn around(&mut self, cx: &mut Context<'_>) -> Next {
         let change = self.change.as_mut().expect("a change is under way");
         let (begin, end) = change.guest;
@@ -335,14 +338,14 @@ impl Request {
             Ok(nothing) => nothing,
             Err((layer, miss)) => return self.load(layer, miss, cx),
         };
-        // What is zero there already is not written, but counts as written.
+        // Bytes that are zero already are not written, but count as written.
         let (from, to) = if nothing { (begin, end) } else { (change.from, change.to) };
         let (head, middle) =
             (to_usize(begin - from), if self.op == Op::Write { 0 } else { to_usize(end - begin) });
         let tail = to_usize(to - end);
         change.stage = Stage::Put;
         self.data.reset(head + middle + tail);
-        // The tail first: a fetch has one range, and the head's follows it in `put`.
+        // The tail first: a fetch has one range, and the head's range follows it in `put`.
         if tail > 0 {
             self.fetch = Some(Fetch::new(end, to, head + middle));
         }
@@ -354,7 +357,7 @@ impl Request {
         let (begin, end) = change.guest;
         let len = self.data.len();
         let middle = if self.op == Op::Write { 0 } else { to_usize(end - begin) };
-        // Either all that is around was fetched, or nothing has to be.
+        // Either everything around the guest's bytes was fetched, or nothing has to be.
         let head = if len > middle { to_usize(begin - change.from) } else { 0 };
         let tail = len - middle - head;
         if head > 0 && !std::mem::replace(&mut change.head_fetched, true) {
@@ -374,7 +377,7 @@ impl Request {
         self.step(Pending::Change, step)
     }
 
-    /// The data is where it belongs: so say the entries now.
+    /// Changes the entries, after the data was written.
     pub(super) fn changed(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let mut change = self.change.take().expect("a change is under way");
@@ -388,7 +391,7 @@ impl Request {
             let first = (change.from.max(begin) - begin) >> image.sub_bits();
             let last = (change.to.min(begin + image.cluster_size()) - begin) >> image.sub_bits();
             let written = (u64::MAX >> (64 - (last - first))) << first;
-            // Those of a place that is left behind are all written.
+            // If a cluster moves, all its subclusters are written.
             Entry { word, bits: (old.bits | written) & !(written << 32) }
         };
         let entries: Vec<Entry> = change.olds.iter().enumerate().map(entry).collect();
@@ -400,13 +403,13 @@ impl Request {
             return;
         }
         if !image.is_own(change.olds[0]) {
-            image.let_go(&change.olds);
+            image.remove_clusters(&change.olds);
         }
         self.pos = change.guest.1;
     }
 
-    /// What is to be done after records were put into the journal: a flush gives back places, or the image gets a new
-    /// generation. False: they are not in, and can be put in after the flush.
+    /// Continues after records were put into the journal: a flush makes room, or the image gets a
+    /// new generation. Returns false if they are not in, and can be put in after the flush.
     pub(super) fn entered(&mut self, put: Put, image: &Served) -> bool {
         if put != Put::Done {
             self.flush.get_or_insert_with(|| Box::new(Flush::new(true)));

@@ -1,34 +1,36 @@
-//! Reading a piece of the disk into the request's own buffer: what a write does not cover, and compressed clusters.
+//! Reads a piece of the disk into the request's own buffer: the bytes that a write does not cover,
+//! and compressed clusters.
 
 use super::{Buf, Context, EIO, Next, Pending, Request, Step};
 use crate::bytes::to_usize;
 use crate::compress::inflate;
 use crate::entry::Compressed;
 use crate::header::UNIT;
-use crate::served::{Chain, What};
+use crate::served::{Chain, Source};
 
-/// What is fetched, and how far it is.
+/// A fetch, and its progress.
 #[derive(Debug)]
 pub(super) struct Fetch {
     pos: u64,
     end: u64,
-    /// Where in the data buffer the next byte goes.
+    /// The offset in the data buffer for the next byte.
     at: usize,
-    /// It is for the guest, who gets it when it is there.
+    /// Whether it is for the guest, who gets it when it is complete.
     guest: bool,
-    /// A compressed cluster that is being read: layer, entry, where its data begins in the meta buffer.
+    /// A compressed cluster that is being read: layer, entry, offset of its data in the meta
+    /// buffer.
     packed: Option<(usize, u64, usize)>,
-    /// Bytes that the step under way brings.
+    /// Bytes of the step in flight.
     now: u64,
 }
 
 impl Fetch {
-    /// Of one compressed cluster, for a reader.
+    /// Makes a fetch of one compressed cluster, for a reader.
     pub(super) fn for_guest(pos: u64, len: u64) -> Self {
         Self { pos, end: pos + len, at: 0, guest: true, packed: None, now: 0 }
     }
 
-    /// To `at` in the data buffer, which has the room.
+    /// Makes a fetch to `at` in the data buffer, which has the room.
     pub(super) fn new(pos: u64, end: u64, at: usize) -> Self {
         Self { pos, end, at, guest: false, packed: None, now: 0 }
     }
@@ -56,22 +58,22 @@ impl Request {
             self.data.reset(to_usize(n));
         }
         match what {
-            What::Zero | What::Below => {
+            Source::Zero | Source::Below => {
                 self.data[at..][..to_usize(n)].fill(0);
                 (fetch.pos, fetch.at) = (pos + n, at + to_usize(n));
                 Next::Again
             }
-            What::Data(offset) => {
+            Source::Data(offset) => {
                 let range = at..at + to_usize(n);
                 self.step(
                     Pending::Fetch,
                     Step::Read { file: cx.chain.data_of(layer), offset, buf: Buf::Data, range },
                 )
             }
-            What::Compressed(entry) => {
+            Source::Compressed(entry) => {
                 let image = cx.chain.image(layer);
                 let c = Compressed::of(entry, image.cluster_bits);
-                // Whole units, for files that are read so only.
+                // Whole units, for files that can only be read in such.
                 let first = c.offset / UNIT * UNIT;
                 let len = to_usize((c.offset + c.bytes).next_multiple_of(UNIT) - first);
                 fetch.packed = Some((layer, entry, to_usize(c.offset - first)));
@@ -82,7 +84,7 @@ impl Request {
         }
     }
 
-    /// The step that brought a piece is over.
+    /// Handles the end of the step that read a piece.
     pub(super) fn fetched(&mut self, failed: i32, cx: &mut Context<'_>) -> Result<(), i32> {
         if failed < 0 {
             return Err(failed);
@@ -99,7 +101,7 @@ impl Request {
     }
 }
 
-/// Unpacks the cluster that `pos` is in, and takes from it what `to` has room for.
+/// Decompresses the cluster that contains `pos`, and copies as much of it as `to` has room for.
 fn unpack(
     chain: &Chain,
     layer: usize,

@@ -1,15 +1,19 @@
-//! Making all that was completed stable: data and reference counts first, then what names them.
+//! Makes everything that was completed stable: data and reference counts first, then the entries
+//! that refer to them.
 //!
-//! 1. Copies are taken: of slices of the map, of the L1 table, then of counts. What changes from here on is the next
-//!    flush's.
-//! 2. Counts are written. Sync: with them all data is stable that the copies name.
-//! 3. The refcount table's new entries, if there are any. Sync.
-//! 4. Slices and L1 entries. In any order: a table that is new was all zeroes in the image before 2. Then the journal's next
-//!    generation, if there is a journal. Sync.
-//! 5. Clusters that were taken out of the map before 1, and that nobody uses any more, are punched and counted down; these
-//!    counts are the next flush's. Those in an external data file are punched alone.
+//! 1. Copies are made: of slices of the map, of the L1 table, then of counts. Later changes belong
+//!    to the next flush.
+//! 2. Counts are written. Sync: all data that the copies refer to is stable, too.
+//! 3. New entries of the refcount table are written, if there are any. Sync.
+//! 4. Slices and L1 entries are written, in any order, because a new table was all zeroes in the
+//!    image before step 2. Then the journal's next generation is written, if there is a journal.
+//!    Sync.
+//! 5. Clusters that were removed from the map before step 1, and that have no users, are punched
+//!    and counted down. These counts belong to the next flush. Clusters in an external data file
+//!    are only punched.
 //!
-//! One flush runs at a time; who comes meanwhile waits, and one of them does the next for all.
+//! One flush runs at a time. Requests that arrive meanwhile wait, and one of them does the next
+//! flush for all.
 
 use super::{Buf, Context, Next, Pending, Request, Step};
 use crate::alloc::Dirty;
@@ -19,42 +23,44 @@ use crate::lock::Locked;
 use crate::map::Copy;
 use crate::served::Served;
 
-/// Clusters that one flush gives back at most, so that it has an end.
-const BACK_MAX: u64 = 1 << 20;
-/// Bytes of a data file that are punched at a time: a write to one of them waits for that.
+/// Most clusters that one flush frees, so that it ends.
+const FREED_MAX: u64 = 1 << 20;
+/// Bytes of a data file that are punched at a time. A write to one of them waits for that.
 const PUNCH_BYTES_MAX: u64 = 1 << 30;
 
 /// A flush, or the wait for one.
 #[derive(Debug)]
 pub(super) struct Flush {
-    /// It is to make room in the map or in its journal; the request goes on after it.
+    /// Whether it only makes room in the map or in its journal. The request continues after it.
     aside: bool,
-    /// Which flush it asked for; none: not yet.
+    /// The number of the flush that it asked for. `None`: it has not asked yet.
     ticket: Option<u64>,
     run: Option<Run>,
 }
 
-/// A flush that runs.
+/// A running flush.
 struct Run {
-    /// All that asked up to this one have what they asked for when it is done.
+    /// When it is done, all requests up to this number are done.
     covers: u64,
-    /// What the journal had before the copies were made.
+    /// The position of the journal before the copies were made.
     mark: u64,
-    /// As the allocator counts.
+    /// The allocator's number of the flush.
     number: u64,
     slices: Vec<Copy>,
-    /// An entry, and the piece that it is in.
+    /// L1 entries: the index, and offset and bytes of the piece that contains it.
     l1: Vec<(u64, u64, Vec<u8>)>,
     blocks: Vec<Dirty>,
     table: Vec<Dirty>,
-    /// The journal's generation that goes with the map, and the copy of the header's piece that has it.
+    /// The journal's generation for the written map, and the copy of the header's piece that has
+    /// it.
     generation: Option<(u64, Copied)>,
     stage: Stage,
-    /// How many of the stage's pieces are written.
+    /// The number of the stage's pieces that are written.
     at: usize,
-    /// What is being given back: clusters from, and how many; of these, how many are being punched.
+    /// Clusters that are being freed: the first, their number, and how many of them are being
+    /// punched.
     back: (u64, u64, u64),
-    given_back: u64,
+    freed: u64,
 }
 
 impl std::fmt::Debug for Run {
@@ -101,7 +107,7 @@ impl Request {
                 flushes.waiting.push(cx.waker);
                 drop(flushes);
                 if flush.aside {
-                    // This one may do.
+                    // Another request's flush was enough.
                     self.flush = None;
                 }
                 return self.park();
@@ -141,14 +147,14 @@ impl Request {
         }
     }
 
-    /// A step of a flush is over.
+    /// Handles the end of a step of a flush.
     pub(super) fn flushed(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
         let Some(run) = self.flush.as_mut().and_then(|f| f.run.as_mut()) else { return Ok(()) };
         if run.stage == Stage::Generation {
             return run.wrote_generation(failed, image);
         }
         match run.stage {
-            // What cannot be punched is given back all the same.
+            // Clusters that cannot be punched are freed, too.
             Stage::Back => {}
             _ if failed < 0 => return Err(failed),
             Stage::Counts | Stage::Table | Stage::Map => run.at += 1,
@@ -162,24 +168,25 @@ impl Request {
         Ok(())
     }
 
-    /// Gives clusters back that went before; then it is done.
+    /// Frees clusters that were removed before. The flush is done after that.
     fn step_back(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let run = self.flush.as_mut().and_then(|f| f.run.as_mut()).expect("it runs");
-        // What is written is clean from here on, so that a failure below does not make it dirty again.
-        run.settle(image, true);
-        // Twice, if nobody is under way that began before.
+        // The written copies are clean from here on, so a failure below does not make them dirty
+        // again.
+        run.finish(image, true);
+        // Twice, if no request is in flight that started before.
         image.epochs.advance();
         image.epochs.advance();
         if image.external {
             let mut holes = image.holes.locked();
             let parked = holes.punched();
-            let most = (PUNCH_BYTES_MAX >> image.cluster_bits).min(BACK_MAX.saturating_sub(run.given_back));
+            let most = (PUNCH_BYTES_MAX >> image.cluster_bits).min(FREED_MAX.saturating_sub(run.freed));
             let next = if most > 0 { holes.next(run.number, most, &image.epochs) } else { None };
             drop(holes);
             parked.into_iter().for_each(&mut *cx.wake);
             if let Some((start, count)) = next {
-                run.given_back += count;
+                run.freed += count;
                 let (offset, len) = (start << image.cluster_bits, count << image.cluster_bits);
                 // A device may end where the disk does.
                 let len = len.min(image.size().next_multiple_of(512) - offset);
@@ -191,7 +198,7 @@ impl Request {
             let (start, count, punched) = run.back;
             if punched > 0 {
                 if !alloc.count_down(start, punched) {
-                    // Its block went: it is read again.
+                    // Its block was dropped, and is read again.
                     run.back.2 = 0;
                     continue;
                 }
@@ -204,7 +211,7 @@ impl Request {
                         run.back.2 = n;
                         if last {
                             drop(alloc);
-                            if let Some(why) = image.wrong_gone(start, n) {
+                            if let Some(why) = image.wrong_removed(start, n) {
                                 return self.step_mark_corrupt(why, cx);
                             }
                             let (offset, len) = (start << image.cluster_bits, n << image.cluster_bits);
@@ -219,9 +226,9 @@ impl Request {
                     }
                 }
             }
-            match alloc.next_gone(run.number, &image.epochs).filter(|_| run.given_back < BACK_MAX) {
+            match alloc.next_removed(run.number, &image.epochs).filter(|_| run.freed < FREED_MAX) {
                 Some((start, count)) => {
-                    run.given_back += count;
+                    run.freed += count;
                     run.back = (start, count, 0);
                 }
                 None => break,
@@ -230,28 +237,28 @@ impl Request {
         drop(alloc);
         let covers = run.covers;
         self.flush = None;
-        end_turn(image, Some(covers), cx);
+        finish_flush(image, Some(covers), cx);
         Next::Again
     }
 
     pub(super) fn abandon_flush(&mut self, cx: &mut Context<'_>) {
         let Some(mut run) = self.flush.take().and_then(|f| f.run) else { return };
         let image = cx.chain.top();
-        run.settle(image, false);
+        run.finish(image, false);
         let mut alloc = image.alloc.locked();
         alloc.failed_flush(run.number);
         let (start, count, _) = run.back;
         if count > 0 {
-            alloc.gone(start, count, image.epochs.now());
+            alloc.remove(start, count, image.epochs.now());
         }
         drop(alloc);
         image.holes.locked().failed_flush(run.number);
-        end_turn(image, None, cx);
+        finish_flush(image, None, cx);
     }
 }
 
-/// The next one may flush.
-pub(super) fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
+/// Lets the next request flush.
+pub(super) fn finish_flush(image: &Served, done: Option<u64>, cx: &mut Context<'_>) {
     let mut flushes = image.flushes.locked();
     flushes.running = false;
     flushes.done = flushes.done.max(done.unwrap_or(0));
@@ -261,8 +268,8 @@ pub(super) fn end_turn(image: &Served, done: Option<u64>, cx: &mut Context<'_>) 
 }
 
 impl Flush {
-    /// The clusters that are being given back leak.
-    pub(super) fn forget_back(&mut self) {
+    /// Lets the clusters that are being freed leak.
+    pub(super) fn leak_freed(&mut self) {
         if let Some(run) = &mut self.run {
             run.back = (0, 0, 0);
         }
@@ -271,11 +278,12 @@ impl Flush {
 
 impl Run {
     fn new(image: &Served, covers: u64) -> Self {
-        // HeaderCopy what went, then the map, so that what is marked as gone is not in the copies; counts last, so that they
-        // count all that the copies name.
-        let number = image.alloc.locked().begin_flush();
+        // First the removed clusters are noted, then the map is copied, so that no removed cluster
+        // is in the copies. Counts are last, so that they include everything that the copies refer
+        // to.
+        let number = image.alloc.locked().start_flush();
         if image.external {
-            image.holes.locked().begin_flush(number);
+            image.holes.locked().start_flush(number);
         }
         let mark = image.journal.as_ref().map_or(0, Journal::mark);
         let slices = image.map.take_dirty();
@@ -295,7 +303,7 @@ impl Run {
             stage: Stage::Counts,
             at: 0,
             back: (0, 0, 0),
-            given_back: 0,
+            freed: 0,
         }
     }
 
@@ -318,7 +326,8 @@ impl Run {
         };
     }
 
-    /// The write of the piece with the generation has ended: it is done again where it may not have the last word.
+    /// Handles the end of the write of the piece with the generation. It is repeated if an older
+    /// write may have come later.
     fn wrote_generation(&mut self, failed: i32, image: &Served) -> Result<(), i32> {
         let (Some((generation, copied)), Some(first)) = (&mut self.generation, &image.header_copy) else {
             return Ok(());
@@ -338,7 +347,7 @@ impl Run {
         Ok(())
     }
 
-    /// The next slice, or piece of the L1 table.
+    /// Returns the next slice, or piece of the L1 table.
     fn map_piece(&self, image: &Served) -> Option<(u64, Vec<u8>)> {
         match self.slices.get(self.at) {
             Some(copy) => {
@@ -351,8 +360,8 @@ impl Run {
         }
     }
 
-    /// What was taken was written, or goes back.
-    fn settle(&mut self, image: &Served, done: bool) {
+    /// Records that the copies were written, or makes their contents dirty again.
+    fn finish(&mut self, image: &Served, done: bool) {
         if let Some(journal) = image.journal.as_ref().filter(|_| done) {
             journal.forget(self.mark);
         }

@@ -1,20 +1,23 @@
 //! A new generation of the journal in the image's header, between flushes: see [`crate::journal`].
 //!
-//! Written by a request that put records into the journal, before it completes or goes on. The data that these records name,
-//! and all that were put in before, was written by then, so that no state of the image has this generation without that data.
-//! Nothing is made stable: the process may be killed, and a crash of the machine takes the journal away.
+//! A request that put records into the journal writes it, before the request completes or
+//! continues. By then, the data that these records refer to was written, and so was the data of all
+//! earlier records. So no state of the image has this generation without that data. Nothing is made
+//! stable: after a kill of the process the writes are there, and a crash of the machine removes the
+//! journal.
 
 use super::{Buf, Context, Next, Pending, Request, Step};
 use crate::header_copy::Copied;
 use crate::journal::Journal;
 use crate::lock::Locked;
 
-/// How far it is.
+/// The progress of the write.
 #[derive(Debug)]
 pub(super) enum NewGeneration {
-    /// One is to be written, unless a flush is under way.
+    /// A generation has to be written, unless a flush is running.
     Due,
-    /// It is being written, while no flush runs; with the copy of the header's bytes that has it.
+    /// It is being written, while no flush runs: the generation, and the copy of the header's bytes
+    /// that has it.
     Writing(u64, Copied),
 }
 
@@ -28,7 +31,7 @@ impl Request {
         if let Some(NewGeneration::Due) = self.generation {
             let running = std::mem::replace(&mut image.flushes.locked().running, true);
             if running {
-                // A flush, which writes one itself, or another request does it.
+                // A flush, which writes a generation itself, or another request does it.
                 self.generation = None;
                 return Next::Again;
             }
@@ -41,8 +44,9 @@ impl Request {
         self.step(Pending::Generation, Step::Write { file: image.file, offset: 0, buf: Buf::Meta, range })
     }
 
-    /// A write of it is over: done again where it may not have the last word. A failed one fails no request, for what the
-    /// request wrote is in the image, and the journal fits the old generation and the new one.
+    /// Handles the end of a write. It is repeated if an older write may have come later. If it
+    /// failed, no request fails: the data of the request is in the image, and the journal fits the
+    /// old generation and the new one.
     pub(super) fn wrote_generation(&mut self, done: bool, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let Some(NewGeneration::Writing(generation, copied)) = &mut self.generation else { return };
@@ -57,6 +61,6 @@ impl Request {
         let written = done.then_some(*generation);
         image.journal.iter().for_each(|journal: &Journal| journal.wrote_generation(written));
         self.generation = None;
-        super::flush::end_turn(image, None, cx);
+        super::flush::finish_flush(image, None, cx);
     }
 }

@@ -1,7 +1,7 @@
 //! Marks an image as corrupt when metadata refers to clusters of other metadata.
 //!
-//! Such metadata is found when it is read, before it is used. The request fails. The mark in the header keeps all programs
-//! from opening the image for writing before it is repaired.
+//! Such metadata is found when it is read, before it is used. The request fails. The mark in the
+//! header keeps all programs from opening the image for writing before it is repaired.
 
 use super::{Buf, Context, EIO, Next, Pending, Request, Step};
 use crate::bytes::{be64, to_usize};
@@ -11,26 +11,27 @@ use crate::lock::Locked;
 use crate::refcount;
 use crate::served::Served;
 
-/// How far the header's mark is.
+/// The progress of the header's mark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mark {
     Begin,
-    /// The write of this number of the header's first bytes.
+    /// A write with this number, of the header's first bytes, is in flight.
     Written(u64),
     Stable,
 }
 
 impl Served {
-    /// What is wrong with a slice of the map that was read.
+    /// Returns the error of a slice of the map that was read.
     pub(super) fn wrong_slice(&self, slice: u64, bytes: &[u8]) -> Option<String> {
         let overlap = self.overlap.as_ref()?;
         let step = if self.extended { 16 } else { 8 };
-        // What was ever taken lies below; and nothing that is named later than it was read.
+        // Clusters that were ever taken are below this. An entry that is read now cannot refer to a
+        // later one.
         let end = self.alloc.locked().end();
         let first = slice * (bytes.len() / step) as u64;
         bytes.chunks_exact(step).enumerate().find_map(|(i, entry)| {
             let word = be64(entry, 0);
-            // In a data file the first cluster's place is 0.
+            // In a data file, 0 is the offset of the first cluster.
             let place = if self.external { OFFSET | COPIED | COMPRESSED } else { OFFSET | COMPRESSED };
             if word & place == 0 {
                 return None;
@@ -65,8 +66,8 @@ impl Served {
         })
     }
 
-    /// What is wrong with clusters that nobody names any more.
-    pub(super) fn wrong_gone(&self, start: u64, count: u64) -> Option<String> {
+    /// Returns the error of clusters that the map no longer refers to.
+    pub(super) fn wrong_removed(&self, start: u64, count: u64) -> Option<String> {
         let (cluster, what) = self.overlap.as_ref()?.find(start, start + count, |_| true)?;
         Some(format!(
             "the last entry of the map that named {:#x} went, where {what} is",
@@ -74,7 +75,7 @@ impl Served {
         ))
     }
 
-    /// What is wrong with a refcount block that was read.
+    /// Returns the error of a refcount block that was read.
     pub(super) fn wrong_counts(&self, index: u64, bytes: &[u8]) -> Option<String> {
         let (entries, order) = (self.header.refblock_entries(), self.header.refcount_order);
         let (start, end) = (index * entries, (index + 1) * entries);
@@ -88,23 +89,23 @@ impl Served {
 }
 
 impl Request {
-    /// It cannot be done, for this reason; who finds the first one marks the image.
+    /// Fails the request for this reason. The request that finds the first error marks the image.
     pub(super) fn mark_corrupt(&mut self, why: String, cx: &mut Context<'_>) -> Step {
         match self.step_mark_corrupt(why, cx) {
             Next::Fail(e) => self.fail(e, cx),
-            _ => self.go(cx),
+            _ => self.run_steps(cx),
         }
     }
 
-    /// As above, within a step.
+    /// Like [`mark_corrupt`](Self::mark_corrupt), within a step.
     pub(super) fn step_mark_corrupt(&mut self, why: String, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let first = image.overlap.as_ref().is_some_and(|overlap| overlap.mark_corrupt(why));
         if let Some(flush) = &mut self.flush {
-            // What was to be given back is not: the next flush would stop there, too.
-            flush.forget_back();
+            // These clusters are not freed, because the next flush would stop there, too.
+            flush.leak_freed();
         }
-        // Version 2 has no room for the mark.
+        // Version 2 has no bit for the mark.
         if first && image.version < 3 {
             self.marked(false, cx);
         }
@@ -115,10 +116,10 @@ impl Request {
         Next::Again
     }
 
-    /// The mark is made, or cannot be.
+    /// Records that the mark was made, or cannot be made.
     pub(super) fn marked(&self, yes: bool, cx: &Context<'_>) {
         if let Some(overlap) = &cx.chain.top().overlap {
-            overlap.settle(yes);
+            overlap.set_marked(yes);
         }
     }
 
@@ -144,7 +145,7 @@ impl Request {
         self.step(Pending::Mark, step)
     }
 
-    /// A step of marking it has failed.
+    /// Handles a failed step of marking.
     pub(super) fn mark_failed(&mut self, cx: &Context<'_>) {
         if let (Some(Mark::Written(number)), Some(first)) = (self.mark, &cx.chain.top().header_copy) {
             first.failed(number);
@@ -152,7 +153,7 @@ impl Request {
         self.marked(false, cx);
     }
 
-    /// Writes a copy of the header's first bytes, which flushes and control change too.
+    /// Writes a copy of the header's first bytes, which flushes and control change, too.
     fn write_first(&mut self, (bytes, number): Copied, image: &Served) -> (Mark, Step) {
         let range = 0..bytes.len();
         self.meta.set(&bytes);

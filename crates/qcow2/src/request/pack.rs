@@ -1,9 +1,10 @@
-//! Writing one cluster compressed, into a place that is not there yet: for who fills an image, not for guests. It is packed
-//! on its caller's thread, in memory taken for it.
+//! Writes one cluster compressed, if it is unallocated. This is for jobs that fill an image, not
+//! for guests: the caller's thread compresses, in memory that is allocated for it.
 //!
-//! Pieces of several clusters share clusters of the file, one behind the other, each beginning at a sector: so no two writes
-//! are of the same sector, whoever does them ([`Alloc::pack`](crate::alloc::Alloc::pack)). What cannot be packed is written as
-//! any other cluster.
+//! Pieces of several clusters share clusters of the file, one after the other. Each starts at a
+//! sector, so no two writes touch the same sector, whichever requests make them
+//! ([`Alloc::pack`](crate::alloc::Alloc::pack)). Clusters that cannot be compressed are written
+//! like any other.
 
 use super::{Buf, Context, EIO, Next, Op, Pending, Request, Step};
 use crate::alloc::Reserve;
@@ -12,17 +13,17 @@ use crate::compress::deflate;
 use crate::entry::{COMPRESSED, COMPRESSED_SECTOR, Compressed, Entry};
 use crate::journal::Put;
 use crate::lock::Locked;
-use crate::served::{Served, What};
+use crate::served::{Served, Source};
 
-/// A cluster that is being packed.
+/// A cluster that is being written compressed.
 #[derive(Debug)]
 pub(super) struct Pack {
     cluster: u64,
     packed: Vec<u8>,
     stage: Stage,
-    /// Taken for it, and not used yet.
+    /// A cluster that was taken for it, and is not used yet.
     fresh: Reserve,
-    /// Where the piece lies.
+    /// The offset of the piece.
     at: u64,
 }
 
@@ -30,51 +31,52 @@ pub(super) struct Pack {
 enum Stage {
     /// The guest's bytes are being copied into the data buffer.
     Gather,
-    /// Its entry is to be held.
+    /// Its entry has to be held.
     Hold,
-    /// It is held; room is to be found.
+    /// The entry is held. Room has to be found.
     Place,
-    /// It is being written.
+    /// The piece is being written.
     Written,
-    /// It was; the entry waits for room in the journal.
+    /// The piece was written. The entry waits for room in the journal.
     Enter,
 }
 
 impl Pack {
-    /// Bytes of the piece: whole sectors.
+    /// Returns the bytes of the piece, which are whole sectors.
     fn bytes(&self) -> u64 {
         (self.packed.len() as u64).next_multiple_of(COMPRESSED_SECTOR)
     }
 }
 
 impl Served {
-    /// Whether a range is one cluster, or what the disk has of its last one.
+    /// Returns whether a range is one cluster. The last one of the disk may be shorter.
     pub(super) fn is_one_cluster(&self, pos: u64, end: u64) -> bool {
         let next = (self.cluster(pos) + 1) << self.cluster_bits;
         pos & (self.cluster_size() - 1) == 0 && pos < end && end == next.min(self.size())
     }
 
-    /// Whether a cluster has no place, neither here nor in the data file.
+    /// Returns whether a cluster is allocated neither here nor in the data file.
     fn has_no_place(&self, entry: Entry) -> bool {
         entry.word & COMPRESSED == 0
             && self.host(entry).is_none()
-            && !matches!(self.kind(entry, 0), What::Data(_))
+            && !matches!(self.kind(entry, 0), Source::Data(_))
     }
 }
 
 impl Request {
-    /// Begins with the cluster at `pos`.
-    pub(super) fn step_pack_begin(&mut self, cx: &mut Context<'_>) -> Next {
+    /// Starts with the cluster at `pos`.
+    pub(super) fn step_pack_start(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         if image.external {
-            // All data is in the data file, which has no compressed clusters (Incompatible features, bit 2).
+            // All data is in the data file, which has no compressed clusters (Incompatible
+            // features, bit 2).
             self.op = Op::Write;
             return Next::Again;
         }
         let cluster = image.cluster(self.pos);
         let (packed, stage, fresh) = (Vec::new(), Stage::Gather, Reserve::default());
         self.pack = Some(Pack { cluster, packed, stage, fresh, at: 0 });
-        // What the disk does not have of its last cluster is zero.
+        // The last cluster is filled up with zeroes.
         self.data.reset(to_usize(image.cluster_size()));
         let data = self.guest(self.pos, self.end - self.pos);
         self.step(Pending::Pack, Step::Gather { data, at: 0 })
@@ -99,7 +101,7 @@ impl Request {
                     Some(_) => {}
                 }
                 if !image.has_no_place(image.map.get(cluster).expect("held slices stay")) {
-                    // Another was quicker.
+                    // Another request was faster.
                     image.map.release(cluster, 1, None, None, cx.wake);
                     return self.plain();
                 }
@@ -111,12 +113,12 @@ impl Request {
                 self.packed(cx);
                 Next::Again
             }
-            // Their steps' results bring these on.
+            // The results of their steps continue these.
             Stage::Gather | Stage::Written => Next::Fail(EIO),
         }
     }
 
-    /// It is written as any other cluster.
+    /// Writes it like any other cluster.
     fn plain(&mut self) -> Next {
         self.pack = None;
         self.op = Op::Write;
@@ -153,7 +155,7 @@ impl Request {
         }
     }
 
-    /// A step is over: the bytes are here, or the piece is where it belongs.
+    /// Handles the end of a step: the guest's bytes are here, or the piece was written.
     pub(super) fn packed(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let Some(pack) = &mut self.pack else { return };

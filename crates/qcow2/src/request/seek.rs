@@ -1,30 +1,31 @@
-//! Where data is, for who copies a disk: looked up in the map as reads do it.
+//! The location of data, for copies of a disk. It is looked up in the map like for reads.
 
 use super::{Context, Next, Request};
-use crate::served::What;
+use crate::served::Source;
 
-/// What a run of the disk is.
+/// The contents of a run of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// It has to be read; it may be zeroes all the same.
+    /// It has to be read. It may contain zeroes.
     Data,
     /// It reads as zeroes.
     Zero,
-    /// The image says nothing of it: the one below does. Only where the image was asked alone.
+    /// The image has no information, and the backing file decides. Only if the image was asked
+    /// alone.
     Absent,
 }
 
-/// An answer: what, and for how many bytes.
+/// The answer to a seek: the contents, and for how many bytes they hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// What it is.
+    /// The contents.
     pub extent: Extent,
-    /// How long it is; at least 1, at most as long as was asked for.
+    /// The length, at least 1 and at most the requested one.
     pub len: u64,
 }
 
 impl Request {
-    /// After [`Op::Seek`](super::Op::Seek) that went well.
+    /// Returns the answer, after an [`Op::Seek`](super::Op::Seek) that succeeded.
     pub fn found(&self) -> Option<Found> {
         self.found
     }
@@ -41,9 +42,9 @@ impl Request {
             Err((layer, miss)) => return self.load(layer, miss, cx),
         };
         let extent = match what {
-            What::Data(_) | What::Compressed(_) => Extent::Data,
-            What::Below if own => Extent::Absent,
-            What::Zero | What::Below => Extent::Zero,
+            Source::Data(_) | Source::Compressed(_) => Extent::Data,
+            Source::Below if own => Extent::Absent,
+            Source::Zero | Source::Below => Extent::Zero,
         };
         let found = self.found.get_or_insert(Found { extent, len: 0 });
         if found.extent == extent {

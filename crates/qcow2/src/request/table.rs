@@ -1,4 +1,4 @@
-//! An L2 table that comes to be: where there was none, or as a copy of one that a snapshot has, too.
+//! A new L2 table: the first one, or a copy of one that a snapshot shares.
 
 use super::generation::NewGeneration;
 use super::{Buf, Context, Next, Pending, Request, Step};
@@ -12,9 +12,9 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 /// A table that is being made.
 #[derive(Debug)]
 pub(super) struct NewTable {
-    /// Its entry in the L1 table.
+    /// The index of its entry in the L1 table.
     index: u64,
-    /// Nobody else makes it.
+    /// Whether this request makes it, and not another one.
     ours: bool,
     place: Option<Reserve>,
     stage: Stage,
@@ -75,8 +75,8 @@ impl Request {
                 self.step(Pending::Table, Step::ZeroFile { file: image.file, offset, len, punch: false })
             }
             Stage::Begin => {
-                // Nothing was ever there. But the file has to reach to its end before an entry names it, and nobody has
-                // seen to that where no space is taken ahead.
+                // The cluster reads as zeroes already. But the file has to reach to its end before
+                // an entry refers to it, which is not ensured if no space is allocated ahead.
                 table.stage = Stage::Copied;
                 let unit = image.unit();
                 self.data.reset(to_usize(unit));
@@ -96,7 +96,7 @@ impl Request {
         }
     }
 
-    /// A step is over; after the last the table is one of the image's.
+    /// Handles the end of a step. After the last one the table belongs to the image.
     pub(super) fn table_made(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let Some(table) = self.table.take_if(|table| table.stage == Stage::Ready) else { return };
@@ -125,12 +125,13 @@ impl Request {
         let waiting = tables.making.remove(&table.index).unwrap_or_default();
         drop(tables);
         if old != 0 {
-            image.alloc.locked().gone(image.cluster(old), 1, image.epochs.now());
+            image.alloc.locked().remove(image.cluster(old), 1, image.epochs.now());
         }
         waiting.into_iter().for_each(&mut *cx.wake);
         self.entered(put, image);
         if image.journal.is_some() {
-            // At once: what an image without this table would lose is all that the table maps.
+            // At once, because an image without this table would lose everything that the table
+            // maps.
             self.generation = Some(NewGeneration::Due);
         }
     }

@@ -1,16 +1,16 @@
-//! Discards, and what makes clusters read as zeroes: by the map where that can say so.
+//! Discards, and writes of zeroes: by changes of the map if possible.
 
 use super::change::{HELD_MAX, is_zero};
 use super::{Context, Next, Op, Pending, Request, Step};
 use crate::entry::{COPIED, Entry, OFFSET, ZERO};
 use crate::journal::{Journal, Put};
-use crate::served::{Chain, What};
+use crate::served::{Chain, Source};
 
-/// Bit of each subcluster that reads as zeroes.
+/// The bit of each subcluster that reads as zeroes.
 const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
 
 impl Request {
-    /// Makes clusters read as zeroes, or forgets them.
+    /// Makes clusters read as zeroes, or discards them.
     pub(super) fn step_zero(&mut self, cx: &mut Context<'_>) -> Next {
         let chain = cx.chain;
         let (image, pos) = (chain.top(), self.pos);
@@ -21,7 +21,7 @@ impl Request {
             return self.step_discard_raw(cx);
         }
         let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size());
-        // Whether an entry can say so.
+        // Whether an entry can express that.
         let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
         if discard && !(whole && by_entry) {
             self.pos = next.min(self.end);
@@ -30,7 +30,7 @@ impl Request {
         if !(whole && by_entry) {
             let to = next.min(self.end);
             return match is_zero(chain, pos, to) {
-                // A raw data file is zeroes where its entries say so, whoever reads it.
+                // A raw data file has zeroes where its entries say so, for every reader.
                 Ok(true) if !image.raw_data => {
                     self.pos = to;
                     Next::Again
@@ -47,7 +47,7 @@ impl Request {
         if let Err(next) = self.writable(cluster, cx) {
             return next;
         }
-        // A last cluster that the disk does not fill counts as whole.
+        // A last cluster that the disk does not fill counts as a whole one.
         let last =
             if self.end >= image.size() { image.size().div_ceil(size) } else { image.cluster(self.end) };
         let count = (last - cluster).min(image.map.slice_end(cluster) - cluster).min(HELD_MAX);
@@ -73,14 +73,15 @@ impl Request {
                 return Next::Again;
             }
             let gone: Vec<Entry> = (0..olds.len()).filter(|i| goes(*i)).map(|i| olds[i]).collect();
-            image.let_go(&gone);
+            image.remove_clusters(&gone);
         }
         self.pos = ((cluster + held) << image.cluster_bits).min(self.end);
         Next::Again
     }
 
-    /// A raw data file is the disk, whoever reads it: so its clusters stay where they are, and what is discarded is given
-    /// back in place, as a write of that range would go there.
+    /// Discards a range of a raw data file. Every reader sees this file as the disk, so its
+    /// clusters stay where they are, and the discarded range is punched in place, where a write of
+    /// that range would go.
     fn step_discard_raw(&mut self, cx: &mut Context<'_>) -> Next {
         let (image, pos, end) = (cx.chain.top(), self.pos, self.end);
         let (what, n) = match image.run(pos, end - pos) {
@@ -88,10 +89,10 @@ impl Request {
             Err(miss) => return self.load(0, miss, cx),
         };
         match what {
-            What::Data(offset) => {
+            Source::Data(offset) => {
                 self.step(Pending::Data(n), Step::Discard { file: image.data, offset, len: n })
             }
-            // Zeroes already.
+            // It reads as zeroes already.
             _ => {
                 self.pos += n;
                 Next::Again
@@ -99,12 +100,12 @@ impl Request {
         }
     }
 
-    /// What an entry becomes when its cluster is discarded, or is to read as zeroes.
+    /// Returns the new entry of a cluster that is discarded, or that has to read as zeroes.
     fn emptied(&self, chain: &Chain, old: Entry) -> Entry {
         let image = chain.top();
         let keeps = self.op == (Op::Zero { unmap: false }) && image.is_own(old);
         let place = if keeps { old.word & (OFFSET | COPIED) } else { 0 };
-        // Without an image below it reads as zeroes by itself.
+        // Without a backing file it reads as zeroes anyway.
         let says_zero = image.version >= 3 && (keeps || chain.has_below() || self.op != Op::Discard);
         match (says_zero, image.extended) {
             (false, _) => Entry::default(),

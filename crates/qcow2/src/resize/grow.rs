@@ -1,4 +1,4 @@
-//! Places for what a disk grows by, and zeroes over what lies below it.
+//! Allocation of the new part of a disk, and zeroes that hide the backing file there.
 
 use super::Around;
 use crate::bytes::to_usize;
@@ -8,15 +8,15 @@ use crate::entry::{COPIED, OFFSET, ZERO};
 use crate::header::{Header, autoclear, incompatible};
 use crate::{Error, Progress, Result, Storage, image};
 
-/// What the disk grows by: clusters from `from` on.
+/// The new part of the disk: clusters from `from` on.
 pub(super) struct Grown<'h> {
     pub(super) from: u64,
-    /// As it will be.
+    /// The new header.
     pub(super) header: &'h Header,
 }
 
 impl Grown<'_> {
-    /// Whether what lies below [can be hidden](Self::hide_below).
+    /// Checks that the backing file [can be hidden](Self::hide_below).
     pub(super) fn check(&self, around: &Around<'_>) -> Result<()> {
         match self.from < self.hidden_end(around) && self.header.version < 3 {
             true => Err(Error::unsupported("a version 2 image cannot grow over a larger image below")),
@@ -24,12 +24,12 @@ impl Grown<'_> {
         }
     }
 
-    /// The first cluster that the image below does not reach.
+    /// Returns the first cluster behind the backing file's end.
     fn hidden_end(&self, around: &Around<'_>) -> u64 {
         around.below.unwrap_or(0).min(self.header.size).div_ceil(self.header.cluster_size())
     }
 
-    /// The image below must not show where the disk did not reach before.
+    /// Hides the backing file in the new part of the disk.
     pub(super) fn hide_below(
         &self,
         change: &mut Change<'_, '_>,
@@ -64,10 +64,10 @@ impl Grown<'_> {
         }
         let external = h.has(incompatible::DATA_FILE);
         let extended = h.has(incompatible::EXTENDED_L2);
-        // Only new clusters get a place, and the image below is hidden there in any case.
+        // Only new clusters are allocated, and the backing file is hidden there in any case.
         if !external {
-            // Behind the end of the file all is zero.
-            change.look_from(change.image.len.div_ceil(h.cluster_size()));
+            // Behind the end of the file, everything is zero.
+            change.search_from(change.image.len.div_ceil(h.cluster_size()));
         }
         let words = if extended { 2 } else { 1 };
         let mut placed = Vec::new();
@@ -95,8 +95,8 @@ impl Grown<'_> {
         }
         file.sync().map_err(Error::io("cannot preallocate"))
     }
-    /// Calls `how` with the entries of each L2 table from the first new cluster to the one before `until`, and the
-    /// number of their first cluster; each such table gets a new place.
+    /// Calls `how` with the entries of each L2 table from the first new cluster to the one before
+    /// `until`, and the number of their first cluster. Each such table is written to a new offset.
     fn each_table(
         &self,
         change: &mut Change<'_, '_>,
@@ -126,7 +126,7 @@ impl Grown<'_> {
     }
 }
 
-/// The space of a new range.
+/// Reserves the space of a new range.
 fn reserve(file: &dyn Storage, at: u64, bytes: u64, how: Preallocation) -> Result<()> {
     const PIECE: u64 = 8 << 20;
     let cannot = Error::io("cannot preallocate");

@@ -50,7 +50,7 @@ fn what_is_within_stays_and_what_is_beyond_goes() {
             let end = size.div_ceil(options.cluster_size);
             for (cluster, (first, last)) in &before {
                 match now.get(cluster) {
-                    // A cluster that the disk ends in keeps its start.
+                    // The cluster in which the disk ends keeps its start.
                     Some((f, l)) => assert!(f == first && (l == last || *l == 0), "{of}: cluster {cluster}"),
                     None => assert!(*cluster >= end, "{of}: cluster {cluster} is gone"),
                 }
@@ -120,7 +120,8 @@ fn preallocated_growth_lies_over_an_image_below() {
     for how in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
         for mut options in kinds(SIZE) {
             options.backing = Some(("base".to_owned(), "raw".to_owned()));
-            // The image below ends within the last cluster of the disk, before its end, or far behind it.
+            // The backing file ends within the last cluster of the disk, before its end, or far
+            // behind it.
             for below in [SIZE - 100, SIZE / 2, 2 * SIZE] {
                 if options.version < 3 && below > SIZE {
                     continue;
@@ -162,7 +163,7 @@ fn a_larger_image_below_does_not_show() {
     let file = new(&Options { backing: backing(), ..Options::new(SIZE + 512) });
     let e = resize(&mut open(&file), 4 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {});
     assert!(e.unwrap_err().to_string().contains("below"));
-    // Subclusters can be hidden one by one: no data is needed where the disk ends at one's end.
+    // Subclusters can be hidden one by one. No data is needed if the disk ends at the end of one.
     let options = Options { backing: backing(), extended_l2: true, ..Options::new(SIZE + 4096) };
     let file = new(&options);
     resize(&mut open(&file), 2 * SIZE, &around(Some(4 * SIZE), Preallocation::Off), &mut |_, _| {}).unwrap();
@@ -210,7 +211,7 @@ fn sizes_that_cannot_be_are_refused() {
 #[test]
 fn room_to_grow_changes_nothing_but_what_lies_behind_the_end() {
     for (seed, options) in (1..).zip(kinds(SIZE + 512)) {
-        // The image names none below: QEMU checks it, too.
+        // The image names no backing file, because QEMU checks it, too.
         let below = (options.version == 3).then_some(2 * SIZE);
         let file = new(&options);
         let last = SIZE / options.cluster_size;
@@ -227,7 +228,7 @@ fn room_to_grow_changes_nothing_but_what_lies_behind_the_end() {
         assert_clean(&file, &format!("{options:?}"));
         let i = open(&file);
         assert!(u64::from(i.header.l1_size) >= ROOM_L1_ENTRIES && i.header.size == SIZE + 512);
-        // The header alone makes the disk longer, and it reads as zeroes there.
+        // The header alone makes the disk longer, and the new part reads as zeroes.
         let mut after = before.clone();
         after.insert(last, (7, if options.cluster_size > 512 { 0 } else { 7 }));
         file.write_at(24, &(3 * SIZE).to_be_bytes()).unwrap();
@@ -249,7 +250,7 @@ fn room_to_grow_changes_nothing_but_what_lies_behind_the_end() {
     }
 }
 
-/// A disk with room gets another size and keeps its room, in one change.
+/// Tests that a disk with room gets another size and keeps its room, in one change.
 #[test]
 fn another_size_with_room_is_one_change() {
     for (seed, options) in (1..).zip(kinds(SIZE + 512)) {
@@ -268,7 +269,8 @@ fn another_size_with_room_is_one_change() {
             });
             make(&mut open(&file));
             assert_clean(&file, &format!("{options:?}, {size} bytes"));
-            // The same as both changes one after the other: nothing shows behind the end.
+            // The result is the same as that of both changes one after the other: nothing shows
+            // behind the end.
             let before = contents(&file);
             make_room(&mut open(&file), below).unwrap();
             assert_eq!(contents(&file), before, "{options:?}, {size} bytes");
@@ -276,7 +278,8 @@ fn another_size_with_room_is_one_change() {
     }
 }
 
-/// That the image below shows through is found last, and nothing is written before.
+/// Tests that the check for the backing file is the last one, and that nothing is written before
+/// it.
 #[test]
 fn what_is_refused_leaves_each_byte_as_it_was() {
     for version in [2, 3] {

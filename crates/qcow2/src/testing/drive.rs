@@ -1,4 +1,4 @@
-//! A served image whose requests are done at once, one after the other, on files in memory.
+//! A served image whose requests are carried out at once, one after the other, on files in memory.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -6,16 +6,16 @@ use std::sync::Arc;
 use crate::memory::Memory;
 use crate::{Buf, Chain, Context, Image, Layer, Op, Request, Served, Settings, Step, Storage, User, Waker};
 
-const NOBODY: Waker = Waker { who: 0, token: 0 };
+const NO_WAKER: Waker = Waker { who: 0, token: 0 };
 
-/// File 0 is the image, file 1 its data file, if it has one, file 2 what is below it.
+/// File 0 is the image, file 1 its data file, if it has one, file 2 the backing file.
 pub(crate) struct Disk {
     pub(crate) files: [Rc<Memory>; 3],
     pub(crate) chain: Chain,
     pub(crate) user: User,
 }
 
-/// A request that stays under way.
+/// A request that stays in flight.
 pub(crate) struct Started {
     pub(crate) request: Request,
     pub(crate) op: Op,
@@ -38,24 +38,24 @@ impl Disk {
 
     fn with(&mut self, call: impl FnOnce(&mut Context<'_>) -> Step) -> Step {
         let (user, chain) = (&mut self.user, &self.chain);
-        call(&mut Context { chain, user, waker: NOBODY, wake: &mut |_| {}, readonly: false })
+        call(&mut Context { chain, user, waker: NO_WAKER, wake: &mut |_| {}, readonly: false })
     }
 
-    /// Begins a request: its first step is not done.
-    pub(crate) fn begin(&mut self, op: Op, pos: u64, guest: Vec<u8>, len: u64) -> Started {
+    /// Starts a request. Its first step is not carried out.
+    pub(crate) fn start(&mut self, op: Op, pos: u64, guest: Vec<u8>, len: u64) -> Started {
         let mut request = Request::default();
         let step = self.with(|cx| request.start(op, pos, len, false, cx));
         Started { request, op, guest, step }
     }
 
-    /// Does a request's next step, and what comes after it; false where it is over.
+    /// Carries out a request's step and continues the request. Returns false if it has ended.
     pub(crate) fn step(&mut self, started: &mut Started) -> bool {
         let Some(res) = self.perform(started) else { return false };
         self.wake(started, res);
         true
     }
 
-    /// Does a request's next step, which does not know yet that it is over.
+    /// Carries out a request's step without telling the request.
     pub(crate) fn step_without_result(&mut self, started: &mut Started) {
         assert_eq!(self.perform(started), Some(0));
     }
@@ -105,16 +105,16 @@ impl Disk {
         Some(if done.is_ok() { 0 } else { -28 })
     }
 
-    /// Says that a request's step ended so, without doing it.
+    /// Tells a request the result of its step without carrying it out.
     pub(crate) fn wake(&mut self, started: &mut Started, res: i32) {
         let (user, chain) = (&mut self.user, &self.chain);
-        let mut cx = Context { chain, user, waker: NOBODY, wake: &mut |_| {}, readonly: false };
+        let mut cx = Context { chain, user, waker: NO_WAKER, wake: &mut |_| {}, readonly: false };
         started.step = started.request.resume(res, &mut cx);
     }
 
-    /// Does a request: its result, and the guest's bytes.
+    /// Runs a request. Returns its result, and the guest's bytes.
     pub(crate) fn run(&mut self, op: Op, pos: u64, guest: Vec<u8>, len: u64) -> (i32, Vec<u8>) {
-        let mut started = self.begin(op, pos, guest, len);
+        let mut started = self.start(op, pos, guest, len);
         while self.step(&mut started) {}
         let Step::Done(res) = started.step else { unreachable!("it is over") };
         (res, started.guest)
@@ -134,7 +134,7 @@ impl Disk {
         assert_eq!(self.run(op, pos, Vec::new(), len).0, 0);
     }
 
-    /// Ends its use in good order; the image.
+    /// Ends the use in the regular way. Returns the image.
     pub(crate) fn close(mut self) -> Rc<Memory> {
         let image = self.chain.top().clone();
         let user = std::mem::replace(&mut self.user, image.join());

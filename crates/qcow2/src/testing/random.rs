@@ -1,4 +1,4 @@
-//! Numbers that a seed decides.
+//! A seeded generator of random numbers.
 
 pub(crate) struct Rng(fastrand::Rng);
 
@@ -11,7 +11,7 @@ impl Rng {
         self.0.u64(..)
     }
 
-    /// Below `n`.
+    /// Returns a number below `n`.
     pub(crate) fn below(&mut self, n: u64) -> u64 {
         self.0.u64(..n)
     }

@@ -1,4 +1,4 @@
-//! A second opinion on an image, by other means than the crate's own: counts every reference and compares.
+//! An independent check of an image: counts every reference and compares.
 
 use std::collections::HashSet;
 
@@ -24,7 +24,7 @@ fn count(image: &[u8], h: &Header, cluster: u64) -> u64 {
     (0..bits / 8).fold(0, |n, i| n << 8 | byte(offset + at * bits / 8 + i))
 }
 
-/// What is wrong with an image, leaks apart; and how many clusters leak.
+/// Returns the number of clusters that leak, or an error other than leaks.
 pub(crate) fn check(image: &[u8]) -> Result<u64, String> {
     let h = Header::parse(&image[..image.len().min(Header::BYTES_MAX)]).map_err(|e| e.to_string())?;
     let (size, data_file) = (h.cluster_size(), h.has(incompatible::DATA_FILE));
@@ -93,7 +93,7 @@ pub(crate) fn check(image: &[u8]) -> Result<u64, String> {
     Ok(leaks)
 }
 
-/// The clusters of a disk that have a place in its data file.
+/// Returns the clusters of a disk that are allocated in its data file.
 pub(crate) fn mapped(image: &[u8]) -> HashSet<usize> {
     let h = Header::parse(&image[..image.len().min(Header::BYTES_MAX)]).unwrap();
     let table = |n: u64| word(image, h.l1_offset + n / h.l2_entries() * 8) & OFFSET;

@@ -1,23 +1,24 @@
-//! A file in memory that knows what a crash may leave of it.
+//! A file in memory that knows which states a crash can leave.
 
 use std::cell::RefCell;
 use std::io;
 
 use qcow2::Storage;
 
-/// Unit of what reaches the disk whole or not at all.
+/// Unit that reaches the disk completely or not at all.
 pub(crate) const SECTOR: usize = 512;
 
 #[derive(Default)]
 struct Inner {
     now: Vec<u8>,
-    /// What is on stable storage for sure.
+    /// The contents that are surely on stable storage.
     synced: Vec<u8>,
-    /// Since then, in order: offset and bytes of sectors.
+    /// Later writes, in order: offset and bytes of sectors.
     pending: Vec<(u64, Vec<u8>)>,
 }
 
-/// See above. Reads and writes act at once; a crash takes away what was not synced, or some of it.
+/// The file. Reads and writes take effect at once. A crash removes all or some of the writes that
+/// were not synced.
 #[derive(Default)]
 pub(crate) struct File(RefCell<Inner>);
 
@@ -31,7 +32,7 @@ impl File {
     }
 
     pub(crate) fn zero(&self, offset: u64, len: u64) {
-        // Beyond the end there is nothing to be made zero.
+        // Beyond the end there is nothing to clear.
         let end = (offset + len).min(self.0.borrow().now.len() as u64);
         if offset < end {
             self.write_at(offset, &vec![0; (end - offset) as usize]).unwrap();
@@ -43,8 +44,8 @@ impl File {
         now.resize(now.len().max(len as usize), 0);
     }
 
-    /// What may be there after a crash now: `keep` says of each sector that was written since the last sync whether it got
-    /// there.
+    /// Returns the contents after a crash at this moment. `keep` decides for each sector that was
+    /// written since the last sync whether it reached the disk.
     pub(crate) fn crashed(&self, mut keep: impl FnMut() -> bool) -> Vec<u8> {
         let inner = self.0.borrow();
         let mut bytes = inner.synced.clone();
@@ -106,7 +107,7 @@ impl Storage for File {
         for (offset, data) in inner.pending.drain(..) {
             put(&mut inner.synced, offset as usize, &data);
         }
-        // A file's length is as stable as what lies in it.
+        // A file's length is as stable as its contents.
         let len = inner.synced.len().max(inner.now.len());
         inner.synced.resize(len, 0);
         Ok(())

@@ -1,4 +1,5 @@
-//! The death of the process: what it wrote to files and to shared memory stays, what it had in its own is lost.
+//! The death of the process: its writes to files and to shared memory stay, and its own memory is
+//! lost.
 
 use std::cell::Cell;
 use std::io;
@@ -14,10 +15,10 @@ use qcow2::{Chain, Op, Served, Settings, Storage, make_ready};
 
 use super::{Data, File, Rng, Shape, Sim, below, check, open, sample};
 
-/// This run of the machine.
+/// The number of this run of the machine.
 const BOOT: [u8; 16] = *b"this run, no one";
 
-/// Memory that the next one finds.
+/// Memory that the next process finds.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) id: [u8; 16],
@@ -41,12 +42,13 @@ impl Shared {
         Some(Self { id: id.to_be_bytes(), lasts: shape.generation_lasts, words })
     }
 
-    /// The number of the first record that is needed: it grows when a flush has written the map.
+    /// Returns the number of the first record that is needed. It grows when a flush has written the
+    /// map.
     pub(crate) fn first_record(&self) -> u64 {
         self.words[6].load(Relaxed)
     }
 
-    /// Another number when records were put in.
+    /// Returns another number once records were put in.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.words[16..].iter().fold(0, |sum, word| sum.rotate_left(7).wrapping_add(word.load(Relaxed)))
     }
@@ -56,7 +58,7 @@ impl Shared {
     }
 }
 
-/// The image's file, as one sees it who dies after so many changes of it.
+/// The image's file for a process that dies after a number of changes of it.
 struct Mortal<'f> {
     file: &'f File,
     left: Cell<u64>,
@@ -105,9 +107,9 @@ impl Storage for Mortal<'_> {
 }
 
 impl Sim {
-    /// Recovers what there is to recover and repairs what there is to repair, with `left` changes of the file to live for.
+    /// Recovers and repairs the image. The process dies after `left` changes of the file.
     fn revive(&self, left: u64) -> qcow2::Result<()> {
-        // All that the journal names has to be stable first.
+        // Everything that the journal refers to has to be stable first.
         self.files[2].sync().unwrap();
         let file = Mortal { file: &self.files[0], left: Cell::new(left) };
         if let Some(shared) = &self.shared {
@@ -118,7 +120,7 @@ impl Sim {
         make_ready(&file)
     }
 
-    /// As [`revive`](Self::revive), and all counts are right then.
+    /// Like [`revive`](Self::revive), and checks that all counts are right then.
     pub(crate) fn repair(&mut self) {
         self.revive(u64::MAX).unwrap();
         let bytes = self.files[0].bytes();
@@ -127,14 +129,14 @@ impl Sim {
         sample(&bytes, "after a repair", self.kills % 8 == 1);
     }
 
-    /// Opens the image anew.
+    /// Opens the image again.
     pub(crate) fn reopen(&mut self) {
         self.shared = Shared::new(&self.shape, &mut self.rng);
         self.chain = open(&self.files[0], &self.shape, self.shared.as_ref());
         self.join();
     }
 
-    /// What somebody reads who may not write the image, before anybody recovers it.
+    /// Returns the contents for a reader that may not write the image, before recovery.
     fn read_through(&mut self) -> Option<Vec<u8>> {
         let mut first = vec![0; 1 << 16];
         self.files[0].read_at(0, &mut first).unwrap();
@@ -157,7 +159,8 @@ impl Sim {
         Some(read)
     }
 
-    /// The process goes, now, and maybe those who come after it while they recover; at times the power, too.
+    /// Kills the process, and possibly those that follow while they recover. Sometimes the power
+    /// fails, too.
     pub(crate) fn kill(&mut self) {
         let at = self.tick();
         self.kills += 1;
@@ -166,7 +169,7 @@ impl Sim {
             let most = [4, 40, 400][self.rng.below(3) as usize];
             let left = self.rng.below(most);
             match self.revive(left) {
-                // Nothing was left to do, or too little to die of.
+                // There was nothing left to do, or too little to die during it.
                 Ok(()) => break,
                 Err(qcow2::Error::Io { .. }) => {}
                 Err(e) => panic!("{e}"),
@@ -187,9 +190,12 @@ impl Sim {
         if all {
             let whole = read.is_none_or(|read| read == self.single(Op::Read, 0, self.shape.size));
             assert!(whole, "a reader saw something else than what was recovered");
-            self.look(|model, sector, value, _| model.may_read(sector, value, at, at), "is after a kill");
+            self.check_sectors(
+                |model, sector, value, _| model.may_read(sector, value, at, at),
+                "is after a kill",
+            );
         } else {
-            self.look(
+            self.check_sectors(
                 |model, sector, value, _| model.may_survive(sector, value, at),
                 "survives a kill and a crash",
             );

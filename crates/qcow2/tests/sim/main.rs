@@ -1,4 +1,5 @@
-//! Many workers on one image, simulated: which request goes on next, and what a crash leaves, is a seed's choice.
+//! A simulation of many workers on one image. A seed decides which request continues next, and what
+//! a crash leaves.
 //!
 //! `QCOW2_SIM_SEEDS=N` runs N seeds instead of a few; `QCOW2_SIM_SEED=N` runs that one alone.
 
@@ -22,7 +23,7 @@ use qcow2::{
 };
 use random::Rng;
 
-/// What is simulated.
+/// The parameters of a simulation.
 #[derive(Clone, Debug)]
 struct Shape {
     cluster_bits: u32,
@@ -34,27 +35,27 @@ struct Shape {
     slots: usize,
     cache_bytes: u64,
     below: bool,
-    /// One step of so many fails; 0: none does.
+    /// One step of this number fails. 0: none does.
     faults: u64,
-    /// Clusters of the file that are in use without being used: 0, or every how manieth.
+    /// Clusters of the file that are counted without being used: every n-th, or none if 0.
     holes: u64,
-    /// Records of the map's journal; 0: there is none, as for version 2.
+    /// Records of the map's journal. 0: there is none, as for version 2.
     records: usize,
     /// How long a generation of the journal lasts: until a flush, or until the next record.
     generation_lasts: Duration,
     data: Data,
-    /// Space can be taken ahead at the file's end.
+    /// Whether space can be allocated ahead at the file's end.
     extends: bool,
 }
 
-/// Where the disk's data is.
+/// The location of the disk's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Data {
     /// In the image.
     Within,
-    /// In a file of its own.
+    /// In an external data file.
     External,
-    /// Likewise, which is the disk byte for byte.
+    /// In an external data file that is the disk byte for byte.
     Raw,
 }
 
@@ -89,7 +90,7 @@ impl Shape {
             (shape.records, shape.data) = (0, Data::Within);
         }
         if shape.data == Data::Raw {
-            // It says all by itself.
+            // A raw data file contains the whole disk.
             shape.below = false;
         }
         shape
@@ -100,7 +101,7 @@ fn up(n: u64, unit: u64) -> u64 {
     n.div_ceil(unit) * unit
 }
 
-/// An empty image: header, refcount table and block, L1 table.
+/// Makes an empty image: header, refcount table and block, L1 table.
 fn blank(shape: &Shape) -> Vec<u8> {
     let order = if shape.version == 2 { 4 } else { shape.refcount_order };
     let mut h = Header {
@@ -163,7 +164,7 @@ fn blank(shape: &Shape) -> Vec<u8> {
             _ => image[at + i * bits / 8 + bits / 8 - 1] = 1,
         }
     }
-    // What was there before is not zero.
+    // The old contents are not zero.
     for cluster in (used..clusters).filter(|c| !in_use(c)) {
         image[(cluster * size) as usize..][..size as usize].fill(0x6b);
     }
@@ -178,19 +179,19 @@ struct Slot {
     first: usize,
     guest: Vec<u8>,
     step: Option<Step>,
-    /// It went the fast path: the step is its only one.
+    /// The fast path that it took. The step is then its only one.
     hit: Option<FastPath>,
-    /// Woken while it waits.
+    /// Whether it was woken while it waits.
     woken: bool,
 }
 
 struct Sim {
     rng: Rng,
     shape: Shape,
-    /// The image, the one below it, its data file.
+    /// The image, its backing file, its data file.
     files: [File; 3],
     chain: Chain,
-    /// What the map's journal lies in.
+    /// The memory of the map's journal.
     shared: Option<Shared>,
     users: Vec<User>,
     slots: Vec<Slot>,
@@ -226,7 +227,7 @@ fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
     Chain::new(Arc::new(image), below(shape))
 }
 
-/// What the image stands on.
+/// Returns the layers below the image.
 fn below(shape: &Shape) -> Vec<Layer> {
     let below = Layer::Raw { file: 1, size: shape.size / 2 / 512 * 512 };
     if shape.below { vec![below] } else { vec![] }
@@ -244,7 +245,7 @@ impl Sim {
         if shape.below {
             for (i, sector) in below.chunks_mut(SECTOR).enumerate() {
                 fill(sector, 0x4000_0000 + i as u32);
-                model.settle(i, 0x4000_0000 + i as u32, 1);
+                model.set_known(i, 0x4000_0000 + i as u32, 1);
             }
         }
         let files = [File::of(blank(&shape)), File::of(below), File::default()];
@@ -293,18 +294,18 @@ impl Sim {
         self.now
     }
 
-    /// One thing happens.
-    fn turn(&mut self) {
+    /// Makes one random event happen.
+    fn step(&mut self) {
         let i = self.rng.below(self.slots.len() as u64) as usize;
         match self.slots[i].step.clone() {
-            None if self.rng.below(3) > 0 => self.begin(i),
+            None if self.rng.below(3) > 0 => self.start(i),
             Some(Step::Park) if !self.slots[i].woken => {}
             Some(step) => self.go_on(i, &step),
             None => {}
         }
     }
 
-    fn begin(&mut self, i: usize) {
+    fn start(&mut self, i: usize) {
         let sectors = self.model_len();
         let op = match self.rng.below(16) {
             0..4 => Op::Read,
@@ -322,7 +323,7 @@ impl Sim {
             2 => cluster * 3,
             _ => cluster * 40,
         };
-        // Half of all that happens, happens in a small part.
+        // Half of all events happen in a small part of the disk.
         let range = if self.rng.below(2) == 0 { sectors } else { (sectors / 16).max(1) };
         let mut first = self.rng.below(range);
         let mut len = (1 + self.rng.below(most)).min(sectors - first).min((2 << 20) / SECTOR as u64);
@@ -346,7 +347,7 @@ impl Sim {
         let writes = matches!(op, Op::Write | Op::WriteCompressed);
         let value = if writes { self.stamp } else { 0 };
         if !matches!(op, Op::Read | Op::Flush) {
-            (first..first + len).for_each(|s| self.model.begin(s as usize, value, begin, op == Op::Discard));
+            (first..first + len).for_each(|s| self.model.start(s as usize, value, begin, op == Op::Discard));
         }
         let slot = &mut self.slots[i];
         (slot.op, slot.begin, slot.first) = (op, begin, first as usize);
@@ -371,7 +372,7 @@ impl Sim {
         self.shape.size / SECTOR as u64
     }
 
-    /// Calls a request, takes its next step, wakes those that it wakes.
+    /// Calls a request, stores its next step, and wakes other requests.
     fn with(&mut self, i: usize, call: impl FnOnce(&mut Request, &mut Context<'_>) -> Step) {
         let mut woken = Vec::new();
         let slot = &mut self.slots[i];
@@ -402,7 +403,7 @@ impl Sim {
             Step::Extend { .. } => -28,
             _ => -5,
         };
-        // What failed may have been done all the same.
+        // A failed step may have been carried out.
         let nothing = matches!(step, Step::Extend { .. }) && !self.shape.extends;
         if !nothing && (!fails || self.rng.below(2) > 0) {
             let slot = &mut self.slots[i];
@@ -444,7 +445,7 @@ impl Sim {
         }
     }
 
-    /// Lets all that is under way come to its end.
+    /// Lets all requests in flight end.
     fn finish(&mut self) {
         let mut idle = 0;
         while self.slots.iter().any(|s| s.step.is_some()) {
@@ -464,7 +465,7 @@ impl Sim {
         }
     }
 
-    /// One request by itself.
+    /// Runs one request alone.
     fn single(&mut self, op: Op, first: u64, len: u64) -> Vec<u8> {
         self.slots[0].op = op;
         self.slots[0].begin = self.now;
@@ -515,7 +516,7 @@ impl Sim {
         slot.guest
     }
 
-    /// The power goes; what is left is opened again.
+    /// Lets the power fail, and opens the remaining image again.
     fn crash(&mut self) {
         let at = self.tick();
         let all = self.rng.below(4);
@@ -532,30 +533,30 @@ impl Sim {
         sample(&left, "after a crash", self.crashes.is_multiple_of(8));
         self.crashes += 1;
         (self.files[0], self.files[2]) = (File::of(left), File::of(data));
-        // What was in memory went.
+        // The memory was lost.
         self.shared = None;
         self.repair();
         self.reopen();
-        self.look(|model, sector, value, _| model.may_survive(sector, value, at), "survives");
+        self.check_sectors(|model, sector, value, _| model.may_survive(sector, value, at), "survives");
     }
 
-    /// Reads the whole disk, with nothing under way.
-    fn look(&mut self, may: impl Fn(&Model, usize, u32, Time) -> bool, what: &str) {
+    /// Reads the whole disk, with nothing in flight, and checks it.
+    fn check_sectors(&mut self, may: impl Fn(&Model, usize, u32, Time) -> bool, what: &str) {
         let all = self.single(Op::Read, 0, self.shape.size);
         let now = self.tick();
         for (sector, bytes) in all.chunks(SECTOR).enumerate() {
             let value = value_of(bytes);
             let value = value.unwrap_or_else(|| panic!("a torn sector {sector}: {:?}", &bytes[..16]));
             assert!(may(&self.model, sector, value, now), "{value:#x} {what} in sector {sector}");
-            self.model.settle(sector, value, now);
+            self.model.set_known(sector, value, now);
         }
         self.model.flushed(now, now);
     }
 
-    /// Ends in good order: nothing leaks.
+    /// Ends in the regular way, and checks that nothing leaks.
     fn close(&mut self) {
         self.finish();
-        self.look(|model, sector, value, now| model.may_read(sector, value, now, now), "is");
+        self.check_sectors(|model, sector, value, now| model.may_read(sector, value, now, now), "is");
         let image = self.chain.top().clone();
         for user in std::mem::take(&mut self.users) {
             image.leave(user);
@@ -577,7 +578,7 @@ impl Sim {
         }
     }
 
-    /// The data file has no more than the disk needs; a raw one is the disk.
+    /// Checks that the data file has no more than the disk needs, or is the disk if it is raw.
     fn check_data_file(&mut self, image: &[u8]) {
         let disk = self.single(Op::Read, 0, self.shape.size);
         let mut data = vec![0; disk.len()];
@@ -593,7 +594,7 @@ impl Sim {
     }
 }
 
-/// Does what a request asks for. The image below is not written.
+/// Carries out a request's step. The backing file is not written.
 fn perform(files: &[File; 3], request: &mut Request, op: Op, guest: &mut [u8], step: &Step) {
     let read = |file: u16, offset, bytes: &mut [u8]| files[usize::from(file)].read_at(offset, bytes).unwrap();
     let own = |file: u16| {
@@ -639,7 +640,7 @@ fn perform(files: &[File; 3], request: &mut Request, op: Op, guest: &mut [u8], s
     }
 }
 
-/// What `qemu-img check` says, where it is there.
+/// Runs `qemu-img check` on an image, if there is a qemu-img.
 fn sample(image: &[u8], when: &str, wanted: bool) {
     if !wanted {
         return;
@@ -648,16 +649,16 @@ fn sample(image: &[u8], when: &str, wanted: bool) {
     let folder = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("image.qcow2"), image).unwrap();
-    // Whose contents are not looked at.
+    // Its contents are not checked.
     std::fs::write(folder.join("data"), "").unwrap();
-    // Data files are looked for in the folder that it runs in.
+    // Data files are searched in the folder in which it runs.
     let ran = std::process::Command::new("qemu-img")
         .args(["check", "-f", "qcow2", "image.qcow2"])
         .current_dir(&folder)
         .output();
     std::fs::remove_dir_all(&folder).unwrap();
     let Ok(out) = ran else { return };
-    // 3: leaks alone.
+    // 3: only leaks.
     let code = out.status.code().unwrap_or(-1);
     assert!(
         matches!(code, 0 | 3),
@@ -678,14 +679,14 @@ fn value_of(sector: &[u8]) -> Option<u32> {
 
 fn run(seed: u64) {
     let mut sim = Sim::new(seed);
-    let turns = 3000;
-    for turn in 0..turns {
-        sim.turn();
-        if turn % 256 == 255 {
+    let iterations = 3000;
+    for iteration in 0..iterations {
+        sim.step();
+        if iteration % 256 == 255 {
             let oldest = sim.slots.iter().filter(|s| s.step.is_some()).map(|s| s.begin).min();
             let oldest = oldest.unwrap_or(sim.now);
             sim.model.prune(oldest);
-            // Some end by a crash, some by kill, some by either, some do not.
+            // Some end with a crash, some with a kill, some with either, some with none.
             match seed % 4 {
                 1 => sim.crash(),
                 2 if sim.shared.is_some() => sim.kill(),

@@ -1,25 +1,25 @@
-//! What the disk's sectors may read as, whoever of those that wrote at the same time came last.
+//! The values that the disk's sectors may have, for any order of concurrent writes.
 
 use std::collections::VecDeque;
 
-/// The time of something; each has its own.
+/// The time of an event. Each event has its own.
 pub(crate) type Time = u64;
 
 #[derive(Clone, Copy, Debug)]
 struct Write {
     value: u32,
     begin: Time,
-    /// `Time::MAX` while it is under way.
+    /// `Time::MAX` while it is in flight.
     end: Time,
-    /// It may leave what was there.
+    /// Whether it may leave the former value.
     weak: bool,
 }
 
-/// All that was done to each sector, as far as it can still be read.
+/// All writes to each sector whose values can still be read.
 #[derive(Clone)]
 pub(crate) struct Model {
     sectors: Vec<VecDeque<Write>>,
-    /// Flushes that ended: when they began and ended.
+    /// Flushes that ended, as start and end.
     flushes: Vec<(Time, Time)>,
 }
 
@@ -29,12 +29,12 @@ impl Model {
         Self { sectors: vec![VecDeque::from([first]); sectors], flushes: vec![(0, 0)] }
     }
 
-    /// A write of `value` begins. 0: zeroes.
-    pub(crate) fn begin(&mut self, sector: usize, value: u32, now: Time, weak: bool) {
+    /// Records the start of a write of `value`. 0: zeroes.
+    pub(crate) fn start(&mut self, sector: usize, value: u32, now: Time, weak: bool) {
         self.sectors[sector].push_back(Write { value, begin: now, end: Time::MAX, weak });
     }
 
-    /// It is over; a failed one may have come to anything.
+    /// Records the end of a write. A failed one may have had any effect.
     pub(crate) fn end(&mut self, sector: usize, begin: Time, now: Time, done: bool) {
         let list = &mut self.sectors[sector];
         let write = list.iter_mut().find(|w| w.begin == begin).expect("it began");
@@ -46,29 +46,31 @@ impl Model {
         self.flushes.push((begin, end));
     }
 
-    /// Whether a read from `begin` to `end` may see `value`.
+    /// Returns whether a read from `begin` to `end` may see `value`.
     pub(crate) fn may_read(&self, sector: usize, value: u32, begin: Time, end: Time) -> bool {
         self.may(sector, value, end, |over| over.end < begin)
     }
 
-    /// Whether `value` may be there after a crash at `at`.
+    /// Returns whether `value` may be there after a crash at `at`.
     pub(crate) fn may_survive(&self, sector: usize, value: u32, at: Time) -> bool {
         self.may(sector, value, at, |over| self.flushes.iter().any(|f| over.end < f.0 && f.1 < at))
     }
 
-    /// `value` was written before `end`, and not overwritten by one that counts.
+    /// Returns whether `value` was written before `end`, and not overwritten by a write that
+    /// counts.
     fn may(&self, sector: usize, value: u32, end: Time, counts: impl Fn(&Write) -> bool) -> bool {
         let list = &self.sectors[sector];
         let gone = |w: &Write| list.iter().any(|over| !over.weak && over.begin > w.end && counts(over));
         list.iter().any(|w| w.value == value && w.begin < end && !gone(w))
     }
 
-    /// What was found after a crash, or with nothing under way, is what is there.
-    pub(crate) fn settle(&mut self, sector: usize, value: u32, now: Time) {
+    /// Records the value that was found after a crash, or with nothing in flight.
+    pub(crate) fn set_known(&mut self, sector: usize, value: u32, now: Time) {
         self.sectors[sector] = VecDeque::from([Write { value, begin: now, end: now, weak: false }]);
     }
 
-    /// Forgets what nobody can see any more: that a write which is stable has overwritten before `before`.
+    /// Removes writes that can no longer be seen, because a stable write has overwritten them
+    /// before `before`.
     pub(crate) fn prune(&mut self, before: Time) {
         let flushed = self.flushes.iter().filter(|f| f.1 < before).map(|f| f.0).max().unwrap_or(0);
         self.flushes.retain(|f| f.1 >= before || f.0 == flushed);

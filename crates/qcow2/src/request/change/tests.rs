@@ -10,7 +10,7 @@ use crate::testing::{
 #[test]
 fn no_space_is_when_there_is_none() {
     const CLUSTER: u64 = 1 << 16;
-    // A reserve is 64 clusters, and 16 MiB are taken ahead.
+    // A reserve has 64 clusters, and 16 MiB are allocated ahead.
     let options = Options::new(1 << 30);
     for room in [0, 1, 2, 3, 7, 40, 64, 65, 100] {
         let image = testing::new(&options).bytes();
@@ -43,9 +43,9 @@ fn data_of(disk: &Disk, cluster: u64) -> u8 {
     byte[0]
 }
 
-/// A flush that is about to punch.
+/// Starts a flush and runs it until it is about to punch.
 fn flush_to_punch(disk: &mut Disk) -> Started {
-    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
+    let mut flush = disk.start(Op::Flush, 0, Vec::new(), 0);
     while !matches!(flush.step, Step::Discard { .. }) {
         assert!(disk.step(&mut flush), "nothing was punched");
     }
@@ -74,7 +74,7 @@ fn a_write_waits_for_the_punch_of_its_place() {
     disk.write(0, &[7; 1 << 17]);
     disk.other(Op::Discard, 0, 1 << 17);
     let mut flush = flush_to_punch(&mut disk);
-    let mut write = disk.begin(Op::Write, 4096, vec![9; 512], 512);
+    let mut write = disk.start(Op::Write, 4096, vec![9; 512], 512);
     assert_eq!(write.step, Step::Park);
     assert!(disk.step(&mut flush));
     while disk.step(&mut flush) {}
@@ -100,7 +100,7 @@ fn a_punch_that_fails_costs_nothing_but_space() {
 fn a_raw_data_file_is_the_disk() {
     let mut disk = with_data_file(true);
     disk.write(0, &[7; 1 << 18]);
-    // Less than a cluster, too.
+    // Also less than a cluster.
     disk.other(Op::Discard, 512, 1 << 17);
     disk.other(Op::Zero { unmap: true }, 3 << 16, 1 << 16);
     let mut data = vec![0; 1 << 18];
@@ -113,7 +113,7 @@ fn a_raw_data_file_is_the_disk() {
 #[test]
 fn a_table_lies_within_the_file_where_no_space_is_taken_ahead() {
     let mut disk = Disk::open(testing::new(&Options::new(1 << 30)), None);
-    let mut write = disk.begin(Op::Write, 0, vec![1; 512], 512);
+    let mut write = disk.start(Op::Write, 0, vec![1; 512], 512);
     loop {
         match write.step {
             Step::Extend { .. } => disk.wake(&mut write, 0),

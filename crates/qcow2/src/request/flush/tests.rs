@@ -21,7 +21,7 @@ impl Words for Shared {
     }
 }
 
-/// A disk with a journal.
+/// Makes a disk with a journal.
 fn disk() -> Disk {
     let file = testing::new(&Options::new(1 << 20));
     let begun = begin(&file, [1; 16]).unwrap();
@@ -35,10 +35,10 @@ fn disk() -> Disk {
     Disk { files: [Rc::new(file), other(), other()], chain: Chain::new(image, vec![]), user }
 }
 
-/// A flush whose write of the header has begun, and is not done.
+/// Starts a flush and runs it until its write of the header has started.
 fn flush_to_header(disk: &mut Disk) -> Started {
     disk.write(0, &[7; 512]);
-    let mut flush = disk.begin(Op::Flush, 0, Vec::new(), 0);
+    let mut flush = disk.start(Op::Flush, 0, Vec::new(), 0);
     while !matches!(flush.step, Step::Write { offset: 0, .. }) {
         assert!(disk.step(&mut flush), "the header was not written");
     }
@@ -67,13 +67,13 @@ fn a_size_is_not_taken_back_by_a_flush_under_way() {
             image.write_size(SIZE, write)
         });
         disk.files[0].write_at(0, &written.recv().unwrap()).unwrap();
-        // The flush's write, of the size before, comes to the image last, and ends later.
+        // The flush's write, with the former size, reaches the image last, and ends later.
         disk.step_without_result(&mut flush);
         go_on.send(()).unwrap();
         let step = flush.step.clone();
         assert!(matches!(step, Step::Write { offset: 0, .. }));
         disk.wake(&mut flush, 0);
-        // Control writes again, if it has not said yet that the size is there.
+        // Control writes again until it has reported that the size is there.
         while let Ok(bytes) = written.recv() {
             disk.files[0].write_at(0, &bytes).unwrap();
             go_on.send(()).unwrap();
@@ -95,7 +95,7 @@ fn a_flush_under_way_does_not_take_the_mark_of_a_corrupt_image_back() {
     disk.files[0].write_at(0, &bytes).unwrap();
     disk.step_without_result(&mut flush);
     assert!(!header(&disk).has(incompatible::CORRUPT), "the older write came last");
-    // So the mark's write is not the last word.
+    // So the write of the mark is not final.
     let (bytes, again) = first.ended(mark).expect("it is written again");
     disk.files[0].write_at(0, &bytes).unwrap();
     disk.wake(&mut flush, 0);

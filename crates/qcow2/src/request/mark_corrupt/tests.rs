@@ -24,7 +24,8 @@ fn header(file: &Memory) -> Header {
     Image::open(file).unwrap().header().clone()
 }
 
-/// An image with a snapshot and two clusters of the disk, both in one table; its L2 table, where the entry of the first is.
+/// Makes an image with a snapshot and two clusters of the disk, both in one table. Returns it, and
+/// the offset of the first cluster's entry.
 fn image(options: &Options) -> (Memory, u64) {
     let file = testing::new(options);
     snapshot::create(&mut Image::open(&file).unwrap(), "s", (0, 0)).unwrap();
@@ -50,14 +51,15 @@ fn places(file: &Memory, l2: u64) -> Vec<(&'static str, u64)> {
     ]
 }
 
-/// Everything but the mark.
+/// Returns the file's bytes without the mark.
 fn without_mark(file: &Memory) -> Vec<u8> {
     let mut bytes = file.bytes();
     bytes[79] &= !(incompatible::CORRUPT as u8);
     bytes
 }
 
-/// Requests on the first two clusters fail, the image is marked, and nothing else in it is another.
+/// Checks that requests on the first two clusters fail, that the image is marked, and that nothing
+/// else in it changes.
 fn assert_refused(file: Memory, what: &str) {
     let (before, version) = (file.bytes(), header(&file).version);
     for op in [Op::Write, Op::Discard, Op::Zero { unmap: false }, Op::Zero { unmap: true }, Op::Read] {
@@ -85,7 +87,7 @@ fn an_entry_that_leads_to_metadata() {
         for (what, at) in places(&file, l2) {
             let packed = Compressed::entry(at + 1024, 512, 16);
             for entry in [at | COPIED, at, packed] {
-                // A place at 0 is none, in an image without a data file.
+                // Offset 0 is not an offset, in an image without a data file.
                 if entry & (OFFSET | COMPRESSED) != 0 {
                     let file = Memory::new(bytes.clone(), 64 << 20);
                     set(&file, l2, entry);
@@ -145,7 +147,7 @@ fn counts_that_call_metadata_free() {
         let mut disk = Disk::open(file, None);
         assert_eq!(disk.run(Op::Write, 5 * CLUSTER, vec![9; 512], 512).0, EIO, "{what}");
         assert!(disk.chain.top().tell_wrong().unwrap().0.contains(what));
-        // What is there already needs no counts.
+        // Clusters that are allocated already need no counts.
         disk.write(0, &[7; 512]);
         let file = disk.close();
         assert!(without_mark(&file) == before, "{what} was written over");
@@ -176,7 +178,8 @@ fn tables_over_one_another_are_refused() {
     assert!(matches!(open(&file, true), Err(Error::Corrupt(_))), "nothing is counted");
 }
 
-/// Without a journal, too, a mark and a size that are written at the same time are both in the image in the end.
+/// Tests that a mark and a size that are written at the same time are both in the image at the end,
+/// also without a journal.
 #[test]
 fn a_mark_and_a_size_do_not_take_each_other_back() {
     const SIZE: u64 = (1 << 30) - (1 << 16);
@@ -185,7 +188,7 @@ fn a_mark_and_a_size_do_not_take_each_other_back() {
     let bytes = file.bytes();
     for mark_comes_last in [false, true] {
         let mut disk = Disk::open(Memory::new(bytes.clone(), 64 << 20), None);
-        let mut write = disk.begin(Op::Write, 0, vec![9; 512], 512);
+        let mut write = disk.start(Op::Write, 0, vec![9; 512], 512);
         while !matches!(write.step, Step::Write { offset: 0, .. }) {
             assert!(disk.step(&mut write), "the header was not written");
         }
@@ -200,7 +203,7 @@ fn a_mark_and_a_size_do_not_take_each_other_back() {
                     Ok(())
                 })
             });
-            // Both writes are under way, and reach the image in one order or the other.
+            // Both writes are in flight, and reach the image in either order.
             let size = written.recv().unwrap();
             if mark_comes_last {
                 disk.files[0].write_at(0, &size).unwrap();

@@ -8,7 +8,7 @@ use crate::{Image, Step, Storage};
 
 const SIZE: u64 = 1 << 20;
 
-/// Bytes that can be packed to about a quarter of it, or not at all.
+/// Returns bytes that can be compressed to about a quarter, or not at all.
 fn some(len: u64, seed: u64, packs: bool) -> Vec<u8> {
     let mut random = Rng::new(seed);
     let noise = (0..len).map(|at| if packs && at % 4 > 0 { 7 } else { random.next() as u8 });
@@ -29,7 +29,7 @@ fn kinds() -> Vec<Options> {
     ]
 }
 
-/// The clusters of a disk, begin and length.
+/// Returns the clusters of a disk as start and length.
 fn clusters(options: &Options) -> impl Iterator<Item = (u64, u64)> + use<> {
     let (size, cluster) = (options.size, options.cluster_size);
     (0..size.div_ceil(cluster)).map(move |n| (n * cluster, cluster.min(size - n * cluster)))
@@ -76,7 +76,7 @@ fn pieces_go_when_their_clusters_do() {
                 let range = pos as usize..(pos + len) as usize;
                 match random.below(8) {
                     0..4 => {
-                        // Some have a place already.
+                        // Some are allocated already.
                         let bytes = some(len, random.next(), true);
                         assert_eq!(pack(&mut disk, pos, &bytes), 0);
                         all[range].copy_from_slice(&bytes);
@@ -132,7 +132,7 @@ fn several_at_a_time_and_some_that_fail() {
         let mut disk = Disk::open(testing::new(&options), None);
         let all: Vec<_> = clusters(&options).take(40).collect();
         let begin = |disk: &mut Disk, (pos, len)| {
-            let started = disk.begin(Op::WriteCompressed, pos, some(len, pos, true), len);
+            let started = disk.start(Op::WriteCompressed, pos, some(len, pos, true), len);
             (pos, len, started)
         };
         let mut under_way: Vec<_> = all.iter().map(|at| begin(&mut disk, *at)).collect();
@@ -144,7 +144,7 @@ fn several_at_a_time_and_some_that_fail() {
                     let (pos, len, _) = under_way.swap_remove(at);
                     done.push((pos, len, res));
                 }
-                // Some wait for others, and all come by again and again.
+                // Some wait for others, and each is resumed again and again.
                 Step::Park => disk.wake(&mut under_way[at].2, 0),
                 _ if random.below(20) == 0 => disk.wake(&mut under_way[at].2, -5),
                 _ => drop(disk.step(&mut under_way[at].2)),
@@ -154,7 +154,8 @@ fn several_at_a_time_and_some_that_fail() {
         failed += done.iter().filter(|d| d.2 != 0).count();
         for (pos, len, res) in done {
             let expected = if res == 0 { some(len, pos, true) } else { vec![0; len as usize] };
-            // One that failed before it was packed, or after it was written, may be there.
+            // A request that failed before it was compressed, or after it was written, may have
+            // been carried out.
             assert!(res != 0 || disk.read(pos, len) == expected, "{options:?}");
         }
         let file = disk.close();

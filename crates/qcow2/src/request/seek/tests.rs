@@ -8,11 +8,11 @@ use crate::{Image, Storage};
 const SIZE: u64 = 1 << 20;
 const CLUSTER: u64 = 1 << 16;
 
-/// All runs of the disk.
+/// Returns all runs of the disk.
 fn map(disk: &mut Disk, own: bool) -> Vec<(Extent, u64)> {
     let (mut pos, mut runs) = (0, Vec::new());
     while pos < SIZE {
-        let mut started = disk.begin(Op::Seek { own }, pos, Vec::new(), SIZE - pos);
+        let mut started = disk.start(Op::Seek { own }, pos, Vec::new(), SIZE - pos);
         while disk.step(&mut started) {}
         assert_eq!(started.step, crate::Step::Done(0));
         let found = started.request.found().unwrap();
@@ -43,7 +43,7 @@ fn runs_are_whole() {
 
 #[test]
 fn slices_are_read_for_it_and_an_empty_disk_is_one_run() {
-    // 512-byte clusters: a slice is 64 of them.
+    // With 512-byte clusters, a slice has 64 of them.
     let file = testing::new(&Options { cluster_size: 512, ..Options::new(SIZE) });
     let mut disk = Disk::open(file, None);
     assert_eq!(map(&mut disk, true), [(Extent::Absent, 16)]);
@@ -54,7 +54,7 @@ fn slices_are_read_for_it_and_an_empty_disk_is_one_run() {
     let loads = disk.chain.top().map_loads();
     assert_eq!(map(&mut disk, true), [(Extent::Data, 16)]);
     assert_eq!(disk.chain.top().map_loads() - loads, 32);
-    let mut small = disk.begin(Op::Seek { own: true }, 512, Vec::new(), 4096);
+    let mut small = disk.start(Op::Seek { own: true }, 512, Vec::new(), 4096);
     while disk.step(&mut small) {}
     assert_eq!(small.request.found(), Some(Found { extent: Extent::Data, len: 4096 }));
     assert!(disk.files[0].len().unwrap() > SIZE);
