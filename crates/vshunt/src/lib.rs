@@ -1,16 +1,67 @@
 //! The `vshunt` program: its command line, QMP server, metrics and configuration.
 //!
-//! What it serves is in crate `vshunt-daemon`. See ARCHITECTURE.md.
+//! What it serves is in crate `vshunt-daemon`; nothing here sees a request. See ARCHITECTURE.md.
+//! Modules use those that are below them in this table.
+//!
+//! | module | what it holds |
+//! | --- | --- |
+//! | `cli` | `vshunt`: arguments, commands, output. A command is sent over the control socket, so any other client can do the same |
+//! | `program` | `vshunt-blk` and `vshunt-net`: the same server under other command lines |
+//! | `serve` | `vshunt serve`: start and end of the daemon, signals, sandbox, service manager |
+//! | `qmp` | the server of the control socket, and its commands |
+//! | `config` | what a daemon is started with: flags of `serve` and the configuration file |
+//! | `metrics` | the HTTP server for Prometheus |
+//! | `image` | `vshunt image`: commands on images that no program uses |
+//! | `values`, `keyval` | values of flags, and lists of keys and values |
+//! | `outcome` | how a command ends |
 //!
 //! A client of the QMP server, as the command line uses it:
 //!
 //! ```no_run
 //! use std::path::Path;
-//! use vshunt::control::client::Client;
+//! use vshunt::client::Client;
 //!
 //! let mut client = Client::connect(Path::new("/run/vshunt.sock"))?;
 //! println!("{}", client.execute("query-block-exports", serde_json::Map::new())?);
-//! # Ok::<(), vshunt::control::client::ClientError>(())
+//! # Ok::<(), vshunt::client::ClientError>(())
 //! ```
 
-pub mod control;
+mod cli;
+mod config;
+mod image;
+mod keyval;
+mod metrics;
+mod outcome;
+mod program;
+mod qmp;
+#[cfg(test)]
+mod reference;
+mod serve;
+mod values;
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+pub use cli::client;
+
+/// The program: `vshunt`, or `vshunt-blk` or `vshunt-net` if that is what it was started as.
+pub fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    let name = args.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default().to_string_lossy();
+    let (name, outcome) = match program::named(&name) {
+        Some((name, main)) => (name, main(&args)),
+        None => ("vshunt", cli::run(&args)),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            let text = failure.to_string();
+            if !text.is_empty() {
+                let _ = writeln!(io::stderr(), "{name}: {}", text.trim_end());
+            }
+            ExitCode::from(failure.code())
+        }
+    }
+}

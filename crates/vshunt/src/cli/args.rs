@@ -1,0 +1,458 @@
+//! The command line: every flag, its help, its man page and its completion come from this table.
+
+pub(crate) mod jobs;
+mod qmp_help;
+pub(crate) mod snapshot;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand};
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
+
+use crate::config::args::{LogArgs, SERVE, SERVE_AFTER, ServeArgs};
+use crate::image;
+use crate::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
+
+const ABOUT: &str =
+    "Virtual disks and networks served by many queues and many workers: any queue, any worker, at any time";
+
+const AFTER: &str = "\
+Exit status:
+  0  success
+  1  failure: the command was tried, and the daemon or the system refused it,
+     or it failed. The message gives the reason
+  2  usage: the command line or the configuration file is wrong in itself.
+     Nothing was tried
+  3  no daemon answers on the control socket
+  `vshunt image check` and `convert` have codes of their own: see their --help
+
+Environment:
+  VSHUNT_CONTROL  the control socket, if -c/--control is not given
+  VSHUNT_SANDBOX  on, log, off or kill, if --sandbox is not given
+
+Examples:
+  vshunt serve --disk name=d0,file=disk.img \\
+      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt status
+  vshunt attach vm0:3 $(vshunt worker new --cpu 2)";
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(name = "vshunt", version, about = ABOUT, after_long_help = AFTER, max_term_width = 100)]
+#[command(arg_required_else_help = true)]
+pub(crate) struct Cli {
+    /// Control socket of the daemon
+    ///
+    /// Without it: $VSHUNT_CONTROL, otherwise /run/vshunt.sock for root and
+    /// $XDG_RUNTIME_DIR/vshunt.sock for other users.
+    #[arg(short, long, global = true, value_name = "SOCKET")]
+    pub(crate) control: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve disks and networks until a signal or `vshunt quit` ends it
+    #[command(long_about = SERVE, after_long_help = SERVE_AFTER)]
+    Serve(Box<ServeArgs>),
+    /// Show disks, networks, exports, queues and workers
+    #[command(after_long_help = STATUS_AFTER)]
+    Status(ListArgs),
+    /// Make, list, change and free workers
+    #[command(subcommand)]
+    Worker(WorkerCommand),
+    /// Move a queue to a worker while I/O runs
+    #[command(
+        after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:3 fast --timeout 500ms"
+    )]
+    Attach(AttachArgs),
+    /// Add, remove and list disks
+    #[command(subcommand)]
+    Disk(DiskCommand),
+    /// Add, remove and list networks
+    #[command(subcommand)]
+    Net(NetCommand),
+    /// Add, remove and list exports
+    #[command(subcommand)]
+    Export(ExportCommand),
+    /// Create, describe, check and change images that no program uses
+    #[command(after_long_help = image::AFTER)]
+    Image(image::ImageArgs),
+    /// Back up disks that are in use
+    #[command(subcommand)]
+    Backup(jobs::BackupCommand),
+    /// List, wait for, limit and end jobs
+    #[command(subcommand)]
+    Job(jobs::JobCommand),
+    /// Make, change and list dirty bitmaps: the blocks that were written since a backup
+    #[command(subcommand)]
+    Bitmap(jobs::BitmapCommand),
+    /// Change the size of a disk; its guests are told
+    ///
+    /// After a disk has shrunk, requests of a guest beyond the new end fail, and the data there is
+    /// lost.
+    #[command(after_long_help = "Examples:\n  vshunt resize d0 2G\n  vshunt resize --shrink d0 512M")]
+    Resize {
+        /// Name of the disk
+        disk: String,
+        /// New size in bytes, or with K, M, G or T
+        #[arg(value_parser = disk_size)]
+        size: u64,
+        /// Allow a smaller size: the data beyond it is lost
+        #[arg(long)]
+        shrink: bool,
+    },
+    /// Take a snapshot of a disk in use, or delete one
+    #[command(after_long_help = snapshot::AFTER)]
+    Snapshot(snapshot::SnapshotArgs),
+    /// Copy the overlay of a disk into the image below, where the disk continues; prints the name
+    /// of the job
+    #[command(after_long_help = jobs::COMMIT_AFTER)]
+    Commit(jobs::CommitArgs),
+    /// End the daemon; returns when everything is released
+    Quit {
+        /// End even if mounted files are open; their users get errors
+        #[arg(long)]
+        force: bool,
+    },
+    /// Send a command of the control protocol (QMP), and print the answer as JSON
+    #[command(after_long_help = qmp_help::qmp_help())]
+    Qmp {
+        /// Name of the command
+        command: String,
+        /// Arguments of the command, a JSON object
+        #[arg(value_name = "ARGUMENTS")]
+        arguments: Option<String>,
+    },
+    /// Write the man pages into a directory
+    Man {
+        /// The directory; a missing one is made
+        directory: PathBuf,
+    },
+    /// Print the completions for a shell
+    #[command(after_long_help = "Examples:\n  vshunt completions bash >/etc/bash_completion.d/vshunt")]
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const STATUS_AFTER: &str = "\
+Columns of disks:
+  MODE  ro or rw; direct: the page cache is bypassed (O_DIRECT); writethrough
+        or unsafe: the cache mode, if it is not writeback
+  PATH  how requests reach the disk. ring: by the worker's io_uring; inline: a
+        file in memory, copied at once; memory: format ram; none: format null
+
+Columns of networks, which are shown if there are any:
+  QUEUES      open queues of the interface; of a switch the queue pairs of all
+              ports
+  FROM-GUEST  frames that the guest sent, as the kernel counts them
+  TO-GUEST    frames for the guest
+  DROPPED     frames that were dropped
+
+Columns of exports:
+  BACKEND  the disk or network
+  MODE     ro or rw, for the user of the export
+  STATE    connected: a front end (a VMM) is connected; waiting: none is;
+           mounted; joined: an uplink whose tap is a port of its switch;
+           blocked: an uplink that makes a loop with another one; removing:
+           the export ends with its last requests
+  ENGINE   user: workers of the daemon serve the requests; kernel: the kernel
+           does (/dev/vhost-blk or /dev/vhost-net). Of a mount: dev (channels
+           of /dev/fuse), io_uring (a queue for each CPU), or passthrough (the
+           kernel reads and writes the image)
+  CHOSEN BECAUSE  why engine=auto is not kernel, or transport=auto not io_uring
+
+Columns of ports, which are shown if there is a switch:
+  VLANS    none; 5: untagged; 1-9t: tagged
+  OPTIONS  mac-filter: only frames from the mac of the export leave the port;
+           isolated: no frames to other isolated ports; reserved: frames to
+           01:80:c2:00:00:00 to 0f pass
+  MTU      the longest IP packet that passes
+  LEARNT   addresses that were learnt behind the port, and their limit
+  STATE    forwarding; blocked: an uplink that makes a loop with another one
+
+Columns of queues:
+  WORKER     the worker that the queue is attached to
+  STATE      stopped: the guest does not use it; running; broken: the guest
+             misused it, and it stops until the guest resets it, or the tap of
+             an uplink is missing
+  SIZE       descriptors of the ring; 0 before the first start; of a mount the
+             number of requests that can be in flight
+  IN-FLIGHT  requests that are taken and not completed. Requests of a disk in
+             memory complete as they are taken
+  REQUESTS, ERRORS, READ, WRITTEN  since the export was added
+  A network device has a queue for each pair of a receive and a transmit ring,
+  then the control queue. With engine=kernel the kernel reports no counters.
+  The queues of an uplink are those of its tap, counted as if the tap were a
+  guest of the switch.
+
+Columns of workers:
+  KIND     user: a thread of the daemon; stalled: it has work and has not run
+           for one second; kernel: a worker of the kernel, for one export
+  CPU      the CPUs that it may run on
+  POLL-US  how long it may poll before it sleeps, in microseconds
+  QUEUES   the attached queues, EXPORT:INDEX
+
+The last line shows what the sandbox restricts: see docs/sandbox.md.
+
+--json shows more: see docs/reference/qmp.md, \"Objects\".";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum WorkerCommand {
+    /// Make a worker; prints its id
+    #[command(
+        after_long_help = "Examples:\n  vshunt worker new --cpu 2\n  id=$(vshunt worker new --name fast)\n  \
+            vshunt worker new --kind kernel --export vm0"
+    )]
+    New(NewWorkerArgs),
+    /// List workers
+    List(ListArgs),
+    /// Free a worker that has no queues; worker 0 stays
+    Free {
+        /// Id or name of the worker
+        worker: String,
+    },
+    /// Change a worker; settings that are not given stay as they are
+    #[command(
+        after_long_help = "Examples:\n  vshunt worker set 2 --cpu 4-5 --poll-us 0\n  vshunt worker set 2 --cpu all"
+    )]
+    Set {
+        /// Id or name of the worker
+        worker: String,
+        #[command(flatten)]
+        change: WorkerArgs,
+    },
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct NewWorkerArgs {
+    /// What runs the worker: a thread of the daemon (user), or the kernel, for an export with
+    /// engine=kernel
+    #[arg(long, default_value = "user", value_parser = worker_kind())]
+    kind: WorkerKind,
+    /// For --kind kernel: the export whose queues the worker can have
+    #[arg(long, value_name = "NAME")]
+    export: Option<String>,
+    #[command(flatten)]
+    settings: WorkerArgs,
+}
+
+fn worker_kind() -> impl TypedValueParser<Value = WorkerKind> {
+    PossibleValuesParser::new(["user", "kernel"]).map(|kind| match kind.as_str() {
+        "kernel" => WorkerKind::Kernel,
+        _ => WorkerKind::User,
+    })
+}
+
+fn steering() -> impl TypedValueParser<Value = Steering> {
+    PossibleValuesParser::new(Steering::ALL.map(|(word, _)| word))
+        .map(|word| word.parse().unwrap_or_default())
+}
+
+impl NewWorkerArgs {
+    pub(crate) fn into_spec(self) -> WorkerSpec {
+        let kind = Some(self.kind).filter(|kind| *kind != WorkerKind::default());
+        WorkerSpec { kind, export: self.export, ..self.settings.into_spec() }
+    }
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct WorkerArgs {
+    /// CPUs that the worker may run on, for example 2, 0-3 or 0-1,6; all: all CPUs of the daemon
+    #[arg(long, value_name = "LIST", value_parser = cpus)]
+    cpu: Option<Cpus>,
+    /// Nice value, -20 to 19
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = nice)]
+    nice: Option<i32>,
+    /// Limit of adaptive polling in microseconds; 0: never poll
+    #[arg(long, value_name = "N", value_parser = poll_us)]
+    poll_us: Option<u32>,
+    /// Name in lists; the thread keeps the name that the worker was made with
+    #[arg(long, value_parser = worker_name)]
+    name: Option<String>,
+}
+
+impl WorkerArgs {
+    pub(crate) fn into_spec(self) -> WorkerSpec {
+        let cpu = self.cpu.map(|c| c.0);
+        WorkerSpec { name: self.name, cpu, nice: self.nice, poll_us: self.poll_us, ..WorkerSpec::default() }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AttachArgs {
+    /// The queue, EXPORT:INDEX
+    #[arg(value_parser = parse_queue)]
+    pub(crate) queue: QueueName,
+    /// Id or name of the worker
+    pub(crate) worker: String,
+    /// How long the requests in flight may take; after that the queue stays where it was
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration)]
+    pub(crate) timeout: Duration,
+}
+
+/// A queue as users name it: `vm0:3`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct QueueName {
+    pub(crate) export: String,
+    pub(crate) index: u16,
+}
+
+fn parse_queue(text: &str) -> Result<QueueName, String> {
+    let parts = text.rsplit_once(':').and_then(|(export, index)| Some((export, index.parse().ok()?)));
+    match parts {
+        Some((export, index)) if !export.is_empty() => Ok(QueueName { export: export.to_owned(), index }),
+        _ => Err(format!("`{text}` is no queue; write EXPORT:INDEX, for example vm0:3")),
+    }
+}
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let bad = || format!("`{text}` is no time; write for example 10s, 500ms or 2m");
+    let unit = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let number: u64 = text[..unit].parse().map_err(|_| bad())?;
+    let factor_ms = match &text[unit..] {
+        "ms" => 1,
+        "" | "s" => 1_000,
+        "m" => 60_000,
+        _ => return Err(bad()),
+    };
+    number.checked_mul(factor_ms).map(Duration::from_millis).ok_or_else(bad)
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DiskCommand {
+    /// Add a disk
+    #[command(after_long_help = "Keys:\n  Those of `vshunt serve --disk`.\n\nExamples:\n  \
+        vshunt disk add name=d1,file=disk.img,readonly=on")]
+    Add {
+        /// The disk
+        #[arg(value_name = "KEY=VALUE,…", value_parser = spec::<DiskSpec>)]
+        disk: DiskSpec,
+    },
+    /// Remove a disk that is not exported
+    Remove {
+        /// Name of the disk
+        name: String,
+    },
+    /// List disks
+    List(ListArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum NetCommand {
+    /// Add a network
+    #[command(after_long_help = "Keys:\n  Those of `vshunt serve --net`.\n\nExamples:\n  \
+        vshunt net add type=tap,name=n1,ifname=vs1\n  \
+        vshunt net add type=tap,name=n2,ifname=vs2,netns=red,steering=rss")]
+    Add {
+        /// The network
+        #[arg(value_name = "KEY=VALUE,…", value_parser = spec::<NetSpec>)]
+        net: NetSpec,
+    },
+    /// Change a network, also while it is in use
+    #[command(after_long_help = "Examples:\n  vshunt net set n1 --steering rss")]
+    Set {
+        /// Name of the network
+        name: String,
+        /// How the queue of a frame for the guest is chosen
+        #[arg(long, value_name = "STEERING", value_parser = steering())]
+        steering: Steering,
+    },
+    /// Remove a network that is not exported
+    Remove {
+        /// Name of the network
+        name: String,
+    },
+    /// List networks
+    List(ListArgs),
+    /// List the Ethernet addresses that a switch knows, and their ports
+    #[command(after_long_help = ADDRESSES_AFTER)]
+    Addresses {
+        /// Name of the network, a switch
+        name: String,
+        #[command(flatten)]
+        list: ListArgs,
+    },
+}
+
+const ADDRESSES_AFTER: &str = "\
+Columns:
+  VLAN    the VLAN in which it was learnt; -: no VLANs, or all VLANs of the port
+  PORT    the export of the port
+  ORIGIN  configured: the mac of the export; host: an address of the interface of
+          an uplink, or of its bridge; learnt: a frame came from it
+  AGE     seconds since it sent a frame; it is forgotten after 300
+
+Examples:
+  vshunt net addresses s0
+  vshunt net addresses s0 --json";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportCommand {
+    /// Export a disk or a network
+    #[command(after_long_help = "Keys:\n  Those of `vshunt serve --export`.\n\nExamples:\n  \
+        vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock")]
+    Add {
+        /// The export
+        #[arg(value_name = "KEY=VALUE,…", value_parser = boxed_export)]
+        export: Box<ExportSpec>,
+    },
+    /// Remove an export
+    Remove {
+        /// Name of the export
+        name: String,
+        /// Remove it even if a front end is connected or the mounted file is open
+        #[arg(long)]
+        force: bool,
+    },
+    /// List exports
+    List(ListArgs),
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_table_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn negative_and_listed_values() {
+        let cli = Cli::try_parse_from(["vshunt", "worker", "new", "--nice", "-5", "--cpu", "0-1,3"]).unwrap();
+        let Command::Worker(WorkerCommand::New(args)) = cli.command else { panic!("{:?}", cli.command) };
+        let spec = args.into_spec();
+        assert_eq!((spec.nice, spec.cpu), (Some(-5), Some(vec![0, 1, 3])));
+    }
+
+    #[test]
+    fn queues_and_times() {
+        assert_eq!(parse_queue("a:b:3"), Ok(QueueName { export: "a:b".into(), index: 3 }));
+        for text in ["vm0", ":1", "vm0:", "vm0:x", "vm0:70000"] {
+            assert!(parse_queue(text).is_err(), "{text}");
+        }
+        for (text, ms) in [("10s", 10_000), ("500ms", 500), ("2m", 120_000), ("3", 3_000)] {
+            assert_eq!(parse_duration(text), Ok(Duration::from_millis(ms)), "{text}");
+        }
+        for text in ["", "s", "1h", "-1s", "1.5s", "99999999999999999999m", "999999999999999999m"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! How commands ask the daemon over the control socket, and print lists.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::args::ListArgs;
+use super::client::Client;
+use crate::config::control_path;
+use crate::outcome::{Failure, Outcome, print};
+
+pub(super) fn connect(control: Option<&PathBuf>) -> Outcome<Client> {
+    let path = control_path(control).ok_or_else(|| {
+        Failure::Usage("which daemon? give -c SOCKET, or set VSHUNT_CONTROL or XDG_RUNTIME_DIR".into())
+    })?;
+    Ok(Client::connect(&path)?)
+}
+
+pub(super) fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Value) -> Outcome<T> {
+    let Value::Object(arguments) = arguments else {
+        return Err(Failure::Failed(format!("arguments of {command} are no object")));
+    };
+    let value = client.execute(command, arguments)?;
+    serde_json::from_value(value).map_err(|e| {
+        Failure::Failed(format!(
+            "the daemon's answer to {command} is not understood ({e}); is it another version?"
+        ))
+    })
+}
+
+pub(super) fn send(client: &mut Client, command: &str, arguments: Value) -> Outcome {
+    call::<Value>(client, command, arguments).map(drop)
+}
+
+pub(super) fn to_value(spec: &impl Serialize) -> Outcome<Value> {
+    serde_json::to_value(spec).map_err(|e| Failure::Usage(format!("cannot be written as JSON: {e}")))
+}
+
+pub(super) fn print_json(value: &Value) -> Outcome {
+    print(&format!("{value:#}\n"))
+}
+
+pub(super) fn query(client: &mut Client, command: &str) -> Outcome<Value> {
+    call(client, command, json!({}))
+}
+
+/// One list, as JSON or as the table that `table` makes of it.
+pub(super) fn list<T: DeserializeOwned>(
+    client: &mut Client,
+    command: &str,
+    args: ListArgs,
+    table: fn(&[T]) -> String,
+) -> Outcome {
+    match args.json {
+        true => print_json(&query(client, command)?),
+        false => print(&table(&call::<Vec<T>>(client, command, json!({}))?)),
+    }
+}
+
+/// A path as the user means it, whatever the daemon's working directory is.
+pub(super) fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
+    let absolute = |p: PathBuf| {
+        std::path::absolute(&p).map_err(|e| Failure::Usage(format!("{}: {e}", Path::display(&p))))
+    };
+    path.map(absolute).transpose()
+}

@@ -1,0 +1,185 @@
+//! Jobs and dirty bitmaps on the command line.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use vshunt_types::spec::{BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus};
+
+use super::args::jobs::{BackupArgs, BackupCommand, BitmapCommand, CommitArgs, JobCommand, Speed};
+use super::call::{absolute, call, list, send, to_value};
+use super::client::Client;
+use super::passing::{self, Wanted};
+use super::show;
+use crate::image::Bar;
+use crate::outcome::{Failure, Outcome, print};
+
+/// How often a job that is waited for is asked about.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -> Outcome {
+    let BackupCommand::Start(args) = command;
+    let wait = args.wait;
+    let spec = spec(*args)?;
+    let value = to_value(&spec)?;
+    let started: Value =
+        passing::with(client, |_| Ok(files(&spec)), &[], |client| call(client, "backup-start", value))?;
+    let id = started["job"].as_str().unwrap_or_default().to_owned();
+    match wait {
+        true => wait_and_dismiss(client, &id, quiet),
+        false => print(&format!("{id}\n")),
+    }
+}
+
+pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outcome {
+    let speed = args.speed.and_then(Speed::limit);
+    let arguments = json!({ "disk": args.disk, "job": args.job, "speed": speed });
+    let started: Value = passing::with(
+        client,
+        |client| passing::of_disk(client, &args.disk),
+        &[],
+        |client| call(client, "commit-start", arguments),
+    )?;
+    let id = started["job"].as_str().unwrap_or_default().to_owned();
+    match args.wait {
+        true => wait_and_dismiss(client, &id, quiet),
+        false => print(&format!("{id}\n")),
+    }
+}
+
+/// What the daemon needs for a backup to a file. It is made, or replaced, in its folder; a device
+/// is written.
+fn files(spec: &BackupSpec) -> Vec<Wanted> {
+    let to = spec.to.iter().filter(|to| !passing::is_served_by_vshunt(to));
+    let to = to.flat_map(|to| match std::fs::metadata(to) {
+        Ok(meta) if !meta.is_file() => Wanted::file(to, true),
+        _ => Wanted::folder_of(to),
+    });
+    let backing = spec.backing.iter().flat_map(|file| Wanted::image(file, Format::Qcow2, false, false));
+    to.chain(backing).collect()
+}
+
+fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
+    if let Some(path) = args.to.as_ref().filter(|_| args.overwrite && args.backing.is_some())
+        && args.backing.as_ref() == Some(path)
+    {
+        return Err(Failure::Usage("the backup before cannot be replaced by one that stands on it".into()));
+    }
+    let format = args.to.is_some().then(|| args.format.unwrap_or(Format::Qcow2));
+    Ok(BackupSpec {
+        disk: args.disk,
+        job: args.job,
+        to: absolute(args.to)?,
+        target: args.target,
+        format: format.or(args.format),
+        overwrite: args.overwrite,
+        compress: args.compress,
+        bitmap: args.bitmap,
+        incremental: args.incremental,
+        backing: absolute(args.backing)?,
+        speed: args.speed.and_then(Speed::limit),
+    })
+}
+
+pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outcome {
+    match command {
+        JobCommand::List(args) => list(client, "query-jobs", args, show::jobs),
+        JobCommand::Wait { jobs } => jobs.iter().try_for_each(|id| wait_for(client, id, quiet)),
+        JobCommand::Cancel { job } => {
+            send(client, "job-cancel", json!({ "id": job }))?;
+            // It is over when this returns: its target can be used again.
+            while jobs(client)?.iter().any(|j| j.id == job && j.status != JobStatus::Concluded) {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            Ok(())
+        }
+        JobCommand::Pause { job } => send(client, "job-pause", json!({ "id": job })),
+        JobCommand::Resume { job } => send(client, "job-resume", json!({ "id": job })),
+        JobCommand::Speed { job, speed } => {
+            send(client, "job-set-speed", json!({ "id": job, "speed": speed.limit() }))
+        }
+        JobCommand::Dismiss { jobs: named } => {
+            let over = |j: &JobInfo| j.status == JobStatus::Concluded;
+            let names = match named.is_empty() {
+                true => jobs(client)?.into_iter().filter(over).map(|j| j.id).collect(),
+                false => named,
+            };
+            names.iter().try_for_each(|id| send(client, "job-dismiss", json!({ "id": id })))
+        }
+    }
+}
+
+fn jobs(client: &mut Client) -> Outcome<Vec<JobInfo>> {
+    call(client, "query-jobs", json!({}))
+}
+
+/// Until a job is over, which was told then to who asked for it.
+fn wait_and_dismiss(client: &mut Client, id: &str, quiet: bool) -> Outcome {
+    let result = wait_for(client, id, quiet);
+    // Another may have dismissed it, or the daemon ended.
+    let _ = send(client, "job-dismiss", json!({ "id": id }));
+    result
+}
+
+/// Until a job is over; fails as it did.
+fn wait_for(client: &mut Client, id: &str, quiet: bool) -> Outcome {
+    let mut bar = Bar::new(id, quiet);
+    loop {
+        let jobs = jobs(client)?;
+        let Some(job) = jobs.iter().find(|j| j.id == id) else {
+            return Err(Failure::Failed(format!(
+                "there is no job {id}; 'job list' shows those that are there"
+            )));
+        };
+        bar.set(job.done_bytes, job.total_bytes.max(1));
+        if job.status == JobStatus::Concluded {
+            drop(bar);
+            return match (&job.error, job.cancelled) {
+                (Some(why), _) => Err(Failure::Failed(format!("job {id} failed: {why}"))),
+                (None, true) => Err(Failure::Failed(format!("job {id} was cancelled"))),
+                (None, false) => Ok(()),
+            };
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+pub(crate) fn bitmap(client: &mut Client, command: BitmapCommand) -> Outcome {
+    let named = |disk: String, name: String| json!({ "node": disk, "name": name });
+    match command {
+        BitmapCommand::Add { disk, name, granularity, persistent, disabled } => {
+            let spec = BitmapSpec { disk, name, granularity, persistent, disabled };
+            send(client, "bitmap-add", to_value(&spec)?)
+        }
+        BitmapCommand::Remove { disk, name } => send(client, "block-dirty-bitmap-remove", named(disk, name)),
+        BitmapCommand::Clear { disk, name } => send(client, "block-dirty-bitmap-clear", named(disk, name)),
+        BitmapCommand::Enable { disk, name } => send(client, "block-dirty-bitmap-enable", named(disk, name)),
+        BitmapCommand::Disable { disk, name } => {
+            send(client, "block-dirty-bitmap-disable", named(disk, name))
+        }
+        BitmapCommand::Merge { disk, into, from } => {
+            let arguments = json!({ "node": disk, "target": into, "bitmaps": from });
+            send(client, "block-dirty-bitmap-merge", arguments)
+        }
+        BitmapCommand::List { disk, json } => {
+            let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
+            let wanted = disks.iter().filter(|d| disk.as_ref().is_none_or(|name| *name == d.spec.name));
+            let found: Vec<(&str, &BitmapInfo)> =
+                wanted.flat_map(|d| d.bitmaps.iter().map(|b| (d.spec.name.as_str(), b))).collect();
+            if let Some(name) = disk.as_ref().filter(|n| disks.iter().all(|d| d.spec.name != **n)) {
+                return Err(Failure::Failed(format!("there is no disk {name}; see `vshunt disk list`")));
+            }
+            match json {
+                true => {
+                    let with = |(disk, bitmap): &(&str, &BitmapInfo)| -> Outcome<Value> {
+                        let mut value = to_value(bitmap)?;
+                        value["disk"] = (*disk).into();
+                        Ok(value)
+                    };
+                    let all: Vec<Value> = found.iter().map(with).collect::<Outcome<_>>()?;
+                    print(&format!("{:#}\n", Value::Array(all)))
+                }
+                false => print(&show::bitmaps(&found)),
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Man pages and shell completions, made from the command line's own table.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use clap::{Command, CommandFactory};
+use clap_complete::Shell;
+use clap_mangen::Man;
+
+use super::args::Cli;
+use crate::outcome::{Failure, Outcome};
+use crate::program;
+
+/// Writes one page for each command: vshunt.1, vshunt-serve.1, vshunt-worker-new.1, …, vshunt-blk.1
+/// and vshunt-net.1.
+pub(crate) fn write_man(directory: &Path) -> Outcome {
+    let failed = |e: std::io::Error| {
+        Failure::Failed(format!("cannot write man pages to {}: {e}", directory.display()))
+    };
+    std::fs::create_dir_all(directory).map_err(failed)?;
+    for command in std::iter::once(Cli::command()).chain(program::commands()) {
+        let mut command = command.disable_help_subcommand(true);
+        command.build();
+        write_pages(&command, directory).map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn write_pages(command: &Command, directory: &Path) -> std::io::Result<()> {
+    for child in command.get_subcommands() {
+        write_pages(child, directory)?;
+    }
+    let source = concat!("vshunt ", env!("CARGO_PKG_VERSION"));
+    let man = Man::new(command.clone()).source(source).manual("vshunt manual");
+    let mut page = Vec::new();
+    man.render_title(&mut page)?;
+    man.render_name_section(&mut page)?;
+    man.render_synopsis_section(&mut page)?;
+    man.render_description_section(&mut page)?;
+    if command.get_arguments().any(|a| !a.is_hide_set()) {
+        man.render_options_section(&mut page)?;
+    }
+    if command.has_subcommands() {
+        man.render_subcommands_section(&mut page)?;
+    }
+    if let Some(text) = command.get_after_long_help() {
+        page.extend_from_slice(sections(&text.to_string()).as_bytes());
+    }
+    std::fs::write(directory.join(man.get_filename()), page)
+}
+
+/// The paragraphs after the options as sections of a page, their lines as they are: a line
+/// `Heading:` at the margin begins one.
+fn sections(text: &str) -> String {
+    let mut out = String::new();
+    for line in text.lines() {
+        let heading = line.strip_suffix(':').filter(|h| !h.starts_with(' '));
+        let line = match heading {
+            Some(heading) => format!(".fi\n.SH {}\n.nf", heading.to_uppercase()),
+            // Every line that is not empty has an indent, so none can be taken for a request.
+            None => line.replace('\\', "\\e").replace('-', "\\-"),
+        };
+        let _ = writeln!(out, "{line}");
+    }
+    out.push_str(".fi\n");
+    out
+}
+
+/// The completions of `vshunt` for `shell`.
+pub(crate) fn completions(shell: Shell) -> String {
+    let mut out = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "vshunt", &mut out);
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_for_every_command() {
+        let dir = tempfile::tempdir().unwrap();
+        write_man(dir.path()).unwrap();
+        for name in [
+            "vshunt",
+            "vshunt-serve",
+            "vshunt-worker",
+            "vshunt-worker-new",
+            "vshunt-qmp",
+            "vshunt-blk",
+            "vshunt-net",
+        ] {
+            let text = std::fs::read_to_string(dir.path().join(format!("{name}.1"))).unwrap();
+            assert!(text.contains(".TH "), "{name}");
+        }
+        let main = std::fs::read_to_string(dir.path().join("vshunt.1")).unwrap();
+        assert!(main.contains(".SH EXIT STATUS") && main.contains("no daemon answers"));
+        assert!(!main.contains(".SH EXTRA"));
+        assert!(!dir.path().join("vshunt-help.1").exists());
+    }
+
+    #[test]
+    fn completions_name_the_commands() {
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            assert!(completions(shell).contains("attach"), "{shell}");
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! What each subcommand does: `serve` here, the rest as commands over the control socket.
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use vshunt_daemon::export::check_one_place;
+use vshunt_types::spec::{
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
+};
+
+use super::args::{
+    AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand,
+};
+use super::call::{absolute, call, connect, list, print_json, query, send, to_value};
+use super::client::Client;
+use super::passing::{self, Wanted};
+use super::{jobs, pages, show, snapshot};
+use crate::outcome::{Failure, Outcome, print};
+use crate::serve::{Manner, serve};
+use crate::{config, image};
+
+/// How long `quit` waits for the daemon to take everything down.
+const QUIT_TIME: Duration = Duration::from_secs(60);
+
+pub(super) fn run(cli: Cli) -> Outcome {
+    let control = cli.control;
+    let connect = || connect(control.as_ref());
+    match cli.command {
+        Command::Serve(args) => {
+            let manner = Manner { program: "vshunt", log: cli.log, ends_with: None };
+            serve(config::setup(control, *args)?, &manner)
+        }
+        Command::Status(args) => status(&mut connect()?, args),
+        Command::Worker(command) => worker(&mut connect()?, command),
+        Command::Attach(args) => attach(&mut connect()?, args),
+        Command::Disk(command) => disk(&mut connect()?, command),
+        Command::Net(command) => net(&mut connect()?, command),
+        Command::Export(command) => export(&mut connect()?, command),
+        Command::Image(args) => image::run(args.command, cli.log.quiet),
+        Command::Backup(command) => jobs::backup(&mut connect()?, command, cli.log.quiet),
+        Command::Job(command) => jobs::job(&mut connect()?, command, cli.log.quiet),
+        Command::Bitmap(command) => jobs::bitmap(&mut connect()?, command),
+        Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
+        Command::Commit(args) => jobs::commit(&mut connect()?, args, cli.log.quiet),
+        Command::Snapshot(args) => snapshot::run(&mut connect()?, args),
+        Command::Quit { force } => quit(connect()?, force),
+        Command::Qmp { command, arguments } => {
+            let arguments = parse_arguments(arguments.as_deref())?;
+            print_json(&connect()?.execute(&command, arguments)?)
+        }
+        Command::Man { directory } => pages::write_man(&directory),
+        Command::Completions { shell } => print(&pages::completions(shell)),
+    }
+}
+
+/// A typing error must not cost data: a smaller size has to be asked for by name.
+fn resize(client: &mut Client, disk: &str, size: u64, shrink: bool) -> Outcome {
+    let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
+    if let Some(info) = disks.iter().find(|d| d.spec.name == disk)
+        && size < info.size_bytes
+        && !shrink
+    {
+        return Err(Failure::Failed(format!(
+            "this would cut {disk} from {} to {size} bytes and lose what lies beyond; give --shrink if you mean it",
+            info.size_bytes
+        )));
+    }
+    send(client, "block_resize", json!({ "node-name": disk, "size": size }))
+}
+
+fn parse_arguments(text: Option<&str>) -> Outcome<Map<String, Value>> {
+    match text.map(serde_json::from_str) {
+        None => Ok(Map::new()),
+        Some(Ok(Value::Object(map))) => Ok(map),
+        Some(Ok(_)) => Err(Failure::Usage("ARGUMENTS is not a JSON object".into())),
+        Some(Err(e)) => Err(Failure::Usage(format!("ARGUMENTS is not JSON: {e}"))),
+    }
+}
+
+fn status(client: &mut Client, args: ListArgs) -> Outcome {
+    if args.json {
+        return print_json(&json!({
+            "disks": query(client, "query-disks")?,
+            "nets": query(client, "query-nets")?,
+            "exports": query(client, "query-exports")?,
+            "jobs": query(client, "query-jobs")?,
+            "queues": query(client, "query-queues")?,
+            "sandbox": query(client, "query-sandbox")?,
+            "workers": query(client, "query-workers")?,
+        }));
+    }
+    let none = || json!({});
+    let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
+    let exports: Vec<ExportInfo> = call(client, "query-exports", none())?;
+    let queues: Vec<QueueInfo> = call(client, "query-queues", none())?;
+    let mut text = vec![
+        show::disks(&call::<Vec<_>>(client, "query-disks", none())?),
+        show::exports(&exports),
+        show::queues(&queues),
+        show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
+    ];
+    let jobs: Vec<JobInfo> = call(client, "query-jobs", none())?;
+    text.extend(show::drops(&queues));
+    if !jobs.is_empty() {
+        text.insert(2, show::jobs(&jobs));
+    }
+    if let Some(ports) = show::ports(&exports) {
+        text.insert(2, ports);
+    }
+    if let Some(choices) = show::choices(&exports) {
+        text.insert(2, choices);
+    }
+    if !nets.is_empty() {
+        text.insert(1, show::nets(&nets));
+    }
+    text.push(show::sandbox(&call(client, "query-sandbox", none())?));
+    print(&text.join("\n"))
+}
+
+fn worker(client: &mut Client, command: WorkerCommand) -> Outcome {
+    match command {
+        WorkerCommand::New(args) => {
+            let made: Value = call(client, "worker-new", to_value(&args.into_spec())?)?;
+            print(&format!("{}\n", made["id"]))
+        }
+        WorkerCommand::List(args) => list(client, "query-workers", args, show::workers),
+        WorkerCommand::Free { worker } => {
+            let id = worker_id(client, &worker)?;
+            send(client, "worker-free", json!({ "id": id }))
+        }
+        WorkerCommand::Set { worker, change } => {
+            let mut arguments = to_value(&change.into_spec())?;
+            if arguments.as_object().is_some_and(Map::is_empty) {
+                return Err(Failure::Usage(
+                    "nothing to change; give --cpu, --nice, --poll-us or --name".into(),
+                ));
+            }
+            arguments["id"] = worker_id(client, &worker)?.into();
+            send(client, "worker-set", arguments)
+        }
+    }
+}
+
+/// The id that `text` is, or the id of the one worker of that name.
+fn worker_id(client: &mut Client, text: &str) -> Outcome<u32> {
+    if let Ok(id) = text.parse() {
+        return Ok(id);
+    }
+    let workers: Vec<WorkerInfo> = call(client, "query-workers", json!({}))?;
+    let mut named = workers.iter().filter(|w| w.name == text);
+    match (named.next(), named.next()) {
+        (Some(worker), None) => Ok(worker.id),
+        (None, _) => Err(Failure::Failed(format!("there is no worker {text}; see `vshunt worker list`"))),
+        _ => Err(Failure::Failed(format!("several workers are named {text}; use an id"))),
+    }
+}
+
+fn attach(client: &mut Client, args: AttachArgs) -> Outcome {
+    let worker = worker_id(client, &args.worker)?;
+    let arguments = json!({
+        "export": args.queue.export,
+        "index": args.queue.index,
+        "worker": worker,
+        "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
+    });
+    send(client, "queue-attach", arguments)
+}
+
+fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
+    match command {
+        DiskCommand::Add { disk } => {
+            let disk = DiskSpec { file: absolute(disk.file)?, ..disk };
+            let value = to_value(&disk)?;
+            passing::with(client, |_| Ok(Wanted::disk(&disk)), &[], |client| send(client, "disk-add", value))
+        }
+        DiskCommand::Remove { name } => send(client, "disk-remove", json!({ "name": name })),
+        DiskCommand::List(args) => list(client, "query-disks", args, show::disks),
+    }
+}
+
+fn net(client: &mut Client, command: NetCommand) -> Outcome {
+    match command {
+        NetCommand::Add { net } => {
+            let value = to_value(&net)?;
+            let path = net.netns.as_ref().filter(|name| name.contains('/'));
+            let wanted = path.map_or_else(Vec::new, |path| Wanted::file(Path::new(path), false));
+            passing::with(client, |_| Ok(wanted), &[], |client| send(client, "net-add", value))
+        }
+        NetCommand::Set { name, steering } => {
+            send(client, "net-set", json!({ "name": name, "steering": steering }))
+        }
+        NetCommand::Remove { name } => send(client, "net-remove", json!({ "name": name })),
+        NetCommand::List(args) => list(client, "query-nets", args, show::nets),
+        NetCommand::Addresses { name, list: ListArgs { json } } => {
+            let value: Value = call(client, "query-net-addresses", json!({ "name": name }))?;
+            if json {
+                return print_json(&value);
+            }
+            let addresses: Vec<NetAddress> = serde_json::from_value(value)
+                .map_err(|e| Failure::Failed(format!("the daemon's answer is not understood: {e}")))?;
+            print(&show::addresses(&addresses))
+        }
+    }
+}
+
+fn export(client: &mut Client, command: ExportCommand) -> Outcome {
+    match command {
+        ExportCommand::Add { export } => {
+            check_one_place(&export).map_err(|e| Failure::Usage(e.to_string()))?;
+            let (socket, mountpoint) = (export.socket.clone(), export.mountpoint.clone());
+            let (socket, mountpoint) = (absolute(socket)?, absolute(mountpoint)?);
+            let export = ExportSpec { socket, mountpoint, ..*export };
+            let value = to_value(&export)?;
+            let places = [&export.socket, &export.mountpoint].into_iter().flatten();
+            let wanted = places.flat_map(|path| Wanted::folder_of(path)).collect();
+            passing::with(client, |_| Ok(wanted), &[], |client| send(client, "export-add", value))
+        }
+        ExportCommand::Remove { name, force } => {
+            let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;
+            if told["disconnected"] == true {
+                print(&format!("{name} is removed; its front end was disconnected\n"))?;
+            }
+            Ok(())
+        }
+        ExportCommand::List(args) => list(client, "query-exports", args, show::exports),
+    }
+}
+
+fn quit(mut client: Client, force: bool) -> Outcome {
+    let exports: Vec<ExportInfo> = call(&mut client, "query-exports", json!({}))?;
+    let open = exports.iter().find(|e| e.mount.as_ref().is_some_and(|m| m.open_files > 0));
+    if let Some(export) = open.filter(|_| !force) {
+        let at = export.spec.mountpoint.as_ref().map(|p| p.display().to_string()).unwrap_or_default();
+        return Err(Failure::Failed(format!(
+            "export {} is in use (fuser -v {at} names its users, loop devices do not show there: losetup -j {at}); \
+             close it first, or give --force and they lose it",
+            export.spec.name
+        )));
+    }
+    client.execute("quit", Map::new())?;
+    match client.wait_closed(QUIT_TIME) {
+        true => Ok(()),
+        false => Err(Failure::Failed("the daemon was told to quit and has not ended yet".into())),
+    }
+}

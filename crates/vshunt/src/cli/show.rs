@@ -1,0 +1,494 @@
+//! Tables for people: plain columns, two spaces apart, numbers to the right.
+
+use std::fmt::Write as _;
+
+use vshunt_sandbox::{Mode, SandboxInfo};
+use vshunt_types::spec::{
+    AddressOrigin, BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind,
+    JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport,
+    WorkerInfo, WorkerKind, cpu_list,
+};
+
+/// A column's title; one that begins with `>` holds numbers.
+type Title = &'static str;
+
+fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let head = titles.map(|t| t.trim_start_matches('>').to_owned());
+    let rows: Vec<[String; N]> = std::iter::once(head).chain(rows).collect();
+    let width = |at: usize| rows.iter().map(|r| r[at].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let mut out = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for ((cell, title), width) in row.iter().zip(titles).zip(widths) {
+            let _ = match title.starts_with('>') {
+                true => write!(line, "{cell:>width$}  "),
+                false => write!(line, "{cell:<width$}  "),
+            };
+        }
+        out.push_str(line.trim_end());
+        out.push('\n');
+    }
+    out
+}
+
+/// A thing that is not there.
+fn or_dash(text: String) -> String {
+    if text.is_empty() { "-".to_owned() } else { text }
+}
+
+pub(crate) fn disks(disks: &[DiskInfo]) -> String {
+    table(
+        ["DISK", "FORMAT", ">SIZE", "MODE", "PATH", "EXPORTS", "FILE"],
+        disks.iter().map(|d| {
+            let format = match d.spec.format() {
+                Format::Raw => "raw",
+                Format::Qcow2 => "qcow2",
+                Format::Null => "null",
+                Format::Ram => "ram",
+            };
+            [
+                d.spec.name.clone(),
+                format.to_owned(),
+                size(d.size_bytes),
+                mode(d),
+                d.path.clone(),
+                or_dash(d.exports.join(",")),
+                or_dash(d.spec.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default()),
+            ]
+        }),
+    )
+}
+
+/// What the daemon's threads may do, in one line.
+pub(crate) fn sandbox(info: &SandboxInfo) -> String {
+    let or_none = |list: &[String]| if list.is_empty() { "none".to_owned() } else { list.join(",") };
+    if info.mode == Mode::Off {
+        return "sandbox: off\n".to_owned();
+    }
+    format!(
+        "sandbox: {}; system calls filtered: {}; landlock: {}; capabilities: {}; refused: {}\n",
+        info.mode.name(),
+        or_none(&info.filtered),
+        info.landlock,
+        match (info.mode, info.capabilities.is_empty()) {
+            // None was given up.
+            (Mode::Log, false) => "all".to_owned(),
+            _ => or_none(&info.capabilities),
+        },
+        info.refused
+    )
+}
+
+/// What of a disk differs from the usual: `ro`, `direct`, `writethrough`, `unsafe`.
+fn mode(disk: &DiskInfo) -> String {
+    let words = [
+        (disk.spec.readonly, "ro"),
+        (!disk.spec.readonly, "rw"),
+        (disk.direct_in_use, "direct"),
+        (disk.spec.cache == Cache::Writethrough, "writethrough"),
+        (disk.spec.cache == Cache::Unsafe, "unsafe"),
+    ];
+    let words: Vec<&str> = words.iter().filter(|(on, _)| *on).map(|(_, word)| *word).collect();
+    words.join(",")
+}
+
+pub(crate) fn nets(nets: &[NetInfo]) -> String {
+    table(
+        ["NET", "TYPE", "INTERFACE", ">QUEUES", ">MTU", "EXPORTS", ">FROM-GUEST", ">TO-GUEST", ">DROPPED"],
+        nets.iter().map(|n| {
+            let count =
+                |f: fn(&NetCounters) -> u64| or_dash(n.counters.map_or(String::new(), |c| f(&c).to_string()));
+            let kind = match n.spec.kind {
+                NetKind::Tap => "tap",
+                NetKind::Switch => "switch",
+            };
+            [
+                n.spec.name.clone(),
+                kind.to_owned(),
+                or_dash(n.spec.ifname.clone().unwrap_or_default()),
+                n.open_queues.to_string(),
+                or_dash(n.mtu.map_or(String::new(), |mtu| mtu.to_string())),
+                or_dash(n.exports.join(",")),
+                count(|c| c.from_guest_packets),
+                count(|c| c.to_guest_packets),
+                count(|c| c.from_guest_dropped + c.to_guest_dropped),
+            ]
+        }),
+    )
+}
+
+/// What a switch knows of addresses.
+pub(crate) fn addresses(addresses: &[NetAddress]) -> String {
+    table(
+        ["ADDRESS", ">VLAN", "PORT", "ORIGIN", ">AGE"],
+        addresses.iter().map(|a| {
+            let number = |n: Option<u32>| or_dash(n.map_or(String::new(), |n| n.to_string()));
+            let origin = match a.origin {
+                AddressOrigin::Configured => "configured",
+                AddressOrigin::Host => "host",
+                AddressOrigin::Learnt => "learnt",
+            };
+            [
+                a.address.to_string(),
+                number(a.vlan.map(u32::from)),
+                a.export.clone(),
+                origin.to_owned(),
+                number(a.age_s),
+            ]
+        }),
+    )
+}
+
+pub(crate) fn exports(exports: &[ExportInfo]) -> String {
+    table(
+        ["EXPORT", "TYPE", "BACKEND", "MODE", "STATE", ">QUEUES", "ENGINE", "AT"],
+        exports.iter().map(|e| {
+            let kind = match e.spec.kind {
+                ExportKind::VhostUserBlk => "vhost-user-blk",
+                ExportKind::VhostUserNet => "vhost-user-net",
+                ExportKind::Fuse => "fuse",
+                ExportKind::Uplink => "uplink",
+            };
+            let at = match (&e.spec.socket, &e.spec.mountpoint, e.spec.fd, &e.spec.tap) {
+                (Some(path), ..) | (_, Some(path), ..) => path.display().to_string(),
+                (.., Some(fd), _) => format!("fd {fd}"),
+                (.., Some(tap)) => tap.clone(),
+                (None, None, None, None) => "-".to_owned(),
+            };
+            let state = match (e.connected, e.spec.kind) {
+                _ if e.removing => "removing",
+                (_, ExportKind::Fuse) => "mounted",
+                (_, ExportKind::Uplink) if is_blocked(e) => "blocked",
+                (_, ExportKind::Uplink) => "joined",
+                (true, _) => "connected",
+                (false, _) => "waiting",
+            };
+            [
+                e.spec.name.clone(),
+                kind.to_owned(),
+                e.spec.of().to_owned(),
+                if e.spec.refuses_writes() { "ro" } else { "rw" }.to_owned(),
+                state.to_owned(),
+                e.queue_list.len().to_string(),
+                engine(e).to_owned(),
+                at,
+            ]
+        }),
+    )
+}
+
+/// Why exports of `engine=auto` and mounts of `transport=auto` are served as they are; nothing
+/// where there is no reason to give.
+pub(crate) fn choices(exports: &[ExportInfo]) -> Option<String> {
+    let rows: Vec<_> = exports
+        .iter()
+        .filter_map(|e| {
+            let of_mount = e.mount.as_ref().filter(|mount| !mount.passthrough);
+            let why =
+                e.engine_reason.as_ref().or(of_mount.and_then(|mount| mount.transport_reason.as_ref()))?;
+            Some([e.spec.name.clone(), engine(e).to_owned(), why.clone()])
+        })
+        .collect();
+    (!rows.is_empty()).then(|| table(["EXPORT", "ENGINE", "CHOSEN BECAUSE"], rows.into_iter()))
+}
+
+/// Who serves an export's requests, or how they come.
+fn engine(export: &ExportInfo) -> &'static str {
+    match &export.mount {
+        Some(MountInfo { passthrough: true, .. }) => "passthrough",
+        Some(MountInfo { transport: Transport::IoUring, .. }) => "io_uring",
+        Some(_) => "dev",
+        None if export.engine == Engine::Kernel => "kernel",
+        None => "user",
+    }
+}
+
+fn is_blocked(export: &ExportInfo) -> bool {
+    export.port.as_ref().is_some_and(|port| port.state == PortState::Blocked)
+}
+
+/// Ports of switches and their options; nothing where there are none.
+pub(crate) fn ports(exports: &[ExportInfo]) -> Option<String> {
+    let rows: Vec<_> = exports
+        .iter()
+        .filter_map(|e| {
+            let (spec, port) = (&e.spec, e.port.as_ref()?);
+            let vlans = spec.vlan.map(|vlan| vlan.to_string()).into_iter();
+            let vlans: Vec<_> = vlans.chain(spec.trunk.as_ref().map(|trunk| format!("{trunk}t"))).collect();
+            let options = [
+                (port.mac_filter, "mac-filter"),
+                (spec.isolated == Some(true), "isolated"),
+                (spec.reserved == Some(true), "reserved"),
+            ];
+            let options: Vec<_> = options.iter().filter(|(on, _)| *on).map(|(_, word)| *word).collect();
+            Some([
+                spec.name.clone(),
+                spec.of().to_owned(),
+                or_dash(vlans.join(",")),
+                or_dash(options.join(",")),
+                port.mtu.to_string(),
+                format!("{}/{}", port.addresses, port.mac_limit),
+                if is_blocked(e) { "blocked" } else { "forwarding" }.to_owned(),
+            ])
+        })
+        .collect();
+    let titles = ["PORT", "SWITCH", "VLANS", "OPTIONS", ">MTU", ">LEARNT", "STATE"];
+    (!rows.is_empty()).then(|| table(titles, rows.into_iter()))
+}
+
+pub(crate) fn queues(queues: &[QueueInfo]) -> String {
+    table(
+        ["QUEUE", ">WORKER", "STATE", ">SIZE", ">IN-FLIGHT", ">REQUESTS", ">ERRORS", ">READ", ">WRITTEN"],
+        queues.iter().map(|q| {
+            [
+                format!("{}:{}", q.export, q.index),
+                q.worker.to_string(),
+                q.state.clone(),
+                q.size.to_string(),
+                q.in_flight.to_string(),
+                q.requests.to_string(),
+                q.errors.to_string(),
+                size(q.read_bytes),
+                size(q.write_bytes),
+            ]
+        }),
+    )
+}
+
+/// What cards' queues lost, and why; nothing where they lost nothing.
+pub(crate) fn drops(queues: &[QueueInfo]) -> Option<String> {
+    let rows: Vec<_> = queues
+        .iter()
+        .flat_map(|q| q.net.iter().flat_map(|n| n.drops.each()).map(move |(why, count)| (q, why, count)))
+        .filter(|(.., count)| *count > 0)
+        .map(|(q, why, count)| [format!("{}:{}", q.export, q.index), why.to_owned(), count.to_string()])
+        .collect();
+    (!rows.is_empty()).then(|| table(["QUEUE", "DROPPED", ">FRAMES"], rows.into_iter()))
+}
+
+pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
+    table(
+        ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">OF", "SPEED", "TO", "ERROR"],
+        jobs.iter().map(|j| {
+            let kind = match j.kind {
+                JobKind::Backup => "backup",
+                JobKind::Commit => "commit",
+            };
+            let status = match j.status {
+                JobStatus::Running => "running",
+                JobStatus::Paused => "paused",
+                JobStatus::Aborting => "aborting",
+                JobStatus::Pending => "pending",
+                JobStatus::Concluded if j.cancelled => "cancelled",
+                JobStatus::Concluded if j.error.is_some() => "failed",
+                JobStatus::Concluded => "done",
+            };
+            let speed = match j.speed {
+                None => "shared".to_owned(),
+                Some(0) => "max".to_owned(),
+                Some(n) => format!("{}/s", size(n)),
+            };
+            [
+                j.id.clone(),
+                kind.to_owned(),
+                j.disk.clone(),
+                status.to_owned(),
+                size(j.done_bytes),
+                size(j.total_bytes),
+                speed,
+                j.target.clone(),
+                or_dash(j.error.clone().unwrap_or_default()),
+            ]
+        }),
+    )
+}
+
+pub(crate) fn bitmaps(bitmaps: &[(&str, &BitmapInfo)]) -> String {
+    table(
+        ["DISK", "BITMAP", ">GRANULARITY", ">DIRTY", "STATE", "KEPT"],
+        bitmaps.iter().map(|(disk, b)| {
+            let state = match (b.busy, b.recording) {
+                (true, _) => "busy",
+                (false, true) => "recording",
+                (false, false) => "disabled",
+            };
+            let kept = if b.persistent { "in the image" } else { "until the disk is closed" };
+            [
+                (*disk).to_owned(),
+                b.name.clone(),
+                size(b.granularity),
+                size(b.count),
+                state.to_owned(),
+                kept.to_owned(),
+            ]
+        }),
+    )
+}
+
+pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
+    table(
+        [">WORKER", "NAME", "KIND", "CPU", ">NICE", ">POLL-US", ">REQUESTS", ">CPU-TIME", "QUEUES"],
+        workers.iter().map(|w| {
+            [
+                w.id.to_string(),
+                w.name.clone(),
+                match w.kind {
+                    WorkerKind::User if w.stalled => "user, stalled",
+                    WorkerKind::User => "user",
+                    WorkerKind::Kernel => "kernel",
+                }
+                .to_owned(),
+                or_dash(cpu_list(&w.cpu)),
+                w.nice.to_string(),
+                w.poll_us.to_string(),
+                w.requests.to_string(),
+                format!("{:.2}s", w.cpu_time_us as f64 / 1e6),
+                or_dash(w.queues.join(",")),
+            ]
+        }),
+    )
+}
+
+/// Bytes in the largest unit that leaves at least 1, with one digit after the point where it is not
+/// whole.
+fn size(bytes: u64) -> String {
+    const UNITS: [(u32, &str); 4] = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
+    for (shift, unit) in UNITS {
+        if bytes >= 1 << shift {
+            let whole = bytes >> shift;
+            if bytes == whole << shift {
+                return format!("{whole}{unit}");
+            }
+            return format!("{:.1}{unit}", bytes as f64 / (1u64 << shift) as f64);
+        }
+    }
+    bytes.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use vshunt_types::spec::{DropReason, NetDrops, NetQueueCounters};
+
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [["a".to_owned(), "1".to_owned()], ["long-é".to_owned(), "100".to_owned()]];
+        assert_eq!(table(["N", ">NUM"], rows.into_iter()), "N       NUM\na         1\nlong-é  100\n");
+    }
+
+    #[test]
+    fn sizes_and_cpus_are_short() {
+        let cases =
+            [(0, "0"), (1023, "1023"), (1024, "1K"), (1536, "1.5K"), (3 << 29, "1.5G"), (1 << 41, "2T")];
+        for (bytes, want) in cases {
+            assert_eq!(size(bytes), want);
+        }
+        assert_eq!(cpu_list(&[0, 1, 2, 3, 6, 8, 9]), "0-3,6,8-9");
+        assert_eq!(cpu_list(&[]), "");
+    }
+
+    #[test]
+    fn an_export_that_is_being_removed_says_so() {
+        let export = |removing: bool| -> ExportInfo {
+            let value = serde_json::json!({ "type": "vhost-user-blk", "name": "e0", "disk": "d0", "engine": "user",
+                "connected": true, "removing": removing, "features": [], "queue-list": [] });
+            serde_json::from_value(value).unwrap()
+        };
+        for (removing, state) in [(false, "connected"), (true, "removing")] {
+            let text = exports(&[export(removing)]);
+            assert_eq!(
+                text.lines().nth(1).and_then(|row| row.split_whitespace().nth(4)),
+                Some(state),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn addresses_of_a_switch_are_a_table() {
+        let value = serde_json::json!([
+            { "address": "52:54:00:00:00:01", "export": "c0", "origin": "configured" },
+            { "address": "52:54:00:00:00:02", "export": "u0", "origin": "learnt", "vlan": 5, "age-s": 12 },
+        ]);
+        let list: Vec<NetAddress> = serde_json::from_value(value.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&list).unwrap(), value);
+        let want = "ADDRESS            VLAN  PORT  ORIGIN      AGE\n\
+                    52:54:00:00:00:01     -  c0    configured    -\n\
+                    52:54:00:00:00:02     5  u0    learnt       12\n";
+        assert_eq!(addresses(&list), want);
+    }
+
+    #[test]
+    fn the_reason_of_a_choice_is_shown() {
+        let export = |kind: &str, more: serde_json::Value| -> ExportInfo {
+            let mut value = serde_json::json!({ "type": kind, "name": "e0", "disk": "d0", "engine": "user",
+                "connected": false, "features": [], "queue-list": [] });
+            value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            serde_json::from_value(value).unwrap()
+        };
+        let mount = |passthrough: bool, why: Option<&str>| {
+            let mut mount = serde_json::json!({ "transport": "dev", "passthrough": passthrough, "allow-other": true,
+                "open-files": 0 });
+            if let Some(why) = why {
+                mount["transport-reason"] = why.into();
+            }
+            export("fuse", serde_json::json!({ "mountpoint": "/m", "mount": mount }))
+        };
+        let kernel = export("vhost-user-blk", serde_json::json!({ "engine-reason": "no module" }));
+        let shown = |e: ExportInfo| choices(&[e]);
+        assert_eq!(shown(mount(false, None)), None);
+        assert_eq!(shown(mount(true, Some("with passthrough"))), None);
+        let want = |engine: &str, why: &str| {
+            Some(table(
+                ["EXPORT", "ENGINE", "CHOSEN BECAUSE"],
+                [["e0", engine, why].map(str::to_owned)].into_iter(),
+            ))
+        };
+        assert_eq!(shown(mount(false, Some("no ring"))), want("dev", "no ring"));
+        assert_eq!(shown(kernel), want("user", "no module"));
+    }
+
+    #[test]
+    fn only_what_was_dropped_is_listed() {
+        let queue = |export: &str, net: Option<NetQueueCounters>| QueueInfo {
+            export: export.to_owned(),
+            index: 1,
+            worker: 0,
+            state: "running".to_owned(),
+            size: 256,
+            packed: false,
+            in_flight: 0,
+            generation: 1,
+            requests: 0,
+            errors: 0,
+            read_bytes: 0,
+            write_bytes: 0,
+            kicks: 0,
+            notifications: 0,
+            net,
+        };
+        let card = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));
+        assert_eq!(drops(&[card(NetDrops::default()), queue("d0", None)]), None);
+        let some = NetDrops::new(|why| match why {
+            DropReason::NoRoom => 12,
+            DropReason::Detached => 3,
+            _ => 0,
+        });
+        let want = "QUEUE  DROPPED   FRAMES\nc0:1   no-room       12\nc0:1   detached       3\n";
+        assert_eq!(drops(&[queue("d0", None), card(some)]).as_deref(), Some(want));
+    }
+
+    #[test]
+    fn what_the_daemon_tells_can_be_read_back() {
+        let daemon =
+            vshunt_daemon::export::Daemon::new(vshunt_daemon::export::Options { poll_us: 0 }).unwrap();
+        let spec = "name=d,format=null,size=1G";
+        daemon.disk_add(crate::keyval::parse(spec).unwrap()).unwrap();
+        let text = serde_json::to_string(&daemon.disks()).unwrap();
+        let back: Vec<DiskInfo> = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, daemon.disks());
+        assert!(disks(&back).contains("null"));
+    }
+}

@@ -1,0 +1,28 @@
+//! `vshunt snapshot`: snapshots of disks in use.
+
+use serde_json::json;
+
+use super::args::snapshot::SnapshotArgs;
+use super::call::{absolute, send};
+use super::client::Client;
+use super::passing::{self, Wanted};
+use crate::outcome::Outcome;
+
+/// What the command line asks for, as a command of the socket.
+pub(super) fn run(client: &mut Client, args: SnapshotArgs) -> Outcome {
+    let SnapshotArgs { disk, to, existing, internal, delete } = args;
+    let to = absolute(to)?;
+    let overlay = to.clone();
+    let (command, mut arguments) = match (to, internal, delete) {
+        (Some(file), ..) => {
+            let mode = if existing { "existing" } else { "absolute-paths" };
+            ("blockdev-snapshot-sync", json!({ "snapshot-file": file, "format": "qcow2", "mode": mode }))
+        }
+        (_, Some(name), _) => ("blockdev-snapshot-internal-sync", json!({ "name": name })),
+        (_, _, name) => ("blockdev-snapshot-delete-internal-sync", json!({ "name": name })),
+    };
+    arguments["device"] = disk.into();
+    let wanted = overlay.as_deref().map_or_else(Vec::new, Wanted::folder_of);
+    let made = overlay.as_deref().map_or_else(Vec::new, |file| Wanted::file(file, true));
+    passing::with(client, |_| Ok(wanted), &made, |client| send(client, command, arguments))
+}

@@ -1,0 +1,272 @@
+//! The flags of `vshunt serve` and of all programs that serve something.
+
+use std::path::PathBuf;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgAction, Args};
+use vshunt_sandbox::Mode;
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
+
+use crate::metrics::Address;
+use crate::outcome::{Failure, Outcome};
+use crate::values::{poll_us, spec};
+
+/// The environment's word, where no flag is given. It counts more than a configuration file, so
+/// that a test-suite can run all daemons with one setting.
+const VARIABLE: &str = "VSHUNT_SANDBOX";
+
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct LogArgs {
+    /// Log more to stderr: -v events, -vv details
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+    /// Log errors only
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
+}
+
+pub(crate) const SERVE: &str = "\
+Serve disks and networks until a signal or `vshunt quit` ends it.
+
+Disks, networks, exports and workers come from flags, from a configuration file, or later over the control \
+socket. The daemon stays in the foreground. Unless -q is given, it prints one line on stderr that says \
+what is served where. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0. A signal that was ignored at \
+the start stays ignored.
+
+A clean end waits for the requests in flight, because the memory of guests is in use. If a disk does not \
+answer, the daemon waits for it and warns. A second signal, more than one second after the first, ends the \
+daemon at once, with status 1. Sockets and mounts may be left then, and the next daemon repeats the requests \
+that front ends keep in an in-flight region.
+
+Once the daemon has its sockets, it gives up the capabilities, system calls and paths that it does not need \
+(--sandbox).
+
+The control socket has mode 0600. Its path is that of --control, otherwise of the configuration file, \
+otherwise of VSHUNT_CONTROL, otherwise the default. With --no-control there is none. If another daemon \
+answers there, that is an error. The socket of a daemon that has ended is replaced.
+
+A list of keys is key=value,key=value. A comma inside a value is written `,,`. A boolean is \
+on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.";
+
+pub(crate) const SERVE_AFTER: &str = "\
+Disk keys:
+  name, file, size, readonly=on|off
+  format=raw|qcow2|null|ram
+  direct=auto|on|off                        bypass the page cache
+  cache=writeback|writethrough|unsafe
+  locking=on|off
+  cache-size                                qcow2: memory for the cluster map
+
+Network keys:
+  type=tap|switch, name
+  Of a tap:
+  ifname            a tap or macvtap. An existing one is adopted and stays.
+                    Otherwise a tap is made, and removed with the network
+  fd                open descriptors instead, one for each queue: 7 or 7:8:9
+  netns             network namespace of ifname: a name (`ip netns`) or a path
+  queues
+  steering=auto|hash|rss|cpu
+                    how the queue of a frame for the guest is chosen: by the
+                    kernel's flow table, the hash that the kernel has, a hash
+                    over addresses and ports, or the sending CPU
+  address           MAC address of the interface itself, not the guest's
+  owner, group      who else may open the interface
+  persist=on|off    an interface that is made stays
+
+Export keys:
+  type=vhost-user-blk|vhost-user-net|fuse|uplink, name, queues
+  workers=default|per-queue|per-cpu|N
+                    per-cpu pins each worker to one CPU, and it does not poll
+                    unless poll-us is given
+  poll-us
+  Of vhost-user-blk:
+  disk, socket or fd, readonly=on|off, serial, block-size
+  engine=user|kernel|auto
+                    kernel: needs the module vhost_blk and a block device or
+                    raw file
+  Of vhost-user-net, where queues are pairs of rings:
+  net, socket or fd, mac, mtu
+  engine=user|kernel|auto
+                    kernel: needs the module vhost_net and a tap. Each pair has
+                    its own kernel worker: leave out workers, or use per-cpu
+  Of both:
+  memory-may-block=on|off
+                    guest memory may be in files of any file system, not only
+                    in memory (memfd, tmpfs, hugetlbfs). If that file system
+                    does not answer, a worker waits with all its queues
+  Of uplink:
+  net (a switch), tap (a network of type=tap), mtu
+  Of vhost-user-net and uplink on a switch:
+  mac-filter=on|off only frames from mac leave the port; on if mac is given;
+                    not of an uplink
+  mac-limit         addresses that are learnt behind the port (256, uplink 4096)
+  vlan=N            frames of this VLAN are untagged at the port
+  trunk=N,,N-N      frames of these VLANs are tagged at the port
+  isolated=on|off   no frames between isolated ports
+  reserved=on|off   frames to 01:80:c2:00:00:00 to 0f pass
+  Of fuse:
+  disk, mountpoint, writable=on|off, growable=on|off
+  allow-other=auto|on|off
+  transport=auto|dev|io_uring
+  passthrough=auto|off
+
+Worker keys:
+  name, nice, poll-us
+  cpu               as for taskset: 2-3,,6; or all
+  kind=kernel,export=NAME
+                    a worker of the kernel, for an export with engine=kernel
+  Worker 0 always exists.
+
+Configuration file:
+  The file has the same keys, in TOML. Flags add to it. Paths are relative to
+  the working directory, as those of flags are.
+    control = \"/run/vm.sock\"  # or false
+    # also: metrics, pidfile, poll-us, sandbox, sandbox-workers, allow-path
+    [[disk]]
+    name = \"d0\"
+    file = \"/var/lib/vm/d0.img\"
+    [[net]]
+    type = \"tap\"
+    name = \"n0\"
+    ifname = \"vs0\"
+    [[worker]]
+    cpu = \"2-3\"
+    [[export]]
+    type = \"vhost-user-blk\"
+    name = \"vm0\"
+    disk = \"d0\"
+    socket = \"/run/vm0.sock\"
+    workers = \"per-queue\"
+
+Socket activation:
+  A socket that systemd passes (LISTEN_FDS) serves the export whose name or
+  socket is its FileDescriptorName=, or whose socket it is bound to. A socket
+  with the name `control`, or bound to the control path, is the control
+  socket. A socket with the name `metrics` is for metrics.
+
+Examples:
+  vshunt serve --disk name=d0,file=disk.img \\
+      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt serve --net type=tap,name=n0,ifname=vs0 \\
+      --export type=vhost-user-net,name=c0,net=n0,socket=/tmp/c0.sock,queues=2,workers=per-queue
+  vshunt serve --net type=switch,name=s0 --net type=tap,name=n0,ifname=vs0 \\
+      --export type=uplink,name=u0,net=s0,tap=n0,queues=2 \\
+      --export type=vhost-user-net,name=c0,net=s0,socket=/tmp/c0.sock
+  vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid --metrics 9150
+  vshunt serve --disk name=m,format=ram,size=1G --no-control \\
+      --worker name=fast,cpu=2-3,nice=-5 \\
+      --export type=vhost-user-blk,name=vm0,disk=m,socket=/tmp/vm0.sock";
+
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct ServeArgs {
+    /// A disk; may be repeated
+    #[arg(long = "disk", value_name = "KEY=VALUE,…", value_parser = spec::<DiskSpec>)]
+    pub(crate) disks: Vec<DiskSpec>,
+    /// A network; may be repeated
+    #[arg(long = "net", value_name = "KEY=VALUE,…", value_parser = spec::<NetSpec>)]
+    pub(crate) nets: Vec<NetSpec>,
+    /// An export of a disk or a network; may be repeated
+    #[arg(long = "export", value_name = "KEY=VALUE,…", value_parser = spec::<ExportSpec>)]
+    pub(crate) exports: Vec<ExportSpec>,
+    /// A worker besides worker 0; may be repeated
+    #[arg(long = "worker", value_name = "KEY=VALUE,…", value_parser = spec::<WorkerSpec>)]
+    pub(crate) workers: Vec<WorkerSpec>,
+    /// Limit of adaptive polling in microseconds, for workers without one of their own; 0: never
+    /// poll
+    #[arg(long, value_name = "N", value_parser = poll_us)]
+    pub(crate) poll_us: Option<u32>,
+    /// Read disks, networks, exports and workers from a TOML file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Have no control socket
+    #[arg(long, conflicts_with = "control")]
+    pub(crate) no_control: bool,
+    /// Serve metrics for Prometheus over HTTP on PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH
+    ///
+    /// There is no authentication: a client that reaches the socket can read the metrics. It cannot
+    /// change anything. An address other than the loopback has to be written out.
+    /// docs/reference/metrics.md lists the metrics.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) metrics: Option<Address>,
+    /// Write the process id to a file, once everything is served
+    #[arg(long, value_name = "FILE")]
+    pub(crate) pidfile: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct SandboxArgs {
+    /// What happens on an access that is not allowed: on (it fails), log (allowed and logged by the
+    /// kernel), off, kill (the daemon ends)
+    ///
+    /// Without it: $VSHUNT_SANDBOX, otherwise the setting of the configuration file, otherwise on.
+    /// docs/sandbox.md lists the restrictions.
+    #[arg(id = "sandbox", long = "sandbox", value_name = "MODE", value_parser = sandbox_mode())]
+    pub(crate) mode: Option<Mode>,
+    /// Filter the system calls of workers, too, which makes each call slower
+    #[arg(id = "sandbox-workers", long = "sandbox-workers")]
+    pub(crate) workers: bool,
+    /// Let clients name files, sockets and mountpoints in this folder; may be repeated
+    ///
+    /// Clients have to pass descriptors of all other files that are not configured, as the commands
+    /// of vshunt do. See docs/sandbox.md.
+    #[arg(id = "allow-path", long = "allow-path", value_name = "FOLDER")]
+    pub(crate) allow_paths: Vec<PathBuf>,
+}
+
+fn sandbox_mode() -> impl TypedValueParser<Value = Mode> {
+    PossibleValuesParser::new(Mode::ALL.map(|(name, _)| name)).map(|name| name.parse().unwrap_or_default())
+}
+
+impl SandboxArgs {
+    /// These, and what they leave open from the environment and the configuration file.
+    pub(crate) fn over(self, file: Self) -> Outcome<Self> {
+        let variable = std::env::var(VARIABLE).ok().filter(|value| !value.is_empty());
+        let of_environment = variable
+            .map(|value| value.parse::<Mode>().map_err(|why| Failure::Usage(format!("{VARIABLE}: {why}"))))
+            .transpose()?;
+        let mode = self.mode.or(of_environment).or(file.mode);
+        let workers = self.workers || file.workers;
+        let allow_paths: Vec<_> = file.allow_paths.into_iter().chain(self.allow_paths).collect();
+        let idle = match mode {
+            Some(Mode::Off) if workers => Some("--sandbox-workers has no effect with --sandbox=off"),
+            Some(Mode::Off | Mode::Log) if !allow_paths.is_empty() => {
+                Some("--allow-path has no effect with --sandbox=off or log")
+            }
+            _ => None,
+        };
+        match idle {
+            Some(why) => Err(Failure::Usage(format!("{why}; leave one of them out"))),
+            None => Ok(Self { mode, workers, allow_paths }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(mode: Option<Mode>) -> SandboxArgs {
+        SandboxArgs { mode, ..SandboxArgs::default() }
+    }
+
+    #[test]
+    fn what_has_no_effect_is_refused() {
+        let workers = SandboxArgs { workers: true, ..mode(Some(Mode::Off)) };
+        assert!(matches!(workers.over(mode(None)), Err(Failure::Usage(_))));
+        for of in [Mode::Off, Mode::Log] {
+            let paths = SandboxArgs { allow_paths: vec!["/x".into()], ..mode(None) };
+            let off = mode(Some(of));
+            assert!(matches!(off.over(paths), Err(Failure::Usage(_))));
+        }
+    }
+
+    #[test]
+    fn flags_count_more_than_the_file() {
+        let file = SandboxArgs { allow_paths: vec!["/a".into()], ..mode(Some(Mode::Off)) };
+        let flags = SandboxArgs { allow_paths: vec!["/b".into()], ..mode(Some(Mode::On)) };
+        let both = flags.over(file).unwrap();
+        assert_eq!((both.mode, both.allow_paths), (Some(Mode::On), vec!["/a".into(), "/b".into()]));
+    }
+}

@@ -1,0 +1,126 @@
+//! `vshunt image convert`.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use vshunt_daemon::export::ToConvert;
+use vshunt_types::spec::{DiskSpec, Format};
+
+use super::args::{ConvertArgs, CreateArgs};
+use super::file::{For, ImageFile};
+use super::info::beside;
+use super::progress::Bar;
+use super::{ImageFormat, create, failed};
+use crate::outcome::{Failure, Outcome};
+
+/// Images in a chain at most that are looked at; opening one refuses what is longer.
+const CHAIN_MAX: usize = 256;
+/// Exit code for a copy of an image that may lack completed writes.
+const LACKS: u8 = 3;
+
+pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
+    if create::is_help(&args.options) {
+        return create::help();
+    }
+    if args.compress && args.output_format == ImageFormat::Raw {
+        return Err(Failure::Usage(
+            "a raw image has no compressed clusters; leave out -c, or give -O qcow2".into(),
+        ));
+    }
+    let (format, size) = source(&args)?;
+    not_of(&args.to, args.from.clone(), format == ImageFormat::Qcow2)?;
+    let new = !args.to.exists();
+    if args.no_create && new {
+        return Err(Failure::Failed(format!(
+            "{} is not there; leave out -n to have it made",
+            args.to.display()
+        )));
+    }
+    let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
+        name: name.to_owned(),
+        file: Some(file.to_owned()),
+        format: Some(if format == ImageFormat::Raw { Format::Raw } else { Format::Qcow2 }),
+        readonly,
+        locking: true,
+        ..DiskSpec::default()
+    };
+    let from = DiskSpec { locking: !args.force_share, ..disk("source", &args.from, format, true) };
+    let to = disk("target", &args.to, args.output_format, false);
+    // Before anything is made: what cannot be read replaces nothing.
+    let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
+    let readings = source.readings();
+    readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
+    let data = create::data_file(&args.options, &args.to)?.map(|file| (!file.exists(), file));
+    if !args.no_create {
+        let create = CreateArgs {
+            format: args.output_format,
+            backing: None,
+            backing_format: None,
+            unsafe_backing: false,
+            options: args.options,
+            file: args.to.clone(),
+            size: Some(size),
+        };
+        create::run(create, true)?;
+    }
+    let fresh = !args.no_create && !args.to.metadata().is_ok_and(|m| !m.is_file());
+    let mut bar = Bar::new("converting", quiet);
+    let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
+    drop(bar);
+    done.map_err(|e| {
+        // What was begun and failed is not left behind.
+        let made = [Some((new, args.to)), data];
+        for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
+            let _ = std::fs::remove_file(file);
+        }
+        Failure::Failed(e.to_string())
+    })?;
+    match readings.iter().any(|reading| reading.lost_writes) {
+        true => Err(Failure::Status(LACKS)),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a target that the image consists of, under whatever name: it would be cut short before
+/// it is read.
+fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
+    let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
+    let Some(target_id) = id(target) else { return Ok(()) };
+    let (shown, top) = (target.display(), image.display().to_string());
+    if id(&image) == Some(target_id) {
+        return Err(Failure::Usage(format!("{top} cannot be copied to itself, {shown}")));
+    }
+    let mut next = is_qcow2.then_some(image);
+    for _ in 0..CHAIN_MAX {
+        let Some(path) = next else { break };
+        let file = ImageFile::open(&path, For::Sharing)?;
+        let header = qcow2::Image::open(&file).map_err(|e| failed(&path, &e))?.header().clone();
+        let below = header.backing.map(|name| beside(&path, &name));
+        let data = header.data_file.map(|name| beside(&path, &name));
+        if [&below, &data].into_iter().flatten().any(|file| id(file) == Some(target_id)) {
+            return Err(Failure::Usage(format!("{top} consists of {shown} too; give the copy another name")));
+        }
+        next = below.filter(|_| header.backing_format.as_deref() == Some("qcow2"));
+    }
+    Ok(())
+}
+
+/// Format of the image that is copied, and the size of its disk.
+fn source(args: &ConvertArgs) -> Outcome<(ImageFormat, u64)> {
+    let shown = args.from.display();
+    let file = ImageFile::open(&args.from, if args.force_share { For::Sharing } else { For::Reading })?;
+    let cannot = |e: std::io::Error| Failure::Failed(format!("cannot read {shown}: {e}"));
+    let format = match args.format {
+        Some(format) => format,
+        None => file.probe(&args.from)?,
+    };
+    let size = match format {
+        ImageFormat::Raw => qcow2::Storage::len(&file).map_err(cannot)?,
+        ImageFormat::Qcow2 => qcow2::Image::open(&file).map_err(|e| failed(&args.from, &e))?.header().size,
+    };
+    // A raw file may end within a sector, whose rest reads as zeroes.
+    match size.checked_next_multiple_of(512) {
+        Some(rounded) if size > 0 => Ok((format, rounded)),
+        _ => Err(Failure::Failed(format!("{shown} has {size} bytes, which is no size of a disk"))),
+    }
+}

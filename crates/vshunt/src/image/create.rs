@@ -1,0 +1,306 @@
+//! `vshunt image create`.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use qcow2::Storage;
+use qcow2::create::{DataFile, Options, Preallocation, create};
+use qcow2::header::Compression;
+use qcow2::info::info;
+use serde::Deserialize;
+
+use super::args::{CreateArgs, Mode};
+use super::file::{For, ImageFile};
+use super::info::beside;
+use super::progress::Bar;
+use super::{ImageFormat, failed};
+use crate::keyval;
+use crate::outcome::{Failure, Outcome, print};
+
+/// Options of `-o`, named as qemu-img names them.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    size: Option<u64>,
+    compat: Option<String>,
+    cluster_size: Option<u64>,
+    refcount_bits: Option<u64>,
+    extended_l2: Option<bool>,
+    lazy_refcounts: Option<bool>,
+    preallocation: Option<Mode>,
+    backing_file: Option<String>,
+    backing_fmt: Option<String>,
+    data_file: Option<String>,
+    data_file_raw: Option<bool>,
+    compression_type: Option<Type>,
+}
+
+impl Mode {
+    pub(super) fn preallocation(self) -> Preallocation {
+        match self {
+            Self::Off => Preallocation::Off,
+            Self::Metadata => Preallocation::Metadata,
+            Self::Falloc => Preallocation::Falloc,
+            Self::Full => Preallocation::Full,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Type {
+    Zlib,
+    Zstd,
+}
+
+/// Whether `-o` asks which options there are.
+pub(super) fn is_help(options: &[String]) -> bool {
+    options.iter().any(|o| o == "help" || o == "?")
+}
+
+/// The same text as in the help, without what is around it.
+pub(super) fn help() -> Outcome {
+    print(&format!("{}\n", super::args::create_options()))
+}
+
+pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
+    if is_help(&args.options) {
+        return help();
+    }
+    let wanted = wanted(&args)?;
+    match args.format {
+        ImageFormat::Raw => raw(&args, &wanted, quiet),
+        ImageFormat::Qcow2 => qcow2(&args, wanted, quiet),
+    }
+}
+
+/// What `-o` says of the target of a copy: its data file. It stands on no image, and its size is
+/// known.
+pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<PathBuf>> {
+    let w = parsed(options)?;
+    if w.backing_file.is_some() || w.backing_fmt.is_some() {
+        return Err(Failure::Usage(
+            "a copy has all of its data itself; leave out backing_file and backing_fmt".into(),
+        ));
+    }
+    if w.size.is_some() {
+        return Err(Failure::Usage(
+            "a copy is as large as what it is of; leave out size, and resize it afterwards".into(),
+        ));
+    }
+    Ok(w.data_file.map(|name| beside(image, &name)))
+}
+
+fn parsed(options: &[String]) -> Outcome<Wanted> {
+    let text = options.join(",");
+    match options.is_empty() {
+        true => Ok(Wanted::default()),
+        false => keyval::parse(&text).map_err(|e| Failure::Usage(format!("-o {text}: {e}"))),
+    }
+}
+
+/// Options and flags that say the same, put together.
+fn wanted(args: &CreateArgs) -> Outcome<Wanted> {
+    let mut w = parsed(&args.options)?;
+    let twice = |what: &str| Err(Failure::Usage(format!("{what} is given twice, as a flag and with -o")));
+    match (&args.backing, &w.backing_file) {
+        (Some(_), Some(_)) => return twice("the backing file"),
+        (Some(name), None) => w.backing_file = Some(name.clone()),
+        _ => {}
+    }
+    match (&args.backing_format, &w.backing_fmt) {
+        (Some(_), Some(_)) => return twice("the backing format"),
+        (Some(name), None) => w.backing_fmt = Some(name.clone()),
+        _ => {}
+    }
+    match (args.size, w.size) {
+        (Some(_), Some(_)) => return twice("the size"),
+        (Some(size), None) => w.size = Some(size),
+        _ => {}
+    }
+    if w.backing_fmt.is_some() && w.backing_file.is_none() {
+        return Err(Failure::Usage("a backing format without a backing file; give -b NAME too".into()));
+    }
+    Ok(w)
+}
+
+fn no_size(path: &Path) -> Failure {
+    Failure::Usage(format!("{}: how large? give a size, for example 20G", path.display()))
+}
+
+fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
+    let path = &args.file;
+    let of_qcow2 = w.compat.is_some()
+        || w.cluster_size.is_some()
+        || w.refcount_bits.is_some()
+        || w.extended_l2.is_some()
+        || w.lazy_refcounts.is_some()
+        || w.backing_file.is_some()
+        || w.data_file.is_some()
+        || w.data_file_raw.is_some()
+        || w.compression_type.is_some()
+        || w.preallocation == Some(Mode::Metadata);
+    if of_qcow2 {
+        return Err(Failure::Usage(
+            "format raw has the options size and preallocation=off|falloc|full; give -f qcow2 for others"
+                .into(),
+        ));
+    }
+    let size = w.size.ok_or_else(|| no_size(path))?.next_multiple_of(512);
+    if !quiet {
+        print(&format!("Formatting '{}', fmt=raw size={size}\n", path.display()))?;
+    }
+    let new = !path.exists();
+    let file = ImageFile::open(path, For::Making)?;
+    let mut bar = Bar::new("preallocating", quiet);
+    let mode = w.preallocation.unwrap_or(Mode::Off);
+    let done = file.set_len(0).and_then(|()| file.set_len(size));
+    let done = done.and_then(|()| fill(&file, 0..size, mode, &mut bar));
+    drop(bar);
+    done.map_err(|e| {
+        remove(path, new);
+        Failure::Failed(format!("cannot make {}: {e}", path.display()))
+    })
+}
+
+/// The space of a range of a raw image.
+pub(super) fn fill(file: &ImageFile, range: Range<u64>, mode: Mode, bar: &mut Bar) -> std::io::Result<()> {
+    const PIECE: u64 = 8 << 20;
+    let size = range.end - range.start;
+    let zeroes = if mode == Mode::Full { vec![0; PIECE.min(size) as usize] } else { Vec::new() };
+    let mut done = 0;
+    while done < size && matches!(mode, Mode::Falloc | Mode::Full) {
+        let n = PIECE.min(size - done);
+        match mode {
+            Mode::Falloc => file.allocate(range.start + done, n)?,
+            _ => file.write_at(range.start + done, &zeroes[..n as usize])?,
+        }
+        done += n;
+        bar.set(done, size);
+    }
+    file.sync()
+}
+
+/// What was begun and failed is not left behind.
+fn remove(path: &Path, new: bool) {
+    if new {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
+    let path = &args.file;
+    let backing = match (w.backing_file, w.backing_fmt) {
+        (None, _) => None,
+        (Some(_), None) => {
+            return Err(Failure::Usage(
+                "a backing file without its format; give -F raw or -F qcow2: what a guest wrote decides else"
+                    .into(),
+            ));
+        }
+        (Some(name), Some(format)) => Some((name, format)),
+    };
+    let size = match (w.size, &backing) {
+        (Some(size), _) => size,
+        (None, Some((name, format))) if !args.unsafe_backing => backing_size(path, name, format)?,
+        _ => return Err(no_size(path)),
+    };
+    if let (Some(_), Some((name, format)), false) = (w.size, &backing, args.unsafe_backing) {
+        backing_size(path, name, format)?;
+    }
+    let version = match w.compat.as_deref() {
+        None | Some("1.1" | "v3") => 3,
+        Some("0.10" | "v2") => 2,
+        Some(other) => return Err(Failure::Usage(format!("compat={other} is neither 0.10 nor 1.1"))),
+    };
+    if w.data_file.is_none() && w.data_file_raw.is_some() {
+        return Err(Failure::Usage(
+            "data_file_raw without data_file; give the name of the data file too".into(),
+        ));
+    }
+    let raw = w.data_file_raw.unwrap_or(false);
+    let defaults = Options::new(size);
+    let options = Options {
+        version,
+        size,
+        cluster_size: w.cluster_size.unwrap_or(defaults.cluster_size),
+        refcount_bits: w.refcount_bits.unwrap_or(defaults.refcount_bits),
+        extended_l2: w.extended_l2.unwrap_or(false),
+        lazy_refcounts: w.lazy_refcounts.unwrap_or(false),
+        compression: match w.compression_type {
+            Some(Type::Zstd) => Compression::Zstd,
+            _ => Compression::Zlib,
+        },
+        backing,
+        data_file: w.data_file.map(|name| DataFile { name, raw }),
+        preallocation: w.preallocation.unwrap_or(Mode::Off).preallocation(),
+    };
+    options.check().map_err(|e| Failure::Usage(e.to_string()))?;
+    make(path, &options, quiet)
+}
+
+/// Size of the disk in the image below, which has to be there and readable.
+pub(super) fn backing_size(image: &Path, name: &str, format: &str) -> Outcome<u64> {
+    let path = beside(image, name);
+    let file = ImageFile::open(&path, For::Sharing)?;
+    match format {
+        "raw" => file.len().map_err(|e| Failure::Failed(format!("cannot read {}: {e}", path.display()))),
+        "qcow2" => Ok(info(&file).map_err(|e| failed(&path, &e))?.header.size),
+        other => Err(Failure::Usage(format!(
+            "the format {other} of a backing file is not known here; raw and qcow2 are, and -u does not look at it"
+        ))),
+    }
+}
+
+fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
+    if !quiet {
+        print(&formatting(path, options))?;
+    }
+    let new = !path.exists();
+    let data_path = options.data_file.as_ref().map(|d| beside(path, &d.name));
+    let data_new = data_path.as_ref().is_some_and(|data| !data.exists());
+    let removed = |e: Failure| {
+        remove(path, new);
+        data_path.iter().for_each(|data| remove(data, data_new));
+        e
+    };
+    let file = ImageFile::open(path, For::Making)?;
+    let empty = |data: &PathBuf| {
+        let file = ImageFile::open(data, For::Making)?;
+        file.set_len(0).map_err(|e| Failure::Failed(format!("cannot make {}: {e}", data.display())))?;
+        Ok(file)
+    };
+    let data = data_path.as_ref().map(empty).transpose().map_err(removed)?;
+    let mut bar = Bar::new("preallocating", quiet);
+    let made = create(&file, data.as_ref().map(|d| d as &dyn Storage), options, &mut |done, all| {
+        bar.set(done, all);
+    });
+    drop(bar);
+    made.map(drop).map_err(|e| removed(failed(path, &e)))
+}
+
+/// The line that qemu-img prints.
+fn formatting(path: &Path, o: &Options) -> String {
+    let on = |on: bool| if on { "on" } else { "off" };
+    let mut words =
+        vec![format!("cluster_size={}", o.cluster_size), format!("extended_l2={}", on(o.extended_l2))];
+    match o.preallocation {
+        Preallocation::Off => {}
+        Preallocation::Metadata => words.push("preallocation=metadata".into()),
+        Preallocation::Falloc => words.push("preallocation=falloc".into()),
+        Preallocation::Full => words.push("preallocation=full".into()),
+    }
+    let compression = if o.compression == Compression::Zlib { "zlib" } else { "zstd" };
+    words.push(format!("compression_type={compression} size={}", o.size));
+    if let Some((name, format)) = &o.backing {
+        words.push(format!("backing_file={name} backing_fmt={format}"));
+    }
+    if o.version == 2 {
+        words.push("compat=0.10".into());
+    }
+    if let Some(data) = &o.data_file {
+        words.push(format!("data_file={} data_file_raw={}", data.name, on(data.raw)));
+    }
+    words.push(format!("lazy_refcounts={} refcount_bits={}", on(o.lazy_refcounts), o.refcount_bits));
+    format!("Formatting '{}', fmt=qcow2 {}\n", path.display(), words.join(" "))
+}

@@ -1,0 +1,305 @@
+//! A file or block device as `qcow2` sees it.
+
+use std::cell::Cell;
+use std::fs::{File, FileType, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use qcow2::Storage;
+use qcow2::header::{Header, Open};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+use vshunt_block::{
+    JournalView, PathFd, Recovered, check_overlay_marks, journal_path, lock_image, read_journal,
+    recover_journal, remove_journal,
+};
+use vshunt_types::error::Kind;
+
+use super::ImageFormat;
+use super::journal::MapJournal;
+use crate::outcome::{Failure, Outcome};
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum For {
+    Reading,
+    /// Reading, whoever writes meanwhile.
+    Sharing,
+    Writing,
+    /// Writing; made if it is not there.
+    Making,
+}
+
+fn check_kind(path: &Path, kind: FileType) -> Outcome {
+    match kind.is_file() || kind.is_block_device() {
+        true => Ok(()),
+        false => Err(Failure::Failed(format!("{} is neither a file nor a block device", path.display()))),
+    }
+}
+
+/// An open image, locked.
+pub(super) struct ImageFile {
+    file: File,
+    device: bool,
+    /// It is not locked.
+    shared: bool,
+    /// Where a device ends for whoever shortened it: it keeps its length.
+    end: Cell<Option<u64>>,
+}
+
+impl ImageFile {
+    pub(super) fn open(path: &Path, purpose: For) -> Outcome<Self> {
+        let shown = path.display();
+        let writable = matches!(purpose, For::Writing | For::Making);
+        if writable {
+            check_overlay_marks(path, false)?;
+        }
+        let cannot = |e| Failure::Failed(format!("cannot open {shown}: {e}"));
+        // Images name files that their writers chose.
+        let file = match PathFd::open(path) {
+            Ok(seen) => {
+                seen.check(path).map_err(|e| Failure::Failed(e.to_string()))?;
+                seen.reopen(writable, 0)
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound && purpose == For::Making => {
+                let mut options = OpenOptions::new();
+                options.read(true).write(true).create(true).truncate(false);
+                options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
+            }
+            Err(e) => Err(e),
+        };
+        let file = file.map_err(cannot)?;
+        let kind = file.metadata().map_err(|e| Failure::Failed(format!("{shown}: {e}")))?.file_type();
+        check_kind(path, kind)?;
+        if purpose != For::Sharing {
+            lock_image(&file, path, !writable).map_err(|e| match e.kind() {
+                Kind::Busy => in_use(path, purpose),
+                _ => Failure::Failed(e.to_string()),
+            })?;
+        }
+        let shared = purpose == For::Sharing;
+        Ok(Self { file, device: kind.is_block_device(), shared, end: Cell::new(None) })
+    }
+
+    /// Its format, by how it begins. `path` is for the message.
+    ///
+    /// # Errors
+    /// It cannot be read, or begins as a qcow2 image of a version that is not known.
+    pub(super) fn probe(&self, path: &Path) -> Outcome<ImageFormat> {
+        let (shown, mut start) = (path.display(), [0; 8]);
+        self.read_at(0, &mut start).map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
+        match Header::probe(&start) {
+            None => Ok(ImageFormat::Raw),
+            Some(version) if Header::knows(version) => Ok(ImageFormat::Qcow2),
+            Some(version) => Err(Failure::Failed(format!(
+                "{shown} begins as a qcow2 image of version {version}, and versions 2 and 3 are known; convert it with \
+                 qemu-img, or give -f raw if its bytes are the disk"
+            ))),
+        }
+    }
+
+    /// Brings in what a killed daemon had not written to a qcow2 image, opened for writing; its
+    /// counts are to be repaired then.
+    pub(super) fn recover(&self, path: &Path) -> Outcome {
+        match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
+            Recovered::Clean | Recovered::CountsOnly => {}
+            Recovered::Changes(n) => eprintln!(
+                "vshunt: {} was not closed: {n} changes of its map are applied from its journal",
+                path.display()
+            ),
+            Recovered::Lost(why) => eprintln!(
+                "vshunt: {} was not closed and {why}: writes that were not flushed may be lost",
+                path.display()
+            ),
+        }
+        Ok(())
+    }
+
+    /// The map journal of a qcow2 image with this header; none: the image was closed, or its last
+    /// writer kept none and each write was stable. Changes nothing.
+    pub(super) fn journal(&self, header: &Header) -> Option<MapJournal> {
+        let open = qcow2::journal::journal_of(header)?;
+        let state = match read_journal(&self.file, header, self.shared) {
+            JournalView::Complete => return None,
+            state => state,
+        };
+        let has_file = !matches!(open, Open::Without { .. });
+        Some(MapJournal { path: journal_path(&self.file).ok().filter(|_| has_file), state })
+    }
+
+    /// The map journal of a qcow2 image that lacks something that was written to it, which the user
+    /// is told; none: it was closed, or a living process has it.
+    pub(super) fn lacking(&self, path: &Path) -> Outcome<Option<MapJournal>> {
+        let fail = |e: qcow2::Error| super::failed(path, &e);
+        let header = qcow2::Image::open(self).map_err(fail)?.header().clone();
+        let shown = path.display();
+        let journal = self.journal(&header);
+        match journal.as_ref().map(|journal| &journal.state) {
+            // One that a living process writes is whole once that has closed it.
+            None | Some(JournalView::Complete | JournalView::InUse) => return Ok(None),
+            Some(JournalView::Changes(changes)) => eprintln!(
+                "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
+                 'vshunt image check -r all {shown}' applies them",
+                changes.count()
+            ),
+            Some(JournalView::Lost(why)) => eprintln!(
+                "vshunt: {shown} was not closed and {why}: writes that were not flushed may be lost; \
+                 'vshunt image check -r all {shown}' repairs what is there"
+            ),
+        }
+        Ok(journal)
+    }
+
+    /// It was repaired: what [`recover`](Self::recover) brought in is not needed any more.
+    pub(super) fn recovered(&self) {
+        remove_journal(&self.file);
+    }
+
+    /// Whether it is a block device.
+    pub(super) fn is_device(&self) -> bool {
+        self.device
+    }
+
+    /// Bytes that it takes on its file system.
+    pub(super) fn space(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.blocks() * 512)
+    }
+
+    fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        const PIECE: u64 = 1 << 20;
+        let zeroes = vec![0; PIECE.min(len) as usize];
+        let mut done = 0;
+        while done < len {
+            let n = PIECE.min(len - done);
+            self.file.write_all_at(&zeroes[..n as usize], offset + done)?;
+            done += n;
+        }
+        Ok(())
+    }
+}
+
+fn in_use(path: &Path, purpose: For) -> Failure {
+    let remedy = match purpose {
+        For::Reading => "stop it, or give -U to look all the same",
+        _ => "stop it first: two that write to one image destroy it",
+    };
+    Failure::Failed(format!("{} is in use by another process; {remedy}", path.display()))
+}
+
+impl Storage for ImageFile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.file.read_at(&mut buf[done..], offset + done as u64) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        buf[done..].fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(buf, offset)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        match self.end.get() {
+            Some(end) => Ok(end),
+            None => (&self.file).seek(SeekFrom::End(0)),
+        }
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        if !self.device {
+            return self.file.set_len(len);
+        }
+        let before = self.len()?;
+        if len > before {
+            self.punch(before, len - before)?;
+        }
+        self.end.set(Some(len));
+        Ok(())
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        match fallocate(&self.file, FallocateFlags::empty(), offset, len) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NODEV) => self.zero(offset, len),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        match fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NODEV) => self.zero(offset, len),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn is_hole(&self, offset: u64, len: u64) -> io::Result<bool> {
+        if self.device {
+            return Ok(false);
+        }
+        match rustix::fs::seek(&self.file, rustix::fs::SeekFrom::Data(offset)) {
+            Ok(data) => Ok(data >= offset + len),
+            // Nothing but holes from there.
+            Err(Errno::NXIO) => Ok(true),
+            Err(_) => Ok(false),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_holes_and_reads_as_zeroes_beyond_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let f = ImageFile::open(&dir.path().join("f"), For::Making).unwrap();
+        f.set_len(1 << 20).unwrap();
+        f.write_at(512 << 10, &[7; 10]).unwrap();
+        let mut buf = [1; 20];
+        f.read_at((1 << 20) - 10, &mut buf).unwrap();
+        assert_eq!(buf, [0; 20]);
+        assert!(f.is_hole(0, 4096).unwrap() && !f.is_hole(512 << 10, 4096).unwrap());
+        f.punch(512 << 10, 4096).unwrap();
+        f.read_at(512 << 10, &mut buf).unwrap();
+        assert_eq!((buf, f.len().unwrap()), ([0; 20], 1 << 20));
+    }
+
+    #[test]
+    fn an_image_in_use_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let _first = ImageFile::open(&path, For::Making).unwrap();
+        let Err(Failure::Failed(why)) = ImageFile::open(&path, For::Reading) else { panic!("opened") };
+        assert!(why.contains("is in use") && why.contains("-U") && why.contains("/f"), "{why}");
+        ImageFile::open(&path, For::Sharing).unwrap();
+        assert!(ImageFile::open(dir.path(), For::Reading).is_err());
+    }
+
+    #[test]
+    fn a_fifo_is_refused_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
+            .unwrap();
+        for purpose in [For::Reading, For::Sharing, For::Writing] {
+            let Err(Failure::Failed(why)) = ImageFile::open(&path, purpose) else { panic!("opened") };
+            assert!(why.contains("is a FIFO"), "{why}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! `vshunt image resize`.
+
+use std::path::Path;
+
+use qcow2::header::Header;
+use qcow2::resize::Around;
+use qcow2::{Image, Storage};
+use vshunt_block::Disk;
+use vshunt_types::spec::{Cache, DiskSpec, Format};
+
+use super::args::{Change, Mode, ResizeArgs};
+use super::create::{backing_size, fill};
+use super::file::{For, ImageFile};
+use super::info::beside;
+use super::progress::Bar;
+use super::{ImageFormat, changing, failed};
+use crate::outcome::{Failure, Outcome, print};
+
+pub(super) fn run(args: &ResizeArgs, quiet: bool) -> Outcome {
+    let path = &args.file;
+    let (file, format) = changing(path, args.format, quiet)?;
+    let io = |e| Failure::Failed(format!("cannot read {}: {e}", path.display()));
+    let old = match format {
+        ImageFormat::Raw => file.len().map_err(io)?,
+        ImageFormat::Qcow2 => Image::open(&file).map_err(|e| failed(path, &e))?.header().size,
+    };
+    let size = wanted(args.size, old).ok_or_else(|| {
+        Failure::Failed(format!("{} has {old} bytes, which cannot be changed by that much", path.display()))
+    })?;
+    let size = size.checked_next_multiple_of(512).unwrap_or(u64::MAX);
+    if size < old && !args.shrink {
+        return Err(Failure::Failed(format!(
+            "this would cut {} from {old} to {size} bytes and lose what lies beyond; give --shrink if you mean it",
+            path.display()
+        )));
+    }
+    let mode = args.preallocation.unwrap_or(Mode::Off);
+    if size < old && mode != Mode::Off {
+        return Err(Failure::Usage("preallocation is for images that grow".into()));
+    }
+    match format {
+        ImageFormat::Raw => raw(path, &file, (old, size), mode, quiet)?,
+        ImageFormat::Qcow2 => qcow2(path, &file, size, mode, quiet)?,
+    }
+    if quiet { Ok(()) } else { print("Image resized.\n") }
+}
+
+fn wanted(change: Change, old: u64) -> Option<u64> {
+    match change {
+        Change::To(size) => Some(size),
+        Change::By(more) => old.checked_add(more),
+        Change::Less(less) => old.checked_sub(less),
+    }
+}
+
+fn raw(path: &Path, file: &ImageFile, (old, size): (u64, u64), mode: Mode, quiet: bool) -> Outcome {
+    if mode == Mode::Metadata {
+        return Err(Failure::Usage("format raw has preallocation=off, falloc and full".into()));
+    }
+    if file.is_device() {
+        return Err(Failure::Failed(format!("{} is a block device, which keeps its size", path.display())));
+    }
+    let mut bar = Bar::new("preallocating", quiet);
+    let done = file.set_len(size).and_then(|()| fill(file, old..size.max(old), mode, &mut bar));
+    done.map_err(|e| Failure::Failed(format!("cannot resize {}: {e}", path.display())))
+}
+
+fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> Outcome {
+    let header = Image::open(file).map_err(|e| failed(path, &e))?.header().clone();
+    let data = match &header.data_file {
+        Some(name) => Some(ImageFile::open(&beside(path, name), For::Writing)?),
+        None => None,
+    };
+    // What is below matters only to what comes to lie over it.
+    let below = if size > header.size { below(path, &header)? } else { None };
+    let ends_within = !header.size.is_multiple_of(header.cluster_size());
+    if ends_within && below.is_some_and(|below| below > header.size || mode != Mode::Off) {
+        own_last_cluster(path)?;
+    }
+    let mut image = Image::open(file).map_err(|e| failed(path, &e))?;
+    let around =
+        Around { data: data.as_ref().map(|d| d as &dyn Storage), below, preallocation: mode.preallocation() };
+    let mut bar = Bar::new("preallocating", quiet);
+    qcow2::resize::resize(&mut image, size, &around, &mut |done, all| bar.set(done, all))
+        .map_err(|e| failed(path, &e))
+}
+
+/// Has the disk's last cluster copied from the image below, by the image as a disk: with all that
+/// it stands on.
+fn own_last_cluster(path: &Path) -> Outcome {
+    let spec = DiskSpec {
+        name: path.display().to_string(),
+        file: Some(path.to_owned()),
+        format: Some(Format::Qcow2),
+        // All is stable when it is closed, and no journal is needed.
+        cache: Cache::Writethrough,
+        // This process has locked it, by another descriptor.
+        locking: false,
+        ..DiskSpec::default()
+    };
+    let disk = Disk::open(&spec).map_err(|e| Failure::Failed(e.to_string()))?;
+    // Nothing reads differently afterwards: what its bitmaps say stays true.
+    let bitmaps = disk.take_bitmaps();
+    let done = disk.own_last_cluster();
+    disk.put_bitmaps(bitmaps);
+    done.and_then(|()| disk.close()).map_err(|e| Failure::Failed(format!("{}: {e}", path.display())))
+}
+
+fn below(path: &Path, header: &Header) -> Outcome<Option<u64>> {
+    match (&header.backing, &header.backing_format) {
+        (None, _) => Ok(None),
+        (Some(name), Some(format)) => backing_size(path, name, format).map(Some),
+        (Some(name), None) => Err(Failure::Failed(format!(
+            "{} does not say of which format {name} below it is; `qemu-img rebase -u -b {name} -F FORMAT` tells it",
+            path.display()
+        ))),
+    }
+}

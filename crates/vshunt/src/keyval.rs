@@ -1,0 +1,323 @@
+//! `key=value,key=value` lists, read into the same serde types that TOML and QMP fill.
+//!
+//! This is the one place where the text of a flag becomes a spec. A comma inside a value is written
+//! `,,` (as QEMU has it). Booleans are `on|off|yes|no|true|false`; sizes take K, M, G and T (powers
+//! of 1024).
+
+use std::fmt;
+
+use serde::de::value::StrDeserializer;
+use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+
+/// Keys whose numbers take a size suffix. The others are plain counts: `queues=1K` is a typing
+/// error.
+const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"];
+
+/// Highest CPU number that a list may name; bounds what `0-99999999` can allocate (Linux: NR_CPUS
+/// is at most 8192).
+const CPU_MAX: usize = 8191;
+
+/// What was wrong with a list; one sentence without a full stop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct KeyvalError(String);
+
+impl fmt::Display for KeyvalError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for KeyvalError {}
+
+impl de::Error for KeyvalError {
+    fn custom<T: fmt::Display>(msg: T) -> Self {
+        Self(msg.to_string())
+    }
+
+    fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
+        Self(format!("unknown key `{field}`; the keys are {}", expected.join(", ")))
+    }
+
+    fn missing_field(field: &'static str) -> Self {
+        Self(format!("key `{field}` is missing"))
+    }
+
+    fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
+        Self(format!("`{variant}` is none of {}", expected.join(", ")))
+    }
+}
+
+/// Reads a whole list into `T`. Fits clap's `value_parser`.
+pub(crate) fn parse<T: DeserializeOwned>(text: &str) -> Result<T, KeyvalError> {
+    let pairs = split(text)?;
+    T::deserialize(Pairs { rest: pairs.iter(), value: None })
+}
+
+/// A size in bytes: digits, a fraction if it comes to whole bytes, and K, M, G or T.
+pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
+    let bad = || KeyvalError(format!("`{text}` is not a size; write bytes, or a number with K, M, G or T"));
+    let (number, shift) = match text.char_indices().next_back() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => {
+            let shift = match unit.to_ascii_uppercase() {
+                'B' => 0,
+                'K' => 10,
+                'M' => 20,
+                'G' => 30,
+                'T' => 40,
+                _ => return Err(bad()),
+            };
+            (&text[..at], shift)
+        }
+        _ => (text, 0),
+    };
+    let (whole, fraction) = match number.split_once('.') {
+        Some((_, "")) => return Err(bad()),
+        Some(parts) => parts,
+        None => (number, ""),
+    };
+    let digits = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
+    // 64 bits, 6 decimal digits (20 bits) and a shift of 40 stay below 128 bits.
+    if whole.is_empty() || !digits(whole) || !digits(fraction) || fraction.len() > 6 {
+        return Err(bad());
+    }
+    let too_large = || KeyvalError(format!("`{text}` is too large for a size"));
+    let whole: u64 = whole.parse().map_err(|_| too_large())?;
+    let scale = 10u128.pow(fraction.len() as u32);
+    let fraction: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| bad())? };
+    let scaled = (u128::from(whole) * scale + fraction) << shift;
+    if !scaled.is_multiple_of(scale) {
+        return Err(KeyvalError(format!("`{text}` is not a whole number of bytes")));
+    }
+    u64::try_from(scaled / scale).map_err(|_| too_large())
+}
+
+/// A list of CPUs as taskset has it: `2`, `0-3`, `0-1,6`. Empty for `all`.
+pub(crate) fn parse_cpus(text: &str) -> Result<Vec<usize>, KeyvalError> {
+    let bad =
+        || KeyvalError(format!("`{text}` is not a list of CPUs; write for example 2, 0-3, 0-1,6 or all"));
+    if text == "all" {
+        return Ok(Vec::new());
+    }
+    let number = |s: &str| s.parse::<usize>().ok().filter(|n| *n <= CPU_MAX).ok_or_else(bad);
+    let mut cpus = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last {
+            return Err(bad());
+        }
+        cpus.extend(first..=last);
+    }
+    cpus.sort_unstable();
+    cpus.dedup();
+    Ok(cpus)
+}
+
+fn parse_bool(text: &str) -> Result<bool, KeyvalError> {
+    match text {
+        "on" | "yes" | "true" => Ok(true),
+        "off" | "no" | "false" => Ok(false),
+        _ => Err(KeyvalError(format!("`{text}` is neither on nor off"))),
+    }
+}
+
+fn split(text: &str) -> Result<Vec<(String, String)>, KeyvalError> {
+    let mut pairs: Vec<(String, String)> = Vec::new();
+    let mut rest = text;
+    loop {
+        let end = rest.find([',', '=']).unwrap_or(rest.len());
+        let key = &rest[..end];
+        if key.is_empty() {
+            return Err(KeyvalError("a key is missing; write key=value,key=value".into()));
+        }
+        let Some(after) = rest[end..].strip_prefix('=') else {
+            return Err(KeyvalError(format!(
+                "`{key}` has no value; write {key}=… (a comma in a value is `,,`)"
+            )));
+        };
+        if pairs.iter().any(|(k, _)| k == key) {
+            return Err(KeyvalError(format!("key `{key}` is given twice")));
+        }
+        let (value, more) = take_value(after);
+        pairs.push((key.to_owned(), value));
+        match more {
+            Some(more) => rest = more,
+            None => return Ok(pairs),
+        }
+    }
+}
+
+/// The value at the start of `text` with `,,` undone, and what follows its comma, if one does.
+fn take_value(text: &str) -> (String, Option<&str>) {
+    let mut value = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(',') {
+        value.push_str(&rest[..at]);
+        match rest[at + 1..].strip_prefix(',') {
+            Some(after) => {
+                value.push(',');
+                rest = after;
+            }
+            None => return (value, Some(&rest[at + 1..])),
+        }
+    }
+    value.push_str(rest);
+    (value, None)
+}
+
+struct Pairs<'a> {
+    rest: std::slice::Iter<'a, (String, String)>,
+    value: Option<Value<'a>>,
+}
+
+impl<'de> de::Deserializer<'de> for Pairs<'_> {
+    type Error = KeyvalError;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_map(self)
+    }
+
+    serde::forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct
+        newtype_struct seq tuple tuple_struct map struct enum identifier ignored_any
+    }
+}
+
+impl<'de> MapAccess<'de> for Pairs<'_> {
+    type Error = KeyvalError;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, KeyvalError> {
+        let Some((key, text)) = self.rest.next() else { return Ok(None) };
+        self.value = Some(Value { key, text });
+        let key: StrDeserializer<'_, KeyvalError> = key.as_str().into_deserializer();
+        seed.deserialize(key).map(Some)
+    }
+
+    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, KeyvalError> {
+        let value = self.value.take().ok_or_else(|| de::Error::custom("value asked for before its key"))?;
+        let key = value.key;
+        seed.deserialize(value).map_err(|KeyvalError(why)| {
+            // The derived text for an untagged variant names a Rust type, which helps no user.
+            let why = if key == "workers" {
+                "wants default, per-queue, per-cpu or a number".to_owned()
+            } else {
+                why
+            };
+            KeyvalError(format!("key `{key}`: {why}"))
+        })
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Value<'a> {
+    key: &'a str,
+    text: &'a str,
+}
+
+impl Value<'_> {
+    fn unsigned(&self) -> Result<u64, KeyvalError> {
+        if SIZE_KEYS.contains(&self.key) {
+            return parse_size(self.text);
+        }
+        self.text.parse().map_err(|_| KeyvalError(format!("`{}` is not a number of 0 or more", self.text)))
+    }
+
+    fn signed(&self) -> Result<i64, KeyvalError> {
+        self.text.parse().map_err(|_| KeyvalError(format!("`{}` is not a number", self.text)))
+    }
+}
+
+impl<'de> de::Deserializer<'de> for Value<'_> {
+    type Error = KeyvalError;
+
+    /// Reached for untagged types only: a number if it looks like one.
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        match self.text.parse::<u64>() {
+            Ok(n) => visitor.visit_u64(n),
+            Err(_) => visitor.visit_str(self.text),
+        }
+    }
+
+    fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_bool(parse_bool(self.text)?)
+    }
+
+    fn deserialize_u8<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_u64(self.unsigned()?)
+    }
+
+    fn deserialize_u16<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_u64(self.unsigned()?)
+    }
+
+    fn deserialize_u32<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_u64(self.unsigned()?)
+    }
+
+    fn deserialize_u64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_u64(self.unsigned()?)
+    }
+
+    fn deserialize_i32<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_i64(self.signed()?)
+    }
+
+    fn deserialize_i64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_i64(self.signed()?)
+    }
+
+    fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_str(self.text)
+    }
+
+    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_str(self.text)
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_some(self)
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _name: &'static str,
+        visitor: V,
+    ) -> Result<V::Value, KeyvalError> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    /// The one list among the specs: CPUs.
+    fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_seq(Cpus(parse_cpus(self.text)?.into_iter()))
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _name: &'static str,
+        _variants: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, KeyvalError> {
+        let text: StrDeserializer<'_, KeyvalError> = self.text.into_deserializer();
+        visitor.visit_enum(text)
+    }
+
+    serde::forward_to_deserialize_any! {
+        i8 i16 f32 f64 char bytes byte_buf unit unit_struct tuple tuple_struct map struct identifier ignored_any
+    }
+}
+
+struct Cpus(std::vec::IntoIter<usize>);
+
+impl<'de> SeqAccess<'de> for Cpus {
+    type Error = KeyvalError;
+
+    fn next_element_seed<T: DeserializeSeed<'de>>(
+        &mut self,
+        seed: T,
+    ) -> Result<Option<T::Value>, KeyvalError> {
+        self.0.next().map(|cpu| seed.deserialize(cpu.into_deserializer())).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests;

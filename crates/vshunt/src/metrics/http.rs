@@ -1,0 +1,195 @@
+//! The little of HTTP/1.1 that a scrape takes: one request, one answer, end of the connection (RFC
+//! 9112).
+//!
+//! Bytes in, bytes out; the sockets are in `serve`. A request's body is not read: none of ours has
+//! one.
+
+use httparse::{EMPTY_HEADER, Error, Header, Request, Status};
+
+/// Bytes of a request up to the empty line that ends its header; a scraper's has some 300.
+pub(super) const REQUEST_BYTES_MAX: usize = 8192;
+
+/// Header fields of a request.
+const FIELDS_MAX: usize = 64;
+
+/// The two names of the text: it is OpenMetrics, and reads as the older format, too, where `# UNIT`
+/// and `# EOF` are comments and a counter is of no type.
+const OPENMETRICS: &str = "application/openmetrics-text";
+const OPENMETRICS_WHOLE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// The path.
+const PATH: &str = "/metrics";
+
+/// What bytes that came so far ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// There is more to come.
+    NotYet,
+    /// The metrics, by the name of their format that the client knows; or why they are not given.
+    Whole {
+        outcome: Result<Format, Refusal>,
+        /// HEAD: what would be said, without it.
+        head_only: bool,
+    },
+}
+
+/// What the text is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    OpenMetrics,
+    Prometheus,
+}
+
+/// Why not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    BadRequest,
+    NotFound,
+    Method,
+    TooLarge,
+    Version,
+}
+
+/// Reads a request.
+pub(super) fn read(bytes: &[u8]) -> Asked {
+    let refused = |why| Asked::Whole { outcome: Err(why), head_only: false };
+    let mut fields = [EMPTY_HEADER; FIELDS_MAX];
+    let mut request = Request::new(&mut fields);
+    match request.parse(bytes) {
+        Ok(Status::Complete(_)) => {}
+        Ok(Status::Partial) if bytes.len() < REQUEST_BYTES_MAX => return Asked::NotYet,
+        Ok(Status::Partial) | Err(Error::TooManyHeaders) => return refused(Refusal::TooLarge),
+        Err(Error::Version) => return refused(Refusal::Version),
+        Err(_) => return refused(Refusal::BadRequest),
+    }
+    let outcome = match (request.path.is_some_and(is_metrics), request.method) {
+        (false, _) => Err(Refusal::NotFound),
+        (true, Some("GET" | "HEAD")) => Ok(format(request.headers)),
+        (true, _) => Err(Refusal::Method),
+    };
+    Asked::Whole { outcome, head_only: request.method == Some("HEAD") }
+}
+
+/// OpenMetrics for who names it (RFC 9110, 12.5.1; weights are not looked at: nobody names it to
+/// refuse it).
+fn format(fields: &[Header<'_>]) -> Format {
+    let accepts = |field: &&Header<'_>| field.name.eq_ignore_ascii_case("accept");
+    let names =
+        |field: &Header<'_>| String::from_utf8_lossy(field.value).to_ascii_lowercase().contains(OPENMETRICS);
+    match fields.iter().filter(accepts).any(names) {
+        true => Format::OpenMetrics,
+        false => Format::Prometheus,
+    }
+}
+
+/// Whether a request's target is ours: `/metrics`, with or without a query, or that of a proxy's
+/// client (`http://host/metrics`, RFC 9112, 3.2.2).
+fn is_metrics(target: &str) -> bool {
+    let path = match target.strip_prefix("http://") {
+        Some(rest) => rest.find('/').map_or("", |at| &rest[at..]),
+        None => target,
+    };
+    path.split('?').next() == Some(PATH)
+}
+
+impl Format {
+    /// What comes before `length` bytes of metrics.
+    pub(super) fn head(self, length: usize) -> Vec<u8> {
+        let content_type = match self {
+            Self::OpenMetrics => OPENMETRICS_WHOLE,
+            Self::Prometheus => PROMETHEUS,
+        };
+        head("200 OK", content_type, length, "")
+    }
+}
+
+impl Refusal {
+    /// What comes before the reason.
+    pub(super) fn head(self) -> Vec<u8> {
+        let (status, more) = match self {
+            Self::BadRequest => ("400 Bad Request", ""),
+            Self::NotFound => ("404 Not Found", ""),
+            Self::Method => ("405 Method Not Allowed", "Allow: GET, HEAD\r\n"),
+            Self::TooLarge => ("431 Request Header Fields Too Large", ""),
+            Self::Version => ("505 HTTP Version Not Supported", ""),
+        };
+        head(status, "text/plain; charset=utf-8", self.text().len(), more)
+    }
+
+    /// The reason.
+    pub(super) fn text(self) -> &'static str {
+        match self {
+            Self::BadRequest => "this is no HTTP request\n",
+            Self::NotFound => "metrics are at /metrics\n",
+            Self::Method => "metrics are for GET\n",
+            Self::TooLarge => "the request is too long\n",
+            Self::Version => "HTTP/1.1 is spoken here\n",
+        }
+    }
+}
+
+fn head(status: &str, content_type: &str, length: usize, more: &str) -> Vec<u8> {
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n{more}Connection: close\r\n\r\n"
+    )
+    .into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OK: Asked = Asked::Whole { outcome: Ok(Format::Prometheus), head_only: false };
+    const OPEN: Asked = Asked::Whole { outcome: Ok(Format::OpenMetrics), head_only: false };
+
+    const fn refused(why: Refusal) -> Asked {
+        Asked::Whole { outcome: Err(why), head_only: false }
+    }
+
+    #[test]
+    fn requests() {
+        use Refusal::*;
+        let cases = [
+            ("GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n", OK),
+            ("GET /metrics HTTP/1.0\r\n\r\n", OK),
+            ("GET /metrics?x=/y HTTP/1.1\r\n\r\n", OK),
+            ("GET http://a:9150/metrics HTTP/1.1\r\n\r\n", OK),
+            (
+                "GET /metrics HTTP/1.1\r\nACCEPT: a/b, Application/openmetrics-text;version=1.0.0\r\n\r\n",
+                OPEN,
+            ),
+            ("GET /metrics HTTP/1.1\r\nAccept: a/b\r\naccept:application/openmetrics-text\r\n\r\n", OPEN),
+            ("GET /metrics HTTP/1.1\r\nAccept: text/plain\r\nX: application/openmetrics-text\r\n\r\n", OK),
+            (
+                "HEAD /metrics HTTP/1.1\r\n\r\n",
+                Asked::Whole { outcome: Ok(Format::Prometheus), head_only: true },
+            ),
+            ("HEAD / HTTP/1.1\r\n\r\n", Asked::Whole { outcome: Err(NotFound), head_only: true }),
+            ("", Asked::NotYet),
+            ("GET /met", Asked::NotYet),
+            ("GET /metrics HTTP/1.1\r\nHost: a\r\n", Asked::NotYet),
+            ("GET / HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("GET /metrics/ HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("GET http://a HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("OPTIONS * HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("POST /metrics HTTP/1.1\r\n\r\nabc", refused(Method)),
+            ("GET /metrics HTTP/2.0\r\n\r\n", refused(Version)),
+            ("GET /metrics\r\n\r\n", refused(BadRequest)),
+            ("\x16\x03\x01\x02", refused(BadRequest)),
+            ("GET /metrics HTTP/1.1\r\nno colon\r\n\r\n", refused(BadRequest)),
+        ];
+        for (text, want) in cases {
+            assert_eq!(read(text.as_bytes()), want, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_request_has_a_bound() {
+        let endless = format!("GET /metrics HTTP/1.1\r\nX: {}", "x".repeat(REQUEST_BYTES_MAX));
+        assert_eq!(read(&endless.as_bytes()[..REQUEST_BYTES_MAX - 1]), Asked::NotYet);
+        assert_eq!(read(&endless.as_bytes()[..REQUEST_BYTES_MAX]), refused(Refusal::TooLarge));
+        let many = format!("GET /metrics HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(FIELDS_MAX + 1));
+        assert_eq!(read(many.as_bytes()), refused(Refusal::TooLarge));
+    }
+}

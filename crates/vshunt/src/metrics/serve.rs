@@ -1,0 +1,262 @@
+//! The connections of scrapers: one thread for all of them, which waits for none.
+//!
+//! Each connection asks, is answered, and leaves: the end of what we send is marked, and what it
+//! still sends is read and forgotten for a moment, since closing on unread bytes would take the
+//! answer from its reader. Each of these has its time. When there are too many, the one goes that
+//! has not asked for the longest.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, Shutdown, SocketFlags};
+
+use super::http::{self, Asked, REQUEST_BYTES_MAX};
+
+/// Connections at once. A Prometheus has one or two.
+const CONNECTIONS_MAX: usize = 32;
+
+/// For a request to come, from when the connection is made.
+const ASKING_TIME: Duration = Duration::from_secs(10);
+
+/// For an answer to be taken. A scraper waits for 10 s where nobody says otherwise.
+const ANSWERING_TIME: Duration = Duration::from_secs(30);
+
+/// For a client to close its end.
+const LEAVING_TIME: Duration = Duration::from_secs(1);
+
+/// How long none is taken in after the system had no descriptor for one: it stays pending.
+const DEAF_TIME: Duration = Duration::from_millis(100);
+
+/// Makes the text. Called on the thread of [`Scrapes::run`], once for all who ask at the same time.
+pub(super) type Render = Box<dyn Fn() -> String + Send>;
+
+/// All connections; lives on its thread.
+pub(super) struct Scrapes {
+    listener: Arc<OwnedFd>,
+    /// Readable once the thread is to end.
+    wake: Arc<OwnedFd>,
+    render: Render,
+    /// The oldest first.
+    connections: Vec<Connection>,
+    deaf_until: Option<Instant>,
+}
+
+impl Scrapes {
+    pub(super) fn new(listener: Arc<OwnedFd>, wake: Arc<OwnedFd>, render: Render) -> Self {
+        Self { listener, wake, render, connections: Vec::new(), deaf_until: None }
+    }
+
+    /// Answers until told to end.
+    pub(super) fn run(mut self) {
+        loop {
+            match self.turn() {
+                Ok(true) | Err(Errno::INTR) => {}
+                Ok(false) => return,
+                Err(e) => {
+                    tracing::error!("metrics are not served any more: {e}");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits until something can be done, and does it; `false`: told to end.
+    fn turn(&mut self) -> rustix::io::Result<bool> {
+        let now = Instant::now();
+        self.deaf_until = self.deaf_until.filter(|until| *until > now);
+        let wanted = if self.deaf_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN), PollFd::new(&self.listener, wanted)];
+        fds.extend(self.connections.iter().map(|c| PollFd::new(&c.fd, c.state.wanted())));
+        let next = self.connections.iter().map(|c| c.until).chain(self.deaf_until).min();
+        poll(&mut fds, next.map(|at| timespec(at.saturating_duration_since(now))).as_ref())?;
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if ready[0] {
+            return Ok(false);
+        }
+        let mut page = Page { render: &self.render, text: None };
+        for (connection, _) in self.connections.iter_mut().zip(&ready[2..]).filter(|(_, ready)| **ready) {
+            connection.go_on(&mut page);
+        }
+        let now = Instant::now();
+        self.connections.retain(|c| !matches!(c.state, State::Over) && c.until > now);
+        if ready[1] {
+            self.accept(now);
+        }
+        Ok(true)
+    }
+
+    fn accept(&mut self, now: Instant) {
+        for _ in 0..CONNECTIONS_MAX {
+            match rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(fd) => {
+                    self.make_room();
+                    self.connections.push(Connection::new(fd, now));
+                }
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(e) => {
+                    // Out of descriptors, most likely; the connection stays pending, so do not spin
+                    // on it.
+                    tracing::warn!("cannot accept a scraper of metrics: {e}");
+                    self.deaf_until = Some(now + DEAF_TIME);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Lets one go if there are too many: of those that were answered, else of those that did not
+    /// ask yet, else of all the oldest.
+    fn make_room(&mut self) {
+        if self.connections.len() < CONNECTIONS_MAX {
+            return;
+        }
+        let first = |is: fn(&State) -> bool| self.connections.iter().position(|c| is(&c.state));
+        let leaving = first(|s| matches!(s, State::Leaving));
+        let victim = leaving.or_else(|| first(|s| matches!(s, State::Asking(_)))).unwrap_or(0);
+        self.connections.remove(victim);
+    }
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() }
+}
+
+/// The text for those who ask in one turn.
+struct Page<'a> {
+    render: &'a Render,
+    text: Option<Arc<str>>,
+}
+
+impl Page<'_> {
+    fn text(&mut self) -> Arc<str> {
+        self.text.get_or_insert_with(|| (self.render)().into()).clone()
+    }
+}
+
+struct Connection {
+    fd: OwnedFd,
+    state: State,
+    /// When it is over, whatever it is at.
+    until: Instant,
+}
+
+enum State {
+    /// The bytes of its request that came.
+    Asking(Vec<u8>),
+    Answering(Answer),
+    Leaving,
+    Over,
+}
+
+impl State {
+    fn wanted(&self) -> PollFlags {
+        match self {
+            Self::Asking(_) | Self::Leaving => PollFlags::IN,
+            Self::Answering(_) => PollFlags::OUT,
+            Self::Over => PollFlags::empty(),
+        }
+    }
+}
+
+/// What is sent: both, one after the other.
+struct Answer {
+    head: Vec<u8>,
+    body: Arc<str>,
+    /// Bytes of both.
+    sent: usize,
+}
+
+impl Answer {
+    fn new(outcome: Result<http::Format, http::Refusal>, head_only: bool, page: &mut Page<'_>) -> Self {
+        let (head, body) = match outcome {
+            Ok(format) => {
+                let text = page.text();
+                (format.head(text.len()), text)
+            }
+            Err(why) => (why.head(), why.text().into()),
+        };
+        Self { head, body: if head_only { "".into() } else { body }, sent: 0 }
+    }
+
+    fn rest(&self) -> &[u8] {
+        match self.head.get(self.sent..) {
+            Some(head) if !head.is_empty() => head,
+            _ => &self.body.as_bytes()[self.sent - self.head.len()..],
+        }
+    }
+}
+
+impl Connection {
+    fn new(fd: OwnedFd, now: Instant) -> Self {
+        Self { fd, state: State::Asking(Vec::new()), until: now + ASKING_TIME }
+    }
+
+    /// Does what can be done without waiting.
+    fn go_on(&mut self, page: &mut Page<'_>) {
+        if let State::Asking(_) = self.state {
+            self.ask(page);
+        }
+        match self.state {
+            State::Answering(_) => self.answer(),
+            State::Leaving => self.leave(),
+            State::Asking(_) | State::Over => {}
+        }
+    }
+
+    fn ask(&mut self, page: &mut Page<'_>) {
+        let State::Asking(bytes) = &mut self.state else { return };
+        let mut more = [0; REQUEST_BYTES_MAX];
+        let room = REQUEST_BYTES_MAX - bytes.len();
+        match rustix::io::read(&self.fd, &mut more[..room]) {
+            Ok(0) => self.state = State::Over,
+            Ok(count) => {
+                bytes.extend_from_slice(&more[..count]);
+                if let Asked::Whole { outcome, head_only } = http::read(bytes) {
+                    self.state = State::Answering(Answer::new(outcome, head_only, page));
+                    self.until = Instant::now() + ANSWERING_TIME;
+                }
+            }
+            Err(e) => self.stop_at(e),
+        }
+    }
+
+    fn answer(&mut self) {
+        while let State::Answering(answer) = &mut self.state {
+            let rest = answer.rest();
+            if rest.is_empty() {
+                // An error: the client is gone, which leaving finds out.
+                let _ = rustix::net::shutdown(&self.fd, Shutdown::Write);
+                self.state = State::Leaving;
+                self.until = Instant::now() + LEAVING_TIME;
+                return;
+            }
+            match rustix::net::send(&self.fd, rest, SendFlags::NOSIGNAL) {
+                Ok(count) => answer.sent += count,
+                Err(e) => return self.stop_at(e),
+            }
+        }
+    }
+
+    /// Forgets what still comes.
+    fn leave(&mut self) {
+        match rustix::io::read(&self.fd, &mut [0; REQUEST_BYTES_MAX]) {
+            Ok(0) => self.state = State::Over,
+            Ok(_) => {}
+            Err(e) => self.stop_at(e),
+        }
+    }
+
+    /// It cannot go on: for now, or at all.
+    fn stop_at(&mut self, e: Errno) {
+        if !matches!(e, Errno::AGAIN | Errno::INTR) {
+            self.state = State::Over;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,89 @@
+//! How a command ends: its error, which is an exit code and a sentence for stderr, and its output
+//! on stdout.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use vshunt_sandbox as sandbox;
+use vshunt_types::error::Error;
+
+/// Why a command did not succeed: the exit code, and the sentence for stderr.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Exit code 1.
+    Failed(String),
+    /// Exit code 2: the command line or the configuration file is wrong.
+    Usage(String),
+    /// Exit code 3: no daemon answers.
+    Unreachable(String),
+    /// The reader of stdout has closed it. There is nothing to print, and the exit code is 0.
+    OutputClosed,
+    /// Everything is said already; this exit code.
+    Status(u8),
+}
+
+impl Failure {
+    pub(crate) fn code(&self) -> u8 {
+        match self {
+            Self::Failed(_) => 1,
+            Self::Usage(_) => 2,
+            Self::Unreachable(_) => 3,
+            Self::OutputClosed => 0,
+            Self::Status(code) => *code,
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(why),
+            Self::OutputClosed | Self::Status(_) => Ok(()),
+        }
+    }
+}
+
+/// Appended at the start of a daemon where the sandbox may be the reason.
+const REFUSED: &str =
+    "; if its mode permits that, the sandbox does not: add --allow-path=FOLDER (docs/sandbox.md)";
+
+impl From<Error> for Failure {
+    fn from(e: Error) -> Self {
+        let remedy = match e.errno() {
+            Some(libc::EACCES) if sandbox::bounds_paths() => REFUSED,
+            _ => "",
+        };
+        Self::Failed(format!("{e}{remedy}"))
+    }
+}
+
+pub(crate) type Outcome<T = ()> = Result<T, Failure>;
+
+/// Help and version are successes that clap reports as errors; the rest is usage.
+pub(crate) fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
+    if !e.use_stderr() {
+        return Err(print(&e.render().to_string()).err().unwrap_or(Failure::OutputClosed));
+    }
+    let text = e.render().to_string();
+    // The usage and the hint at --help that clap adds bury the sentence that matters.
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let end = ["\n\nUsage:", "\n\nFor more information"].iter().filter_map(|t| text.find(t)).min();
+    let text = &text[..end.unwrap_or(text.len())];
+    let word = text.strip_prefix("unexpected argument '").and_then(|rest| rest.split('\'').next());
+    Err(Failure::Usage(match word {
+        Some(key) if key.contains('=') && !key.starts_with('-') => {
+            format!("{text}; the keys of an option are joined by commas, without spaces")
+        }
+        _ => text.to_owned(),
+    }))
+}
+
+/// Writes an answer to stdout.
+pub(crate) fn print(text: &str) -> Outcome {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(Failure::OutputClosed),
+        Err(e) => Err(Failure::Failed(format!("cannot write to stdout: {e}"))),
+    }
+}

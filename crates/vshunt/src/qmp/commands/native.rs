@@ -1,0 +1,153 @@
+//! Commands that QEMU does not have.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use vshunt_daemon::export::ATTACH_TIMEOUT;
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
+
+use super::qemu;
+use crate::qmp::context::{Answer, Arguments, Context, Nothing, Stop, done};
+use crate::qmp::message::QmpError;
+
+/// Longest time an attach may be given: a client's thread is not to be parked for ever.
+const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Named {
+    /// The name of the disk or network.
+    name: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NetSet {
+    /// The name of the network.
+    name: String,
+    /// How the kernel chooses the queue of a frame for the guest.
+    steering: Steering,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ExportRemove {
+    /// The name of the export.
+    name: String,
+    /// Remove it even if a front end is connected or the mounted file is open.
+    #[serde(default)]
+    force: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WorkerId {
+    /// The id of the worker.
+    id: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct QueueAttach {
+    /// The name of the export.
+    export: String,
+    /// The index of the queue within the export.
+    index: u16,
+    /// The id of the worker.
+    worker: u32,
+    /// How long the requests in flight may take, in milliseconds, at most 3,600,000. Absent:
+    /// 10,000.
+    timeout_ms: Option<u64>,
+}
+
+pub(super) fn list<T: Serialize>(arguments: Arguments, get: impl FnOnce() -> Vec<T>) -> Answer {
+    arguments.read::<Nothing>()?;
+    serde_json::to_value(get()).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+}
+
+pub(super) fn sandbox(arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    serde_json::to_value(vshunt_sandbox::info())
+        .map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+}
+
+pub(super) fn disk_add(context: &Context, arguments: Arguments) -> Answer {
+    let disk: DiskSpec = arguments.read()?;
+    let file = disk.file.map(|file| context.fdsets.resolve(file, !disk.readonly)).transpose()?;
+    Ok(done(context.daemon.disk_add(DiskSpec { file, ..disk })?))
+}
+
+pub(super) fn disk_remove(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.disk_remove(&arguments.read::<Named>()?.name)?))
+}
+
+/// Said to a client that names a file descriptor for a network.
+const NO_TAP_FD: &str = "a file descriptor cannot be named over the control socket; \
+     give an interface's ifname, or pass fd=N to `vshunt serve --net`";
+
+pub(super) fn net_add(context: &Context, arguments: Arguments) -> Answer {
+    let spec: NetSpec = arguments.read()?;
+    if spec.fd.is_some() {
+        return Err(QmpError::generic(NO_TAP_FD));
+    }
+    Ok(done(context.daemon.net_add(spec)?))
+}
+
+pub(super) fn net_remove(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.net_remove(&arguments.read::<Named>()?.name)?))
+}
+
+pub(super) fn net_set(context: &Context, arguments: Arguments) -> Answer {
+    let NetSet { name, steering } = arguments.read()?;
+    Ok(done(context.daemon.net_set(&name, steering)?))
+}
+
+pub(super) fn query_net_addresses(context: &Context, arguments: Arguments) -> Answer {
+    let addresses = context.daemon.net_addresses(&arguments.read::<Named>()?.name)?;
+    serde_json::to_value(addresses).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+}
+
+pub(super) fn export_add(context: &Context, arguments: Arguments) -> Answer {
+    let spec: ExportSpec = arguments.read()?;
+    if spec.fd.is_some() {
+        return Err(QmpError::generic(qemu::NO_FD));
+    }
+    Ok(done(context.daemon.export_add(spec)?))
+}
+
+pub(super) fn export_remove(context: &Context, arguments: Arguments) -> Answer {
+    let ExportRemove { name, force } = arguments.read()?;
+    Ok(json!({ "disconnected": context.daemon.export_take_down(&name, force)? }))
+}
+
+pub(super) fn worker_new(context: &Context, arguments: Arguments) -> Answer {
+    let id = context.daemon.worker_new(arguments.read::<WorkerSpec>()?)?;
+    Ok(json!({ "id": id }))
+}
+
+pub(super) fn worker_set(context: &Context, mut arguments: Arguments) -> Answer {
+    let id = arguments.take("id")?;
+    Ok(done(context.daemon.worker_set(id, arguments.read()?)?))
+}
+
+pub(super) fn worker_free(context: &Context, arguments: Arguments) -> Answer {
+    Ok(done(context.daemon.worker_free(arguments.read::<WorkerId>()?.id)?))
+}
+
+pub(super) fn queue_attach(context: &Context, arguments: Arguments) -> Answer {
+    let QueueAttach { export, index, worker, timeout_ms } = arguments.read()?;
+    let timeout_ms = timeout_ms.unwrap_or(ATTACH_TIMEOUT.as_millis() as u64);
+    if timeout_ms > ATTACH_TIMEOUT_MS_MAX {
+        return Err(QmpError::generic(format!("timeout-ms is at most {ATTACH_TIMEOUT_MS_MAX}")));
+    }
+    let timeout = Duration::from_millis(timeout_ms);
+    Ok(done(context.daemon.queue_attach(&export, index, worker, timeout)?))
+}
+
+pub(super) fn quit(context: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    // The receiver is gone only when the daemon is ending already, which is what was asked for.
+    let _ = context.stop.send(Stop::Quit);
+    Ok(json!({}))
+}

@@ -1,0 +1,270 @@
+//! The table of commands. docs/reference/qmp.md is made from it and from the structs that it names.
+
+use serde_json::json;
+use vshunt_daemon::export::Daemon;
+
+use super::{fdset, jobs, native, qemu, snapshot};
+use crate::qmp::context::{Answer, Arguments, Context, Nothing};
+use crate::qmp::message;
+
+/// One command.
+pub(crate) struct Command {
+    /// Its name on the wire.
+    pub(crate) name: &'static str,
+    /// Its arguments in short, for the help; `[x]` may be left out.
+    pub(crate) arguments: &'static str,
+    /// What it does, in one or two sentences.
+    pub(crate) about: &'static str,
+    /// The struct that its arguments are read into, for docs/reference/qmp.md: `Spec` of crate
+    /// `vshunt-types`, or `file::Struct` of this module.
+    #[cfg_attr(not(test), expect(dead_code, reason = "read by the generator of the reference"))]
+    pub(crate) takes: &'static str,
+    /// What it returns, for docs/reference/qmp.md. `[T]` is a list of objects that the struct `T`
+    /// describes. Empty: an object without members.
+    #[cfg_attr(not(test), expect(dead_code, reason = "read by the generator of the reference"))]
+    pub(crate) returns: &'static str,
+    pub(super) run: fn(&Context, Arguments) -> Answer,
+}
+
+/// A command, with its name and what it does.
+const fn command(name: &'static str, about: &'static str, run: fn(&Context, Arguments) -> Answer) -> Command {
+    Command { name, arguments: "", about, takes: "context::Nothing", returns: "", run }
+}
+
+impl Command {
+    /// With arguments: in short, and the struct that they are read into.
+    const fn takes(self, arguments: &'static str, takes: &'static str) -> Self {
+        Self { arguments, takes, ..self }
+    }
+
+    const fn returns(self, returns: &'static str) -> Self {
+        Self { returns, ..self }
+    }
+}
+
+/// Every command after negotiation.
+pub(crate) const COMMANDS: &[Command] = &[
+    command(
+        fdset::ADD_FD,
+        "Adds the descriptor that comes with the command (SCM_RIGHTS) to an fd set. The daemon may then open its file, or the \
+         files in its folder. See sandbox.md for the differences from QEMU.",
+        fdset::add_fd,
+    )
+    .takes("[fdset-id opaque], with one descriptor (SCM_RIGHTS)", "fdset::AddFd")
+    .returns("`fdset-id`: the set; `fd`: the number of the descriptor in the daemon"),
+    command(
+        "backup-start",
+        "Starts a job that copies a disk as it is at one point in time. The point lies before the answer. See backup.md.",
+        jobs::backup_start,
+    )
+    .takes("disk to|target [format overwrite compress bitmap incremental backing speed job]", "BackupSpec")
+    .returns("`job`: the name of the job"),
+    command("bitmap-add", "Adds a dirty bitmap to a disk.", jobs::bitmap_add)
+        .takes("disk name [granularity persistent disabled]", "BitmapSpec"),
+    command(
+        "block-commit",
+        "Starts a job that copies the overlay of a disk into the image below it. The job completes by itself. See snapshots.md.",
+        jobs::block_commit,
+    )
+    .takes("device [job-id speed auto-dismiss]", "jobs::BlockCommit"),
+    command("block-dirty-bitmap-add", "Adds a dirty bitmap to a disk, with QEMU's defaults.", jobs::block_dirty_bitmap_add)
+        .takes("node name [granularity persistent disabled]", "jobs::NewBitmap"),
+    command("block-dirty-bitmap-clear", "Marks all blocks of a dirty bitmap as clean.", |c, a| {
+        jobs::with_bitmap(c, a, Daemon::bitmap_clear)
+    })
+    .takes("node name", "jobs::BitmapName"),
+    command("block-dirty-bitmap-disable", "Stops recording writes in a dirty bitmap.", |c, a| {
+        jobs::with_bitmap(c, a, |d, disk, name| d.bitmap_record(disk, name, false))
+    })
+    .takes("node name", "jobs::BitmapName"),
+    command("block-dirty-bitmap-enable", "Starts recording writes in a dirty bitmap again.", |c, a| {
+        jobs::with_bitmap(c, a, |d, disk, name| d.bitmap_record(disk, name, true))
+    })
+    .takes("node name", "jobs::BitmapName"),
+    command(
+        "block-dirty-bitmap-merge",
+        "Marks in one dirty bitmap all blocks that are dirty in others of the same disk.",
+        jobs::block_dirty_bitmap_merge,
+    )
+    .takes("node target bitmaps", "jobs::Merge"),
+    command("block-dirty-bitmap-remove", "Removes a dirty bitmap.", |c, a| {
+        jobs::with_bitmap(c, a, Daemon::bitmap_remove)
+    })
+    .takes("node name", "jobs::BitmapName"),
+    command("block-export-add", "Exports a disk, with QEMU's names and defaults.", qemu::block_export_add)
+        .takes(qemu::BLOCK_EXPORT_ADD, "qemu::BlockExport"),
+    command("block-export-del", "Removes an export.", qemu::block_export_del)
+        .takes("id [mode: safe|hard]", "qemu::BlockExportDel"),
+    command("block-job-cancel", "Ends a job before it is complete.", |c, a| jobs::by_device(c, a, Daemon::job_cancel))
+        .takes("device", "jobs::Device"),
+    command("block-job-dismiss", "Removes a job that has ended from the list.", |c, a| {
+        jobs::by_id(c, a, Daemon::job_dismiss)
+    })
+    .takes("id", "jobs::Id"),
+    command("block-job-pause", "Pauses a job.", |c, a| jobs::by_device(c, a, Daemon::job_pause))
+        .takes("device", "jobs::Device"),
+    command("block-job-resume", "Resumes a paused job.", |c, a| jobs::by_device(c, a, Daemon::job_resume))
+        .takes("device", "jobs::Device"),
+    command("block-job-set-speed", "Changes the speed limit of a job.", jobs::block_job_set_speed)
+        .takes("device speed", "jobs::DeviceSpeed"),
+    command("block_resize", "Changes the size of a disk. Its guests are told.", qemu::block_resize)
+        .takes("node-name size", "qemu::Resize"),
+    command(
+        "blockdev-add",
+        "Adds a disk, with QEMU's names and defaults. `raw` or `qcow2` over a node for the file is one disk.",
+        qemu::blockdev_add,
+    )
+    .takes(qemu::BLOCKDEV_ADD, "qemu::Node"),
+    command(
+        "blockdev-backup",
+        "Starts a job that copies a disk to another disk of the daemon. See backup.md.",
+        jobs::blockdev_backup,
+    )
+    .takes(jobs::BLOCKDEV_BACKUP, "jobs::BlockdevBackup"),
+    command("blockdev-del", "Removes a disk that is not exported.", qemu::blockdev_del)
+        .takes("node-name", "qemu::NodeName"),
+    command(
+        "blockdev-snapshot",
+        "Puts an overlay onto a disk. The disk keeps its name. See snapshots.md.",
+        snapshot::snapshot_onto,
+    )
+    .takes("node overlay", "snapshot::Snapshot"),
+    command(
+        "blockdev-snapshot-delete-internal-sync",
+        "Deletes an internal snapshot of a qcow2 image.",
+        snapshot::delete_internal_sync,
+    )
+    .takes("device id|name", "snapshot::Delete")
+    .returns("the deleted snapshot: `id`, `name`, `vm-state-size`, `date-sec`, `date-nsec`, `vm-clock-sec`, `vm-clock-nsec`"),
+    command("blockdev-snapshot-internal-sync", "Takes a snapshot inside a qcow2 image.", snapshot::internal_sync)
+        .takes("device name", "snapshot::Internal"),
+    command(
+        "blockdev-snapshot-sync",
+        "Takes a snapshot: the disk continues in a new overlay. See snapshots.md.",
+        snapshot::snapshot_sync,
+    )
+    .takes(snapshot::SNAPSHOT_SYNC, "snapshot::SnapshotSync"),
+    command(
+        "commit-start",
+        "Starts the same job as `block-commit`. The job stays in the list until it is dismissed.",
+        jobs::commit_start,
+    )
+    .takes("disk [job speed]", "jobs::CommitStart")
+    .returns("`job`: the name of the job"),
+    command("disk-add", "Adds a disk.", native::disk_add)
+        .takes("name [format file size readonly direct cache locking cache-size]", "DiskSpec"),
+    command("disk-remove", "Removes a disk that is not exported.", native::disk_remove).takes("name", "native::Named"),
+    command(
+        "export-add",
+        "Exports a disk or a network. The keys that belong to other types are refused.",
+        native::export_add,
+    )
+    .takes(
+        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu \
+         mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
+         passthrough]",
+        "ExportSpec",
+    ),
+    command(
+        "export-remove",
+        "Removes an export, and returns when it is removed. Another removal of the same export at the same time is an error.",
+        native::export_remove,
+    )
+    .takes("name [force]", "native::ExportRemove")
+    .returns("`disconnected`: whether a front end lost its device"),
+    command("job-cancel", "Ends a job before it is complete. The file of a backup is removed.", |c, a| {
+        jobs::by_id(c, a, Daemon::job_cancel)
+    })
+    .takes("id", "jobs::Id"),
+    command("job-dismiss", "Removes a job that has ended from the list.", |c, a| {
+        jobs::by_id(c, a, Daemon::job_dismiss)
+    })
+    .takes("id", "jobs::Id"),
+    command("job-pause", "Pauses a job. A paused backup still copies what guests overwrite.", |c, a| {
+        jobs::by_id(c, a, Daemon::job_pause)
+    })
+    .takes("id", "jobs::Id"),
+    command("job-resume", "Resumes a paused job.", |c, a| jobs::by_id(c, a, Daemon::job_resume))
+        .takes("id", "jobs::Id"),
+    command("job-set-speed", "Changes the speed limit of a job.", jobs::job_set_speed)
+        .takes("id [speed]", "jobs::JobSpeed"),
+    command(
+        "net-add",
+        "Adds a network. If the interface exists, it is adopted and stays. Otherwise a tap is made, and removed with the network.",
+        native::net_add,
+    )
+    .takes("type name [ifname netns queues steering address owner group persist]", "NetSpec"),
+    command("net-remove", "Removes a network that no export uses.", native::net_remove).takes("name", "native::Named"),
+    command(
+        "net-set",
+        "Changes the steering of a tap, at any time. A flow may change its queue.",
+        native::net_set,
+    )
+    .takes("name steering", "native::NetSet"),
+    command("query-block-exports", "Lists the exports of disks.", qemu::query_block_exports)
+        .returns("a list of objects: `id`, `type`, `node-name`, `shutting-down`"),
+    command("query-block-jobs", "Lists the jobs, with the members of QEMU's BlockJobInfo.", jobs::query_block_jobs)
+        .returns(
+            "a list of objects: `type`, `device`, `len`, `offset`, `busy`, `paused`, `speed`, `io-status`, `ready`, \
+             `status`, `auto-finalize`, `auto-dismiss`",
+        ),
+    command("query-commands", "Lists the commands.", query_commands).returns("a list of objects: `name`"),
+    command("query-disks", "Lists the disks.", |c, a| native::list(a, || c.daemon.disks())).returns("[DiskInfo]"),
+    command("query-exports", "Lists the exports.", |c, a| native::list(a, || c.daemon.exports()))
+        .returns("[ExportInfo]"),
+    command("query-fdsets", "Lists the fd sets.", fdset::query_fdsets)
+        .returns("a list of objects: `fdset-id`, and `fds`, a list of `fd` and `opaque`"),
+    command("query-jobs", "Lists the jobs.", |c, a| native::list(a, || c.daemon.jobs())).returns("[JobInfo]"),
+    command("query-named-block-nodes", "Lists the disks, with members of QEMU's BlockDeviceInfo.", qemu::query_named_block_nodes)
+        .takes("[flat]", "qemu::Flat")
+        .returns(
+            "a list of objects: `node-name`, `drv`, `ro`, `file`, `cache`, `encrypted`, `detect_zeroes`, \
+             `backing_file_depth`, `write_threshold`, `image`",
+        ),
+    command(
+        "query-net-addresses",
+        "Lists the addresses whose ports a switch knows: at most 8,192 learnt ones, and those that are configured.",
+        native::query_net_addresses,
+    )
+    .takes("name", "native::Named")
+    .returns("[NetAddress]"),
+    command("query-nets", "Lists the networks.", |c, a| native::list(a, || c.daemon.nets())).returns("[NetInfo]"),
+    command("query-queues", "Lists the queues of all exports and jobs.", |c, a| native::list(a, || c.daemon.queues()))
+        .returns("[QueueInfo]"),
+    command("query-sandbox", "Shows the restrictions that are in force. See sandbox.md.", |_, a| native::sandbox(a))
+        .returns("SandboxInfo"),
+    command("query-version", "Shows the version.", |_, a| a.read::<Nothing>().map(|_| message::version()))
+        .returns("`qemu`: the version of vshunt as `major`, `minor`, `micro`; `package`: a text"),
+    command("query-workers", "Lists the workers.", |c, a| native::list(a, || c.daemon.workers())).returns("[WorkerInfo]"),
+    command(
+        "queue-attach",
+        "Moves a queue to a worker, and returns when it is there. If the requests in flight do not complete in time, the \
+         command fails and the queue stays where it was. A queue of the kernel engine does not wait for requests; the \
+         command fails if a queue of the same export is stopping and waits for its disk that long.",
+        native::queue_attach,
+    )
+    .takes("export index worker [timeout-ms]", "native::QueueAttach"),
+    command("quit", "Ends the daemon. The answer comes before the end.", native::quit),
+    command("remove-fd", "Removes descriptors from an fd set.", fdset::remove_fd).takes("fdset-id [fd]", "fdset::RemoveFd"),
+    command(
+        "worker-free",
+        "Ends a worker. Fails for worker 0, for a worker that has queues, and for one that is stalled for 10 s. A worker \
+         that could not be freed is unchanged.",
+        native::worker_free,
+    )
+    .takes("id", "native::WorkerId"),
+    command("worker-new", "Makes a worker.", native::worker_new)
+        .takes("[name cpu nice poll-us kind export]", "WorkerSpec")
+        .returns("`id`: the id of the worker"),
+    command(
+        "worker-set",
+        "Changes a worker. Members that are absent stay as they are. Either all changes take effect or none.",
+        native::worker_set,
+    )
+    .takes("id [name cpu nice poll-us]", "native::WorkerId+WorkerSpec"),
+];
+
+fn query_commands(_: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    Ok(COMMANDS.iter().map(|c| json!({ "name": c.name })).collect())
+}

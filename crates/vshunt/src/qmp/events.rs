@@ -1,0 +1,164 @@
+//! The daemon's events as clients see them.
+
+use serde_json::{Value, json};
+use vshunt_daemon::export::Event;
+use vshunt_types::spec::JobInfo;
+
+use super::context::Stop;
+use super::message;
+
+/// Name and data of an event. `BLOCK_EXPORT_DELETED` is QEMU's; the others are ours.
+fn name_and_data(event: &Event) -> (&'static str, Value) {
+    match event {
+        Event::ExportConnected { name } => ("EXPORT_CONNECTED", json!({ "name": name })),
+        Event::ExportDisconnected { name } => ("EXPORT_DISCONNECTED", json!({ "name": name })),
+        Event::ExportDeleted { name } => ("BLOCK_EXPORT_DELETED", json!({ "id": name })),
+        Event::QueueAttached { export, index, worker } => {
+            ("QUEUE_ATTACHED", json!({ "export": export, "index": index, "worker": worker }))
+        }
+        Event::QueueBroken { export, index, reason } => {
+            ("QUEUE_BROKEN", json!({ "export": export, "index": index, "reason": reason }))
+        }
+        Event::WorkerNew { id } => ("WORKER_CREATED", json!({ "id": id })),
+        Event::WorkerFreed { id } => ("WORKER_FREED", json!({ "id": id })),
+        Event::JobStatus { id, status } => ("JOB_STATUS_CHANGE", json!({ "id": id, "status": status })),
+        Event::JobEnded(job) => job_ended(job),
+        Event::DiskResized { name, size_bytes } => {
+            ("DISK_RESIZED", json!({ "name": name, "size-bytes": size_bytes }))
+        }
+    }
+}
+
+/// QEMU's, with its members; a job that was cancelled has not failed.
+fn job_ended(job: &JobInfo) -> (&'static str, Value) {
+    let mut data = json!({
+        "type": job.kind,
+        "device": job.id,
+        "len": job.total_bytes,
+        "offset": job.done_bytes,
+        "speed": job.speed.unwrap_or(0),
+    });
+    if let Some(why) = &job.error {
+        data["error"] = why.clone().into();
+    }
+    (if job.cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" }, data)
+}
+
+/// The line for an event of the daemon; what clients are told is logged too.
+pub(crate) fn line(event: &Event) -> String {
+    let (name, data) = name_and_data(event);
+    tracing::info!("{name} {data}");
+    message::event(name, data)
+}
+
+/// QEMU's SHUTDOWN: sent once, before anything is taken down.
+pub(crate) fn shutdown_line(stop: Stop) -> String {
+    let reason = match stop {
+        Stop::Signal(_) => "host-signal",
+        Stop::Quit => "host-qmp-quit",
+        Stop::PeerGone => "guest-shutdown",
+    };
+    message::event("SHUTDOWN", json!({ "guest": stop == Stop::PeerGone, "reason": reason }))
+}
+
+/// An event, for docs/reference/qmp.md.
+#[cfg(test)]
+pub(crate) struct Described {
+    pub(crate) name: &'static str,
+    /// Members of its data.
+    pub(crate) members: &'static [&'static str],
+    pub(crate) about: &'static str,
+}
+
+#[cfg(test)]
+const fn described(name: &'static str, members: &'static [&'static str], about: &'static str) -> Described {
+    Described { name, members, about }
+}
+
+/// All events, sorted by name.
+#[cfg(test)]
+pub(crate) const EVENTS: &[Described] = &[
+    described("BLOCK_EXPORT_DELETED", &["id"], "An export was removed (QEMU)."),
+    described(
+        "BLOCK_JOB_CANCELLED",
+        &["type", "device", "len", "offset", "speed", "error"],
+        "A job was cancelled (QEMU). `error` is absent.",
+    ),
+    described(
+        "BLOCK_JOB_COMPLETED",
+        &["type", "device", "len", "offset", "speed", "error"],
+        "A job has ended (QEMU). `error`: why it failed; absent if it did not.",
+    ),
+    described("DISK_RESIZED", &["name", "size-bytes"], "A disk has a new size."),
+    described(
+        "EXPORT_CONNECTED",
+        &["name"],
+        "A front end has connected. The rate is limited: see [events](../control.md#events).",
+    ),
+    described("EXPORT_DISCONNECTED", &["name"], "A front end has disconnected. The rate is limited."),
+    described("JOB_STATUS_CHANGE", &["id", "status"], "A job has a new status (QEMU)."),
+    described("QUEUE_ATTACHED", &["export", "index", "worker"], "A queue was moved to a worker."),
+    described(
+        "QUEUE_BROKEN",
+        &["export", "index", "reason"],
+        "The guest misused a ring, which stops until the guest resets it; or the tap of a network device or uplink is \
+         missing. The rate is limited.",
+    ),
+    described(
+        "SHUTDOWN",
+        &["guest", "reason"],
+        "The daemon ends (QEMU). `reason`: `host-signal`, `host-qmp-quit`, or `guest-shutdown` for `--fd` of a back-end \
+         program whose peer has left.",
+    ),
+    described("WORKER_CREATED", &["id"], "A worker was made."),
+    described("WORKER_FREED", &["id"], "A worker was freed."),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_each_event() {
+        let job = |cancelled, error| {
+            serde_json::from_value::<JobInfo>(json!({
+                "id": "j", "type": "backup", "disk": "d", "target": "t", "status": "concluded", "current-progress": 1,
+                "total-progress": 2, "cancelled": cancelled, "error": error,
+            }))
+            .map(Event::JobEnded)
+        };
+        let name = || "e".to_owned();
+        let events = [
+            Event::ExportConnected { name: name() },
+            Event::ExportDisconnected { name: name() },
+            Event::ExportDeleted { name: name() },
+            Event::QueueAttached { export: name(), index: 0, worker: 1 },
+            Event::QueueBroken { export: name(), index: 0, reason: name() },
+            Event::WorkerNew { id: 1 },
+            Event::WorkerFreed { id: 1 },
+            Event::JobStatus { id: name(), status: vshunt_types::spec::JobStatus::Running },
+            job(true, "x").unwrap(),
+            job(false, "x").unwrap(),
+            Event::DiskResized { name: name(), size_bytes: 1 },
+        ];
+        let mut seen: Vec<_> = events
+            .iter()
+            .map(name_and_data)
+            .map(|(name, data)| {
+                let known = EVENTS
+                    .iter()
+                    .find(|e| e.name == name)
+                    .unwrap_or_else(|| panic!("{name} is not in the table"));
+                let mut members: Vec<_> = data.as_object().unwrap().keys().map(String::as_str).collect();
+                let mut want = known.members.to_vec();
+                members.sort_unstable();
+                want.sort_unstable();
+                assert_eq!(members, want, "{name}");
+                name
+            })
+            .collect();
+        seen.push("SHUTDOWN");
+        seen.sort_unstable();
+        assert_eq!(seen, EVENTS.iter().map(|e| e.name).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,267 @@
+//! Cuts a byte stream into JSON texts, as a QMP server has to: requests may come in pieces or
+//! several at once.
+//!
+//! Called by one client's reader thread with whatever `read` returned. Bytes are hostile: nothing
+//! here allocates more than [`MESSAGE_BYTES_MAX`], recurses, or panics. The result does not depend
+//! on where reads were cut.
+//!
+//! Two courtesies of QEMU's parser are kept: 'single-quoted' strings (and `\'` in any string), and
+//! recovery: a control character or the byte 0xFE/0xFF throws away a message that was begun.
+
+/// Longest message; longer ones are refused and skipped to the next line.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 1 << 20;
+
+/// Deepest nesting; below the 128 at which serde_json itself stops, so that the refusal is ours.
+pub(crate) const NESTING_MAX: u32 = 100;
+
+const _: () = assert!(NESTING_MAX < 128);
+
+/// What came out of the stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Frame {
+    /// A text with balanced brackets, single quotes made double: probably JSON.
+    Message(String),
+    /// What was skipped, and why; the stream goes on after it.
+    Error(&'static str),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Between messages.
+    Between,
+    /// In a message, in no string.
+    Body,
+    /// In a string that `quote` ends; `escaped`: the last byte was a backslash.
+    Text { quote: u8, escaped: bool },
+    /// After an error: quiet until a line ends or, if `line` is false, a bracket opens.
+    Skip { line: bool },
+}
+
+/// The state of one stream.
+#[derive(Debug)]
+pub(crate) struct Framer {
+    buffer: Vec<u8>,
+    state: State,
+    depth: u32,
+}
+
+impl Default for Framer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Framer {
+    /// At the start of a stream.
+    pub(crate) fn new() -> Self {
+        Self { buffer: Vec::new(), state: State::Between, depth: 0 }
+    }
+
+    /// Whether a message has begun and not ended.
+    pub(crate) fn is_in_message(&self) -> bool {
+        matches!(self.state, State::Body | State::Text { .. })
+    }
+
+    /// Takes `bytes` in; calls `emit` for each message or error that they complete.
+    pub(crate) fn push(&mut self, bytes: &[u8], mut emit: impl FnMut(Frame)) {
+        for &byte in bytes {
+            if let Some(frame) = self.byte(byte) {
+                emit(frame);
+            }
+        }
+    }
+
+    fn byte(&mut self, byte: u8) -> Option<Frame> {
+        let white = matches!(byte, b' ' | b'\t' | b'\r' | b'\n');
+        let resync = (byte < 0x20 && !white) || byte >= 0xFE;
+        match self.state {
+            State::Skip { .. } if byte == b'\n' => self.state = State::Between,
+            State::Skip { line: true } => {}
+            State::Between | State::Skip { .. } if matches!(byte, b'{' | b'[') => {
+                self.state = State::Body;
+                return self.body(byte);
+            }
+            State::Skip { .. } => {}
+            State::Between if white => {}
+            State::Between => return Some(self.fail("JSON parse error, expecting an object", false)),
+            State::Body | State::Text { .. } if resync => {
+                return Some(self.fail("JSON parse error, stray control character", false));
+            }
+            State::Body => return self.body(byte),
+            State::Text { .. } if byte < 0x20 => {
+                let frame = self.fail("JSON parse error, line break or tab in a string", false);
+                if byte == b'\n' {
+                    self.state = State::Between;
+                }
+                return Some(frame);
+            }
+            State::Text { quote, escaped } => return self.text(byte, quote, escaped),
+        }
+        None
+    }
+
+    fn body(&mut self, byte: u8) -> Option<Frame> {
+        match byte {
+            b'{' | b'[' if self.depth == NESTING_MAX => {
+                return Some(self.fail("JSON parse error, nested too deeply", true));
+            }
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => self.depth -= 1,
+            b'"' | b'\'' => {
+                self.state = State::Text { quote: byte, escaped: false };
+                return self.keep(b"\"");
+            }
+            _ => {}
+        }
+        if let Some(error) = self.keep(&[byte]) {
+            return Some(error);
+        }
+        (self.depth == 0).then(|| self.finish())
+    }
+
+    fn text(&mut self, byte: u8, quote: u8, escaped: bool) -> Option<Frame> {
+        self.state = State::Text { quote, escaped: !escaped && byte == b'\\' };
+        match (escaped, byte) {
+            (false, b'\\') => None,
+            (true, b'\'') => self.keep(b"'"),
+            (true, _) => self.keep(&[b'\\', byte]),
+            (false, _) if byte == quote => {
+                self.state = State::Body;
+                self.keep(b"\"")
+            }
+            (false, b'"') => self.keep(b"\\\""),
+            (false, _) => self.keep(&[byte]),
+        }
+    }
+
+    fn keep(&mut self, bytes: &[u8]) -> Option<Frame> {
+        if self.buffer.len() + bytes.len() > MESSAGE_BYTES_MAX {
+            return Some(self.fail("message is longer than 1 MiB", true));
+        }
+        self.buffer.extend_from_slice(bytes);
+        None
+    }
+
+    fn finish(&mut self) -> Frame {
+        self.state = State::Between;
+        match String::from_utf8(std::mem::take(&mut self.buffer)) {
+            Ok(text) => Frame::Message(text),
+            Err(_) => Frame::Error("JSON parse error, invalid UTF-8"),
+        }
+    }
+
+    fn fail(&mut self, why: &'static str, line: bool) -> Frame {
+        self.buffer = Vec::new();
+        self.depth = 0;
+        self.state = State::Skip { line };
+        Frame::Error(why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    use super::*;
+
+    fn frames<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Vec<Frame> {
+        let mut framer = Framer::new();
+        let mut out = Vec::new();
+        pieces.into_iter().for_each(|p| framer.push(p, |f| out.push(f)));
+        out
+    }
+
+    fn message(text: &str) -> Frame {
+        Frame::Message(text.to_owned())
+    }
+
+    #[test]
+    fn the_same_frames_wherever_a_read_is_cut() {
+        let stream = "{\"execute\": \"a}\\\"{\", \"id\": [1, {\"é\": 2}]}\r\n{'b': 'it\\'s \"c\"'}[1]junk{}\n{\"d\": \"\n{}";
+        let stream = stream.as_bytes();
+        let want = frames([stream]);
+        assert_eq!(want.len(), 7, "{want:?}");
+        assert_eq!(want[1], message(r#"{"b": "it's \"c\""}"#));
+        assert_eq!(want[2], message("[1]"));
+        assert!(matches!(want[3], Frame::Error(_)));
+        assert_eq!((&want[4], &want[6]), (&message("{}"), &message("{}")));
+        for cut in 0..=stream.len() {
+            assert_eq!(frames([&stream[..cut], &stream[cut..]]), want, "cut at {cut}");
+        }
+        assert_eq!(frames(stream.chunks(1)), want);
+    }
+
+    #[test]
+    fn a_control_character_brings_the_stream_back() {
+        for bad in [0u8, 0x1b, 0xfe, 0xff] {
+            let got = frames([b"{\"execute\": \"qu".as_slice(), &[bad], b" it\"}\n{\"a\":1}"]);
+            assert_eq!(got.len(), 2, "{bad:#x}");
+            assert!(matches!(got[0], Frame::Error(_)));
+            assert_eq!(got[1], message("{\"a\":1}"));
+        }
+    }
+
+    #[test]
+    fn long_and_deep_ones_are_refused_once() {
+        let long = format!("{{\"a\": \"{}\"}}\n{{}}", "x".repeat(2 * MESSAGE_BYTES_MAX));
+        assert_eq!(frames([long.as_bytes()]), [Frame::Error("message is longer than 1 MiB"), message("{}")]);
+        let deep = format!("{}\n{{}}", "[".repeat(5000));
+        assert_eq!(
+            frames([deep.as_bytes()]),
+            [Frame::Error("JSON parse error, nested too deeply"), message("{}")]
+        );
+        let deepest = format!("{}{}", "[".repeat(NESTING_MAX as usize), "]".repeat(NESTING_MAX as usize));
+        assert_eq!(frames([deepest.as_bytes()]), [message(&deepest)]);
+    }
+
+    fn json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<String>().prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 24, 5, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+                prop::collection::hash_map(any::<String>(), inner, 0..5)
+                    .prop_map(|m| Value::Object(m.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_in_any_pieces(bytes in prop::collection::vec(any::<u8>(), 0..300), cut in 0usize..300) {
+            let cut = cut.min(bytes.len());
+            prop_assert_eq!(frames([&bytes[..cut], &bytes[cut..]]), frames([bytes.as_slice()]));
+        }
+
+        #[test]
+        fn any_brackets_and_quotes(text in "[]\\[{}'\",:\\\\ \na1]{0,200}") {
+            for frame in frames([text.as_bytes()]) {
+                if let Frame::Message(m) = frame {
+                    let bracketed = m.starts_with(['{', '[']) && m.ends_with(['}', ']']);
+                    prop_assert!(bracketed, "{}", m);
+                }
+            }
+        }
+
+        #[test]
+        fn objects_come_out_as_they_went_in(
+            values in prop::collection::vec(prop::collection::vec(json(), 0..3).prop_map(Value::from), 0..4),
+            gap in "[ \r\n\t]{0,3}",
+        ) {
+            let stream: String = values.iter().map(|v| format!("{v}{gap}")).collect();
+            let got: Vec<Value> = frames([stream.as_bytes()])
+                .into_iter()
+                .map(|f| match f {
+                    Frame::Message(m) => serde_json::from_str(&m).unwrap(),
+                    Frame::Error(e) => panic!("{e}"),
+                })
+                .collect();
+            prop_assert_eq!(got, values);
+        }
+    }
+}

@@ -1,0 +1,407 @@
+//! The QMP server: accepts clients, runs their commands, sends them events.
+//!
+//! Threads: `ctl-accept`; for each client `ctl-N` (reads, runs commands one after the other) and
+//! `ctl-N-out` (writes). Anyone's thread: [`Server::broadcast`], which formats nothing, waits for
+//! no client and does no blocking call. A client that does not read fills its own queue: its
+//! replies make only its own reader wait, and the first event that finds the queue full ends that
+//! client.
+//!
+//! Lock: `clients`, held for map accesses and `try_send` only.
+
+use std::collections::HashMap;
+use std::io::{ErrorKind, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde_json::{Value, json};
+use vshunt_types::error::{Error, Result};
+
+use super::commands::{self, fdset};
+use super::context::Context;
+use super::framing::{Frame, Framer};
+use super::message::{self, QmpError, Request};
+
+/// Messages that wait for one client; events come in bursts of one for each queue, of which an
+/// export has up to 256.
+const OUT_QUEUE: usize = 1024;
+
+/// Clients at once. Each costs two threads; a control socket has a few.
+const CLIENTS_MAX: usize = 64;
+
+/// How long the last replies and events may take to leave when the daemon ends.
+const FLUSH_TIME: Duration = Duration::from_millis(500);
+
+type Line = Arc<str>;
+
+struct Client {
+    out: SyncSender<Line>,
+    stream: UnixStream,
+    /// Events go to clients that have negotiated.
+    negotiated: Arc<AtomicBool>,
+}
+
+#[derive(Default)]
+struct Clients {
+    map: HashMap<u64, Client>,
+    next: u64,
+    /// Writers that have not ended.
+    writers: usize,
+    /// No new clients.
+    closed: bool,
+}
+
+struct Shared {
+    context: Context,
+    clients: Mutex<Clients>,
+    /// A writer ended.
+    gone: Condvar,
+    /// Readable once the accept loop is to end.
+    wake: rustix::fd::OwnedFd,
+}
+
+/// A running server. Its threads end with [`Server::stop`].
+#[derive(Clone)]
+pub(crate) struct Server {
+    shared: Arc<Shared>,
+}
+
+impl Server {
+    /// A server without a listener, so that events can be bound to it before clients may come.
+    pub(crate) fn new(context: Context) -> Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::io("cannot make an eventfd", e.into()))?;
+        let shared = Shared { context, clients: Mutex::default(), gone: Condvar::new(), wake };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Accepts clients from now on.
+    pub(crate) fn listen(&self, listener: UnixListener) -> Result<()> {
+        let failed = |e| Error::io("cannot start the control server", e);
+        listener.set_nonblocking(true).map_err(failed)?;
+        let shared = Arc::clone(&self.shared);
+        thread::Builder::new()
+            .name("ctl-accept".into())
+            .spawn(move || accept(&shared, &listener))
+            .map(drop)
+            .map_err(failed)
+    }
+
+    /// Sends an event to every client that has negotiated. Never waits.
+    pub(crate) fn broadcast(&self, line: String) {
+        let line: Line = line.into();
+        self.shared.lock().map.retain(|id, client| {
+            if !client.negotiated.load(Ordering::Acquire) {
+                return true;
+            }
+            match client.out.try_send(Arc::clone(&line)) {
+                Ok(()) => true,
+                Err(TrySendError::Disconnected(_)) => false,
+                Err(TrySendError::Full(_)) => {
+                    tracing::warn!(client = id, "control client does not read; its connection is closed");
+                    let _ = client.stream.shutdown(Shutdown::Both);
+                    false
+                }
+            }
+        });
+    }
+
+    /// Takes no more commands, lets what is queued leave (for a bounded time), closes all
+    /// connections.
+    pub(crate) fn stop(&self) {
+        let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
+        let mut clients = self.shared.lock();
+        clients.closed = true;
+        // Readers see the end of input; without them and without the map's senders, writers end
+        // when done.
+        let streams: Vec<UnixStream> = clients
+            .map
+            .drain()
+            .map(|(_, client)| {
+                let _ = client.stream.shutdown(Shutdown::Read);
+                client.stream
+            })
+            .collect();
+        let waited = self.shared.gone.wait_timeout_while(clients, FLUSH_TIME, |c| c.writers > 0);
+        drop(waited);
+        for stream in streams {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Clients> {
+        // The map is whole between any two statements, so a panic elsewhere does not spoil it.
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => {
+                tracing::error!("control socket is closed: {e}");
+                return;
+            }
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        match listener.accept() {
+            Ok((stream, _)) => start(shared, stream),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(e) => {
+                // Out of descriptors, most likely; the connection stays pending, so do not spin on
+                // it.
+                tracing::warn!("cannot accept a control client: {e}");
+                thread::sleep(Duration::from_millis(100));
+            }
+        }
+    }
+}
+
+fn start(shared: &Arc<Shared>, stream: UnixStream) {
+    if let Err(e) = try_start(shared, stream) {
+        tracing::warn!("cannot serve a control client: {e}");
+    }
+}
+
+fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
+    stream.set_nonblocking(false)?;
+    let (reading, writing) = (stream.try_clone()?, stream.try_clone()?);
+    let (out, lines) = sync_channel(OUT_QUEUE);
+    let negotiated = Arc::new(AtomicBool::new(false));
+    let id = {
+        let mut clients = shared.lock();
+        if clients.closed || clients.map.len() >= CLIENTS_MAX {
+            drop(clients);
+            let why = format!("too many control clients; the limit is {CLIENTS_MAX}");
+            return (&stream).write_all(message::reply(None, Err(QmpError::generic(why))).as_bytes());
+        }
+        let id = clients.next;
+        clients.next += 1;
+        clients.writers += 1;
+        let client = Client { out: out.clone(), stream, negotiated: Arc::clone(&negotiated) };
+        clients.map.insert(id, client);
+        id
+    };
+    let writer = {
+        let shared = Arc::clone(shared);
+        move || {
+            write(writing, &lines);
+            let mut clients = shared.lock();
+            clients.writers -= 1;
+            shared.gone.notify_all();
+        }
+    };
+    if let Err(e) = thread::Builder::new().name(format!("ctl-{id}-out")).spawn(writer) {
+        let mut clients = shared.lock();
+        clients.writers -= 1;
+        clients.map.remove(&id);
+        return Err(e);
+    }
+    let reader = {
+        let shared = Arc::clone(shared);
+        move || {
+            let Context { daemon, fdsets, .. } = &shared.context;
+            fdsets.client_came();
+            Session { context: &shared.context, out, negotiated, passed: Passed::default() }.read(&reading);
+            fdsets.client_left(daemon);
+            shared.lock().map.remove(&id);
+        }
+    };
+    thread::Builder::new().name(format!("ctl-{id}")).spawn(reader).map(drop).inspect_err(|_| {
+        shared.lock().map.remove(&id);
+    })
+}
+
+fn write(mut stream: UnixStream, lines: &Receiver<Line>) {
+    while let Ok(line) = lines.recv() {
+        if stream.write_all(line.as_bytes()).is_err() {
+            break;
+        }
+    }
+    // Ends the reader too, if the client has only stopped to listen.
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// The client has gone, or does not take what it asked for.
+struct Gone;
+
+/// What the reader thread of one client holds.
+struct Session<'a> {
+    context: &'a Context,
+    out: SyncSender<Line>,
+    negotiated: Arc<AtomicBool>,
+    passed: Passed,
+}
+
+/// The descriptor that a client sent with its last bytes, for `add-fd`.
+///
+/// A descriptor comes with some byte of the stream. It belongs to the first `add-fd` that ends in
+/// the same read or, if a message is unfinished then, to that message. In all other cases it is
+/// closed, and when the next one comes.
+///
+/// Only a descriptor of a file is kept (see [`is_file`]). A socket could be the client's own end of
+/// the connection: the daemon would hold that end open itself, would never see the end of the
+/// stream, and the client would keep its place for ever.
+#[derive(Default)]
+struct Passed {
+    fd: Option<OwnedFd>,
+    /// It came with the bytes that are being looked at.
+    fresh: bool,
+}
+
+impl Passed {
+    /// Takes what came with a read.
+    fn arrived(&mut self, fd: Option<OwnedFd>) {
+        let fd = fd.filter(is_file);
+        self.fresh = fd.is_some();
+        if fd.is_some() {
+            self.fd = fd;
+        }
+    }
+
+    /// The descriptor that is of a message that has ended; `wants`: an `add-fd`.
+    fn of_message(&mut self, wants: bool) -> Option<OwnedFd> {
+        let fd = self.fd.take_if(|_| wants || !self.fresh);
+        fd.filter(|_| wants)
+    }
+
+    /// All bytes of a read were looked at; `unfinished`: the last message has not ended.
+    fn looked_at(&mut self, unfinished: bool) {
+        if !unfinished {
+            self.fd = None;
+        }
+    }
+}
+
+/// Whether a descriptor has a name in some file system: a file, a directory, a device or a FIFO.
+/// Sockets, io_uring instances and the like have none. Asks no server of a FUSE mount.
+fn is_file(fd: &OwnedFd) -> bool {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    statx(fd, "", flags, StatxFlags::TYPE).is_ok_and(|seen| {
+        use FileType::{BlockDevice, CharacterDevice, Directory, Fifo, RegularFile};
+        let kind = FileType::from_raw_mode(seen.stx_mode.into());
+        matches!(kind, RegularFile | Directory | BlockDevice | CharacterDevice | Fifo)
+    })
+}
+
+/// Reads some bytes; the descriptor that came along. More than one in a message are too many: the
+/// others are closed, by the kernel or here.
+fn receive(stream: &UnixStream, bytes: &mut [u8]) -> rustix::io::Result<(usize, Option<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = recvmsg(stream, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let mut fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let first = fds.by_ref().flatten().next();
+    fds.for_each(drop);
+    Ok((got.bytes, first))
+}
+
+impl Session<'_> {
+    fn read(&mut self, stream: &UnixStream) {
+        let mut framer = Framer::new();
+        let mut bytes = [0; 4096];
+        if self.send(message::greeting()).is_err() {
+            return;
+        }
+        loop {
+            let count = match receive(stream, &mut bytes) {
+                Ok((0, _)) => return,
+                Ok((count, fd)) => {
+                    self.passed.arrived(fd);
+                    count
+                }
+                Err(Errno::INTR) => continue,
+                Err(_) => return,
+            };
+            let mut state = Ok(());
+            framer.push(&bytes[..count], |frame| {
+                if state.is_ok() {
+                    let answer = self.answer(frame);
+                    state = self.send(answer);
+                }
+            });
+            if state.is_err() {
+                return;
+            }
+            self.passed.looked_at(framer.is_in_message());
+        }
+    }
+
+    /// Waits while the queue is full: who asks faster than he reads waits for himself.
+    fn send(&self, line: String) -> Result<(), Gone> {
+        self.out.send(line.into()).map_err(|_| Gone)
+    }
+
+    fn answer(&mut self, frame: Frame) -> String {
+        let request = match frame {
+            Frame::Message(text) => Request::parse(&text),
+            Frame::Error(why) => Err((None, QmpError::generic(why))),
+        };
+        let fd = self.passed.of_message(request.as_ref().is_ok_and(|r| r.command == fdset::ADD_FD));
+        match request {
+            Ok(request) => {
+                let id = request.id.clone();
+                tracing::debug!(command = request.command, "control command");
+                message::reply(id, self.run(request, fd))
+            }
+            Err((id, e)) => message::reply(id, Err(e)),
+        }
+    }
+
+    fn run(&self, request: Request, fd: Option<OwnedFd>) -> Result<Value, QmpError> {
+        let negotiation = request.command == "qmp_capabilities";
+        match (self.negotiated.load(Ordering::Acquire), negotiation) {
+            (true, false) => commands::run(self.context, &request.command, request.arguments, fd),
+            (true, true) => Err(QmpError::command_not_found(
+                "Capabilities negotiation is already complete, command ignored",
+            )),
+            (false, false) => {
+                Err(QmpError::command_not_found("Expecting capabilities negotiation with 'qmp_capabilities'"))
+            }
+            (false, true) => {
+                negotiate(&request)?;
+                self.negotiated.store(true, Ordering::Release);
+                Ok(json!({}))
+            }
+        }
+    }
+}
+
+fn negotiate(request: &Request) -> Result<(), QmpError> {
+    for (name, value) in &request.arguments {
+        match value.as_array() {
+            Some(list) if name == "enable" && list.is_empty() => {}
+            Some(list) if name == "enable" => {
+                return Err(QmpError::generic(format!("capability {} is not offered", list[0])));
+            }
+            _ => {
+                return Err(QmpError::generic(format!(
+                    "arguments of 'qmp_capabilities': unexpected `{name}`"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,149 @@
+//! Sockets that systemd made for us (LISTEN_FDS): the control socket, that for metrics, and those
+//! of exports.
+//!
+//! A descriptor belongs to an export if its name (`FileDescriptorName=`) is the export's name or
+//! `socket`, or if it is bound to the export's `socket`; to control if it is named `control` or
+//! bound to the control path; to metrics if it is named `metrics`. Called once, on the main thread,
+//! before other threads are.
+
+use std::ffi::OsStr;
+use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::net::{SocketAddrUnix, getsockname};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::ExportSpec;
+
+/// One descriptor passed to us.
+#[derive(Debug)]
+pub(crate) struct Inherited {
+    fd: OwnedFd,
+    name: String,
+    path: Option<PathBuf>,
+}
+
+/// Takes what the service manager passed; empty if it passed nothing.
+pub(crate) fn take() -> Result<Vec<Inherited>> {
+    let fds = sd_notify::listen_fds_with_names()
+        .map_err(|e| Error::io("cannot take the sockets named by LISTEN_FDS", e))?;
+    Ok(fds.map(|(fd, name)| inherit(fd, name)).collect())
+}
+
+fn inherit(fd: RawFd, name: String) -> Inherited {
+    // SAFETY: sd_listen_fds(3): descriptors 3.. are ours once LISTEN_PID names us, and this runs
+    // once, before anything else could have taken them.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let path = bound_path(&fd);
+    Inherited { fd, name, path }
+}
+
+fn bound_path(fd: &OwnedFd) -> Option<PathBuf> {
+    let address = SocketAddrUnix::try_from(getsockname(fd).ok()?).ok()?;
+    address.path().map(|p| PathBuf::from(OsStr::from_bytes(p.to_bytes())))
+}
+
+impl Inherited {
+    fn is(&self, name: &str, path: Option<&Path>) -> bool {
+        let is_path = |p: &Path| Path::new(&self.name) == p || self.path.as_deref() == Some(p);
+        self.name == name || path.is_some_and(is_path)
+    }
+}
+
+/// The control socket among `fds`, if it is there.
+pub(crate) fn take_control(fds: &mut Vec<Inherited>, path: Option<&Path>) -> Option<OwnedFd> {
+    let at = fds.iter().position(|i| i.is("control", path))?;
+    Some(fds.swap_remove(at).fd)
+}
+
+/// The socket for metrics among `fds`, if it is there.
+pub(crate) fn take_metrics(fds: &mut Vec<Inherited>) -> Option<OwnedFd> {
+    let at = fds.iter().position(|i| i.is("metrics", None))?;
+    Some(fds.swap_remove(at).fd)
+}
+
+/// Puts descriptors into the exports that they are for; the daemon owns them from then on.
+pub(crate) fn give_to_exports(fds: &mut Vec<Inherited>, exports: &mut [ExportSpec]) {
+    for export in exports.iter_mut().filter(|e| e.fd.is_none()) {
+        if let Some(at) = fds.iter().position(|i| i.is(&export.name, export.socket.as_deref())) {
+            export.fd = Some(fds.swap_remove(at).fd.into_raw_fd());
+            export.socket = None;
+        }
+    }
+    for left in fds.drain(..) {
+        tracing::warn!(name = left.name, "an inherited socket belongs to no export; it is closed");
+    }
+}
+
+/// Refuses a descriptor named by a flag that is not open, while the message can still name the
+/// flag.
+pub(crate) fn check_fd(fd: RawFd) -> Result<()> {
+    let bad = |why: &str| Error::invalid(format!("fd {fd} {why}; pass an open UNIX socket"));
+    if fd < 0 {
+        return Err(bad("is no file descriptor"));
+    }
+    check_open(fd).map_err(|_| bad("is not open"))?;
+    // SAFETY: borrowed for this check only; it is open.
+    let address = getsockname(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| bad("is no socket"))?;
+    SocketAddrUnix::try_from(address).map(drop).map_err(|_| bad("is no UNIX socket"))
+}
+
+/// Refuses a descriptor of a network, 0 or more, that is not open.
+pub(crate) fn check_open(fd: RawFd) -> Result<()> {
+    // SAFETY: borrowed for this check only; fcntl of a number that is not open fails with EBADF.
+    let open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) });
+    let why = "is not open; pass one of a tap, by the program that starts this one";
+    open.map(drop).map_err(|_| Error::invalid(format!("fd {fd} {why}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn inherited(dir: &Path, file: &str, name: &str) -> Inherited {
+        let fd = OwnedFd::from(UnixListener::bind(dir.join(file)).unwrap());
+        let path = bound_path(&fd);
+        Inherited { fd, name: name.into(), path }
+    }
+
+    fn export(name: &str, socket: &Path) -> ExportSpec {
+        ExportSpec { name: name.into(), socket: Some(socket.into()), ..Default::default() }
+    }
+
+    #[test]
+    fn by_name_by_path_and_control() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let mut fds = vec![
+            inherited(dir, "a", "vm0"),
+            inherited(dir, "b", "vshunt.socket"),
+            inherited(dir, "c", "control"),
+            inherited(dir, "d", "other"),
+        ];
+        assert!(take_control(&mut fds, None).is_some());
+        let mut exports =
+            [export("vm0", Path::new("/x")), export("vm1", &dir.join("b")), export("vm2", Path::new("/y"))];
+        give_to_exports(&mut fds, &mut exports);
+        assert!(fds.is_empty());
+        assert!(exports[0].fd.is_some() && exports[0].socket.is_none());
+        assert!(exports[1].fd.is_some());
+        assert!(exports[2].fd.is_none() && exports[2].socket.is_some());
+        let mut fds = vec![inherited(dir, "e", "vshunt.socket")];
+        assert!(take_control(&mut fds, Some(&dir.join("e"))).is_some());
+    }
+
+    #[test]
+    fn a_descriptor_that_is_no_socket_is_refused() {
+        assert!(check_fd(-1).is_err());
+        assert!(check_fd(999_999).unwrap_err().to_string().contains("is not open"));
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(
+            check_fd(std::os::fd::AsRawFd::as_raw_fd(&file))
+                .unwrap_err()
+                .to_string()
+                .contains("is no socket")
+        );
+    }
+}

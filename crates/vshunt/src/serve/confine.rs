@@ -1,0 +1,164 @@
+//! What the sandbox is to leave to a daemon with this configuration.
+//!
+//! Called on the main thread before there are others. A control client may add what is not
+//! configured: with a control socket no capability is given up that some kind of disk, network or
+//! export needs. Files that are not configured it opens itself, and passes (`qmp::fdset`).
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use vshunt_sandbox::{Access, CapabilitySet, Rule, SandboxConfig};
+use vshunt_types::spec::{ExportKind, Format, NetKind};
+
+use crate::config::{Control, Setup, control_path};
+use crate::image;
+use crate::metrics::Address;
+
+/// What is read besides what is configured: users' and groups' names, network namespaces, the
+/// kernel's own files.
+const READ: [&str; 9] =
+    ["/proc", "/sys", "/etc", "/usr", "/lib", "/lib64", "/nix/store", "/run/netns", "/run/systemd/userdb"];
+
+/// What is written besides what is configured: journals of thin images.
+const WRITTEN: [&str; 1] = ["/dev/shm"];
+
+/// Devices that exports open.
+const DEVICES: [&str; 5] = ["/dev/null", "/dev/fuse", "/dev/net/tun", "/dev/vhost-net", "/dev/vhost-blk"];
+
+/// What is to be left. `control`: clients may come.
+pub(super) fn plan(setup: &Setup, control: bool) -> SandboxConfig {
+    let mounts = setup.exports.iter().any(|e| e.kind == ExportKind::Fuse);
+    for path in setup.sandbox.allow_paths.iter().filter(|path| !path.exists()) {
+        tracing::warn!("--allow-path={}: there is no such folder, so it allows nothing", path.display());
+    }
+    SandboxConfig {
+        mode: setup.sandbox.mode.unwrap_or_default(),
+        workers: setup.sandbox.workers,
+        capabilities: capabilities(setup, control, mounts),
+        paths: paths(setup),
+        set_user_id: !rustix::process::geteuid().is_root() && (control || mounts),
+    }
+}
+
+fn capabilities(setup: &Setup, control: bool, mounts: bool) -> CapabilitySet {
+    // Images and sockets of other users, scheduling of workers, limits.
+    let mut needed = CapabilitySet::CHOWN
+        | CapabilitySet::DAC_OVERRIDE
+        | CapabilitySet::DAC_READ_SEARCH
+        | CapabilitySet::FOWNER
+        | CapabilitySet::IPC_LOCK
+        | CapabilitySet::SYS_NICE
+        | CapabilitySet::SYS_RESOURCE;
+    let taps = setup.nets.iter().any(|n| n.kind == NetKind::Tap);
+    if control || taps {
+        needed |= CapabilitySet::NET_ADMIN | CapabilitySet::BPF;
+    }
+    if control || setup.nets.iter().any(|n| n.netns.is_some()) {
+        needed |= CapabilitySet::SYS_PTRACE;
+    }
+    // For mounting, and for entering network namespaces; a tap that is passed may be of another
+    // one.
+    if control || mounts || taps {
+        needed |= CapabilitySet::SYS_ADMIN;
+    }
+    needed
+}
+
+/// What may be opened: the folders of all that is configured, what the daemon needs besides, and
+/// what the user allows.
+fn paths(setup: &Setup) -> Vec<Rule> {
+    let mut rules = Vec::new();
+    let mut add = |path: PathBuf, access| rules.push(Rule { path, access });
+    for disk in &setup.disks {
+        let Some(file) = &disk.file else { continue };
+        let files = match disk.format() {
+            Format::Qcow2 => image::chain(file),
+            // What a guest writes to a raw image is not looked at.
+            Format::Raw | Format::Null | Format::Ram => vec![file.clone()],
+        };
+        // Others are made beside an image: overlays, backups. Beside a device there are other
+        // devices.
+        let device = std::fs::metadata(file).is_ok_and(|m| m.file_type().is_block_device());
+        folder_of(file).filter(|_| !device).into_iter().for_each(|folder| add(folder, Access::Write));
+        // Images below are opened for writing by a commit, or to mark them.
+        files.into_iter().for_each(|file| add(file, Access::Write));
+    }
+    let control = match &setup.control {
+        Control::At(path) => Some(path.clone()),
+        Control::Default => control_path(None),
+        Control::Off => None,
+    };
+    let metrics = match &setup.metrics {
+        Some(Address::Unix(path)) => Some(path.clone()),
+        _ => None,
+    };
+    let sockets = setup.exports.iter().filter_map(|e| e.socket.clone());
+    for socket in sockets.chain(control).chain(metrics) {
+        folder_of(&socket).into_iter().for_each(|folder| add(folder, Access::Sockets));
+    }
+    for mountpoint in setup.exports.iter().filter_map(|e| e.mountpoint.as_deref()) {
+        folder_of(mountpoint).into_iter().for_each(|folder| add(folder, Access::Mounts));
+    }
+    for net in &setup.nets {
+        net.netns
+            .iter()
+            .filter(|name| name.contains('/'))
+            .for_each(|path| add(PathBuf::from(path), Access::Read));
+    }
+    READ.iter().for_each(|path| add(PathBuf::from(path), Access::Read));
+    WRITTEN.iter().chain(&DEVICES).for_each(|path| add(PathBuf::from(path), Access::Write));
+    macvtaps().into_iter().for_each(|device| add(device, Access::Write));
+    setup.sandbox.allow_paths.iter().for_each(|path| add(path.clone(), Access::Write));
+    rules
+}
+
+/// The folder that a file is in, symbolic links followed; none for the root folder, which would
+/// allow all.
+fn folder_of(path: &Path) -> Option<PathBuf> {
+    let real = std::fs::canonicalize(path).or_else(|_| std::path::absolute(path)).ok()?;
+    real.parent().filter(|folder| folder.parent().is_some()).map(Path::to_owned)
+}
+
+/// Macvtaps that are there now.
+fn macvtaps() -> Vec<PathBuf> {
+    let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+    let is_one = |name: &str| {
+        let number = name.strip_prefix("tap");
+        number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    };
+    entries.filter(|e| is_one(&e.file_name().to_string_lossy())).map(|e| e.path()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use vshunt_types::spec::{DiskSpec, ExportSpec};
+
+    use super::*;
+
+    #[test]
+    fn what_clients_may_add_is_left_to_the_daemon() {
+        let disk = DiskSpec { name: "d".into(), file: Some("/images/a.img".into()), ..DiskSpec::default() };
+        let export = ExportSpec { socket: Some("/run/v/a.sock".into()), ..ExportSpec::default() };
+        let mount = ExportSpec { mountpoint: Some("/mnt/v/a".into()), ..ExportSpec::default() };
+        let setup = Setup {
+            control: Control::Off,
+            disks: vec![disk],
+            exports: vec![export, mount],
+            pidfile: Some("/run/pid/a".into()),
+            ..Setup::default()
+        };
+        let alone = plan(&setup, false);
+        assert!(!alone.capabilities.intersects(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
+        let paths = alone.paths;
+        for (path, access) in
+            [("/images", Access::Write), ("/run/v", Access::Sockets), ("/mnt/v", Access::Mounts)]
+        {
+            assert!(paths.contains(&Rule { path: path.into(), access }), "{path}: {paths:?}");
+        }
+        assert!(!paths.iter().any(|rule| rule.path == Path::new("/run/pid")), "{paths:?}");
+        assert!(!paths.iter().any(|rule| rule.path == Path::new("/")));
+        let asked = plan(&setup, true);
+        assert!(asked.capabilities.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
+        assert_eq!(asked.paths, paths);
+    }
+}

@@ -1,0 +1,86 @@
+//! Signals as messages: blocked in every thread, taken by one.
+//!
+//! [`block`] must run before any thread is made, since threads inherit the mask; it runs first in
+//! the main thread. A signal that was ignored when the program started (nohup, a background job of
+//! a script) stays ignored.
+
+use std::io::Write as _;
+use std::mem::MaybeUninit;
+use std::sync::mpsc::Sender;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vshunt_types::error::{Error, Result};
+
+use crate::qmp::Stop;
+
+/// Signals that end the daemon. SIGHUP too: there is no configuration to read again.
+const ENDING: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+/// The signals that were blocked.
+pub(crate) struct Blocked(libc::sigset_t);
+
+/// Blocks the signals that end the daemon.
+pub(crate) fn block() -> Result<Blocked> {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the set it is given; sigaddset gets that set and constants
+    // that are signals.
+    let set = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        for signal in ENDING.into_iter().filter(|s| !is_ignored(*s)) {
+            libc::sigaddset(set.as_mut_ptr(), signal);
+        }
+        set.assume_init()
+    };
+    // SAFETY: `set` is initialised and outlives the call; the old mask is not asked for.
+    let rc = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
+    if rc != 0 {
+        return Err(Error::io("cannot block signals", std::io::Error::from_raw_os_error(rc)));
+    }
+    Ok(Blocked(set))
+}
+
+/// A signal so soon after the first is the same wish, told twice (as timeout(1) does).
+const SAME_WISH: Duration = Duration::from_secs(1);
+
+/// Sends each signal on as a [`Stop`]. Another one, while the first is being obeyed, ends the
+/// process at once.
+pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
+    let run = move || {
+        let mut first: Option<Instant> = None;
+        loop {
+            let mut signal = 0;
+            // SAFETY: the set is initialised and `signal` is ours; both outlive the call.
+            if unsafe { libc::sigwait(&blocked.0, &mut signal) } != 0 {
+                return;
+            }
+            match first {
+                None => {
+                    first = Some(Instant::now());
+                    let _ = stop.send(Stop::Signal(signal));
+                }
+                Some(then) if then.elapsed() < SAME_WISH => {}
+                Some(_) => {
+                    let _ = writeln!(
+                        std::io::stderr(),
+                        "vshunt: told to end twice and ends at once; sockets and mounts may be left"
+                    );
+                    std::process::exit(1);
+                }
+            }
+        }
+    };
+    thread::Builder::new()
+        .name("signals".into())
+        .spawn(run)
+        .map(drop)
+        .map_err(|e| Error::io("cannot start the signal thread", e))
+}
+
+fn is_ignored(signal: libc::c_int) -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: no new action is given; `action` is writable and of the type that the call fills.
+    let rc = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) };
+    // SAFETY: all bytes zero is a valid sigaction, and the call may have filled it.
+    rc == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
+}

@@ -1,0 +1,139 @@
+//! The values of flags: read, and looked at whether they make sense by themselves.
+//!
+//! Clap calls these and puts the flag and the text before what they say.
+
+use std::path::Path;
+use std::str::FromStr;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use serde::de::DeserializeOwned;
+use vshunt_daemon::export::{Check, check_disk_size};
+use vshunt_types::spec::{DiskSpec, ExportSpec, Format, NetSpec, WorkerSpec};
+
+use crate::keyval;
+
+/// A newtype, since clap takes a bare `Vec` for an option that may be repeated.
+#[derive(Clone, Debug)]
+pub(crate) struct Cpus(pub(crate) Vec<usize>);
+
+pub(crate) fn cpus(text: &str) -> Result<Cpus, String> {
+    let cpus = keyval::parse_cpus(text).map_err(|e| e.to_string())?;
+    checked(WorkerSpec { cpu: Some(cpus.clone()), ..WorkerSpec::default() }, Cpus(cpus))
+}
+
+pub(crate) fn nice(text: &str) -> Result<i32, String> {
+    let nice = number(text)?;
+    checked(WorkerSpec { nice: Some(nice), ..WorkerSpec::default() }, nice)
+}
+
+pub(crate) fn poll_us(text: &str) -> Result<u32, String> {
+    let poll_us = number(text)?;
+    checked(WorkerSpec { poll_us: Some(poll_us), ..WorkerSpec::default() }, poll_us)
+}
+
+pub(crate) fn worker_name(text: &str) -> Result<String, String> {
+    checked(WorkerSpec { name: Some(text.to_owned()), ..WorkerSpec::default() }, text.to_owned())
+}
+
+/// Bytes, with K, M, G or T.
+pub(crate) fn bytes(text: &str) -> Result<u64, String> {
+    keyval::parse_size(text).map_err(|e| e.to_string())
+}
+
+pub(crate) fn disk_size(text: &str) -> Result<u64, String> {
+    let size = keyval::parse_size(text).map_err(|e| e.to_string())?;
+    check_disk_size(size).map(|()| size).map_err(|e| e.to_string())
+}
+
+/// Formats of images, as flags name them.
+pub(crate) fn image_format() -> impl TypedValueParser<Value = Format> {
+    PossibleValuesParser::new(["qcow2", "raw"]).map(|f| if f == "raw" { Format::Raw } else { Format::Qcow2 })
+}
+
+fn number<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("`{text}` is not a whole number in range"))
+}
+
+fn checked<T>(spec: impl Check, value: T) -> Result<T, String> {
+    spec.check().map(|()| value).map_err(|e| e.to_string())
+}
+
+/// What is given as a list of keys and values.
+pub(crate) trait Spec: DeserializeOwned + Check {
+    /// What to write in place of a bare value.
+    fn instead(bare: &str) -> String;
+}
+
+impl Spec for DiskSpec {
+    fn instead(bare: &str) -> String {
+        let stem = Path::new(bare).file_stem().unwrap_or_default().to_string_lossy();
+        let name: String = stem.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).collect();
+        format!("name={},file={bare}", if name.is_empty() { "d0" } else { &name })
+    }
+}
+
+impl Spec for ExportSpec {
+    fn instead(bare: &str) -> String {
+        let socket = if bare.contains('/') { bare } else { "/tmp/vm0.sock" };
+        format!("type=vhost-user-blk,name=vm0,disk=d0,socket={socket}, with the name of your disk for d0")
+    }
+}
+
+impl Spec for NetSpec {
+    fn instead(bare: &str) -> String {
+        format!("type=tap,name=n0,ifname={bare}")
+    }
+}
+
+impl Spec for WorkerSpec {
+    fn instead(bare: &str) -> String {
+        match keyval::parse_cpus(bare) {
+            Ok(_) => format!("cpu={}", bare.replace(',', ",,")),
+            Err(_) => format!("name={bare}"),
+        }
+    }
+}
+
+/// Reads a list of keys and values, and looks whether it makes sense by itself.
+pub(crate) fn spec<T: Spec>(text: &str) -> Result<T, String> {
+    let first = text.split(',').next().unwrap_or_default();
+    if !first.is_empty() && !first.contains('=') {
+        return Err(format!("`{first}` has no key; write {}", T::instead(first)));
+    }
+    let spec: T = keyval::parse(text).map_err(|e| e.to_string())?;
+    spec.check().map(|()| spec).map_err(|e| e.to_string())
+}
+
+pub(crate) fn boxed_export(text: &str) -> Result<Box<ExportSpec>, String> {
+    spec(text).map(Box::new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bare_value_is_told_what_to_write() {
+        let cases = [
+            (spec::<DiskSpec>("/tmp/a b.img,readonly=on").unwrap_err(), "name=ab,file=/tmp/a b.img"),
+            (spec::<DiskSpec>("..").unwrap_err(), "name=d0,file=.."),
+            (spec::<ExportSpec>("/tmp/s").unwrap_err(), "disk=d0,socket=/tmp/s"),
+            (spec::<NetSpec>("vs0").unwrap_err(), "type=tap,name=n0,ifname=vs0"),
+            (spec::<WorkerSpec>("0-3").unwrap_err(), "cpu=0-3"),
+            (spec::<WorkerSpec>("fast").unwrap_err(), "name=fast"),
+        ];
+        for (said, want) in cases {
+            assert!(said.contains(" has no key; write ") && said.contains(want), "{said}");
+        }
+        assert!(spec::<DiskSpec>("").unwrap_err().contains("a key is missing"));
+    }
+
+    #[test]
+    fn numbers_have_bounds() {
+        assert_eq!((poll_us("50"), nice("-20")), (Ok(50), Ok(-20)));
+        for said in [poll_us("x").map(drop), poll_us("9999999").map(drop), nice("20").map(drop)] {
+            said.unwrap_err();
+        }
+        assert!(disk_size("1000").unwrap_err().contains("not a multiple of 512"));
+    }
+}
