@@ -31,8 +31,12 @@ MARKS = {
     "kernel-net": ("vm", "kernel", "slow"),
 }
 
-# Folders that take longest, so that a run with two processes starts with them.
-LONGEST = ("fuse", "qcow2", "net", "backup", "snapshot", "image")
+# Folders that take longest, so that a run with several processes starts with them. Those with few long tests come before
+# those with many short ones: a process takes its next tests while its last two have not ended yet.
+LONGEST = ("fuse", "net", "kernel", "kernel-relay", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
+
+# Folders whose files may run side by side. The files of the others share something: a setting of the kernel, a network.
+SPREAD = ("backup", "image", "qcow2", "snapshot")
 
 
 def pytest_addoption(parser):
@@ -87,9 +91,10 @@ def group_of(item):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist puts the groups into the names
 def pytest_collection_modifyitems(items):
-    """Each folder stays on one process (`--dist loadgroup`), and the longest come first."""
+    """Each folder, or file of SPREAD, stays on one process (`--dist loadgroup`), and the longest come first."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        name = group_of(item)
+        item.add_marker(pytest.mark.xdist_group(f"{name}-{item.path.stem}" if name in SPREAD else name))
         for mark in MARKS.get(group_of(item), ()):
             item.add_marker(mark)
     order = {name: place for place, name in enumerate(LONGEST)}
