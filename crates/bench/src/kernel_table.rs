@@ -105,9 +105,11 @@ fn one(
     let vhost = disk.transport().kernel().map(|kernel| kernel.vhost().clone());
     let attach = || {
         let Some(vhost) = vhost.filter(|_| attach) else { return Ok(()) };
-        let oops = |e: vhost_kernel::Error| Error::new(Kind::System, e.to_string());
+        let vhost_error = |e: vhost_kernel::Error| Error::new(Kind::System, e.to_string());
         // The first stays where it is.
-        (1..u32::from(queues)).try_for_each(|ring| vhost.attach(ring, vhost.new_worker()?)).map_err(oops)
+        (1..u32::from(queues))
+            .try_for_each(|ring| vhost.attach(ring, vhost.new_worker()?))
+            .map_err(vhost_error)
     };
     let figure =
         figure(&mut disk, &plan, queues, request.runtime, attach).inspect_err(|_| eprintln!("failed"))?;

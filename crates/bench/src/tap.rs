@@ -18,9 +18,9 @@ pub use self::table::{Figure, Row, Table};
 use crate::report::Machine;
 use vshunt_guest::error::{Error, Kind, Result};
 use vshunt_guest::fail;
-use vshunt_guest::link::{Outbox, PacketSocket, VNET_HEADER, bring_up, hush, open_tap};
+use vshunt_guest::link::{Outbox, PacketSocket, VNET_HEADER, bring_up, disable_ipv6, open_tap};
 use vshunt_guest::load::pin;
-use vshunt_guest::net::frame::{Frame, Mark, Way};
+use vshunt_guest::net::frame::{Direction, Frame, Mark};
 use vshunt_guest::stats::thread_cpu;
 
 /// The tap's name, in a namespace where nobody else has one.
@@ -135,7 +135,7 @@ fn cpu(request: &Request, at: usize) -> Option<usize> {
 
 fn tap(queues: u16) -> Result<Vec<File>> {
     let files = open_tap(NAME, queues)?;
-    hush(NAME);
+    disable_ipv6(NAME);
     bring_up(NAME)?;
     Ok(files)
 }
@@ -229,7 +229,7 @@ fn blast(
     for at in 0..outboxes.len() * BATCH {
         let mark = Mark { run: 0, flow: mine[at % mine.len()], number: 0 };
         let bytes = outboxes[at / BATCH].frame(at % BATCH, request.size);
-        Frame::new(Way::In, mark, request.size, false).write(bytes);
+        Frame::new(Direction::In, mark, request.size, false).write(bytes);
     }
     while !meter.look(phase) {
         for outbox in &mut outboxes {
@@ -263,7 +263,7 @@ fn write_queue(file: &File, size: usize, flow: u16, phase: &Phase) -> Result<Cou
     let mut meter = Meter::default();
     let mut bytes = vec![0; VNET_HEADER + size];
     let mark = Mark { run: 0, flow, number: 0 };
-    Frame::new(Way::Out, mark, size, false).write(&mut bytes[VNET_HEADER..]);
+    Frame::new(Direction::Out, mark, size, false).write(&mut bytes[VNET_HEADER..]);
     while !meter.look(phase) {
         for _ in 0..LOOK_EVERY {
             rustix::io::write(file, &bytes)

@@ -162,7 +162,7 @@ fn what_is_wrong_with_frames_is_counted() {
 #[test]
 fn a_device_that_lies_ends_the_run() {
     let model = Model::start_net("lies");
-    model.net().lie_in.store(100, Ordering::Release);
+    model.net().wrong_count_in.store(100, Ordering::Release);
     let error = receive(&model, Plan { mode: Mode::Sink, ..shapes()[0].clone() }, 1000).unwrap_err();
     assert_eq!(error.kind(), Kind::Io);
     assert!(error.to_string().contains("said to fill 0 buffers"), "{error}");

@@ -1,7 +1,9 @@
-//! A guest driver without a guest: connection, memory, virtqueues and block requests over vhost-user.
+//! A guest driver without a guest: connection, memory, virtqueues and block requests over
+//! vhost-user.
 //!
-//! [`Disk`] is the synchronous face for tests; [`crate::load`] takes the same parts and drives them from many threads.
-//! The connection and everything that is set up belong to one thread; a [`Queue`] to whoever drives it.
+//! [`Disk`] has synchronous calls for tests. [`crate::load`] uses the same parts from many threads.
+//! One thread owns the connection and everything that is set up. A [`Queue`] belongs to the thread
+//! that drives it.
 
 mod channel;
 mod config;
@@ -36,13 +38,13 @@ pub use virtio::driver::DriverSeg;
 /// Bytes of a sector, the unit of every address in a block request.
 pub const SECTOR: u64 = 512;
 
-/// What kind of device is asked for.
+/// The kind of device that the driver expects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
     /// A block device.
     #[default]
     Disk,
-    /// A network device: a receive and a transmit queue in turn.
+    /// A network device: queues are receive and transmit queues alternately.
     Net {
         /// Feature bits of the device that the driver takes.
         wanted: u64,
@@ -52,31 +54,33 @@ pub enum Class {
 /// How to connect.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What for.
+    /// The kind of device.
     pub class: Class,
     /// Queues to set up.
     pub queues: u16,
-    /// Descriptors a queue.
+    /// Descriptors of each queue.
     pub queue_size: u16,
-    /// Ask for packed rings; an error if they are not offered.
+    /// Requires packed rings. It is an error if the device does not offer them.
     pub packed: bool,
-    /// Take indirect descriptors if offered.
+    /// Takes indirect descriptors if they are offered.
     pub indirect: bool,
-    /// Take EVENT_IDX if offered.
+    /// Takes EVENT_IDX if it is offered.
     pub event_idx: bool,
     /// Descriptors of the indirect table that each slot has.
     pub indirect_cap: u16,
-    /// Guest memory; empty: one region that fits.
+    /// Guest memory. Empty: one region that is large enough.
     pub regions: Vec<RegionSpec>,
-    /// Bytes of guest memory for buffers, beside rings and slots, if `regions` is empty.
+    /// Bytes of guest memory for buffers, in addition to rings and slots. Used if `regions` is
+    /// empty.
     pub buffer_bytes: u64,
-    /// How long an answer, or a request of the synchronous calls, may take.
+    /// Limit for each answer, and for each request of the synchronous calls.
     pub timeout: Duration,
-    /// Virtio feature bits to refuse although offered.
+    /// Virtio feature bits that are refused if the device offers them.
     pub refuse_features: u64,
-    /// Protocol feature bits to refuse although offered.
+    /// Protocol feature bits that are refused if the device offers them.
     pub refuse_protocol: u64,
-    /// After a reconnect tell packed rings' bases as QEMU does: those of the last start, long stale.
+    /// After a reconnect, sends packed rings' bases as QEMU does: those of the last start, which
+    /// are out of date.
     pub stale_packed_base: bool,
 }
 
@@ -100,7 +104,7 @@ impl Default for Options {
     }
 }
 
-/// The features of block devices that this driver understands.
+/// Features of block devices that this driver supports.
 const BLK_FEATURES: u64 = feature::BLK_SIZE_MAX
     | feature::BLK_SEG_MAX
     | feature::BLK_RO
@@ -113,7 +117,7 @@ const BLK_FEATURES: u64 = feature::BLK_SIZE_MAX
     | feature::BLK_WRITE_ZEROES;
 
 impl Options {
-    /// The virtio feature bits that this driver understands and was not told to refuse.
+    /// Returns the virtio feature bits that this driver supports and does not refuse.
     pub fn wanted_features(&self) -> u64 {
         let mut wanted = match self.class {
             Class::Disk => BLK_FEATURES,
@@ -133,12 +137,12 @@ impl Options {
     }
 }
 
-/// A ring and where the server is to take it up.
+/// A ring, and the position from which the server continues it.
 #[derive(Clone, Copy, Debug)]
 pub struct RingSetup<'a> {
     /// The ring.
     pub parts: &'a RingParts,
-    /// As SET_VRING_BASE has it.
+    /// Value for SET_VRING_BASE.
     pub base: u32,
 }
 
@@ -149,7 +153,7 @@ impl Deref for RingSetup<'_> {
     }
 }
 
-/// The base of a fresh ring: packed rings begin with both wrap counters set.
+/// Returns the base of a new ring. Packed rings start with both wrap counters set.
 pub fn fresh_base(packed: bool) -> u32 {
     if packed { packed_base(0, true) } else { 0 }
 }

@@ -1,26 +1,27 @@
-//! What can go wrong, as one sentence with its remedy, and the exit code that says so to a script.
+//! Errors: one sentence with the remedy, and the exit code for scripts.
 
 use std::fmt;
 use std::io;
 
-/// What sort of failure this is; decides the exit code.
+/// The kind of error, which decides the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// What was asked for makes no sense or does not fit the device.
+    /// The request is invalid or does not fit the device.
     Usage,
-    /// The socket cannot be reached, or who listens there does not speak vhost-user-blk.
+    /// The socket cannot be reached, or the process that listens there does not speak vhost-user.
     Connect,
-    /// The server went away, or answered a message with an error.
+    /// The server closed the connection, or answered a message with an error.
     Lost,
-    /// A request failed, was completed twice, or never.
+    /// A request failed, was completed twice, or was never completed.
     Io,
-    /// Data read back is not what was written.
+    /// The data that was read is not the data that was written.
     Verify,
-    /// Something on this side: memory, files, processes.
+    /// An error of this process: memory, files, processes.
     System,
 }
 
-/// An error: its kind, one sentence for the user, and the cause where a system call was it.
+/// An error: its kind, one sentence for the user, and the error of the system call if there was
+/// one.
 #[derive(Debug)]
 pub struct Error {
     kind: Kind,
@@ -32,22 +33,23 @@ pub struct Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// An error of `kind` with `message`.
+    /// Makes an error of `kind` with `message`.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), source: None }
     }
 
-    /// An error of `kind` with `message`, caused by `source`.
+    /// Makes an error of `kind` with `message`, caused by `source`.
     pub fn with(kind: Kind, message: impl Into<String>, source: impl Into<io::Error>) -> Self {
         Self { kind, message: message.into(), source: Some(source.into()) }
     }
 
-    /// The kind of failure.
+    /// Returns the kind of error.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Process exit code: 1 verification or I/O error, 2 usage, 3 cannot connect.
+    /// Returns the exit code of the process: 1 verification or I/O error, 2 usage, 3 cannot
+    /// connect.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
             Kind::Usage => 2,
@@ -56,7 +58,8 @@ impl Error {
         }
     }
 
-    /// The same error as another kind (a refusal while connecting is `Connect`, later it is `Lost`).
+    /// Returns the same error as another kind. A refusal is `Connect` during the setup, and `Lost`
+    /// later.
     #[must_use]
     pub fn into_kind(mut self, kind: Kind) -> Self {
         self.kind = kind;
@@ -79,7 +82,7 @@ impl std::error::Error for Error {
     }
 }
 
-/// An [`Error`] of a kind, with a formatted message.
+/// Makes an [`Error`] of a kind, with a formatted message.
 #[macro_export]
 macro_rules! fail {
     ($kind:ident, $($arg:tt)*) => { $crate::error::Error::new($crate::error::Kind::$kind, format!($($arg)*)) };

@@ -1,7 +1,8 @@
-//! `vshunt-bench kernel`: the kernel's `/dev/vhost-blk` under load, under check, and in hostile hands.
+//! `vshunt-bench kernel`: load, checks and hostile requests for the kernel's `/dev/vhost-blk`.
 //!
-//! Load and verification are those of sockets ([`crate::load`]); what is the kernel's own is here: rings moved between
-//! workers, the dirty log, counters, chains that lie.
+//! Load and verification are those of sockets ([`crate::load`]). This module has the parts that
+//! only the kernel needs: rings that move between workers, the dirty log, counters, and malformed
+//! chains.
 
 pub mod check;
 pub mod counters;
@@ -27,41 +28,41 @@ use crate::driver::{Disk, Kernel, KernelOptions, Options, feature};
 use crate::error::{Result, fail};
 use crate::load::{self, LogGate, Outcome, Plan, Progress};
 
-/// What to do.
+/// The parameters of [`run`].
 #[derive(Clone, Debug)]
 pub struct Request {
     /// The device.
     pub kernel: KernelOptions,
-    /// Queues and their shape.
+    /// Queues and their parameters.
     pub options: Options,
-    /// The load; none: request types alone.
+    /// The load. `None`: only request types are checked.
     pub load: Option<Plan>,
-    /// Rounds of every request type before it.
+    /// Rounds of every request type before the load.
     pub check: u32,
-    /// Descriptors a request at most, cut by chance; 0: as a driver does it.
+    /// Most descriptors of a request, split at random. 0: the usual three.
     pub shuffle: u16,
-    /// For the check, and for what moves rings.
+    /// Seed of the check, and of the thread that moves rings.
     pub seed: u32,
-    /// Rings are moved between workers at this pace.
+    /// Interval between moves of rings to other workers.
     pub attach_every: Option<Duration>,
-    /// Rings are stopped and started again at this pace.
+    /// Interval between stops of rings, which start again at once.
     pub restart_every: Option<Duration>,
-    /// The log is switched on and off at this pace.
+    /// Interval between switches of the log.
     pub log_every: Option<Duration>,
 }
 
-/// What came of it, beside what the load counted.
+/// The results, in addition to the counts of the load.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
-    /// Request types.
+    /// Results of the request types.
     pub checked: Option<Checked>,
     /// Moves of rings.
     pub moves: Option<Moves>,
-    /// Stops and starts.
+    /// Stops and starts of rings.
     pub restarts: Option<Restarts>,
-    /// Rounds of the log.
+    /// Rounds with the log on.
     pub log: Option<LogCheck>,
-    /// The device's counters, all as the driver counted.
+    /// The device's counters, which agree with those of the driver.
     pub counters: Counters,
 }
 
@@ -69,10 +70,11 @@ fn kernel(disk: &mut Disk) -> Result<&Kernel> {
     disk.transport().kernel().ok_or_else(|| fail!(Usage, "this is for the kernel's device alone"))
 }
 
-/// Opens the device and does what is asked for, in the order of [`Request`].
+/// Opens the device and executes the request, in the order of the fields of [`Request`].
 ///
 /// # Errors
-/// As [`load::run`]; the device counts otherwise than the driver, does not log what it writes, or refuses a move.
+/// Those of [`load::run`]. The device's counters differ from those of the driver, it does not log
+/// its writes, or it refuses a move.
 pub fn run(request: &Request, progress: &mut dyn Progress) -> Result<(Disk, Option<Outcome>, Report)> {
     let mut disk = Disk::open_kernel(&request.kernel, request.options.clone())?;
     let queues = disk.queue_count();
@@ -91,7 +93,7 @@ pub fn run(request: &Request, progress: &mut dyn Progress) -> Result<(Disk, Opti
         report.checked = Some(checked);
     }
     let outcome = match &request.load {
-        Some(plan) => Some(load_with_company(&mut disk, request, plan, progress, &mut report)?),
+        Some(plan) => Some(load_with_threads(&mut disk, request, plan, progress, &mut report)?),
         None => None,
     };
     if let Some(outcome) = &outcome {
@@ -105,8 +107,8 @@ pub fn run(request: &Request, progress: &mut dyn Progress) -> Result<(Disk, Opti
     Ok((disk, outcome, report))
 }
 
-/// The load, while others move rings and switch the log.
-fn load_with_company(
+/// Runs the load, while other threads move rings and switch the log.
+fn load_with_threads(
     disk: &mut Disk,
     request: &Request,
     plan: &Plan,
@@ -144,7 +146,7 @@ fn load_with_company(
         let restarts = restarter.map(|thread| thread.join().expect(join));
         (outcome, moves, restarts, logger.map(|thread| thread.join().expect(join)))
     });
-    // What went wrong beside the load is the cause of what then went wrong in it.
+    // An error of another thread is the cause of the error that it made in the load.
     report.restarts = restarts.transpose()?;
     let outcome = outcome?;
     report.moves = moves.transpose()?;
@@ -159,7 +161,7 @@ fn load_with_company(
 }
 
 impl Report {
-    /// The lines for people, below the load's table.
+    /// Returns the lines for people, which follow the load's table.
     pub fn text(&self) -> String {
         let mut out = String::new();
         if let Some(c) = &self.checked {
@@ -201,10 +203,10 @@ impl Report {
     }
 }
 
-/// Opens the device for hostile chains and makes them.
+/// Opens the device for malformed chains, and sends them.
 ///
 /// # Errors
-/// As [`hostile::run`].
+/// Those of [`hostile::run`].
 pub fn run_hostile(
     kernel: &KernelOptions,
     options: Options,

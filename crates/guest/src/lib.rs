@@ -1,9 +1,12 @@
-//! A guest without a virtual machine: the driver's side of vhost-user and of the kernel's vhost, load, and verification.
+//! A guest without a virtual machine: the driver's side of vhost-user and of the kernel's vhost,
+//! load, and verification.
 //!
-//! [`driver`] connects, negotiates and drives virtqueues; tests of servers use [`Disk`] from it. [`load`] keeps many requests
-//! outstanding on many queues, [`verify`] checks what is read, [`kernel`] drives the kernel's vhost devices, and [`net`] network
-//! devices, with [`link`] for the host's end. The crate knows nothing of the server's code: it speaks vhost-user, vhost's ioctls,
-//! virtio-blk and virtio-net from their specifications, and shares the ring code of the crate `virtio`.
+//! [`driver`] connects, negotiates and drives virtqueues; tests of servers use its [`Disk`].
+//! [`load`] keeps many requests in flight on many queues, and [`verify`] checks what is read.
+//! [`kernel`] drives the kernel's vhost devices. [`net`] drives network devices, with [`link`] for
+//! the host's end. The crate shares no code with the server. It implements vhost-user, vhost's
+//! ioctls, virtio-blk and virtio-net from their specifications, and uses the rings of the crate
+//! `virtio`.
 //!
 //! ```no_run
 //! use vshunt_guest::{Disk, Options};

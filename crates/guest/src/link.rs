@@ -1,7 +1,8 @@
-//! Interfaces of the host: taps, packet sockets, counters, and a network namespace of our own.
+//! Network interfaces of the host: taps, packet sockets, counters, and a separate network
+//! namespace.
 //!
-//! What measures a network ([`crate::net`], [`crate::kernel`]) plays the host's side with it. A few
-//! ioctls, and none of the server's code.
+//! Measurements of a network ([`crate::net`], [`crate::kernel`]) use it as the host's end. It
+//! consists of a few ioctls, and shares no code with the server.
 
 mod packet;
 mod tap;
@@ -41,7 +42,7 @@ impl IfReq {
     }
 }
 
-fn oops(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
+fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
     move |errno| {
         let hint = match errno {
             rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => " (run as root)",
@@ -54,13 +55,14 @@ fn oops(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
     }
 }
 
-/// Moves this process into a network namespace of its own, where nothing else speaks. Before other threads are made: they
-/// would stay where they are.
+/// Moves this process into its own network namespace, which has no other traffic. Call this before
+/// other threads start, because those would stay in the previous namespace.
 ///
 /// # Errors
-/// Not root.
+/// The process is not root.
 pub fn own_namespace() -> Result<()> {
-    // SAFETY: unshare(2) touches no memory of ours; the new namespace holds for this thread and those it makes.
+    // SAFETY: unshare(2) accesses no memory of this process. The new namespace applies to this
+    // thread and to threads that it starts.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } == 0 {
         return Ok(());
     }
@@ -68,47 +70,48 @@ pub fn own_namespace() -> Result<()> {
     Err(Error::with(Kind::Connect, "cannot make a network namespace: run as root (CAP_SYS_ADMIN)", error))
 }
 
-/// Brings an interface up.
+/// Sets an interface up.
 ///
 /// # Errors
-/// There is none of that name, or this is not root.
+/// There is no interface of that name, or the process is not root.
 pub fn bring_up(name: &str) -> Result<()> {
     let socket = socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)
-        .map_err(oops("a socket"))?;
+        .map_err(failed("a socket"))?;
     set_up(name, &socket)
 }
 
 fn set_up(name: &str, socket: impl AsFd) -> Result<()> {
     let up = IfReq::new(name, IFF_UP)?;
-    // SAFETY: SIOCSIFFLAGS reads a struct ifreq.
+    // SAFETY: SIOCSIFFLAGS reads a struct ifreq, which `up` is.
     unsafe { ioctl(socket, Setter::<SIOCSIFFLAGS, IfReq>::new(up)) }
-        .map_err(|e| oops(&format!("bringing interface {name} up"))(e))
+        .map_err(|e| failed(&format!("bringing interface {name} up"))(e))
 }
 
-/// Keeps the host's IPv6 from saying anything on an interface. Before it is up; in vain without IPv6, and no error.
-pub fn hush(name: &str) {
+/// Stops the host's IPv6 traffic on an interface. Call this before the interface is up. Without
+/// IPv6 it has no effect and is no error.
+pub fn disable_ipv6(name: &str) {
     let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
 }
 
-/// An interface's counters as the host sees them.
+/// Counters of an interface on the host's side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkCounters {
-    /// Frames that came out of it: of a tap, those that were written to its queues.
+    /// Frames that the host received from it. For a tap, those that were written to its queues.
     pub received: u64,
-    /// Their bytes.
+    /// Bytes of the received frames.
     pub received_bytes: u64,
-    /// Frames of them that were dropped.
+    /// Received frames that were dropped.
     pub received_dropped: u64,
     /// Frames that were sent to it.
     pub sent: u64,
-    /// Frames that were to be sent and found no room.
+    /// Frames to be sent that were dropped because there was no room.
     pub sent_dropped: u64,
 }
 
-/// The counters of an interface in the namespace of the calling thread.
+/// Returns the counters of an interface in the namespace of the calling thread.
 ///
 /// # Errors
-/// There is none of that name.
+/// There is no interface of that name.
 pub fn counters(name: &str) -> Result<LinkCounters> {
     let path = "/proc/thread-self/net/dev";
     let text = std::fs::read_to_string(path)

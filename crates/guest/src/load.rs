@@ -1,7 +1,9 @@
-//! The load loop: a depth of requests kept outstanding on every queue, as fio would, by one thread a queue or fewer.
+//! The load loop: it keeps a number of requests in flight on every queue, as fio does, with one
+//! thread for each queue or fewer.
 //!
-//! [`run`] is called on the thread that owns the [`Disk`]; it watches while load threads own the queues. A thread never
-//! touches the connection, the watching thread never a ring while a thread runs.
+//! [`run`] is called on the thread that owns the [`Disk`]. This thread watches while load threads
+//! own the queues. A load thread never uses the connection, and the watching thread never uses a
+//! ring while load threads run.
 
 pub(crate) mod gauge;
 pub(crate) mod lane;
@@ -29,60 +31,60 @@ use crate::verify::{Partition, StateFile};
 
 pub use crate::driver::SECTOR;
 
-/// What to do.
+/// The parameters of a load.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Access pattern.
     pub rw: Rw,
     /// Percent of reads in the mixed patterns.
     pub read_percent: u8,
-    /// Bytes a request.
+    /// Bytes of each request.
     pub block: u32,
-    /// Requests outstanding a queue.
+    /// Requests in flight on each queue.
     pub iodepth: u16,
-    /// Load threads; queues are dealt to them in turn.
+    /// Number of load threads. Queues are assigned to them round robin.
     pub threads: usize,
-    /// How long to submit.
+    /// Time in which requests are submitted.
     pub runtime: Option<Duration>,
-    /// Set by anybody: nothing more is submitted, as if the time were over.
+    /// Any thread may set it. Then nothing more is submitted, as at the end of `runtime`.
     pub stop: Option<Arc<AtomicBool>>,
-    /// Requests to submit in all, over all queues.
+    /// Number of requests, over all queues.
     pub ios: Option<u64>,
     /// First byte of the disk to use.
     pub offset: u64,
-    /// Bytes of the disk to use; `None`: up to its end.
+    /// Bytes of the disk to use. `None`: up to its end.
     pub range: Option<u64>,
-    /// Stamp what is written, check what is read, read everything back at the end.
+    /// Stamps written data, checks data that is read, and reads everything back at the end.
     pub verify: bool,
-    /// Where to leave what was written for a later `verify`.
+    /// File for the state of what was written, for a later `verify`.
     pub state: Option<PathBuf>,
-    /// For offsets and for stamps.
+    /// Seed of offsets and stamps.
     pub seed: u32,
-    /// A flush after every so many writes of a queue; 0: none.
+    /// Writes of a queue between two flushes. 0: no flushes.
     pub flush_every: u32,
-    /// How long to look for completions before sleeping.
+    /// Time to poll for completions before sleeping.
     pub spin: Duration,
-    /// CPUs for the threads, in turn.
+    /// CPUs for the threads, round robin.
     pub pin: Vec<usize>,
-    /// Between live figures.
+    /// Interval between live figures.
     pub interval: Duration,
-    /// The server's process, if the socket does not tell.
+    /// The server's process, if the socket does not report it.
     pub server_pid: Option<u32>,
-    /// How long to wait for a server that died.
+    /// Time limit for the return of a server that died.
     pub reconnect: Option<Duration>,
-    /// A request that is not completed within this, while the server is there, counts as lost.
+    /// A request that takes longer than this, while the server is there, counts as lost.
     pub stall: Duration,
-    /// The same for those outstanding when `runtime` is over, where that is shorter.
+    /// The same limit for requests in flight at the end of `runtime`, if it is shorter.
     pub linger: Duration,
     /// See [`crate::Options::stale_packed_base`].
     pub stale_packed_base: bool,
-    /// Cut requests into at most so many descriptors, by chance; 0: header, data, status.
+    /// Most descriptors of a request, split at random. 0: header, data, status.
     pub shuffle: u16,
-    /// Buffers that a queue's requests go round, where that is more than `iodepth`.
+    /// Buffers that a queue's requests use in turn, if there are more than `iodepth`.
     pub buffers: u16,
-    /// Who checks the dirty log meanwhile.
+    /// The check of the dirty log under load.
     pub log: Option<Arc<LogGate>>,
-    /// What is submitted, in messages.
+    /// The noun for requests in messages.
     pub unit: &'static str,
 }
 
@@ -121,18 +123,19 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// Buffers of a queue.
+    /// Returns the number of buffers of a queue.
     fn buffer_count(&self) -> usize {
         usize::from(self.buffers.max(self.iodepth))
     }
 
-    /// From one buffer to the next: the data, and if requests are shuffled what frames them.
+    /// Returns the distance between buffers: the data, and in shuffled requests the bytes around
+    /// it.
     fn stride(&self) -> usize {
         let block = self.block as usize;
         if self.shuffle > 0 { block + lane::FRAME_ROOM } else { block }
     }
 
-    /// Bytes of guest memory that a queue's buffers take.
+    /// Returns the bytes of guest memory for a queue's buffers.
     pub fn buffer_bytes(&self) -> u64 {
         (self.buffer_count() * self.stride()) as u64
     }
@@ -141,29 +144,29 @@ impl Plan {
 /// Live figures.
 #[derive(Clone, Copy, Debug)]
 pub struct Tick {
-    /// Since the phase began.
+    /// Time since the start of the phase.
     pub elapsed: Duration,
-    /// Requests completed since then.
+    /// Requests completed since the start of the phase.
     pub ios: u64,
-    /// Requests a second since the last tick.
+    /// Requests per second since the last tick.
     pub iops: f64,
-    /// MiB a second since the last tick.
+    /// MiB per second since the last tick.
     pub mib_per_s: f64,
-    /// CPU time of the server since the run began, if it can be known.
+    /// CPU time of the server since the start of the run, if it is known.
     pub server_cpu: Option<Duration>,
 }
 
-/// Who shows how it goes. All methods are called on the thread that called [`run`].
+/// Shows the progress. All methods are called on the thread that called [`run`].
 pub trait Progress {
-    /// A phase begins: its name, and its length if that is known.
+    /// A phase starts: its name, and its length if that is known.
     fn phase(&mut self, name: &str, runtime: Option<Duration>, ios: Option<u64>);
     /// Live figures.
     fn tick(&mut self, tick: &Tick);
-    /// Something happened.
+    /// Reports an event.
     fn note(&mut self, text: &str);
 }
 
-/// Shows nothing.
+/// A [`Progress`] that shows nothing.
 pub struct Silent;
 
 impl Progress for Silent {
@@ -172,10 +175,10 @@ impl Progress for Silent {
     fn note(&mut self, _: &str) {}
 }
 
-/// What came of it.
+/// The results of a load.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// From the first submission to the last completion.
+    /// Time from the first submission to the last completion.
     pub elapsed: Duration,
     /// Reads of the load.
     pub reads: Ops,
@@ -183,27 +186,27 @@ pub struct Outcome {
     pub writes: Ops,
     /// Flushes of the load.
     pub flushes: Ops,
-    /// Requests of the load that took long.
+    /// Requests of the load that were slow.
     pub slow: Slow,
     /// CPU time of the load threads.
     pub client_cpu: Duration,
-    /// CPU time of the server, if it can be known.
+    /// CPU time of the server, if it is known.
     pub server_cpu: Option<Duration>,
-    /// Blocks read back and found right at the end of a verified run.
+    /// Blocks that were read back and correct at the end of a verified run.
     pub verified_blocks: Option<u64>,
-    /// How often the server died and came back.
+    /// Number of times that the server died and came back.
     pub reconnects: u32,
-    /// The longest time that it was away.
+    /// The longest time without a server.
     pub outage: Duration,
 }
 
 impl Outcome {
-    /// Requests of all kinds.
+    /// Returns the requests of all kinds.
     pub fn ios(&self) -> u64 {
         self.reads.ios + self.writes.ios + self.flushes.ios
     }
 
-    /// Requests a second.
+    /// Returns the requests per second.
     pub fn iops(&self) -> f64 {
         self.ios() as f64 / self.elapsed.as_secs_f64().max(1e-9)
     }
@@ -212,8 +215,8 @@ impl Outcome {
 /// Runs `plan` on `disk`.
 ///
 /// # Errors
-/// What the plan asks for does not fit the disk; a request failed, was completed twice or never; the server went away
-/// for good; what was read is not what was written.
+/// The plan does not fit the disk. A request failed, was completed twice or was not completed. The
+/// server died and did not come back. Data that was read is not what was written.
 pub fn run(disk: &mut Disk, plan: &Plan, progress: &mut dyn Progress) -> Result<Outcome> {
     let (first, count) = blocks(disk, plan)?;
     check_ring(disk, plan)?;
@@ -250,10 +253,11 @@ pub fn run(disk: &mut Disk, plan: &Plan, progress: &mut dyn Progress) -> Result<
     result.and(kept).map(|()| outcome)
 }
 
-/// Reads back and checks what a former run with `--state` wrote. `plan` gives depth, threads and waiting.
+/// Reads back and checks the data that a previous run with `--state` wrote. `plan` gives depth,
+/// threads and time limits.
 ///
 /// # Errors
-/// As [`run`].
+/// Those of [`run`].
 pub fn verify(
     disk: &mut Disk,
     plan: &Plan,
@@ -278,7 +282,7 @@ pub fn verify(
     Ok(outcome)
 }
 
-/// The range of the disk in blocks: first and count.
+/// Returns the range of the disk in blocks: first and count.
 fn blocks(disk: &Disk, plan: &Plan) -> Result<(u64, u64)> {
     let block = u64::from(plan.block);
     if block == 0 || !block.is_multiple_of(SECTOR) {
@@ -306,7 +310,7 @@ fn blocks(disk: &Disk, plan: &Plan) -> Result<(u64, u64)> {
     Ok((plan.offset / block, count))
 }
 
-/// Whether a ring holds the depth, and the device takes the requests.
+/// Checks that a ring has room for the depth, and that the device accepts the requests.
 fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
     let features = disk.transport().features();
     let config = *disk.config();
@@ -316,7 +320,7 @@ fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
     if plan.flush_every > 0 && features & feature::BLK_FLUSH == 0 {
         return Err(fail!(Usage, "the server does not offer VIRTIO_BLK_F_FLUSH: leave --flush-every out"));
     }
-    // QEMU's storage daemon (7.2) offers the feature and leaves the limit 0.
+    // QEMU's storage daemon (7.2) offers the feature with a limit of 0.
     if features & feature::BLK_SIZE_MAX != 0 && config.size_max != 0 && plan.block > config.size_max {
         return Err(fail!(
             Usage,
@@ -340,7 +344,7 @@ fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// Buffers for every queue, faulted in.
+/// Allocates buffers for every queue, and faults them in.
 fn buffers(disk: &mut Disk, plan: &Plan) -> Result<Vec<Area>> {
     let len = plan.buffer_bytes() as usize;
     (0..disk.queue_count())
@@ -372,7 +376,7 @@ fn read_back(
     Ok(())
 }
 
-/// One phase: threads are made, run, and joined.
+/// Runs one phase: threads are started, run, and joined.
 fn phase(
     disk: &mut Disk,
     plan: &Plan,

@@ -1,8 +1,9 @@
-//! A guest's driver of a network device over vhost-user: sends frames, takes them, or sends them back; and the host's end of
-//! the tap behind the server, so that one command measures the whole way.
+//! A guest's driver of a network device over vhost-user: it sends, receives, or sends back frames.
+//! It can also act as the host's end of the tap behind the server, so that one command measures the
+//! whole path.
 //!
-//! [`run`] is called on the thread that owns the [`NetDevice`]; it watches, as [`crate::load`] does, while load threads own the
-//! queue pairs and peer threads the packet sockets.
+//! [`run`] is called on the thread that owns the [`NetDevice`]. It watches, as [`crate::load`]
+//! does, while load threads own the queue pairs and peer threads own the packet sockets.
 
 mod device;
 mod flows;
@@ -27,19 +28,19 @@ use crate::load::watch::Watch;
 use crate::load::{self, Progress};
 use crate::stats::ServerCpu;
 
-/// What the guest does.
+/// The role of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Sends.
+    /// Sends frames.
     Source,
-    /// Takes.
+    /// Receives frames.
     Sink,
-    /// Sends back what it takes.
+    /// Sends back the frames that it receives.
     Echo,
 }
 
 impl Mode {
-    /// As on the command line.
+    /// Returns the name as on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Source => "source",
@@ -49,62 +50,63 @@ impl Mode {
     }
 }
 
-/// What to do.
+/// The parameters of [`run`].
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// What the guest does.
+    /// The role of the guest.
     pub mode: Mode,
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub pairs: u16,
-    /// Descriptors a ring.
+    /// Descriptors of each ring.
     pub queue_size: u16,
     /// Lengths of frames, of a source and of the peer end.
     pub sizes: Sizes,
-    /// Flows of a source, dealt to the pairs in turn; and of the peer end.
+    /// Flows of a source, assigned to the pairs round robin, and flows of the peer end.
     pub flows: u16,
-    /// Frames a second of a source, over all pairs; `None`: as many as can be. Of the peer end, if there is one that sends.
+    /// Frames per second of a source over all pairs, or of a peer end that sends. `None`: as many
+    /// as possible.
     pub rate: Option<f64>,
-    /// Frames made visible at once; receive buffers given back at once.
+    /// Frames that are published together, and receive buffers that are returned together.
     pub batch: u16,
-    /// A frame may fill several receive buffers.
+    /// Whether a frame may fill several receive buffers.
     pub merge: bool,
-    /// Checksums, and frames longer than the MTU, are left to the device.
+    /// Whether the device computes checksums and cuts frames longer than the MTU.
     pub offloads: bool,
-    /// Packed rings.
+    /// Whether to use packed rings.
     pub packed: bool,
-    /// Take indirect descriptors if offered.
+    /// Takes indirect descriptors if they are offered.
     pub indirect: bool,
-    /// Take EVENT_IDX if offered.
+    /// Takes EVENT_IDX if it is offered.
     pub event_idx: bool,
-    /// Check every byte of what is received.
+    /// Checks every byte of received frames.
     pub verify: bool,
-    /// A sink sends one frame a pair at first, for switches to learn where it is.
+    /// A sink first sends one frame on each pair, so that switches learn its address.
     pub announce: bool,
-    /// Threads; pairs are dealt to them in turn.
+    /// Number of threads. Pairs are assigned to them round robin.
     pub threads: usize,
-    /// How long.
+    /// Length of the run.
     pub runtime: Option<Duration>,
-    /// Frames that a source sends in all.
+    /// Number of frames that a source sends.
     pub frames: Option<u64>,
-    /// Set by anybody: the end.
+    /// Any thread may set it to end the run.
     pub stop: Option<Arc<AtomicBool>>,
-    /// How long to look for completions before sleeping.
+    /// Time to poll for completions before sleeping.
     pub spin: Duration,
-    /// CPUs for the threads, in turn; those of the peer end come last.
+    /// CPUs for the threads, round robin. Those of the peer end come last.
     pub pin: Vec<usize>,
-    /// Between live figures.
+    /// Interval between live figures.
     pub interval: Duration,
-    /// The server's process, if the socket does not tell.
+    /// The server's process, if the socket does not report it.
     pub server_pid: Option<u32>,
-    /// How long to wait for a server that died.
+    /// Time limit for the return of a server that died.
     pub reconnect: Option<Duration>,
-    /// A frame sent that is not done within this, while the server is there, is lost.
+    /// A sent frame that is not completed within this, while the server is there, counts as lost.
     pub stall: Duration,
-    /// How long an answer of the server may take.
+    /// Time limit of the server's answers.
     pub timeout: Duration,
-    /// The tap behind the server: its host's end is played, too.
+    /// The tap behind the server, if this process acts as its host's end.
     pub peer: Option<Peer>,
-    /// A number that this run's frames bear.
+    /// A number of this run, which its frames contain.
     pub run: u16,
 }
 
@@ -142,47 +144,47 @@ impl Default for Plan {
     }
 }
 
-/// What came of it.
+/// The results of [`run`].
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// From the first frame to the last.
+    /// Time from the first frame to the last.
     pub elapsed: Duration,
-    /// Frames that the guest sent and that the server gave back.
+    /// Frames that the guest sent and the server completed.
     pub sent: u64,
-    /// Their bytes.
+    /// Bytes of the sent frames.
     pub sent_bytes: u64,
     /// Frames of an echo that the transmit ring had no room for.
     pub no_room: u64,
-    /// What the guest received.
+    /// Frames that the guest received.
     pub received: Tally,
-    /// Times that the guest notified the server.
+    /// Notifications by the guest.
     pub kicks: u64,
-    /// Times that the server notified the guest.
+    /// Notifications by the server.
     pub calls: u64,
     /// CPU time of the load threads.
     pub client_cpu: Duration,
-    /// CPU time of the server, if it can be known.
+    /// CPU time of the server, if it is known.
     pub server_cpu: Option<Duration>,
-    /// What the peer end did.
+    /// Counts of the peer end.
     pub peer: Option<PeerCounted>,
-    /// How often the server died and came back.
+    /// Number of times that the server died and came back.
     pub reconnects: u32,
-    /// The longest time that it was away.
+    /// The longest time without a server.
     pub outage: Duration,
 }
 
 impl Outcome {
-    /// Frames that the server moved: those of the guest, both ways.
+    /// Returns the frames of the guest that the server moved, in both directions.
     pub fn frames(&self) -> u64 {
         self.sent + self.received.frames
     }
 
-    /// What a run with --verify must not end with, in words; none if all is well.
+    /// Returns the error of a run with --verify, or none.
     pub fn wrong(&self) -> Option<String> {
         let peer = self.peer.as_ref().and_then(|peer| peer.received.as_ref());
         for (end, tally) in [("the guest", Some(&self.received)), ("the peer end", peer)] {
             let Some(tally) = tally else { continue };
-            // After its server's death a frame that was sent may be sent once more.
+            // After the death of its server, a sent frame may be sent again.
             let again = if self.reconnects == 0 { tally.twice + tally.late } else { 0 };
             let bad = tally.damaged + tally.wrong_checksums;
             if bad + again > 0 {
@@ -198,10 +200,11 @@ impl Outcome {
     }
 }
 
-/// Runs `plan` on `device`, which was connected by the same plan.
+/// Runs `plan` on `device`, which was connected with the same plan.
 ///
 /// # Errors
-/// The server went away for good, lies, or gives nothing back; the peer end cannot be played.
+/// The server died and did not come back, made an invalid completion, or completes nothing. The
+/// peer end cannot be set up.
 pub fn run(device: &mut NetDevice, plan: &Plan, progress: &mut dyn Progress) -> Result<Outcome> {
     frame::check_flows(plan.flows)?;
     if plan.sizes.max() > LEN_PLAIN && plan.offloads && !device.has(feature::NET_HOST_USO) {
@@ -279,7 +282,7 @@ pub fn run(device: &mut NetDevice, plan: &Plan, progress: &mut dyn Progress) -> 
         let result = watch.run();
         let lanes: Vec<Lane<'_>> =
             handles.into_iter().flat_map(|h| h.join().expect("a load thread panicked")).collect();
-        // The peer end waits for what is still on its way; that is no part of what is measured.
+        // The peer end waits for the last frames, and this wait is not measured.
         let measured = (start.elapsed(), watch.server_cpu.sample());
         (result, lanes, measured, running.map(peer::Running::end))
     });

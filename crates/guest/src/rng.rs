@@ -1,19 +1,21 @@
-//! The one source of chance: seeded, so that a run can be repeated.
+//! The random number generators. They have seeds, so that a run can be repeated.
 
 use crate::verify::mix;
 
-/// Marsaglia's xorshift64: a few cycles a number, good enough to spread offsets.
+/// Marsaglia's xorshift64. It takes a few cycles for each number, and is good enough to spread
+/// offsets.
 #[derive(Clone, Debug)]
 pub struct XorShift(u64);
 
 impl XorShift {
-    /// From a seed and the number of the stream.
+    /// Makes a generator from a seed and the number of the stream.
     pub fn new(seed: u64, stream: u64) -> Self {
         Self(mix(seed ^ mix(stream + 1)) | 1)
     }
 }
 
-/// Chance as a fuzzer has it: numbers are taken from bytes, small ones from few; once these are used up, from a seed.
+/// Random numbers as a fuzzer needs them. They are taken from bytes, few bytes for a small number.
+/// When the bytes are used up, a seed provides the rest.
 #[derive(Clone, Debug)]
 pub struct Draws {
     bytes: Vec<u8>,
@@ -22,7 +24,7 @@ pub struct Draws {
 }
 
 impl Draws {
-    /// From the bytes of a corpus (none: the seed alone).
+    /// Makes a source from the bytes of a corpus. Without bytes it only uses the seed.
     pub fn new(bytes: Vec<u8>, rest: XorShift) -> Self {
         Self { bytes, at: 0, rest }
     }
@@ -33,12 +35,12 @@ impl Draws {
         Some(taken.iter().rev().fold(0, |n, b| n << 8 | u64::from(*b)))
     }
 
-    /// Any number.
+    /// Returns any number.
     pub fn draw(&mut self) -> u64 {
         self.take(8).unwrap_or_else(|| self.rest.draw())
     }
 
-    /// A number below `bound`, which is not 0.
+    /// Returns a number below `bound`, which is not 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         let bytes = match bound {
             0..=0x100 => 1,
@@ -48,19 +50,19 @@ impl Draws {
         self.take(bytes).unwrap_or_else(|| self.rest.draw()) % bound
     }
 
-    /// Once in `n`.
+    /// Returns true once in `n` calls on average.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// Bytes that are left.
+    /// Returns the bytes that are left.
     pub fn left(&self) -> usize {
         self.bytes.len() - self.at
     }
 }
 
 impl XorShift {
-    /// The next number; never 0.
+    /// Returns the next number, which is never 0.
     #[inline]
     pub fn draw(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
@@ -69,13 +71,13 @@ impl XorShift {
         self.0
     }
 
-    /// A number below `bound`, which is not 0; even enough where `bound` is small.
+    /// Returns a number below `bound`, which is not 0. It is nearly uniform if `bound` is small.
     #[inline]
     pub fn below(&mut self, bound: u64) -> u64 {
         self.draw() % bound
     }
 
-    /// Once in `n`.
+    /// Returns true once in `n` calls on average.
     #[inline]
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0

@@ -8,36 +8,36 @@ use hdrhistogram::Histogram;
 /// Latencies above this (one minute) are counted as this.
 const LATENCY_NS_MAX: u64 = 60_000_000_000;
 
-/// What takes this long is listed by itself: half a second.
+/// Requests that take this long (half a second) are listed individually.
 pub const SLOW_NS: u64 = 500_000_000;
-/// Requests that a queue lists, at most.
+/// Most requests that a queue lists.
 const SLOW_LISTED_MAX: usize = 64;
 
-/// A request that took long.
+/// A slow request.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct SlowRequest {
-    /// When it was completed: nanoseconds of the system's monotonic clock.
+    /// Time of completion, in nanoseconds of the system's monotonic clock.
     pub end_ns: u64,
-    /// How long it took, nanoseconds.
+    /// Latency in nanoseconds.
     pub latency_ns: u64,
 }
 
 /// Requests that took [`SLOW_NS`] or longer.
 #[derive(Clone, Debug, Default)]
 pub struct Slow {
-    /// How many.
+    /// Number of such requests.
     pub count: u64,
     /// The first of them.
     pub listed: Vec<SlowRequest>,
 }
 
 impl Slow {
-    /// With room for as many as a queue lists.
+    /// Makes a list with room for the requests of one queue.
     pub fn of_a_queue() -> Self {
         Self { count: 0, listed: Vec::with_capacity(SLOW_LISTED_MAX) }
     }
 
-    /// Lists a request, if there is room.
+    /// Lists a request if there is room.
     #[cold]
     pub fn record(&mut self, request: SlowRequest) {
         self.count += 1;
@@ -53,22 +53,22 @@ impl Slow {
     }
 }
 
-/// Requests of one direction: how many, how large, how long.
+/// Requests of one direction: their number, size and latency.
 #[derive(Clone)]
 pub struct Ops {
     /// Requests completed.
     pub ios: u64,
-    /// Bytes of their data.
+    /// Bytes of data.
     pub bytes: u64,
     latency: Histogram<u64>,
-    /// A run of equal latencies not yet recorded: requests of one batch mostly are equal.
+    /// Equal latencies that are not recorded yet. Most requests of one batch have the same latency.
     run_ns: u64,
     run: u64,
 }
 
 impl std::fmt::Debug for Ops {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Not the histogram: it has tens of thousands of counters.
+        // The histogram is left out. It has tens of thousands of counters.
         f.debug_struct("Ops").field("ios", &self.ios).field("bytes", &self.bytes).finish_non_exhaustive()
     }
 }
@@ -96,53 +96,55 @@ impl Ops {
 
     fn settle(&mut self) {
         if self.run > 0 {
-            // Cannot fail: the value is within bounds by the clamp.
+            // This cannot fail, because `clamp` keeps the value in bounds.
             let _ = self.latency.record_n(self.run_ns.clamp(1, LATENCY_NS_MAX), self.run);
             self.run = 0;
         }
     }
 
-    /// Adds what another queue counted.
+    /// Adds the counts of another queue.
     pub fn add(&mut self, other: &mut Ops) {
         self.settle();
         other.settle();
         self.ios += other.ios;
         self.bytes += other.bytes;
-        // Cannot fail: both have the same bounds.
+        // This cannot fail, because both have the same bounds.
         let _ = self.latency.add(&other.latency);
     }
 
-    /// Nanoseconds below which this share (0 to 1) of the requests stayed; 0 if there were none.
+    /// Returns the latency in nanoseconds below which this share (0 to 1) of the requests stayed,
+    /// or 0 without requests.
     pub fn quantile_ns(&self, share: f64) -> u64 {
         debug_assert_eq!(self.run, 0, "asked before the counts of all queues were added up");
         self.latency.value_at_quantile(share)
     }
 
-    /// Mean latency, nanoseconds.
+    /// Returns the mean latency in nanoseconds.
     pub fn mean_ns(&self) -> f64 {
         self.latency.mean()
     }
 
-    /// Longest latency, nanoseconds.
+    /// Returns the longest latency in nanoseconds.
     pub fn max_ns(&self) -> u64 {
         self.latency.max()
     }
 }
 
-/// User and system time of a process, as far as it can be known.
+/// Returns the user and system time of a process, if it is known.
 pub fn process_cpu(pid: u32) -> Option<Duration> {
     cpu_of(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// User and system time in the text of a process's or thread's `stat`.
+/// Parses user and system time in the `stat` file of a process or thread.
 fn cpu_of(stat: &str) -> Option<Duration> {
-    // Fields are counted after the command's name, which may hold anything but ends at the last parenthesis.
+    // Fields are counted after the command's name. The name may contain any character, and ends at
+    // the last parenthesis.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(11);
     let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
     Some(Duration::from_secs_f64(ticks as f64 / rustix::param::clock_ticks_per_second() as f64))
 }
 
-/// The kernel's vhost workers of this process, which are threads of it: id and CPU time.
+/// Returns the kernel's vhost workers of this process, which are its threads: id and CPU time.
 pub fn vhost_threads() -> Vec<(u32, Duration)> {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
     let one = |task: std::io::Result<std::fs::DirEntry>| {
@@ -154,7 +156,7 @@ pub fn vhost_threads() -> Vec<(u32, Duration)> {
     tasks.filter_map(one).collect()
 }
 
-/// What a process is at, in words.
+/// Returns the state of a process in words.
 pub fn process_state(pid: u32) -> &'static str {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
@@ -168,40 +170,41 @@ pub fn process_state(pid: u32) -> &'static str {
     }
 }
 
-/// CPU time of the calling thread.
+/// Returns the CPU time of the calling thread.
 pub fn thread_cpu() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Nanoseconds of the monotonic clock; by the vDSO, some 25 ns.
+/// Returns nanoseconds of the monotonic clock. The vDSO takes about 25 ns.
 #[inline]
 pub fn now_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// The server's CPU time through all the processes, or threads of the kernel, that it is while a run lasts.
+/// CPU time of the server over all processes that it has during a run, or over the kernel's worker
+/// threads.
 #[derive(Debug, Default)]
 pub struct ServerCpu {
     pid: Option<u32>,
-    /// It is the vhost workers of this process.
+    /// Whether the server is the vhost workers of this process.
     vhost: bool,
-    /// By process or thread: its time when it was looked at last.
+    /// Last known time of each process or thread.
     last: HashMap<u32, Duration>,
     sum: Duration,
     known: bool,
 }
 
 impl ServerCpu {
-    /// Begins to watch `pid`.
+    /// Starts to watch `pid`.
     pub fn watch(&mut self, pid: Option<u32>) {
         self.pid = pid;
         self.last = self.look().into_iter().collect();
         self.known |= !self.last.is_empty();
     }
 
-    /// Begins to watch the kernel's workers of this process.
+    /// Starts to watch the kernel's workers of this process.
     pub fn watch_vhost(&mut self) {
         self.vhost = true;
         self.watch(None);
@@ -215,8 +218,8 @@ impl ServerCpu {
         }
     }
 
-    /// Looks; the total so peer, or `None` if no process could ever be looked at. Of a thread that ended, what it did
-    /// after the last look is lost; one that is new counts from its start.
+    /// Returns the total so far, or `None` if no process could be read. The time of a thread after
+    /// its last sample is lost when it ends. A new thread counts from its start.
     pub fn sample(&mut self) -> Option<Duration> {
         for (id, now) in self.look() {
             let last = self.last.insert(id, now).unwrap_or_default();

@@ -1,11 +1,12 @@
-//! What is written, and what may be read back.
+//! The contents of written sectors, and the contents that a read may return.
 //!
-//! Each 512-byte sector of a block says which sector it is, by which write (generation) and from which seed, filled up
-//! with numbers that follow from these three, and closed by a checksum. So a sector found can be named even if it lies
-//! in the wrong place, and compared in full against what it should be.
+//! Each 512-byte sector contains its number, the write that wrote it (generation) and the seed. The
+//! rest is filled with numbers that follow from these three, and a checksum is at the end. So a
+//! sector can be identified at a wrong place, and compared completely.
 //!
-//! A block has at most one write outstanding. A read that ran beside writes may find any of their generations, or,
-//! since nobody promises that a sector is written in one piece, words of several; never anything else.
+//! A block has at most one write in flight. A read that runs at the same time as writes may return
+//! any of their generations. It may also return words of several, because a sector need not be
+//! written atomically. Anything else is an error.
 
 mod state;
 
@@ -19,22 +20,22 @@ pub use self::state::{Partition, StateFile};
 pub const SECTOR: usize = 512;
 /// 64-bit words of a sector.
 const WORDS: usize = SECTOR / 8;
-/// The first word of every sector written here.
+/// The first word of every sector that this program writes.
 const MAGIC: u64 = u64::from_le_bytes(*b"vshuntV1");
 
-/// What a sector should be.
+/// The identity of a sector's contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
     /// Absolute sector number.
     pub sector: u64,
-    /// Which write of its block: 1 is the first.
+    /// Number of the write of its block, from 1.
     pub generation: u32,
     /// The run's seed.
     pub seed: u32,
 }
 
 impl Stamp {
-    /// The sector's contents.
+    /// Returns the sector's contents.
     fn words(&self) -> [u64; WORDS] {
         let mut words = [0; WORDS];
         words[0] = MAGIC;
@@ -50,7 +51,7 @@ impl Stamp {
     }
 }
 
-/// The finalizer of splitmix64: every bit of the input reaches every bit of the output.
+/// The finalizer of splitmix64: every bit of the input affects every bit of the output.
 pub(crate) fn mix(mut z: u64) -> u64 {
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -66,22 +67,25 @@ fn checksum(words: &[u64]) -> u64 {
 /// Writes the contents of the sectors from `stamp` on to `at`.
 ///
 /// # Safety
-/// `at..at + 512 * sectors` is writable; others may read it meanwhile.
+/// `at..at + 512 * sectors` is writable. Other threads and the device may read it at the same time.
 pub unsafe fn write_sectors(at: *mut u8, stamp: Stamp, sectors: usize) {
     for i in 0..sectors {
         let words = Stamp { sector: stamp.sector + i as u64, ..stamp }.words();
-        // SAFETY: within the range that the caller answers for.
+        // SAFETY: the caller promises that `512 * sectors` bytes are writable, and `i` is below
+        // `sectors`.
         unsafe { mem::copy(words.as_ptr().cast(), at.add(i * SECTOR), SECTOR) };
     }
 }
 
-/// Checks the sectors from `stamp.sector` on at `at`: each must be of a generation in `lowest..=stamp.generation`.
+/// Checks the sectors from `stamp.sector` on at `at`. The generation of each must be in
+/// `lowest..=stamp.generation`.
 ///
 /// # Errors
-/// The first sector that is none of them.
+/// The first wrong sector.
 ///
 /// # Safety
-/// `at..at + 512 * sectors` is readable; others may write it meanwhile (it is copied out first).
+/// `at..at + 512 * sectors` is readable. The device may write it at the same time, because it is
+/// copied first.
 pub unsafe fn check_sectors(
     at: *const u8,
     stamp: Stamp,
@@ -90,7 +94,8 @@ pub unsafe fn check_sectors(
 ) -> Result<(), Box<Mismatch>> {
     for i in 0..sectors {
         let mut found = [0; WORDS];
-        // SAFETY: within the range that the caller answers for; `found` is ours.
+        // SAFETY: the caller promises that `512 * sectors` bytes are readable, and `i` is below the
+        // number of sectors. `found` is a local array of one sector.
         unsafe { mem::copy(at.add(i * SECTOR), found.as_mut_ptr().cast(), SECTOR) };
         check_words(&found, Stamp { sector: stamp.sector + i as u64, ..stamp }, lowest)?;
     }
@@ -105,7 +110,7 @@ fn check_words(found: &[u64; WORDS], newest: Stamp, lowest: u32) -> Result<(), B
         return Ok(());
     }
     let candidates = lowest..=newest.generation;
-    // A handful at most: a read does not live through more than a few writes of its block.
+    // There are only a few, because a read overlaps with few writes of its block.
     if lowest < newest.generation && newest.generation - lowest < 16 {
         let all: Vec<_> = candidates.map(|generation| Stamp { generation, ..newest }.words()).collect();
         if (0..WORDS).all(|w| all.iter().any(|words| words[w] == found[w])) {
@@ -115,14 +120,14 @@ fn check_words(found: &[u64; WORDS], newest: Stamp, lowest: u32) -> Result<(), B
     Err(Box::new(Mismatch { expected: newest, lowest, found: *found }))
 }
 
-/// A sector that is not what it should be.
+/// A sector with wrong contents.
 #[derive(Clone, Debug)]
 pub struct Mismatch {
-    /// What it should be, at its newest.
+    /// The newest expected contents.
     pub expected: Stamp,
-    /// The oldest generation that would do.
+    /// The oldest generation that is allowed.
     pub lowest: u32,
-    /// What it is.
+    /// The contents.
     pub found: [u64; WORDS],
 }
 

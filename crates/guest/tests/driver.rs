@@ -1,4 +1,5 @@
-//! The driver against a model of a back-end: requests, load, verification, the server's death, the dirty log.
+//! Tests the driver with a model of a back end: requests, load, verification, the server's death,
+//! the dirty log.
 
 mod model;
 
@@ -86,7 +87,8 @@ fn verified_load_cut_at_will() {
         assert_eq!(outcome.ios(), 20_000);
         assert!(outcome.verified_blocks.unwrap() > 2000);
     }
-    // The checks see through the cuts. On another disk: on this one what was written before may be just what gets lost.
+    // The checks also work for split requests. This needs another disk, because a lost write may be
+    // equal to the previous contents.
     let model = Model::start("cut-lost", SECTORS);
     model.behaviour().lose_write_in.store(1500, Ordering::Release);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
@@ -99,7 +101,7 @@ fn a_lost_write_is_found() {
     let model = Model::start("lost", SECTORS);
     model.behaviour().lose_write_in.store(1500, Ordering::Release);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
-    // Each block once: nothing writes over what was lost.
+    // Each block is written once, so that nothing overwrites the lost write.
     let plan = Plan { rw: Rw::Write, ios: Some(3000), ..plan() };
     let error = load::run(&mut disk, &plan, &mut Silent).unwrap_err();
     assert_eq!((error.kind(), error.exit_code()), (Kind::Verify, 1));
@@ -111,7 +113,7 @@ fn a_request_completed_twice_is_found() {
     for (i, options) in shapes().into_iter().enumerate().filter(|(_, o)| !o.packed) {
         let model = Model::start(&format!("twice{i}"), SECTORS);
         model.behaviour().twice_in.store(5000, Ordering::Release);
-        // The device side cannot push twice with in-flight tracking.
+        // The model cannot complete twice with in-flight tracking.
         model.behaviour().refuse_protocol.store(protocol::INFLIGHT_SHMFD, Ordering::Release);
         let mut disk = Disk::connect(model.path(), options).unwrap();
         let error = load::run(&mut disk, &plan(), &mut Silent).unwrap_err();
@@ -218,7 +220,7 @@ fn a_change_of_size_is_told() {
 #[test]
 fn fewer_features_will_do() {
     let model = Model::start("fewer", SECTORS);
-    let not_config = protocol::OURS & !(protocol::CONFIG | protocol::MQ);
+    let not_config = protocol::SUPPORTED & !(protocol::CONFIG | protocol::MQ);
     let options = Options { refuse_protocol: not_config, ..shapes()[0].clone() };
     let mut disk = Disk::connect(model.path(), options).unwrap();
     assert_eq!(disk.session().protocol(), protocol::CONFIG | protocol::MQ);
@@ -268,7 +270,7 @@ fn a_control_socket_is_told_from_a_vhost_user_one() {
     assert_eq!((error.kind(), error.exit_code()), (Kind::Connect, 3));
     let text = error.to_string();
     assert!(text.contains("control socket") && text.contains("vshunt -c CONTROL status"), "{text}");
-    // One that is gone before we say anything, too.
+    // A server that closes the connection before the first message is recognized, too.
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     (&theirs).write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n").unwrap();
     drop(theirs);

@@ -1,4 +1,5 @@
-//! The backend channel: what the server says by itself. Only "the configuration changed" means anything here.
+//! The backend channel, on which the server sends messages. This driver uses only the message that
+//! the configuration changed.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -12,27 +13,27 @@ use crate::error::{Error, Kind, Result};
 /// VHOST_USER_BACKEND_CONFIG_CHANGE_MSG.
 const CONFIG_CHANGE: u32 = 2;
 
-/// Our end of the backend channel.
+/// The driver's end of the backend channel.
 #[derive(Debug)]
 pub struct BackendChannel {
     ours: UnixStream,
 }
 
 impl BackendChannel {
-    /// A pair: our end, and the one to send to the server.
+    /// Returns a pair: the driver's end, and the end for the server.
     pub fn pair() -> Result<(Self, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()
             .map_err(|e| Error::with(Kind::System, "cannot make the backend channel", e))?;
         Ok((Self { ours }, theirs))
     }
 
-    /// The end to wait on.
+    /// Returns the file descriptor to wait on.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.ours.as_fd()
     }
 
-    /// Takes one message if one comes within `wait`; true if it said that the configuration changed. The end of the
-    /// channel is not an error: the connection itself tells.
+    /// Takes one message if one arrives within `wait`. Returns whether it announced a changed
+    /// configuration. The end of the channel is not an error, because the connection reports it.
     pub fn take(&self, wait: Duration) -> Result<bool> {
         let wait = rustix::event::Timespec::try_from(wait)
             .map_err(|_| Error::new(Kind::Usage, "that is too long a time to wait"))?;

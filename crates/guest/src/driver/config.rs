@@ -1,50 +1,50 @@
-//! The configuration spaces of a block device (virtio 1.3, 5.2.4) and of a network device (5.1.4), read by hand from their
-//! bytes.
+//! The configuration spaces of a block device (virtio 1.3, 5.2.4) and of a network device (5.1.4),
+//! parsed from their bytes.
 
 use super::wire::{read_u16, read_u32, read_u64};
 
-/// Bytes asked for: up to and without the secure erase fields, which every server of this device has.
+/// Bytes to request: up to the fields before secure erase, which every server of this device has.
 pub const CONFIG_LEN: usize = 60;
 
-/// What the device says of itself. Fields whose feature was not negotiated mean nothing.
+/// Configuration of a block device. A field is valid only if its feature was negotiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     /// Size in sectors of 512 bytes.
     pub capacity: u64,
-    /// Bytes a segment at most (F_SIZE_MAX).
+    /// Most bytes of a segment (F_SIZE_MAX).
     pub size_max: u32,
-    /// Data segments a request at most (F_SEG_MAX).
+    /// Most data segments of a request (F_SEG_MAX).
     pub seg_max: u32,
-    /// Logical block, bytes (F_BLK_SIZE).
+    /// Bytes of a logical block (F_BLK_SIZE).
     pub blk_size: u32,
-    /// 2^n logical blocks a physical block (F_TOPOLOGY).
+    /// Log2 of the logical blocks in a physical block (F_TOPOLOGY).
     pub physical_block_exp: u8,
     /// First aligned logical block (F_TOPOLOGY).
     pub alignment_offset: u8,
-    /// Suggested least I/O, logical blocks (F_TOPOLOGY).
+    /// Suggested minimum I/O size in logical blocks (F_TOPOLOGY).
     pub min_io_size: u16,
-    /// Suggested best I/O, logical blocks (F_TOPOLOGY).
+    /// Suggested optimal I/O size in logical blocks (F_TOPOLOGY).
     pub opt_io_size: u32,
     /// 1: write-back cache (F_CONFIG_WCE).
     pub writeback: u8,
-    /// Request queues (F_MQ).
+    /// Number of request queues (F_MQ).
     pub num_queues: u16,
-    /// Sectors a discard segment at most (F_DISCARD).
+    /// Most sectors of a discard segment (F_DISCARD).
     pub max_discard_sectors: u32,
-    /// Segments a discard at most.
+    /// Most segments of a discard (F_DISCARD).
     pub max_discard_seg: u32,
-    /// Alignment of discards, sectors.
+    /// Alignment of discards in sectors (F_DISCARD).
     pub discard_sector_alignment: u32,
-    /// Sectors a write-zeroes segment at most (F_WRITE_ZEROES).
+    /// Most sectors of a write-zeroes segment (F_WRITE_ZEROES).
     pub max_write_zeroes_sectors: u32,
-    /// Segments a write-zeroes at most.
+    /// Most segments of a write-zeroes request (F_WRITE_ZEROES).
     pub max_write_zeroes_seg: u32,
-    /// Whether write-zeroes may unmap.
+    /// Whether write-zeroes may unmap (F_WRITE_ZEROES).
     pub write_zeroes_may_unmap: u8,
 }
 
 impl Config {
-    /// Reads it from the bytes of the space; `None` if there are fewer than [`CONFIG_LEN`].
+    /// Parses the bytes of the space. Returns `None` if there are fewer than [`CONFIG_LEN`].
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         Some(Self {
             capacity: read_u64(bytes, 0)?,
@@ -67,24 +67,24 @@ impl Config {
     }
 }
 
-/// Bytes asked for of a device's space: address, status, queue pairs, MTU.
+/// Bytes to request of a network device's space: address, status, queue pairs, MTU.
 pub const NET_CONFIG_LEN: usize = 12;
 
-/// What a network device says of itself. Fields whose feature was not negotiated mean nothing.
+/// Configuration of a network device. A field is valid only if its feature was negotiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetConfig {
-    /// Its address (F_MAC).
+    /// MAC address (F_MAC).
     pub mac: [u8; 6],
     /// Bit 0: the link is up (F_STATUS).
     pub status: u16,
-    /// Queue pairs (F_MQ).
+    /// Number of queue pairs (F_MQ).
     pub pairs: u16,
-    /// Bytes of the longest IP packet (F_MTU).
+    /// Most bytes of an IP packet (F_MTU).
     pub mtu: u16,
 }
 
 impl NetConfig {
-    /// Reads it from the bytes of the space; `None` if there are fewer than [`NET_CONFIG_LEN`].
+    /// Parses the bytes of the space. Returns `None` if there are fewer than [`NET_CONFIG_LEN`].
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         Some(Self {
             mac: bytes.get(..6)?.try_into().ok()?,
@@ -95,7 +95,8 @@ impl NetConfig {
     }
 }
 
-/// Feature bits of the device and of the transport (masks); device-independent ones as in virtio 1.3, 6.
+/// Feature bits of the device and of the transport, as masks. The device-independent bits are those
+/// of virtio 1.3, section 6.
 #[allow(missing_docs)] // the names are the specification's
 pub mod feature {
     pub const BLK_SIZE_MAX: u64 = 1 << 1;
@@ -147,7 +148,7 @@ pub mod status {
     pub const OK: u8 = 0;
     pub const IOERR: u8 = 1;
     pub const UNSUPP: u8 = 2;
-    /// What the driver puts there first: no server answers with it.
+    /// The driver initializes a status byte with this value. No server returns it.
     pub const UNTOUCHED: u8 = 0xee;
 }
 

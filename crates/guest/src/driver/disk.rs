@@ -1,4 +1,5 @@
-//! The synchronous face: one request, one call. For tests and for setting the load loop up; not for speed.
+//! Synchronous calls: one request for each call. For tests and for the setup of the load loop. They
+//! are not fast.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
@@ -18,7 +19,8 @@ use super::transport::Transport;
 use super::{Options, RingSetup, SECTOR, fresh_base};
 use crate::error::{Result, fail};
 
-/// Bytes of each queue's buffer for the synchronous calls; longer reads and writes are cut into several requests.
+/// Bytes of each queue's buffer for the synchronous calls. Longer reads and writes are split into
+/// several requests.
 const BOUNCE: usize = 256 << 10;
 
 /// A connected block device.
@@ -29,26 +31,26 @@ pub struct Disk {
     queues: Vec<Queue>,
     bounce: Vec<Area>,
     log: Option<DirtyLog>,
-    /// Chains of raw requests that are outstanding, by queue and cookie.
+    /// Chains of raw requests in flight, by queue and cookie.
     chains: HashMap<(u16, u16), Vec<DriverSeg>>,
-    /// Completions taken while another one was waited for.
+    /// Completions that were taken during the wait for another one.
     done: HashMap<u16, VecDeque<Completion>>,
 }
 
 impl Disk {
-    /// Connects to a vhost-user socket, negotiates, and sets memory and queues going.
+    /// Connects to a vhost-user socket, negotiates, and starts the queues.
     pub fn connect(path: impl AsRef<Path>, options: Options) -> Result<Self> {
         let session = Session::open(path.as_ref().to_path_buf(), &options)?;
         Self::over(Transport::Socket(Box::new(session)), options)
     }
 
-    /// Opens `/dev/vhost-blk` and sets memory, backend and queues going.
+    /// Opens `/dev/vhost-blk`, sets up memory and backend, and starts the queues.
     pub fn open_kernel(kernel: &KernelOptions, options: Options) -> Result<Self> {
         let kernel = Kernel::open(kernel, &options)?;
         Self::over(Transport::Kernel(Box::new(kernel)), options)
     }
 
-    /// Sets memory and queues going on a device that was negotiated with by the same options.
+    /// Sets up memory and starts the queues of a device that was negotiated with the same options.
     pub fn over(transport: Transport, options: Options) -> Result<Self> {
         if options.queues == 0 || options.queues > transport.max_queues() {
             return Err(fail!(
@@ -88,20 +90,20 @@ impl Disk {
         Ok(disk)
     }
 
-    /// What the device says of itself, as last read.
+    /// Returns the configuration as last read.
     pub fn config(&self) -> &Config {
         self.transport.config()
     }
 
-    /// Size in sectors of 512 bytes, as last read.
+    /// Returns the size in sectors of 512 bytes, as last read.
     pub fn capacity(&self) -> u64 {
         self.transport.config().capacity
     }
 
-    /// The connection.
+    /// Returns the connection.
     ///
     /// # Panics
-    /// The device is not reached by a socket: for tests of the protocol alone.
+    /// The device has no socket. Only tests of the protocol call this.
     pub fn session(&mut self) -> &mut Session {
         match &mut self.transport {
             Transport::Socket(session) => session,
@@ -109,27 +111,27 @@ impl Disk {
         }
     }
 
-    /// What the device is reached by.
+    /// Returns the transport of the device.
     pub fn transport(&mut self) -> &mut Transport {
         &mut self.transport
     }
 
-    /// Guest memory, to allocate buffers from.
+    /// Returns guest memory, to allocate buffers from.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// A queue, for raw access to its ring.
+    /// Returns a queue, for raw access to its ring.
     pub fn queue(&mut self, q: u16) -> &mut Queue {
         &mut self.queues[usize::from(q)]
     }
 
-    /// How many queues were set up.
+    /// Returns the number of queues that were set up.
     pub fn queue_count(&self) -> u16 {
         self.queues.len() as u16
     }
 
-    /// The connection and the queues apart, for the load loop.
+    /// Returns the transport, the memory and the queues separately, for the load loop.
     pub(crate) fn split(&mut self) -> (&mut Transport, &Arc<Memory>, &mut [Queue]) {
         (&mut self.transport, &self.memory, &mut self.queues)
     }
@@ -154,17 +156,18 @@ impl Disk {
         Ok(())
     }
 
-    /// Flushes.
+    /// Sends a flush.
     pub fn flush(&mut self, q: u16) -> Result<()> {
         self.expect_ok(q, request::FLUSH, 0, 0)
     }
 
-    /// Discards `(sector, sectors)` ranges in one request.
+    /// Discards the ranges, each `(sector, sectors)`, in one request.
     pub fn discard(&mut self, q: u16, ranges: &[(u64, u32)]) -> Result<()> {
         self.ranges(q, request::DISCARD, ranges, 0)
     }
 
-    /// Writes zeroes to `(sector, sectors)` ranges in one request; `unmap` allows the device to deallocate.
+    /// Writes zeroes to the ranges, each `(sector, sectors)`, in one request. With `unmap` the
+    /// device may deallocate them.
     pub fn write_zeroes(&mut self, q: u16, ranges: &[(u64, u32)], unmap: bool) -> Result<()> {
         self.ranges(q, request::WRITE_ZEROES, ranges, u32::from(unmap))
     }
@@ -180,7 +183,7 @@ impl Disk {
         self.expect_ok(q, kind, 0, bytes.len())
     }
 
-    /// The device's identity, up to its first NUL.
+    /// Returns the identity of the device, up to its first NUL.
     pub fn get_id(&mut self, q: u16) -> Result<String> {
         self.expect_ok(q, request::GET_ID, 0, 20)?;
         let mut id = [0; 20];
@@ -189,17 +192,19 @@ impl Disk {
         Ok(String::from_utf8_lossy(&id[..end]).into_owned())
     }
 
-    /// Any request whose data, `len` bytes, lie in the queue's bounce buffer; returns the status byte.
+    /// Makes any request whose data, `len` bytes, are in the queue's bounce buffer. Returns the
+    /// status byte.
     pub fn request(&mut self, q: u16, kind: u32, sector: u64, len: usize) -> Result<u8> {
         self.request_len(q, kind, sector, len).map(|(status, _)| status)
     }
 
-    /// The queue's bounce buffer: data of [`Disk::request`].
+    /// Returns the queue's bounce buffer, which has the data of [`Disk::request`].
     pub fn bounce(&self, q: u16) -> &Area {
         &self.bounce[usize::from(q)]
     }
 
-    /// As [`Disk::request`]; the status byte, and the bytes that the device says it wrote.
+    /// Like [`Disk::request`]. Returns the status byte, and the bytes that the device reports as
+    /// written.
     pub fn request_len(&mut self, q: u16, kind: u32, sector: u64, len: usize) -> Result<(u8, u32)> {
         let data = self.bounce[usize::from(q)].part(0, len);
         let queue = &mut self.queues[usize::from(q)];
@@ -232,8 +237,9 @@ impl Disk {
         }
     }
 
-    /// Puts any chain on a queue and kicks as the ring says; header and status are the caller's affair.
-    /// `indirect` puts it into the slot's table of `Options::indirect_cap` descriptors. Returns its cookie.
+    /// Puts any chain on a queue and notifies the device if it asks for that. The caller sets the
+    /// header and reads the status. With `indirect` the chain is in the slot's table of
+    /// `Options::indirect_cap` descriptors. Returns the cookie.
     pub fn submit(&mut self, q: u16, segs: &[DriverSeg], indirect: bool) -> Result<u16> {
         let queue = &mut self.queues[usize::from(q)];
         let slot = queue.take_slot().ok_or_else(|| fail!(Io, "queue {q} has no free slot"))?;
@@ -246,12 +252,13 @@ impl Disk {
         Ok(slot)
     }
 
-    /// Waits for the next completion of a raw request on `q`.
+    /// Waits for the next completion of a raw request on queue `q`.
     pub fn wait(&mut self, q: u16) -> Result<Completion> {
         self.wait_for(q, None)
     }
 
-    /// Waits for the completion of `cookie`, or of any if `None`; those of others are kept for later.
+    /// Waits for the completion of `cookie`, or for any if `None`. Other completions are kept for
+    /// later calls.
     pub fn wait_for(&mut self, q: u16, cookie: Option<u16>) -> Result<Completion> {
         let deadline = Instant::now() + self.options.timeout;
         loop {
@@ -274,7 +281,7 @@ impl Disk {
         }
     }
 
-    /// An error if nothing more will come from queue `q`.
+    /// Returns an error if queue `q` can complete nothing more.
     fn check_alive(&self, q: u16) -> Result<()> {
         match self.transport.kernel() {
             Some(kernel) if kernel.take_broken(q) => Err(kernel.broken(q)),
@@ -285,7 +292,7 @@ impl Disk {
         }
     }
 
-    /// Whether the server has closed the connection.
+    /// Returns whether the server has closed the connection.
     pub fn is_gone(&self) -> bool {
         let Transport::Socket(session) = &self.transport else { return false };
         let mut byte = [0u8];
@@ -297,7 +304,7 @@ impl Disk {
         }
     }
 
-    /// Moves what the ring has completed to `done` and notes what the device must have logged.
+    /// Moves the completions of the ring to `done`, and records what the device must have logged.
     fn take_completions(&mut self, q: u16) -> Result<()> {
         let queue = &mut self.queues[usize::from(q)];
         loop {
@@ -314,7 +321,7 @@ impl Disk {
         }
     }
 
-    /// Switches dirty logging on as a VMM does: log, features, then each ring's address again.
+    /// Starts dirty logging as a VMM does: log, features, then the address of each ring again.
     pub fn start_logging(&mut self) -> Result<()> {
         let log = DirtyLog::new(&self.memory)?;
         self.transport.set_log(&log)?;
@@ -322,7 +329,7 @@ impl Disk {
         self.switch_logging(true)
     }
 
-    /// Switches dirty logging off; the log stays to be looked at.
+    /// Stops dirty logging. Returns the log.
     pub fn stop_logging(&mut self) -> Result<Option<DirtyLog>> {
         self.switch_logging(false)?;
         Ok(self.log.take())
@@ -333,29 +340,30 @@ impl Disk {
         self.transport.switch_logging(&parts, on)
     }
 
-    /// The log, while logging is on.
+    /// Returns the log while logging is on.
     pub fn log(&mut self) -> Option<&mut DirtyLog> {
         self.log.as_mut()
     }
 
-    /// Pages that the device wrote since logging began and did not mark.
+    /// Returns pages that the device wrote since logging started and did not mark.
     pub fn missed_pages(&self) -> Vec<MissedPage> {
         self.log.as_ref().map(DirtyLog::missed).unwrap_or_default()
     }
 
-    /// Stops a queue (GET_VRING_BASE); returns where it stands.
+    /// Stops a queue (GET_VRING_BASE). Returns its base.
     pub fn stop_queue(&mut self, q: u16) -> Result<u32> {
         self.transport.stop_ring(q)
     }
 
-    /// Sets a stopped queue going again.
+    /// Starts a stopped queue again.
     pub fn start_queue(&mut self, q: u16, base: u32) -> Result<()> {
         let parts = self.queues[usize::from(q)].parts();
         self.transport.start_ring(&RingSetup { parts, base }, self.log.is_some())
     }
 
-    /// After the server's death: connects again within `wait`, with memory, rings and the in-flight region as they
-    /// are. What is outstanding stays so, to be completed exactly once.
+    /// Connects again within `wait` after the death of the server, with the same memory, rings and
+    /// in-flight region. Requests in flight stay in flight, and the new server must complete each
+    /// exactly once.
     pub fn reconnect(&mut self, wait: Duration) -> Result<()> {
         if self.session().inflight().is_none() {
             return Err(fail!(Usage, "the server gave no in-flight region: its death cannot be survived"));
@@ -377,13 +385,15 @@ impl Disk {
         Ok(())
     }
 
-    /// Waits up to `wait` for the server to say that the configuration changed; what it is then.
+    /// Waits up to `wait` for a message that the configuration changed. Returns the new
+    /// configuration.
     pub fn wait_config_change(&mut self, wait: Duration) -> Result<Option<Config>> {
         self.session().wait_config_change(wait)
     }
 }
 
-/// One region for rings, slots, bounce buffers and what is asked for, if no regions were named.
+/// Returns the regions, or one region for rings, slots, bounce buffers and `buffer_bytes` if none
+/// were named.
 fn regions(options: &Options, shape: &QueueShape) -> Vec<RegionSpec> {
     if !options.regions.is_empty() {
         return options.regions.clone();
@@ -393,7 +403,8 @@ fn regions(options: &Options, shape: &QueueShape) -> Vec<RegionSpec> {
     vec![RegionSpec { guest_addr: DEFAULT_BASE, size }]
 }
 
-/// What a completion writes to the ring itself: the used element and the index, or the used descriptor.
+/// Records what a completion writes to the ring: the used element and the index, or the used
+/// descriptor.
 fn expect_ring(log: &mut DirtyLog, queue: &Queue, packed_slot: u16) {
     let parts = queue.parts();
     if parts.packed {
@@ -405,8 +416,8 @@ fn expect_ring(log: &mut DirtyLog, queue: &Queue, packed_slot: u16) {
     }
 }
 
-/// The pieces that the device wrote of a chain of which it says `len` bytes: the first `len`, and the last byte of
-/// all, where the status is.
+/// Returns the pieces of a chain that the device wrote if it reports `len` bytes: the first `len`
+/// bytes, and the last byte, which is the status.
 fn written(chain: &[DriverSeg], len: u32) -> Vec<(u64, u64)> {
     let mut left = u64::from(len);
     let mut pieces = Vec::new();
@@ -421,7 +432,7 @@ fn written(chain: &[DriverSeg], len: u32) -> Vec<(u64, u64)> {
     pieces
 }
 
-/// A status byte in words.
+/// Returns the name of a status byte.
 pub(crate) fn status_name(status: u8) -> String {
     match status {
         status::OK => "OK".into(),

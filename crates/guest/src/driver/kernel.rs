@@ -1,8 +1,10 @@
-//! `/dev/vhost-blk` as a VMM drives it: ioctls to one file, rings shared with a worker of the kernel.
+//! `/dev/vhost-blk` as a VMM uses it: ioctls on one file, and rings that are shared with a kernel
+//! worker.
 //!
-//! A [`Kernel`] belongs to the thread that owns the device; its [`Vhost`] may be shared with threads that move rings
-//! between workers or switch the log while load runs. The kernel reads and writes guest memory by this process's
-//! addresses until the file is closed, so [`Kernel`] keeps the memory.
+//! A [`Kernel`] belongs to the thread that owns the device. Its [`Vhost`] may be shared with
+//! threads that move rings between workers or switch the log under load. The kernel reads and
+//! writes guest memory at this process's addresses until the file is closed. So [`Kernel`] keeps
+//! the memory mapped.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
@@ -24,34 +26,34 @@ use super::memory::{Area, Memory};
 use super::{Options, RingParts, RingSetup, SECTOR};
 use crate::error::{Error, Kind, Result, fail};
 
-/// How rings are given to the kernel's workers.
+/// How rings are assigned to the kernel's workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Workers {
-    /// All to the one that comes with the owner.
+    /// All rings to the worker that is created with the owner.
     #[default]
     One,
-    /// Each ring to its own.
+    /// Each ring to its own worker.
     PerQueue,
-    /// To so many, in turn.
+    /// To this many workers, round robin.
     Count(u16),
 }
 
-/// What to open.
+/// How to open the device.
 #[derive(Clone, Debug)]
 pub struct KernelOptions {
     /// The vhost device.
     pub device: PathBuf,
-    /// The block device behind it.
+    /// The block device that the kernel serves.
     pub backend: PathBuf,
-    /// Nothing may be written.
+    /// Whether the device is read-only.
     pub read_only: bool,
-    /// What GET_ID is to answer.
+    /// The answer to GET_ID.
     pub serial: String,
-    /// Who serves which ring.
+    /// Which worker serves which ring.
     pub workers: Workers,
 }
 
-/// A hold on a device for threads beside its owner: what may be called while load runs.
+/// A handle for threads that do not own the device. It has the calls that are allowed under load.
 #[derive(Clone, Debug)]
 pub struct KernelHandle {
     vhost: Arc<Vhost>,
@@ -60,7 +62,7 @@ pub struct KernelHandle {
 }
 
 impl KernelHandle {
-    /// Sets the backend; the kernel's reason if it refused.
+    /// Sets the backend. Returns the kernel's error number if it refused.
     pub fn set_backend(&self) -> Result<(), (Option<Errno>, Error)> {
         let flags = if self.options.read_only { VHOST_BLK_BACKEND_READONLY } else { 0 };
         self.vhost.blk_set_backend(self.backend.as_fd(), flags, &self.options.serial).map_err(|e| {
@@ -70,29 +72,29 @@ impl KernelHandle {
         })
     }
 
-    /// Takes the backend away, which stops all rings.
+    /// Removes the backend, which stops all rings.
     pub fn clear_backend(&self) -> Result<()> {
-        self.vhost.blk_clear_backend().map_err(oops)
+        self.vhost.blk_clear_backend().map_err(vhost_error)
     }
 
     /// Starts or stops a ring.
     pub fn run_ring(&self, ring: u16, run: bool) -> Result<()> {
-        self.vhost.blk_set_vring(u32::from(ring), run).map_err(oops)
+        self.vhost.blk_set_vring(u32::from(ring), run).map_err(vhost_error)
     }
 
-    /// Where a stopped ring goes on.
+    /// Returns the base from which a stopped ring continues.
     pub fn base(&self, ring: u16) -> Result<u32> {
-        self.vhost.vring_base(u32::from(ring)).map_err(oops)
+        self.vhost.vring_base(u32::from(ring)).map_err(vhost_error)
     }
 
-    /// Sets that.
+    /// Sets the base from which a stopped ring continues.
     pub fn set_base(&self, ring: u16, base: u32) -> Result<()> {
-        self.vhost.set_vring_base(u32::from(ring), base).map_err(oops)
+        self.vhost.set_vring_base(u32::from(ring), base).map_err(vhost_error)
     }
 
-    /// A ring's counters.
+    /// Returns the counters of a ring.
     pub fn stats(&self, ring: u16) -> Result<BlkVringStats> {
-        self.vhost.blk_vring_stats(u32::from(ring)).map_err(oops)
+        self.vhost.blk_vring_stats(u32::from(ring)).map_err(vhost_error)
     }
 }
 
@@ -104,15 +106,15 @@ pub struct Kernel {
     features: u64,
     offered: u64,
     config: Config,
-    /// By ring: signalled when the ring is broken.
+    /// An eventfd for each ring. The kernel signals it when the ring is broken.
     errors: Vec<OwnedFd>,
-    /// What the kernel may write to, see the module.
+    /// The memory that the kernel may write to. See the module's documentation.
     memory: Option<Arc<Memory>>,
     logs: LogSwitch,
 }
 
-/// An error of a call, with what it was about.
-fn oops(e: vhost_kernel::Error) -> Error {
+/// Makes an error from one of a call, with its context.
+fn vhost_error(e: vhost_kernel::Error) -> Error {
     let kind = match e {
         vhost_kernel::Error::Open { .. } => Kind::Connect,
         vhost_kernel::Error::Call { .. } => Kind::System,
@@ -121,8 +123,8 @@ fn oops(e: vhost_kernel::Error) -> Error {
 }
 
 impl Kernel {
-    /// Opens device and backend, and takes what features both sides know; memory and rings come with
-    /// [`Kernel::start`].
+    /// Opens the device and the backend, and takes the features that both sides support.
+    /// [`Kernel::start`] sets memory and rings.
     pub fn open(options: &KernelOptions, shape: &Options) -> Result<Self> {
         if shape.packed {
             return Err(fail!(Usage, "the kernel's vhost has no packed rings: leave --packed out"));
@@ -135,13 +137,14 @@ impl Kernel {
                 "/dev/vhost-blk takes {VHOST_BLK_VRINGS_MAX} queues of {VHOST_BLK_VRING_NUM_MAX} descriptors at most"
             ));
         }
-        let vhost = Vhost::open(&options.device).map_err(oops)?;
-        // For workers that can be made and moved, where the kernel can be asked.
+        let vhost = Vhost::open(&options.device).map_err(vhost_error)?;
+        // Lets workers be created and moved. Older kernels do not have the call.
         let _ = vhost.set_fork_from_owner();
-        vhost.set_owner().map_err(oops)?;
-        let offered = vhost.features().map_err(oops)?;
+        vhost.set_owner().map_err(vhost_error)?;
+        let offered = vhost.features().map_err(vhost_error)?;
         let mut features = offered & shape.wanted_features();
-        // Segment limits are the owner's to make up, and this one has none; so is what the guest is told of writing.
+        // The VMM sets the segment limits, and this one sets none. It also decides whether the
+        // guest can change the write cache.
         features &= !(feature::BLK_SIZE_MAX | feature::BLK_SEG_MAX | feature::BLK_CONFIG_WCE);
         if !options.read_only {
             features &= !feature::BLK_RO;
@@ -169,88 +172,88 @@ impl Kernel {
         Ok(Self { vhost, handle, features, offered, config, errors, memory: None, logs })
     }
 
-    /// Sets memory, backend, workers and rings going.
+    /// Sets memory, backend and workers, and starts the rings.
     pub fn start(&mut self, memory: &Memory, rings: &[RingSetup<'_>]) -> Result<()> {
-        self.vhost.set_features(self.features).map_err(oops)?;
+        self.vhost.set_features(self.features).map_err(vhost_error)?;
         let regions: Vec<_> = memory.regions().iter().map(kernel_region).collect();
-        // SAFETY: the regions are memfd mappings that this process touches by raw pointers alone; `keep` holds them
-        // for as long as the device is open.
-        unsafe { self.vhost.set_mem_table(&regions) }.map_err(oops)?;
+        // SAFETY: the regions are memfd mappings that this process accesses only by raw pointers.
+        // `memory` keeps them mapped as long as the device is open.
+        unsafe { self.vhost.set_mem_table(&regions) }.map_err(vhost_error)?;
         self.handle.set_backend().map_err(|(_, e)| e)?;
         if let Some(ring) = rings.first() {
             self.memory = Some(Arc::clone(ring.desc.memory()));
         }
-        self.share_out(rings)?;
+        self.attach_rings(rings)?;
         rings.iter().try_for_each(|ring| self.start_ring(ring, false))
     }
 
-    /// Makes the workers and attaches rings to them, before they run.
-    fn share_out(&self, rings: &[RingSetup<'_>]) -> Result<()> {
+    /// Creates the workers and attaches rings to them, before the rings run.
+    fn attach_rings(&self, rings: &[RingSetup<'_>]) -> Result<()> {
         let count = match self.handle.options.workers {
             Workers::One => return Ok(()),
             Workers::PerQueue => rings.len(),
             Workers::Count(count) => usize::from(count),
         };
-        // The first is there already.
+        // The first worker exists already.
         let mut ids = vec![match rings.first() {
-            Some(ring) => self.vhost.vring_worker(u32::from(ring.index)).map_err(oops)?,
+            Some(ring) => self.vhost.vring_worker(u32::from(ring.index)).map_err(vhost_error)?,
             None => return Ok(()),
         }];
         for _ in 1..count {
-            ids.push(self.vhost.new_worker().map_err(oops)?);
+            ids.push(self.vhost.new_worker().map_err(vhost_error)?);
         }
         for (ring, id) in rings.iter().zip(ids.iter().cycle()) {
-            self.vhost.attach(u32::from(ring.index), *id).map_err(oops)?;
+            self.vhost.attach(u32::from(ring.index), *id).map_err(vhost_error)?;
         }
         Ok(())
     }
 
-    /// Says all about a ring and starts it. `log`: the device marks its writes to the used ring.
+    /// Configures a ring and starts it. `log`: the device logs its writes to the used ring.
     pub fn start_ring(&self, ring: &RingSetup<'_>, log: bool) -> Result<()> {
         let index = u32::from(ring.index);
-        self.vhost.set_vring_num(index, u32::from(ring.size)).map_err(oops)?;
-        self.vhost.set_vring_base(index, ring.base).map_err(oops)?;
-        // SAFETY: the parts have the lengths of `ring_sizes` and are shared memory that this process touches by raw
-        // pointers alone; `memory` keeps them for as long as the device is open.
-        unsafe { self.vhost.set_vring_addr(&kernel_vring_addr(ring, log)) }.map_err(oops)?;
-        self.vhost.set_vring_call(index, Some(ring.call.as_fd())).map_err(oops)?;
-        self.vhost.set_vring_err(index, Some(self.errors[index as usize].as_fd())).map_err(oops)?;
-        self.vhost.set_vring_kick(index, Some(ring.kick.as_fd())).map_err(oops)?;
-        self.vhost.blk_set_vring(index, true).map_err(oops)
+        self.vhost.set_vring_num(index, u32::from(ring.size)).map_err(vhost_error)?;
+        self.vhost.set_vring_base(index, ring.base).map_err(vhost_error)?;
+        // SAFETY: the parts have the lengths of `ring_sizes`, and this process accesses the shared
+        // memory only by raw pointers. `memory` keeps it mapped as long as the device is open.
+        unsafe { self.vhost.set_vring_addr(&kernel_vring_addr(ring, log)) }.map_err(vhost_error)?;
+        self.vhost.set_vring_call(index, Some(ring.call.as_fd())).map_err(vhost_error)?;
+        self.vhost.set_vring_err(index, Some(self.errors[index as usize].as_fd())).map_err(vhost_error)?;
+        self.vhost.set_vring_kick(index, Some(ring.kick.as_fd())).map_err(vhost_error)?;
+        self.vhost.blk_set_vring(index, true).map_err(vhost_error)
     }
 
-    /// Stops a ring once nothing of it is in flight; where it stands.
+    /// Stops a ring after its last request in flight. Returns its base.
     pub fn stop_ring(&self, ring: u16) -> Result<u32> {
-        self.vhost.blk_set_vring(u32::from(ring), false).map_err(oops)?;
-        self.vhost.vring_base(u32::from(ring)).map_err(oops)
+        self.vhost.blk_set_vring(u32::from(ring), false).map_err(vhost_error)?;
+        self.vhost.vring_base(u32::from(ring)).map_err(vhost_error)
     }
 
-    /// Shares a log.
+    /// Gives the log to the kernel.
     pub fn set_log(&self, log: &DirtyLog) -> Result<()> {
         self.logs.share(log)
     }
 
-    /// Who switches logging, from any thread.
+    /// Returns the switch of the log, which any thread may use.
     pub fn logger(&self) -> &LogSwitch {
         &self.logs
     }
 
-    /// By ring: readable when the ring is broken.
+    /// Returns the eventfd of each ring, which is readable when the ring is broken.
     pub fn error_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.errors.iter().map(AsFd::as_fd)
     }
 
-    /// One ring's.
+    /// Returns the eventfd of one ring, which is readable when the ring is broken.
     pub fn error_fd(&self, ring: u16) -> BorrowedFd<'_> {
         self.errors[usize::from(ring)].as_fd()
     }
 
-    /// Whether the device said since the last call that this ring is broken.
+    /// Returns whether the device reported this ring as broken since the last call.
     pub fn take_broken(&self, ring: u16) -> bool {
         rustix::io::read(&self.errors[usize::from(ring)], &mut [0; 8]).is_ok()
     }
 
-    /// The same as an error.
+    /// Returns the error of a broken ring.
     pub fn broken(&self, ring: u16) -> Error {
         fail!(
             Io,
@@ -258,7 +261,7 @@ impl Kernel {
         )
     }
 
-    /// Waits up to `wait` for completions of a ring or for its end.
+    /// Waits up to `wait` for completions of a ring, or until it is broken.
     pub fn wait(&self, parts: &RingParts, wait: std::time::Duration) {
         let limit = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: i64::from(wait.subsec_nanos()) };
         let mut fds = [
@@ -271,33 +274,33 @@ impl Kernel {
         }
     }
 
-    /// The file to make calls on.
+    /// Returns the device, to make calls on.
     pub fn vhost(&self) -> &Arc<Vhost> {
         &self.vhost
     }
 
-    /// Features taken.
+    /// Returns the negotiated features.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Features offered.
+    /// Returns the offered features.
     pub fn offered(&self) -> u64 {
         self.offered
     }
 
-    /// What a VMM would tell the guest of the block device.
+    /// Returns the configuration that a VMM would give to the guest.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// For threads beside this one.
+    /// Returns a handle for other threads.
     pub fn handle(&self) -> &KernelHandle {
         &self.handle
     }
 }
 
-/// A region as the kernel's memory table has it.
+/// Returns a region in the form of the kernel's memory table.
 pub(crate) fn kernel_region(region: &super::memory::Region) -> MemoryRegion {
     MemoryRegion {
         guest_phys_addr: region.guest_addr,
@@ -307,7 +310,7 @@ pub(crate) fn kernel_region(region: &super::memory::Region) -> MemoryRegion {
     }
 }
 
-/// A ring's addresses as the kernel is told them.
+/// Returns a ring's addresses in the form of the kernel.
 pub(crate) fn kernel_vring_addr(parts: &RingParts, log: bool) -> VringAddr {
     let user = |area: &Area| area.host() as u64;
     VringAddr {
@@ -320,7 +323,7 @@ pub(crate) fn kernel_vring_addr(parts: &RingParts, log: bool) -> VringAddr {
     }
 }
 
-/// Switches the dirty log while rings run; from any thread.
+/// Switches the dirty log while rings run. Any thread may use it.
 #[derive(Clone, Debug)]
 pub struct LogSwitch {
     vhost: Arc<Vhost>,
@@ -330,28 +333,30 @@ pub struct LogSwitch {
 }
 
 impl LogSwitch {
-    /// Has the kernel log to `log`, once logging is switched on.
+    /// Gives `log` to the kernel, which writes to it once logging is on.
     pub fn share(&self, log: &DirtyLog) -> Result<()> {
-        // SAFETY: the log's mapping is touched by atomics and raw copies alone. It is kept in `log` until another one
-        // has taken its place in the kernel, or the device is closed.
-        unsafe { self.vhost.set_log_base(log.user_addr()) }.map_err(oops)?;
+        // SAFETY: this process accesses the log's mapping only by atomics and raw copies. The field
+        // `log` keeps it mapped until the kernel has another one, or the device is closed.
+        unsafe { self.vhost.set_log_base(log.user_addr()) }.map_err(vhost_error)?;
         *self.log.lock().unwrap_or_else(|e| e.into_inner()) = Some(log.share_memory());
         Ok(())
     }
 
-    /// The feature, then each ring's address again, as a VMM does.
+    /// Sets the feature, then each ring's address again, as a VMM does.
     pub fn switch(&self, parts: &[RingParts], on: bool) -> Result<()> {
         let log = if on { feature::LOG_ALL } else { 0 };
-        self.vhost.set_features(self.features | log).map_err(oops)?;
+        self.vhost.set_features(self.features | log).map_err(vhost_error)?;
         for parts in parts {
-            // SAFETY: as in `Kernel::start_ring`.
-            unsafe { self.vhost.set_vring_addr(&kernel_vring_addr(parts, on)) }.map_err(oops)?;
+            // SAFETY: the parts have the lengths of `ring_sizes`, and this process accesses the
+            // shared memory only by raw pointers. `Kernel::memory` keeps it mapped as long as the
+            // device is open.
+            unsafe { self.vhost.set_vring_addr(&kernel_vring_addr(parts, on)) }.map_err(vhost_error)?;
         }
         Ok(())
     }
 }
 
-/// The block device, and what a VMM would say of it.
+/// Opens the block device. Returns it with the configuration that a VMM would give to the guest.
 fn open_backend(options: &KernelOptions) -> Result<(File, Config)> {
     let path: &Path = &options.backend;
     let explain = |e: std::io::Error| {
@@ -359,13 +364,13 @@ fn open_backend(options: &KernelOptions) -> Result<(File, Config)> {
     };
     let mut file = File::options().read(true).write(!options.read_only).open(path).map_err(explain)?;
     let bytes = file.seek(SeekFrom::End(0)).map_err(explain)?;
-    // Not a block device: the kernel refuses it later, and with its own words.
+    // If it is no block device, the kernel refuses it later with its own error.
     let blk_size = rustix::fs::ioctl_blksszget(&file).unwrap_or(SECTOR as u32);
     let config = Config {
         capacity: bytes / SECTOR,
         blk_size,
         num_queues: VHOST_BLK_VRINGS_MAX as u16,
-        // Ours to choose: the kernel cuts them as the device needs.
+        // The VMM chooses this limit. The kernel splits discards as the device needs.
         max_discard_sectors: 1 << 22,
         max_discard_seg: 16,
         discard_sector_alignment: blk_size / SECTOR as u32,

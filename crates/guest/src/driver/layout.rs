@@ -1,7 +1,8 @@
-//! Requests cut into descriptors at will: a device must not care where a header, data or the status begin or end
-//! (virtio 1.3, 2.7.4 and 5.2.6.2).
+//! Splits requests into descriptors at random. A device must accept any position of the header, the
+//! data and the status (virtio 1.3, 2.7.4 and 5.2.6.2).
 //!
-//! Used by the queue that a load thread or test owns; allocates nothing once its vectors have grown.
+//! The queue of a load thread or a test uses this. It allocates nothing once its vectors have
+//! grown.
 
 use virtio::driver::DriverSeg;
 
@@ -10,24 +11,25 @@ use crate::rng::XorShift;
 /// A contiguous piece of guest memory: address and bytes.
 pub type Span = (u64, u32);
 
-/// Cuts spans into descriptors by chance.
+/// Splits spans into descriptors at random.
 #[derive(Clone, Debug)]
 pub struct Shuffle {
-    /// Where all of chance comes from.
+    /// The source of all random numbers.
     pub rng: XorShift,
-    /// Descriptors a request at most, at least 3.
+    /// Most descriptors of a request, at least 3.
     segs_max: usize,
     segs: Vec<DriverSeg>,
 }
 
 impl Shuffle {
-    /// With at most `segs_max` descriptors a request; a device always gets the three that a request needs.
+    /// Makes requests of at most `segs_max` descriptors, but of at least the three that a request
+    /// needs.
     pub fn new(rng: XorShift, segs_max: usize) -> Self {
         Self { rng, segs_max: segs_max.max(3), segs: Vec::new() }
     }
 
-    /// Descriptors for what the device reads and what it writes, in this order. Spans that adjoin may be put into one
-    /// descriptor, spans of several bytes into many; no descriptor is empty.
+    /// Returns descriptors for the readable and then the writable bytes. Adjacent spans may share
+    /// one descriptor, and a span of several bytes may become many. No descriptor is empty.
     pub fn cut(&mut self, readable: &[Span], writable: &[Span]) -> &[DriverSeg] {
         self.segs.clear();
         for (spans, writable) in [(readable, false), (writable, true)] {
@@ -44,7 +46,8 @@ impl Shuffle {
         while (self.segs.len() as u64) < wanted.min(self.segs_max as u64) {
             let at = self.rng.below(self.segs.len() as u64) as usize;
             self.split(at);
-            // Pieces of one byte cannot be cut; a turn that hits one still counts, so that this ends.
+            // A piece of one byte cannot be split. Such an iteration counts, too, so that the loop
+            // ends.
             if self.rng.one_in(8) {
                 break;
             }
@@ -52,7 +55,7 @@ impl Shuffle {
         &self.segs
     }
 
-    /// Cuts the descriptor `at` in two: anywhere, near its ends, or at a page or sector.
+    /// Splits the descriptor `at`: anywhere, near its ends, or at a page or sector.
     fn split(&mut self, at: usize) {
         let DriverSeg { addr, len, writable } = self.segs[at];
         if len < 2 {
@@ -94,8 +97,8 @@ mod tests {
             assert_eq!(bytes(&segs, false), (0x1000..0x1010 + 700).collect::<Vec<_>>());
             assert_eq!(bytes(&segs, true), (0x5000..0x6001).collect::<Vec<_>>());
             assert!(segs.iter().all(|s| s.len > 0) && segs.len() <= 12, "{segs:?}");
-            let turn = segs.iter().position(|s| s.writable).unwrap();
-            assert!(segs[turn..].iter().all(|s| s.writable), "{segs:?}");
+            let first_writable = segs.iter().position(|s| s.writable).unwrap();
+            assert!(segs[first_writable..].iter().all(|s| s.writable), "{segs:?}");
             joined += usize::from(segs.iter().any(|s| s.addr < 0x1010 && s.addr + u64::from(s.len) > 0x1010));
             most = most.max(segs.len());
         }

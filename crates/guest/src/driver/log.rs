@@ -1,7 +1,9 @@
-//! The dirty log as a migrating VMM would hold it, and the check that the device marked every page that it wrote.
+//! The dirty log as a migrating VMM has it, and the check that the device marked every page that it
+//! wrote.
 //!
-//! What the device must have written is known from each completion: the data of reads, the status byte, the used
-//! element and the used index. Those pages are noted as completions are taken, and looked up in the log.
+//! Each completion shows what the device must have written: the data of reads, the status byte, the
+//! used element and the used index. Those pages are recorded when completions are taken, and looked
+//! up in the log.
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -15,11 +17,11 @@ use crate::error::Result;
 pub struct MissedPage {
     /// Guest address of the page.
     pub guest_addr: u64,
-    /// What was written there.
+    /// What the device wrote there.
     pub what: &'static str,
 }
 
-/// A dirty log shared with the server: one bit a page, lowest bit first.
+/// A dirty log that is shared with the server. It has one bit for each page, lowest bit first.
 #[derive(Debug)]
 pub struct DirtyLog {
     memory: Arc<Memory>,
@@ -29,7 +31,7 @@ pub struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// A clear log that covers all of `guest`.
+    /// Makes an empty log that covers all of `guest`.
     pub fn new(guest: &Memory) -> Result<Self> {
         let end = guest.regions().iter().map(|r| r.guest_addr + r.size).max().unwrap_or(0);
         let size = end.div_ceil(PAGE * 8).next_multiple_of(PAGE);
@@ -38,23 +40,23 @@ impl DirtyLog {
         Ok(Self { memory, bits, expected: BTreeMap::new() })
     }
 
-    /// Its bytes and its file.
+    /// Returns its size in bytes and its file.
     pub fn share(&self) -> (u64, BorrowedFd<'_>) {
         let region = &self.memory.regions()[0];
         (region.size, region.fd())
     }
 
-    /// Where it lies in this process.
+    /// Returns its address in this process.
     pub fn user_addr(&self) -> u64 {
         self.memory.regions()[0].user_addr()
     }
 
-    /// Another hold on the same log, with nothing expected of it: it keeps the mapping.
+    /// Returns another handle of the same log, with no expected pages. It keeps the mapping.
     pub fn share_memory(&self) -> Self {
         Self { memory: Arc::clone(&self.memory), bits: self.bits.clone(), expected: BTreeMap::new() }
     }
 
-    /// Whether the page of this guest address is marked.
+    /// Returns whether the page of this guest address is marked.
     pub fn is_marked(&self, guest_addr: u64) -> bool {
         let page = guest_addr / PAGE;
         let mut byte = [0];
@@ -62,20 +64,20 @@ impl DirtyLog {
         byte[0] & 1 << (page % 8) != 0
     }
 
-    /// Guest addresses of all marked pages.
+    /// Returns the guest addresses of all marked pages.
     pub fn marked(&self) -> Vec<u64> {
         let bytes = self.bits.to_vec();
         let pages = (0..bytes.len() as u64 * 8).filter(|p| bytes[(p / 8) as usize] & 1 << (p % 8) != 0);
         pages.map(|page| page * PAGE).collect()
     }
 
-    /// Clears the log and what is expected of it. Only while nothing is outstanding.
+    /// Clears the log and the expected pages. Call this only while no request is in flight.
     pub fn clear(&mut self) {
         self.bits.fill(0);
         self.expected.clear();
     }
 
-    /// Notes that the device wrote these bytes.
+    /// Records that the device wrote these bytes.
     pub fn expect(&mut self, guest_addr: u64, len: u64, what: &'static str) {
         if len == 0 {
             return;
@@ -85,7 +87,7 @@ impl DirtyLog {
         }
     }
 
-    /// Pages written and not marked; empty if the device is right.
+    /// Returns pages that were written and not marked. There are none if the device is correct.
     pub fn missed(&self) -> Vec<MissedPage> {
         let missed = self.expected.iter().filter(|&(&page, _)| !self.is_marked(page));
         missed.map(|(&guest_addr, &what)| MissedPage { guest_addr, what }).collect()

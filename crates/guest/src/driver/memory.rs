@@ -1,7 +1,8 @@
-//! Guest memory: memfds mapped here and, by their descriptors, in the server.
+//! Guest memory: memfds that are mapped here and, through their descriptors, in the server.
 //!
-//! Made before the rings, lives as long as anything points into it ([`Area`] holds it). The server writes to it at
-//! any time, so nothing here ever makes a reference into it: bytes go in and out by copies through raw pointers.
+//! The memory is made before the rings, and lives as long as an [`Area`] of it. The server may
+//! write to it at any time. So nothing makes a reference into it: bytes are copied through raw
+//! pointers.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -16,10 +17,11 @@ use crate::error::{Error, Kind, Result, fail};
 /// Pages of guest memory and of the dirty log.
 pub const PAGE: u64 = 4096;
 
-/// Where the first region lies if nobody says otherwise: not 0, so that offsets taken for addresses are found out.
+/// Default address of the first region. It is not 0, so that offsets used as addresses are
+/// detected.
 pub const DEFAULT_BASE: u64 = 0x4000_0000;
 
-/// One region of guest memory as asked for.
+/// One region of guest memory to make.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionSpec {
     /// Guest-physical address, a multiple of 4096.
@@ -33,19 +35,19 @@ pub struct RegionSpec {
 pub struct Region {
     /// Guest-physical address.
     pub guest_addr: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
     host: *mut u8,
     fd: OwnedFd,
 }
 
 impl Region {
-    /// Where the region lies in this process: what vhost-user calls the user address.
+    /// Returns the address of the region in this process, which vhost-user calls the user address.
     pub fn user_addr(&self) -> u64 {
         self.host as u64
     }
 
-    /// The memfd that backs it, from offset 0.
+    /// Returns the memfd of the region, which starts at offset 0.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -57,12 +59,12 @@ impl Region {
                 "a memory region must have a size and an address that are multiples of 4096"
             ));
         }
-        let oops = |what: &str, e: rustix::io::Errno| {
+        let failed = |what: &str, e: rustix::io::Errno| {
             Error::with(Kind::System, format!("{} MiB of guest memory: {what} failed", spec.size >> 20), e)
         };
-        let fd = memfd_create("vshunt-bench", MemfdFlags::CLOEXEC).map_err(|e| oops("memfd_create", e))?;
-        ftruncate(&fd, spec.size).map_err(|e| oops("ftruncate", e))?;
-        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+        let fd = memfd_create("vshunt-bench", MemfdFlags::CLOEXEC).map_err(|e| failed("memfd_create", e))?;
+        ftruncate(&fd, spec.size).map_err(|e| failed("ftruncate", e))?;
+        // SAFETY: the kernel chooses the address, so the new mapping replaces nothing.
         let host = unsafe {
             mmap(
                 ptr::null_mut(),
@@ -73,45 +75,49 @@ impl Region {
                 0,
             )
         }
-        .map_err(|e| oops("mmap", e))?;
+        .map_err(|e| failed("mmap", e))?;
         Ok(Self { guest_addr: spec.guest_addr, size: spec.size, host: host.cast(), fd })
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: `host` and `size` are those of the mapping made in `map`; every Area into it holds the Memory.
+        // SAFETY: `host` and `size` are those of the mapping that `map` made. No Area of it exists,
+        // because each holds the Memory.
         let _ = unsafe { munmap(self.host.cast(), self.size as usize) };
     }
 }
 
-/// All of guest memory, with an allocator that never frees: what is set up lives as long as the device.
+/// All of guest memory, with an allocator that never frees. Everything that is set up lives as long
+/// as the device.
 #[derive(Debug)]
 pub struct Memory {
     regions: Vec<Region>,
-    /// Bytes handed out from each region.
+    /// Bytes allocated from each region.
     used: Mutex<Vec<u64>>,
 }
 
-// SAFETY: the raw pointers in `regions` are only handed out as bounds-checked Areas, whose accesses are copies of
-// bytes that the server may change at any time anyway; the allocator's state is behind a lock.
+// SAFETY: the raw pointers in `regions` leave this module only as bounds-checked Areas. Their
+// accesses are copies of bytes that the server may change at any time. A lock guards the
+// allocator's state.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: shared access is bounds-checked copies through Areas, and a lock guards the allocator's
+// state.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Maps the regions, each from a memfd of its own.
+    /// Maps the regions, each from its own memfd.
     pub fn new(specs: &[RegionSpec]) -> Result<Arc<Self>> {
         let regions = specs.iter().map(|&spec| Region::map(spec)).collect::<Result<Vec<_>>>()?;
         Ok(Arc::new(Self { used: Mutex::new(vec![0; regions.len()]), regions }))
     }
 
-    /// The regions as mapped.
+    /// Returns the mapped regions.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
-    /// Hands out `len` bytes at a guest address that is a multiple of `align` (a power of two).
+    /// Allocates `len` bytes at a guest address that is a multiple of `align` (a power of two).
     pub fn alloc(self: &Arc<Self>, len: usize, align: u64) -> Result<Area> {
         for index in 0..self.regions.len() {
             if let Some(area) = self.alloc_in(index, len, align) {
@@ -126,7 +132,7 @@ impl Memory {
         ))
     }
 
-    /// As [`Memory::alloc`], from the region `index`; `None` if it is full.
+    /// Like [`Memory::alloc`], from the region `index`. Returns `None` if it is full.
     pub fn alloc_in(self: &Arc<Self>, index: usize, len: usize, align: u64) -> Option<Area> {
         let region = self.regions.get(index)?;
         let mut used = self.used.lock().unwrap_or_else(|e| e.into_inner());
@@ -140,20 +146,21 @@ impl Memory {
         self.area(guest, len)
     }
 
-    /// The area at a guest address, allocated or not; `None` if it is not within one region.
+    /// Returns the area at a guest address, allocated or not. Returns `None` if it is not in one
+    /// region.
     pub fn area(self: &Arc<Self>, guest: u64, len: usize) -> Option<Area> {
         let region = self.regions.iter().find(|r| guest >= r.guest_addr && guest - r.guest_addr < r.size)?;
         let offset = guest - region.guest_addr;
         if offset.checked_add(len as u64)? > region.size {
             return None;
         }
-        // SAFETY: offset + len lies within the region's mapping, as checked above.
+        // SAFETY: offset + len is inside the region's mapping, as checked above.
         let host = unsafe { region.host.add(offset as usize) };
         Some(Area { memory: Arc::clone(self), guest, host, len })
     }
 }
 
-/// A piece of guest memory; keeps the mapping alive.
+/// A piece of guest memory. It keeps the mapping alive.
 #[derive(Clone, Debug)]
 pub struct Area {
     memory: Arc<Memory>,
@@ -162,92 +169,98 @@ pub struct Area {
     len: usize,
 }
 
-// SAFETY: an Area is a bounds-checked window on memory that it keeps mapped; see Memory.
+// SAFETY: an Area is a bounds-checked range of memory that it keeps mapped. Its accesses are copies
+// through raw pointers.
 unsafe impl Send for Area {}
-// SAFETY: as above.
+// SAFETY: shared access copies bytes through raw pointers, which is allowed while other threads and
+// the server write.
 unsafe impl Sync for Area {}
 
 impl Area {
-    /// Guest-physical address of the first byte.
+    /// Returns the guest-physical address of the first byte.
     pub fn guest(&self) -> u64 {
         self.guest
     }
 
-    /// Where it lies in this process; valid as long as this Area or a clone lives.
+    /// Returns the address in this process. It is valid as long as this Area or a clone of it
+    /// exists.
     pub fn host(&self) -> *mut u8 {
         self.host
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The part from `offset`, `len` bytes long. Panics if it reaches past the end.
+    /// Returns the part from `offset`, `len` bytes long. Panics if it is not inside the area.
     #[must_use]
     pub fn part(&self, offset: usize, len: usize) -> Area {
         assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "part past the end of an area");
-        // SAFETY: in bounds by the assertion; the mapping lives as long as `memory`.
+        // SAFETY: the assertion above checks the bounds. `memory` keeps the mapping.
         let host = unsafe { self.host.add(offset) };
         Area { memory: Arc::clone(&self.memory), guest: self.guest + offset as u64, host, len }
     }
 
-    /// The memory that it is part of.
+    /// Returns the memory that it is part of.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// Any area of the same memory; `None` if it is not within one region.
+    /// Returns any area of the same memory. Returns `None` if it is not in one region.
     pub fn elsewhere(&self, guest: u64, len: usize) -> Option<Area> {
         self.memory.area(guest, len)
     }
 
-    /// Copies `bytes` to `offset`. Panics if they reach past the end.
+    /// Copies `bytes` to `offset`. Panics if they are not inside the area.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(
             offset.checked_add(bytes.len()).is_some_and(|end| end <= self.len),
             "write past the end of an area"
         );
-        // SAFETY: in bounds by the assertion; the mapping lives as long as `memory`; `bytes` is not guest memory,
-        // to which no references exist.
+        // SAFETY: the assertion above checks the bounds, and `memory` keeps the mapping. `bytes` is
+        // not guest memory, because there are no references into guest memory.
         unsafe { mem::write(self.host.add(offset), bytes) }
     }
 
-    /// Copies from `offset` into `bytes`. Panics if that reaches past the end.
+    /// Copies from `offset` into `bytes`. Panics if the range is not inside the area.
     pub fn read(&self, offset: usize, bytes: &mut [u8]) {
         assert!(
             offset.checked_add(bytes.len()).is_some_and(|end| end <= self.len),
             "read past the end of an area"
         );
-        // SAFETY: as in `write`.
+        // SAFETY: the assertion above checks the bounds, and `memory` keeps the mapping. `bytes` is
+        // not guest memory, because there are no references into guest memory.
         unsafe { mem::read(self.host.add(offset), bytes) }
     }
 
-    /// Sets every byte; also what faults the pages in before time is measured.
+    /// Sets every byte. This also faults the pages in before a measurement.
     pub fn fill(&self, byte: u8) {
-        // SAFETY: the whole area is mapped as long as `memory` lives.
+        // SAFETY: `memory` keeps the whole area mapped.
         unsafe { mem::fill(self.host, byte, self.len) }
     }
 
-    /// All bytes, copied out.
+    /// Returns a copy of all bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
         self.read(0, &mut bytes);
         bytes
     }
 
-    /// The 16-bit number at `offset` (little endian, aligned), read once with acquire order: a ring's index.
+    /// Loads the 16-bit number at `offset` (little endian, aligned) with acquire order, such as a
+    /// ring's index.
     pub fn load_u16(&self, offset: usize) -> u16 {
         assert!(
             offset + 2 <= self.len && (self.guest + offset as u64).is_multiple_of(2),
             "u16 outside of an area"
         );
-        // SAFETY: in bounds and aligned by the assertion; shared memory is read as an atomic.
+        // SAFETY: the assertion above checks bounds and alignment. Shared memory is accessed as an
+        // atomic.
         let atomic = unsafe { std::sync::atomic::AtomicU16::from_ptr(self.host.add(offset).cast()) };
         u16::from_le(atomic.load(std::sync::atomic::Ordering::Acquire))
     }
@@ -258,7 +271,8 @@ impl Area {
             offset + 2 <= self.len && (self.guest + offset as u64).is_multiple_of(2),
             "u16 outside of an area"
         );
-        // SAFETY: as in `load_u16`.
+        // SAFETY: the assertion above checks bounds and alignment. Shared memory is accessed as an
+        // atomic.
         let atomic = unsafe { std::sync::atomic::AtomicU16::from_ptr(self.host.add(offset).cast()) };
         atomic.store(value.to_le(), std::sync::atomic::Ordering::Release);
     }

@@ -1,7 +1,9 @@
-//! One virtqueue as its driver holds it: the ring, its notifications, and a fixed set of slots for requests.
+//! One virtqueue on the driver's side: the ring, its notifications, and a fixed set of slots for
+//! requests.
 //!
-//! A queue belongs to one thread at a time: the test's, or a load thread's. A slot has a header, a status byte and an
-//! indirect table of its own in guest memory, so that a request allocates nothing; its number is the ring's cookie.
+//! A queue belongs to one thread at a time, which is a test's or a load thread. Each slot has its
+//! own header, status byte and indirect table in guest memory, so that a request allocates nothing.
+//! The number of the slot is the ring's cookie.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -17,27 +19,27 @@ use super::memory::{Area, Memory, PAGE};
 use super::session::{packed_base, split_base};
 use crate::error::{Error, Kind, Result, fail};
 
-/// A slot's bytes in guest memory before its indirect table: header (16), status (1), the rest of the cache line.
+/// Bytes of a slot before its indirect table: header (16), status (1), the rest of the cache line.
 const SLOT_HEAD: usize = 64;
-/// Where the status byte lies in a slot.
+/// Offset of the status byte in a slot.
 const SLOT_STATUS: usize = 16;
 
-/// Bytes of a request's header, which a frame has room for before its data.
+/// Bytes of a request's header. A frame has them before its data.
 pub const FRAME_HEAD: usize = 16;
 
-/// Whether the device writes the data of a request of this type.
+/// Returns whether the device writes the data of a request of this type.
 #[inline]
 fn device_writes(kind: u32) -> bool {
     matches!(kind, request::IN | request::GET_ID)
 }
 
-/// What identifies a ring to the server; cheap to clone, so that the connection's thread can hand it over again
-/// while a load thread owns the queue.
+/// The parts of a ring that the server knows. A clone is cheap, so that the connection's thread can
+/// pass the ring to a new server while a load thread owns the queue.
 #[derive(Clone, Debug)]
 pub struct RingParts {
-    /// The queue's number.
+    /// The index of the queue.
     pub index: u16,
-    /// Descriptors.
+    /// Number of descriptors.
     pub size: u16,
     /// Whether the ring is packed.
     pub packed: bool,
@@ -47,25 +49,26 @@ pub struct RingParts {
     pub driver: Area,
     /// Used ring (packed: device event suppression).
     pub device: Area,
-    /// Driver to device.
+    /// Eventfd from driver to device.
     pub kick: Arc<OwnedFd>,
-    /// Device to driver.
+    /// Eventfd from device to driver.
     pub call: Arc<OwnedFd>,
 }
 
 impl RingParts {
-    /// Notifies the device whether it asked for it or not.
+    /// Notifies the device, even if it did not ask for a notification.
     pub fn kick(&self) {
         signal(self.kick.as_fd());
     }
 
-    /// Wakes whoever sleeps on this queue's completions.
+    /// Wakes a thread that waits for this queue's completions.
     pub fn wake(&self) {
         signal(self.call.as_fd());
     }
 }
 
-/// Adds one to an eventfd. It fails only if the counter is full, and then its reader has all it needs.
+/// Adds one to an eventfd. This fails only if the counter is full, and then its reader wakes
+/// anyway.
 fn signal(fd: BorrowedFd<'_>) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
@@ -75,7 +78,7 @@ fn signal(fd: BorrowedFd<'_>) {
 pub struct Completion {
     /// The slot that `submit` returned.
     pub cookie: u16,
-    /// Bytes that the device says it wrote.
+    /// Bytes that the device reports as written.
     pub len: u32,
 }
 
@@ -84,30 +87,33 @@ pub struct Queue {
     parts: RingParts,
     ring: DriverRing,
     indirect: bool,
-    /// Slots: `meta` is cut into `stride` bytes each.
+    /// Memory of the slots, `stride` bytes each.
     meta: Area,
     stride: usize,
     indirect_cap: u16,
-    /// Cuts requests into descriptors by chance; none: header, data, status.
+    /// Splits requests into descriptors at random. `None`: header, data, status.
     shuffle: Option<Shuffle>,
-    /// Shuffled, by slot: guest address of the status byte, which may lie behind the data.
+    /// Guest address of each slot's status byte in shuffled requests, where it may be behind the
+    /// data.
     status_at: Vec<u64>,
     free: Vec<u16>,
-    /// By slot: ring descriptors that it holds; 0 means that nothing is outstanding under this cookie.
+    /// Ring descriptors of each slot. 0: no request is in flight under this cookie.
     held: Vec<u16>,
-    /// Split: the used index up to which completions were taken. Packed: where the next used descriptor will be.
+    /// Split: the used index up to which completions were taken. Packed: the position of the next
+    /// used descriptor.
     next_used: u16,
     wrap: bool,
-    /// Notifications that the device sent, as far as the eventfd was emptied.
+    /// Notifications by the device, counted when the eventfd is emptied.
     calls: u64,
-    /// The call eventfd turned out to be non-blocking (servers make it so): ask poll(2) before reading.
+    /// Whether the call eventfd is non-blocking, which servers may set. Then poll(2) comes before
+    /// each read.
     call_nonblocking: bool,
 }
 
-/// What a queue is made with.
+/// The parameters of a queue.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueShape {
-    /// Descriptors, a power of two if split.
+    /// Number of descriptors, a power of two if split.
     pub size: u16,
     /// Negotiated ring features.
     pub features: RingFeatures,
@@ -120,7 +126,7 @@ impl QueueShape {
         (SLOT_HEAD + 16 * usize::from(self.indirect_cap)).next_multiple_of(64)
     }
 
-    /// Bytes of guest memory that a queue of this shape takes.
+    /// Returns the bytes of guest memory that a queue of this shape needs.
     pub fn memory(&self) -> u64 {
         let sizes = ring_sizes(self.size, self.features);
         let areas = [sizes.desc, sizes.driver, sizes.device, self.stride() * usize::from(self.size)];
@@ -129,7 +135,7 @@ impl QueueShape {
 }
 
 impl Queue {
-    /// Makes the queue in `memory`, empty.
+    /// Makes an empty queue in `memory`.
     pub fn new(memory: &Arc<Memory>, index: u16, shape: QueueShape) -> Result<Self> {
         let sizes = ring_sizes(shape.size, shape.features);
         let new_eventfd = || {
@@ -152,8 +158,9 @@ impl Queue {
         meta.fill(0);
         let addrs =
             RingAddrs { desc: parts.desc.host(), driver: parts.driver.host(), device: parts.device.host() };
-        // SAFETY: the areas have the sizes that `ring_sizes` names and stay mapped as long as `parts` holds them, in
-        // this same struct; the allocator gives them to nobody else, so the driver's side is this ring's alone.
+        // SAFETY: the areas have the sizes of `ring_sizes` and stay mapped as long as `parts`, in
+        // this same struct, holds them. The allocator gives them to nothing else, so only this ring
+        // uses the driver's side.
         let mut ring = unsafe { DriverRing::new(shape.size, shape.features, addrs) };
         ring.disable_notify();
         Ok(Self {
@@ -174,41 +181,42 @@ impl Queue {
         })
     }
 
-    /// What the server knows of the ring; raw access to its memory for tests that play a hostile guest.
+    /// Returns the parts that the server knows. Tests that act as a hostile guest use the memory
+    /// directly.
     pub fn parts(&self) -> &RingParts {
         &self.parts
     }
 
-    /// Whether indirect descriptors were negotiated.
+    /// Returns whether indirect descriptors were negotiated.
     pub fn indirect(&self) -> bool {
         self.indirect
     }
 
-    /// Slots that are free.
+    /// Returns the number of free slots.
     #[inline]
     pub fn free_slots(&self) -> usize {
         self.free.len()
     }
 
-    /// Notifications of the device so peer, counted when the eventfd is emptied; wake-ups by [`RingParts::wake`] are among
-    /// them.
+    /// Returns the notifications by the device so far, counted when the eventfd is emptied. They
+    /// include those by [`RingParts::wake`].
     pub fn calls(&self) -> u64 {
         self.calls
     }
 
-    /// Reserves a slot; `None` if all are outstanding.
+    /// Reserves a slot. Returns `None` if all are in use.
     #[inline]
     pub fn take_slot(&mut self) -> Option<u16> {
         self.free.pop()
     }
 
-    /// Gives a slot back after its completion, or unused.
+    /// Releases a slot after its completion, or unused.
     #[inline]
     pub fn give_slot(&mut self, slot: u16) {
         self.free.push(slot);
     }
 
-    /// Requests outstanding.
+    /// Returns the number of requests in flight.
     pub fn outstanding(&self) -> usize {
         self.held.iter().filter(|&&h| h != 0).count()
     }
@@ -217,17 +225,18 @@ impl Queue {
     fn slot_at(&self, slot: u16) -> (u64, *mut u8) {
         let offset = usize::from(slot) * self.stride;
         debug_assert!(offset + self.stride <= self.meta.len());
-        // SAFETY: slots are numbered below the ring size, for which `meta` was made; it stays mapped with `self`.
+        // SAFETY: slot numbers are below the ring size, for which `meta` was made. `self` keeps it
+        // mapped.
         (self.meta.guest() + offset as u64, unsafe { self.meta.host().add(offset) })
     }
 
-    /// Stages a request in `slot`: header, `data` (guest address and bytes, none for a flush), status.
-    /// False if the ring has no room; the slot is still the caller's then.
+    /// Stages a request in `slot`: header, `data` (guest address and bytes, none for a flush),
+    /// status. Returns false if the ring has no room. The slot then still belongs to the caller.
     #[inline]
     pub fn stage(&mut self, slot: u16, kind: u32, sector: u64, data: (u64, u32)) -> bool {
         let (guest, host) = self.slot_at(slot);
-        // SAFETY: the slot's first 64 bytes are header and status; the device does not look at them before the
-        // request is published, and the slot is free (the caller took it).
+        // SAFETY: the slot's first 64 bytes are header and status. The device does not read them
+        // before the request is published, and the caller owns the slot.
         unsafe {
             host.cast::<u64>().write_volatile(u64::from(kind).to_le());
             host.add(8).cast::<u64>().write_volatile(sector.to_le());
@@ -248,17 +257,19 @@ impl Queue {
         }
     }
 
-    /// From now on requests are cut into descriptors by chance, and take direct and indirect ones in turn.
+    /// From now on, splits requests into descriptors at random, alternately with direct and
+    /// indirect descriptors.
     pub fn set_shuffle(&mut self, shuffle: Shuffle) {
         self.status_at = (0..self.parts.size).map(|slot| self.status_addr(slot)).collect();
         self.shuffle = Some(shuffle);
     }
 
-    /// As [`Queue::stage`], shuffled, for data at `at` of `frame` with [`FRAME_HEAD`] bytes before and one behind it
-    /// that are the request's too: header and status may lie there, and share descriptors with the data.
+    /// Like [`Queue::stage`], with random splits, for data at `at` of `frame`. The request also
+    /// owns [`FRAME_HEAD`] bytes before the data and one byte behind. Header and status may be
+    /// there, and may share descriptors with the data.
     ///
     /// # Panics
-    /// The frame does not hold that, or no [`Queue::set_shuffle`] came before: a programmer's mistake.
+    /// The frame has no room for them, or [`Queue::set_shuffle`] was not called before.
     pub fn stage_framed(
         &mut self,
         slot: u16,
@@ -291,8 +302,8 @@ impl Queue {
         self.stage_cut(slot, header_at, (frame.guest() + at as u64, len), device_writes(kind))
     }
 
-    /// Cuts and stages a request whose header, data and status lie where they are said to; in three descriptors if the
-    /// ring has no room for more.
+    /// Splits and stages a request whose header, data and status are at the given addresses. It
+    /// uses three descriptors if the ring has no room for more.
     fn stage_cut(&mut self, slot: u16, header: u64, data: (u64, u32), device_writes: bool) -> bool {
         let Some(mut shuffle) = self.shuffle.take() else { return false };
         let (header, status) = ((header, FRAME_HEAD as u32), (self.status_at[usize::from(slot)], 1));
@@ -313,8 +324,8 @@ impl Queue {
         staged
     }
 
-    /// Stages any chain under the cookie `slot`, by the slot's indirect table if `indirect`
-    /// (and there is more than one buffer). False if there is no room.
+    /// Stages any chain under the cookie `slot`. With `indirect`, and more than one buffer, it is
+    /// in the slot's indirect table. Returns false if there is no room.
     #[inline]
     pub fn stage_chain(&mut self, slot: u16, segs: &[DriverSeg], indirect: bool) -> bool {
         let table = if indirect {
@@ -332,7 +343,8 @@ impl Queue {
         true
     }
 
-    /// Publishes what was staged and kicks if the device wants it. True if it kicked.
+    /// Publishes the staged requests, and kicks if the device asks for it. Returns whether it
+    /// kicked.
     #[inline]
     pub fn publish(&mut self) -> bool {
         let wanted = self.ring.publish();
@@ -342,7 +354,7 @@ impl Queue {
         wanted
     }
 
-    /// Takes a completion. An error is a device that completes what is not outstanding.
+    /// Takes a completion. It is an error if the device completes a request that is not in flight.
     #[inline]
     pub fn poll(&mut self) -> Result<Option<Completion>> {
         match self.ring.poll() {
@@ -369,8 +381,8 @@ impl Queue {
         Ok(Completion { cookie: used.cookie, len: used.len })
     }
 
-    /// The ring passes over ids that are not outstanding (split) or stops at them (packed). Either way it shows in
-    /// where the ring stands when it has nothing more to give.
+    /// Checks the ring's position when it has no more completions. The ring skips ids that are not
+    /// in flight (split), or stops at them (packed).
     #[inline]
     fn nothing_used(&mut self) -> Result<Option<Completion>> {
         let more = if self.parts.packed {
@@ -381,7 +393,7 @@ impl Queue {
         if !more {
             return Ok(None);
         }
-        // It came just now, or it was passed over.
+        // A completion has just arrived, or an id was skipped.
         match self.ring.poll() {
             Some(used) => self.completed(used).map(Some),
             None => Err(self.not_outstanding()),
@@ -397,39 +409,40 @@ impl Queue {
         )
     }
 
-    /// The status byte of a slot.
+    /// Returns the status byte of a slot.
     #[inline]
     pub fn status(&self, slot: u16) -> u8 {
         if self.shuffle.is_some() {
             return self.shuffled_status(slot);
         }
-        // SAFETY: within the slot; the device wrote it before it published the completion.
+        // SAFETY: the byte is inside the slot. The device wrote it before it published the
+        // completion.
         unsafe { self.slot_at(slot).1.add(SLOT_STATUS).read_volatile() }
     }
 
     #[cold]
     fn shuffled_status(&self, slot: u16) -> u8 {
         let mut byte = [status::UNTOUCHED];
-        // It was put into this memory, or staging had panicked.
+        // The address is in this memory, because staging succeeded.
         if let Some(area) = self.meta.elsewhere(self.status_at[usize::from(slot)], 1) {
             area.read(0, &mut byte);
         }
         byte[0]
     }
 
-    /// Guest address of a slot's status byte.
+    /// Returns the guest address of a slot's status byte.
     pub fn status_addr(&self, slot: u16) -> u64 {
         let own = self.slot_at(slot).0 + SLOT_STATUS as u64;
         self.status_at.get(usize::from(slot)).copied().unwrap_or(own)
     }
 
-    /// Where a packed ring's next used descriptor will lie.
+    /// Returns the position of a packed ring's next used descriptor.
     pub fn next_used(&self) -> (u16, bool) {
         (self.next_used, self.wrap)
     }
 
-    /// The vring base that continues this ring after the server died. Every completion must have been taken
-    /// ([`Queue::poll`] returned `None`) since.
+    /// Returns the vring base that continues this ring after the death of the server. All
+    /// completions must have been taken since ([`Queue::poll`] returned `None`).
     pub fn base_after_loss(&self) -> u32 {
         if self.parts.packed {
             packed_base(self.next_used, self.wrap)
@@ -438,29 +451,30 @@ impl Queue {
         }
     }
 
-    /// Whether a completion is there.
+    /// Returns whether there is a completion.
     #[inline]
     pub fn has_used(&self) -> bool {
         self.ring.has_used()
     }
 
-    /// Asks for a notification at the next completion; true if one is there already.
+    /// Asks for a notification at the next completion. Returns true if there is one already.
     pub fn enable_notify(&mut self) -> bool {
         self.ring.enable_notify()
     }
 
-    /// Asks for a notification once `count` more buffers came back, where EVENT_IDX allows that (else at the next one); true
-    /// if so many are there already.
+    /// Asks for a notification after `count` more completions, if EVENT_IDX was negotiated, or else
+    /// at the next one. Returns true if there are that many already.
     pub fn enable_notify_after(&mut self, count: u16) -> bool {
         self.ring.enable_notify_after(count)
     }
 
-    /// Asks for none.
+    /// Asks for no notifications.
     pub fn disable_notify(&mut self) {
         self.ring.disable_notify();
     }
 
-    /// Empties the call eventfd, sleeping until it is signalled. For a thread with this one queue.
+    /// Waits until the call eventfd is signalled, and empties it. For a thread with only this
+    /// queue.
     pub fn sleep(&mut self) {
         if !self.call_nonblocking {
             match self.read_call() {
@@ -486,7 +500,7 @@ impl Queue {
     }
 
     /// Waits for a completion up to `wait`, or until `also` (the connection) becomes readable.
-    /// True if a completion is there.
+    /// Returns whether there is a completion.
     pub fn wait(&mut self, wait: Duration, also: BorrowedFd<'_>) -> bool {
         if self.enable_notify() {
             self.disable_notify();

@@ -1,8 +1,8 @@
-//! One connection's life: negotiate, hand over memory and rings, and after the server's death the same again with
-//! the in-flight region that the first server gave us.
+//! The life cycle of a connection: it negotiates, and passes memory and rings to the server. After
+//! the death of the server it does the same again, with the in-flight region of the first server.
 //!
-//! The order of the messages is QEMU's for vhost-user-blk. Runs on the thread that owns the device, never on a load
-//! thread.
+//! The order of the messages is QEMU's for vhost-user-blk. It runs on the thread that owns the
+//! device, never on a load thread.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -21,15 +21,15 @@ const DRIVER: u64 = 2;
 const DRIVER_OK: u64 = 4;
 const FEATURES_OK: u64 = 8;
 
-/// How often a dead server's socket is tried again.
+/// Interval between attempts to connect to the socket of a server that died.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// The in-flight region: what lets a new server find the requests of a dead one.
+/// The in-flight region, in which a new server finds the requests of the previous one.
 #[derive(Debug)]
 pub struct InflightRegion {
-    /// Its bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Where in the file it begins.
+    /// Offset in the file.
     pub offset: u64,
     /// The file.
     pub fd: OwnedFd,
@@ -51,7 +51,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Connects and negotiates; memory and rings come with [`Session::start`].
+    /// Connects and negotiates. [`Session::start`] sets memory and rings.
     pub fn open(path: PathBuf, options: &Options) -> Result<Self> {
         let wire = Wire::connect(&path, options.timeout)?;
         let mut session = Self {
@@ -91,9 +91,9 @@ impl Session {
         if self.features & feature::PROTOCOL_FEATURES != 0 {
             let offered = self.wire.ask_u64(Code::GetProtocolFeatures)?;
             let ours = match self.options.class {
-                Class::Disk => protocol::OURS,
-                // Nothing that a device says by itself matters here.
-                Class::Net { .. } => protocol::OURS & !protocol::BACKEND_REQ,
+                Class::Disk => protocol::SUPPORTED,
+                // Messages from a network device do not matter here.
+                Class::Net { .. } => protocol::SUPPORTED & !protocol::BACKEND_REQ,
             };
             self.protocol = offered & ours & !self.options.refuse_protocol;
             self.wire.tell(Code::SetProtocolFeatures, &Payload::new().u64(self.protocol), &[])?;
@@ -109,7 +109,7 @@ impl Session {
         }
         match self.options.class {
             Class::Disk => self.config = self.read_config()?,
-            // Many servers leave a device's space to the front-end.
+            // Many servers leave the configuration space of a network device to the front end.
             Class::Net { .. } if self.has(protocol::CONFIG) => {
                 self.device = NetConfig::parse(&self.read_config_bytes(0, NET_CONFIG_LEN as u32)?);
             }
@@ -118,8 +118,8 @@ impl Session {
         Ok(())
     }
 
-    /// Connects anew until `deadline`, negotiates the same, and hands everything over again. Rings continue from the
-    /// bases in `rings`; the in-flight region is the one of before.
+    /// Connects again until `deadline`, negotiates the same features, and passes everything to the
+    /// new server. Rings continue from the bases in `rings`. The in-flight region stays the same.
     pub fn reopen(&mut self, memory: &Memory, rings: &[RingSetup<'_>], deadline: Instant) -> Result<()> {
         loop {
             match self.reopen_once(memory, rings) {
@@ -154,7 +154,7 @@ impl Session {
         result
     }
 
-    /// Hands over memory and rings and sets them going.
+    /// Passes memory and rings to the server, and starts them.
     pub fn start(&mut self, memory: &Memory, rings: &[RingSetup<'_>]) -> Result<()> {
         self.set_status(ACKNOWLEDGE | DRIVER)?;
         self.set_features(self.features)?;
@@ -176,7 +176,8 @@ impl Session {
             self.enable(ring.index, true)?;
         }
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK)?;
-        // Without acknowledgements an answer to anything says that all before it was taken.
+        // Without acknowledgements, the answer to any message shows that the previous messages were
+        // processed.
         if !self.wire.reply_ack {
             self.wire.ask_u64(Code::GetFeatures)?;
         }
@@ -237,7 +238,8 @@ impl Session {
         self.wire.tell(Code::SetMemTable, &table, &fds)
     }
 
-    /// Says all about one ring but does not enable it. `log`: the server marks its writes to the used ring.
+    /// Configures one ring, but does not enable it. `log`: the server logs its writes to the used
+    /// ring.
     pub fn set_ring(&mut self, ring: &RingSetup<'_>, log: bool) -> Result<()> {
         let index = u32::from(ring.index);
         let pair = |v: u32| Payload::new().u32(index).u32(v);
@@ -249,7 +251,7 @@ impl Session {
         self.wire.tell(Code::SetVringKick, &which, &[ring.kick.as_fd()])
     }
 
-    /// SET_VRING_ADDR alone: how logging is switched for a ring that runs.
+    /// Sends only SET_VRING_ADDR, which switches logging for a ring that runs.
     pub fn set_ring_addr(&mut self, ring: &RingSetup<'_>, log: bool) -> Result<()> {
         let user = |area: &super::memory::Area| area.host() as u64;
         let addr = Payload::new()
@@ -262,7 +264,7 @@ impl Session {
         self.wire.tell(Code::SetVringAddr, &addr, &[])
     }
 
-    /// Enables or disables a ring; without protocol features rings are always enabled.
+    /// Enables or disables a ring. Without protocol features, rings are always enabled.
     pub fn enable(&mut self, ring: u16, on: bool) -> Result<()> {
         if self.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
@@ -270,18 +272,18 @@ impl Session {
         self.wire.tell(Code::SetVringEnable, &Payload::new().u32(u32::from(ring)).u32(u32::from(on)), &[])
     }
 
-    /// GET_VRING_BASE: stops the ring and returns where it stands.
+    /// Sends GET_VRING_BASE, which stops the ring. Returns its base.
     pub fn stop_ring(&mut self, ring: u16) -> Result<u32> {
         let reply = self.wire.ask(Code::GetVringBase, &Payload::new().u32(u32::from(ring)).u32(0), &[])?;
         read_u32(&reply.payload, 4).ok_or_else(|| fail!(Lost, "GET_VRING_BASE was answered too short"))
     }
 
-    /// SET_FEATURES.
+    /// Sends SET_FEATURES.
     pub fn set_features(&mut self, features: u64) -> Result<()> {
         self.wire.tell(Code::SetFeatures, &Payload::new().u64(features), &[])
     }
 
-    /// SET_STATUS, if it was negotiated.
+    /// Sends SET_STATUS if it was negotiated.
     pub fn set_status(&mut self, status: u64) -> Result<()> {
         if !self.has(protocol::STATUS) {
             return Ok(());
@@ -289,7 +291,8 @@ impl Session {
         self.wire.tell(Code::SetStatus, &Payload::new().u64(status), &[])
     }
 
-    /// RESET_DEVICE: the server forgets rings and features; [`Session::start`] may follow.
+    /// Sends RESET_DEVICE. The server then drops rings and features, and [`Session::start`] may
+    /// follow.
     pub fn reset_device(&mut self) -> Result<()> {
         if !self.has(protocol::RESET_DEVICE) {
             return Err(fail!(Usage, "the server does not offer RESET_DEVICE"));
@@ -297,16 +300,17 @@ impl Session {
         self.wire.tell(Code::ResetDevice, &[], &[])
     }
 
-    /// Shares the dirty log.
+    /// Gives the dirty log to the server.
     pub fn set_log(&mut self, size: u64, fd: BorrowedFd<'_>) -> Result<()> {
         if !self.has(protocol::LOG_SHMFD) {
             return Err(fail!(Usage, "the server does not offer LOG_SHMFD"));
         }
-        // Answered by a message of its own, not by a mere acknowledgement (specification, "SET_LOG_BASE").
+        // The answer is a message of its own, and no acknowledgement (specification,
+        // "SET_LOG_BASE").
         self.wire.ask(Code::SetLogBase, &Payload::new().u64(size).u64(0), &[fd]).map(drop)
     }
 
-    /// Reads the configuration space anew.
+    /// Reads the configuration space again.
     pub fn read_config(&mut self) -> Result<Config> {
         if !self.has(protocol::CONFIG) {
             return Err(fail!(
@@ -320,20 +324,20 @@ impl Session {
         Ok(self.config)
     }
 
-    /// GET_CONFIG of any part.
+    /// Sends GET_CONFIG for any part.
     pub fn read_config_bytes(&mut self, offset: u32, len: u32) -> Result<Vec<u8>> {
         let ask = Payload::new().u32(offset).u32(len).u32(0).bytes(&vec![0; len as usize]);
         let reply = self.wire.ask(Code::GetConfig, &ask, &[])?;
         Ok(reply.payload.get(12..).unwrap_or_default().to_vec())
     }
 
-    /// SET_CONFIG of any part (the write cache's switch is at 32).
+    /// Sends SET_CONFIG for any part (the write cache's switch is at 32).
     pub fn write_config_bytes(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
         let tell = Payload::new().u32(offset).u32(bytes.len() as u32).u32(0).bytes(bytes);
         self.wire.tell(Code::SetConfig, &tell, &[])
     }
 
-    /// Waits up to `wait` for the server to say that the configuration changed, and reads it anew then.
+    /// Waits up to `wait` for a message that the configuration changed, and then reads it again.
     pub fn wait_config_change(&mut self, wait: Duration) -> Result<Option<Config>> {
         let Some(channel) = &self.channel else {
             return Err(fail!(Usage, "the server does not offer BACKEND_REQ: it cannot tell of changes"));
@@ -342,81 +346,85 @@ impl Session {
         if changed { self.read_config().map(Some) } else { Ok(None) }
     }
 
-    /// Whether a protocol feature was negotiated.
+    /// Returns whether a protocol feature was negotiated.
     pub fn has(&self, protocol_feature: u64) -> bool {
         self.protocol & protocol_feature != 0
     }
 
-    /// Negotiated virtio features.
+    /// Returns the negotiated virtio features.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Negotiated protocol features.
+    /// Returns the negotiated protocol features.
     pub fn protocol(&self) -> u64 {
         self.protocol
     }
 
-    /// Queues that the server has.
+    /// Returns the number of queues of the server.
     pub fn max_queues(&self) -> u16 {
         self.max_queues
     }
 
-    /// The configuration as last read.
+    /// Returns the configuration as last read.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What a network device says of itself, if the server tells.
+    /// Returns the configuration of a network device, if the server has it.
     pub fn device(&self) -> Option<&NetConfig> {
         self.device.as_ref()
     }
 
-    /// Whether the server gave an in-flight region: without one its death cannot be survived.
+    /// Returns the in-flight region, if the server gave one. Without it, the driver cannot continue
+    /// after the death of the server.
     pub fn inflight(&self) -> Option<&InflightRegion> {
         self.inflight.as_ref()
     }
 
-    /// The wire itself, for what has no method here.
+    /// Returns the wire, for messages that have no method here.
     pub fn wire(&mut self) -> &mut Wire {
         &mut self.wire
     }
 
-    /// The server's process.
+    /// Returns the server's process id.
     pub fn peer_pid(&self) -> Option<u32> {
         self.wire.peer_pid()
     }
 
-    /// The backend channel, if it was negotiated.
+    /// Returns the backend channel, if it was negotiated.
     pub fn channel(&self) -> Option<&BackendChannel> {
         self.channel.as_ref()
     }
 
-    /// The socket and, if there is one, the backend channel: what to wait on.
+    /// Returns the socket and, if there is one, the backend channel, to wait on.
     pub fn fds(&self) -> (BorrowedFd<'_>, Option<BorrowedFd<'_>>) {
         (self.wire.socket(), self.channel.as_ref().map(BackendChannel::fd))
     }
 
-    /// Closes our side at once; the server sees its guest gone.
+    /// Closes the connection at once. The server sees that its guest is gone.
     pub fn shutdown(&self) {
         let _ = rustix::net::shutdown(self.wire.socket(), rustix::net::Shutdown::Both);
     }
 }
 
-/// Reads the vring base that continues a split ring after its server died: requests are taken up after the last one
-/// used (QEMU: `virtio_queue_split_restore_last_avail_idx`); the server adds those in the in-flight region.
+/// Returns the vring base that continues a split ring after the death of its server. The server
+/// continues after the last used request (QEMU: `virtio_queue_split_restore_last_avail_idx`), and
+/// adds the requests in the in-flight region.
 pub fn split_base(used_ring: &super::memory::Area) -> u32 {
     u32::from(used_ring.load_u16(2))
 }
 
-/// The vring base of a packed ring: position and wrap counter of the next used descriptor, for both directions.
+/// Returns the vring base of a packed ring: position and wrap counter of the next used descriptor,
+/// for both directions.
 pub fn packed_base(next_used: u16, wrap: bool) -> u32 {
     let half = u32::from(next_used & 0x7fff) | u32::from(wrap) << 15;
     half | half << 16
 }
 
-/// Whether a device with these features is of the kind that is asked for. The kinds have bits in common, but merged receive
-/// buffers are a device's alone; it has no block size, and what is a disk's flush is nothing a device has without checksums.
+/// Returns an error if a device with these features is not of the expected kind. The kinds share
+/// feature bits. But only a network device merges receive buffers. It has no block size, and it
+/// does not have the bit of a disk's flush without checksums.
 fn check_class(class: Class, offered: u64) -> Result<()> {
     let device = offered & feature::NET_MRG_RXBUF != 0;
     let flush = offered & feature::BLK_FLUSH != 0 && offered & feature::NET_GUEST_CSUM == 0;

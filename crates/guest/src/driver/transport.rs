@@ -1,7 +1,7 @@
-//! What a device is reached by: a vhost-user socket, or the ioctls of the kernel's `/dev/vhost-blk`.
+//! The transport of a device: a vhost-user socket, or the ioctls of the kernel's `/dev/vhost-blk`.
 //!
-//! Rings, memory, load and verification are the same over both; all that differs is here, in [`Session`] and in
-//! [`Kernel`]. Belongs to the thread that owns the device.
+//! Rings, memory, load and verification are the same for both. The differences are here, in
+//! [`Session`] and in [`Kernel`]. It belongs to the thread that owns the device.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::session::Session;
 use super::{Code, RingParts, RingSetup};
 use crate::error::Result;
 
-/// A device that was opened and negotiated with.
+/// A device that is open and negotiated.
 #[derive(Debug)]
 pub enum Transport {
     /// vhost-user.
@@ -25,19 +25,19 @@ pub enum Transport {
     Kernel(Box<Kernel>),
 }
 
-/// What came of waiting on [`Transport::fds`].
+/// The result of a wait on [`Transport::fds`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PollEvent {
-    /// Nothing that matters.
+    /// Nothing relevant.
     Nothing,
     /// The server closed the connection.
     Gone,
-    /// The device says that its configuration changed.
+    /// The device reports a changed configuration.
     Changed(Config),
 }
 
 impl Transport {
-    /// Negotiated virtio features.
+    /// Returns the negotiated virtio features.
     pub fn features(&self) -> u64 {
         match self {
             Self::Socket(session) => session.features(),
@@ -45,7 +45,7 @@ impl Transport {
         }
     }
 
-    /// The configuration as last read.
+    /// Returns the configuration as last read.
     pub fn config(&self) -> &Config {
         match self {
             Self::Socket(session) => session.config(),
@@ -53,7 +53,7 @@ impl Transport {
         }
     }
 
-    /// Queues that the device has.
+    /// Returns the number of queues of the device.
     pub fn max_queues(&self) -> u16 {
         match self {
             Self::Socket(session) => session.max_queues(),
@@ -61,7 +61,7 @@ impl Transport {
         }
     }
 
-    /// Hands over memory and rings and sets them going.
+    /// Passes memory and rings to the device, and starts them.
     pub fn start(&mut self, memory: &Memory, rings: &[RingSetup<'_>]) -> Result<()> {
         match self {
             Self::Socket(session) => session.start(memory, rings),
@@ -69,7 +69,7 @@ impl Transport {
         }
     }
 
-    /// Sets a stopped ring going again. `log`: the device marks its writes to the used ring.
+    /// Starts a stopped ring again. `log`: the device logs its writes to the used ring.
     pub fn start_ring(&mut self, ring: &RingSetup<'_>, log: bool) -> Result<()> {
         match self {
             Self::Socket(session) => {
@@ -82,7 +82,7 @@ impl Transport {
         Ok(())
     }
 
-    /// Stops a ring, once nothing of it is in flight; where it stands.
+    /// Stops a ring after its last request in flight. Returns its base.
     pub fn stop_ring(&mut self, ring: u16) -> Result<u32> {
         match self {
             Self::Socket(session) => session.stop_ring(ring),
@@ -90,7 +90,7 @@ impl Transport {
         }
     }
 
-    /// Shares a dirty log; [`Transport::switch_logging`] has it written.
+    /// Gives a dirty log to the device. [`Transport::switch_logging`] starts its use.
     pub fn set_log(&mut self, log: &DirtyLog) -> Result<()> {
         match self {
             Self::Socket(session) => {
@@ -101,7 +101,8 @@ impl Transport {
         }
     }
 
-    /// Switches logging for rings that run, as a VMM does: the feature, then each ring's address again.
+    /// Switches logging for rings that run, as a VMM does: the feature, then each ring's address
+    /// again.
     pub fn switch_logging(&mut self, parts: &[RingParts], on: bool) -> Result<()> {
         let features = self.features() | if on { feature::LOG_ALL } else { 0 };
         match self {
@@ -110,14 +111,15 @@ impl Transport {
                 for parts in parts {
                     session.set_ring_addr(&RingSetup { parts, base: 0 }, on)?;
                 }
-                // An answer to anything says that all before it was taken.
+                // The answer to any message shows that the previous messages were processed.
                 session.wire().ask_u64(Code::GetFeatures).map(drop)
             }
             Self::Kernel(kernel) => kernel.logger().switch(parts, on),
         }
     }
 
-    /// What to wait on, and for what; [`Transport::heard`] says what it means.
+    /// Returns the file descriptors to wait on, and the events. [`Transport::poll_event`]
+    /// interprets them.
     pub fn fds(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         match self {
             Self::Socket(session) => {
@@ -130,8 +132,8 @@ impl Transport {
         }
     }
 
-    /// What it means that of [`Transport::fds`] those became ready. A broken ring is an error.
-    pub fn heard(&mut self, ready: &[bool]) -> Result<PollEvent> {
+    /// Interprets which of [`Transport::fds`] are ready. A broken ring is an error.
+    pub fn poll_event(&mut self, ready: &[bool]) -> Result<PollEvent> {
         match self {
             Self::Socket(session) => {
                 if ready.first() == Some(&true) {
@@ -150,7 +152,7 @@ impl Transport {
         }
     }
 
-    /// What to wait on beside a ring's completions.
+    /// Returns the file descriptor to wait on in addition to a ring's completions.
     pub fn ring_fd(&self, ring: u16) -> BorrowedFd<'_> {
         match self {
             Self::Socket(session) => session.fds().0,
@@ -158,7 +160,7 @@ impl Transport {
         }
     }
 
-    /// The process that serves.
+    /// Returns the process id of the server.
     pub fn peer_pid(&self) -> Option<u32> {
         match self {
             Self::Socket(session) => session.peer_pid(),
@@ -166,7 +168,7 @@ impl Transport {
         }
     }
 
-    /// The kernel's device, if that is what it is.
+    /// Returns the kernel's device, if this is one.
     pub fn kernel(&self) -> Option<&Kernel> {
         match self {
             Self::Socket(_) => None,

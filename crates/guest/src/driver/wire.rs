@@ -1,8 +1,9 @@
-//! vhost-user messages, front-end side: numbers, headers, one request and its answer.
+//! vhost-user messages on the front end's side: numbers, headers, one request and its answer.
 //!
-//! Written from the specification ("Vhost-user Protocol") and not from a crate that the server may use too: what both
-//! ends got wrong together would otherwise go unseen, and tests may send what no library would.
-//! Called by the thread that owns the connection; a call blocks until the server has answered or the time is up.
+//! This is written from the specification ("Vhost-user Protocol"). It shares no crate with the
+//! server, so that a common error of both ends is detected. Tests can also send messages that a
+//! library would refuse. The thread that owns the connection calls this. A call blocks until the
+//! server has answered or the timeout has passed.
 
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -18,7 +19,7 @@ use rustix::net::{
 
 use crate::error::{Error, Kind, Result, fail};
 
-/// Requests, front-end to back-end.
+/// Requests from front end to back end.
 #[allow(missing_docs)] // the names are the specification's
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -52,7 +53,7 @@ pub enum Code {
     GetStatus = 40,
 }
 
-/// Protocol features (bit masks).
+/// Protocol features, as bit masks.
 #[allow(missing_docs)] // the names are the specification's
 pub mod protocol {
     pub const MQ: u64 = 1 << 0;
@@ -64,8 +65,8 @@ pub mod protocol {
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
-    /// What this driver takes when it is offered.
-    pub const OURS: u64 = MQ
+    /// The features that this driver takes if they are offered.
+    pub const SUPPORTED: u64 = MQ
         | LOG_SHMFD
         | REPLY_ACK
         | BACKEND_REQ
@@ -76,38 +77,38 @@ pub mod protocol {
         | STATUS;
 }
 
-/// Flags of a header: version 1.
+/// Header flags: version 1.
 pub const VERSION: u32 = 1;
-/// Flags of a header: this is an answer.
+/// Header flags: the message is an answer.
 pub const REPLY: u32 = 1 << 2;
-/// Flags of a header: the sender wants an acknowledgement.
+/// Header flags: the sender asks for an acknowledgement.
 pub const NEED_REPLY: u32 = 1 << 3;
 /// Bytes of a header: request, flags, size.
 pub(super) const HEADER_LEN: usize = 12;
-/// No message of this device is longer; a header that says so is broken.
+/// Most bytes of a payload. No message of this device is longer.
 const PAYLOAD_MAX: usize = 4096;
-/// The most descriptors one message carries (SET_MEM_TABLE: 8 regions).
+/// Most descriptors of one message (SET_MEM_TABLE has 8 regions).
 const FDS_MAX: usize = 8;
 
-/// A message as received.
+/// A received message.
 #[derive(Debug)]
 pub struct Message {
     /// The request number.
     pub code: u32,
     /// Version and flags.
     pub flags: u32,
-    /// What follows the header.
+    /// The bytes after the header.
     pub payload: Vec<u8>,
-    /// Descriptors that came along.
+    /// File descriptors that arrived with it.
     pub fds: Vec<OwnedFd>,
 }
 
-/// Puts a payload together field by field, little endian.
+/// Builds a payload field by field, in little endian.
 #[derive(Default)]
 pub struct Payload(Vec<u8>);
 
 impl Payload {
-    /// An empty one.
+    /// Returns an empty payload.
     pub fn new() -> Self {
         Self::default()
     }
@@ -149,12 +150,13 @@ impl std::ops::Deref for Payload {
 pub struct Wire {
     stream: UnixStream,
     timeout: Duration,
-    /// REPLY_ACK was negotiated: every request is acknowledged, refusals have a name.
+    /// Whether REPLY_ACK was negotiated. Then the server acknowledges every request, and reports
+    /// each refusal.
     pub reply_ack: bool,
 }
 
 impl Wire {
-    /// Connects to the socket at `path`. No answer within `timeout` is an error then and on every later message.
+    /// Connects to the socket at `path`. `timeout` limits the wait for each answer.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self> {
         let stream = UnixStream::connect(path).map_err(|e| {
             let hint = match e.kind() {
@@ -171,23 +173,24 @@ impl Wire {
         Ok(Self { stream, timeout, reply_ack: false })
     }
 
-    /// Takes over a connected socket; what a test that plays the server has from its listener.
+    /// Takes a connected socket, such as one that a test's listener accepted.
     pub fn from_stream(stream: UnixStream, timeout: Duration) -> Self {
         Self { stream, timeout, reply_ack: false }
     }
 
-    /// The socket, to wait for its end.
+    /// Returns the socket, to wait for its end.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
 
-    /// The server's process, as the kernel saw it when it began to listen.
+    /// Returns the process id of the server when it started to listen, from the kernel.
     pub fn peer_pid(&self) -> Option<u32> {
         let cred = rustix::net::sockopt::socket_peercred(&self.stream).ok()?;
         u32::try_from(cred.pid.as_raw_nonzero().get()).ok()
     }
 
-    /// Sends a message as it is: any number, any flags. What tests of a hostile front-end use.
+    /// Sends a message unchecked, with any number and any flags. Tests of a hostile front end use
+    /// this.
     pub fn send(&mut self, code: u32, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut header = [0; HEADER_LEN];
         header[0..4].copy_from_slice(&code.to_le_bytes());
@@ -207,12 +210,12 @@ impl Wire {
         Ok(())
     }
 
-    /// Receives one message, whatever it is.
+    /// Receives one message of any kind.
     pub fn recv(&mut self) -> io::Result<Message> {
         recv_message(&self.stream)
     }
 
-    /// Sends a request that is answered by a payload of its own, and returns it.
+    /// Sends a request whose answer has a payload. Returns the answer.
     pub fn ask(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message> {
         self.send(code as u32, VERSION, payload, fds).map_err(|e| self.unsent(code, e))?;
         let reply = self.recv().map_err(|e| self.lost(code, e))?;
@@ -227,14 +230,15 @@ impl Wire {
         Ok(reply)
     }
 
-    /// As [`Wire::ask`], for an answer that is one 64-bit number.
+    /// Like [`Wire::ask`], for an answer that is one 64-bit number.
     pub fn ask_u64(&mut self, code: Code) -> Result<u64> {
         let reply = self.ask(code, &[], &[])?;
         read_u64(&reply.payload, 0)
             .ok_or_else(|| fail!(Lost, "{code:?} was answered by {} bytes", reply.payload.len()))
     }
 
-    /// Sends a request without an answer of its own; waits for the acknowledgement if they were negotiated.
+    /// Sends a request without an answer. Waits for the acknowledgement if REPLY_ACK was
+    /// negotiated.
     pub fn tell(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let flags = if self.reply_ack { VERSION | NEED_REPLY } else { VERSION };
         self.send(code as u32, flags, payload, fds).map_err(|e| self.unsent(code, e))?;
@@ -249,7 +253,8 @@ impl Wire {
         }
     }
 
-    /// The other side is gone, and may have said before who it is.
+    /// Returns the error of a message that could not be sent. The peer may have sent a greeting
+    /// first.
     fn unsent(&self, code: Code, e: io::Error) -> Error {
         let said = match e.kind() {
             io::ErrorKind::BrokenPipe => recv_message(&self.stream).err().filter(speaks_qmp),
@@ -269,7 +274,7 @@ impl Wire {
     }
 }
 
-/// What listens is a control socket: its greeting came.
+/// The peer is a control socket, because it sent a QMP greeting.
 #[derive(Debug)]
 struct SpeaksQmp;
 
@@ -288,7 +293,7 @@ fn speaks_qmp(e: &io::Error) -> bool {
     e.get_ref().is_some_and(|e| e.is::<SpeaksQmp>())
 }
 
-/// Receives one message from either channel.
+/// Receives one message from the socket or the backend channel.
 pub(crate) fn recv_message(stream: &UnixStream) -> io::Result<Message> {
     let mut header = [0; HEADER_LEN];
     let mut fds = Vec::new();
@@ -321,17 +326,17 @@ pub(crate) fn recv_message(stream: &UnixStream) -> io::Result<Message> {
     Ok(Message { code: word(0), flags: word(4), payload, fds })
 }
 
-/// The 64-bit number at `at`.
+/// Returns the 64-bit number at `at`.
 pub(crate) fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
-/// The 32-bit number at `at`.
+/// Returns the 32-bit number at `at`.
 pub(crate) fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// The 16-bit number at `at`.
+/// Returns the 16-bit number at `at`.
 pub(crate) fn read_u16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }

@@ -1,25 +1,27 @@
-//! Every request type, one at a time and laid out by chance, with status, length and data as they have to be.
+//! Checks every request type, one request at a time, with a random layout: status, length and data
+//! have to be right.
 //!
-//! Works on any device that [`Disk`] drives, and on a stretch of it whose contents it may destroy.
+//! It works on any device that [`Disk`] drives, and destroys the contents of the range that it
+//! uses.
 
 use crate::driver::status_name;
 use crate::driver::{Disk, SECTOR, Shuffle, feature, request, status};
 use crate::error::{Result, fail};
 use crate::rng::XorShift;
 
-/// Sectors of the stretch.
+/// Sectors of the range.
 const SECTORS: u64 = 512;
 /// Bytes of the largest read or write.
 const BYTES_MAX: u64 = 64 << 10;
 
-/// What the device has to answer.
+/// Counts of the answers.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub struct Checked {
     /// Requests made.
     pub requests: u64,
-    /// Of those, that had to fail.
+    /// Requests that had to fail.
     pub errors: u64,
-    /// Of those, that had to be unsupported.
+    /// Requests that had to be unsupported.
     pub unsupported: u64,
     /// Bytes read.
     pub read_bytes: u64,
@@ -31,18 +33,19 @@ struct Check<'a> {
     disk: &'a mut Disk,
     rng: XorShift,
     serial: &'a str,
-    /// First sector of the stretch, sectors of a logical block.
+    /// First sector of the range, and sectors of a logical block.
     first: u64,
     block: u64,
-    /// What the stretch holds; none: unknown, since it was discarded.
+    /// Contents of the range. `None`: unknown after a discard.
     model: Vec<Option<[u8; SECTOR as usize]>>,
     done: Checked,
 }
 
-/// Makes `rounds` requests of each kind. `shuffle`: descriptors a request at most, 0: as the driver does it.
+/// Makes `rounds` requests of each kind. `shuffle`: most descriptors of a request; 0: the usual
+/// three.
 ///
 /// # Errors
-/// An answer that is not what it has to be.
+/// An answer is wrong.
 pub fn run(disk: &mut Disk, serial: &str, rounds: u32, shuffle: u16, seed: u32) -> Result<Checked> {
     let block = (u64::from(disk.config().blk_size) / SECTOR).max(1);
     if disk.capacity() < SECTORS {
@@ -94,7 +97,7 @@ impl Check<'_> {
         self.refused(q)
     }
 
-    /// A stretch at will: first sector, from the model's start, and sectors.
+    /// Returns a random range: first sector, counted from the model's start, and number of sectors.
     fn range(&mut self, bytes_max: u64) -> (u64, u64) {
         let blocks = SECTORS / self.block;
         let at = self.rng.below(blocks);
@@ -102,7 +105,8 @@ impl Check<'_> {
         (at * self.block, (1 + self.rng.below(most)) * self.block)
     }
 
-    /// A request with `bytes` in its buffer, and the status that it must have. What the buffer holds then.
+    /// Makes a request with `bytes` in its buffer, and checks its status. Returns the contents of
+    /// the buffer afterwards.
     fn expect(&mut self, q: u16, kind: u32, sector: u64, bytes: &[u8], wanted: u8) -> Result<Vec<u8>> {
         self.disk.bounce(q).write(0, bytes);
         let (got, len) = self.disk.request_len(q, kind, sector, bytes.len())?;
@@ -117,7 +121,8 @@ impl Check<'_> {
             request::IN | request::GET_ID => bytes.len() as u32 + 1,
             _ => 1,
         };
-        // Of a request that failed nothing is known to be written but the status, which may lie behind what is not.
+        // A request that failed is known to have written only the status. Unwritten bytes may be
+        // before it.
         if wanted == status::OK && kind != request::GET_ID && len != written || len > written {
             return Err(fail!(Verify, "{what}: the device says that it wrote {len} bytes, wanted {written}"));
         }
@@ -153,7 +158,7 @@ impl Check<'_> {
                 let sector = self.first + at + i as u64;
                 return Err(fail!(Verify, "sector {sector} holds something else than was written"));
             }
-            // What was unknown is known now, and must stay.
+            // Unknown contents are known after the first read, and must stay the same.
             *place = found.try_into().ok();
         }
         Ok(())
@@ -176,7 +181,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// The bytes of ranges for DISCARD and WRITE_ZEROES.
+    /// Returns the bytes of ranges for DISCARD and WRITE_ZEROES.
     fn ranges(ranges: &[(u64, u64)], flags: u32) -> Vec<u8> {
         let one = |&(sector, sectors): &(u64, u64)| {
             [&sector.to_le_bytes()[..], &(sectors as u32).to_le_bytes(), &flags.to_le_bytes()].concat()
@@ -210,12 +215,12 @@ impl Check<'_> {
         self.expect(q, request::DISCARD, 0, &Self::ranges(&[(self.first + at, sectors)], 0), status::OK)?;
         self.model[at as usize..(at + sectors) as usize].fill(None);
         self.read_at(q, at, sectors)?;
-        // The unmap flag is not for discards.
+        // The unmap flag is invalid for discards.
         let flagged = Self::ranges(&[(self.first + at, sectors)], 1);
         self.expect(q, request::DISCARD, 0, &flagged, status::UNSUPP).map(drop)
     }
 
-    /// What must not be done.
+    /// Makes requests that the device has to refuse.
     fn refused(&mut self, q: u16) -> Result<()> {
         let end = self.disk.capacity();
         let two = vec![0; 2 * (self.block * SECTOR) as usize];

@@ -1,4 +1,4 @@
-//! The device's own counters, held against what the driver counted.
+//! The device's own counters, compared with those of the driver.
 
 use std::time::{Duration, Instant};
 
@@ -7,32 +7,32 @@ use vhost_kernel::Vhost;
 
 use crate::error::{Error, Kind, Result, fail};
 
-/// A worker may publish a completion some time before it counts it.
+/// A worker may publish a completion up to this long before it counts it.
 const LATE: Duration = Duration::from_secs(2);
 
-/// Counters of all rings together.
+/// Sum of the counters of all rings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Counters {
-    /// Requests put back.
+    /// Completed requests.
     pub requests: u64,
-    /// Of those, failed.
+    /// Completed requests that failed.
     pub errors: u64,
-    /// Of those, not supported.
+    /// Completed requests that were not supported.
     pub unsupported: u64,
-    /// Bytes that reads brought.
+    /// Bytes that were read.
     pub read_bytes: u64,
-    /// Bytes that writes brought.
+    /// Bytes that were written.
     pub written_bytes: u64,
-    /// Turns begun by a kick.
+    /// Iterations of the worker that a kick started.
     pub kicks: u64,
     /// Notifications of the driver.
     pub signals: u64,
-    /// Requests taken and not put back.
+    /// Requests that were taken and not completed.
     pub in_flight: u64,
 }
 
 impl Counters {
-    /// Reads those of `rings` rings.
+    /// Reads the counters of `rings` rings.
     pub fn read(vhost: &Vhost, rings: u16) -> Result<Self> {
         let mut all = Self::default();
         for ring in 0..u32::from(rings) {
@@ -56,7 +56,7 @@ impl Counters {
         Ok(all)
     }
 
-    /// What was counted since `before`.
+    /// Returns the counts since `before`.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {
@@ -71,10 +71,10 @@ impl Counters {
         }
     }
 
-    /// Reads the counters until they agree with `expected` in all that a driver can know.
+    /// Reads the counters until they agree with `expected` in all values that a driver can know.
     ///
     /// # Errors
-    /// They do not, although all requests were completed.
+    /// They do not agree, although all requests were completed.
     pub fn expect(vhost: &Vhost, rings: u16, before: &Self, expected: &Self) -> Result<Self> {
         let deadline = Instant::now() + LATE;
         loop {

@@ -1,8 +1,9 @@
-//! A hostile guest: chains that lie, alone or some at once, on rings that the device serves.
+//! A hostile guest: malformed chains, one or several at a time, on rings that the device serves.
 //!
-//! The device must answer each or say by the error eventfd that the ring is broken; then the ring is stopped, emptied
-//! and started again. A sound request every now and then must still be answered rightly. It never hangs: every wait
-//! has an end, and another thread looks after calls to the kernel that do not come back.
+//! The device must answer each chain, or signal by the error eventfd that the ring is broken. Then
+//! the ring is stopped, emptied and started again. Valid requests in between must be answered
+//! correctly. Every wait has a limit, and another thread detects calls to the kernel that do not
+//! return.
 
 mod chain;
 
@@ -19,16 +20,17 @@ use crate::driver::{
 use crate::error::{Error, Result, fail};
 use crate::rng::{Draws, XorShift};
 
-/// Where the arena's region begins, far from that of the rings; and the guard's, far from both.
+/// Guest addresses of the arena's region, far from that of the rings, and of the guard's region,
+/// far from both.
 const ARENA_BASE: u64 = DEFAULT_BASE + (1 << 30);
 const ARENA_BYTES: u64 = 4 << 20;
 const GUARD_BASE: u64 = ARENA_BASE + (1 << 30);
 const GUARD_BYTES: u64 = 1 << 20;
 const GUARD_FILL: u8 = 0x77;
-/// A sound request after so many chains.
+/// Number of chains between two valid requests.
 const PROBE_EVERY: u64 = 16;
 
-/// What came of it.
+/// Counts of the results.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Counts {
     /// Chains made.
@@ -39,34 +41,36 @@ pub struct Counts {
     pub io_error: u64,
     /// Answered with UNSUPP.
     pub unsupported: u64,
-    /// Put back without a status: the chain had no room for one, or it lay elsewhere.
+    /// Completed without a status, because the chain had no room for it, or its room was elsewhere.
     pub no_status: u64,
-    /// Not answered, since it broke the ring or one before it did.
+    /// Not answered, because this chain or a previous one broke the ring.
     pub broken: u64,
-    /// Heads or indices that allow of no single answer: the device came to rest, or broke the ring.
+    /// Heads or indices that have no single valid answer. The device became idle, or broke the
+    /// ring.
     pub settled: u64,
-    /// Sound requests in between, all answered rightly.
+    /// Valid requests in between, all answered correctly.
     pub probes: u64,
-    /// Rings set up again.
+    /// Rings that were set up again.
     pub restarts: u64,
-    /// Bytes of the corpus that chains were made from.
+    /// Bytes of the corpus from which chains were made.
     pub corpus_bytes: usize,
 }
 
-/// What to do.
+/// The parameters of [`run`].
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Chains to make.
     pub chains: u64,
-    /// Where they come from.
+    /// Seed of the random numbers.
     pub seed: u32,
-    /// Before the seed: inputs that a fuzzer found worth keeping, one behind the other.
+    /// Inputs of a fuzzer, concatenated. They are used before the seed.
     pub corpus: Vec<u8>,
-    /// How long an answer may take.
+    /// Time limit of an answer.
     pub patience: Duration,
 }
 
-/// Options of a device for [`run`]: memory apart for rings, for what chains name, and for what none names.
+/// Returns the options of a device for [`run`]: separate memory for rings, for the buffers that
+/// chains name, and for a guard that no chain names.
 #[must_use]
 pub fn options(options: Options) -> Options {
     // Rings, slots and bounce buffers.
@@ -79,7 +83,7 @@ pub fn options(options: Options) -> Options {
     Options { regions, ..options }
 }
 
-/// One ring in hostile hands.
+/// A ring that gets malformed chains.
 struct Ring {
     parts: RingParts,
     avail: u16,
@@ -90,21 +94,21 @@ impl Ring {
         self.parts.desc.write(usize::from(at) * 16, &desc.bytes());
     }
 
-    /// Offers `head` without telling.
+    /// Puts `head` on the available ring, without a notification.
     fn offer(&mut self, head: u16) {
         let slot = usize::from(self.avail % self.parts.size);
         self.parts.driver.write(4 + 2 * slot, &head.to_le_bytes());
         self.avail = self.avail.wrapping_add(1);
     }
 
-    /// Tells, and asks to be told of the next answer.
+    /// Notifies the device, and asks for a notification of the next answer.
     fn publish(&self) {
         self.ask(self.used_index());
         self.parts.driver.store_u16(2, self.avail);
         self.parts.kick();
     }
 
-    /// Asks to be told of the answer at `position`, where the event index was agreed on.
+    /// Asks for a notification of the answer at `position`, if EVENT_IDX was negotiated.
     fn ask(&self, position: u16) {
         let event = 4 + 2 * usize::from(self.parts.size);
         if event + 2 <= self.parts.driver.len() {
@@ -120,7 +124,7 @@ impl Ring {
 /// A chain on the ring.
 struct Offered {
     head: u16,
-    /// Where its status byte should be.
+    /// The expected place of its status byte.
     state: Option<Area>,
     has_status: bool,
 }
@@ -132,20 +136,20 @@ struct Hostile<'a> {
     arena: &'a Area,
     source: Source<'a>,
     counts: Counts,
-    beat: &'a AtomicU64,
+    progress: &'a AtomicU64,
 }
 
-/// How a wait ended.
+/// The result of a wait.
 #[derive(PartialEq, Eq)]
 enum End {
     Answered,
     Broken,
 }
 
-/// Makes the chains on a device that was opened with [`options`].
+/// Sends the chains to a device that was opened with [`options`].
 ///
 /// # Errors
-/// The device hangs, answers a sound request wrongly, or writes where no chain named memory.
+/// The device hangs, answers a valid request incorrectly, or writes to memory that no chain named.
 pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
     let memory = disk.memory().clone();
     let area =
@@ -164,14 +168,14 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
         size: parts[0].size,
         capacity,
         indirect: kernel.features() & feature::INDIRECT_DESC != 0,
-        tame: false,
+        valid: false,
     };
-    let (beat, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (progress, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let rings = parts.into_iter().map(|parts| Ring { parts, avail: 0 }).collect();
     let counts = Counts::default();
-    let mut hostile = Hostile { kernel, plan, rings, arena: &arena, source, counts, beat: &beat };
+    let mut hostile = Hostile { kernel, plan, rings, arena: &arena, source, counts, progress: &progress };
     let result = std::thread::scope(|scope| {
-        scope.spawn(|| watch(plan, &beat, &over));
+        scope.spawn(|| watch(plan, &progress, &over));
         let result = hostile.run();
         over.store(true, Ordering::Release);
         result
@@ -191,12 +195,13 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
     }
 }
 
-/// Ends the process when a call to the kernel does not come back: no other thread could do anything about it.
-fn watch(plan: &Plan, beat: &AtomicU64, over: &AtomicBool) {
-    let (mut last, mut since) = (beat.load(Ordering::Acquire), Instant::now());
+/// Ends the process if a call to the kernel does not return. The calling thread cannot be stopped
+/// otherwise.
+fn watch(plan: &Plan, progress: &AtomicU64, over: &AtomicBool) {
+    let (mut last, mut since) = (progress.load(Ordering::Acquire), Instant::now());
     while !over.load(Ordering::Acquire) {
         std::thread::sleep(Duration::from_millis(50));
-        let now = beat.load(Ordering::Acquire);
+        let now = progress.load(Ordering::Acquire);
         if now != last {
             (last, since) = (now, Instant::now());
         } else if since.elapsed() > 3 * plan.patience {
@@ -218,7 +223,7 @@ impl Hostile<'_> {
         let mut probed = 0;
         while self.counts.chains < self.plan.chains {
             let q = self.source.rng.below(self.rings.len() as u64) as usize;
-            self.beat.store(self.counts.chains, Ordering::Release);
+            self.progress.store(self.counts.chains, Ordering::Release);
             self.chains(q)?;
             if self.counts.chains / PROBE_EVERY > probed {
                 probed = self.counts.chains / PROBE_EVERY;
@@ -228,7 +233,7 @@ impl Hostile<'_> {
         (0..self.rings.len()).try_for_each(|q| self.probe(q))
     }
 
-    /// Some chains at once on ring `q`, mostly one.
+    /// Puts chains on ring `q`: usually one, sometimes several.
     fn chains(&mut self, q: usize) -> Result<()> {
         let most = if self.source.rng.one_in(2) { 1 } else { 2 + self.source.rng.below(7) };
         let most = most.min(self.plan.chains - self.counts.chains);
@@ -236,10 +241,11 @@ impl Hostile<'_> {
         self.source.rings = [parts.desc.guest(), parts.driver.guest(), parts.device.guest()];
         let before = self.rings[q].used_index();
         let (mut offered, mut at) = (Vec::new(), 0);
-        let (mut plain, mut meddled) = (true, false);
+        let (mut plain, mut changed) = (true, false);
         for _ in 0..most {
             let draft = self.source.draft();
-            // What allows of no single answer hides those beside it, so it stands alone mostly.
+            // A chain without a single valid answer hides the results of others, so it is usually
+            // alone.
             let odd = draft.offer != Offer::Once && !offered.is_empty() && !self.source.rng.one_in(4);
             if odd || at + draft.descs.len() > usize::from(self.source.size) {
                 break;
@@ -253,7 +259,7 @@ impl Hostile<'_> {
                 Offer::Jump(by) => ring.avail = ring.avail.wrapping_add(by),
             }
             plain &= draft.offer == Offer::Once;
-            meddled |= !self.source.tame && self.source.rng.one_in(3);
+            changed |= !self.source.valid && self.source.rng.one_in(3);
             offered.push(chain);
             if !plain && !self.source.rng.one_in(4) {
                 break;
@@ -261,8 +267,8 @@ impl Hostile<'_> {
         }
         self.counts.chains += offered.len() as u64;
         self.rings[q].publish();
-        if meddled {
-            self.meddle(q, at);
+        if changed {
+            self.change_descriptors(q, at);
         }
         if !plain {
             self.settle(q)?;
@@ -271,10 +277,10 @@ impl Hostile<'_> {
         }
         let end = self.wait(q, before.wrapping_add(offered.len() as u16))?;
         if end == End::Broken {
-            // What was in flight is answered by when the stop returns.
+            // All requests in flight are answered when the stop returns.
             self.kernel.stop_ring(q as u16)?;
         }
-        self.tally(q, before, &mut offered, meddled)?;
+        self.tally(q, before, &mut offered, changed)?;
         if end == End::Answered {
             return Ok(());
         }
@@ -282,7 +288,7 @@ impl Hostile<'_> {
         self.restart(q)
     }
 
-    /// Puts a chain into the descriptor table from `at` on.
+    /// Puts a chain into the descriptor table, from `at` on.
     fn put(&self, q: usize, draft: &Draft, at: u16) -> Offered {
         let state = draft.status.and_then(|addr| self.arena.elsewhere(addr, 1));
         if let Some(byte) = &state {
@@ -296,11 +302,11 @@ impl Hostile<'_> {
         Offered { head, state, has_status: draft.has_status }
     }
 
-    /// Counts the chains that were answered since `before` and takes them off the list.
-    fn tally(&mut self, q: usize, before: u16, offered: &mut Vec<Offered>, meddled: bool) -> Result<()> {
+    /// Counts the chains that were answered since `before`, and removes them from the list.
+    fn tally(&mut self, q: usize, before: u16, offered: &mut Vec<Offered>, changed: bool) -> Result<()> {
         let parts = &self.rings[q].parts;
         let mut position = before;
-        // Chains of one burst may share memory: the status of one may be data of another.
+        // Chains of one burst may share memory. The status of one may be data of another.
         let alone = offered.len() == 1;
         while position != parts.device.load_u16(2) {
             let mut id = [0; 4];
@@ -321,7 +327,7 @@ impl Hostile<'_> {
                 status::OK => self.counts.ok += 1,
                 status::IOERR => self.counts.io_error += 1,
                 status::UNSUPP => self.counts.unsupported += 1,
-                other if chain.has_status && alone && !meddled => {
+                other if chain.has_status && alone && !changed => {
                     return Err(fail!(
                         Io,
                         "the device put it back with status {other:#x}, although it has room for one"
@@ -334,8 +340,9 @@ impl Hostile<'_> {
         Ok(())
     }
 
-    /// Changes descriptors under the device's eyes: what it read once it must not read again and trust.
-    fn meddle(&mut self, q: usize, count: usize) {
+    /// Changes descriptors while the device reads them. It must read each only once, or check it
+    /// again.
+    fn change_descriptors(&mut self, q: usize, count: usize) {
         for _ in 0..8 {
             let at = self.source.rng.below(count as u64) as u16;
             let (addr, len) = (self.source.address(), self.source.len());
@@ -368,7 +375,7 @@ impl Hostile<'_> {
         }
     }
 
-    /// Waits until the device has done what it will do: the ring is broken, or nothing moves and nothing is in flight.
+    /// Waits until the ring is broken, or the device is idle and has no request in flight.
     fn settle(&mut self, q: usize) -> Result<()> {
         let deadline = Instant::now() + self.plan.patience;
         let (mut last, mut quiet) = (None, 0);
@@ -416,7 +423,7 @@ impl Hostile<'_> {
         Ok(())
     }
 
-    /// A sound read, which must be answered rightly.
+    /// Makes a valid read, which must be answered correctly.
     fn probe(&mut self, q: usize) -> Result<()> {
         let (header, data, state) = (0, PAGE as usize, 2 * PAGE as usize);
         let mut bytes = [0; 16];

@@ -1,4 +1,4 @@
-//! The dirty log, switched on and off in the middle of the load, and every page that was written looked up in it.
+//! The dirty log, switched on and off under load. Every page that was written is looked up in it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,26 +8,26 @@ use crate::driver::{DirtyLog, LogSwitch, Memory, RingParts};
 use crate::error::{Result, fail};
 use crate::load::LogGate;
 
-/// How long lanes may take to come to rest.
+/// Time limit for the lanes to become idle.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A device may mark a page some time after its request is seen to be complete; after this it never will.
+/// Time limit for the mark of a page, counted from the completion of its request.
 const LATE: Duration = Duration::from_secs(30);
 
-/// What the rounds came to.
+/// Results of the rounds.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub struct LogCheck {
-    /// Times that the log was switched on under load.
+    /// Number of times that the log was switched on under load.
     pub rounds: u64,
-    /// Writes of the device that were looked up.
+    /// Writes of the device that were looked up in the log.
     pub writes: u64,
-    /// Pages that the device marked, over all rounds.
+    /// Sum of the marked pages of all rounds.
     pub marked_pages: u64,
 }
 
 /// Switches the log on and off every `pause` until `stop`, or until the load ends.
 ///
 /// # Errors
-/// A page that was written is not marked; a call failed.
+/// A page that was written is not marked, or a call failed.
 pub fn run(
     memory: &Memory,
     switch: &LogSwitch,
@@ -42,7 +42,7 @@ pub fn run(
     while !stop.load(Ordering::Acquire) && !gate.ended() {
         std::thread::sleep(pause);
         let round = round(switch, rings, gate, &mut log, &mut total);
-        // Whatever came of it, lanes go on.
+        // The lanes continue, also after an error.
         gate.rest(rings);
         round?;
     }

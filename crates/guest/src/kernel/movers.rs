@@ -1,7 +1,8 @@
-//! Rings moved between workers of the kernel while load runs: workers made, attached to, freed.
+//! Moves rings between workers of the kernel under load: creates workers, attaches rings to them,
+//! and frees them.
 //!
-//! One thread of its own makes the calls; load threads know nothing of it. What the kernel must answer to each is
-//! known here, as nobody else makes or frees workers of this device.
+//! One thread makes the calls, and load threads know nothing of it. Nothing else creates or frees
+//! workers of this device. So this thread knows what the kernel must answer to each call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -13,49 +14,50 @@ use virtio::vhost::VHOST_BLK_VRINGS_MAX;
 use crate::error::{Error, Kind, Result, fail};
 use crate::rng::XorShift;
 
-/// Workers beyond this are freed before others are made.
+/// Most workers. More are freed before others are created.
 const WORKERS_MAX: usize = 8;
 
-/// What was done.
+/// Counts of the calls.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub struct Moves {
-    /// Workers made.
+    /// Workers created.
     pub made: u64,
-    /// Rings attached to a worker.
+    /// Attached rings.
     pub attached: u64,
     /// Workers freed.
     pub freed: u64,
-    /// Workers that were rightly not freed, since rings were attached to them.
+    /// Workers that were correctly not freed, because rings were attached to them.
     pub busy: u64,
 }
 
-/// Who is attached to whom, as this thread knows it.
+/// The assignment of rings to workers, as this thread knows it.
 struct Mover<'a> {
     vhost: &'a Vhost,
     rng: XorShift,
     workers: Vec<u32>,
-    /// By ring: its worker.
+    /// The worker of each ring.
     rings: Vec<u32>,
-    /// The worker of the rings that the device has beside those: it cannot be freed.
+    /// The worker of the device's other rings. It cannot be freed.
     kept: Option<u32>,
     moves: Moves,
 }
 
-fn oops(e: vhost_kernel::Error) -> Error {
+fn vhost_error(e: vhost_kernel::Error) -> Error {
     Error::new(Kind::Io, format!("while rings were moved under load: {e}"))
 }
 
 /// Moves rings every `pause` until `stop`.
 ///
 /// # Errors
-/// A call failed that had to succeed, or the other way round.
+/// A call failed that had to succeed, or succeeded although it had to fail.
 pub fn run(vhost: &Vhost, queues: u16, seed: u32, pause: Duration, stop: &AtomicBool) -> Result<Moves> {
-    let rings: Vec<u32> =
-        (0..u32::from(queues)).map(|ring| vhost.vring_worker(ring).map_err(oops)).collect::<Result<_>>()?;
-    // All rings of a device begin at the worker that comes with its owner, also those that nobody uses.
+    let rings: Vec<u32> = (0..u32::from(queues))
+        .map(|ring| vhost.vring_worker(ring).map_err(vhost_error))
+        .collect::<Result<_>>()?;
+    // All rings of a device start at the worker that is created with its owner, also unused rings.
     let kept = match u32::from(queues) {
         VHOST_BLK_VRINGS_MAX.. => None,
-        unused => Some(vhost.vring_worker(unused).map_err(oops)?),
+        unused => Some(vhost.vring_worker(unused).map_err(vhost_error)?),
     };
     let mut workers = rings.clone();
     workers.extend(kept);
@@ -80,7 +82,7 @@ impl Mover<'_> {
     }
 
     fn make(&mut self) -> Result<()> {
-        let id = self.vhost.new_worker().map_err(oops)?;
+        let id = self.vhost.new_worker().map_err(vhost_error)?;
         if self.workers.contains(&id) {
             return Err(fail!(Io, "VHOST_NEW_WORKER gave the id {id}, which a worker has already"));
         }
@@ -92,10 +94,10 @@ impl Mover<'_> {
     fn attach(&mut self) -> Result<()> {
         let ring = self.rng.below(self.rings.len() as u64) as usize;
         let id = self.workers[self.rng.below(self.workers.len() as u64) as usize];
-        self.vhost.attach(ring as u32, id).map_err(oops)?;
+        self.vhost.attach(ring as u32, id).map_err(vhost_error)?;
         self.rings[ring] = id;
         self.moves.attached += 1;
-        match self.vhost.vring_worker(ring as u32).map_err(oops)? {
+        match self.vhost.vring_worker(ring as u32).map_err(vhost_error)? {
             now if now == id => Ok(()),
             now => Err(fail!(Io, "ring {ring} was attached to worker {id}, the kernel says it is at {now}")),
         }
@@ -116,7 +118,7 @@ impl Mover<'_> {
                 Ok(())
             }
             (Ok(()), true) => Err(fail!(Io, "worker {id} was freed although rings are attached to it")),
-            (Err(e), _) => Err(oops(e)),
+            (Err(e), _) => Err(vhost_error(e)),
         }
     }
 }

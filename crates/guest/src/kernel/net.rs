@@ -1,8 +1,9 @@
-//! `/dev/vhost-net` and a tap: frames through, both ways, over queue pairs that each have a vhost device and hence a
-//! worker of the kernel of their own.
+//! `/dev/vhost-net` and a tap: frames in both directions, over queue pairs. Each pair has its own
+//! vhost device, and so its own kernel worker.
 //!
-//! The driver is at one side of the tap, a raw socket at the other. Frames go in windows: all of one have to arrive
-//! whole and once before the next is sent, so that nothing is ever dropped for want of room.
+//! The driver is at one end of the tap, a raw socket at the other. Frames are sent in windows. All
+//! frames of a window have to arrive undamaged and once before the next window is sent, so that no
+//! frame is dropped because a buffer is full.
 
 mod frame;
 
@@ -20,7 +21,7 @@ use vhost_kernel::Vhost;
 use virtio::driver::DriverSeg;
 use virtio::ring::RingFeatures;
 
-use self::frame::{ETHERTYPE, FRAME_MAX, FRAME_MIN, Way};
+use self::frame::{Direction, ETHERTYPE, FRAME_MAX, FRAME_MIN};
 use crate::driver::{
     Area, DEFAULT_BASE, Memory, PAGE, Queue, QueueShape, RegionSpec, RingParts, feature, kernel_region,
     kernel_vring_addr,
@@ -31,12 +32,12 @@ use crate::rng::XorShift;
 
 /// Frames of a window, over all queue pairs.
 const WINDOW: u64 = 64;
-/// A buffer's bytes: header and frame, and some.
+/// Bytes of a buffer: header, frame, and some spare bytes.
 const BUFFER: usize = 2048;
 const RX: u16 = 0;
 const TX: u16 = 1;
 
-/// What to do.
+/// The parameters of [`run`].
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// `/dev/vhost-net`.
@@ -45,32 +46,32 @@ pub struct Plan {
     pub tap: String,
     /// Queue pairs.
     pub pairs: u16,
-    /// Descriptors a queue.
+    /// Descriptors of each queue.
     pub queue_size: u16,
-    /// Frames each way.
+    /// Frames in each direction.
     pub frames: u64,
-    /// For lengths.
+    /// Seed of the frame lengths.
     pub seed: u32,
-    /// How long a frame may take.
+    /// Time limit of a frame.
     pub patience: Duration,
 }
 
-/// What came of it.
+/// The results.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Report {
     /// Queue pairs.
     pub pairs: u16,
-    /// Frames from the driver, all of which came out of the tap.
+    /// Frames from the driver, all of which arrived at the tap.
     pub sent: u64,
-    /// Frames into the tap, all of which came to the driver.
+    /// Frames into the tap, all of which arrived at the driver.
     pub received: u64,
-    /// The first a second, windows waited for.
+    /// Frames sent per second, including the waits between windows.
     pub sent_per_s: f64,
-    /// The second a second.
+    /// Frames received per second, including the waits between windows.
     pub received_per_s: f64,
 }
 
-fn oops(e: vhost_kernel::Error) -> Error {
+fn vhost_error(e: vhost_kernel::Error) -> Error {
     let kind = if matches!(e, vhost_kernel::Error::Open { .. }) { Kind::Connect } else { Kind::System };
     Error::new(kind, e.to_string())
 }
@@ -94,7 +95,7 @@ impl Side {
 
 /// One queue pair: a vhost device, its two rings and its queue of the tap.
 struct Pair {
-    // Closed first: the kernel writes to the memory that the sides keep.
+    // Dropped first, because the kernel writes to the memory that the sides keep mapped.
     vhost: Vhost,
     errors: OwnedFd,
     rx: Side,
@@ -104,9 +105,9 @@ struct Pair {
 
 impl Pair {
     fn open(plan: &Plan, tap: File) -> Result<Self> {
-        let vhost = Vhost::open(&plan.device).map_err(oops)?;
-        vhost.set_owner().map_err(oops)?;
-        let offered = vhost.features().map_err(oops)?;
+        let vhost = Vhost::open(&plan.device).map_err(vhost_error)?;
+        vhost.set_owner().map_err(vhost_error)?;
+        let offered = vhost.features().map_err(vhost_error)?;
         let features = offered & (feature::VERSION_1 | feature::EVENT_IDX | feature::INDIRECT_DESC);
         if features & feature::VERSION_1 == 0 {
             return Err(fail!(Connect, "{} does not offer VIRTIO_F_VERSION_1", plan.device.display()));
@@ -123,10 +124,11 @@ impl Pair {
         let (rx, tx) = (Side::new(&memory, RX, shape)?, Side::new(&memory, TX, shape)?);
         let errors = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::with(Kind::System, "cannot make an eventfd: raise ulimit -n", e))?;
-        vhost.set_features(features).map_err(oops)?;
+        vhost.set_features(features).map_err(vhost_error)?;
         let regions: Vec<_> = memory.regions().iter().map(kernel_region).collect();
-        // SAFETY: a memfd's mapping, touched by raw pointers alone; the sides keep it until the device is closed.
-        unsafe { vhost.set_mem_table(&regions) }.map_err(oops)?;
+        // SAFETY: the regions are memfd mappings that this process accesses only by raw pointers.
+        // The sides keep them mapped until the device is closed.
+        unsafe { vhost.set_mem_table(&regions) }.map_err(vhost_error)?;
         let pair = Self { vhost, errors, rx, tx, tap };
         for side in [&pair.rx, &pair.tx] {
             pair.start(side.queue.parts())?;
@@ -136,17 +138,19 @@ impl Pair {
 
     fn start(&self, parts: &RingParts) -> Result<()> {
         let (vhost, index) = (&self.vhost, u32::from(parts.index));
-        vhost.set_vring_num(index, u32::from(parts.size)).map_err(oops)?;
-        vhost.set_vring_base(index, 0).map_err(oops)?;
-        // SAFETY: as for the memory table, of which the ring's parts are.
-        unsafe { vhost.set_vring_addr(&kernel_vring_addr(parts, false)) }.map_err(oops)?;
-        vhost.set_vring_call(index, Some(parts.call.as_fd())).map_err(oops)?;
-        vhost.set_vring_err(index, Some(self.errors.as_fd())).map_err(oops)?;
-        vhost.set_vring_kick(index, Some(parts.kick.as_fd())).map_err(oops)?;
-        vhost.net_set_backend(index, Some(self.tap.as_fd())).map_err(oops)
+        vhost.set_vring_num(index, u32::from(parts.size)).map_err(vhost_error)?;
+        vhost.set_vring_base(index, 0).map_err(vhost_error)?;
+        // SAFETY: the parts have the lengths of `ring_sizes` and are in the memory of the table
+        // above. This process accesses it only by raw pointers, and the sides keep it mapped until
+        // the device is closed.
+        unsafe { vhost.set_vring_addr(&kernel_vring_addr(parts, false)) }.map_err(vhost_error)?;
+        vhost.set_vring_call(index, Some(parts.call.as_fd())).map_err(vhost_error)?;
+        vhost.set_vring_err(index, Some(self.errors.as_fd())).map_err(vhost_error)?;
+        vhost.set_vring_kick(index, Some(parts.kick.as_fd())).map_err(vhost_error)?;
+        vhost.net_set_backend(index, Some(self.tap.as_fd())).map_err(vhost_error)
     }
 
-    /// Gives the device all buffers that are free.
+    /// Gives all free buffers to the device.
     fn refill(&mut self) {
         while let Some(slot) = self.rx.queue.take_slot() {
             let buffer = self.rx.buffer(slot);
@@ -159,7 +163,7 @@ impl Pair {
         self.rx.queue.publish();
     }
 
-    /// Stages a frame, its header in a descriptor of its own every other time.
+    /// Stages a frame. With `apart`, its header has its own descriptor.
     fn send(&mut self, frame: &[u8], apart: bool) -> bool {
         let Some(slot) = self.tx.queue.take_slot() else { return false };
         let buffer = self.tx.buffer(slot);
@@ -192,15 +196,17 @@ impl Pair {
 /// Sends the frames.
 ///
 /// # Errors
-/// A frame is lost, comes twice or damaged; vhost-net refuses a call, or offers what it does not.
+/// A frame is lost, damaged or received twice. vhost-net refuses a call, or accepts one that it
+/// does not support.
 pub fn run(plan: &Plan) -> Result<Report> {
     let taps = open_tap(&plan.tap, plan.pairs)?;
     let mut pairs = taps.into_iter().map(|tap| Pair::open(plan, tap)).collect::<Result<Vec<_>>>()?;
     let peer = PacketSocket::open(&plan.tap, ETHERTYPE)?;
-    // The core's workers are not for vhost-net: a pair has the worker that comes with its device.
+    // Workers cannot be created for vhost-net. A pair has the worker that is created with its
+    // device.
     match pairs[0].vhost.new_worker() {
         Err(e) if e.errno() == Errno::NOTTY => {}
-        Err(e) => return Err(oops(e)),
+        Err(e) => return Err(vhost_error(e)),
         Ok(id) => return Err(fail!(Io, "vhost-net made a worker, {id}: it is said to offer none")),
     }
     let mut rng = XorShift::new(u64::from(plan.seed), 7000);
@@ -217,7 +223,7 @@ pub fn run(plan: &Plan) -> Result<Report> {
     for pair in &pairs {
         pair.check()?;
         for ring in [RX, TX] {
-            pair.vhost.net_set_backend(u32::from(ring), None).map_err(oops)?;
+            pair.vhost.net_set_backend(u32::from(ring), None).map_err(vhost_error)?;
         }
     }
     let rate = |seconds: f64| plan.frames as f64 / seconds.max(1e-9);
@@ -234,29 +240,29 @@ fn frame_len(rng: &mut XorShift) -> usize {
     FRAME_MIN + rng.below((FRAME_MAX - FRAME_MIN + 1) as u64) as usize
 }
 
-/// Notes a frame that came; an error if it may not come.
-fn arrived(missing: &mut HashSet<u64>, frame: &[u8], way: Way) -> Result<()> {
-    match frame::number(frame, way) {
+/// Records a received frame. Returns an error if it was not expected.
+fn arrived(missing: &mut HashSet<u64>, frame: &[u8], direction: Direction) -> Result<()> {
+    match frame::number(frame, direction) {
         Ok(Some(number)) if missing.remove(&number) => Ok(()),
         Ok(Some(number)) => {
-            Err(fail!(Verify, "frame {number} ({way:?}) came twice, or long after it was sent"))
+            Err(fail!(Verify, "frame {number} ({direction:?}) came twice, or long after it was sent"))
         }
         Ok(None) => Ok(()),
-        Err(why) => Err(fail!(Verify, "{why} ({way:?})")),
+        Err(why) => Err(fail!(Verify, "{why} ({direction:?})")),
     }
 }
 
-fn lost(missing: &HashSet<u64>, way: Way, plan: &Plan) -> Error {
+fn lost(missing: &HashSet<u64>, direction: Direction, plan: &Plan) -> Error {
     let first = missing.iter().min().copied().unwrap_or_default();
     fail!(
         Io,
-        "{} frames ({way:?}) did not arrive within {:?}, the first is {first}",
+        "{} frames ({direction:?}) did not arrive within {:?}, the first is {first}",
         missing.len(),
         plan.patience
     )
 }
 
-/// Frames from the driver to the peer end.
+/// Sends frames from the driver to the peer end.
 fn outward(
     pairs: &mut [Pair],
     peer: &PacketSocket,
@@ -269,7 +275,7 @@ fn outward(
     let count = pairs.len() as u64;
     for number in numbers {
         let frame = &mut bytes[..frame_len(rng)];
-        frame::fill(frame, Way::Out, number);
+        frame::fill(frame, Direction::Out, number);
         if !pairs[(number % count) as usize].send(frame, rng.one_in(2)) {
             return Err(fail!(
                 Usage,
@@ -284,13 +290,13 @@ fn outward(
     let deadline = Instant::now() + plan.patience;
     while !missing.is_empty() {
         if let Some(len) = peer.recv(&mut bytes, Duration::from_millis(20))? {
-            arrived(&mut missing, &bytes[..len], Way::Out)?;
+            arrived(&mut missing, &bytes[..len], Direction::Out)?;
         } else if Instant::now() > deadline {
             pairs.iter().try_for_each(Pair::check)?;
-            return Err(lost(&missing, Way::Out, plan));
+            return Err(lost(&missing, Direction::Out, plan));
         }
     }
-    // The buffers come back, too.
+    // The buffers have to be returned, too.
     for pair in pairs {
         while pair.tx.queue.outstanding() > 0 {
             while let Some(done) = pair.tx.queue.poll()? {
@@ -311,7 +317,7 @@ fn outward(
     Ok(())
 }
 
-/// Frames from the peer end to the driver; the tap chooses the queue.
+/// Sends frames from the peer end to the driver. The tap chooses the queue.
 fn inward(
     pairs: &mut [Pair],
     peer: &PacketSocket,
@@ -324,7 +330,7 @@ fn inward(
     pairs.iter_mut().for_each(Pair::refill);
     for number in numbers {
         let frame = &mut bytes[..frame_len(rng)];
-        frame::fill(frame, Way::In, number);
+        frame::fill(frame, Direction::In, number);
         peer.send(frame)?;
     }
     let deadline = Instant::now() + plan.patience;
@@ -342,18 +348,18 @@ fn inward(
                 }
                 pair.rx.buffer(done.cookie).read(0, &mut bytes[..len]);
                 pair.rx.queue.give_slot(done.cookie);
-                arrived(&mut missing, &bytes[VNET_HEADER..len], Way::In)?;
+                arrived(&mut missing, &bytes[VNET_HEADER..len], Direction::In)?;
             }
         }
         if !came && !sleep(pairs) && Instant::now() > deadline {
             pairs.iter().try_for_each(Pair::check)?;
-            return Err(lost(&missing, Way::In, plan));
+            return Err(lost(&missing, Direction::In, plan));
         }
     }
     Ok(())
 }
 
-/// Waits for frames on any pair; true if there may be some.
+/// Waits for frames on any pair. Returns whether there may be some.
 fn sleep(pairs: &mut [Pair]) -> bool {
     let mut ready = false;
     for pair in &mut *pairs {

@@ -1,7 +1,7 @@
-//! Rings stopped and started again while load runs, and the backend taken away and set again.
+//! Stops rings and starts them again under load, and removes the backend and sets it again.
 //!
-//! The guest is told nothing: its requests wait in the ring, and what was in flight must be complete when the stop
-//! returns. One thread of its own makes the calls.
+//! The guest is not informed. Its requests wait in the ring, and those in flight must be complete
+//! when the stop returns. One thread makes the calls.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -13,19 +13,19 @@ use crate::driver::{KernelHandle, RingParts};
 use crate::error::{Result, fail};
 use crate::rng::XorShift;
 
-/// What was done.
+/// Counts of the calls.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Restarts {
     /// Rings stopped and started again.
     pub rings: u64,
-    /// Times that the backend was taken away and set again.
+    /// Number of times that the backend was removed and set again.
     pub backends: u64,
 }
 
 /// Stops and starts every `pause` until `stop`.
 ///
 /// # Errors
-/// A call failed, or a ring that was stopped has requests in flight.
+/// A call failed, or a stopped ring has requests in flight.
 pub fn run(
     kernel: &KernelHandle,
     rings: &[RingParts],
@@ -43,22 +43,22 @@ pub fn run(
         } else {
             let ring = &rings[rng.below(rings.len() as u64) as usize];
             kernel.run_ring(ring.index, false)?;
-            go_on(kernel, ring)?;
+            resume(kernel, ring)?;
             done.rings += 1;
         }
     }
     Ok(done)
 }
 
-/// Starts a stopped ring where it stands.
-fn go_on(kernel: &KernelHandle, ring: &RingParts) -> Result<()> {
+/// Starts a stopped ring from its base.
+fn resume(kernel: &KernelHandle, ring: &RingParts) -> Result<()> {
     let in_flight = kernel.stats(ring.index)?.in_flight;
     if in_flight != 0 {
         return Err(fail!(Io, "ring {} was stopped with {in_flight} requests in flight", ring.index));
     }
     let used = ring.device.load_u16(2);
     let base = kernel.base(ring.index)?;
-    // All that was taken is complete, so both ends stand at the same place.
+    // All requests that were taken are complete, so both ends have the same position.
     if base != u32::from(used) {
         return Err(fail!(
             Io,
@@ -85,5 +85,5 @@ fn swap_backend(kernel: &KernelHandle, rings: &[RingParts]) -> Result<()> {
         }
     }
     kernel.set_backend().map_err(|(_, e)| e)?;
-    rings.iter().try_for_each(|ring| go_on(kernel, ring))
+    rings.iter().try_for_each(|ring| resume(kernel, ring))
 }

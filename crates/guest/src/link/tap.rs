@@ -5,7 +5,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use rustix::ioctl::{Setter, ioctl};
 
-use super::{IfReq, oops};
+use super::{IfReq, failed};
 use crate::error::{Error, Kind, Result};
 
 const TUNSETIFF: u32 = 0x4004_54ca;
@@ -13,14 +13,16 @@ const TUNSETVNETHDRSZ: u32 = 0x4004_54d8;
 /// IFF_TAP, IFF_NO_PI, IFF_VNET_HDR, IFF_MULTI_QUEUE.
 const TAP_FLAGS: i16 = 0x0002 | 0x1000 | 0x4000 | 0x0100;
 
-/// Bytes of the header before each frame: virtio 1.3, 5.1.6, with `num_buffers`.
+/// Bytes of the header before each frame, with `num_buffers` (virtio 1.3, 5.1.6).
 pub const VNET_HEADER: usize = 12;
 
-/// Makes the tap, or joins it if it is there: a file a queue, each frame behind a header of [`VNET_HEADER`] bytes. It is
-/// gone when they are closed. A read where nothing is, is EAGAIN.
+/// Makes the tap, or opens it if it exists. Returns one file for each queue. A header of
+/// [`VNET_HEADER`] bytes is before each frame. The tap is removed when all files are closed. A read
+/// without a frame returns EAGAIN.
 ///
 /// # Errors
-/// No /dev/net/tun, no right to it, or an interface of this name that is no such tap.
+/// There is no /dev/net/tun, the process has no permission, or the interface of this name is no
+/// such tap.
 pub fn open_tap(name: &str, queues: u16) -> Result<Vec<File>> {
     let request = IfReq::new(name, TAP_FLAGS)?;
     let one = |_| {
@@ -32,10 +34,10 @@ pub fn open_tap(name: &str, queues: u16) -> Result<Vec<File>> {
             Error::with(Kind::Connect, what, e)
         })?;
         // SAFETY: TUNSETIFF reads and writes a struct ifreq, of which this is a copy.
-        unsafe { ioctl(&file, Setter::<TUNSETIFF, IfReq>::new(request)) }.map_err(oops("TUNSETIFF"))?;
-        // SAFETY: TUNSETVNETHDRSZ reads an int.
+        unsafe { ioctl(&file, Setter::<TUNSETIFF, IfReq>::new(request)) }.map_err(failed("TUNSETIFF"))?;
+        // SAFETY: TUNSETVNETHDRSZ reads an int, which the setter holds.
         unsafe { ioctl(&file, Setter::<TUNSETVNETHDRSZ, i32>::new(VNET_HEADER as i32)) }
-            .map_err(oops("TUNSETVNETHDRSZ"))?;
+            .map_err(failed("TUNSETVNETHDRSZ"))?;
         Ok(file)
     };
     (0..queues).map(one).collect()

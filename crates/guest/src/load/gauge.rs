@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a lane tells the watching thread, once a batch.
+/// Values that a lane publishes to the watching thread after each batch.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct LoadGauge {
@@ -12,12 +12,12 @@ pub(crate) struct LoadGauge {
     pub(crate) bytes: AtomicU64,
     /// Requests outstanding.
     pub(crate) outstanding: AtomicU64,
-    /// While parked: the vring base that continues the ring.
+    /// The vring base that continues the ring, while parked.
     pub(crate) base: AtomicU64,
 }
 
 impl LoadGauge {
-    /// Requests outstanding, as last told.
+    /// Returns the requests in flight, as last published.
     pub(super) fn outstanding(&self) -> u64 {
         self.outstanding.load(Ordering::Relaxed)
     }

@@ -1,6 +1,7 @@
-//! One queue under load: takes completions, checks them, and keeps the queue filled to its depth.
+//! One queue under load: takes completions, checks them, and fills the queue to its depth.
 //!
-//! Owned by one load thread for the length of a phase. Nothing here allocates or takes a lock once it is made.
+//! One load thread owns it for the length of a phase. Nothing here allocates or takes a lock after
+//! its creation.
 
 use std::sync::atomic::Ordering;
 
@@ -15,17 +16,18 @@ use crate::rng::XorShift;
 use crate::stats::{Ops, SLOW_NS, Slow, SlowRequest, now_ns};
 use crate::verify::{Partition, Stamp, check_sectors, write_sectors};
 
-/// Bytes around the data of a shuffled request: for its header, its status, and for data to begin where it will.
+/// Bytes around the data of a shuffled request: for its header, its status, and a random start of
+/// the data.
 pub(super) const FRAME_ROOM: usize = 1024;
 
-/// Neighbours tried if a block that is to be written has a write outstanding already.
+/// Number of neighbours to try if the chosen block already has a write in flight.
 const PROBES: usize = 8;
 
-/// Where requests come from.
+/// The source of requests.
 pub(super) enum Source {
     /// The load.
     Load(Pattern),
-    /// Reading back all that was written: index of the next block of the partition to look at.
+    /// Reads back all written blocks. The index is that of the next block of the partition.
     Readback(usize),
 }
 
@@ -36,15 +38,15 @@ enum Op {
     Flush,
 }
 
-/// A request in a slot.
+/// The request of a slot.
 #[derive(Clone, Copy)]
 struct InFlight {
     start_ns: u64,
     block: u64,
     op: Op,
-    /// Verified reads: the oldest generation that may be found; 0: not checked.
+    /// Verified reads: the oldest generation that may be found. 0: not checked.
     lowest: u32,
-    /// Which buffer it has, and where in the lane's memory its data begin.
+    /// Its buffer, and the offset of its data in the lane's memory.
     buffer: u32,
     at: usize,
 }
@@ -59,7 +61,7 @@ pub(super) struct Lane<'a> {
     source: Source,
     partition: Option<&'a mut Partition>,
     seed: u32,
-    /// Requests that may still be submitted.
+    /// Number of requests that may still be submitted.
     quota: u64,
     flush_every: u32,
     writes_since_flush: u32,
@@ -73,14 +75,15 @@ pub(super) struct Lane<'a> {
     slow: Slow,
 }
 
-/// Where the data of requests lie in a lane's memory.
+/// The positions of the requests' data in a lane's memory.
 struct Buffers {
     stride: usize,
     taken: Vec<bool>,
-    /// Requests go round all of them, so that one is used again late; else a slot has its own.
+    /// Whether requests use all buffers in turn, so that each is reused late. Otherwise a slot has
+    /// its own buffer.
     round: bool,
     next: usize,
-    /// Data begin anywhere, with room around them.
+    /// Whether data starts at a random position, with room around it.
     framed: bool,
     rng: XorShift,
 }
@@ -97,13 +100,14 @@ impl Buffers {
         }
     }
 
-    /// A buffer for the request in `slot`: its number, and where its data begin. Slots are taken last in, first out,
-    /// so that only the first `depth`, for which there are buffers, are ever in use.
+    /// Returns a buffer for the request in `slot`: its number, and the offset of its data. Slots
+    /// are taken last in, first out. So only the first `depth` slots, for which there are buffers,
+    /// are ever in use.
     #[inline]
     fn take(&mut self, slot: u16) -> (u32, usize) {
         let mut buffer = usize::from(slot);
         if self.round {
-            // Fewer requests are outstanding than there are buffers: one is free.
+            // Fewer requests are in flight than there are buffers, so one is free.
             while self.taken[self.next] {
                 self.next = (self.next + 1) % self.taken.len();
             }
@@ -123,7 +127,7 @@ impl Buffers {
     }
 }
 
-/// What a lane counted.
+/// Counts of a lane.
 #[derive(Default)]
 pub(super) struct Counted {
     pub(super) reads: Ops,
@@ -132,7 +136,7 @@ pub(super) struct Counted {
     pub(super) slow: Slow,
 }
 
-/// A lane's share of the work.
+/// The part of the work that a lane does.
 pub(super) struct Share<'a> {
     pub(super) source: Source,
     pub(super) partition: Option<&'a mut Partition>,
@@ -140,7 +144,7 @@ pub(super) struct Share<'a> {
 }
 
 impl<'a> Lane<'a> {
-    /// A lane over `queue`, with `data` cut into one block a slot.
+    /// Makes a lane of `queue`, with `data` cut into one block for each slot.
     pub(super) fn new(
         queue: &'a mut Queue,
         gauge: &'a LoadGauge,
@@ -236,7 +240,7 @@ impl<'a> Lane<'a> {
         let stamp = Stamp { sector: self.sector(block), generation, seed: self.seed };
         let sectors = self.block_bytes as usize / SECTOR as usize;
         let at = self.host(at);
-        // SAFETY: the buffer has `block_bytes` bytes, mapped as long as `data` lives.
+        // SAFETY: the buffer has `block_bytes` bytes, and `data` keeps it mapped.
         let checked = unsafe { check_sectors(at, stamp, lowest, sectors) };
         checked.map_err(|mismatch| {
             let queue = self.queue.parts().index;
@@ -252,11 +256,11 @@ impl<'a> Lane<'a> {
         block * (u64::from(self.block_bytes) / SECTOR)
     }
 
-    /// Where a buffer's data lie in this process.
+    /// Returns the address of a buffer's data in this process.
     #[inline]
     fn host(&self, at: usize) -> *mut u8 {
         debug_assert!(at + self.block_bytes as usize <= self.data.len());
-        // SAFETY: `Buffers` gives out places within the room that `new` made sure of.
+        // SAFETY: `Buffers` returns offsets inside the memory whose size `new` checked.
         unsafe { self.data.host().add(at) }
     }
 
@@ -274,7 +278,7 @@ impl<'a> Lane<'a> {
         self.queue.stage(slot, kind, sector, (self.data.guest() + at as u64, len))
     }
 
-    /// What to do next; `None` if there is nothing now.
+    /// Returns the next operation, or `None` if there is nothing to do now.
     #[inline]
     fn next_op(&mut self) -> Option<(Op, u64)> {
         let pattern = match &mut self.source {
@@ -302,12 +306,13 @@ impl<'a> Lane<'a> {
             }
             block = pattern.after(block);
         }
-        // All neighbours are being written: their turn comes when something completes.
+        // All neighbours are being written. They are tried again after a completion.
         self.writes_since_flush -= 1;
         None
     }
 
-    /// Puts the data of a write into its slot's buffer; says what a read may find at the oldest.
+    /// Puts the data of a write into its slot's buffer. Returns the oldest generation that a read
+    /// may find.
     #[inline]
     fn prepare(&mut self, at: usize, op: Op, block: u64) -> u32 {
         let Some(partition) = &mut self.partition else { return 0 };
@@ -318,15 +323,15 @@ impl<'a> Lane<'a> {
                 let generation = partition.newest(block);
                 let stamp = Stamp { sector: self.sector(block), generation, seed: self.seed };
                 let at = self.host(at);
-                // SAFETY: the buffer has `block_bytes` bytes; no request that is outstanding has it, so the device
-                // does not look at it.
+                // SAFETY: the buffer has `block_bytes` bytes. No request in flight uses it, so the
+                // device does not access it.
                 unsafe { write_sectors(at, stamp, self.block_bytes as usize / SECTOR as usize) };
                 0
             }
         }
     }
 
-    /// The ring had no room for a request that was prepared: as if it had never been drawn.
+    /// Undoes the preparation of a request for which the ring had no room.
     #[cold]
     fn take_back(&mut self, slot: u16, op: Op, block: u64) {
         if let (Op::Write, Some(partition)) = (op, &mut self.partition) {
@@ -342,7 +347,7 @@ impl<'a> Lane<'a> {
         self.partition.as_deref().is_none_or(|p| p.next_written(cursor).is_none())
     }
 
-    /// What was counted.
+    /// Returns the counts.
     pub(super) fn counted(self) -> Counted {
         Counted { reads: self.reads, writes: self.writes, flushes: self.flushes, slow: self.slow }
     }
@@ -384,7 +389,7 @@ impl Drive for Lane<'_> {
             };
             let (buffer, at) = self.buffers.take(slot);
             let lowest = self.prepare(at, op, block);
-            // Latency does not include making up the data of this request or of others before it.
+            // The latency does not include the preparation of this request or of others before it.
             if now == 0 || self.partition.is_some() {
                 now = now_ns();
             }

@@ -1,9 +1,12 @@
-//! How the dirty log is checked under load: lanes note what the device wrote, somebody else switches the log.
+//! The check of the dirty log under load. Lanes record what the device wrote, and another thread
+//! switches the log.
 //!
-//! A round: lanes begin to note completions ([`LogGate::arm`]); the log is switched on; from then on all that a device
-//! completes must be logged, also what it had taken before. Where each used ring stood after the switch divides what
-//! counts from what does not ([`LogGate::count`]). Lanes then submit only as much as goes into buffers that were not
-//! used since, and rest: what is not in the log then was not logged, not merely logged again by a later request.
+//! A round has these steps. Lanes start to record completions ([`LogGate::arm`]). The log is
+//! switched on. From then on, the device must log everything that it completes, also requests that
+//! it took before. The position of each used ring after the switch separates the completions that
+//! count from the others ([`LogGate::count`]). Then lanes submit only as many requests as there are
+//! buffers that were not used since, and stop. So a page that is not in the log was not logged at
+//! all. No later request can have marked it.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -12,46 +15,46 @@ use std::time::{Duration, Instant};
 use crate::driver::RingParts;
 use crate::error::{Result, fail};
 
-/// The parts of a round, in the low bits of its number; 0 before the first.
+/// The steps of a round, in the low bits of its number. 0 before the first round.
 const ARM: u64 = 1;
 const COUNT: u64 = 2;
 const REST: u64 = 3;
-/// [`LaneGate::done`] of a lane that will note nothing more.
+/// [`LaneGate::done`] of a lane that records nothing more.
 const ENDED: u64 = u64::MAX;
 
-/// Bytes that the device wrote.
+/// A write of the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Note {
     /// Guest address.
     pub addr: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
-    /// What they are.
+    /// The kind of data.
     pub what: &'static str,
-    /// Where in the used ring their request was.
+    /// Position of the request in the used ring.
     position: u16,
 }
 
 #[derive(Debug, Default)]
 struct LaneGate {
-    /// Where the used ring stood after the switch.
+    /// Position of the used ring after the switch.
     from: AtomicU32,
-    /// The part that the lane is in, and the one that it has done with.
+    /// The step that the lane is in, and the last step that it completed.
     seen: AtomicU64,
     done: AtomicU64,
     notes: Mutex<Vec<Note>>,
 }
 
-/// Where lanes and the one who switches the log meet.
+/// The synchronization of lanes with the thread that switches the log.
 #[derive(Debug)]
 pub struct LogGate {
-    /// Round times four, plus its part. Written by the one who switches.
+    /// Round times four, plus its step. Written by the thread that switches.
     part: AtomicU64,
     lanes: Vec<LaneGate>,
 }
 
 impl LogGate {
-    /// For so many queues.
+    /// Makes a gate for this number of queues.
     pub fn new(lanes: usize) -> Self {
         Self { part: AtomicU64::new(0), lanes: (0..lanes).map(|_| LaneGate::default()).collect() }
     }
@@ -63,16 +66,17 @@ impl LogGate {
         rings.iter().for_each(RingParts::wake);
     }
 
-    /// Lanes note from here on; returns when all do. False if all have ended.
+    /// Makes all lanes record their completions. Returns when all do. Returns false if all have
+    /// ended.
     ///
     /// # Errors
-    /// That takes longer than `patience`.
+    /// It takes longer than `patience`.
     pub fn arm(&self, rings: &[RingParts], patience: Duration) -> Result<bool> {
         self.go_to(ARM, rings);
         self.wait_for(patience, |lane| lane.seen.load(Ordering::Acquire))
     }
 
-    /// The log is on: from where the rings stand now everything counts.
+    /// Starts to count after the log is on, from the current position of each ring.
     pub fn count(&self, rings: &[RingParts]) {
         for (lane, ring) in self.lanes.iter().zip(rings) {
             lane.from.store(u32::from(ring.device.load_u16(2)), Ordering::Relaxed);
@@ -80,10 +84,10 @@ impl LogGate {
         self.go_to(COUNT, rings);
     }
 
-    /// Waits until every lane rests or ended; false if all have ended.
+    /// Waits until every lane is idle or has ended. Returns false if all have ended.
     ///
     /// # Errors
-    /// That takes longer than `patience`.
+    /// It takes longer than `patience`.
     pub fn wait(&self, patience: Duration) -> Result<bool> {
         self.wait_for(patience, |lane| lane.done.load(Ordering::Acquire))
     }
@@ -103,17 +107,17 @@ impl LogGate {
         Ok(!self.ended())
     }
 
-    /// Whether all lanes have ended.
+    /// Returns whether all lanes have ended.
     pub fn ended(&self) -> bool {
         self.lanes.iter().all(|lane| lane.done.load(Ordering::Acquire) == ENDED)
     }
 
-    /// What must have been logged.
+    /// Returns the writes that must have been logged.
     pub fn take(&self) -> Vec<Note> {
         self.lanes.iter().flat_map(|lane| std::mem::take(&mut *lane.notes())).collect()
     }
 
-    /// The round is over: lanes go on.
+    /// Ends the round. The lanes continue.
     pub fn rest(&self, rings: &[RingParts]) {
         self.go_to(REST, rings);
     }
@@ -125,12 +129,12 @@ impl LaneGate {
     }
 }
 
-/// A lane's end of the gate. Belongs to the lane's thread.
+/// A lane's part of the gate. It belongs to the lane's thread.
 pub(super) struct Notes<'a> {
     gate: &'a LogGate,
     lane: &'a LaneGate,
     part: u64,
-    /// Requests that may be submitted in a round once it counts, and how many are left.
+    /// Requests that may be submitted in the counting part of a round, and how many are left.
     room: usize,
     left: usize,
     notes: Vec<Note>,
@@ -139,13 +143,14 @@ pub(super) struct Notes<'a> {
 }
 
 impl<'a> Notes<'a> {
-    /// For the queue of `ring`, whose requests go round `buffers`.
+    /// Makes the part for the queue of `ring`, whose requests use `buffers` in turn.
     pub(super) fn new(gate: &'a LogGate, ring: &RingParts, buffers: usize) -> Self {
         Self {
             gate,
             lane: &gate.lanes[usize::from(ring.index)],
             part: 0,
-            // The other half is for those in flight at the switch, and before it counted.
+            // The other half is for requests that are in flight at the switch, or complete before
+            // the count starts.
             room: (buffers / 2).max(1),
             left: 0,
             notes: Vec::new(),
@@ -154,7 +159,7 @@ impl<'a> Notes<'a> {
         }
     }
 
-    /// Sees what part of a round it is. `at_rest`: nothing is outstanding.
+    /// Reads the current step of the round. `at_rest`: no request is in flight.
     pub(super) fn look(&mut self, at_rest: bool) {
         let part = self.gate.part.load(Ordering::Acquire);
         if part != self.part {
@@ -177,7 +182,7 @@ impl<'a> Notes<'a> {
         self.lane.notes().extend(self.notes.drain(..).filter(counts));
     }
 
-    /// Whether one more request may be submitted; it counts as submitted then.
+    /// Returns whether one more request may be submitted, and counts it as submitted.
     pub(super) fn may_submit(&mut self) -> bool {
         if self.part % 4 != COUNT {
             return true;
@@ -187,7 +192,7 @@ impl<'a> Notes<'a> {
         may
     }
 
-    /// A completion was taken; `next_used` is the position after its own.
+    /// Records a completion. `next_used` is the position after it.
     #[inline]
     pub(super) fn completed(&mut self, next_used: u16, status_addr: u64, data: (u64, u32)) {
         if !matches!(self.part % 4, ARM | COUNT) {
@@ -204,7 +209,7 @@ impl<'a> Notes<'a> {
         self.notes.extend(wrote.map(|(addr, len, what)| Note { addr, len, what, position }));
     }
 
-    /// Nothing more will be noted; what was noted and is not yet asked for is dropped.
+    /// Ends the recording. Records that were not collected are dropped.
     pub(super) fn end(&mut self) {
         self.lane.seen.store(ENDED, Ordering::Release);
         self.lane.done.store(ENDED, Ordering::Release);

@@ -1,8 +1,8 @@
-//! Which block comes next, and whether it is read or written.
+//! The order of blocks, and whether each is read or written.
 
 use crate::rng::XorShift;
 
-/// The access pattern, as fio names it.
+/// The access pattern, with fio's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rw {
     /// Sequential reads.
@@ -24,17 +24,17 @@ impl Rw {
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Rw, Self::Randread, Self::Randwrite, Self::Randrw];
 
-    /// Whether blocks are drawn at random.
+    /// Returns whether blocks are random.
     pub fn is_random(self) -> bool {
         matches!(self, Self::Randread | Self::Randwrite | Self::Randrw)
     }
 
-    /// Whether anything is written.
+    /// Returns whether the pattern writes.
     pub fn writes(self) -> bool {
         !matches!(self, Self::Read | Self::Randread)
     }
 
-    /// The share of reads, in parts of 2^32, with `percent` for the mixed patterns.
+    /// Returns the share of reads, in units of 2^-32. `percent` applies to the mixed patterns.
     fn read_share(self, percent: u8) -> u64 {
         match self {
             Self::Read | Self::Randread => 1 << 32,
@@ -43,7 +43,7 @@ impl Rw {
         }
     }
 
-    /// The name as on the command line.
+    /// Returns the name as on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -68,13 +68,13 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// A pattern; `count` is not 0.
+    /// Makes a pattern. `count` is not 0.
     pub fn new(rw: Rw, read_percent: u8, first: u64, count: u64, rng: XorShift) -> Self {
         assert!(count > 0, "a pattern over no blocks");
         Self { first, count, cursor: 0, random: rw.is_random(), read_share: rw.read_share(read_percent), rng }
     }
 
-    /// The next request: its block, and whether it is a read.
+    /// Returns the next request: its block, and whether it is a read.
     #[inline]
     pub fn advance(&mut self) -> (u64, bool) {
         let is_read = match self.read_share {
@@ -83,7 +83,7 @@ impl Pattern {
             share => (self.rng.draw() >> 32) < share,
         };
         let offset = if self.random {
-            // The high half of a product: even over the range, and no division.
+            // The high half of the product is uniform over the range, and needs no division.
             ((u128::from(self.rng.draw()) * u128::from(self.count)) >> 64) as u64
         } else {
             let at = self.cursor;
@@ -93,7 +93,7 @@ impl Pattern {
         (self.first + offset, is_read)
     }
 
-    /// The block after `block`, around the end.
+    /// Returns the block after `block`. The first block follows the last.
     #[inline]
     pub fn after(&self, block: u64) -> u64 {
         if block + 1 == self.first + self.count { self.first } else { block + 1 }

@@ -1,7 +1,8 @@
-//! A load thread: drives its lanes until told to stop, parks while the server is away.
+//! A load thread: it drives its lanes until it is stopped, and parks while the server is away.
 //!
-//! The watching thread talks to it by [`Shared::control`] and wakes it by the queues' own call eventfds. What a lane is,
-//! is [`Drive`]: a disk's queue ([`super::lane`]), or a network's pair of them.
+//! The watching thread controls it by [`Shared::control`], and wakes it by the queues' own call
+//! eventfds. A lane implements [`Drive`]: a queue of a disk ([`super::lane`]), or a queue pair of a
+//! network device.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -16,50 +17,53 @@ use crate::driver::Queue;
 use crate::error::{Error, Kind, Result};
 use crate::stats::{now_ns, thread_cpu};
 
-/// Go on.
+/// Continue.
 pub(super) const RUN: u8 = 0;
-/// Submit nothing more; finish when nothing is outstanding.
+/// Submit nothing more. Finish when no request is in flight.
 pub(super) const STOP: u8 = 1;
-/// Take what is completed, note where the rings stand, and wait.
+/// Take the completions, record the positions of the rings, and wait.
 pub(super) const PARK: u8 = 2;
-/// Give up at once.
+/// Stop at once.
 pub(super) const FAIL: u8 = 3;
 
-/// What a load thread drives: a queue under load, or two that belong together. Its own for the length of a phase.
+/// What a load thread drives: one queue, or a queue pair. The thread owns it for the length of a
+/// phase.
 pub(crate) trait Drive {
-    /// Takes what is completed; how much that was.
+    /// Takes completions. Returns their number.
     fn reap(&mut self) -> Result<u32>;
-    /// Submits what there is to submit.
+    /// Submits as many requests as possible.
     fn fill(&mut self);
-    /// Submits nothing more from now on.
+    /// Stops submitting.
     fn stop(&mut self);
-    /// Whether something is outstanding.
+    /// Returns whether a request is in flight.
     fn is_waiting(&self) -> bool;
-    /// Whether nothing is outstanding and nothing more will come.
+    /// Returns whether no request is in flight and none will follow.
     fn is_finished(&self) -> bool;
-    /// Nanoseconds until there is something to submit though nothing completes; `None`: never.
+    /// Returns the nanoseconds until something can be submitted without a completion. `None`:
+    /// never.
     fn due_ns(&self) -> Option<u64> {
         None
     }
-    /// Notes where the rings stand, for whoever hands them to a new server. All completions must have been taken.
+    /// Records the positions of the rings, for the thread that passes them to a new server. All
+    /// completions must have been taken.
     fn note_base(&mut self);
-    /// The lane goes no further: nobody need wait for it.
+    /// Ends the lane's records, so that no thread waits for it.
     fn end_notes(&mut self) {}
-    /// Whether a completion is there.
+    /// Returns whether there is a completion.
     fn has_used(&self) -> bool;
-    /// Asks for notifications; true if there is something to take already.
+    /// Asks for notifications. Returns true if there is a completion already.
     fn arm(&mut self) -> bool;
-    /// Asks for none.
+    /// Asks for no notifications.
     fn disarm(&mut self);
-    /// The queues that it sleeps on.
+    /// Returns the queues whose notifications it waits for.
     fn queues(&mut self) -> [Option<&mut Queue>; 2];
 }
 
-/// What all threads of a phase share.
+/// State that all threads of a phase share.
 pub(crate) struct Shared {
-    /// What the watching thread wants: RUN, STOP, PARK or FAIL.
+    /// The command of the watching thread: RUN, STOP, PARK or FAIL.
     pub(super) control: AtomicU8,
-    /// CPU time of threads that ended, nanoseconds.
+    /// CPU time of threads that have ended, in nanoseconds.
     pub(crate) cpu_ns: AtomicU64,
     /// Signalled when a thread ends or parks.
     pub(super) event: OwnedFd,
@@ -68,14 +72,14 @@ pub(crate) struct Shared {
     resume: Condvar,
 }
 
-/// Who is where.
+/// The state of all threads.
 #[derive(Default)]
 struct Roll {
     running: usize,
-    /// Threads parked for the present `epoch`.
+    /// Threads that are parked in the current `epoch`.
     parked: usize,
-    /// Grows with each PARK: a thread that slept through a whole life of a server between two of them must look at its
-    /// rings again.
+    /// Increases with each PARK. A thread that slept through the whole life of a server between two
+    /// of them must check its rings again.
     epoch: u64,
     error: Option<Error>,
 }
@@ -98,23 +102,23 @@ impl Shared {
         self.roll.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Threads that have not ended.
+    /// Returns the number of threads that have not ended.
     pub(super) fn running(&self) -> usize {
         self.roll().running
     }
 
-    /// Whether all threads that have not ended are parked.
+    /// Returns whether all threads that have not ended are parked.
     pub(super) fn all_parked(&self) -> bool {
         let roll = self.roll();
         roll.parked == roll.running
     }
 
-    /// The first error of any thread.
+    /// Returns the first error of any thread.
     pub(crate) fn take_error(&self) -> Option<Error> {
         self.roll().error.take()
     }
 
-    /// Says what all threads are to do from now on. They must be woken if they may sleep on their queues.
+    /// Sets the command for all threads. The caller must wake those that may sleep on their queues.
     pub(super) fn order(&self, control: u8) {
         let mut roll = self.roll();
         self.control.store(control, Ordering::Release);
@@ -150,7 +154,7 @@ impl Shared {
     }
 }
 
-/// Runs `lanes` on the calling thread until they are finished. Errors go to `shared`.
+/// Runs `lanes` on the calling thread until they are finished. It stores an error in `shared`.
 pub(crate) fn run<L: Drive>(lanes: &mut [L], shared: &Shared, spin: Duration, cpu: Option<usize>) {
     let before = thread_cpu();
     let result = pin(cpu).and_then(|()| drive(lanes, shared, spin.as_nanos() as u64));
@@ -202,7 +206,7 @@ fn drive<L: Drive>(lanes: &mut [L], shared: &Shared, spin_ns: u64) -> Result<()>
     }
 }
 
-/// The server is away and writes no more: takes the last completions and waits for the next server.
+/// Takes the last completions and waits for the next server. The previous server writes no more.
 fn park<L: Drive>(lanes: &mut [L], shared: &Shared) -> Result<()> {
     for lane in lanes.iter_mut() {
         while lane.reap()? > 0 {}
@@ -212,14 +216,14 @@ fn park<L: Drive>(lanes: &mut [L], shared: &Shared) -> Result<()> {
     Ok(())
 }
 
-/// Looks for completions for a bounded time; true if there are some.
+/// Polls for completions for a limited time. Returns whether there are some.
 fn spin_for<L: Drive>(lanes: &[L], spin_ns: u64) -> bool {
     if spin_ns == 0 {
         return false;
     }
     let end = now_ns() + spin_ns;
     loop {
-        // The clock costs more than a look at the rings.
+        // Reading the clock costs more than polling the rings.
         for _ in 0..16 {
             if lanes.iter().any(L::has_used) {
                 return true;
@@ -232,13 +236,13 @@ fn spin_for<L: Drive>(lanes: &[L], spin_ns: u64) -> bool {
     }
 }
 
-/// Sleeps until a completion comes, something is due, or the watching thread calls.
+/// Sleeps until a completion arrives, a submission is due, or the watching thread signals.
 fn sleep<L: Drive>(lanes: &mut [L]) {
     let mut ready = false;
     for lane in lanes.iter_mut() {
         ready |= lane.arm();
     }
-    // A change of `control` that was not seen yet is followed by a wake-up, which the eventfd keeps.
+    // A change of `control` after this check is followed by a signal, which the eventfd stores.
     if !ready {
         let due = lanes.iter().filter_map(L::due_ns).min();
         let mut queues: Vec<_> = lanes.iter_mut().flat_map(|lane| lane.queues()).flatten().collect();

@@ -1,4 +1,5 @@
-//! The watching thread: time and stalls, live figures, and the server's death and return.
+//! The watching thread: time limits and stalls, live figures, and the death and return of the
+//! server.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -12,12 +13,12 @@ use crate::driver::{Memory, PollEvent, RingParts, RingSetup, Transport, fresh_ba
 use crate::error::{Error, Kind, Result, fail};
 use crate::stats::{ServerCpu, process_state};
 
-/// How often stalls are looked for, and whether to stop.
+/// Interval of the checks for stalls and for `stop`.
 const LOOK: Duration = Duration::from_millis(200);
-/// How long after the end of the time it is said what is waited for.
+/// Time after the end of `runtime` until a message says what the run waits for.
 const NOTE_AFTER: Duration = Duration::from_secs(1);
 
-/// What the watching thread works with.
+/// The state of the watching thread.
 pub(crate) struct Watch<'a> {
     pub(crate) transport: &'a mut Transport,
     pub(crate) memory: &'a Memory,
@@ -26,13 +27,13 @@ pub(crate) struct Watch<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) server_cpu: &'a mut ServerCpu,
     pub(crate) progress: &'a mut dyn Progress,
-    /// Nothing is submitted after this.
+    /// Nothing is submitted after this time.
     pub(crate) until: Option<Instant>,
-    /// When that came.
+    /// The end of the time to submit, once it has passed.
     pub(crate) over: Option<Over>,
-    /// How often the server died and came back.
+    /// Number of times that the server died and came back.
     pub(crate) reconnects: u32,
-    /// The longest time that it was away.
+    /// The longest time without a server.
     pub(crate) outage: Duration,
 }
 
@@ -40,31 +41,32 @@ pub(crate) struct Watch<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct Over {
     at: Instant,
-    /// It was said what is waited for.
+    /// Whether the message about the wait was shown.
     noted: bool,
 }
 
-/// When each lane last moved.
-struct Moves {
+/// The time of each lane's last progress.
+struct LaneProgress {
     done: u64,
     at: Instant,
 }
 
 impl Watch<'_> {
-    /// Watches until all threads have ended. On an error they have been told to give up.
+    /// Watches until all threads have ended. After an error, the threads were told to stop.
     pub(crate) fn run(&mut self) -> Result<()> {
         let result = self.watch();
         if result.is_err() {
             self.tell(FAIL);
         }
-        // A thread's own error says more than what followed from it here.
+        // A thread's own error is more precise than an error that followed from it.
         self.shared.take_error().map_or(result, Err)
     }
 
     fn watch(&mut self) -> Result<()> {
         let start = Instant::now();
         let mut next_tick = start + self.plan.interval;
-        let mut moves: Vec<_> = self.rings.iter().map(|_| Moves { done: 0, at: start }).collect();
+        let mut progress_of_lanes: Vec<_> =
+            self.rings.iter().map(|_| LaneProgress { done: 0, at: start }).collect();
         let mut last = (start, 0, 0);
         while self.shared.running() > 0 {
             if let Some(error) = self.shared.take_error() {
@@ -85,9 +87,9 @@ impl Watch<'_> {
                     break;
                 }
                 self.server_is_gone()?;
-                moves.iter_mut().for_each(|m| m.at = Instant::now());
+                progress_of_lanes.iter_mut().for_each(|m| m.at = Instant::now());
             }
-            self.look_for_stalls(&mut moves)?;
+            self.look_for_stalls(&mut progress_of_lanes)?;
             if Instant::now() >= next_tick {
                 next_tick += self.plan.interval;
                 self.tick(start, &mut last);
@@ -97,7 +99,7 @@ impl Watch<'_> {
         Ok(())
     }
 
-    /// Sleeps until `deadline` or until something happens; true if the server is gone.
+    /// Sleeps until `deadline` or until an event. Returns true if the server is gone.
     fn wait_until(&mut self, deadline: Instant) -> Result<bool> {
         let left = deadline.saturating_duration_since(Instant::now());
         let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
@@ -110,7 +112,7 @@ impl Watch<'_> {
             }
             fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect()
         };
-        match self.transport.heard(&ready)? {
+        match self.transport.poll_event(&ready)? {
             PollEvent::Nothing => Ok(false),
             PollEvent::Gone => Ok(true),
             PollEvent::Changed(config) => {
@@ -120,13 +122,13 @@ impl Watch<'_> {
         }
     }
 
-    /// Sets what all threads are to do, and wakes them.
+    /// Sets the command for all threads, and wakes them.
     fn tell(&self, control: u8) {
         self.shared.order(control);
         self.rings.iter().for_each(RingParts::wake);
     }
 
-    /// The connection ended while requests may be outstanding.
+    /// Handles the end of the connection. Requests may be in flight.
     fn server_is_gone(&mut self) -> Result<()> {
         let (Some(patience), Transport::Socket(_)) = (self.plan.reconnect, &self.transport) else {
             return Err(fail!(
@@ -155,7 +157,8 @@ impl Watch<'_> {
         self.outage = self.outage.max(outage);
         self.server_cpu.watch(self.plan.server_pid.or_else(|| self.transport.peer_pid()));
         self.progress.note(&format!("the server is back after {:.0} ms", outage.as_secs_f64() * 1e3));
-        // As QEMU does when it hands a ring over: the dead server may have swallowed a kick.
+        // As QEMU does when it passes a ring to a server: a kick may be lost, because the previous
+        // server read it.
         self.rings.iter().for_each(RingParts::kick);
         self.tell(if self.over.is_none() { RUN } else { STOP });
         Ok(())
@@ -168,7 +171,7 @@ impl Watch<'_> {
         self.shared.gauges[queue].base.load(Ordering::Acquire) as u32
     }
 
-    /// A run that is longer than was asked for says why.
+    /// Shows the reason when a run takes longer than planned.
     fn note_waiting(&mut self) {
         let outstanding = || self.shared.gauges.iter().map(|g| g.outstanding()).sum::<u64>();
         if let Some(over) = &mut self.over
@@ -184,8 +187,8 @@ impl Watch<'_> {
         }
     }
 
-    fn look_for_stalls(&self, moves: &mut [Moves]) -> Result<()> {
-        for ((queue, gauge), moved) in self.shared.gauges.iter().enumerate().zip(moves) {
+    fn look_for_stalls(&self, progress_of_lanes: &mut [LaneProgress]) -> Result<()> {
+        for ((queue, gauge), moved) in self.shared.gauges.iter().enumerate().zip(progress_of_lanes) {
             let done = gauge.done.load(Ordering::Relaxed);
             let outstanding = gauge.outstanding();
             let (since, limit) = match self.over {
@@ -193,7 +196,7 @@ impl Watch<'_> {
                 None => (moved.at, self.plan.stall),
             };
             if done != moved.done || outstanding == 0 {
-                *moved = Moves { done, at: Instant::now() };
+                *moved = LaneProgress { done, at: Instant::now() };
             } else if since.elapsed() > limit {
                 return Err(self.stalled(queue, outstanding, limit));
             }
@@ -239,7 +242,7 @@ fn drain(event: &OwnedFd) {
     let _ = rustix::io::read(event, &mut [0; 8]);
 }
 
-/// Makes sure that a plan that survives the server's death can be kept.
+/// Checks that the device can continue after the death of its server, if the plan needs it.
 pub(super) fn check_can_reconnect(transport: &Transport, plan: &Plan) -> Result<()> {
     let can = matches!(transport, Transport::Socket(session) if session.inflight().is_some());
     if plan.reconnect.is_some() && !can {

@@ -1,4 +1,4 @@
-//! A network device as its guest's driver has it: the connection, memory, and two queues a pair.
+//! A network device on its guest's side: the connection, memory, and two queues for each pair.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::error::{Result, fail};
 
 /// Bytes of the header before each frame (virtio 1.3, 5.1.6).
 pub(super) const HEADER: usize = 12;
-/// Bytes of a receive buffer where a frame may fill several.
+/// Bytes of a receive buffer if a frame may fill several.
 const MERGED_BYTES: usize = 2048;
-/// The longest frame that a device with segmentation gives: IPv6's limit and headers.
+/// The longest frame of a device with segmentation: IPv6's limit and headers.
 const LONGEST: usize = 65550;
 
-/// Offloads that a driver with `--offloads` takes, which all come with checksums.
+/// Offloads that a driver with `--offloads` takes. All of them need checksums.
 const OFFLOADS: u64 = feature::NET_CSUM | feature::NET_GUEST_CSUM | feature::NET_HOST_USO;
-/// Those that need room for long frames.
+/// Offloads that need buffers for long frames.
 const LONG_FRAMES: u64 =
     feature::NET_GUEST_TSO4 | feature::NET_GUEST_TSO6 | feature::NET_GUEST_USO4 | feature::NET_GUEST_USO6;
 
@@ -30,7 +30,7 @@ const LONG_FRAMES: u64 =
 pub(super) struct Side {
     pub(super) queue: Queue,
     pub(super) buffers: Area,
-    /// Bytes of a buffer.
+    /// Bytes of each buffer.
     pub(super) each: usize,
 }
 
@@ -38,12 +38,12 @@ impl Side {
     fn new(memory: &Arc<Memory>, index: u16, shape: QueueShape, each: usize) -> Result<Self> {
         let queue = Queue::new(memory, index, shape)?;
         let buffers = memory.alloc(usize::from(shape.size) * each, PAGE)?;
-        // Faulted in before time is measured.
+        // Faults the buffers in before time is measured.
         buffers.fill(0);
         Ok(Self { queue, buffers, each })
     }
 
-    /// Where a slot's buffer begins.
+    /// Returns the offset of a slot's buffer.
     #[inline]
     pub(super) fn at(&self, slot: u16) -> usize {
         usize::from(slot) * self.each
@@ -64,10 +64,11 @@ pub struct NetDevice {
 }
 
 impl NetDevice {
-    /// Connects to a vhost-user socket, negotiates, and sets memory and queues going.
+    /// Connects to a vhost-user socket, negotiates, and starts the queues.
     ///
     /// # Errors
-    /// Nobody listens there, or no device, or one that lacks what the plan asks for.
+    /// The socket cannot be reached, its server has no network device, or the device lacks a
+    /// feature that the plan needs.
     pub fn connect(socket: &Path, plan: &Plan) -> Result<Self> {
         let options = options(plan);
         let session = Session::open(socket.to_path_buf(), &options)?;
@@ -104,13 +105,13 @@ impl NetDevice {
         Ok(device)
     }
 
-    /// Whether a feature was negotiated.
+    /// Returns whether a feature was negotiated.
     pub fn has(&self, bit: u64) -> bool {
         self.transport.features() & bit != 0
     }
 }
 
-/// The longest frame of an interface whose MTU is as large as is usual where it is not 1500.
+/// The longest frame at an MTU of 9000, the usual large MTU.
 const LONG_MTU: usize = 9000 + 14;
 
 fn options(plan: &Plan) -> Options {
@@ -133,11 +134,11 @@ fn options(plan: &Plan) -> Options {
     }
 }
 
-/// Whether the device can do what the plan asks for.
+/// Checks that the device supports the plan.
 fn check(session: &Session, plan: &Plan) -> Result<()> {
     let told = session.device().copied().unwrap_or(NetConfig::default()).pairs;
     let has = |bit: u64| session.features() & bit != 0;
-    // GET_QUEUE_NUM counts rings with some servers and pairs with others.
+    // Some servers count rings in GET_QUEUE_NUM, and others count pairs.
     let most = match told {
         0 => session.max_queues(),
         pairs => pairs.min(session.max_queues()),
@@ -156,7 +157,8 @@ fn check(session: &Session, plan: &Plan) -> Result<()> {
     if plan.offloads && !has(feature::NET_CSUM) {
         return Err(fail!(Usage, "the server does not offer VIRTIO_NET_F_CSUM: leave --offloads out"));
     }
-    // The server writes over a packed ring's descriptors: what it had taken only that region can tell.
+    // The server overwrites a packed ring's descriptors. Only the in-flight region keeps those that
+    // it had taken.
     if plan.reconnect.is_some() && plan.packed && session.protocol() & protocol::INFLIGHT_SHMFD == 0 {
         return Err(fail!(
             Usage,

@@ -1,7 +1,7 @@
-//! Whether each flow's frames come in order, once, all of them, and on one queue.
+//! Checks that each flow's frames arrive in order, once, completely, and on one queue.
 //!
-//! Shared by all threads that receive; a flow should come to one of them at a time, and if it does not, counts may be off by
-//! a few and nothing else happens.
+//! All receiving threads share it. A flow should arrive at one of them at a time. Otherwise counts
+//! may be wrong by a few, without other effects.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -9,33 +9,33 @@ use serde::Serialize;
 
 use super::frame::{FLOWS_MAX, Mark, Wrong};
 
-/// What a receiver counted.
+/// Counts of a receiver.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Tally {
-    /// Frames of ours.
+    /// Frames of this run.
     pub frames: u64,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub bytes: u64,
-    /// Frames of others, which a network always has.
+    /// Foreign frames, which every network has.
     pub other: u64,
-    /// Numbers that did not come, between those that did.
+    /// Numbers that are missing between received ones.
     pub lost: i64,
-    /// Frames that came behind later ones of their flow.
+    /// Frames that arrived after later ones of their flow.
     pub late: u64,
-    /// Frames that came again.
+    /// Frames that arrived more than once.
     pub twice: u64,
-    /// Frames that came on another queue than the one before them in their flow.
+    /// Frames that arrived on another queue than the previous frame of their flow.
     pub moved: u64,
-    /// With --verify: frames that are not as they were sent.
+    /// With --verify: frames that differ from those that were sent.
     pub damaged: u64,
-    /// With --verify: frames whose checksum is wrong.
+    /// With --verify: frames with a wrong checksum.
     pub wrong_checksums: u64,
-    /// The first of these, in words.
+    /// Description of the first damaged frame.
     pub first_wrong: Option<String>,
 }
 
 impl Tally {
-    /// Adds what another receiver counted.
+    /// Adds the counts of another receiver.
     pub fn add(&mut self, other: &Self) {
         self.frames += other.frames;
         self.bytes += other.bytes;
@@ -49,7 +49,7 @@ impl Tally {
         self.first_wrong = self.first_wrong.take().or_else(|| other.first_wrong.clone());
     }
 
-    /// Counts a frame that did not pass its check.
+    /// Counts a frame that failed its check.
     #[cold]
     pub(super) fn note_wrong(&mut self, mark: Mark, len: usize, queue: u32, wrong: Wrong) {
         let what = match wrong {
@@ -68,18 +68,18 @@ impl Tally {
     }
 }
 
-/// Numbers behind the newest one that are remembered one by one.
+/// Numbers behind the newest one that are remembered individually.
 const WINDOW: u64 = 64;
 
 /// One flow.
 #[derive(Default)]
 #[repr(align(64))]
 struct Flow {
-    /// One more than the highest number that came; 0: none came.
+    /// One more than the highest number that arrived. 0: none arrived.
     next: AtomicU64,
-    /// Bit n: the number `next - 1 - n` came.
+    /// Bit n: the number `next - 1 - n` arrived.
     seen: AtomicU64,
-    /// The run, and the queue that the last one came on.
+    /// The run, and the queue of the last frame.
     home: AtomicU32,
 }
 
@@ -95,7 +95,8 @@ impl Default for Flows {
 }
 
 impl Flows {
-    /// Notes a frame that came on `queue`. What came before the first one that came is not missed.
+    /// Records a frame that arrived on `queue`. Numbers before the first frame are not counted as
+    /// lost.
     #[inline]
     pub fn note(&self, mark: Mark, queue: u32, tally: &mut Tally) {
         let flow = &self.each[usize::from(mark.flow)];
@@ -124,7 +125,7 @@ impl Flows {
         if back < WINDOW && seen & 1 << back == 0 {
             flow.seen.store(seen | 1 << back, Ordering::Relaxed);
             tally.late += 1;
-            // It had been counted as lost, perhaps by another receiver.
+            // It was counted as lost, perhaps by another receiver.
             tally.lost -= 1;
         } else {
             tally.twice += 1;

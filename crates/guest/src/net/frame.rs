@@ -1,10 +1,12 @@
-//! Frames of many flows that say which they are: UDP over IPv4, whole and checked in a few nanoseconds.
+//! Frames of many flows that identify themselves: UDP over IPv4, checked completely in a few
+//! nanoseconds.
 //!
-//! A frame is 42 bytes of headers, 16 that say flow and number, and a piece of a table that both ends have, from a place
-//! that follows from flow and number. So a checksum is two look-ups, and whether a frame is whole one comparison.
+//! A frame has 42 bytes of headers, 16 bytes with flow and number, and a piece of a table that both
+//! ends have. Flow and number determine the position in the table. So a checksum is two look-ups,
+//! and the check of a frame is one comparison.
 //!
-//! The two ways of a flow have each other's addresses and ports, so that a switch or a tap knows them for one flow; a
-//! frame that is sent back with both exchanged is the frame of the other way.
+//! The two directions of a flow have their addresses and ports exchanged, so that a switch or a tap
+//! treats them as one flow. A frame whose ends are exchanged is a frame of the other direction.
 
 use std::sync::LazyLock;
 
@@ -13,52 +15,53 @@ use crate::verify::mix;
 
 /// Ethernet, IPv4 and UDP headers.
 const HEADERS: usize = 14 + 20 + 8;
-/// What each frame begins with: headers, and what it says of itself.
+/// Bytes at the start of each frame: headers, flow and number.
 pub const HEAD: usize = HEADERS + 16;
-/// The shortest frame, without the checksum that hardware adds.
+/// The shortest frame, without the checksum that the hardware adds.
 pub const LEN_MIN: usize = 60;
 /// The longest frame: IPv4's limit behind an Ethernet header.
 pub const LEN_MAX: usize = 65535 + 14;
 /// The longest frame of an interface with the usual MTU of 1500.
 pub const LEN_PLAIN: usize = 1514;
-/// Flows at most: as many ports as are surely free of a meaning.
+/// Most flows. Each has a port that no service uses.
 pub const FLOWS_MAX: u16 = 4096;
-/// Where a virtio-net header has a checksum begin and end up.
+/// Offset in the frame at which the checksummed range starts (`csum_start`).
 pub const CSUM_START: u16 = 34;
-/// See [`CSUM_START`].
+/// Offset of the checksum field from [`CSUM_START`] (`csum_offset`).
 pub const CSUM_OFFSET: u16 = 6;
-/// UDP payload of a segment of a frame that the device is to cut (a length that any MTU of 1500 takes).
+/// UDP payload of a segment of a frame that the device cuts. It fits an MTU of 1500.
 pub const SEGMENT: u16 = 1448;
 
 /// First bytes of the UDP payload.
 const MAGIC: u32 = 0x7673_6E62;
-/// The guest's end and the host's: nobody's addresses, so that a host drops what it gets.
-const GUEST: End = End { mac: [2, 0x76, 0x73, 0, 0, 1], ip: [10, 9, 0, 2] };
-const HOST: End = End { mac: [2, 0x76, 0x73, 0, 0, 2], ip: [10, 9, 0, 1] };
-/// Ports: a flow's own at the guest's end, discard's at the host's.
+/// The guest's end and the host's. The addresses are unused elsewhere, so that a host drops the
+/// frames.
+const GUEST: Endpoint = Endpoint { mac: [2, 0x76, 0x73, 0, 0, 1], ip: [10, 9, 0, 2] };
+const HOST: Endpoint = Endpoint { mac: [2, 0x76, 0x73, 0, 0, 2], ip: [10, 9, 0, 1] };
+/// Ports: the flow's own at the guest's end, and that of the discard service at the host's end.
 const PORT_BASE: u16 = 1024;
 const PORT_HOST: u16 = 9;
-/// Places in the table that a frame's bytes may begin at, in steps of two.
+/// Positions in the table at which a frame's bytes may start, in steps of two.
 const SHIFTS: usize = 128;
 
-struct End {
+struct Endpoint {
     mac: [u8; 6],
     ip: [u8; 4],
 }
 
-/// Which way a frame goes.
+/// The direction of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// From the guest.
     Out,
     /// To the guest.
     In,
 }
 
-/// What a frame says of itself.
+/// The identity of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
-    /// A number of the run that sent it, so that none is taken for another's.
+    /// A number of the run that sent it, so that frames of other runs are recognized.
     pub run: u16,
     /// Its flow, below [`FLOWS_MAX`].
     pub flow: u16,
@@ -66,16 +69,16 @@ pub struct Mark {
     pub number: u64,
 }
 
-/// What is wrong with a frame of ours.
+/// The error of a frame of this run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wrong {
-    /// Bytes are not as they were sent, from this one on.
+    /// Bytes differ, from this one on.
     Bytes(usize),
-    /// Its checksum is not that of its bytes.
+    /// Its checksum is wrong.
     Checksum,
 }
 
-/// Bytes that frames are filled with, and the sums of the 16-bit words before each of them.
+/// Bytes that fill frames, and the sums of the 16-bit words before each of them.
 struct Table {
     bytes: Vec<u8>,
     sums: Vec<u64>,
@@ -96,7 +99,7 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| {
 });
 
 impl Table {
-    /// The bytes of a frame behind its [`HEAD`], and the sum of their words.
+    /// Returns the bytes of a frame behind its [`HEAD`], and the sum of their words.
     #[inline]
     fn tail(&self, mark: Mark, len: usize) -> (&[u8], u64) {
         let first = (mark.number ^ u64::from(mark.flow) << 3) as usize % SHIFTS;
@@ -107,7 +110,7 @@ impl Table {
     }
 }
 
-/// A sum of 16-bit words as the Internet's checksum has it, not complemented.
+/// Folds a sum of 16-bit words to the Internet checksum, without the complement.
 #[inline]
 fn fold(mut sum: u64) -> u16 {
     while sum > 0xFFFF {
@@ -123,24 +126,24 @@ fn words(bytes: &[u8]) -> u64 {
 
 /// A frame in two pieces.
 pub struct Frame {
-    /// Headers and mark.
+    /// Headers and identity.
     pub head: [u8; HEAD],
-    /// All behind that.
+    /// The bytes behind the head.
     pub tail: &'static [u8],
 }
 
 impl Frame {
-    /// The frame of `len` bytes that says `mark`. `partial`: its UDP checksum is that of the pseudo header alone, for the
-    /// device to finish.
+    /// Makes the frame of `len` bytes with the identity `mark`. `partial`: its UDP checksum covers
+    /// only the pseudo header, and the device completes it.
     ///
     /// # Panics
-    /// A length that is none: a programmer's mistake.
+    /// The length is invalid.
     #[inline]
-    pub fn new(way: Way, mark: Mark, len: usize, partial: bool) -> Self {
+    pub fn new(direction: Direction, mark: Mark, len: usize, partial: bool) -> Self {
         assert!((LEN_MIN..=LEN_MAX).contains(&len), "a frame of {len} bytes");
-        let (from, to) = if way == Way::Out { (&GUEST, &HOST) } else { (&HOST, &GUEST) };
+        let (from, to) = if direction == Direction::Out { (&GUEST, &HOST) } else { (&HOST, &GUEST) };
         let port = PORT_BASE + mark.flow;
-        let ports = if way == Way::Out { [port, PORT_HOST] } else { [PORT_HOST, port] };
+        let ports = if direction == Direction::Out { [port, PORT_HOST] } else { [PORT_HOST, port] };
         let (ip_len, udp_len) = ((len - 14) as u16, (len - 34) as u16);
         let (tail, tail_sum) = TABLE.tail(mark, len);
         let mut head = [0; HEAD];
@@ -164,7 +167,7 @@ impl Frame {
         let pseudo = words(&head[26..34]) + 17 + u64::from(udp_len);
         let sum = match partial {
             true => fold(pseudo),
-            // Zero would say that there is none.
+            // Zero would mean that there is no checksum.
             false => match !fold(pseudo + words(&head[34..HEAD]) + tail_sum) {
                 0 => 0xFFFF,
                 sum => sum,
@@ -174,14 +177,15 @@ impl Frame {
         Self { head, tail }
     }
 
-    /// Puts it into `bytes`, which are as long as it is.
+    /// Writes the frame to `bytes`, which have its length.
     pub fn write(&self, bytes: &mut [u8]) {
         bytes[..HEAD].copy_from_slice(&self.head);
         bytes[HEAD..].copy_from_slice(self.tail);
     }
 }
 
-/// What the beginning of a frame says, if it is one of ours. Nothing else is looked at.
+/// Returns the identity in the start of a frame, if it is a frame of this program. It checks
+/// nothing else.
 #[inline]
 pub fn read_mark(head: &[u8]) -> Option<Mark> {
     if head.len() < HEAD || head[12..14] != [8, 0] || head[42..46] != MAGIC.to_be_bytes() {
@@ -192,17 +196,17 @@ pub fn read_mark(head: &[u8]) -> Option<Mark> {
     (flow < FLOWS_MAX).then_some(Mark { run: u16::from_be_bytes([head[46], head[47]]), flow, number })
 }
 
-/// Whether a frame that says `mark` is as it was sent, but for its Ethernet addresses. `partial`: whoever gave it says that
-/// its checksum is still to be computed.
+/// Checks that a frame with the identity `mark` is unchanged, except for its Ethernet addresses.
+/// `partial`: its checksum is not complete yet.
 ///
 /// # Errors
-/// What is wrong.
+/// The difference.
 pub fn check(frame: &[u8], mark: Mark, partial: bool) -> std::result::Result<(), Wrong> {
     if frame.len() < LEN_MIN || frame.len() > LEN_MAX {
         return Err(Wrong::Bytes(frame.len().min(LEN_MAX)));
     }
-    let way = if frame[26..30] == GUEST.ip { Way::Out } else { Way::In };
-    let want = Frame::new(way, mark, frame.len(), partial);
+    let direction = if frame[26..30] == GUEST.ip { Direction::Out } else { Direction::In };
+    let want = Frame::new(direction, mark, frame.len(), partial);
     let same = |range: std::ops::Range<usize>| match frame[range.clone()] == want.head[range.clone()] {
         true => Ok(()),
         false => Err(Wrong::Bytes(range.start)),
@@ -219,10 +223,11 @@ pub fn check(frame: &[u8], mark: Mark, partial: bool) -> std::result::Result<(),
     }
 }
 
-/// Exchanges the ends of a frame of ours, in place: the frame of the other way. Its checksums stay right.
+/// Exchanges the ends of a frame in place, which makes it a frame of the other direction. Its
+/// checksums stay correct.
 ///
 /// # Panics
-/// It is shorter than [`HEAD`].
+/// The frame is shorter than [`HEAD`].
 pub fn send_back(frame: &mut [u8]) {
     let (to, rest) = frame.split_at_mut(6);
     to.swap_with_slice(&mut rest[..6]);
@@ -232,22 +237,22 @@ pub fn send_back(frame: &mut [u8]) {
     from.swap_with_slice(to);
 }
 
-/// How long frames are.
+/// The lengths of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sizes {
-    /// All alike.
+    /// All frames have this length.
     Fixed(usize),
     /// The Internet's mix, simple form: 7 of 64 bytes, 4 of 594, 1 of 1514.
     Imix,
-    /// Anything from the first to the second.
+    /// Any length from the first to the second.
     Range(usize, usize),
 }
 
 impl Sizes {
-    /// `64`, `imix` or `60-1514`.
+    /// Parses `64`, `imix` or `60-1514`.
     ///
     /// # Errors
-    /// It is none of these, in words.
+    /// The text is none of these. The error is a message.
     pub fn parse(text: &str) -> Result<Self, String> {
         let number = |text: &str| match text.parse() {
             Ok(len) if (LEN_MIN..=LEN_MAX).contains(&len) => Ok(len),
@@ -265,7 +270,7 @@ impl Sizes {
         }
     }
 
-    /// Bytes of the `number`th frame.
+    /// Returns the bytes of frame `number`.
     #[inline]
     pub fn len(&self, number: u64) -> usize {
         match *self {
@@ -279,7 +284,7 @@ impl Sizes {
         }
     }
 
-    /// Bytes of the longest.
+    /// Returns the bytes of the longest frame.
     pub fn max(&self) -> usize {
         match *self {
             Self::Fixed(len) => len,
@@ -288,7 +293,7 @@ impl Sizes {
         }
     }
 
-    /// As it is asked for.
+    /// Returns the text that [`Sizes::parse`] takes.
     pub fn name(&self) -> String {
         match self {
             Self::Fixed(len) => len.to_string(),
@@ -298,10 +303,10 @@ impl Sizes {
     }
 }
 
-/// An error unless so many flows can be.
+/// Checks the number of flows.
 ///
 /// # Errors
-/// They cannot.
+/// It is 0, or too large.
 pub fn check_flows(flows: u16) -> Result<()> {
     match (1..=FLOWS_MAX).contains(&flows) {
         true => Ok(()),
@@ -313,13 +318,13 @@ pub fn check_flows(flows: u16) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn whole(way: Way, mark: Mark, len: usize, partial: bool) -> Vec<u8> {
+    fn whole(direction: Direction, mark: Mark, len: usize, partial: bool) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        Frame::new(way, mark, len, partial).write(&mut bytes);
+        Frame::new(direction, mark, len, partial).write(&mut bytes);
         bytes
     }
 
-    /// The checksum as RFC 768 has it, byte by byte.
+    /// Computes the checksum of RFC 768 byte by byte.
     fn udp_is_right(frame: &[u8]) -> bool {
         let mut bytes = frame[26..34].to_vec();
         bytes.extend([0, 17]);
@@ -335,13 +340,13 @@ mod tests {
     fn checksums_are_right_and_frames_are_known_again() {
         for (number, len) in (0u64..).zip([60, 61, 64, 1500, 1513, 1514, 9000, LEN_MAX - 1, LEN_MAX]) {
             let mark = Mark { run: 7, flow: (number * 455) as u16, number: number << 40 };
-            for way in [Way::Out, Way::In] {
-                let frame = whole(way, mark, len, false);
+            for direction in [Direction::Out, Direction::In] {
+                let frame = whole(direction, mark, len, false);
                 assert!(udp_is_right(&frame) && fold(words(&frame[14..34])) == 0xFFFF, "{len}");
                 assert_eq!(read_mark(&frame), Some(mark));
                 assert_eq!(check(&frame, mark, false), Ok(()));
                 assert_eq!(check(&frame, mark, true), Err(Wrong::Checksum));
-                let partial = whole(way, mark, len, true);
+                let partial = whole(direction, mark, len, true);
                 assert_eq!(check(&partial, mark, true), Ok(()));
             }
         }
@@ -351,12 +356,12 @@ mod tests {
     fn damage_is_seen() {
         let mark = Mark { run: 1, flow: 2, number: 3 };
         for at in [13, 20, 45, 70, 776] {
-            let mut frame = whole(Way::In, mark, 777, false);
+            let mut frame = whole(Direction::In, mark, 777, false);
             frame[at] ^= 1;
             let seen = read_mark(&frame).map(|mark| check(&frame, mark, false));
             assert!(!matches!(seen, Some(Ok(()))), "byte {at}");
         }
-        let frame = whole(Way::In, mark, 777, false);
+        let frame = whole(Direction::In, mark, 777, false);
         assert!(check(&frame[..700], mark, false).is_err());
     }
 
@@ -364,9 +369,9 @@ mod tests {
     fn what_is_sent_back_is_the_frame_of_the_other_way() {
         let mark = Mark { run: 1, flow: 2, number: 3 };
         for partial in [false, true] {
-            let mut frame = whole(Way::In, mark, 200, partial);
+            let mut frame = whole(Direction::In, mark, 200, partial);
             send_back(&mut frame);
-            assert_eq!(frame, whole(Way::Out, mark, 200, partial));
+            assert_eq!(frame, whole(Direction::Out, mark, 200, partial));
         }
     }
 

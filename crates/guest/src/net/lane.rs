@@ -1,6 +1,7 @@
-//! One queue pair under load: frames sent, received, or sent back.
+//! One queue pair under load: it sends, receives, or sends back frames.
 //!
-//! Owned by one load thread for the length of a run. Nothing here allocates or takes a lock once it is made.
+//! One load thread owns it for the length of a run. Nothing here allocates or takes a lock after
+//! its creation.
 
 mod receive;
 
@@ -9,7 +10,7 @@ use std::sync::atomic::Ordering;
 use self::receive::Partial;
 use super::device::{HEADER, Pair};
 use super::flows::{Flows, Tally};
-use super::frame::{self, CSUM_OFFSET, CSUM_START, Frame, HEAD, LEN_PLAIN, Mark, SEGMENT, Way};
+use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, Frame, HEAD, LEN_PLAIN, Mark, SEGMENT};
 use super::rate::Rate;
 use super::{Mode, Plan};
 use crate::driver::{DriverSeg, Queue};
@@ -17,19 +18,19 @@ use crate::error::Result;
 use crate::load::gauge::LoadGauge;
 use crate::load::thread::Drive;
 
-/// Header flags: the checksum is still to be computed.
+/// Header flags: the checksum is not complete yet.
 pub(super) const NEEDS_CSUM: u8 = 1;
-/// `gso_type`: UDP in segments.
+/// `gso_type`: UDP segmentation.
 const GSO_UDP_L4: u8 = 5;
-/// By how many frames a driver with --verify has header and frame in a buffer each.
+/// With --verify, the driver puts the header of each third frame into a separate buffer.
 const APART_EVERY: u64 = 3;
 
-/// What a lane counted.
+/// Counts of a lane.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Counted {
     pub(super) sent: u64,
     pub(super) sent_bytes: u64,
-    /// Frames of an echo that found no room in the transmit ring.
+    /// Frames of an echo for which the transmit ring had no room.
     pub(super) no_room: u64,
     pub(super) received: Tally,
     pub(super) kicks: u64,
@@ -44,16 +45,16 @@ pub(super) struct Lane<'a> {
     pub(super) gauges: &'a [LoadGauge],
     pub(super) flows: &'a Flows,
     pub(super) merge: bool,
-    /// Frames may go out without a checksum.
+    /// Whether frames may be sent without a checksum.
     pub(super) csum: bool,
     uso: bool,
     /// Flows of a source, and their next numbers.
     sources: Vec<(u16, u64)>,
-    turn: usize,
+    next_source: usize,
     pace: Option<Rate>,
-    /// Frames that may still be sent.
+    /// Number of frames that may still be sent.
     quota: u64,
-    /// A sink that is still to say where it is.
+    /// Whether a sink still has to announce its address.
     announces: bool,
     pub(super) stopped: bool,
     tx_outstanding: u32,
@@ -64,7 +65,7 @@ pub(super) struct Lane<'a> {
     calls_before: u64,
 }
 
-/// What the device gives its driver, for all lanes.
+/// Features that the device offers to its driver, for all lanes.
 #[derive(Clone, Copy)]
 pub(super) struct Negotiated {
     pub(super) merge: bool,
@@ -87,7 +88,7 @@ impl<'a> Lane<'a> {
         let sources: Vec<_> = mine.filter(|_| source).map(|flow| (flow, 0)).collect();
         let share = sources.len() as f64 / f64::from(plan.flows);
         let calls_before = pair.rx.queue.calls() + pair.tx.queue.calls();
-        // A frame is at most as long as all buffers that its number of buffers can name.
+        // A frame is at most as long as all buffers that its number of buffers can count.
         let longest = pair.rx.each * usize::from(plan.queue_size);
         let longest = longest.min(frame::LEN_MAX + HEADER + pair.rx.each);
         Self {
@@ -97,7 +98,7 @@ impl<'a> Lane<'a> {
             merge: negotiated.merge,
             csum: negotiated.csum,
             uso: negotiated.uso,
-            turn: 0,
+            next_source: 0,
             pace: plan.rate.map(|rate| Rate::new((rate * share).max(1e-3), plan.batch)),
             quota: if sources.is_empty() && source { 0 } else { quota },
             sources,
@@ -114,7 +115,7 @@ impl<'a> Lane<'a> {
         }
     }
 
-    /// What was counted.
+    /// Returns the counts.
     pub(super) fn counted(mut self) -> Counted {
         let calls = self.pair.rx.queue.calls() + self.pair.tx.queue.calls();
         self.counted.calls = calls - self.calls_before;
@@ -125,7 +126,7 @@ impl<'a> Lane<'a> {
         self.plan.mode != Mode::Source
     }
 
-    /// Takes back what was sent.
+    /// Takes the completions of sent frames.
     pub(super) fn reap_tx(&mut self) -> Result<u32> {
         let mut count = 0;
         while let Some(done) = self.pair.tx.queue.poll()? {
@@ -168,11 +169,11 @@ impl<'a> Lane<'a> {
         true
     }
 
-    /// One frame from the address that sources send to, so that a switch knows where it is.
+    /// Sends one frame from the address to which sources send, so that a switch learns it.
     fn announce(&mut self) {
         let Some(slot) = self.pair.tx.queue.take_slot() else { return };
         let mark = Mark { run: self.plan.run, flow: 0, number: 0 };
-        let frame = Frame::new(Way::In, mark, frame::LEN_MIN, false);
+        let frame = Frame::new(Direction::In, mark, frame::LEN_MIN, false);
         let mut bytes = [0; HEADER + frame::LEN_MIN];
         frame.write(&mut bytes[HEADER..]);
         let tx = &self.pair.tx;
@@ -186,9 +187,9 @@ impl<'a> Lane<'a> {
     #[inline]
     fn send_next(&mut self) -> bool {
         let Some(slot) = self.pair.tx.queue.take_slot() else { return false };
-        let (flow, number) = self.sources[self.turn];
+        let (flow, number) = self.sources[self.next_source];
         let len = self.plan.sizes.len(number);
-        let frame = Frame::new(Way::Out, Mark { run: self.plan.run, flow, number }, len, self.csum);
+        let frame = Frame::new(Direction::Out, Mark { run: self.plan.run, flow, number }, len, self.csum);
         let tx = &self.pair.tx;
         let at = tx.at(slot);
         tx.buffers.write(at, &header(self.csum, self.uso && len > LEN_PLAIN));
@@ -197,12 +198,12 @@ impl<'a> Lane<'a> {
         if !self.stage(slot, HEADER + len) {
             return false;
         }
-        self.sources[self.turn].1 += 1;
-        self.turn = (self.turn + 1) % self.sources.len();
+        self.sources[self.next_source].1 += 1;
+        self.next_source = (self.next_source + 1) % self.sources.len();
         true
     }
 
-    /// A source's batches, as long as there is room for whole ones.
+    /// Sends a source's batches, as long as there is room for whole ones.
     fn send_batches(&mut self) {
         while self.quota > 0 {
             let mut count = self.quota.min(self.plan.batch.into());
@@ -230,7 +231,8 @@ impl<'a> Lane<'a> {
     }
 }
 
-/// The header before a frame, whose checksum and segments are still to be made where that is said.
+/// Returns the header of a frame. The arguments tell what the device has to complete: the checksum,
+/// the segments.
 #[inline]
 fn header(csum: bool, segments: bool) -> [u8; HEADER] {
     let mut header = [0; HEADER];
@@ -286,12 +288,12 @@ impl Drive for Lane<'_> {
 
     fn due_ns(&self) -> Option<u64> {
         let pace = self.pace.as_ref().filter(|_| self.quota > 0)?;
-        // While the ring is full, only completions help.
+        // While the ring is full, only completions make progress possible.
         (self.pair.tx.queue.free_slots() as u64 >= pace.batch).then(|| pace.due_ns())
     }
 
     fn note_base(&mut self) {
-        // A frame of which the dead server gave a part is gone with the rest of it.
+        // The rest of a frame that the previous server gave in part does not arrive.
         if self.partial.got > 0 {
             self.partial = Partial::default();
         }
@@ -306,7 +308,8 @@ impl Drive for Lane<'_> {
     }
 
     fn arm(&mut self) -> bool {
-        // Nobody waits for a frame that was sent but a full ring, and the end. As Linux does: when most of it is done.
+        // Only a full ring and the end of a run wait for sent frames. As Linux does: at three
+        // quarters of them.
         let most = (self.tx_outstanding * 3 / 4).max(1) as u16;
         let count = if self.quota == 0 { self.tx_outstanding.max(1) as u16 } else { most };
         let sent = self.pair.tx.queue.enable_notify_after(count) && self.tx_outstanding > 0;

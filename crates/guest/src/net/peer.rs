@@ -1,7 +1,9 @@
-//! The other end of the tap behind the server: sends frames to the guest, and counts those that come from it.
+//! The other end of the tap behind the server: it sends frames to the guest, and counts those from
+//! the guest.
 //!
-//! Threads of their own, joined before the run ends. What comes is counted by the interface's own counters, which cost the
-//! server nothing; only with --verify by a packet socket, into which the server's writes then copy each frame.
+//! It has its own threads, which are joined before the run ends. The interface's counters count
+//! received frames, at no cost for the server. With --verify a packet socket receives them, and the
+//! server's writes then copy each frame into it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -10,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::flows::{Flows, Tally};
-use super::frame::{self, CSUM_OFFSET, CSUM_START, Frame, LEN_PLAIN, Mark, SEGMENT, Way};
+use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, Frame, LEN_PLAIN, Mark, SEGMENT};
 use super::{Mode, Plan};
 use crate::error::Result;
 use crate::link::{self, Inbox, LinkCounters, Outbox, PacketSocket};
@@ -21,44 +23,45 @@ use crate::stats::{now_ns, thread_cpu};
 const ETHERTYPE: u16 = 0x0800;
 /// Frames of one system call.
 const BATCH: usize = 64;
-/// Bytes of the header that a packet socket may have before each frame: virtio's, without the number of buffers.
+/// Bytes of the optional header before each frame of a packet socket: virtio's, without the number
+/// of buffers.
 const HEADER: usize = 10;
-/// Longest that a counting thread sleeps before it looks whether the end has come.
+/// Longest sleep of a counting thread between checks for the end.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long frames that are still on their way are waited for at the end.
+/// Time to wait for the last frames at the end.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// What the peer end is told.
+/// The parameters of the peer end.
 #[derive(Clone, Debug)]
 pub struct Peer {
     /// The tap's name, in the network namespace of this process.
     pub ifname: String,
-    /// Threads that send, each its part of the flows.
+    /// Number of sending threads, each with its part of the flows.
     pub senders: u16,
 }
 
-/// What the peer end did.
+/// Counts of the peer end.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct PeerCounted {
     /// Frames that the tap took.
     pub sent: u64,
-    /// Frames that found no room in the tap's queue.
+    /// Frames for which the tap's queue had no room.
     pub refused: u64,
-    /// Frames that came out of the tap, by the interface's counters.
+    /// Frames that left the tap, from the interface's counters.
     pub arrived: u64,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub arrived_bytes: u64,
-    /// Frames that the tap dropped on the way to its queues, by the interface's counters.
+    /// Frames that the tap dropped before its queues, from the interface's counters.
     pub tap_dropped: u64,
-    /// What the packet socket saw; without --verify there is none.
+    /// Counts of the packet socket. `None` without --verify.
     pub received: Option<Tally>,
-    /// Frames that found no room in the packet socket: they count as lost, and are not.
+    /// Frames for which the packet socket had no room. They count as lost, but are not.
     pub socket_dropped: u64,
-    /// CPU time of its threads, seconds.
+    /// CPU time of the threads in seconds.
     pub cpu_s: f64,
 }
 
-/// What its threads are made of.
+/// What the threads work with.
 pub(super) struct Threads<'a> {
     peer: &'a Peer,
     plan: &'a Plan,
@@ -69,7 +72,7 @@ pub(super) struct Threads<'a> {
     cpu_ns: AtomicU64,
 }
 
-/// Its threads while they run.
+/// The running threads.
 pub(super) struct Running<'scope, 'a> {
     threads: &'scope Threads<'a>,
     senders: Vec<ScopedJoinHandle<'scope, Result<(u64, u64)>>>,
@@ -77,7 +80,7 @@ pub(super) struct Running<'scope, 'a> {
 }
 
 impl<'a> Threads<'a> {
-    /// Opens what is needed and brings the interface up.
+    /// Opens the sockets and sets the interface up.
     pub(super) fn open(peer: &'a Peer, plan: &'a Plan) -> Result<Self> {
         let sends = plan.mode != Mode::Source;
         let count = if sends { peer.senders.clamp(1, plan.flows) } else { 0 };
@@ -134,14 +137,15 @@ impl<'a> Threads<'a> {
         result
     }
 
-    /// Sends the flows of the `t`th sender until the end, in turn. How many were taken, and how many not.
+    /// Sends the flows of sender `t` round robin until the end. Returns how many frames were taken,
+    /// and how many not.
     fn send(&self, t: usize, socket: &PacketSocket) -> Result<(u64, u64)> {
         let plan = self.plan;
         let mine = (0..plan.flows).filter(|flow| usize::from(*flow) % self.senders.len() == t);
         let mut flows: Vec<(u16, u64)> = mine.map(|flow| (flow, 0)).collect();
         let header = if plan.offloads { HEADER } else { 0 };
         let mut outbox = Outbox::new(BATCH, header + plan.sizes.max());
-        let (mut taken, mut refused, mut turn) = (0, 0, 0);
+        let (mut taken, mut refused, mut next_flow) = (0, 0, 0);
         let rate = plan.rate.map(|rate| rate * flows.len() as f64 / f64::from(plan.flows));
         let began = now_ns();
         while !self.stop.load(Ordering::Relaxed) {
@@ -155,16 +159,16 @@ impl<'a> Threads<'a> {
                 }
             }
             for at in 0..count {
-                let (flow, number) = &mut flows[turn];
+                let (flow, number) = &mut flows[next_flow];
                 let len = plan.sizes.len(*number);
                 let mark = Mark { run: plan.run, flow: *flow, number: *number };
                 let bytes = outbox.frame(at, header + len);
                 if plan.offloads {
                     bytes[..HEADER].copy_from_slice(&sent_header(len));
                 }
-                Frame::new(Way::In, mark, len, plan.offloads).write(&mut bytes[header..]);
+                Frame::new(Direction::In, mark, len, plan.offloads).write(&mut bytes[header..]);
                 *number += 1;
-                turn = (turn + 1) % flows.len();
+                next_flow = (next_flow + 1) % flows.len();
             }
             let (yes, no) = outbox.send(socket, count)?;
             (taken, refused) = (taken + yes, refused + no);
@@ -172,7 +176,8 @@ impl<'a> Threads<'a> {
         Ok((taken, refused))
     }
 
-    /// Checks what comes until the end, and a while longer. What was seen, and how much the socket dropped.
+    /// Checks received frames until the end, and a short time longer. Returns the counts, and the
+    /// frames that the socket dropped.
     fn listen(&self, socket: &PacketSocket) -> Result<(Tally, u64)> {
         let (flows, mut tally) = (Flows::default(), Tally::default());
         let mut inbox = Inbox::new(BATCH, HEADER + frame::LEN_MAX);
@@ -204,7 +209,7 @@ impl<'a> Threads<'a> {
 }
 
 impl Running<'_, '_> {
-    /// Ends the threads; what they did.
+    /// Ends the threads. Returns their counts.
     pub(super) fn end(self) -> Result<PeerCounted> {
         let threads = self.threads;
         threads.stop.store(true, Ordering::Relaxed);
@@ -227,7 +232,8 @@ impl Running<'_, '_> {
     }
 }
 
-/// The header of a frame whose checksum, and segments if it is long, are left to whoever is next.
+/// Returns the header of a frame. The receiver completes the checksum, and the segments if the
+/// frame is long.
 fn sent_header(len: usize) -> [u8; HEADER] {
     let mut header = [0; HEADER];
     header[0] = 1;

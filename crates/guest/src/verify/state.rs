@@ -1,6 +1,7 @@
-//! What every block should hold: 32 bits a block in memory, and the same in a file for a later run.
+//! The expected contents of every block: 32 bits for each block in memory, and the same in a file
+//! for a later run.
 //!
-//! A [`Partition`] belongs to the one queue that writes its blocks, so nothing here is shared.
+//! A [`Partition`] belongs to the only queue that writes its blocks, so nothing here is shared.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -8,7 +9,8 @@ use std::path::Path;
 
 use crate::error::{Error, Kind, Result, fail};
 
-/// Set while a write of the block is outstanding: it may hold this generation or the one before.
+/// Set while a write of the block is in flight. It may then have this generation or the previous
+/// one.
 const UNSETTLED: u32 = 1 << 31;
 
 /// The blocks of one queue.
@@ -19,22 +21,22 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// `count` blocks from `first` on, none written.
+    /// Makes a partition of `count` blocks from `first` on, none of them written.
     pub fn new(first: u64, count: usize) -> Self {
         Self { first, states: vec![0; count] }
     }
 
-    /// The number of its first block.
+    /// Returns the number of its first block.
     pub fn first(&self) -> u64 {
         self.first
     }
 
-    /// How many blocks it has.
+    /// Returns the number of blocks.
     pub fn len(&self) -> usize {
         self.states.len()
     }
 
-    /// Whether it has none.
+    /// Returns whether it has no blocks.
     pub fn is_empty(&self) -> bool {
         self.states.is_empty()
     }
@@ -44,7 +46,7 @@ impl Partition {
         &mut self.states[(block - self.first) as usize]
     }
 
-    /// Begins a write of `block`; its generation, or `None` if one is outstanding.
+    /// Starts a write of `block`. Returns its generation, or `None` if a write is in flight.
     #[inline]
     pub fn begin_write(&mut self, block: u64) -> Option<u32> {
         let state = self.state(block);
@@ -55,59 +57,60 @@ impl Partition {
         Some(*state & !UNSETTLED)
     }
 
-    /// Takes back a write that was begun and not submitted.
+    /// Undoes the start of a write that was not submitted.
     #[inline]
     pub fn cancel_write(&mut self, block: u64) {
         let state = self.state(block);
         *state = (*state & !UNSETTLED) - 1;
     }
 
-    /// The write of `block` is complete.
+    /// Records the completion of a write of `block`.
     #[inline]
     pub fn end_write(&mut self, block: u64) {
         *self.state(block) &= !UNSETTLED;
     }
 
-    /// The generation that `block` has for certain: the oldest that a read that begins now may find; 0 is unknown.
+    /// Returns the oldest generation of `block` that a read that starts now may find. 0: unknown.
     #[inline]
     pub fn settled(&mut self, block: u64) -> u32 {
         let state = *self.state(block);
         if state & UNSETTLED != 0 { (state & !UNSETTLED) - 1 } else { state }
     }
 
-    /// The newest generation of `block` that a read that ends now may find.
+    /// Returns the newest generation of `block` that a read that ends now may find.
     #[inline]
     pub fn newest(&mut self, block: u64) -> u32 {
         *self.state(block) & !UNSETTLED
     }
 
-    /// The first block from `from` (an index into the partition) on that was written.
+    /// Returns the first written block from `from` (an index into the partition) on.
     pub fn next_written(&self, from: usize) -> Option<usize> {
         let found = self.states.get(from..)?.iter().position(|&s| s & !UNSETTLED != 0)?;
         Some(from + found)
     }
 
-    /// Blocks that were written at least once.
+    /// Returns the number of blocks that were written at least once.
     pub fn written(&self) -> u64 {
         self.states.iter().filter(|&&s| s & !UNSETTLED != 0).count() as u64
     }
 }
 
-/// The state of a whole run, on disk: `vshunt-bench verify` reads it.
+/// The state of a whole run in a file, which `vshunt-bench verify` reads.
 #[derive(Clone, Debug)]
 pub struct StateFile {
     /// The run's seed.
     pub seed: u32,
-    /// Bytes a block.
+    /// Bytes of each block.
     pub block: u32,
-    /// First block of each partition, with its blocks.
+    /// The partitions, with their first blocks.
     pub partitions: Vec<Partition>,
 }
 
 const MAGIC: &[u8; 8] = b"vshuntS1";
 
 impl StateFile {
-    /// Writes it beside `path` and renames it there, so that a crash leaves the old one.
+    /// Writes the state to a file next to `path` and renames it, so that a crash leaves the old
+    /// file.
     pub fn save(&self, path: &Path) -> Result<()> {
         let temporary = path.with_extension("tmp");
         let write = || -> std::io::Result<()> {
@@ -131,7 +134,7 @@ impl StateFile {
         })
     }
 
-    /// Reads what [`StateFile::save`] wrote.
+    /// Reads the file of [`StateFile::save`].
     pub fn load(path: &Path) -> Result<Self> {
         let mut bytes = Vec::new();
         File::open(path).and_then(|mut f| f.read_to_end(&mut bytes)).map_err(|e| {
@@ -166,18 +169,18 @@ impl StateFile {
                 states.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
             partitions.push(Partition { first, states });
         }
-        // Partitions of one run adjoin: `deal` counts on it.
+        // Partitions of one run are adjacent, which `deal` needs.
         let adjoin =
             partitions.windows(2).all(|p| p[0].first.checked_add(p[0].len() as u64) == Some(p[1].first));
         (rest.is_empty() && block > 0 && adjoin).then_some(Self { seed, block, partitions })
     }
 
-    /// Blocks that were written.
+    /// Returns the number of written blocks.
     pub fn written(&self) -> u64 {
         self.partitions.iter().map(Partition::written).sum()
     }
 
-    /// The same blocks dealt anew to at most `count` queues, equal parts each.
+    /// Returns the same blocks in at most `count` partitions of equal size.
     #[must_use]
     pub fn deal(self, count: usize) -> Vec<Partition> {
         let first = self.partitions.first().map_or(0, Partition::first);

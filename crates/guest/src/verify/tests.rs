@@ -4,13 +4,13 @@ const STAMP: Stamp = Stamp { sector: 40, generation: 7, seed: 3 };
 
 fn written(stamp: Stamp, sectors: usize) -> Vec<u64> {
     let mut words = vec![0u64; sectors * WORDS];
-    // SAFETY: the vector has 512 bytes a sector and is aligned for u64.
+    // SAFETY: the vector has 512 bytes for each sector and is aligned for u64.
     unsafe { write_sectors(words.as_mut_ptr().cast(), stamp, sectors) };
     words
 }
 
 fn check(words: &[u64], stamp: Stamp, lowest: u32) -> Result<(), Box<Mismatch>> {
-    // SAFETY: as many sectors as the slice holds.
+    // SAFETY: the slice has this number of sectors.
     unsafe { check_sectors(words.as_ptr().cast(), stamp, lowest, words.len() / WORDS) }
 }
 

@@ -1,5 +1,7 @@
-//! A back-end in this process to try the driver on: a RAM disk, or a network device, behind the `virtio` crate's device
-//! side, which dies, lies and dawdles on command. It is no server: one connection at a time, a polling thread a queue.
+//! A back end in this process for tests of the driver: a RAM disk or a network device. It uses the
+//! device side of the `virtio` crate, and can be told to die, to answer incorrectly, or to be slow.
+//! It is no complete server: it has one connection at a time, and one polling thread for each
+//! queue.
 
 #![allow(dead_code)] // each test program uses a part of it
 
@@ -15,51 +17,52 @@ use std::thread::JoinHandle;
 
 use virtio::ring::UsedLog;
 
-/// Queues that the model offers.
+/// Number of queues that the model offers.
 pub(crate) const QUEUES: u16 = 4;
 
-/// How the model behaves; tests set the fields while it runs.
+/// The behaviour of the model. Tests set the fields while it runs.
 #[derive(Default)]
 pub(crate) struct Behaviour {
-    /// Dies when so many more requests were taken; 0: does not.
+    /// Dies after this number of further requests. 0: does not die.
     pub(crate) die_after: AtomicI64,
-    /// How often it is to die, each time after some more requests than before; 0: as often as `die_after` is set.
+    /// Number of deaths, each after a few more requests than the previous one. 0: dies each time
+    /// that `die_after` is set.
     pub(crate) deaths_wanted: AtomicU32,
-    /// How often it has died.
+    /// Number of deaths so far.
     pub(crate) deaths: AtomicU32,
-    /// Loses this write: says that it was done and does not do it. Counts down; 0: none.
+    /// Loses this write: completes it without executing it. Counts down; 0: none.
     pub(crate) lose_write_in: AtomicI64,
     /// Completes this request twice. Counts down; 0: none.
     pub(crate) twice_in: AtomicI64,
-    /// Neither takes nor completes anything.
+    /// Neither takes nor completes requests.
     pub(crate) hang: AtomicBool,
-    /// Forgets to mark what it writes in the dirty log.
+    /// Does not mark its writes in the dirty log.
     pub(crate) forget_to_log: AtomicBool,
-    /// Neither copies data nor shuffles nor sleeps: for the driver's own cost.
+    /// Neither copies data nor reorders nor sleeps, to measure the driver's own cost.
     pub(crate) null: AtomicBool,
-    /// Protocol and virtio features not to offer.
+    /// Protocol and virtio features that are not offered.
     pub(crate) refuse_protocol: AtomicU64,
-    /// Set when the model is to say that the configuration changed.
+    /// Set when the model has to announce a changed configuration.
     pub(crate) announce: AtomicBool,
 }
 
-/// A RAM disk and what both sides of its model share.
+/// A RAM disk, and the state that both sides of its model share.
 pub(crate) struct Shared {
     pub(crate) behaviour: Behaviour,
     pub(crate) sectors: AtomicU64,
     data: Mutex<Vec<u8>>,
-    /// It is a network device, not a disk.
+    /// The network device, if this is no disk.
     pub(crate) net: Option<net::Net>,
-    /// All queue threads of the present life end when it is set.
+    /// Ends all queue threads of the current connection.
     stop: AtomicBool,
     dying: AtomicBool,
-    /// The used log of each queue, with a number that grows when it changes.
+    /// The used log of each queue, with a number that increases at each change.
     used_logs: Mutex<Vec<Option<UsedLog>>>,
     log_epoch: AtomicU32,
     quit: AtomicBool,
 }
 
-/// A running model; gone when dropped.
+/// A running model. It ends when it is dropped.
 pub(crate) struct Model {
     pub(crate) shared: Arc<Shared>,
     path: PathBuf,
@@ -67,7 +70,7 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// Serves a disk of `sectors` at a socket of its own.
+    /// Serves a disk of `sectors` at its own socket.
     pub(crate) fn start(name: &str, sectors: u64) -> Self {
         Self::serve(name, sectors, None)
     }
@@ -77,7 +80,7 @@ impl Model {
         Self::serve(name, 0, Some(net::Net::default()))
     }
 
-    /// The device.
+    /// Returns the network device.
     pub(crate) fn net(&self) -> &net::Net {
         self.shared.net.as_ref().expect("a model of a device")
     }
@@ -130,22 +133,23 @@ impl Drop for Model {
     }
 }
 
-/// A mapping of a file that the front-end sent.
+/// A mapping of a file that the front end sent.
 struct Mapping {
     host: *mut u8,
     len: usize,
 }
 
-// SAFETY: a plain mapping, unmapped when its last owner goes; users answer for what they do there.
+// SAFETY: a mapping may be used and unmapped on any thread. It is unmapped when its last owner
+// drops it, and code that uses the pointer keeps an owner.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: the pointer never changes, and accesses through it are raw copies and atomics.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(fd: &OwnedFd, offset: u64, len: usize) -> Arc<Self> {
         use rustix::mm::{MapFlags, ProtFlags, mmap};
         let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address, so the new mapping replaces nothing.
         let host =
             unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset) }.expect("mmap");
         Arc::new(Self { host: host.cast(), len })
@@ -154,7 +158,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: as mapped in `new`; the owner of a pointer into it keeps an Arc.
+        // SAFETY: address and length are those of the mapping in `new`. A user of a pointer into it
+        // keeps an Arc of it.
         let _ = unsafe { rustix::mm::munmap(self.host.cast(), self.len) };
     }
 }

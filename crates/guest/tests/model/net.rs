@@ -1,4 +1,5 @@
-//! The device: gives frames to every receive ring, checks what comes by the transmit rings.
+//! The network device of the model: it gives frames to every receive ring, and checks the frames of
+//! the transmit rings.
 
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use virtio::ring::{Chain, DeviceRing, Head, Seg};
 use vshunt_guest::driver::feature;
-use vshunt_guest::net::frame::{self, Frame, Mark, Sizes, Way};
+use vshunt_guest::net::frame::{self, Direction, Frame, Mark, Sizes};
 use vshunt_guest::net::{Flows, Tally};
 
 use super::serve::{QueueThread, counts_down};
@@ -16,7 +17,7 @@ use super::serve::{QueueThread, counts_down};
 /// MAC, status, queue pairs, MTU.
 pub(crate) const CONFIG: [u8; 12] = [2, 0, 0, 0, 0, 9, 1, 0, 2, 0, 0xDC, 5];
 const HEADER: usize = 12;
-/// Flows of each receive ring.
+/// Number of flows of each receive ring.
 const FLOWS: u16 = 8;
 const OFFER: u64 = feature::VERSION_1
     | feature::PROTOCOL_FEATURES
@@ -32,24 +33,24 @@ const OFFER: u64 = feature::VERSION_1
     | feature::NET_GUEST_USO4
     | feature::NET_GUEST_USO6;
 
-/// What tests set and ask.
+/// The settings and results of the device.
 #[derive(Default)]
 pub(crate) struct Net {
-    /// Frames for the guest that are left, over all rings.
+    /// Frames that are left for the guest, over all rings.
     pub(crate) to_guest: AtomicI64,
-    /// How long they are; none: 60 to 1514 bytes.
+    /// Lengths of the frames. `None`: 60 to 1514 bytes.
     pub(crate) sizes: Mutex<Option<Sizes>>,
-    /// They come without checksums.
+    /// Whether the frames have no checksums.
     pub(crate) partial: std::sync::atomic::AtomicBool,
-    /// Damages, leaves out, repeats that frame. Each counts down; 0: none.
+    /// Damages, omits, repeats this frame. Each counts down; 0: none.
     pub(crate) damage_in: AtomicI64,
     pub(crate) lose_in: AtomicI64,
     pub(crate) twice_in: AtomicI64,
-    /// Says that the frame fills no buffer.
-    pub(crate) lie_in: AtomicI64,
-    /// Features not to offer.
+    /// Sets the number of buffers in the header of this frame to 0. Counts down; 0: none.
+    pub(crate) wrong_count_in: AtomicI64,
+    /// Features that are not offered.
     pub(crate) refuse: AtomicU64,
-    /// What the guest sent.
+    /// Frames that the guest sent.
     pub(crate) got: Mutex<Tally>,
     flows: Flows,
     /// Next numbers of the flows of each ring.
@@ -61,9 +62,10 @@ impl Net {
         OFFER & !self.refuse.load(Ordering::Acquire)
     }
 
-    /// The next frame for ring `index`, header and all, for the turn `turn` of its flows.
-    fn next_frame(&self, index: usize, turn: u64) -> Vec<u8> {
-        let flow = (turn % u64::from(FLOWS)) as u16 + (index / 2) as u16 * FLOWS;
+    /// Returns the next frame for ring `index`, with its header, for iteration `iteration` of its
+    /// flows.
+    fn next_frame(&self, index: usize, iteration: u64) -> Vec<u8> {
+        let flow = (iteration % u64::from(FLOWS)) as u16 + (index / 2) as u16 * FLOWS;
         let number = {
             let mut next = self.next.lock().expect("numbers");
             next.resize(usize::from(frame::FLOWS_MAX), 0);
@@ -76,7 +78,7 @@ impl Net {
         let sizes = self.sizes.lock().expect("sizes").unwrap_or(Sizes::Range(60, 1514));
         let (len, partial) = (sizes.len(number), self.partial.load(Ordering::Acquire));
         let mut bytes = vec![0; HEADER + len];
-        Frame::new(Way::In, Mark { run: 5, flow, number }, len, partial).write(&mut bytes[HEADER..]);
+        Frame::new(Direction::In, Mark { run: 5, flow, number }, len, partial).write(&mut bytes[HEADER..]);
         bytes[0] = u8::from(partial);
         if counts_down(&self.damage_in) {
             bytes[HEADER + 59] ^= 0x10;
@@ -84,7 +86,7 @@ impl Net {
         bytes
     }
 
-    /// A frame from the guest on ring `index`.
+    /// Takes a frame from the guest on ring `index`.
     fn take(&self, index: usize, bytes: &[u8]) {
         let (header, frame) = bytes.split_at(HEADER);
         let mut tally = self.got.lock().expect("tally");
@@ -106,7 +108,8 @@ fn copy_out(segs: &[Seg]) -> Vec<u8> {
     for seg in segs {
         let at = bytes.len();
         bytes.resize(at + seg.len as usize, 0);
-        // SAFETY: the ring checked that the segment lies in guest memory; the bytes are ours.
+        // SAFETY: the ring checked that the segment is in guest memory. `bytes` is this function's
+        // own vector.
         unsafe { seg.ptr.copy_to(bytes[at..].as_mut_ptr(), seg.len as usize) };
     }
     bytes
@@ -127,7 +130,7 @@ impl QueueThread {
         if self.index.is_multiple_of(2) { self.give_frames() } else { self.take_frames() }
     }
 
-    /// A chain that a former life had taken: a receive buffer still waits for its frame.
+    /// Handles a chain that the previous model had taken: a receive buffer still needs its frame.
     pub(super) fn carry_on(&mut self) {
         if self.index.is_multiple_of(2) {
             self.spare.push((self.chain.head, self.chain.segs[0]));
@@ -169,7 +172,7 @@ impl QueueThread {
     fn give_frames(&mut self) {
         let (memory, shared) = (self.memory.clone(), self.shared.clone());
         let net = shared.net.as_ref().expect("a device");
-        let (mut turn, mut left) = (0, Vec::new());
+        let (mut iteration, mut left) = (0, Vec::new());
         while !self.ended() {
             let mut given = 0;
             while given < 32 {
@@ -178,8 +181,8 @@ impl QueueThread {
                         net.to_guest.fetch_add(1, Ordering::AcqRel);
                         break;
                     }
-                    left = net.next_frame(self.index, turn);
-                    turn += 1;
+                    left = net.next_frame(self.index, iteration);
+                    iteration += 1;
                 }
                 if !self.give(&memory, &mut left, net) {
                     break;
@@ -195,9 +198,10 @@ impl QueueThread {
         }
     }
 
-    /// Puts a frame into as many buffers as it takes; false if there are not enough yet. Those popped are kept.
+    /// Puts a frame into as many buffers as it needs. Returns false if there are not enough yet.
+    /// Buffers that were taken are kept.
     fn give(&mut self, memory: &virtio::mem::GuestMemory, frame: &mut Vec<u8>, net: &Net) -> bool {
-        // Those left over of a former life come first.
+        // Buffers of the previous model come first.
         let room = |spare: &[(Head, Seg)]| spare.iter().map(|b| b.1.len as usize).sum::<usize>();
         while room(&self.spare) < frame.len() {
             let mut chain = Chain::new();
@@ -209,12 +213,12 @@ impl QueueThread {
         }
         let needed = (1..).find(|&n| room(&self.spare[..n]) >= frame.len()).expect("there is room");
         let buffers: Vec<_> = self.spare.drain(..needed).collect();
-        let count = if counts_down(&net.lie_in) { 0 } else { buffers.len() as u16 };
+        let count = if counts_down(&net.wrong_count_in) { 0 } else { buffers.len() as u16 };
         frame[10..12].copy_from_slice(&count.to_le_bytes());
         let mut rest = &frame[..];
         for (head, seg) in buffers {
             let (now, later) = rest.split_at(rest.len().min(seg.len as usize));
-            // SAFETY: the ring checked that the segment lies in guest memory and is as long as it says.
+            // SAFETY: the ring checked that the segment is in guest memory and has its length.
             unsafe { seg.ptr.copy_from(now.as_ptr(), now.len()) };
             self.ring.push(head, now.len() as u32);
             rest = later;

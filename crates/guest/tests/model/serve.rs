@@ -1,4 +1,4 @@
-//! One life of the model: its connection and its queue threads.
+//! One connection of the model, and its queue threads.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -81,7 +81,7 @@ pub(super) fn connection(stream: UnixStream, shared: &Arc<Shared>) {
         let Ok(message) = life.wire.recv() else { break };
         life.handle(message);
     }
-    // All threads have stopped before the socket closes, as with a process that is killed.
+    // All threads have stopped before the socket closes, as in a process that is killed.
     shared.stop.store(true, Ordering::Release);
     for vring in &mut life.vrings {
         vring.thread.take().map(|t| t.join().expect("a queue thread"));
@@ -122,7 +122,7 @@ impl Life<'_> {
             }
             15 => {
                 let refused = self.shared.behaviour.refuse_protocol.load(Ordering::Acquire);
-                return self.reply_u64(code, protocol::OURS & !refused);
+                return self.reply_u64(code, protocol::SUPPORTED & !refused);
             }
             17 => return self.reply_u64(code, u64::from(QUEUES)),
             36 => return self.reply_u64(code, 8),
@@ -139,7 +139,7 @@ impl Life<'_> {
             31 => return self.new_inflight(&m),
             6 => {
                 let mapping = Mapping::new(&m.fds[0], u64_at(&m, 8), u64_at(&m, 0) as usize);
-                // SAFETY: the mapping is kept alive by the log itself.
+                // SAFETY: the log itself keeps the mapping.
                 self.log =
                     Some(Arc::new(unsafe { DirtyLog::new(mapping.host, mapping.len, mapping.clone()) }));
                 return self.reply_u64(code, 0);
@@ -193,7 +193,7 @@ impl Life<'_> {
             host: mapping.host,
             keep: mapping.clone(),
         });
-        // SAFETY: each region is a whole mapping that it keeps.
+        // SAFETY: each region is a whole mapping, which the region keeps.
         self.memory = Arc::new(unsafe { GuestMemory::new(regions.collect()) }.expect("a memory table"));
     }
 
@@ -234,11 +234,11 @@ impl Life<'_> {
             driver: host(vring.driver, sizes.driver),
             device: host(vring.device, sizes.device),
         };
-        // SAFETY: the areas lie in mappings that the queue thread keeps through `memory`.
+        // SAFETY: the areas are in mappings that the queue thread keeps through `memory`.
         let mut ring = unsafe { DeviceRing::new(vring.size, features, addrs, vring.base) }.expect("a ring");
         let mut replays = Vec::new();
         if let Some((mapping, each)) = &self.inflight {
-            // SAFETY: this queue's part of the mapping, which the ring keeps.
+            // SAFETY: the range is this queue's part of the mapping, which the ring keeps.
             let part = unsafe {
                 let base = mapping.host.add(each * index);
                 Inflight::new(base, *each, vring.size, features.packed, mapping.clone())
@@ -285,10 +285,10 @@ pub(super) struct QueueThread {
     pub(super) call: OwnedFd,
     log: Option<UsedLog>,
     log_epoch: u32,
-    /// Done, not yet given back: requests complete out of order.
+    /// Requests that are done and not completed yet. They complete out of order.
     pending: Vec<(Head, u32)>,
     pub(super) chain: Chain,
-    /// A device's: receive buffers taken for a frame that needs more.
+    /// Receive buffers of a network device that were taken for a frame that needs more.
     pub(super) spare: Vec<(Head, Seg)>,
     rng: u64,
 }
@@ -316,7 +316,8 @@ impl QueueThread {
             let mut taken = 0;
             while taken < 64 && self.ring.pop(&memory, &mut self.chain).expect("a sound ring") {
                 taken += 1;
-                // The request may have come after a change of the log that a look before it did not see.
+                // The request may have arrived after a change of the log that the previous check
+                // did not see.
                 self.take_up_log();
                 self.carry_out();
                 if counts_down(&self.shared.behaviour.die_after) {
@@ -347,7 +348,8 @@ impl QueueThread {
         }
     }
 
-    /// Gives back some of what is done, in any order; all of it when nothing new came.
+    /// Completes some requests that are done, in any order. Completes all if no new requests
+    /// arrived.
     fn give_back(&mut self, taken: usize, null: bool) {
         let keep = if null || taken == 0 { 0 } else { self.draw() as usize % (self.pending.len() + 1) };
         while self.pending.len() > keep {
@@ -366,7 +368,7 @@ impl QueueThread {
         }
     }
 
-    /// Does what the chain asks for.
+    /// Executes the request of the chain.
     fn carry_out(&mut self) {
         let mut data = Vec::new();
         let asked = split_request(&self.chain, &mut data).expect("a sound request");
@@ -378,7 +380,8 @@ impl QueueThread {
             let mut at = asked.sector as usize * 512;
             for seg in &data {
                 let place = disk[at..at + seg.len as usize].as_mut_ptr();
-                // SAFETY: both ranges have `seg.len` bytes: one checked by the slice, one by the ring's translation.
+                // SAFETY: both ranges have `seg.len` bytes. The slice checked one, and the ring's
+                // translation the other.
                 unsafe {
                     match asked.kind {
                         request::IN => seg.ptr.copy_from(place, seg.len as usize),
@@ -392,7 +395,7 @@ impl QueueThread {
             written += asked.data_len as u32;
             data.iter().for_each(|seg| self.mark(seg.ptr, u64::from(seg.len)));
         }
-        // SAFETY: the status byte that the request names, in guest memory.
+        // SAFETY: the request names this status byte, which is in guest memory as the ring checked.
         unsafe { asked.status.write_volatile(0) };
         self.mark(asked.status, 1);
         self.pending.push((self.chain.head, written));
@@ -406,7 +409,7 @@ impl QueueThread {
     }
 }
 
-/// Whether this was the step at which the counter reached zero.
+/// Returns whether this step made the counter reach zero.
 pub(super) fn counts_down(counter: &std::sync::atomic::AtomicI64) -> bool {
     counter.load(Ordering::Relaxed) > 0 && counter.fetch_sub(1, Ordering::AcqRel) == 1
 }

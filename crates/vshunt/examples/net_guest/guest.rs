@@ -109,7 +109,7 @@ fn greet(socket: &Path, kind: Kind) -> Outcome<(Wire, u64)> {
     let offered = wire.ask_u64(Code::GetFeatures).map_err(text)?;
     wire.tell(Code::SetOwner, &[], &[]).map_err(text)?;
     let theirs = wire.ask_u64(Code::GetProtocolFeatures).map_err(text)?;
-    let ours = (protocol::OURS & !protocol::BACKEND_REQ) | RARP | NET_MTU;
+    let ours = (protocol::SUPPORTED & !protocol::BACKEND_REQ) | RARP | NET_MTU;
     if theirs & (RARP | NET_MTU | protocol::CONFIG) != RARP | NET_MTU | protocol::CONFIG
         || (theirs & protocol::INFLIGHT_SHMFD != 0) != kind.user
     {

@@ -134,5 +134,5 @@ fn mq_is_not_offered_for_one_queue() {
     let mut client = rig.connect("e", small());
     assert_eq!(client.disk.session().features() & feature::BLK_MQ, 0);
     assert_eq!(client.disk.session().max_queues(), 1);
-    assert_eq!(client.disk.session().protocol() & protocol::OURS, protocol::OURS);
+    assert_eq!(client.disk.session().protocol() & protocol::SUPPORTED, protocol::SUPPORTED);
 }

@@ -64,7 +64,7 @@ fn protocol_features_never_offered_are_refused() {
     let mut client = rig.connect("e", small());
     let wire = client.disk.session().wire();
     let offered = wire.ask_u64(Code::GetProtocolFeatures).unwrap();
-    assert_eq!(offered, protocol::OURS);
+    assert_eq!(offered, protocol::SUPPORTED);
     for bit in [4, 6, 7, 8, 10, 11, 14, 17, 18, 40] {
         let e =
             wire.tell(Code::SetProtocolFeatures, &Payload::new().u64(offered | 1 << bit), &[]).unwrap_err();

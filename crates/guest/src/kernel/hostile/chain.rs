@@ -1,8 +1,8 @@
-//! Chains that lie: descriptors, tables and headers drawn by chance, most of them nearly right.
+//! Malformed chains: random descriptors, tables and headers, most of them nearly valid.
 //!
-//! In the spirit of the fuzz target `rings`: a driver that is wholly wrong is found out at the first descriptor, so
-//! each chain is a sound request with something wrong about it. What a chain may have written is the arena alone,
-//! unless it is one that aims at the rings.
+//! The fuzz target `rings` uses the same method. A device detects a completely random chain at its
+//! first descriptor. So each chain is a valid request with some errors. A chain names writable
+//! memory only in the arena, unless it aims at the rings.
 
 use crate::driver::{Area, request};
 use crate::rng::Draws;
@@ -11,10 +11,10 @@ pub(super) const NEXT: u16 = 1;
 pub(super) const WRITE: u16 = 2;
 pub(super) const INDIRECT: u16 = 4;
 
-/// Bytes of the arena for tables, before those for data.
+/// Bytes at the start of the arena that are for tables. The rest is for data.
 const TABLES: usize = 64 << 10;
 
-/// A descriptor as it lies in memory.
+/// A descriptor with the fields of the ring.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Desc {
     pub(super) addr: u64,
@@ -34,16 +34,16 @@ impl Desc {
     }
 }
 
-/// How a chain is put on the ring, and what the device may make of it.
+/// How a chain is put on the ring, and what the device may do with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Offer {
     /// Once: one answer, or a broken ring.
     Once,
-    /// The same head so many times: as many answers at most.
+    /// The same head this many times: at most as many answers.
     Again(u16),
-    /// The available index moves by this much, whatever lies there.
+    /// The available index moves by this number, over entries with any contents.
     Jump(u16),
-    /// Once, but what the device writes may be the ring itself.
+    /// Once, but the device may write to the ring itself.
     AtTheRing,
 }
 
@@ -52,13 +52,13 @@ pub(super) struct Draft {
     pub(super) descs: Vec<Desc>,
     pub(super) head: u16,
     pub(super) offer: Offer,
-    /// Where the status byte should be, if it is in the arena.
+    /// The expected place of the status byte, if it is in the arena.
     pub(super) status: Option<u64>,
-    /// Header and status are where they have to be: if it is answered, then by a status.
+    /// Whether header and status are valid. Then an answer has a status.
     pub(super) has_status: bool,
 }
 
-/// What chains are made from.
+/// The source of the chains.
 pub(super) struct Source<'a> {
     pub(super) rng: Draws,
     /// Memory for tables, headers and data.
@@ -68,8 +68,8 @@ pub(super) struct Source<'a> {
     pub(super) size: u16,
     pub(super) capacity: u64,
     pub(super) indirect: bool,
-    /// This chain is made of sound descriptors; what they mean may be nonsense still.
-    pub(super) tame: bool,
+    /// Whether the descriptors of this chain are valid. The request may still be malformed.
+    pub(super) valid: bool,
 }
 
 impl Source<'_> {
@@ -77,12 +77,13 @@ impl Source<'_> {
         of[self.rng.below(of.len() as u64) as usize]
     }
 
-    /// An address of data: mostly in the arena, else nowhere, at its end, or where an owner has no business.
+    /// Returns a random data address: usually in the arena, otherwise at its end, in no region, or
+    /// in a range that a driver may not name.
     pub(super) fn address(&mut self) -> u64 {
-        // The upper half takes what long segments reach over.
+        // Long segments may reach into the upper half.
         let data = self.arena.len() / 2 - TABLES;
         let inside = self.arena.guest() + (TABLES as u64) + self.rng.below(data as u64);
-        match if self.tame { 6 + self.rng.below(26) } else { self.rng.below(32) } {
+        match if self.valid { 6 + self.rng.below(26) } else { self.rng.below(32) } {
             0 => self.rng.draw(),
             1 => u64::MAX - self.rng.below(300),
             2 => 0xffff_8880_0000_0000 + self.rng.below(1 << 30),
@@ -95,7 +96,7 @@ impl Source<'_> {
     }
 
     pub(super) fn len(&mut self) -> u32 {
-        match if self.tame { 3 + self.rng.below(21) } else { self.rng.below(24) } {
+        match if self.valid { 3 + self.rng.below(21) } else { self.rng.below(24) } {
             0 => 0,
             1 => self.rng.draw() as u32,
             2 => self.pick(&[u32::MAX, 1 << 31, 0x7fff_ffff, 0xffff_f000, 1 << 30]),
@@ -130,7 +131,7 @@ impl Source<'_> {
         }
     }
 
-    /// A header somewhere in the arena; what lies after it is ranges as DISCARD takes them, for want of better.
+    /// Puts a header at a random place of the arena. The bytes after it are ranges for DISCARD.
     fn header(&mut self) -> u64 {
         let at = TABLES + self.rng.below((self.arena.len() - TABLES - 512) as u64) as usize;
         let mut bytes = [0; 16];
@@ -149,7 +150,7 @@ impl Source<'_> {
         self.arena.guest() + at as u64
     }
 
-    /// A request, more or less: header, data, status; in the order of a list.
+    /// Makes a nearly valid request of header, data and status, as a list.
     fn request(&mut self, most: usize) -> (Vec<Desc>, Option<u64>, bool) {
         let header = self.header();
         let writes = !self.rng.one_in(3);
@@ -159,11 +160,11 @@ impl Source<'_> {
             2 => most,
             _ => 1 + self.rng.below(6) as usize,
         };
-        let mut sound = self.tame;
+        let mut sound = self.valid;
         let header_len = if self.rng.one_in(12) { self.rng.below(200) as u32 } else { 16 };
         let mut descs = vec![Desc { addr: header, len: header_len, flags: 0, next: 0 }];
         for _ in 0..count {
-            let flags = if writes != (!self.tame && self.rng.one_in(40)) { WRITE } else { 0 };
+            let flags = if writes != (!self.valid && self.rng.one_in(40)) { WRITE } else { 0 };
             let (addr, len) = (self.address(), self.len());
             descs.push(Desc { addr, len, flags, next: 0 });
         }
@@ -171,21 +172,21 @@ impl Source<'_> {
         if !self.rng.one_in(12) {
             let flags = if self.rng.one_in(16) { 0 } else { WRITE };
             let addr = self.address();
-            let len = if self.rng.one_in(8) { u32::from(self.tame) + self.rng.below(40) as u32 } else { 1 };
+            let len = if self.rng.one_in(8) { u32::from(self.valid) + self.rng.below(40) as u32 } else { 1 };
             descs.push(Desc { addr, len, flags, next: 0 });
             let last = addr.wrapping_add(u64::from(len.max(1)) - 1);
             let offset = last.wrapping_sub(self.arena.guest());
             status = (flags == WRITE && len > 0 && offset < self.arena.len() as u64).then_some(last);
         }
         sound &= header_len >= 16 && status.is_some();
-        if !self.tame && self.rng.one_in(12) {
+        if !self.valid && self.rng.one_in(12) {
             let (a, b) = (self.rng.below(descs.len() as u64), self.rng.below(descs.len() as u64));
             descs.swap(a as usize, b as usize);
         }
         (descs, status, sound)
     }
 
-    /// Something wrong with a list of linked descriptors.
+    /// Makes an error in a list of linked descriptors.
     fn damage(&mut self, descs: &mut [Desc], size: u16) {
         let at = self.rng.below(descs.len() as u64) as usize;
         match self.rng.below(14) {
@@ -202,16 +203,17 @@ impl Source<'_> {
         }
     }
 
-    /// Puts a list into the arena as a table, and one descriptor for it in its place; something may be wrong with it.
+    /// Puts a list into the arena as an indirect table, with one descriptor for it. It may have an
+    /// error.
     fn as_table(&mut self, descs: &[Desc]) -> Vec<Desc> {
         let room = TABLES / 16 - descs.len();
         let at = self.rng.below(room as u64) as usize * 16 + if self.rng.one_in(16) { 8 } else { 0 };
-        let at = if self.tame { at & !15 } else { at.min(TABLES - 16 * descs.len()) };
+        let at = if self.valid { at & !15 } else { at.min(TABLES - 16 * descs.len()) };
         for (i, desc) in descs.iter().enumerate() {
             self.arena.write(at + 16 * i, &desc.bytes());
         }
         let whole = (descs.len() * 16) as u32;
-        let len = match if self.tame { 4 } else { self.rng.below(16) } {
+        let len = match if self.valid { 4 } else { self.rng.below(16) } {
             0 => self.len(),
             1 => 0,
             2 => whole - 1,
@@ -219,8 +221,8 @@ impl Source<'_> {
             _ => whole,
         };
         let addr =
-            if !self.tame && self.rng.one_in(24) { self.address() } else { self.arena.guest() + at as u64 };
-        let flags = match if self.tame { 2 } else { self.rng.below(16) } {
+            if !self.valid && self.rng.one_in(24) { self.address() } else { self.arena.guest() + at as u64 };
+        let flags = match if self.valid { 2 } else { self.rng.below(16) } {
             0 => INDIRECT | WRITE,
             1 => INDIRECT | NEXT,
             _ => INDIRECT,
@@ -228,11 +230,11 @@ impl Source<'_> {
         vec![Desc { addr, len, flags, next: 1 }]
     }
 
-    /// The next chain.
+    /// Makes the next chain.
     pub(super) fn draft(&mut self) -> Draft {
-        self.tame = !self.rng.one_in(3);
+        self.valid = !self.rng.one_in(3);
         let most = if self.rng.one_in(8) { usize::from(self.size).min(1000) } else { 30 };
-        let table = self.rng.one_in(2) && (self.indirect || !self.tame && self.rng.one_in(8));
+        let table = self.rng.one_in(2) && (self.indirect || !self.valid && self.rng.one_in(8));
         let fits = if table { most } else { most.min(usize::from(self.size)).saturating_sub(2) };
         let (mut descs, status, has_status) = self.request(fits);
         let last = descs.len() - 1;
@@ -241,14 +243,14 @@ impl Source<'_> {
             desc.flags |= NEXT;
         }
         let limit = if table { descs.len() as u16 } else { self.size };
-        if !self.tame {
+        if !self.valid {
             self.damage(&mut descs, limit);
         }
         if table {
             descs = self.as_table(&descs);
         }
         descs.truncate(usize::from(self.size));
-        let mut offer = match if self.tame { 39 } else { self.rng.below(20) } {
+        let mut offer = match if self.valid { 39 } else { self.rng.below(20) } {
             0 => Offer::Again(2 + self.rng.below(6) as u16),
             1 => Offer::Jump(self.rng.below(2 * u64::from(self.size) + 2) as u16),
             2 => Offer::Jump(self.rng.draw() as u16),
@@ -259,12 +261,12 @@ impl Source<'_> {
             let at = self.rng.below(descs.len() as u64) as usize;
             descs[at].addr = self.pick(&self.rings.clone()) + 16 * self.rng.below(8);
         }
-        let head = match if self.tame { 59 } else { self.rng.below(30) } {
+        let head = match if self.valid { 59 } else { self.rng.below(30) } {
             0 => self.size,
             1 => self.rng.draw() as u16,
             _ => 0,
         };
-        // Another head leads to what lay there before: any chain, also one that aims at the ring.
+        // Another head refers to previous contents: any chain, possibly one that aims at the ring.
         if head != 0 && offer == Offer::Once {
             offer = Offer::AtTheRing;
         }
@@ -292,7 +294,7 @@ mod tests {
                 size: 64,
                 capacity: 2048,
                 indirect: true,
-                tame: false,
+                valid: false,
             };
             (0..3000).map(|_| source.draft()).collect::<Vec<_>>()
         };

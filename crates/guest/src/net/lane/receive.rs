@@ -1,4 +1,5 @@
-//! The receiving half of a lane: buffers, frames that fill several of them, checks, and an echo's answers.
+//! The receiving half of a lane: buffers, frames that fill several of them, checks, and the answers
+//! of an echo.
 
 use std::sync::atomic::Ordering;
 
@@ -9,10 +10,10 @@ use super::{Lane, NEEDS_CSUM};
 use crate::driver::DriverSeg;
 use crate::error::{Result, fail};
 
-/// Completions taken at once, before anything else is looked at.
+/// Most completions that are taken in one step.
 const TAKE_MAX: u32 = 256;
 
-/// A frame of which not all buffers have come yet lies in `scratch` so peer.
+/// A frame in `scratch` of which some buffers have not arrived yet.
 #[derive(Default)]
 pub(super) struct Partial {
     pub(super) got: u16,
@@ -21,7 +22,7 @@ pub(super) struct Partial {
 }
 
 impl Lane<'_> {
-    /// Gives the device every receive buffer that is free.
+    /// Gives every free receive buffer to the device.
     pub(super) fn refill(&mut self) {
         let Side { queue, buffers, each } = &mut self.pair.rx;
         while let Some(slot) = queue.take_slot() {
@@ -35,7 +36,7 @@ impl Lane<'_> {
         self.counted.kicks += u64::from(queue.publish());
     }
 
-    /// Takes what was received.
+    /// Takes the received frames.
     pub(super) fn reap_rx(&mut self) -> Result<u32> {
         let mut count = 0;
         while count < TAKE_MAX
@@ -58,7 +59,7 @@ impl Lane<'_> {
         Ok(count)
     }
 
-    /// A receive buffer with `len` bytes in it.
+    /// Takes a receive buffer with `len` bytes.
     #[inline]
     fn take(&mut self, slot: u16, len: usize) -> Result<()> {
         let rx = &self.pair.rx;
@@ -88,7 +89,7 @@ impl Lane<'_> {
             }
         }
         self.partial.got += 1;
-        // Who only counts needs the beginning alone.
+        // A receiver that only counts needs the start of the frame.
         let whole = self.plan.verify || self.plan.mode == Mode::Echo;
         let needed = if whole { len } else { len.min((HEADER + HEAD).saturating_sub(self.partial.len)) };
         let end = self.partial.len + needed;
@@ -104,7 +105,8 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// A whole frame, `len` bytes with its header, of which as many as are needed lie in `scratch`.
+    /// Handles a complete frame of `len` bytes with its header. `scratch` has the bytes that are
+    /// needed.
     #[inline]
     fn received(&mut self, len: usize) -> Result<()> {
         let kept = len.min(self.scratch.len());
@@ -128,10 +130,10 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Stages the frame in `scratch`, ends exchanged.
+    /// Stages the frame in `scratch` with its ends exchanged.
     fn send_back(&mut self, len: usize) -> Result<()> {
         if self.pair.tx.queue.free_slots() == 0 {
-            // Those staged have to go out for any to come back.
+            // Staged frames have to be published before any can complete.
             self.counted.kicks += u64::from(self.pair.tx.queue.publish());
             self.reap_tx()?;
         }
@@ -144,7 +146,8 @@ impl Lane<'_> {
         frame::send_back(&mut self.scratch[HEADER..len]);
         let mut header = [0; HEADER];
         if self.csum && self.scratch[0] & NEEDS_CSUM != 0 {
-            // What is still to be done, the device may do; its number of buffers is none of ours.
+            // The device may complete what is still to be done. The number of buffers is not used
+            // when sending.
             header[..10].copy_from_slice(&self.scratch[..10]);
             header[0] &= NEEDS_CSUM;
         }
