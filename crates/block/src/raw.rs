@@ -456,8 +456,9 @@ impl Raw {
     pub(super) fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
         if let Some(buffered) = &self.buffered {
             // The page cache merges. No other write to that page is under way, and a later direct
-            // write writes it back first. SAFETY: the pointer and length are those of a slice;
-            // `buffered` keeps the descriptor open.
+            // write writes it back first.
+            // SAFETY: the pointer and length are those of a slice; `buffered` keeps the descriptor
+            // open.
             let n = unsafe {
                 libc::pwrite(buffered.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), offset as libc::off_t)
             };

@@ -133,8 +133,9 @@ impl PackedDriver {
             return false;
         }
         let staged = core::mem::take(&mut self.staged);
-        // Release: the device sees the whole batch before its first flags. SAFETY: positions stay
-        // below the size; the areas stay mapped and aligned (`DriverRing::new`).
+        // Release: the device sees the whole batch before its first flags.
+        // SAFETY: positions stay below the size; the areas stay mapped and aligned
+        // (`DriverRing::new`).
         let event = unsafe {
             let flags = self.addrs.desc.add(self.published.slot as usize * DESC_LEN + FLAGS);
             raw::store_u16(flags, self.first_flags, Ordering::Release);
@@ -164,8 +165,8 @@ impl PackedDriver {
     /// Returns length and id of the next used descriptor, if it is there.
     #[inline(always)]
     fn load_used(&self) -> Option<u64> {
-        // Acquire: the data is seen after the flags; length and id come in the same load. SAFETY:
-        // the position is below the size; the ring stays mapped and aligned.
+        // Acquire: the data is seen after the flags; length and id come in the same load.
+        // SAFETY: the position is below the size; the ring stays mapped and aligned.
         let word = unsafe {
             let desc = self.addrs.desc.add(self.used.slot as usize * DESC_LEN);
             raw::load_u64(desc.add(WORD), Ordering::Acquire)

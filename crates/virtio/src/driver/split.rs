@@ -114,8 +114,9 @@ impl SplitDriver {
         if old == new {
             return false;
         }
-        // Release: the device sees descriptors and ring entries before the index. SAFETY: the rings
-        // stay mapped and aligned (`DriverRing::new`); event fields are within `ring_sizes`.
+        // Release: the device sees descriptors and ring entries before the index.
+        // SAFETY: the rings stay mapped and aligned (`DriverRing::new`); event fields are within
+        // `ring_sizes`.
         unsafe {
             raw::store_u16(self.addrs.driver.add(IDX), new, Ordering::Release);
             self.published = new;
@@ -133,8 +134,8 @@ impl SplitDriver {
 
     #[inline]
     pub(super) fn has_used(&self) -> bool {
-        // Acquire: the elements and their data are seen after the index. SAFETY: the used ring
-        // stays mapped and aligned.
+        // Acquire: the elements and their data are seen after the index.
+        // SAFETY: the used ring stays mapped and aligned.
         unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) != self.next_used }
     }
 

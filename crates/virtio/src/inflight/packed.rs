@@ -200,7 +200,8 @@ impl PackedTrack {
         }
         self.free_head = free_head;
         // The batch was completed if the slot was used in its lap, or even made available again
-        // since. SAFETY: the slot is below the size; the caller upholds this function's contract.
+        // since.
+        // SAFETY: the slot is below the size; the caller upholds this function's contract.
         let through =
             used != old && unsafe { slot_flags(desc, old) & DESC_F_USED == old.used_flags() & DESC_F_USED };
         if !through {

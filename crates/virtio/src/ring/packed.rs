@@ -128,8 +128,8 @@ impl PackedRing {
     fn load_avail(&self) -> Option<u64> {
         // One load for the three fields: a single-copy atomic access cannot see the flags, which
         // the driver stores last, without the rest. Acquire: later loads see the address and the
-        // chain's other descriptors, too. SAFETY: the descriptor ring stays mapped and is aligned
-        // to 16 (`DeviceRing::new`).
+        // chain's other descriptors, too.
+        // SAFETY: the descriptor ring stays mapped and is aligned to 16 (`DeviceRing::new`).
         let word = unsafe { raw::load_u64(self.slot(self.avail.slot).add(WORD), Ordering::Acquire) };
         let owner = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
         (owner == self.avail.avail_flags()).then_some(word)
@@ -184,8 +184,9 @@ impl PackedRing {
         let first = RawDesc { addr, word };
         // The acquire in `load_avail` orders the loads of the chain's other descriptors. A driver
         // makes a chain available by its first descriptor's flags, so the flags of the others need
-        // no check. SAFETY: `slot` is below `size`, and the descriptor ring stays mapped and
-        // aligned (`DeviceRing::new`).
+        // no check.
+        // SAFETY: `slot` is below `size`, and the descriptor ring stays mapped and aligned
+        // (`DeviceRing::new`).
         let walked = unsafe {
             fast.packed(desc, self.size.into(), slot, limit, first, |d| {
                 if TRACK && let Some(track) = &mut self.inflight {
@@ -292,8 +293,8 @@ impl PackedRing {
             track.before_publish(new);
         }
         // Release: the driver sees the batch's other descriptors, the length and id of this one,
-        // and the device's writes to the buffers before the flags that it waits for. SAFETY: inside
-        // the descriptor ring, which is aligned to 16.
+        // and the device's writes to the buffers before the flags that it waits for.
+        // SAFETY: inside the descriptor ring, which is aligned to 16.
         unsafe { raw::store_u16(self.slot(old.slot).add(FLAGS), self.first_flags, Ordering::Release) };
         self.published = new;
         // A full barrier between the flags and the driver's event suppression structure. The driver
@@ -326,8 +327,8 @@ impl PackedRing {
 
     #[inline(always)]
     fn wants_notification(&self, staged: u16, new: Pos) -> bool {
-        // Position and flags are read in one load, so that they belong together. SAFETY: the
-        // driver's event suppression structure stays mapped and is aligned to 4.
+        // Position and flags are read in one load, so that they belong together.
+        // SAFETY: the driver's event suppression structure stays mapped and is aligned to 4.
         let event = unsafe { raw::load_u32(self.addrs.driver, Ordering::Relaxed) };
         match low_u16((event >> 16).into()) & 3 {
             EVENT_DISABLE => false,

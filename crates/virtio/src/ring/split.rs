@@ -182,7 +182,8 @@ impl SplitRing {
             track.before_publish();
         }
         // Release: the driver sees the elements, and the device's writes to the buffers, before the
-        // index. SAFETY: the used ring stays mapped and is aligned to 4.
+        // index.
+        // SAFETY: the used ring stays mapped and is aligned to 4.
         unsafe { raw::store_u16(self.addrs.device.add(IDX), new, Ordering::Release) };
         self.published = new;
         // A full barrier between the index and the driver's event index or flags. The driver stores

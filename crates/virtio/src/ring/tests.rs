@@ -330,8 +330,8 @@ fn a_ring_goes_on_from_its_base() {
             // SAFETY: the old ring is dropped with the assignment.
             sides.device = unsafe { DeviceRing::new(8, features, addrs, base) }.unwrap();
             if features.packed && base & 0xffff != 0 {
-                // A front end that knows only the lower half. SAFETY: the test's arena or region
-                // outlives the use.
+                // A front end that knows only the lower half.
+                // SAFETY: the test's arena or region outlives the use.
                 sides.device = unsafe { DeviceRing::new(8, features, addrs, base & 0xffff) }.unwrap();
             }
             assert_eq!(sides.device.base(), base);
