@@ -23,22 +23,23 @@ use self::queue::{BlkQueue, BlkShared};
 use super::{ConfigChange, Device, RingPlace};
 use crate::convert::{copy_start, low_u32};
 
-/// Data segments of one request: a descriptor table of the usual 128 less header and status.
+/// Data segments of one request: the usual descriptor table of 128, without header and status.
 const SEG_MAX: u32 = 126;
-/// Largest DISCARD and WRITE_ZEROES, sectors: 2 GiB, so that one does not keep its worker's ring for long.
+/// Largest DISCARD and WRITE_ZEROES, sectors: 2 GiB, so that one request does not occupy the ring
+/// of its worker for long.
 const ZERO_SECTORS_MAX: u32 = 1 << 22;
 
 /// Bytes of a sector.
 const SECTOR_BYTES: u32 = low_u32(SECTOR_SIZE);
 
-/// Features that say something of the configuration space alone.
+/// Features that concern the configuration space only.
 const CONFIG_ONLY: u64 = bit(VIRTIO_BLK_F_BLK_SIZE)
     | bit(VIRTIO_BLK_F_TOPOLOGY)
     | bit(VIRTIO_BLK_F_SEG_MAX)
     | bit(VIRTIO_BLK_F_MQ)
     | bit(VIRTIO_BLK_F_RO);
 
-/// Names of a disk's features.
+/// Names of the features of a disk.
 const NAMES: &[(u32, &str)] = &[
     (VIRTIO_BLK_F_SEG_MAX, "SEG_MAX"),
     (VIRTIO_BLK_F_RO, "RO"),
@@ -51,25 +52,26 @@ const NAMES: &[(u32, &str)] = &[
     (VIRTIO_BLK_F_WRITE_ZEROES, "WRITE_ZEROES"),
 ];
 
-/// A disk as a guest's device.
+/// A disk as a virtio-blk device.
 pub struct BlkDevice {
     disk: Arc<Disk>,
     queues: u16,
     block_size: u32,
     readonly: bool,
     shared: Arc<BlkShared>,
-    /// What whoever serves it has of the features that a device like this one offers.
+    /// Features that the server of its rings has.
     offered: u64,
-    /// What the guest agreed on; decides with `writeback` how writes complete.
+    /// Negotiated features. Together with `writeback` they decide how writes complete.
     features: AtomicU64,
-    /// The configuration space's byte: 1 write-back, 0 write-through.
+    /// The `writeback` byte of the configuration space: 1 write-back, 0 write-through.
     writeback: AtomicBool,
-    /// Whether the guest wrote that byte since we are here.
-    told: AtomicBool,
+    /// Whether the guest wrote that byte since this daemon started.
+    writeback_written: AtomicBool,
 }
 
 impl BlkDevice {
-    /// A device of `queues` virtqueues. `block_size` 0 stands for the disk's own.
+    /// Makes a device of `queues` virtqueues. `block_size` in bytes; 0 takes the block size of the
+    /// disk.
     pub fn new(disk: Arc<Disk>, queues: u16, block_size: u32, serial: &str, readonly: bool) -> Self {
         let mut id = [0; SERIAL_MAX];
         copy_start(&mut id, serial.as_bytes());
@@ -80,7 +82,7 @@ impl BlkDevice {
             serial: id,
             readonly,
             writethrough: AtomicBool::new(true),
-            unsure: AtomicBool::new(false),
+            writethrough_until_flush: AtomicBool::new(false),
             max_zero_sectors: ZERO_SECTORS_MAX,
             max_discard_sectors: discard.unwrap_or(ZERO_SECTORS_MAX).min(ZERO_SECTORS_MAX),
         };
@@ -93,36 +95,41 @@ impl BlkDevice {
             offered: u64::MAX,
             features: AtomicU64::new(0),
             writeback: AtomicBool::new(true),
-            told: AtomicBool::new(false),
+            writeback_written: AtomicBool::new(false),
             disk,
         };
         device.reset();
         device
     }
 
-    /// The same, where the kernel takes its requests and has these features.
+    /// Changes the device to one whose requests the kernel serves, with these features.
     pub fn served_by_kernel(mut self, features: u64) -> Self {
         self.offered = features | CONFIG_ONLY;
         self
     }
 
-    /// Whether the guest's writes are refused.
+    /// Returns whether writes of the guest are refused.
     pub fn readonly(&self) -> bool {
         self.readonly
     }
 
+    /// Decides anew how writes complete.
     fn update(&self) {
         let features = self.features.load(Relaxed);
-        // 5.2.5: without FLUSH, or with CONFIG_WCE and writeback = 0, a completed write is to be stable.
+        // Virtio 1.3, 5.2.5: without FLUSH, or with CONFIG_WCE and writeback = 0, a completed write
+        // must be stable.
         let switched_off = features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0 && !self.writeback.load(Relaxed);
         let through = features & bit(VIRTIO_BLK_F_FLUSH) == 0
             || switched_off
             || self.disk.cache() == Cache::Writethrough;
         if through {
-            self.shared.unsure.store(false, Relaxed);
+            self.shared.writethrough_until_flush.store(false, Relaxed);
         }
-        let unsure = self.shared.unsure.load(Relaxed) && features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0;
-        self.shared.writethrough.store((through || unsure) && self.disk.cache() != Cache::Unsafe, Relaxed);
+        let until_flush = self.shared.writethrough_until_flush.load(Relaxed)
+            && features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0;
+        self.shared
+            .writethrough
+            .store((through || until_flush) && self.disk.cache() != Cache::Unsafe, Relaxed);
     }
 }
 
@@ -175,7 +182,8 @@ impl Device for BlkDevice {
 
     fn config(&self) -> Vec<u8> {
         let limits = self.disk.limits();
-        // Ours are bytes; the guest's are logical blocks, whose size the export may have raised (5.2.4).
+        // The limits of the disk are in bytes. Those of the guest are in logical blocks, whose size
+        // the export may have raised (Virtio 1.3, 5.2.4).
         let physical = limits.block_size << limits.physical_block_exp;
         let mut config = BlkConfig {
             capacity: self.disk.size_bytes() / SECTOR_SIZE,
@@ -210,11 +218,12 @@ impl Device for BlkDevice {
             ));
         };
         let writeback = writeback != 0;
-        self.told.store(true, Relaxed);
-        self.shared.unsure.store(false, Relaxed);
+        self.writeback_written.store(true, Relaxed);
+        self.shared.writethrough_until_flush.store(false, Relaxed);
         let was = self.writeback.swap(writeback, Relaxed);
         self.update();
-        // What was written before the switch, or is under way, is not covered by it, and the guest flushes no more.
+        // Writes before the switch, and writes in flight, are not stable yet, and the guest sends
+        // no more flushes.
         Ok(if was && !writeback { ConfigChange::Settle } else { ConfigChange::Done })
     }
 
@@ -236,8 +245,8 @@ impl Device for BlkDevice {
                         guest anew, and check its file systems"
                 .to_owned());
         }
-        if !self.told.load(Relaxed) {
-            self.shared.unsure.store(true, Relaxed);
+        if !self.writeback_written.load(Relaxed) {
+            self.shared.writethrough_until_flush.store(true, Relaxed);
             self.update();
         }
         Ok(())
@@ -298,15 +307,15 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_over_a_guest_writes_through_until_it_knows_better() {
+    fn a_daemon_that_takes_over_a_guest_writes_through_until_it_knows_better() {
         let device = device(Cache::Writeback);
         device.negotiated(BOTH).unwrap();
         device.resumed().unwrap();
         assert!(through(&device));
         assert_eq!(device.set_config(BLK_CONFIG_WRITEBACK_AT as u32, &[1]), Ok(ConfigChange::Done));
-        assert!(!through(&device), "the guest said so");
+        assert!(!through(&device), "the guest chose write-back");
         device.resumed().unwrap();
-        assert!(!through(&device), "and we remember");
+        assert!(!through(&device), "the choice is kept");
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! How much address space one front end may have mapped, and all of them together.
+//! Limits of the address space and the mappings of one front end, and of all front ends together.
 //!
-//! A front end says what is mapped: sizes, offsets, how many regions. Without limits it could use up the daemon's address space, or
-//! the kernel's limit of mappings, for everybody. Called by session threads; mappings are dropped by any thread.
+//! A front end chooses sizes, offsets and the number of regions. Without limits it could use up the
+//! address space of the daemon, or the kernel's limit of mappings, for all exports. Called by
+//! session threads. Any thread may drop a mapping.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -15,89 +16,97 @@ use super::guard::WATCHED_MAX;
 const GIB: u64 = 1 << 30;
 const TIB: u64 = 1 << 40;
 
-/// Address space of one front end, bytes.
+/// Address space of one front end at most, bytes.
 const BYTES_MAX: u64 = 4 * TIB;
-/// Address space of all front ends, bytes: half of what a process has on x86-64.
+/// Address space of all front ends at most, bytes: half of the address space of a process on
+/// x86-64.
 const TOTAL_BYTES_MAX: u64 = 64 * TIB;
-/// Mappings of one front end: two whole memory tables, since a new one is mapped while the old one is used, and the regions
-/// for requests in flight and for dirty pages.
+/// Mappings of one front end at most: two memory tables, since a new one is mapped while the old
+/// one is in use, and the in-flight region and the dirty log.
 const MAPPINGS_MAX: usize = 2 * MAX_REGIONS + 6;
-/// Mappings of all front ends, where the one that asks has more than [`SMALL_MAPPINGS`] or [`SMALL_BYTES`]: see [`check`].
+/// Mappings of all front ends at most, for a front end that has more than [`SMALL_MAPPINGS`] or
+/// [`SMALL_BYTES`]: see [`check`].
 const TOTAL_MAPPINGS_MAX: usize = WATCHED_MAX / 2;
-/// What a front end gets when others have used up the total, so that greedy ones do not keep small ones out.
+/// Address space that a front end still gets when others have used up the total. So large front
+/// ends do not exclude small ones.
 const SMALL_BYTES: u64 = 64 * GIB;
 const SMALL_MAPPINGS: usize = 64;
-/// The totals up to which they get it.
+/// The totals up to which small front ends still get memory.
 const RESERVE_BYTES_MAX: u64 = 96 * TIB;
 const RESERVE_MAPPINGS_MAX: usize = WATCHED_MAX;
 
 const _: () = assert!(SMALL_BYTES <= BYTES_MAX && SMALL_MAPPINGS <= MAPPINGS_MAX);
 
-/// Mapped for all front ends.
+/// What is mapped for all front ends.
 static TOTAL_BYTES: AtomicU64 = AtomicU64::new(0);
 static TOTAL_MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// What one connection may map, and has mapped.
+/// The limits of one connection, and what it has mapped.
 pub(super) struct Budget {
     may_block: bool,
-    /// The connection, to be shut down when memory is cut short.
+    /// The connection, which is shut down when shared memory is truncated.
     socket: Option<OwnedFd>,
     bytes: AtomicU64,
     mappings: AtomicUsize,
-    /// Whether a mapping that is gone by now was cut short.
+    /// Whether a mapping that was dropped since had been truncated.
     lost: AtomicBool,
 }
 
 impl Budget {
-    /// For the front end behind `socket`. `may_block`: its memory may lie in files whose file system makes an access wait.
+    /// Makes the budget of the front end behind `socket`. `may_block`: its memory may lie in files
+    /// whose file system delays accesses.
     pub(super) fn new(socket: Option<OwnedFd>, may_block: bool) -> Arc<Self> {
         let (bytes, mappings, lost) = Default::default();
         Arc::new(Self { may_block, socket, bytes, mappings, lost })
     }
 
-    /// Whether shared memory may be any file (`memory-may-block=on`).
+    /// Returns whether shared memory may be any file (`memory-may-block=on`).
     pub(super) fn may_block(&self) -> bool {
         self.may_block
     }
 
-    /// The connection's descriptor, or -1.
+    /// Returns the descriptor of the connection, or -1.
     pub(super) fn socket(&self) -> RawFd {
         self.socket.as_ref().map_or(-1, AsRawFd::as_raw_fd)
     }
 
-    /// Notes that a mapping which is about to go was cut short.
+    /// Notes that a mapping which is being dropped was truncated.
     pub(super) fn note_loss(&self) {
         self.lost.store(true, Relaxed);
     }
 
-    /// Whether a mapping that is gone was cut short.
+    /// Returns whether a mapping that was dropped had been truncated.
     pub(super) fn lost(&self) -> bool {
         self.lost.load(Relaxed)
     }
 
-    /// Address space that it has, bytes.
+    /// Returns the address space in use, bytes.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
     }
 
-    /// Takes room for one more mapping, of that many bytes of address space.
+    /// Takes room for one more mapping of `bytes` of address space.
     ///
     /// # Errors
-    /// Which limit stands against it, and what to do.
+    /// The limit that is exceeded, and the remedy.
     pub(super) fn take(self: &Arc<Self>, bytes: u64) -> io::Result<Share> {
-        // Anything more than is refused anyway, so that sums stay numbers.
+        // Larger sizes are refused anyway. The limit keeps the sums from overflowing.
         let bytes = bytes.min(BYTES_MAX + 1);
-        // First taken, then checked: two that come at the same time may both be refused, but never both be accepted.
+        // Room is taken first and checked then. Two front ends at the same time may both be
+        // refused, but the limit holds.
         let share = Share { budget: self.clone(), bytes };
         let own = (self.bytes.fetch_add(bytes, Relaxed) + bytes, self.mappings.fetch_add(1, Relaxed) + 1);
         let all = (TOTAL_BYTES.fetch_add(bytes, Relaxed) + bytes, TOTAL_MAPPINGS.fetch_add(1, Relaxed) + 1);
-        // An error gives it all back: `share` is dropped.
+        // On an error `share` is dropped, which gives the room back.
         check(own, all).map(|()| share).map_err(|why| io::Error::new(io::ErrorKind::QuotaExceeded, why))
     }
 }
 
-/// Checks what a front end and what all of them would have: bytes, mappings.
+/// Checks the bytes and mappings that a front end, and all of them together, would have.
+///
+/// # Errors
+/// The limit that is exceeded, and the remedy.
 fn check(own: (u64, usize), all: (u64, usize)) -> Result<(), String> {
     if own.0 > BYTES_MAX {
         return Err(format!(
@@ -127,7 +136,7 @@ fn check(own: (u64, usize), all: (u64, usize)) -> Result<(), String> {
     Ok(())
 }
 
-/// Room for one mapping, given back when dropped.
+/// Room for one mapping. It is given back when this is dropped.
 pub(super) struct Share {
     budget: Arc<Budget>,
     bytes: u64,

@@ -1,10 +1,13 @@
-//! Sockets that a front end hands over for us to write to, and what keeps them from holding a connection open.
+//! Sockets that a front end passes to the daemon for writing. They must not keep a connection open.
 //!
-//! A connection ends when the last descriptor of the front end's end is closed. A hostile front end may pass that very end to us,
-//! as a socket to write to, or have it wait in the queue of a socket that it passes: we would keep our own peer alive, and its
-//! export busy, for ever. So a socket is taken for writing only: [`write_only`] ends its receiving direction, after which nobody
-//! can queue anything in it, and discards what is queued. If the socket is the front end's end of one of our connections, that
-//! connection cannot send any more. No other front end's connection is in this state, so each one that is gets ended.
+//! A connection ends when the last descriptor of the front end's socket is closed. A hostile front
+//! end may pass that socket to the daemon, or queue it in a socket that it passes. Then the daemon
+//! itself would keep the connection open, and its export busy, forever.
+//!
+//! So [`write_only`] shuts down the receiving direction of each socket that is passed, after which
+//! nothing can be queued in it, and discards its queue. If the socket is the front end's end of a
+//! connection to this daemon, that connection cannot send any more. No other connection is in this
+//! state, so the daemon ends every connection that is.
 
 use std::io;
 use std::net::Shutdown;
@@ -18,32 +21,35 @@ use rustix::net::{AddressFamily, SendFlags, SocketType, getpeername, send};
 
 use super::receive::stop_reading;
 
-/// All connections of front ends in this process. Guards the list alone; taken for a push or a look.
+/// All connections of front ends in this process. Guards the list alone; held for a push or a
+/// search.
 static CONNECTIONS: Mutex<Vec<Weak<UnixStream>>> = Mutex::new(Vec::new());
 
-/// Enters a connection, so that it ends when its other end is handed over to us.
-pub(super) fn enter(stream: &Arc<UnixStream>) {
+/// Registers a connection, so that it ends when its other end is passed to this daemon.
+pub(super) fn register(stream: &Arc<UnixStream>) {
     let mut list = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
     list.retain(|other| other.strong_count() > 0);
     list.push(Arc::downgrade(stream));
-    // Its other end may have been handed over while it waited to be accepted.
+    // Its other end may have been passed before the connection was accepted.
     end_if_peer_stopped_receiving(stream);
 }
 
-/// Makes a socket of a front end's one that is written to, and holds nothing open. `own`: the front end's connection.
+/// Makes a socket of a front end write-only, so that it keeps nothing open. `own`: the connection
+/// of the front end.
 ///
 /// # Errors
-/// It is no connected UNIX stream socket, or it is the other end of `own`, which is over then.
+/// It is not a connected UNIX stream socket, or it is the other end of `own`, which has ended then.
 pub(super) fn write_only(fd: &OwnedFd, own: Option<&UnixStream>) -> io::Result<()> {
     let wrong = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
     let is_stream = socket_domain(fd).is_ok_and(|domain| domain == AddressFamily::UNIX)
         && socket_type(fd).is_ok_and(|kind| kind == SocketType::STREAM)
         && socket_acceptconn(fd).is_ok_and(|listens| !listens);
-    // One that is not connected could be connected to us later. One that is stays with its peer.
+    // A socket that is not connected could be connected to this daemon later. A connected one keeps
+    // its peer.
     if !is_stream || getpeername(fd).is_err() {
         return Err(wrong("it is no connected UNIX stream socket"));
     }
-    // Whoever received it has emptied it.
+    // Its queue was emptied when it was received. This shuts the receiving direction down.
     stop_reading(fd);
     let own_end = own.is_some_and(peer_stopped_receiving);
     let list = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -57,15 +63,15 @@ fn end_if_peer_stopped_receiving(stream: &UnixStream) {
     }
 }
 
-/// Whether the other end is there, and receives nothing any more.
+/// Returns whether the other end is open and its receiving direction is shut down.
 fn peer_stopped_receiving(stream: &UnixStream) -> bool {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     if send(stream, &[], flags) != Err(rustix::io::Errno::PIPE) {
         return false;
     }
-    // Without its other end a connection fails to send, too, and has hung up.
+    // A connection whose other end is closed fails to send, too, but has hung up.
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().is_empty()
+    poll(&mut fds, Some(&Timespec::default())).is_ok() && fds.iter().all(|fd| fd.revents().is_empty())
 }
 
 #[cfg(test)]
@@ -76,11 +82,11 @@ mod tests {
 
     use super::*;
 
-    /// Two ends of a connection, of which ours is entered.
+    /// Makes a connection, and registers its first end.
     fn connection() -> (Arc<UnixStream>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let ours = Arc::new(ours);
-        enter(&ours);
+        register(&ours);
         (ours, theirs)
     }
 
@@ -127,7 +133,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         write_only(&OwnedFd::from(theirs.try_clone().unwrap()), None).unwrap();
         let ours = Arc::new(ours);
-        enter(&ours);
+        register(&ours);
         assert!(ended(&ours));
     }
 

@@ -1,7 +1,8 @@
 //! Conversions to narrower integers that lose nothing by mistake, and checked copies.
 //!
-//! Front ends and guests choose many of the numbers in this crate, and a panic would end every guest of the process. So the
-//! crate denies the lints `indexing_slicing` and `cast_possible_truncation`, and narrows numbers here.
+//! Front ends and guests choose many of the numbers in this crate, and a panic would end every
+//! guest of the process. So the crate denies the lints `indexing_slicing` and
+//! `cast_possible_truncation`, and narrows numbers here.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("lengths and offsets in messages have 64 bits, and this crate keeps them in a usize");
@@ -34,13 +35,15 @@ pub(crate) const fn low_u32(word: u64) -> u32 {
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// Returns a length in memory, or the largest number if it does not fit. Messages and queues are far shorter.
+/// Returns a length in memory, or the largest number if it does not fit. Messages and queues are
+/// far shorter.
 #[inline(always)]
 pub(crate) fn len_u32(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
 
-/// Returns a count of queues, or the largest number if it does not fit. Exports have at most 1024 queues.
+/// Returns a count of queues, or the largest number if it does not fit. Exports have at most 1024
+/// queues.
 #[inline(always)]
 pub(crate) fn count_u16(count: usize) -> u16 {
     u16::try_from(count).unwrap_or(u16::MAX)

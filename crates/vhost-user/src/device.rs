@@ -1,4 +1,5 @@
-//! What a kind of device behind a socket does: [`Device`] for all of them, [`NetworkDevice`] for those on a network.
+//! The traits of devices behind a socket: [`Device`] for all devices, [`NetworkDevice`] for network
+//! devices.
 
 use std::os::fd::BorrowedFd;
 
@@ -11,7 +12,8 @@ use vshunt_virtqueue::RingParts;
 
 use super::memory::Notes;
 
-/// Where a ring is among the queues that users see.
+/// The queue of a ring, as users count queues. A queue pair of a network device is one queue with
+/// two rings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingPlace {
     /// The queue.
@@ -20,7 +22,7 @@ pub struct RingPlace {
     pub nth: u16,
 }
 
-/// What a change of the configuration space needs to be whole.
+/// What remains to be done after a change of the configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConfigChange {
     /// Nothing more.
@@ -29,29 +31,30 @@ pub enum ConfigChange {
     Settle,
 }
 
-/// A device behind a socket. The session thread calls it; [`config`](Self::config) and [`network`](Self::network) are for any
-/// thread. Errors are in words, for the log.
+/// A device behind a socket. The session thread calls it; any thread may call
+/// [`config`](Self::config) and [`network`](Self::network). Errors are texts for the log.
 pub trait Device: Send + Sync {
-    /// Virtio features offered.
+    /// Returns the virtio features that are offered.
     fn features(&self) -> u64;
-    /// Protocol features of this kind of device, besides those of all devices.
+    /// Returns the protocol features of this kind of device, in addition to those of all devices.
     fn protocol(&self) -> VhostUserProtocolFeatures {
         VhostUserProtocolFeatures::empty()
     }
-    /// The guest agreed on these features; 0: on none yet. Called while no ring runs.
+    /// Sets the negotiated features; 0: none yet. Called while no ring runs.
     ///
     /// # Errors
     /// The device cannot serve them.
     fn negotiated(&self, features: u64) -> Result<(), String>;
-    /// A new front end is connected. The device forgets what a former front end set and the guest did not choose.
+    /// Called when a front end connects. The device forgets what a former front end has set, but
+    /// not what the guest has set.
     fn connected(&self) {}
     /// Resets the device (RESET_DEVICE).
     fn reset(&self);
-    /// Names of the features that not every device has, by number.
+    /// Returns the names of the features of this kind of device, by number.
     fn feature_names(&self) -> &'static [(u32, &'static str)];
-    /// The configuration space.
+    /// Returns the configuration space.
     fn config(&self) -> Vec<u8>;
-    /// The guest writes to the configuration space.
+    /// Writes to the configuration space for the guest.
     ///
     /// # Errors
     /// The guest may not write there.
@@ -59,65 +62,66 @@ pub trait Device: Send + Sync {
     /// Completes a [`ConfigChange::Settle`] while no request is in flight.
     ///
     /// # Errors
-    /// The change does not hold.
+    /// The change was undone.
     fn settle(&self) -> Result<(), String>;
-    /// The front end brought an in-flight region that was used before: its guest continues where another daemon, or a former
-    /// connection, left it.
+    /// Called when the front end sends an in-flight region that was in use: the guest continues
+    /// where another daemon, or an earlier connection, has ended.
     ///
     /// # Errors
     /// The guest cannot continue.
     fn resumed(&self) -> Result<(), String>;
-    /// Whether a guest can continue with another daemon after this one was killed.
+    /// Returns whether a guest can continue with another daemon after this one was killed.
     fn outlives_daemon(&self) -> bool {
         true
     }
-    /// What the thread that serves the front end needs.
+    /// Returns the kind of thread that serves the front end, which selects its sandbox.
     fn thread_kind(&self) -> ThreadKind {
         ThreadKind::Session
     }
-    /// How many rings there can be, where workers of this process serve them.
+    /// Returns the number of rings, if workers of this process serve them.
     fn rings(&self) -> u16;
-    /// Where a ring is. `None`: there is no such ring with the features that the guest agreed on.
+    /// Returns the place of a ring. None if there is no such ring with the negotiated features.
     fn place(&self, ring: u16) -> Option<RingPlace>;
     /// Returns the queue of a ring that starts. `others`: that queue, if other rings of it run.
     fn queue(&self, place: RingPlace, parts: RingParts, others: Option<Box<dyn Queue>>) -> Box<dyn Queue>;
-    /// The device as one on a network.
+    /// Returns the device as a network device. None if it is not one.
     fn network(&self) -> Option<&dyn NetworkDevice> {
         None
     }
 }
 
-/// A device on a network. The session thread calls it, except for [`counters`](Self::counters) and [`port`](Self::port), which
-/// are for any thread.
+/// A network device. The session thread calls it; any thread may call [`counters`](Self::counters)
+/// and [`port`](Self::port).
 pub trait NetworkDevice: Device {
     /// Sets the MTU (NET_SET_MTU).
     ///
     /// # Errors
     /// The network cannot have that MTU.
     fn set_mtu(&self, mtu: u64) -> Result<(), String>;
-    /// Tells the network that the guest is here now (SEND_RARP).
+    /// Announces to the network that the guest is here now (SEND_RARP).
     ///
     /// # Errors
     /// The guest cannot be announced.
     fn announce(&self, mac: [u8; MAC_BYTES]) -> Result<(), String>;
-    /// A ring that workers serve is about to start. `fresh`: its guest has not used it yet.
+    /// Called before a ring starts that workers serve. `fresh`: the guest has not used it yet.
     ///
     /// # Errors
     /// It cannot start.
     fn ring_starts(&self, place: RingPlace, fresh: bool) -> Result<(), String>;
-    /// A ring that workers serve does not run (any more), until the front end starts it again.
+    /// Called when a ring that workers serve is stopped until the front end starts it again.
     fn ring_closed(&self, place: RingPlace);
-    /// Becomes readable when the guest has sent a command by the control queue; then
-    /// [`run_command`](Self::run_command) is called.
+    /// Returns a descriptor that becomes readable when the guest has sent a command by the control
+    /// queue. Then [`run_command`](Self::run_command) must be called.
     fn command_eventfd(&self) -> Option<BorrowedFd<'_>>;
     /// Runs the command of the guest.
     fn run_command(&self);
-    /// Whether the guest can set something that another daemon has to know, so that the in-flight region needs room for it.
+    /// Returns whether the guest can set something that another daemon must know, so that the
+    /// in-flight region needs room for notes.
     fn takes_notes(&self) -> bool;
-    /// The front end gave a region with room for these notes, or took it away (`None`).
+    /// Sets the notes in the current in-flight region; None if there is no region.
     fn set_notes(&self, notes: Option<Notes>);
-    /// What went through a queue.
+    /// Returns the counters of a queue.
     fn counters(&self, queue: u16) -> Option<NetQueueCounters>;
-    /// The port of a switch that the device is on.
+    /// Returns the port of the device on a switch.
     fn port(&self) -> Option<PortInfo>;
 }

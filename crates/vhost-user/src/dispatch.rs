@@ -1,5 +1,5 @@
-//! What each message of a front end means: its payload is checked, and the session or the device does it.
-//! (vhost-user specification, "Front-end message types".) Called by the session thread.
+//! Checks the payload of each message of a front end, and calls the session or the device
+//! (vhost-user specification, "Front-end message types"). Called by the session thread.
 
 use std::fs::File;
 use std::io;
@@ -21,25 +21,27 @@ use super::messages::{Message, invalid};
 use super::session::Session;
 use super::{Inner, channel};
 
-/// Bytes of the configuration space that a front end may name at most.
+/// Bytes of the configuration space that a front end may access at most.
 const CONFIG_BYTES_MAX: u32 = 4096;
 /// Bytes of one region in SET_MEM_TABLE.
 const REGION_LEN: usize = 32;
 /// Bytes of a memory table before its regions, and of the padding before a single region.
 const REGIONS_AT: usize = 8;
-/// Bytes of an offset, a size and flags, which come before bytes of the configuration space.
+/// Bytes of the header before bytes of the configuration space: an offset, a size and flags.
 const CONFIG_HEADER_LEN: usize = 12;
-/// Bytes of what says how large an in-flight region is: two 64-bit numbers, two 16-bit ones, and padding.
+/// Bytes of the description of an in-flight region: two numbers of 64 bits, two of 16 bits, and
+/// padding.
 const INFLIGHT_LEN: usize = 24;
-/// In the payload of a ring's descriptor: the ring's index; and whether there is no descriptor.
+/// The payload of a message with a descriptor of a ring: the index of the ring, and a flag that
+/// there is no descriptor.
 const RING_INDEX_MASK: u64 = 0xFF;
 const RING_NO_FD: u64 = 0x100;
 
-/// What a message is answered with.
+/// The answer to a message.
 pub(super) enum Answer {
-    /// Nothing, or an acknowledgement if the front end asked for one.
+    /// No answer, or an acknowledgement if the front end asked for one.
     Done,
-    /// A payload, and a descriptor with it.
+    /// A payload, and possibly a descriptor.
     Payload(Vec<u8>, Option<File>),
 }
 
@@ -49,16 +51,18 @@ impl Answer {
     }
 }
 
-/// Whether a message is answered by a payload of its own, and so cannot be refused by an acknowledgement.
+/// Returns whether a message has an answer of its own, so that it cannot be refused by an
+/// acknowledgement.
 pub(super) fn answers_itself(code: u32) -> bool {
     use Code::{GET_INFLIGHT_FD, GET_VRING_BASE, SET_LOG_BASE};
     [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD].map(u32::from).contains(&code)
 }
 
-/// Does what a message asks for.
+/// Handles a message.
 ///
 /// # Errors
-/// [`Error::ReqHandlerError`]: it is refused, for a reason in words. All others end the connection.
+/// [`Error::ReqHandlerError`] if the message is refused, with the reason. All other errors end the
+/// connection.
 pub(super) fn dispatch(
     inner: &Inner,
     stream: &UnixStream,
@@ -79,7 +83,7 @@ pub(super) fn dispatch(
             | SET_BACKEND_REQ_FD
             | SET_INFLIGHT_FD
             | ADD_MEM_REG
-            // Some front ends send the region's descriptor here, too.
+            // Some front ends send the descriptor of the region with this message, too.
             | REM_MEM_REG
     );
     if message.has_fds() && !takes_fds {
@@ -102,7 +106,7 @@ pub(super) fn dispatch(
             done(network.and_then(|network| network.set_mtu(mtu)).map_err(refuse))
         }
         SEND_RARP => {
-            // The address, and two bytes of nothing.
+            // The address, and two bytes of padding.
             let body = message.exactly(8)?;
             let mac = *body.0.first_chunk().expect("8 bytes");
             let network = inner.device.network().ok_or("this device is on no network".to_owned());
@@ -112,17 +116,17 @@ pub(super) fn dispatch(
             let fd = message.file().ok_or_else(|| message.malformed())?;
             back_end_channel(inner, stream, fd.into())
         }
-        // An eventfd for the dirty log, which nobody reads any more: taken and closed.
+        // An eventfd for the dirty log, which no front end reads any more. It is closed.
         SET_LOG_FD => Ok(Answer::Done),
         _ => negotiation(session, code, &message),
     }
 }
 
-/// A message that came with a descriptor whose close could wait. It is closed already.
+/// Handles a message whose descriptor was refused, because its close could block.
 fn not_taken(code: Code, what: &str) -> Result<Answer> {
     use Code::{ADD_MEM_REG, REM_MEM_REG, SET_INFLIGHT_FD, SET_LOG_BASE, SET_LOG_FD, SET_MEM_TABLE};
     match code {
-        // Theirs is of no use.
+        // The descriptors of these messages are not used.
         SET_LOG_FD | REM_MEM_REG => Ok(Answer::Done),
         SET_MEM_TABLE | ADD_MEM_REG | SET_INFLIGHT_FD | SET_LOG_BASE => {
             Err(Error::ReqHandlerError(not_memory(what)))
@@ -139,12 +143,15 @@ fn refuse(why: String) -> Error {
     Error::ReqHandlerError(io::Error::other(why))
 }
 
-/// The error of a message that needs a protocol feature, unless it was agreed on.
+/// Checks that a protocol feature was negotiated.
+///
+/// # Errors
+/// It was not.
 fn need(session: &Session, feature: Protocol) -> Result<()> {
     if session.has(feature) { Ok(()) } else { Err(Error::InactiveOperation(feature)) }
 }
 
-/// Features, the number of queues, and the state of the device as a whole.
+/// Handles messages about features, the number of queues, and the state of the whole device.
 fn negotiation(session: &mut Session, code: Code, message: &Message) -> Result<Answer> {
     use Code::*;
     match code {
@@ -175,7 +182,7 @@ fn negotiation(session: &mut Session, code: Code, message: &Message) -> Result<A
     }
 }
 
-/// Guest memory.
+/// Handles messages about guest memory.
 fn memory(session: &mut Session, code: Code, mut message: Message) -> Result<Answer> {
     match code {
         Code::SET_MEM_TABLE => {
@@ -201,7 +208,8 @@ fn memory(session: &mut Session, code: Code, mut message: Message) -> Result<Ans
     session.add_mem_region(&region, file, None).map(|_| Answer::Done)
 }
 
-/// SET_MEM_TABLE: a count, padding, regions. User-mode Linux always sends room for two regions, whatever the count says.
+/// Parses SET_MEM_TABLE: a count, padding, regions. User-mode Linux always sends room for two
+/// regions, independent of the count.
 pub(super) fn table(message: &mut Message) -> Result<(Vec<VhostUserMemoryRegion>, Vec<File>)> {
     let files = message.files();
     let body = message.body();
@@ -217,7 +225,7 @@ pub(super) fn table(message: &mut Message) -> Result<(Vec<VhostUserMemoryRegion>
     Ok(((0..count).map(region).collect(), files))
 }
 
-/// Memory of another kind: the in-flight region, the dirty log.
+/// Handles messages about the in-flight region and the dirty log.
 fn areas(session: &mut Session, code: Code, mut message: Message) -> Result<Answer> {
     let file = message.file();
     if code == Code::SET_LOG_BASE {
@@ -249,13 +257,13 @@ fn areas(session: &mut Session, code: Code, mut message: Message) -> Result<Answ
     Ok(Answer::Payload(reply, Some(file)))
 }
 
-/// A ring's size, place and state.
+/// Handles messages about the size, the addresses and the state of a ring.
 fn ring(session: &mut Session, code: Code, message: &Message) -> Result<Answer> {
     if code == Code::SET_VRING_ADDR {
         let body = message.exactly(40)?;
         let (descriptors, used, available) = (body.u64(8), body.u64(16), body.u64(24));
         let flags = VhostUserVringAddrFlags::from_bits(body.u32(4)).ok_or_else(|| message.malformed())?;
-        // The alignment of virtio 1.3, 2.7.
+        // Alignment: Virtio 1.3, 2.7.
         if descriptors % 16 != 0 || available % 2 != 0 || used % 4 != 0 {
             return Err(message.malformed());
         }
@@ -276,7 +284,7 @@ fn ring(session: &mut Session, code: Code, message: &Message) -> Result<Answer> 
     }
 }
 
-/// A ring's kick, call or error descriptor.
+/// Handles messages with the kick, call or error descriptor of a ring.
 fn ring_fd(session: &mut Session, code: Code, mut message: Message) -> Result<Answer> {
     let value = message.exactly(8)?.u64(0);
     let file = message.file();
@@ -291,7 +299,8 @@ fn ring_fd(session: &mut Session, code: Code, mut message: Message) -> Result<An
     })
 }
 
-/// The configuration space: an offset, a size, flags, and that many bytes.
+/// Handles messages about the configuration space: an offset, a size, flags, and bytes of that
+/// size.
 fn config(session: &mut Session, code: Code, message: &Message) -> Result<Answer> {
     need(session, Protocol::CONFIG)?;
     let body = message.body();
@@ -308,13 +317,13 @@ fn config(session: &mut Session, code: Code, message: &Message) -> Result<Answer
     let mut reply = header.to_vec();
     match session.get_config(offset, size, flags) {
         Ok(config) => reply.extend_from_slice(&config),
-        // No bytes say that there are none.
+        // A size of 0 reports the error.
         Err(_) => reply.iter_mut().skip(4).take(4).for_each(|byte| *byte = 0),
     }
     Ok(Answer::Payload(reply, None))
 }
 
-/// SET_BACKEND_REQ_FD: the channel for messages to the front end.
+/// Handles SET_BACKEND_REQ_FD, which brings the channel for messages to the front end.
 fn back_end_channel(inner: &Inner, stream: &UnixStream, fd: OwnedFd) -> Result<Answer> {
     channel::write_only(&fd, Some(stream)).map_err(|e| {
         let why = format!("the back-end request channel is not usable: {e}");

@@ -1,10 +1,12 @@
 //! vhost-user: a device for a VMM over a UNIX socket.
 //!
-//! Each export has one session thread. It listens, and serves one front end after the other. It never sees a request: a
-//! [`RingServer`] serves the rings that the guest starts, as queues of workers ([`WorkerRings`]) or in the kernel. A front end
-//! that misbehaves loses its connection, and nobody else loses anything.
+//! Each export has one session thread. It listens, and serves one front end after the other. It
+//! never handles requests: a [`RingServer`] serves the rings that the guest starts, as queues of
+//! workers ([`WorkerRings`]) or in the kernel. A front end that misbehaves loses its connection.
+//! Other exports are not affected.
 //!
-//! What must never happen: guest memory unmapped, or an answer to GET_VRING_BASE sent, while a request is in flight.
+//! What must never happen: guest memory is unmapped, or GET_VRING_BASE is answered, while a request
+//! is in flight.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -94,7 +96,7 @@ use self::reports::{ConnectionNews, Reports};
 pub use self::socket::{Socket, adopt, listen};
 pub use self::worker_rings::WorkerRings;
 
-/// What we offer of the protocol.
+/// Protocol features that are offered for every device.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::LOG_SHMFD)
     .union(VhostUserProtocolFeatures::REPLY_ACK)
@@ -116,16 +118,17 @@ const FEATURE_NAMES: &[(u32, &str)] = &[
     (35, "IN_ORDER"),
 ];
 
-/// The session thread's stack: messages are small, and only pages that it touched count.
+/// Bytes of the stack of a session thread. Only the pages that it touches use memory.
 const STACK_BYTES: usize = 256 << 10;
 
-/// What the names of session threads begin with.
+/// Prefix of the names of session threads.
 pub const THREAD_PREFIX: &str = "vu-";
-/// How many events an export tells of its front ends and broken queues at once, and a second after that. A front end that
-/// connects and leaves in a loop would fill the queues of those who listen.
+/// Events about front ends and broken queues that an export sends: at once, and each second after
+/// that. A front end that connects and disconnects in a loop must not fill the queues of QMP
+/// clients.
 const EVENTS: Rate = Rate::new(64, 8);
 
-/// A served socket.
+/// A device that is served on a socket.
 pub struct VhostUser {
     inner: Arc<Inner>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -144,17 +147,20 @@ struct Inner {
     /// Guards itself alone; used by the session thread, and held for no call.
     news: Mutex<ConnectionNews>,
     features: Arc<AtomicU64>,
-    /// The connection, to be shut down by others; guards nothing else.
+    /// The connection, so that other threads can shut it down. Guards itself alone.
     stream: Mutex<Option<UnixStream>>,
-    /// The channel to the front-end; held for one send.
+    /// The channel for messages to the front end. Held for one send.
     channel: Mutex<Option<OwnedFd>>,
-    /// What receives descriptors. Only the session thread uses it; held for one call.
+    /// Receives descriptors. Only the session thread uses it; held for one call.
     receiver: Mutex<Receiver>,
 }
 
 impl VhostUser {
-    /// Begins to serve `device`, whose rings `server` serves. `memory_may_block`: see
+    /// Starts a session thread for `device`, whose rings `server` serves. `memory_may_block`: see
     /// [`ExportSpec`](vshunt_types::spec::ExportSpec).
+    ///
+    /// # Errors
+    /// The system has no thread or no eventfd.
     pub fn start(
         name: &str,
         socket: Socket,
@@ -189,17 +195,17 @@ impl VhostUser {
         Ok(Self { inner, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Whether a front-end is connected.
+    /// Returns whether a front end is connected.
     pub fn connected(&self) -> bool {
         self.inner.connected.load(Relaxed)
     }
 
-    /// Features that the guest agreed on.
+    /// Returns the negotiated features, one bit each.
     pub fn features(&self) -> u64 {
         self.inner.features.load(Relaxed)
     }
 
-    /// Their names.
+    /// Returns the names of the negotiated features.
     pub fn feature_names(&self) -> Vec<String> {
         let of_device = self.inner.device.feature_names();
         let agreed = self.features();
@@ -207,27 +213,27 @@ impl VhostUser {
         names.map(|(_, name)| (*name).to_owned()).collect()
     }
 
-    /// Whether the guest agreed on packed rings.
+    /// Returns whether packed rings were negotiated.
     pub fn packed(&self) -> bool {
         self.features() & bit(VIRTIO_F_RING_PACKED) != 0
     }
 
-    /// The port of a switch that the device is on.
+    /// Returns the port of the device on a switch. None for other devices.
     pub fn port(&self) -> Option<PortInfo> {
         self.inner.device.network().and_then(|network| network.port())
     }
 
-    /// What went through a queue of a network.
+    /// Returns the counters of a queue of a network device. None for other devices.
     pub fn net_counters(&self, index: u16) -> Option<NetQueueCounters> {
         self.inner.device.network().and_then(|network| network.counters(index))
     }
 
-    /// Tells the front-end that the configuration space changed, if it listens.
+    /// Tells the front end that the configuration space changed, if there is a channel for that.
     pub fn config_changed(&self) {
         let channel = self.inner.channel.locked();
         if let Some(channel) = &*channel
             && let Err(e) = messages::config_changed(channel)
-            // One that has gone needs no telling: it asks for all of it when it comes back.
+            // A front end that disconnected reads the configuration space when it connects again.
             && e.kind() != io::ErrorKind::BrokenPipe
             && e.kind() != io::ErrorKind::ConnectionReset
         {
@@ -235,7 +241,8 @@ impl VhostUser {
         }
     }
 
-    /// Disconnects, drains, removes the socket. Idempotent; returns when all is over.
+    /// Disconnects the front end, drains the rings, and removes the socket. May be called more than
+    /// once. Returns when the session thread has ended.
     pub fn stop(&self) {
         self.inner.stopping.store(true, SeqCst);
         self.inner.reports.wake();

@@ -1,4 +1,4 @@
-//! Mappings of what a front-end shares: guest memory, the in-flight region, the dirty log.
+//! Mappings of files that a front end shares: guest memory, the in-flight region, the dirty log.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -19,52 +19,55 @@ use super::budget::{Budget, Share};
 use super::convert::{low_u16, low_u32, to_usize};
 use super::guard::{Watch, watch};
 
-/// Bytes of a page, and of the reserved address space on each side of a mapping at least.
+/// Bytes of a page. At least this much reserved address space lies on each side of a mapping.
 const PAGE: usize = 4096;
-/// Bytes of a huge page as shared memory of a file system without huge pages of its own may have them: a mapping lies in the
-/// address space as the file does in these, so that the kernel can use them.
+/// Bytes of a transparent huge page. The address of a mapping and its offset in the file have the
+/// same remainder modulo this size, so that the kernel can use huge pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A shared mapping of a part of a file, unmapped when its last holder drops it.
+/// A shared mapping of a part of a file. It is unmapped when its last holder drops it.
 ///
-/// Reserved address space surrounds it, so that it is one mapping of the kernel's which merges with no other
-/// (see `super::guard`).
+/// Reserved address space surrounds it, so that to the kernel it is one mapping (VMA) that never
+/// merges with a neighbour (see `super::guard`).
 pub(super) struct Mapping {
-    /// The mapping, whole pages.
+    /// Start of the mapping, which consists of whole pages.
     base: NonNull<u8>,
     base_len: usize,
-    /// The address space that it lies in.
+    /// Start of the reserved address space around it.
     reserved: NonNull<u8>,
     reserved_len: usize,
-    /// Bytes of the mapping before the part that was asked for.
+    /// Bytes of the mapping before the requested part.
     skip: usize,
-    /// Bytes of that part.
+    /// Bytes of the requested part.
     len: usize,
-    /// Where that part begins in the file.
+    /// Offset of the requested part in the file, bytes.
     file_offset: u64,
-    /// Device and number of the file.
+    /// Device and inode number of the file.
     file: (u64, u64),
-    /// None only while it is dropped.
+    /// None only while the mapping is dropped.
     watch: Option<Watch>,
     share: Share,
 }
 
-// SAFETY: it owns a range of address space; access to what lies there is the business of those who hold it.
+// SAFETY: a mapping owns a range of address space, which is not bound to a thread. Holders
+// synchronise their own accesses to it.
 unsafe impl Send for Mapping {}
 // SAFETY: the methods only read the bounds of the range, which do not change.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes at `offset` of `file`, readable and writable, and no more than the pages that hold them.
+    /// Maps `len` bytes at `offset` of `file`, readable and writable, and only the pages that
+    /// contain them.
     ///
     /// # Errors
-    /// The file is shorter, is not in memory (see [`Budget::may_block`]), or the front end's budget or the address space is
-    /// used up. The file must be that long: only a file that is cut short later is guarded.
+    /// The file is shorter, or is not in memory (see [`Budget::may_block`]); or the budget of the
+    /// front end or the address space is used up. The length is checked because the guard protects
+    /// only from a file that is truncated later.
     pub(super) fn new(budget: &Arc<Budget>, file: &File, offset: u64, len: u64) -> io::Result<Arc<Self>> {
         Self::of(budget, &Shared::new(budget, file)?, offset, len)
     }
 
-    /// [`new`](Self::new) for a file that was checked.
+    /// Does what [`new`](Self::new) does, for a file that was checked.
     fn of(budget: &Arc<Budget>, shared: &Shared<'_>, offset: u64, len: u64) -> io::Result<Arc<Self>> {
         let Shared { file, meta, page } = shared;
         let page = *page;
@@ -73,7 +76,8 @@ impl Mapping {
             io::Error::new(io::ErrorKind::InvalidInput, format!("shared memory cannot be mapped: {why}"))
         })?;
         let number = |n: u64| usize::try_from(n).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
-        // Not beyond the file, which is whole pages of its own size where they are huge.
+        // The mapping does not extend beyond the file: a file on hugetlbfs consists of whole huge
+        // pages.
         let first = offset / page * page;
         let base_len =
             number(end.checked_next_multiple_of(page).ok_or(io::ErrorKind::InvalidInput)? - first)?;
@@ -81,12 +85,14 @@ impl Mapping {
         let reserved_len = base_len.checked_add(align + PAGE).ok_or(io::ErrorKind::InvalidInput)?;
         let share = budget.take(reserved_len as u64)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping where the kernel likes, which nobody can use; no existing memory is touched.
+        // SAFETY: a new mapping at an address that the kernel chooses does not change existing
+        // memory.
         let reserved = unsafe { mmap_anonymous(null_mut(), reserved_len, ProtFlags::empty(), flags) }?;
         let reserved = NonNull::new(reserved.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         let at = reserved.addr().get() + PAGE;
         let ahead = to_usize(first).wrapping_sub(at) & (align - 1);
-        // SAFETY: `ahead` is less than `align`, so that the mapping and a page behind it lie in what was reserved.
+        // SAFETY: `ahead` is less than `align`, so the mapping and a page after it lie in the
+        // reserved address space.
         let base = unsafe { reserved.add(PAGE + ahead) };
         let mut map = Self {
             base,
@@ -104,34 +110,38 @@ impl Mapping {
         Ok(Arc::new(map))
     }
 
-    /// Maps the file into the reserved address space, and watches it.
+    /// Maps the file into the reserved address space, and watches the mapping.
     fn fill(&mut self, file: &File, first: u64) -> io::Result<()> {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
         let (at, prot) = (self.base.as_ptr().cast(), ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: it replaces address space that `new` reserved and that nobody uses.
+        // SAFETY: the mapping replaces address space that `of` reserved, and nothing uses that yet.
         unsafe { mmap(at, self.base_len, prot, flags, file.as_fd(), first) }?;
-        // SAFETY: the range was mapped just now. Guests' memory does not belong into our core dumps.
+        // Memory of guests is kept out of core dumps.
+        // SAFETY: the range was mapped just now, and the advice does not change its contents.
         let _ = unsafe { madvise(at, self.base_len, Advice::LinuxDontDump) };
         let socket = self.share.budget().socket();
-        // SAFETY: the range stays mapped, and the budget keeps the socket open, until `drop` has dropped the watch. What
-        // others access is shared with the front end, which may write zeroes there, too.
+        // SAFETY: the range stays mapped, and the budget keeps the socket open, until `drop` has
+        // dropped the watch. The memory is shared with the front end, which may write zeroes at any
+        // time, so every access tolerates them.
         self.watch = Some(unsafe { watch(self.base.as_ptr(), self.base_len, socket) }?);
         Ok(())
     }
 
-    /// The byte at `offset` of the part that was asked for, which the caller checked to lie inside.
+    /// Returns the address of the byte at `offset` of the requested part. The caller has checked
+    /// that it lies inside.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);
-        // SAFETY: inside the mapping.
+        // SAFETY: `offset` is less than `len` (checked by the caller), so the byte lies inside the
+        // mapping.
         unsafe { self.base.as_ptr().add(self.skip + offset) }
     }
 
-    /// Whether the front end took memory away from under it.
+    /// Returns whether the front end truncated the file, and the mapping was replaced.
     pub(super) fn lost(&self) -> bool {
         self.watch.as_ref().is_some_and(Watch::lost)
     }
 
-    /// Whether it is that part of that file.
+    /// Returns whether this is a mapping of that part of that file.
     pub(super) fn is_of(&self, shared: &Shared<'_>, offset: u64, len: u64) -> bool {
         let meta = &shared.meta;
         meta.is_file()
@@ -139,7 +149,7 @@ impl Mapping {
             && (self.file_offset, self.len as u64) == (offset, len)
     }
 
-    /// Bytes of the part that was asked for.
+    /// Returns the bytes of the requested part.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -151,27 +161,31 @@ impl Drop for Mapping {
             self.share.budget().note_loss();
         }
         self.watch = None;
-        // SAFETY: reserved by `new`, and nobody holds what lies in it any more: memory tables and rings hold an Arc of it.
+        // SAFETY: `of` reserved this range. Memory tables and rings hold an Arc of the mapping, so
+        // none of them uses it any more.
         let _ = unsafe { munmap(self.reserved.as_ptr().cast(), self.reserved_len) };
     }
 }
 
-/// A file that a front end shares, and that was checked: an access to it waits for nobody, or the user accepts that.
+/// A file that a front end shares, and that was checked: an access to it never waits for a file
+/// system, or the user accepts that.
 pub(super) struct Shared<'f> {
     file: &'f File,
     meta: Metadata,
-    /// Size of its pages, bytes.
+    /// Bytes of one of its pages.
     page: u64,
 }
 
 impl<'f> Shared<'f> {
-    /// Checks a file. Without [`Budget::may_block`] no file system is asked that could wait: the attributes of a file on a FUSE
-    /// mount come from its server, which may not answer.
+    /// Checks a file. Without [`Budget::may_block`] no call is made that a file system could delay.
+    /// For example, the attributes of a file on a FUSE mount come from its server, which may not
+    /// answer.
     ///
     /// # Errors
-    /// It is not in memory, and the user does not accept others.
+    /// The file is not in memory, and the user does not accept other files.
     pub(super) fn new(budget: &Budget, file: &'f File) -> io::Result<Self> {
-        // The kernel answers this for files of tmpfs and hugetlbfs alone, memfds among them, and asks no file system.
+        // The kernel answers this only for files of tmpfs and hugetlbfs, which includes memfds, and
+        // calls no file system.
         let in_memory = rustix::fs::fcntl_get_seals(file).is_ok();
         if !in_memory && !budget.may_block() {
             let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -188,7 +202,7 @@ impl<'f> Shared<'f> {
     }
 }
 
-/// The error of a file that is not in memory, by its name.
+/// Returns the error for a file that is not in memory. `path` is its name.
 pub(super) fn not_memory(path: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::Unsupported,
@@ -201,19 +215,21 @@ pub(super) fn not_memory(path: &str) -> io::Error {
     )
 }
 
-/// Room behind the rings' parts of the in-flight region, for what a device is to know again after a restart.
+/// Room after the parts of the rings in the in-flight region, for state that a device needs again
+/// after a restart.
 pub struct Notes {
     map: Arc<Mapping>,
     offset: usize,
 }
 
 impl Notes {
-    /// Bytes of it: whether there is something, and that.
+    /// Bytes of the notes: a mark with 16 bits of state, and 64 bits of state.
     pub(super) const BYTES: usize = 2 * size_of::<u64>();
-    /// Says that there is, and is not what others would have there.
+    /// Marks valid notes. No other program writes this value there.
     const MARK: u64 = 0x5653_4E4F_5445_0000;
 
-    /// At that offset, if the mapping has room there and begins at a multiple of eight.
+    /// Returns the notes at `offset` rounded up to a multiple of eight, if the mapping has room
+    /// there and begins at a multiple of eight.
     pub(super) fn new(map: &Arc<Mapping>, offset: usize) -> Option<Self> {
         if !map.at(0).addr().is_multiple_of(size_of::<u64>()) {
             return None;
@@ -224,19 +240,19 @@ impl Notes {
     }
 
     fn words(&self) -> [&AtomicU64; 2] {
-        // SAFETY: `new` found room for two words there; it found the mapping's begin aligned, and the offset is a multiple of
-        // eight. It lives as long as this. A front-end that writes there changes what it is told.
+        // SAFETY: `new` checked that two words fit there and are aligned. `self.map` keeps them
+        // mapped. The front end may write there at any time; all accesses are atomic.
         [0, 8].map(|at| unsafe { &*self.map.at(self.offset + at).cast::<AtomicU64>() })
     }
 
-    /// What was noted: a number of 16 bits, and one of 64.
+    /// Reads the notes: a number of 16 bits, and one of 64 bits. None if there are none.
     pub fn read(&self) -> Option<(u16, u64)> {
         let [first, second] = self.words();
         let word = first.load(Acquire);
         (word & !0xFFFF == Self::MARK).then(|| (low_u16(word), second.load(Relaxed)))
     }
 
-    /// Notes that.
+    /// Writes the notes.
     pub fn write(&self, first: u16, second: u64) {
         let [word, other] = self.words();
         other.store(second, Relaxed);
@@ -244,8 +260,8 @@ impl Notes {
     }
 }
 
-/// Maps one memory region as the front end describes it. A mapping of the same part of the same file among those that it
-/// `has` is used again.
+/// Maps one memory region as the front end describes it. If one of the regions in `has` maps the
+/// same part of the same file, that mapping is used again.
 pub(super) fn map_region(
     budget: &Arc<Budget>,
     region: &VhostUserMemoryRegion,
@@ -271,14 +287,15 @@ pub(super) fn map_region(
     })
 }
 
-/// Whether a descriptor is an eventfd; of others we could wait for ever, or never, or block in a write.
+/// Returns whether a descriptor is an eventfd. Others may never become readable, or may block a
+/// write.
 pub(super) fn is_eventfd(fd: impl AsFd) -> bool {
     let link = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
-    // Without /proc it cannot be told.
+    // Without /proc the type is not known, and the descriptor is accepted.
     std::fs::read_link(link).map_or(true, |target| target.as_os_str() == "anon_inode:[eventfd]")
 }
 
-/// A memfd of `len` zero bytes, for the in-flight region.
+/// Makes a memfd of `len` zero bytes, for the in-flight region.
 pub(super) fn shared_file(name: &str, len: u64) -> io::Result<File> {
     let fd = rustix::fs::memfd_create(
         name,

@@ -1,8 +1,9 @@
-//! Messages of front ends: how they are read and answered (vhost-user specification, "Message structure").
+//! Reads and answers messages of front ends (vhost-user specification, "Message structure").
 //!
-//! Called by session threads. A read never waits for the front end, and takes no byte beyond the message that it is for: a message that its front end
-//! does not finish stays in a [`Reader`], whose deadline the session thread waits for beside all else. The read loop of crate
-//! `vhost` cannot be used: it waits without limit, and retries when a message brings too many descriptors.
+//! Called by session threads. A read never waits for the front end, and never reads beyond the
+//! current message. An unfinished message stays in a [`Reader`], whose deadline is one of the
+//! events that the session thread waits for. The read loop of crate `vhost` is not used: it waits
+//! without limit, and retries when a message has too many descriptors.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -22,10 +23,10 @@ use super::receive::{Descriptors, ROOM_MAX, Receiver, look, read};
 const CONFIG_CHANGE_MSG: u32 = 2;
 
 const HEADER_LEN: usize = 12;
-/// Bytes of a payload at most: the largest are a configuration space and a memory table.
+/// Bytes of a payload at most. The largest payloads are a configuration space and a memory table.
 const BODY_MAX: usize = ROOM_MAX;
-/// How long a message may take from its first byte to its last, and an answer that the front end does not read. Front ends
-/// send a message by one system call.
+/// How long a message may take from its first byte to its last, and how long an answer may stay
+/// unread. Front ends send a message with one system call.
 const MESSAGE_WAIT: Duration = Duration::from_secs(5);
 const FLAG_VERSION: u32 = 1;
 const FLAG_VERSION_MASK: u32 = 3;
@@ -41,43 +42,47 @@ pub(super) struct Message {
 }
 
 impl Message {
-    /// Its payload, of any length.
+    /// Returns the payload, of any length.
     pub(super) fn body(&self) -> Fields<'_> {
         Fields(&self.body)
     }
 
-    /// Its payload, which must have that many bytes.
+    /// Returns the payload, which must have `len` bytes.
+    ///
+    /// # Errors
+    /// It has another length.
     pub(super) fn exactly(&self, len: usize) -> Result<Fields<'_>> {
         if self.body.len() == len { Ok(Fields(&self.body)) } else { Err(self.malformed()) }
     }
 
-    /// Takes its descriptors.
+    /// Takes the descriptors.
     pub(super) fn files(&mut self) -> Vec<File> {
         std::mem::take(&mut self.fds.taken).into_iter().map(File::from).collect()
     }
 
-    /// Takes its only descriptor, if there is one and no other.
+    /// Takes the descriptor, if there is exactly one.
     pub(super) fn file(&mut self) -> Option<File> {
         let mut files = self.files();
         if files.len() == 1 { files.pop() } else { None }
     }
 
+    /// Returns whether the message came with descriptors.
     pub(super) fn has_fds(&self) -> bool {
         self.fds.len() > 0
     }
 
-    /// What one of its descriptors was, in words, if that was not taken: its close could wait.
+    /// Returns the name of a refused descriptor, if there is one. Its close could have blocked.
     pub(super) fn refused_fd(&self) -> Option<&str> {
         self.fds.refused.first().map(String::as_str)
     }
 
-    /// The error of a message whose parts do not fit each other. It ends the connection.
+    /// Returns the error for a message whose parts do not match. It ends the connection.
     pub(super) fn malformed(&self) -> Error {
         invalid(format!("message {} is malformed", self.code))
     }
 }
 
-/// Numbers of a payload, by their place. The caller has checked the length.
+/// Reads the numbers of a payload by their offset. The caller has checked the length.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
@@ -102,22 +107,25 @@ impl Fields<'_> {
     }
 }
 
-/// Bytes and descriptors that were read from a connection and belong to no whole message yet.
+/// Bytes and descriptors that were read from a connection and are not a complete message yet.
 #[derive(Default)]
 pub(super) struct Reader {
     bytes: Vec<u8>,
     fds: Descriptors,
-    /// When the first of these bytes came.
+    /// When the first of these bytes was read.
     begun: Option<Instant>,
 }
 
 impl Reader {
-    /// Makes a connection ready to be read, and its answers bounded in time.
+    /// Prepares a connection for reading, and limits the time of its answers.
+    ///
+    /// # Errors
+    /// A socket option cannot be set.
     pub(super) fn prepare(stream: &UnixStream) -> io::Result<()> {
-        // An urgent byte would stay in the queue with its descriptors, beside the stream that is read.
+        // Otherwise an urgent byte would stay in the queue with its descriptors.
         sockopt::set_socket_oobinline(stream, true)?;
-        // Such a socket may come from systemd (PassCredentials=, PassSecurity=). What it adds to messages looks like descriptors,
-        // or is one.
+        // A socket of systemd may have these options (PassCredentials=, PassSecurity=). Their
+        // control messages look like descriptors, or are descriptors.
         for option in [libc::SO_PASSCRED, libc::SO_PASSSEC, libc::SO_PASSPIDFD] {
             set_option(stream, option, false)?;
         }
@@ -125,11 +133,12 @@ impl Reader {
         stream.set_write_timeout(Some(MESSAGE_WAIT))
     }
 
-    /// Returns the next message, or none when not all of it is there yet. Does not wait for more; for what `receiver` does it
-    /// waits some seconds at most.
+    /// Returns the next message, or none if it is not complete yet. It does not wait for the front
+    /// end, and some seconds at most for `receiver`.
     ///
     /// # Errors
-    /// The front end closed the connection, or what it sends is no message. Nothing more can be read then.
+    /// The front end closed the connection, or sent something that is not a message. Nothing more
+    /// can be read.
     pub(super) fn next(&mut self, stream: &UnixStream, receiver: &mut Receiver) -> Result<Option<Message>> {
         loop {
             let wanted = self.wanted()?;
@@ -147,11 +156,12 @@ impl Reader {
         }
     }
 
-    /// Reads what a connection that waits for its turn has sent, as far as there is room.
+    /// Reads the messages of a connection that is not served yet, as far as there is room.
     ///
     /// # Errors
-    /// The front end has gone, or has sent descriptors or more than a few messages. No front end does the latter before its
-    /// first message was answered; and what descriptors hold open may be the connection that is waited for.
+    /// The front end disconnected, or sent descriptors, or more than a few messages. Front ends do
+    /// not send more before their first message is answered. Descriptors may keep the current
+    /// connection open.
     pub(super) fn read_ahead(&mut self, stream: &UnixStream) -> io::Result<()> {
         loop {
             let room = BODY_MAX.saturating_sub(self.bytes.len());
@@ -159,19 +169,19 @@ impl Reader {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "it sends too much before its turn"));
             }
             if !self.receive(stream, room, None)? {
-                // The time that its message may take begins with its turn.
+                // The time limit of the message begins when the connection is served.
                 self.begun = None;
                 return Ok(());
             }
         }
     }
 
-    /// Whether a message can be had without reading.
+    /// Returns whether a complete message was read already.
     pub(super) fn is_ready(&self) -> bool {
         self.wanted().map_or(true, |wanted| self.bytes.len() >= wanted)
     }
 
-    /// When the message that has begun must be whole. None: no message has begun.
+    /// Returns when the current message must be complete. None if no message has begun.
     pub(super) fn deadline(&mut self) -> Option<Instant> {
         if self.bytes.is_empty() {
             return None;
@@ -179,7 +189,7 @@ impl Reader {
         Some(*self.begun.get_or_insert_with(Instant::now) + MESSAGE_WAIT)
     }
 
-    /// Bytes of the next message: those of its header until that is there.
+    /// Returns the bytes of the next message; those of its header until that is complete.
     fn wanted(&self) -> Result<usize> {
         if self.bytes.len() < HEADER_LEN {
             return Ok(HEADER_LEN);
@@ -197,7 +207,7 @@ impl Reader {
         Ok(HEADER_LEN + size)
     }
 
-    /// Takes the message that has this many bytes, all of which are there.
+    /// Takes the message of `len` bytes, which is complete.
     fn take(&mut self, len: usize) -> Message {
         let rest = self.bytes.split_off(len);
         let body = self.bytes.split_off(HEADER_LEN);
@@ -208,8 +218,8 @@ impl Reader {
         Message { code, need_reply: flags & FLAG_NEED_REPLY != 0, body, fds: std::mem::take(&mut self.fds) }
     }
 
-    /// Reads up to `room` bytes and what came along with them; without a receiver, descriptors are an error. False: there is
-    /// nothing to be read now.
+    /// Reads up to `room` bytes and their descriptors. Without a receiver, descriptors are an
+    /// error. Returns false if there is nothing to read now.
     fn receive(
         &mut self,
         stream: &UnixStream,
@@ -238,10 +248,10 @@ impl Reader {
     }
 }
 
-/// Switches an option of a socket that the kernel may not know on or off.
+/// Switches a socket option on or off. An option that the kernel does not know is ignored.
 fn set_option(stream: &UnixStream, option: i32, on: bool) -> io::Result<()> {
     let value = libc::c_int::from(on);
-    // SAFETY: the kernel reads one integer, which outlives the call.
+    // SAFETY: the kernel reads one integer, and `value` lives longer than the call.
     let rc = unsafe {
         libc::setsockopt(
             stream.as_raw_fd(),
@@ -257,12 +267,12 @@ fn set_option(stream: &UnixStream, option: i32, on: bool) -> io::Result<()> {
     }
 }
 
-/// The error of bytes that are no message. It ends the connection.
+/// Returns the error for bytes that are not a message. It ends the connection.
 pub(super) fn invalid(why: String) -> Error {
     Error::SocketError(io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
-/// The error of a message that was not finished in time.
+/// Returns the error for a message that was not complete in time.
 pub(super) fn unfinished() -> Error {
     let why = format!("a message was not finished within {} s", MESSAGE_WAIT.as_secs());
     Error::SocketError(io::Error::new(io::ErrorKind::TimedOut, why))
@@ -271,7 +281,8 @@ pub(super) fn unfinished() -> Error {
 /// Answers a message.
 ///
 /// # Errors
-/// The front end has gone, or has not read its answers for some seconds. The connection is over then.
+/// The front end disconnected, or has not read its answers for some seconds. The connection must
+/// end.
 pub(super) fn answer(stream: &UnixStream, code: u32, body: &[u8], file: Option<&File>) -> io::Result<()> {
     let mut reply = Vec::with_capacity(HEADER_LEN + body.len());
     for word in [code, FLAG_VERSION | FLAG_REPLY, len_u32(body.len())] {
@@ -296,7 +307,7 @@ pub(super) fn answer(stream: &UnixStream, code: u32, body: &[u8], file: Option<&
     Ok(())
 }
 
-/// Tells the front-end that the configuration space changed.
+/// Tells the front end that the configuration space changed. Does not wait.
 pub(super) fn config_changed(channel: &OwnedFd) -> io::Result<()> {
     let mut message = [0u8; HEADER_LEN];
     copy_start(&mut message, [CONFIG_CHANGE_MSG.to_ne_bytes(), FLAG_VERSION.to_ne_bytes()].as_flattened());

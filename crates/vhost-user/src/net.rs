@@ -1,8 +1,9 @@
-//! virtio-net behind a socket: features, configuration space, announcements (Virtio 1.3, section 5.1).
+//! virtio-net behind a socket: features, configuration space, announcements (Virtio 1.3, section
+//! 5.1).
 //!
-//! Most front-ends have the control virtqueue themselves, and tell us of active queue pairs by SET_VRING_ENABLE. Where one
-//! leaves it to us, [`control`] does what comes by it: a pair gets frames while its receive ring runs and it is among the
-//! active ones.
+//! Most front ends serve the control virtqueue themselves, and enable the active queue pairs by
+//! SET_VRING_ENABLE. For the others, [`control`] serves it: a pair gets frames while its receive
+//! ring runs and the pair is active.
 
 mod control;
 
@@ -33,14 +34,14 @@ use super::convert::{copy_start, count_u16, low_u8, low_u16};
 use super::memory::Notes;
 use super::{ConfigChange, Device, NetworkDevice, RingPlace};
 
-/// The ring of a pair by which the guest receives.
+/// Number of the receive ring in its pair.
 const RECEIVE: u16 = 0;
 /// EtherType of RARP.
 const ETH_RARP: u16 = 0x8035;
 /// Bytes of the shortest Ethernet frame, without its checksum.
 const FRAME_MIN: usize = 60;
 
-/// Names of a network device's features.
+/// Names of the features of a network device.
 const NAMES: &[(u32, &str)] = &[
     (VIRTIO_NET_F_CSUM, "CSUM"),
     (VIRTIO_NET_F_GUEST_CSUM, "GUEST_CSUM"),
@@ -65,7 +66,7 @@ const NAMES: &[(u32, &str)] = &[
     (VIRTIO_NET_F_HOST_USO, "HOST_USO"),
 ];
 
-/// Features of the rings and buffers that our workers serve.
+/// Features of rings and buffers that workers of this process serve.
 const RINGS_SERVED: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
     | bit(VIRTIO_RING_F_INDIRECT_DESC)
     | bit(VIRTIO_RING_F_EVENT_IDX)
@@ -74,48 +75,50 @@ const RINGS_SERVED: u64 = bit(VIRTIO_NET_F_MRG_RXBUF)
 
 /// What a network device is connected to.
 enum NetBackend {
-    /// A tap, and the kernel has the rings, with these features.
+    /// A tap. The kernel serves the rings, with these features.
     Kernel(Arc<Tap>, u64),
-    /// A tap with its queues, one a pair.
+    /// A tap, with one queue for each pair.
     Tap(Arc<Tap>, Vec<Arc<TapQueue>>),
     /// A port of a switch.
     Switch(Arc<PortGuard>),
 }
 
-/// What the guest chose.
+/// What was negotiated with the guest.
 #[derive(Clone, Copy)]
 struct Agreed {
     format: FrameFormat,
     features: u64,
 }
 
-/// A guest's card.
+/// A virtio-net device.
 pub struct NetDevice {
     name: String,
     backend: NetBackend,
     mac: Option<[u8; MAC_BYTES]>,
-    /// Of a tap that cannot be asked: bytes of the longest IP packet.
+    /// Bytes of the longest IP packet, for a tap whose MTU cannot be read.
     mtu: AtomicU32,
-    /// Of a switch's port: the MTU that the operator gave, which a front-end may not exceed.
+    /// The MTU of the export on a switch, which a front end may not exceed.
     mtu_max: Option<u32>,
     pairs: u16,
-    /// Counters, one a pair that our workers serve.
+    /// Counters of each pair that workers of this process serve.
     stats: Vec<Arc<NetStats>>,
     /// Guards nothing else.
     agreed: Mutex<Agreed>,
-    /// What the guest takes now, as features.
+    /// Offloads that the guest accepts now, as feature bits.
     takes: Arc<AtomicU64>,
-    /// Of one that our workers serve.
+    /// The control queue, if workers of this process serve the device.
     control: Option<Control>,
 }
 
-/// Whether a card of so many pairs, for our workers to serve, has a control queue: messages name virtqueues by a byte.
+/// Returns whether a device of `pairs` queue pairs, which workers of this process serve, has a
+/// control queue. Messages have one byte for the index of a virtqueue.
 pub fn has_control(pairs: u16) -> bool {
     PAIR_RINGS * pairs <= u8::MAX.into()
 }
 
 impl NetDevice {
-    /// A card of `pairs` queue pairs for the kernel to serve, which has the features `served`.
+    /// Makes a device of `pairs` queue pairs that the kernel serves. The kernel has the features
+    /// `served`.
     pub fn of_kernel(
         name: &str,
         tap: Arc<Tap>,
@@ -126,10 +129,11 @@ impl NetDevice {
         Self::make(name, NetBackend::Kernel(tap, served), pairs, mac)
     }
 
-    /// A card for our workers to serve, with a queue pair for each of the tap's queues.
+    /// Makes a device that workers of this process serve, with a queue pair for each queue of the
+    /// tap.
     ///
     /// # Errors
-    /// The kernel has no eventfd for its control.
+    /// The kernel has no eventfd for the control queue.
     pub fn of_tap(
         name: &str,
         tap: Arc<Tap>,
@@ -141,10 +145,11 @@ impl NetDevice {
         Self::make(name, NetBackend::Tap(tap, queues), pairs, mac).controlled(set)
     }
 
-    /// A card on a switch, with a queue pair for each of the port's ends. A front-end may not set an MTU above `mtu_max`.
+    /// Makes a device on a switch, with a queue pair for each queue of the port. A front end may
+    /// not set an MTU above `mtu_max`.
     ///
     /// # Errors
-    /// As of a tap's.
+    /// The kernel has no eventfd for the control queue.
     pub fn of_switch(
         name: &str,
         guard: PortGuard,
@@ -171,7 +176,10 @@ impl NetDevice {
         *self.agreed.locked()
     }
 
-    /// Lets frames come to a pair.
+    /// Lets a pair receive frames.
+    ///
+    /// # Errors
+    /// The queue of the tap cannot be attached.
     fn link(&self, pair: u16) -> Result<(), String> {
         match &self.backend {
             NetBackend::Kernel(..) => {}
@@ -189,7 +197,7 @@ impl NetDevice {
         Ok(())
     }
 
-    /// Lets none come; what waits for it is dropped.
+    /// Stops a pair from receiving frames. Frames that wait for it are dropped.
     fn unlink(&self, pair: u16) {
         let pair = usize::from(pair);
         match &self.backend {
@@ -256,7 +264,7 @@ impl Device for NetDevice {
         VhostUserProtocolFeatures::MTU | VhostUserProtocolFeatures::RARP
     }
 
-    /// Where the kernel serves the rings, it is told besides, and tells the tap.
+    /// If the kernel serves the rings, it gets the features elsewhere, and sets up the tap.
     fn negotiated(&self, features: u64) -> Result<(), String> {
         let format = match &self.backend {
             NetBackend::Kernel(..) => return Ok(()),
@@ -271,7 +279,8 @@ impl Device for NetDevice {
         Ok(())
     }
 
-    /// An MTU that a former front end gave would have the switch drop frames of this one. A tap's MTU is the host's.
+    /// An MTU that a former front end gave would have the switch drop frames of this one. A tap's
+    /// MTU is the host's.
     fn connected(&self) {
         if let NetBackend::Switch(guard) = &self.backend {
             guard.port.set_mtu(self.mtu_max.unwrap_or(MTU_DEFAULT));
@@ -291,7 +300,8 @@ impl Device for NetDevice {
             max_virtqueue_pairs: self.pairs,
             mtu: match &self.backend {
                 NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => {
-                    // One that cannot be asked, in another network namespace, has the one that it had.
+                    // The MTU of a tap in another network namespace cannot be read: the last known
+                    // value is used.
                     let mtu = tap.mtu().unwrap_or_else(|_| self.mtu.load(Relaxed));
                     self.mtu.store(mtu, Relaxed);
                     low_u16(mtu.into())
@@ -362,7 +372,8 @@ impl Device for NetDevice {
     }
 }
 
-/// The place of a ring of a device with `pairs` queue pairs, whose control queue is ring `control`.
+/// Returns the place of a ring of a device with `pairs` queue pairs, whose control queue is ring
+/// `control`.
 fn place(ring: u16, pairs: u16, control: Option<u16>) -> Option<RingPlace> {
     if control == Some(ring) {
         return Some(RingPlace { queue: pairs, nth: 0 });
@@ -388,7 +399,8 @@ impl NetworkDevice for NetDevice {
     }
 
     fn announce(&self, mac: [u8; MAC_BYTES]) -> Result<(), String> {
-        // A network that does not hear of it learns by the guest's next frame: no reason to end the connection.
+        // Without the announcement, the network learns the place from the next frame of the guest.
+        // So an error is only logged.
         let frame = rarp(mac);
         let told = match &self.backend {
             NetBackend::Kernel(tap, _) | NetBackend::Tap(tap, _) => tap.inject(&frame),
@@ -400,7 +412,8 @@ impl NetworkDevice for NetDevice {
         Ok(())
     }
 
-    /// The tap sends frames to queues that are attached; a queue that nobody empties would swallow its share.
+    /// The tap sends frames to all attached queues. So a queue is attached only while its ring
+    /// runs.
     fn ring_starts(&self, place: RingPlace, fresh: bool) -> Result<(), String> {
         let RingPlace { queue, nth } = place;
         match (&self.control, nth) {
@@ -426,7 +439,7 @@ impl NetworkDevice for NetDevice {
 
     fn run_command(&self) {
         if let Some(control) = &self.control {
-            self.commanded(control);
+            self.run_pending(control);
         }
     }
 
@@ -457,7 +470,8 @@ impl NetworkDevice for NetDevice {
     }
 }
 
-/// A RARP request of `mac` for itself, by which bridges and switches learn where it is (RFC 903).
+/// Returns a RARP request of `mac` for itself, from which bridges and switches learn its place (RFC
+/// 903).
 fn rarp(mac: [u8; MAC_BYTES]) -> [u8; FRAME_MIN] {
     const BROADCAST: [u8; MAC_BYTES] = [0xFF; MAC_BYTES];
     // Ethernet, IPv4, the lengths of their addresses, "request reverse".

@@ -1,25 +1,26 @@
-//! A limit for what a front end can make the daemon say: so many at once, and so many a second after that.
+//! A rate limit for log lines and events that a front end or a client can cause.
 
 use std::time::{Duration, Instant};
 
-/// A token bucket. It is full at first.
+/// A token bucket, which is full at the start.
 #[derive(Clone, Copy, Debug)]
 pub struct Rate {
-    /// One may be said each time this has passed.
+    /// The time for one more event.
     every: Duration,
-    /// How many may be said at once.
+    /// Events that may happen at once.
     burst: u32,
     /// When the bucket is full again. At most `every` times `burst` from now.
     full_at: Option<Instant>,
 }
 
 impl Rate {
-    /// `burst` at once, at least 1, and `per_second` after that, at least 1.
+    /// Allows `burst` events at once, and `per_second` events a second after that. Both are at
+    /// least 1.
     pub const fn new(burst: u32, per_second: u32) -> Self {
         Self { every: Duration::from_nanos(1_000_000_000 / per_second as u64), burst, full_at: None }
     }
 
-    /// Whether one more may be said at `now`. If so, it counts.
+    /// Returns whether one more event may happen at `now`. If so, it is counted.
     pub fn take(&mut self, now: Instant) -> bool {
         let full_at = self.full_at.map_or(now, |at| at.max(now)) + self.every;
         let fits = full_at <= now + self.every * self.burst;
@@ -29,9 +30,9 @@ impl Rate {
         fits
     }
 
-    /// When [`take`](Self::take) would be true, `now` or later.
+    /// Returns when [`take`](Self::take) would return true, `now` or later.
     pub fn next(&self, now: Instant) -> Instant {
-        // Not before 0 of the clock, which is long ago.
+        // `checked_sub` fails only before the start of the clock.
         let at = self.full_at.and_then(|at| (at + self.every).checked_sub(self.every * self.burst));
         at.map_or(now, |at| at.max(now))
     }

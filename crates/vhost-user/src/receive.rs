@@ -1,15 +1,20 @@
-//! What front ends send, and the descriptors that come with it.
+//! Receives the bytes and the descriptors that front ends send.
 //!
-//! Whoever receives a descriptor closes it some day, at the latest when it ends, and that close may wait: a file of a FUSE mount or
-//! of NFS asks its server each time. A process that waits there cannot be killed. So the daemon itself never receives a descriptor
-//! that a front end has chosen. It looks at what is there without taking it, and reads bytes without room for descriptors: the
-//! kernel says then whether there are some. Where descriptors come along, a [`process`] of its own receives them, and passes on
-//! those whose close waits for nobody: eventfds, UNIX stream sockets, files in memory. It has nothing else of the daemon's.
+//! A process that receives a descriptor must close it, at the latest when it exits. That close may
+//! block: a file of a FUSE mount or of NFS calls its server on each close. A process that is
+//! blocked there cannot be killed. So the daemon never receives a descriptor of a front end
+//! directly:
 //!
-//! What nobody has received is closed with the socket that it waits in, so such a process also closes connections that end with
-//! descriptors unread, and empties the sockets that it passes on.
+//! - The daemon peeks at a socket, and reads bytes without room for descriptors. The kernel reports
+//!   whether there are descriptors.
+//! - A separate [`process`] receives descriptors. It passes on those whose close never blocks:
+//!   eventfds, UNIX stream sockets, and files in memory. It holds nothing else of the daemon.
+//! - A descriptor that was never received is closed together with the socket in whose queue it
+//!   lies. So such a process also closes connections that end with unread descriptors, and empties
+//!   the queues of sockets that it passes on.
 //!
-//! Called by session threads. Where no such process was started (tests of the library), the calling thread does the same itself.
+//! Called by session threads. If no such process was started (tests of the library), the calling
+//! thread does the same itself.
 
 pub(super) mod process;
 
@@ -29,38 +34,40 @@ use rustix::net::{
 
 use self::process::Process;
 
-/// Bytes read at once at most: a whole payload.
+/// Bytes that are read at once at most: the largest payload.
 pub(super) const ROOM_MAX: usize = 4096;
-/// Descriptors of one message at most: those of a memory table. The specification has 8.
+/// Descriptors of one message at most: those of a memory table. The specification allows 8.
 pub(super) const FDS_MAX: usize = 32;
-/// How long a process may take for an answer, and for closing what an earlier message brought. It is there at once, as a rule.
+/// How long a process may take for an answer, and for closing the descriptors of an earlier
+/// message. Normally it answers at once.
 const PROCESS_WAIT: Duration = Duration::from_secs(5);
-/// How long its end of work is waited for where nothing depends on it.
+/// How long to wait for the end of its work if nothing depends on it.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
-/// Connections that an export may have ended and not closed. With more, it takes no other.
+/// Ended connections of an export that are not closed yet, at most. With more, the export accepts
+/// no other connection.
 const ENDED_MAX: usize = 8;
-/// Bytes of the name of a descriptor that was not taken, at most.
+/// Bytes of the name of a refused descriptor at most.
 const NAME_MAX: usize = 64;
 
-/// Descriptors that came with bytes.
+/// Descriptors that were received with bytes.
 #[derive(Debug, Default)]
 pub(super) struct Descriptors {
-    /// Those that were taken.
+    /// Accepted descriptors.
     pub(super) taken: Vec<OwnedFd>,
-    /// What the others were, in words: they are closed.
+    /// Names of the refused descriptors, which are closed.
     pub(super) refused: Vec<String>,
 }
 
 impl Descriptors {
-    /// How many came.
+    /// Returns how many were received.
     pub(super) fn len(&self) -> usize {
         self.taken.len() + self.refused.len()
     }
 
-    /// Adds those that came later with the same message.
+    /// Adds descriptors that were received later with the same message.
     ///
     /// # Errors
-    /// They are too many.
+    /// There are too many.
     pub(super) fn append(&mut self, mut more: Self) -> io::Result<()> {
         self.taken.append(&mut more.taken);
         self.refused.append(&mut more.refused);
@@ -68,19 +75,20 @@ impl Descriptors {
     }
 }
 
-/// What is there to be read.
+/// What can be read from a connection.
 pub(super) struct Look {
-    /// How many bytes; 0: the connection has ended.
+    /// Number of bytes; 0: the connection has ended.
     pub(super) bytes: usize,
     /// Whether descriptors come with them.
     pub(super) fds: bool,
 }
 
-/// Looks at what can be read, up to `room` bytes, and takes nothing. None: there is nothing. Does not wait.
+/// Peeks at the next `room` bytes at most, without reading them. None if there is nothing to read.
+/// Does not wait.
 pub(super) fn look(stream: &UnixStream, room: usize) -> io::Result<Option<Look>> {
     let mut bytes = [0u8; ROOM_MAX];
     let mut iov = [IoSliceMut::new(start_of(&mut bytes, room))];
-    // Without room for descriptors the kernel only says whether there are some.
+    // Without room for descriptors, the kernel only reports whether there are some.
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     match recvmsg(stream, &mut iov, &mut RecvAncillaryBuffer::default(), flags) {
         Ok(got) => Ok(Some(Look { bytes: got.bytes, fds: got.flags.contains(ReturnFlags::CTRUNC) })),
@@ -89,10 +97,12 @@ pub(super) fn look(stream: &UnixStream, room: usize) -> io::Result<Option<Look>>
     }
 }
 
-/// Reads bytes that [`look`] found to come without descriptors. Nobody else reads the connection.
+/// Reads bytes that [`look`] has found to have no descriptors. No other thread or process reads the
+/// connection.
 ///
 /// # Errors
-/// A descriptor came all the same, and the kernel dropped it: where it has no memory, a look does not show descriptors.
+/// There was a descriptor, and the kernel dropped it: when the kernel has no memory, a peek does
+/// not report descriptors.
 pub(super) fn read(stream: &UnixStream, bytes: usize) -> io::Result<Vec<u8>> {
     let mut buffer = vec![0u8; bytes];
     let mut iov = [IoSliceMut::new(&mut buffer)];
@@ -110,24 +120,25 @@ fn start_of(bytes: &mut [u8], len: usize) -> &mut [u8] {
     bytes.split_at_mut(len).0
 }
 
-/// What receives the descriptors of one export's front ends.
+/// Receives the descriptors of the front ends of one export.
 pub(super) struct Receiver {
-    /// Whether all descriptors are taken: the export allows memory that may block.
+    /// Whether all descriptors are accepted: the export allows memory that may block.
     any: bool,
-    /// A process that has not closed yet what it received. While there is one, no other receives for this export: front ends
-    /// cannot fill the system with them.
+    /// A process that has not closed all that it received yet. Meanwhile no other process receives
+    /// for this export, so that front ends cannot start many processes.
     unfinished: Option<Process>,
-    /// Connections that are over, with descriptors that nobody has read. They stay open until a process can close them.
+    /// Ended connections with unread descriptors. They stay open until a process can close them.
     ended: Vec<UnixStream>,
-    /// The process that closes one of those; a front end that is served does not wait for it.
+    /// The process that closes one of them. The connected front end does not wait for it.
     closing: Option<Process>,
-    /// Why none was found for it when it was last wanted.
+    /// Why no process was available for that the last time.
     no_process: Option<io::Error>,
-    /// Whether there are too many of those, and the user was told.
+    /// Whether too many connections are not closed, and this was logged.
     full: bool,
 }
 
-/// Connections of exports that were removed, with descriptors that nobody has read, for which there was no process.
+/// Connections of removed exports with unread descriptors, for which there was no process. Guards
+/// the list alone.
 static LEFT: Mutex<Vec<UnixStream>> = Mutex::new(Vec::new());
 
 impl Receiver {
@@ -135,17 +146,17 @@ impl Receiver {
         Self { any, unfinished: None, ended: Vec::new(), closing: None, no_process: None, full: false }
     }
 
-    /// Takes a connection that is over, and what it has sent and nobody has read. Afterwards the front end cannot send any more,
-    /// though others may still have the connection.
+    /// Takes over an ended connection, with its unread bytes and descriptors. Afterwards the front
+    /// end cannot send any more, even if the connection is still open.
     pub(super) fn close(&mut self, stream: UnixStream) {
         let _ = stream.shutdown(Shutdown::Read);
-        // A look does not show an urgent byte that is kept apart.
+        // A peek does not show an urgent byte that is not in line.
         let _ = set_socket_oobinline(&stream, true);
         let has_fds = loop {
             match look(&stream, ROOM_MAX) {
                 Ok(Some(Look { bytes: 0, .. })) => break false,
                 Ok(Some(Look { bytes, fds: false })) if read(&stream, bytes).is_ok() => {}
-                // There are some, or there may be.
+                // There are descriptors, or there may be.
                 _ => break true,
             }
         };
@@ -155,7 +166,8 @@ impl Receiver {
         }
     }
 
-    /// Goes on with closing what is over. Whether another connection may be taken; when that changes to no, it is logged.
+    /// Continues to close ended connections. Returns whether another connection may be accepted. A
+    /// change to false is logged.
     pub(super) fn has_room(&mut self, export: &str) -> bool {
         self.close_ended();
         let full = self.ended.len() >= ENDED_MAX;
@@ -174,12 +186,13 @@ impl Receiver {
         !full
     }
 
-    /// Whether something is over and not closed, so that [`has_room`](Self::has_room) is to be called again.
+    /// Returns whether an ended connection is not closed yet. Then [`has_room`](Self::has_room)
+    /// must be called again.
     pub(super) fn has_ended(&self) -> bool {
         !self.ended.is_empty()
     }
 
-    /// Has a process close what is over, one connection after the other.
+    /// Lets a process close the ended connections, one after the other.
     fn close_ended(&mut self) {
         self.closing = self.closing.take().and_then(|process| process.unless_finished(Duration::ZERO));
         self.no_process = None;
@@ -189,7 +202,7 @@ impl Receiver {
             match Process::close(stream.as_fd()) {
                 Ok(Some(process)) => match process.keep_if_finished(CLOSE_WAIT) {
                     Ok(unfinished) => self.closing = unfinished,
-                    // It has ended.
+                    // The process has ended.
                     Err(_) => return self.ended.push(stream),
                 },
                 Ok(None) => stop_reading(&stream),
@@ -201,10 +214,11 @@ impl Receiver {
         }
     }
 
-    /// Reads up to `room` bytes with the descriptors that come along.
+    /// Reads up to `room` bytes with their descriptors.
     ///
     /// # Errors
-    /// There are too many; or what came before is still being closed. Bytes may be lost then, so the connection has to end.
+    /// There are too many descriptors, or earlier ones are still being closed. Bytes may be lost,
+    /// so the connection must end.
     pub(super) fn receive(&mut self, stream: &UnixStream, room: usize) -> io::Result<(Vec<u8>, Descriptors)> {
         self.unfinished = self.unfinished.take().and_then(|process| process.unless_finished(PROCESS_WAIT));
         if let Some(process) = &self.unfinished {
@@ -237,7 +251,7 @@ impl Drop for Receiver {
             left.remove(0);
             process = Some(closing);
         }
-        // It closes them after all else, and ends.
+        // The process closes them after its current work, and ends.
         if let Some(process) = process {
             left.retain(|stream| process.close_later(stream.as_fd()).is_err());
         }
@@ -250,25 +264,26 @@ impl Drop for Receiver {
     }
 }
 
-/// What one read of a connection brought.
+/// The result of one read of a connection.
 struct Receipt {
     bytes: Vec<u8>,
     descriptors: Descriptors,
-    /// Descriptors that are not taken. Whoever drops this closes them, and may wait.
+    /// Refused descriptors. Dropping this closes them, and may block.
     _others: Vec<OwnedFd>,
-    /// Whether there were more than there is room for.
+    /// Whether there were more descriptors than allowed.
     too_many: bool,
 }
 
 impl Receipt {
-    /// Closes what is not taken.
+    /// Closes the refused descriptors, and returns the rest.
     fn into_parts(self) -> io::Result<(Vec<u8>, Descriptors)> {
         if self.too_many { Err(too_many()) } else { Ok((self.bytes, self.descriptors)) }
     }
 }
 
-/// Reads up to `room` bytes, with their descriptors. Unless `any` is set, only those are taken whose close waits for nobody. Closes
-/// nothing but what sockets among them have in their queues.
+/// Reads up to `room` bytes, with their descriptors. Unless `any` is set, it accepts only
+/// descriptors whose close never blocks. It closes nothing except the descriptors in the queues of
+/// received sockets.
 fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt> {
     let mut bytes = [0u8; ROOM_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
@@ -288,33 +303,34 @@ fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Receipt
             }
         }
     }
-    // There may be room for one more.
+    // The buffer may have room for one more descriptor than is allowed.
     let too_many = got.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > FDS_MAX;
     Ok(Receipt { bytes: start_of(&mut bytes, got.bytes).to_vec(), descriptors, _others: others, too_many })
 }
 
-/// Whether the last close of a descriptor waits for nobody. No file system is asked.
+/// Returns whether the last close of a descriptor never blocks. No file system is called.
 fn closes_at_once(fd: &OwnedFd) -> bool {
-    // The kernel knows seals of files of tmpfs and hugetlbfs alone, memfds among them.
+    // Only files of tmpfs and hugetlbfs have seals, which includes memfds.
     rustix::fs::fcntl_get_seals(fd).is_ok() || link(fd).is_ok_and(|link| link == "anon_inode:[eventfd]")
 }
 
-/// Whether a socket is one whose queue could be emptied, and stays empty: a UNIX stream socket that does not listen. (One of TCP may
-/// have been told to linger.)
+/// Empties the queue of a socket. Returns whether it stays empty: the socket is a UNIX stream
+/// socket that does not listen. (The close of a TCP socket may block, by SO_LINGER.)
 fn empties(fd: &OwnedFd) -> bool {
     if socket_domain(fd) != Ok(AddressFamily::UNIX) || socket_type(fd) != Ok(SocketType::STREAM) {
         return false;
     }
     stop_reading(fd);
-    // Looked at last: one that is made to listen from now on gets no connection.
+    // Checked last: a socket that starts to listen after the shutdown gets no connection.
     socket_acceptconn(fd) == Ok(false)
 }
 
-/// Ends the receiving direction of a UNIX socket, and closes what is queued there, which may wait.
+/// Shuts the receiving direction of a UNIX socket down, and closes what is queued there, which may
+/// block.
 pub(super) fn stop_reading(fd: impl AsFd) {
-    // Nobody can queue anything after this.
+    // After this, nothing can be queued.
     let _ = rustix::net::shutdown(&fd, rustix::net::Shutdown::Read);
-    // Descriptors are closed, since there is no room for them in these calls.
+    // These calls have no room for descriptors, so the kernel closes them.
     let read = |flags| {
         let mut scrap = [0u8; ROOM_MAX];
         let mut iov = [IoSliceMut::new(&mut scrap)];
@@ -324,7 +340,7 @@ pub(super) fn stop_reading(fd: impl AsFd) {
     while read(RecvFlags::empty()).is_ok_and(|got| got.bytes > 0) {}
 }
 
-/// What a descriptor is, for messages.
+/// Returns the name of a descriptor, for messages.
 fn name(fd: &OwnedFd) -> String {
     let name = link(fd).unwrap_or_else(|_| "a file".to_owned());
     name.escape_default().take(NAME_MAX).collect()

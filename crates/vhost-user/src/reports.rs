@@ -20,8 +20,8 @@ pub(super) struct Report {
 
 /// Reports of workers to the session thread.
 ///
-/// The session thread may log and block, and a worker may not. It also signals the error descriptors: a worker would need an
-/// io_uring ([`EventFd`](vshunt_engine::EventFd)) for each.
+/// The session thread may log and block, and a worker may not. It also signals the error
+/// descriptors: a worker would need an io_uring ([`EventFd`](vshunt_engine::EventFd)) for each.
 pub(super) struct Reports {
     /// Guards the list alone; held for a push or a swap.
     list: Mutex<Vec<Report>>,
@@ -35,7 +35,8 @@ impl Reports {
         Ok(Self { list: Mutex::default(), eventfd })
     }
 
-    /// Reports that a queue broke. A ring breaks at most once after each start, so the list is bounded.
+    /// Reports that a queue broke. A ring breaks at most once after each start, so the list is
+    /// bounded.
     pub(super) fn add(&self, queue: u16, ring: Option<u16>, reason: &str) {
         let report = Report { queue, ring, reason: reason.to_owned() };
         self.list.locked().push(report);
@@ -68,7 +69,8 @@ pub(super) struct ConnectionNews {
 }
 
 impl ConnectionNews {
-    /// Returns whether the observer has to be told of this state at `now`. If so, the state counts as told.
+    /// Returns whether the observer has to be told of this state at `now`. If so, the state counts
+    /// as told.
     pub(super) fn take(&mut self, connected: bool, now: Instant) -> bool {
         let take = self.connected != connected && self.rate.take(now);
         if take {
@@ -77,7 +79,8 @@ impl ConnectionNews {
         take
     }
 
-    /// Returns when the observer has to be told of this state, `now` or later; none if it knows the state.
+    /// Returns when the observer has to be told of this state, `now` or later; none if it knows the
+    /// state.
     pub(super) fn due(&self, connected: bool, now: Instant) -> Option<Instant> {
         (self.connected != connected).then(|| self.rate.next(now))
     }

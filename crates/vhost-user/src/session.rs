@@ -1,7 +1,8 @@
-//! One front-end's connection: what it set up, and the rings that run by it.
+//! The state of one connection: what the front end has set up, and the rings that run.
 //!
-//! All of it belongs to the session thread. A ring runs when it has memory, addresses, a kick and is enabled;
-//! it is then a queue on a worker and comes back, drained, before anything that it leans on goes away.
+//! Only the session thread uses it. A ring runs while it is enabled and has memory, addresses and a
+//! kick descriptor. Then it belongs to a queue of a worker. It is drained and stopped before
+//! anything that it uses is changed or released.
 
 mod handler;
 mod inflight;
@@ -30,18 +31,19 @@ use super::budget::Budget;
 use super::memory::Mapping;
 use super::reports::Reports;
 
-/// VHOST_F_LOG_ALL: writes to guest memory are to be logged.
+/// VHOST_F_LOG_ALL: writes to guest memory must be logged.
 const F_LOG_ALL: u64 = bit(virtio::features::VHOST_F_LOG_ALL);
 /// VHOST_USER_F_PROTOCOL_FEATURES.
 const F_PROTOCOL: u64 = bit(virtio::features::VHOST_USER_F_PROTOCOL_FEATURES);
-/// Page size of the dirty log, fixed by the specification: one bit each.
+/// Bytes of a page in the dirty log, which has one bit for each page. The specification fixes the
+/// size.
 const LOG_PAGE_BYTES: u64 = 4096;
 
-/// What to do where a front end shares no memory.
+/// The remedy if a front end shares no memory.
 const SHARE_MEMORY: &str = "Give the VMM memory that it can share; QEMU: -object memory-backend-memfd,id=mem,size=SIZE,\
      share=on -machine memory-backend=mem";
 
-/// What the front-end told of one ring.
+/// What the front end has set for one ring.
 #[derive(Default)]
 struct Vring {
     size: u16,
@@ -55,47 +57,47 @@ struct Vring {
 }
 
 impl Vring {
-    /// Whether it stands, and has all that it needs except for memory.
+    /// Returns whether the ring is stopped, and has all that it needs except memory.
     fn may_start(&self) -> bool {
         !self.running && self.enabled && self.size > 0 && self.kick.is_some() && self.addrs.is_some()
     }
 }
 
-/// Ring addresses as the front-end has them: in its own address space.
+/// Ring addresses in the address space of the front end.
 #[derive(Clone, Copy)]
 struct UserAddrs {
     desc: u64,
     driver: u64,
     device: u64,
-    /// Guest address of the device area, if writes there are to be logged.
+    /// Guest address of the device area, if writes to it must be logged.
     log: Option<u64>,
 }
 
-/// See the module.
+/// The state of one connection.
 pub(super) struct Session {
     name: String,
     device: Arc<dyn Device>,
     server: Arc<dyn RingServer>,
-    /// Features agreed on, for `status` to read.
+    /// The negotiated features, which `status` reads.
     agreed: Arc<AtomicU64>,
     reports: Arc<Reports>,
-    /// What it may map.
+    /// The limits of what it may map.
     budget: Arc<Budget>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     status: u64,
     regions: Vec<Region>,
-    /// Regions that were added again.
-    again: Repeats,
+    /// Regions that were added more than once.
+    repeats: Repeats,
     mem: Arc<GuestMemory>,
-    /// Whether a memory table with regions came, or the user was told that none did.
+    /// Whether there was a memory table with regions, or a warning that there is none.
     had_memory: bool,
     vrings: Vec<Vring>,
     inflight: Option<InflightArea>,
-    /// Why this guest does not go on with its requests in flight, nor with others.
+    /// Why this guest cannot continue with its requests in flight, nor with others.
     cut_off: Option<String>,
     log: Option<Arc<DirtyLog>>,
-    /// What it lies in.
+    /// The mapping of the dirty log.
     log_map: Option<Arc<Mapping>>,
 }
 
@@ -128,7 +130,7 @@ impl Session {
             protocol: VhostUserProtocolFeatures::empty(),
             status: 0,
             regions: Vec::new(),
-            again: Repeats::default(),
+            repeats: Repeats::default(),
             mem: Arc::new(GuestMemory::empty()),
             had_memory: false,
             vrings,
@@ -139,23 +141,25 @@ impl Session {
         }
     }
 
-    /// The device status, as the guest set it.
+    /// Returns the device status that the guest has set.
     pub(super) fn status(&self) -> u64 {
         self.status
     }
 
-    /// Whether refused messages are answered by a word, so that the front-end may go on.
+    /// Returns whether messages are acknowledged, so that the front end can continue after one is
+    /// refused.
     pub(super) fn acknowledges(&self) -> bool {
         self.has(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
-    /// Whether a protocol feature was agreed on.
+    /// Returns whether a protocol feature was negotiated.
     pub(super) fn has(&self, feature: VhostUserProtocolFeatures) -> bool {
         self.protocol.contains(feature)
     }
 
-    /// SET_STATUS; 0 resets the rings. Not what the guest chose in the configuration space: QEMU writes 0 whenever
-    /// a virtual machine is paused, too, and tells nothing of that space when it goes on.
+    /// Handles SET_STATUS. Status 0 resets the rings, but not the configuration space: QEMU also
+    /// sends 0 when a virtual machine is paused, and does not send the configuration space when it
+    /// resumes.
     pub(super) fn set_status(&mut self, status: u64) {
         self.status = status;
         if status == 0 {
@@ -174,12 +178,13 @@ impl Session {
         if let Some(area) = &self.inflight {
             area.clear();
         }
-        // A guest that begins anew knows of no completed writes.
+        // A guest that was reset does not rely on earlier writes.
         self.cut_off = None;
     }
 
-    /// What we offer of the protocol. A module of before, and vhost-net, note nowhere what they have in flight; and a guest whose
-    /// writes may be lost with us is to be reset, rather than to go on.
+    /// Returns the protocol features that are offered. An in-flight region is offered only if the
+    /// server of the rings tracks requests (old versions of the kernel module and vhost-net do
+    /// not), and if no completed write is lost with the daemon (otherwise the guest must be reset).
     fn offered(&self) -> VhostUserProtocolFeatures {
         let all = super::PROTOCOL_FEATURES.union(self.device.protocol());
         match self.server.tracks() && self.device.outlives_daemon() {
@@ -188,13 +193,13 @@ impl Session {
         }
     }
 
-    /// Makes a change of the configuration space whole while nothing is in flight.
+    /// Completes a change of the configuration space while no request is in flight.
     fn settle(&self) -> Result<()> {
         let mut settled = Ok(());
         loop {
             let until = Instant::now() + DRAIN_LIMIT;
             match self.server.with_all_drained(until, &mut || settled = self.device.settle()) {
-                // The guest waits for its own requests, for as long as they take.
+                // Only this guest waits, and only for its own requests.
                 Err(e) if e.kind() == vshunt_types::error::Kind::Busy => tracing::warn!("{}: {e}", self.name),
                 drained => break drained.map_err(|e| refuse(e.to_string()))?,
             }
@@ -224,8 +229,8 @@ impl Session {
     }
 }
 
-/// Refuses a message: the front-end is told if it asked for acknowledgements and may go on then; else its
-/// connection ends.
+/// Returns the error that refuses a message. A front end that asked for acknowledgements can
+/// continue; otherwise its connection ends.
 fn refuse(why: impl Into<String>) -> Error {
     Error::ReqHandlerError(io::Error::other(why.into()))
 }
@@ -233,7 +238,7 @@ fn refuse(why: impl Into<String>) -> Error {
 impl Drop for Session {
     fn drop(&mut self) {
         self.stop_all();
-        // They lie in the front end's memory, which keeps its connection open.
+        // The notes lie in a mapping of the front end, which must be released.
         if let Some(network) = self.device.network() {
             network.set_notes(None);
         }

@@ -1,6 +1,8 @@
-//! The session thread of an export: it listens, accepts connections, and serves one front end after the other.
+//! The session thread of an export: it listens, accepts connections, and serves one front end after
+//! the other.
 //!
-//! Called by [`VhostUser::start`](super::VhostUser::start). It ends when the export stops, or when its only connection ends.
+//! Called by [`VhostUser::start`](super::VhostUser::start). It ends when the export stops, or when
+//! its only connection ends.
 
 mod wait;
 
@@ -27,7 +29,8 @@ use super::socket::Socket;
 use super::waiting::{Connection, Waiting};
 use super::{Inner, channel, messages, waiting};
 
-/// How long rings may wait for the first memory table before the user is told. Front ends may send it last.
+/// How long rings may wait for the first memory table before the user is told. Front ends may send
+/// it last.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
 
 impl Inner {
@@ -40,7 +43,8 @@ impl Inner {
                 waiting.end(&mut self.receiver(), false);
             }
             Socket::Listening(listener, file) => {
-                // A listener that was passed in may be used by the next daemon, so its connections stay.
+                // A listener that was passed in may be used by the next daemon, so its connections
+                // stay.
                 self.listen(&listener, file.is_some());
                 // The file must be removed before the listener is closed: see `SocketFile`.
                 drop(file);
@@ -56,8 +60,8 @@ impl Inner {
         self.news.locked()
     }
 
-    /// Tells the observer whether a front end is connected, unless it knows. If the rate of events is used up,
-    /// [`wait`](Self::wait) tells it later.
+    /// Tells the observer whether a front end is connected, unless it knows. If the rate of events
+    /// is used up, [`wait`](Self::wait) tells it later.
     fn tell_connected(&self) {
         let connected = self.connected.load(Relaxed);
         if self.news().take(connected, Instant::now()) {
@@ -70,7 +74,8 @@ impl Inner {
         self.receiver.locked()
     }
 
-    /// Serves one connection after the other until the export ends. `ours`: no other process has the listener.
+    /// Serves one connection after the other until the export ends. `ours`: no other process has
+    /// the listener.
     fn listen(&self, listener: &UnixListener, ours: bool) {
         let mut waiting = Waiting::new(&self.name, Some(listener));
         loop {
@@ -120,10 +125,10 @@ impl Inner {
         let clones = (connection.stream.try_clone(), connection.stream.try_clone());
         let (Ok(ours), Ok(to_shut_down)) = clones else {
             tracing::error!("{}: a connection is closed: this process has no more descriptors", self.name);
-            return waiting::turn_away(connection.stream, &mut self.receiver());
+            return waiting::close_unserved(connection.stream, &mut self.receiver());
         };
         let ours = Arc::new(ours);
-        channel::enter(&ours);
+        channel::register(&ours);
         *self.stream.locked() = ours.try_clone().ok();
         self.connected.store(true, Relaxed);
         self.tell_connected();
@@ -150,12 +155,14 @@ impl Inner {
                 tracing::warn!("{}: the front end's connection is closed: {}", self.name, words_of(&e))
             }
         }
-        // Unread messages may carry descriptors that hold other connections open, and the drain below may take long.
+        // Unread messages may carry descriptors that hold other connections open, and the drain
+        // below may take long.
         self.receiver().close(connection.stream);
         drop(connection.reader);
         session.stop_all();
         drop(session);
-        // A process that receives descriptors may have the socket open for longer: the connection must end now.
+        // A process that receives descriptors may have the socket open for longer: the connection
+        // must end now.
         let _ = ours.shutdown(Shutdown::Both);
         *self.channel.locked() = None;
         *self.stream.locked() = None;
@@ -163,7 +170,8 @@ impl Inner {
         self.tell_connected();
     }
 
-    /// Handles the messages of the front end. Returns why the connection ended; none if the export ends.
+    /// Handles the messages of the front end. Returns why the connection ended; none if the export
+    /// ends.
     fn converse(
         &self,
         connection: &mut Connection,
@@ -226,7 +234,8 @@ impl Inner {
     }
 }
 
-/// Returns the text of an error. Where crate `vhost`'s type wraps a reason of this module, only the reason.
+/// Returns the text of an error. Where crate `vhost`'s type wraps a reason of this module, only the
+/// reason.
 fn words_of(e: &VhostError) -> String {
     match e {
         VhostError::ReqHandlerError(e) | VhostError::SocketError(e) => e.to_string(),

@@ -1,4 +1,4 @@
-//! Where an export's front-ends come from: a socket that we make, or one that we inherit. Called by control threads.
+//! The socket of an export: created by the daemon, or inherited. Called by control threads.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -9,11 +9,11 @@ use vshunt_types::error::{Error, Result};
 
 use crate::socket_file::{self, SocketFile, Words};
 
-/// Where the front-end comes from.
+/// The socket of an export.
 pub enum Socket {
-    /// We listen; the file, if it is ours to remove (dropping it does).
+    /// A listening socket, and its file if the daemon made it. Dropping the file removes it.
     Listening(UnixListener, Option<SocketFile>),
-    /// One connection, with which the export ends.
+    /// One connection. The export ends with it.
     Connected(UnixStream),
 }
 
@@ -24,8 +24,10 @@ const WORDS: Words = Words {
     if_no_socket: "remove it or choose another path",
 };
 
-/// A listening socket at `path`. A socket left by a daemon that died is replaced; anything else there is an
-/// error that says so.
+/// Makes a listening socket at `path`. A stale socket of a daemon that died is replaced.
+///
+/// # Errors
+/// Anything else is at `path`, or the socket cannot be made.
 pub fn listen(path: &Path) -> Result<Socket> {
     let (listener, file) = socket_file::bind(path, None, &WORDS)?;
     listener
@@ -34,14 +36,19 @@ pub fn listen(path: &Path) -> Result<Socket> {
     Ok(Socket::Listening(listener, Some(file)))
 }
 
-/// An inherited socket: listening (socket activation) or connected (`--fd`).
+/// Takes an inherited socket: listening (socket activation) or connected (`--fd`).
+///
+/// # Errors
+/// The descriptor is not a UNIX stream socket.
 pub fn adopt(fd: RawFd) -> Result<Socket> {
     let bad = |e: io::Error| Error::io(format!("file descriptor {fd} is no UNIX stream socket"), e);
-    // SAFETY: fcntl on a number that may be no descriptor fails with EBADF and does nothing else.
+    // SAFETY: if the number is not an open descriptor, fcntl fails with EBADF and does nothing
+    // else.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(bad(io::Error::last_os_error()));
     }
-    // SAFETY: it is open (checked above) and was passed to this process to be its own.
+    // SAFETY: the descriptor is open (checked above). The caller's process inherited it, and
+    // nothing else in the process owns it.
     let owned = unsafe { OwnedFd::from_raw_fd(fd) };
     if rustix::net::sockopt::socket_acceptconn(&owned).map_err(|e| bad(e.into()))? {
         let listener = UnixListener::from(owned);

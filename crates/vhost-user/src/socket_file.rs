@@ -1,7 +1,10 @@
-//! The file of a listening UNIX socket: never taken from a live process, removed only while it is ours.
+//! The file of a listening UNIX socket. It is never taken from a live process, and removed only by
+//! its owner.
 //!
-//! Called by whoever listens (exports, the control socket), from any thread and without locks of theirs: taking
-//! turns may sleep. What must never happen: to wait for the one whose socket is looked at.
+//! Exports, the control socket and the metrics server call this, from any thread and without
+//! holding locks: waiting for the lock of the folder may sleep.
+//!
+//! What must never happen: waiting for the process that owns the socket.
 
 use std::fs;
 use std::io;
@@ -20,23 +23,25 @@ use vshunt_types::error::{Error, Result};
 /// Connections that may wait for accept.
 const BACKLOG: i32 = 64;
 
-/// How often, 10 ms apart, the lock of the directory is tried. Others may hold it for reasons of theirs.
+/// How often, 10 ms apart, the lock of the folder is tried. Other programs may hold the lock for
+/// other reasons.
 const LOCK_TRIES: u32 = 50;
 
-/// How a kind of socket is called in messages, and what a user can do.
+/// Words for messages: the name of a kind of socket, and remedies.
 pub struct Words {
     /// For example `control socket`.
     pub what: &'static str,
-    /// Who it is that listens there already.
+    /// Subject of the message that the socket is in use.
     pub other: &'static str,
-    /// What to do about that.
+    /// The remedy if the socket is in use.
     pub if_in_use: &'static str,
-    /// What to do about a file that is no socket.
+    /// The remedy if the file is not a socket.
     pub if_no_socket: &'static str,
 }
 
-/// The file of a socket that we bound. Removed when dropped, which is to be before its listener: for as long as
-/// that is open no other daemon takes the socket for a stale one, and the inode is not used again.
+/// The file of a bound socket. Dropping it removes the file. It must be dropped before its
+/// listener: as long as the listener is open, no other daemon takes the socket for a stale one, and
+/// the inode number is not used again.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -45,7 +50,7 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -59,15 +64,18 @@ impl Drop for SocketFile {
                 let _ = fs::remove_file(&self.path);
             }
         };
-        // A session's thread may not remove files itself.
+        // A session thread may not remove files: its sandbox forbids it.
         let _ = sandbox::errand(remove);
     }
 }
 
-/// Listens at `path`, with the file's permissions `mode`, or as the umask has it. A socket file that nobody listens
-/// on any more is replaced; anything else there is an error.
+/// Listens at `path`. `mode`: the permissions of the file; without, the umask decides. A stale
+/// socket is replaced.
+///
+/// # Errors
+/// Anything else is at `path`, or the socket cannot be made.
 pub fn bind(path: &Path, mode: Option<Mode>, words: &Words) -> Result<(UnixListener, SocketFile)> {
-    let _turn = lock_directory(path);
+    let _lock = lock_directory(path);
     remove_stale(path, words)?;
     let cannot = |e: Errno| {
         let hint = match e {
@@ -82,7 +90,8 @@ pub fn bind(path: &Path, mode: Option<Mode>, words: &Words) -> Result<(UnixListe
     let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(cannot)?;
     if let Some(mode) = mode {
-        // On Linux the mode of an unbound socket becomes that of its file: no moment at which others could connect.
+        // On Linux, the mode of an unbound socket becomes the mode of its file. So the file never
+        // has other permissions.
         rustix::fs::fchmod(&fd, mode).map_err(cannot)?;
     }
     rustix::net::bind(&fd, &address).map_err(cannot)?;
@@ -92,8 +101,9 @@ pub fn bind(path: &Path, mode: Option<Mode>, words: &Words) -> Result<(UnixListe
     Ok((UnixListener::from(fd), file))
 }
 
-/// Two daemons that find the same stale socket take turns. Without the lock (no right to read the directory) there
-/// is a short race between them and nothing worse.
+/// Locks the folder, so that two daemons that find the same stale socket do not replace it at the
+/// same time. None if the folder cannot be read or locked: then there is a short race, in which one
+/// of the two may replace the socket of the other.
 fn lock_directory(path: &Path) -> Option<OwnedFd> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -126,7 +136,8 @@ fn remove_stale(path: &Path, words: &Words) -> Result<()> {
     }
 }
 
-/// Whether somebody listens at `path`. Does not wait: one whose backlog is full is there.
+/// Returns whether a process listens at `path`. Does not wait: a listener whose backlog is full is
+/// live.
 fn is_live(path: &Path) -> rustix::io::Result<bool> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -1,9 +1,10 @@
-//! Connections that wait while another front end is served, and what keeps them from holding that one open.
+//! Connections that wait while another front end is served. They must not keep its connection open.
 //!
-//! A connection ends when the last descriptor of the front end's end is closed. A hostile front end may send that very end in a
-//! connection that waits in the listener's queue, where nobody reads it, and leave. So connections are accepted at once, and what
-//! they send is read ahead. One that sends descriptors before its turn is closed, and with it they are; so is one that finds all
-//! places taken. Used by the session thread alone.
+//! A connection ends when the last descriptor of the front end's socket is closed. A hostile front
+//! end may send that socket over a second connection, which waits in the queue of the listener, and
+//! disconnect. So connections are accepted at once, and their messages are read ahead. A connection
+//! that sends descriptors before it is served is closed, together with these descriptors. A
+//! connection is also closed if too many others wait. Used by the session thread only.
 
 use std::io;
 use std::net::Shutdown;
@@ -14,27 +15,27 @@ use std::time::Duration;
 use super::messages::Reader;
 use super::receive::Receiver;
 
-/// Connections that wait at most. One is usual: a VMM that takes over from another.
+/// Connections that may wait. One is usual: a VMM that takes over from another.
 const WAITING_MAX: usize = 4;
-/// How long to wait after a connection could not be accepted, which is for want of descriptors or memory.
+/// The pause after a connection could not be accepted because descriptors or memory were used up.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A connection, and what was read of it.
+/// A connection, and the bytes that were read from it.
 pub(super) struct Connection {
     pub(super) stream: UnixStream,
     pub(super) reader: Reader,
 }
 
 impl Connection {
-    /// Makes it ready to be read.
+    /// Prepares a connection for reading.
     ///
     /// # Errors
-    /// It cannot be, and is closed.
+    /// A socket option cannot be set. The connection is closed.
     pub(super) fn new(stream: UnixStream, receiver: &mut Receiver) -> io::Result<Self> {
         match Reader::prepare(&stream) {
             Ok(()) => Ok(Self { stream, reader: Reader::default() }),
             Err(e) => {
-                turn_away(stream, receiver);
+                close_unserved(stream, receiver);
                 Err(e)
             }
         }
@@ -45,9 +46,9 @@ impl Connection {
 pub(super) struct Waiting<'a> {
     /// The export, for messages.
     name: &'a str,
-    /// None: one connection is served, and no other.
+    /// None if the export serves only one connection.
     listener: Option<&'a UnixListener>,
-    /// In the order in which they came.
+    /// In the order in which they connected.
     list: Vec<Connection>,
 }
 
@@ -56,19 +57,21 @@ impl<'a> Waiting<'a> {
         Self { name, listener, list: Vec::new() }
     }
 
-    /// Takes the next connection to be served.
+    /// Takes the connection that is served next.
     pub(super) fn next(&mut self) -> Option<Connection> {
         if self.list.is_empty() { None } else { Some(self.list.remove(0)) }
     }
 
-    /// What becomes readable when [`look`](Self::look) has something to do.
+    /// Returns the descriptors that become readable when [`update`](Self::update) has something to
+    /// do.
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let connections = self.list.iter().map(|connection| connection.stream.as_fd());
         self.listener.iter().map(|listener| listener.as_fd()).chain(connections)
     }
 
-    /// Reads ahead from all, closes those that left or have to go, and accepts a connection.
-    pub(super) fn look(&mut self, receiver: &mut Receiver) {
+    /// Reads ahead from all connections, closes those that ended or are refused, and accepts a
+    /// connection.
+    pub(super) fn update(&mut self, receiver: &mut Receiver) {
         for mut connection in std::mem::take(&mut self.list) {
             match connection.reader.read_ahead(&connection.stream) {
                 Ok(()) => self.list.push(connection),
@@ -76,7 +79,7 @@ impl<'a> Waiting<'a> {
                     if e.kind() == io::ErrorKind::InvalidData {
                         tracing::warn!("{}: a front end that waits for its turn is closed: {e}", self.name);
                     }
-                    turn_away(connection.stream, receiver);
+                    close_unserved(connection.stream, receiver);
                 }
             }
         }
@@ -87,22 +90,24 @@ impl<'a> Waiting<'a> {
         }
     }
 
-    /// Says so, and pauses: the connection stays in the listener's queue, and would be tried again at once.
+    /// Logs that a connection could not be accepted, and pauses. The connection stays in the queue
+    /// of the listener, and would be tried again at once.
     pub(super) fn cannot_accept(&self, why: &io::Error) {
         tracing::error!("{}: cannot take a connection: {why}", self.name);
         std::thread::sleep(ACCEPT_PAUSE);
     }
 
-    /// Closes all that wait, and, of a listener that is `ours`, those that nobody has accepted.
+    /// Closes all connections that wait. If the listener is `ours`, also closes those that were not
+    /// accepted.
     pub(super) fn end(self, receiver: &mut Receiver, ours: bool) {
-        self.list.into_iter().for_each(|connection| turn_away(connection.stream, receiver));
+        self.list.into_iter().for_each(|connection| close_unserved(connection.stream, receiver));
         if let Some(listener) = self.listener
             && ours
         {
-            // Nobody can connect after this.
+            // After this, no process can connect.
             let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Read);
             while let Ok((stream, _)) = listener.accept() {
-                turn_away(stream, receiver);
+                close_unserved(stream, receiver);
             }
         }
     }
@@ -113,7 +118,7 @@ impl<'a> Waiting<'a> {
                 "{}: a front end is closed: {WAITING_MAX} others wait for the one that is served to leave",
                 self.name
             );
-            turn_away(stream, receiver);
+            close_unserved(stream, receiver);
             return;
         }
         match Connection::new(stream, receiver) {
@@ -124,8 +129,8 @@ impl<'a> Waiting<'a> {
 }
 
 /// Closes a connection that was never served.
-pub(super) fn turn_away(stream: UnixStream, receiver: &mut Receiver) {
-    // Others may have it until its descriptors are closed.
+pub(super) fn close_unserved(stream: UnixStream, receiver: &mut Receiver) {
+    // Another process may have the socket open until its queued descriptors are closed.
     let _ = stream.shutdown(Shutdown::Both);
     receiver.close(stream);
 }

@@ -12,14 +12,14 @@ use vshunt_virtqueue::{RingAreas, RingParts, RingServer, RingStart, owner, take_
 
 use super::device::{Device, RingPlace};
 
-/// See the module.
+/// Serves the rings of a device as queues of workers.
 pub struct WorkerRings {
     set: Arc<QueueSet>,
     device: Arc<dyn Device>,
 }
 
 impl WorkerRings {
-    /// The rings of `device`, whose queues are those of `set`.
+    /// Makes the server of the rings of `device`. Its queues are those of `set`.
     pub fn new(set: Arc<QueueSet>, device: Arc<dyn Device>) -> Self {
         Self { set, device }
     }
@@ -60,7 +60,7 @@ impl RingServer for WorkerRings {
             name: start.name,
             on_broken: start.on_broken,
         };
-        // Another ring of the queue may run.
+        // Another ring of the same queue may run.
         let mut others = self.set.stop(place.queue);
         let broken = others.as_mut().and_then(|q| owner(q.as_mut())).is_some_and(|owner| owner.is_broken());
         self.set.start(place.queue, self.device.queue(place, parts, others));
@@ -113,7 +113,7 @@ impl RingServer for WorkerRings {
                 ring.set_call(call);
             }
         });
-        // The front end waits for its own queue only.
+        // An error affects only this front end.
         if let Err(e) = changed {
             tracing::warn!("{e}");
         }

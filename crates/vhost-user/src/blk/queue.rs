@@ -1,9 +1,11 @@
 //! A virtio-blk queue: requests from a virtqueue, to a disk, and back.
 //!
-//! Made by `frontend` when the guest starts a ring, then owned by one worker at a time. A request sits in a
-//! fixed slot from [`take`](Queue::take) until its status byte is written; then its used element is staged and
-//! [`publish`](Queue::publish) shows the whole batch. What must never happen: a request completed twice or
-//! never, or guest memory touched after [`at_rest`](Queue::at_rest) said that all is over.
+//! The session thread makes the queue when the guest starts a ring. One worker at a time owns it. A
+//! request has a fixed slot from [`take`](Queue::take) until its status byte is written. Then its
+//! used element is staged, and [`publish`](Queue::publish) makes the whole batch visible.
+//!
+//! What must never happen: a request completes twice or never; guest memory is accessed after
+//! [`at_rest`](Queue::at_rest) returned true.
 
 mod request;
 
@@ -23,41 +25,46 @@ use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
 use crate::convert::len_u32;
 
-/// Operations of a token.
+/// Operations in a token: the poll of the kick descriptor, and an operation of a request.
 const OP_KICK: u8 = 1;
 const OP_IO: u8 = 2;
-/// Requests that complete at once before the guest is shown them, so that it works on while we do: half of what waits,
-/// from here on. More at a time cost less, and more than half would have guest and server take turns.
-const SHOW_MIN: u32 = 16;
-/// Data of the requests taken in one turn from which on the neighbours have theirs: a backend in memory copies it
-/// before it returns. It copies the longest requests in parts (`block/handle/split`).
-const TURN_BYTES: u64 = 4 << 20;
-/// Longest read or write. Descriptors may name the same memory again and again; without a bound one request could
-/// keep a worker that others share busy for minutes. Guests' block layers stay far below.
+/// How many completed requests are published before all that wait are taken: half of those that
+/// wait, and at least this many. Larger batches cost less. With more than half of them, guest and
+/// worker would take turns instead of working at the same time.
+const BATCH_MIN: u32 = 16;
+/// Bytes of data after which a queue takes no more requests in this iteration, so that other queues
+/// are served. A backend in memory copies the data before it returns, the longest requests in parts
+/// (`block/handle/split`).
+const TAKE_BYTES: u64 = 4 << 20;
+/// Bytes of the longest read or write. Descriptors may name the same memory many times. Without a
+/// limit, one request could occupy a shared worker for minutes. The block layers of guests stay far
+/// below.
 const REQUEST_BYTES_MAX: u64 = 64 << 20;
-/// What GET_ID returns at most (Virtio 1.3, 5.2.6).
+/// Bytes that GET_ID returns at most (Virtio 1.3, 5.2.6).
 pub const SERIAL_MAX: usize = 20;
 
-/// What an export's queues share; the frontend may change the atomic parts at any time.
+/// State that all queues of an export share. The session thread may change the atomic fields at any
+/// time.
 pub(super) struct BlkShared {
     /// The backend.
     pub(super) disk: Arc<Disk>,
     /// What GET_ID returns, padded with zeroes.
     pub(super) serial: [u8; SERIAL_MAX],
-    /// The guest's writes are refused.
+    /// Writes of the guest are refused.
     pub(super) readonly: bool,
-    /// A write completes only when it is stable: the guest was told of no cache, or switched it off.
+    /// A write completes only when it is stable: the guest has no write cache, or switched it off.
     pub(super) writethrough: AtomicBool,
-    /// Whether that is only because we do not know what the guest chose when a former daemon served it; its
-    /// first flush says that it believes in a cache.
-    pub(super) unsure: AtomicBool,
+    /// Whether `writethrough` is set only because a former daemon served the guest, and its choice
+    /// is not known. The first flush shows that the guest uses a write cache.
+    pub(super) writethrough_until_flush: AtomicBool,
     /// Largest WRITE_ZEROES, in sectors, as the configuration space says.
     pub(super) max_zero_sectors: u32,
-    /// Largest DISCARD, likewise.
+    /// Largest DISCARD, in sectors, as the configuration space says.
     pub(super) max_discard_sectors: u32,
 }
 
-/// A request under way. Its buffers are the guest's; `io` names them until the step is done.
+/// A request in flight. Its buffers lie in guest memory; `io` refers to them until the request is
+/// complete.
 struct Slot {
     io: Io,
     status: *mut u8,
@@ -66,7 +73,7 @@ struct Slot {
 
 /// One virtqueue of a disk.
 pub(super) struct BlkQueue {
-    // The owning worker's.
+    // Used by the owning worker.
     vring: DeviceRing,
     mem: Arc<GuestMemory>,
     chain: Chain,
@@ -76,34 +83,34 @@ pub(super) struct BlkQueue {
     handle: Option<DiskHandle>,
     listen: PollState,
     staged: u32,
-    /// How many are staged when they are shown.
-    show_at: u32,
-    /// Since the worker asked last.
+    /// How many staged requests are published at once.
+    batch: u32,
+    /// Whether the guest was notified since the last call of `publish`.
     notified: bool,
-    /// Data of the requests taken this turn.
-    turn_bytes: u64,
+    /// Bytes of data of the requests that were taken in this iteration.
+    taken_bytes: u64,
     replays: Vec<Replay>,
     broken: bool,
     log: Option<Arc<DirtyLog>>,
-    /// While there is a log: where the request of each slot may write.
-    noted: Box<[Vec<Seg>]>,
+    /// While there is a dirty log: the buffers that the request of each slot may write to.
+    writable: Box<[Vec<Seg>]>,
     kick: Arc<OwnedFd>,
     call: Option<Arc<EventFd>>,
-    // Any thread's.
+    // Used by any thread.
     shared: Arc<BlkShared>,
     stats: Arc<QueueStats>,
-    // Fixed.
+    // Never changed.
     name: String,
     on_broken: Box<dyn Fn(&str) + Send>,
 }
 
-// SAFETY: the raw pointers (ring areas, status bytes, data segments) lead into mappings that `mem` and the
-// vring's owner keep alive wherever the queue goes; nothing in it is tied to a thread but `handle`, which is
-// None while it moves (`leave`).
+// SAFETY: the raw pointers (ring areas, status bytes, data segments) point into mappings that `mem`
+// and the owner of the vring keep alive on any thread. Only `handle` is bound to a thread, and it
+// is None while the queue moves (`leave`).
 unsafe impl Send for BlkQueue {}
 
 impl BlkQueue {
-    /// A queue that is not yet on a worker.
+    /// Makes a queue that is not yet on a worker.
     pub(super) fn new(parts: RingParts, shared: Arc<BlkShared>) -> Self {
         let size = parts.vring.size();
         let slots = (0..size)
@@ -121,12 +128,12 @@ impl BlkQueue {
             handle: None,
             listen: PollState::Off,
             staged: 0,
-            show_at: SHOW_MIN,
+            batch: BATCH_MIN,
             notified: false,
-            turn_bytes: 0,
+            taken_bytes: 0,
             replays,
             broken: false,
-            noted: noted(size, parts.log.as_ref()),
+            writable: writable_buffers(size, parts.log.as_ref()),
             log: parts.log,
             kick: parts.kick,
             call: parts.call,
@@ -137,12 +144,13 @@ impl BlkQueue {
         }
     }
 
+    /// Returns the number of requests in flight.
     fn in_flight(&self) -> u32 {
         len_u32(self.slots.len() - self.free.len())
     }
 
-    /// Makes what is staged visible, and notifies the guest if it asked.
-    fn show(&mut self) {
+    /// Publishes the staged used elements, and notifies the guest if it wants to be notified.
+    fn publish_staged(&mut self) {
         if self.staged > 0 {
             self.staged = 0;
             if self.vring.publish() {
@@ -159,20 +167,21 @@ impl BlkQueue {
         }
     }
 
-    /// The guest broke the ring: nothing more is taken, the front-end is told, other queues go on.
+    /// Marks the ring as broken: the queue takes no more requests, and the front end is told. Other
+    /// queues are not affected.
     fn break_off(&mut self, reason: &dyn std::fmt::Display) {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(&reason.to_string());
     }
 
-    /// Takes what a former daemon left in flight, before anything new.
-    fn replay(&mut self, uring: &mut Uring, place: Token) -> u32 {
+    /// Takes the requests that a former daemon left in flight, before any new one.
+    fn replay(&mut self, uring: &mut Uring, base: Token) -> u32 {
         let mut taken = 0;
         while let Some(replay) = self.replays.pop() {
             match self.vring.replay(&self.mem, &replay, &mut self.chain) {
                 Ok(()) => {
-                    self.begin(uring, place);
+                    self.begin(uring, base);
                     taken += 1;
                 }
                 Err(broken) => {
@@ -184,8 +193,8 @@ impl BlkQueue {
         taken
     }
 
-    fn arm_kick(&mut self, uring: &mut Uring, place: Token) {
-        self.listen.start(uring, self.kick.as_raw_fd(), place.with(0, OP_KICK));
+    fn arm_kick(&mut self, uring: &mut Uring, base: Token) {
+        self.listen.start(uring, self.kick.as_raw_fd(), base.with(0, OP_KICK));
     }
 
     fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
@@ -206,14 +215,15 @@ impl BlkQueue {
 impl Vring for BlkQueue {
     fn set_call(&mut self, call: Option<Arc<EventFd>>) {
         self.call = call;
-        // Whoever waits on the new descriptor may have missed a notification sent to the old one.
+        // A notification that was sent to the old descriptor may be lost for a driver that waits on
+        // the new one.
         self.notify();
     }
 
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>) {
         debug_assert_eq!(self.in_flight(), 0);
         self.vring.set_used_log(used);
-        self.noted = noted(self.vring.size(), log.as_ref());
+        self.writable = writable_buffers(self.vring.size(), log.as_ref());
         self.log = log;
     }
 
@@ -237,28 +247,28 @@ impl VirtqueueOwner for BlkQueue {
 }
 
 impl Queue for BlkQueue {
-    fn arm(&mut self, uring: &mut Uring, place: Token) {
+    fn arm(&mut self, uring: &mut Uring, base: Token) {
         if self.handle.is_none() {
             self.handle = Some(self.shared.disk.attach(uring));
         }
-        self.arm_kick(uring, place);
+        self.arm_kick(uring, base);
     }
 
-    fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
+    fn take(&mut self, uring: &mut Uring, base: Token, budget: u32) -> u32 {
         if self.broken {
             return 0;
         }
         let mut taken = 0;
-        self.turn_bytes = 0;
+        self.taken_bytes = 0;
         if !self.replays.is_empty() {
-            taken += self.replay(uring, place);
+            taken += self.replay(uring, base);
             if self.broken {
                 return taken;
             }
         }
-        while taken < budget && self.turn_bytes < TURN_BYTES && !self.free.is_empty() {
+        while taken < budget && self.taken_bytes < TAKE_BYTES && !self.free.is_empty() {
             match self.vring.pop(&self.mem, &mut self.chain) {
-                Ok(true) => self.begin(uring, place),
+                Ok(true) => self.begin(uring, base),
                 Ok(false) => break,
                 Err(broken) => {
                     self.break_off(&broken);
@@ -267,9 +277,9 @@ impl Queue for BlkQueue {
             }
             taken += 1;
             if self.staged == 1 {
-                self.show_at = (u32::from(self.vring.seen_waiting()) / 2).max(SHOW_MIN);
-            } else if self.staged >= self.show_at {
-                self.show();
+                self.batch = (u32::from(self.vring.seen_waiting()) / 2).max(BATCH_MIN);
+            } else if self.staged >= self.batch {
+                self.publish_staged();
             }
         }
         self.flight_changed();
@@ -298,13 +308,13 @@ impl Queue for BlkQueue {
     }
 
     fn publish(&mut self) -> bool {
-        self.show();
+        self.publish_staged();
         std::mem::take(&mut self.notified)
     }
 
     fn has_work(&self) -> bool {
-        // With every slot taken, more can only come from a guest that offers descriptors twice: not before
-        // a completion.
+        // If all slots are in use, only a guest that offers descriptors twice has more requests.
+        // They wait for a completion.
         !self.broken && !self.free.is_empty() && (self.vring.has_avail() || !self.replays.is_empty())
     }
 
@@ -317,8 +327,8 @@ impl Queue for BlkQueue {
         !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }
 
-    fn disarm(&mut self, uring: &mut Uring, place: Token) {
-        self.listen.end(uring, place.with(0, OP_KICK));
+    fn disarm(&mut self, uring: &mut Uring, base: Token) {
+        self.listen.end(uring, base.with(0, OP_KICK));
     }
 
     fn at_rest(&self) -> bool {
@@ -341,7 +351,8 @@ impl Queue for BlkQueue {
     }
 }
 
-fn noted(size: u16, log: Option<&Arc<DirtyLog>>) -> Box<[Vec<Seg>]> {
+/// Returns room for the writable buffers of each slot, if there is a dirty log.
+fn writable_buffers(size: u16, log: Option<&Arc<DirtyLog>>) -> Box<[Vec<Seg>]> {
     if log.is_some() { (0..size).map(|_| Vec::new()).collect() } else { Box::default() }
 }
 

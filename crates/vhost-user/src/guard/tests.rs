@@ -22,7 +22,8 @@ fn map(file: &std::fs::File, len: usize) -> Arc<Mapping> {
 }
 
 fn get(map: &Mapping, at: usize) -> u8 {
-    // SAFETY: inside of the mapping, which the test's threads alone use; past the file's end the guard answers.
+    // SAFETY: inside of the mapping, which the test's threads alone use; past the file's end the
+    // guard answers.
     unsafe { map.at(at).read_volatile() }
 }
 
@@ -112,7 +113,8 @@ const LIMIT_MAX: usize = 2 << 20;
 /// Mappings that are made one by one, so that the process comes to the limit plus one.
 const SINGLES: usize = 64;
 
-/// A process that has all mappings that it may have, but `left`, loses guest memory on four threads at once.
+/// A process that has all mappings that it may have, but `left`, loses guest memory on four threads
+/// at once.
 fn at_the_limit(left: usize) {
     let limit: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
     if limit > LIMIT_MAX {
@@ -168,7 +170,8 @@ fn at_the_limit(left: usize) {
     println!("held");
 }
 
-/// Makes mappings until the kernel refuses one, and unmaps `left` of them. Returns what unmaps the rest.
+/// Makes mappings until the kernel refuses one, and unmaps `left` of them. Returns what unmaps the
+/// rest.
 fn fill(limit: usize, left: usize) -> impl FnOnce() {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let new = |len, prot| {

@@ -48,7 +48,8 @@ fn recv_nothing(stream: &UnixStream) -> rustix::io::Result<usize> {
     rustix::net::recv(stream, &mut [0u8; 1][..], rustix::net::RecvFlags::DONTWAIT).map(|(n, _)| n)
 }
 
-/// What is read of a SET_MEM_TABLE that says `count` regions, has room for `room`, and brings `fds` descriptors.
+/// What is read of a SET_MEM_TABLE that says `count` regions, has room for `room`, and brings `fds`
+/// descriptors.
 fn read(count: u32, room: usize, fds: usize) -> Result<(Vec<VhostUserMemoryRegion>, usize)> {
     let (near, far) = pair();
     let mut message = header(SET_MEM_TABLE, FLAG_VERSION | FLAG_NEED_REPLY, 8 + room * REGION_LEN);

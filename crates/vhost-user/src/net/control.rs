@@ -1,9 +1,11 @@
-//! What a guest sets by its card's control queue, done by the session thread (Virtio 1.3, 5.1.6.5).
+//! Commands of the control queue of a network device, which the session thread runs (Virtio 1.3,
+//! 5.1.6.5).
 //!
-//! Until a front-end starts that queue all pairs are active: it has the control queue itself, or its guest uses none. When it
-//! starts from its beginning, the driver is a new one: one pair is active, and it takes what was agreed on. Else the guest goes
-//! on: with what it set in this connection, or with what was noted in the in-flight region, or, where nobody knows, with all
-//! pairs.
+//! | state of the control queue | active pairs and offloads |
+//! | --- | --- |
+//! | not started (the front end serves it, or the guest does not use it) | all pairs |
+//! | started from its beginning (a new driver) | one pair, and all negotiated offloads |
+//! | continued | what the guest set in this connection; else the notes in the in-flight region; else all pairs |
 
 use std::io;
 use std::ops::Range;
@@ -23,24 +25,25 @@ use super::super::convert::count_u16;
 use super::super::memory::Notes;
 use super::{NetBackend, NetDevice};
 
-/// See the module. Only the session thread changes it.
+/// The control queue of a network device. Only the session thread changes it.
 pub(super) struct Control {
     pending: Arc<PendingCommand>,
     set: Arc<QueueSet>,
-    /// Guards nothing else; held for a look or a change.
+    /// Guards itself alone; held for a read or a change.
     state: Mutex<State>,
 }
 
 struct State {
-    /// Of each pair, whether its receive ring runs.
+    /// For each pair, whether its receive ring runs.
     running: Vec<bool>,
-    /// The first ones, which may get frames.
+    /// Number of active pairs, which are the first ones.
     active: u16,
     notes: Option<Notes>,
 }
 
 impl Control {
-    /// For a card with the queues of `set`, of which the first `pairs` are pairs.
+    /// Makes the control queue of a device with the queues of `set`, of which the first `pairs` are
+    /// queue pairs.
     ///
     /// # Errors
     /// The kernel has no eventfd for it.
@@ -58,13 +61,13 @@ impl Control {
         self.pending.clone()
     }
 
-    /// Features were agreed on: what a former guest set is over.
+    /// Forgets what a former driver has set: features were negotiated.
     pub(super) fn forget(&self) {
         let mut state = self.state();
         state.active = count_u16(state.running.len());
     }
 
-    /// A pair's receive ring runs, or does so no more. Whether the pair is active.
+    /// Records whether the receive ring of a pair runs. Returns whether the pair is active.
     pub(super) fn runs(&self, pair: u16, on: bool) -> bool {
         let mut state = self.state();
         if let Some(running) = state.running.get_mut(usize::from(pair)) {
@@ -79,7 +82,10 @@ impl Control {
 }
 
 impl NetDevice {
-    /// The same with a control queue, where that can be.
+    /// Adds a control queue, if the device can have one.
+    ///
+    /// # Errors
+    /// The kernel has no eventfd for it.
     pub(super) fn controlled(mut self, set: Arc<QueueSet>) -> io::Result<Self> {
         if super::has_control(self.pairs) {
             self.control = Some(Control::new(set, self.pairs)?);
@@ -87,7 +93,7 @@ impl NetDevice {
         Ok(self)
     }
 
-    /// The control queue starts.
+    /// Prepares a start of the control queue. `fresh`: the driver is a new one.
     pub(super) fn control_starts(&self, control: &Control, fresh: bool) -> Result<(), String> {
         if !fresh {
             return Ok(());
@@ -98,7 +104,8 @@ impl NetDevice {
         self.take_offloads(control, features & GUEST_OFFLOADS)
     }
 
-    /// The in-flight region is another one, before any ring runs: what a former daemon noted there holds again.
+    /// Restores the notes that a former daemon left in the in-flight region. Called before any ring
+    /// runs.
     pub(super) fn noted(&self, control: &Control, notes: Option<Notes>) -> Result<(), String> {
         let noted = notes.as_ref().and_then(Notes::read);
         control.state().notes = notes;
@@ -107,18 +114,22 @@ impl NetDevice {
         self.take_offloads(control, offloads & self.agreed().features & GUEST_OFFLOADS)
     }
 
-    /// A command came.
-    pub(super) fn commanded(&self, control: &Control) {
+    /// Runs the pending command.
+    pub(super) fn run_pending(&self, control: &Control) {
         let Some((number, command)) = control.pending.take() else { return };
-        let done = self.obey(control, command);
+        let done = self.run(control, command);
         if let Err(why) = &done {
-            // A guest may say so again and again.
+            // Not a warning: a guest could repeat it without limit.
             tracing::debug!("{}: a command of the guest is refused: {why}", self.name);
         }
         control.pending.answer(number, done.is_ok());
     }
 
-    fn obey(&self, control: &Control, command: Command) -> Result<(), String> {
+    /// Runs a command.
+    ///
+    /// # Errors
+    /// The guest may not set that.
+    fn run(&self, control: &Control, command: Command) -> Result<(), String> {
         let features = self.agreed().features;
         let has = |number| features & bit(number) != 0;
         match command {
@@ -136,7 +147,7 @@ impl NetDevice {
         }
     }
 
-    /// From now on the first `count` pairs get frames, those of them that run.
+    /// Makes the first `count` pairs active. Those whose receive ring runs get frames from now on.
     fn activate(&self, control: &Control, count: u16) -> Result<(), String> {
         let (before, running) = {
             let mut state = control.state();
@@ -154,7 +165,7 @@ impl NetDevice {
         settled
     }
 
-    /// From now on the guest takes what these feature bits say.
+    /// Sets the offloads that the guest accepts from now on, as feature bits.
     fn take_offloads(&self, control: &Control, bits: u64) -> Result<(), String> {
         if let NetBackend::Tap(tap, _) = &self.backend {
             tap.set_offloads(negotiated::offloads(bits)).map_err(|e| e.to_string())?;
@@ -165,15 +176,16 @@ impl NetDevice {
         settled
     }
 
-    /// Returns when the workers of these pairs have ended the turns in which they may not have known yet; nothing comes any more
-    /// by pairs that are set `aside`. (What lies in a tap's queue was made for what the guest took before.)
+    /// Waits until the workers of these pairs have ended the iteration in which they may not have
+    /// seen a change. With `aside`, the pairs deliver no more frames afterwards. (Frames in the
+    /// queue of a tap were made for the earlier offloads.)
     ///
     /// # Errors
-    /// A worker does not answer; the others do not wait for it.
+    /// A worker does not answer. The other workers do not wait for it.
     fn settled(&self, control: &Control, pairs: Range<u16>, aside: bool) -> Result<(), String> {
         let mut settled = Ok(());
         for pair in pairs {
-            // One that does not run has nothing to end.
+            // A queue that does not run has no iteration to end.
             let visited = control.set.run_on(pair, move |queue| {
                 if aside && let Some(pair) = owner(queue).and_then(|owner| owner.pair()) {
                     pair.set_aside();
@@ -184,6 +196,7 @@ impl NetDevice {
         settled
     }
 
+    /// Writes the notes, if the in-flight region has room for them.
     fn note(&self, control: &Control) {
         let state = control.state();
         if let Some(notes) = &state.notes {

@@ -1,16 +1,18 @@
-//! The processes that receive descriptors. See the parent module for why.
+//! The processes that receive descriptors. The parent module says why they exist.
 //!
-//! One process, the *spawner*, is forked before the daemon has threads, images or guests. It forks others when the daemon asks
-//! for one. They have one socket each, on which they take orders, one at a time:
+//! One process, the *spawner*, is forked before the daemon has threads, images or guests. It forks
+//! receivers when the daemon asks for one. Each receiver has a socket to the daemon, and handles
+//! one request at a time:
 //!
-//! | who | sends | with |
+//! | sender | message | descriptors |
 //! | --- | --- | --- |
 //! | daemon | [`RECEIVE`] or [`RECEIVE_ANY`], room in bytes (u32) | the connection |
-//! | process | its answer: [`ANSWER`] | the descriptors that are taken |
-//! | daemon | or [`CLOSE`], which has no answer; 0 (u32) | the connection |
-//! | process | [`FINISHED`], after it has closed all it had | |
+//! | receiver | [`ANSWER`], [`TOO_MANY`] or [`FAILED`] | the accepted descriptors |
+//! | daemon | or [`CLOSE`], which has no answer, and 0 (u32) | the connection |
+//! | receiver | [`FINISHED`], after it has closed all its descriptors | |
 //!
-//! They end when the daemon's end of the socket is closed. All messages are datagrams of `SOCK_SEQPACKET`.
+//! The processes end when the daemon closes its end of the socket. The sockets are of type
+//! `SOCK_SEQPACKET`.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -32,43 +34,44 @@ use vshunt_types::error::{Error, Result};
 use super::super::convert::len_u32;
 use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, stop_reading, too_many};
 
-/// First byte of an order: receive, and pass on the descriptors whose close waits for nobody.
+/// First byte of a request: receive, and pass on the descriptors whose close never blocks.
 const RECEIVE: u8 = 0;
-/// First byte of an order: receive, and pass on all descriptors but sockets that cannot be emptied.
+/// First byte of a request: receive, and pass on all descriptors except sockets whose queue cannot
+/// be emptied.
 const RECEIVE_ANY: u8 = 1;
-/// First byte of an order: discard what was sent and not read.
+/// First byte of a request: discard all that was sent and not read.
 const CLOSE: u8 = 2;
 
-/// First byte of an answer: bytes follow, with their number (u32) before them, then names of what was not taken, each ended by
-/// a zero.
+/// First byte of an answer: the number of bytes (u32), the bytes, and the names of refused
+/// descriptors, each ended by a zero.
 const ANSWER: u8 = 0;
-/// First byte of an answer: too many descriptors came.
+/// First byte of an answer: there were too many descriptors.
 const TOO_MANY: u8 = 1;
-/// First byte of an answer: it failed; an errno (i32) follows.
+/// First byte of an answer: the call failed with the errno (i32) that follows.
 const FAILED: u8 = 2;
-/// The message after which a process can be given the next order.
+/// The message after which a receiver is ready for the next request.
 const FINISHED: u8 = 3;
 
 /// Bytes of the largest message.
 const MESSAGE_MAX: usize = 8192;
-/// Processes that are kept for the next front end.
+/// Idle receivers that are kept for the next front end.
 const IDLE_MAX: usize = 4;
-/// How long the spawner may take.
+/// How long the spawner may take for an answer.
 const SPAWN_WAIT: Duration = Duration::from_secs(5);
 
-/// The socket on which the spawner takes orders. Guards it for one order and its answer.
+/// The socket of the spawner. The lock is held for one request and its answer.
 static SPAWNER: OnceLock<Mutex<OwnedFd>> = OnceLock::new();
-/// Processes that have nothing to do. Guards the list alone.
+/// Idle receivers. Guards the list alone.
 static IDLE: Mutex<Vec<Process>> = Mutex::new(Vec::new());
 
 /// Starts the spawner. Called once, before the process has a second thread.
 ///
 /// # Errors
-/// The system has no process for it.
+/// The system cannot make another process.
 pub fn start(mode: sandbox::Mode) -> Result<()> {
     let cannot = |e: io::Error| Error::io("cannot start the process that receives descriptors", e);
     let (ours, theirs) = pair().map_err(cannot)?;
-    // SAFETY: this is the only thread, so the child finds no lock that is held.
+    // SAFETY: this is the only thread (the caller ensures it), so no lock is held in the child.
     match unsafe { libc::fork() } {
         -1 => Err(cannot(io::Error::last_os_error())),
         0 => {
@@ -82,31 +85,33 @@ pub fn start(mode: sandbox::Mode) -> Result<()> {
     }
 }
 
-/// A process that receives descriptors; it ends when this is dropped.
+/// A process that receives descriptors. It ends when this is dropped.
 pub(super) struct Process {
     socket: OwnedFd,
     id: u32,
 }
 
 impl Process {
-    /// Has one do [`receive`]; its [`answer`](Self::answer) is to be had. None: no spawner was started.
+    /// Lets a process do [`receive`]. The caller then waits for the [`answer`](Self::answer). None
+    /// if no spawner was started.
     ///
     /// # Errors
-    /// There is none, or the connection cannot be passed to it. Nothing was received then.
+    /// There is no process, or the connection cannot be passed to it. Nothing was received.
     pub(super) fn receive(stream: BorrowedFd<'_>, room: usize, any: bool) -> io::Result<Option<Self>> {
-        Self::order(if any { RECEIVE_ANY } else { RECEIVE }, len_u32(room), stream)
+        Self::request(if any { RECEIVE_ANY } else { RECEIVE }, len_u32(room), stream)
     }
 
-    /// Has one close a connection that is over. None: no spawner was started.
+    /// Lets a process close an ended connection. None if no spawner was started.
     ///
     /// # Errors
-    /// As of [`receive`](Self::receive).
+    /// There is no process, or the connection cannot be passed to it.
     pub(super) fn close(stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
-        Self::order(CLOSE, 0, stream)
+        Self::request(CLOSE, 0, stream)
     }
 
-    fn order(what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
-        // All that are kept may have been killed, and the next is new.
+    /// Sends a request to an idle process, or to a new one.
+    fn request(what: u8, room: u32, stream: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        // All idle processes may have been killed. The one after them is new.
         for _ in 0..=IDLE_MAX {
             let Some(process) = Self::take()? else { return Ok(None) };
             match process.send(what, room, stream) {
@@ -130,7 +135,7 @@ impl Process {
         Err(io::Error::other("the processes that receive descriptors end at once"))
     }
 
-    /// One that has nothing to do. None: no spawner was started.
+    /// Takes an idle process, or makes one. None if no spawner was started.
     fn take() -> io::Result<Option<Self>> {
         let Some(spawner) = SPAWNER.get() else { return Ok(None) };
         if let Some(idle) = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop() {
@@ -144,7 +149,7 @@ impl Process {
         })
     }
 
-    /// Keeps it for anybody's next order.
+    /// Keeps the process for the next request of any export.
     fn keep(self) {
         let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.len() < IDLE_MAX {
@@ -152,16 +157,17 @@ impl Process {
         }
     }
 
-    /// Keeps it for anybody's next order, if it finishes its last within `wait`. None then, and if it has ended: what it had was
-    /// closed with it.
+    /// Keeps the process for the next request if it finishes the current one within `wait`. Returns
+    /// it if it does not. None if it finished, or has ended: then all its descriptors are closed,
+    /// too.
     pub(super) fn unless_finished(self, wait: Duration) -> Option<Self> {
         self.keep_if_finished(wait).unwrap_or(None)
     }
 
-    /// The same. What it still has to say is dropped.
+    /// Does what [`unless_finished`](Self::unless_finished) does. Its answers are dropped.
     ///
     /// # Errors
-    /// It has ended before it finished.
+    /// The process ended before it finished.
     pub(super) fn keep_if_finished(self, wait: Duration) -> io::Result<Option<Self>> {
         let deadline = Instant::now() + wait;
         while let Some((bytes, _)) = await_message(&self.socket, deadline, 0)? {
@@ -173,12 +179,12 @@ impl Process {
         Ok(Some(self))
     }
 
-    /// Its process id.
+    /// Returns the process id.
     pub(super) fn id(&self) -> u32 {
         self.id
     }
 
-    /// What it received, with its descriptors.
+    /// Waits for the bytes and the descriptors that the process received.
     ///
     /// # Errors
     /// It failed, or does not answer within `wait`.
@@ -189,10 +195,10 @@ impl Process {
         parse_answer(received)
     }
 
-    /// Has it close a connection that is over, after what it does now.
+    /// Lets the process close an ended connection after its current work.
     ///
     /// # Errors
-    /// It has ended, or has too many orders.
+    /// It has ended, or has too many requests.
     pub(super) fn close_later(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
         self.send(CLOSE, 0, stream)
     }
@@ -221,9 +227,13 @@ fn parse_answer((bytes, taken): (Vec<u8>, Vec<OwnedFd>)) -> io::Result<(Vec<u8>,
     }
 }
 
-/// Has the spawner make a process.
+/// Asks the spawner for a new process.
+///
+/// # Errors
+/// The spawner has ended, does not answer in time, or cannot make a process.
 fn ask(spawner: &OwnedFd) -> io::Result<Process> {
-    // An earlier call may have given up before its answer came. The process of such an answer ends here.
+    // An earlier call may have timed out before its answer arrived. The process of that answer ends
+    // here.
     while await_message(spawner, Instant::now(), 1)?.is_some() {}
     send(spawner, &[0], &[])?;
     let answer = await_message(spawner, Instant::now() + SPAWN_WAIT, 1)?;
@@ -249,8 +259,8 @@ fn send(to: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     Ok(())
 }
 
-/// A message with up to `room` descriptors; what is more is dropped where that is 0, else it is an error. None: none came in
-/// time.
+/// Waits until `deadline` for a message with up to `room` descriptors. More descriptors are dropped
+/// if `room` is 0, and are an error otherwise. None if there is no message in time.
 ///
 /// # Errors
 /// The other end is closed.
@@ -271,7 +281,7 @@ fn await_message(
     }
 }
 
-/// Waits for a message. `room`: see [`await_message`].
+/// Waits for a message without a deadline. `room`: see [`await_message`].
 fn read_message(from: &OwnedFd, room: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut bytes = [0u8; MESSAGE_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
@@ -301,21 +311,27 @@ fn read_message(from: &OwnedFd, room: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd
     Ok((super::start_of(&mut bytes, got.bytes).to_vec(), fds))
 }
 
-/// The whole life of a process that was just forked: it keeps `socket` and nothing else, and never returns.
+/// Runs a process that was just forked. It keeps only `socket`, and never returns.
 fn run(socket: OwnedFd, name: &CStr, body: impl FnOnce(OwnedFd) -> io::Result<()>) -> ! {
     let live = || -> io::Result<()> {
-        // A session of its own: what a terminal sends to the daemon is not for it. It ends with the daemon's end of the socket.
+        // In its own session, signals of a terminal to the daemon do not reach it. It ends when the
+        // daemon closes the socket.
         let _ = rustix::process::setsid();
         rustix::thread::set_name(name)?;
         body(keep_only(socket)?)
     };
     let ended = catch_unwind(AssertUnwindSafe(live));
-    // SAFETY: ends this process. Nothing that the daemon has at its end is run: a process that was forked shares its buffers.
+    // `_exit` runs no exit handlers and flushes no buffers, which were copied from the daemon.
+    // SAFETY: the call ends this process.
     unsafe { libc::_exit(if matches!(ended, Ok(Ok(()))) { 0 } else { 1 }) }
 }
 
-/// Closes all descriptors but this one, which may get another number. The standard ones are /dev/null: a program that waits
-/// for the daemon's output to end does not wait for this process.
+/// Closes all descriptors except `socket`, whose number may change. The standard descriptors become
+/// /dev/null, so that a program which waits for the end of the daemon's output does not wait for
+/// this process.
+///
+/// # Errors
+/// A system call failed.
 fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
     const KEPT: i32 = 3;
     let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
@@ -325,12 +341,14 @@ fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
     // SAFETY: a copy of an open descriptor; nothing else changes.
     let high = checked(unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 16) })?;
     for standard in 0..KEPT {
-        // SAFETY: this process was just forked and has one thread, and no object of it owns a standard descriptor.
+        // SAFETY: this process was just forked and has one thread, and no object of it owns a
+        // standard descriptor.
         checked(unsafe { libc::dup2(null.as_raw_fd(), standard) })?;
     }
     // SAFETY: this process has one thread, and uses no object any more that owns descriptor KEPT.
     checked(unsafe { libc::dup3(high, KEPT, libc::O_CLOEXEC) })?;
-    // SAFETY: this process has one thread, and uses no object any more that owns a descriptor: `socket` and `null` are forgotten.
+    // SAFETY: this process has one thread, and uses no object any more that owns a descriptor:
+    // `socket` and `null` are forgotten.
     if unsafe { libc::syscall(libc::SYS_close_range, KEPT + 1, u32::MAX, 0) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -343,52 +361,54 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// The spawner: makes a process for each message of the daemon, until that has gone.
+/// Runs the spawner: makes a process for each message of the daemon, until the daemon has ended.
 fn spawn_processes(socket: &OwnedFd, mode: sandbox::Mode) -> io::Result<()> {
     sandbox::confine_spawner(mode)?;
-    // SAFETY: no handler. The kernel forgets children that have ended.
+    // The kernel reaps ended children.
+    // SAFETY: ignoring a signal installs no handler.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
     while read_message(socket, 0).is_ok() {
         let sent = spawn_process(mode).and_then(|(end, id)| send(socket, &id.to_ne_bytes(), &[end.as_fd()]));
         if let Err(e) = sent {
-            // It may be for want of memory, or of descriptors in flight. A daemon that has gone is seen above.
+            // Memory, or the limit of descriptors in flight, may be used up. If the daemon has
+            // ended, the loop ends.
             let _ = send(socket, &e.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes(), &[]);
         }
     }
     Ok(())
 }
 
-/// Returns the daemon's end of the new process's socket, and its id.
+/// Makes a receiver. Returns the daemon's end of its socket, and its process id.
 fn spawn_process(mode: sandbox::Mode) -> io::Result<(OwnedFd, i32)> {
     let (end, theirs) = pair()?;
-    // SAFETY: the spawner has one thread.
+    // SAFETY: the spawner has one thread, so no lock is held in the child.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
             drop(end);
             run(theirs, c"vshunt-receiver", |socket| {
                 sandbox::confine_receiver(mode)?;
-                take_orders(&socket)
+                serve_requests(&socket)
             })
         }
         id => Ok((end, id)),
     }
 }
 
-/// A process that receives descriptors: does what the daemon orders until that has gone.
-fn take_orders(socket: &OwnedFd) -> io::Result<()> {
-    while let Ok((order, mut fds)) = read_message(socket, 1) {
-        let (Some((what, room)), Some(stream)) = (order.split_first(), fds.pop()) else {
+/// Runs a receiver: handles requests of the daemon until the daemon has ended.
+fn serve_requests(socket: &OwnedFd) -> io::Result<()> {
+    while let Ok((request, mut fds)) = read_message(socket, 1) {
+        let (Some((what, room)), Some(stream)) = (request.split_first(), fds.pop()) else {
             return Err(io::ErrorKind::InvalidData.into());
         };
-        // What is dropped here may wait, and for ever.
+        // Each drop below may block, and forever.
         if *what == CLOSE {
             stop_reading(&stream);
             drop(stream);
         } else {
             let room = room.first_chunk().map_or(0, |room| u32::from_ne_bytes(*room) as usize);
             let received = receive(stream.as_fd(), room, *what == RECEIVE_ANY);
-            // The front end sees its connection end when the daemon closes it.
+            // Otherwise the connection would stay open after the daemon closes it.
             drop(stream);
             let answered = answer(socket, &received);
             drop(received);
@@ -399,6 +419,7 @@ fn take_orders(socket: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
+/// Sends the result of a read to the daemon.
 fn answer(socket: &OwnedFd, received: &io::Result<Receipt>) -> io::Result<()> {
     const { assert!(1 + 4 + ROOM_MAX + FDS_MAX * (NAME_MAX + 1) <= MESSAGE_MAX) };
     let message = |kind, number: [u8; 4]| [&[kind], number.as_slice()].concat();

@@ -1,4 +1,5 @@
-//! The messages of a front end: the trait of crate `vhost`, as a session carries it out.
+//! Implements the trait of crate `vhost` for a session: one function for each message of a front
+//! end.
 //!
 //! Called by [`dispatch`](super::super::dispatch), message by message, on the session thread.
 
@@ -66,7 +67,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.features = features;
         self.agreed.store(features, Relaxed);
         if features & F_PROTOCOL == 0 {
-            // Without protocol features there is no SET_VRING_ENABLE: rings are enabled from the start.
+            // Without protocol features there is no SET_VRING_ENABLE, and rings are enabled from
+            // the start.
             for vring in &mut self.vrings {
                 vring.enabled = true;
             }
@@ -98,7 +100,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             *regions = mapped;
             Ok(())
         })?;
-        self.again.clear();
+        self.repeats.clear();
         Ok(None)
     }
 
@@ -106,7 +108,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         let packed = self.packed();
         let vring = self.vring(index)?;
         let size = u16::try_from(num).unwrap_or(0);
-        // Virtio 1.3, 2.7: split ring sizes are powers of two; packed ones are not bound to that (2.8).
+        // The size of a split ring is a power of two (Virtio 1.3, 2.7). The size of a packed ring
+        // need not be (2.8).
         if size == 0 || size > MAX_QUEUE_SIZE || (!packed && !size.is_power_of_two()) {
             return Err(refuse(format!("queue {index} cannot have {num} descriptors")));
         }
@@ -130,7 +133,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         let vring = self.vring(index)?;
         let addrs = UserAddrs { desc: descriptor, driver: available, device: used, log };
         if vring.running {
-            // Only the log may change under a running ring (live migration switches it on and off).
+            // Only the dirty log may change while a ring runs: live migration switches it on and
+            // off.
             let old = vring.addrs.expect("a running ring has addresses");
             if (old.desc, old.driver, old.device) != (addrs.desc, addrs.driver, addrs.device) {
                 return Err(refuse("ring addresses change while the ring runs"));
@@ -168,7 +172,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         };
         self.vring(index.into())?;
         let fd = eventfd(fd)?;
-        // A running ring gets a new kick: stopped and started, so that none is lost on the old one.
+        // A running ring is stopped and started, so that no kick on the old descriptor is lost.
         self.pause(index.into());
         self.vring(index.into())?.kick = Some(Arc::new(fd));
         let started = self.start(index.into());
@@ -179,7 +183,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let by_kernel = self.server.is_external();
         let fd = fd.map(|fd| call_fd(fd, by_kernel)).transpose()?;
-        // The kernel engine signals its descriptors by itself.
+        // The kernel signals the call descriptors of its rings.
         let make = if by_kernel { EventFd::rare } else { EventFd::new };
         let call = fd.map(make).transpose().map_err(no_eventfd)?;
         let vring = self.vring(index.into())?;
@@ -229,7 +233,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let config = self.device.config();
         let mut bytes = vec![0; size as usize];
-        // Front-ends ask for the space as they know it, which may be longer than ours: the rest is zero.
+        // Front ends read the configuration space as they know it, which may be longer than here.
+        // The rest is zero.
         let from = config.get(offset as usize..).ok_or(Error::InvalidParam)?;
         copy_start(&mut bytes, from);
         Ok(bytes)
@@ -276,12 +281,13 @@ impl VhostUserBackendReqHandlerMut for Session {
             r.keep.downcast_ref::<Mapping>().is_some_and(is_there)
         };
         if known.is_some_and(same) {
-            return match self.again.add(key) {
+            return match self.repeats.add(key) {
                 true => Ok(None),
                 false => Err(refuse("a memory region is added again and again")),
             };
         }
-        // Other memory at the same place: it was replaced, and not every pair has said so yet.
+        // A region with other memory at the same addresses is replaced: not every queue pair has
+        // removed the old one yet.
         let region =
             map_region(&self.budget, region, &file, &self.regions).map_err(Error::ReqHandlerError)?;
         self.remap(false, |regions| {
@@ -289,13 +295,13 @@ impl VhostUserBackendReqHandlerMut for Session {
             regions.push(region);
             Ok(())
         })?;
-        self.again.forget(key);
+        self.repeats.forget(key);
         Ok(None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
         let key = (region.guest_phys_addr, region.user_addr, region.memory_size);
-        if self.again.remove(key) {
+        if self.repeats.remove(key) {
             return Ok(());
         }
         self.remap(false, |regions| {
@@ -334,7 +340,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 }
 
-/// A ring's kick, call or error descriptor.
+/// Checks the kick or error descriptor of a ring.
 fn eventfd(file: File) -> Result<OwnedFd> {
     if is_eventfd(&file) { Ok(file.into()) } else { Err(refuse("a ring's descriptor is no eventfd")) }
 }
@@ -347,7 +353,8 @@ fn no_eventfd(e: std::io::Error) -> Error {
     ))
 }
 
-/// A ring's call descriptor: an eventfd, or the socket that User-mode Linux has for it.
+/// Checks the call descriptor of a ring: an eventfd, or the socket that User-mode Linux uses
+/// instead.
 fn call_fd(file: File, by_kernel: bool) -> Result<OwnedFd> {
     if is_eventfd(&file) {
         return Ok(file.into());

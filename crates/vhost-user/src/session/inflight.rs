@@ -1,6 +1,8 @@
-//! The region in which requests in flight are noted, which the front end keeps while no daemon runs.
+//! The in-flight region, in which requests in flight are recorded. The front end keeps it while no
+//! daemon runs.
 //!
-//! It is as large as the front end says, so it is bounded here by what its queues need: a reset may write all of it.
+//! The front end chooses its size. The size is limited here to what the queues need, because a
+//! reset may write all of it.
 
 use std::fs::File;
 use std::ops::Range;
@@ -19,13 +21,13 @@ use super::super::convert::to_usize;
 use super::super::memory::{Mapping, Notes, shared_file};
 use super::{Session, refuse};
 
-/// Up to what multiple an in-flight region may be rounded up, bytes.
+/// An in-flight region may be rounded up to a multiple of this, bytes.
 const INFLIGHT_ROUND_BYTES: u64 = 4096;
 
-/// The region in which requests in flight are noted, one part a queue.
+/// The in-flight region. Each queue has a part of it.
 pub(super) struct InflightArea {
     pub(super) map: Arc<Mapping>,
-    /// What it lies in, and where.
+    /// Its file, and its offset there.
     file: File,
     offset: u64,
     pub(super) queues: u16,
@@ -33,32 +35,35 @@ pub(super) struct InflightArea {
 }
 
 impl InflightArea {
-    /// Whether a device initialised it before: the version that follows the 64 bits of features is not 0 then.
+    /// Returns whether a device has initialised it: then the version after the 64 bits of features
+    /// is not 0.
     pub(super) fn was_used(&self) -> bool {
-        // By a call: to look at a page of the mapping that the file does not have would make one.
+        // With a read call: a read through the mapping would allocate a page that the file does not
+        // have.
         let (at, mut version) = (size_of::<u64>(), [0; 2]);
         at + 2 <= self.map.len()
             && self.file.read_exact_at(&mut version, self.offset + at as u64).is_ok()
             && version != [0; 2]
     }
 
-    /// Forgets all that the region says. Only while no ring runs: nothing is in flight then, and where packed rings
-    /// stood is not to outlive a reset.
+    /// Clears the region. Called only while no ring runs. Positions of packed rings must not
+    /// survive a reset.
     ///
-    /// Pages that the file does not have are left out. They read as zeroes; to write them would charge them to the daemon,
-    /// once for each part of a large file that a front end names as its region.
+    /// Holes of the file are not written, since they read as zeroes. Writing them would charge
+    /// their pages to the daemon, and a front end could pass many parts of a large file, one after
+    /// the other.
     pub(super) fn clear(&self) {
         let mut from = 0;
         while let Some(data) = self.next_data(from) {
             let len = data.end - data.start;
-            // SAFETY: inside of the mapping; rings, which alone use it, are gone.
+            // SAFETY: the range lies inside the mapping, and no ring runs that would use it.
             unsafe { mem::fill(self.map.at(data.start), 0, len) };
             from = data.end;
         }
     }
 
-    /// The next part of the region, at `from` or behind it, that the file has pages of; all of the rest where the file cannot
-    /// tell.
+    /// Returns the next part of the region, at `from` or after it, that is not a hole of the file.
+    /// If the file system does not know holes, that is the whole rest.
     fn next_data(&self, from: usize) -> Option<Range<usize>> {
         if from >= self.map.len() {
             return None;
@@ -70,17 +75,18 @@ impl InflightArea {
             Err(_) => return Some(from..self.map.len()),
         };
         let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(data)).unwrap_or(end).min(end);
-        // A front end that punches holes meanwhile may have made this one empty.
+        // The front end may punch holes at the same time, so the part may be empty by now.
         let within = |pos: u64| to_usize(pos - self.offset);
         Some(within(data)..within(hole.max(data + 1)))
     }
 }
 
 impl Session {
-    /// Bytes of an in-flight region for so many queues, whatever the layout, with room for a device's notes.
+    /// Returns the bytes of an in-flight region for `queues` queues of `size` descriptors, for both
+    /// ring layouts, with room for notes.
     ///
     /// # Errors
-    /// There cannot be such queues.
+    /// The device has no such queues.
     fn inflight_bytes(&self, queues: u16, size: u16) -> Result<u64> {
         if queues == 0 || usize::from(queues) > self.vrings.len() || size == 0 || size > MAX_QUEUE_SIZE {
             return Err(refuse(format!("there is no in-flight region for {queues} queues of {size}")));
@@ -89,7 +95,7 @@ impl Session {
         Ok((one * usize::from(queues) + size_of::<u64>() + Notes::BYTES) as u64)
     }
 
-    /// GET_INFLIGHT_FD: makes a region for the front end to keep, and uses it.
+    /// Handles GET_INFLIGHT_FD: makes a region, uses it, and gives it to the front end.
     pub(super) fn make_inflight(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         self.inflight_bytes(asked.num_queues, asked.queue_size)?;
         let mut len = inflight_queue_size(asked.queue_size, self.packed()) * usize::from(asked.num_queues);
@@ -102,16 +108,17 @@ impl Session {
         Ok((reply, file))
     }
 
-    /// SET_INFLIGHT_FD: uses a region that the front end kept.
+    /// Handles SET_INFLIGHT_FD: uses a region that the front end has kept.
     ///
     /// # Errors
-    /// It is larger than its queues need, cannot be mapped, or its guest cannot continue.
+    /// The region is larger than its queues need, it cannot be mapped, or the guest cannot
+    /// continue.
     pub(super) fn take_inflight(&mut self, area: &VhostUserInflight, file: &File) -> Result<()> {
         if self.vrings.iter().any(|v| v.running) {
             return Err(refuse("the in-flight region changes while rings run"));
         }
         let need = self.inflight_bytes(area.num_queues, area.queue_size)?;
-        // Other back-ends round differently, but not by more than a page.
+        // Other back ends round the size up, by at most a page.
         let most = need.next_multiple_of(INFLIGHT_ROUND_BYTES);
         if area.mmap_size > most {
             return Err(refuse(format!(

@@ -1,18 +1,19 @@
-//! Memory regions that a front end has added more than once. QEMU tells of its memory once for each queue pair of a network
-//! card, and takes it back as often.
+//! Memory regions that a front end has added more than once. QEMU adds each region once for each
+//! queue pair of a network device, and removes it as often.
 
 use std::collections::{BTreeMap, btree_map::Entry};
 
 /// Guest address, user address and size of a region.
 pub(super) type Key = (u64, u64, u64);
 
-/// How often each region was added again, once at least. A region that is not in the memory table has no entry, so that there
-/// are never more entries than regions.
+/// How often each region was added again, at least once. Only regions of the memory table have an
+/// entry, so there are never more entries than regions.
 #[derive(Default)]
 pub(super) struct Repeats(BTreeMap<Key, u16>);
 
 impl Repeats {
-    /// A region of the table was added again. False if that was too often to be counted.
+    /// Counts that a region of the table was added again. Returns false if the counter would
+    /// overflow.
     pub(super) fn add(&mut self, key: Key) -> bool {
         let times = self.0.entry(key).or_insert(0);
         let more = times.checked_add(1);
@@ -20,7 +21,8 @@ impl Repeats {
         more.is_some()
     }
 
-    /// A region is removed. True if it was added again before, so that it stays in the table.
+    /// Counts a removal. Returns true if the region was added again before, so that it stays in the
+    /// table.
     pub(super) fn remove(&mut self, key: Key) -> bool {
         let Entry::Occupied(mut times) = self.0.entry(key) else { return false };
         match *times.get() {
@@ -30,12 +32,12 @@ impl Repeats {
         true
     }
 
-    /// Other memory is in the region's place.
+    /// Forgets a region that was replaced by other memory.
     pub(super) fn forget(&mut self, key: Key) {
         self.0.remove(&key);
     }
 
-    /// There is another memory table.
+    /// Forgets all regions: the front end sent a new memory table.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }

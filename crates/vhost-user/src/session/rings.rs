@@ -1,4 +1,5 @@
-//! Rings of a session: started when all that they need is there, stopped and drained before any of it goes.
+//! Starts and stops the rings of a session. A ring starts when it has all that it needs. It is
+//! drained and stopped before any of that is changed or released.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use super::super::memory::Mapping;
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, Vring, refuse};
 
 impl Session {
-    /// Whether the front end cut a file short that it shares, and an access found that out.
+    /// Returns whether the front end truncated a shared file, and an access hit the missing part.
     pub(in super::super) fn lost_memory(&self) -> bool {
         self.budget.lost()
             || self.regions.iter().any(|r| r.keep.downcast_ref::<Mapping>().is_some_and(Mapping::lost))
@@ -24,13 +25,15 @@ impl Session {
             || self.log_map.as_ref().is_some_and(|map| map.lost())
     }
 
-    /// Drains and stops every ring, until it is told to start; called when the front-end goes, too.
+    /// Drains and stops every ring until the front end starts it again. Also called when the front
+    /// end disconnects.
     pub(in super::super) fn stop_all(&mut self) {
         self.pause_all();
         (0..count_u16(self.vrings.len())).for_each(|index| self.server.close(index));
     }
 
-    /// [`pause`](Self::pause) for all rings: all queues are asked for their requests in flight before one is waited for.
+    /// Pauses all rings (see [`pause`](Self::pause)). All queues are asked to drain before the
+    /// first one is waited for.
     fn pause_all(&mut self) {
         let running = (0u16..).zip(&self.vrings).filter(|(_, vring)| vring.running).map(|(index, _)| index);
         let running: Vec<u16> = running.collect();
@@ -48,11 +51,11 @@ impl Session {
         }
     }
 
-    /// SET_VRING_ENABLE. QEMU's network devices send it once protocol features are agreed on, before the guest's driver chose
-    /// the device's.
+    /// Handles SET_VRING_ENABLE. The network devices of QEMU send it as soon as the protocol
+    /// features are negotiated, before the driver of the guest has negotiated the device features.
     ///
     /// # Errors
-    /// Protocol features were not agreed on, there is no such ring, or it cannot be started; in words.
+    /// Protocol features were not negotiated, there is no such ring, or it cannot start.
     pub(in super::super) fn enable(&mut self, ring: u32, on: bool) -> std::result::Result<(), String> {
         if self.protocol.is_empty() && self.features & F_PROTOCOL == 0 {
             return Err("a ring is switched on or off before protocol features are agreed on".to_owned());
@@ -60,28 +63,30 @@ impl Session {
         self.set_vring_enable(ring, on).map_err(|e| e.to_string())
     }
 
-    /// Stops a ring for GET_VRING_BASE: the front-end may give the ring to another program next.
+    /// Stops a ring for GET_VRING_BASE. The front end may give the ring to another program next.
     pub(super) fn hand_over(&mut self, index: u16) {
         self.halt(index, false, true);
         self.server.close(index);
     }
 
-    /// Stops a ring that is switched off: what its device or its guest has for it meanwhile is for nobody
-    /// (vhost-user specification, "Ring states"). QEMU switches a ring off before it asks for its base, so the front end may
-    /// give this ring to another program, too. Its memory stays the ring's until GET_VRING_BASE is answered.
+    /// Stops a ring that is disabled. Until it is enabled, what the guest sends is not processed,
+    /// and what arrives for the guest is discarded (vhost-user specification, "Ring states"). QEMU
+    /// disables a ring before GET_VRING_BASE, so the front end may give the ring to another program
+    /// next. The ring uses its memory until GET_VRING_BASE is answered.
     pub(super) fn switch_off(&mut self, index: u16) {
         self.halt(index, true, true);
         self.server.close(index);
     }
 
-    /// Closes a ring that was paused and does not run again: nobody is to keep anything for it.
+    /// Closes a ring that was paused and did not start again, so that nothing is kept for it.
     pub(super) fn close_if_stopped(&mut self, index: u16) {
         if self.vrings.get(usize::from(index)).is_some_and(|vring| !vring.running) {
             self.server.close(index);
         }
     }
 
-    /// Stops a ring, whose device keeps what comes for it meanwhile; its base is where it came to.
+    /// Stops a ring. The device keeps what arrives for it meanwhile. The base of the ring is
+    /// updated.
     pub(super) fn pause(&mut self, index: u16) {
         self.halt(index, false, false);
     }
@@ -97,12 +102,14 @@ impl Session {
         tracing::debug!("{}:{index} stopped", self.name);
     }
 
-    /// Whether a ring has all that it needs, except for memory, and no memory ever came.
+    /// Returns whether a ring has all that it needs except memory, and there was no memory table
+    /// yet.
     pub(in super::super) fn waits_for_memory(&self) -> bool {
         !self.had_memory && self.vrings.iter().any(Vring::may_start)
     }
 
-    /// Says once that rings wait for memory, and how to share it: the guest waits, too, and shows nothing of it.
+    /// Warns once that rings wait for memory, and how to share it. Otherwise the guest would hang
+    /// without a message.
     pub(in super::super) fn warn_of_no_memory(&mut self) {
         self.had_memory = true;
         tracing::warn!(
@@ -111,7 +118,10 @@ impl Session {
         );
     }
 
-    /// Starts a ring if all that it needs is there.
+    /// Starts a ring if it has all that it needs.
+    ///
+    /// # Errors
+    /// The ring is not usable.
     pub(super) fn start(&mut self, index: u16) -> Result<()> {
         let Some(vring) = self.vrings.get(usize::from(index)) else { return Ok(()) };
         if !vring.may_start() || self.mem.regions().is_empty() {
@@ -148,7 +158,7 @@ impl Session {
         let reports = self.reports.clone();
         let start = RingStart {
             areas,
-            // Where a packed ring begins, both wrap counters are 1.
+            // At the start of a packed ring both wrap counters are 1.
             fresh: ring.base() == if self.packed() { 0x8000_8000 } else { 0 },
             vring: ring,
             mem: self.mem.clone(),
@@ -159,18 +169,19 @@ impl Session {
             name: format!("{}:{index}", self.name),
             on_broken: Box::new(move |reason| reports.add(queue, Some(index), reason)),
         };
-        // SAFETY: `areas` found the areas in `self.mem`, which `remap` handed over. The part of the in-flight region belongs to
-        // this ring, and `vring.running` keeps the ring from being started twice.
+        // SAFETY: `areas` found the areas in `self.mem`, which `remap` has passed to the server.
+        // The part of the in-flight region belongs to this ring only. `may_start` is false while
+        // the ring runs, so it is never started twice.
         let started = unsafe { self.server.start(index, start) };
         started.map_err(|reason| self.unusable(index, &reason))?;
         if let Some(eventfd) = eventfd {
-            // A former daemon may have died between publishing and notifying.
+            // A former daemon may have died after it published and before it notified.
             eventfd.signal();
         }
         Ok(())
     }
 
-    /// Tracks a ring, and finds what a former daemon had in flight there.
+    /// Tracks the requests of a ring, and returns those that a former daemon had in flight.
     fn replays_of(&self, index: u16, ring: &mut DeviceRing, inflight: Inflight) -> Result<Vec<Replay>> {
         let replays = ring.set_inflight(inflight).map_err(|e| self.bad_inflight(index, &e))?;
         if !replays.is_empty() {
@@ -190,25 +201,25 @@ impl Session {
         }
     }
 
-    /// A ring that cannot start: told to all who want to know.
+    /// Reports that a ring cannot start, and returns the error.
     fn unusable(&self, index: u16, reason: &str) -> Error {
         let queue = self.queue_of(index);
         self.reports.add(queue, None, reason);
         self.server.stats(queue).set_state(State::Broken);
-        // At once: the connection may end by this error.
+        // Not by a report: the connection may end with this error.
         self.signal_error(index);
         refuse(format!("queue {index} cannot start: {reason}"))
     }
 
-    /// The queue of a ring; the last one for a ring that is of none.
+    /// Returns the queue of a ring; the last queue if the ring belongs to none.
     pub(in super::super) fn queue_of(&self, ring: u16) -> u16 {
         self.server.queue_of(ring).unwrap_or(self.server.queues().saturating_sub(1))
     }
 
-    /// Where a ring lies in this process.
+    /// Returns the addresses of a ring in this process.
     ///
     /// # Errors
-    /// A part of it lies outside of the guest's memory.
+    /// A part of it lies outside of guest memory.
     pub(super) fn areas(&self, vring: &Vring, addrs: UserAddrs) -> std::result::Result<RingAreas, String> {
         let sizes = ring_sizes(vring.size, RingFeatures::from_bits(self.features));
         let at = |addr, len: usize| {
@@ -224,22 +235,28 @@ impl Session {
                 driver: at(addrs.driver, sizes.driver)?,
                 device: at(addrs.device, sizes.device)?,
             },
-            // Beyond the end of the log a server that knows no end would mark memory of this process.
+            // The kernel does not know the end of the log, and would mark memory of this process
+            // beyond it.
             log: addrs.log.filter(|_| self.logging() && self.log.as_ref().is_some_and(covered)),
         })
     }
 
-    /// The device side of a ring.
+    /// Makes the device side of a ring.
     ///
     /// # Errors
-    /// What is wrong with the ring.
+    /// The ring is not valid.
     fn map_ring(&self, vring: &Vring, areas: &RingAreas) -> std::result::Result<DeviceRing, String> {
         let features = RingFeatures::from_bits(self.features);
-        // SAFETY: the areas lie in regions that the memory table keeps mapped (`areas`); the ring's server holds that table for
-        // as long as it has the ring, and `Vring::running` says that one ring index runs at most once.
+        // SAFETY: the areas lie in regions that the memory table keeps mapped (checked by `areas`).
+        // The server holds that table as long as it has the ring. `Vring::running` ensures that
+        // each ring runs at most once.
         unsafe { DeviceRing::new(vring.size, features, areas.addrs, vring.base) }.map_err(|e| e.to_string())
     }
 
+    /// Returns the part of the in-flight region that belongs to a ring. None if there is no region.
+    ///
+    /// # Errors
+    /// The region has no room for the ring, or the guest cannot continue.
     fn inflight_of(&self, index: u16, vring: &Vring) -> Result<Option<Inflight>> {
         if let Some(why) = &self.cut_off {
             return Err(self.bad_inflight(index, why));
@@ -253,7 +270,8 @@ impl Session {
         if offset + len > area.map.len() {
             return Err(self.bad_inflight(index, &"it ends before this queue's part"));
         }
-        // SAFETY: inside the mapping, which is kept by the Inflight itself.
+        // SAFETY: the part lies inside the mapping (checked above), and the Inflight keeps the
+        // mapping.
         let inflight = unsafe {
             Inflight::new(area.map.at(offset), len, area.queue_size, self.packed(), area.map.clone())
         };
@@ -264,10 +282,12 @@ impl Session {
         refuse(format!("queue {index} cannot start: {e}"))
     }
 
-    /// Changes the memory table between a stop and a start of the rings that run: whole, or not at all.
+    /// Changes the memory table. The running rings are stopped before and started after the change.
+    /// If the change fails, the old table stays.
     ///
-    /// Rings that wait for memory start, too. With `strict`, one that ran and lies outside of the new table is an
-    /// error; without, it waits: front-ends replace a region by removing it and adding another.
+    /// Rings that wait for memory start, too. With `strict`, a ring that ran and lies outside of
+    /// the new table is an error. Without, it waits: front ends replace a region by removing it and
+    /// adding another.
     pub(super) fn remap(
         &mut self,
         strict: bool,
@@ -275,20 +295,20 @@ impl Session {
     ) -> Result<()> {
         let mut regions = self.regions.clone();
         change(&mut regions)?;
-        // SAFETY: each region's `keep` is the mapping that `host` points into.
+        // SAFETY: `keep` of each region is the mapping that `host` points into (`map_region`).
         let mem = unsafe { GuestMemory::new(regions.clone()) };
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
         let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
         self.pause_all();
         let server = self.server.clone();
         let taken = match self.logging() && !self.log_covers(&regions) {
-            // Not to be marked where the log has no bits: see `server_features`.
+            // The server must not mark pages for which the log has no bits: see `server_features`.
             true => server.set_features(self.features & !F_LOG_ALL),
             false => Ok(()),
         };
         let taken = taken.and_then(|()| server.set_memory(&mem, &self.mem));
         let mut result = taken.map_err(|e| refuse(format!("the memory table is not usable: {e}")));
-        // Else rings go on with the old one.
+        // On an error, the rings continue with the old table.
         if result.is_ok() {
             self.had_memory |= !regions.is_empty();
             (self.regions, self.mem) = (regions, mem);

@@ -38,11 +38,11 @@ struct Ready {
 }
 
 impl Inner {
-    /// Waits until `fd` is readable, or until a time. Meanwhile it passes on reports, runs commands of the device, and reads
-    /// ahead from connections that wait.
+    /// Waits until `fd` is readable, or until a time. Meanwhile it passes on reports, runs commands
+    /// of the device, and reads ahead from connections that wait.
     ///
-    /// `with`: the session, and the connections that wait. Without them, `fd` is the listener. No connection is accepted while
-    /// too many connections that are over could not be closed.
+    /// `with`: the session, and the connections that wait. Without them, `fd` is the listener. No
+    /// connection is accepted while too many connections that are over could not be closed.
     pub(super) fn wait(
         &self,
         fd: BorrowedFd<'_>,
@@ -65,7 +65,7 @@ impl Inner {
             if ready.others
                 && let Some(waiting) = &mut waiting
             {
-                waiting.look(&mut self.receiver());
+                waiting.update(&mut self.receiver());
             }
             if ready.command
                 && let Some(network) = self.device.network()

@@ -39,8 +39,8 @@ fn the_end_of_the_connection_that_is_served_does_not_stay_in_one_that_waits() {
         pass(&other, &other, flags);
         drop((theirs, other));
         assert!(!hung_up(&served));
-        waiting.look(&mut Receiver::new(false));
-        waiting.look(&mut Receiver::new(false));
+        waiting.update(&mut Receiver::new(false));
+        waiting.update(&mut Receiver::new(false));
         assert!(hung_up(&served));
         assert!(waiting.next().is_none());
     }
@@ -59,7 +59,7 @@ fn no_number_of_connections_that_wait_keeps_others_from_being_read() {
     }
     drop((theirs, last, idle));
     for _ in 0..2 * WAITING_MAX {
-        waiting.look(&mut Receiver::new(false));
+        waiting.update(&mut Receiver::new(false));
     }
     assert!(hung_up(&served));
     assert!(waiting.next().is_none());
@@ -77,11 +77,11 @@ fn front_ends_that_wait_are_served_in_their_order_with_what_they_have_sent() {
         }
     }
     for _ in 0..=WAITING_MAX {
-        waiting.look(&mut Receiver::new(false));
+        waiting.update(&mut Receiver::new(false));
     }
     // The second has left meanwhile.
     drop(ends.remove(1));
-    waiting.look(&mut Receiver::new(false));
+    waiting.update(&mut Receiver::new(false));
     for number in [1, 3, 4] {
         let mut next = waiting.next().unwrap();
         assert!(next.reader.is_ready());

@@ -1,4 +1,4 @@
-//! What a virtio-blk request says, and how it ends (Virtio 1.3, section 5.2.6).
+//! How a virtio-blk request is parsed, started and completed (Virtio 1.3, section 5.2.6).
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -18,7 +18,7 @@ use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX, Slot};
 /// Why a queue breaks that lost track of its slots.
 const NO_SLOT: &str = "it has no slot for a request: this is a bug of vshunt";
 
-/// What follows after the request of a chain was filled in.
+/// What follows after a request was parsed.
 enum Prepared {
     /// The disk carries it out.
     Submit,
@@ -27,12 +27,10 @@ enum Prepared {
 }
 
 impl BlkQueue {
-    /// Starts the request in the scratch chain: it is in flight, or already staged as completed.
+    /// Starts the request of the current chain. Afterwards it is in flight, or complete and staged.
     #[inline]
-    pub(super) fn begin(&mut self, uring: &mut Uring, place: Token) {
-        let Some(index) = self.free.pop() else {
-            unreachable!("as many slots as descriptors; the caller looked")
-        };
+    pub(super) fn begin(&mut self, uring: &mut Uring, base: Token) {
+        let Some(index) = self.free.pop() else { unreachable!("the caller checked that a slot is free") };
         let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
         slot.head = self.chain.head;
         let request = match split_request(&self.chain, &mut self.data) {
@@ -45,7 +43,7 @@ impl BlkQueue {
         };
         slot.status = request.status;
         if self.log.is_some() {
-            self.note_writable(index, request.writable);
+            self.remember_writable(index, request.writable);
         }
         match self.prepare(index, &request) {
             Ok(Prepared::Submit) => {}
@@ -53,15 +51,18 @@ impl BlkQueue {
             Err(errno) => return self.finish(index, errno),
         }
         let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
-        self.turn_bytes += slot.io.request.len;
-        let Some(handle) = &self.handle else { unreachable!("armed before anything is taken") };
-        match handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+        self.taken_bytes += slot.io.request.len;
+        let Some(handle) = &self.handle else { unreachable!("a queue is armed before it takes a request") };
+        match handle.start(uring, &mut slot.io, base.with(index, OP_IO)) {
             Step::Wait => {}
             Step::Done(result) => self.finish(index, result),
         }
     }
 
-    /// Fills in the slot's [`Io`](vshunt_block::Io). A request that is not valid fails with a negative errno.
+    /// Fills in the [`Io`](vshunt_block::Io) of a slot.
+    ///
+    /// # Errors
+    /// A negative errno if the request is not valid.
     #[inline]
     fn prepare(&mut self, index: u16, request: &Request) -> Result<Prepared, i32> {
         let Some(Slot { io, .. }) = self.slots.get_mut(usize::from(index)) else { return Err(-libc::EINVAL) };
@@ -83,16 +84,17 @@ impl BlkQueue {
                     return Err(-libc::EINVAL);
                 }
                 for seg in &self.data {
-                    // SAFETY: translated on taking the chain; `mem` keeps it mapped until the queue rests, and
-                    // the slot is boxed and reused only after its completion.
+                    // SAFETY: the segment was translated when the chain was taken. `mem` keeps it
+                    // mapped until the queue is at rest. The slot is boxed, and reused only after
+                    // the completion of the request.
                     unsafe { io.push(seg.ptr, seg.len as usize) };
                 }
                 Ok(Prepared::Submit)
             }
             VIRTIO_BLK_T_FLUSH => {
                 io.reset(Op::Flush, 0, false);
-                if self.shared.unsure.load(Relaxed) {
-                    self.shared.unsure.store(false, Relaxed);
+                if self.shared.writethrough_until_flush.load(Relaxed) {
+                    self.shared.writethrough_until_flush.store(false, Relaxed);
                     self.shared.writethrough.store(false, Relaxed);
                 }
                 let done = disk.cache() == Cache::Unsafe || self.shared.readonly;
@@ -100,7 +102,8 @@ impl BlkQueue {
             }
             VIRTIO_BLK_T_GET_ID => {
                 io.reset(Op::Read, 0, false);
-                // SAFETY: the segments were translated on taking the chain; the queue keeps the memory table alive.
+                // SAFETY: the segments were translated when the chain was taken, and `mem` keeps
+                // them mapped.
                 io.request.len = unsafe { scatter(&self.shared.serial, &self.data) } as u64;
                 Ok(Prepared::Done)
             }
@@ -133,7 +136,10 @@ impl BlkQueue {
     }
 }
 
-/// Whether `len` bytes from `sector` lie on a disk of `size` bytes, in whole sectors.
+/// Checks that `len` bytes from `sector` lie on a disk of `size` bytes, and are whole sectors.
+///
+/// # Errors
+/// `-EINVAL` if not.
 #[inline]
 fn in_bounds(sector: u64, len: u64, size: u64) -> Result<(), i32> {
     let start = sector.checked_mul(SECTOR_SIZE).ok_or(-libc::EINVAL)?;
@@ -141,21 +147,25 @@ fn in_bounds(sector: u64, len: u64, size: u64) -> Result<(), i32> {
     if end > size || !len.is_multiple_of(SECTOR_SIZE) { Err(-libc::EINVAL) } else { Ok(()) }
 }
 
-/// The one range of a DISCARD or WRITE_ZEROES (we offer max_*_seg = 1).
+/// Returns the only range of a DISCARD or WRITE_ZEROES request: the device offers max_*_seg = 1.
+///
+/// # Errors
+/// A negative errno if the request is not valid.
 fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
     let mut bytes = [0u8; BLK_RANGE_LEN];
-    // More ranges than max_*_seg says are a request that this device does not have, as QEMU answers, too.
+    // More ranges than max_*_seg allows are not supported; QEMU answers the same.
     if request.data_len > BLK_RANGE_LEN as u64 {
         return Err(-libc::EOPNOTSUPP);
     }
-    // SAFETY: the segments were translated on taking the chain; the queue keeps the memory table alive.
+    // SAFETY: the segments were translated when the chain was taken, and the queue keeps them
+    // mapped.
     let got = unsafe { gather(data, &mut bytes) };
     if request.data_len != BLK_RANGE_LEN as u64 || got != BLK_RANGE_LEN {
         return Err(-libc::EINVAL);
     }
     let range = Range::parse(bytes);
     let flags = range.flags;
-    // Virtio 1.3, 5.2.6.2: unknown flags, and unmap on a discard, are UNSUPP.
+    // Virtio 1.3, 5.2.6.2: unknown flags, and unmap in a discard, are answered with UNSUPP.
     let discard = request.kind == VIRTIO_BLK_T_DISCARD;
     if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 || (discard && flags != 0) {
         return Err(-libc::EOPNOTSUPP);
@@ -169,8 +179,9 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
 }
 
 impl BlkQueue {
-    /// The request of slot `index` is over: 0 or a negative errno. Writes the status byte, counts, stages the
-    /// used element; its length is what was written into the guest's buffers.
+    /// Completes the request of slot `index` with `result`, 0 or a negative errno: writes the
+    /// status byte, counts the request, and stages its used element. The length of the element is
+    /// the number of bytes written to guest memory.
     #[inline]
     pub(super) fn finish(&mut self, index: u16, result: i32) {
         let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
@@ -182,7 +193,8 @@ impl BlkQueue {
         };
         let (head, mut written) = (slot.head, 0);
         if !slot.status.is_null() {
-            // SAFETY: translated on taking the chain, kept mapped by `mem`; one byte, the device's to write.
+            // SAFETY: the address was translated when the chain was taken, as one byte that the
+            // device may write. `mem` keeps it mapped.
             unsafe { mem::write_u8(slot.status, status) };
             written = 1;
         }
@@ -204,21 +216,22 @@ impl BlkQueue {
         QueueStats::add(&self.stats.requests, 1);
     }
 
-    /// Notes where a request may write, while the guest migrates.
-    pub(super) fn note_writable(&mut self, index: u16, writable: bool) {
-        let Some(noted) = self.noted.get_mut(usize::from(index)) else { return };
-        noted.clear();
+    /// Remembers the buffers that a request may write to, while the guest migrates.
+    pub(super) fn remember_writable(&mut self, index: u16, writable: bool) {
+        let Some(buffers) = self.writable.get_mut(usize::from(index)) else { return };
+        buffers.clear();
         if writable {
-            noted.extend_from_slice(&self.data);
+            buffers.extend_from_slice(&self.data);
         }
     }
 
-    /// Marks all that the device may have written for a request, errors included: part of it may be there.
+    /// Marks all pages that the device may have written for a request as dirty. A request that
+    /// failed may have written a part.
     #[cold]
     fn mark(&mut self, index: u16) {
         let Some(log) = &self.log else { return };
-        let (index, noted) = (usize::from(index), self.noted.get_mut(usize::from(index)));
-        for seg in noted.into_iter().flat_map(|noted| noted.drain(..)) {
+        let (index, buffers) = (usize::from(index), self.writable.get_mut(usize::from(index)));
+        for seg in buffers.into_iter().flat_map(|buffers| buffers.drain(..)) {
             if let Some(addr) = self.mem.host_to_guest(seg.ptr) {
                 log.mark(addr, u64::from(seg.len));
             }
