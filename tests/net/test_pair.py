@@ -1,17 +1,20 @@
-"""Two real guests joined by a switch: ping, and iperf3 both ways with offloads, while queues are moved and vshunt is killed. What
-metrics say of it is what `status` says."""
+"""Two real guests joined by a switch: ping, and iperf3 both ways with offloads, while queues are moved and vshunt is killed. Metrics
+and `status` agree."""
 
 import random
 import re
 import socket
 import time
 
-import net_guests
-import net_vm as v
+import net_iperf as v
+import net_switch
+import pytest
 import rig as r
 import vm
 
-PAIRS = net_guests.PAIRS
+pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.usefixtures("guest_image")]
+
+PAIRS = net_switch.PAIRS
 MOVES = 20
 SEED = 31
 ADDRESSES = ("10.8.0.1", "10.8.0.2")
@@ -108,11 +111,11 @@ def kill(rig, switch, client):
     v.check_rates(rig, client, "kill", stalls=2)
 
 
-def pair(rig):
+def test_ping_and_iperf3_while_queues_move_and_after_a_kill(rig):
     r.tool("iperf3", "iperf3")
     r.tool("ethtool", "ethtool")
     metrics = rig.dir / "pair.metrics"
-    switch = net_guests.Switch(rig, "pair", more=("--metrics", f"unix:{metrics}"))
+    switch = net_switch.Switch(rig, "pair", more=("--metrics", f"unix:{metrics}"))
     guests = [
         vm.Guest(rig, path, job, queues=PAIRS, vcpus=2, memory_mib=512, reconnect=True, net=mac, name=f"guest-pair{i}")
         for i, (path, job, mac) in enumerate(zip(switch.sockets, (SERVER, CLIENT), MACS))
@@ -133,7 +136,3 @@ def pair(rig):
     states = {name: q["state"] for name, q in queues(switch).items()}
     r.require("broken" not in states.values(), f"{states}: {switch.daemon.child.tail()}")
     switch.end()
-
-
-def tests(rig):
-    rig.test(f"net: switch: two guests, ping, iperf3 both ways, {MOVES} moves, kill -9", lambda: pair(rig))

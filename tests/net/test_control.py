@@ -1,5 +1,5 @@
-"""A guest whose front-end leaves the control queue to us: pairs that come into use and go out of it under traffic, offloads
-that are switched, commands that lie; workers that change, and kill -9, meanwhile.
+"""A guest whose front end leaves the control queue to the daemon: pairs that are put into use and out of use under traffic, offloads
+that are switched, wrong commands; meanwhile workers change, and the daemon is killed.
 """
 
 import random
@@ -7,15 +7,16 @@ import struct
 import time
 
 import net_frames as f
+import net_load as t
 import net_offload as o
 import net_peer as c
 import net_rig as n
-import net_switched as s
-import net_traffic as t
+import pytest
 import rig as r
 
 PAIRS = 4
 TURNS, KILLS = 16, 4
+KINDS = {"split": [], "packed": ["packed"], "plain": ["plain"]}
 OK, ERR = 0, 1
 CONTROL = c.MRG_RXBUF | c.MQ | c.CTRL_VQ | c.CTRL_GUEST_OFFLOADS
 
@@ -49,52 +50,58 @@ class Load(t.Load):
         self.obeyed()
 
 
-def pairs(rig, kind, words, daemon):
-    """Pairs come and go, and queues move, the control queue as well: what is lost is counted."""
-    load = Load(rig, daemon, f"control-{kind}", "control", *words)
-    chance = random.Random(t.SEED)
-    control = daemon.control_queue()
-    r.require(control["index"] == PAIRS and control["state"] == "running", f"{control}")
-    workers = [daemon.worker_new() for _ in range(2)]
-    for turn in range(TURNS):
-        load.order("pairs", [4, 1, 2, 4, 3, 1, 4, 2][turn % 8])
-        # While the command may be under way.
-        daemon.cli("attach", f"c0:{chance.choice([PAIRS, chance.randrange(PAIRS)])}", chance.choice(workers))
-        load.order("offloads", chance.choice([0, c.GUEST_CSUM]))
-        load.obeyed()
-    load.use(PAIRS)
-    load.progress()
-    to, back = load.end()
-    drops, control = daemon.drops(), daemon.control_queue()
-    uncounted = to[1] - sum(drops.values())
-    rig.say(f"{kind}: {control['requests']} commands, {to[0]} frames to the guest, {to[1]} lost; counted: {drops}")
-    r.require(back[1] == 0, f"{back[1]} of {back[0]} frames from the guest are lost")
-    r.require(0 <= uncounted <= t.WINDOW, f"{to[1]} of {to[0]} frames to the guest are lost, and {drops} counted")
-    r.require(control["requests"] == 2 * TURNS + 1 and control["errors"] == 0, f"{control}")
-    daemon.end()
-
-
-def killed(rig, kind, words, daemon):
-    """kill -9 while commands are under way: the next daemon does them, and knows those that were done."""
-    load = Load(rig, daemon, f"control-killed-{kind}", "control", *words)
-    chance = random.Random(t.SEED)
-    for turn in range(KILLS):
-        count = turn % PAIRS + 1
-        load.use(PAIRS - count + 1)
-        load.order("pairs", count)
-        time.sleep(chance.choice([0, chance.uniform(0, 0.01)]))
-        daemon.child.kill()
-        daemon.start()
-        load.obeyed()
+@pytest.mark.usefixtures("net_guest")
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_come_and_go_under_traffic(rig, kind):
+    """Queues move meanwhile, the control queue too. What is lost is counted."""
+    with t.daemon(rig, f"pairs-{kind}") as daemon:
+        load = Load(rig, daemon, f"control-{kind}", "control", *KINDS[kind])
+        chance = random.Random(t.SEED)
+        control = daemon.control_queue()
+        r.require(control["index"] == PAIRS and control["state"] == "running", f"{control}")
+        workers = [daemon.worker_new() for _ in range(2)]
+        for turn in range(TURNS):
+            load.order("pairs", [4, 1, 2, 4, 3, 1, 4, 2][turn % 8])
+            # While the command may be under way.
+            daemon.cli("attach", f"c0:{chance.choice([PAIRS, chance.randrange(PAIRS)])}", chance.choice(workers))
+            load.order("offloads", chance.choice([0, c.GUEST_CSUM]))
+            load.obeyed()
+        load.use(PAIRS)
         load.progress()
-    to, back = load.end()
-    r.require(f"# {KILLS} reconnects" in load.child.output(), load.child.tail())
-    rig.say(f"{kind}: {KILLS} kills, to the guest {to[0]} frames and {to[1]} lost, from it {back[0]} and {back[1]} lost")
-    r.require(daemon.child.stop() == 0, daemon.child.tail())
+        to, back = load.end()
+        drops, control = daemon.drops(), daemon.control_queue()
+        uncounted = to[1] - sum(drops.values())
+        rig.say(f"{kind}: {control['requests']} commands, {to[0]} frames to the guest, {to[1]} lost; counted: {drops}")
+        r.require(back[1] == 0, f"{back[1]} of {back[0]} frames from the guest are lost")
+        r.require(0 <= uncounted <= t.WINDOW, f"{to[1]} of {to[0]} frames to the guest are lost, and {drops} counted")
+        r.require(control["requests"] == 2 * TURNS + 1 and control["errors"] == 0, f"{control}")
+        daemon.end()
 
 
-def beginning(rig):
-    """One pair is active before the first command, and the card goes on where it was when its rings are stopped meanwhile."""
+@pytest.mark.usefixtures("net_guest")
+@pytest.mark.parametrize("kind", ("split", "packed"))
+def test_kills_with_commands_under_way(rig, kind):
+    """The next daemon does them, and knows those that were done."""
+    with t.daemon(rig, f"control-killed-{kind}", kept=True) as daemon:
+        load = Load(rig, daemon, f"control-killed-{kind}", "control", *KINDS[kind])
+        chance = random.Random(t.SEED)
+        for turn in range(KILLS):
+            count = turn % PAIRS + 1
+            load.use(PAIRS - count + 1)
+            load.order("pairs", count)
+            time.sleep(chance.choice([0, chance.uniform(0, 0.01)]))
+            daemon.child.kill()
+            daemon.start()
+            load.obeyed()
+            load.progress()
+        to, back = load.end()
+        r.require(f"# {KILLS} reconnects" in load.child.output(), load.child.tail())
+        rig.say(f"{kind}: {KILLS} kills, to the guest {to[0]} frames and {to[1]} lost, from it {back[0]} and {back[1]} lost")
+        r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
+def test_one_pair_is_active_at_first(rig):
+    """A device whose rings are stopped and started keeps the number of its pairs."""
     with n.Net(rig, "control", pairs=2) as daemon:
         host = f.Host("vs0")
 
@@ -139,8 +146,8 @@ def beginning(rig):
         daemon.end()
 
 
-def lies(rig):
-    """Commands that make no sense are refused; what has no room for that breaks its ring, and no other."""
+def test_wrong_commands(rig):
+    """They are refused. One without room for the answer breaks its ring, and no other."""
     with n.Net(rig, "lies", pairs=2) as daemon:
         host = f.Host("vs0")
         far = c.MEMORY + (1 << 30)
@@ -239,8 +246,7 @@ def switches_offloads(card, kind, send, frame, data):
                 kind.check(come, data)
 
 
-def offloads(rig):
-    """Of a tap."""
+def test_offloads_of_a_tap_are_switched(rig):
     kind, data = o.KINDS[0], o.payload(5 * o.MSS)
     with n.Net(rig, "offloads", pairs=1, mtu=1500) as daemon:
         host = f.Host("vs0")
@@ -252,20 +258,19 @@ def offloads(rig):
         daemon.end()
 
 
-def switched(rig):
-    """Of a switch."""
+def test_offloads_on_a_switch_are_switched(rig):
     kind, data = o.KINDS[0], o.payload(5 * o.MSS)
-    two = s.Two(rig)
+    two = n.Two(rig, "control-switch")
     a = c.Card(two.sockets[0], c.MRG_RXBUF | c.CSUM | kind.host)
     b = c.Card(two.sockets[1], CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest)
     with a, b:
-        frame = kind.frame(s.B_MAC, s.A_MAC, data)
+        frame = kind.frame(n.B_MAC, n.A_MAC, data)
         switches_offloads(b, kind, lambda: a.transmit(frame, kind.header()), frame, data)
     r.require(two.child.stop() == 0, two.child.tail())
 
 
-def set_aside(rig):
-    """A frame that waits for buffers of a pair that goes out of use does not come by it any more."""
+def test_a_frame_that_waits_for_a_pair_that_is_put_out_of_use(rig):
+    """It waits for buffers, and does not come on that pair any more."""
     with n.Net(rig, "aside", pairs=2) as daemon:
         host = f.Host("vs0")
         with c.Card(daemon.socket, CONTROL, pairs=2) as card:
@@ -287,8 +292,8 @@ def set_aside(rig):
         host.close()
 
 
-def broken_again(rig):
-    """A pair of a switch whose receive ring is broken stays so when it is put out of use and back, and keeps no worker busy."""
+def test_a_broken_pair_that_is_put_out_of_use_and_back(rig):
+    """A pair of a switch whose receive ring is broken stays broken, and keeps no worker busy."""
     daemon, sockets = n.joined(rig, "again")
     try:
         with c.Card(sockets[0], c.MRG_RXBUF) as a, c.Card(sockets[1], CONTROL, pairs=2) as b:
@@ -316,16 +321,3 @@ def broken_again(rig):
         r.require(daemon.child.stop() == 0, daemon.child.tail())
     finally:
         daemon.child.kill()
-
-
-def tests(rig):
-    for kind, words in (("split", []), ("packed", ["packed"]), ("plain", ["plain"])):
-        rig.test(f"net: control: pairs come and go under traffic ({kind})", lambda a=(pairs, kind, words): t.with_daemon(rig, *a))
-    for kind, words in (("split", []), ("packed", ["packed"])):
-        rig.test(f"net: control: {KILLS} times kill -9 with commands ({kind})", lambda a=(killed, kind, words): t.with_daemon(rig, *a))
-    rig.test("net: control: one pair is active at first", lambda: beginning(rig))
-    rig.test("net: control: commands that lie", lambda: lies(rig))
-    rig.test("net: control: a frame that waits for a pair that goes", lambda: set_aside(rig))
-    rig.test("net: control: a broken pair that goes and comes", lambda: broken_again(rig))
-    rig.test("net: control: offloads of a tap are switched", lambda: offloads(rig))
-    rig.test("net: control: offloads on a switch are switched", lambda: switched(rig))

@@ -1,60 +1,36 @@
-"""A switch between two cards in Python, of which every header and buffer is the test's own: what one guest says of its frames and
-another is told; guests that lie, take little, or nothing; what a front-end asks of such a card."""
+"""A switch between two cards in Python, so that the test chooses each header and buffer: what one guest declares about its frames
+and what another is told; wrong headers; guests with few buffers or none; requests of a front end."""
 
 import struct
 import time
 from pathlib import Path
 
 import net_frames as f
-import net_hostile as h
 import net_offload as o
 import net_peer as c
 import net_rig as n
 import peer as p
+import pytest
 import rig as r
+from net_rig import A_MAC, B_MAC
 
 GET_INFLIGHT_FD, PF_INFLIGHT = 31, 1 << 12
-A_MAC, B_MAC = f.GUEST_MAC, f.HOST_MAC
 # Flag: the checksum was found right.
 DATA_VALID = 2
 ALL = c.CSUM | c.GUEST_CSUM | c.HOST_TSO4 | c.GUEST_TSO4 | c.HOST_TSO6 | c.GUEST_TSO6
 
 
-# Those of the exports: the first one's is that of the cards.
-MACS = (n.MAC, "52:54:00:12:34:57")
+@pytest.fixture(scope="module")
+def two(rig):
+    made = n.Two(rig)
+    yield made
+    made.child.kill()
 
 
-class Two(r.Daemon):
-    """A daemon with a switch of two ports, a pair each."""
-
-    def __init__(self, rig, name="switched", mtu=1500):
-        self.sockets = [rig.dir / f"{name}{k}.sock" for k in range(2)]
-        exports = []
-        for k, socket in enumerate(self.sockets):
-            exports += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={socket},queues=1,mac={MACS[k]},mtu={mtu},mac-filter=off"]
-        super().__init__(rig, "--net", "type=switch,name=s0", *exports, name=name)
-
-    def cards(self, a=0, b=0, size=256):
-        """Both, with such features besides merged buffers, and the second with such rings."""
-        return c.Card(self.sockets[0], c.MRG_RXBUF | a), c.Card(self.sockets[1], c.MRG_RXBUF | b, size=size)
-
-    def drops(self, card):
-        """By reason, those that are not 0."""
-        net = next(q["net"] for q in self.status()["queues"] if q["export"] == f"c{card}")
-        return {why: count for why, count in net["drops"].items() if count}
-
-    def passes(self, a, b, number, length=600):
-        """A frame from the one to the other."""
-        if len(b.rings[0].chains) == 0:
-            b.fill(4, 2048)
-        a.transmit(f.frame(number, length, B_MAC, A_MAC))
-        got = b.take()
-        r.require(got is not None, f"frame {number} does not come")
-        f.check(got[1], number, length, B_MAC, A_MAC)
-
-
-def super_frames(two, kind, takes):
-    """Whole to a guest that takes them, else cut with right sums."""
+@pytest.mark.parametrize("takes", (True, False), ids=("taken-whole", "cut"))
+@pytest.mark.parametrize("kind", o.KINDS, ids=o.NAMES)
+def test_super_frames(two, kind, takes):
+    """They come whole to a guest that takes them, else cut with right sums."""
     a, b = two.cards(c.CSUM | kind.host, c.GUEST_CSUM | kind.guest if takes else 0)
     with a, b:
         for size in o.SIZES:
@@ -77,10 +53,10 @@ def super_frames(two, kind, takes):
                 kind.check(frames, data)
 
 
-def bomb(rig):
+def test_no_frame_makes_the_daemon_large(rig):
     """A header by which one frame would be cut into a gigabyte."""
     # Its headers alone are longer than a usual MTU.
-    two = Two(rig, "bomb", mtu=65_521)
+    two = n.Two(rig, "bomb", mtu=65_521)
     start, frame = 32_768, bytearray(65_000)
     frame[:14] = B_MAC + A_MAC + b"\x86\xdd"
     frame[14], frame[start + 12] = 0x60, 0x50
@@ -89,7 +65,7 @@ def bomb(rig):
         b.fill(100, 2048)
         before = two.drops(0).get("bad-header", 0)
         for gso_size in (1, 100):
-            a.transmit(bytes(frame), h.header(o.NEEDS_CSUM, o.TCP6, 0, gso_size, start, 16))
+            a.transmit(bytes(frame), f.header(f.NEEDS_CSUM, o.TCP6, 0, gso_size, start, 16))
         r.require(two.drops(0).get("bad-header", 0) == before + 2, f"{two.drops(0)}")
         with open(f"/proc/{two.child.pid}/status") as status:
             peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
@@ -98,25 +74,25 @@ def bomb(rig):
     r.require(two.child.stop() == 0, two.child.tail())
 
 
-def unbelieved(two):
-    """That a guest found a checksum right is nothing that another guest has to believe."""
+def test_a_valid_checksum_is_not_passed_on(two):
+    """One guest's statement that a checksum is right means nothing to another guest."""
     a, b = two.cards(ALL, ALL)
     with a, b:
         b.fill(4, 2048)
-        a.transmit(f.frame(2, 600, B_MAC, A_MAC), h.header(flags=DATA_VALID))
+        a.transmit(f.frame(2, 600, B_MAC, A_MAC), f.header(flags=DATA_VALID))
         seen = b.take()
         r.require(seen is not None and seen[0][:10] == bytes(10), f"{seen and seen[0].hex()}")
 
 
-def lies(two):
-    """Headers that make no sense are not passed on."""
+def test_headers_that_make_no_sense(two):
+    """They are not passed on."""
     a, b = two.cards(ALL, ALL)
     with a, b:
         b.fill(4, 2048)
         for bad in (
-            h.header(gso=0x7F, gso_size=100),
-            h.header(flags=o.NEEDS_CSUM, gso=o.TCP4, gso_size=0, csum_start=34, csum_offset=16),
-            h.header(flags=o.NEEDS_CSUM, csum_start=600, csum_offset=16),
+            f.header(gso=0x7F, gso_size=100),
+            f.header(flags=f.NEEDS_CSUM, gso=o.TCP4, gso_size=0, csum_start=34, csum_offset=16),
+            f.header(flags=f.NEEDS_CSUM, csum_start=600, csum_offset=16),
         ):
             before = two.drops(0).get("bad-header", 0)
             a.transmit(f.frame(3, 600, B_MAC, A_MAC), bad)
@@ -124,8 +100,8 @@ def lies(two):
         two.passes(a, b, 4)
 
 
-def too_large(two):
-    """A frame that the receiver's whole ring has no room for is lost; those behind it are not."""
+def test_a_frame_larger_than_the_receivers_ring(two):
+    """It is lost. The frames behind it are not."""
     a, b = two.cards(c.CSUM | c.HOST_TSO4, c.GUEST_CSUM | c.GUEST_TSO4, size=8)
     with a, b:
         kind = o.KINDS[0]
@@ -135,8 +111,8 @@ def too_large(two):
         r.require(two.drops(1) == {"too-long": 1}, f"{two.drops(1)}")
 
 
-def in_order(two):
-    """Requests end in the ring's order, one that waits for a guest's buffers before those that nobody has to wait for."""
+def test_requests_end_in_the_rings_order(two):
+    """A request that waits for a guest's buffers ends before later ones that need not wait."""
     a, b = two.cards()
     with a, b:
         ring, heads = a.rings[1], []
@@ -156,8 +132,8 @@ def in_order(two):
         r.require(b.take() is not None, "the first frame does not come")
 
 
-def switched_off(two):
-    """What a ring still has to send when it is switched off is dropped, not sent some time later."""
+def test_a_transmit_ring_that_is_switched_off_keeps_nothing(two):
+    """Its frames are dropped, not sent some time later."""
     a, b = two.cards()
     with a, b:
         b.fill(4, 2048)
@@ -178,8 +154,8 @@ def switched_off(two):
         two.passes(a, b, 11)
 
 
-def follows(rig):
-    """A flow comes in by the pair on which its guest last sent it, whatever its hash says, and moves with it."""
+def test_transmit_follows_receive(rig):
+    """A flow arrives on the pair on which its guest last sent it, whatever its hash, and moves with it."""
     daemon, sockets = n.joined(rig, "follows")
     try:
         with c.Card(sockets[0], c.MRG_RXBUF) as a, c.Card(sockets[1], c.MRG_RXBUF | c.MQ, pairs=2) as b:
@@ -201,8 +177,7 @@ def follows(rig):
         daemon.child.kill()
 
 
-def auto(rig):
-    """Who serves a switch's card is said where it was left to us."""
+def test_engine_auto_gives_the_reason(rig):
     daemon, _ = n.joined(rig, "auto")
     try:
         daemon.cli("export", "add", f"type=vhost-user-net,name=c2,net=s0,socket={rig.dir}/auto2.sock,engine=auto")
@@ -213,8 +188,8 @@ def auto(rig):
         daemon.child.kill()
 
 
-def asked(two):
-    """The configuration space, NET_SET_MTU, and SEND_RARP, by which the switch learns where a guest is."""
+def test_requests_of_a_front_end(two):
+    """The configuration space, NET_SET_MTU, and SEND_RARP, from which the switch learns where a guest is."""
     with p.Peer(two.sockets[0]) as peer:
         peer.handshake()
 
@@ -239,8 +214,8 @@ def asked(two):
         r.require(config() == (want, (1, 1, 1500)), f"the next front end has what a former one set: {config()}")
 
 
-def left(two):
-    """A front end that leaves: its in-flight region, where the card notes what its guest set, is let go of."""
+def test_a_front_end_that_leaves_holds_nothing(two):
+    """Its in-flight region, where the device records what the guest set, is unmapped."""
 
     def mapped():
         return Path(f"/proc/{two.child.pid}/maps").read_text().count("memfd:vshunt-inflight")
@@ -253,20 +228,5 @@ def left(two):
     r.wait_for("the region is let go of", lambda: mapped() == 0)
 
 
-def tests(rig):
-    two = Two(rig)
-    for kind in o.KINDS:
-        for takes in (True, False):
-            how = "a guest that takes it" if takes else "a guest that does not"
-            rig.test(f"net: switch: {kind.name} to {how}", lambda k=kind, t=takes: super_frames(two, k, t))
-    rig.test("net: switch: no frame makes the daemon large", lambda: bomb(rig))
-    rig.test("net: switch: no guest says for another that a checksum is right", lambda: unbelieved(two))
-    rig.test("net: switch: headers that make no sense", lambda: lies(two))
-    rig.test("net: switch: a frame larger than the receiver's ring", lambda: too_large(two))
-    rig.test("net: switch: requests end in the ring's order", lambda: in_order(two))
-    rig.test("net: switch: a transmit ring that is switched off keeps nothing", lambda: switched_off(two))
-    rig.test("net: switch: engine=auto says why not the kernel", lambda: auto(rig))
-    rig.test("net: switch: transmit follows receive", lambda: follows(rig))
-    rig.test("net: switch: what a front-end asks of a card", lambda: asked(two))
-    rig.test("net: switch: a front end that leaves holds nothing", lambda: left(two))
-    rig.test("net: switch: it ends well", lambda: r.require(two.child.stop() == 0, two.child.tail()))
+def test_end(two):
+    r.require(two.child.stop() == 0, two.child.tail())

@@ -1,6 +1,6 @@
-"""Frames of all sizes through buffers of all kinds: in place, spilled, staged, waiting for buffers; nothing lost or changed.
+"""Frames of all sizes through buffers of all kinds: in place, spilled, staged, waiting for buffers. None is lost or changed.
 
-A burst is what the tap has while the daemon stands still (SIGSTOP), so that it comes as one batch.
+A burst consists of the frames that the tap receives while the daemon is stopped (SIGSTOP), so that they come as one batch.
 """
 
 import random
@@ -8,6 +8,7 @@ import random
 import net_frames as f
 import net_peer as c
 import net_rig as n
+import pytest
 import rig as r
 
 FRAME_MAX = 65_521 + 14
@@ -15,7 +16,7 @@ SEED = 11
 
 
 def standing(daemon, body):
-    """Does `body` while the daemon stands still."""
+    """Calls `body` while the daemon is stopped."""
     daemon.child.suspend()
     try:
         body()
@@ -24,7 +25,7 @@ def standing(daemon, body):
 
 
 def sizes():
-    """Some of each magnitude, the ends of all kinds of buffers among them."""
+    """Some of each magnitude, among them the limits of all kinds of buffers."""
     ends = [60, 61, 64, 1514, 2035, 2036, 2037, 4083, 4084, 4085, FRAME_MAX - 1, FRAME_MAX]
     return sorted({*ends, *range(62, FRAME_MAX, 911)})
 
@@ -167,18 +168,52 @@ class Sizes:
         host.close()
 
 
-def tests(rig):
-    s = Sizes(rig)
-    whole = s.from_guest
-    rig.test("net: all sizes from the guest, in one descriptor", lambda: whole(lambda _: ()))
-    rig.test("net: its header in one of its own", lambda: whole(lambda _: (c.HEADER,)))
-    rig.test("net: its header over two, the frame over many", lambda: whole(lambda n: (5, 20, *range(100, n, 700))))
-    rig.test("net: all sizes to the guest, merged", lambda: s.to_guest(c.MRG_RXBUF, 250, 2048))
-    rig.test("net: in small buffers, the header over two descriptors", lambda: s.to_guest(c.MRG_RXBUF, 120, 5, 595))
-    rig.test("net: without merged buffers, in one big one", lambda: s.to_guest(0, 20, 65_560))
-    rig.test("net: in long chains, the header over two descriptors", lambda: s.to_guest(0, 10, 5, 7, *[4096] * 16))
-    rig.test("net: long and short frames in one burst", s.bursts)
-    rig.test("net: fewer buffers than one frame needs", s.few)
-    rig.test("net: bursts and buffers by chance, too few of them", s.drawn)
-    rig.test("net: frames too long for a guest's buffers", s.without_merge)
-    rig.test("net: nothing is left of the tap", s.daemon.end)
+@pytest.fixture(scope="module")
+def sizes_of(rig):
+    made = Sizes(rig)
+    with made.daemon:
+        yield made
+
+
+CUTS = {
+    "one-descriptor": lambda _: (),
+    "header-alone": lambda _: (c.HEADER,),
+    "header-over-two-frame-over-many": lambda length: (5, 20, *range(100, length, 700)),
+}
+# Features, how many buffers, their pieces.
+BUFFERS = {
+    "merged": (c.MRG_RXBUF, 250, 2048),
+    "small-header-over-two": (c.MRG_RXBUF, 120, 5, 595),
+    "one-large-without-merge": (0, 20, 65_560),
+    "long-chains-header-over-two": (0, 10, 5, 7, *[4096] * 16),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_all_sizes_from_the_guest(sizes_of, cuts):
+    sizes_of.from_guest(CUTS[cuts])
+
+
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_all_sizes_to_the_guest(sizes_of, buffers):
+    sizes_of.to_guest(*BUFFERS[buffers])
+
+
+def test_long_and_short_frames_in_one_burst(sizes_of):
+    sizes_of.bursts()
+
+
+def test_fewer_buffers_than_one_frame_needs(sizes_of):
+    sizes_of.few()
+
+
+def test_bursts_and_buffers_at_random_too_few(sizes_of):
+    sizes_of.drawn()
+
+
+def test_frames_too_long_for_the_buffers(sizes_of):
+    sizes_of.without_merge()
+
+
+def test_the_tap_is_removed_at_the_end(sizes_of):
+    sizes_of.daemon.end()

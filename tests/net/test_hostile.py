@@ -1,4 +1,4 @@
-"""Guests that lie: a counted drop, or a ring that is broken with its reason in the log. The other pair goes on."""
+"""Guests that send wrong frames and rings: a counted drop, or a broken ring with its reason in the log. The other pair continues."""
 
 import struct
 
@@ -6,17 +6,12 @@ import net_frames as f
 import net_peer as c
 import net_rig as n
 import peer as p
+import pytest
 import rig as r
 
 FRAME = 1000
 TCP4 = 1
 WAITING = 40
-NEEDS_CSUM = 1
-
-
-def header(flags=0, gso=0, hdr_len=0, gso_size=0, csum_start=0, csum_offset=0):
-    """A virtio-net header (Virtio 1.3, 5.1.6)."""
-    return struct.pack("<BBHHHHH", flags, gso, hdr_len, gso_size, csum_start, csum_offset, 0)
 
 
 class Hostile:
@@ -38,7 +33,7 @@ class Hostile:
         f.check(got, self.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
 
     def dropped(self, why, attack, count=1):
-        """What `attack(card)` sends on pair 0 is dropped for this reason, and both pairs go on."""
+        """What `attack(card)` sends on pair 0 is dropped for this reason, and both pairs continue."""
         card, host = self.card()
         with card:
             before = self.daemon.counters()[0]["drops"][why]
@@ -50,7 +45,7 @@ class Hostile:
         host.close()
 
     def broken(self, ring, attack, *words):
-        """`attack(card)` breaks this ring, and says why in the log; pair 1 goes on, and so does the next guest."""
+        """`attack(card)` breaks this ring, and the log has the reason. Pair 1 continues, and the next guest is served."""
         card, host = self.card()
         with card:
             seen = len(self.daemon.child.output())
@@ -127,9 +122,55 @@ def receive_buffer(address, length, flags):
     return attack
 
 
-def early(h):
-    """QEMU switches rings before the guest has chosen features. Without protocol features there is no such message."""
-    with p.Peer(h.daemon.socket) as peer:
+FAR = c.MEMORY + (1 << 30)
+TSO = {"flags": f.NEEDS_CSUM, "gso": TCP4, "csum_start": 34, "csum_offset": 16}
+# What a guest sends: the reason for the drop, and the attack.
+DROPPED = {
+    "outside-of-memory": ("malformed", chain([(FAR, FRAME, 0)])),
+    "ends-outside-of-memory": ("malformed", chain([(c.MEMORY - 100, FRAME, 0)])),
+    "a-piece-of-a-header": ("too-short", chain([(0, 8, 0)])),
+    "a-header-alone": ("too-short", chain([(0, c.HEADER, 0)])),
+    "a-header-and-13-bytes": ("too-short", chain([(0, 5, 0), (5, 7, 0), (12, 13, 0)])),
+    "70000-bytes": ("too-long", chain([(0, c.HEADER + 70_000, 0)])),
+    "70000-bytes-in-pieces": ("too-long", chain([(7000 * k, 7000, 0) for k in range(11)])),
+    "a-chain-without-end": ("malformed", looped(1)),
+    "unknown-kind-of-segments": ("bad-header", garbage(f.header(gso=0x7F, gso_size=100))),
+    "segments-of-no-bytes": ("bad-header", garbage(f.header(hdr_len=54, gso_size=0, **TSO))),
+    "headers-longer-than-the-frame": ("bad-header", garbage(f.header(hdr_len=9000, gso_size=500, **TSO))),
+    "a-checksum-behind-the-frame": ("bad-header", garbage(f.header(flags=f.NEEDS_CSUM, csum_start=FRAME, csum_offset=16))),
+}
+UNUSABLE = "a receive buffer is unusable"
+# The ring that is broken, the attack, and words of the reason.
+BROKEN = {
+    "a-head-that-does-not-exist": (1, head_outside, "c0"),
+    "more-requests-than-the-ring-has": (1, too_many, "c0"),
+    "a-receive-chain-without-end": (0, looped(0), "c0"),
+    "a-receive-buffer-outside-of-memory": (0, receive_buffer(FAR, 2048, c.WRITE), UNUSABLE),
+    "a-receive-buffer-that-is-read-only": (0, receive_buffer(None, 2048, 0), UNUSABLE),
+    "a-receive-buffer-shorter-than-a-header": (0, receive_buffer(None, 8, c.WRITE), UNUSABLE),
+}
+
+
+@pytest.fixture(scope="module")
+def hostile(rig):
+    made = Hostile(rig)
+    with made.daemon:
+        yield made
+
+
+@pytest.mark.parametrize("attack", DROPPED)
+def test_a_wrong_frame_is_dropped_and_counted(hostile, attack):
+    hostile.dropped(*DROPPED[attack])
+
+
+@pytest.mark.parametrize("attack", BROKEN)
+def test_a_ring_is_broken_with_its_reason(hostile, attack):
+    hostile.broken(*BROKEN[attack])
+
+
+def test_rings_are_switched_before_features_are_chosen(hostile):
+    """As QEMU does. Without protocol features there is no such message."""
+    with p.Peer(hostile.daemon.socket) as peer:
         protocol = struct.unpack("<Q", peer.request(p.GET_PROTOCOL_FEATURES))[0]
         peer.message(p.SET_PROTOCOL_FEATURES, struct.pack("<Q", protocol & (p.PF_MQ | p.PF_REPLY_ACK)))
         for ring in range(4):
@@ -137,32 +178,32 @@ def early(h):
             r.require(answer == p.ACCEPTED, f"ring {ring}: {answer}")
         # Ring 4 is the control queue.
         r.require(peer.order(p.SET_VRING_ENABLE, struct.pack("<II", 5, 1)) == p.REFUSED, "a ring that is not there is taken")
-    with p.Peer(h.daemon.socket) as peer:
+    with p.Peer(hostile.daemon.socket) as peer:
         peer.message(p.SET_VRING_ENABLE, struct.pack("<II", 0, 1))
         r.require(peer.closed(), "the connection goes on")
 
 
-def down(h):
-    """Frames of a guest whose interface is down are dropped and counted."""
+def test_frames_while_the_interface_is_down(hostile):
+    """They are dropped and counted."""
     n.ip("link", "set", "vs0", "down")
     try:
-        card, _ = h.card()
+        card, _ = hostile.card()
         with card:
             card.transmit(f.frame(1, FRAME, f.HOST_MAC, f.GUEST_MAC))
-            drops = h.daemon.counters()[0]["drops"]
+            drops = hostile.daemon.counters()[0]["drops"]
             r.require(drops["down"] == 1, f"{drops}")
     finally:
         n.ip("link", "set", "vs0", "up")
-    h.dropped("malformed", chain([(c.MEMORY - 100, FRAME, 0)]))
+    hostile.dropped("malformed", chain([(c.MEMORY - 100, FRAME, 0)]))
 
 
-def marked(h):
-    """DPDK's virtio-user marks a header as to be written by the device; on a ring that only sends it means nothing."""
-    card, host = h.card()
+def test_descriptors_marked_as_writable_are_read(hostile):
+    """DPDK's virtio-user marks the header as writable for the device. On a transmit ring the flag has no meaning."""
+    card, host = hostile.card()
     with card:
         for first, second in ((c.WRITE, 0), (0, c.WRITE), (c.WRITE, c.WRITE)):
-            h.number += 1
-            data = bytes(c.HEADER) + f.frame(h.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
+            hostile.number += 1
+            data = bytes(c.HEADER) + f.frame(hostile.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
             ring = card.rings[1]
             at = ring.room(len(data))
             card.ram[at : at + len(data)] = data
@@ -170,63 +211,27 @@ def marked(h):
             ring.publish()
             got = host.receive()
             r.require(got is not None, f"the frame with flags {first}, {second} does not come")
-            f.check(got, h.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
+            f.check(got, hostile.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
             r.require(ring.pop(r.WAIT_S) is not None, "the chain does not come back")
     host.close()
 
 
-def switched_off(h):
-    """Frames that wait in a tap's queue, for want of receive buffers, when its pair is switched off: each is counted."""
-    card, host = h.card()
+def test_frames_that_wait_when_their_pair_is_switched_off_are_counted(hostile):
+    """They wait in the queue of the tap, as the guest has no receive buffers."""
+    card, host = hostile.card()
     with card:
-        before = h.daemon.drops().get("detached", 0)
+        before = hostile.daemon.drops().get("detached", 0)
         for number in range(WAITING):
             host.send(f.frame(number, FRAME, f.GUEST_MAC, f.HOST_MAC))
         for ring in range(4):
             answer = card.order(p.SET_VRING_ENABLE, struct.pack("<II", ring, 0))
             r.require(answer == p.ACCEPTED, f"ring {ring}: {answer}")
-        counted = h.daemon.drops().get("detached", 0) - before
+        counted = hostile.daemon.drops().get("detached", 0) - before
         # The host may have had something to say by itself.
-        r.require(WAITING <= counted <= WAITING + 10, f"{counted} of {WAITING} frames that waited are counted: {h.daemon.drops()}")
+        r.require(WAITING <= counted <= WAITING + 10, f"{counted} of {WAITING} frames that waited are counted: {hostile.daemon.drops()}")
     host.close()
-    h.dropped("malformed", chain([(c.MEMORY - 100, FRAME, 0)]))
+    hostile.dropped("malformed", chain([(c.MEMORY - 100, FRAME, 0)]))
 
 
-def tests(rig):
-    h = Hostile(rig)
-    far = c.MEMORY + (1 << 30)
-
-    def drop(name, why, attack, count=1):
-        rig.test(f"net: a guest sends {name}: dropped as {why}", lambda: h.dropped(why, attack, count))
-
-    drop("what lies outside of its memory", "malformed", chain([(far, FRAME, 0)]))
-    drop("what ends outside of its memory", "malformed", chain([(c.MEMORY - 100, FRAME, 0)]))
-    rig.test("net: what a guest sends is read, whatever its descriptors say of writing", lambda: marked(h))
-    drop("a piece of a header", "too-short", chain([(0, 8, 0)]))
-    drop("a header alone", "too-short", chain([(0, c.HEADER, 0)]))
-    drop("a header and 13 bytes", "too-short", chain([(0, 5, 0), (5, 7, 0), (12, 13, 0)]))
-    drop("a frame of 70,000 bytes", "too-long", chain([(0, c.HEADER + 70_000, 0)]))
-    drop("a frame of 70,000 bytes in pieces", "too-long", chain([(7000 * k, 7000, 0) for k in range(11)]))
-    drop("a chain without an end", "malformed", looped(1))
-    for name, head in {
-        "an unknown kind of segments": header(gso=0x7F, gso_size=100),
-        "segments of no bytes": header(flags=NEEDS_CSUM, gso=TCP4, hdr_len=54, gso_size=0, csum_start=34, csum_offset=16),
-        "headers longer than the frame": header(flags=NEEDS_CSUM, gso=TCP4, hdr_len=9000, gso_size=500, csum_start=34, csum_offset=16),
-        "a checksum behind the frame": header(flags=NEEDS_CSUM, csum_start=FRAME, csum_offset=16),
-    }.items():
-        drop(f"a header with {name}", "bad-header", garbage(head))
-
-    def break_ring(name, ring, attack, *words):
-        rig.test(f"net: {name}: its ring is broken, with the reason", lambda: h.broken(ring, attack, *words))
-
-    break_ring("a head that is not there", 1, head_outside, "c0")
-    break_ring("more requests than the ring has", 1, too_many, "c0")
-    unusable = "a receive buffer is unusable"
-    break_ring("a receive chain without an end", 0, looped(0), "c0")
-    break_ring("a receive buffer outside of memory", 0, receive_buffer(far, 2048, c.WRITE), unusable)
-    break_ring("a receive buffer that may only be read", 0, receive_buffer(None, 2048, 0), unusable)
-    break_ring("a receive buffer shorter than a header", 0, receive_buffer(None, 8, c.WRITE), unusable)
-    rig.test("net: rings are switched before features are chosen", lambda: early(h))
-    rig.test("net: frames that wait when their pair is switched off are counted", lambda: switched_off(h))
-    rig.test("net: frames while the interface is down", lambda: down(h))
-    rig.test("net: nothing is left after bad guests", h.daemon.end)
+def test_the_tap_is_removed_at_the_end(hostile):
+    hostile.daemon.end()
