@@ -1,12 +1,13 @@
-//! A tap with several queues, a thread each, and what comes to which.
+//! A tap with several queues, one thread for each, which counts the frames of each queue.
 //!
 //! ```text
 //! cargo run --example tap_queues -- vs0 4 --steering rss --netns red
 //! ```
 //!
-//! makes or adopts the tap `vs0` (as root), attaches its queues, and prints once a second how many frames each one got since
-//! the last line. Lines on standard input change it meanwhile: `-2` detaches queue 2, `+2` attaches it, `steering cpu` has the
-//! sending CPU choose, `quit` ends it, as the end of the input does. The frames are read and dropped.
+//! This makes or adopts the tap `vs0` (as root), attaches its queues, and prints once a second how
+//! many frames each queue got since the last line. Lines on standard input change the tap: `-2`
+//! detaches queue 2, `+2` attaches it, `steering cpu` lets the sending CPU choose the queue, and
+//! `quit` or the end of the input ends the program. The frames are read and dropped.
 
 use std::io::{BufRead, ErrorKind, Read};
 use std::process::ExitCode;
@@ -18,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vshunt_net::tap::{Options, Tap, TapQueue};
 
 const USAGE: &str = "tap_queues NAME QUEUES [--steering auto|hash|rss|cpu] [--netns NAME|PATH]";
-/// How often readers look whether all is over, and counts are printed, in seconds.
+/// Interval in seconds at which counts are printed, and readers check for the end.
 const TICK_S: u64 = 1;
 /// The longest frame: 64 KiB of segments, behind its headers.
 const FRAME_MAX: usize = (64 << 10) + 64;
@@ -39,7 +40,7 @@ fn arguments() -> Result<(String, u16, Options), Failure> {
     Ok((name, queues.parse().map_err(|_| USAGE)?, options))
 }
 
-/// Counts what comes to a queue, until `over`.
+/// Counts the frames of a queue until `over`.
 fn reader(mut queue: &TapQueue, count: &AtomicU64, over: &AtomicBool) -> std::io::Result<()> {
     let mut frame = vec![0; FRAME_MAX];
     let tick = Timespec { tv_sec: TICK_S as i64, tv_nsec: 0 };
@@ -55,8 +56,8 @@ fn reader(mut queue: &TapQueue, count: &AtomicU64, over: &AtomicBool) -> std::io
     Ok(())
 }
 
-/// Does what a line says.
-fn obey(line: &str, tap: &Tap, queues: &[Arc<TapQueue>]) -> Result<(), Failure> {
+/// Executes a line of the input.
+fn execute(line: &str, tap: &Tap, queues: &[Arc<TapQueue>]) -> Result<(), Failure> {
     if let Some(word) = line.strip_prefix("steering ") {
         return Ok(tap.set_steering(word.parse()?)?);
     }
@@ -94,8 +95,8 @@ fn run() -> Result<(), Failure> {
         scope.spawn(|| {
             while !over.load(Relaxed) {
                 std::thread::sleep(Duration::from_secs(TICK_S));
-                let came: Vec<u64> = counts.iter().map(|count| count.swap(0, Relaxed)).collect();
-                println!("{came:?}");
+                let frames: Vec<u64> = counts.iter().map(|count| count.swap(0, Relaxed)).collect();
+                println!("{frames:?}");
             }
         });
         let attached = queues.iter().try_for_each(|queue| queue.attach());
@@ -103,7 +104,7 @@ fn run() -> Result<(), Failure> {
             for line in
                 std::io::stdin().lock().lines().map_while(Result::ok).take_while(|line| line != "quit")
             {
-                obey(line.trim(), &tap, &queues).unwrap_or_else(|e| eprintln!("{e}"));
+                execute(line.trim(), &tap, &queues).unwrap_or_else(|e| eprintln!("{e}"));
             }
         }
         over.store(true, Relaxed);

@@ -1,12 +1,14 @@
-//! The control virtqueue of a network device, if the front end leaves it to the daemon. By its commands a guest sets what the
-//! device does (Virtio 1.3, 5.1.6.5).
+//! The control virtqueue of a network device, if the front end leaves it to the daemon. By its
+//! commands a guest sets what the device does (Virtio 1.3, 5.1.6.5).
 //!
-//! A worker never waits for what a command changes: calls on a tap take the kernel's rtnl lock. So the queue leaves the command
-//! in a [`PendingCommand`], and the export's session thread executes it, as it does for requests of the front end. The
-//! answer's eventfd wakes the worker. One command is taken at a time.
+//! A worker never waits for what a command changes: calls on a tap take the kernel's rtnl lock. So
+//! the queue leaves the command in a [`PendingCommand`], and the export's session thread executes
+//! it, as it does for requests of the front end. The answer's eventfd wakes the worker. One command
+//! is taken at a time.
 //!
-//! What must never happen: a queue keeps its command while it leaves its worker, because the session thread may be the thread
-//! that waits for that. The command goes back to the ring instead, and is executed again later. All commands are idempotent.
+//! What must never happen: a queue keeps its command while it leaves its worker, because the
+//! session thread may be the thread that waits for that. The command goes back to the ring instead,
+//! and is executed again later. All commands are idempotent.
 
 use std::any::Any;
 use std::io;
@@ -28,7 +30,7 @@ const OP_ANSWER: u8 = 2;
 
 /// A command that the queue leaves for the session thread, and its answer.
 pub struct PendingCommand {
-    /// Guards what is there; held for a look or a change.
+    /// Guards the command and the answer. Held for a read or a change.
     state: Mutex<PendingState>,
     /// Wakes the session thread.
     commands: EventFd,
@@ -38,7 +40,7 @@ pub struct PendingCommand {
 
 #[derive(Default)]
 struct PendingState {
-    /// The number of the command that is there or was taken last.
+    /// The number of the current or the last command.
     number: u32,
     command: Option<Command>,
     answer: Option<bool>,
@@ -58,14 +60,15 @@ impl PendingCommand {
         self.commands.as_fd()
     }
 
-    /// The session thread takes the command that is there, with its number.
+    /// Takes the current command, with its number. Only the session thread calls this.
     pub fn take(&self) -> Option<(u32, Command)> {
         self.commands.take();
         let mut state = self.state();
         state.command.take().map(|command| (state.number, command))
     }
 
-    /// Answers a command: it was executed, or refused. The answer to a command that was withdrawn is ignored.
+    /// Answers a command: it was executed, or refused. The answer to a command that was withdrawn
+    /// is ignored.
     pub fn answer(&self, number: u32, done: bool) {
         {
             let mut state = self.state();
@@ -115,12 +118,12 @@ pub struct ControlQueue {
     stats: Arc<QueueStats>,
 }
 
-// SAFETY: the segment of an active command points into the guest's memory, which the virtqueue's memory table keeps mapped.
-// While the queue moves to another worker there is no active command.
+// SAFETY: the segment of an active command points into the guest's memory, which the virtqueue's
+// memory table keeps mapped. While the queue moves to another worker there is no active command.
 unsafe impl Send for ControlQueue {}
 
 impl ControlQueue {
-    /// A queue that is on no worker.
+    /// Makes a queue that is on no worker.
     pub fn new(parts: RingParts, pending: Arc<PendingCommand>) -> Self {
         let stats = parts.stats.clone();
         Self {
@@ -133,12 +136,12 @@ impl ControlQueue {
     }
 
     /// Starts the command in the scratch chain.
-    fn begin(&mut self) {
+    fn start_command(&mut self) {
         let chain = &self.virtqueue.chain;
         let head = chain.head;
         let Some(ack) = chain.segs.iter().skip(chain.readable).copied().find(|seg| seg.len > 0) else {
             self.virtqueue.vring.unpop(head);
-            return self.virtqueue.break_off("a control command has no room for its answer");
+            return self.virtqueue.mark_broken("a control command has no room for its answer");
         };
         match command(chain) {
             None => self.finish(&ActiveCommand { head, ack }, false),
@@ -152,8 +155,8 @@ impl ControlQueue {
 
     fn finish(&mut self, active: &ActiveCommand, done: bool) {
         let status = if done { VIRTIO_NET_OK } else { VIRTIO_NET_ERR };
-        // SAFETY: the ring translated the segment as device-writable with at least one byte. The virtqueue keeps the memory table,
-        // and with it the mapping, until the queue is at rest.
+        // SAFETY: the ring translated the segment as device-writable with at least one byte. The
+        // virtqueue keeps the memory table, and with it the mapping, until the queue is at rest.
         unsafe { mem::write_u8(active.ack.ptr, status) };
         self.virtqueue.mark(&[active.ack], 1);
         self.virtqueue.push(active.head, 1);
@@ -163,7 +166,7 @@ impl ControlQueue {
         }
     }
 
-    /// Takes the answer, if it is there. Returns how many commands it completes.
+    /// Takes the answer, if there is one. Returns the number of commands that it completes.
     fn answered(&mut self) -> u32 {
         let Some(done) = self.pending.state().answer.take() else { return 0 };
         let Some(active) = self.active.take() else { return 0 };
@@ -177,14 +180,14 @@ impl ControlQueue {
     }
 }
 
-/// Parses the command of a chain. `None`: it is none that the device knows.
+/// Parses the command of a chain. `None`: the device does not know the command.
 fn command(chain: &Chain) -> Option<Command> {
     let mut bytes = [0; Command::BYTES_MAX];
     let mut len = 0;
     for seg in chain.segs.iter().take(chain.readable) {
         let to = bytes.get_mut(len..len + seg.len as usize)?;
-        // SAFETY: the ring translated the segment when the chain was popped, and the virtqueue's memory table has it mapped. `to`
-        // is a part of a local array, as long as the segment.
+        // SAFETY: the ring translated the segment when the chain was popped, and the virtqueue's
+        // memory table has it mapped. `to` is a part of a local array, as long as the segment.
         unsafe { mem::read(seg.ptr, to) };
         len += to.len();
     }
@@ -215,7 +218,7 @@ impl Queue for ControlQueue {
         let mut taken = 0;
         while taken < budget && self.active.is_none() && self.virtqueue.pop() {
             taken += 1;
-            self.begin();
+            self.start_command();
         }
         self.flight_changed();
         taken

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use vshunt_engine::QueueStats;
 use vshunt_types::spec::{DROP_REASONS, DropReason, NetDrops, NetQueueCounters};
 
-/// Counters of one queue pair. Only the owning worker writes them, or the session thread while the pair is on no worker. Any
-/// thread reads them. Exception: only the session thread counts [`Detached`](DropReason::Detached).
+/// Counters of one queue pair. Only the owning worker writes them, or the session thread while the
+/// pair is on no worker. Any thread reads them. Exception: only the session thread counts
+/// [`Detached`](DropReason::Detached).
 #[derive(Debug, Default)]
 pub struct NetStats {
     to_guest_packets: AtomicU64,

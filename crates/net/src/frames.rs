@@ -5,7 +5,7 @@ use virtio::net::NET_HDR_BYTES;
 /// Rings of a pair: the guest receives by the first and sends by the second (Virtio 1.3, 5.1.2).
 pub const PAIR_RINGS: u16 = 2;
 
-/// Frames of one batch at most, in each direction.
+/// Most frames of a batch, in each direction.
 pub(crate) const BATCH: u32 = 64;
 /// Bytes of an Ethernet header: addresses and EtherType.
 pub(crate) const ETH_HEADER_BYTES: usize = 14;
@@ -18,14 +18,14 @@ const _: () = assert!(NET_HDR_BYTES + FRAME_MAX < u32::MAX as usize);
 /// Direction of a virtqueue, as the guest sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
-    /// The guest receives by it.
+    /// The guest receives on it.
     Receive,
-    /// The guest sends by it.
+    /// The guest sends on it.
     Transmit,
 }
 
 impl Direction {
-    /// The direction of a pair's virtqueue number `nth`.
+    /// Returns the direction of a pair's virtqueue `nth`.
     pub(crate) fn of(nth: u16) -> Self {
         if nth == 0 { Self::Receive } else { Self::Transmit }
     }

@@ -1,7 +1,7 @@
-//! Calls that name an interface or ask a tap's file: struct ifreq of `<linux/if.h>`, and the numbers of
-//! `<linux/if_tun.h>`, which macvtap's files know too.
+//! Calls that name an interface, or that use a tap's file: struct ifreq of `<linux/if.h>`, and the
+//! calls of `<linux/if_tun.h>`. Macvtap's files have the same calls.
 //!
-//! A name means what it means in the network namespace of the file that is asked.
+//! A name is looked up in the network namespace of the file that the call uses.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -11,17 +11,17 @@ const TUNSETIFF: libc::Ioctl = 0x4004_54CA;
 const TUNGETIFF: libc::Ioctl = 0x8004_54D2_u32 as libc::Ioctl;
 const TUNSETQUEUE: libc::Ioctl = 0x4004_54D9;
 const TUNGETDEVNETNS: libc::Ioctl = 0x54E3;
-/// An argument by value.
+/// The argument is a value.
 pub(super) const TUNSETPERSIST: libc::Ioctl = 0x4004_54CB;
-/// Likewise.
+/// The argument is a value.
 pub(super) const TUNSETOWNER: libc::Ioctl = 0x4004_54CC;
-/// Likewise.
+/// The argument is a value.
 pub(super) const TUNSETGROUP: libc::Ioctl = 0x4004_54CE;
-/// Likewise.
+/// The argument is a value.
 pub(super) const TUNSETOFFLOAD: libc::Ioctl = 0x4004_54D0;
-/// An int behind a pointer.
+/// The argument is a pointer to an int.
 pub(super) const TUNSETVNETHDRSZ: libc::Ioctl = 0x4004_54D8;
-/// Likewise.
+/// The argument is a pointer to an int.
 pub(super) const TUNSETSTEERINGEBPF: libc::Ioctl = 0x8004_54E0_u32 as libc::Ioctl;
 
 pub(super) const IFF_TAP: u16 = 0x0002;
@@ -34,7 +34,7 @@ pub(super) const IFF_VNET_HDR: u16 = 0x4000;
 /// Bytes of struct ifreq on 64-bit systems: the name, and a union of 24.
 const IFREQ_BYTES: usize = 40;
 
-/// struct ifreq. What is read of the union depends on the call.
+/// struct ifreq. The call decides which field of the union is used.
 #[repr(C, align(8))]
 struct IfReq {
     name: [u8; libc::IFNAMSIZ],
@@ -67,8 +67,9 @@ impl IfReq {
     }
 
     fn call(&mut self, fd: impl AsFd, code: libc::Ioctl) -> io::Result<()> {
-        // SAFETY: the codes of this module and of `<linux/sockios.h>` used here read and write a struct ifreq, as long as
-        // this one is (asserted above), with a name that ends.
+        // SAFETY: the codes of this module and of `<linux/sockios.h>` that are used here read and
+        // write a struct ifreq. `self` has its size (asserted above) and a name that ends with a
+        // zero byte.
         match unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), code, self as *mut Self) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -76,12 +77,13 @@ impl IfReq {
     }
 }
 
-/// TUNSETIFF: joins a file of /dev/net/tun to an interface, which is made if there is none of that name.
+/// TUNSETIFF: attaches a file of /dev/net/tun to an interface. The kernel makes the interface if
+/// there is none of that name.
 pub(super) fn join(tun: impl AsFd, name: &str, flags: u16) -> io::Result<()> {
     IfReq::new(name).with_flags(flags).call(tun, TUNSETIFF)
 }
 
-/// TUNGETIFF: the interface of a tap's file, and its flags.
+/// TUNGETIFF: returns the interface of a tap's file, and its flags.
 pub(super) fn joined(tap: impl AsFd) -> io::Result<(String, u16)> {
     let mut req = IfReq::new("");
     req.call(tap, TUNGETIFF)?;
@@ -94,55 +96,57 @@ pub(super) fn set_queue(tun: impl AsFd, flag: u16) -> io::Result<()> {
     IfReq::new("").with_flags(flag).call(tun, TUNSETQUEUE)
 }
 
-/// The Ethernet address of a tap's file, wherever its interface is.
+/// Returns the Ethernet address of a tap's file, in any network namespace.
 pub(super) fn address(tap: impl AsFd) -> io::Result<[u8; 6]> {
     let mut req = IfReq::new("");
     req.call(tap, libc::SIOCGIFHWADDR)?;
-    // struct sockaddr: the family, and what it is long.
+    // struct sockaddr: the family, then the address.
     Ok(req.value[2..8].try_into().expect("6 bytes"))
 }
 
-/// Sets it.
+/// Sets the Ethernet address of a tap's file.
 pub(super) fn set_address(tap: impl AsFd, address: [u8; 6]) -> io::Result<()> {
     let mut req = IfReq::new("").with_flags(libc::ARPHRD_ETHER);
     req.value[2..8].copy_from_slice(&address);
     req.call(tap, libc::SIOCSIFHWADDR)
 }
 
-/// The network namespace that the interface of a tap's file is in (Linux 5.7). It takes CAP_NET_ADMIN there.
+/// Returns the network namespace that the interface of a tap's file is in (Linux 5.7). This needs
+/// CAP_NET_ADMIN there.
 pub(super) fn netns(tun: impl AsFd) -> io::Result<OwnedFd> {
-    // SAFETY: TUNGETDEVNETNS has no argument and touches no memory.
+    // SAFETY: TUNGETDEVNETNS has no argument and accesses no memory.
     match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), TUNGETDEVNETNS) } {
-        // SAFETY: a new descriptor, which nobody else has.
+        // SAFETY: the call returned a new descriptor, which nothing else owns.
         fd if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// A call to a tap's file whose argument is a number.
+/// Makes a call on a tap's file whose argument is a number.
 pub(super) fn set_number(tap: impl AsFd, code: libc::Ioctl, number: libc::c_ulong) -> io::Result<()> {
-    // SAFETY: TUNSETOFFLOAD, TUNSETPERSIST, TUNSETOWNER and TUNSETGROUP take their argument by value.
+    // SAFETY: TUNSETOFFLOAD, TUNSETPERSIST, TUNSETOWNER and TUNSETGROUP take their argument by
+    // value.
     match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), code, number) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// A call to a tap's file whose argument is a pointer to an int.
+/// Makes a call on a tap's file whose argument is a pointer to an int.
 pub(super) fn set_int(tap: impl AsFd, code: libc::Ioctl, value: libc::c_int) -> io::Result<()> {
-    // SAFETY: TUNSETVNETHDRSZ and TUNSETSTEERINGEBPF read an int, which lives until the call returns.
+    // SAFETY: TUNSETVNETHDRSZ and TUNSETSTEERINGEBPF read an int, which outlives the call.
     match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), code, &raw const value) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// SIOCSIFMTU, to a socket of the interface's namespace.
+/// SIOCSIFMTU, on a socket in the interface's namespace.
 pub(super) fn set_mtu(socket: impl AsFd, name: &str, mtu: u32) -> io::Result<()> {
     IfReq::new(name).with_number(mtu as i32).call(socket, libc::SIOCSIFMTU)
 }
 
-/// Sets IFF_UP, likewise.
+/// Sets IFF_UP, on a socket in the interface's namespace.
 pub(super) fn set_up(socket: impl AsFd, name: &str) -> io::Result<()> {
     let mut req = IfReq::new(name);
     req.call(&socket, libc::SIOCGIFFLAGS)?;

@@ -8,8 +8,9 @@
 //! | [`control`] | the control virtqueue of a network device | worker, session |
 //! | [`negotiated`] | what the guest's features mean for a tap | session |
 //!
-//! A queue pair is two virtqueues in one [`Queue`](vshunt_engine::Queue), so that both directions of a flow are on one
-//! worker. A front end starts and stops the rings by [`vshunt_virtqueue::VirtqueueOwner`] while the queue is on no worker.
+//! A queue pair is two virtqueues in one [`Queue`](vshunt_engine::Queue), so that both directions
+//! of a flow are on one worker. A front end starts and stops the rings through
+//! [`vshunt_virtqueue::VirtqueueOwner`] while the queue is on no worker.
 //!
 //! ```
 //! use vshunt_net::Switch;

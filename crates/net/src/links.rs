@@ -1,6 +1,8 @@
-//! Interfaces, asked and told by a socket, which stays in the network namespace that it was made in (rtnetlink(7)).
+//! Reads and changes interfaces through a socket. The socket stays in the network namespace in
+//! which it was made (rtnetlink(7)).
 //!
-//! Called by control threads. What must never happen: an answer about an interface of the same name elsewhere.
+//! Control threads call this. What must never happen: an answer is about an interface of the same
+//! name in another namespace.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -34,45 +36,47 @@ const IFLA_TUN_PI: u16 = 4;
 const IFLA_TUN_NUM_QUEUES: u16 = 8;
 const IFLA_TUN_NUM_DISABLED_QUEUES: u16 = 9;
 
-/// Room for what the kernel says of one interface; it is some 1.5 KiB.
+/// Room for the kernel's description of one interface, which is about 1.5 KiB.
 const ANSWER_BYTES: usize = 32 << 10;
 
-/// What kind of interface it is.
+/// The kind of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkKind {
-    /// Of /dev/net/tun, a tun or a tap.
+    /// A tun or tap of /dev/net/tun.
     Tun,
-    /// A macvtap or ipvtap: its files are /dev/tapN.
+    /// A macvtap or ipvtap, whose files are /dev/tapN.
     Macvtap,
     /// A bridge of the kernel.
     Bridge,
-    /// Of another driver.
+    /// An interface of another driver.
     Other,
 }
 
-/// An interface as it is.
+/// The current state of an interface.
 #[derive(Clone, Debug)]
 pub(super) struct Link {
     pub(super) index: i32,
     pub(super) kind: LinkKind,
-    /// Its Ethernet address, if it has one.
+    /// The Ethernet address, if it has one.
     pub(super) address: Option<[u8; 6]>,
     pub(super) mtu: u32,
-    /// The bridge, bond or the like that it is a port of.
+    /// The bridge, bond or similar interface that it is a port of.
     pub(super) master: Option<i32>,
-    /// Queues that programs have of a multi-queue tun or tap, attached or not. 0 of all others.
+    /// Queues of a multi-queue tun or tap that programs have open, attached or not. 0 for all
+    /// others.
     pub(super) queues: u32,
-    /// Whether a tun or tap has struct tun_pi before each frame.
+    /// Whether a tun or tap puts struct tun_pi before each frame.
     pub(super) packet_information: bool,
     pub(super) counters: Counters,
 }
 
-/// Asks and tells of interfaces in the network namespace in which it was made.
+/// Reads and changes interfaces in the network namespace in which it was made.
 #[derive(Debug)]
 pub(super) struct Links {
     socket: OwnedFd,
-    /// The last question's number; held until its answer came, which is there when the question was sent.
-    asked: Mutex<u32>,
+    /// The number of the last request. The lock is held until its answer was read. The answer is
+    /// there when the request was sent.
+    last_request: Mutex<u32>,
 }
 
 impl Links {
@@ -80,29 +84,29 @@ impl Links {
         let (family, flags) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
         // Protocol 0: NETLINK_ROUTE.
         let socket = socket_with(family, SocketType::RAW, flags, None)?;
-        Ok(Self { socket, asked: Mutex::new(0) })
+        Ok(Self { socket, last_request: Mutex::new(0) })
     }
 
-    /// The interface of that name; none if there is none.
+    /// Returns the interface of that name, if there is one.
     pub(super) fn find(&self, name: &str) -> io::Result<Option<Link>> {
-        self.ask(0, Some(name))
+        self.request(0, Some(name))
     }
 
-    /// The interface of that number; none if there is none.
+    /// Returns the interface of that index, if there is one.
     pub(super) fn find_index(&self, index: i32) -> io::Result<Option<Link>> {
-        self.ask(index, None)
+        self.request(index, None)
     }
 
-    fn ask(&self, index: i32, name: Option<&str>) -> io::Result<Option<Link>> {
-        let mut asked = self.asked.locked();
-        *asked = asked.wrapping_add(1);
-        send(&self.socket, &question(index, name, *asked), SendFlags::empty())?;
+    fn request(&self, index: i32, name: Option<&str>) -> io::Result<Option<Link>> {
+        let mut last = self.last_request.locked();
+        *last = last.wrapping_add(1);
+        send(&self.socket, &request_message(index, name, *last), SendFlags::empty())?;
         let mut answer = vec![0; ANSWER_BYTES];
         loop {
             let (_, len) = recv(&self.socket, &mut answer[..], RecvFlags::DONTWAIT)?;
             let message = &answer[..len.min(ANSWER_BYTES)];
-            // Left over of a question whose answer was not read.
-            if number(message, 8) != Some(*asked) {
+            // The answer of an earlier request that was not read.
+            if number(message, 8) != Some(*last) {
                 continue;
             }
             return match (half(message, 4), number(message, HEADER_BYTES)) {
@@ -125,8 +129,8 @@ impl Links {
     }
 }
 
-/// RTM_GETLINK, by number, or by name where that is 0.
-fn question(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
+/// Makes RTM_GETLINK, by index, or by name if the index is 0.
+fn request_message(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
     let attribute = name.map_or(0, |name| ATTRIBUTE_BYTES + name.len() + 1);
     let len = HEADER_BYTES + IFINFO_BYTES + attribute.next_multiple_of(4);
     let mut message = Vec::with_capacity(len);
@@ -134,7 +138,7 @@ fn question(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
     message.extend(RTM_GETLINK.to_ne_bytes());
     message.extend(NLM_F_REQUEST.to_ne_bytes());
     message.extend(number.to_ne_bytes());
-    // From whom; and struct ifinfomsg, which says the number alone.
+    // The sender, and struct ifinfomsg, which has only the index.
     message.extend([0; 4 + 4]);
     message.extend(index.to_ne_bytes());
     message.extend([0; IFINFO_BYTES - 8]);
@@ -148,7 +152,7 @@ fn question(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
 }
 
 impl Link {
-    /// Of an RTM_NEWLINK.
+    /// Parses an RTM_NEWLINK.
     fn of(message: &[u8]) -> Option<Self> {
         let index = number(message, HEADER_BYTES + 4)? as i32;
         let all = message.get(HEADER_BYTES + IFINFO_BYTES..)?;
@@ -179,7 +183,8 @@ impl Link {
     }
 }
 
-/// Of a struct rtnl_link_stats64. What a tap receives is what the guest sent; a macvtap is the guest's own end.
+/// Parses a struct rtnl_link_stats64. A tap receives what the guest sent. A macvtap is the guest's
+/// own end.
 fn counters(stats: &[u8], kind: LinkKind) -> Option<Counters> {
     let at = |index: usize| Some(u64::from_ne_bytes(stats.get(8 * index..8 * index + 8)?.try_into().ok()?));
     // Both directions, receive first: packets, bytes, (errors,) dropped.
@@ -195,7 +200,7 @@ fn counters(stats: &[u8], kind: LinkKind) -> Option<Counters> {
     })
 }
 
-/// What the attribute `which` among `all` says.
+/// Returns the value of the attribute `which` in `all`.
 fn attribute(mut all: &[u8], which: u16) -> Option<&[u8]> {
     loop {
         let (len, kind) = (usize::from(half(all, 0)?), half(all, 2)?);

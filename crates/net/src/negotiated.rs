@@ -1,4 +1,5 @@
-//! What the features that a guest agreed on mean for its network device and for the tap behind it, whatever serves the rings.
+//! The effects of the features that a guest accepted, on its network device and on the tap behind
+//! it. They are the same for all engines.
 
 use virtio::features::{VIRTIO_F_VERSION_1, bit};
 use virtio::net::*;
@@ -7,17 +8,18 @@ use vshunt_virtqueue::FrameFormat;
 use crate::frames::PAIR_RINGS;
 use crate::tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
 
-/// Sets the tap's headers and offloads as the guest agreed, and returns how frames lie in the guest's buffers.
+/// Sets the tap's headers and offloads for the features of the guest. Returns the format of frames
+/// in the guest's buffers.
 ///
 /// # Errors
-/// What the tap cannot do, in words.
+/// The setting that the tap does not support, in words.
 pub fn agree(tap: &Tap, features: u64) -> Result<FrameFormat, String> {
     let format = format(features);
-    let told = tap.set_header(format.header as u32).and_then(|()| tap.set_offloads(offloads(features)));
-    told.map(|()| format).map_err(|e| e.to_string())
+    let result = tap.set_header(format.header as u32).and_then(|()| tap.set_offloads(offloads(features)));
+    result.map(|()| format).map_err(|e| e.to_string())
 }
 
-/// How frames lie in the guest's buffers.
+/// Returns the format of frames in the guest's buffers.
 pub fn format(features: u64) -> FrameFormat {
     let has = |number| features & bit(number) != 0;
     let merge = has(VIRTIO_NET_F_MRG_RXBUF);
@@ -25,14 +27,14 @@ pub fn format(features: u64) -> FrameFormat {
     FrameFormat { header: header as usize, merge }
 }
 
-/// The number of the control virtqueue of a device with `pairs` queue pairs, if it has one. It follows the pairs that the driver
-/// knows of (Virtio 1.3, section 5.1.2).
+/// Returns the number of the control virtqueue of a device with `pairs` queue pairs, if it has one.
+/// It follows the pairs that the driver knows (Virtio 1.3, 5.1.2).
 pub fn control_ring(features: u64, pairs: u16) -> Option<u16> {
     let has = |number| features & bit(number) != 0;
     has(VIRTIO_NET_F_CTRL_VQ).then_some(PAIR_RINGS * if has(VIRTIO_NET_F_MQ) { pairs } else { 1 })
 }
 
-/// Features that say which frames a driver takes. It may change them at run time.
+/// Features that tell which frames a driver accepts. It may change them at run time.
 pub const GUEST_OFFLOADS: u64 = bit(VIRTIO_NET_F_GUEST_CSUM)
     | bit(VIRTIO_NET_F_GUEST_TSO4)
     | bit(VIRTIO_NET_F_GUEST_TSO6)
@@ -41,7 +43,8 @@ pub const GUEST_OFFLOADS: u64 = bit(VIRTIO_NET_F_GUEST_CSUM)
     | bit(VIRTIO_NET_F_GUEST_USO4)
     | bit(VIRTIO_NET_F_GUEST_USO6);
 
-/// What a driver takes that agreed on these features, or set these offloads.
+/// Returns the offloads that a driver accepts if it negotiated these features, or set these
+/// offloads.
 pub fn offloads(features: u64) -> Offloads {
     let has = |number| features & bit(number) != 0;
     Offloads {

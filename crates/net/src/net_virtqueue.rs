@@ -1,4 +1,4 @@
-//! One virtqueue of a network device: what receiving, sending and control have in common.
+//! One virtqueue of a network device: the parts that receiving, sending and control have in common.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -19,9 +19,9 @@ pub(crate) struct NetVirtqueue {
     mem: Arc<GuestMemory>,
     /// The request popped last.
     pub(crate) chain: Chain,
-    /// Nothing is taken from it any more.
+    /// Whether no more requests are taken from it.
     pub(crate) broken: bool,
-    /// What a former daemon left in flight, oldest last.
+    /// Requests that a former daemon left in flight, oldest last.
     pub(crate) replays: Vec<Replay>,
     staged: bool,
     /// Whether the guest was notified since the last `publish`.
@@ -66,7 +66,7 @@ impl NetVirtqueue {
         self.poll_state.end(uring, token);
     }
 
-    /// Whether it has no operation on an io_uring.
+    /// Returns whether it has no operation on an io_uring.
     pub(crate) fn at_rest(&self) -> bool {
         self.poll_state == PollState::Off
     }
@@ -77,25 +77,27 @@ impl NetVirtqueue {
         match self.poll_state.on_event(result, more) {
             PollEvent::Nothing => {}
             PollEvent::Restart => self.arm(uring, token),
-            PollEvent::Useless => self.break_off("its kick descriptor cannot be waited for"),
+            PollEvent::Useless => self.mark_broken("its kick descriptor cannot be waited for"),
         }
     }
 
-    /// The guest broke the ring, or its network is gone. Nothing is taken any more and the front end is told. Other rings go on.
+    /// Marks the ring as broken, because of the guest or because its network is gone. No more
+    /// requests are taken, and the front end is informed. Other rings continue.
     #[cold]
-    pub(crate) fn break_off(&mut self, reason: &str) {
+    pub(crate) fn mark_broken(&mut self, reason: &str) {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(reason);
     }
 
-    /// Whether a request can be taken.
+    /// Returns whether a request can be taken.
     #[inline]
     pub(crate) fn has_avail(&self) -> bool {
         !self.broken && (self.vring.has_avail() || !self.replays.is_empty())
     }
 
-    /// Pops the next request into [`chain`](Self::chain); first those that a former daemon left in flight.
+    /// Pops the next request into [`chain`](Self::chain). Requests that a former daemon left in
+    /// flight come first.
     #[inline]
     pub(crate) fn pop(&mut self) -> bool {
         if self.broken {
@@ -106,7 +108,7 @@ impl NetVirtqueue {
             None => self.vring.pop(&self.mem, &mut self.chain),
         };
         got.unwrap_or_else(|broken| {
-            self.break_off(&broken.to_string());
+            self.mark_broken(&broken.to_string());
             false
         })
     }
@@ -151,8 +153,9 @@ impl NetVirtqueue {
         QueueStats::add(&self.stats.requests, requests);
     }
 
-    /// Completes all requests without sending them: those that a former daemon left in flight, or what is left on a ring that is
-    /// switched off. Only while its queue is on no worker.
+    /// Completes all requests without sending them: those that a former daemon left in flight, or
+    /// those that are left on a ring that is switched off. Called only while its queue is on no
+    /// worker.
     pub(crate) fn discard(&mut self, why: DropReason, replays_only: bool) {
         // A ring holds no more. A hostile guest could add requests without end.
         for _ in 0..self.vring.size() {
@@ -165,7 +168,7 @@ impl NetVirtqueue {
         self.publish();
     }
 
-    /// Whether writes to the guest's memory are to be [`mark`](Self::mark)ed.
+    /// Returns whether writes to the guest's memory have to be [`mark`](Self::mark)ed.
     #[inline]
     pub(crate) fn logs(&self) -> bool {
         self.log.is_some()
@@ -186,8 +189,8 @@ impl NetVirtqueue {
         }
     }
 
-    /// Publishes staged used elements, and notifies the guest if it asked for that. Returns whether it was notified since the last
-    /// call.
+    /// Publishes staged used elements, and notifies the guest if it asked for that. Returns whether
+    /// it was notified since the last call.
     pub(crate) fn publish(&mut self) -> bool {
         if std::mem::take(&mut self.staged) && self.vring.publish() {
             self.notify();

@@ -1,5 +1,5 @@
-//! Network namespaces, each entered by a thread that is made for one errand and ends with it: a worker, or a control thread
-//! that clients come back to, stays where it is.
+//! Network namespaces. A new thread enters each, executes one function and ends. A worker, or a
+//! control thread that serves clients, stays in its own namespace.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,34 +12,38 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
 
-/// Where ip-netns(8) keeps the names.
+/// The folder in which ip-netns(8) keeps the names.
 const NAMES: &str = "/run/netns";
-/// The calling thread's own.
+/// The namespace of the calling thread.
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// A network namespace, which lives at least as long as this does: the calling thread's, or another.
+/// A network namespace: that of the calling thread, or another. It exists at least as long as this
+/// value.
 #[derive(Debug)]
 pub(super) struct Netns(Option<OwnedFd>);
 
 impl Netns {
-    /// The one called `which`, as ip-netns(8) has it, or with that path; none: the calling thread's.
+    /// Opens the namespace called `which`, by its name for ip-netns(8) or by its path. `None`: that
+    /// of the calling thread.
     ///
     /// # Errors
-    /// With what to do: it is not there, is none, or may not be entered.
+    /// It does not exist, is no network namespace, or may not be entered. The message has the
+    /// remedy.
     pub(super) fn open(which: Option<&str>) -> Result<Self> {
         let Some(which) = which else { return Ok(Self(None)) };
         check(which)?;
         let path = if which.contains('/') { PathBuf::from(which) } else { PathBuf::from(NAMES).join(which) };
-        // One that is named by a process needs CAP_SYS_PTRACE where that process may more than we do.
-        let look =
+        // A namespace in /proc of a process needs CAP_SYS_PTRACE, if that process has more rights
+        // than this one.
+        let open_path =
             || openat(CWD, &path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(io::Error::from);
-        let opened = sandbox::errand(look).and_then(|file| file);
+        let opened = sandbox::errand(open_path).and_then(|file| file);
         let cannot = |e: io::Error| cannot_open(which, &path, e);
         let found = opened.map_err(cannot)?;
         if which.contains('/') {
             sandbox::check_place(&found, false, format_args!("network namespace {which}"))?;
         }
-        // The very file that was checked.
+        // The same file that was checked.
         let itself = format!("/proc/self/fd/{}", found.as_raw_fd());
         let file = sandbox::errand(|| open(Path::new(&itself))).and_then(|file| file).map_err(cannot)?;
         let there = Self(Some(file.into()));
@@ -54,7 +58,7 @@ impl Netns {
         Ok(there)
     }
 
-    /// The one that a descriptor is of; the calling thread's, if it is that.
+    /// Returns the namespace of a descriptor. It may be that of the calling thread.
     pub(super) fn of(fd: OwnedFd) -> io::Result<Self> {
         let file = File::from(fd);
         let (there, own) = (file.metadata()?, std::fs::metadata(OWN)?);
@@ -62,23 +66,24 @@ impl Netns {
         Ok(Self((!same).then(|| file.into())))
     }
 
-    /// Whether it is the calling thread's.
+    /// Returns whether it is the namespace of the calling thread.
     pub(super) fn is_own(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Does `errand` there: here, or on a thread of its own, whose end is waited for.
+    /// Calls `f` there: on this thread, or on a new thread that this call waits for.
     ///
     /// # Errors
-    /// It cannot be entered; the errand was not done.
-    pub(super) fn run<T: Send>(&self, errand: impl FnOnce() -> T + Send) -> io::Result<T> {
-        let Some(fd) = &self.0 else { return Ok(errand()) };
-        // In any case on a thread of its own, also where the sandbox lets the calling one enter: it could not come back.
+    /// The namespace cannot be entered. `f` was not called.
+    pub(super) fn run<T: Send>(&self, f: impl FnOnce() -> T + Send) -> io::Result<T> {
+        let Some(fd) = &self.0 else { return Ok(f()) };
+        // Always a new thread, even if the sandbox lets the calling thread enter: it could not
+        // return.
         sandbox::errand(|| {
             std::thread::scope(|scope| {
                 let there = || {
                     move_into_link_name_space(fd.as_fd(), Some(LinkNameSpaceType::Network))?;
-                    Ok(errand())
+                    Ok(f())
                 };
                 let thread =
                     std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, there)?;
@@ -88,7 +93,7 @@ impl Netns {
     }
 }
 
-/// Opens what is at `path`, without waiting: a FIFO there would hold the errand and its caller for ever.
+/// Opens `path` without waiting. Opening a FIFO could block the thread and its caller for ever.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
 }
@@ -106,10 +111,10 @@ fn cannot_open(which: &str, path: &Path, e: io::Error) -> Error {
     }
 }
 
-/// Whether a network namespace can be called that, or be at that path.
+/// Checks whether a network namespace can have that name or path.
 ///
 /// # Errors
-/// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with valid values.
 pub fn check(which: &str) -> Result<()> {
     match which {
         "" => {

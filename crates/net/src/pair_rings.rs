@@ -1,4 +1,4 @@
-//! The two virtqueues of a pair, with all that does not depend on what is behind them.
+//! The two virtqueues of a pair, with everything that does not depend on the network behind them.
 
 use vshunt_engine::{Token, Uring};
 use vshunt_virtqueue::Vring;
@@ -6,7 +6,7 @@ use vshunt_virtqueue::Vring;
 use crate::frames::Direction;
 use crate::net_virtqueue::NetVirtqueue;
 
-/// Operations of a token. The operations of a pair itself begin at [`OP_OWN`].
+/// Operations of a token. The operations of a pair itself start at [`OP_OWN`].
 const OP_RX_KICK: u8 = 1;
 const OP_TX_KICK: u8 = 2;
 pub(crate) const OP_OWN: u8 = 3;
@@ -15,8 +15,8 @@ pub(crate) const OP_OWN: u8 = 3;
 pub(crate) trait PairSide {
     fn virtqueue(&self) -> &NetVirtqueue;
     fn virtqueue_mut(&mut self) -> &mut NetVirtqueue;
-    /// Stops the ring, as [`VirtqueueOwner::remove`](vshunt_virtqueue::VirtqueueOwner::remove) does. Returns where it
-    /// stands.
+    /// Stops the ring, as [`VirtqueueOwner::remove`](vshunt_virtqueue::VirtqueueOwner::remove)
+    /// does. Returns its base.
     fn stop(self, discard: bool) -> u32;
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct PairRings<R, T> {
 }
 
 impl<R: PairSide, T: PairSide> PairRings<R, T> {
-    /// A pair without rings.
+    /// Makes a pair without rings.
     pub(crate) fn new() -> Self {
         Self { rx: None, tx: None }
     }
@@ -68,7 +68,7 @@ impl<R: PairSide, T: PairSide> PairRings<R, T> {
         }
     }
 
-    /// Stops to poll the kick descriptors.
+    /// Stops polling the kick descriptors.
     pub(crate) fn disarm(&mut self, uring: &mut Uring, place: Token) {
         for (virtqueue, op) in self.virtqueues().into_iter().zip([OP_RX_KICK, OP_TX_KICK]) {
             virtqueue.into_iter().for_each(|virtqueue| virtqueue.disarm(uring, place.with(0, op)));

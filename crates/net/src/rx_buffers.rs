@@ -1,7 +1,9 @@
-//! The receive buffers that a guest offers: popped off its ring before frames arrive, in order, and used in that order.
+//! The receive buffers that a guest offers. They are popped off its ring before frames arrive, in
+//! order, and used in that order.
 //!
-//! Buffers that are unused when the ring stops go back to it. What must never happen: a buffer is returned to the guest as used
-//! before buffers that were popped earlier, because those could not go back then.
+//! Buffers that are unused when the ring stops are returned to it. What must never happen: a buffer
+//! is returned to the guest as used before buffers that were popped earlier, because those could
+//! not be returned unused then.
 
 use std::collections::VecDeque;
 
@@ -13,7 +15,8 @@ use crate::net_virtqueue::NetVirtqueue;
 
 /// Offset of the number of merged buffers in the header (Virtio 1.3, 5.1.6).
 const NUM_BUFFERS_AT: usize = 10;
-/// Segments of one buffer at most. With one more they are what the kernel takes in a call (UIO_MAXIOV).
+/// Most segments of a buffer. With one more they are the limit of a call of the kernel
+/// (UIO_MAXIOV).
 pub(crate) const SEGS_MAX: usize = 1023;
 
 /// One buffer that was popped and is unused.
@@ -31,7 +34,7 @@ pub(crate) struct Cursor {
     at: usize,
 }
 
-/// Why there are no buffers for a frame.
+/// The reason why there are no buffers for a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoRoom {
     /// There are not enough at this time.
@@ -44,42 +47,43 @@ pub(crate) enum NoRoom {
 pub(crate) struct RxBuffers {
     pub(crate) virtqueue: NetVirtqueue,
     pub(crate) format: FrameFormat,
-    /// The oldest first. A buffer's number is its position from the front.
+    /// The buffers, oldest first. A buffer's number is its position from the front.
     buffers: VecDeque<RxBuffer>,
-    /// Descriptors of the ring that they use.
+    /// Number of descriptors of the ring that they use.
     descs: u32,
-    /// Emptied ones, kept for their memory.
+    /// Empty buffers, whose memory is reused.
     spare: Vec<RxBuffer>,
 }
 
-// SAFETY: the segments point into the guest's memory. The virtqueue keeps the memory table, and with it the mapping, wherever
-// the queue goes.
+// SAFETY: the segments point into the guest's memory. The virtqueue keeps the memory table, and
+// with it the mapping, wherever the queue goes.
 unsafe impl Send for RxBuffers {}
 
 impl RxBuffers {
     pub(crate) fn new(virtqueue: NetVirtqueue, format: FrameFormat) -> Self {
         let mut this = Self { virtqueue, format, buffers: VecDeque::new(), descs: 0, spare: Vec::new() };
-        // A former daemon popped these before all that come now, so they could not go back later.
+        // A former daemon popped these before all later buffers, so they could not be returned
+        // later.
         while !this.virtqueue.replays.is_empty() && this.fetch() {}
         this
     }
 
-    /// The number of buffers that were popped and are unused.
+    /// Returns the number of buffers that were popped and are unused.
     pub(crate) fn len(&self) -> usize {
         self.buffers.len()
     }
 
-    /// Whether there is a buffer, or one can be popped.
+    /// Returns whether there is a buffer, or one can be popped.
     pub(crate) fn has_any(&self) -> bool {
         !self.virtqueue.broken && (!self.buffers.is_empty() || self.virtqueue.has_avail())
     }
 
-    /// Buffers `first..first + count`, which are there.
+    /// Returns buffers `first..first + count`, which exist.
     pub(crate) fn range(&self, first: usize, count: usize) -> impl Iterator<Item = &RxBuffer> {
         self.buffers.range(first..first + count)
     }
 
-    /// The buffer of a number. Pops one more off the ring if it is the next one.
+    /// Returns the buffer of a number. Pops one more off the ring if it is the next one.
     pub(crate) fn get(&mut self, number: usize) -> Option<&RxBuffer> {
         if number == self.buffers.len() && !self.fetch() {
             return None;
@@ -96,7 +100,8 @@ impl RxBuffers {
         let bytes: usize = chain.segs.iter().map(|seg| seg.len as usize).sum();
         let bad = chain.fault.is_some() || chain.readable != 0 || chain.segs.len() > SEGS_MAX;
         if bad || bytes < self.format.header {
-            // The buffer can neither be used nor be skipped. It goes back to the ring first of all.
+            // The buffer can neither be used nor be skipped. It is the first to be returned to the
+            // ring.
             let why = match chain.fault {
                 Some(fault) => fault.to_string(),
                 None if chain.readable != 0 => "the device is to write it and may only read it".to_owned(),
@@ -105,7 +110,7 @@ impl RxBuffers {
             if !replayed {
                 self.virtqueue.vring.unpop(chain.head);
             }
-            self.virtqueue.break_off(&format!("a receive buffer is unusable: {why}"));
+            self.virtqueue.mark_broken(&format!("a receive buffer is unusable: {why}"));
             return false;
         }
         let mut buffer = self.spare.pop().unwrap_or_default();
@@ -126,7 +131,8 @@ impl RxBuffers {
                 return Err(NoRoom::Permanent);
             }
             let Some(buffer) = self.get(first + count) else {
-                // If the guest has offered the whole ring and no buffer is on its way back, no more will come.
+                // If the guest has offered the whole ring and no buffer is about to be returned,
+                // there will be no more.
                 let all = first == 0 && self.descs >= u32::from(self.virtqueue.vring.size());
                 return Err(if all { NoRoom::Permanent } else { NoRoom::Temporary });
             };
@@ -136,16 +142,18 @@ impl RxBuffers {
         Ok(count)
     }
 
-    /// The position where buffer `first` begins.
+    /// Returns the position where buffer `first` starts.
     pub(crate) fn start(&self, first: usize) -> Cursor {
         Cursor { buffer: first, seg: 0, at: 0 }
     }
 
-    /// Copies bytes to a position and moves it behind them. The caller checked that there is room. A cursor visits each
-    /// segment once, however short it is, so the cost of a frame is bounded by its bytes and its segments.
+    /// Copies bytes to a position and moves it behind them. The caller checked that there is room.
+    /// A cursor visits each segment once, however short it is, so the cost of a frame is bounded by
+    /// its bytes and its segments.
     ///
     /// # Safety
-    /// `from` is readable for `len` bytes. They may overlap with the buffers, and a guest may write to them at the same time.
+    /// `from` is readable for `len` bytes. They may overlap with the buffers, and a guest may write
+    /// to them at the same time.
     pub(crate) unsafe fn copy(&self, to: &mut Cursor, from: *const u8, len: usize) {
         let mut done = 0;
         while done < len {
@@ -158,8 +166,9 @@ impl RxBuffers {
                 continue;
             };
             let n = (seg.len as usize - to.at).min(len - done);
-            // SAFETY: `to.at + n` is at most the segment's length. The ring translated the segment as device-writable, and the
-            // virtqueue's memory table has it mapped. The caller promises that `from` is readable.
+            // SAFETY: `to.at + n` is at most the segment's length. The ring translated the segment
+            // as device-writable, and the virtqueue's memory table has it mapped. The caller
+            // promises that `from` is readable.
             unsafe { mem::copy(from.wrapping_add(done), seg.ptr.wrapping_add(to.at), n) };
             done += n;
             to.at += n;
@@ -182,7 +191,8 @@ impl RxBuffers {
         }
     }
 
-    /// Stages the used elements of a frame of `len` bytes, header included, in buffers `first..first + count`.
+    /// Stages the used elements of a frame of `len` bytes, header included, in buffers
+    /// `first..first + count`.
     pub(crate) fn stage_used(&mut self, first: usize, count: usize, len: usize) {
         if self.format.header > NUM_BUFFERS_AT {
             // A ring has fewer than 2^16 buffers.
@@ -212,7 +222,7 @@ impl RxBuffers {
         }
     }
 
-    /// Stops the ring: unused buffers go back to it. Returns where it stands.
+    /// Stops the ring. Unused buffers are returned to it. Returns its base.
     pub(crate) fn stop(mut self) -> u32 {
         for buffer in self.buffers.iter().rev() {
             self.virtqueue.vring.unpop(buffer.head);

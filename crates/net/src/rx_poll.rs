@@ -1,4 +1,5 @@
-//! When a tap's queue is read, and how many frames at once: until a batch is not full, then after a poll.
+//! Decides when a tap's queue is read, and how many frames at once: until a batch is not full, then
+//! after a poll.
 
 use std::os::fd::RawFd;
 
@@ -17,7 +18,7 @@ pub(crate) struct RxPoll {
     pub(crate) ready: bool,
     /// The poll for more frames.
     poll_state: PollState,
-    /// The queue leaves its worker, so no poll is started any more.
+    /// Whether the queue is about to leave its worker. Then no poll is started any more.
     leaving: bool,
 }
 
@@ -39,7 +40,7 @@ impl RxPoll {
         self.poll_state == PollState::Off
     }
 
-    /// A batch of `requested` reads found `found` frames.
+    /// Records that a batch of `requested` reads found `found` frames.
     pub(crate) fn found(
         &mut self,
         uring: &mut Uring,

@@ -1,10 +1,11 @@
 //! A switch: exports of one daemon that are joined to each other as an Ethernet segment.
 //!
-//! Each export is a [`Port`], each of its queue pairs a [`PortQueue`]. The sender finds the port by the frame's destination
-//! ([`macs`]), and the queue by its flow ([`flows`]): the one on which that guest last sent the flow, which is "transmit
-//! follows receive". The frame stays in the sender's memory. Its description ([`SentFrame`]) goes to the inbox of the
-//! receiver's queue. The worker that has that queue copies the bytes into its guest's buffers, once, and returns the
-//! description to the sender's queue ([`sender`]).
+//! Each export is a [`Port`], each of its queue pairs a [`PortQueue`]. The sender finds the port by
+//! the frame's destination ([`macs`]), and the queue by its flow ([`flows`]): the one on which that
+//! guest last sent the flow, which is "transmit follows receive". The frame stays in the sender's
+//! memory. Its description ([`SentFrame`]) goes to the inbox of the receiver's queue. The worker
+//! that has that queue copies the bytes into its guest's buffers, once, and returns the description
+//! to the sender's queue ([`sender`]).
 //!
 //! ```text
 //! sender's worker                    receiver's worker
@@ -14,13 +15,15 @@
 //!
 //! [`pair`] is a guest's queue pair. A tap is a port like a guest ([`uplink`]).
 //!
-//! Ports do not trust each other. The sender's worker decides whether a frame passes ([`port`]): by its source, its VLAN
-//! ([`vlan`]), its length, and the options of both ports. It decides by a copy of the frame's first bytes, and that copy is
-//! sent. Uplinks that lead to the same network are found by probes ([`probe`], [`loops`]).
+//! Ports do not trust each other. The sender's worker decides whether a frame passes ([`port`]): by
+//! its source, its VLAN ([`vlan`]), its length, and the options of both ports. It decides by a copy
+//! of the frame's first bytes, and that copy is sent. Uplinks that lead to the same network are
+//! found by probes ([`probe`], [`loops`]).
 //!
-//! Ports come and go under the switch's lock. Senders have a snapshot of them, which they renew when its version changed. What
-//! must never happen: a frame's memory is unmapped while another worker may copy it. So a ring is not at rest before each
-//! description was returned ([`PortQueue::revoke`] takes those back that no worker has taken).
+//! Ports come and go under the switch's lock. Senders have a snapshot of them, which they renew
+//! when its version changed. What must never happen: a frame's memory is unmapped while another
+//! worker may copy it. So a ring is not at rest before each description was returned
+//! ([`PortQueue::revoke`] takes those back that no worker has taken).
 
 mod flows;
 mod frame;
@@ -63,7 +66,7 @@ use self::vlan::{FrameStart, NO_VLAN};
 /// Ports of one switch at most.
 pub const PORTS_MAX: usize = 256;
 
-/// Where a frame goes.
+/// The destination of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
     /// To one port.
@@ -74,13 +77,15 @@ pub(crate) enum Route {
     Nowhere,
 }
 
-/// The last route of an iteration that led to one port. Most frames of an iteration are between the same two stations. A sender
-/// keeps it for one iteration only, in which neither its view of the ports nor the time changes.
+/// The last route of an iteration that led to one port. Most frames of an iteration are between the
+/// same two stations. A sender keeps it for one iteration only, in which neither its view of the
+/// ports nor the time changes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LastRoute(Option<KnownRoute>);
 
 impl LastRoute {
-    /// Returns the route of a frame in a VLAN: the last route if it was of the same stations, else the one that `find` returns.
+    /// Returns the route of a frame in a VLAN: the last route if it was of the same stations, else
+    /// the one that `find` returns.
     ///
     /// # Errors
     /// Those of `find`.
@@ -123,17 +128,17 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// The port of that number, if there is one.
+    /// Returns the port of that number, if there is one.
     pub(crate) fn port(&self, index: usize) -> Option<&Arc<Port>> {
         self.ports.get(index)?.as_ref()
     }
 
-    /// All ports.
+    /// Returns all ports.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Arc<Port>> {
         self.ports.iter().flatten()
     }
 
-    /// The static entries of an address in a VLAN.
+    /// Returns the static entries of an address in a VLAN.
     fn static_entries(&self, address: Address, vlan: u16) -> impl Iterator<Item = StaticEntry> + '_ {
         let in_vlan = move |entry: &StaticEntry| {
             self.port(entry.port.into()).is_some_and(|port| port.vlans.form(vlan).is_some())
@@ -142,7 +147,7 @@ impl View {
     }
 }
 
-/// What changes with the ports.
+/// State that changes with the ports.
 #[derive(Default)]
 struct State {
     view: Arc<View>,
@@ -181,7 +186,7 @@ pub struct Switch {
 }
 
 impl Switch {
-    /// A switch without ports.
+    /// Makes a switch without ports.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -192,7 +197,8 @@ impl Switch {
         }
     }
 
-    /// Seconds since the switch was created, plus one: the clock for all that ages.
+    /// Returns the seconds since the switch was created, plus one. Everything that ages uses this
+    /// clock.
     pub fn now_s(&self) -> u32 {
         u32::try_from(self.start.elapsed().as_secs()).unwrap_or(u32::MAX - 1) + 1
     }
@@ -200,7 +206,8 @@ impl Switch {
     /// Adds a port with `pairs` queue pairs.
     ///
     /// # Errors
-    /// There are [`PORTS_MAX`] already, or another port that shares a VLAN with it has the same address.
+    /// There are [`PORTS_MAX`] already, or another port that shares a VLAN with it has the same
+    /// address.
     pub fn join(&self, pairs: u16, options: PortOptions) -> Result<Arc<Port>> {
         let mut state = self.state.locked();
         let mut list = state.view.ports.clone();
@@ -263,13 +270,13 @@ impl Switch {
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    /// Counts the changes of the ports. A snapshot has to be renewed when this changed.
+    /// Returns the number of changes of the ports. A snapshot has to be renewed when this changed.
     #[inline]
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Acquire)
     }
 
-    /// A snapshot of the ports.
+    /// Returns a snapshot of the ports.
     pub(crate) fn view(&self) -> Arc<View> {
         self.state.locked().view.clone()
     }
@@ -286,7 +293,8 @@ impl Switch {
         vlan: u16,
         now_s: u32,
     ) -> Result<Route, DropReason> {
-        // The port's own address has a static entry: `join` lets no other port of its VLANs have the same.
+        // The port's own address has a static entry: `join` lets no other port of its VLANs have
+        // the same.
         if from.mac != Some(info.source) {
             let mut owners = view.static_entries(info.source, vlan).peekable();
             if owners.peek().is_none() {
@@ -310,10 +318,12 @@ impl Switch {
         })
     }
 
-    /// Announces the station at a port that sends `frame`: to the switch itself, and to the networks of its uplinks.
+    /// Announces the station at a port that sends `frame`, to the switch itself and to the networks
+    /// of its uplinks.
     ///
     /// # Errors
-    /// The port may not send that frame, or an uplink's interface is down. All others were told.
+    /// The port may not send that frame, or an uplink's interface is down. All others were
+    /// informed.
     pub fn announce(&self, from: &Port, frame: &[u8]) -> Result<()> {
         let (view, now_s) = (self.view(), self.now_s());
         let refused = |why: DropReason| {
@@ -341,18 +351,18 @@ impl Switch {
         all
     }
 
-    /// The number of queue pairs of all ports.
+    /// Returns the number of queue pairs of all ports.
     pub fn queues(&self) -> u16 {
         self.view().all().map(|port| u16::try_from(port.queues.len()).unwrap_or(u16::MAX)).sum()
     }
 
-    /// The number of addresses that are known now.
+    /// Returns the number of addresses that are known now.
     pub fn addresses(&self) -> usize {
         self.macs.len(self.now_s()) + self.view().static_entries.len()
     }
 
-    /// All addresses that are known now: static entries, then those that were learnt, each by port, VLAN and address. At most
-    /// [`MACS_MAX`] were learnt.
+    /// Returns all addresses that are known now: static entries, then those that were learnt, each
+    /// sorted by port, VLAN and address. At most [`MACS_MAX`] were learnt.
     pub fn stations(&self) -> Vec<NetAddress> {
         let (view, now_s) = (self.view(), self.now_s());
         let name = |port: u16| view.port(port.into()).map(|port| port.name().to_owned());
@@ -381,7 +391,7 @@ impl Switch {
         all
     }
 
-    /// The number of addresses that were learnt behind a port.
+    /// Returns the number of addresses that were learnt behind a port.
     pub fn addresses_of(&self, port: &Port) -> u32 {
         self.macs.count(port.index)
     }

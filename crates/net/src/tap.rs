@@ -1,14 +1,17 @@
-//! A tap with several queues: an Ethernet interface of the host whose other end we have.
+//! A tap with several queues: an Ethernet interface of the host whose other end is this process.
 //!
-//! [`Tap::open`] makes the interface or adopts one that is there, by its name, in any network namespace; a macvtap is
-//! adopted likewise. [`Tap::from_fds`] adopts files that somebody else opened. Each [`TapQueue`] is an open file, for
-//! whoever moves frames: `read` and `write` of one frame each behind a virtio-net header, without waiting, or the kernel's
-//! vhost-net. A queue begins detached, so that the kernel sends nothing to where nobody reads; [`TapQueue::attach`] and
-//! [`TapQueue::detach`] change that at any time (TUNSETQUEUE).
+//! [`Tap::open`] makes the interface, or adopts an existing one by its name, in any network
+//! namespace. It adopts a macvtap in the same way. [`Tap::from_fds`] adopts files that another
+//! program opened. Each [`TapQueue`] is an open file for the code that moves frames. One `read` or
+//! `write` moves one frame behind a virtio-net header, without waiting. The kernel's vhost-net can
+//! use the file, too. A queue starts detached, so that the kernel sends no frames to a queue
+//! without a reader. [`TapQueue::attach`] and [`TapQueue::detach`] change that at any time
+//! (TUNSETQUEUE).
 //!
-//! Which queue a frame comes to is the kernel's choice among the attached ones: by its flow table, where the flow goes that
-//! was last written to a queue ("transmit follows receive"), or by a program ([`Steering`]). A flow stays on its queue
-//! while none is attached or detached. The kernel counts attached queues by an index that changes then: [`Tap::order`].
+//! The kernel chooses the queue of a frame among the attached ones. It uses its flow table, which
+//! has the queue to which the flow was last written ("transmit follows receive"), or a program
+//! ([`Steering`]). A flow stays on its queue while no queue is attached or detached. The kernel
+//! counts attached queues by an index that changes then: see [`Tap::order`].
 //!
 //! ```no_run
 //! use std::io::Read;
@@ -34,8 +37,9 @@
 //! # }
 //! ```
 //!
-//! The calls here are control's and the session thread's, never made while a frame is moved. What must never happen: an
-//! adopted interface removed, or one that another program uses taken over.
+//! Control threads and the session thread make the calls here, and no frame is moved by them. What
+//! must never happen: an adopted interface is removed, or an interface that another program uses is
+//! adopted.
 
 mod given;
 mod offloads;
@@ -58,30 +62,31 @@ pub use vshunt_types::spec::NetCounters as Counters;
 
 use self::given::Given;
 use self::open::Source;
-use self::queue::{Order, Since};
+use self::queue::{FileOrigin, Order};
 use super::ifreq;
 use super::links::{LinkKind, Links};
 use super::netns::Netns;
 pub use super::netns::check as check_netns;
 
-/// Bytes of an interface's name at most (IFNAMSIZ less the end).
+/// Most bytes of an interface's name (IFNAMSIZ without the zero byte).
 pub const NAME_MAX: usize = 15;
-/// Queues of one tap at most (the kernel's MAX_TAP_QUEUES).
+/// Most queues of one tap (the kernel's MAX_TAP_QUEUES).
 pub const QUEUES_MAX: u16 = 256;
-/// The smallest MTU: IPv4's, and the kernel's for Ethernet.
+/// The smallest MTU: IPv4's, and the kernel's limit for Ethernet.
 pub const MTU_MIN: u32 = 68;
-/// What an Ethernet interface has that nobody set.
+/// The MTU of an Ethernet interface if none was set.
 pub const MTU_DEFAULT: u32 = 1500;
 /// The largest MTU of a tap: 64 KiB less one byte and the Ethernet header.
 pub const MTU_MAX: u32 = 65521;
 
-/// Bytes of a virtio-net header without and with its number of buffers (Virtio 1.3, 5.1.6). Legacy guests that do not merge
-/// buffers have the short one.
+/// Bytes of a virtio-net header without and with its number of buffers (Virtio 1.3, 5.1.6). Legacy
+/// guests that do not merge buffers use the short one.
 pub const HEADER_SHORT: u32 = 10;
 /// See [`HEADER_SHORT`].
 pub const HEADER_LONG: u32 = 12;
 
-/// A tap interface, for as long as this lives: one that was made goes with its last open file, unless it was to persist.
+/// A tap interface, as long as this value exists. An interface that was made is removed with its
+/// last open file, unless it is persistent.
 #[derive(Debug)]
 pub struct Tap {
     name: String,
@@ -92,7 +97,7 @@ pub struct Tap {
     source: Source,
     links: Option<Links>,
     order: Arc<Order>,
-    /// Locked before the order; held over the calls that change it.
+    /// Locked before the order. Held during the calls that change it.
     state: Mutex<State>,
 }
 
@@ -105,24 +110,27 @@ struct State {
 }
 
 impl Tap {
-    /// [`Tap::open_with`], and nothing asked for.
+    /// Calls [`Tap::open_with`] with the default options.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Tap::open_with`].
     pub fn open(name: &str, queues: u16) -> Result<Self> {
         Self::open_with(name, queues, &Options::default())
     }
 
-    /// Opens `queues` queues (one at least) of the tap called `name`, all detached. An interface of that name is adopted,
-    /// and stays when we go; else one is made, set up, and removed with us, unless it is to persist.
+    /// Opens `queues` queues (at least one) of the tap called `name`, all detached. An existing
+    /// interface of that name is adopted, and stays when this value is dropped. Otherwise an
+    /// interface is made, set up, and removed with this value, unless it is persistent.
     ///
-    /// Other programs' queues are seen of a multi-queue tap, and the kernel lets one program alone have a tap of one queue.
-    /// Of a macvtap they are not: it deals frames out among all.
+    /// The kernel shows whether other programs have queues of a multi-queue tap, and lets only one
+    /// program have a tap with one queue. For a macvtap it shows nothing, and distributes frames to
+    /// all its files.
     ///
     /// # Errors
-    /// With what to do: no /dev/net/tun, no permission, a name that none can have, an interface that is no tap, is in use,
-    /// or has one queue where more are asked for; more queues than a tap can have; no such namespace; an option that this
-    /// interface cannot have.
+    /// The message has the remedy. There is no /dev/net/tun, or no permission. The name is invalid.
+    /// The interface is no tap, is in use, or has one queue although more were requested. There are
+    /// more queues than a tap can have. The namespace does not exist. The interface does not
+    /// support an option.
     pub fn open_with(name: &str, queues: u16, options: &Options) -> Result<Self> {
         check_name(name)?;
         let netns = Netns::open(options.netns.as_deref())?;
@@ -142,7 +150,7 @@ impl Tap {
         };
         let order = Arc::new(Order::default());
         let (file, multi_queue) = source.first(name, exists)?;
-        let first = TapQueue::new(name, 0, multi_queue, &order, Since::Joined, || Ok(file))?;
+        let first = TapQueue::new(name, 0, multi_queue, &order, FileOrigin::Joined, || Ok(file))?;
         let macvtap = matches!(source, Source::Macvtap(_));
         let tap = Self {
             name: name.to_owned(),
@@ -155,7 +163,7 @@ impl Tap {
             order,
             state: State::new(vec![first]),
         };
-        let tap = tap.begun(options)?;
+        let tap = tap.with_options(options)?;
         tap.queues(queues)?;
         if let (false, Some(links)) = (exists, &tap.links) {
             let cannot = |e| Error::io(format!("tap {name} was made and cannot be set up"), e);
@@ -165,55 +173,59 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Adopts open files of a tap (joined by TUNSETIFF, with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR) or of a macvtap, one for
-    /// each queue: all that there will be. They become non-blocking, close-on-exec and, where that can be, detached. The
-    /// interface may be in any network namespace, which `options` then do not name; where we may not enter that, it has
-    /// neither MTU nor counters for us. Nobody else should have queues of it, or [`Tap::order`] does not hold.
+    /// Adopts open files of a tap (attached by TUNSETIFF, with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR)
+    /// or of a macvtap, one for each queue. No more can be opened later. They become non-blocking,
+    /// close-on-exec and, if possible, detached.
+    ///
+    /// The interface may be in any network namespace, and `options` name none. If this process may
+    /// not enter that namespace, MTU and counters are unknown. No other program should have queues
+    /// of it, or [`Tap::order`] is wrong.
     ///
     /// # Errors
-    /// With what to do: a descriptor that is no tap's, or one opened otherwise, or all are not of the same tap.
+    /// The message has the remedy. A descriptor is no tap's, was opened with other flags, or is not
+    /// of the same tap as the others.
     pub fn from_fds(fds: Vec<OwnedFd>, options: &Options) -> Result<Self> {
         let Given { name, macvtap, multi_queue, files, links } = Given::new(fds)?;
         let order = Arc::new(Order::default());
         let mut queues = Vec::with_capacity(files.len());
         for (number, file) in files.into_iter().enumerate() {
-            queues.push(TapQueue::new(&name, number, multi_queue, &order, Since::Given, || Ok(file))?);
+            queues.push(TapQueue::new(&name, number, multi_queue, &order, FileOrigin::Given, || Ok(file))?);
         }
         let (source, state) = (Source::Given, State::new(queues));
         let tap = Self { name, made: false, macvtap, multi_queue, uso: false, source, links, order, state };
-        let tap = tap.begun(options)?;
+        let tap = tap.with_options(options)?;
         open::set_rights(&tap.name, macvtap, tap.state().queues[0].as_fd(), options)?;
         Ok(tap)
     }
 
-    /// What it is to have from the beginning on.
-    fn begun(mut self, options: &Options) -> Result<Self> {
+    /// Applies the options to a new value.
+    fn with_options(mut self, options: &Options) -> Result<Self> {
         let with_uso = Offloads { csum: true, uso: true, ..Offloads::default() };
-        let uso = self.tell_offloads(&self.state(), with_uso).is_ok();
+        let uso = self.apply_offloads(&self.state(), with_uso).is_ok();
         self.uso = uso;
-        self.tell_offloads(&self.state(), Offloads::default())?;
+        self.apply_offloads(&self.state(), Offloads::default())?;
         self.set_header(HEADER_SHORT)?;
         self.set_steering(options.steering)?;
         open::set_address(&self.name, self.state().queues[0].as_fd(), options)?;
         Ok(self)
     }
 
-    /// Its name.
+    /// Returns the name of the interface.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether it goes when this goes.
+    /// Returns whether the interface is removed with this value.
     pub fn made(&self) -> bool {
         self.made
     }
 
-    /// Whether it can have more queues than one.
+    /// Returns whether it can have more than one queue.
     pub fn multi_queue(&self) -> bool {
         self.multi_queue
     }
 
-    /// Queues that it can have open at most.
+    /// Returns the most queues that it can have open.
     pub fn queues_max(&self) -> u16 {
         match (&self.source, self.multi_queue) {
             (Source::Given, _) => self.open_queues(),
@@ -222,28 +234,29 @@ impl Tap {
         }
     }
 
-    /// Whether it knows UDP segments ([`Offloads::uso`]): Linux 6.2 and later.
+    /// Returns whether it supports UDP segments ([`Offloads::uso`]): Linux 6.2 and later.
     pub fn has_uso(&self) -> bool {
         self.uso
     }
 
-    /// Whether its interface is still there: somebody else may remove it.
+    /// Returns whether its interface still exists. Another program may remove it.
     pub fn is_there(&self) -> bool {
         ifreq::joined(&*self.state().queues[0]).is_ok()
     }
 
-    /// Queues that are open.
+    /// Returns the number of open queues.
     pub fn open_queues(&self) -> u16 {
         self.state().queues.len() as u16
     }
 
-    /// The attached queues, by their numbers in [`Tap::queues`], in the order in which the kernel and its steering programs
-    /// count them. A queue that is detached leaves its place to the last one; one that is attached comes last.
+    /// Returns the attached queues, by their numbers in [`Tap::queues`], in the order of the kernel
+    /// and its steering programs. When a queue is detached, the last one takes its place. A queue
+    /// that is attached becomes the last one.
     pub fn order(&self) -> Vec<usize> {
         self.order.now()
     }
 
-    /// The first `count` queues; those that are not open yet are opened.
+    /// Returns the first `count` queues, and opens those that are not open yet.
     ///
     /// # Errors
     /// It is not multi-queue, or cannot have so many.
@@ -258,50 +271,51 @@ impl Tap {
         let mut state = self.state();
         while state.queues.len() < usize::from(count) {
             let (number, join) = (state.queues.len(), || self.source.more(name));
-            let queue = TapQueue::new(name, number, true, &self.order, Since::Joined, join)?;
+            let queue = TapQueue::new(name, number, true, &self.order, FileOrigin::Joined, join)?;
             if self.macvtap {
-                self.tell_header(&queue, state.header)?;
+                self.apply_header(&queue, state.header)?;
             }
             state.queues.push(Arc::new(queue));
         }
         Ok(state.queues[..usize::from(count)].to_vec())
     }
 
-    /// Sets how long the header before each frame is: [`HEADER_SHORT`] or [`HEADER_LONG`]. For all queues.
+    /// Sets the length of the header before each frame, for all queues: [`HEADER_SHORT`] or
+    /// [`HEADER_LONG`].
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the ioctl.
     pub fn set_header(&self, bytes: u32) -> Result<()> {
         let mut state = self.state();
         if state.header == bytes {
             return Ok(());
         }
-        // It is the interface's, but for a macvtap's, where it is each file's own.
-        let told = if self.macvtap { state.queues.len() } else { 1 };
-        state.queues[..told].iter().try_for_each(|queue| self.tell_header(queue, bytes))?;
+        // The interface has one value for all files. For a macvtap each file has its own.
+        let files = if self.macvtap { state.queues.len() } else { 1 };
+        state.queues[..files].iter().try_for_each(|queue| self.apply_header(queue, bytes))?;
         state.header = bytes;
         Ok(())
     }
 
-    fn tell_header(&self, queue: &TapQueue, bytes: u32) -> Result<()> {
+    fn apply_header(&self, queue: &TapQueue, bytes: u32) -> Result<()> {
         ifreq::set_int(queue, ifreq::TUNSETVNETHDRSZ, bytes as i32)
             .map_err(|e| Error::io(format!("tap {} cannot have headers of {bytes} bytes", self.name), e))
     }
 
-    /// Sets what readers take off the kernel's hands. For all queues.
+    /// Sets the offload work that readers do, for all queues.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the ioctl.
     pub fn set_offloads(&self, offloads: Offloads) -> Result<()> {
         let mut state = self.state();
         if state.offloads != offloads {
-            self.tell_offloads(&state, offloads)?;
+            self.apply_offloads(&state, offloads)?;
             state.offloads = offloads;
         }
         Ok(())
     }
 
-    fn tell_offloads(&self, state: &State, offloads: Offloads) -> Result<()> {
+    fn apply_offloads(&self, state: &State, offloads: Offloads) -> Result<()> {
         ifreq::set_number(&*state.queues[0], ifreq::TUNSETOFFLOAD, offloads.bits().into()).map_err(
             |e| match e.raw_os_error() {
                 Some(libc::EBADFD) => Error::io(
@@ -316,15 +330,16 @@ impl Tap {
         )
     }
 
-    /// How frames come to queues.
+    /// Returns how the queue of a frame is chosen.
     pub fn steering(&self) -> Steering {
         self.state().steering
     }
 
-    /// Sets it, at any time; flows may change their queue by it.
+    /// Sets how the queue of a frame is chosen. This is allowed at any time, and may move flows to
+    /// other queues.
     ///
     /// # Errors
-    /// With what to do: this user may load no eBPF program, or the interface takes none.
+    /// This user may load no eBPF program, or the interface takes none. The message has the remedy.
     pub fn set_steering(&self, steering: Steering) -> Result<()> {
         let mut state = self.state();
         if state.steering == steering {
@@ -348,10 +363,10 @@ impl Tap {
         Ok(())
     }
 
-    /// Bytes of the longest IP packet.
+    /// Returns the bytes of the longest IP packet.
     ///
     /// # Errors
-    /// The interface is gone, or where we may not look.
+    /// The interface is gone, or in a namespace that this process may not enter.
     pub fn mtu(&self) -> Result<u32> {
         let name = &self.name;
         let cannot = |e| Error::io(format!("the MTU of tap {name} cannot be read"), e);
@@ -359,9 +374,10 @@ impl Tap {
         link.map(|link| link.mtu).ok_or_else(|| cannot(io::Error::from_raw_os_error(libc::ENODEV)))
     }
 
-    /// Returns the addresses by which the host sends through the interface: its own, and that of the bridge that it is a
-    /// port of. Empty for a macvtap, whose address is that of the guest, and in a network namespace that this program may
-    /// not enter. `None`: the kernel did not tell.
+    /// Returns the addresses by which the host sends through the interface: its own, and that of
+    /// the bridge that it is a port of. Empty for a macvtap, whose address is that of the guest,
+    /// and in a network namespace that this process may not enter. `None`: the kernel gave no
+    /// answer.
     pub fn host_addresses(&self) -> Option<Vec<[u8; 6]>> {
         let Some(links) = self.links.as_ref().filter(|_| !self.macvtap) else { return Some(Vec::new()) };
         let link = links.find(&self.name).ok()??;
@@ -373,10 +389,10 @@ impl Tap {
         Some(link.address.into_iter().chain(bridge.and_then(|bridge| bridge.address)).collect())
     }
 
-    /// Sets it.
+    /// Sets the bytes of the longest IP packet.
     ///
     /// # Errors
-    /// It is out of range, or not ours to set.
+    /// The MTU is out of range, or this process may not set it.
     pub fn set_mtu(&self, mtu: u32) -> Result<()> {
         let name = &self.name;
         check_mtu(mtu)?;
@@ -416,8 +432,8 @@ impl Tap {
         }
     }
 
-    /// What went through it; none where it is not in the network namespace any more in which it was opened, or where we may
-    /// not look.
+    /// Returns the traffic of the interface. `None`: it has moved to another network namespace, or
+    /// this process may not enter its namespace.
     pub fn counters(&self) -> Option<Counters> {
         Some(self.links.as_ref()?.find(&self.name).ok()??.counters)
     }
@@ -430,13 +446,13 @@ impl Tap {
 impl State {
     fn new(queues: Vec<TapQueue>) -> Mutex<Self> {
         let queues = queues.into_iter().map(Arc::new).collect();
-        // The header that an adopted one has is not known.
+        // The header of an adopted interface is not known.
         Mutex::new(Self { queues, header: 0, offloads: Offloads::default(), steering: Steering::Auto })
     }
 }
 
 impl Drop for Tap {
-    /// An interface that stays is left to the kernel's own steering again.
+    /// An interface that stays uses the kernel's own steering again.
     fn drop(&mut self) {
         if !self.made {
             let _ = self.set_steering(Steering::Auto);
@@ -444,7 +460,7 @@ impl Drop for Tap {
     }
 }
 
-/// Whether a tap can have that MTU.
+/// Checks whether a tap can have that MTU.
 ///
 /// # Errors
 /// [`Invalid`](vshunt_types::error::Kind::Invalid), with the range.

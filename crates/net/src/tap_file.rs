@@ -1,7 +1,9 @@
-//! A queue of a tap as a file of a worker: frames are read and written by operations that never wait.
+//! A queue of a tap as a file of a worker: frames are read and written by operations that never
+//! wait.
 //!
-//! These are operations on the worker's io_uring, a batch for each system call. Before Linux 6.4 a tap refuses operations with
-//! RWF_NOWAIT. There each frame is a system call, made at once, and its result is queued like a completion.
+//! These are operations on the worker's io_uring, a batch for each system call. Before Linux 6.4 a
+//! tap refuses operations with RWF_NOWAIT. There each frame is a system call, made at once, and its
+//! result is queued like a completion.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -22,25 +24,26 @@ pub(crate) struct TapFile {
 }
 
 impl TapFile {
-    /// Registers it with an io_uring. [`forget`](Self::forget) undoes this.
-    pub(crate) fn know(uring: &mut Uring, tap: &Arc<TapQueue>) -> Self {
+    /// Registers it with an io_uring. [`unregister`](Self::unregister) undoes this.
+    pub(crate) fn register(uring: &mut Uring, tap: &Arc<TapQueue>) -> Self {
         let by_call = (!tap.has_nowait()).then(|| tap.as_raw_fd());
         let tap: Arc<dyn AsRawFd + Send + Sync> = tap.clone();
         Self { file: uring.register_file(&tap), by_call }
     }
 
-    /// Undoes one [`know`](Self::know).
-    pub(crate) fn forget(uring: &mut Uring, tap: &TapQueue) {
+    /// Undoes one [`register`](Self::register).
+    pub(crate) fn unregister(uring: &mut Uring, tap: &TapQueue) {
         uring.unregister_file(tap.as_raw_fd());
     }
 
-    /// Starts to read or write a frame. Its completion has the number of bytes, or a negative errno: `EAGAIN` if it would have to
-    /// wait.
+    /// Starts to read or write a frame. Its completion has the number of bytes, or a negative
+    /// errno: `EAGAIN` if it would have to wait.
     ///
     /// # Safety
-    /// As [`Uring::push`]: the iovecs and the memory that `op` names are valid until the completion was taken.
+    /// The requirements of [`Uring::push`]: the iovecs and the memory that `op` names are valid
+    /// until the completion was taken.
     #[inline]
-    pub(crate) unsafe fn begin(self, uring: &mut Uring, op: Op<'_>, token: Token) {
+    pub(crate) unsafe fn start(self, uring: &mut Uring, op: Op<'_>, token: Token) {
         if let Some(fd) = self.by_call {
             // SAFETY: this function has the same contract as `call`.
             let result = unsafe { op.call(fd) };
@@ -59,7 +62,8 @@ impl TapFile {
     }
 }
 
-/// The number of iovecs. The kernel takes UIO_MAXIOV (1024) at most and fails a call with more.
+/// Returns the number of iovecs. The kernel takes UIO_MAXIOV (1024) at most and fails a call with
+/// more.
 fn count(iovecs: &[libc::iovec]) -> u32 {
     u32::from(crate::slots::number(iovecs.len()))
 }
@@ -100,7 +104,7 @@ impl Op<'_> {
     }
 }
 
-/// Returns why a tap did not take a frame.
+/// Returns the reason why a tap did not take a frame.
 pub(crate) fn drop_reason(errno: i32) -> DropReason {
     match errno {
         libc::EINVAL => DropReason::BadHeader,

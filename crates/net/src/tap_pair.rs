@@ -1,5 +1,6 @@
-//! A guest's queue pair on a queue of a tap. The tap reads and writes the guest's buffers, in batches on the worker's io_uring.
-//! The daemon copies no frame, with the exceptions that [`rx`] lists.
+//! A guest's queue pair on a queue of a tap. The tap reads and writes the guest's buffers, in
+//! batches on the worker's io_uring. The daemon copies no frame, with the exceptions that [`rx`]
+//! lists.
 
 mod rx;
 mod tx;
@@ -34,13 +35,13 @@ pub struct TapPair {
     tap: Arc<TapQueue>,
     /// The tap as a file of the owning worker's io_uring. `None` while the queue is on no worker.
     file: Option<TapFile>,
-    // Any thread's.
+    // Used by any thread.
     stats: Arc<QueueStats>,
     net: Arc<NetStats>,
 }
 
 impl TapPair {
-    /// A pair without rings.
+    /// Makes a pair without rings.
     pub fn new(tap: Arc<TapQueue>, stats: Arc<QueueStats>, net: Arc<NetStats>) -> Self {
         Self { rings: PairRings::new(), tap, file: None, stats, net }
     }
@@ -94,7 +95,7 @@ impl QueuePair for TapPair {
 impl Queue for TapPair {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.file.is_none() {
-            self.file = Some(TapFile::know(uring, &self.tap));
+            self.file = Some(TapFile::register(uring, &self.tap));
         }
         if let Some(rx) = &mut self.rings.rx {
             rx.rx_poll.arm();
@@ -165,7 +166,7 @@ impl Queue for TapPair {
 
     fn leave(&mut self, uring: &mut Uring) {
         if self.file.take().is_some() {
-            TapFile::forget(uring, &self.tap);
+            TapFile::unregister(uring, &self.tap);
         }
     }
 

@@ -1,20 +1,22 @@
-//! By which of a guest's queue pairs a flow is delivered: by the pair on which the guest last sent the flow.
+//! The queue pair of a guest that gets the frames of a flow: the pair on which the guest last sent
+//! the flow.
 //!
-//! A flow is identified by a hash that is the same in both directions. The table has a fixed size and one word for each entry.
-//! A flow whose entry another flow overwrote is delivered by its hash alone. The same holds for a flow that the guest never
-//! sent, or has not sent for [`AGE_S`] seconds.
+//! A flow is identified by a hash that is the same in both directions. The table has a fixed size
+//! and one word for each entry. If another flow has overwritten the entry of a flow, its hash alone
+//! decides. The same holds for a flow that the guest never sent, or has not sent for [`AGE_S`]
+//! seconds.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Entries, a power of two.
+/// Number of entries, a power of two.
 const ENTRIES: usize = 4096;
-/// Seconds after which a flow that the guest does not send any more is forgotten.
+/// Seconds after which a flow is forgotten that the guest has stopped sending.
 pub(super) const AGE_S: u32 = 30;
 
 /// Each entry: the hash, seconds (16 bits), and the pair plus one (16 bits). 0: no flow.
 pub(super) struct Flows(Box<[AtomicU64; ENTRIES]>);
 
-/// The low 16 bits of a word; times are compared modulo 2^16.
+/// Returns the low 16 bits of a word; times are compared modulo 2^16.
 fn low16(word: u64) -> u16 {
     (word & 0xFFFF) as u16
 }

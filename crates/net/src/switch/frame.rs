@@ -1,10 +1,11 @@
-//! What a switch reads of a frame, and the virtio-net header before it.
+//! The parts of a frame that a switch reads, and the virtio-net header before it.
 //!
 //! The bytes are a guest's. Nothing here indexes a slice: a read beyond the end is `None`.
 
 use super::macs::Address;
 
-/// Bytes of a frame that are inspected: Ethernet, two VLAN tags, IPv6, and TCP up to the length of its header.
+/// Bytes of a frame that are inspected: Ethernet, two VLAN tags, IPv6, and TCP up to the length of
+/// its header.
 pub(super) const INSPECTED_BYTES: usize = 14 + 2 * 4 + 40 + 13;
 
 /// EtherType of a VLAN tag (802.1Q, 9.4).
@@ -41,15 +42,16 @@ pub(crate) const HEADER_BYTES: usize = 10;
 pub struct Header {
     /// [`NEEDS_CSUM`], or 2: the checksum was verified.
     pub flags: u8,
-    /// [`GSO_NONE`], [`GSO_UDP`], [`GSO_TCPV4`] or 4 for TCP over IPv6. The last two may have [`GSO_ECN`].
+    /// [`GSO_NONE`], [`GSO_UDP`], [`GSO_TCPV4`] or 4 for TCP over IPv6. The last two may have
+    /// [`GSO_ECN`].
     pub gso_type: u8,
     /// Bytes of all headers of the frame; a hint.
     pub hdr_len: u16,
     /// Bytes of data of each segment.
     pub gso_size: u16,
-    /// Where the checksummed bytes begin.
+    /// Offset at which the checksummed bytes start.
     pub csum_start: u16,
-    /// Where the checksum is stored, relative to `csum_start`.
+    /// Offset of the checksum, relative to `csum_start`.
     pub csum_offset: u16,
 }
 
@@ -76,8 +78,9 @@ impl Header {
         [self.flags, self.gso_type, h0, h1, g0, g1, s0, s1, o0, o1, 0, 0]
     }
 
-    /// Whether the header is valid for a frame of `len` bytes whose packet begins at `payload`. Another guest relies on it.
-    /// A checksum may only be stored behind the addresses and tags, because the switch checks these before.
+    /// Returns whether the header is valid for a frame of `len` bytes whose packet starts at
+    /// `payload`. Another guest relies on it. A checksum may only be stored behind the addresses
+    /// and tags, because the switch checks these before.
     pub fn is_sane(&self, len: usize, payload: usize) -> bool {
         let needs = self.flags & NEEDS_CSUM != 0;
         let start = usize::from(self.csum_start);
@@ -93,7 +96,8 @@ impl Header {
         }
     }
 
-    /// Returns the header of the same frame with `by` bytes more (or fewer, if negative) before its packet.
+    /// Returns the header of the same frame with `by` bytes more (or fewer, if negative) before its
+    /// packet.
     pub fn moved(self, by: isize) -> Self {
         let moved = |at: u16| u16::try_from(usize::from(at).saturating_add_signed(by)).unwrap_or(u16::MAX);
         let needs = self.flags & NEEDS_CSUM != 0;
@@ -114,15 +118,16 @@ impl Header {
 pub struct Packet<'a> {
     /// The first bytes, up to [`INSPECTED_BYTES`], in memory to which no guest writes.
     pub first: &'a [u8],
-    /// What they contain.
+    /// Their contents.
     pub info: FrameInfo,
-    /// Bytes of the longest IP packet that the frame will be cut into, or its own. An MTU limits this.
+    /// Bytes of the longest IP packet into which the frame will be cut, or of its own packet. An
+    /// MTU limits this.
     pub bytes: usize,
 }
 
 impl<'a> Packet<'a> {
-    /// Inspects a frame of `len` bytes that begins with `first`. `None`: it is shorter than an Ethernet header, or its
-    /// virtio-net header is invalid.
+    /// Inspects a frame of `len` bytes that begins with `first`. `None`: it is shorter than an
+    /// Ethernet header, or its virtio-net header is invalid.
     pub fn new(first: &'a [u8], header: &Header, len: usize) -> Option<Self> {
         let info = inspect(first)?;
         if !header.is_sane(len, info.payload) {
@@ -145,7 +150,7 @@ const UDP_BYTES: usize = 8;
 /// Bytes of a TCP header without options.
 const TCP_MIN: usize = 20;
 
-/// What a switch needs to know of a frame.
+/// The properties of a frame that a switch needs.
 #[derive(Clone, Copy, Debug)]
 pub struct FrameInfo {
     /// The destination address.
@@ -154,7 +159,7 @@ pub struct FrameInfo {
     pub source: Address,
     /// Hash of the flow, the same in both directions.
     pub hash: u32,
-    /// Where the packet begins: behind addresses, up to two VLAN tags, and the EtherType.
+    /// Offset of the packet: behind addresses, up to two VLAN tags, and the EtherType.
     pub payload: usize,
 }
 
@@ -170,18 +175,18 @@ pub(super) fn inspect(bytes: &[u8]) -> Option<FrameInfo> {
     Some(FrameInfo { destination, source, hash, payload })
 }
 
-/// The 16-bit word at an offset, if the frame has it.
+/// Returns the 16-bit word at an offset, if the frame has it.
 pub(super) fn word_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Whether an EtherType is that of a VLAN tag of any kind.
+/// Returns whether an EtherType is that of a VLAN tag of any kind.
 pub(super) fn is_tag(kind: u16) -> bool {
     matches!(kind, ETH_VLAN | ETH_QINQ | ETH_QINQ_OLD)
 }
 
-/// Returns where the packet of a frame begins: behind addresses, up to two VLAN tags of any kind, and the EtherType. The
-/// frame may end before that.
+/// Returns the offset of a frame's packet: behind addresses, up to two VLAN tags of any kind, and
+/// the EtherType. The frame may end before that.
 pub(super) fn payload(bytes: &[u8]) -> usize {
     let mut at = 12;
     while at < 20 && word_at(bytes, at).is_some_and(is_tag) {
@@ -190,7 +195,8 @@ pub(super) fn payload(bytes: &[u8]) -> usize {
     at + 2
 }
 
-/// Mixes a word by shifts and odd factors in turn: every bit of it changes about half of the result's bits.
+/// Mixes a word by alternate shifts and multiplications with odd factors. Every bit of it changes
+/// about half of the result's bits.
 pub(super) fn mix(mut word: u64) -> u32 {
     for factor in [0xFF51_AFD7_ED55_8CCD_u64, 0xC4CE_B9FE_1A85_EC53] {
         word = (word ^ word >> 33).wrapping_mul(factor);
@@ -198,7 +204,7 @@ pub(super) fn mix(mut word: u64) -> u32 {
     (word >> 32) as u32
 }
 
-/// Hash of a frame that is not IP: by both stations, in any order.
+/// Returns the hash of a frame that is not IP: over both stations, in any order.
 fn station_hash(both: &[u8; 12]) -> u32 {
     both.chunks(6).fold(0, |sum, station| {
         let bytes = station.iter().fold(0, |word: u64, byte| word << 8 | u64::from(*byte));
@@ -206,7 +212,8 @@ fn station_hash(both: &[u8; 12]) -> u32 {
     })
 }
 
-/// Hash of an IP packet at `ip`: by addresses, protocol and, if it is not a fragment, ports.
+/// Returns the hash of an IP packet at `ip`: over addresses, protocol and, if it is not a fragment,
+/// ports.
 fn flow_hash(bytes: &[u8], ip: usize) -> Option<u32> {
     let word = |at: usize| word_at(bytes, at);
     let (addresses, length, protocol, ports) = match word(ip - 2)? {

@@ -1,6 +1,8 @@
-//! Loops through two uplinks of a switch: sending of probes, and blocking of an uplink whose probe came back.
+//! Loops through two uplinks of a switch: sending of probes, and blocking of an uplink whose probe
+//! came back.
 //!
-//! See `probe` for the frames. The uplink with the higher number is blocked for as long as probes come.
+//! See `probe` for the frames. The uplink with the higher number is blocked for as long as probes
+//! come.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,30 +11,32 @@ use super::port::{BLOCK_S, Port};
 use super::probe::{self, GROUP, PROBE_EVERY_S};
 use super::{Switch, View};
 
-// A VLAN that is probed in each round keeps the uplink blocked even if two probes in a row are lost.
+// A VLAN that is probed in each round keeps the uplink blocked even if two probes in a row are
+// lost.
 const _: () = assert!(BLOCK_S > 3 * PROBE_EVERY_S);
 
 impl Switch {
-    /// Whether the switch has another uplink that can make a loop with this one.
+    /// Returns whether the switch has another uplink that can make a loop with this one.
     fn can_loop(view: &View, port: &Port) -> bool {
         view.all().any(|other| other.index != port.index && other.is_uplink() && other.can_reach(port))
     }
 
-    /// Sends the probes of an uplink's round, if there is another uplink. Called by a thread that may block, every
-    /// [`PROBE_EVERY_S`] seconds, with the number of the round.
+    /// Sends the probes of an uplink's round, if there is another uplink. Called by a thread that
+    /// may block, every [`PROBE_EVERY_S`] seconds, with the number of the round.
     pub fn probe(&self, port: &Port, round: u32) {
         let Some(tap) = port.tap.as_ref().and_then(Weak::upgrade) else { return };
         if !Self::can_loop(&self.view(), port) {
             return;
         }
         for vlan in probe::vlans(&port.vlans, round, port.probe.seen.load(Relaxed)) {
-            // An interface that is down or full takes none. The next round follows soon.
+            // An interface that is down or full takes no frame. The next round follows soon.
             let _ = tap.inject(&port.probe.frame(vlan));
         }
     }
 
-    /// Whether a frame that entered by an uplink is a probe of this switch. Such a frame is not forwarded. If another uplink
-    /// sent it, the one of both with the higher number is blocked for a while.
+    /// Returns whether a frame that entered by an uplink is a probe of this switch. Such a frame is
+    /// not forwarded. If another uplink sent it, the uplink with the higher number is blocked for a
+    /// while.
     #[inline]
     pub(super) fn is_probe(&self, view: &View, port: &Port, first: &[u8], now_s: u32) -> bool {
         first.starts_with(&GROUP) && self.is_own_probe(view, port, first, now_s)
@@ -48,14 +52,15 @@ impl Switch {
             from.probe.seen.store(vlan, Relaxed);
             let (stays, blocked) = if from.index < port.index { (&**from, port) } else { (port, &**from) };
             if blocked.block(stays.index, now_s) {
-                // The stations there are now reached by the other uplink.
+                // The stations behind it are now reached through the other uplink.
                 self.macs.forget(blocked.index);
             }
         }
         true
     }
 
-    /// Returns the warning about a blocked uplink: with which other uplink it makes a loop, and the remedy.
+    /// Returns the warning about a blocked uplink. It names the other uplink of the loop, and the
+    /// remedy.
     pub fn loop_of(&self, port: &Port) -> String {
         let view = self.view();
         let other = view.port(port.loop_with().into()).map_or("another uplink", |other| other.name.as_str());

@@ -1,12 +1,15 @@
-//! Which port a station is behind: learnt from frames' senders, by VLAN, forgotten after a while (IEEE 802.1Q, 8.7 and 8.8).
+//! The ports of stations. They are learnt from frames' senders, by VLAN, and forgotten after a
+//! while (IEEE 802.1Q, 8.7 and 8.8).
 //!
-//! A table of small sets, read and written by any worker without a lock. Each entry is one word, so that a reader sees a
-//! station with its own port. A change is a compare-and-swap; if two workers change an entry at once, one of them loses, and
-//! the next frame of its station repairs that.
+//! The table consists of small sets. Any worker reads and writes it without a lock. Each entry is
+//! one word, so that a reader sees a station with its own port. A change is a compare-and-swap. If
+//! two workers change an entry at once, one of them loses, and the next frame of its station
+//! repairs that.
 //!
-//! The table is shared fairly. A port has a limit of entries; at its limit it gives up an old one of its own ([`Learnt`]). In
-//! a full set the port that has the most entries in the table gives one up, so a port with few entries always gets a place.
-//! Guests do not know in which set a station is: the hash has a secret of the switch.
+//! The table is shared fairly. A port has a limit of entries. At its limit it gives up one of its
+//! old entries ([`Learnt`]). In a full set, the port that has the most entries in the table gives
+//! one up. So a port with few entries always gets a place. Guests do not know the set of a station,
+//! because the hash has a secret of the switch.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -14,7 +17,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use super::PORTS_MAX;
 
-/// Sets, a power of two, and entries of one.
+/// Number of sets, a power of two, and entries of each.
 const SET_BITS: u32 = 10;
 const SETS: usize = 1 << SET_BITS;
 const WAYS: usize = 8;
@@ -26,35 +29,37 @@ pub(super) const AGE_S: u32 = 300;
 /// Bits of an address and a VLAN together.
 const KEY_BITS: u32 = 48 + 12;
 const KEY_MASK: u64 = (1 << KEY_BITS) - 1;
-/// A word: what is left of the scattered key, [`KNOWN`], the port.
+/// A word consists of the rest of the scattered key, [`KNOWN`], and the port.
 const TAG_SHIFT: u32 = u64::BITS - (KEY_BITS - SET_BITS);
 const KNOWN: u64 = 1 << (TAG_SHIFT - 1);
 const _: () = assert!(PORTS_MAX as u64 <= KNOWN);
-/// Places of a port's list that are looked at for the oldest address: bounds the work for one frame.
-const LOOKS: usize = 16;
+/// Number of places of a port's list in which the oldest address is searched. It bounds the work
+/// for one frame.
+const PLACES_SEARCHED: usize = 16;
 
 /// An Ethernet address, in the low 48 bits, the first byte lowest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address(u64);
 
 impl Address {
-    /// Of the bytes as they are in a frame.
+    /// Makes an address of the bytes of a frame.
     pub const fn new(bytes: [u8; 6]) -> Self {
         let [a, b, c, d, e, f] = bytes;
         Self(u64::from_le_bytes([a, b, c, d, e, f, 0, 0]))
     }
 
-    /// Whether it is an address of several stations, or of all.
+    /// Returns whether it is the address of several stations, or of all.
     pub fn is_group(self) -> bool {
         self.0 & 1 != 0
     }
 
-    /// Whether it is an address that a station can have: neither a group's nor zero.
+    /// Returns whether a station can have this address: it is neither a group's nor zero.
     pub fn is_stations(self) -> bool {
         !self.is_group() && self.0 != 0
     }
 
-    /// Whether bridges do not forward frames for it: 01:80:c2:00:00:00 to 0f (802.1Q, table 8-1).
+    /// Returns whether bridges do not forward frames for it: 01:80:c2:00:00:00 to 0f (802.1Q, table
+    /// 8-1).
     pub fn is_reserved(self) -> bool {
         const FIRST: Address = Address::new([1, 0x80, 0xC2, 0, 0, 0]);
         self.0 & !(0xF << 40) == FIRST.0
@@ -64,14 +69,14 @@ impl Address {
         self.0
     }
 
-    /// The bytes as they are in a frame.
+    /// Returns the bytes as they are in a frame.
     pub(super) fn bytes(self) -> [u8; 6] {
         let [a, b, c, d, e, f, ..] = self.0.to_le_bytes();
         [a, b, c, d, e, f]
     }
 }
 
-/// `word`: see above; 0: free.
+/// `word`: see above. 0: free.
 #[derive(Default)]
 struct Entry {
     word: AtomicU64,
@@ -105,34 +110,36 @@ impl Entry {
     }
 }
 
-/// The places in the table that a port has addresses in, as many as its limit is. Any worker's that has a queue of the port.
+/// The places in the table where a port has addresses. There are as many as its limit. Any worker
+/// that has a queue of the port uses it.
 pub(super) struct Learnt {
-    /// [`NOWHERE`], or an entry's number, which may be another port's by now.
+    /// [`NOWHERE`], or an entry's number. The entry may belong to another port by now.
     places: Box<[AtomicU32]>,
-    /// The place to be used next, modulo their number.
+    /// The index of the next place to use, modulo the number of places.
     next: AtomicUsize,
 }
 
 const NOWHERE: u32 = u32::MAX;
 
 impl Learnt {
-    /// Of a port that may have `limit` addresses, at least one.
+    /// Makes the list of a port that may have `limit` addresses, at least one.
     pub(super) fn new(limit: u32) -> Self {
         let limit = limit.clamp(1, MACS_MAX as u32);
         Self { places: (0..limit).map(|_| AtomicU32::new(NOWHERE)).collect(), next: AtomicUsize::new(0) }
     }
 
-    /// The limit.
+    /// Returns the limit.
     pub(super) fn limit(&self) -> u32 {
         self.places.len() as u32
     }
 
-    /// Notes an entry. Returns the one that it takes the place of: if it is the port's, the port has to give it up.
+    /// Stores an entry. Returns the entry that it replaces. If that belongs to the port, the port
+    /// has to give it up.
     fn note(&self, entry: usize, seen_s: impl Fn(u32) -> Option<u32>) -> u32 {
         let count = self.places.len();
         let start = self.next.fetch_add(1, Relaxed) % count;
         let mut oldest = (start, u32::MAX);
-        for at in (start..start + LOOKS.min(count)).map(|at| at % count) {
+        for at in (start..start + PLACES_SEARCHED.min(count)).map(|at| at % count) {
             match seen_s(self.places[at].load(Relaxed)) {
                 None => {
                     oldest = (at, 0);
@@ -156,8 +163,8 @@ pub(super) struct Known {
     pub(super) age_s: u32,
 }
 
-/// The number that undoes a multiplication by `odd`, modulo 2^64: Newton's method, which doubles the bits that are right each
-/// time, 3 at first.
+/// Returns the inverse of a multiplication by `odd`, modulo 2^64. Newton's method doubles the
+/// number of correct bits each time, from 3 at first.
 fn inverse(odd: u64) -> u64 {
     (0..5).fold(odd, |x, _| x.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(x))))
 }
@@ -179,8 +186,8 @@ impl Macs {
         }
     }
 
-    /// The set of a station, and the word's upper bits. The key is scattered by steps that can be undone (a shift, an odd
-    /// factor), so that the two together are that station's alone.
+    /// Returns the set of a station, and the word's upper bits. The key is scattered by steps that
+    /// can be inverted (a shift, an odd factor). So the two together identify the station.
     fn place(&self, address: Address, vlan: u16) -> (usize, u64) {
         let mut key = (address.0 | u64::from(vlan) << 48) ^ (self.secret & KEY_MASK);
         for factor in self.factors() {
@@ -194,10 +201,11 @@ impl Macs {
         [0xFF51_AFD7_ED55_8CCD_u64 ^ (self.secret & !1), 0xC4CE_B9FE_1A85_EC53]
     }
 
-    /// The station whose entry, with this word, is in that set: undoes [`place`](Self::place).
+    /// Returns the station of an entry with this word in that set. This inverts
+    /// [`place`](Self::place).
     fn station(&self, set: usize, word: u64) -> (Address, u16) {
         let mut key = word >> TAG_SHIFT << SET_BITS | set as u64;
-        // The shift is more than half of the key, so that the same step again undoes it.
+        // The shift is more than half of the key, so a second application inverts it.
         key ^= key >> 31;
         for factor in self.factors().into_iter().rev() {
             key = key.wrapping_mul(inverse(factor)) & KEY_MASK;
@@ -207,17 +215,17 @@ impl Macs {
         (Address(key & ((1 << 48) - 1)), (key >> 48) as u16)
     }
 
-    /// The port that a station of a VLAN is behind.
+    /// Returns the port of a station in a VLAN.
     pub(super) fn find(&self, address: Address, vlan: u16, now_s: u32) -> Option<u16> {
         let (set, tag) = self.place(address, vlan);
         let entry = self.sets[set].iter().find(|entry| entry.word() & !(KNOWN - 1) == tag)?;
         let word = entry.word();
-        // The second look may find another station there.
+        // The second read may find another station there.
         let same = word & !(KNOWN - 1) == tag && !entry.is_old(now_s);
         same.then(|| port_of(word) as u16)
     }
 
-    /// A station of a VLAN sent a frame by a port, whose list is `own`.
+    /// Records that a station of a VLAN sent a frame by a port, whose list is `own`.
     #[inline]
     pub(super) fn learn(&self, address: Address, vlan: u16, port: u16, own: &Learnt, now_s: u32) {
         if !address.is_stations() {
@@ -232,7 +240,7 @@ impl Macs {
                 if old != word {
                     return self.change((set, way), old, word, own, now_s);
                 }
-                // Mostly nothing changes: a line that others read stays theirs.
+                // Usually nothing changes. Then the cache line stays shared with its readers.
                 if entry.seen_s() != now_s {
                     entry.seen_s.store(now_s, Relaxed);
                 }
@@ -258,7 +266,7 @@ impl Macs {
         }
     }
 
-    /// Makes an entry a station's. If another worker changed it meanwhile, it stays as that left it.
+    /// Gives an entry to a station. If another worker changed it meanwhile, that change stays.
     #[cold]
     fn change(&self, (set, way): (usize, usize), old: u64, new: u64, own: &Learnt, now_s: u32) {
         let entry = &self.sets[set][way];
@@ -268,7 +276,7 @@ impl Macs {
         entry.seen_s.store(now_s, Relaxed);
         let number = set * WAYS + way;
         if old != 0 && port_of(old) == port_of(new) {
-            // It is among the port's places already.
+            // The entry is already among the port's places.
             return;
         }
         let port = port_of(new) as u16;
@@ -281,7 +289,8 @@ impl Macs {
         }
     }
 
-    /// Changes an entry's word, and counts whose it is. False: another worker was there before.
+    /// Changes an entry's word, and updates the counts of the ports. Returns false if another
+    /// worker changed the entry first.
     fn swap(&self, entry: &Entry, old: u64, new: u64) -> bool {
         let done = entry.word.compare_exchange(old, new, Relaxed, Relaxed).is_ok();
         if done && old != 0 {
@@ -303,16 +312,17 @@ impl Macs {
         }
     }
 
-    /// Entries of a port; some may be too old to count.
+    /// Returns the number of entries of a port. Some may be too old to count.
     pub(super) fn count(&self, port: u16) -> u32 {
         self.counts[usize::from(port)].load(Relaxed)
     }
 
-    /// All stations that are known, in no order. Entries that change meanwhile may be missing.
+    /// Returns all stations that are known, in no order. Entries that change meanwhile may be
+    /// missing.
     pub(super) fn all(&self, now_s: u32) -> Vec<Known> {
         let known = |(number, entry): (usize, &Entry)| {
             let (word, seen_s) = (entry.word(), entry.seen_s());
-            // The time is of this station only if the entry is still its.
+            // The time belongs to this station only if the entry still does.
             if word == 0 || entry.is_old(now_s) || entry.word() != word {
                 return None;
             }
@@ -323,7 +333,7 @@ impl Macs {
         self.sets.as_flattened().iter().enumerate().filter_map(known).collect()
     }
 
-    /// Stations that are known.
+    /// Returns the number of stations that are known.
     pub(super) fn len(&self, now_s: u32) -> usize {
         self.sets.iter().flatten().filter(|entry| !entry.is_free(now_s)).count()
     }

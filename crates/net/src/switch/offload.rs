@@ -1,7 +1,8 @@
-//! Frames for a guest that does not accept them as they were sent: with a checksum to be computed, or longer than its MTU.
+//! Frames for a guest that does not accept them as they were sent: with a checksum to be computed,
+//! or longer than its MTU.
 //!
-//! The work is done here, with copies. Guests that agreed on the same features, as most do, never need it. The bytes are a
-//! guest's, so nothing here indexes a slice.
+//! The work is done here, with copies. Guests that agreed on the same features, as most do, never
+//! need it. The bytes are a guest's, so nothing here indexes a slice.
 
 use virtio::features::bit;
 use virtio::mem;
@@ -13,7 +14,7 @@ use virtio::net::{
 use super::frame::{GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_UDP, Header, NEEDS_CSUM, payload, word_at};
 use super::port_queue::SentFrame;
 
-/// The offload work that a receiver accepts to be left undone.
+/// The offload work that a receiver does itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct AcceptedOffloads {
     csum: bool,
@@ -24,7 +25,7 @@ pub(super) struct AcceptedOffloads {
 }
 
 impl AcceptedOffloads {
-    /// What a guest with these features accepts.
+    /// Returns the offload work that a guest with these features does itself.
     pub(super) fn new(features: u64) -> Self {
         let has = |number| features & bit(number) != 0;
         let csum = has(VIRTIO_NET_F_GUEST_CSUM);
@@ -37,18 +38,18 @@ impl AcceptedOffloads {
         }
     }
 
-    /// What a tap accepts, of a kernel with or without UDP segments.
+    /// Returns the offload work of a tap, of a kernel with or without UDP segments.
     pub(super) fn of_tap(uso: bool) -> Self {
         Self { csum: true, tso4: true, tso6: true, uso, ecn: true }
     }
 
-    /// Whether the receiver accepts a frame as it is.
+    /// Returns whether the receiver accepts a frame as it is.
     pub(super) fn all_of(self, header: &Header) -> bool {
         (self.csum || header.flags & NEEDS_CSUM == 0) && self.segments(header.gso_type)
     }
 
-    /// The header of such a frame as the receiver sees it. A receiver without checksum offload sees no flags, not even that a
-    /// checksum was verified (Virtio 1.3, 5.1.6.4.1).
+    /// Returns the header of such a frame as the receiver sees it. A receiver without checksum
+    /// offload sees no flags, not even that a checksum was verified (Virtio 1.3, 5.1.6.4.1).
     pub(super) fn shown(self, header: Header) -> Header {
         if self.csum { header } else { Header { flags: 0, ..header } }
     }
@@ -64,9 +65,10 @@ impl AcceptedOffloads {
     }
 }
 
-/// Bytes of headers of one frame at most. No stack sends longer ones.
+/// Most bytes of headers of one frame. No network stack sends longer ones.
 const HEADERS_MAX: usize = 512;
-/// Segments of one frame at most; no stack sends shorter ones. Together with [`HEADERS_MAX`] it bounds the memory.
+/// Most segments of one frame. No network stack sends shorter segments. Together with
+/// [`HEADERS_MAX`] it bounds the memory.
 const SEGMENTS_MAX: usize = 1024;
 const IPV4_MIN: usize = 20;
 const IPV6: usize = 40;
@@ -87,27 +89,27 @@ const UDP_CSUM: usize = 6;
 const IP_TCP: u64 = 6;
 const IP_UDP: u64 = 17;
 
-/// The segments of a frame, or the frame with its checksum. The next one is given first.
+/// The segments of a frame, or the frame with its checksum.
 #[derive(Default)]
 pub(super) struct Segments {
     bytes: Vec<u8>,
     /// The frame, copied from its sender's memory.
     whole: Vec<u8>,
-    /// Where each segment ends in `bytes`.
+    /// Offset of each segment's end in `bytes`.
     ends: Vec<usize>,
-    /// The segments that were given.
+    /// Number of segments that were taken.
     given: usize,
-    /// Where the next segment begins in `bytes`.
+    /// Offset of the next segment in `bytes`.
     start: usize,
 }
 
 impl Segments {
-    /// The number of segments that are left.
+    /// Returns the number of segments that are left.
     pub(super) fn len(&self) -> usize {
         self.ends.len() - self.given
     }
 
-    /// The next segment, which needs no further offload work.
+    /// Returns the next segment, which needs no further offload work.
     pub(super) fn next(&self) -> Option<&[u8]> {
         self.bytes.get(self.start..*self.ends.get(self.given)?)
     }
@@ -129,9 +131,10 @@ impl Segments {
             let at = self.whole.len();
             self.whole.reserve(piece.len);
             let Some(to) = self.whole.spare_capacity_mut().get_mut(..piece.len) else { return false };
-            // SAFETY: the sender keeps its memory mapped until the description was returned, and `frame` is that description.
-            // Its guest may write there at the same time, so each byte is read once and checked in the copy. `to` is this
-            // vector's own memory, as long as the piece.
+            // SAFETY: the sender keeps its memory mapped until the description was returned, and
+            // `frame` is that description. Its guest may write there at the same time, so each byte
+            // is read once and checked in the copy. `to` is this vector's own memory, as long as
+            // the piece.
             unsafe { mem::copy(piece.ptr, to.as_mut_ptr().cast(), piece.len) };
             // SAFETY: the capacity was reserved, and the copy initialized the bytes.
             unsafe { self.whole.set_len(at + piece.len) };
@@ -152,7 +155,7 @@ impl Segments {
         true
     }
 
-    /// Cuts TCP into segments, or UDP into datagrams, each with headers of its own.
+    /// Cuts TCP into segments, or UDP into datagrams, each with its own headers.
     fn cut(&mut self, header: &Header) -> Option<()> {
         let whole = &self.whole;
         let at = usize::from(header.csum_start);
@@ -197,18 +200,20 @@ impl Segments {
     }
 }
 
-/// A length or a number of a segment as a 16-bit field. A packet of valid length is shorter than 2^16 bytes.
+/// Converts a length or a number of a segment to a 16-bit field. A packet of valid length is
+/// shorter than 2^16 bytes.
 fn length(bytes: usize) -> u16 {
     u16::try_from(bytes).unwrap_or(u16::MAX)
 }
 
-/// Stores a 16-bit word. `None`: it is beyond the end.
+/// Stores a 16-bit word. `None`: the offset is beyond the end.
 fn put(bytes: &mut [u8], at: usize, word: u16) -> Option<()> {
     bytes.get_mut(at..at + 2)?.copy_from_slice(&word.to_be_bytes());
     Some(())
 }
 
-/// Completes the TCP header of a segment whose data begins `from` bytes behind the first segment's data.
+/// Completes the TCP header of a segment whose data starts `from` bytes behind the first segment's
+/// data.
 fn finish_tcp(tcp: &mut [u8], from: usize, first: bool, last: bool) -> Option<()> {
     let flags = tcp.get_mut(TCP_FLAGS)?;
     if !last {
@@ -223,7 +228,8 @@ fn finish_tcp(tcp: &mut [u8], from: usize, first: bool, last: bool) -> Option<()
     Some(())
 }
 
-/// Returns where the IP header is and whether it is IPv4. It is behind Ethernet and up to two VLAN tags, and before `at`.
+/// Returns the offset of the IP header, and whether it is IPv4. It is behind Ethernet and up to two
+/// VLAN tags, and before `at`.
 fn network_header(bytes: &[u8], at: usize) -> Option<(usize, bool)> {
     let ip = payload(bytes);
     let first = *bytes.get(ip)?;
@@ -236,7 +242,8 @@ fn network_header(bytes: &[u8], at: usize) -> Option<(usize, bool)> {
     (fits && (!v4 || usize::from(first & 15) * 4 == at - ip)).then_some((ip, v4))
 }
 
-/// Completes the IP header at `ip` of segment `i`: length, and for IPv4 identification and checksum.
+/// Completes the IP header at `ip` of segment `i`: length, and for IPv4 identification and
+/// checksum.
 fn finish_ip(segment: &mut [u8], ip: usize, v4: bool, i: u16) -> Option<()> {
     let packet = segment.get_mut(ip..)?;
     let len = packet.len();
@@ -252,7 +259,7 @@ fn finish_ip(segment: &mut [u8], ip: usize, v4: bool, i: u16) -> Option<()> {
     put(header, 10, sum)
 }
 
-/// The sum of addresses, protocol and length (RFC 9293, 3.1; RFC 8200, 8.1).
+/// Returns the sum of addresses, protocol and length (RFC 9293, 3.1; RFC 8200, 8.1).
 fn pseudo_sum(segment: &[u8], ip: usize, at: usize, v4: bool, protocol: u64) -> Option<u64> {
     let addresses = if v4 { ip + 12..ip + 20 } else { ip + 8..ip + 40 };
     let len = segment.len().checked_sub(at)? as u64;
@@ -276,16 +283,16 @@ fn fold(mut sum: u64) -> u16 {
     (sum & 0xFFFF) as u16
 }
 
-/// Stores the Internet checksum of all bytes from `start` on (RFC 1071), at `start + offset`. The bytes there count, and so
-/// does `more`.
+/// Stores the Internet checksum of all bytes from `start` on (RFC 1071), at `start + offset`. The
+/// bytes there count, and so does `more`.
 fn put_csum(bytes: &mut [u8], start: usize, offset: usize, more: u64) {
     let Some(rest) = bytes.get(start..) else { return };
     let csum = match !fold(sum(rest, more)) {
-        // Zero means to UDP that there is no checksum (RFC 768). To TCP both values are the same.
+        // In UDP, zero means that there is no checksum (RFC 768). In TCP both values are equal.
         0 => 0xFFFF,
         csum => csum,
     };
-    // A header is valid only if its checksum lies within the frame.
+    // A header is valid only if its checksum is inside the frame.
     let _ = put(bytes, start + offset, csum);
 }
 

@@ -1,8 +1,10 @@
-//! A guest's queue pair on a switch: frames go from guest to guest, memory to memory, with one copy.
+//! A guest's queue pair on a switch: frames go from guest to guest, memory to memory, with one
+//! copy.
 //!
-//! A frame that the guest sends is described, and the description goes to the receiver's queue ([`tx`], [`sender`](super::sender)).
-//! The receiver's worker copies the bytes ([`rx`]) and returns the description, which completes the request. Another worker may
-//! be copying from this guest's memory, so the pair is not at rest before all descriptions were returned.
+//! A frame that the guest sends is described, and the description goes to the receiver's queue
+//! ([`tx`], [`sender`](super::sender)). The receiver's worker copies the bytes ([`rx`]) and returns
+//! the description, which completes the request. Another worker may be copying from this guest's
+//! memory, so the pair is not at rest before all descriptions were returned.
 
 mod rx;
 mod tx;
@@ -28,15 +30,16 @@ use crate::rx_buffers::RxBuffers;
 pub struct SwitchPair {
     rings: PairRings<Rx, Tx>,
     sender: Sender,
-    /// What this guest accepts, as feature bits. Its session thread may change it at any time.
+    /// The offloads that this guest accepts, as feature bits. Its session thread may change it at
+    /// any time.
     accepted: Arc<AtomicU64>,
-    // Any thread's.
+    // Used by any thread.
     stats: Arc<QueueStats>,
     net: Arc<NetStats>,
 }
 
 impl SwitchPair {
-    /// Pair `index` of a port, without rings.
+    /// Makes pair `index` of a port, without rings.
     pub fn new(
         guard: Arc<PortGuard>,
         index: u16,
@@ -47,7 +50,7 @@ impl SwitchPair {
         Self { rings: PairRings::new(), sender: Sender::new(guard, index), accepted, stats, net }
     }
 
-    /// Completes the requests that are finished. Returns how many.
+    /// Completes the requests that are finished. Returns their number.
     fn reap(&mut self) -> u32 {
         let done = self.rings.tx.as_mut().map_or(0, |tx| tx.reap(&mut self.sender));
         self.stats.in_flight.store(self.rings.tx.as_ref().map_or(0, Tx::in_flight), Relaxed);
@@ -87,7 +90,8 @@ impl QueuePair for SwitchPair {
         }
     }
 
-    /// The frames that wait belong to their senders (the pair's port queue is closed), except for segments of a frame.
+    /// Waiting frames belong to their senders (the pair's port queue is closed), except for
+    /// segments of a frame.
     fn set_aside(&mut self) {
         if let Some(rx) = &mut self.rings.rx {
             rx.drop_segments();

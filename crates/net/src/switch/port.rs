@@ -1,5 +1,5 @@
-//! A port: one export on a switch, with the rules for the frames that enter and leave by it. The worker of the sending queue
-//! applies all rules, to its own copy of the frame's first bytes.
+//! A port: one export on a switch, with the rules for the frames that enter and leave by it. The
+//! worker of the sending queue applies all rules, to its own copy of the frame's first bytes.
 
 use std::sync::Arc;
 use std::sync::Weak;
@@ -19,7 +19,8 @@ use crate::tap::Tap;
 pub const MACS_GUEST: u32 = 256;
 /// Default limit behind an uplink. A network of the host may have many stations.
 pub const MACS_UPLINK: u32 = 4096;
-/// Seconds for which an uplink is blocked after a probe showed a loop. It allows for probes that are lost.
+/// Seconds for which an uplink is blocked after a probe showed a loop. It allows for probes that
+/// are lost.
 pub(super) const BLOCK_S: u32 = 7;
 
 /// Options of a port.
@@ -61,9 +62,10 @@ pub struct Port {
     isolated: bool,
     reserved: bool,
     flows: Flows,
-    // Any thread's.
+    // Used by any thread.
     mtu: AtomicU32,
-    /// Until when no frames enter or leave by it, in seconds of the switch. 0: it is not blocked.
+    /// The time until which no frames enter or leave by it, in seconds of the switch. 0: it is not
+    /// blocked.
     blocked_until_s: AtomicU32,
     /// How many times it was blocked.
     loops: AtomicU64,
@@ -95,8 +97,8 @@ impl Port {
         }
     }
 
-    /// Returns the queue for a flow: the one on which the guest sends it, or one of the open ones by the flow's hash. `None`: no
-    /// queue is open.
+    /// Returns the queue for a flow: the one on which the guest sends it, or one of the open ones
+    /// by the flow's hash. `None`: no queue is open.
     pub fn queue_for(&self, hash: u32, now_s: u32) -> Option<&Arc<PortQueue>> {
         let learnt = self.flows.find(hash, now_s).and_then(|pair| self.queues.get(usize::from(pair)));
         if let Some(end) = learnt.filter(|end| end.is_open()) {
@@ -106,37 +108,37 @@ impl Port {
         (open > 0).then(|| self.queues.iter().filter(|end| end.is_open()).nth(hash as usize % open))?
     }
 
-    /// Notes that the guest sent a flow on a pair.
+    /// Records that the guest sent a flow on a pair.
     pub fn learn(&self, hash: u32, pair: u16, now_s: u32) {
         self.flows.learn(hash, pair, now_s);
     }
 
-    /// The export's name.
+    /// Returns the export's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether it is an uplink.
+    /// Returns whether it is an uplink.
     pub fn is_uplink(&self) -> bool {
         self.tap.is_some()
     }
 
-    /// Whether only frames from the export's address enter.
+    /// Returns whether only frames from the export's address enter.
     pub fn mac_filter(&self) -> bool {
         self.mac_filter
     }
 
-    /// Limit of addresses that are learnt.
+    /// Returns the limit of addresses that are learnt.
     pub fn mac_limit(&self) -> u32 {
         self.learnt.limit()
     }
 
-    /// Bytes of the longest IP packet.
+    /// Returns the bytes of the longest IP packet.
     pub fn mtu(&self) -> u32 {
         self.mtu.load(Relaxed)
     }
 
-    /// Sets the MTU, at any time.
+    /// Sets the MTU. This is allowed at any time.
     pub fn set_mtu(&self, mtu: u32) {
         self.mtu.store(mtu, Relaxed);
     }
@@ -144,7 +146,7 @@ impl Port {
     /// Returns the VLAN of a frame that enters by the port.
     ///
     /// # Errors
-    /// Why the port drops the frame.
+    /// The reason why the port drops the frame.
     #[inline]
     pub fn admit(&self, packet: &Packet<'_>, now_s: u32) -> Result<u16, DropReason> {
         let info = &packet.info;
@@ -160,17 +162,18 @@ impl Port {
         if info.destination.is_reserved() && !self.reserved {
             return Err(DropReason::Reserved);
         }
-        // The kernel enforces a tap's MTU, and knows at once when it changes.
+        // The kernel enforces a tap's MTU, and knows its changes at once.
         if !self.is_uplink() && packet.bytes > self.mtu() as usize {
             return Err(DropReason::OverMtu);
         }
         self.vlans.admits(packet.first).ok_or(DropReason::Vlan)
     }
 
-    /// Returns the form in which a frame of a VLAN leaves by the port. It entered by the port `from`.
+    /// Returns the form in which a frame of a VLAN leaves by the port. It entered by the port
+    /// `from`.
     ///
     /// # Errors
-    /// Why it does not leave by the port.
+    /// The reason why it does not leave by the port.
     #[inline]
     pub fn accept(
         &self,
@@ -195,18 +198,19 @@ impl Port {
         }
     }
 
-    /// Whether a frame can go from one of the two ports to the other.
+    /// Returns whether a frame can go from one of the two ports to the other.
     pub(super) fn can_reach(&self, other: &Self) -> bool {
         !(self.isolated && other.isolated) && self.vlans.shares_vlan(&other.vlans)
     }
 
-    /// Whether no frames enter or leave by it, because it makes a loop.
+    /// Returns whether no frames enter or leave by it, because it makes a loop.
     #[inline]
     pub fn is_blocked(&self, now_s: u32) -> bool {
         self.blocked_until_s.load(Relaxed) > now_s
     }
 
-    /// Blocks the port, because a probe showed a loop with the uplink `with`. Returns whether it was not blocked before.
+    /// Blocks the port, because a probe showed a loop with the uplink `with`. Returns whether it
+    /// was not blocked before.
     pub(super) fn block(&self, with: u16, now_s: u32) -> bool {
         let fresh = !self.is_blocked(now_s);
         self.loop_with.store(with, Relaxed);
@@ -217,17 +221,17 @@ impl Port {
         fresh
     }
 
-    /// How many times it was blocked for a loop.
+    /// Returns how many times it was blocked because of a loop.
     pub fn loops(&self) -> u64 {
         self.loops.load(Relaxed)
     }
 
-    /// The number of the uplink with which it made a loop last.
+    /// Returns the number of the uplink with which it made the last loop.
     pub(super) fn loop_with(&self) -> u16 {
         self.loop_with.load(Relaxed)
     }
 
-    /// Whether it forwards frames.
+    /// Returns whether it forwards frames.
     pub fn state(&self, now_s: u32) -> PortState {
         match self.is_blocked(now_s) {
             true => PortState::Blocked,

@@ -1,8 +1,9 @@
-//! One queue pair's part of a switch: frames for its guest, frames that came back to it, and the eventfd that wakes its
-//! worker.
+//! One queue pair's part of a switch: frames for its guest, frames that were returned to it, and
+//! the eventfd that wakes its worker.
 //!
-//! A frame stays in its sender's memory. Its description, a [`SentFrame`], goes to the inbox of the receiver's queue. The
-//! receiver's worker copies the bytes and returns the description to the sender's queue.
+//! A frame stays in its sender's memory. Its description, a [`SentFrame`], goes to the inbox of the
+//! receiver's queue. The receiver's worker copies the bytes and returns the description to the
+//! sender's queue.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,7 +16,7 @@ use vshunt_types::sync::Locked;
 
 use super::frame::Header;
 
-/// Frames that wait for one guest at most. A longer inbox would only add latency.
+/// Most frames that wait for one guest. A longer inbox would only add latency.
 pub(super) const INBOX_MAX: usize = 512;
 
 /// A piece of a sender's memory.
@@ -27,33 +28,33 @@ pub struct Piece {
     pub len: usize,
 }
 
-// SAFETY: an address and a length. The sender's queue keeps the memory mapped until the description that contains the piece
-// was returned, so any worker may read it until then.
+// SAFETY: an address and a length. The sender's queue keeps the memory mapped until the description
+// that contains the piece was returned, so any worker may read it until then.
 unsafe impl Send for Piece {}
 
-/// The description of a frame. The queue that owns the sender's ring makes it. It is at the sender, in an inbox, or with
-/// the worker that copies the bytes.
+/// The description of a frame. The queue that owns the sender's ring makes it. It is at the sender,
+/// in an inbox, or with the worker that copies the bytes.
 pub struct SentFrame {
-    /// Where it is returned to: the sender's queue.
+    /// The sender's queue, to which the description is returned.
     pub sender: Arc<PortQueue>,
     /// The sender's request; only the sender uses it.
     pub slot: u16,
     /// The sender's number of the destination; only the sender uses it.
     pub destination: u16,
-    /// When it was sent, in the sender's ticks.
+    /// The time when it was sent, in the sender's ticks.
     pub tick: u32,
     /// The frame, from its Ethernet header on.
     pub pieces: Vec<Piece>,
     /// Bytes of the frame.
     pub len: usize,
-    /// Offload work that is still to be done.
+    /// Offload work that has still to be done.
     pub header: Header,
-    /// What happened to it. The worker that returns it sets this.
+    /// The result for the frame. The worker that returns it sets this.
     pub outcome: Outcome,
 }
 
 impl SentFrame {
-    /// An empty description that is returned to `sender`.
+    /// Makes an empty description that is returned to `sender`.
     pub fn from(sender: &Arc<PortQueue>) -> Self {
         Self {
             sender: sender.clone(),
@@ -68,12 +69,12 @@ impl SentFrame {
     }
 }
 
-/// What happened to a frame.
+/// The result for a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It was copied out of its sender's memory.
     Taken,
-    /// There was no room for it, or not in time.
+    /// There was no room for it, or not soon enough.
     NoRoom,
     /// Its contents contradict its header.
     Invalid,
@@ -81,19 +82,21 @@ pub enum Outcome {
 
 /// See the module. Any worker puts frames there; the worker that has the queue pair takes them.
 pub struct PortQueue {
-    /// Guards the list, and that nothing is put there once the queue is closed. Held for a push or a take of some frames.
+    /// Guards the list, and that nothing is added once the queue is closed. Held to push or take
+    /// some frames.
     inbox: Mutex<Inbox>,
-    /// Guards the list of returned frames. Held for a push or a take of some frames.
+    /// Guards the list of returned frames. Held to push or take some frames.
     returns: Mutex<Vec<SentFrame>>,
     /// Copy of `Inbox::open` that is read without the lock.
     open: AtomicBool,
-    /// The inbox may have frames.
+    /// Whether the inbox may have frames.
     has_frames: AtomicBool,
-    /// The list of returns may have frames.
+    /// Whether the list of returns may have frames.
     has_returns: AtomicBool,
-    /// Frames in the inbox were revoked by their sender.
+    /// Whether senders have revoked frames in the inbox.
     changed: AtomicBool,
-    /// The worker has checked both lists for the last time and has to be signalled from now on.
+    /// Whether the worker has checked both lists for the last time and has to be signalled from now
+    /// on.
     asleep: AtomicBool,
     eventfd: OwnedFd,
 }
@@ -129,19 +132,19 @@ impl PortQueue {
         &self.eventfd
     }
 
-    /// Whether its guest takes frames.
+    /// Returns whether its guest takes frames.
     #[inline]
     pub fn is_open(&self) -> bool {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Lets frames in.
+    /// Opens the inbox for frames.
     pub fn open(&self) {
         self.inbox.locked().open = true;
         self.open.store(true, Ordering::Relaxed);
     }
 
-    /// Lets no frames in any more, and returns those that wait to their senders.
+    /// Closes the inbox, and returns the waiting frames to their senders.
     pub fn close(&self) {
         self.open.store(false, Ordering::Relaxed);
         let frames = {
@@ -153,7 +156,8 @@ impl PortQueue {
         Self::return_all(&mut frames);
     }
 
-    /// Puts frames into the inbox, in order, and wakes the worker. Frames without room stay in `frames`.
+    /// Puts frames into the inbox, in order, and wakes the worker. Frames without room stay in
+    /// `frames`.
     pub fn put(&self, frames: &mut Vec<SentFrame>) {
         {
             let mut inbox = self.inbox.locked();
@@ -174,8 +178,8 @@ impl PortQueue {
         self.has_frames.store(!inbox.frames.is_empty(), Ordering::Relaxed);
     }
 
-    /// Puts back frames that were taken and found no room in the guest's buffers. If the queue was closed since, they are
-    /// returned to their senders.
+    /// Puts back frames that were taken and for which the guest's buffers had no room. If the queue
+    /// was closed since, they are returned to their senders.
     pub fn put_back(&self, frames: &mut VecDeque<SentFrame>) {
         let mut inbox = self.inbox.locked();
         if !inbox.open {
@@ -188,7 +192,8 @@ impl PortQueue {
         }
     }
 
-    /// Takes frames of `sender` that were sent before `tick` out of the inbox. No worker has copied them.
+    /// Takes frames of `sender` that were sent before `tick` out of the inbox. No worker has copied
+    /// them.
     pub fn revoke(&self, sender: &Arc<Self>, tick: u32, into: &mut Vec<SentFrame>) {
         {
             let mut inbox = self.inbox.locked();
@@ -235,24 +240,24 @@ impl PortQueue {
         // Orders the flags before the read of `asleep`. `sleep` has the matching fence.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
-            // Cannot fail: the counter would have to reach 2^64 - 1.
+            // This cannot fail: the counter would have to reach 2^64 - 1.
             let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
         }
     }
 
-    /// Whether there may be frames for the guest.
+    /// Returns whether there may be frames for the guest.
     #[inline]
     pub fn has_frames(&self) -> bool {
         self.has_frames.load(Ordering::Relaxed)
     }
 
-    /// Whether frames of the guest may have been returned.
+    /// Returns whether frames of the guest may have been returned.
     #[inline]
     pub fn has_returns(&self) -> bool {
         self.has_returns.load(Ordering::Relaxed)
     }
 
-    /// Whether frames were revoked since [`take_changed`](Self::take_changed).
+    /// Returns whether frames were revoked since [`take_changed`](Self::take_changed).
     #[inline]
     pub fn has_changed(&self) -> bool {
         self.changed.load(Ordering::Relaxed)
@@ -265,19 +270,20 @@ impl PortQueue {
         }
     }
 
-    /// The worker is about to sleep: it is signalled from now on, and checks both lists once more after this.
+    /// Prepares for sleep: the worker is signalled from now on, and checks both lists once more
+    /// after this.
     pub fn sleep(&self) {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// The worker is awake and needs no signal.
+    /// Ends the sleep: the worker needs no signal.
     pub fn wake(&self) {
         self.asleep.store(false, Ordering::Relaxed);
     }
 }
 
-/// Whether tick `one` is before tick `other`. Ticks wrap around.
+/// Returns whether tick `one` is before tick `other`. Ticks wrap around.
 pub(super) fn is_before(one: u32, other: u32) -> bool {
     one.wrapping_sub(other).cast_signed() < 0
 }

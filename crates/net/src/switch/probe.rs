@@ -1,14 +1,17 @@
 //! Probes by which a switch finds loops through two of its uplinks.
 //!
-//! While a switch has several uplinks, each of them sends probes every few seconds ([`Switch::probe`](super::Switch::probe), on
-//! the uplink's own thread). If a probe of one uplink enters by another one, both lead to the same network
-//! ([`Switch::is_probe`](super::Switch::is_probe), on a worker). Guests get no probes and cannot make any: a probe has a random
-//! number of its uplink. A station on the network of one uplink sees only that uplink's number, and the number is no use to it
-//! there. Probes of other switches are forwarded like other frames, so a loop through several daemons is found, too.
+//! While a switch has several uplinks, each of them sends probes every few seconds
+//! ([`Switch::probe`](super::Switch::probe), on the uplink's own thread). If a probe of one uplink
+//! enters by another one, both lead to the same network
+//! ([`Switch::is_probe`](super::Switch::is_probe), on a worker). Guests get no probes and cannot
+//! make any: a probe has a random number of its uplink. A station on the network of one uplink sees
+//! only that uplink's number, and the number is no use to it there. Probes of other switches are
+//! forwarded like other frames, so a loop through several daemons is found, too.
 //!
-//! A trunk may have thousands of VLANs, and only one of them may make the loop. Each round probes some of them, so that all have
-//! been probed after some rounds ([`vlans`]). The VLAN whose probe came back last is probed in every round, because the loop
-//! has to be seen more often than every [`BLOCK_S`](super::port::BLOCK_S) seconds.
+//! A trunk may have thousands of VLANs, and only one of them may make the loop. Each round probes
+//! some of them, so that all have been probed after some rounds ([`vlans`]). The VLAN whose probe
+//! came back last is probed in every round, because the loop has to be seen more often than every
+//! [`BLOCK_S`](super::port::BLOCK_S) seconds.
 //!
 //! ```text
 //! destination (group) | source | [tag] | 0x9000 | "vshunt lp" | id of the uplink (16) | VLAN of the tag, or 0 (2) | zeroes
@@ -28,7 +31,8 @@ const ETH_TEST: u16 = 0x9000;
 const MAGIC: [u8; 9] = *b"vshunt lp";
 /// Bytes of the shortest Ethernet frame, without its checksum.
 const FRAME_MIN: usize = 60;
-/// Tagged VLANs that one round probes, besides the VLAN whose probe came back last. Bounds the frames that are sent at once.
+/// Tagged VLANs that one round probes, besides the VLAN whose probe came back last. Bounds the
+/// frames that are sent at once.
 const VLANS_A_ROUND: usize = 64;
 /// Seconds between an uplink's rounds.
 pub(super) const PROBE_EVERY_S: u32 = 2;
@@ -38,9 +42,10 @@ type Number = [u8; 16];
 
 /// The probes of one uplink.
 pub(super) struct Probe {
-    /// By which the switch recognizes them.
+    /// The number by which the switch recognizes them.
     pub(super) id: Number,
-    /// The VLAN whose probe came back last. [`NO_VLAN`]: it had no tag, or none came back. Any thread's.
+    /// The VLAN of the last probe that came back. [`NO_VLAN`]: it had no tag, or none came back.
+    /// Used by any thread.
     pub(super) seen: AtomicU16,
 }
 
@@ -52,7 +57,7 @@ impl Probe {
         Self { id, seen: AtomicU16::new(NO_VLAN) }
     }
 
-    /// The probe in a VLAN, or without a tag.
+    /// Returns the probe in a VLAN, or without a tag.
     pub(super) fn frame(&self, vlan: Option<u16>) -> Vec<u8> {
         let mut frame = GROUP.to_vec();
         // Source: a locally administered address of one station.
@@ -79,8 +84,8 @@ pub(super) fn parse(first: &[u8]) -> Option<(Number, u16)> {
     (word_at(first, at) == Some(ETH_TEST)).then_some((*id, word_at(rest, 0)? & VLAN_BITS))
 }
 
-/// Returns the VLANs in which a round sends probes. `None` stands for a probe without a tag. `seen`: the tagged VLAN that is
-/// probed in each round, if the port has it.
+/// Returns the VLANs in which a round sends probes. `None` stands for a probe without a tag.
+/// `seen`: the tagged VLAN that is probed in each round, if the port has it.
 pub(super) fn vlans(config: &VlanConfig, round: u32, seen: u16) -> Vec<Option<u16>> {
     let VlanConfig::Vlans { native, tagged } = config else { return vec![None] };
     let all: Vec<u16> = tagged.iter().collect();
@@ -108,7 +113,7 @@ mod tests {
             let sent: Vec<_> = (0..rounds).flat_map(|round| vlans(&lan, round, NO_VLAN)).collect();
             assert_eq!(sent, (1..=last as u16).map(Some).collect::<Vec<_>>());
             assert!((0..rounds).all(|round| vlans(&lan, round, NO_VLAN).len() <= VLANS_A_ROUND));
-            // Then it starts again.
+            // Then the rounds repeat.
             assert_eq!(vlans(&lan, rounds, NO_VLAN), vlans(&lan, 0, NO_VLAN));
         }
     }

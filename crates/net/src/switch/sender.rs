@@ -1,8 +1,9 @@
 //! Frames that a port's queue has sent to other queues, until all their descriptions were returned.
 //!
-//! The owner numbers what it sends by slots. A slot is finished once all its descriptions were returned, in any order.
-//! Descriptions that no worker takes are revoked when the queue leaves its worker, and after [`TICK`] in any case, so that a
-//! guest that takes nothing holds up no other guest.
+//! The owner numbers what it sends by slots. A slot is finished once all its descriptions were
+//! returned, in any order. Descriptions that no worker takes are revoked when the queue leaves its
+//! worker, and after [`TICK`] in any case, so that a guest that takes nothing holds up no other
+//! guest.
 
 use std::cell::UnsafeCell;
 use std::os::fd::AsRawFd;
@@ -26,15 +27,16 @@ const OP_TICK: u8 = OP_OWN + 1;
 /// The first operation of an owner.
 pub(super) const OP_OWNER: u8 = OP_OWN + 2;
 
-/// How long a frame waits for a guest's buffers at least. The maximum is twice that.
+/// The shortest time that a frame waits for a guest's buffers. The maximum is twice that.
 static TICK: Timespec = Timespec::new().nsec(10_000_000);
-/// Buffers of a frame at most. Each description lists all of them, and a switch may have many ports.
+/// Most buffers of a frame. Each description lists all of them, and a switch may have many ports.
 pub(super) const BUFFERS_MAX: usize = 128;
-/// Pieces of a description at most: the copy of the frame's first bytes, and the rest of the buffers.
+/// Most pieces of a description: the copy of the frame's first bytes, and the rest of the buffers.
 pub(super) const PIECES_MAX: usize = BUFFERS_MAX + 1;
-/// Frames in flight to a queue that has taken none for a while: enough to find out whether it takes frames again.
+/// Most frames in flight to a queue that has taken none for a while. They show whether it takes
+/// frames again.
 const STUCK_MAX: u32 = 4;
-/// Destinations that stay listed.
+/// Number of destinations that stay listed.
 const DESTINATIONS_KEPT: usize = 8;
 
 /// A frame in flight.
@@ -44,18 +46,18 @@ struct SendSlot {
     pending: u32,
     /// Whether a receiver took the frame.
     taken: bool,
-    /// When it was sent.
+    /// The time when it was sent.
     tick: u32,
 }
 
-/// Frames to one queue.
+/// The frames to one queue.
 struct Destination {
     queue: Arc<PortQueue>,
     /// Descriptions of this iteration, not yet put into its inbox.
     frames: Vec<SentFrame>,
     /// Descriptions that were not returned.
     outstanding: u32,
-    /// It let frames wait for too long, and has taken none since.
+    /// Whether it let frames wait for too long, and has taken none since.
     stuck: bool,
 }
 
@@ -72,11 +74,12 @@ pub(super) struct Sender {
     guard: Arc<PortGuard>,
     /// Number of the queue within its port.
     index: u16,
-    /// Where descriptions are returned, and where frames of other ports arrive.
+    /// The queue to which descriptions are returned, and at which frames of other ports arrive.
     pub(super) queue: Arc<PortQueue>,
     slots: Box<[SendSlot]>,
-    /// The first bytes of each slot's frame, as they were checked. This worker writes one while its slot is finished. The
-    /// workers that copy the frame read it until all descriptions of the slot were returned.
+    /// The first bytes of each slot's frame, as they were checked. This worker writes one while its
+    /// slot is finished. The workers that copy the frame read it until all descriptions of the slot
+    /// were returned.
     starts: Box<[UnsafeCell<FrameStart>]>,
     /// Slots that are not finished.
     in_flight: u32,
@@ -88,24 +91,25 @@ pub(super) struct Sender {
     over_mtu: u64,
     /// Unused descriptions.
     spare: Vec<SentFrame>,
-    /// A slow destination slows this port down. A destination that takes nothing gets almost nothing after a while.
+    /// A slow destination slows this port down. A destination that takes nothing gets almost
+    /// nothing after a while.
     destinations: Vec<Destination>,
     returned: Vec<SentFrame>,
     view: Arc<View>,
     version: u64,
     now_s: u32,
-    /// Of this iteration.
+    /// The last route of this iteration.
     last: LastRoute,
     tick: u32,
     timer: PollState,
     /// The poll of the eventfd that other workers signal.
     eventfd: PollState,
-    /// The queue leaves its worker once all descriptions were returned.
+    /// Whether the queue leaves its worker once all descriptions were returned.
     leaving: bool,
 }
 
 impl Sender {
-    /// The sender of queue `index` of a port, with nothing in flight.
+    /// Makes the sender of queue `index` of a port, with no frames in flight.
     pub(super) fn new(guard: Arc<PortGuard>, index: u16) -> Self {
         let queue = slot(&guard.port.queues, index).clone();
         Self {
@@ -133,7 +137,7 @@ impl Sender {
         }
     }
 
-    /// Sets the number of slots. Only while nothing is in flight.
+    /// Sets the number of slots. Called only while no frames are in flight.
     pub(super) fn set_slots(&mut self, count: u16) {
         debug_assert!(self.in_flight == 0);
         self.slots = (0..count).map(|_| SendSlot::default()).collect();
@@ -144,8 +148,8 @@ impl Sender {
         self.in_flight == 0 && self.timer == PollState::Off && self.eventfd == PollState::Off
     }
 
-    /// Begins an iteration: renews the snapshot of the ports and the time.
-    pub(super) fn begin_iteration(&mut self) {
+    /// Starts an iteration: renews the snapshot of the ports and the time.
+    pub(super) fn start_iteration(&mut self) {
         let switch = &self.guard.switch;
         let version = switch.version();
         if version != self.version {
@@ -155,12 +159,14 @@ impl Sender {
         self.last = LastRoute::default();
     }
 
-    /// Describes a frame for all its receivers, except for queues that have `most` frames of this sender already. The slot is
-    /// in flight until it is among [`finished`](Self::finished). On an error it never was in flight.
+    /// Describes a frame for all its receivers, except for queues that have `most` frames of this
+    /// sender already. The slot is in flight until it is among [`finished`](Self::finished). On an
+    /// error it never was in flight.
     ///
-    /// The first bytes that are sent are those of the packet, because a guest may change its memory after the check. The rest
-    /// is the memory that `pieces` adds to a description, without the number of bytes that it is given; that may be none. The
-    /// memory stays mapped until the slot is finished.
+    /// The first bytes that are sent are those of the packet, because a guest may change its memory
+    /// after the check. The rest is the memory that `pieces` adds to a description, without the
+    /// number of bytes that it is given; that may be none. The memory stays mapped until the slot
+    /// is finished.
     pub(super) fn send(
         &mut self,
         slot: u16,
@@ -177,8 +183,8 @@ impl Sender {
         // A frame that leaves unchanged from memory that no guest writes to needs no copy.
         let copied = !(content.stable && vlan == NO_VLAN);
         let start = copied.then(|| {
-            // SAFETY: the owner passes a slot that is finished, so no other worker reads this start. The sender belongs to
-            // this worker, and `&mut self` excludes another use here.
+            // SAFETY: the owner passes a slot that is finished, so no other worker reads this
+            // start. The sender belongs to this worker, and `&mut self` excludes another use here.
             let start = unsafe { &mut *slot_mut(starts, slot).get() };
             start.set(packet.first, vlan);
             &*start
@@ -209,7 +215,7 @@ impl Sender {
             Route::Port(at) => view.port(at.into()).map_or(Err(DropReason::NoReceiver), |to| put(to))?,
             Route::All => {
                 for to in view.all().filter(|to| to.index != port.index) {
-                    // A flooded frame counts as lost only where it is too long.
+                    // A flooded frame counts as lost only at ports where it is too long.
                     self.over_mtu += u64::from(put(to) == Err(DropReason::OverMtu));
                 }
             }
@@ -225,7 +231,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Whether a frame that entered by an uplink is a probe of the switch, which is not forwarded.
+    /// Returns whether a frame that entered by an uplink is a probe of the switch, which is not
+    /// forwarded.
     #[inline]
     pub(super) fn is_probe(&self, first: &[u8]) -> bool {
         self.guard.switch.is_probe(&self.view, &self.guard.port, first, self.now_s)
@@ -236,7 +243,7 @@ impl Sender {
         for destination in &mut self.destinations {
             if !destination.frames.is_empty() {
                 destination.queue.put(&mut destination.frames);
-                // Those for which there was no room.
+                // The frames for which there was no room.
                 self.returned.append(&mut destination.frames);
             }
         }
@@ -288,22 +295,22 @@ impl Sender {
         }
     }
 
-    /// Attach: other workers can signal it from now on.
+    /// Prepares for a worker: other workers can signal it from now on.
     pub(super) fn arm(&mut self, uring: &mut Uring, place: Token) {
         self.leaving = false;
         self.eventfd.start(uring, self.queue.as_raw_fd(), place.with(0, OP_SIGNALLED));
         self.watch(uring, place);
     }
 
-    /// Starts the timer if something is in flight.
+    /// Starts the timer if frames are in flight.
     pub(super) fn watch(&mut self, uring: &mut Uring, place: Token) {
         if self.in_flight > 0 {
             self.timer.start_timeout(uring, &TICK, place.with(0, OP_TICK));
         }
     }
 
-    /// Detach: revokes all that is in flight. Frames that other workers copy at this time are returned by them, or put back
-    /// and revoked at the next tick.
+    /// Prepares to leave the worker: revokes all frames in flight. Frames that other workers copy
+    /// at this time are returned by them, or put back and revoked at the next tick.
     pub(super) fn disarm(&mut self, uring: &mut Uring, place: Token) {
         self.leaving = true;
         if self.in_flight > 0 {
@@ -331,8 +338,8 @@ impl Sender {
         true
     }
 
-    /// Revokes frames that were in flight for a whole tick, or all if the queue is leaving: another worker may have taken a
-    /// frame and put it back since the last tick.
+    /// Revokes frames that were in flight for a whole tick, or all if the queue is leaving: another
+    /// worker may have taken a frame and put it back since the last tick.
     fn ticked(&mut self, uring: &mut Uring, place: Token) {
         self.timer.ended();
         self.tick = self.tick.wrapping_add(1);
@@ -348,7 +355,7 @@ impl Sender {
         self.watch(uring, place);
     }
 
-    /// Takes back what was sent before `tick` and was not taken yet.
+    /// Takes back frames that were sent before `tick` and were not taken yet.
     fn revoke(&mut self, tick: u32) {
         // Ports that joined after the snapshot cannot have frames of this sender.
         for other in self.view.all().flat_map(|port| &port.queues) {
@@ -356,9 +363,9 @@ impl Sender {
         }
     }
 
-    /// Takes what was returned. Ends the polls if nothing is in flight any more.
+    /// Takes the returned frames. Ends the polls if no frames are in flight.
     fn leave_once_returned(&mut self, uring: &mut Uring, place: Token) {
-        // Other workers signal what they return from here on. What they returned before is taken here.
+        // Other workers signal what they return from now on. This takes what they returned before.
         self.queue.sleep();
         self.reap_returns();
         if self.in_flight == 0 {
@@ -367,18 +374,18 @@ impl Sender {
         }
     }
 
-    /// Whether the queue is about to leave its worker.
+    /// Returns whether the queue is about to leave its worker.
     pub(super) fn is_leaving(&self) -> bool {
         self.leaving
     }
 
-    /// The queue has left its worker.
+    /// Records that the queue has left its worker.
     pub(super) fn left(&mut self) {
         self.leaving = false;
     }
 }
 
-/// Where `queue` is among the destinations; adds it if it is not there.
+/// Returns the position of `queue` among the destinations. Adds it if it is not there.
 fn position(destinations: &mut Vec<Destination>, queue: &Arc<PortQueue>) -> usize {
     destinations.iter().position(|to| Arc::ptr_eq(&to.queue, queue)).unwrap_or_else(|| {
         let queue = queue.clone();
@@ -387,17 +394,19 @@ fn position(destinations: &mut Vec<Destination>, queue: &Arc<PortQueue>) -> usiz
     })
 }
 
-/// What a description says of a frame besides its bytes, as it entered.
+/// The properties of a frame as it entered, without its bytes.
 #[derive(Clone, Copy)]
 pub(super) struct FrameContent {
     pub(super) header: Header,
     pub(super) len: usize,
-    /// The bytes do not change before the slot is finished: they are not a guest's.
+    /// Whether the bytes do not change before the slot is finished, because they are not in guest
+    /// memory.
     pub(super) stable: bool,
 }
 
 impl FrameContent {
-    /// Fills a description. The frame begins with `start` in one form, or is unchanged. The caller adds the other pieces.
+    /// Fills a description. The frame begins with `start` in one form, or is unchanged. The caller
+    /// adds the other pieces.
     fn describe(&self, frame: &mut SentFrame, start: Option<(&FrameStart, TagForm)>) {
         frame.outcome = Outcome::NoRoom;
         frame.pieces.clear();
@@ -412,7 +421,8 @@ impl FrameContent {
     }
 }
 
-/// A guest's header as other guests see it. They must not rely on what it says about verified checksums.
+/// Returns a guest's header as other guests see it. They must not rely on its flag for verified
+/// checksums.
 pub(super) fn relayed_header(header: Header) -> Header {
     Header { flags: header.flags & NEEDS_CSUM, ..header }
 }

@@ -1,7 +1,8 @@
-//! Addresses whose port is known by configuration. They are never learnt, and no other port may use them as a source.
+//! Addresses whose port is known by configuration. They are never learnt, and no other port may use
+//! them as a source.
 //!
-//! The table is a part of the snapshot of a switch's ports ([`View`](super::View)): it is built when ports change, and only
-//! read after that.
+//! The table is a part of the snapshot of a switch's ports ([`View`](super::View)): it is built
+//! when ports change, and only read after that.
 
 use super::frame::mix;
 use super::macs::Address;
@@ -11,11 +12,13 @@ use super::macs::Address;
 pub(super) struct StaticEntry {
     pub(super) address: Address,
     pub(super) port: u16,
-    /// It is the host's, found by the daemon. Otherwise it is an export's, given by the operator.
+    /// Whether the daemon found it as an address of the host. Otherwise the operator gave it for an
+    /// export.
     pub(super) host: bool,
 }
 
-/// See the module. An open-addressing table, at most half full. It has no slots if there are no entries.
+/// See the module. An open-addressing table, at most half full. It has no slots if there are no
+/// entries.
 #[derive(Default)]
 pub(super) struct StaticEntries {
     slots: Box<[Option<StaticEntry>]>,
@@ -23,8 +26,8 @@ pub(super) struct StaticEntries {
 }
 
 impl StaticEntries {
-    /// Builds the table; `entries` lists those of exports first. An address of the host that is also an export's is the
-    /// export's.
+    /// Builds the table. `entries` lists those of exports first. An address of both the host and an
+    /// export belongs to the export.
     pub(super) fn new(entries: impl Iterator<Item = StaticEntry>) -> Self {
         let entries: Vec<_> = entries.filter(|entry| entry.address.is_stations()).collect();
         if entries.is_empty() {
@@ -46,24 +49,26 @@ impl StaticEntries {
         this
     }
 
-    /// All entries, in no order.
+    /// Returns all entries, in no order.
     pub(super) fn all(&self) -> impl Iterator<Item = StaticEntry> + '_ {
         self.slots.iter().copied().flatten()
     }
 
-    /// The number of entries.
+    /// Returns the number of entries.
     pub(super) fn len(&self) -> usize {
         self.count
     }
 
-    /// The slots of an address, in the order in which they are tried. Only if there are slots.
+    /// Returns the slots of an address, in the order in which they are tried. Called only if there
+    /// are slots.
     fn probe(&self, address: Address) -> impl Iterator<Item = usize> + use<> {
         let mask = self.slots.len() - 1;
         let start = mix(address.number()) as usize;
         (0..=mask).map(move |step| start.wrapping_add(step) & mask)
     }
 
-    /// The entries of an address: several if ports of different VLANs have the same one.
+    /// Returns the entries of an address. There are several if ports of different VLANs have the
+    /// same one.
     #[inline]
     pub(super) fn of(&self, address: Address) -> impl Iterator<Item = StaticEntry> + '_ {
         let some = (!self.slots.is_empty()).then(|| self.probe(address));

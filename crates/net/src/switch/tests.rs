@@ -6,12 +6,12 @@ use super::*;
 mod learning;
 mod ports;
 
-/// What a switch reads of the frame `bytes`, which has an Ethernet header.
+/// Inspects the frame `bytes`, which has an Ethernet header.
 fn inspect(bytes: &[u8]) -> FrameInfo {
     super::frame::inspect(bytes).unwrap()
 }
 
-/// A frame between two hosts, with ports.
+/// Makes a frame between two hosts, with ports.
 fn frame(v6: bool, tags: usize, from: (u8, u16), to: (u8, u16), protocol: u8) -> Vec<u8> {
     let mut bytes = vec![2, 0, 0, 0, 0, to.0, 2, 0, 0, 0, 0, from.0];
     (0..tags).for_each(|_| bytes.extend([0x81, 0, 0, 5]));
@@ -61,7 +61,7 @@ fn a_flow_has_one_hash_both_ways() {
             all.insert((v6, there.hash));
         }
     }
-    // Tags make no other flow, and flows are told apart.
+    // Tags do not change the flow, and different flows have different hashes.
     assert!(all.len() > 195, "{}", all.len());
     let tcp = inspect(&frame(false, 0, (1, 5), (2, 6), 6)).hash;
     assert_ne!(tcp, inspect(&frame(false, 0, (1, 5), (2, 6), 17)).hash);
@@ -113,7 +113,7 @@ fn headers_that_make_no_sense() {
         assert!(!sane(Header { gso_type, ..tso }), "{gso_type}");
     }
     assert!(!sane(Header { flags: 4, ..csum }));
-    // A checksum within the addresses or the tags would change what was checked.
+    // A checksum within the addresses or the tags would change checked bytes.
     let early = Header { csum_start: 13, csum_offset: 0, ..csum };
     assert!(!sane(early) && sane(Header { csum_start: 14, ..early }));
     assert!(!Header { csum_start: 14, ..early }.is_sane(100, 18));
@@ -133,7 +133,7 @@ fn transmit_follows_receive() {
     assert_eq!((at(6, 0), at(7, 0), at(8, 0)), (0, 1, 2));
     port.learn(6, 2, 0);
     assert_eq!((at(6, 0), at(6, flows::AGE_S), at(6, flows::AGE_S + 1)), (2, 2, 0));
-    // Not to a pair that takes nothing.
+    // A pair that takes no frames gets none.
     port.learn(6, 3, 0);
     assert_eq!(at(6, 0), 0);
 }
@@ -143,17 +143,17 @@ fn ports_come_and_go() {
     let switch = Switch::new("s");
     let (a, b) = (switch.join(1, guest("a")).unwrap(), switch.join(2, guest("b")).unwrap());
     let version = switch.version();
-    let look = inspect(&frame(false, 0, (1, 5), (2, 6), 6));
-    let route = |from: &Port, look: &FrameInfo| switch.route(&switch.view(), from, look, 0, 0).unwrap();
-    assert_eq!(route(&a, &look), Route::All);
+    let info = inspect(&frame(false, 0, (1, 5), (2, 6), 6));
+    let route = |from: &Port, info: &FrameInfo| switch.route(&switch.view(), from, info, 0, 0).unwrap();
+    assert_eq!(route(&a, &info), Route::All);
     let back = inspect(&frame(false, 0, (2, 6), (1, 5), 6));
     assert_eq!(route(&b, &back), Route::Port(a.index));
-    assert_eq!(route(&a, &look), Route::Port(b.index));
-    assert_eq!(route(&b, &look), Route::Nowhere);
+    assert_eq!(route(&a, &info), Route::Port(b.index));
+    assert_eq!(route(&b, &info), Route::Nowhere);
     assert_eq!(switch.addresses(), 2);
     switch.leave(b.index);
     assert!(switch.version() > version && switch.view().port(b.index.into()).is_none());
-    assert_eq!(route(&a, &look), Route::All);
+    assert_eq!(route(&a, &info), Route::All);
     assert_eq!(switch.join(1, guest("c")).unwrap().index, b.index);
 }
 
@@ -167,7 +167,7 @@ fn descriptions_return() {
         frame
     };
     let slots = |frames: &[SentFrame]| frames.iter().map(|f| f.slot).collect::<Vec<_>>();
-    // One that is closed takes none.
+    // A closed queue takes no frames.
     let mut frames = vec![send(0, 0)];
     to.put(&mut frames);
     assert_eq!(slots(&frames), [0]);
@@ -179,20 +179,20 @@ fn descriptions_return() {
     to.take(1, &mut taken);
     assert_eq!((taken.len(), taken[0].slot, to.has_frames()), (1, 0, true));
     to.put_back(&mut taken);
-    // Those sent before tick 1 are fetched back, others stay.
-    let mut home = Vec::new();
-    to.revoke(&from, 1, &mut home);
-    assert_eq!(slots(&home), [0, 1]);
-    PortQueue::return_all(&mut home);
+    // Frames sent before tick 1 are revoked, and others stay.
+    let mut returned = Vec::new();
+    to.revoke(&from, 1, &mut returned);
+    assert_eq!(slots(&returned), [0, 1]);
+    PortQueue::return_all(&mut returned);
     assert!(from.has_returns());
-    from.take_returns(&mut home);
-    assert_eq!((slots(&home), from.has_returns()), (vec![0, 1], false));
-    // So does what waits when it closes.
+    from.take_returns(&mut returned);
+    assert_eq!((slots(&returned), from.has_returns()), (vec![0, 1], false));
+    // Waiting frames are returned when the queue closes.
     to.close();
     assert!(!to.is_open());
-    home.clear();
-    from.take_returns(&mut home);
-    assert_eq!(slots(&home), [2, 3]);
+    returned.clear();
+    from.take_returns(&mut returned);
+    assert_eq!(slots(&returned), [2, 3]);
 }
 
 #[test]

@@ -1,7 +1,8 @@
-//! A tap as a port of a switch. It has no front end and no guest; its queues run from its start to its end.
+//! A tap as a port of a switch. It has no front end and no guest; its queues run from its start to
+//! its end.
 //!
-//! A thread of each uplink checks every [`CHECK_EVERY`] what can change without a command: the interface's MTU, the addresses
-//! of the host behind it, and loops through another uplink.
+//! A thread of each uplink checks every [`CHECK_EVERY`] what can change without a command: the
+//! interface's MTU, the addresses of the host behind it, and loops through another uplink.
 
 mod from_tap;
 mod queue;
@@ -29,7 +30,7 @@ use crate::tap::{HEADER_LONG, Offloads, Tap, TapQueue};
 
 /// How often the thread checks. Each time is a round of loop probes.
 const CHECK_EVERY: Duration = Duration::from_secs(PROBE_EVERY_S as u64);
-/// How long after the probes were sent the thread checks whether they came back.
+/// Time after the probes were sent at which the thread checks whether they came back.
 const PROBE_BACK: Duration = Duration::from_millis(200);
 
 /// See the module.
@@ -38,15 +39,16 @@ pub struct Uplink {
     guard: Arc<PortGuard>,
     taps: Vec<Arc<TapQueue>>,
     stats: Vec<Arc<NetStats>>,
-    /// `None` once it is stopped. Guards nothing else.
+    /// `None` once it is stopped. The lock guards nothing else.
     queues: Mutex<Option<Arc<QueueSet>>>,
-    /// The thread ends when its sender is dropped. `None` once it was stopped. Guards nothing else.
+    /// The thread ends when its sender is dropped. `None` once it was stopped. The lock guards
+    /// nothing else.
     watcher: Mutex<Option<(mpsc::Sender<()>, JoinHandle<()>)>>,
 }
 
 impl Uplink {
-    /// Joins a tap to a switch, with one of its queues for each of `queues`. `options.tap` is ignored, and `options.mtu` is used if
-    /// the tap's MTU cannot be read.
+    /// Joins a tap to a switch, with one of its queues for each of `queues`. `options.tap` is
+    /// ignored, and `options.mtu` is used if the tap's MTU cannot be read.
     ///
     /// # Errors
     /// A call on the tap fails, or the switch is full. Nothing is joined then.
@@ -97,7 +99,7 @@ impl Uplink {
             }
         }
         let (sender, stop) = mpsc::channel();
-        // The thread does not keep the network: it goes when the export does.
+        // The thread does not keep the network, which ends with the export.
         let (tap, own) = (Arc::downgrade(&whole), guard.clone());
         let watch = move || watch(&own.switch, &own.port, &tap, &stop);
         let builder = std::thread::Builder::new().name("uplink".into());
@@ -111,21 +113,22 @@ impl Uplink {
         Ok(this)
     }
 
-    /// Describes its port as it is now.
+    /// Returns its port as it is now.
     pub fn port(&self) -> PortInfo {
         self.guard.info()
     }
 
-    /// Counters of a queue. The tap is counted as the guest.
+    /// Returns the counters of a queue. The tap is counted as the guest.
     pub fn net_counters(&self, queue: u16) -> Option<NetQueueCounters> {
         self.stats.get(usize::from(queue)).map(|stats| stats.counters())
     }
 
-    /// Stops it: frames that wait for the tap are returned to their senders, frames that wait in it are dropped. Idempotent.
+    /// Stops it: frames that wait for the tap are returned to their senders, frames that wait in it
+    /// are dropped. Idempotent.
     pub fn stop(&self) {
         if let Some((sender, thread)) = self.watcher.locked().take() {
             drop(sender);
-            // Nothing can be done here about a panic of the thread.
+            // A panic of the thread cannot be handled here.
             let _ = thread.join();
         }
         let Some(queues) = self.queues.locked().take() else { return };
@@ -142,13 +145,14 @@ impl Uplink {
     }
 }
 
-/// The thread of an uplink.
+/// The function of an uplink's thread.
 fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::Receiver<()>) {
     let ended = |wait| !matches!(stop.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
     let (mut was_blocked, mut round) = (false, 0);
     loop {
         let Some(tap) = tap.upgrade() else { return };
-        // What cannot be read stays as it was, so that no guest can take over the host's address.
+        // A value that cannot be read stays as it was, so that no guest can take the host's
+        // address.
         if let Ok(mtu) = tap.mtu() {
             port.set_mtu(mtu);
         }
@@ -174,16 +178,17 @@ fn watch(switch: &Switch, port: &Port, tap: &std::sync::Weak<Tap>, stop: &mpsc::
     }
 }
 
-/// Reports that a queue has lost its tap. It does so on a thread of its own, because a worker writes no log line and waits for
-/// no client.
+/// Reports that a queue has lost its tap. This runs on its own thread, because a worker writes no
+/// log line and waits for no client.
 fn report_broken(name: &str, index: u16, why: &str, observer: &Arc<dyn Observer>) {
     let (name, why, observer) = (name.to_owned(), why.to_owned(), observer.clone());
-    let told = move || {
+    let report = move || {
         tracing::warn!("{name}:{index}: {why}; remove the export and its network, then add both again");
         observer.queue_broken(index, &why);
     };
-    // A front end's queues have a session thread for this. If the thread cannot be made, the queue's state still shows it.
-    sandbox::detach(ThreadKind::Session, std::thread::Builder::new().name("uplink-broken".into()), told);
+    // A front end's queues have a session thread for this. If the thread cannot be made, the
+    // queue's state still shows it.
+    sandbox::detach(ThreadKind::Session, std::thread::Builder::new().name("uplink-broken".into()), report);
 }
 
 impl Drop for Uplink {

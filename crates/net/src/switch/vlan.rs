@@ -1,5 +1,5 @@
-//! VLANs of a port: which VLAN a frame belongs to that enters by the port, and whether a frame leaves with a tag (IEEE 802.1Q,
-//! 6.9 and 8.6).
+//! VLANs of a port: the VLAN of a frame that enters by the port, and whether a frame leaves with a
+//! tag (IEEE 802.1Q, 6.9 and 8.6).
 //!
 //! | port | takes | gives |
 //! | --- | --- | --- |
@@ -8,9 +8,10 @@
 //! | `trunk=L` | frames tagged with a VLAN of L | frames of these VLANs, tagged |
 //! | both | both | both; N is the native VLAN |
 //!
-//! Tags are 802.1Q tags (0x8100). A port with VLANs drops frames that begin with another kind of tag: the switch does not know
-//! what such a tag means to the network behind an uplink. For the same reason a frame never leaves untagged if a second tag
-//! follows the removed one: the next switch would take the second tag for the frame's VLAN.
+//! Tags are 802.1Q tags (0x8100). A port with VLANs drops frames that start with another kind of
+//! tag, because the switch does not know what such a tag means to the network behind an uplink. For
+//! the same reason a frame never leaves untagged if a second tag follows the removed one: the next
+//! switch would treat the second tag as the frame's VLAN.
 
 use vshunt_types::spec::Vlans;
 
@@ -53,7 +54,7 @@ pub enum TagForm {
 }
 
 impl VlanConfig {
-    /// The VLANs that the options `vlan` and `trunk` give.
+    /// Returns the VLANs for the options `vlan` and `trunk`.
     pub fn new(vlan: Option<u16>, trunk: Option<&Vlans>) -> Self {
         match (vlan, trunk) {
             (None, None) => Self::Plain,
@@ -61,7 +62,8 @@ impl VlanConfig {
         }
     }
 
-    /// Returns the VLAN of a frame that enters and begins with `first`. `None`: the port does not take the frame.
+    /// Returns the VLAN of a frame that enters and begins with `first`. `None`: the port does not
+    /// take the frame.
     pub(super) fn admits(&self, first: &[u8]) -> Option<u16> {
         let Self::Vlans { native, tagged } = self else { return Some(NO_VLAN) };
         let kind = word_at(first, ADDRESSES)?;
@@ -77,7 +79,8 @@ impl VlanConfig {
         }
     }
 
-    /// Returns the form in which frames of a VLAN leave by the port. `None`: they do not leave by it.
+    /// Returns the form in which frames of a VLAN leave by the port. `None`: they do not leave by
+    /// it.
     #[inline]
     pub(super) fn form(&self, vlan: u16) -> Option<TagForm> {
         match self {
@@ -87,7 +90,7 @@ impl VlanConfig {
         }
     }
 
-    /// Whether both ports have a VLAN in common.
+    /// Returns whether both ports have a VLAN in common.
     pub(super) fn shares_vlan(&self, other: &Self) -> bool {
         match self {
             Self::Plain => *other == Self::Plain,
@@ -98,20 +101,20 @@ impl VlanConfig {
     }
 }
 
-/// The first bytes of a frame as it leaves, in memory of the queue that sends it. The bytes that were checked are the bytes
-/// that are sent, even if the guest writes to its own memory at the same time. It has a cache line of its own, because
-/// receivers read one while the sender writes the next.
+/// The first bytes of a frame as it leaves, in memory of the queue that sends it. The bytes that
+/// were checked are the bytes that are sent, even if the guest writes to its own memory at the same
+/// time. It has its own cache line, because receivers read one while the sender writes the next.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub(super) struct FrameStart {
     untagged: [u8; START],
     tagged: [u8; START + TAG],
-    /// Bytes of the frame, as it entered, that these replace.
+    /// Bytes of the frame, as it entered, that it replaces.
     replaced: u8,
     untagged_len: u8,
     /// 0 if there is no tagged form.
     tagged_len: u8,
-    /// A tag follows the one that is removed.
+    /// Whether a tag follows the one that is removed.
     inner_tag: bool,
 }
 
@@ -138,7 +141,7 @@ fn join(to: &mut [u8], parts: &[&[u8]]) -> u8 {
 }
 
 impl FrameStart {
-    /// The start of a frame that begins with `first` and that a port admitted to a VLAN.
+    /// Makes the start of a frame that begins with `first` and that a port admitted to a VLAN.
     pub(super) fn new(first: &[u8], vlan: u16) -> Self {
         let mut start = Self::default();
         let first = first.get(..START).unwrap_or(first);
@@ -164,7 +167,8 @@ impl FrameStart {
         start
     }
 
-    /// Makes it the start of another frame, as [`new`](Self::new) does. For ports without VLANs that is one copy, in place.
+    /// Makes it the start of another frame, as [`new`](Self::new) does. For ports without VLANs
+    /// that is one copy, in place.
     #[inline]
     pub(super) fn set(&mut self, first: &[u8], vlan: u16) {
         match first.first_chunk() {
@@ -177,19 +181,19 @@ impl FrameStart {
         }
     }
 
-    /// Bytes of the frame, as it entered, that it replaces.
+    /// Returns the bytes of the frame, as it entered, that it replaces.
     #[inline]
     pub(super) fn replaced(&self) -> usize {
         self.replaced.into()
     }
 
-    /// Whether the frame can leave in this form.
+    /// Returns whether the frame can leave in this form.
     #[inline]
     pub(super) fn has(&self, form: TagForm) -> bool {
         form == TagForm::Tagged || !self.inner_tag
     }
 
-    /// The bytes in one form.
+    /// Returns the bytes in one form.
     #[inline]
     pub(super) fn bytes(&self, form: TagForm) -> &[u8] {
         // The lengths are those of `join`, so `get` succeeds.
@@ -199,7 +203,7 @@ impl FrameStart {
         }
     }
 
-    /// Bytes by which the frame is longer in this form than it was when it entered.
+    /// Returns the bytes by which the frame is longer in this form than it was when it entered.
     #[inline]
     pub(super) fn longer(&self, form: TagForm) -> isize {
         self.bytes(form).len().cast_signed() - self.replaced().cast_signed()

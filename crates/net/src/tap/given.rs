@@ -1,4 +1,4 @@
-//! A tap's files that somebody else opened: what they are, and whether they are what we need.
+//! Files of a tap that another program opened, and the check that they can be used.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,9 +12,9 @@ use crate::ifreq;
 use crate::links::Links;
 use crate::netns::Netns;
 
-/// The device of /dev/net/tun: a macvtap's files are of another.
+/// The device number of /dev/net/tun. A macvtap's files have another.
 const TUN: (u32, u32) = (10, 200);
-/// kcmp(2): whether two descriptors are of the same open file.
+/// kcmp(2): compares whether two descriptors refer to the same open file.
 const KCMP_FILE: libc::c_int = 0;
 
 /// The files of one tap.
@@ -23,11 +23,11 @@ pub(super) struct Given {
     pub(super) macvtap: bool,
     pub(super) multi_queue: bool,
     pub(super) files: Vec<File>,
-    /// Where the interface is; none where that may not be entered.
+    /// Access to the interface. `None` if its namespace may not be entered.
     pub(super) links: Option<Links>,
 }
 
-/// What one descriptor is of.
+/// The properties of one descriptor.
 #[derive(PartialEq, Eq)]
 struct Joined {
     name: String,
@@ -36,10 +36,10 @@ struct Joined {
     address: [u8; 6],
 }
 
-/// The list of descriptors `7:8:9`.
+/// Parses a list of descriptors such as `7:8:9`.
 ///
 /// # Errors
-/// [`Invalid`](vshunt_types::error::Kind::Invalid): it is none, or has one twice.
+/// [`Invalid`](vshunt_types::error::Kind::Invalid): it is no such list, or has a descriptor twice.
 pub fn parse_fds(text: &str) -> Result<Vec<i32>> {
     let wrong = |why: String| Err(Error::invalid(format!("fd={text}: {why}")));
     let mut fds = Vec::new();
@@ -57,16 +57,16 @@ pub fn parse_fds(text: &str) -> Result<Vec<i32>> {
 }
 
 impl Given {
-    /// Looks at descriptors (one at least), and makes them non-blocking and our own.
+    /// Checks descriptors (at least one), and makes them non-blocking and close-on-exec.
     pub(super) fn new(fds: Vec<OwnedFd>) -> Result<Self> {
         let numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let files: Vec<File> = fds.into_iter().map(File::from).collect();
         let Some(first) = files.first() else {
             return Err(Error::invalid("no descriptor is given; a tap has one queue at least"));
         };
-        let tap = look(first, numbers[0])?;
+        let tap = inspect(first, numbers[0])?;
         for (at, (file, number)) in files.iter().zip(&numbers).enumerate().skip(1) {
-            if look(file, *number)? != tap {
+            if inspect(file, *number)? != tap {
                 return Err(Error::invalid(format!(
                     "descriptors {} and {number} are not of the same tap, opened the same way; each network has one",
                     numbers[0]
@@ -89,7 +89,7 @@ impl Given {
             own(file).map_err(|e| Error::io(format!("descriptor {number} cannot be set up"), e.into()))?;
         }
         let links = links(first, &tap);
-        // TUNGETIFF does not tell: IFF_NO_PI is IFF_NOFILTER there.
+        // TUNGETIFF does not report this: IFF_NO_PI is IFF_NOFILTER there.
         if let Some(Ok(Some(link))) = links.as_ref().map(|links| links.find(&tap.name))
             && link.packet_information
         {
@@ -102,7 +102,7 @@ impl Given {
     }
 }
 
-fn look(file: &File, number: i32) -> Result<Joined> {
+fn inspect(file: &File, number: i32) -> Result<Joined> {
     let wrong = |why: &str| Err(Error::invalid(format!("descriptor {number} {why}")));
     let no_tap =
         "is no tap; pass one of /dev/net/tun (IFF_TAP, IFF_NO_PI, IFF_VNET_HDR), or of a macvtap's /dev/tapN";
@@ -129,14 +129,14 @@ fn look(file: &File, number: i32) -> Result<Joined> {
     let address = ifreq::address(file).map_err(|e| {
         Error::io(format!("the address of descriptor {number}'s interface cannot be read"), e)
     })?;
-    // A macvtap has as many queues as open files, whatever its flags say.
+    // A macvtap has as many queues as open files, independently of its flags.
     Ok(Joined { name, macvtap, multi_queue: macvtap || has(ifreq::IFF_MULTI_QUEUE), address })
 }
 
-/// Whether both are the same open file. Where the kernel does not tell, they are not.
+/// Returns whether both are the same open file. If the kernel does not report it, they are not.
 fn same_file(one: &File, other: &File) -> bool {
     let (own, one, other) = (std::process::id(), one.as_raw_fd(), other.as_raw_fd());
-    // SAFETY: kcmp compares two descriptors of this process and touches no memory.
+    // SAFETY: kcmp compares two descriptors of this process and accesses no memory.
     unsafe { libc::syscall(libc::SYS_kcmp, own, own, KCMP_FILE, one, other) == 0 }
 }
 
@@ -146,8 +146,8 @@ fn own(file: &File) -> rustix::io::Result<()> {
     rustix::fs::fcntl_setfl(file, flags | OFlags::NONBLOCK)
 }
 
-/// Asks in the namespace of the interface, if the kernel tells which that is and lets us; else in ours, if the interface is
-/// there.
+/// Opens access to the interface in its namespace, if the kernel reports it and this process may
+/// enter it. Otherwise in the namespace of this process, if the interface is there.
 fn links(file: impl AsFd, tap: &Joined) -> Option<Links> {
     let there = ifreq::netns(file).and_then(Netns::of).and_then(|netns| netns.run(Links::new)?);
     there.ok().or_else(|| {

@@ -1,4 +1,4 @@
-//! What a tap's reader takes off the kernel's hands.
+//! The offload work that the reader of a tap does.
 
 // linux/if_tun.h, TUN_F_*
 const F_CSUM: u32 = 0x01;
@@ -8,16 +8,16 @@ const F_TSO_ECN: u32 = 0x08;
 const F_UFO: u32 = 0x10;
 const F_USO: u32 = 0x60;
 
-/// What the reader of the queues takes off the kernel's hands (TUNSETOFFLOAD).
+/// The offload work that the reader of the queues does instead of the kernel (TUNSETOFFLOAD).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offloads {
-    /// Frames whose checksum is not computed yet. Without it nothing below holds.
+    /// Frames whose checksum is not computed yet. Without it the fields below have no effect.
     pub csum: bool,
     /// TCP segments over IPv4 longer than the MTU.
     pub tso4: bool,
     /// TCP segments over IPv6 longer than the MTU.
     pub tso6: bool,
-    /// Such segments with ECN.
+    /// TCP segments with ECN.
     pub ecn: bool,
     /// UDP fragments.
     pub ufo: bool,
@@ -26,7 +26,7 @@ pub struct Offloads {
 }
 
 impl Offloads {
-    /// The kernel's bits. It refuses combinations that make no sense, so they are left out.
+    /// Returns the kernel's bits. Combinations that the kernel refuses are left out.
     pub(super) fn bits(self) -> u32 {
         if !self.csum {
             return 0;

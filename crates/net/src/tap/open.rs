@@ -1,4 +1,4 @@
-//! How a tap's files are had: made or adopted by the name of the interface.
+//! Opens the files of a tap. It makes the interface, or adopts an existing one by its name.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -18,47 +18,49 @@ use crate::netns::Netns;
 
 pub(super) const CLONE_DEVICE: &str = "/dev/net/tun";
 
-/// How long another program's tap is waited for: one that was killed goes on holding its queues until its io_uring has
-/// ended what was under way.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
+/// Time to wait for another program's tap. A program that was killed keeps its queues until its
+/// io_uring has ended the operations in flight.
+const BUSY_WAIT_MAX: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
 const RETRY: Duration = Duration::from_millis(10);
 
-/// What is asked of a tap besides its name. The default asks for nothing.
+/// Options of a tap. The default sets nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// The network namespace of the interface, by name (as `ip netns` has it) or by path; none: the calling thread's.
+    /// The network namespace of the interface, by name (for `ip netns`) or by path. `None`: that of
+    /// the calling thread.
     pub netns: Option<String>,
-    /// Which queue a frame comes to.
+    /// How the queue of a frame is chosen.
     pub steering: Steering,
-    /// The Ethernet address of the interface, which is the host's end, not the guest's; none: as it is.
+    /// The Ethernet address of the interface, which is the host's end and not the guest's. `None`:
+    /// unchanged.
     pub address: Option<[u8; 6]>,
-    /// The user (by id) who may open the interface without CAP_NET_ADMIN.
+    /// The user id that may open the interface without CAP_NET_ADMIN.
     pub owner: Option<u32>,
-    /// The group whose members may.
+    /// The group id whose members may open it.
     pub group: Option<u32>,
     /// Whether an interface that is made stays when its last file is closed.
     pub persist: bool,
 }
 
-/// Where the files of a tap's queues come from.
+/// The source of the files of a tap's queues.
 #[derive(Debug)]
 pub(super) enum Source {
     /// /dev/net/tun, opened in the interface's namespace.
     Clone(Netns),
     /// The device of a macvtap.
     Macvtap(PathBuf),
-    /// They were given, and there are no more.
+    /// They were given, and no more can be opened.
     Given,
 }
 
 impl Source {
-    /// The first file of `name`, and whether that is multi-queue.
+    /// Opens the first file of `name`. Returns it, and whether it is multi-queue.
     pub(super) fn first(&self, name: &str, exists: bool) -> Result<(File, bool)> {
         let Self::Clone(netns) = self else { return Ok((self.more(name)?, true)) };
         let file = open_tun(netns)?;
         match ifreq::join(&file, name, flags(true)) {
             Ok(()) => Ok((file, true)),
-            // One that is there may be of one queue: the kernel refuses the other kind.
+            // An existing interface may have one queue. Then the kernel refuses multi-queue.
             Err(e) if exists && e.raw_os_error() == Some(libc::EINVAL) => {
                 let joined = ifreq::join(&file, name, flags(false));
                 joined.map(|()| (file, false)).map_err(|e| explain(name, e, exists))
@@ -67,7 +69,7 @@ impl Source {
         }
     }
 
-    /// One more, attached.
+    /// Opens one more file, which is attached.
     pub(super) fn more(&self, name: &str) -> Result<File> {
         match self {
             Self::Clone(netns) => {
@@ -83,17 +85,17 @@ impl Source {
     }
 }
 
-/// Whether an interface can have that name.
+/// Checks whether an interface can have that name.
 ///
 /// # Errors
-/// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with valid names.
 pub fn check_name(name: &str) -> Result<()> {
     let wrong = |why: &str| Err(Error::invalid(format!("no interface can be called {name:?}: {why}")));
     match name {
         "" => wrong("a name has a letter at least"),
         "." | ".." => wrong("that is a folder's"),
         _ if name.len() > NAME_MAX => wrong(&format!("it has {} bytes; {NAME_MAX} is the most", name.len())),
-        // `%d` would have the kernel choose a number, and we would not know which.
+        // `%d` would let the kernel choose a number, which this process would not know.
         _ if name.contains(|c: char| c == '/' || c == ':' || c == '%' || c.is_whitespace()) => {
             wrong("it may not contain '/', ':', '%' or a space")
         }
@@ -101,12 +103,12 @@ pub fn check_name(name: &str) -> Result<()> {
     }
 }
 
-/// The interface, if it is there. Blocks for a while if a program has it.
+/// Returns the interface, if it exists. Waits for a while if another program uses it.
 pub(super) fn find_unused(links: &Links, name: &str) -> io::Result<Option<Link>> {
     let start = Instant::now();
     loop {
         match links.find(name)? {
-            Some(link) if link.queues > 0 && start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
+            Some(link) if link.queues > 0 && start.elapsed() < BUSY_WAIT_MAX => std::thread::sleep(RETRY),
             link => return Ok(link),
         }
     }
@@ -116,7 +118,7 @@ fn open_nonblocking(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
-/// A file of /dev/net/tun makes and finds interfaces in the namespace in which it was opened.
+/// Opens /dev/net/tun. The file makes and finds interfaces in the namespace in which it was opened.
 fn open_tun(netns: &Netns) -> Result<File> {
     let file = netns.run(|| open_nonblocking(Path::new(CLONE_DEVICE))).and_then(|opened| opened);
     file.map_err(|e| match e.raw_os_error() {
@@ -131,11 +133,12 @@ fn open_tun(netns: &Netns) -> Result<File> {
     })
 }
 
-/// The device of a macvtap. Its number is the interface's index, which another namespace's interface may have, too.
+/// Returns the device file of a macvtap. Its number is the interface's index, which an interface of
+/// another namespace may have, too.
 pub(super) fn macvtap_device(name: &str, link: &Link, netns: &Netns) -> Result<PathBuf> {
     let path = PathBuf::from(format!("/dev/tap{}", link.index));
     let file = open_macvtap(&path, name)?;
-    // What /sys shows is ours.
+    // /sys shows the interfaces of this process's namespace.
     let wanted = std::fs::read_to_string(format!("/sys/class/net/{name}/tap{}/dev", link.index));
     let other = |wanted: String| {
         let device = file.metadata().map_or(0, |metadata| metadata.rdev());
@@ -154,7 +157,7 @@ pub(super) fn macvtap_device(name: &str, link: &Link, netns: &Netns) -> Result<P
 }
 
 fn open_macvtap(path: &Path, name: &str) -> Result<File> {
-    // Its device came with the interface, maybe after the sandbox was set up.
+    // The device appeared with the interface, perhaps after the sandbox was set up.
     let opened = sandbox::errand(|| open_nonblocking(path)).and_then(|file| file);
     opened.map_err(|e| match e.raw_os_error() {
         Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => Error::unsupported(format!(
@@ -210,14 +213,15 @@ fn no_more_queues(name: &str) -> Error {
     Error::limit(format!("tap {name} cannot have more queues; {QUEUES_MAX} is the most"))
 }
 
-/// Sets the address that is asked for, by one of the interface's files.
+/// Sets the requested address, through a file of the interface.
 pub(super) fn set_address(name: &str, file: impl AsFd, options: &Options) -> Result<()> {
     let Some(address) = options.address else { return Ok(()) };
     ifreq::set_address(file, address)
         .map_err(|e| Error::io(format!("interface {name} cannot have the address that is asked for"), e))
 }
 
-/// Sets whose it is, and whether it stays, which comes last: what fails before leaves nothing.
+/// Sets owner and group, and then persistence. Persistence is last, so that an error before it
+/// leaves no interface.
 pub(super) fn set_rights(name: &str, macvtap: bool, file: impl AsFd, options: &Options) -> Result<()> {
     let numbers = [
         ("owner", ifreq::TUNSETOWNER, options.owner),

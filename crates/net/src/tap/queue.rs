@@ -1,4 +1,4 @@
-//! A queue of a tap, and which of them the kernel has under which index.
+//! A queue of a tap, and the kernel's index of each queue.
 
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -10,33 +10,34 @@ use vshunt_types::error::{Error, Result};
 
 use crate::ifreq;
 
-/// Frames that one [`TapQueue::discard`] drops at most: some times what a queue holds.
+/// Most frames that one [`TapQueue::discard`] drops: a few times the capacity of a queue.
 const DISCARD_MAX: u64 = 10_000;
 
-/// The attached queues of a tap, by their numbers in [`Tap::queues`](super::Tap::queues), at the kernel's index of each: the
-/// last one takes the place of one that is detached, and one that is attached comes last. The lock is held over each call
-/// that changes it, so that it says what is so.
+/// The attached queues of a tap, by their numbers in [`Tap::queues`](super::Tap::queues), at the
+/// kernel's index of each. When a queue is detached, the last one takes its place. A queue that is
+/// attached becomes the last one. The lock is held during each call that changes it, so that it
+/// agrees with the kernel.
 #[derive(Debug, Default)]
 pub(super) struct Order(Mutex<Vec<usize>>);
 
 impl Order {
-    /// The queues, from index 0 on.
+    /// Returns the queues, from index 0 on.
     pub(super) fn now(&self) -> Vec<usize> {
         self.0.locked().clone()
     }
 
-    /// Does what changes it.
+    /// Calls a function that changes it.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut Vec<usize>) -> T) -> T {
         change(&mut self.0.locked())
     }
 }
 
-/// What is known of a queue's file when it becomes one.
+/// The state of a queue's file when it becomes a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Since {
-    /// It was joined just now, and is attached.
+pub(super) enum FileOrigin {
+    /// It was just attached to the interface, and is attached as a queue.
     Joined,
-    /// It was given to us; it may be attached or not.
+    /// Another program opened it. It may be attached or not.
     Given,
 }
 
@@ -46,9 +47,9 @@ pub struct TapQueue {
     file: File,
     name: String,
     number: usize,
-    /// The kernel detaches queues of such taps only.
+    /// Whether the tap is multi-queue. The kernel detaches only queues of such taps.
     multi_queue: bool,
-    /// Whether io_uring reads and writes it without waiting: before Linux 6.4 it refuses that.
+    /// Whether io_uring can read and write it without waiting. Before Linux 6.4 it cannot.
     nowait: bool,
     order: Arc<Order>,
 }
@@ -65,7 +66,8 @@ impl AsRawFd for TapQueue {
     }
 }
 
-/// One frame a call, behind its header; `WouldBlock` where none waits. A buffer that is too short loses the frame's end.
+/// One call reads one frame, behind its header. `WouldBlock` if none waits. A buffer that is too
+/// short truncates the frame.
 impl Read for &TapQueue {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         (&self.file).read(buffer)
@@ -76,7 +78,7 @@ impl Read for &TapQueue {
     }
 }
 
-/// One frame a call, behind its header: it goes to the host whole or not at all.
+/// One call writes one frame, behind its header. It is sent completely, or not at all.
 impl Write for &TapQueue {
     fn write(&mut self, frame: &[u8]) -> io::Result<usize> {
         (&self.file).write(frame)
@@ -92,13 +94,13 @@ impl Write for &TapQueue {
 }
 
 impl TapQueue {
-    /// A queue that `join` gives the file of. Detached, where that can be.
+    /// Makes a queue of the file that `join` returns. It is detached, if possible.
     pub(super) fn new(
         name: &str,
         number: usize,
         multi_queue: bool,
         order: &Arc<Order>,
-        since: Since,
+        origin: FileOrigin,
         join: impl FnOnce() -> Result<File>,
     ) -> Result<Self> {
         order.change(|attached| {
@@ -112,7 +114,7 @@ impl TapQueue {
             };
             match detached {
                 // It was not attached.
-                Err(e) if since == Since::Given && e.raw_os_error() == Some(libc::EINVAL) => {}
+                Err(e) if origin == FileOrigin::Given && e.raw_os_error() == Some(libc::EINVAL) => {}
                 other => other.map_err(|e| Self::refused(name, false, e))?,
             }
             let nowait = takes_nowait(&file);
@@ -125,27 +127,29 @@ impl TapQueue {
         Error::io(format!("a queue of tap {name} cannot be {what}"), e)
     }
 
-    /// Lets frames come to this queue. Idempotent.
+    /// Lets frames arrive at this queue. Idempotent.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the ioctl.
     pub fn attach(&self) -> Result<()> {
         self.set(true)
     }
 
-    /// Lets no frame come to this queue; those that wait in it are dropped (by a macvtap they are not). Frames written to it
-    /// are still taken. Does nothing on a tap that is not multi-queue. Idempotent.
+    /// Lets no frames arrive at this queue. Frames that wait in it are dropped (a macvtap keeps
+    /// them). Frames that are written to it are still sent. This does nothing on a tap that is not
+    /// multi-queue. Idempotent.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the ioctl.
     pub fn detach(&self) -> Result<()> {
         self.set(false)
     }
 
-    /// Drops the frames that wait in it; says how many. Bounded, since more may come meanwhile.
+    /// Drops the frames that wait in it. Returns their number. It is bounded, because more may
+    /// arrive meanwhile.
     pub fn discard(&self) -> u64 {
         let mut frames = 0;
-        // Longer frames are cut off, and are over all the same.
+        // Longer frames are truncated, which also removes them.
         let mut bytes = [0; 64];
         while frames < DISCARD_MAX && rustix::io::read(&self.file, &mut bytes).is_ok() {
             frames += 1;
@@ -153,18 +157,19 @@ impl TapQueue {
         frames
     }
 
-    /// Whether RWF_NOWAIT is taken, for io_uring; the descriptor does not wait in any case.
+    /// Returns whether io_uring can use RWF_NOWAIT. The descriptor is non-blocking in any case.
     pub fn has_nowait(&self) -> bool {
         self.nowait
     }
 
-    /// Whether frames may come to it.
+    /// Returns whether frames may arrive at it.
     pub fn attached(&self) -> bool {
         self.index().is_some()
     }
 
-    /// Its index among the attached queues, as the kernel counts and as steering programs choose; none while it is
-    /// detached. It changes as others are detached: see [`Tap::order`](super::Tap::order).
+    /// Returns its index among the attached queues, which the kernel and steering programs use.
+    /// `None` while it is detached. It changes when others are detached: see
+    /// [`Tap::order`](super::Tap::order).
     pub fn index(&self) -> Option<u16> {
         let place = self.order.change(|attached| attached.iter().position(|number| *number == self.number));
         place.map(|at| at as u16)
@@ -187,7 +192,7 @@ impl TapQueue {
     }
 }
 
-/// Whether RWF_NOWAIT is taken: by a frame of one byte, which no tap takes.
+/// Returns whether RWF_NOWAIT is supported. It writes a frame of one byte, which no tap accepts.
 fn takes_nowait(file: &File) -> bool {
     let frame = [IoSlice::new(&[0])];
     let flags = rustix::io::ReadWriteFlags::NOWAIT;

@@ -1,8 +1,10 @@
-//! Which queue a frame comes to, where the kernel's flow table is not to say it: eBPF programs for TUNSETSTEERINGEBPF.
+//! Programs that choose the queue of a frame instead of the kernel's flow table: eBPF programs for
+//! TUNSETSTEERINGEBPF.
 //!
-//! The kernel runs such a program for each frame that it sends out of the interface, and takes the lower 16 bits of what it
-//! returns modulo the attached queues: nothing comes to one that is detached. They are socket filters, so what they see of
-//! the frame is what LD_ABS and LD_IND load; one that loads beyond the frame's end returns 0.
+//! The kernel runs the program for each frame that it sends out of the interface. It takes the
+//! lower 16 bits of the result modulo the number of attached queues, so a detached queue gets no
+//! frames. The programs are socket filters, so they read the frame by LD_ABS and LD_IND. A program
+//! that loads beyond the frame's end returns 0.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -10,11 +12,11 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use vshunt_types::error::Error;
 pub use vshunt_types::spec::Steering;
 
-/// Of a socket filter; the numbers are those of `<linux/bpf.h>`.
+/// The type of a socket filter. The numbers are those of `<linux/bpf.h>`.
 const PROG_TYPE_SOCKET_FILTER: u32 = 1;
 const BPF_PROG_LOAD: libc::c_int = 5;
 const FUNC_GET_SMP_PROCESSOR_ID: i32 = 8;
-/// Where struct __sk_buff has `hash`.
+/// Offset of `hash` in struct __sk_buff.
 const SKB_HASH: i16 = 68;
 
 const ETH_P_IP: i32 = 0x0800;
@@ -24,12 +26,12 @@ const ETH_P_8021Q: i32 = 0x8100;
 const ETH_BYTES: i32 = 14;
 const TAG_BYTES: i32 = 4;
 const IPV6_BYTES: i32 = 40;
-/// Protocols whose headers begin with two ports: TCP, UDP, SCTP.
+/// Protocols whose headers start with two ports: TCP, UDP, SCTP.
 const WITH_PORTS: [i32; 3] = [6, 17, 132];
-/// More fragments, or the offset of one (RFC 791).
+/// Mask of more fragments, or a fragment's offset (RFC 791).
 const FRAGMENT: i32 = 0x3FFF;
 
-/// Odd numbers with bits all over, to multiply by.
+/// Odd factors with bits in all positions.
 const SPREAD: [u64; 2] = [0x9E37_79B9_7F4A_7C15, 0xD6E8_FEB8_6659_FD93];
 const STEP: i32 = 0x0100_0193;
 
@@ -43,7 +45,7 @@ pub(super) struct Insn {
     imm: i32,
 }
 
-// Classes, sizes, modes and operations, put together as the kernel names them.
+// Classes, sizes, modes and operations, combined and named as in the kernel.
 const LD_IMM64: u8 = 0x18;
 const LD_ABS: u8 = 0x20;
 const LD_IND: u8 = 0x40;
@@ -66,7 +68,7 @@ const JNE_K: u8 = 0x55;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
 
-/// How much LD_ABS and LD_IND load, in network order.
+/// The size of a load by LD_ABS and LD_IND, in network order.
 #[derive(Clone, Copy)]
 enum Load {
     Word = 0x00,
@@ -74,19 +76,19 @@ enum Load {
     Byte = 0x10,
 }
 
-/// Registers. Loads of the frame want the context in R6, and leave nothing in R1 to R5.
+/// Registers. Loads of the frame need the context in R6, and overwrite R1 to R5.
 const R0: u8 = 0;
 const R1: u8 = 1;
 const R2: u8 = 2;
 const CONTEXT: u8 = 6;
-/// Where the header is that is looked at, from the frame's beginning.
+/// The offset of the current header, from the frame's start.
 const AT: u8 = 7;
-/// What both ends' differences and sums come to: the same for both directions.
+/// The combined differences and sums of both ends, which are the same for both directions.
 const XORED: u8 = 8;
 const SUMMED: u8 = 9;
 const STACK: u8 = 10;
 
-/// Where jumps go.
+/// The targets of jumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Label {
     Parse,
@@ -121,24 +123,24 @@ impl Program {
         self.op(code, dst, src, 0, 0);
     }
 
-    /// R0 becomes what the frame has at `at` from its beginning.
+    /// Loads the frame's value at offset `at` into R0.
     fn frame(&mut self, load: Load, at: i32) {
         self.k(LD_ABS | load as u8, R0, at);
     }
 
-    /// R0 becomes what the header has at `at`.
+    /// Loads the current header's value at offset `at` into R0.
     fn header(&mut self, load: Load, at: i32) {
         self.op(LD_IND | load as u8, R0, AT, 0, at);
     }
 
-    /// Multiplies by a number that no other instruction has room for; R1 is lost.
+    /// Multiplies by a factor that does not fit into another instruction. R1 is overwritten.
     fn spread(&mut self, dst: u8, by: u64) {
         self.k(LD_IMM64, R1, by as i32);
         self.k(0, 0, (by >> 32) as i32);
         self.x(MUL_X, dst, R1);
     }
 
-    /// Goes to `label` where `code` holds of R0 and `imm`.
+    /// Jumps to `label` if `code` holds for R0 and `imm`.
     fn jump(&mut self, code: u8, imm: i32, label: Label) {
         self.jumps.push((self.code.len(), label));
         self.k(code, R0, imm);
@@ -156,7 +158,7 @@ impl Program {
         self.code
     }
 
-    /// Adds one end's and the other's number, in whatever order.
+    /// Combines the numbers of both ends, independently of their order.
     fn both(&mut self, load: Load, [one, other]: [i32; 2], from: fn(&mut Self, Load, i32)) {
         from(self, load, one);
         self.op(STX_DW, STACK, R0, -8, 0);
@@ -171,7 +173,7 @@ impl Program {
         }
     }
 
-    /// Where a protocol with ports goes; all others go by addresses alone.
+    /// Jumps to `ports` for a protocol with ports. All others use only addresses.
     fn protocols(&mut self, at: i32, ports: Label) {
         self.header(Load::Byte, at);
         for protocol in WITH_PORTS {
@@ -180,8 +182,9 @@ impl Program {
         self.jump(JA, 0, Label::Mix);
     }
 
-    /// A hash over addresses and ports, the same for both directions of a flow. Fragments, and protocols without ports,
-    /// go by addresses; what is not IP by the cards' addresses.
+    /// Computes a hash over addresses and ports, which is the same for both directions of a flow.
+    /// Fragments, and protocols without ports, use only addresses. Frames that are not IP use the
+    /// Ethernet addresses.
     fn flow_hash(&mut self) {
         for register in [XORED, SUMMED] {
             self.k(MOV_K, register, 0);
@@ -234,7 +237,7 @@ impl Program {
     }
 }
 
-/// The program of a way of steering; none where the kernel does it.
+/// Returns the program for a kind of steering. `None` if the kernel does it.
 fn program(steering: Steering) -> Option<Vec<Insn>> {
     let mut program = Program::default();
     match steering {
@@ -259,12 +262,12 @@ fn program(steering: Steering) -> Option<Vec<Insn>> {
     Some(program.done())
 }
 
-/// The program of a way of steering, loaded; none where the kernel does it.
+/// Loads the program for a kind of steering. `None` if the kernel does it.
 pub(super) fn load(steering: Steering) -> io::Result<Option<OwnedFd>> {
     program(steering).map(|code| load_program(&code)).transpose()
 }
 
-/// A program that returns always the same.
+/// Loads a program that always returns the same queue.
 #[cfg(test)]
 pub(super) fn load_constant(queue: u16) -> io::Result<OwnedFd> {
     let mut program = Program::default();
@@ -273,7 +276,7 @@ pub(super) fn load_constant(queue: u16) -> io::Result<OwnedFd> {
     load_program(&program.done())
 }
 
-/// The beginning of union bpf_attr, as BPF_PROG_LOAD has it.
+/// The first fields of union bpf_attr, as BPF_PROG_LOAD uses them.
 #[repr(C)]
 struct LoadAttr {
     prog_type: u32,
@@ -295,7 +298,7 @@ fn load_program(code: &[Insn]) -> io::Result<OwnedFd> {
         prog_type: PROG_TYPE_SOCKET_FILTER,
         insn_cnt: code.len() as u32,
         insns: code.as_ptr() as u64,
-        // It calls nothing that is for GPL programs alone.
+        // It calls no function that is only for GPL programs.
         license: c"MIT".as_ptr() as u64,
         log_level: 0,
         log_size: 0,
@@ -304,22 +307,23 @@ fn load_program(code: &[Insn]) -> io::Result<OwnedFd> {
         prog_flags: 0,
         prog_name,
     };
-    // SAFETY: the kernel reads as much of `attr` as is said, `insn_cnt` instructions of the layout that struct bpf_insn has,
-    // and a license that ends; all three live until the call returns.
+    // SAFETY: the kernel reads the given number of bytes of `attr`, `insn_cnt` instructions with
+    // the layout of struct bpf_insn, and a license that ends with a zero byte. All three outlive
+    // the call.
     let fd = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const attr, size_of::<LoadAttr>()) };
     match fd {
-        // SAFETY: a new descriptor (close-on-exec), which nobody else has.
+        // SAFETY: the call returned a new descriptor (close-on-exec), which nothing else owns.
         0.. => Ok(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) }),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// What TUNSETSTEERINGEBPF takes: a program, or none any more.
+/// Returns the argument of TUNSETSTEERINGEBPF: a program, or -1 to remove it.
 pub(super) fn argument(program: Option<&OwnedFd>) -> libc::c_int {
     program.map_or(-1, AsRawFd::as_raw_fd)
 }
 
-/// Why a program was not loaded.
+/// Returns the error of a program that was not loaded, with the remedy.
 pub(super) fn explain(steering: Steering, e: io::Error) -> Error {
     match e.raw_os_error() {
         Some(libc::EPERM) => Error::io(

@@ -1,4 +1,5 @@
-//! Against the kernel, each test in a network namespace of its own, as root; skipped where that cannot be.
+//! Tests with the kernel, each in its own network namespace. They need root, and are skipped
+//! without it.
 
 mod given;
 mod netns;
@@ -16,10 +17,11 @@ use vshunt_types::error::Kind;
 use super::open::CLONE_DEVICE;
 use super::*;
 
-/// Runs `test` on a thread of its own in a new network namespace, with a /sys that shows it and an empty /run.
-fn privately(test: impl FnOnce() + Send + 'static) {
+/// Runs `test` on a new thread in a new network namespace, with a /sys that shows it and an empty
+/// /run.
+fn in_new_namespace(test: impl FnOnce() + Send + 'static) {
     let run = || {
-        // SAFETY: new namespaces for this thread alone; no memory is concerned.
+        // SAFETY: this thread gets new namespaces. The call accesses no memory.
         let new = unsafe { libc::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWNS) };
         let mount = |args: &[&str]| Command::new("mount").args(args).status().is_ok_and(|s| s.success());
         let can = new == 0
@@ -31,7 +33,7 @@ fn privately(test: impl FnOnce() + Send + 'static) {
             println!("skipped: taps, which need root and {CLONE_DEVICE}");
             return;
         }
-        // Else the host has something to say by itself.
+        // Otherwise the host sends frames by itself.
         for which in ["all", "default"] {
             let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1");
         }
@@ -42,7 +44,7 @@ fn privately(test: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// The program `ip`, here.
+/// Runs the program `ip` in this namespace.
 fn ip(args: &str) {
     assert!(Command::new("ip").args(args.split(' ')).status().unwrap().success(), "ip {args}");
 }
@@ -56,7 +58,7 @@ fn refused_with(name: &str, queues: u16, options: &Options) -> (Kind, String) {
     (e.kind(), e.to_string())
 }
 
-/// Here.
+/// Returns access to the interfaces of this namespace.
 fn links() -> Links {
     Links::new().unwrap()
 }
@@ -65,10 +67,10 @@ fn is_there(name: &str) -> bool {
     links().find(name).unwrap().is_some()
 }
 
-/// Opens one that we had before: see [`await_that`].
+/// Opens a tap that this process had open before: see [`wait_until`].
 fn open_again(name: &str, queues: u16) -> Tap {
     let mut tap = None;
-    await_that("a free tap", || match Tap::open(name, queues) {
+    wait_until("a free tap", || match Tap::open(name, queues) {
         Ok(opened) => tap.insert(opened).multi_queue() || queues == 1,
         Err(e) if e.kind() == Kind::Busy => false,
         Err(e) => panic!("{e}"),
@@ -76,15 +78,16 @@ fn open_again(name: &str, queues: u16) -> Tap {
     tap.unwrap()
 }
 
-/// Gives up all that the calling thread may do.
-fn become_nobody() {
-    // SAFETY: this thread's own credentials (the call itself, not libc's, which changes all threads).
+/// Gives up all rights of the calling thread.
+fn drop_privileges() {
+    // SAFETY: the raw call changes only this thread's own credentials, and accesses no memory.
+    // libc's function would change all threads.
     assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
 }
 
-/// Waits until the kernel has let go: a child that another test has just forked may have our files, until it is another
-/// program.
-fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
+/// Waits until the kernel has closed the files. A child that another test has just forked may have
+/// them until it executes another program.
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = std::time::Instant::now();
     while !holds() {
         assert!(start.elapsed().as_secs() < 60, "{what} does not come about");
@@ -92,7 +95,7 @@ fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// Sends frames out of an interface, as the host would.
+/// Sends frames out of an interface, as the host does.
 struct Wire {
     socket: OwnedFd,
     index: i32,
@@ -107,11 +110,11 @@ impl Wire {
     }
 
     fn send(&self, frame: &[u8]) -> io::Result<()> {
-        // SAFETY: a struct of numbers.
+        // SAFETY: an all-zero sockaddr_ll is valid, because it has only numbers.
         let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         (to.sll_family, to.sll_ifindex) = (libc::AF_PACKET as u16, self.index);
         let (fd, len) = (self.socket.as_raw_fd(), size_of::<libc::sockaddr_ll>() as u32);
-        // SAFETY: frame and address are as long as is said, and live until the call returns.
+        // SAFETY: frame and address have the given lengths, and outlive the call.
         let sent =
             unsafe { libc::sendto(fd, frame.as_ptr().cast(), frame.len(), 0, (&raw const to).cast(), len) };
         match sent {
@@ -125,7 +128,7 @@ fn send(name: &str, frame: &[u8]) -> io::Result<()> {
     Wire::new(name).send(frame)
 }
 
-/// What waits in a queue, header and all; none if nothing does.
+/// Returns the next frame of a queue with its header, if there is one.
 fn receive(queue: &TapQueue) -> Option<Vec<u8>> {
     let mut frame = vec![0; 70_000];
     let mut queue = queue;
@@ -138,7 +141,7 @@ fn receive(queue: &TapQueue) -> Option<Vec<u8>> {
     }
 }
 
-/// An Ethernet frame of `len` bytes, of a type that nobody answers.
+/// Makes an Ethernet frame of `len` bytes, of a type that no program answers.
 fn frame(len: usize) -> Vec<u8> {
     let mut frame: Vec<u8> = (0..len).map(|i| i as u8).collect();
     frame[..14].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x88, 0xB5]);
@@ -166,7 +169,7 @@ fn offloads_that_make_no_sense_are_left_out() {
 
 #[test]
 fn one_that_is_made_goes_with_us() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", 3).unwrap();
         assert!(tap.made() && tap.multi_queue() && tap.open_queues() == 3);
         assert_eq!(tap.mtu().unwrap(), 1500);
@@ -178,13 +181,13 @@ fn one_that_is_made_goes_with_us() {
         drop(tap);
         assert!(is_there("vs0"), "a queue is open");
         drop(queue);
-        await_that("its end", || !is_there("vs0"));
+        wait_until("its end", || !is_there("vs0"));
     });
 }
 
 #[test]
 fn one_that_was_there_stays() {
-    privately(|| {
+    in_new_namespace(|| {
         ip("tuntap add dev vs0 mode tap multi_queue");
         ip("link set vs0 up");
         for _ in 0..3 {
@@ -197,7 +200,7 @@ fn one_that_was_there_stays() {
 
 #[test]
 fn one_with_a_single_queue_is_good_for_one() {
-    privately(|| {
+    in_new_namespace(|| {
         ip("tuntap add dev vs1 mode tap");
         ip("link set vs1 up");
         let tap = Tap::open("vs1", 1).unwrap();
@@ -208,14 +211,14 @@ fn one_with_a_single_queue_is_good_for_one() {
         assert!(queue.attached(), "the kernel does not detach it");
         while receive(&queue).is_some() {}
         send("vs1", &frame(60)).unwrap();
-        // It may be on its way by another CPU.
-        await_that("the frame", || receive(&queue).is_some());
+        // Another CPU may still be processing it.
+        wait_until("the frame", || receive(&queue).is_some());
         let e = tap.queues(2).unwrap_err();
         assert!(e.kind() == Kind::Unsupported && e.to_string().contains("multi_queue"), "{e}");
         drop((tap, queue));
         drop(open_again("vs1", 1));
         let mut refusal = None;
-        await_that("a free tap", || {
+        wait_until("a free tap", || {
             refusal = Tap::open("vs1", 2).err();
             refusal.as_ref().is_none_or(|e| e.kind() != Kind::Busy)
         });
@@ -226,7 +229,7 @@ fn one_with_a_single_queue_is_good_for_one() {
 
 #[test]
 fn what_is_no_tap_or_in_use_is_refused() {
-    privately(|| {
+    in_new_namespace(|| {
         ip("tuntap add dev vs1 mode tun");
         for name in ["lo", "vs1"] {
             let (kind, said) = refused(name, 1);
@@ -244,7 +247,7 @@ fn what_is_no_tap_or_in_use_is_refused() {
 
 #[test]
 fn a_tap_has_256_queues() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", QUEUES_MAX).unwrap();
         let e = tap.queues(QUEUES_MAX + 1).unwrap_err();
         assert!(e.kind() == Kind::Limit && e.to_string().contains("256"), "{e}");
@@ -253,7 +256,7 @@ fn a_tap_has_256_queues() {
 
 #[test]
 fn frames_come_to_queues_that_are_attached() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", 2).unwrap();
         let queues = tap.queues(2).unwrap();
         assert!(queues.iter().all(|q| !q.attached()));
@@ -280,7 +283,7 @@ fn frames_come_to_queues_that_are_attached() {
 
 #[test]
 fn the_header_and_what_is_injected() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", 1).unwrap();
         for header in [HEADER_SHORT, HEADER_LONG] {
             tap.set_header(header).unwrap();
@@ -297,7 +300,7 @@ fn the_header_and_what_is_injected() {
 
 #[test]
 fn offloads_are_as_told() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", 2).unwrap();
         let all = Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: true, uso: tap.has_uso() };
         tap.set_offloads(all).unwrap();
@@ -307,8 +310,8 @@ fn offloads_are_as_told() {
 
 #[test]
 fn without_a_privilege_it_says_which() {
-    privately(|| {
-        become_nobody();
+    in_new_namespace(|| {
+        drop_privileges();
         let (_, said) = refused("vs0", 1);
         assert!(said.contains("no permission") && said.contains("run as root"), "{said}");
     });

@@ -1,11 +1,14 @@
-//! Frames to the guest: reads from a tap's queue, straight into the receive buffers that the guest offers.
+//! Frames to the guest: reads from a tap's queue directly into the receive buffers that the guest
+//! offers.
 //!
-//! Reads are operations on the worker's io_uring that never wait. A batch is complete when the `io_uring_enter` that submits it
-//! returns, so each read gets the frame after the one before.
+//! Reads are operations on the worker's io_uring that never wait. A batch is complete when the
+//! `io_uring_enter` that submits it returns, so each read gets the frame after that of the previous
+//! read.
 //!
-//! The length of a frame is known only after it was read. With merged buffers a frame may fill many. While frames are short,
-//! a read gets one buffer, and behind it memory of the daemon (*spill*) for what does not fit. So the first frames of a row of
-//! long ones are copied, and so are the few frames whose buffers an earlier frame needs ([`Rx::deliver`]). While frames are
+//! The length of a frame is known only after it was read. With merged buffers a frame may fill
+//! many. While frames are short, a read gets one buffer, and behind it memory of the daemon
+//! (*spill*) for the bytes that do not fit. So the first of several long frames are copied, and so
+//! are the few frames whose buffers an earlier frame needs ([`Rx::deliver`]). While frames are
 //! long, one frame is read at a time, with buffers for the longest.
 //!
 //! What must never happen: a frame is dropped because there are no buffers. It waits for them.
@@ -27,19 +30,19 @@ use crate::tap_file::{Op, TapFile};
 
 /// Long frames are expected until this many frames after the last one that needed several buffers.
 const LONG_HOLD: u8 = 64;
-/// Iovecs of a batch at most. The spill is one of each read.
+/// Most iovecs of a batch. The spill is one of each read.
 const IOVECS: usize = 2 * (SEGS_MAX + 1);
 
 /// One read, and the frame that it found.
 #[derive(Clone, Copy, Default)]
 struct Read {
-    /// Its buffers: the first, their number, their bytes.
+    /// Its buffers: the number of the first, how many, their bytes.
     first: usize,
     buffers: usize,
     capacity: usize,
     /// The result of the operation: bytes, with the header, or a negative errno.
     result: i32,
-    /// The whole frame is in the spill.
+    /// Whether the whole frame is in the spill.
     staged: bool,
 }
 
@@ -51,17 +54,18 @@ pub(super) struct Rx {
     outstanding: u32,
     /// Iovecs of the operations. The kernel has their addresses, so the vector never grows.
     iovecs: Vec<libc::iovec>,
-    /// [`spill_bytes`](Self::spill_bytes) for each read. A staged frame is there as a whole. It is reserved, and only what is
-    /// used is touched.
+    /// [`spill_bytes`](Self::spill_bytes) for each read. A staged frame is there completely. The
+    /// memory is reserved, and only the used part is touched.
     spill: Vec<u8>,
-    /// When to read.
+    /// Decides when to read.
     pub(super) rx_poll: RxPoll,
     /// Long frames are expected for this many more frames.
     long: u8,
 }
 
-// SAFETY: the raw pointers in `iovecs` point into the guest's memory, which the virtqueue's memory table keeps mapped, or into
-// the spill, which moves with this value. Only operations in flight use them, and there are none while the queue moves.
+// SAFETY: the raw pointers in `iovecs` point into the guest's memory, which the virtqueue's memory
+// table keeps mapped, or into the spill, which moves with this value. Only operations in flight use
+// them, and there are none while the queue moves.
 unsafe impl Send for Rx {}
 
 impl Rx {
@@ -78,7 +82,8 @@ impl Rx {
         }
     }
 
-    /// Bytes of a read: the longest frame with its header, and one more to detect a frame that is too long.
+    /// Returns the bytes of a read: the longest frame with its header, and one more to detect a
+    /// frame that is too long.
     fn spill_bytes(&self) -> usize {
         self.to.format.header + FRAME_MAX + 1
     }
@@ -106,7 +111,7 @@ impl Rx {
         }
     }
 
-    /// Whether frames that were read wait for buffers.
+    /// Returns whether frames that were read wait for buffers.
     fn holds(&self) -> bool {
         self.outstanding == 0 && !self.reads.is_empty()
     }
@@ -128,7 +133,8 @@ impl Rx {
         self.to.virtqueue.vring.enable_kick() || self.has_work()
     }
 
-    /// Starts to read frames, as many as there are buffers for. Returns how many frames waited for buffers and have them now.
+    /// Starts to read frames, as many as there are buffers for. Returns how many frames waited for
+    /// buffers and have them now.
     pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) -> u32 {
         if self.outstanding > 0 || self.to.virtqueue.broken {
             return 0;
@@ -170,7 +176,8 @@ impl Rx {
         self.outstanding += 1;
         self.reads.push(read);
         let rest = self.spill_bytes().saturating_sub(read.capacity);
-        // It begins behind as many bytes as the buffers hold, so that the whole frame can be staged there.
+        // It starts behind as many bytes as the buffers hold, so that the whole frame can be staged
+        // there.
         let spill = self.spill_at(slot).wrapping_add(read.capacity);
         let at = self.iovecs.len();
         for buffer in self.to.range(read.first, read.buffers) {
@@ -181,13 +188,15 @@ impl Rx {
             self.iovecs.push(libc::iovec { iov_base: spill.cast(), iov_len: rest });
         }
         let iovecs = self.iovecs.get(at..).unwrap_or_default();
-        // SAFETY: the ring translated the segments as device-writable, and the virtqueue keeps the memory table, and with it the
-        // mapping, until the queue is at rest. Only this read uses its part of the spill. `take` leaves room in `iovecs` for
-        // one more read, so the vector does not move.
-        unsafe { file.begin(uring, Op::Readv(iovecs), Token { slot: number(slot), ..token }) }
+        // SAFETY: the ring translated the segments as device-writable, and the virtqueue keeps the
+        // memory table, and with it the mapping, until the queue is at rest. Only this read uses
+        // its part of the spill. `take` leaves room in `iovecs` for one more read, so the vector
+        // does not move.
+        unsafe { file.start(uring, Op::Readv(iovecs), Token { slot: number(slot), ..token }) }
     }
 
-    /// Handles the completion of a read. The last one of a batch gives the frames to the guest. Returns how many.
+    /// Handles the completion of a read. The last one of a batch gives the frames to the guest.
+    /// Returns their number.
     pub(super) fn complete(
         &mut self,
         uring: &mut Uring,
@@ -207,7 +216,7 @@ impl Rx {
             None => self.rx_poll.found(uring, poll, active, found),
             Some(result) => {
                 let e = std::io::Error::from_raw_os_error(-result);
-                self.to.virtqueue.break_off(&format!(
+                self.to.virtqueue.mark_broken(&format!(
                     "its tap can no longer be read: {e} (if the interface is gone, remove the export and its \
                      network, then add both again)"
                 ));
@@ -216,9 +225,10 @@ impl Rx {
         self.deliver()
     }
 
-    /// Gives the frames that were read to the guest, in order, each in the buffers at the front. These are mostly the buffers into
-    /// which it was read. A frame is copied if an earlier read found nothing, or an earlier frame needed more buffers than it
-    /// had. Frames without buffers stay. Returns how many were delivered or dropped.
+    /// Gives the frames that were read to the guest, in order, each in the buffers at the front.
+    /// These are mostly the buffers into which it was read. A frame is copied if an earlier read
+    /// found nothing, or an earlier frame needed more buffers than it had. Frames without buffers
+    /// stay. Returns how many were delivered or dropped.
     fn deliver(&mut self) -> u32 {
         let (mut used, mut frames, mut bytes, mut dropped) = (0, 0, 0, 0);
         let mut held = None;
@@ -261,19 +271,22 @@ impl Rx {
         u32::try_from(frames + dropped).unwrap_or(u32::MAX)
     }
 
-    /// Copies frame `i` of `len` bytes into the buffers from number `first` on. Returns how many buffers.
+    /// Copies frame `i` of `len` bytes into the buffers from number `first` on. Returns the number
+    /// of buffers.
     #[cold]
     fn place(&mut self, i: u16, first: usize, len: usize) -> Result<usize, NoRoom> {
         let count = self.to.buffers_for(first, len)?;
         // Later frames may be in the buffers that it gets.
         self.stage_from(i);
         let from = self.spill_at(i.into());
-        // SAFETY: `stage_from` copied the whole frame of `len` bytes to the spill, which belongs to this value.
+        // SAFETY: `stage_from` copied the whole frame of `len` bytes to the spill, which belongs to
+        // this value.
         unsafe { self.to.copy(&mut self.to.start(first), from, len) };
         Ok(count)
     }
 
-    /// Copies frame `i` and those after it to the spill, so that other frames can have their buffers.
+    /// Copies frame `i` and those after it to the spill, so that other frames can have their
+    /// buffers.
     #[cold]
     fn stage_from(&mut self, first: u16) {
         for i in first..number(self.reads.len()) {
@@ -288,8 +301,8 @@ impl Rx {
             let mut done = 0;
             for seg in self.to.range(read.first, read.buffers).flat_map(|buffer| &buffer.segs) {
                 let n = (seg.len as usize).min(head - done);
-                // SAFETY: the virtqueue's memory table has the segment mapped. `head` is below `spill_bytes`, so `done + n` is
-                // within this read's part of the spill.
+                // SAFETY: the virtqueue's memory table has the segment mapped. `head` is below
+                // `spill_bytes`, so `done + n` is within this read's part of the spill.
                 unsafe { mem::copy(seg.ptr, to.wrapping_add(done), n) };
                 done += n;
             }
@@ -307,7 +320,7 @@ impl PairSide for Rx {
         &mut self.to.virtqueue
     }
 
-    /// Unused buffers go back to the ring.
+    /// Unused buffers are returned to the ring.
     fn stop(self, _discard: bool) -> u32 {
         debug_assert!(self.at_rest());
         let lost = self.reads.iter().filter(|read| read.result > 0).count() as u64;

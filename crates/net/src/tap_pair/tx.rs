@@ -1,7 +1,8 @@
 //! Frames from the guest: a virtqueue's requests, written to a tap's queue in batches.
 //!
-//! A request is one frame behind its virtio-net header, as the tap expects it. Each is one operation on the worker's io_uring
-//! that never waits. So a batch is complete, in order, when the `io_uring_enter` that submits it returns.
+//! A request is one frame behind its virtio-net header, as the tap expects it. Each is one
+//! operation on the worker's io_uring that never waits. So a batch is complete, in order, when the
+//! `io_uring_enter` that submits it returns.
 
 use virtio::ring::{Head, Seg};
 use vshunt_engine::{Token, Uring};
@@ -13,9 +14,10 @@ use crate::pair_rings::PairSide;
 use crate::slots::{number, slot_mut};
 use crate::tap_file::{Op, TapFile, drop_reason};
 
-/// Buffers of one frame at most: those of the longest chain, which the kernel takes in one call (UIO_MAXIOV).
+/// Most buffers of one frame: those of the longest chain, which the kernel takes in one call
+/// (UIO_MAXIOV).
 const IOVECS_FRAME: usize = virtio::ring::MAX_QUEUE_SIZE as usize;
-/// Buffers of a batch at most.
+/// Most buffers of a batch.
 const IOVECS: usize = 2 * IOVECS_FRAME;
 
 /// A frame in flight.
@@ -32,7 +34,7 @@ pub(super) struct Tx {
     /// Bytes of the header before each frame.
     header: usize,
     writes: [Write; BATCH as usize],
-    /// Operations in flight.
+    /// Number of operations in flight.
     outstanding: u32,
     /// Frames of this batch that the tap took, and their bytes.
     sent: u64,
@@ -41,13 +43,15 @@ pub(super) struct Tx {
     iovecs: Vec<libc::iovec>,
 }
 
-// SAFETY: the raw pointers in `iovecs` point into the guest's memory, which the virtqueue's memory table keeps mapped. Only
-// operations in flight use them, and there are none while the queue moves to another worker.
+// SAFETY: the raw pointers in `iovecs` point into the guest's memory, which the virtqueue's memory
+// table keeps mapped. Only operations in flight use them, and there are none while the queue moves
+// to another worker.
 unsafe impl Send for Tx {}
 
 impl Tx {
     pub(super) fn new(mut virtqueue: NetVirtqueue, header: usize) -> Self {
-        // The device writes nothing here. Some guests (DPDK's virtio-user) mark buffers as writable by mistake.
+        // The device writes nothing here. Some guests (DPDK's virtio-user) mark buffers as writable
+        // by mistake.
         virtqueue.vring.set_all_readable();
         // A former daemon may have sent them.
         virtqueue.discard(DropReason::Unknown, true);
@@ -71,7 +75,7 @@ impl Tx {
         self.outstanding == 0 && self.virtqueue.at_rest()
     }
 
-    /// A batch is submitted only when no other is in flight.
+    /// Returns whether there is work. A batch is submitted only when no other is in flight.
     pub(super) fn has_work(&self) -> bool {
         self.outstanding == 0 && self.virtqueue.has_avail()
     }
@@ -131,10 +135,11 @@ impl Tx {
                 Op::Writev(self.iovecs.get(at..).unwrap_or_default())
             }
         };
-        // SAFETY: the ring translated the segments when the chain was popped, and the virtqueue keeps the memory table, and with
-        // it the mapping, until the queue is at rest. `take` leaves room in `iovecs` for one more frame, so the vector does
-        // not move, and clears it only when no operation is in flight.
-        unsafe { file.begin(uring, op, Token { slot, ..token }) }
+        // SAFETY: the ring translated the segments when the chain was popped, and the virtqueue
+        // keeps the memory table, and with it the mapping, until the queue is at rest. `take`
+        // leaves room in `iovecs` for one more frame, so the vector does not move, and clears it
+        // only when no operation is in flight.
+        unsafe { file.start(uring, op, Token { slot, ..token }) }
     }
 
     /// Handles the completion of a write. Returns how many requests it completes.

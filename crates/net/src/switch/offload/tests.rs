@@ -4,7 +4,7 @@ use super::*;
 use crate::switch::port_queue::Piece;
 use crate::switch::{PortOptions, Switch, VlanConfig};
 
-/// Kinds of VLAN tags, and how a frame can have them: none, one, or two.
+/// Kinds of VLAN tags that a frame can have: none, one, or two.
 const TAGS: [&[u16]; 8] = [
     &[],
     &[0x8100],
@@ -16,7 +16,7 @@ const TAGS: [&[u16]; 8] = [
     &[0x9100, 0x9100],
 ];
 
-/// A TCP packet of `data` bytes as a guest leaves it: with the pseudo header's sum alone.
+/// Makes a TCP packet of `data` bytes as a guest sends it, with only the pseudo header's sum.
 fn super_frame(v4: bool, tags: &[u16], data: usize, size: u16) -> (Vec<u8>, Header) {
     let mut bytes = vec![2; 12];
     for kind in tags {
@@ -149,7 +149,7 @@ fn segments_are_packets_of_their_own() {
 #[test]
 fn datagrams_of_their_own() {
     for v4 in [true, false] {
-        // The TCP packet's headers, made into UDP's.
+        // The headers of the TCP packet, changed to those of UDP.
         let (mut bytes, header) = super_frame(v4, &[], 5000, 1);
         let at = usize::from(header.csum_start);
         bytes.drain(at + UDP..at + 32);
@@ -204,7 +204,7 @@ fn what_is_made_of_a_frame_is_bounded() {
     let mut made = Segments::default();
     assert!(!made.make(&describe(&mut bytes, header), AcceptedOffloads::default()));
     assert_eq!(made.len(), 0);
-    // Headers that reach far into the frame, each segment with a copy of them.
+    // Headers that are long, and that each segment has a copy of.
     let start = 32_768;
     bytes[start + TCP_OFFSET] = 0x50;
     let header = Header { gso_size: 100, csum_start: start as u16, ..header };

@@ -1,4 +1,5 @@
-//! Frames to the guest: copied from their senders' memory into the receive buffers that the guest offers.
+//! Frames to the guest: copied from their senders' memory into the receive buffers that the guest
+//! offers.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,20 +22,20 @@ pub(super) struct Rx {
     frames: VecDeque<SentFrame>,
     /// Descriptions to be returned. Empty between iterations.
     done: Vec<SentFrame>,
-    /// What is left of a frame that the guest did not accept as it was sent.
+    /// The rest of a frame that the guest did not accept as it was sent.
     segments: Segments,
-    /// Frames wait for buffers.
+    /// Whether frames wait for buffers.
     waiting: bool,
 }
 
-/// What one call of [`Rx::take`] has done.
+/// The results of one call of [`Rx::take`].
 #[derive(Default)]
 struct Progress {
-    /// Buffers that have frames.
+    /// Number of buffers that have frames.
     used: usize,
     frames: u64,
     bytes: u64,
-    /// Frames that fit into no buffers.
+    /// Number of frames that fit into no buffers.
     lost: u64,
 }
 
@@ -82,7 +83,7 @@ impl Rx {
         let mut progress = Progress::default();
         queue.take(budget as usize, &mut self.frames);
         loop {
-            // What is left of the frame before goes first.
+            // The rest of the previous frame comes first.
             self.give_segments(&mut progress);
             if self.waiting {
                 break;
@@ -134,8 +135,9 @@ impl Rx {
         let buffers = self.to.buffers_for(progress.used, bytes)?;
         let mut to = self.write_header(progress.used, accepted.shown(frame.header));
         for piece in &frame.pieces {
-            // SAFETY: the sender keeps its memory mapped until the description was returned, and `frame` is that description.
-            // If both guests share memory, the receiver gets bytes of one of the two.
+            // SAFETY: the sender keeps its memory mapped until the description was returned, and
+            // `frame` is that description. If both guests share memory, the receiver gets bytes of
+            // one of the two.
             unsafe { self.to.copy(&mut to, piece.ptr, piece.len) };
         }
         self.to.stage_used(progress.used, buffers, bytes);
@@ -170,7 +172,7 @@ impl Rx {
         }
     }
 
-    /// Drops what is left of a frame that was cut into segments.
+    /// Drops the rest of a frame that was cut into segments.
     pub(super) fn drop_segments(&mut self) {
         let lost = self.segments.len() as u64;
         if lost > 0 {
@@ -179,7 +181,8 @@ impl Rx {
         }
     }
 
-    /// Writes a frame's header into the buffers from number `first` on. Returns where the frame begins.
+    /// Writes a frame's header into the buffers from number `first` on. Returns the position behind
+    /// it.
     fn write_header(&self, first: usize, header: Header) -> Cursor {
         let bytes = header.to_bytes();
         let mut to = self.to.start(first);
@@ -198,7 +201,7 @@ impl PairSide for Rx {
         &mut self.to.virtqueue
     }
 
-    /// Unused buffers go back to the ring.
+    /// Unused buffers are returned to the ring.
     fn stop(mut self, _discard: bool) -> u32 {
         self.drop_segments();
         self.to.stop()

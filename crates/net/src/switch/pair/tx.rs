@@ -1,7 +1,8 @@
-//! Frames from the guest: each is described, and its description goes to the queues of its receivers.
+//! Frames from the guest. Each is described, and its description goes to the queues of its
+//! receivers.
 //!
-//! The first bytes of a frame are read once, into the sender's own memory. The checks read that copy, and that copy is sent: the
-//! guest may change its memory while the frame waits.
+//! The first bytes of a frame are read once, into the sender's own memory. The checks read that
+//! copy, and that copy is sent, because the guest may change its memory while the frame waits.
 
 use std::collections::VecDeque;
 
@@ -32,18 +33,21 @@ pub(super) struct Tx {
     header: usize,
     slots: Box<[TxSlot]>,
     free: Vec<u16>,
-    /// Requests that were not completed, the oldest first. They complete in the ring's order, so that a front end without an
-    /// in-flight region knows from the used index where the ring stands after this process is gone.
+    /// Requests that were not completed, the oldest first. They complete in the ring's order, so
+    /// that a front end without an in-flight region knows from the used index where the ring stands
+    /// after this process is gone.
     order: VecDeque<u16>,
 }
 
-// SAFETY: the segments point into the guest's memory. The virtqueue keeps the memory table, and with it the mapping, wherever
-// the queue goes. The queue is not at rest before all descriptions were returned, so it is not dropped before that.
+// SAFETY: the segments point into the guest's memory. The virtqueue keeps the memory table, and
+// with it the mapping, wherever the queue goes. The queue is not at rest before all descriptions
+// were returned, so it is not dropped before that.
 unsafe impl Send for Tx {}
 
 impl Tx {
     pub(super) fn new(mut virtqueue: NetVirtqueue, header: usize) -> Self {
-        // The device writes nothing here. Some guests (DPDK's virtio-user) mark buffers as writable by mistake.
+        // The device writes nothing here. Some guests (DPDK's virtio-user) mark buffers as writable
+        // by mistake.
         virtqueue.vring.set_all_readable();
         // A former daemon may have sent them.
         virtqueue.discard(DropReason::Unknown, true);
@@ -70,7 +74,7 @@ impl Tx {
         if self.virtqueue.broken || !self.virtqueue.has_avail() {
             return 0;
         }
-        sender.begin_iteration();
+        sender.start_iteration();
         let mut taken = 0;
         while taken < budget && !self.free.is_empty() {
             if !self.virtqueue.pop() {
@@ -110,8 +114,8 @@ impl Tx {
         let mut first = [0; HEADER_BYTES + 2 + INSPECTED_BYTES];
         let wanted = (self.header + INSPECTED_BYTES).min(bytes);
         let first = first.get_mut(..wanted).ok_or(DropReason::BadHeader)?;
-        // SAFETY: the ring translated the segments when the chain was popped, and the virtqueue keeps the memory table, and with
-        // it the mapping, until the queue is at rest.
+        // SAFETY: the ring translated the segments when the chain was popped, and the virtqueue
+        // keeps the memory table, and with it the mapping, until the queue is at rest.
         unsafe { gather(&chain.segs, first) };
         // The header has at least that many bytes.
         let header = Header::parse(*first.first_chunk().ok_or(DropReason::TooShort)?);
@@ -125,7 +129,7 @@ impl Tx {
         Ok(len)
     }
 
-    /// Completes the requests that are finished, in the ring's order. Returns how many.
+    /// Completes the requests that are finished, in the ring's order. Returns their number.
     pub(super) fn reap(&mut self, sender: &mut Sender) -> u32 {
         sender.count_lost(|why, frames| self.virtqueue.lost(why, frames));
         for Finished { slot, taken } in sender.finished.drain(..) {

@@ -1,4 +1,4 @@
-//! The table of stations: learnt, followed, forgotten, and shared fairly.
+//! The table of stations: learning, moves, ageing, and fair sharing.
 
 use super::super::macs::{AGE_S, Learnt, MACS_MAX, Macs};
 use super::*;
@@ -27,7 +27,7 @@ fn addresses_are_learnt_followed_and_forgotten() {
     assert_eq!(macs.find(station(1), 0, AGE_S + 2), Some(5));
     macs.forget(5);
     assert_eq!((macs.find(station(1), 0, 2), macs.count(5)), (None, 0));
-    // No station's address, and a group's.
+    // Neither zero nor a group's address is a station's.
     for bytes in [[0; 6], [1, 0, 0, 0, 0, 1], [0xFF; 6]] {
         macs.learn(Address::new(bytes), 0, 7, &own, 0);
         assert_eq!(macs.find(Address::new(bytes), 0, 0), None);
@@ -49,9 +49,9 @@ fn a_port_at_its_limit_gives_up_its_own_oldest() {
     assert_eq!([1000, 1001, 1002, 1003, 1004].map(|n| known(n, 10)), [true, false, true, true, true]);
     (2000..60_000).for_each(|number| macs.learn(station(number), 0, 2, &few, 11));
     assert_eq!(macs.count(2), 4);
-    // Nothing of the other port is lost, but where the two meet in a full set.
+    // The other port loses entries only in full sets that both ports use.
     assert_eq!((0..100).filter(|n| macs.find(station(*n), 0, 11) == Some(1)).count(), 100);
-    // Stations that move away make room.
+    // Stations that move to another port make room.
     (59_996..60_000).for_each(|number| macs.learn(station(number), 0, 1, &others, 12));
     assert_eq!((macs.count(2), macs.count(1)), (0, 104));
     (1000..1004).for_each(|number| macs.learn(station(number), 0, 2, &few, 12));
@@ -70,7 +70,7 @@ fn a_full_table_is_shared_fairly() {
         assert_eq!(macs.find(station(number), 0, 1), Some(2));
     }
     assert_eq!(macs.count(2), 200);
-    // And keeps it.
+    // And it keeps the place.
     (300_000..400_000).for_each(|number| macs.learn(station(number), 0, 1, &all, 2));
     let kept = (200_000..200_200).filter(|n| macs.find(station(*n), 0, 2) == Some(2)).count();
     assert_eq!(kept, 200);
@@ -84,17 +84,17 @@ fn workers_that_learn_at_once_keep_the_count() {
         for worker in 0..4u32 {
             let (macs, owns) = (&macs, &owns);
             scope.spawn(move || {
-                for turn in 0..20_000u32 {
-                    let port = (turn + worker) % 2;
-                    let number = turn.wrapping_mul(2_654_435_761) % 3000;
-                    macs.learn(station(number), 0, port as u16, &owns[port as usize], turn / 1000);
+                for iteration in 0..20_000u32 {
+                    let port = (iteration + worker) % 2;
+                    let number = iteration.wrapping_mul(2_654_435_761) % 3000;
+                    macs.learn(station(number), 0, port as u16, &owns[port as usize], iteration / 1000);
                 }
             });
         }
     });
     let counts = [macs.count(0), macs.count(1)];
     assert_eq!(counts[0] + counts[1], macs.len(20) as u32);
-    // A worker may be between two steps for each that runs.
+    // Each running worker may be between two steps.
     assert!(counts[0] <= 64 + 4 && counts[1] <= 1000 + 4, "{counts:?}");
     (0..2).for_each(|port| macs.forget(port));
     assert_eq!((macs.count(0), macs.count(1), macs.len(20)), (0, 0, 0));
@@ -131,10 +131,10 @@ fn a_switch_tells_addresses_by_configuration_and_learnt_ones() {
     let mac = |last: u8| [2, 0, 0, 0, 0, last];
     let fixed = switch.join(1, PortOptions { mac: Some(mac(9)), ..guest("fixed") }).unwrap();
     let (b, a) = (switch.join(1, guest("b")).unwrap(), switch.join(1, guest("a")).unwrap());
-    // 4 is learnt before it is known to be the host's.
+    // 4 is learnt before it is known as the host's.
     for (port, from) in [(&b, 1), (&a, 2), (&a, 1), (&b, 4), (&fixed, 9)] {
-        let look = inspect(&frame(false, 0, (from, 5), (7, 6), 6));
-        switch.route(&switch.view(), port, &look, 0, switch.now_s()).unwrap();
+        let info = inspect(&frame(false, 0, (from, 5), (7, 6), 6));
+        switch.route(&switch.view(), port, &info, 0, switch.now_s()).unwrap();
     }
     switch.set_hosts(&b, vec![mac(4)]);
     let shown = |n: &NetAddress| (n.address, n.vlan, n.export.clone(), n.origin, n.age_s.is_some());
@@ -146,7 +146,7 @@ fn a_switch_tells_addresses_by_configuration_and_learnt_ones() {
     ];
     let want = want.map(|(last, port, origin, aged)| (Mac(mac(last)), None, port.to_owned(), origin, aged));
     assert_eq!(switch.stations().iter().map(shown).collect::<Vec<_>>(), want);
-    // Of one whose port is gone nothing is told.
+    // The stations of a removed port are not listed.
     switch.leave(a.index);
     assert!(switch.stations().iter().all(|n| n.export != "a"));
 }

@@ -1,10 +1,10 @@
-//! What ports let pass, and in which form.
+//! The frames that ports pass, and their form.
 
 use std::sync::Weak;
 
 use super::*;
 
-/// From one address to another, with these tags and an EtherType.
+/// Makes a frame from one address to another, with these tags and an EtherType.
 fn tagged(from: [u8; 6], to: [u8; 6], tags: &[(u16, u16)], len: usize) -> Vec<u8> {
     let mut bytes = [to, from].concat();
     for (kind, tag) in tags {
@@ -27,7 +27,7 @@ fn admit(port: &Port, bytes: &[u8]) -> Result<u16, DropReason> {
     port.admit(&Packet::new(first, &PLAIN, bytes.len()).unwrap(), 1)
 }
 
-/// What comes out of `to`, byte for byte, of a frame that came in by `from`.
+/// Returns the bytes that leave by `to` of a frame that entered by `from`.
 fn pass(from: &Port, to: &Port, bytes: &[u8]) -> Result<Vec<u8>, DropReason> {
     let first = &bytes[..bytes.len().min(INSPECTED_BYTES)];
     let packet = Packet::new(first, &PLAIN, bytes.len()).unwrap();
@@ -64,15 +64,15 @@ fn a_configured_address_is_learnt_nowhere_else() {
         (port(&switch, guest("b")), port(&switch, PortOptions { tap: Some(Weak::new()), ..guest("u") }));
     let to_a = inspect(&tagged(B, A, &[], 50));
     let as_a = inspect(&tagged(A, B, &[], 50));
-    let route = |from: &Port, look: &FrameInfo| switch.route(&switch.view(), from, look, 0, 1);
-    // Known before it ever sent, and no other port may say that it is there.
+    let route = |from: &Port, info: &FrameInfo| switch.route(&switch.view(), from, info, 0, 1);
+    // The address is known before it ever sent, and no other port may use it as a source.
     assert_eq!(route(&b, &to_a), Ok(Route::Port(a.index)));
     assert_eq!(
         (route(&b, &as_a), route(&up, &as_a)),
         (Err(DropReason::ForeignSource), Err(DropReason::ForeignSource))
     );
     assert_eq!((route(&a, &as_a), route(&b, &to_a)), (Ok(Route::Port(b.index)), Ok(Route::Port(a.index))));
-    // The host's, which may come by another uplink, too, and is learnt there as little.
+    // The host's address may be at another uplink, too, and is not learnt there either.
     let host = [2, 0, 0, 0, 0, 9];
     switch.set_hosts(&up, vec![host, A]);
     let other = port(&switch, PortOptions { tap: Some(Weak::new()), ..guest("v") });
@@ -83,12 +83,12 @@ fn a_configured_address_is_learnt_nowhere_else() {
         (Ok(Route::Port(b.index)), Ok(Route::Port(b.index)))
     );
     assert_eq!(route(&b, &inspect(&tagged(B, host, &[], 50))), Ok(Route::Port(up.index)));
-    // An export's address is the export's, though the host had it, too.
+    // An address of both an export and the host belongs to the export.
     assert_eq!(route(&b, &to_a), Ok(Route::Port(a.index)));
-    // It goes with its port.
+    // It is removed with its port.
     switch.leave(a.index);
     assert_eq!((route(&up, &as_a), route(&b, &to_a)), (Ok(Route::Port(b.index)), Ok(Route::Port(up.index))));
-    // Two ports of a VLAN cannot have the same one; those of different VLANs can.
+    // Two ports of a VLAN cannot have the same address. Ports of different VLANs can.
     let with = |name, vlans| PortOptions { mac: Some(B), vlans, ..guest(name) };
     let c = port(&switch, with("c", vlans(Some(1), "")));
     let e = switch.join(1, with("d", vlans(None, "1-5"))).err().unwrap();
@@ -101,7 +101,7 @@ fn a_configured_address_is_learnt_nowhere_else() {
 }
 
 #[test]
-fn a_route_is_looked_up_once_a_turn() {
+fn a_route_is_looked_up_once_an_iteration() {
     let switch = Switch::new("s");
     let ports = [
         port(&switch, PortOptions { mac: Some(B), ..guest("b") }),
@@ -111,17 +111,17 @@ fn a_route_is_looked_up_once_a_turn() {
     let [b, a, c] = &ports;
     let view = switch.view();
     let mut last = LastRoute::default();
-    let find = |look: &FrameInfo, vlan| switch.route(&view, a, look, vlan, 1);
+    let find = |info: &FrameInfo, vlan| switch.route(&view, a, info, vlan, 1);
     let mut route = |bytes: &[u8], vlan| last.or_find(&inspect(bytes), vlan, || find(&inspect(bytes), vlan));
     let to_b = tagged(A, B, &[], 50);
     assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
     assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
-    // What is known is of both addresses and the VLAN.
+    // The last route holds for both addresses and the VLAN.
     assert_eq!(route(&tagged(B, B, &[], 50), 0), Err(DropReason::ForeignSource));
     assert_eq!(route(&tagged(A, [2, 0, 0, 0, 0, 7], &[], 50), 0), Ok(Route::All));
     assert_eq!(route(&to_b, 7), Ok(Route::All));
     assert_eq!(route(&to_b, 0), Ok(Route::Port(b.index)));
-    // A station that moved is found in the next turn.
+    // A station that moved is found in the next iteration.
     let station = [2, 0, 0, 0, 0, 9];
     switch.macs.learn(Address::new(station), 0, b.index, &b.learnt, 1);
     assert_eq!(route(&tagged(A, station, &[], 50), 0), Ok(Route::Port(b.index)));
@@ -169,13 +169,13 @@ fn vlans_are_networks_of_their_own() {
     let tag = |kind: u16, tag: u16, len| tagged(A, B, &[(kind, tag)], len);
     let bare = |len| tagged(A, B, &[], len);
     for len in [0, 1, 2, 4, 10, 46, 1400] {
-        // Tags are added and removed, and payload stays.
+        // Tags are added and removed, and the payload stays.
         assert_eq!(pass(&five, &trunk, &bare(len)), Ok(tag(0x8100, 5, len)));
         assert_eq!(pass(&trunk, &five, &tag(0x8100, 5, len)), Ok(bare(len)));
         assert_eq!(pass(&five, &hybrid, &bare(len)), Ok(tag(0x8100, 5, len)));
         assert_eq!(pass(&six, &hybrid, &bare(len)), Ok(bare(len)));
         assert_eq!(pass(&hybrid, &trunk, &bare(len)), Ok(tag(0x8100, 6, len)));
-        // Priority stays where there is a tag to have it; VLAN 0 says priority alone.
+        // The priority stays if there is a tag for it. VLAN 0 has only a priority.
         assert_eq!(pass(&trunk, &hybrid, &tag(0x8100, 0xE005, len)), Ok(tag(0x8100, 0xE005, len)));
         assert_eq!(pass(&five, &trunk, &tag(0x8100, 0xE000, len)), Ok(tag(0x8100, 0xE005, len)));
         assert_eq!(pass(&five, &trunk, &tag(0x8100, 0, len)), Ok(tag(0x8100, 5, len)));
@@ -191,7 +191,8 @@ fn vlans_are_networks_of_their_own() {
         (pass(&five, &six, &bare(9)), pass(&five, &plain, &bare(9)), pass(&plain, &five, &bare(9))),
         (no.clone(), no.clone(), no)
     );
-    // An access port chooses no VLAN, not its own either; a trunk port has none without a tag.
+    // On an access port a tag cannot choose a VLAN, not even its own. A trunk port has no VLAN for
+    // a frame without a tag.
     for frame in [
         tag(0x8100, 5, 50),
         tag(0x8100, 6, 50),
@@ -205,10 +206,10 @@ fn vlans_are_networks_of_their_own() {
         (admit(&trunk, &bare(50)), admit(&trunk, &tag(0x8100, 7, 50))),
         (Err(DropReason::Vlan), Err(DropReason::Vlan))
     );
-    // A tag that the frame ends in.
+    // A frame that ends in its tag.
     assert_eq!(admit(&trunk, &tag(0x8100, 5, 0)[..17]), Err(DropReason::Vlan));
     assert_eq!(admit(&five, &tag(0x8100, 0, 0)[..14]), Err(DropReason::Vlan));
-    // A second tag passes behind the first, and never comes to be the first.
+    // A second tag passes behind the first, and never becomes the first.
     for inner in [(0x8100, 6), (0x88A8, 6), (0x9100, 6)] {
         let double = tagged(A, B, &[(0x8100, 5), inner], 50);
         assert_eq!(pass(&trunk, &hybrid, &double), Ok(double.clone()));
@@ -230,7 +231,8 @@ fn an_mtu_is_for_packets() {
         assert_eq!(pass(&large, &a, &frame(1501)), Err(DropReason::OverMtu));
         assert!(pass(&a, &b, &frame(1400)).is_ok() && admit(&large, &frame(9000)).is_ok());
     }
-    // A super frame is as long as one of its segments: MTU and headers.
+    // The packet of a frame with segments is as long as one segment: the segment's data and
+    // headers.
     let segments = |v6: bool, tcp: Option<u8>, gso_size: u16| {
         let mut bytes = frame(v6, 0, (1, 5), (2, 6), if tcp.is_some() { 6 } else { 17 });
         bytes.resize(60_000, 0);
@@ -256,7 +258,7 @@ fn an_mtu_is_for_packets() {
     assert_eq!((segments(false, Some(5), 1460), segments(true, Some(5), 1440)), (1500, 1500));
     assert_eq!((segments(false, Some(8), 1448), segments(true, Some(8), 1428)), (1500, 1500));
     assert_eq!((segments(false, None, 1472), segments(true, None, 1452)), (1500, 1500));
-    // One that is not cut at all is no longer than itself.
+    // A frame that is not cut is no longer than itself.
     assert_eq!(segments(false, Some(5), u16::MAX), 60_000 - 14);
 }
 
@@ -272,7 +274,7 @@ fn offloads_move_with_a_tag() {
     };
     let more = Header { hdr_len: 58, csum_start: 38, ..header };
     assert_eq!((header.moved(4), more.moved(-4), header.moved(0)), (more, header, header));
-    // What is not told stays so, and hints that are wrong stay in range.
+    // Unknown values stay unknown, and invalid hints stay in range.
     assert_eq!(Header::default().moved(4), Header::default());
     assert_eq!(Header { hdr_len: u16::MAX, ..header }.moved(4).hdr_len, u16::MAX);
     assert_eq!(Header { hdr_len: 2, ..header }.moved(-4).hdr_len, 0);
@@ -285,7 +287,8 @@ fn a_loop_of_uplinks_blocks_the_later_one() {
     let (a, b, c) = (uplink("a"), uplink("b"), port(&switch, guest("c")));
     let view = switch.view();
     let probe = |from: &Port, vlan| from.probe.frame(vlan);
-    // Another switch's, one's own that comes back where it was sent, and what only looks like one.
+    // A probe of another switch, an own probe that enters by the uplink that sent it, and a frame
+    // that only resembles a probe.
     let other = Switch::new("s");
     let theirs = port(&other, PortOptions { tap: Some(Weak::new()), ..guest("theirs") });
     assert!(!switch.is_probe(&view, &a, &theirs.probe.frame(None), 1));
@@ -306,9 +309,9 @@ fn a_loop_of_uplinks_blocks_the_later_one() {
         (b.admit(&packet, 2), b.accept(&c, &packet, 0, 2)),
         (Err(DropReason::Loop), Err(DropReason::Loop))
     );
-    // It is free again once no probe came for a while.
+    // It forwards again once no probe came for a while.
     assert!(b.is_blocked(2 + port::BLOCK_S - 1) && !b.is_blocked(2 + port::BLOCK_S));
-    // Uplinks that pass nothing to each other make no loop.
+    // Uplinks that pass no frames to each other make no loop.
     let alone = |name| {
         port(&switch, PortOptions { tap: Some(Weak::new()), vlans: vlans(Some(9), ""), ..guest(name) })
     };

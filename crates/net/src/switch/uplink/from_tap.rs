@@ -1,8 +1,10 @@
-//! Frames from the host: read from a tap's queue into slots of the daemon, in batches that never wait, and sent to the ports.
+//! Frames from the host: read from a tap's queue into slots of the daemon, in batches that never
+//! wait, and sent to the ports.
 //!
-//! A slot is free again once all descriptions of its frame were returned. While none is free nothing is read, and frames wait
-//! in the tap. Many flows share these slots, and no flow may wait for the guest of another flow. So a destination gets no more
-//! slots than are free, and slow destinations together leave some.
+//! A slot is free again once all descriptions of its frame were returned. While none is free
+//! nothing is read, and frames wait in the tap. Many flows share these slots, and no flow may wait
+//! for the guest of another flow. So a destination gets no more slots than are free, and slow
+//! destinations together leave some.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -18,11 +20,12 @@ use crate::switch::port_queue::Piece;
 use crate::switch::sender::{FrameContent, Sender};
 use crate::tap_file::{Op, TapFile};
 
-/// Frames in flight at most.
+/// Most frames in flight.
 pub(super) const SLOTS: u16 = 512;
 /// Bytes of the header before each frame.
 pub(super) const HEADER: usize = 12;
-/// Bytes of a slot: the longest frame, and one more, by which one that is too long shows; whole cache virtqueues.
+/// Bytes of a slot: the longest frame, and one more byte to detect a frame that is too long, in
+/// whole cache lines.
 const SLOT_BYTES: usize = (HEADER + FRAME_MAX + 1).next_multiple_of(64);
 #[expect(clippy::cast_possible_truncation, reason = "a constant below 2^17")]
 const SLOT_BYTES_U32: u32 = SLOT_BYTES as u32;
@@ -45,7 +48,7 @@ pub(super) struct FromTap {
     /// The batch in flight.
     reads: Vec<Read>,
     outstanding: u32,
-    /// When to read.
+    /// Decides when to read.
     pub(super) rx_poll: RxPoll,
     /// Frames that were dropped, for the owner to count.
     pub(super) lost: Vec<DropReason>,
@@ -100,9 +103,10 @@ impl FromTap {
             self.outstanding += 1;
             let to = self.at(slot);
             let op = Op::Read(to, SLOT_BYTES_U32);
-            // SAFETY: the slot's memory belongs to `self.memory`, which never grows and so does not move. The slot is not free
-            // until the read completed, and the queue is not at rest (so not dropped) before that.
-            unsafe { file.begin(uring, op, Token { slot: read, ..token }) }
+            // SAFETY: the slot's memory belongs to `self.memory`, which never grows and so does not
+            // move. The slot is not free until the read completed, and the queue is not at rest (so
+            // not dropped) before that.
+            unsafe { file.start(uring, op, Token { slot: read, ..token }) }
         }
     }
 
@@ -124,7 +128,7 @@ impl FromTap {
             return Ok(());
         }
         let (active, mut found, mut bad) = (self.reads.len() as u32, 0, None);
-        sender.begin_iteration();
+        sender.start_iteration();
         for read in 0..number(self.reads.len()) {
             let Read { slot, result } = *slots::slot(&self.reads, read);
             match usize::try_from(result) {
@@ -152,7 +156,8 @@ impl FromTap {
     /// Sends the frame in a slot, of `len` bytes with its header.
     fn send(&mut self, slot: u16, len: usize, sender: &mut Sender) -> Result<(), DropReason> {
         let at = self.at(slot);
-        // SAFETY: the completed read initialized `len` bytes, at most SLOT_BYTES. Nothing writes there before the slot is free.
+        // SAFETY: the completed read initialized `len` bytes, at most SLOT_BYTES. Nothing writes
+        // there before the slot is free.
         let bytes = unsafe { std::slice::from_raw_parts(at, len) };
         let frame = match bytes.get(HEADER..) {
             Some(frame) if frame.len() >= ETH_HEADER_BYTES => frame,

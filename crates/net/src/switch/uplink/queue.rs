@@ -1,7 +1,8 @@
 //! A queue of a tap as a queue of a switch's port.
 //!
-//! It has no virtqueue and no guest. Frames are read into memory of the daemon and sent like a guest's ([`FromTap`]). Frames of
-//! other ports are written to the tap from their senders' memory ([`ToTap`]).
+//! It has no virtqueue and no guest. Frames are read into memory of the daemon and sent like a
+//! guest's ([`FromTap`]). Frames of other ports are written to the tap from their senders' memory
+//! ([`ToTap`]).
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -24,21 +25,21 @@ const OP_POLL: u8 = OP_OWNER;
 const OP_READ: u8 = OP_OWNER + 1;
 const OP_WRITE: u8 = OP_OWNER + 2;
 
-/// What a queue of an uplink consists of.
+/// The parts of an uplink's queue.
 pub(super) struct UplinkParts {
     /// The tap's queue, which has headers of 12 bytes.
     pub(super) tap: Arc<TapQueue>,
     /// The port of the switch.
     pub(super) guard: Arc<PortGuard>,
-    /// Which of its queues.
+    /// The number of the queue in its port.
     pub(super) index: u16,
-    /// What the tap accepts.
+    /// The offload work that the tap does itself.
     pub(super) accepted: AcceptedOffloads,
     /// Counters.
     pub(super) stats: Arc<QueueStats>,
     /// Network counters. The tap is counted as the guest.
     pub(super) net: Arc<NetStats>,
-    /// Called with why, once the tap is gone.
+    /// Called with the reason once the tap is gone.
     pub(super) on_broken: Box<dyn Fn(&str) + Send>,
 }
 
@@ -52,13 +53,13 @@ pub(super) struct UplinkQueue {
     to: ToTap,
     broken: bool,
     on_broken: Box<dyn Fn(&str) + Send>,
-    // Any thread's.
+    // Used by any thread.
     stats: Arc<QueueStats>,
     net: Arc<NetStats>,
 }
 
 impl UplinkQueue {
-    /// A queue that is on no worker.
+    /// Makes a queue that is on no worker.
     pub(super) fn new(parts: UplinkParts) -> Self {
         let UplinkParts { tap, guard, index, accepted, stats, net, on_broken } = parts;
         let mut sender = Sender::new(guard, index);
@@ -76,7 +77,7 @@ impl UplinkQueue {
         }
     }
 
-    /// Counts what is finished. Returns how many frames.
+    /// Counts the finished frames. Returns their number.
     fn reap(&mut self) -> u32 {
         let Self { sender, from, to, stats, net, .. } = self;
         let lost = |why, frames| {
@@ -105,16 +106,16 @@ impl UplinkQueue {
         finished.into()
     }
 
-    /// The tap is gone: nothing more is read, and senders find the port queue closed.
+    /// Handles the loss of the tap: nothing more is read, and senders find the port queue closed.
     #[cold]
-    fn break_off(&mut self, e: &std::io::Error) {
+    fn mark_broken(&mut self, e: &std::io::Error) {
         self.broken = true;
         self.stats.set_state(State::Broken);
         (self.on_broken)(&format!("its tap can no longer be read: {e}"));
         self.sender.queue.close();
     }
 
-    /// Counts a finished batch of writes. Returns how many frames the tap took.
+    /// Counts a finished batch of writes. Returns the number of frames that the tap took.
     fn wrote(&mut self) -> u32 {
         let (frames, bytes) = self.to.finish_batch();
         if frames > 0 {
@@ -129,7 +130,7 @@ impl UplinkQueue {
 impl Queue for UplinkQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
         if self.file.is_none() {
-            self.file = Some(TapFile::know(uring, &self.tap));
+            self.file = Some(TapFile::register(uring, &self.tap));
         }
         self.from.rx_poll.arm();
         self.sender.arm(uring, place);
@@ -152,7 +153,7 @@ impl Queue for UplinkQueue {
         match token.op {
             OP_READ => {
                 if let Err(e) = self.from.complete(uring, token.slot, poll, result, &mut self.sender) {
-                    self.break_off(&e);
+                    self.mark_broken(&e);
                 }
                 if self.sender.is_leaving() {
                     // The frames of this batch are in flight now and are revoked like the others.
@@ -203,7 +204,7 @@ impl Queue for UplinkQueue {
     fn leave(&mut self, uring: &mut Uring) {
         self.sender.left();
         if self.file.take().is_some() {
-            TapFile::forget(uring, &self.tap);
+            TapFile::unregister(uring, &self.tap);
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Frames to the host: written to a tap's queue from their senders' memory, in batches that never wait.
+//! Frames to the host: written to a tap's queue from their senders' memory, in batches that never
+//! wait.
 
 use std::collections::VecDeque;
 
@@ -14,7 +15,7 @@ use crate::switch::port_queue::{Outcome, PortQueue, SentFrame};
 use crate::switch::sender::PIECES_MAX;
 use crate::tap_file::{Op, TapFile, drop_reason};
 
-/// Iovecs of a batch at most: a header and the pieces of each frame.
+/// Most iovecs of a batch: a header and the pieces of each frame.
 const IOVECS: usize = BATCH as usize * (PIECES_MAX + 1);
 
 /// A write in flight.
@@ -30,12 +31,14 @@ pub(super) struct ToTap {
     accepted: AcceptedOffloads,
     /// Descriptions taken from the inbox. Empty between iterations.
     frames: VecDeque<SentFrame>,
-    /// The batch on the ring; its headers, and what its operations name: neither grows, they were told where they lie.
+    /// The batch in flight, its headers, and the iovecs of its operations. Neither grows, because
+    /// the kernel has their addresses.
     writes: Vec<Option<Write>>,
     headers: Vec<[u8; HEADER]>,
     iovecs: Vec<libc::iovec>,
     outstanding: u32,
-    /// Segments of a frame that the tap did not accept as it was sent. Not changed while a write uses them.
+    /// Segments of a frame that the tap did not accept as it was sent. Not changed while a write
+    /// uses them.
     segments: Segments,
     done: Vec<SentFrame>,
     /// Frames of this batch that the tap took, and their bytes.
@@ -44,8 +47,8 @@ pub(super) struct ToTap {
     pub(super) lost: Vec<DropReason>,
 }
 
-// SAFETY: only operations in flight use the raw pointers in `iovecs`. There are none while the queue moves to another worker,
-// because it is at rest then.
+// SAFETY: only operations in flight use the raw pointers in `iovecs`. There are none while the
+// queue moves to another worker, because it is at rest then.
 unsafe impl Send for ToTap {}
 
 impl ToTap {
@@ -68,7 +71,7 @@ impl ToTap {
         self.outstanding
     }
 
-    /// Segments that wait for the next batch.
+    /// Returns the number of segments that wait for the next batch.
     pub(super) fn held(&self) -> u64 {
         self.segments.len() as u64
     }
@@ -77,7 +80,7 @@ impl ToTap {
         self.outstanding == 0 && (queue.has_frames() || self.segments.len() > 0)
     }
 
-    /// Starts to write what waits. Returns how many frames that are.
+    /// Starts to write the waiting frames. Returns their number.
     pub(super) fn take(
         &mut self,
         uring: &mut Uring,
@@ -95,7 +98,7 @@ impl ToTap {
         let most = budget.min(BATCH);
         queue.take(most as usize, &mut self.frames);
         while self.outstanding < most {
-            // What is left of the frame before goes first.
+            // The rest of the previous frame comes first.
             if let Some(segment) = self.segments.next() {
                 let len = segment.len();
                 let iovec = libc::iovec { iov_base: segment.as_ptr().cast_mut().cast(), iov_len: len };
@@ -150,11 +153,12 @@ impl ToTap {
         self.iovecs.push(libc::iovec { iov_base: header.cast(), iov_len: HEADER });
         put(&mut self.iovecs);
         let iovecs = self.iovecs.get(at..).unwrap_or_default();
-        // SAFETY: `new` reserved headers and iovecs for a whole batch, and a sender gives a frame PIECES_MAX pieces at most. So
-        // both vectors do not move, and `take` clears them only when no operation is in flight. The sender keeps a frame's
-        // memory mapped until its description was returned; `writes` holds the description until the write completed. A
-        // segment is in `self.segments`, which does not change before the batch has ended.
-        unsafe { file.begin(uring, Op::Writev(iovecs), Token { slot, ..token }) }
+        // SAFETY: `new` reserved headers and iovecs for a whole batch, and a sender gives a frame
+        // PIECES_MAX pieces at most. So both vectors do not move, and `take` clears them only when
+        // no operation is in flight. The sender keeps a frame's memory mapped until its description
+        // was returned; `writes` holds the description until the write completed. A segment is in
+        // `self.segments`, which does not change before the batch has ended.
+        unsafe { file.start(uring, Op::Writev(iovecs), Token { slot, ..token }) }
     }
 
     /// Handles the completion of a write. Returns whether it was the last one of a batch.
@@ -185,7 +189,8 @@ impl ToTap {
         self.outstanding == 0
     }
 
-    /// Ends the batch: returns its descriptions. Gives how many frames the tap took, and their bytes.
+    /// Ends the batch and returns its descriptions. Returns the number of frames that the tap took,
+    /// and their bytes.
     pub(super) fn finish_batch(&mut self) -> (u64, u64) {
         PortQueue::return_all(&mut self.done);
         std::mem::take(&mut self.wrote)

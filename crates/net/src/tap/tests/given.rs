@@ -1,4 +1,4 @@
-//! Files that somebody else opened, and macvtaps.
+//! Files that another program opened, and macvtaps.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::OwnedFd;
@@ -13,7 +13,7 @@ fn opened(path: &str) -> File {
     OpenOptions::new().read(true).write(true).open(path).unwrap()
 }
 
-/// A file of an interface, as another program opens it: it waits, and is attached.
+/// Opens a file of an interface as another program does: it is blocking, and attached.
 fn joined(name: &str, flags: u16) -> OwnedFd {
     let file = opened(CLONE_DEVICE);
     ifreq::join(&file, name, flags).unwrap();
@@ -39,7 +39,7 @@ fn lists_of_descriptors() {
 
 #[test]
 fn files_of_others() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = adopt((0..3).map(|_| joined("vs0", GOOD | IFF_MULTI_QUEUE)).collect()).unwrap();
         assert_eq!((tap.name(), tap.made(), tap.multi_queue(), tap.queues_max()), ("vs0", false, true, 3));
         assert!(tap.order().is_empty());
@@ -50,7 +50,7 @@ fn files_of_others() {
         queues[2].attach().unwrap();
         while receive(&queues[2]).is_some() {}
         send("vs0", &frame(60)).unwrap();
-        await_that("the frame", || receive(&queues[2]).is_some_and(|got| got[10..] == frame(60)));
+        wait_until("the frame", || receive(&queues[2]).is_some_and(|got| got[10..] == frame(60)));
         assert_eq!(tap.mtu().unwrap(), 1500);
         assert!(tap.counters().unwrap().to_guest_packets >= 1);
     });
@@ -58,7 +58,7 @@ fn files_of_others() {
 
 #[test]
 fn a_file_of_a_tap_with_one_queue_and_one_that_is_detached() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = adopt(vec![joined("one", GOOD)]).unwrap();
         assert_eq!((tap.multi_queue(), tap.order()), (false, vec![0]));
         let many = joined("many", GOOD | IFF_MULTI_QUEUE);
@@ -73,7 +73,7 @@ fn a_file_of_a_tap_with_one_queue_and_one_that_is_detached() {
 
 #[test]
 fn a_file_of_another_namespace() {
-    privately(|| {
+    in_new_namespace(|| {
         ip("netns add red");
         let red = Netns::open(Some("red")).unwrap();
         let fd = red.run(|| joined("vs0", GOOD)).unwrap();
@@ -83,8 +83,8 @@ fn a_file_of_another_namespace() {
         tap.inject(&frame(60)).unwrap();
         assert!(tap.counters().unwrap().from_guest_packets >= 1);
         let fd = red.run(|| joined("vs1", GOOD)).unwrap();
-        become_nobody();
-        // One of that name here is not taken for it.
+        drop_privileges();
+        // An interface of the same name in this namespace is not used instead.
         let tap = adopt(vec![fd]).unwrap();
         let e = tap.mtu().unwrap_err();
         assert!(e.to_string().contains("network namespace") && tap.counters().is_none(), "{e}");
@@ -93,7 +93,7 @@ fn a_file_of_another_namespace() {
 
 #[test]
 fn files_that_are_not_good() {
-    privately(|| {
+    in_new_namespace(|| {
         for path in ["/dev/null", "/etc/passwd"] {
             let said = refused_fds(vec![File::open(path).unwrap().into()]);
             assert!(said.contains("is no tap") && said.contains("IFF_VNET_HDR"), "{said}");
@@ -119,12 +119,13 @@ fn files_that_are_not_good() {
     });
 }
 
-/// A macvtap `mt0` behind one end of a cable whose other is `far`, and its file; none where it cannot be had.
+/// Makes a macvtap `mt0` on one end of a veth pair whose other end is `far`. Returns its file, or
+/// `None` if the kernel has none.
 fn macvtap(number: u8) -> Option<String> {
     ip("link add near type veth peer name far");
     ip("link set near up");
     ip("link set far up");
-    // Its number is its file's in /dev, which all namespaces share.
+    // Its number is that of its file in /dev, which all namespaces share.
     let index = 1_000_000 + 2 * std::process::id() + u32::from(number);
     let made = Command::new("ip")
         .args(format!("link add link near name mt0 index {index} type macvtap mode bridge").split(' '))
@@ -139,7 +140,7 @@ fn macvtap(number: u8) -> Option<String> {
     Some(device)
 }
 
-/// Frames out of `far`, to a macvtap's queues and back.
+/// Sends frames from `far` to a macvtap's queues, and back.
 fn goes_through(tap: &Tap, queues: &[Arc<TapQueue>]) {
     let before = tap.counters().unwrap();
     for header in [HEADER_LONG, HEADER_SHORT] {
@@ -148,7 +149,7 @@ fn goes_through(tap: &Tap, queues: &[Arc<TapQueue>]) {
             queue.attach().unwrap();
             while receive(queue).is_some() {}
             send("far", &frame(60)).unwrap();
-            await_that("the frame", || receive(queue).is_some_and(|got| got[header as usize..] == frame(60)));
+            wait_until("the frame", || receive(queue).is_some_and(|got| got[header as usize..] == frame(60)));
             queue.detach().unwrap();
             queue.detach().unwrap();
         }
@@ -161,7 +162,7 @@ fn goes_through(tap: &Tap, queues: &[Arc<TapQueue>]) {
 
 #[test]
 fn a_macvtap_by_name() {
-    privately(|| {
+    in_new_namespace(|| {
         let Some(device) = macvtap(0) else { return };
         let tap = Tap::open("mt0", 2).unwrap();
         assert!(!tap.made() && tap.multi_queue() && tap.order().is_empty());
@@ -176,7 +177,7 @@ fn a_macvtap_by_name() {
         let address = Options { address: Some([2, 0, 0, 0, 0, 9]), ..Options::default() };
         Tap::open_with("mt0", 1, &address).unwrap();
         assert_eq!(links().find("mt0").unwrap().unwrap().address, address.address);
-        // The file of another in its place.
+        // The file of another interface in its place.
         ip("link add link near name mt1 type macvtap mode bridge");
         let other = format!("/dev/tap{}", links().find("mt1").unwrap().unwrap().index);
         let mount = Command::new("mount").args(["--bind", &other, &device]).status();
@@ -188,7 +189,7 @@ fn a_macvtap_by_name() {
 
 #[test]
 fn files_of_a_macvtap() {
-    privately(|| {
+    in_new_namespace(|| {
         let Some(device) = macvtap(1) else { return };
         let tap = adopt((0..2).map(|_| opened(&device).into()).collect()).unwrap();
         assert_eq!((tap.name(), tap.queues_max()), ("mt0", 2));

@@ -8,7 +8,7 @@ fn in_red() -> Options {
 
 #[test]
 fn one_in_another_namespace() {
-    privately(|| {
+    in_new_namespace(|| {
         ip("netns add red");
         let tap = Tap::open_with("vs0", 2, &in_red()).unwrap();
         assert!(tap.made() && !is_there("vs0"));
@@ -20,7 +20,7 @@ fn one_in_another_namespace() {
         let before = tap.counters().unwrap();
         tap.inject(&frame(60)).unwrap();
         assert_eq!(tap.counters().unwrap().from_guest_packets - before.from_guest_packets, 1);
-        // One of the same name here is another.
+        // An interface of the same name in this namespace is a different one.
         let here = Tap::open("vs0", 1).unwrap();
         assert_eq!(here.mtu().unwrap(), 1500);
         assert_eq!(here.counters().unwrap().from_guest_packets, 0);
@@ -28,14 +28,14 @@ fn one_in_another_namespace() {
         assert!(kind == Kind::Busy && said.contains("vs0"), "{said}");
         drop(tap);
         let red = Netns::open(Some("red")).unwrap();
-        await_that("its end", || red.run(|| !is_there("vs0")).unwrap());
+        wait_until("its end", || red.run(|| !is_there("vs0")).unwrap());
         assert!(is_there("vs0"));
     });
 }
 
 #[test]
 fn one_that_is_there_in_another_namespace() {
-    privately(|| {
+    in_new_namespace(|| {
         ip("netns add red");
         ip("-n red tuntap add dev vs0 mode tap multi_queue");
         let by_path = Options { netns: Some("/run/netns/red".to_owned()), ..Options::default() };
@@ -52,7 +52,7 @@ fn one_that_is_there_in_another_namespace() {
 
 #[test]
 fn namespaces_that_cannot_be() {
-    privately(|| {
+    in_new_namespace(|| {
         let refused = |netns: &str| {
             let options = Options { netns: Some(netns.to_owned()), ..Options::default() };
             refused_with("vs0", 1, &options)
@@ -73,7 +73,7 @@ fn namespaces_that_cannot_be() {
         }
         assert!(!is_there("vs0"));
         ip("netns add red");
-        become_nobody();
+        drop_privileges();
         let (_, said) = refused("red");
         assert!(said.contains("no permission to enter") && said.contains("CAP_SYS_ADMIN"), "{said}");
     });

@@ -1,10 +1,10 @@
-//! Indices of queues, by what the kernel does: a program that names one.
+//! Indices of queues, verified with a steering program that selects one.
 
 use std::os::fd::AsRawFd;
 
 use super::*;
 
-/// Each index leads to the queue that [`Tap::order`] says.
+/// Checks that each index leads to the queue of [`Tap::order`].
 fn holds(tap: &Tap, queues: &[Arc<TapQueue>], want: &[usize]) {
     let order = tap.order();
     assert_eq!(order, want);
@@ -17,13 +17,13 @@ fn holds(tap: &Tap, queues: &[Arc<TapQueue>], want: &[usize]) {
         ifreq::set_int(&*queues[0], ifreq::TUNSETSTEERINGEBPF, program.as_raw_fd()).unwrap();
         let frame = frame(60 + index);
         send("vs0", &frame).unwrap();
-        await_that("the frame", || receive(&queues[*number]).is_some_and(|got| got[10..] == frame));
+        wait_until("the frame", || receive(&queues[*number]).is_some_and(|got| got[10..] == frame));
     }
 }
 
 #[test]
 fn it_follows_the_kernels() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", 4).unwrap();
         let queues = tap.queues(4).unwrap();
         holds(&tap, &queues, &[]);
@@ -36,7 +36,7 @@ fn it_follows_the_kernels() {
         queues[1].detach().unwrap();
         queues[1].detach().unwrap();
         holds(&tap, &queues, &[3, 0]);
-        // One that is opened meanwhile comes and goes as the last.
+        // A queue that is opened later is attached and detached as the last one.
         let queues = tap.queues(5).unwrap();
         holds(&tap, &queues, &[3, 0]);
         for number in [2, 4] {
@@ -52,7 +52,7 @@ fn it_follows_the_kernels() {
 
 #[test]
 fn it_holds_with_several_who_change_it() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", 1).unwrap();
         let first = tap.queues(1).unwrap().remove(0);
         std::thread::scope(|scope| {

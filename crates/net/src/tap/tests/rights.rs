@@ -1,15 +1,15 @@
-//! Whose an interface is, whether it stays, and its address.
+//! Owner, group, persistence and address of an interface.
 
 use super::*;
 
-/// What /sys says of an interface here.
+/// Reads a file of an interface in /sys of this namespace.
 fn sys(name: &str, file: &str) -> String {
     std::fs::read_to_string(Path::new("/sys/class/net").join(name).join(file)).unwrap().trim().to_owned()
 }
 
 #[test]
 fn one_that_persists() {
-    privately(|| {
+    in_new_namespace(|| {
         let options = Options {
             address: Some([2, 1, 2, 3, 4, 5]),
             owner: Some(65534),
@@ -19,7 +19,7 @@ fn one_that_persists() {
         };
         for _ in 0..2 {
             let mut tap = None;
-            await_that("a free tap", || {
+            wait_until("a free tap", || {
                 tap = Tap::open_with("vs0", 2, &options).ok();
                 tap.is_some()
             });
@@ -37,11 +37,11 @@ fn one_that_persists() {
 
 #[test]
 fn what_fails_leaves_nothing() {
-    privately(|| {
-        // A group's address.
+    in_new_namespace(|| {
+        // A group address.
         let options = Options { address: Some([3, 0, 0, 0, 0, 1]), persist: true, ..Options::default() };
         let (_, said) = refused_with("vs0", 2, &options);
         assert!(said.contains("vs0 cannot have the address"), "{said}");
-        await_that("its end", || !is_there("vs0"));
+        wait_until("its end", || !is_there("vs0"));
     });
 }

@@ -1,4 +1,4 @@
-//! Flows, sent as hosts send them, and the queues that they come to.
+//! Flows as hosts send them, and the queues at which they arrive.
 
 use std::collections::BTreeMap;
 use std::net::UdpSocket;
@@ -9,10 +9,10 @@ use super::*;
 
 const QUEUES: u16 = 4;
 const FLOWS: u16 = 64;
-/// By which a frame of ours is told from what the host has to say by itself.
+/// Identifies a frame of these tests among the host's own frames.
 const MARK: &[u8] = b"vshunt, one of ours";
 
-/// What a flow is made of besides the number of its source port.
+/// The kind of a flow, in addition to the number of its source port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shape {
     V4,
@@ -24,13 +24,13 @@ enum Shape {
 
 const SHAPES: [Shape; 4] = [Shape::V4, Shape::V4Options, Shape::V4Tagged, Shape::V6];
 
-/// A frame of flow `flow`, or back; `protocol` is UDP's or TCP's number.
+/// Makes a frame of flow `flow`, or of its other direction. `protocol` is the number of UDP or TCP.
 fn packet(shape: Shape, protocol: u8, flow: u16, back: bool) -> Vec<u8> {
     let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2];
     if shape == Shape::V4Tagged {
         frame.extend([0x81, 0x00, 0x00, 0x07]);
     }
-    // Servers 0 and 1 in turn, and a client for each few flows: addresses count, too.
+    // Alternately servers 0 and 1, and a client for each few flows, because addresses count, too.
     let (one, other) = ([10, 9, 0, (flow / 8) as u8], [10, 9, 1, (flow % 2) as u8]);
     let (from, to) = if back { (other, one) } else { (one, other) };
     match shape {
@@ -58,10 +58,10 @@ fn packet(shape: Shape, protocol: u8, flow: u16, back: bool) -> Vec<u8> {
     frame
 }
 
-/// Takes `count` frames of ours out of the queues: which came to which.
+/// Takes `count` frames of these tests out of the queues. Returns them with their queues.
 fn take(queues: &[Arc<TapQueue>], count: usize) -> Vec<(usize, Vec<u8>)> {
     let mut taken = Vec::new();
-    await_that("the frames", || {
+    wait_until("the frames", || {
         for (number, queue) in queues.iter().enumerate() {
             while let Some(got) = receive(queue) {
                 if got.windows(MARK.len()).any(|bytes| bytes == MARK) {
@@ -74,23 +74,23 @@ fn take(queues: &[Arc<TapQueue>], count: usize) -> Vec<(usize, Vec<u8>)> {
     taken
 }
 
-/// The queue of each flow, all of whose frames came to the same.
-fn homes(queues: &[Arc<TapQueue>], shape: Shape, protocol: u8, back: bool) -> BTreeMap<u16, usize> {
+/// Returns the queue of each flow, and checks that all its frames arrived there.
+fn queues_of_flows(queues: &[Arc<TapQueue>], shape: Shape, protocol: u8, back: bool) -> BTreeMap<u16, usize> {
     let frames: Vec<_> = (0..FLOWS).map(|flow| packet(shape, protocol, flow, back)).collect();
     let wire = Wire::new("vs0");
     for _ in 0..3 {
         frames.iter().for_each(|frame| wire.send(frame).unwrap());
     }
-    let mut homes = BTreeMap::new();
+    let mut queue_of = BTreeMap::new();
     for (number, got) in take(queues, 3 * frames.len()) {
         let flow = frames.iter().position(|frame| *frame == got).expect("a frame that was sent") as u16;
-        assert_eq!(*homes.entry(flow).or_insert(number), number, "{shape:?} flow {flow} stays");
+        assert_eq!(*queue_of.entry(flow).or_insert(number), number, "{shape:?} flow {flow} stays");
     }
-    homes
+    queue_of
 }
 
-fn used(homes: &BTreeMap<u16, usize>) -> Vec<usize> {
-    let mut used: Vec<usize> = homes.values().copied().collect();
+fn used(queue_of: &BTreeMap<u16, usize>) -> Vec<usize> {
+    let mut used: Vec<usize> = queue_of.values().copied().collect();
     used.sort_unstable();
     used.dedup();
     used
@@ -109,19 +109,23 @@ fn steered(steering: Steering) -> Tap {
 #[test]
 fn flows_stay_and_spread_and_both_directions_meet() {
     for steering in [Steering::Rss, Steering::Hash] {
-        privately(move || {
+        in_new_namespace(move || {
             let tap = steered(steering);
             assert_eq!(tap.steering(), steering);
             let queues = attached(&tap);
             for shape in SHAPES {
                 for protocol in [6, 17] {
-                    let there = homes(&queues, shape, protocol, false);
+                    let there = queues_of_flows(&queues, shape, protocol, false);
                     assert_eq!(used(&there), [0, 1, 2, 3], "{steering} {shape:?}");
                     for queue in 0..4 {
-                        let flows = there.values().filter(|home| **home == queue).count();
+                        let flows = there.values().filter(|queue_found| **queue_found == queue).count();
                         assert!((4..=36).contains(&flows), "{steering} {shape:?}: {flows} of 64 on {queue}");
                     }
-                    assert_eq!(homes(&queues, shape, protocol, true), there, "{steering} {shape:?} back");
+                    assert_eq!(
+                        queues_of_flows(&queues, shape, protocol, true),
+                        there,
+                        "{steering} {shape:?} back"
+                    );
                 }
             }
         });
@@ -131,12 +135,12 @@ fn flows_stay_and_spread_and_both_directions_meet() {
 #[test]
 fn nothing_comes_to_one_that_is_detached() {
     for steering in [Steering::Rss, Steering::Hash, Steering::Cpu] {
-        privately(move || {
+        in_new_namespace(move || {
             let tap = steered(steering);
             let queues = attached(&tap);
             for (number, left) in [(1, &[0, 2, 3][..]), (3, &[0, 2]), (0, &[2])] {
                 queues[number].detach().unwrap();
-                let used = used(&homes_of_any(&queues));
+                let used = used(&queues_of_frames(&queues));
                 assert!(used.iter().all(|queue| left.contains(queue)), "{steering}: {used:?} of {left:?}");
                 if steering != Steering::Cpu {
                     assert_eq!(used, left, "{steering}");
@@ -146,8 +150,8 @@ fn nothing_comes_to_one_that_is_detached() {
     }
 }
 
-/// The queue of each frame, one of each flow.
-fn homes_of_any(queues: &[Arc<TapQueue>]) -> BTreeMap<u16, usize> {
+/// Returns the queue of each frame, one frame for each flow.
+fn queues_of_frames(queues: &[Arc<TapQueue>]) -> BTreeMap<u16, usize> {
     let wire = Wire::new("vs0");
     (0..FLOWS).for_each(|flow| wire.send(&packet(Shape::V4, 17, flow, false)).unwrap());
     let taken = take(queues, FLOWS.into());
@@ -156,19 +160,23 @@ fn homes_of_any(queues: &[Arc<TapQueue>]) -> BTreeMap<u16, usize> {
 
 #[test]
 fn fragments_of_a_packet_stay_together() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = steered(Steering::Rss);
         let (queues, wire) = (attached(&tap), Wire::new("vs0"));
         let mut seen = BTreeMap::new();
         for flow in 0..FLOWS {
-            // More fragments follow; and the last, where others have ports.
+            // A fragment that is not the last, and the last one, which has data in place of ports.
             for (flags, ports) in [([0x20, 0], 1000 + flow), ([0, 9], 7 * flow)] {
                 let mut frame = packet(Shape::V4, 17, flow, false);
                 frame[20..22].copy_from_slice(&flags);
                 frame[34..36].copy_from_slice(&ports.to_be_bytes());
                 wire.send(&frame).unwrap();
-                let home = take(&queues, 1)[0].0;
-                assert_eq!(*seen.entry(frame[26..34].to_vec()).or_insert(home), home, "flow {flow}");
+                let queue_found = take(&queues, 1)[0].0;
+                assert_eq!(
+                    *seen.entry(frame[26..34].to_vec()).or_insert(queue_found),
+                    queue_found,
+                    "flow {flow}"
+                );
             }
         }
     });
@@ -176,24 +184,25 @@ fn fragments_of_a_packet_stay_together() {
 
 #[test]
 fn what_has_no_ports_goes_by_addresses() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = steered(Steering::Rss);
         let (queues, wire) = (attached(&tap), Wire::new("vs0"));
-        let mut homes = BTreeMap::new();
+        let mut queue_of = BTreeMap::new();
         for flow in 0..FLOWS {
-            // Not IP: by the cards' addresses. Shorter than any header: somewhere.
+            // A frame that is not IP uses the Ethernet addresses. One that is shorter than any
+            // header goes to any queue.
             let mut frame = packet(Shape::V4, 17, flow, false);
             frame[12..14].copy_from_slice(&[0x88, 0xB5]);
             frame[11] = flow as u8;
             wire.send(&frame).unwrap();
-            homes.insert(flow, take(&queues, 1)[0].0);
+            queue_of.insert(flow, take(&queues, 1)[0].0);
             frame.rotate_left(6);
             frame[..12].copy_from_slice(&[2, 0, 0, 0, 0, flow as u8, 2, 0, 0, 0, 0, 1]);
             frame[12..14].copy_from_slice(&[0x88, 0xB5]);
             wire.send(&frame).unwrap();
-            assert_eq!(take(&queues, 1)[0].0, homes[&flow], "back");
+            assert_eq!(take(&queues, 1)[0].0, queue_of[&flow], "back");
         }
-        assert_eq!(used(&homes), [0, 1, 2, 3]);
+        assert_eq!(used(&queue_of), [0, 1, 2, 3]);
         for (ip_type, rest) in [([8, 0], &[0x45][..]), ([0x86, 0xDD], &[0x60, 0]), ([0x81, 0], &[0, 7])] {
             let mut short = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2];
             short.extend(ip_type);
@@ -208,29 +217,33 @@ fn what_has_no_ports_goes_by_addresses() {
 #[test]
 fn sockets_of_the_host() {
     for steering in [Steering::Rss, Steering::Hash] {
-        privately(move || {
+        in_new_namespace(move || {
             let tap = steered(steering);
             let queues = attached(&tap);
             ip("addr add 10.9.0.1/24 dev vs0");
             ip("neigh add 10.9.0.2 lladdr 02:00:00:00:00:07 dev vs0 nud permanent");
-            let mut homes = BTreeMap::new();
+            let mut queue_of = BTreeMap::new();
             for flow in 0..FLOWS {
                 let socket = UdpSocket::bind("10.9.0.1:0").unwrap();
                 socket.connect("10.9.0.2:9").unwrap();
                 for _ in 0..3 {
                     socket.send(MARK).unwrap();
-                    let home = take(&queues, 1)[0].0;
-                    assert_eq!(*homes.entry(flow).or_insert(home), home, "{steering}: flow {flow} stays");
+                    let queue_found = take(&queues, 1)[0].0;
+                    assert_eq!(
+                        *queue_of.entry(flow).or_insert(queue_found),
+                        queue_found,
+                        "{steering}: flow {flow} stays"
+                    );
                 }
             }
-            assert_eq!(used(&homes), [0, 1, 2, 3], "{steering}");
+            assert_eq!(used(&queue_of), [0, 1, 2, 3], "{steering}");
         });
     }
 }
 
 #[test]
 fn the_sending_cpu_has_its_queue() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = steered(Steering::Cpu);
         let queues = attached(&tap);
         let all = sched_getaffinity(None).unwrap();
@@ -238,29 +251,29 @@ fn the_sending_cpu_has_its_queue() {
             let mut one = CpuSet::new();
             one.set(cpu);
             sched_setaffinity(None, &one).unwrap();
-            assert_eq!(used(&homes_of_any(&queues)), [cpu % usize::from(QUEUES)], "CPU {cpu}");
+            assert_eq!(used(&queues_of_frames(&queues)), [cpu % usize::from(QUEUES)], "CPU {cpu}");
         }
-        // The kernel's own again: by its hash, over all queues.
+        // The kernel's own steering again: by its hash, over all queues.
         tap.set_steering(Steering::Auto).unwrap();
-        assert_eq!(used(&homes_of_any(&queues)), [0, 1, 2, 3]);
+        assert_eq!(used(&queues_of_frames(&queues)), [0, 1, 2, 3]);
     });
 }
 
 #[test]
 fn an_interface_that_stays_is_left_to_the_kernel() {
-    privately(|| {
+    in_new_namespace(|| {
         let options = Options { steering: Steering::Cpu, persist: true, ..Options::default() };
         drop(Tap::open_with("vs0", QUEUES, &options).unwrap());
         let queues = attached(&open_again("vs0", QUEUES));
-        assert_eq!(used(&homes_of_any(&queues)), [0, 1, 2, 3]);
+        assert_eq!(used(&queues_of_frames(&queues)), [0, 1, 2, 3]);
     });
 }
 
 #[test]
 fn without_a_privilege_there_is_no_program() {
-    privately(|| {
+    in_new_namespace(|| {
         let tap = Tap::open("vs0", QUEUES).unwrap();
-        become_nobody();
+        drop_privileges();
         let anybody = std::fs::read_to_string("/proc/sys/kernel/unprivileged_bpf_disabled");
         if anybody.is_ok_and(|value| value.trim() == "0") {
             println!("skipped: no permission for eBPF, since everybody has it here");
