@@ -71,11 +71,13 @@ impl KernelDevice {
     /// Tells the kernel how a ring that is about to start is tracked.
     ///
     /// # Safety
-    /// As for [`inflight::tell`].
+    /// `tracked` lives as long as the ring runs, and nothing else writes to its part of the
+    /// in-flight region in that time.
     pub(super) unsafe fn track(&self, ring: u16, tracked: Option<&TrackedRing>) -> vhost_kernel::Result<()> {
         match self {
-            // SAFETY: `track` requires of its caller what `inflight::tell` requires.
-            Self::Disk(disk) if disk.tracks => unsafe { inflight::tell(&disk.device, ring.into(), tracked) },
+            // SAFETY: the caller keeps `tracked` as long as the ring runs, and promises that only
+            // the kernel writes to its part of the region.
+            Self::Disk(disk) if disk.tracks => unsafe { inflight::set(&disk.device, ring.into(), tracked) },
             _ => Ok(()),
         }
     }
@@ -150,9 +152,9 @@ impl KernelDevice {
     }
 
     /// Reads the size of a disk's image again.
-    pub(super) fn learn_size(&self) -> Result<()> {
+    pub(super) fn reload_size(&self) -> Result<()> {
         match self {
-            Self::Disk(disk) => disk.block_device.learn_size(),
+            Self::Disk(disk) => disk.block_device.reload_size(),
             Self::Net(_) => Ok(()),
         }
     }

@@ -80,18 +80,18 @@ impl BlockDevice {
         if meta.file_type().is_block_device() {
             let file = image.try_clone().map_err(|e| e.to_string())?;
             let device = Self::Itself(file);
-            device.forget_pages();
+            device.drop_page_cache();
             return Ok(device);
         }
         LoopDevice::new(image, readonly, disk.direct_in_use(), disk.limits().block_size).map(Self::Loop)
     }
 
     /// Reads the size of the image again.
-    pub(super) fn learn_size(&self) -> Result<()> {
+    pub(super) fn reload_size(&self) -> Result<()> {
         match self {
             Self::Itself(_) => Ok(()),
             Self::Loop(device) => device
-                .learn_size()
+                .reload_size()
                 .map_err(|e| Error::io(format!("{} cannot be given its size", device.path().display()), e)),
         }
     }
@@ -99,7 +99,7 @@ impl BlockDevice {
     /// Writes the page cache back and drops it. Requests bypass the cache. The guest has to see
     /// data that programs of the host wrote through it, and old pages must not hide data that the
     /// guest wrote.
-    fn forget_pages(&self) {
+    fn drop_page_cache(&self) {
         if let Self::Itself(file) = self {
             if let Err(e) = file.sync_all() {
                 tracing::warn!("what was written to the block device before is not stable: {e}");
@@ -111,7 +111,7 @@ impl BlockDevice {
 
 impl Drop for BlockDevice {
     fn drop(&mut self) {
-        self.forget_pages();
+        self.drop_page_cache();
     }
 }
 

@@ -23,7 +23,7 @@ pub(super) struct TrackedRing {
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: only the kernel writes to the region while this value lives (`tell`); this type only
+// SAFETY: only the kernel writes to the region while this value lives (see [`set`]); this type only
 // reads the address as a number.
 unsafe impl Send for TrackedRing {}
 
@@ -36,7 +36,7 @@ impl TrackedRing {
         Self { notes, replays, _keep: keep }
     }
 
-    fn told(&self, ring: u32) -> BlkVringInflight {
+    fn argument(&self, ring: u32) -> BlkVringInflight {
         BlkVringInflight {
             region_user_addr: self.notes.base.addr() as u64,
             counter: self.notes.counter,
@@ -44,13 +44,13 @@ impl TrackedRing {
             num: self.notes.queue_size,
             last_batch_head: self.notes.last_batch_head,
             replay_num: (self.replays.len() - AVAIL_HEADER) as u16,
-            ..nothing(ring)
+            ..no_tracking(ring)
         }
     }
 }
 
 /// Returns the argument for a ring that records nothing.
-fn nothing(ring: u32) -> BlkVringInflight {
+fn no_tracking(ring: u32) -> BlkVringInflight {
     BlkVringInflight {
         size: size_of::<BlkVringInflight>() as u32,
         index: ring,
@@ -61,7 +61,7 @@ fn nothing(ring: u32) -> BlkVringInflight {
 /// Returns whether the module can record requests in flight. Old modules cannot.
 pub(super) fn is_offered(device: &Vhost) -> bool {
     // SAFETY: the argument names no region, so the kernel gets no address.
-    unsafe { device.blk_set_vring_inflight(&nothing(0)) }.is_ok()
+    unsafe { device.blk_set_vring_inflight(&no_tracking(0)) }.is_ok()
 }
 
 /// Tells the kernel how a stopped ring is tracked from its next start on.
@@ -69,15 +69,15 @@ pub(super) fn is_offered(device: &Vhost) -> bool {
 /// # Safety
 /// `tracked` lives as long as the ring runs, and nothing else writes to its part of the region in
 /// that time.
-pub(super) unsafe fn tell(
+pub(super) unsafe fn set(
     device: &Vhost,
     ring: u32,
     tracked: Option<&TrackedRing>,
 ) -> vhost_kernel::Result<()> {
-    let told = tracked.map_or_else(|| nothing(ring), |tracked| tracked.told(ring));
+    let argument = tracked.map_or_else(|| no_tracking(ring), |tracked| tracked.argument(ring));
     // SAFETY: the addresses point into `tracked`, which the caller keeps. The caller promises that
     // only the kernel writes there.
-    unsafe { device.blk_set_vring_inflight(&told) }
+    unsafe { device.blk_set_vring_inflight(&argument) }
 }
 
 #[cfg(test)]
@@ -95,9 +95,12 @@ mod tests {
             last_batch_head: 3,
         };
         let tracked = TrackedRing::new(notes, &[], Arc::new(()));
-        let told = tracked.told(2);
-        assert_eq!((told.size, told.index, told.replay_num, told.reserved), (40, 2, 0, 0));
-        assert_eq!((told.region_user_addr, told.num, told.counter, told.last_batch_head), (64, 8, 5, 3));
-        assert_eq!(told.replay_user_addr, tracked.replays.as_ptr().addr() as u64);
+        let argument = tracked.argument(2);
+        assert_eq!((argument.size, argument.index, argument.replay_num, argument.reserved), (40, 2, 0, 0));
+        assert_eq!(
+            (argument.region_user_addr, argument.num, argument.counter, argument.last_batch_head),
+            (64, 8, 5, 3)
+        );
+        assert_eq!(argument.replay_user_addr, tracked.replays.as_ptr().addr() as u64);
     }
 }

@@ -223,7 +223,7 @@ impl KernelQueues {
         let running = || slots.iter().zip(0u16..).filter(|(slot, _)| slot.running);
         running().for_each(|(_, ring)| self.drain(ring));
         let result = f();
-        let learnt = self.device.learn_size();
+        let learnt = self.device.reload_size();
         // A broken ring stays stopped until its guest resets it.
         let broken = |ring| self.device.stats(self.queue_index(ring)).state() == State::Broken;
         for (_, ring) in running().filter(|(_, ring)| !broken(*ring)) {
@@ -242,7 +242,7 @@ impl KernelQueues {
     /// # Errors
     /// The system's.
     pub fn resized(&self) -> Result<()> {
-        self.device.learn_size()
+        self.device.reload_size()
     }
 
     /// Returns the queue of a ring.

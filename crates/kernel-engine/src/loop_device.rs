@@ -81,7 +81,7 @@ impl LoopDevice {
     }
 
     /// Makes the kernel read the image's size again.
-    pub(super) fn learn_size(&self) -> io::Result<()> {
+    pub(super) fn reload_size(&self) -> io::Result<()> {
         // SAFETY: the call has no argument.
         match unsafe { libc::ioctl(self.file.as_raw_fd(), LOOP_SET_CAPACITY) } {
             0 => Ok(()),

@@ -59,7 +59,7 @@ impl KernelQueues {
         self.device.devices().into_iter().try_for_each(|device| call(device).map_err(|e| e.to_string()))
     }
 
-    fn tell_memory(&self, mem: &GuestMemory) -> Result<(), String> {
+    fn set_mem_tables(&self, mem: &GuestMemory) -> Result<(), String> {
         let region = |r: &virtio::mem::Region| MemoryRegion {
             guest_phys_addr: r.guest_addr,
             memory_size: r.size,
@@ -82,7 +82,7 @@ impl KernelQueues {
         let _ = rustix::io::write(&self.alarms[usize::from(ring)], &1u64.to_ne_bytes());
     }
 
-    /// Tells the kernel all about a ring that does not run.
+    /// Configures a ring that does not run.
     ///
     /// # Safety
     /// That of [`RingServer::start`]. `tracked` lives as long as the ring runs.
@@ -133,10 +133,11 @@ impl RingServer for KernelQueues {
         }
         let mut slot = self.slot(ring);
         debug_assert!(!slot.running);
-        // SAFETY: the caller promises what `set_up` requires. The slot keeps `tracked` below, and
-        // if the ring does not start, the kernel does not use it.
-        let told = unsafe { self.set_up(ring, start.vring.base(), &start, tracked.as_ref()) };
-        told.map_err(|e| e.to_string())?;
+        // SAFETY: the caller promises that the areas are in the memory that the kernel was told of
+        // last, and that nothing else writes to the region. The slot keeps `tracked` below, and if
+        // the ring does not start, the kernel does not use it.
+        let started = unsafe { self.set_up(ring, start.vring.base(), &start, tracked.as_ref()) };
+        started.map_err(|e| e.to_string())?;
         self.device.open(ring, true).map_err(|e| e.to_string())?;
         if let Err(e) = self.device.run(ring, true) {
             let _ = self.device.open(ring, false);
@@ -251,9 +252,9 @@ impl RingServer for KernelQueues {
     }
 
     fn set_memory(&self, mem: &GuestMemory, old: &GuestMemory) -> Result<(), String> {
-        self.tell_memory(mem).inspect_err(|_| {
+        self.set_mem_tables(mem).inspect_err(|_| {
             // Some of several devices may have taken the new memory.
-            if let Err(e) = self.tell_memory(old) {
+            if let Err(e) = self.set_mem_tables(old) {
                 tracing::error!("{}: the kernel does not take the memory back that it had: {e}", self.name);
             }
         })

@@ -72,7 +72,7 @@ impl KernelWorker for DiskWorker {
                     self.id, self.export
                 ))
             })?;
-        workers.park_elsewhere(self.number).map_err(cannot)?;
+        workers.move_parked_rings(self.number).map_err(cannot)?;
         workers.device.free_worker(self.number).map_err(cannot)?;
         let mut list = workers.list();
         list.numbers.remove(&self.id);
@@ -218,15 +218,16 @@ impl DiskWorkers {
     /// Moves the rings that no queue uses off the worker `number`, so that it can be freed. The
     /// kernel attaches every ring that a device can have to the first worker, and frees no worker
     /// with rings.
-    fn park_elsewhere(&self, number: u32) -> vhost_kernel::Result<()> {
+    fn move_parked_rings(&self, number: u32) -> vhost_kernel::Result<()> {
         let mut list = self.list();
         if list.parked != number {
             return Ok(());
         }
         // The worker of a queue exists longest. When the device ends, only one worker without
         // queues is left.
-        let homes = list.queues.iter().filter_map(|(worker, _)| list.numbers.get(worker));
-        let Some(other) = homes.chain(list.numbers.values()).copied().find(|&other| other != number) else {
+        let with_queues = list.queues.iter().filter_map(|(worker, _)| list.numbers.get(worker));
+        let Some(other) = with_queues.chain(list.numbers.values()).copied().find(|&other| other != number)
+        else {
             return Ok(());
         };
         let unused = self.stats.len() as u32..VHOST_BLK_VRINGS_MAX;
