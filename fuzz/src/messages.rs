@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use vshunt_daemon::export::{Daemon, Options};
+use vshunt_daemon::{Daemon, Options};
 use vshunt_types::spec::{DiskSpec, ExportSpec, Format};
 
 use crate::bytes::Bytes;

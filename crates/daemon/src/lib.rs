@@ -1,10 +1,11 @@
 //! The daemon without its command line: disks, networks, exports, workers and jobs, by name.
 //!
-//! It opens what a command names, and connects the parts: a front end of `vshunt-vhost-user` or `vshunt-fuse`, queues on workers
-//! or in the kernel, and a disk or a network. No request comes here.
+//! It opens what a command names, and connects the parts: a front end of `vshunt-vhost-user` or
+//! `vshunt-fuse`, queues on workers or in the kernel, and a disk or a network. No request comes
+//! here.
 //!
 //! ```no_run
-//! use vshunt_daemon::export::{Daemon, Options};
+//! use vshunt_daemon::{Daemon, Options};
 //! use vshunt_types::spec::{DiskSpec, ExportSpec, Format};
 //!
 //! let daemon = Daemon::new(Options::default())?;
@@ -17,8 +18,36 @@
 //! })?;
 //! # Ok::<(), vshunt_types::error::Error>(())
 //! ```
+//!
+//! [`Daemon`] is all that control may call. Modules use those that are below them in this table.
+//!
+//! | module | what it holds |
+//! | --- | --- |
+//! | `daemon` | [`Daemon`]: its commands, those of each kind in a file of its own |
+//! | `registry` | disks, networks, exports and jobs, each by its name |
+//! | `drained` | work on a disk while nothing is in flight |
+//! | `disk_entry`, `watched` | a disk of the daemon, with its dirty bitmaps and its job |
+//! | `export` | one export: what it opens, how it starts, its queues and its front end |
+//! | `job`, `net` | one job, one network |
+//! | `check` | what is wrong with a request by itself |
+//! | `event` | what listeners are told |
 
-#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
+#![allow(clippy::disallowed_methods, reason = "control threads may make threads like themselves")]
 
-#[allow(clippy::disallowed_methods, reason = "control threads may make threads like themselves")]
-pub mod export;
+mod check;
+mod daemon;
+mod disk_entry;
+mod drained;
+mod event;
+mod export;
+mod job;
+mod net;
+mod registry;
+#[cfg(test)]
+mod tests;
+mod watched;
+
+pub use check::{Check, MAX_PAIRS, MAX_QUEUES, check_disk_size, check_one_place};
+pub use daemon::{ATTACH_TIMEOUT, Daemon, Options, OverlayMode, ToConvert};
+pub use event::Event;
+pub use vshunt_engine::DEFAULT_POLL_US;

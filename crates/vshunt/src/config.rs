@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
-use vshunt_daemon::export::Check;
+use vshunt_daemon::Check;
 use vshunt_sandbox::Mode;
 use vshunt_types::error::Error;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};

@@ -21,7 +21,7 @@ use address::Listening;
 use families::Snapshot;
 use rustix::event::{EventfdFlags, eventfd};
 use serve::{Render, Scrapes};
-use vshunt_daemon::export::Daemon;
+use vshunt_daemon::Daemon;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 use vshunt_vhost_user::socket_file::SocketFile;

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::de::DeserializeOwned;
-use vshunt_daemon::export::{Check, check_disk_size};
+use vshunt_daemon::{Check, check_disk_size};
 use vshunt_types::spec::{DiskSpec, ExportSpec, Format, NetSpec, WorkerSpec};
 
 use crate::keyval;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use virtio_driver::{
     VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags,
 };
-use vshunt_daemon::export::{Daemon, Options};
+use vshunt_daemon::{Daemon, Options};
 use vshunt_types::spec::{DiskSpec, ExportSpec, Format, Workers};
 
 const QUEUES: usize = 4;

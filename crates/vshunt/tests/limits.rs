@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 
 use common::{PATIENCE, copy_program, output, wait_for};
-use vshunt_daemon::export::{Daemon, Options};
+use vshunt_daemon::{Daemon, Options};
 use vshunt_engine::MAX_WORKERS;
 use vshunt_guest::Disk;
 use vshunt_guest::driver::{self, Code, Payload};

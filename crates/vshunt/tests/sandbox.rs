@@ -10,7 +10,7 @@ use std::process::Command;
 
 use common::{Daemon, copy_program, output, vshunt, wait, wait_for};
 use serde_json::{Value, json};
-use vshunt_daemon::export::{Daemon as Library, Options};
+use vshunt_daemon::{Daemon as Library, Options};
 use vshunt_types::error::Kind;
 use vshunt_types::spec::{DiskSpec, Format, NetKind, NetSpec};
 

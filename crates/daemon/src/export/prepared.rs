@@ -9,17 +9,13 @@ use vshunt_net::{Switch, Tap, TapQueue};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportKind, ExportSpec};
 
-use super::check::{check_one_place, port_keys};
-use super::nets::Net;
 use vshunt_vhost_user::{Socket, adopt, listen};
 
-/// Virtqueues of one export at most: what QEMU's virtio devices can have less their own needs, and a VMM's usual limit.
-pub const MAX_QUEUES: u16 = 256;
-/// Queue pairs of one network's export at most: vhost-user has 8 bits for the number of a virtqueue.
-pub const MAX_PAIRS: u16 = 128;
+use crate::check::{MAX_PAIRS, MAX_QUEUES, check_one_place, port_keys};
+use crate::net::Net;
 
 /// What an export serves.
-pub(super) enum Backend {
+pub(crate) enum Backend {
     Disk(Arc<Disk>),
     /// With the most queue pairs that it is for, if that was given.
     Net(Net, Option<u16>),
@@ -28,7 +24,7 @@ pub(super) enum Backend {
 }
 
 /// What is opened before anything is made.
-pub(super) enum Prepared {
+pub(crate) enum Prepared {
     Blk(PreparedBlk),
     Net(PreparedNet),
     Port(PreparedPort),
@@ -37,39 +33,39 @@ pub(super) enum Prepared {
 }
 
 /// A disk behind a socket.
-pub(super) struct PreparedBlk {
-    pub(super) socket: Socket,
-    pub(super) server: DiskServer,
-    pub(super) disk: Arc<Disk>,
+pub(crate) struct PreparedBlk {
+    pub(crate) socket: Socket,
+    pub(crate) server: DiskServer,
+    pub(crate) disk: Arc<Disk>,
 }
 
 /// A tap behind a socket.
-pub(super) struct PreparedNet {
-    pub(super) socket: Socket,
-    pub(super) server: NetServer,
-    pub(super) tap: Arc<Tap>,
+pub(crate) struct PreparedNet {
+    pub(crate) socket: Socket,
+    pub(crate) server: NetServer,
+    pub(crate) tap: Arc<Tap>,
 }
 
 /// A port of a switch behind a socket.
-pub(super) struct PreparedPort {
-    pub(super) socket: Socket,
-    pub(super) switch: Arc<Switch>,
+pub(crate) struct PreparedPort {
+    pub(crate) socket: Socket,
+    pub(crate) switch: Arc<Switch>,
 }
 
 /// A tap as a port of a switch.
-pub(super) struct PreparedUplink {
-    pub(super) tap: Arc<Tap>,
-    pub(super) switch: Arc<Switch>,
+pub(crate) struct PreparedUplink {
+    pub(crate) tap: Arc<Tap>,
+    pub(crate) switch: Arc<Switch>,
 }
 
 /// A disk as a file of the host.
-pub(super) struct PreparedMount {
-    pub(super) plan: fuse::QueuePlan,
-    pub(super) disk: Arc<Disk>,
+pub(crate) struct PreparedMount {
+    pub(crate) plan: fuse::QueuePlan,
+    pub(crate) disk: Arc<Disk>,
 }
 
 /// What serves the rings of a disk.
-pub(super) enum DiskServer {
+pub(crate) enum DiskServer {
     /// Workers of this process. `reason`: why not the kernel, with engine=auto.
     User {
         reason: Option<String>,
@@ -78,7 +74,7 @@ pub(super) enum DiskServer {
 }
 
 /// What serves the rings of a network device on a tap.
-pub(super) enum NetServer {
+pub(crate) enum NetServer {
     /// Workers of this process. `reason`: why not the kernel, with engine=auto.
     User {
         queues: Vec<Arc<TapQueue>>,
@@ -88,11 +84,12 @@ pub(super) enum NetServer {
 }
 
 impl Prepared {
-    /// Checks the whole request, completes it, and opens what it needs. Also returns whether writes are refused.
+    /// Checks the whole request, completes it, and opens what it needs. Also returns whether writes
+    /// are refused.
     ///
     /// # Errors
     /// What is wrong with the request, or cannot be opened.
-    pub(super) fn open(spec: &mut ExportSpec, backend: Backend) -> Result<(Self, bool)> {
+    pub(crate) fn open(spec: &mut ExportSpec, backend: Backend) -> Result<(Self, bool)> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
         // As it is shown: the reader may be in another directory.
         spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
@@ -144,7 +141,7 @@ impl Prepared {
     }
 }
 
-/// What is wrong with the request for this disk; [`Check`](super::Check) has checked the rest.
+/// What is wrong with the request for this disk; [`Check`](crate::Check) has checked the rest.
 fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
     if spec.writable == Some(true) && disk.readonly() {
@@ -184,7 +181,7 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
 }
 
 /// Whether a disk of that size can be this export's.
-pub(super) fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
+pub(crate) fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
     match spec.block_size {
         Some(block) if !size_bytes.is_multiple_of(u64::from(block)) => Err(Error::invalid(format!(
             "export {}: a disk of {size_bytes} bytes is no multiple of its block-size={block}",
@@ -210,7 +207,7 @@ fn disk_server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<DiskServer
 }
 
 /// Logs the reason why the kernel does not serve an export, and returns it.
-pub(super) fn not_the_kernel(spec: &ExportSpec, why: String) -> String {
+pub(crate) fn not_the_kernel(spec: &ExportSpec, why: String) -> String {
     tracing::info!("export {}: not served by the kernel: {why}", spec.name);
     why
 }

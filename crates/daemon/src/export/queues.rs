@@ -8,7 +8,7 @@ use vshunt_kernel_engine::KernelQueues;
 use vshunt_types::error::{Error, Result};
 
 /// See the module.
-pub(super) enum ExportQueues {
+pub(crate) enum ExportQueues {
     /// Queues of workers of this process.
     User(Arc<QueueSet>),
     /// Queues of the kernel engine.
@@ -17,7 +17,7 @@ pub(super) enum ExportQueues {
 
 impl ExportQueues {
     /// How many.
-    pub(super) fn len(&self) -> u16 {
+    pub(crate) fn len(&self) -> u16 {
         match self {
             Self::User(set) => set.len(),
             Self::Kernel(set) => set.len(),
@@ -25,7 +25,7 @@ impl ExportQueues {
     }
 
     /// Counters of a queue, as they are now.
-    pub(super) fn stats(&self, index: u16) -> &Arc<QueueStats> {
+    pub(crate) fn stats(&self, index: u16) -> &Arc<QueueStats> {
         match self {
             Self::User(set) => set.stats(index),
             Self::Kernel(set) => set.stats(index),
@@ -33,19 +33,20 @@ impl ExportQueues {
     }
 
     /// The worker that a queue is attached to, and how often the queue was attached.
-    pub(super) fn placement(&self, index: u16) -> (WorkerId, u32) {
+    pub(crate) fn placement(&self, index: u16) -> (WorkerId, u32) {
         match self {
             Self::User(set) => set.placement(index),
             Self::Kernel(set) => set.placement(index),
         }
     }
 
-    /// See [`QueueSet::attach`]. The kernel does not wait for requests in flight; there `timeout` bounds the wait for a queue of
-    /// the export that is about to stop.
+    /// See [`QueueSet::attach`]. The kernel does not wait for requests in flight; there `timeout`
+    /// bounds the wait for a queue of the export that is about to stop.
     ///
     /// # Errors
-    /// There is no such queue or worker, or the worker is not for this queue. The queue stays where it was.
-    pub(super) fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
+    /// There is no such queue or worker, or the worker is not for this queue. The queue stays where
+    /// it was.
+    pub(crate) fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         match self {
             Self::User(set) => set.attach(index, worker, timeout),
             Self::Kernel(set) => set.attach(index, worker, timeout),
@@ -56,7 +57,7 @@ impl ExportQueues {
     ///
     /// # Errors
     /// The kernel does not serve them, or makes no worker.
-    pub(super) fn new_kernel_worker(
+    pub(crate) fn new_kernel_worker(
         &self,
         export: &str,
         name: Option<String>,
@@ -74,8 +75,9 @@ impl ExportQueues {
     /// Calls a function while nothing is in flight on any queue.
     ///
     /// # Errors
-    /// [`Busy`](vshunt_types::error::Kind::Busy): the queues are not at rest at `until`. The function was not called.
-    pub(super) fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
+    /// [`Busy`](vshunt_types::error::Kind::Busy): the queues are not at rest at `until`. The
+    /// function was not called.
+    pub(crate) fn with_all_drained<R>(&self, until: Instant, f: impl FnOnce() -> R) -> Result<R> {
         match self {
             Self::User(set) => set.with_all_drained(until, f),
             Self::Kernel(set) => set.with_all_drained(until, f),
@@ -83,7 +85,7 @@ impl ExportQueues {
     }
 
     /// The queues, if the kernel serves them.
-    pub(super) fn kernel(&self) -> Option<&Arc<KernelQueues>> {
+    pub(crate) fn kernel(&self) -> Option<&Arc<KernelQueues>> {
         match self {
             Self::User(_) => None,
             Self::Kernel(set) => Some(set),

@@ -9,40 +9,40 @@ use super::queues::ExportQueues;
 use vshunt_vhost_user::VhostUser;
 
 /// What serves an export.
-pub(super) struct Served {
-    pub(super) frontend: Frontend,
-    pub(super) queues: ExportQueues,
+pub(crate) struct Served {
+    pub(crate) frontend: Frontend,
+    pub(crate) queues: ExportQueues,
     /// Why the kernel does not serve it, with engine=auto.
-    pub(super) engine_reason: Option<String>,
+    pub(crate) engine_reason: Option<String>,
 }
 
 /// How its users reach it.
-pub(super) enum Frontend {
+pub(crate) enum Frontend {
     VhostUser(VhostUser),
     Fuse(Fuse),
     Uplink(Uplink),
 }
 
 impl Frontend {
-    pub(super) fn connected(&self) -> bool {
+    pub(crate) fn connected(&self) -> bool {
         match self {
             Self::VhostUser(socket) => socket.connected(),
             Self::Fuse(_) | Self::Uplink(_) => true,
         }
     }
 
-    pub(super) fn config_changed(&self) {
+    pub(crate) fn config_changed(&self) {
         match self {
             Self::VhostUser(socket) => socket.config_changed(),
             Self::Fuse(_) | Self::Uplink(_) => {}
         }
     }
 
-    pub(super) fn packed(&self) -> bool {
+    pub(crate) fn packed(&self) -> bool {
         matches!(self, Self::VhostUser(socket) if socket.packed())
     }
 
-    pub(super) fn features(&self) -> Vec<String> {
+    pub(crate) fn features(&self) -> Vec<String> {
         match self {
             Self::VhostUser(socket) => socket.feature_names(),
             Self::Fuse(mount) => feature_names(mount.features(), &INIT_NAMES),
@@ -50,7 +50,7 @@ impl Frontend {
         }
     }
 
-    pub(super) fn net_counters(&self, queue: u16) -> Option<NetQueueCounters> {
+    pub(crate) fn net_counters(&self, queue: u16) -> Option<NetQueueCounters> {
         match self {
             Self::VhostUser(socket) => socket.net_counters(queue),
             Self::Fuse(_) => None,
@@ -58,7 +58,7 @@ impl Frontend {
         }
     }
 
-    pub(super) fn port(&self) -> Option<PortInfo> {
+    pub(crate) fn port(&self) -> Option<PortInfo> {
         match self {
             Self::VhostUser(socket) => socket.port(),
             Self::Fuse(_) => None,
@@ -66,7 +66,7 @@ impl Frontend {
         }
     }
 
-    pub(super) fn mount(&self) -> Option<MountInfo> {
+    pub(crate) fn mount(&self) -> Option<MountInfo> {
         let Self::Fuse(mount) = self else { return None };
         let plan = mount.plan().clone();
         Some(MountInfo {
@@ -80,7 +80,7 @@ impl Frontend {
         })
     }
 
-    pub(super) fn stop(&self) {
+    pub(crate) fn stop(&self) {
         match self {
             Self::VhostUser(socket) => socket.stop(),
             Self::Fuse(mount) => mount.stop(),

@@ -1,4 +1,5 @@
-//! The start of an export: its queues get their first workers, and its front end is made. One function for each kind of device.
+//! The start of an export: its queues get their first workers, and its front end is made. One
+//! function for each kind of device.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -231,8 +232,8 @@ fn pin_each(set: &KernelQueues) -> Result<()> {
 /// No queue runs yet when queues are distributed, so nothing is waited for.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Distributes the queues over new workers of the kernel, as the spec asks. The first worker is there; all of them end with the
-/// device.
+/// Distributes the queues over new workers of the kernel, as the spec asks. The first worker is
+/// there; all of them end with the device.
 fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
     let queues = set.len();
     let count = match spec.workers {
@@ -270,8 +271,9 @@ fn first_workers(
     };
     let mut settings = Settings { poll_us: spec.poll_us, ..Settings::default() };
     if spec.workers == Spread::PerCpu {
-        // The worker is on the CPU of the task that it serves. Woken at once, it would take the CPU for each request. As a batch
-        // task, it takes all requests that were there when the task waits.
+        // The worker is on the CPU of the task that it serves. Woken at once, it would take the CPU
+        // for each request. As a batch task, it takes all requests that were there when the task
+        // waits.
         settings.batch = spec.kind == ExportKind::Fuse;
         // A worker that polls on the CPU of the task that it serves keeps that task from running.
         settings.poll_us = Some(spec.poll_us.unwrap_or(0));

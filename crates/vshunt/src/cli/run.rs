@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
-use vshunt_daemon::export::check_one_place;
+use vshunt_daemon::check_one_place;
 use vshunt_types::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
 };

@@ -482,8 +482,7 @@ mod tests {
 
     #[test]
     fn what_the_daemon_tells_can_be_read_back() {
-        let daemon =
-            vshunt_daemon::export::Daemon::new(vshunt_daemon::export::Options { poll_us: 0 }).unwrap();
+        let daemon = vshunt_daemon::Daemon::new(vshunt_daemon::Options { poll_us: 0 }).unwrap();
         let spec = "name=d,format=null,size=1G";
         daemon.disk_add(crate::keyval::parse(spec).unwrap()).unwrap();
         let text = serde_json::to_string(&daemon.disks()).unwrap();

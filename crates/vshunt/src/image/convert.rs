@@ -3,7 +3,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use vshunt_daemon::export::ToConvert;
+use vshunt_daemon::ToConvert;
 use vshunt_types::spec::{DiskSpec, Format};
 
 use super::args::{ConvertArgs, CreateArgs};

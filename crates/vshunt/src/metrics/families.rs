@@ -12,7 +12,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
-use vshunt_daemon::export::Daemon;
+use vshunt_daemon::Daemon;
 use vshunt_types::spec::{
     DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, NetCounters, NetInfo, NetQueueCounters,
     PortInfo, PortState, QueueInfo, WorkerInfo,

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use vshunt_daemon::export::Check;
+use vshunt_daemon::Check;
 use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 use super::{Common, Program};

@@ -1,7 +1,7 @@
 //! `vshunt-net`: a network device.
 
 use clap::Parser;
-use vshunt_daemon::export::Check;
+use vshunt_daemon::Check;
 use vshunt_types::spec::{ExportKind, ExportSpec, Mac, NetKind, NetSpec, Steering, Workers};
 
 use super::{Common, Program};

@@ -7,7 +7,7 @@ use std::sync::mpsc::Sender;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use vshunt_daemon::export::Daemon;
+use vshunt_daemon::Daemon;
 
 use super::fdset::Fdsets;
 use super::message::QmpError;

@@ -1,7 +1,7 @@
 //! The daemon's events as clients see them.
 
 use serde_json::{Value, json};
-use vshunt_daemon::export::Event;
+use vshunt_daemon::Event;
 use vshunt_types::spec::JobInfo;
 
 use super::context::Stop;

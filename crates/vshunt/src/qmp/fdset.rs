@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, fcntl_getfl, makedev, statx};
 use rustix::path::Arg;
 use serde_json::{Value, json};
-use vshunt_daemon::export::Daemon;
+use vshunt_daemon::Daemon;
 use vshunt_sandbox as sandbox;
 
 use super::message::QmpError;

@@ -125,7 +125,7 @@ fn rings_wait_for_a_region_that_is_replaced() {
             wire.tell(Code::RemMemReg, &single(other), &[]).unwrap();
         }
         load.iter().for_each(|l| l.progress(20));
-        assert!(rig.events().iter().all(|e| !matches!(e, vshunt_daemon::export::Event::QueueBroken { .. })));
+        assert!(rig.events().iter().all(|e| !matches!(e, vshunt_daemon::Event::QueueBroken { .. })));
     }
 }
 

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use vshunt_daemon::export::Event;
+use vshunt_daemon::Event;
 use vshunt_guest::Kind;
 use vshunt_guest::driver::{
     Code, NEED_REPLY, Options, Payload, RingSetup, SECTOR, VERSION, Wire, feature, fresh_base, packed_base,

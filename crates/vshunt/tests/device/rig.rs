@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio::ring::RingFeatures;
-use vshunt_daemon::export::{Daemon, Event};
+use vshunt_daemon::{Daemon, Event};
 use vshunt_guest::driver::{
     Area, Memory, Options, PAGE, Queue, QueueShape, RegionSpec, RingParts, RingSetup, Session, fresh_base,
     request, status,
@@ -131,7 +131,7 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new() -> Self {
-        let daemon = Daemon::new(vshunt_daemon::export::Options::default()).unwrap();
+        let daemon = Daemon::new(vshunt_daemon::Options::default()).unwrap();
         let events = Arc::new(Mutex::new(Vec::new()));
         let sink = events.clone();
         daemon.on_event(Box::new(move |event| sink.lock().unwrap().push(event.clone())));

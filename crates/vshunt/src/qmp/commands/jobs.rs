@@ -4,7 +4,7 @@
 
 use serde::Deserialize;
 use serde_json::{Value, json};
-use vshunt_daemon::export::Daemon;
+use vshunt_daemon::Daemon;
 use vshunt_types::spec::{BackupSpec, BitmapSpec, JobInfo, JobStatus};
 
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, done};

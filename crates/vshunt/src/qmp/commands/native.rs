@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use vshunt_daemon::export::ATTACH_TIMEOUT;
+use vshunt_daemon::ATTACH_TIMEOUT;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
 
 use super::qemu;

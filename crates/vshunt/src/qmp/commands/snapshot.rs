@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use vshunt_block::SnapshotInfo;
-use vshunt_daemon::export::OverlayMode;
+use vshunt_daemon::OverlayMode;
 
 use crate::qmp::context::{Answer, Arguments, Context, done};
 use crate::qmp::message::QmpError;

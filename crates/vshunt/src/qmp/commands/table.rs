@@ -1,7 +1,7 @@
 //! The table of commands. docs/reference/qmp.md is made from it and from the structs that it names.
 
 use serde_json::json;
-use vshunt_daemon::export::Daemon;
+use vshunt_daemon::Daemon;
 
 use super::{fdset, jobs, native, qemu, snapshot};
 use crate::qmp::context::{Answer, Arguments, Context, Nothing};

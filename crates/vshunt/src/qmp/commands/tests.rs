@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use serde_json::json;
-use vshunt_daemon::export::{Daemon, Options};
+use vshunt_daemon::{Daemon, Options};
 use vshunt_types::spec::DiskSpec;
 
 use super::*;

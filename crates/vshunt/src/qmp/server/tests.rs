@@ -4,7 +4,7 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use serde_json::Map;
-use vshunt_daemon::export::{Daemon, Options};
+use vshunt_daemon::{Daemon, Options};
 
 use super::*;
 use crate::cli::client::{Client as QmpClient, ClientError};

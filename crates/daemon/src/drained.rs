@@ -6,15 +6,16 @@ use std::time::Instant;
 use vshunt_engine::DRAIN_LIMIT;
 use vshunt_types::error::{Error, Result};
 
-use super::lifecycle::Export;
-use super::registry::DiskEntry;
+use crate::disk_entry::DiskEntry;
+use crate::export::Export;
 
-/// Calls `f`, which may close the disk's image and open it or another, while all queues of all exports of a disk, whose turn
-/// is held, are drained. The drains nest: the later exports'
-/// wait while the first ones rest, and `f` itself is what guests wait for.
+/// Calls `f`, which may close the disk's image and open it or another, while all queues of all
+/// exports of a disk, whose turn is held, are drained. The drains nest: the later exports' wait
+/// while the first ones rest, and `f` itself is what guests wait for.
 ///
 /// # Errors
-/// An export whose requests we cannot hold back; queues that do not come to rest. Nothing was changed then.
+/// An export whose requests we cannot hold back; queues that do not come to rest. Nothing was
+/// changed then.
 pub(super) fn with_disk_drained<R>(
     entry: &DiskEntry,
     exports: &[Arc<Export>],
@@ -34,7 +35,8 @@ pub(super) fn with_disk_drained<R>(
     result.unwrap_or_else(|| Err(Error::busy(format!("disk {disk} could not be drained"))))
 }
 
-/// Drains the exports one after the other, with one deadline for all: the guests of the first ones wait for the last one.
+/// Drains the exports one after the other, with one deadline for all: the guests of the first ones
+/// wait for the last one.
 fn nest(exports: &[Arc<Export>], until: Instant, f: &mut dyn FnMut()) -> Result<()> {
     match exports.split_first() {
         None => {

@@ -8,14 +8,16 @@ use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, DiskSpec, Format, JobKind};
 
-use super::Job;
 use super::run::Plan;
 use super::target::TargetFile;
-use crate::export::bitmaps::{at_rest, check_new, persistent, writer};
-use crate::export::daemon::Daemon;
-use crate::export::registry::DiskEntry;
+use crate::daemon::Daemon;
+use crate::daemon::bitmaps::{at_rest, check_new, persistent, writer};
+use crate::disk_entry::DiskEntry;
+use crate::export::Export;
+use crate::job::Job;
 
-/// Blocks that are told apart: small, so that a small write has little read before it; fewer for large disks.
+/// Blocks that are told apart: small, so that a small write has little read before it; fewer for
+/// large disks.
 const BLOCK_SHIFT: u32 = 12;
 const BLOCKS_MAX: u64 = 1 << 26;
 /// Of a compressed image: a cluster.
@@ -83,7 +85,7 @@ impl Daemon {
         spec: &BackupSpec,
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
-        writer: Option<Arc<crate::export::lifecycle::Export>>,
+        writer: Option<Arc<Export>>,
         target: Target,
     ) -> Result<()> {
         let ready = self.job_thread(&job.id).and_then(|thread| {
@@ -129,7 +131,7 @@ impl Daemon {
         spec: &BackupSpec,
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
-        writer: Option<Arc<crate::export::lifecycle::Export>>,
+        writer: Option<Arc<Export>>,
     ) -> Result<(Arc<CopyBeforeWrite>, Option<Begun>)> {
         let no_memory =
             || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
@@ -183,7 +185,8 @@ impl Daemon {
         let below_path = spec.backing.as_deref().map(backing).transpose()?;
         let fresh = below_path.is_none();
         let backing = below_path.as_ref().map(|(name, format)| (beside(path, name), *format));
-        // Held open, and so locked with all that it stands on: none of these can be replaced by what is made.
+        // Held open, and so locked with all that it stands on: none of these can be replaced by
+        // what is made.
         let _below = below_path.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
         if source.disk.has_file(path) {
             return Err(Error::invalid(format!(
@@ -440,7 +443,8 @@ fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
     })
 }
 
-/// How a new file names the one below: by its name alone where both lie in one folder, which may be moved then.
+/// How a new file names the one below: by its name alone where both lie in one folder, which may be
+/// moved then.
 fn beside(path: &Path, name: &str) -> String {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let below = Path::new(name);

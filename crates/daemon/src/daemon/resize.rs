@@ -1,7 +1,8 @@
-//! A disk gets another size: by control, by the user of a growable mount, or by the kernel under passthrough.
+//! A disk gets another size: by control, by the user of a growable mount, or by the kernel under
+//! passthrough.
 //!
-//! Called by control threads, and by the blocking thread of a mount. What must never happen: a write in flight beyond a new, nearer end
-//! that makes the image longer again.
+//! Called by control threads, and by the blocking thread of a mount. What must never happen: a
+//! write in flight beyond a new, nearer end that makes the image longer again.
 
 use std::sync::Arc;
 
@@ -9,12 +10,12 @@ use vshunt_block::Disk;
 use vshunt_types::error::Result;
 use vshunt_types::spec::DiskSpec;
 
+use super::Daemon;
 use super::bitmaps::{at_rest, writer};
-use super::daemon::Daemon;
-use super::drained::with_disk_drained;
-use super::event::Event;
-use super::lifecycle::Export;
-use super::registry::DiskEntry;
+use crate::disk_entry::DiskEntry;
+use crate::drained::with_disk_drained;
+use crate::event::Event;
+use crate::export::Export;
 
 impl Daemon {
     /// Gives a disk another size, or takes note of a block device's new one; guests are told.
@@ -57,8 +58,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Gets a qcow2 disk ready for an export whose users may change its size, and which is about to be made; with the disk's
-    /// turn held.
+    /// Gets a qcow2 disk ready for an export whose users may change its size, and which is about to
+    /// be made; with the disk's turn held.
     ///
     /// # Errors
     /// The image cannot grow, or cannot be closed for it.
@@ -108,15 +109,17 @@ fn resize(disk: &Disk, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
     }
 }
 
-/// With nothing in flight beyond the new end. Freeing a file's blocks may take the file system seconds: where it can, the
-/// disk is narrowed while its queues are drained, and cut when they go on.
+/// With nothing in flight beyond the new end. Freeing a file's blocks may take the file system
+/// seconds: where it can, the disk is narrowed while its queues are drained, and cut when they go
+/// on.
 ///
 /// # Errors
-/// The queues cannot be drained, and nothing was changed; or the disk cannot be cut, and has its old size.
+/// The queues cannot be drained, and nothing was changed; or the disk cannot be cut, and has its
+/// old size.
 fn shrink(disk: &Disk, writer: &Arc<Export>, size_bytes: u64) -> Result<()> {
     let old = disk.size_bytes();
-    // The kernel's requests do not ask us how large the disk is, and users who may make it longer do so between the drain
-    // and the cut.
+    // The kernel's requests do not ask us how large the disk is, and users who may make it longer
+    // do so between the drain and the cut.
     let at_once = writer.is_kernel() || writer.spec.growable == Some(true);
     let narrowed = writer.with_all_drained(|| match !at_once && disk.announce_shrink(size_bytes)? {
         true => Ok(true),

@@ -17,7 +17,8 @@ const QUEUES_MAX: usize = 8;
 /// How often progress is told.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// A disk that is to be copied, open. With its locks nobody makes a new image of it, or of what it stands on, meanwhile.
+/// A disk that is to be copied, open. With its locks nobody makes a new image of it, or of what it
+/// stands on, meanwhile.
 pub struct ToConvert {
     disk: Arc<Disk>,
     name: String,
@@ -39,11 +40,12 @@ impl ToConvert {
         self.disk.unclean_images()
     }
 
-    /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes. `progress` is told bytes
-    /// done, of how many.
+    /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes.
+    /// `progress` is told bytes done, of how many.
     ///
     /// # Errors
-    /// Those of opening `to`; `Invalid` where their sizes differ; `Io` with the side and the place that failed.
+    /// Those of opening `to`; `Invalid` where their sizes differ; `Io` with the side and the place
+    /// that failed.
     pub fn to(
         self,
         to: &DiskSpec,

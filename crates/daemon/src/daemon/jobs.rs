@@ -1,4 +1,5 @@
-//! Jobs: long work on a disk that is in use, each with a copying queue on a worker and a thread that looks after it.
+//! Jobs: long work on a disk that is in use, each with a copying queue on a worker and a thread
+//! that looks after it.
 
 mod backup;
 mod commit;
@@ -6,166 +7,20 @@ mod run;
 mod share;
 mod target;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard};
-use vshunt_types::sync::Locked;
 
-use vshunt_block::copy::Copy;
 use vshunt_engine::QueueSet;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
+use vshunt_types::spec::{JobInfo, JobStatus, QueueInfo};
 
-use super::check::check_job_name;
-use super::daemon::Daemon;
-use super::event::Event;
-use super::lifecycle::queue_info;
-use super::registry::Registry;
+use super::Daemon;
+use crate::event::Event;
+use crate::export::queue_info;
+use crate::job::Job;
 
 /// Concluded jobs that are shown, the oldest going first.
 const CONCLUDED_MAX: usize = 64;
-
-/// One job. Its lock is taken for look-ups and changes of the state alone, last of all.
-pub(super) struct Job {
-    pub(super) id: String,
-    pub(super) kind: JobKind,
-    pub(super) disk: String,
-    /// The file or disk that it copies to, as it is shown.
-    pub(super) target: String,
-    /// It goes without being asked when it has concluded.
-    pub(super) auto_dismiss: bool,
-    state: Mutex<JobState>,
-}
-
-pub(super) struct JobState {
-    pub(super) status: JobStatus,
-    pub(super) speed: Option<u64>,
-    pub(super) cancelled: bool,
-    pub(super) paused: bool,
-    pub(super) error: Option<String>,
-    pub(super) total: u64,
-    pub(super) done: u64,
-    /// Counts concluded jobs, so that the oldest is known.
-    ended: u64,
-    /// While it copies.
-    pub(super) at_work: Option<AtWork>,
-}
-
-/// What a job has while it copies.
-#[derive(Clone)]
-pub(super) struct AtWork {
-    pub(super) copy: Arc<Copy>,
-    pub(super) queue: Arc<QueueSet>,
-    pub(super) thread: std::thread::Thread,
-}
-
-impl Job {
-    pub(super) fn new(id: &str, kind: JobKind, disk: &str, target: String, speed: Option<u64>) -> Self {
-        let state = JobState {
-            status: JobStatus::Running,
-            speed,
-            cancelled: false,
-            paused: false,
-            error: None,
-            total: 0,
-            done: 0,
-            ended: 0,
-            at_work: None,
-        };
-        Self {
-            id: id.to_owned(),
-            kind,
-            disk: disk.to_owned(),
-            target,
-            auto_dismiss: false,
-            state: Mutex::new(state),
-        }
-    }
-
-    pub(super) fn state(&self) -> MutexGuard<'_, JobState> {
-        self.state.locked()
-    }
-
-    fn info(&self) -> JobInfo {
-        let state = self.state();
-        let done = state.at_work.as_ref().map_or(state.done, |w| w.copy.done.load(Relaxed));
-        JobInfo {
-            id: self.id.clone(),
-            kind: self.kind,
-            disk: self.disk.clone(),
-            target: self.target.clone(),
-            status: state.status,
-            done_bytes: done.min(state.total),
-            total_bytes: state.total,
-            speed: state.speed,
-            error: state.error.clone(),
-            cancelled: state.cancelled,
-        }
-    }
-
-    /// The copy is over. Decides whether the job was cancelled, which it cannot be any more if all was copied: what ends
-    /// it then and what is told of it are the same.
-    pub(super) fn decide(&self, copied: Result<()>) -> Result<()> {
-        let mut state = self.state();
-        let copied = copied.and_then(|()| match state.cancelled {
-            true => Err(Error::busy("it was cancelled")),
-            false => Ok(()),
-        });
-        state.status = if copied.is_ok() { JobStatus::Pending } else { JobStatus::Aborting };
-        copied
-    }
-
-    fn at_work(&self) -> Option<AtWork> {
-        self.state().at_work.clone()
-    }
-
-    fn is_concluded(&self) -> bool {
-        self.state().status == JobStatus::Concluded
-    }
-
-    /// Has its thread look at what was changed.
-    fn wake(&self) {
-        if let Some(work) = self.at_work() {
-            work.copy.work.notify();
-            work.thread.unpark();
-        }
-    }
-}
-
-impl Registry {
-    fn job(&self, id: &str) -> Result<Arc<Job>> {
-        self.jobs.get(id).cloned().ok_or_else(|| {
-            Error::not_found(format!("there is no job {id}; 'job list' shows those that are there"))
-        })
-    }
-
-    /// A name for a job: the one that was asked for if it is free, else the first free one.
-    pub(super) fn job_name(&self, asked: Option<&str>, kind: &str) -> Result<String> {
-        let taken = |id: &str| self.exports.contains_key(id) || self.has_job(id);
-        match asked {
-            Some(id) if taken(id) => {
-                Err(Error::exists(format!("there is a job or an export {id} already; choose another name")))
-            }
-            Some(id) => check_job_name(id).map(|()| id.to_owned()),
-            None => Ok((0..)
-                .map(|n| format!("{kind}{n}"))
-                .find(|id| !taken(id) && !self.jobs.contains_key(id))
-                .expect("numbers do not end")),
-        }
-    }
-
-    /// Whether a job of that name is under way.
-    pub(super) fn has_job(&self, id: &str) -> bool {
-        self.jobs.get(id).is_some_and(|j| !j.is_concluded())
-    }
-
-    /// Enters a job.
-    pub(super) fn enter(&mut self, job: Arc<Job>) -> Result<()> {
-        self.check_up()?;
-        self.job_name(Some(&job.id), "")?;
-        self.jobs.insert(job.id.clone(), job);
-        Ok(())
-    }
-}
 
 impl Daemon {
     /// All jobs, by name; those that are over until they are dismissed.
@@ -191,7 +46,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Has a job read nothing ahead until it is resumed. What guests overwrite is copied all the same.
+    /// Has a job read nothing ahead until it is resumed. What guests overwrite is copied all the
+    /// same.
     pub fn job_pause(&self, id: &str) -> Result<()> {
         self.set_paused(id, true)
     }

@@ -1,18 +1,18 @@
-//! What watches a disk's writes: its dirty bitmaps, and the job that has it.
+//! Dirty bitmaps: added, changed and removed.
 //!
-//! Called by control threads and jobs' threads. What must never happen: a write that a bitmap missed.
+//! Called by control threads and jobs' threads. What must never happen: a write that a bitmap
+//! missed.
 
-use std::sync::{Arc, Mutex, MutexGuard};
-use vshunt_types::sync::Locked;
+use std::sync::Arc;
 
-use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, WriteObservers};
+use vshunt_block::Bitmap;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{BitmapInfo, BitmapSpec, Format};
+use vshunt_types::spec::{BitmapSpec, Format};
 
-use super::daemon::Daemon;
-use super::drained::with_disk_drained;
-use super::lifecycle::Export;
-use super::registry::DiskEntry;
+use super::Daemon;
+use crate::disk_entry::DiskEntry;
+use crate::drained::with_disk_drained;
+use crate::export::Export;
 
 /// What a bit stands for where nobody says.
 const GRANULARITY: u64 = 64 << 10;
@@ -20,160 +20,6 @@ const GRANULARITY: u64 = 64 << 10;
 const BITMAPS_MAX: usize = 64;
 /// Bytes of a bitmap's name, as the format of qcow2 has it.
 const NAME_MAX: usize = 1023;
-
-/// Of one disk. The lock is taken for look-ups and changes alone, after the disk's turn.
-pub(super) struct Watched(Mutex<State>);
-
-#[derive(Default)]
-pub(super) struct State {
-    pub(super) bitmaps: Vec<Arc<Bitmap>>,
-    /// The job that reads it or writes to it.
-    pub(super) job: Option<String>,
-    /// The latter: nobody else may use it.
-    pub(super) is_target: bool,
-    /// What is written while it is committed.
-    pub(super) committing: Option<Arc<Bits>>,
-    /// What that job wants read before it is replaced.
-    pub(super) before: Option<Arc<CopyBeforeWrite>>,
-}
-
-impl Watched {
-    /// Of a disk that was opened: with the bitmaps that its image has.
-    pub(super) fn of(disk: &Disk) -> Result<Self> {
-        let state = State { bitmaps: disk.load_bitmaps()?, ..State::default() };
-        Ok(Self(Mutex::new(state)))
-    }
-
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.locked()
-    }
-
-    /// The job that uses it.
-    pub(super) fn job(&self) -> Option<String> {
-        self.state().job.clone()
-    }
-
-    /// Whether no job uses the disk of that name.
-    pub(super) fn check_free(&self, disk: &str) -> Result<()> {
-        match self.job() {
-            None => Ok(()),
-            Some(job) => Err(in_use(disk, &job)),
-        }
-    }
-
-    /// Has a job write to the disk, and nobody else use it.
-    pub(super) fn claim_target(&self, disk: &str, job: &str) -> Result<()> {
-        let mut state = self.state();
-        if let Some(other) = &state.job {
-            return Err(in_use(disk, other));
-        }
-        (state.job, state.is_target) = (Some(job.to_owned()), true);
-        Ok(())
-    }
-
-    /// Whether it may have an export: no job writes to it.
-    pub(super) fn check_exportable(&self, disk: &str) -> Result<()> {
-        let state = self.state();
-        match &state.job {
-            Some(job) if state.is_target => Err(in_use(disk, job)),
-            _ => Ok(()),
-        }
-    }
-
-    /// The job is over.
-    pub(super) fn let_go(&self) {
-        let mut state = self.state();
-        (state.job, state.is_target, state.before, state.committing) = (None, false, None, None);
-    }
-
-    pub(super) fn bitmap_infos(&self) -> Vec<BitmapInfo> {
-        let bitmaps = self.state().bitmaps.clone();
-        let info = |bitmap: &Arc<Bitmap>| {
-            let state = bitmap.state();
-            let bits = &state.bits;
-            BitmapInfo {
-                name: bitmap.name.clone(),
-                granularity: bits.granularity(),
-                count: bits.count() * bits.granularity(),
-                recording: state.recording,
-                persistent: bitmap.persistent,
-                busy: state.job.is_some(),
-            }
-        };
-        bitmaps.iter().map(info).collect()
-    }
-
-    /// A bitmap by name.
-    pub(super) fn bitmap(&self, disk: &str, name: &str) -> Result<Arc<Bitmap>> {
-        self.state().bitmaps.iter().find(|b| b.name == name).cloned().ok_or_else(|| {
-            Error::not_found(format!(
-                "disk {disk} has no bitmap {name}; 'bitmap list {disk}' shows what it has"
-            ))
-        })
-    }
-
-    /// The same, if no job uses it.
-    fn free_bitmap(&self, disk: &str, name: &str) -> Result<Arc<Bitmap>> {
-        let bitmap = self.bitmap(disk, name)?;
-        let job = bitmap.state().job.clone();
-        match job {
-            Some(job) => Err(Error::busy(format!("bitmap {name} is in use by job {job}"))),
-            None => Ok(bitmap),
-        }
-    }
-}
-
-fn in_use(disk: &str, job: &str) -> Error {
-    Error::busy(format!("disk {disk} is in use by job {job}; wait for it, or cancel it"))
-}
-
-impl Drop for DiskEntry {
-    fn drop(&mut self) {
-        // No export is left, and no job.
-        self.disk.save_bitmaps(&self.watched.state().bitmaps);
-    }
-}
-
-impl DiskEntry {
-    /// Has handles that are made from now on do what is to be done. With nothing in flight.
-    pub(super) fn watch(&self) {
-        let state = self.watched.state();
-        let recording = |b: &Arc<Bitmap>| {
-            let state = b.state();
-            state.recording.then(|| state.bits.clone())
-        };
-        let dirty = state.bitmaps.iter().filter_map(recording).chain(state.committing.clone()).collect();
-        self.disk.set_write_observers(WriteObservers { dirty, copy_before_write: state.before.clone() });
-    }
-}
-
-impl DiskEntry {
-    /// Calls `f`, which may close the disk's image and open it or another one, with what belongs in the image kept there
-    /// meanwhile. With nothing in flight.
-    pub(super) fn with_bitmaps_kept<R>(&self, f: impl FnOnce() -> R) -> R {
-        self.disk.save_bitmaps(&self.watched.state().bitmaps);
-        let result = f();
-        // Ours are the same, and go on being set.
-        drop(self.disk.take_bitmaps());
-        result
-    }
-
-    /// Gives a disk another size, and its bitmaps with it. With nothing in flight.
-    pub(super) fn resize_watched(&self, size_bytes: u64, resize: impl FnOnce() -> Result<()>) -> Result<()> {
-        let bitmaps = self.watched.state().bitmaps.clone();
-        let old = self.disk.size_bytes();
-        let resized = bitmaps.iter().try_for_each(|b| b.resize(size_bytes));
-        let resized = resized.and_then(|()| resize());
-        if resized.is_err() {
-            // What a bitmap was cut by counts as dirty then.
-            let back = bitmaps.iter().try_for_each(|b| b.resize(old));
-            self.watch();
-            return resized.and(back);
-        }
-        self.watch();
-        resized
-    }
-}
 
 /// The export that writes to a disk, if there is one, and whether its writes can be watched.
 pub(super) fn writer(exports: &[Arc<Export>], entry: &DiskEntry) -> Result<Option<Arc<Export>>> {
@@ -225,12 +71,13 @@ impl Daemon {
         })
     }
 
-    /// Gives a bitmap that is about to be begun its place in the disk's image, marked as in use, so that it is there after
-    /// our death: inconsistent, as every bitmap whose writer did not write it back. The disk's turn is held. The image is closed
-    /// and opened again for it, which guests wait for.
+    /// Gives a bitmap that is about to be begun its place in the disk's image, marked as in use, so
+    /// that it is there after our death: inconsistent, as every bitmap whose writer did not write
+    /// it back. The disk's turn is held. The image is closed and opened again for it, which guests
+    /// wait for.
     ///
-    /// Nothing is done where it is not to be kept, and where it is going to be refused. A disk that a job has stays open: the
-    /// bitmap gets its place when the image is closed.
+    /// Nothing is done where it is not to be kept, and where it is going to be refused. A disk that
+    /// a job has stays open: the bitmap gets its place when the image is closed.
     ///
     /// # Errors
     /// The image has no room for it; those of draining the disk. The disk goes on as it was.

@@ -1,4 +1,5 @@
-//! A job's thread: it starts the copying queue, holds it back as far as that is asked for, and looks after its end.
+//! A job's thread: it starts the copying queue, holds it back as far as that is asked for, and
+//! looks after its end.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
@@ -11,9 +12,9 @@ use vshunt_engine::{QueueSet, Settings};
 use vshunt_types::error::{Error, Result};
 
 use super::share::{Share, WINDOW, Window};
-use super::{AtWork, Job};
-use crate::export::daemon::Daemon;
-use crate::export::registry::DiskEntry;
+use crate::daemon::Daemon;
+use crate::disk_entry::DiskEntry;
+use crate::job::{AtWork, Job};
 
 /// How often a job is looked at that nothing holds back.
 const TICK: Duration = Duration::from_millis(200);
@@ -148,8 +149,8 @@ impl Daemon {
         exports.iter().map(|e| e.requests()).sum()
     }
 
-    /// A thread for a job, which waits for what it is to do: had before the job's disk is watched, so that nothing has to be
-    /// undone where there is none.
+    /// A thread for a job, which waits for what it is to do: had before the job's disk is watched,
+    /// so that nothing has to be undone where there is none.
     pub(super) fn job_thread(&self, id: &str) -> Result<Sender<Life>> {
         let daemon = self.this.upgrade().expect("it is calling");
         let (life, is_given) = channel::<Life>();

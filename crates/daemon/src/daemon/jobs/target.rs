@@ -1,5 +1,6 @@
-//! The file that a backup is written to. Until it is whole it has another name, NAME.part, so that what has the name is a
-//! backup: a new one gets it at the end, and one that is replaced keeps it until then.
+//! The file that a backup is written to. Until it is whole it has another name, NAME.part, so that
+//! what has the name is a backup: a new one gets it at the end, and one that is replaced keeps it
+//! until then.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
@@ -15,8 +16,8 @@ use vshunt_types::error::{Error, Result};
 pub(super) struct TargetFile {
     /// What it is called in the end.
     path: PathBuf,
-    /// What is written to; the same where there is something that cannot be replaced by a rename: a device, a file that
-    /// something is mounted over.
+    /// What is written to; the same where there is something that cannot be replaced by a rename: a
+    /// device, a file that something is mounted over.
     part: PathBuf,
     /// Held open, so that no other file can be taken for it.
     file: File,
@@ -30,8 +31,8 @@ impl TargetFile {
     /// Chooses the file and makes it, empty, if it is not there; one that is there is as it was.
     ///
     /// # Errors
-    /// `Exists` if something has the name and may not be replaced, or has the other one; `Busy` if what is to be replaced
-    /// is in use. Nothing is left behind.
+    /// `Exists` if something has the name and may not be replaced, or has the other one; `Busy` if
+    /// what is to be replaced is in use. Nothing is left behind.
     pub(super) fn begin(path: &Path, overwrite: bool) -> Result<Self> {
         let shown = path.display();
         let cannot = |e| Error::io(format_args!("cannot replace {shown}"), e);
@@ -125,8 +126,8 @@ impl TargetFile {
     /// Makes it stable and gives it its name, after it was closed: it is whole.
     ///
     /// # Errors
-    /// `Invalid` if it is not there any more, `Exists` if another has got the name meanwhile, and the system's. Where it is
-    /// whole all the same, it stays, and the error says under which name.
+    /// `Invalid` if it is not there any more, `Exists` if another has got the name meanwhile, and
+    /// the system's. Where it is whole all the same, it stays, and the error says under which name.
     pub(super) fn put(&self) -> Result<()> {
         let Self { path, part, .. } = self;
         let (shown, now) = (path.display(), part.display());

@@ -1,7 +1,8 @@
 //! Commits: what a disk's overlay has is brought into the image below, where the disk goes on.
 //!
-//! In rounds, while guests go on writing to the overlay: each copies what was written during the one before. When little is
-//! left guests wait for the last one, and for the disk to be switched over.
+//! In rounds, while guests go on writing to the overlay: each copies what was written during the
+//! one before. When little is left guests wait for the last one, and for the disk to be switched
+//! over.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,12 +12,12 @@ use vshunt_block::{Bits, CommitTarget, CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::JobKind;
 
-use super::Job;
 use super::run::Plan;
-use crate::export::bitmaps::at_rest;
-use crate::export::daemon::Daemon;
-use crate::export::drained::with_disk_drained;
-use crate::export::registry::DiskEntry;
+use crate::daemon::Daemon;
+use crate::daemon::bitmaps::at_rest;
+use crate::disk_entry::DiskEntry;
+use crate::drained::with_disk_drained;
+use crate::job::Job;
 
 /// What is told apart: a cluster, mostly.
 const BLOCK_SHIFT: u32 = 16;

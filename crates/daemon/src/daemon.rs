@@ -1,5 +1,12 @@
 //! The daemon: everything control may ask for. Its methods are called from any control thread.
 
+mod bitmaps;
+mod convert;
+mod jobs;
+mod nets;
+mod resize;
+mod snapshot;
+
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -16,12 +23,14 @@ use vshunt_types::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
 };
 
-use super::bitmaps::Watched;
-use super::check::{Check, settings};
-use super::event::{Event, Listener};
-use super::lifecycle::{Export, removing};
-use super::prepared::Backend;
-use super::registry::{DiskEntry, ExportEntry, Phase, Registry, no_disk, no_export};
+pub use self::convert::ToConvert;
+pub use self::snapshot::OverlayMode;
+use crate::check::{Check, settings};
+use crate::disk_entry::DiskEntry;
+use crate::event::{Event, Listener};
+use crate::export::{Backend, Export, removing};
+use crate::registry::{ExportEntry, Phase, Registry, no_disk, no_export};
+use crate::watched::Watched;
 
 /// How long an attach waits for requests in flight where nobody says.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
@@ -44,9 +53,10 @@ impl Default for Options {
 
 /// Disks, exports and workers of one process.
 ///
-/// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot, then the workers'
-/// list. `state` guards the registry and is held for look-ups alone: never while a socket, a worker or a file is
-/// opened, and never while a queue drains. A name is reserved or marked instead, see [`Phase`].
+/// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot,
+/// then the workers' list. `state` guards the registry and is held for look-ups alone: never while
+/// a socket, a worker or a file is opened, and never while a queue drains. A name is reserved or
+/// marked instead, see [`Phase`].
 pub struct Daemon {
     state: Mutex<Registry>,
     /// Signalled when an export has come into another phase, or is gone.
@@ -139,11 +149,13 @@ impl Daemon {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to remove what daemons that were killed left in /dev/shm for images that are gone. Once, after its disks are
-    /// added. On a thread of its own: to look for an image may wait for its file system.
+    /// Begins to remove what daemons that were killed left in /dev/shm for images that are gone.
+    /// Once, after its disks are added. On a thread of its own: to look for an image may wait for
+    /// its file system.
     pub fn sweep_journals(&self) {
         let thread = std::thread::Builder::new().name("vshunt-sweep".to_owned());
-        // It opens images by their handles, which control threads may not. Without a thread they stay until the next daemon.
+        // It opens images by their handles, which control threads may not. Without a thread they
+        // stay until the next daemon.
         let _ = thread.spawn(|| sandbox::errand(sweep_journals));
     }
 
@@ -183,9 +195,9 @@ impl Daemon {
         )))
     }
 
-    /// Takes away mounts that a killed daemon left at mountpoints of exports or over images of `disks`. Called before the images
-    /// are looked at, which such a mount hides, and before they are opened: a dead mount with passthrough keeps the locks of
-    /// its image.
+    /// Takes away mounts that a killed daemon left at mountpoints of exports or over images of
+    /// `disks`. Called before the images are looked at, which such a mount hides, and before they
+    /// are opened: a dead mount with passthrough keeps the locks of its image.
     ///
     /// # Errors
     /// `Busy` where a dead mount cannot be taken away; the system's.
@@ -209,8 +221,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// A mount over an image hides it from everything that opens it by its name. The disk that is mounted has it open
-    /// already; no other may need it.
+    /// A mount over an image hides it from everything that opens it by its name. The disk that is
+    /// mounted has it open already; no other may need it.
     fn check_mountpoint(&self, spec: &ExportSpec) -> Result<()> {
         let Some(path) = &spec.mountpoint else { return Ok(()) };
         let Some(inode) = identity(path) else { return Ok(()) };
@@ -256,8 +268,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Whether a disk, or an overlay that waits, has the file with that device number and inode, as its image or below. A disk
-    /// whose image is being replaced may have it. Waits for nothing.
+    /// Whether a disk, or an overlay that waits, has the file with that device number and inode, as
+    /// its image or below. A disk whose image is being replaced may have it. Waits for nothing.
     pub fn has_file(&self, id: (u64, u64)) -> bool {
         let state = self.state();
         state.disks.values().any(|entry| entry.disk.may_have_file(id))
@@ -303,7 +315,8 @@ impl Daemon {
         self.make(spec, Backend::Disk(entry.disk.clone()), &prepare)
     }
 
-    /// Makes an export that is reserved. `prepare` is called once nothing is left that could be refused.
+    /// Makes an export that is reserved. `prepare` is called once nothing is left that could be
+    /// refused.
     fn make(&self, spec: ExportSpec, backend: Backend, prepare: &dyn Fn() -> Result<()>) -> Result<()> {
         let name = spec.name.clone();
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
@@ -325,8 +338,9 @@ impl Daemon {
     }
 
     /// Ends an export; returns when it is gone. Without `hard`, one with a front-end connected is
-    /// [`Busy`](vshunt_types::error::Kind::Busy), and so is one that is being removed already. One whose requests do not end within
-    /// 10 s is, too: its users are disconnected then, and it goes when they end.
+    /// [`Busy`](vshunt_types::error::Kind::Busy), and so is one that is being removed already. One
+    /// whose requests do not end within 10 s is, too: its users are disconnected then, and it goes
+    /// when they end.
     pub fn export_remove(&self, name: &str, hard: bool) -> Result<()> {
         self.export_take_down(name, hard).map(drop)
     }
@@ -364,7 +378,8 @@ impl Daemon {
         Ok(used)
     }
 
-    /// Begins to take down an export that is marked as being removed, on a thread of its own. Says when that is over.
+    /// Begins to take down an export that is marked as being removed, on a thread of its own. Says
+    /// when that is over.
     fn begin_end(&self, name: &str, export: Arc<Export>) -> Receiver<()> {
         let (done, is_done) = std::sync::mpsc::sync_channel(1);
         let (this, of, theirs) = (self.this.upgrade(), name.to_owned(), export.clone());
@@ -384,7 +399,8 @@ impl Daemon {
         is_done
     }
 
-    /// Takes down an export that is marked as being removed. Waits for its requests in flight, without a limit.
+    /// Takes down an export that is marked as being removed. Waits for its requests in flight,
+    /// without a limit.
     fn end(&self, name: &str, export: &Export) {
         export.remove();
         {
@@ -434,7 +450,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Changes a worker, all or nothing; what is not given stays. Its thread keeps the name that it was made with.
+    /// Changes a worker, all or nothing; what is not given stays. Its thread keeps the name that it
+    /// was made with.
     pub fn worker_set(&self, id: WorkerId, spec: WorkerSpec) -> Result<()> {
         spec.check()?;
         let settings = settings(&spec);
@@ -505,8 +522,8 @@ impl Daemon {
         }
     }
 
-    /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Returns when that is
-    /// over, also where others began it. Idempotent.
+    /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Returns
+    /// when that is over, also where others began it. Idempotent.
     pub fn shutdown(&self) {
         self.state().shut = true;
         self.end_jobs();
@@ -556,7 +573,8 @@ impl Daemon {
 /// Waits for the end of an export, until a time that is [`REMOVE_LIMIT`] after its beginning.
 ///
 /// # Errors
-/// [`Busy`](vshunt_types::error::Kind::Busy): requests are still in flight then. It is taken down when they end.
+/// [`Busy`](vshunt_types::error::Kind::Busy): requests are still in flight then. It is taken down
+/// when they end.
 fn await_end(name: &str, export: &Export, ended: &Receiver<()>, until: Instant) -> Result<()> {
     match ended.recv_timeout(until.saturating_duration_since(Instant::now())) {
         Err(RecvTimeoutError::Timeout) => Err(still_busy(name, export)),

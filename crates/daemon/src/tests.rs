@@ -1,6 +1,7 @@
 //! What happens to a daemon's things while other things happen to them. Nobody drives a queue here.
 //!
-//! A listener that does not return holds the thread that tells of an event, and with it the step it is in.
+//! A listener that does not return holds the thread that tells of an event, and with it the step it
+//! is in.
 
 use std::io::{Read, Write};
 use std::os::fd::IntoRawFd;
@@ -75,7 +76,8 @@ impl Rig {
         while events.recv_timeout(PATIENCE).expect("the event did not come") != *want {}
     }
 
-    /// Holds up whoever tells of an event that `which` likes, once: says that it does so, and waits for a word.
+    /// Holds up whoever tells of an event that `which` likes, once: says that it does so, and waits
+    /// for a word.
     fn hold(&self, which: fn(&Event) -> bool) -> (Receiver<()>, Sender<()>) {
         let ((held, is_held), (go, may_go)) = (channel(), channel());
         let (once, ends) = (AtomicBool::new(true), Mutex::new((held, may_go)));
@@ -239,7 +241,8 @@ fn an_export_ends_with_its_one_connection() {
     rig.daemon.wait_all_gone();
 }
 
-/// Of a front end that comes and goes in a loop not all is told, but at last whether one is connected.
+/// Of a front end that comes and goes in a loop not all is told, but at last whether one is
+/// connected.
 #[test]
 fn a_front_end_cannot_fill_the_queues_of_events() {
     let rig = Rig::new();

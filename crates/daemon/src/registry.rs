@@ -1,24 +1,21 @@
 //! The daemon's registry: disks, exports, networks and jobs, each by its name.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
-use vshunt_types::sync::Locked;
+mod jobs;
+mod nets;
 
-use vshunt_block::Disk;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec};
 
-use super::bitmaps::Watched;
-use super::job::Job;
-use super::lifecycle::Export;
-use super::nets::NetEntry;
+use crate::disk_entry::DiskEntry;
+use crate::export::Export;
+use crate::job::Job;
+use crate::net::NetEntry;
 
-/// How long somebody is waited for whose use of a disk's image by the kernel is about to end.
-const RETURN_PATIENCE: Duration = Duration::from_millis(500);
-
-/// Disks at once, overlays that wait for their snapshot included. Each costs descriptors and memory for its map; it keeps
-/// one control client from using up what others need.
+/// Disks at once, overlays that wait for their snapshot included. Each costs descriptors and memory
+/// for its map; it keeps one control client from using up what others need.
 pub(super) const DISKS_MAX: usize = 1024;
 /// Networks at once, for the same reason.
 pub(super) const NETS_MAX: usize = 1024;
@@ -50,17 +47,6 @@ pub(super) struct WaitingOverlay {
     pub(super) id: Option<(u64, u64)>,
 }
 
-pub(super) struct DiskEntry {
-    pub(super) name: String,
-    /// As it is now: a snapshot gives a disk another file. Guards it alone; held for a look.
-    spec: Mutex<DiskSpec>,
-    pub(super) disk: Arc<Disk>,
-    /// Held over a resize or snapshot, and while an export is made: these come one at a time, and each knows all exports.
-    turn: Mutex<()>,
-    /// What watches its writes.
-    pub(super) watched: Watched,
-}
-
 pub(super) struct ExportEntry {
     /// Empty where it is a network's.
     disk: String,
@@ -85,43 +71,6 @@ pub(super) enum Phase {
     Serving(Arc<Export>),
     /// Disconnects and drains. Shown; nobody else may remove it.
     Removing(Arc<Export>),
-}
-
-impl DiskEntry {
-    pub(super) fn new(spec: DiskSpec, disk: Arc<Disk>, watched: Watched) -> Self {
-        Self { name: spec.name.clone(), spec: Mutex::new(spec), disk, turn: Mutex::default(), watched }
-    }
-
-    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.locked()
-    }
-
-    /// Whether all writers of the image come by us, but for exports that are there. With its turn held; waits for a moment
-    /// for who is about to end.
-    pub(super) fn check_returned(&self) -> Result<()> {
-        let begin = Instant::now();
-        while self.disk.passthrough_in_use() {
-            if begin.elapsed() > RETURN_PATIENCE {
-                return Err(Error::busy(format!(
-                    "the image of disk {} is still written by the kernel, for those who have the file of a former mount \
-                     open: an export with passthrough was taken from them by force; end them",
-                    self.name
-                )));
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(())
-    }
-
-    /// What the disk is now.
-    pub(super) fn spec(&self) -> DiskSpec {
-        self.spec.locked().clone()
-    }
-
-    /// It is another now; with its turn held.
-    pub(super) fn set_spec(&self, spec: DiskSpec) {
-        *self.spec.locked() = spec;
-    }
 }
 
 impl Phase {
@@ -237,7 +186,7 @@ impl Registry {
         }
     }
 
-    /// Changes the phase from `Serving` to `Removing`. The caller then calls [`Daemon::end`](super::Daemon::end).
+    /// Changes the phase from `Serving` to `Removing`. The caller then calls `Daemon::end`.
     pub(super) fn mark_removing(&mut self, name: &str) -> Arc<Export> {
         let entry = self.exports.get_mut(name).expect("the caller saw it under the same lock");
         let Phase::Serving(export) = entry.phase.clone() else { unreachable!("seen under the same lock") };
@@ -260,6 +209,10 @@ pub(super) fn no_disk(name: &str) -> Error {
 
 pub(super) fn no_export(name: &str) -> Error {
     Error::not_found(format!("there is no export {name}; 'export list' shows those that are there"))
+}
+
+pub(super) fn no_net(name: &str) -> Error {
+    Error::not_found(format!("there is no network {name}; 'net list' shows those that are there"))
 }
 
 #[cfg(test)]

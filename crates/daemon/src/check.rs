@@ -1,7 +1,7 @@
 //! What is wrong with a request by itself, whatever the machine and the daemon are like.
 //!
-//! Control asks before anything is begun: the command line or the configuration is wrong then. [`Daemon`](super::Daemon)
-//! asks again, for other clients of the protocol.
+//! Control asks before anything is begun: the command line or the configuration is wrong then.
+//! [`Daemon`](super::Daemon) asks again, for other clients of the protocol.
 
 use vshunt_block::Disk;
 use vshunt_engine::{Settings, WorkerId};
@@ -10,9 +10,14 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
     DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,
 };
-
-use super::prepared::{MAX_PAIRS, MAX_QUEUES};
 use vshunt_vhost_user::blk::SERIAL_MAX;
+
+/// Virtqueues of one export at most: what QEMU's virtio devices can have less their own needs, and
+/// a VMM's usual limit.
+pub const MAX_QUEUES: u16 = 256;
+/// Queue pairs of one network's export at most: vhost-user has 8 bits for the number of a
+/// virtqueue.
+pub const MAX_PAIRS: u16 = 128;
 
 /// A request that can be wrong by itself.
 pub trait Check {
@@ -183,8 +188,8 @@ pub fn check_disk_size(size_bytes: u64) -> Result<()> {
     Disk::check_size(size_bytes)
 }
 
-/// Whether an export has exactly one place: a socket or a mountpoint. In [`Check`] a socket may be missing: the service
-/// manager may pass it.
+/// Whether an export has exactly one place: a socket or a mountpoint. In [`Check`] a socket may be
+/// missing: the service manager may pass it.
 ///
 /// # Errors
 /// [`Invalid`](vshunt_types::error::Kind::Invalid).

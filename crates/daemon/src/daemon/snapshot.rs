@@ -1,7 +1,9 @@
-//! Snapshots of disks in use: the disk is drained, its image changed or replaced, and its exports go on.
+//! Snapshots of disks in use: the disk is drained, its image changed or replaced, and its exports
+//! go on.
 //!
-//! Called by control threads. Lock order: the disk's turn, then what a drain takes. What must never happen: a guest's
-//! request that fails because of a snapshot, or one that goes to the image below an overlay.
+//! Called by control threads. Lock order: the disk's turn, then what a drain takes. What must never
+//! happen: a guest's request that fails because of a snapshot, or one that goes to the image below
+//! an overlay.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,11 +13,12 @@ use vshunt_fuse::mount::identity;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, Direct, DiskInfo, DiskSpec};
 
-use super::check::Check;
-use super::daemon::Daemon;
-use super::drained::with_disk_drained;
-use super::lifecycle::Export;
-use super::registry::{DiskEntry, WaitingOverlay};
+use super::Daemon;
+use crate::check::Check;
+use crate::disk_entry::DiskEntry;
+use crate::drained::with_disk_drained;
+use crate::export::Export;
+use crate::registry::WaitingOverlay;
 
 /// Where the overlay of a snapshot comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,7 +31,8 @@ pub enum OverlayMode {
 }
 
 impl Daemon {
-    /// External snapshot: the disk goes on in `overlay`, and the image that it had stays as it is, below.
+    /// External snapshot: the disk goes on in `overlay`, and the image that it had stays as it is,
+    /// below.
     ///
     /// # Errors
     /// The disk goes on as it was, and nothing is left behind.
@@ -48,7 +52,8 @@ impl Daemon {
             OverlayMode::New => Overlay::make(overlay, &now, size_bytes)?,
             OverlayMode::Existing => Overlay::existing(overlay, &now, size_bytes)?,
         };
-        // Most of what has to be written is so before guests wait. If it fails, so does the flush that counts.
+        // Most of what has to be written is so before guests wait. If it fails, so does the flush
+        // that counts.
         let _ = disk.sync();
         match with_disk_drained(&entry, &exports, || disk.switch_to_overlay(&now, &overlay)) {
             Ok(next) => {
@@ -62,8 +67,9 @@ impl Daemon {
         }
     }
 
-    /// Makes an overlay known that is there, to go on in when [`snapshot_onto`](Self::snapshot_onto) is called; one that
-    /// stands on no image is a disk by itself, and is added as one. It is not opened until then.
+    /// Makes an overlay known that is there, to go on in when
+    /// [`snapshot_onto`](Self::snapshot_onto) is called; one that stands on no image is a disk by
+    /// itself, and is added as one. It is not opened until then.
     ///
     /// # Errors
     /// The name is taken; it is no qcow2 image that can be read.
@@ -92,12 +98,12 @@ impl Daemon {
         self.state().overlays.values().map(info).collect()
     }
 
-    /// External snapshot of disk `name`, which goes on in an overlay that waits. The disk keeps its name and its settings;
-    /// the overlay's name is free again.
+    /// External snapshot of disk `name`, which goes on in an overlay that waits. The disk keeps its
+    /// name and its settings; the overlay's name is free again.
     ///
     /// # Errors
-    /// No such overlay, or one whose settings are others; those of [`disk_snapshot`](Self::disk_snapshot). The overlay goes
-    /// on waiting.
+    /// No such overlay, or one whose settings are others; those of
+    /// [`disk_snapshot`](Self::disk_snapshot). The overlay goes on waiting.
     pub fn snapshot_onto(&self, name: &str, overlay: &str) -> Result<()> {
         let (now, over) = {
             let state = self.state();

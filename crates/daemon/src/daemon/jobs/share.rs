@@ -1,11 +1,13 @@
 //! How fast a job may go where nobody says: so fast that guests keep most of their speed.
 //!
-//! Guests' requests are counted in short windows. In some of these nothing is read ahead, which shows what guests do
-//! without the job; in the others the job goes at a rate that rises while guests lose little and falls while they lose
-//! more. Where guests do next to nothing the job goes as fast as it can.
+//! Guests' requests are counted in short windows. In some of these nothing is read ahead, which
+//! shows what guests do without the job; in the others the job goes at a rate that rises while
+//! guests lose little and falls while they lose more. Where guests do next to nothing the job goes
+//! as fast as it can.
 //!
-//! So it does where guests overwrite what is not copied yet: each such write costs them a read and a write more, however
-//! slow the job goes, until it is past what they write. The sooner it is, the fewer pay.
+//! So it does where guests overwrite what is not copied yet: each such write costs them a read and
+//! a write more, however slow the job goes, until it is past what they write. The sooner it is, the
+//! fewer pay.
 
 use std::time::Duration;
 
@@ -22,7 +24,8 @@ const FIRST: u32 = 4;
 const KEEP: u64 = 85;
 /// A rate falls to this part of itself at most at a time.
 const DOWN_MAX: u64 = 4;
-/// One in so many requests that replaces what is not copied costs guests more than the job does otherwise.
+/// One in so many requests that replaces what is not copied costs guests more than the job does
+/// otherwise.
 const REPLACED: u64 = 8;
 /// Bounds of the rate, bytes a window: 4 MiB/s at least.
 const RATE_MIN: u64 = (4 << 20) / 25;
@@ -59,8 +62,8 @@ impl Default for Share {
 }
 
 impl Share {
-    /// What the next window is for, after one in which guests had so many requests done, of which so many replaced what was
-    /// not copied yet.
+    /// What the next window is for, after one in which guests had so many requests done, of which
+    /// so many replaced what was not copied yet.
     pub(super) fn next(&mut self, requests: u64, replaced: u64) -> Window {
         if requests >= BUSY && replaced > requests / REPLACED {
             // What they did in it says nothing of what the rate costs them.
@@ -98,8 +101,8 @@ impl Share {
         let (requests, windows) = std::mem::take(&mut self.beside);
         let Some(alone) = self.alone.filter(|_| windows > 0) else { return };
         let percent = requests * 100 / u64::from(windows) / alone.max(1);
-        // What guests lose goes with the rate, more or less: the one at which they would lose what they may. Upwards in small
-        // steps, for it says little of what lies far off.
+        // What guests lose goes with the rate, more or less: the one at which they would lose what
+        // they may. Upwards in small steps, for it says little of what lies far off.
         let lost = 100u64.saturating_sub(percent).max(1);
         let rate = self.rate.saturating_mul(100 - KEEP) / lost;
         self.found = self.found.saturating_add(1);

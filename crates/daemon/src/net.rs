@@ -1,0 +1,132 @@
+//! One network: a tap or a switch, opened as its description asks.
+
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use vshunt_net::tap::{self, Options};
+use vshunt_net::{Switch, Tap};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{NetInfo, NetKind, NetSpec};
+
+/// Where names of users and groups are.
+const USERS: &str = "/etc/passwd";
+const GROUPS: &str = "/etc/group";
+
+/// A network that exports can use.
+pub(super) struct NetEntry {
+    pub(super) spec: NetSpec,
+    pub(super) net: Net,
+}
+
+/// What a network is.
+#[derive(Clone)]
+pub(super) enum Net {
+    Tap(Arc<Tap>),
+    Switch(Arc<Switch>),
+}
+
+impl Net {
+    pub(super) fn tap(&self) -> Option<&Arc<Tap>> {
+        match self {
+            Self::Tap(tap) => Some(tap),
+            Self::Switch(_) => None,
+        }
+    }
+}
+
+impl NetEntry {
+    /// Opens what `spec`, which was checked, asks for.
+    pub(super) fn open(spec: NetSpec) -> Result<Self> {
+        let net = match spec.kind {
+            NetKind::Tap => Net::Tap(Arc::new(open(&spec)?)),
+            NetKind::Switch => Net::Switch(Arc::new(Switch::new(&spec.name))),
+        };
+        Ok(Self { spec, net })
+    }
+
+    /// Queue pairs that an export can have at most; none: as many as the kernel lets.
+    pub(super) fn queues_max(&self) -> Option<u16> {
+        let given = || match &self.net {
+            Net::Tap(tap) if self.spec.fd.is_some() => Some(tap.queues_max()),
+            _ => None,
+        };
+        self.spec.queues.or_else(given)
+    }
+
+    /// Describes the network, which `exports` use.
+    pub(super) fn info(&self, exports: Vec<String>) -> NetInfo {
+        match &self.net {
+            Net::Tap(tap) => NetInfo {
+                spec: NetSpec {
+                    ifname: Some(tap.name().to_owned()),
+                    steering: Some(tap.steering()),
+                    ..self.spec.clone()
+                },
+                made: tap.made(),
+                multi_queue: tap.multi_queue(),
+                open_queues: tap.open_queues(),
+                mtu: tap.mtu().ok(),
+                exports,
+                addresses: None,
+                counters: tap.counters(),
+            },
+            Net::Switch(switch) => NetInfo {
+                spec: self.spec.clone(),
+                made: true,
+                multi_queue: true,
+                open_queues: switch.queues(),
+                mtu: None,
+                exports,
+                addresses: Some(switch.addresses()),
+                counters: None,
+            },
+        }
+    }
+}
+
+/// Opens or adopts what `spec`, which was checked, asks for.
+fn open(spec: &NetSpec) -> Result<Tap> {
+    let options = Options {
+        netns: spec.netns.clone(),
+        steering: spec.steering.unwrap_or_default(),
+        address: spec.address.map(|mac| mac.0),
+        owner: spec.owner.as_deref().map(|name| id("user", USERS, name)).transpose()?,
+        group: spec.group.as_deref().map(|name| id("group", GROUPS, name)).transpose()?,
+        persist: spec.persist.unwrap_or(false),
+    };
+    match (&spec.ifname, &spec.fd) {
+        (Some(ifname), _) => Tap::open_with(ifname, spec.queues.unwrap_or(1), &options),
+        (None, fds) => {
+            let fds = tap::parse_fds(fds.as_deref().unwrap_or_default())?;
+            let fds = fds.into_iter().map(take).collect::<Result<_>>()?;
+            Tap::from_fds(fds, &options)
+        }
+    }
+}
+
+/// A descriptor that was passed to this process.
+fn take(fd: i32) -> Result<OwnedFd> {
+    // SAFETY: borrowed for this check only; fcntl of a number that is not open fails with EBADF.
+    let open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) });
+    open.map_err(|e| Error::io(format!("descriptor {fd} is not open; pass one of a tap"), e.into()))?;
+    // SAFETY: it is open, and the user passed it to this process to be this network's own: control
+    // lets through numbers that were open before we opened anything, each once, and none over its
+    // socket.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The number of a user or group, which may be one already.
+fn id(what: &str, path: &str, name: &str) -> Result<u32> {
+    if let Ok(number) = name.parse() {
+        return Ok(number);
+    }
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| Error::io(format!("cannot look for {what} {name} in {path}"), e))?;
+    // name:password:number:…
+    let mut lines = text.lines().map(|line| line.split(':'));
+    let number =
+        lines.find_map(|mut line| if line.next()? == name { line.nth(1)?.parse().ok() } else { None });
+    number.ok_or_else(|| {
+        Error::not_found(format!("there is no {what} {name} in {path}; give one that is, or a number"))
+    })
+}

@@ -1,0 +1,115 @@
+//! What watches a disk's writes: its dirty bitmaps, and the job that has it.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::BitmapInfo;
+use vshunt_types::sync::Locked;
+
+/// What watches the writes of one disk. The lock is taken for look-ups and changes alone, after the
+/// disk's turn.
+pub(super) struct Watched(Mutex<State>);
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) bitmaps: Vec<Arc<Bitmap>>,
+    /// The job that reads it or writes to it.
+    pub(super) job: Option<String>,
+    /// The latter: nobody else may use it.
+    pub(super) is_target: bool,
+    /// What is written while it is committed.
+    pub(super) committing: Option<Arc<Bits>>,
+    /// What that job wants read before it is replaced.
+    pub(super) before: Option<Arc<CopyBeforeWrite>>,
+}
+
+impl Watched {
+    /// Of a disk that was opened: with the bitmaps that its image has.
+    pub(super) fn of(disk: &Disk) -> Result<Self> {
+        let state = State { bitmaps: disk.load_bitmaps()?, ..State::default() };
+        Ok(Self(Mutex::new(state)))
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        self.0.locked()
+    }
+
+    /// The job that uses it.
+    pub(super) fn job(&self) -> Option<String> {
+        self.state().job.clone()
+    }
+
+    /// Whether no job uses the disk of that name.
+    pub(super) fn check_free(&self, disk: &str) -> Result<()> {
+        match self.job() {
+            None => Ok(()),
+            Some(job) => Err(in_use(disk, &job)),
+        }
+    }
+
+    /// Has a job write to the disk, and nobody else use it.
+    pub(super) fn claim_target(&self, disk: &str, job: &str) -> Result<()> {
+        let mut state = self.state();
+        if let Some(other) = &state.job {
+            return Err(in_use(disk, other));
+        }
+        (state.job, state.is_target) = (Some(job.to_owned()), true);
+        Ok(())
+    }
+
+    /// Whether it may have an export: no job writes to it.
+    pub(super) fn check_exportable(&self, disk: &str) -> Result<()> {
+        let state = self.state();
+        match &state.job {
+            Some(job) if state.is_target => Err(in_use(disk, job)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The job is over.
+    pub(super) fn let_go(&self) {
+        let mut state = self.state();
+        (state.job, state.is_target, state.before, state.committing) = (None, false, None, None);
+    }
+
+    pub(super) fn bitmap_infos(&self) -> Vec<BitmapInfo> {
+        let bitmaps = self.state().bitmaps.clone();
+        let info = |bitmap: &Arc<Bitmap>| {
+            let state = bitmap.state();
+            let bits = &state.bits;
+            BitmapInfo {
+                name: bitmap.name.clone(),
+                granularity: bits.granularity(),
+                count: bits.count() * bits.granularity(),
+                recording: state.recording,
+                persistent: bitmap.persistent,
+                busy: state.job.is_some(),
+            }
+        };
+        bitmaps.iter().map(info).collect()
+    }
+
+    /// A bitmap by name.
+    pub(super) fn bitmap(&self, disk: &str, name: &str) -> Result<Arc<Bitmap>> {
+        self.state().bitmaps.iter().find(|b| b.name == name).cloned().ok_or_else(|| {
+            Error::not_found(format!(
+                "disk {disk} has no bitmap {name}; 'bitmap list {disk}' shows what it has"
+            ))
+        })
+    }
+
+    /// The same, if no job uses it.
+    pub(super) fn free_bitmap(&self, disk: &str, name: &str) -> Result<Arc<Bitmap>> {
+        let bitmap = self.bitmap(disk, name)?;
+        let job = bitmap.state().job.clone();
+        match job {
+            Some(job) => Err(Error::busy(format!("bitmap {name} is in use by job {job}"))),
+            None => Ok(bitmap),
+        }
+    }
+}
+
+fn in_use(disk: &str, job: &str) -> Error {
+    Error::busy(format!("disk {disk} is in use by job {job}; wait for it, or cancel it"))
+}
