@@ -13,7 +13,7 @@ import sys
 import seed
 from report import MET, MISSED, UNKNOWN, rate
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "lib"))
 import kernel_vm as k  # noqa: E402
 import rig as r  # noqa: E402
 
@@ -97,8 +97,12 @@ def iops(results):
     return statistics.median(x["iops"] for x in results) if results else None
 
 
-def run(vm, seconds):
-    vm.finish(seconds)
+def run(b, vm, seconds):
+    try:
+        vm.finish(seconds)
+    except r.Failed as e:
+        vm.rig.failed += 1
+        b.report.line(f"  {e}")
     return rows(vm)
 
 
@@ -106,7 +110,7 @@ def case(b):
     """Instructions and context switches a request; what a second worker adds; the seed's tables beside it."""
     b.report.heading("kernel", "the kernel engine (vhost_blk) and ours on one block device, in a VM under TCG")
     rig = r.Rig("bench-kernel")
-    rig.line = lambda text: None if text.startswith("ok ") else b.report.line(f"  {text}")
+    rig.line = lambda text: b.report.line(f"  {text}")
     try:
         folder, module = k.kernel("fetch"), k.kernel("build")
         modules = k.Modules(folder)
@@ -118,9 +122,9 @@ def case(b):
         base = k.Base(rig, folder, modules, {}, k.with_libraries(programs))
         with open(os.path.join(folder, "release")) as f:
             b.report.line(f"  VM: Linux {f.read().strip()}, QEMU {'.'.join(map(str, k.vm.qemu()[1]))}, TCG; module: kmod/vhost_blk")
-        counted(b, run(k.Vm(rig, base, "counting", counting_job(100 if b.o.quick else 300), counting=True), 1200))
+        counted(b, run(b, k.Vm(rig, base, "counting", counting_job(100 if b.o.quick else 300), counting=True), 1200))
         reps = 1 if b.o.quick else b.o.reps
-        several(b, run(k.Vm(rig, base, "workers", workers_job(500 if b.o.quick else 1500, reps)), 120 + 60 * reps))
+        several(b, run(b, k.Vm(rig, base, "workers", workers_job(500 if b.o.quick else 1500, reps)), 120 + 60 * reps))
     except (r.Skipped, r.Failed) as e:
         b.report.note(f"kernel: left out: {e}")
     finally:

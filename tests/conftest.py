@@ -33,7 +33,7 @@ MARKS = {
 
 # Folders that take longest, so that a run with several processes starts with them. Those with few long tests come before
 # those with many short ones: a process takes its next tests while its last two have not ended yet.
-LONGEST = ("fuse", "net", "kernel", "kernel-relay", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
+LONGEST = ("fuse", "qcow2", "net", "kernel-relay", "backup", "snapshot", "kernel", "image")
 
 # Folders whose files may run side by side. The files of the others share something: a setting of the kernel, a network.
 SPREAD = ("backup", "image", "qcow2", "snapshot")
@@ -107,7 +107,7 @@ def pytest_runtest_setup(item):
 
 
 class Lines:
-    """Prints `ok ID (S s)`, `not ok ID: WHY` or `skip ID: WHY` for each test."""
+    """Prints `ok ID (S s)`, `not ok ID: WHY` or `skip ID: WHY` for each test, after the results that it recorded."""
 
     def __init__(self, config):
         self.config = config
@@ -121,6 +121,8 @@ class Lines:
     def pytest_runtest_logreport(self, report):
         name = report.nodeid.removeprefix("tests/").split("@")[0]
         lines = [line for line in report.capstdout.splitlines() if line.startswith("# ")] if report.when == "call" else []
+        if report.when == "call":
+            lines += [f"{word} {name}: {r.one_line(value)}" for word, value in report.user_properties if word in ("ok", "skip")]
         if report.failed:
             lines.append(f"not ok {name}{'' if report.when == 'call' else f' ({report.when})'}: {reason(report)}")
         elif report.skipped:
@@ -169,6 +171,13 @@ def _ended_after_failure(request):
 def memory(rig):
     """A folder in memory where the machine has one."""
     return rig.memory_dir()
+
+
+@pytest.fixture
+def record(request):
+    """Records one of many results of a program that the test starts: `record("ok", NAME)` or
+    `record("skip", WHY)`. With --lines each has a line of its own, so that it is counted."""
+    return lambda word, text: request.node.user_properties.append((word, text))
 
 
 @pytest.fixture

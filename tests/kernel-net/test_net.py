@@ -1,16 +1,19 @@
-#!/usr/bin/env -S python3 -B
-"""Networks on a stock kernel, in a VM: vhost-user-net handed over to /dev/vhost-net, and served by workers of ours.
+"""Networks on a stock kernel, in a VM: vhost-user-net handed over to /dev/vhost-net, and served by
+workers of the daemon.
 
-`vshunt serve` on one side of the socket, and on the other a front-end that plays a guest's driver
-(crates/vshunt/examples/net_guest), which also is the host's side of the tap: all frames both ways are checked. Only the
-kernel's own modules are used.
+`vshunt serve` is on one side of the socket. On the other is a front end that plays a guest's
+driver, and also the host's side of the tap (crates/vshunt/examples/net_guest). All frames both ways
+are checked. Only the kernel's own modules are used.
 """
 
 import os
-import subprocess
 
 import kernel_vm as k
+import net_rig as n
+import pytest
 import rig as r
+
+pytestmark = pytest.mark.timeout(1800)
 
 PAIRS = 2
 
@@ -80,24 +83,12 @@ refused() {
 """
 
 
-def programs():
-    """vshunt, and the guest, which is built here."""
-    cargo = os.environ.get("CARGO") or "cargo"
-    # As `cargo test --workspace` builds it, which has been there before.
-    argv = [cargo, "build", "--locked", "--workspace", "--example", "net_guest"]
-    done = subprocess.run(argv, cwd=r.ROOT, capture_output=True, text=True, timeout=1800)
-    r.require(done.returncode == 0, f"{' '.join(argv)} ended with {done.returncode}: {done.stderr[-1500:]}")
-    return {"vshunt": r.binary("vshunt"), "net_guest": r.target_dir() / "debug/examples/net_guest"}
-
-
-def tests(rig):
+def test_a_tap_served_by_the_kernel_and_by_the_daemon(rig, record):
     folder = k.kernel("fetch")
     modules = k.Modules(folder)
     for name in ("tun", "vhost_net"):
         r.require(modules.add(name), f"the kernel has no module {name}")
-    base = k.Base(rig, folder, modules, {}, k.with_libraries(programs()))
-    k.Vm(rig, base, "net", FUNCTIONS + JOB).finish(float(os.environ.get("NET_S", "480")))
-
-
-if __name__ == "__main__":
-    r.main("kernel-net", tests)
+    n.build_net_guest()
+    programs = {"vshunt": r.binary("vshunt"), "net_guest": n.net_guest()}
+    base = k.Base(rig, folder, modules, {}, k.with_libraries(programs))
+    k.Vm(rig, base, "net", FUNCTIONS + JOB).finish(float(os.environ.get("NET_S", "480")), record)

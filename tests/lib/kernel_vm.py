@@ -1,15 +1,14 @@
 """A VM for the kernel module: a stock Debian kernel under TCG, busybox, its own modules and ours, static programs.
 
 `scripts/kernel` fetches the kernel and builds our module. A VM runs a shell script, the job, and speaks through its
-second serial port: lines `ok NAME` and `not ok NAME: why` are results, which the rig prints as its own; `@@ end` is the
-last. The first port is the kernel's console; what a healthy kernel does not say there is a failure of its own.
+second serial port. Lines `ok NAME` and `not ok NAME: why` are results, and `@@ end` is the last line. The first port is
+the kernel's console. What a healthy kernel does not write there is a failure, too.
 
 The stock kernel has neither KASAN nor lockdep nor kmemleak, and Debian has no kernel with them (its -dbg packages are
 symbols alone). What it does have is on: slub_debug with poison, red zones and owners for every cache, KFENCE, hardened
 lists and user copies, refcount warnings, the detectors of soft lockups, stalls and hung tasks.
 """
 
-import argparse
 import collections
 import lzma
 import os
@@ -117,14 +116,6 @@ def kernel(command="fetch", timeout_s=900, **environment):
     if done.returncode != 0:
         raise r.Failed(f"scripts/kernel {command} ended with {done.returncode}: {done.stderr[-1500:]}")
     return (done.stdout.strip().splitlines() or [""])[-1]
-
-
-def only(doc):
-    """A rig's command line; whether a VM of this name is to run."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAMES")
-    names = parser.parse_args().only
-    return lambda name: not names or name in names.split(",")
 
 
 def static(path, package):
@@ -251,10 +242,11 @@ class Base:
 
 
 class Vm:
-    """One VM running `job`; its results become the rig's.
+    """One VM that runs `job`.
 
-    counting: its clock is the number of instructions executed, one a nanosecond, and nothing looks for faults, so that
-    CPU time is a count of instructions (one vCPU). checks: with the checks of allocations that the kernel has."""
+    counting: its clock is the number of instructions executed, one for each nanosecond, and nothing
+    looks for faults. So CPU time is a number of instructions (with one vCPU). checks: with the
+    kernel's checks of allocations."""
 
     def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True):
         self.rig, self.name = rig, name
@@ -270,38 +262,36 @@ class Vm:
             + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr"),
         ]
         self.argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
-        self.printed = collections.Counter()
+        self.seen = collections.Counter()
+        self.wrong = []
         self.start("tcg,thread=single" if counting else "tcg,thread=multi", ["-icount", "shift=0"] if counting else [])
 
     def start(self, accel, more=()):
         program, _ = vm.qemu()
         argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config", "-accel", accel, *more]
         self.child = r.Child(self.rig, self.name, [*argv, *self.argv])
-        self.before = self.printed.copy()
-        self.shown = 0
+        self.before = self.seen.copy()
+        self.read = 0
         self.results = 0
 
-    def show(self):
-        """Prints the results that came since the last time."""
+    def take(self, record):
+        """Takes the results that came since the last time."""
         lines = self.child.output().splitlines(keepends=True)
-        for line in lines[self.shown :]:
+        for line in lines[self.read :]:
             if not line.endswith("\n"):
                 break
-            self.shown += 1
+            self.read += 1
             line = line.strip()
             self.results += line.startswith(("ok ", "not ok "))
-            # Of a VM that was started again: printed already.
+            # Of a VM that was started again: taken already.
             if self.before[line]:
                 self.before[line] -= 1
                 continue
-            self.printed[line] += 1
-            if line.startswith("ok "):
-                self.rig.line(f"ok kernel: {line[3:]}")
-            elif line.startswith("not ok "):
-                self.rig.failed += 1
-                self.rig.line(f"not ok kernel: {line[7:]}")
-            elif line.startswith("skip "):
-                self.rig.line(f"skip kernel: {line[5:]}")
+            self.seen[line] += 1
+            if line.startswith("not ok "):
+                self.wrong.append(line[7:])
+            elif line.startswith(("ok ", "skip ")):
+                record(*line.split(" ", 1))
             elif line and not line.startswith("@@ "):
                 self.rig.say(f"{self.name}: {line}")
 
@@ -310,48 +300,56 @@ class Vm:
         found = re.search(rf"^@@ {re.escape(word)}(?: (.*?))?\r?$", self.child.output(), re.M)
         return found and (found[1] or "")
 
-    def finish(self, timeout_s, expected=()):
-        """Waits for the end, prints results as they come; then what the kernel said, as a result of its own.
+    def log(self):
+        """What the kernel has written to its console so far."""
+        return self.console.read_text(errors="replace") if self.console.exists() else ""
 
-        `expected` is what it may say, as expressions: faults that the job makes."""
+    def until_end(self, timeout_s, record):
+        """Waits for the end; whether the VM hung and was killed."""
+        end = time.monotonic() + timeout_s
+        while self.child.running() and time.monotonic() < end:
+            self.take(record)
+            time.sleep(0.1)
+        hung = self.child.running()
+        if hung:
+            self.child.kill()
+        self.take(record)
+        return hung
 
-        def until_end(timeout_s):
-            end = time.monotonic() + timeout_s
-            while self.child.running() and time.monotonic() < end:
-                self.show()
-                time.sleep(0.1)
-            hung = self.child.running()
-            if hung:
-                self.child.kill()
-            self.show()
-            return hung
-
-        hung = until_end(timeout_s + BOOT_S)
-        stale = STALE_INT3.search(self.console.read_text(errors="replace") if self.console.exists() else "")
+    def finish(self, timeout_s, record=lambda word, name: None):
+        """Waits for the end. All results must be right, and the kernel's log clean. `record` is called
+        with each result that is right, as ("ok", name), and with what the job left out, as
+        ("skip", why)."""
+        hung = self.until_end(timeout_s + BOOT_S, record)
+        stale = STALE_INT3.search(self.log())
         if stale:
             where = stale[0].split()[-1]
             self.rig.say(f"{self.name}: QEMU ran code of {where} that was patched long ago; again, in one thread")
             self.console.rename(self.console.with_suffix(".int3.console"))
             self.start("tcg,thread=single")
-            hung = until_end(2 * timeout_s + BOOT_S)
+            hung = self.until_end(2 * timeout_s + BOOT_S, record)
+        faults = list(self.wrong)
+        try:
+            self.check_log(hung, timeout_s)
+        except r.Failed as e:
+            faults.append(f"the kernel's log: {e}")
+        r.require(not faults, f"{self.name}: " + "\n".join(faults))
 
-        def judge():
-            console = self.console.read_text(errors="replace") if self.console.exists() else ""
-            trouble = [line for line in console.splitlines() if TROUBLE.search(line)]
-            trouble = [line for line in trouble if not any(re.search(e, line) for e in expected)]
-            tail = "\n".join(console.splitlines()[-40:])
-            if hung:
-                self.rig.line(tail)
-                raise r.Failed(f"did not end within {timeout_s + BOOT_S:g} s and was killed; the console's end is above")
-            if trouble:
-                at = console.index(trouble[0])
-                self.rig.line(console[max(0, at - 400) : at + 5000])
-                raise r.Failed(f"the kernel complained, see above: {trouble[0].strip()}")
-            if self.said("end") is None:
-                self.rig.line(tail)
-                raise r.Failed(f"the VM ended before its job did: {self.child.tail(5)}")
-            taint = int(self.said("tainted") or 0) & ~TAINT_OURS
-            r.require(taint == 0, f"the kernel is tainted: {taint:#x}")
-            r.require(self.results, "the job had no results")
-
-        self.rig.test(f"kernel: {self.name}: the kernel's log is clean", judge)
+    def check_log(self, hung, timeout_s):
+        """The job came to its end, and the kernel complained about nothing."""
+        console = self.log()
+        trouble = [line for line in console.splitlines() if TROUBLE.search(line)]
+        tail = "\n".join(console.splitlines()[-40:])
+        if hung:
+            self.rig.line(tail)
+            raise r.Failed(f"did not end within {timeout_s + BOOT_S:g} s and was killed; the console's end is above")
+        if trouble:
+            at = console.index(trouble[0])
+            self.rig.line(console[max(0, at - 400) : at + 5000])
+            raise r.Failed(f"the kernel complained, see above: {trouble[0].strip()}")
+        if self.said("end") is None:
+            self.rig.line(tail)
+            raise r.Failed(f"the VM ended before its job did: {self.child.tail(5)}")
+        taint = int(self.said("tainted") or 0) & ~TAINT_OURS
+        r.require(taint == 0, f"the kernel is tainted: {taint:#x}")
+        r.require(self.results, "the job had no results")
