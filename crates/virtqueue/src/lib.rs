@@ -1,12 +1,14 @@
-//! Virtqueues as a front end sees them: [`RingServer`] serves the rings that it starts, and [`VirtqueueOwner`] is a queue of a
-//! worker that owns some of them.
+//! Virtqueues as a front end uses them: [`RingServer`] serves the rings that it starts, and
+//! [`VirtqueueOwner`] is a worker's queue that owns some of them.
 //!
-//! A worker holds `Box<dyn Queue>` and knows no virtqueue. A front end gets such a queue back when it takes the queue off its
-//! worker, or sees it on its worker during [`QueueSet::run_on`](vshunt_engine::QueueSet::run_on). [`owner()`] then finds the
-//! queue's [`VirtqueueOwner`]. This costs nothing on the data path: each queue names its cast once, in
+//! A worker holds `Box<dyn Queue>` and knows no virtqueue. A front end gets such a queue back when
+//! it takes the queue off its worker, or accesses it on its worker during
+//! [`QueueSet::run_on`](vshunt_engine::QueueSet::run_on). [`owner()`] then finds the queue's
+//! [`VirtqueueOwner`]. This costs nothing on the data path: each queue names its cast once, in
 //! [`Queue::extension`](vshunt_engine::Queue::extension).
 //!
-//! What must never happen: a ring changed while its queue is on a worker, from another thread than that worker's.
+//! What must never happen: a thread changes a ring while its queue is on the worker of another
+//! thread.
 //!
 //! ```
 //! use std::any::Any;

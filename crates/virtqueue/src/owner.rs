@@ -1,4 +1,5 @@
-//! What a front end does with a queue that owns virtqueues: it finds the rings, changes them, and takes them out.
+//! Access of a front end to a queue that owns virtqueues: it finds the rings, changes them, and
+//! takes them out.
 
 use std::any::Any;
 use std::os::fd::OwnedFd;
@@ -10,40 +11,41 @@ use virtio::mem::GuestMemory;
 use virtio::ring::{DeviceRing, UsedLog};
 use vshunt_engine::{EventFd, Queue, QueueStats};
 
-/// What a started ring consists of.
+/// The parts of a started ring.
 pub struct RingParts {
-    /// Device side of the virtqueue, in-flight region attached.
+    /// The device side of the virtqueue, with the in-flight region attached.
     pub vring: DeviceRing,
     /// The guest's memory at this time.
     pub mem: Arc<GuestMemory>,
     /// Requests that were in flight when a former daemon died, oldest first.
     pub replays: Vec<Replay>,
-    /// The guest's kicks.
+    /// The eventfd by which the guest kicks.
     pub kick: Arc<OwnedFd>,
-    /// Notifies the guest. `None`: the guest polls.
+    /// The eventfd that notifies the guest. `None`: the guest polls.
     pub call: Option<Arc<EventFd>>,
-    /// Where writes to guest memory are marked while the guest migrates.
+    /// The log of writes to guest memory while the guest migrates.
     pub log: Option<Arc<DirtyLog>>,
     /// Counters of the ring's queue.
     pub stats: Arc<QueueStats>,
     /// Name for messages, `export:index`.
     pub name: String,
-    /// Called once when the guest broke the ring. It runs on the worker, so it must neither block nor log.
+    /// Called once when the guest has broken the ring. It runs on the worker, so it must neither
+    /// block nor log.
     pub on_broken: Box<dyn Fn(&str) + Send>,
 }
 
-/// What a front end may change of a virtqueue, on its queue's worker or at rest.
+/// The properties of a virtqueue that a front end may change, on its queue's worker or at rest.
 pub trait Vring {
     /// Replaces the eventfd that notifies the guest, and signals the new one once.
     fn set_call(&mut self, call: Option<Arc<EventFd>>);
-    /// Switches the marking of written guest pages: buffers, and the ring's own areas. Only at rest, because a request in
-    /// flight was not told to note where it writes.
+    /// Switches the marking of written guest pages: buffers, and the ring's own areas. Called only
+    /// at rest, because a request in flight does not record where it writes.
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>, used: Option<UsedLog>);
-    /// Asks for kicks again, for the program that serves the ring next. Only at rest.
+    /// Asks for kicks again, for the program that serves the ring next. Called only at rest.
     fn allow_kicks(&mut self);
 }
 
-/// How frames lie in buffers, as the guest agreed.
+/// The format of frames in buffers, as negotiated with the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameFormat {
     /// Bytes of the header before each frame: 10 or 12.
@@ -52,41 +54,43 @@ pub struct FrameFormat {
     pub merge: bool,
 }
 
-/// A queue that owns virtqueues. A disk's queue and a network's control queue own one, a network's queue pair owns two. `nth`
-/// is a virtqueue's number within its queue, from 0.
+/// A queue that owns virtqueues. A disk's queue and a network's control queue own one, a network's
+/// queue pair owns two. `nth` is a virtqueue's number in its queue, from 0.
 pub trait VirtqueueOwner: Queue {
-    /// One of its virtqueues, if it runs.
+    /// Returns one of its virtqueues, if it runs.
     fn ring(&mut self, nth: u16) -> Option<&mut dyn Vring>;
-    /// Stops a virtqueue, and returns where it stands (as GET_VRING_BASE reports it) and whether another one still runs.
-    /// `discard`: requests that the guest has made available are dropped, not kept for later. Only at rest.
+    /// Stops a virtqueue. Returns its base (as GET_VRING_BASE reports it), and whether another one
+    /// still runs. `discard`: requests that the guest has made available are dropped, not kept for
+    /// later. Called only at rest.
     fn remove(&mut self, nth: u16, discard: bool) -> (u32, bool);
-    /// Whether one of its virtqueues is broken.
+    /// Returns whether one of its virtqueues is broken.
     fn is_broken(&self) -> bool;
-    /// The queue as a network's queue pair, if it is one.
+    /// Returns the queue as a network's queue pair, if it is one.
     fn pair(&mut self) -> Option<&mut dyn QueuePair> {
         None
     }
 }
 
-/// A network's queue pair: a virtqueue to receive (number 0) and one to send (number 1), which start and stop independently
-/// (Virtio 1.3, section 5.1.2).
+/// A network's queue pair: a virtqueue to receive (number 0) and one to send (number 1), which
+/// start and stop independently (Virtio 1.3, 5.1.2).
 pub trait QueuePair {
-    /// Starts a virtqueue. Only at rest.
+    /// Starts a virtqueue. Called only at rest.
     fn add(&mut self, nth: u16, parts: RingParts, format: FrameFormat);
-    /// Drops what waits for the pair's receive buffers, because the guest does not use the pair for now. On its worker,
-    /// between two iterations.
+    /// Drops the frames that wait for the pair's receive buffers, because the guest does not use
+    /// the pair for now. Called on its worker, between two iterations.
     fn set_aside(&mut self);
 }
 
 /// The cast of one type of queues to its [`VirtqueueOwner`].
 struct OwnerCast(fn(&mut dyn Any) -> Option<&mut dyn VirtqueueOwner>);
 
-/// What [`Queue::extension`] of a queue of type `Q` returns, so that [`owner`] finds its [`VirtqueueOwner`].
+/// Returns the value for [`Queue::extension`] of a queue of type `Q`, by which [`owner`] finds its
+/// [`VirtqueueOwner`].
 pub fn extension<Q: VirtqueueOwner>() -> &'static dyn Any {
     const { &OwnerCast(|queue| queue.downcast_mut::<Q>().map(|queue| queue as &mut dyn VirtqueueOwner)) }
 }
 
-/// The virtqueues of a queue. `None`: it has none, as a mount's queue.
+/// Returns the virtqueues of a queue. `None`: it has none, such as a mount's queue.
 pub fn owner(queue: &mut dyn Queue) -> Option<&mut dyn VirtqueueOwner> {
     let cast = queue.extension().downcast_ref::<OwnerCast>()?;
     (cast.0)(queue)
@@ -100,13 +104,14 @@ pub struct Remaining {
     pub broken: bool,
 }
 
-/// Takes a virtqueue out of a queue that is on no worker. Returns where the ring stands, as GET_VRING_BASE reports it, and the
-/// queue, if it has another virtqueue.
+/// Takes a virtqueue out of a queue that is on no worker. Returns the ring's base, as
+/// GET_VRING_BASE reports it, and the queue, if it has another virtqueue.
 ///
-/// `discard`: the ring is switched off, so that frames that the guest still has to send are dropped, not sent at a later time.
-/// `hand_over`: the front end may give the ring to another device side, which has to be kicked. The caller knows that the
-/// ring's memory still belongs to the ring. In all other cases the front end may use that memory for something else by now, and
-/// nothing is written there.
+/// `discard`: the ring is switched off, so that frames that the guest still has to send are
+/// dropped, not sent later. `hand_over`: the front end may give the ring to another device side,
+/// which has to be kicked. The caller knows that the ring's memory still belongs to the ring. In
+/// all other cases the front end may already use that memory for something else, and nothing is
+/// written there.
 pub fn take_ring(
     mut queue: Box<dyn Queue>,
     nth: u16,

@@ -1,4 +1,4 @@
-//! What serves the rings that a front end starts: workers of this process, or the kernel.
+//! The servers of the rings that a front end starts: workers of this process, or the kernel.
 
 use std::any::Any;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -12,18 +12,19 @@ use virtio::ring::{DeviceRing, RingAddrs, UsedLog};
 use vshunt_engine::{EventFd, QueueStats};
 use vshunt_types::error::Result;
 
-/// Where a ring lies in this process.
+/// The addresses of a ring in this process.
 #[derive(Clone, Copy, Debug)]
 pub struct RingAreas {
-    /// Descriptors.
+    /// Number of descriptors.
     pub size: u16,
     /// Its three areas.
     pub addrs: RingAddrs,
-    /// Guest address of the device area, if writes there are to be logged and the log has bits for all of it.
+    /// Guest address of the device area, if writes there have to be logged and the log has bits for
+    /// all of it.
     pub log: Option<u64>,
 }
 
-/// What a tracked ring begins with: the in-flight region knows its requests.
+/// The start state of a tracked ring, whose requests the in-flight region records.
 pub struct Tracking {
     /// Requests that were in flight when a former daemon died, oldest first.
     pub replays: Vec<Replay>,
@@ -31,69 +32,75 @@ pub struct Tracking {
     pub keep: Arc<dyn Any + Send + Sync>,
 }
 
-/// What a ring is started with.
+/// The parameters of a ring's start.
 pub struct RingStart {
-    /// The ring's areas, which lie in `mem`.
+    /// The ring's areas, which are in `mem`.
     pub areas: RingAreas,
-    /// The device side of the ring, checked and with its in-flight region attached. A server that is not in this process takes
-    /// from it where the ring stands, and then drops it.
+    /// The device side of the ring, checked and with its in-flight region attached. A server that
+    /// is not in this process takes the ring's base from it, and then drops it.
     pub vring: DeviceRing,
     /// Whether the guest has not used the ring yet.
     pub fresh: bool,
     /// The guest's memory at this time.
     pub mem: Arc<GuestMemory>,
-    /// The guest's kicks.
+    /// The eventfd by which the guest kicks.
     pub kick: Arc<OwnedFd>,
-    /// Notifies the guest. `None`: the guest polls.
+    /// The eventfd that notifies the guest. `None`: the guest polls.
     pub call: Option<Arc<EventFd>>,
-    /// Where writes to buffers are marked.
+    /// The log of writes to buffers.
     pub log: Option<Arc<DirtyLog>>,
-    /// Only if the server [tracks](RingServer::tracks) requests.
+    /// Set only if the server [tracks](RingServer::tracks) requests.
     pub tracking: Option<Tracking>,
     /// Name for messages, `export:index`.
     pub name: String,
-    /// Called once when the guest broke the ring. It may run on a worker, so it neither blocks nor logs.
+    /// Called once when the guest has broken the ring. It may run on a worker, so it neither blocks
+    /// nor logs.
     pub on_broken: Box<dyn Fn(&str) + Send>,
 }
 
-/// What serves the virtqueues of an export. The session thread of the front end calls it; errors are in words, for the log.
+/// Serves the virtqueues of an export. The session thread of the front end calls it. Errors are in
+/// words, for the log.
 ///
-/// A ring is a virtqueue as the front end counts them. A queue is what users see and attach; it has one ring or several.
+/// A ring is a virtqueue as the front end numbers them. A queue is the unit that users see and
+/// attach. It has one ring or several.
 pub trait RingServer: Send + Sync {
-    /// How many rings there can be.
+    /// Returns the most rings that there can be.
     fn rings(&self) -> u16;
-    /// How many queues.
+    /// Returns the number of queues.
     fn queues(&self) -> u16;
-    /// The queue of a ring. `None`: there is no such ring with the features that the guest agreed on.
+    /// Returns the queue of a ring. `None`: there is no such ring with the features of the guest.
     fn queue_of(&self, ring: u16) -> Option<u16>;
-    /// Counters of a queue, as they are now.
+    /// Returns the counters of a queue, updated.
     fn stats(&self, queue: u16) -> &Arc<QueueStats>;
 
     /// Starts a ring.
     ///
     /// # Safety
-    /// The areas lie in `start.mem`, as long as the ring's size and features say. `start.mem` is the memory that was handed
-    /// over last, by [`set_memory`](Self::set_memory). While the ring runs, only its server writes to its part of the
-    /// in-flight region.
+    /// The areas are in `start.mem`, with the lengths for the ring's size and features. `start.mem`
+    /// is the last memory that [`set_memory`](Self::set_memory) got. While the ring runs, only its
+    /// server writes to its part of the in-flight region.
     ///
     /// # Errors
-    /// It cannot run; nothing was changed.
+    /// It cannot run. Nothing was changed.
     unsafe fn start(&self, ring: u16, start: RingStart) -> std::result::Result<(), String>;
-    /// Stops a ring when nothing of it is in flight, and returns where it stands. `None`: it did not run, or its place is not
-    /// known. For `discard` and `hand_over` see [`take_ring`](crate::take_ring).
+    /// Stops a ring when nothing of it is in flight, and returns its base. `None`: it did not run,
+    /// or its base is not known. For `discard` and `hand_over` see [`take_ring`](crate::take_ring).
     fn stop(&self, ring: u16, discard: bool, hand_over: bool) -> Option<u32>;
-    /// Stops rings, as [`stop`](Self::stop) without `discard` and `hand_over`. Returns where they stand.
+    /// Stops rings like [`stop`](Self::stop) without `discard` and `hand_over`. Returns their
+    /// bases.
     fn stop_all(&self, rings: &[u16]) -> Vec<(u16, u32)> {
         rings.iter().filter_map(|&ring| Some((ring, self.stop(ring, false, false)?))).collect()
     }
-    /// Takes note that a stopped ring does not start again soon: nothing waits for it any more. Idempotent.
+    /// Records that a stopped ring does not start again soon, so that nothing waits for it.
+    /// Idempotent.
     fn close(&self, ring: u16);
-    /// Replaces the descriptor that notifies the guest of a running ring, and signals the new one once.
+    /// Replaces the descriptor that notifies the guest of a running ring, and signals the new one
+    /// once.
     fn set_call(&self, ring: u16, call: Option<Arc<EventFd>>) -> std::result::Result<(), String>;
-    /// Changes where the writes of a running ring are marked, between two requests.
+    /// Changes the log of a running ring's writes, between two requests.
     ///
     /// # Safety
-    /// As for [`start`](Self::start): the areas lie in the memory that was handed over last.
+    /// The areas are in the last memory that [`set_memory`](Self::set_memory) got.
     unsafe fn set_log(
         &self,
         ring: u16,
@@ -104,46 +111,50 @@ pub trait RingServer: Send + Sync {
     /// Calls a function while nothing is in flight on any queue.
     ///
     /// # Errors
-    /// [`Busy`](vshunt_types::error::Kind::Busy): the queues are not at rest at `until`. The function was not called.
+    /// [`Busy`](vshunt_types::error::Kind::Busy): the queues are not at rest at `until`. The
+    /// function was not called.
     fn with_all_drained(&self, until: Instant, f: &mut dyn FnMut()) -> Result<()>;
 
-    /// Whether the rings are served outside of this process, by the kernel. The methods below concern such servers only.
+    /// Returns whether the rings are served outside of this process, by the kernel. The methods
+    /// below concern only such servers.
     fn is_external(&self) -> bool {
         false
     }
-    /// Whether rings can note their requests in flight, so that another daemon continues with them.
+    /// Returns whether rings can record their requests in flight, so that another daemon continues
+    /// with them.
     fn tracks(&self) -> bool {
         true
     }
-    /// Regions of guest memory at most.
+    /// Returns the most regions of guest memory.
     fn regions_max(&self) -> u64 {
         MAX_REGIONS as u64
     }
-    /// Sets the features that the guest agreed on. `VHOST_F_LOG_ALL` is among them only while the log has bits for all of the
-    /// guest's memory, because the server knows no end of the log.
+    /// Sets the features that the guest accepted. `VHOST_F_LOG_ALL` is among them only while the
+    /// log has bits for all of the guest's memory, because the server does not know the log's
+    /// length.
     fn set_features(&self, _features: u64) -> std::result::Result<(), String> {
         Ok(())
     }
-    /// Hands over the guest's memory in place of `old`, while no ring runs.
+    /// Sets the guest's memory in place of `old`, while no ring runs.
     ///
     /// # Errors
     /// The server keeps `old`.
     fn set_memory(&self, _mem: &GuestMemory, _old: &GuestMemory) -> std::result::Result<(), String> {
         Ok(())
     }
-    /// Sets where the server marks the pages that it writes.
+    /// Sets the log of the pages that the server writes.
     ///
     /// # Safety
-    /// `at` is a shared mapping that is long enough for the guest's memory, and to which there are no references. It stays for
-    /// as long as `VHOST_F_LOG_ALL` is among the features.
+    /// `at` is a shared mapping that is long enough for the guest's memory, and to which there are
+    /// no references. It stays mapped as long as `VHOST_F_LOG_ALL` is among the features.
     unsafe fn set_log_base(&self, _at: *mut u8) -> std::result::Result<(), String> {
         Ok(())
     }
-    /// Becomes readable when the server finds the ring broken.
+    /// Returns a descriptor that becomes readable when the server finds the ring broken.
     fn alarm(&self, _ring: u16) -> Option<BorrowedFd<'_>> {
         None
     }
-    /// Takes note of an alarm. Returns whether the ring is broken and was not known to be.
+    /// Acknowledges an alarm. Returns whether the ring is broken and was not known as broken.
     fn is_broken(&self, _ring: u16) -> bool {
         false
     }
