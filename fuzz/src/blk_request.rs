@@ -1,11 +1,12 @@
-//! Headers, data and status cut over descriptors at will: `split_request` against a simple model.
+//! Headers, data and status split over descriptors at random: `split_request` compared with a
+//! simple model.
 
 use virtio::blk::{Header, split_request};
 use virtio::ring::{Chain, Seg};
 
 use crate::bytes::Bytes;
 
-/// The target.
+/// The fuzz target.
 pub fn blk_request(data: &[u8]) {
     let mut b = Bytes(data);
     let readable = b.below(7);
@@ -18,7 +19,8 @@ pub fn blk_request(data: &[u8]) {
         })
         .collect();
     let mut blocks: Vec<Vec<u8>> = lens.iter().map(|&n| vec![0; n + shift]).collect();
-    // What the device reads comes from the input; the first four bytes of a header are a small number often.
+    // The input provides the bytes that the device reads. The first four bytes of a header are
+    // often a small number.
     let small = b.u8() & 1 != 0;
     let mut first = true;
     for (block, &len) in blocks.iter_mut().zip(&lens).take(readable) {
@@ -48,7 +50,8 @@ pub fn blk_request(data: &[u8]) {
             assert_eq!((request.kind, request.sector), (header.kind, header.sector));
             let expected = if request.writable { all_writable - 1 } else { gathered.len() - 16 };
             assert_eq!(request.data_len, expected as u64);
-            // SAFETY: the blocks live; a segment lies in one of them, or the address sanitizer says so.
+            // SAFETY: the blocks live. A segment is in one of them, or the address sanitizer
+            // reports it.
             let data: Vec<u8> = segs
                 .iter()
                 .flat_map(|s| unsafe { std::slice::from_raw_parts(s.ptr, s.len as usize) }.to_vec())
@@ -57,7 +60,7 @@ pub fn blk_request(data: &[u8]) {
             if !request.writable {
                 assert_eq!(data, gathered[16..]);
             }
-            // SAFETY: the last writable byte.
+            // SAFETY: `status` is the last writable byte of a living block.
             unsafe { request.status.write(0x5A) };
             let (block, &len) = blocks.iter().zip(&lens).rev().find(|(_, n)| **n > 0).unwrap();
             assert_eq!(block[shift + len - 1], 0x5A);

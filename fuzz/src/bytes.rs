@@ -1,4 +1,4 @@
-//! The input, taken bit by bit; zeroes once it is used up.
+//! The input, taken piece by piece. Zeroes follow when it is used up.
 
 pub(crate) struct Bytes<'a>(pub(crate) &'a [u8]);
 
@@ -29,7 +29,7 @@ impl<'a> Bytes<'a> {
         u64::from(self.u32()) | u64::from(self.u32()) << 32
     }
 
-    /// Below `n`.
+    /// Returns a number below `n`.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         if n <= 256 { usize::from(self.u8()) % n.max(1) } else { self.u32() as usize % n }
     }

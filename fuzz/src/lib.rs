@@ -1,8 +1,8 @@
-//! What the fuzz targets do with their bytes. Each function takes any bytes at all and panics, or trips the address
-//! sanitizer, where our code did something that it must not.
+//! The fuzz targets. Each function takes any bytes. It panics, or the address sanitizer reports an
+//! error, if the code under test does something that it must not.
 //!
-//! The bytes are a list of operations of a driver or front-end, most of them nearly right: random bytes alone would
-//! hardly ever get past the first check.
+//! The bytes are a list of operations of a driver or a front end. Most operations are nearly valid,
+//! because random bytes seldom pass the first check.
 
 mod blk_request;
 mod bytes;
@@ -15,7 +15,7 @@ pub use messages::messages;
 pub use qcow2_image::qcow2_image;
 pub use rings::rings;
 
-/// What a target is run with: an input of any bytes.
+/// A target, which takes an input of any bytes.
 pub type Run = fn(&[u8]);
 
 /// Every target by name.

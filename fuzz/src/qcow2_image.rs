@@ -1,8 +1,8 @@
-//! Images made of hostile bytes: understood, described, checked, repaired and changed without a panic, and clean after a
-//! repair that says so.
+//! Images made of hostile bytes. They are parsed, described, checked, repaired and changed without
+//! a panic, and are clean after a successful repair.
 //!
-//! The bytes are operations on a good image, most of them entries of its tables that are nearly right; some inputs are
-//! an image as they stand.
+//! The bytes are operations on a valid image. Most operations write nearly valid entries of its
+//! tables. Some inputs are used as an image unchanged.
 
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::create::{Options, Preallocation, create};
@@ -13,10 +13,10 @@ use qcow2::{Image, Storage, bitmap, info, journal, snapshot};
 
 use crate::bytes::Bytes;
 
-/// Bytes that a file of a target has at most: what an image makes us write ends there.
+/// Most bytes of a file of a target. Writes for an image fail beyond it.
 const FILE_MOST: u64 = 8 << 20;
 
-/// The target.
+/// The fuzz target.
 pub fn qcow2_image(data: &[u8]) {
     let mut b = Bytes(data);
     let file = match b.below(8) {
@@ -34,7 +34,7 @@ pub fn qcow2_image(data: &[u8]) {
     assert!(file.bytes() == before, "a check without repair wrote");
     let leaks = Memory::new(before.clone(), FILE_MOST);
     if let (Ok(first), Ok(after)) = (first, check(&leaks, Repair::Leaks, &mut Quiet)) {
-        // What is corrupt may hide leaks, and be hidden by them.
+        // Corruptions may hide leaks, and leaks may hide corruptions.
         assert!(first.corruptions > 0 || after.is_clean(), "{first:?} became {after:?}");
     }
     let repaired = check(&file, Repair::All, &mut Quiet);
@@ -46,7 +46,7 @@ pub fn qcow2_image(data: &[u8]) {
     change(&mut b, &file, clean);
 }
 
-/// A small image with some of everything.
+/// Makes a small image that uses all features.
 fn good(b: &mut Bytes<'_>) -> Option<Memory> {
     let file = Memory::new(Vec::new(), FILE_MOST);
     let flags = b.u8();
@@ -61,7 +61,8 @@ fn good(b: &mut Bytes<'_>) -> Option<Memory> {
     };
     create(&file, None, &options, &mut |_, _| {}).ok()?;
     if flags & 64 != 0 && options.version == 3 {
-        // A longer header than any program writes: what is behind it is kept, and extensions come later.
+        // A longer header than any program writes. The bytes behind it are kept, and extensions
+        // come later.
         let len = 104 + 8 * (u32::from(b.u16()) % (options.cluster_size as u32 / 8));
         file.write_at(100, &len.to_be_bytes()).ok()?;
         file.write_at(112, &vec![0; options.cluster_size as usize - 112]).ok()?;
@@ -76,7 +77,7 @@ fn good(b: &mut Bytes<'_>) -> Option<Memory> {
     Some(file)
 }
 
-/// Overwrites fields and entries; many with what might be right somewhere.
+/// Overwrites fields and entries, often with values that are valid elsewhere.
 fn spoil(b: &mut Bytes<'_>, file: &Memory) {
     let len = file.bytes().len() as u64;
     for _ in 0..b.below(24) {
@@ -110,8 +111,8 @@ fn serve(file: &Memory, generation: u64) -> qcow2::Result<()> {
     journal::end(file)
 }
 
-/// What else can be done to an image, right or not; one that was clean stays so. VSHUNT_FUZZ_KEEP names a file for what
-/// is left, to be looked at.
+/// Applies the other changes to an image, valid or not. An image that was clean stays clean.
+/// VSHUNT_FUZZ_KEEP names a file in which the result is stored.
 fn change(b: &mut Bytes<'_>, file: &Memory, clean: bool) {
     for _ in 0..3 {
         let Ok(mut image) = Image::open(file) else { return };

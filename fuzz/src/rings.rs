@@ -1,5 +1,5 @@
-//! A driver of hostile bytes against the device side of split and packed virtqueues, with in-flight tracking, the
-//! dirty log, and restarts in between.
+//! A driver that sends hostile bytes to the device side of split and packed virtqueues, with
+//! in-flight tracking, the dirty log, and restarts.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use virtio::ring::{Chain, DeviceRing, Head, RingAddrs, RingFeatures, UsedLog, ri
 
 use crate::bytes::Bytes;
 
-/// A block of memory of its own, so that the address sanitizer sees its ends.
+/// A separate block of memory, so that the address sanitizer detects accesses beyond its ends.
 struct Block(*mut u8, Layout);
 
-// SAFETY: plain memory; only the fuzz target's one thread uses it.
+// SAFETY: a block is plain memory. Only the one thread of the fuzz target uses it.
 unsafe impl Send for Block {}
-// SAFETY: as above.
+// SAFETY: a block is plain memory. Only the one thread of the fuzz target uses it.
 unsafe impl Sync for Block {}
 
 impl Block {
@@ -29,14 +29,14 @@ impl Block {
 
     fn put(&self, at: usize, bytes: &[u8]) {
         if at.checked_add(bytes.len()).is_some_and(|end| end <= self.1.size()) {
-            // SAFETY: inside of the block, by the check.
+            // SAFETY: the check above ensures that the range is inside the block.
             unsafe { std::ptr::copy(bytes.as_ptr(), self.0.add(at), bytes.len()) }
         }
     }
 
     fn u16(&self, at: usize) -> u16 {
         assert!(at + 2 <= self.1.size());
-        // SAFETY: inside of the block.
+        // SAFETY: the check above ensures that the number is inside the block.
         unsafe { self.0.add(at).cast::<u16>().read_unaligned() }
     }
 
@@ -48,12 +48,12 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
+        // SAFETY: `new` allocated the block with this layout, and nothing else frees it.
         unsafe { dealloc(self.0, self.1) }
     }
 }
 
-/// Guest addresses of the data regions: two that adjoin, one at the very end of the address space.
+/// Guest addresses of the data regions: two adjacent ones, and one at the end of the address space.
 const DATA: [(u64, usize); 3] = [(0x1_0000, 0x2000), (0x1_2000, 0x1000), (u64::MAX - 0x1000, 0x1000)];
 
 struct Guest {
@@ -66,7 +66,7 @@ struct Guest {
     log: Arc<DirtyLog>,
     size: u16,
     features: RingFeatures,
-    // The driver's place in a packed ring.
+    // The driver's position in a packed ring.
     slot: u16,
     wrap: bool,
 }
@@ -81,11 +81,11 @@ impl Guest {
             host: block.0,
             keep: Arc::clone(block) as _,
         });
-        // SAFETY: the blocks live as long as their keepers.
+        // SAFETY: each region keeps its block alive.
         let memory = unsafe { GuestMemory::new(regions.collect()) }.expect("the regions are sound");
         let sizes = ring_sizes(size, features);
         let log = Block::new(64);
-        // SAFETY: as above.
+        // SAFETY: the log keeps its block alive.
         let log = Arc::new(unsafe { DirtyLog::new(log.0, 64, Arc::clone(&log) as _) });
         Self {
             blocks,
@@ -110,7 +110,7 @@ impl Guest {
 
     fn track(&self, ring: &mut DeviceRing) -> Option<Vec<virtio::inflight::Replay>> {
         let block = &self.inflight;
-        // SAFETY: the block is the queue's alone and lives as long as its keeper.
+        // SAFETY: only this queue uses the block, and the region keeps it alive.
         let region = unsafe {
             Inflight::new(block.0, block.1.size(), self.size, self.features.packed, Arc::clone(block) as _)
         };
@@ -128,7 +128,7 @@ impl Guest {
         }
     }
 
-    /// A descriptor, nearly right.
+    /// Makes a descriptor that is nearly valid.
     fn describe(&mut self, b: &mut Bytes<'_>) {
         let addr = self.address(b);
         let len = match b.u8() % 6 {
@@ -162,7 +162,7 @@ impl Guest {
         }
     }
 
-    /// An indirect table's descriptors, in data memory.
+    /// Makes the descriptors of an indirect table, in data memory.
     fn table(&mut self, b: &mut Bytes<'_>) {
         let block = b.below(3);
         let at = b.below(64) * 16;
@@ -176,7 +176,7 @@ impl Guest {
         }
     }
 
-    /// Split: makes descriptors available. Packed has none of this: the flags did it.
+    /// Split: makes descriptors available. Packed: nothing to do, because the flags already did it.
     fn offer(&mut self, b: &mut Bytes<'_>) {
         if self.features.packed {
             return;
@@ -193,7 +193,7 @@ impl Guest {
         self.driver.put(2, &idx.wrapping_add(count).to_le_bytes());
     }
 
-    /// What a popped chain has to keep, whatever the driver wrote.
+    /// Checks the properties of a popped chain, which must hold for any contents of the ring.
     fn check(&self, chain: &Chain, data: &mut Vec<virtio::ring::Seg>) {
         assert!(chain.readable <= chain.segs.len());
         for (i, seg) in chain.segs.iter().enumerate() {
@@ -205,7 +205,7 @@ impl Guest {
                 self.blocks.iter().any(|b| b.holds(seg.ptr, len)),
                 "segment {i} outside of guest memory: {seg:?}"
             );
-            // SAFETY: inside of a block, as just asserted.
+            // SAFETY: the assertion above ensures that the segment is inside a block.
             unsafe {
                 let last = seg.ptr.add(len - 1).read_volatile();
                 if i >= chain.readable {
@@ -228,7 +228,7 @@ impl Guest {
     }
 }
 
-/// The target.
+/// The fuzz target.
 pub fn rings(data: &[u8]) {
     let mut b = Bytes(data);
     let bits = b.u8();
@@ -308,14 +308,14 @@ pub fn rings(data: &[u8]) {
                 guest.log.mark(addr, len);
             }
             14 => {
-                // Bytes as they come, anywhere in the ring.
+                // Unmodified bytes of the input, anywhere in the ring.
                 let area = [&guest.desc, &guest.driver, &guest.device, &guest.inflight][b.below(4)];
                 let at = b.below(area.1.size());
                 let n = b.below(9);
                 area.put(at, b.take(n));
             }
             15 => {
-                // The daemon was killed: another takes over.
+                // The daemon was killed. Another one continues.
                 let base = ring.base();
                 let Some(next) = guest.ring(base) else { return };
                 ring = next;

@@ -1,7 +1,7 @@
-//! The fuzz targets on stable: inputs from a seeded generator, without coverage.
+//! The fuzz targets with stable Rust: inputs from a seeded generator, without coverage.
 //!
-//! `seeded TARGET SECONDS [SEED]`; `seeded TARGET --input FILE` runs one input, as does `--seed N` with the one of a
-//! number that a failure named.
+//! `seeded TARGET SECONDS [SEED]`; `seeded TARGET --input FILE` runs one input, and `--seed N` runs
+//! the input with the number that a failure reported.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
