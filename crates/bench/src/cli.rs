@@ -1,4 +1,4 @@
-//! The command line: what `vshunt-bench` is told, and exit codes 0 ok, 1 failed, 2 usage, 3 cannot connect.
+//! The command line of `vshunt-bench`. Exit codes: 0 ok, 1 failed, 2 usage, 3 cannot connect.
 
 mod kernel;
 mod net;
@@ -18,7 +18,7 @@ use crate::workers;
 use vshunt_guest::driver::{Disk, Options};
 use vshunt_guest::error::Result;
 use vshunt_guest::fail;
-use vshunt_guest::load::{self, Plan, Rw};
+use vshunt_guest::load::{self, LoadPlan, Rw};
 use vshunt_guest::verify::StateFile;
 
 const EXAMPLES: &str = "\
@@ -35,7 +35,8 @@ A TIME is a number with ms, s or m, such as 500ms, 10s or 2m; alone it is second
 
 Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 cannot connect.";
 
-/// Load generator for vhost-user-blk and vhost-user-net sockets and the kernel's vhost: a guest driver without a guest.
+/// Load generator for vhost-user-blk and vhost-user-net sockets and the kernel's vhost: a guest
+/// driver without a guest
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES)]
 struct Cli {
@@ -45,25 +46,26 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Load a socket and say how fast it answers
+    /// Put load on a socket and measure it
     #[command(after_help = EXAMPLES)]
     Blk(Box<BlkArgs>),
-    /// Read back everything that a run with --verify --state wrote, and check it
+    /// Read back and check everything that a run with --verify --state wrote
     Verify(Box<VerifyArgs>),
-    /// Drive the kernel's /dev/vhost-blk by ioctl, as a VMM would
+    /// Drive the kernel's /dev/vhost-blk by ioctls, as a VMM does
     #[command(after_help = kernel::EXAMPLES)]
     Kernel(Box<kernel::KernelArgs>),
-    /// Compare one worker with many, beside the table that started this project
+    /// Compare one worker with many, next to the table that started this project
     Workers(WorkersArgs),
-    /// Drive a network device over vhost-user: send frames, take them, or send them back
+    /// Drive a network device over vhost-user: send frames, receive them, or send them back
     #[command(after_help = net::EXAMPLES)]
     Net(Box<net::NetArgs>),
-    /// Measure a tap alone: frames out of 1 to 4 queues and into them, beside the table that started this project
+    /// Measure a tap alone: frames out of 1 to 4 queues and into them, next to the table that
+    /// started this project
     #[command(after_help = tap::EXAMPLES)]
     Tap(tap::TapArgs),
 }
 
-/// The access patterns by their names.
+/// Returns a parser for the access patterns by name.
 fn rw_values() -> impl TypedValueParser<Value = Rw> {
     PossibleValuesParser::new(Rw::ALL.map(Rw::name)).map(|name| {
         let named = Rw::ALL.into_iter().find(|rw| rw.name() == name);
@@ -71,7 +73,7 @@ fn rw_values() -> impl TypedValueParser<Value = Rw> {
     })
 }
 
-/// A list of CPUs: one value for clap, which would take a bare `Vec` for several.
+/// A list of CPUs. clap would take a bare `Vec` as several values.
 #[derive(Clone, Debug, PartialEq)]
 struct Cpus(Vec<usize>);
 
@@ -79,7 +81,7 @@ fn cpus(text: &str) -> std::result::Result<Cpus, String> {
     parse_cpus(text).map(Cpus)
 }
 
-/// A vhost-user server, and how it is driven.
+/// A vhost-user server, and the features that are used.
 #[derive(Args)]
 struct Connection {
     /// The server's vhost-user socket
@@ -87,64 +89,64 @@ struct Connection {
     socket: PathBuf,
     #[command(flatten)]
     shape: Shape,
-    /// Packed rings instead of split ones
+    /// Use packed rings instead of split ones
     #[arg(long)]
     packed: bool,
-    /// The server's process, for its CPU time [default: who listens on the socket]
+    /// The server's process, for its CPU time [default: the process that listens on the socket]
     #[arg(long, value_name = "PID")]
     server_pid: Option<u32>,
-    /// If the server dies, wait this long for it to come back, and go on
+    /// If the server dies, wait this long for a new one, and continue
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     reconnect: Option<Duration>,
 }
 
-/// Queues and load threads, whatever the device is reached by.
+/// Queues and load threads, for any transport.
 #[derive(Args)]
 struct Shape {
-    /// Queues to set up
+    /// Number of queues to set up
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     queues: u16,
-    /// Descriptors a queue
+    /// Descriptors of each queue
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u16).range(3..=32768))]
     queue_size: u16,
-    /// Requests kept outstanding on each queue
+    /// Requests kept in flight on each queue
     #[arg(long, alias = "depth", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
     iodepth: u16,
-    /// Load threads; queues are dealt to them in turn [default: one a queue]
+    /// Load threads, to which queues are assigned round robin [default: one for each queue]
     #[arg(long)]
     threads: Option<usize>,
     /// Do not use indirect descriptors
     #[arg(long)]
     no_indirect: bool,
-    /// Do not use the event index: notify and be notified more often
+    /// Do not use the event index, which causes more notifications in both directions
     #[arg(long)]
     no_event_idx: bool,
-    /// Look for completions this many microseconds before sleeping on the eventfd
+    /// Poll for completions this many microseconds before sleeping on the eventfd
     #[arg(long, default_value_t = 0, alias = "poll-us", value_name = "MICROSECONDS")]
     spin_us: u64,
-    /// CPUs for the load threads, in turn, such as 0,2-3
+    /// CPUs for the load threads, round robin, such as 0,2-3
     #[arg(long, value_parser = cpus, value_name = "CPUS")]
     pin: Option<Cpus>,
     #[command(flatten)]
     manner: Manner,
 }
 
-/// How patient a run is, and what it says.
+/// Time limits of a run, and its output.
 #[derive(Args)]
 struct Manner {
-    /// What is not completed within this time, while the server is there, is an error
+    /// A request that is not completed within this time, while the server is there, is an error
     #[arg(long, value_parser = parse_time, default_value = "30s", value_name = "TIME")]
     stall: Duration,
-    /// How long an answer of the server may take
+    /// Time limit of the server's answers
     #[arg(long, value_parser = parse_time, default_value = "10s", value_name = "TIME")]
     timeout: Duration,
-    /// Time between live figures on stderr; of `net --mode echo` they count both ways
+    /// Time between live figures on stderr; with `net --mode echo` they count both directions
     #[arg(long, value_parser = parse_time, default_value = "1s", value_name = "TIME")]
     interval: Duration,
-    /// No live figures
+    /// Show no live figures
     #[arg(long, short)]
     quiet: bool,
-    /// The result as JSON on stdout
+    /// Print the result as JSON on stdout
     #[arg(long)]
     json: bool,
 }
@@ -158,24 +160,24 @@ impl Manner {
     }
 }
 
-/// What the load is.
+/// The load.
 #[derive(Args)]
 struct Work {
     /// Access pattern
     #[arg(long, value_parser = rw_values(), default_value = "randread", value_parser = rw_values())]
     rw: Rw,
-    /// Percent of reads in the mixed patterns
+    /// Percentage of reads in the mixed patterns
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
     rwmixread: u8,
-    /// Bytes a request, a multiple of 512
+    /// Bytes of each request, a multiple of 512
     #[arg(long, default_value = "4k", value_parser = parse_size, value_name = "SIZE")]
     bs: u64,
-    /// How long to make requests, such as 10s, 500ms or 2m; a number alone is seconds [default: 5s, if neither --ios
-    /// nor --size is given]. Those outstanding then are waited for. Ctrl-C (SIGINT) is the end of it, too; a second one
-    /// that of the program
+    /// Time to make requests, such as 10s, 500ms or 2m; a bare number is seconds [default: 5s, if
+    /// neither --ios nor --size is given]. The run waits for requests in flight. Ctrl-C (SIGINT)
+    /// ends the run, too; a second one ends the program
     #[arg(long, alias = "time", value_parser = parse_time, value_name = "TIME")]
     runtime: Option<Duration>,
-    /// Requests to make, over all queues
+    /// Number of requests, over all queues
     #[arg(long, conflicts_with = "size", value_name = "N")]
     ios: Option<u64>,
     /// Bytes to read or write, over all queues
@@ -187,16 +189,16 @@ struct Work {
     /// Bytes of the disk to use from there [default: all]
     #[arg(long, value_parser = parse_size, value_name = "SIZE")]
     range: Option<u64>,
-    /// Stamp what is written, check what is read, read all of it back at the end
+    /// Stamp written data, check data that is read, and read all of it back at the end
     #[arg(long)]
     verify: bool,
-    /// Leave what was written in this file, for `vshunt-bench verify`
+    /// File for the state of what was written, for `vshunt-bench verify`
     #[arg(long, requires = "verify", value_name = "FILE")]
     state: Option<PathBuf>,
-    /// For all that is drawn by chance, and for the stamps of --verify
+    /// Seed of all random numbers, and of the stamps of --verify
     #[arg(long, default_value_t = 1)]
     seed: u32,
-    /// Flush after every so many writes of a queue
+    /// Flush after this number of writes of a queue
     #[arg(long, default_value_t = 0, value_name = "N")]
     flush_every: u32,
 }
@@ -213,29 +215,29 @@ struct BlkArgs {
 struct VerifyArgs {
     #[command(flatten)]
     connection: Connection,
-    /// What `blk --verify --state` left
+    /// The file that `blk --verify --state` wrote
     #[arg(long, value_name = "FILE")]
     state: PathBuf,
 }
 
 #[derive(Args)]
 struct WorkersArgs {
-    /// Queues to compare at, each driven by a thread of its own
+    /// Numbers of queues to compare, each queue with its own thread
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,12,16")]
     jobs: Vec<u16>,
-    /// The vshunt program [default: beside this one, then in PATH]
+    /// The vshunt program [default: in the folder of this program, then in PATH]
     #[arg(long, value_name = "PATH")]
     vshunt: Option<PathBuf>,
-    /// Backends to compare on
+    /// Backends to compare
     #[arg(long, value_delimiter = ',', default_value = "null,ram")]
     formats: Vec<String>,
     /// Access pattern
     #[arg(long, value_parser = rw_values(), default_value = "randrw", value_parser = rw_values())]
     rw: Rw,
-    /// Each measurement's length, such as 3s or 500ms; a number alone is seconds
+    /// Length of each measurement, such as 3s or 500ms; a bare number is seconds
     #[arg(long, value_parser = parse_time, default_value = "3s", value_name = "TIME")]
     runtime: Duration,
-    /// The table as JSON on stdout
+    /// Print the table as JSON on stdout
     #[arg(long)]
     json: bool,
 }
@@ -260,25 +262,25 @@ pub fn main() -> ExitCode {
 }
 
 impl Shape {
-    /// A device for `plan`.
-    fn options(&self, plan: &Plan) -> Options {
+    /// Returns the options of a device for `plan`.
+    fn options(&self, plan: &LoadPlan) -> Options {
         Options {
             queues: self.queues,
             queue_size: self.queue_size,
             indirect: !self.no_indirect,
             event_idx: !self.no_event_idx,
-            // Header, data, status; more if they are cut at will.
+            // Header, data, status, or more if they are split at random.
             indirect_cap: plan.shuffle.max(3),
-            // A page more each, for alignment.
+            // One more page each, for alignment.
             buffer_bytes: u64::from(self.queues) * (plan.buffer_bytes() + 8192),
             timeout: self.manner.timeout,
             ..Options::default()
         }
     }
 
-    fn plan(&self, block: u64) -> Result<Plan> {
+    fn plan(&self, block: u64) -> Result<LoadPlan> {
         let block = u32::try_from(block).ok().filter(|&b| b > 0 && b <= 64 << 20);
-        Ok(Plan {
+        Ok(LoadPlan {
             block: block.ok_or_else(|| fail!(Usage, "--bs must be 512 to 64M"))?,
             iodepth: self.iodepth,
             threads: self.threads.unwrap_or(usize::from(self.queues)),
@@ -286,25 +288,25 @@ impl Shape {
             pin: self.pin.clone().map(|cpus| cpus.0).unwrap_or_default(),
             interval: self.manner.interval(),
             stall: self.manner.stall,
-            ..Plan::default()
+            ..LoadPlan::default()
         })
     }
 }
 
 impl Connection {
-    fn options(&self, plan: &Plan) -> Options {
+    fn options(&self, plan: &LoadPlan) -> Options {
         Options { packed: self.packed, ..self.shape.options(plan) }
     }
 
-    fn plan(&self, plan: Plan) -> Plan {
-        Plan { server_pid: self.server_pid, reconnect: self.reconnect, ..plan }
+    fn plan(&self, plan: LoadPlan) -> LoadPlan {
+        LoadPlan { server_pid: self.server_pid, reconnect: self.reconnect, ..plan }
     }
 }
 
 impl Work {
-    fn plan(&self, shape: &Shape) -> Result<Plan> {
+    fn plan(&self, shape: &Shape) -> Result<LoadPlan> {
         let ios = self.ios.or(self.size.map(|size| size.div_ceil(self.bs.max(1))));
-        Ok(Plan {
+        Ok(LoadPlan {
             rw: self.rw,
             read_percent: self.rwmixread,
             runtime: self.runtime.or(ios.is_none().then_some(Duration::from_secs(5))),
@@ -335,7 +337,7 @@ fn blk(args: BlkArgs) -> Result<()> {
     let connection = &args.connection;
     let plan = connection.plan(args.work.plan(&connection.shape)?);
     let mut disk = Disk::connect(&connection.socket, connection.options(&plan))?;
-    let plan = Plan { stop: Some(stop::by_interrupt()?), ..plan };
+    let plan = LoadPlan { stop: Some(stop::by_interrupt()?), ..plan };
     let mut live = Live::new();
     let result = load::run(&mut disk, &plan, &mut live);
     live.finish();
@@ -346,7 +348,7 @@ fn verify(args: VerifyArgs) -> Result<()> {
     let connection = &args.connection;
     let state = StateFile::load(&args.state)?;
     let shape = connection.shape.plan(u64::from(state.block))?;
-    let plan = Plan { rw: Rw::Read, ..connection.plan(shape) };
+    let plan = LoadPlan { rw: Rw::Read, ..connection.plan(shape) };
     let mut disk = Disk::connect(&connection.socket, connection.options(&plan))?;
     let mut live = Live::new();
     let result = load::verify(&mut disk, &plan, state, &mut live);
@@ -360,7 +362,7 @@ fn verify(args: VerifyArgs) -> Result<()> {
     Ok(())
 }
 
-fn show(plan: &Plan, rings: Rings, outcome: &load::Outcome, json: bool) -> Result<()> {
+fn show(plan: &LoadPlan, rings: Rings, outcome: &load::Outcome, json: bool) -> Result<()> {
     let summary = Summary::new(plan, rings, outcome);
     if json {
         let text = serde_json::to_string_pretty(&summary);

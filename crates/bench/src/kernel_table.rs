@@ -1,5 +1,5 @@
-//! The seed's tables beside ours: one worker of the kernel against several, attached at set-up and while load runs;
-//! and vhost-blk on a RAM disk.
+//! Measurements next to the tables that started this project: one worker of the kernel compared
+//! with several, attached at set-up and under load, and vhost-blk on a RAM disk.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -14,8 +14,8 @@ use vshunt_guest::driver::{Disk, KernelOptions, Workers};
 use vshunt_guest::error::{Error, Kind, Result};
 use vshunt_guest::load::Rw;
 
-/// vhost-blk on a RAM disk, queues as vCPUs (fio 4k, direct, libaio, depth 128): thousand IOPS, random read and
-/// random write; none where the seed has none.
+/// vhost-blk on a RAM disk, queues as vCPUs (fio 4k, direct, libaio, depth 128): thousand IOPS,
+/// random read and random write. `None` if the original table has none.
 type Cell = Option<(u32, u32)>;
 const COLUMNS: [(&str, u16, u16); 5] =
     [("1", 1, 1), ("2", 2, 1), ("4", 4, 1), ("8, 1 worker", 8, 1), ("8, 2 workers", 8, 2)];
@@ -24,42 +24,42 @@ const SEED: [(&str, [Cell; 5]); 2] = [
     ("seed, vhost-blk", [Some((110, 113)), Some((247, 252)), None, Some((497, 469)), Some((730, 701))]),
 ];
 
-/// What to measure.
+/// The parameters of the measurement.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Device and what else stays the same; its backend is not used.
+    /// The device, and the options that stay the same. Its backend is not used.
     pub kernel: KernelOptions,
-    /// Block devices to compare on.
+    /// Block devices to compare.
     pub backends: Vec<PathBuf>,
     /// Numbers of queues of the first table.
     pub jobs: Vec<u16>,
-    /// Each figure's length.
+    /// Length of each measurement.
     pub runtime: Duration,
 }
 
 /// One column of the second table.
 #[derive(Clone, Debug, Serialize)]
 pub struct RamFigure {
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Workers.
+    /// Number of workers.
     pub workers: u16,
-    /// Random reads a second.
+    /// Random reads per second.
     pub randread: Figure,
-    /// Random writes a second.
+    /// Random writes per second.
     pub randwrite: Figure,
 }
 
 /// Both tables.
 #[derive(Clone, Debug, Serialize)]
 pub struct Tables {
-    /// One worker against several.
+    /// One worker compared with several.
     pub workers: Table,
-    /// By backend: as the seed's RAM-disk table.
+    /// The original RAM-disk table, for each backend.
     pub ram: Vec<(String, Vec<RamFigure>)>,
 }
 
-/// Measures all; says on stderr what it is at.
+/// Runs all measurements, and shows the progress on stderr.
 pub fn measure(request: &Request) -> Result<Tables> {
     let mut rows = Vec::new();
     let mut ram = Vec::new();
@@ -106,7 +106,7 @@ fn one(
     let attach = || {
         let Some(vhost) = vhost.filter(|_| attach) else { return Ok(()) };
         let vhost_error = |e: vhost_kernel::Error| Error::new(Kind::System, e.to_string());
-        // The first stays where it is.
+        // The first one stays on its worker.
         (1..u32::from(queues))
             .try_for_each(|ring| vhost.attach(ring, vhost.new_worker()?))
             .map_err(vhost_error)
@@ -118,7 +118,7 @@ fn one(
 }
 
 impl Tables {
-    /// As text: ours, then the seed's.
+    /// Returns the tables as text: this measurement, then the original.
     pub fn text(&self) -> String {
         let mut out = self.workers.text();
         let _ =
@@ -149,7 +149,7 @@ impl Tables {
         out
     }
 
-    /// As JSON.
+    /// Returns the tables as JSON.
     pub fn json(&self) -> serde_json::Value {
         let ram: Vec<_> = self
             .ram

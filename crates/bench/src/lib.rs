@@ -1,7 +1,8 @@
 //! `vshunt-bench`: command line, reports and comparison tables over the crate `vshunt-guest`.
 //!
-//! [`cli`] parses and runs. [`report`] shows a run of a disk, [`net_report`] one of a network device. [`workers`] and
-//! [`kernel_table`] print the tables of the seed beside ours, and [`tap`] measures taps alone.
+//! [`cli`] parses and runs. [`report`] shows a run of a disk, [`net_report`] one of a network
+//! device. [`workers`] and [`kernel_table`] print the tables that started this project next to new
+//! measurements, and [`tap`] measures taps alone.
 //!
 //! ```
 //! assert_eq!(vshunt_bench::units::parse_size("4k"), Ok(4096));

@@ -1,4 +1,5 @@
-//! `vshunt-bench`: loads a vhost-user-blk or vhost-user-net socket, or the kernel's vhost-blk, the way a guest would.
+//! `vshunt-bench`: puts load on a vhost-user-blk or vhost-user-net socket, or on the kernel's
+//! vhost-blk, as a guest does.
 
 fn main() -> std::process::ExitCode {
     vshunt_bench::cli::main()

@@ -1,4 +1,5 @@
-//! What came of a run, as a table or as JSON. The keys of the JSON are an interface: they may be added to, never renamed.
+//! The results of a run, as a table or as JSON. The keys of the JSON are an interface: keys may be
+//! added, and are never renamed.
 
 use std::fmt::Write as _;
 
@@ -7,18 +8,18 @@ use serde::Serialize;
 use crate::report::Machine;
 use crate::units::show_rate;
 use vshunt_guest::driver::feature;
-use vshunt_guest::net::{NetDevice, Outcome, PeerCounted, Plan, Tally};
+use vshunt_guest::net::{NetDevice, NetPlan, Outcome, PeerCounted, Tally};
 
 /// One direction.
 #[derive(Clone, Debug, Serialize)]
 pub struct Flow {
-    /// Frames.
+    /// Number of frames.
     pub frames: u64,
-    /// Their bytes.
+    /// Bytes of these frames.
     pub bytes: u64,
-    /// Frames a second.
+    /// Frames per second.
     pub frames_per_s: f64,
-    /// Bits of frames a second, millions.
+    /// Million bits of frames per second.
     pub mbit_per_s: f64,
 }
 
@@ -27,7 +28,7 @@ pub struct Flow {
 pub struct Cpu {
     /// Seconds.
     pub seconds: f64,
-    /// Nanoseconds a frame that the guest sent or received; null if there were none.
+    /// Nanoseconds per frame that the guest sent or received. Null if there were none.
     pub ns_per_frame: Option<f64>,
 }
 
@@ -36,15 +37,15 @@ pub struct Cpu {
 pub struct Summary {
     /// `source`, `sink` or `echo`.
     pub mode: &'static str,
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub pairs: u16,
     /// Threads of the guest.
     pub threads: usize,
     /// Lengths of frames.
     pub size: String,
-    /// Flows.
+    /// Number of flows.
     pub flows: u16,
-    /// Frames a batch.
+    /// Frames of a batch.
     pub batch: u16,
     /// `split` or `packed`.
     pub ring: &'static str,
@@ -54,41 +55,41 @@ pub struct Summary {
     pub event_idx: bool,
     /// Whether a frame could fill several buffers.
     pub merge: bool,
-    /// Whether checksums were left to the device.
+    /// Whether the device computed checksums.
     pub offloads: bool,
-    /// How long it took.
+    /// Length of the run in seconds.
     pub seconds: f64,
     /// From the guest.
     pub sent: Flow,
     /// To the guest.
     pub received: Flow,
-    /// What the guest received, in detail.
+    /// Details of the received frames.
     pub check: Tally,
-    /// Whether every byte was looked at.
+    /// Whether every byte was checked.
     pub verified: bool,
-    /// Frames of an echo that the transmit ring had no room for.
+    /// Frames of an echo for which the transmit ring had no room.
     pub no_room: u64,
-    /// The guest's notifications of the server a frame; null if there were no frames.
+    /// The guest's notifications per frame. Null if there were no frames.
     pub kicks_per_frame: Option<f64>,
-    /// The server's notifications of the guest a frame.
+    /// The server's notifications per frame. Null if there were no frames.
     pub calls_per_frame: Option<f64>,
-    /// The guest's threads.
+    /// CPU time of the guest's threads.
     pub client_cpu: Cpu,
-    /// The server; null if it cannot be known.
+    /// CPU time of the server. Null if it is not known.
     pub server_cpu: Option<Cpu>,
-    /// The peer end; null if it was not played.
+    /// Counts of the peer end. Null if there was none.
     pub peer: Option<PeerCounted>,
-    /// How often the server died and came back.
+    /// Number of times that the server died and came back.
     pub reconnects: u32,
-    /// Milliseconds that it was away at the longest.
+    /// The longest time without a server in milliseconds.
     pub outage_ms_max: f64,
     /// The machine.
     pub machine: Machine,
 }
 
 impl Summary {
-    /// Puts a run's figures together.
-    pub fn new(device: &NetDevice, plan: &Plan, outcome: &Outcome) -> Self {
+    /// Computes the figures of a run.
+    pub fn new(device: &NetDevice, plan: &NetPlan, outcome: &Outcome) -> Self {
         let seconds = outcome.elapsed.as_secs_f64().max(1e-9);
         let flow = |frames: u64, bytes: u64| Flow {
             frames,
@@ -131,7 +132,7 @@ impl Summary {
         }
     }
 
-    /// The table for people.
+    /// Returns the table for people.
     pub fn table(&self) -> String {
         let mut out = String::new();
         let on = |yes: bool, what: &str| if yes { format!(", {what}") } else { String::new() };

@@ -1,6 +1,7 @@
-//! What is shown: live figures on stderr, the result as a table or as JSON on stdout.
+//! The output: live figures on stderr, the result as a table or as JSON on stdout.
 //!
-//! The keys of the JSON are an interface: they may be added to, never renamed (see [`Summary`]).
+//! The keys of the JSON are an interface: keys may be added, and are never renamed (see
+//! [`Summary`]).
 
 use std::fmt::Write as _;
 use std::io::IsTerminal;
@@ -10,7 +11,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use crate::units::{show_nanos, show_rate, show_size};
-use vshunt_guest::load::{Outcome, Plan, Progress, Tick};
+use vshunt_guest::load::{LoadPlan, Outcome, Progress, Tick};
 use vshunt_guest::stats::{Ops, SlowRequest};
 
 /// The machine that a figure was measured on.
@@ -23,7 +24,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// This one.
+    /// Returns the machine that this process runs on.
     pub fn here() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
         let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
@@ -38,11 +39,11 @@ pub struct Latency {
     pub mean: f64,
     /// Median.
     pub p50: u64,
-    /// 99 of 100 stayed below.
+    /// 99 of 100 requests were faster.
     pub p99: u64,
-    /// 999 of 1000 stayed below.
+    /// 999 of 1000 requests were faster.
     pub p999: u64,
-    /// The longest.
+    /// The longest latency.
     pub max: u64,
 }
 
@@ -51,13 +52,13 @@ pub struct Latency {
 pub struct Direction {
     /// Requests completed.
     pub ios: u64,
-    /// Bytes of their data.
+    /// Bytes of data.
     pub bytes: u64,
-    /// Requests a second.
+    /// Requests per second.
     pub iops: f64,
-    /// MiB a second.
+    /// MiB per second.
     pub mib_per_s: f64,
-    /// Latencies, nanoseconds.
+    /// Latencies in nanoseconds.
     pub latency_ns: Latency,
 }
 
@@ -66,22 +67,22 @@ pub struct Direction {
 pub struct Cpu {
     /// Seconds.
     pub seconds: f64,
-    /// Microseconds a request; null if there was none.
+    /// Microseconds per request. Null if there was none.
     pub us_per_io: Option<f64>,
 }
 
-/// A run: the JSON of `vshunt-bench blk --json`, key by key.
+/// The results of a run: the keys of `vshunt-bench blk --json`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
     /// `read`, `write`, `rw`, `randread`, `randwrite`, `randrw`.
     pub rw: String,
-    /// Bytes a request.
+    /// Bytes of each request.
     pub block_bytes: u32,
-    /// Requests outstanding a queue.
+    /// Requests in flight on each queue.
     pub iodepth: u16,
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Load threads.
+    /// Number of load threads.
     pub threads: usize,
     /// `split` or `packed`.
     pub ring: &'static str,
@@ -89,11 +90,11 @@ pub struct Summary {
     pub indirect: bool,
     /// Whether EVENT_IDX was used.
     pub event_idx: bool,
-    /// How long it took.
+    /// Length of the run in seconds.
     pub seconds: f64,
-    /// Requests of all kinds a second.
+    /// Requests of all kinds per second.
     pub iops: f64,
-    /// MiB of data a second.
+    /// MiB of data per second.
     pub mib_per_s: f64,
     /// Reads.
     pub read: Direction,
@@ -103,38 +104,38 @@ pub struct Summary {
     pub flush: Direction,
     /// Requests that took half a second or longer.
     pub slow_ios: u64,
-    /// The first of them, as far as they are listed.
+    /// The first of them, as many as are listed.
     pub slow: Vec<SlowRequest>,
-    /// The load threads' CPU time.
+    /// CPU time of the load threads.
     pub client_cpu: Cpu,
-    /// The server's CPU time; null if it cannot be known.
+    /// CPU time of the server. Null if it is not known.
     pub server_cpu: Option<Cpu>,
-    /// Blocks read back and found right; null without `--verify`.
+    /// Blocks that were read back and correct. Null without `--verify`.
     pub verified_blocks: Option<u64>,
-    /// How often the server died and came back.
+    /// Number of times that the server died and came back.
     pub reconnects: u32,
-    /// Milliseconds that it was away at the longest.
+    /// The longest time without a server in milliseconds.
     pub outage_ms_max: f64,
     /// The machine.
     pub machine: Machine,
 }
 
-/// How the rings were negotiated.
+/// The negotiated features of the rings.
 #[derive(Clone, Copy, Debug)]
 pub struct Rings {
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Packed rings.
+    /// Whether rings are packed.
     pub packed: bool,
-    /// Indirect descriptors.
+    /// Whether there are indirect descriptors.
     pub indirect: bool,
-    /// EVENT_IDX.
+    /// Whether there is EVENT_IDX.
     pub event_idx: bool,
 }
 
 impl Summary {
-    /// Puts a run's figures together.
-    pub fn new(plan: &Plan, rings: Rings, outcome: &Outcome) -> Self {
+    /// Computes the figures of a run.
+    pub fn new(plan: &LoadPlan, rings: Rings, outcome: &Outcome) -> Self {
         let seconds = outcome.elapsed.as_secs_f64().max(1e-9);
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20) / seconds;
         let direction = |ops: &Ops| Direction {
@@ -180,7 +181,7 @@ impl Summary {
         }
     }
 
-    /// The table for people.
+    /// Returns the table for people.
     pub fn table(&self) -> String {
         let mut out = String::new();
         let size = show_size(u64::from(self.block_bytes));
@@ -229,7 +230,7 @@ impl Summary {
     }
 }
 
-/// Live figures: a bar on a terminal, a line each interval elsewhere.
+/// Live figures: a bar on a terminal, otherwise one line for each interval.
 pub struct Live {
     words: Words,
     bar: Option<ProgressBar>,
@@ -238,12 +239,12 @@ pub struct Live {
     ios: u64,
 }
 
-/// What live figures count.
+/// The words of the live figures.
 #[derive(Clone, Copy)]
 struct Words {
     rate: &'static str,
     one: &'static str,
-    /// CPU time each: units a second, and their name.
+    /// CPU time in units per second, and the name of the unit.
     cpu: (f64, &'static str),
 }
 
@@ -257,12 +258,12 @@ impl Default for Live {
 }
 
 impl Live {
-    /// To stderr, as it is.
+    /// Makes live figures on stderr.
     pub fn new() -> Self {
         Self::of(REQUESTS)
     }
 
-    /// The same for a network's frames.
+    /// Makes live figures of a network's frames.
     pub fn of_frames() -> Self {
         Self::of(FRAMES)
     }
@@ -277,7 +278,7 @@ impl Live {
         Self { words, bar, by_time: false, cpu: None, ios: 0 }
     }
 
-    /// The figures since the last tick.
+    /// Returns the figures since the last tick.
     fn line(&mut self, tick: &Tick) -> String {
         let Words { rate, one, cpu: (scale, unit) } = self.words;
         let mut line = format!("{:>8} {rate} {:>8.1} MiB/s", show_rate(tick.iops), tick.mib_per_s);
@@ -293,7 +294,7 @@ impl Live {
         line
     }
 
-    /// Clears the bar away.
+    /// Removes the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -342,7 +343,7 @@ mod tests {
         outcome.reads.add(&mut reads);
         outcome.client_cpu = Duration::from_millis(1);
         let rings = Rings { queues: 2, packed: false, indirect: true, event_idx: true };
-        let summary = Summary::new(&Plan::default(), rings, &outcome);
+        let summary = Summary::new(&LoadPlan::default(), rings, &outcome);
         assert_eq!((summary.iops, summary.threads, summary.client_cpu.us_per_io), (500.0, 2, Some(1.0)));
         let table = summary.table();
         assert!(table.contains("20.0 µs") && table.contains("unknown"), "{table}");
@@ -350,7 +351,7 @@ mod tests {
         let json = serde_json::to_value(&summary).unwrap();
         assert_eq!(json["read"]["ios"], 1000);
         assert!(json["server_cpu"].is_null());
-        let nothing = Summary::new(&Plan::default(), rings, &Outcome::default());
+        let nothing = Summary::new(&LoadPlan::default(), rings, &Outcome::default());
         assert!(nothing.client_cpu.us_per_io.is_none() && !nothing.table().contains("a request"));
     }
 

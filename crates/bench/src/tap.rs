@@ -1,7 +1,9 @@
-//! A tap alone: how many frames its queues give to threads that only read, and take from threads that only write. What a
-//! server of taps is held against, and the measurement that tuntap's several queues were introduced with.
+//! Measures a tap alone: how many frames its queues give to threads that only read, and take from
+//! threads that only write. Servers of taps are compared with this. It is also the measurement with
+//! which several queues were added to tuntap.
 //!
-//! Runs in a network namespace of the process's own ([`vshunt_guest::link::own_namespace`]), on threads of its own.
+//! It runs in its own network namespace ([`vshunt_guest::link::own_namespace`]), on its own
+//! threads.
 
 mod table;
 
@@ -23,44 +25,46 @@ use vshunt_guest::load::pin;
 use vshunt_guest::net::frame::{Direction, Frame, Mark};
 use vshunt_guest::stats::thread_cpu;
 
-/// The tap's name, in a namespace where nobody else has one.
+/// The tap's name. The namespace has no other taps.
 const NAME: &str = "vsbench0";
-/// Queues of one tap at most.
+/// Most queues of one tap.
 pub const QUEUES_MAX: u16 = 256;
 /// Frames of one system call of a sender.
 const BATCH: usize = 64;
-/// Frames between two looks at the clock or the phase.
+/// Number of frames between checks of the clock or the phase.
 const LOOK_EVERY: u32 = 64;
-/// Load that is not counted: memory is touched for the first time, flows find their queues.
+/// Load that is not counted, because memory is touched for the first time and flows are assigned to
+/// queues.
 const WARM_UP: Duration = Duration::from_millis(300);
-/// Longest that a reader sleeps without a frame.
+/// Longest sleep of a reader without a frame.
 const SLEEP_NS: i64 = 20_000_000;
 
-/// What to measure.
+/// The parameters of the measurement.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Numbers of queues, with a thread each.
+    /// Numbers of queues, with one thread for each queue.
     pub queues: Vec<u16>,
-    /// Frames out of the tap's queues.
+    /// Whether to measure frames out of the tap's queues.
     pub read: bool,
-    /// Frames into them.
+    /// Whether to measure frames into the tap's queues.
     pub write: bool,
     /// Bytes of a frame.
     pub size: usize,
-    /// Flows of all senders.
+    /// Number of flows of all senders.
     pub flows: u16,
-    /// Threads that send to the tap; `None`: as many as CPUs are left beside the most queues, and one at least.
+    /// Threads that send to the tap. `None`: the CPUs that the most queues leave free, and at least
+    /// one.
     pub senders: Option<u16>,
-    /// Each figure's length.
+    /// Length of each measurement.
     pub runtime: Duration,
-    /// CPUs for the threads of the queues, in turn, then for the senders.
+    /// CPUs for the threads of the queues, round robin, then for the senders.
     pub pin: Vec<usize>,
 }
 
-/// Measures all that is asked for; says on stderr what it is at.
+/// Runs all requested measurements, and shows the progress on stderr.
 ///
 /// # Errors
-/// Not root, or no taps here.
+/// The process is not root, or the kernel has no taps.
 pub fn measure(request: &Request) -> Result<Table> {
     if let Some(bad) = request.queues.iter().find(|&&n| n == 0 || n > QUEUES_MAX) {
         return Err(fail!(Usage, "--queues {bad}: a tap has 1 to {QUEUES_MAX}"));
@@ -90,7 +94,7 @@ pub fn measure(request: &Request) -> Result<Table> {
     Ok(Table { machine, size, flows, senders, seconds, rows })
 }
 
-/// What all threads of a figure do now.
+/// The current phase of all threads.
 struct Phase(AtomicU8);
 
 const WARMING: u8 = 0;
@@ -111,7 +115,7 @@ struct Meter {
 }
 
 impl Meter {
-    /// Looks at the phase; true: it is over.
+    /// Reads the phase. Returns true if it is over.
     fn look(&mut self, phase: &Phase) -> bool {
         let now = phase.now();
         if now == MEASURING && self.began.is_none() {
@@ -120,7 +124,7 @@ impl Meter {
         now == OVER
     }
 
-    /// Frames and CPU time since the measuring began.
+    /// Returns the frames and the CPU time since the start of the measurement.
     fn counted(&self) -> (u64, Duration) {
         let (frames, cpu) = self.began.unwrap_or((self.frames, thread_cpu()));
         (self.frames - frames, thread_cpu().saturating_sub(cpu))
@@ -140,7 +144,7 @@ fn tap(queues: u16) -> Result<Vec<File>> {
     Ok(files)
 }
 
-/// Lets the threads of a figure run for their time. -> seconds measured
+/// Lets the threads of a measurement run for their time. Returns the measured seconds.
 fn time(phase: &Phase, runtime: Duration) -> f64 {
     std::thread::sleep(WARM_UP);
     phase.0.store(MEASURING, Ordering::Release);
@@ -159,7 +163,7 @@ fn join(threads: Vec<ScopedJoinHandle<'_, Result<Counted>>>) -> Result<Counted> 
     Ok(sum)
 }
 
-/// Senders blast frames into the tap, a thread a queue reads.
+/// Senders send frames into the tap as fast as possible, and one thread for each queue reads.
 fn read(request: &Request, queues: u16, senders: u16) -> Result<Figure> {
     let files = tap(queues)?;
     let sockets: Vec<_> = (0..senders)
@@ -182,7 +186,7 @@ fn read(request: &Request, queues: u16, senders: u16) -> Result<Figure> {
         let senders = sockets.iter().enumerate().map(|(t, socket)| {
             scope.spawn(move || {
                 pin(cpu(request, usize::from(queues) + t))?;
-                blast(socket, request, t, usize::from(senders), phase)
+                send(socket, request, t, usize::from(senders), phase)
             })
         });
         let senders: Vec<_> = senders.collect();
@@ -193,7 +197,7 @@ fn read(request: &Request, queues: u16, senders: u16) -> Result<Figure> {
     Ok(Figure::new(queues, frames, seconds, cpu, Some(sent.0)))
 }
 
-/// The plain loop: a read a frame.
+/// Reads frames in a simple loop, one for each call.
 fn read_queue(file: &File, size: usize, phase: &Phase) -> Result<Counted> {
     let mut meter = Meter::default();
     let mut bytes = vec![0; VNET_HEADER + size.max(2048)];
@@ -213,8 +217,8 @@ fn read_queue(file: &File, size: usize, phase: &Phase) -> Result<Counted> {
     Ok(meter.counted())
 }
 
-/// Sends its part of the flows; frames that the tap took.
-fn blast(
+/// Sends its part of the flows. Returns the frames that the tap took.
+fn send(
     socket: &PacketSocket,
     request: &Request,
     t: usize,
@@ -223,7 +227,7 @@ fn blast(
 ) -> Result<Counted> {
     let mut meter = Meter::default();
     let mine: Vec<u16> = (0..request.flows).filter(|flow| usize::from(*flow) % senders == t).collect();
-    // Made once: what is measured is the tap, not how fast frames are made.
+    // Made once, so that the measurement does not include the making of frames.
     let mut outboxes: Vec<_> =
         (0..mine.len().div_ceil(BATCH)).map(|_| Outbox::new(BATCH, request.size)).collect();
     for at in 0..outboxes.len() * BATCH {
@@ -239,7 +243,7 @@ fn blast(
     Ok(meter.counted())
 }
 
-/// A thread a queue writes frames into the tap.
+/// One thread for each queue writes frames into the tap.
 fn write(request: &Request, queues: u16, _: u16) -> Result<Figure> {
     let files = tap(queues)?;
     let phase = Phase(AtomicU8::new(WARMING));
@@ -258,7 +262,7 @@ fn write(request: &Request, queues: u16, _: u16) -> Result<Figure> {
     Ok(Figure::new(queues, frames, seconds, cpu, None))
 }
 
-/// The plain loop: a write a frame.
+/// Writes frames in a simple loop, one for each call.
 fn write_queue(file: &File, size: usize, flow: u16, phase: &Phase) -> Result<Counted> {
     let mut meter = Meter::default();
     let mut bytes = vec![0; VNET_HEADER + size];
@@ -274,18 +278,19 @@ fn write_queue(file: &File, size: usize, flow: u16, phase: &Phase) -> Result<Cou
     Ok(meter.counted())
 }
 
-/// A figure of the seed's table.
+/// A figure of the original table.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Seed {
-    /// Queues, and threads.
+    /// Number of queues and threads.
     pub(crate) queues: u16,
-    /// Thousand frames a second.
+    /// Thousand frames per second.
     pub(crate) kpps: u32,
     /// Percent more than with one queue.
     pub(crate) gain_percent: u32,
 }
 
-/// What was measured when several queues were added to the kernel's tuntap: pktgen into the tap, a program that reads.
+/// The original measurement of several queues in the kernel's tuntap: pktgen into the tap, and a
+/// program that reads.
 pub(crate) const SEED: [Seed; 4] = [
     Seed { queues: 1, kpps: 818, gain_percent: 0 },
     Seed { queues: 2, kpps: 1926, gain_percent: 135 },

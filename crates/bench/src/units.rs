@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// `4k`, `1M`, `512`, `2GiB`: bytes, in powers of 1024.
+/// Parses bytes in powers of 1024: `4k`, `1M`, `512`, `2GiB`.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 =
@@ -18,7 +18,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     number.checked_shl(shift).filter(|v| v >> shift == number).ok_or_else(|| format!("{text:?} is too large"))
 }
 
-/// `5s`, `500ms`, `2m`, `20us`, `1.5s`; a number alone is seconds.
+/// Parses a time: `5s`, `500ms`, `2m`, `20us`, `1.5s`. A bare number is seconds.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
     let unit = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let bad = || format!("{text:?} is not a time: try 5s, 500ms or 2m");
@@ -34,7 +34,7 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| bad())
 }
 
-/// `0,2-3`: numbers of CPUs.
+/// Parses numbers of CPUs: `0,2-3`.
 pub fn parse_cpus(text: &str) -> Result<Vec<usize>, String> {
     let bad = |_| format!("{text:?} is not a list of CPUs: try 0,2-3");
     let mut cpus = Vec::new();
@@ -49,7 +49,7 @@ pub fn parse_cpus(text: &str) -> Result<Vec<usize>, String> {
     Ok(cpus)
 }
 
-/// Bytes, short: `4k`, `1M`, `1536`.
+/// Formats bytes in short form: `4k`, `1M`, `1536`.
 pub fn show_size(bytes: u64) -> String {
     for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "k")] {
         if bytes >> shift != 0 && bytes.is_multiple_of(1 << shift) {
@@ -59,7 +59,7 @@ pub fn show_size(bytes: u64) -> String {
     bytes.to_string()
 }
 
-/// A number of requests a second, short: `3.21M`, `84.0k`, `17`.
+/// Formats requests per second in short form: `3.21M`, `84.0k`, `17`.
 pub fn show_rate(rate: f64) -> String {
     match rate {
         r if r >= 1e6 => format!("{:.2}M", r / 1e6),
@@ -68,7 +68,7 @@ pub fn show_rate(rate: f64) -> String {
     }
 }
 
-/// Nanoseconds, short: `850 ns`, `12.3 µs`, `4.56 ms`, `1.20 s`.
+/// Formats nanoseconds in short form: `850 ns`, `12.3 µs`, `4.56 ms`, `1.20 s`.
 pub fn show_nanos(ns: u64) -> String {
     match ns {
         0..1_000 => format!("{ns} ns"),

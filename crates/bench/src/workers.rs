@@ -1,6 +1,8 @@
-//! The comparison that started the project: one worker, a worker a queue, and workers attached while I/O runs.
+//! The comparison that started the project: one worker, one worker for each queue, and workers that
+//! are attached under load.
 //!
-//! Starts a `vshunt serve` for each figure and ends it again; drives it as [`vshunt_guest::load`] does.
+//! It starts a `vshunt serve` for each measurement and ends it again. The load is that of
+//! [`vshunt_guest::load`].
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -15,21 +17,23 @@ use crate::units::show_rate;
 use vshunt_guest::driver::{Disk, Options};
 use vshunt_guest::error::{Error, Kind, Result};
 use vshunt_guest::fail;
-use vshunt_guest::load::{self, Plan, Progress, Rw, Tick};
+use vshunt_guest::load::{self, LoadPlan, Progress, Rw, Tick};
 
-/// Queues of the server; jobs are at most as many.
+/// Queues of the server, and most jobs.
 const QUEUES: u16 = 16;
-/// Requests outstanding a queue, and in all, as the seed's author had it.
+/// Requests in flight on each queue, and in total, as in the original measurement.
 const DEPTH: u16 = 128;
 const DEPTH_ALL: u16 = 1024;
-/// How long a server may take to listen.
+/// Time limit for a server to listen.
 const START: Duration = Duration::from_secs(10);
-/// Load that is not counted: memory is touched for the first time, and workers that are to be attached are not yet.
+/// Load that is not counted, because memory is touched for the first time and workers are not
+/// attached yet.
 const WARM_UP: Duration = Duration::from_millis(500);
 
-/// Jobs of the seed's table.
+/// Jobs of the original table.
 const SEED_JOBS: [u16; 6] = [1, 2, 4, 8, 12, 16];
-/// Thousand IOPS of the seed's table (vhost-scsi, VM with 16 vCPUs, 4k randrw, depth 128); 0 where it has none.
+/// Thousand IOPS of the original table (vhost-scsi, VM with 16 vCPUs, 4k randrw, depth 128). 0: the
+/// table has no value.
 const SEED: [(&str, [u32; 6]); 4] = [
     ("one worker", [84, 492, 510, 0, 0, 0]),
     ("a worker a queue", [184, 380, 744, 1422, 2256, 2434]),
@@ -37,22 +41,22 @@ const SEED: [(&str, [u32; 6]); 4] = [
     ("a worker a queue, batching", [496, 878, 1542, 2436, 2304, 2590]),
 ];
 
-/// What to compare.
+/// The parameters of the comparison.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Numbers of queues.
     pub jobs: Vec<u16>,
-    /// The vshunt program; `None`: beside this one, else from PATH.
+    /// The vshunt program. `None`: in the folder of this program, or in PATH.
     pub vshunt: Option<PathBuf>,
     /// Backends: `null`, `ram`.
     pub formats: Vec<String>,
     /// Access pattern.
     pub rw: Rw,
-    /// Each measurement's length.
+    /// Length of each measurement.
     pub runtime: Duration,
 }
 
-/// How queues are given to workers.
+/// The assignment of queues to workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     One,
@@ -75,41 +79,41 @@ impl Mode {
 /// One figure.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
-    /// Queues.
+    /// Number of queues.
     pub jobs: u16,
-    /// Requests a second.
+    /// Requests per second.
     pub iops: f64,
-    /// The server's CPU time a request, microseconds; null if unknown.
+    /// Microseconds of the server's CPU time per request. Null if it is not known.
     pub server_us_per_io: Option<f64>,
-    /// Median latency, nanoseconds.
+    /// Median latency in nanoseconds.
     pub p50_ns: u64,
 }
 
-/// One row: a backend and a way to give queues to workers.
+/// One row: a backend and an assignment of queues to workers.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// Backend.
     pub format: String,
-    /// Which workers.
+    /// Name of the assignment.
     pub workers: String,
-    /// One figure a number of jobs.
+    /// One figure for each number of jobs.
     pub figures: Vec<Figure>,
 }
 
 /// The comparison's result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Table {
-    /// Where it was measured.
+    /// The machine of the measurement.
     pub machine: Machine,
     /// Access pattern.
     pub rw: String,
-    /// Seconds a figure.
+    /// Length of each measurement in seconds.
     pub seconds: f64,
-    /// Our rows.
+    /// Measured rows.
     pub rows: Vec<Row>,
 }
 
-/// Measures everything asked for; says on stderr what it is at.
+/// Runs all requested measurements, and shows the progress on stderr.
 pub fn compare(request: &Request) -> Result<Table> {
     if let Some(bad) = request.jobs.iter().find(|&&j| j == 0 || j > QUEUES) {
         return Err(fail!(Usage, "--jobs {bad}: use 1 to {QUEUES}"));
@@ -136,7 +140,7 @@ pub fn compare(request: &Request) -> Result<Table> {
     Ok(Table { machine: Machine::here(), rw: request.rw.name().into(), seconds, rows })
 }
 
-/// Where the vshunt program is.
+/// Returns the path of the vshunt program.
 fn program(given: Option<&Path>) -> Result<PathBuf> {
     if let Some(path) = given {
         return match path.is_file() {
@@ -153,7 +157,7 @@ fn program(given: Option<&Path>) -> Result<PathBuf> {
     found.ok_or_else(|| fail!(Usage, "no vshunt program beside this one or in PATH: give --vshunt PATH"))
 }
 
-/// A server of ours, ended when dropped.
+/// A server that this program started. It ends when this is dropped.
 struct Server {
     child: Child,
     vshunt: PathBuf,
@@ -212,7 +216,7 @@ impl Server {
         Ok(())
     }
 
-    /// Runs the CLI against the server's control socket; what it printed.
+    /// Runs the command line on the server's control socket. Returns its output.
     fn control(&self, args: &[&str]) -> Result<String> {
         let output =
             Command::new(&self.vshunt).arg("-c").arg(self.dir.join("control.sock")).args(args).output();
@@ -224,7 +228,7 @@ impl Server {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// A worker for each queue but the first, which stays where it is.
+    /// Gives each queue its own worker, except the first queue, which stays on its worker.
     fn attach_workers(&self, jobs: u16) -> Result<()> {
         for queue in 1..jobs {
             let printed = self.control(&["worker", "new"])?;
@@ -253,14 +257,14 @@ impl Drop for Server {
     }
 }
 
-/// Counts only what was done after the warm-up, with all workers attached.
-struct Since<'a> {
+/// Counts only requests after the warm-up, with all workers attached.
+struct AfterWarmUp<'a> {
     ready: &'a AtomicBool,
     first: Option<Tick>,
     last: Option<Tick>,
 }
 
-impl Progress for Since<'_> {
+impl Progress for AfterWarmUp<'_> {
     fn phase(&mut self, _: &str, _: Option<Duration>, _: Option<u64>) {}
     fn tick(&mut self, tick: &Tick) {
         if self.ready.load(Ordering::Acquire) {
@@ -275,36 +279,42 @@ impl Progress for Since<'_> {
 
 fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16) -> Result<Figure> {
     let server = Server::start(vshunt, format, mode)?;
-    let plan = Plan { server_pid: Some(server.child.id()), ..plan(request.rw, jobs) };
+    let plan = LoadPlan { server_pid: Some(server.child.id()), ..plan(request.rw, jobs) };
     let mut disk = Disk::connect(server.socket(), options(&plan, jobs))?;
     let attach = || if mode == Mode::Attached { server.attach_workers(jobs) } else { Ok(()) };
     figure(&mut disk, &plan, jobs, request.runtime, attach)
 }
 
-/// The load of a figure, but for its length.
-pub(crate) fn plan(rw: Rw, jobs: u16) -> Plan {
-    Plan { rw, iodepth: DEPTH.min(DEPTH_ALL / jobs), interval: Duration::from_millis(100), ..Plan::default() }
+/// Returns the load of a measurement, without its length.
+pub(crate) fn plan(rw: Rw, jobs: u16) -> LoadPlan {
+    LoadPlan {
+        rw,
+        iodepth: DEPTH.min(DEPTH_ALL / jobs),
+        interval: Duration::from_millis(100),
+        ..LoadPlan::default()
+    }
 }
 
-/// A device for it.
-pub(crate) fn options(plan: &Plan, jobs: u16) -> Options {
+/// Returns the options of a device for the load.
+pub(crate) fn options(plan: &LoadPlan, jobs: u16) -> Options {
     let buffer_bytes = u64::from(jobs) * (plan.buffer_bytes() + 8192);
     Options { queues: jobs, indirect_cap: 3, buffer_bytes, ..Options::default() }
 }
 
-/// Measures `runtime` of `plan`, after a warm-up at the end of which `attach` gives queues to workers.
+/// Measures `runtime` of `plan`. Before that is a warm-up, at the end of which `attach` assigns
+/// queues to workers.
 pub(crate) fn figure(
     disk: &mut Disk,
-    plan: &Plan,
+    plan: &LoadPlan,
     jobs: u16,
     runtime: Duration,
     attach: impl FnOnce() -> Result<()> + Send,
 ) -> Result<Figure> {
-    // Attaching takes time of the load; what is left of it when all are attached is measured.
+    // Attaching takes a part of the load's time. The measurement is the part after it.
     let attaching = Duration::from_millis(100) * u32::from(jobs);
-    let plan = Plan { runtime: Some(WARM_UP + attaching + runtime), ..plan.clone() };
+    let plan = LoadPlan { runtime: Some(WARM_UP + attaching + runtime), ..plan.clone() };
     let ready = AtomicBool::new(false);
-    let mut since = Since { ready: &ready, first: None, last: None };
+    let mut since = AfterWarmUp { ready: &ready, first: None, last: None };
     let (outcome, attached) = std::thread::scope(|scope| {
         let attach = scope.spawn(|| {
             std::thread::sleep(WARM_UP);
@@ -334,14 +344,15 @@ pub(crate) fn figure(
 }
 
 impl Table {
-    /// As JSON: `machine`, `rw`, `seconds`, `rows` of `format`, `workers` and `figures`, and the seed's rows in `seed`.
+    /// Returns the table as JSON: `machine`, `rw`, `seconds`, `rows` of `format`, `workers` and
+    /// `figures`, and the original rows in `seed`.
     pub fn json(&self) -> serde_json::Value {
         let mut value = serde_json::to_value(self).unwrap_or_default();
         value["seed"] = SEED.iter().map(|(name, kiops)| seed_row(name, kiops)).collect();
         value
     }
 
-    /// As text: our rows, then the seed's, at the same jobs.
+    /// Returns the table as text: measured rows, then the original rows, for the same jobs.
     pub fn text(&self) -> String {
         let jobs: Vec<u16> =
             self.rows.first().map(|r| r.figures.iter().map(|f| f.jobs).collect()).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! The driver of network devices against a model of a device; the tap and the peer end, where they can be.
+//! Tests the driver of network devices with a model of a device, and the tap and the peer end if
+//! the kernel has taps.
 
 #[path = "../../guest/tests/model/mod.rs"]
 mod model;
@@ -12,23 +13,23 @@ use model::Model;
 use vshunt_guest::driver::{feature, protocol};
 use vshunt_guest::load::Silent;
 use vshunt_guest::net::frame::Sizes;
-use vshunt_guest::net::{self, Mode, NetDevice, Outcome, Peer, Plan};
+use vshunt_guest::net::{self, Mode, NetDevice, NetPlan, Outcome, Peer};
 use vshunt_guest::{Disk, Error, Kind, Options};
 
-/// Every kind of ring.
-fn shapes() -> [Plan; 5] {
-    let split = Plan { pairs: 2, queue_size: 64, verify: true, ..Plan::default() };
-    let packed = Plan { packed: true, ..split.clone() };
+/// Returns plans with every kind of ring.
+fn shapes() -> [NetPlan; 5] {
+    let split = NetPlan { pairs: 2, queue_size: 64, verify: true, ..NetPlan::default() };
+    let packed = NetPlan { packed: true, ..split.clone() };
     [
-        Plan { indirect: false, event_idx: false, ..split.clone() },
-        Plan { indirect: false, queue_size: 100, merge: false, ..packed.clone() },
-        Plan { offloads: true, threads: 1, ..split.clone() },
-        Plan { pairs: 1, merge: false, ..split },
+        NetPlan { indirect: false, event_idx: false, ..split.clone() },
+        NetPlan { indirect: false, queue_size: 100, merge: false, ..packed.clone() },
+        NetPlan { offloads: true, threads: 1, ..split.clone() },
+        NetPlan { pairs: 1, merge: false, ..split },
         packed,
     ]
 }
 
-fn run(model: &Model, plan: &Plan) -> Result<Outcome, Error> {
+fn run(model: &Model, plan: &NetPlan) -> Result<Outcome, Error> {
     let mut device = NetDevice::connect(model.path(), plan)?;
     net::run(&mut device, plan, &mut Silent)
 }
@@ -36,7 +37,7 @@ fn run(model: &Model, plan: &Plan) -> Result<Outcome, Error> {
 #[test]
 fn a_disk_is_not_taken_for_a_card_nor_the_reverse() {
     let disk = Model::start("net-on-disk", 2048);
-    let error = NetDevice::connect(disk.path(), &Plan { merge: false, ..Plan::default() })
+    let error = NetDevice::connect(disk.path(), &NetPlan { merge: false, ..NetPlan::default() })
         .err()
         .expect("a disk answers");
     assert_eq!(
@@ -55,7 +56,8 @@ fn a_disk_is_not_taken_for_a_card_nor_the_reverse() {
 fn a_source_sends_every_frame_once_in_order_and_whole() {
     for (i, shape) in shapes().into_iter().enumerate() {
         let model = Model::start_net(&format!("source{i}"));
-        let plan = Plan { mode: Mode::Source, frames: Some(20_001), sizes: Sizes::Range(60, 1514), ..shape };
+        let plan =
+            NetPlan { mode: Mode::Source, frames: Some(20_001), sizes: Sizes::Range(60, 1514), ..shape };
         let outcome = run(&model, &plan).unwrap();
         let got = model.net().got.lock().unwrap().clone();
         assert_eq!((outcome.sent, got.frames), (20_001, 20_001), "shape {i}");
@@ -69,7 +71,7 @@ fn a_source_sends_every_frame_once_in_order_and_whole() {
 fn long_frames_are_sent_for_the_device_to_cut() {
     let model = Model::start_net("long");
     let sizes = Sizes::Range(60, 65_549);
-    let plan = Plan { frames: Some(2000), offloads: true, sizes, ..shapes()[2].clone() };
+    let plan = NetPlan { frames: Some(2000), offloads: true, sizes, ..shapes()[2].clone() };
     assert_eq!(run(&model, &plan).unwrap().sent, 2000);
     let got = model.net().got.lock().unwrap().clone();
     assert_eq!((got.frames, got.damaged), (2000, 0));
@@ -83,27 +85,27 @@ fn a_source_keeps_its_pace() {
     let model = Model::start_net("pace");
     let runtime = Some(Duration::from_millis(500));
     let outcome =
-        run(&model, &Plan { rate: Some(4000.0), runtime, flows: 3, ..shapes()[4].clone() }).unwrap();
-    // Never more than is due; how much less depends on the machine.
+        run(&model, &NetPlan { rate: Some(4000.0), runtime, flows: 3, ..shapes()[4].clone() }).unwrap();
+    // Never more than the rate allows. How much less depends on the machine.
     let most = outcome.elapsed.as_secs_f64() * 4000.0 + 1.0;
     assert!(outcome.sent > 0 && outcome.sent as f64 <= most, "{} of {most}", outcome.sent);
 }
 
-/// Runs until the model has no more frames to give, and a while longer.
-fn receive(model: &Model, plan: Plan, frames: i64) -> Result<Outcome, Error> {
+/// Runs until the model has no more frames to give, and a short time longer.
+fn receive(model: &Model, plan: NetPlan, frames: i64) -> Result<Outcome, Error> {
     receive_until(model, plan, frames, || model.net().to_guest.load(Ordering::Acquire) <= 0)
 }
 
-/// Runs until `done`, and a while longer.
+/// Runs until `done`, and a short time longer.
 fn receive_until(
     model: &Model,
-    plan: Plan,
+    plan: NetPlan,
     frames: i64,
     done: impl Fn() -> bool + Sync,
 ) -> Result<Outcome, Error> {
     model.net().to_guest.store(frames, Ordering::Release);
     let (stop, over) = (Arc::<AtomicBool>::default(), AtomicBool::new(false));
-    let plan = Plan { stop: Some(stop.clone()), ..plan };
+    let plan = NetPlan { stop: Some(stop.clone()), ..plan };
     let mut device = NetDevice::connect(model.path(), &plan)?;
     std::thread::scope(|scope| {
         let ended = scope.spawn(|| {
@@ -127,11 +129,11 @@ fn a_sink_takes_and_checks_every_frame() {
     for (i, shape) in shapes().into_iter().enumerate() {
         let model = Model::start_net(&format!("sink{i}"));
         model.net().partial.store(shape.offloads, Ordering::Release);
-        // Frames that fill several buffers, where that is negotiated.
+        // Frames that fill several buffers, if that is negotiated.
         let longest = if shape.merge { 60_000 } else { 1514 };
         *model.net().sizes.lock().unwrap() = Some(Sizes::Range(60, longest));
         let (pairs, announce) = (u64::from(shape.pairs), i % 2 == 1);
-        let outcome = receive(&model, Plan { mode: Mode::Sink, announce, ..shape }, 5000).unwrap();
+        let outcome = receive(&model, NetPlan { mode: Mode::Sink, announce, ..shape }, 5000).unwrap();
         let announced = model.net().got.lock().unwrap().frames;
         assert_eq!(announced, if announce { pairs } else { 0 }, "shape {i}");
         let got = &outcome.received;
@@ -149,7 +151,7 @@ fn what_is_wrong_with_frames_is_counted() {
         for (counter, at) in [(&net.damage_in, 700), (&net.lose_in, 800), (&net.twice_in, 900)] {
             counter.store(at, Ordering::Release);
         }
-        let plan = Plan { mode: Mode::Sink, verify, ..shapes()[0].clone() };
+        let plan = NetPlan { mode: Mode::Sink, verify, ..shapes()[0].clone() };
         let outcome = receive(&model, plan, 2000).unwrap();
         let got = &outcome.received;
         assert_eq!((got.frames, got.lost, got.twice), (2000, 1, 1), "{got:?}");
@@ -163,7 +165,7 @@ fn what_is_wrong_with_frames_is_counted() {
 fn a_device_that_lies_ends_the_run() {
     let model = Model::start_net("lies");
     model.net().wrong_count_in.store(100, Ordering::Release);
-    let error = receive(&model, Plan { mode: Mode::Sink, ..shapes()[0].clone() }, 1000).unwrap_err();
+    let error = receive(&model, NetPlan { mode: Mode::Sink, ..shapes()[0].clone() }, 1000).unwrap_err();
     assert_eq!(error.kind(), Kind::Io);
     assert!(error.to_string().contains("said to fill 0 buffers"), "{error}");
 }
@@ -173,7 +175,7 @@ fn an_echo_sends_back_what_comes() {
     for (i, shape) in shapes().into_iter().enumerate() {
         let model = Model::start_net(&format!("echo{i}"));
         model.net().partial.store(shape.offloads, Ordering::Release);
-        let outcome = receive(&model, Plan { mode: Mode::Echo, ..shape }, 3000).unwrap();
+        let outcome = receive(&model, NetPlan { mode: Mode::Echo, ..shape }, 3000).unwrap();
         let got = model.net().got.lock().unwrap().clone();
         assert_eq!(outcome.received.frames, 3000, "shape {i}");
         assert_eq!(outcome.sent + outcome.no_room, 3000, "shape {i}");
@@ -187,23 +189,23 @@ fn the_server_dies_and_comes_back() {
     for (i, shape) in shapes().into_iter().enumerate() {
         let model = Model::start_net(&format!("dies{i}"));
         if i == 0 {
-            // A split ring says by itself what was given back.
+            // The used index of a split ring shows which buffers were returned.
             model.behaviour().refuse_protocol.store(protocol::INFLIGHT_SHMFD, Ordering::Release);
         }
         let reconnect = Some(Duration::from_secs(60));
-        let plan = Plan { frames: Some(30_000), reconnect, ..shape };
+        let plan = NetPlan { frames: Some(30_000), reconnect, ..shape };
         model.behaviour().die_after.store(2500, Ordering::Release);
         model.behaviour().deaths_wanted.store(5, Ordering::Release);
         let outcome = run(&model, &plan).unwrap();
         let got = model.net().got.lock().unwrap().clone();
         assert_eq!((outcome.sent, outcome.reconnects), (30_000, 5), "shape {i}");
-        // What was taken and not given back yet is sent again; nothing is missing.
+        // Frames that were taken and not completed are sent again. No frame is missing.
         assert_eq!((got.frames - got.twice - got.late, got.lost, got.damaged), (30_000, 0, 0), "shape {i}");
         let model = Model::start_net(&format!("dies-echo{i}"));
         model.behaviour().die_after.store(500, Ordering::Release);
-        let plan = Plan { mode: Mode::Echo, frames: None, ..plan };
+        let plan = NetPlan { mode: Mode::Echo, frames: None, ..plan };
         let (given, deaths) = (&model.net().to_guest, &model.behaviour().deaths);
-        // Until some have come after the death, too.
+        // Until some frames have arrived after the death, too.
         let at_death = AtomicI64::new(i64::MIN);
         let done = || {
             let (left, then) = (given.load(Ordering::Acquire), at_death.load(Ordering::Acquire));
@@ -221,22 +223,22 @@ fn the_server_dies_and_comes_back() {
 #[test]
 fn what_the_card_does_not_have_is_a_clear_error() {
     let model = Model::start_net("lacks");
-    let refused = |refuse: u64, plan: Plan| {
+    let refused = |refuse: u64, plan: NetPlan| {
         model.net().refuse.store(refuse, Ordering::Release);
-        let error = run(&model, &Plan { frames: Some(1), ..plan }).unwrap_err();
+        let error = run(&model, &NetPlan { frames: Some(1), ..plan }).unwrap_err();
         assert_eq!(error.kind(), Kind::Usage, "{error}");
         error.to_string()
     };
-    assert!(refused(0, Plan { pairs: 3, ..Plan::default() }).contains("--queues 1 to 2"));
+    assert!(refused(0, NetPlan { pairs: 3, ..NetPlan::default() }).contains("--queues 1 to 2"));
     assert!(refused(feature::NET_MQ, shapes()[0].clone()).contains("--queues 1 to 1"));
-    assert!(refused(feature::NET_MRG_RXBUF, Plan::default()).contains("--no-mrg"));
+    assert!(refused(feature::NET_MRG_RXBUF, NetPlan::default()).contains("--no-mrg"));
     assert!(refused(feature::NET_CSUM, shapes()[2].clone()).contains("--offloads"));
-    assert!(refused(0, Plan { queue_size: 100, ..Plan::default() }).contains("power of two"));
-    assert!(refused(0, Plan { batch: 300, ..Plan::default() }).contains("--batch 300"));
+    assert!(refused(0, NetPlan { queue_size: 100, ..NetPlan::default() }).contains("power of two"));
+    assert!(refused(0, NetPlan { batch: 300, ..NetPlan::default() }).contains("--batch 300"));
     model.behaviour().refuse_protocol.store(protocol::INFLIGHT_SHMFD, Ordering::Release);
     let reconnect = Some(Duration::from_secs(1));
-    assert!(refused(0, Plan { reconnect, ..shapes()[4].clone() }).contains("in-flight region"));
-    assert!(refused(0, Plan { flows: 0, ..Plan::default() }).contains("--flows 0"));
+    assert!(refused(0, NetPlan { reconnect, ..shapes()[4].clone() }).contains("in-flight region"));
+    assert!(refused(0, NetPlan { flows: 0, ..NetPlan::default() }).contains("--flows 0"));
 }
 
 #[test]
@@ -299,13 +301,13 @@ fn a_far_end_that_is_not_there_is_a_clear_error() {
     let model = Model::start_net("peer");
     let peer = Some(Peer { ifname: "vs-not-there".into(), senders: 1 });
     for mode in [Mode::Source, Mode::Sink] {
-        let error = run(&model, &Plan { mode, peer: peer.clone(), frames: Some(1), ..Plan::default() });
+        let error = run(&model, &NetPlan { mode, peer: peer.clone(), frames: Some(1), ..NetPlan::default() });
         let text = error.unwrap_err().to_string();
         assert!(text.contains("vs-not-there") && text.contains("network namespace"), "{text}");
     }
 }
 
-/// Why no tap can be made here.
+/// Returns the reason why the kernel has no taps.
 fn no_tap() -> Option<&'static str> {
     if !rustix::process::geteuid().is_root() {
         return Some("needs root");

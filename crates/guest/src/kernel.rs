@@ -26,7 +26,7 @@ use self::movers::Moves;
 use self::restarts::Restarts;
 use crate::driver::{Disk, Kernel, KernelOptions, Options, feature};
 use crate::error::{Result, fail};
-use crate::load::{self, LogGate, Outcome, Plan, Progress};
+use crate::load::{self, LoadPlan, LogGate, Outcome, Progress};
 
 /// The parameters of [`run`].
 #[derive(Clone, Debug)]
@@ -36,7 +36,7 @@ pub struct Request {
     /// Queues and their parameters.
     pub options: Options,
     /// The load. `None`: only request types are checked.
-    pub load: Option<Plan>,
+    pub load: Option<LoadPlan>,
     /// Rounds of every request type before the load.
     pub check: u32,
     /// Most descriptors of a request, split at random. 0: the usual three.
@@ -111,7 +111,7 @@ pub fn run(request: &Request, progress: &mut dyn Progress) -> Result<(Disk, Opti
 fn load_with_threads(
     disk: &mut Disk,
     request: &Request,
-    plan: &Plan,
+    plan: &LoadPlan,
     progress: &mut dyn Progress,
     report: &mut Report,
 ) -> Result<Outcome> {
@@ -125,7 +125,7 @@ fn load_with_threads(
         return Err(fail!(Usage, "the device does not offer VHOST_F_LOG_ALL: leave --log-every out"));
     }
     let gate = Arc::new(LogGate::new(usize::from(queues)));
-    let plan = Plan { log: request.log_every.map(|_| Arc::clone(&gate)), ..plan.clone() };
+    let plan = LoadPlan { log: request.log_every.map(|_| Arc::clone(&gate)), ..plan.clone() };
     let stop = AtomicBool::new(false);
     let (outcome, moves, restarts, log) = std::thread::scope(|scope| {
         let (vhost, stop, gate, seed) = (&vhost, &stop, &gate, request.seed);
@@ -210,7 +210,7 @@ impl Report {
 pub fn run_hostile(
     kernel: &KernelOptions,
     options: Options,
-    plan: &hostile::Plan,
+    plan: &hostile::HostilePlan,
 ) -> Result<hostile::Counts> {
     let mut disk = Disk::open_kernel(kernel, hostile::options(options))?;
     hostile::run(&mut disk, plan)

@@ -22,7 +22,7 @@ pub use self::loggate::LogGate;
 pub use self::pattern::{Pattern, Rw};
 use self::thread::Shared;
 pub use self::thread::pin;
-use self::watch::Watch;
+use self::watch::Watcher;
 use crate::driver::{Area, Disk, PAGE, Shuffle, feature};
 use crate::error::{Result, fail};
 use crate::rng::XorShift;
@@ -33,7 +33,7 @@ pub use crate::driver::SECTOR;
 
 /// The parameters of a load.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct LoadPlan {
     /// Access pattern.
     pub rw: Rw,
     /// Percent of reads in the mixed patterns.
@@ -88,7 +88,7 @@ pub struct Plan {
     pub unit: &'static str,
 }
 
-impl Default for Plan {
+impl Default for LoadPlan {
     fn default() -> Self {
         Self {
             rw: Rw::Randread,
@@ -122,7 +122,7 @@ impl Default for Plan {
     }
 }
 
-impl Plan {
+impl LoadPlan {
     /// Returns the number of buffers of a queue.
     fn buffer_count(&self) -> usize {
         usize::from(self.buffers.max(self.iodepth))
@@ -217,7 +217,7 @@ impl Outcome {
 /// # Errors
 /// The plan does not fit the disk. A request failed, was completed twice or was not completed. The
 /// server died and did not come back. Data that was read is not what was written.
-pub fn run(disk: &mut Disk, plan: &Plan, progress: &mut dyn Progress) -> Result<Outcome> {
+pub fn run(disk: &mut Disk, plan: &LoadPlan, progress: &mut dyn Progress) -> Result<Outcome> {
     let (first, count) = blocks(disk, plan)?;
     check_ring(disk, plan)?;
     watch::check_can_reconnect(disk.transport(), plan)?;
@@ -260,11 +260,11 @@ pub fn run(disk: &mut Disk, plan: &Plan, progress: &mut dyn Progress) -> Result<
 /// Those of [`run`].
 pub fn verify(
     disk: &mut Disk,
-    plan: &Plan,
+    plan: &LoadPlan,
     state: StateFile,
     progress: &mut dyn Progress,
 ) -> Result<Outcome> {
-    let plan = Plan { block: state.block, seed: state.seed, verify: true, ..plan.clone() };
+    let plan = LoadPlan { block: state.block, seed: state.seed, verify: true, ..plan.clone() };
     check_ring(disk, &plan)?;
     let buffers = buffers(disk, &plan)?;
     let lanes = disk.split().2.len();
@@ -283,7 +283,7 @@ pub fn verify(
 }
 
 /// Returns the range of the disk in blocks: first and count.
-fn blocks(disk: &Disk, plan: &Plan) -> Result<(u64, u64)> {
+fn blocks(disk: &Disk, plan: &LoadPlan) -> Result<(u64, u64)> {
     let block = u64::from(plan.block);
     if block == 0 || !block.is_multiple_of(SECTOR) {
         return Err(fail!(Usage, "--bs {block} is not a multiple of 512"));
@@ -311,7 +311,7 @@ fn blocks(disk: &Disk, plan: &Plan) -> Result<(u64, u64)> {
 }
 
 /// Checks that a ring has room for the depth, and that the device accepts the requests.
-fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
+fn check_ring(disk: &mut Disk, plan: &LoadPlan) -> Result<()> {
     let features = disk.transport().features();
     let config = *disk.config();
     if plan.rw.writes() && features & feature::BLK_RO != 0 {
@@ -345,7 +345,7 @@ fn check_ring(disk: &mut Disk, plan: &Plan) -> Result<()> {
 }
 
 /// Allocates buffers for every queue, and faults them in.
-fn buffers(disk: &mut Disk, plan: &Plan) -> Result<Vec<Area>> {
+fn buffers(disk: &mut Disk, plan: &LoadPlan) -> Result<Vec<Area>> {
     let len = plan.buffer_bytes() as usize;
     (0..disk.queue_count())
         .map(|_| {
@@ -358,7 +358,7 @@ fn buffers(disk: &mut Disk, plan: &Plan) -> Result<Vec<Area>> {
 
 fn read_back(
     disk: &mut Disk,
-    plan: &Plan,
+    plan: &LoadPlan,
     buffers: &[Area],
     partitions: &mut [Partition],
     progress: &mut dyn Progress,
@@ -366,7 +366,7 @@ fn read_back(
 ) -> Result<()> {
     let written = partitions.iter().map(Partition::written).sum();
     let sources = partitions.iter().map(|_| Source::Readback(0)).collect();
-    let plan = Plan { runtime: None, stop: None, ios: None, log: None, ..plan.clone() };
+    let plan = LoadPlan { runtime: None, stop: None, ios: None, log: None, ..plan.clone() };
     progress.phase("read back", None, Some(written));
     let mut outcome = Outcome::default();
     phase(disk, &plan, buffers, sources, partitions, progress, &mut outcome)?;
@@ -379,7 +379,7 @@ fn read_back(
 /// Runs one phase: threads are started, run, and joined.
 fn phase(
     disk: &mut Disk,
-    plan: &Plan,
+    plan: &LoadPlan,
     buffers: &[Area],
     sources: Vec<Source>,
     partitions: &mut [Partition],
@@ -408,7 +408,7 @@ fn phase(
     }
     let start = Instant::now();
     let until = plan.runtime.map(|runtime| start + runtime);
-    let mut watch = Watch {
+    let mut watch = Watcher {
         transport,
         memory,
         rings,

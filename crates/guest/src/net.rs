@@ -24,7 +24,7 @@ pub use self::peer::{Peer, PeerCounted};
 use crate::driver::{RingParts, feature};
 use crate::error::{Result, fail};
 use crate::load::thread::{self, Shared};
-use crate::load::watch::Watch;
+use crate::load::watch::Watcher;
 use crate::load::{self, Progress};
 use crate::stats::ServerCpu;
 
@@ -52,7 +52,7 @@ impl Mode {
 
 /// The parameters of [`run`].
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct NetPlan {
     /// The role of the guest.
     pub mode: Mode,
     /// Number of queue pairs.
@@ -110,7 +110,7 @@ pub struct Plan {
     pub run: u16,
 }
 
-impl Default for Plan {
+impl Default for NetPlan {
     fn default() -> Self {
         Self {
             mode: Mode::Source,
@@ -205,7 +205,7 @@ impl Outcome {
 /// # Errors
 /// The server died and did not come back, made an invalid completion, or completes nothing. The
 /// peer end cannot be set up.
-pub fn run(device: &mut NetDevice, plan: &Plan, progress: &mut dyn Progress) -> Result<Outcome> {
+pub fn run(device: &mut NetDevice, plan: &NetPlan, progress: &mut dyn Progress) -> Result<Outcome> {
     frame::check_flows(plan.flows)?;
     if plan.sizes.max() > LEN_PLAIN && plan.offloads && !device.has(feature::NET_HOST_USO) {
         return Err(fail!(
@@ -223,14 +223,14 @@ pub fn run(device: &mut NetDevice, plan: &Plan, progress: &mut dyn Progress) -> 
     let threads = plan.threads.clamp(1, pairs);
     let shared = Shared::new(2 * pairs, threads)?;
     let flows = Flows::default();
-    let watching = load::Plan {
+    let watching = load::LoadPlan {
         stop: plan.stop.clone(),
         interval: plan.interval,
         server_pid: plan.server_pid,
         reconnect: plan.reconnect,
         stall: plan.stall,
         unit: "frames",
-        ..load::Plan::default()
+        ..load::LoadPlan::default()
     };
     progress.phase(plan.mode.name(), plan.runtime, plan.frames);
     let (transport, memory) = (&mut device.transport, &device.memory);
@@ -252,7 +252,7 @@ pub fn run(device: &mut NetDevice, plan: &Plan, progress: &mut dyn Progress) -> 
     let mut server_cpu = ServerCpu::default();
     server_cpu.watch(plan.server_pid.or_else(|| transport.peer_pid()));
     let start = Instant::now();
-    let mut watch = Watch {
+    let mut watch = Watcher {
         transport,
         memory,
         rings,

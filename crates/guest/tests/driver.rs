@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use model::Model;
 use vshunt_guest::driver::{Code, DriverSeg, PAGE, Wire, feature, protocol, request};
-use vshunt_guest::load::{self, Plan, Rw, Silent};
+use vshunt_guest::load::{self, LoadPlan, Rw, Silent};
 use vshunt_guest::{Disk, Kind, Options};
 
 const SECTORS: u64 = 16 << 11; // 16 MiB
@@ -24,8 +24,15 @@ fn shapes() -> [Options; 4] {
     ]
 }
 
-fn plan() -> Plan {
-    Plan { rw: Rw::Randrw, iodepth: 16, ios: Some(60_000), verify: true, flush_every: 50, ..Plan::default() }
+fn plan() -> LoadPlan {
+    LoadPlan {
+        rw: Rw::Randrw,
+        iodepth: 16,
+        ios: Some(60_000),
+        verify: true,
+        flush_every: 50,
+        ..LoadPlan::default()
+    }
 }
 
 #[test]
@@ -69,7 +76,7 @@ fn verified_load() {
     let model = Model::start("load", SECTORS);
     for (threads, options) in [1, 2, 1, 2].into_iter().zip(shapes()) {
         let mut disk = Disk::connect(model.path(), options).unwrap();
-        let outcome = load::run(&mut disk, &Plan { threads, ..plan() }, &mut Silent).unwrap();
+        let outcome = load::run(&mut disk, &LoadPlan { threads, ..plan() }, &mut Silent).unwrap();
         assert_eq!(outcome.ios(), 60_000);
         assert!(outcome.verified_blocks.unwrap() > 3000);
         assert!(outcome.flushes.ios > 300 && outcome.reads.quantile_ns(0.5) > 0);
@@ -82,7 +89,7 @@ fn verified_load_cut_at_will() {
     for options in shapes() {
         let options = Options { indirect_cap: 24, ..options };
         let mut disk = Disk::connect(model.path(), options).unwrap();
-        let plan = Plan { shuffle: 24, buffers: 100, ios: Some(20_000), ..plan() };
+        let plan = LoadPlan { shuffle: 24, buffers: 100, ios: Some(20_000), ..plan() };
         let outcome = load::run(&mut disk, &plan, &mut Silent).unwrap();
         assert_eq!(outcome.ios(), 20_000);
         assert!(outcome.verified_blocks.unwrap() > 2000);
@@ -92,7 +99,7 @@ fn verified_load_cut_at_will() {
     let model = Model::start("cut-lost", SECTORS);
     model.behaviour().lose_write_in.store(1500, Ordering::Release);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
-    let plan = Plan { rw: Rw::Write, ios: Some(3000), shuffle: 3, ..plan() };
+    let plan = LoadPlan { rw: Rw::Write, ios: Some(3000), shuffle: 3, ..plan() };
     assert_eq!(load::run(&mut disk, &plan, &mut Silent).unwrap_err().kind(), Kind::Verify);
 }
 
@@ -102,7 +109,7 @@ fn a_lost_write_is_found() {
     model.behaviour().lose_write_in.store(1500, Ordering::Release);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
     // Each block is written once, so that nothing overwrites the lost write.
-    let plan = Plan { rw: Rw::Write, ios: Some(3000), ..plan() };
+    let plan = LoadPlan { rw: Rw::Write, ios: Some(3000), ..plan() };
     let error = load::run(&mut disk, &plan, &mut Silent).unwrap_err();
     assert_eq!((error.kind(), error.exit_code()), (Kind::Verify, 1));
     assert!(error.to_string().contains("expected generation"), "{error}");
@@ -128,7 +135,7 @@ fn the_server_dies_twenty_times() {
             let model = Model::start(&format!("dies{i}{stale_packed_base}"), SECTORS);
             let mut disk = Disk::connect(model.path(), options.clone()).unwrap();
             let reconnect = Some(Duration::from_secs(60));
-            let plan = Plan { reconnect, stale_packed_base, ios: Some(100_000), ..plan() };
+            let plan = LoadPlan { reconnect, stale_packed_base, ios: Some(100_000), ..plan() };
             model.behaviour().die_after.store(2500, Ordering::Release);
             model.behaviour().deaths_wanted.store(20, Ordering::Release);
             let outcome = load::run(&mut disk, &plan, &mut Silent).unwrap();
@@ -235,7 +242,8 @@ fn a_server_that_hangs_ends_the_run_soon_after_its_time() {
     let model = Model::start("hang", SECTORS);
     let mut disk = Disk::connect(model.path(), shapes()[2].clone()).unwrap();
     let linger = Duration::from_millis(1500);
-    let plan = Plan { ios: None, runtime: Some(Duration::from_millis(500)), linger, verify: false, ..plan() };
+    let plan =
+        LoadPlan { ios: None, runtime: Some(Duration::from_millis(500)), linger, verify: false, ..plan() };
     struct Notes(Vec<String>);
     impl load::Progress for Notes {
         fn phase(&mut self, _: &str, _: Option<Duration>, _: Option<u64>) {}

@@ -14,9 +14,9 @@ use vshunt_guest::kernel::{self, hostile, net};
 use crate::kernel_table as table;
 use crate::report::{Live, Summary};
 use crate::units::{parse_time, show_rate};
-use vshunt_guest::load::Plan;
+use vshunt_guest::load::LoadPlan;
 
-/// Bytes of buffers a queue, at most, that the check of the dirty log goes round.
+/// Most bytes of buffers that a queue uses in turn for the check of the dirty log.
 const LOG_BUFFERS_BYTES: u64 = 8 << 20;
 
 pub(super) const EXAMPLES: &str = "\
@@ -32,12 +32,13 @@ The backend is written to. Needs the module vhost_blk, and permission on /dev/vh
 
 Exit codes: 0 ok, 1 an I/O or verification error, 2 wrong usage, 3 no such device.";
 
-/// How requests are laid out over descriptors.
+/// The layout of requests in descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Layout {
-    /// Header, data, status: a descriptor each.
+    /// Header, data, status: one descriptor each.
     Plain,
-    /// Cut at will, header and status in one descriptor with data or apart, data anywhere, indirect or not.
+    /// Split at random: header and status share descriptors with data or not, data starts anywhere,
+    /// indirect or not.
     Random,
 }
 
@@ -50,53 +51,58 @@ pub(super) struct KernelArgs {
     /// The kernel's device [default: /dev/vhost-blk, with --net /dev/vhost-net]
     #[arg(long, value_name = "PATH")]
     device: Option<PathBuf>,
-    /// The block device to serve; with --tables several, with commas between them
+    /// The block device to serve; with --tables several, separated by commas
     #[arg(long, required_unless_present = "net", value_delimiter = ',', value_name = "PATH")]
     backend: Vec<PathBuf>,
-    /// Nothing may be written
+    /// Make the device read-only
     #[arg(long)]
     read_only: bool,
-    /// What GET_ID has to answer
+    /// The expected answer to GET_ID
     #[arg(long, default_value = "vshunt-bench")]
     serial: String,
-    /// Who serves: `one` worker, one `per-queue`, or a number of them, with queues dealt to them in turn
+    /// Workers: `one`, `per-queue`, or a number of workers to which queues are assigned round robin
     #[arg(long, default_value = "one", value_parser = workers)]
     workers: Workers,
-    /// Move queues between workers while the load runs, make and free workers, at this pace
+    /// Interval at which queues move between workers under load, and workers are created and freed
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     attach_every: Option<Duration>,
-    /// Stop queues and start them again while the load runs, and take the backend away and set it again, at this pace
+    /// Interval at which queues are stopped and started again under load, and the backend is
+    /// removed and set again
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     restart_every: Option<Duration>,
-    /// Switch the dirty log on and off while the load runs, with this pause, and check that all writes are in it
+    /// Interval at which the dirty log is switched on and off under load, with a check that it has
+    /// all writes
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     log_every: Option<Duration>,
-    /// How requests are laid out over descriptors
+    /// Layout of requests in descriptors
     #[arg(long, value_enum, default_value = "plain")]
     layout: Layout,
-    /// Descriptors a request at most, with --layout random
+    /// Most descriptors of a request, with --layout random
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u16).range(3..=1024), value_name = "N")]
     segments: u16,
-    /// First make so many rounds of every request type, right and wrong ones; without --runtime, --ios or --size
-    /// nothing else
+    /// First make this number of rounds of every request type, valid and invalid; without
+    /// --runtime, --ios or --size nothing else
     #[arg(long, default_value_t = 0, value_name = "ROUNDS")]
     check: u32,
-    /// Instead of a load: so many chains that lie
+    /// Instead of a load: send this number of malformed chains
     #[arg(long, value_name = "N", conflicts_with_all = ["check", "attach_every", "restart_every", "log_every", "tables"])]
     hostile: Option<u64>,
-    /// With --hostile: chains are made from the files of this folder first, a fuzzer's corpus, then from the seed
+    /// With --hostile: first make chains from the files of this folder, a fuzzer's corpus, then
+    /// from the seed
     #[arg(long, value_name = "FOLDER", requires = "hostile")]
     corpus: Option<PathBuf>,
-    /// Instead of a load: one worker against several, 1 to 8 queues, beside the tables that started this project
+    /// Instead of a load: compare one worker with several, 1 to 8 queues, next to the tables that
+    /// started this project
     #[arg(long, conflicts_with_all = ["check", "attach_every", "restart_every", "log_every"])]
     tables: bool,
-    /// Instead: frames through /dev/vhost-net and a tap, both ways, each looked at; --queues pairs, --ios frames each way
+    /// Instead of a load: send frames through /dev/vhost-net and a tap, in both directions, each
+    /// one checked; --queues pairs, --ios frames in each direction
     #[arg(long, conflicts_with_all = ["backend", "check", "attach_every", "restart_every", "log_every", "tables", "hostile"])]
     net: bool,
-    /// The tap's name, with --net; it is made, and gone in the end
+    /// Name of the tap, with --net; it is made, and removed at the end
     #[arg(long, default_value = "vsbench0", value_name = "NAME")]
     tap: String,
-    /// Queues to compare at, with --tables
+    /// Numbers of queues to compare, with --tables
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8")]
     jobs: Vec<u16>,
 }
@@ -113,14 +119,14 @@ fn workers(text: &str) -> std::result::Result<Workers, String> {
 }
 
 impl KernelArgs {
-    fn plan(&self) -> Result<Plan> {
+    fn plan(&self) -> Result<LoadPlan> {
         let plan = self.work.plan(&self.shape)?;
         let shuffle = if self.layout == Layout::Random { self.segments } else { 0 };
         let buffers = match self.log_every {
             Some(_) => (LOG_BUFFERS_BYTES / u64::from(plan.block)).clamp(4, 1024) as u16,
             None => 0,
         };
-        Ok(Plan {
+        Ok(LoadPlan {
             shuffle,
             buffers: buffers.max(plan.iodepth.saturating_mul(4) * u16::from(buffers > 0)),
             ..plan
@@ -145,7 +151,7 @@ impl KernelArgs {
     }
 }
 
-/// All files of a folder and those in it, by name, one behind the other.
+/// Returns all files of a folder and its subfolders, sorted by name and concatenated.
 fn read_corpus(folder: &Path) -> Result<Vec<u8>> {
     let failed = |path: &Path, e| fail!(Io, "cannot read {}: {e}", path.display());
     let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
@@ -172,8 +178,12 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
     let options = args.shape.options(&plan);
     if let Some(chains) = args.hostile {
         let corpus = args.corpus.as_deref().map_or(Ok(vec![]), read_corpus)?;
-        let plan =
-            hostile::Plan { chains, seed: args.work.seed, corpus, patience: args.shape.manner.timeout };
+        let plan = hostile::HostilePlan {
+            chains,
+            seed: args.work.seed,
+            corpus,
+            patience: args.shape.manner.timeout,
+        };
         let counts = kernel::run_hostile(&kernel, options, &plan)?;
         let value = serde_json::json!({ "hostile": counts });
         return print(args, &value, || {
@@ -221,7 +231,7 @@ pub(super) fn run(args: &KernelArgs) -> Result<()> {
 }
 
 fn net(args: &KernelArgs) -> Result<()> {
-    let plan = net::Plan {
+    let plan = net::VhostNetPlan {
         device: args.device("/dev/vhost-net"),
         tap: args.tap.clone(),
         pairs: args.shape.queues,

@@ -9,7 +9,7 @@ use super::{Cpus, Manner, cpus};
 use vshunt_guest::error::{Error, Kind, Result};
 use vshunt_guest::fail;
 use vshunt_guest::net::frame::Sizes;
-use vshunt_guest::net::{self, Mode, NetDevice, Peer, Plan};
+use vshunt_guest::net::{self, Mode, NetDevice, NetPlan, Peer};
 
 use crate::net_report::Summary;
 use crate::report::Live;
@@ -36,9 +36,9 @@ Exit codes: 0 ok, 1 a lie of the server or wrong frames, 2 wrong usage, 3 cannot
 enum NetMode {
     /// Send frames of many flows
     Source,
-    /// Take frames, keep the receive rings full
+    /// Receive frames, and keep the receive rings full
     Sink,
-    /// Send back what comes, addresses exchanged
+    /// Send back received frames with their addresses exchanged
     Echo,
 }
 
@@ -63,74 +63,78 @@ pub(super) struct NetArgs {
     /// The server's vhost-user socket
     #[arg(long, short)]
     socket: PathBuf,
-    /// What the guest does
+    /// Role of the guest
     #[arg(long, value_enum)]
     mode: NetMode,
-    /// Queue pairs to set up
+    /// Number of queue pairs to set up
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: u16,
-    /// Descriptors a ring
+    /// Descriptors of each ring
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u16).range(2..=32768))]
     queue_size: u16,
-    /// Bytes of a frame: a number, `imix` (7 of 64, 4 of 594, 1 of 1514), or a range such as 60-1514
+    /// Bytes of a frame: a number, `imix` (7 of 64, 4 of 594, 1 of 1514), or a range such as
+    /// 60-1514
     #[arg(long, default_value = "64", value_parser = sizes)]
     size: Sizes,
-    /// Flows, dealt to the queue pairs in turn
+    /// Number of flows, assigned to the queue pairs round robin
     #[arg(long, default_value_t = 16)]
     flows: u16,
-    /// Frames a second of the source or of the peer end, over all flows, such as 50000, 200k or 1.5M [default: as many as can be]
+    /// Frames per second of the source or of the peer end, over all flows, such as 50000, 200k or
+    /// 1.5M [default: as many as possible]
     #[arg(long, value_parser = rate, value_name = "RATE")]
     rate: Option<f64>,
-    /// Frames, or receive buffers, that the server is told of at once
+    /// Frames, or receive buffers, that are published together
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
     batch: u16,
-    /// A receive buffer for each frame, large enough for the longest one
+    /// Use one receive buffer for each frame, large enough for the longest one
     #[arg(long)]
     no_mrg: bool,
-    /// Leave checksums to the device, and frames longer than 1514 bytes (UDP segments)
+    /// Let the device compute checksums, and cut frames longer than 1514 bytes (UDP segments)
     #[arg(long)]
     offloads: bool,
-    /// Packed rings instead of split ones
+    /// Use packed rings instead of split ones
     #[arg(long)]
     packed: bool,
     /// Do not use indirect descriptors
     #[arg(long)]
     no_indirect: bool,
-    /// Do not use the event index: notify and be notified more often
+    /// Do not use the event index, which causes more notifications in both directions
     #[arg(long)]
     no_event_idx: bool,
-    /// Check every byte and checksum of what is received; a source has header and frame apart now and then
+    /// Check every byte and checksum of received frames; a source sometimes puts header and frame
+    /// into separate buffers
     #[arg(long)]
     verify: bool,
-    /// A sink first sends a frame on each pair, from the address that sources send to: a switch knows where it is then
+    /// A sink first sends a frame on each pair, from the address to which sources send, so that a
+    /// switch learns it
     #[arg(long)]
     announce: bool,
-    /// How long, such as 10s, 500ms or 2m; a number alone is seconds [default: 5s, if no --frames is given]. Ctrl-C is the
-    /// end of it, too
+    /// Length of the run, such as 10s, 500ms or 2m; a bare number is seconds [default: 5s, if no
+    /// --frames is given]. Ctrl-C ends the run, too
     #[arg(long, alias = "time", value_parser = parse_time, value_name = "TIME")]
     runtime: Option<Duration>,
-    /// Frames that the source sends in all
+    /// Number of frames that the source sends
     #[arg(long, value_name = "N")]
     frames: Option<u64>,
-    /// Load threads; queue pairs are dealt to them in turn [default: one a pair]
+    /// Load threads, to which queue pairs are assigned round robin [default: one for each pair]
     #[arg(long)]
     threads: Option<usize>,
-    /// Look for completions this many microseconds before sleeping on the eventfd
+    /// Poll for completions this many microseconds before sleeping on the eventfd
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     spin_us: u64,
-    /// CPUs for the threads, in turn, such as 0,2-3; those of the peer end come last
+    /// CPUs for the threads, round robin, such as 0,2-3; those of the peer end come last
     #[arg(long, value_parser = cpus, value_name = "CPUS")]
     pin: Option<Cpus>,
-    /// Play the host's end of this interface, the tap behind the server
+    /// Act as the host's end of this interface, the tap behind the server
     #[arg(long, value_name = "IFNAME")]
     peer: Option<String>,
-    /// Threads of the peer end that send
+    /// Number of sending threads of the peer end
     #[arg(long, default_value_t = 1, requires = "peer", value_name = "N")]
     senders: u16,
-    /// The server's process, for its CPU time [default: who listens on the socket]
+    /// The server's process, for its CPU time [default: the process that listens on the socket]
     #[arg(long, value_name = "PID")]
     server_pid: Option<u32>,
-    /// If the server dies, wait this long for it to come back, and go on
+    /// If the server dies, wait this long for a new one, and continue
     #[arg(long, value_parser = parse_time, value_name = "TIME")]
     reconnect: Option<Duration>,
     #[command(flatten)]
@@ -138,7 +142,7 @@ pub(super) struct NetArgs {
 }
 
 impl NetArgs {
-    fn plan(&self) -> Result<Plan> {
+    fn plan(&self) -> Result<NetPlan> {
         let mode = match self.mode {
             NetMode::Source => Mode::Source,
             NetMode::Sink => Mode::Sink,
@@ -153,7 +157,7 @@ impl NetArgs {
         if self.rate.is_some() && mode != Mode::Source && self.peer.is_none() {
             return Err(fail!(Usage, "--rate is for who sends: --mode source, or --peer"));
         }
-        Ok(Plan {
+        Ok(NetPlan {
             mode,
             pairs: self.queues,
             queue_size: self.queue_size,
@@ -179,7 +183,7 @@ impl NetArgs {
             stall: self.manner.stall,
             timeout: self.manner.timeout,
             peer: self.peer.clone().map(|ifname| Peer { ifname, senders: self.senders }),
-            ..Plan::default()
+            ..NetPlan::default()
         })
     }
 }
@@ -188,7 +192,7 @@ pub(super) fn run(args: &NetArgs) -> Result<()> {
     let plan = args.plan()?;
     net::frame::check_flows(plan.flows)?;
     let mut device = NetDevice::connect(&args.socket, &plan)?;
-    let plan = Plan { stop: Some(stop::by_interrupt()?), ..plan };
+    let plan = NetPlan { stop: Some(stop::by_interrupt()?), ..plan };
     let mut live = Live::of_frames();
     let result = net::run(&mut device, &plan, &mut live);
     live.finish();

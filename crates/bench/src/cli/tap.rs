@@ -22,43 +22,44 @@ As root. The tap is made in a network namespace of this command's own and goes w
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum TapMode {
-    /// Out of the tap's queues
+    /// Frames out of the tap's queues
     Read,
-    /// Into them
+    /// Frames into the tap's queues
     Write,
-    /// The one, then the other
+    /// First out of, then into the queues
     Both,
 }
 
 #[derive(Args)]
 pub(super) struct TapArgs {
-    /// Numbers of queues to compare, with a thread each
+    /// Numbers of queues to compare, with one thread for each queue
     #[arg(long, value_delimiter = ',', default_value = "1,2,3,4")]
     queues: Vec<u16>,
-    /// Bytes of a frame, without the 4 bytes of checksum that hardware adds
+    /// Bytes of a frame, without the checksum of 4 bytes that the hardware adds
     #[arg(long, default_value_t = 64)]
     size: usize,
-    /// Which way
+    /// Direction of the frames
     #[arg(long, value_enum, default_value = "both")]
     mode: TapMode,
-    /// Flows of all senders
+    /// Number of flows of all senders
     #[arg(long, default_value_t = 64)]
     flows: u16,
-    /// Threads that send to the tap [default: as many as CPUs are left beside the most queues, at least 1]
+    /// Threads that send to the tap [default: the CPUs that the most queues leave free, at least 1]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..), value_name = "N")]
     senders: Option<u16>,
-    /// Each figure's length, such as 2s or 500ms; a number alone is seconds
+    /// Length of each measurement, such as 2s or 500ms; a bare number is seconds
     #[arg(long, alias = "time", value_parser = parse_time, default_value = "2s", value_name = "TIME")]
     runtime: Duration,
-    /// CPUs for the threads, in turn, such as 0,2-3: first those of the queues, then the senders
+    /// CPUs for the threads, round robin, such as 0,2-3: first those of the queues, then the
+    /// senders
     #[arg(long, value_parser = cpus, value_name = "CPUS")]
     pin: Option<Cpus>,
-    /// The table as JSON on stdout
+    /// Print the table as JSON on stdout
     #[arg(long)]
     json: bool,
 }
 
-/// Before any thread is made.
+/// Runs the subcommand. Called before any thread is started.
 pub(super) fn run(args: &TapArgs) -> Result<()> {
     check_flows(args.flows)?;
     if !(LEN_MIN..=LEN_PLAIN).contains(&args.size) {

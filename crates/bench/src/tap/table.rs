@@ -1,4 +1,4 @@
-//! The figures of a tap beside the seed's.
+//! The figures of a tap, next to the original ones.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::report::Machine;
 /// One figure.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
-    /// Queues, and threads.
+    /// Number of queues and threads.
     pub queues: u16,
-    /// Thousand frames a second, by all of them.
+    /// Thousand frames per second, over all queues.
     pub kpps: f64,
-    /// CPU time of the threads of the queues a frame, nanoseconds; null if there was no frame.
+    /// Nanoseconds of CPU time of the queues' threads per frame. Null if there was no frame.
     pub cpu_ns: Option<f64>,
-    /// Thousand frames a second that the tap took from the senders; null for writes.
+    /// Thousand frames per second that the tap took from the senders. Null for writes.
     pub sent_kpps: Option<f64>,
 }
 
@@ -34,12 +34,12 @@ impl Figure {
 pub struct Row {
     /// `read` or `write`.
     pub what: &'static str,
-    /// A figure a number of queues.
+    /// One figure for each number of queues.
     pub figures: Vec<Figure>,
 }
 
 impl Row {
-    /// Percent more than with one queue; none without a figure for one.
+    /// Returns the percentage more than with one queue. `None` without a figure for one queue.
     fn gain(&self, figure: &Figure) -> Option<f64> {
         let one = self.figures.iter().find(|f| f.queues == 1 && f.kpps > 0.0)?;
         Some((figure.kpps / one.kpps - 1.0) * 100.0)
@@ -49,29 +49,29 @@ impl Row {
 /// The result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Table {
-    /// Where it was measured.
+    /// The machine of the measurement.
     pub machine: Machine,
     /// Bytes of a frame.
     pub size: usize,
-    /// Flows.
+    /// Number of flows.
     pub flows: u16,
-    /// Threads that sent.
+    /// Number of sending threads.
     pub senders: u16,
-    /// Seconds a figure.
+    /// Length of each measurement in seconds.
     pub seconds: f64,
     /// `read`, `write`.
     pub rows: Vec<Row>,
 }
 
 impl Table {
-    /// As JSON, with the seed's figures in `seed`.
+    /// Returns the table as JSON, with the original figures in `seed`.
     pub fn json(&self) -> serde_json::Value {
         let mut value = serde_json::to_value(self).unwrap_or_default();
         value["seed"] = serde_json::to_value(SEED).unwrap_or_default();
         value
     }
 
-    /// As text.
+    /// Returns the table as text.
     pub fn text(&self) -> String {
         let mut out = String::new();
         let _ = writeln!(
@@ -120,7 +120,7 @@ impl Table {
         }
     }
 
-    /// What a machine with few CPUs cannot show.
+    /// Adds a note if the machine has too few CPUs.
     fn note_cpus(&self, out: &mut String) {
         for row in &self.rows {
             let more = if row.what == "read" { usize::from(self.senders) } else { 0 };

@@ -58,7 +58,7 @@ pub struct Counts {
 
 /// The parameters of [`run`].
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct HostilePlan {
     /// Chains to make.
     pub chains: u64,
     /// Seed of the random numbers.
@@ -131,7 +131,7 @@ struct Offered {
 
 struct Hostile<'a> {
     kernel: &'a Kernel,
-    plan: &'a Plan,
+    plan: &'a HostilePlan,
     rings: Vec<Ring>,
     arena: &'a Area,
     source: Source<'a>,
@@ -141,7 +141,7 @@ struct Hostile<'a> {
 
 /// The result of a wait.
 #[derive(PartialEq, Eq)]
-enum End {
+enum WaitResult {
     Answered,
     Broken,
 }
@@ -150,7 +150,7 @@ enum End {
 ///
 /// # Errors
 /// The device hangs, answers a valid request incorrectly, or writes to memory that no chain named.
-pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
+pub fn run(disk: &mut Disk, plan: &HostilePlan) -> Result<Counts> {
     let memory = disk.memory().clone();
     let area =
         |at: u64, len: u64| memory.area(at, len as usize).ok_or_else(|| fail!(System, "no hostile memory"));
@@ -197,7 +197,7 @@ pub fn run(disk: &mut Disk, plan: &Plan) -> Result<Counts> {
 
 /// Ends the process if a call to the kernel does not return. The calling thread cannot be stopped
 /// otherwise.
-fn watch(plan: &Plan, progress: &AtomicU64, over: &AtomicBool) {
+fn watch(plan: &HostilePlan, progress: &AtomicU64, over: &AtomicBool) {
     let (mut last, mut since) = (progress.load(Ordering::Acquire), Instant::now());
     while !over.load(Ordering::Acquire) {
         std::thread::sleep(Duration::from_millis(50));
@@ -276,12 +276,12 @@ impl Hostile<'_> {
             return self.restart(q);
         }
         let end = self.wait(q, before.wrapping_add(offered.len() as u16))?;
-        if end == End::Broken {
+        if end == WaitResult::Broken {
             // All requests in flight are answered when the stop returns.
             self.kernel.stop_ring(q as u16)?;
         }
         self.tally(q, before, &mut offered, changed)?;
-        if end == End::Answered {
+        if end == WaitResult::Answered {
             return Ok(());
         }
         self.counts.broken += offered.len() as u64;
@@ -353,16 +353,16 @@ impl Hostile<'_> {
     }
 
     /// Waits until the used index is `until`, or the ring is broken.
-    fn wait(&mut self, q: usize, until: u16) -> Result<End> {
+    fn wait(&mut self, q: usize, until: u16) -> Result<WaitResult> {
         let deadline = Instant::now() + self.plan.patience;
         loop {
             let ring = &self.rings[q];
             let used = ring.used_index();
             if used == until {
-                return Ok(End::Answered);
+                return Ok(WaitResult::Answered);
             }
             if self.kernel.take_broken(q as u16) {
-                return Ok(End::Broken);
+                return Ok(WaitResult::Broken);
             }
             if Instant::now() > deadline {
                 return Err(self.hangs(q, "neither answered it nor broke the ring"));
@@ -438,7 +438,7 @@ impl Hostile<'_> {
         let until = ring.used_index().wrapping_add(1);
         ring.offer(0);
         ring.publish();
-        if self.wait(q, until)? == End::Broken {
+        if self.wait(q, until)? == WaitResult::Broken {
             return Err(fail!(Io, "a sound request broke ring {q}"));
         }
         let mut byte = [0];

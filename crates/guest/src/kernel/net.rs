@@ -39,7 +39,7 @@ const TX: u16 = 1;
 
 /// The parameters of [`run`].
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct VhostNetPlan {
     /// `/dev/vhost-net`.
     pub device: PathBuf,
     /// Name of the tap.
@@ -104,7 +104,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn open(plan: &Plan, tap: File) -> Result<Self> {
+    fn open(plan: &VhostNetPlan, tap: File) -> Result<Self> {
         let vhost = Vhost::open(&plan.device).map_err(vhost_error)?;
         vhost.set_owner().map_err(vhost_error)?;
         let offered = vhost.features().map_err(vhost_error)?;
@@ -198,7 +198,7 @@ impl Pair {
 /// # Errors
 /// A frame is lost, damaged or received twice. vhost-net refuses a call, or accepts one that it
 /// does not support.
-pub fn run(plan: &Plan) -> Result<Report> {
+pub fn run(plan: &VhostNetPlan) -> Result<Report> {
     let taps = open_tap(&plan.tap, plan.pairs)?;
     let mut pairs = taps.into_iter().map(|tap| Pair::open(plan, tap)).collect::<Result<Vec<_>>>()?;
     let peer = PacketSocket::open(&plan.tap, ETHERTYPE)?;
@@ -252,7 +252,7 @@ fn arrived(missing: &mut HashSet<u64>, frame: &[u8], direction: Direction) -> Re
     }
 }
 
-fn lost(missing: &HashSet<u64>, direction: Direction, plan: &Plan) -> Error {
+fn lost(missing: &HashSet<u64>, direction: Direction, plan: &VhostNetPlan) -> Error {
     let first = missing.iter().min().copied().unwrap_or_default();
     fail!(
         Io,
@@ -266,7 +266,7 @@ fn lost(missing: &HashSet<u64>, direction: Direction, plan: &Plan) -> Error {
 fn outward(
     pairs: &mut [Pair],
     peer: &PacketSocket,
-    plan: &Plan,
+    plan: &VhostNetPlan,
     numbers: std::ops::Range<u64>,
     rng: &mut XorShift,
 ) -> Result<()> {
@@ -321,7 +321,7 @@ fn outward(
 fn inward(
     pairs: &mut [Pair],
     peer: &PacketSocket,
-    plan: &Plan,
+    plan: &VhostNetPlan,
     numbers: std::ops::Range<u64>,
     rng: &mut XorShift,
 ) -> Result<()> {

@@ -9,7 +9,7 @@ use super::gauge::LoadGauge;
 use super::loggate::Notes;
 use super::pattern::Pattern;
 use super::thread::Drive;
-use super::{Plan, SECTOR};
+use super::{LoadPlan, SECTOR};
 use crate::driver::{Area, FRAME_HEAD, Queue, request, status};
 use crate::error::{Error, Kind, Result, fail};
 use crate::rng::XorShift;
@@ -89,7 +89,7 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(plan: &Plan, stream: u64) -> Self {
+    fn new(plan: &LoadPlan, stream: u64) -> Self {
         Self {
             stride: plan.stride(),
             taken: vec![false; plan.buffer_count()],
@@ -149,7 +149,7 @@ impl<'a> Lane<'a> {
         queue: &'a mut Queue,
         gauge: &'a LoadGauge,
         data: Area,
-        plan: &'a Plan,
+        plan: &'a LoadPlan,
         share: Share<'a>,
     ) -> Self {
         let size = usize::from(queue.parts().size);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::thread::{FAIL, PARK, RUN, STOP, Shared};
-use super::{Plan, Progress, Tick};
+use super::{LoadPlan, Progress, Tick};
 use crate::driver::{Memory, PollEvent, RingParts, RingSetup, Transport, fresh_base};
 use crate::error::{Error, Kind, Result, fail};
 use crate::stats::{ServerCpu, process_state};
@@ -19,12 +19,12 @@ const LOOK: Duration = Duration::from_millis(200);
 const NOTE_AFTER: Duration = Duration::from_secs(1);
 
 /// The state of the watching thread.
-pub(crate) struct Watch<'a> {
+pub(crate) struct Watcher<'a> {
     pub(crate) transport: &'a mut Transport,
     pub(crate) memory: &'a Memory,
     pub(crate) rings: Vec<RingParts>,
     pub(crate) shared: &'a Shared,
-    pub(crate) plan: &'a Plan,
+    pub(crate) plan: &'a LoadPlan,
     pub(crate) server_cpu: &'a mut ServerCpu,
     pub(crate) progress: &'a mut dyn Progress,
     /// Nothing is submitted after this time.
@@ -51,7 +51,7 @@ struct LaneProgress {
     at: Instant,
 }
 
-impl Watch<'_> {
+impl Watcher<'_> {
     /// Watches until all threads have ended. After an error, the threads were told to stop.
     pub(crate) fn run(&mut self) -> Result<()> {
         let result = self.watch();
@@ -243,7 +243,7 @@ fn drain(event: &OwnedFd) {
 }
 
 /// Checks that the device can continue after the death of its server, if the plan needs it.
-pub(super) fn check_can_reconnect(transport: &Transport, plan: &Plan) -> Result<()> {
+pub(super) fn check_can_reconnect(transport: &Transport, plan: &LoadPlan) -> Result<()> {
     let can = matches!(transport, Transport::Socket(session) if session.inflight().is_some());
     if plan.reconnect.is_some() && !can {
         return Err(Error::new(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use virtio::ring::RingFeatures;
 
-use super::Plan;
+use super::NetPlan;
 use super::frame::LEN_PLAIN;
 use crate::driver::{
     Area, Class, DEFAULT_BASE, Memory, NetConfig, Options, PAGE, Queue, QueueShape, RegionSpec, RingSetup,
@@ -69,7 +69,7 @@ impl NetDevice {
     /// # Errors
     /// The socket cannot be reached, its server has no network device, or the device lacks a
     /// feature that the plan needs.
-    pub fn connect(socket: &Path, plan: &Plan) -> Result<Self> {
+    pub fn connect(socket: &Path, plan: &NetPlan) -> Result<Self> {
         let options = options(plan);
         let session = Session::open(socket.to_path_buf(), &options)?;
         check(&session, plan)?;
@@ -114,7 +114,7 @@ impl NetDevice {
 /// The longest frame at an MTU of 9000, the usual large MTU.
 const LONG_MTU: usize = 9000 + 14;
 
-fn options(plan: &Plan) -> Options {
+fn options(plan: &NetPlan) -> Options {
     let mut wanted = feature::NET_MQ | feature::NET_MAC | feature::NET_STATUS | feature::NET_MTU;
     if plan.merge {
         wanted |= feature::NET_MRG_RXBUF;
@@ -135,7 +135,7 @@ fn options(plan: &Plan) -> Options {
 }
 
 /// Checks that the device supports the plan.
-fn check(session: &Session, plan: &Plan) -> Result<()> {
+fn check(session: &Session, plan: &NetPlan) -> Result<()> {
     let told = session.device().copied().unwrap_or(NetConfig::default()).pairs;
     let has = |bit: u64| session.features() & bit != 0;
     // Some servers count rings in GET_QUEUE_NUM, and others count pairs.

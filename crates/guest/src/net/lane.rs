@@ -12,7 +12,7 @@ use super::device::{HEADER, Pair};
 use super::flows::{Flows, Tally};
 use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, Frame, HEAD, LEN_PLAIN, Mark, SEGMENT};
 use super::rate::Rate;
-use super::{Mode, Plan};
+use super::{Mode, NetPlan};
 use crate::driver::{DriverSeg, Queue};
 use crate::error::Result;
 use crate::load::gauge::LoadGauge;
@@ -39,7 +39,7 @@ pub(super) struct Counted {
 
 /// One queue pair under load.
 pub(super) struct Lane<'a> {
-    pub(super) plan: &'a Plan,
+    pub(super) plan: &'a NetPlan,
     pub(super) pair: &'a mut Pair,
     pub(super) index: u32,
     pub(super) gauges: &'a [LoadGauge],
@@ -75,7 +75,7 @@ pub(super) struct Negotiated {
 
 impl<'a> Lane<'a> {
     pub(super) fn new(
-        plan: &'a Plan,
+        plan: &'a NetPlan,
         index: u16,
         pair: &'a mut Pair,
         gauges: &'a [LoadGauge],

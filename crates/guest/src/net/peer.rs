@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::flows::{Flows, Tally};
 use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, Frame, LEN_PLAIN, Mark, SEGMENT};
-use super::{Mode, Plan};
+use super::{Mode, NetPlan};
 use crate::error::Result;
 use crate::link::{self, Inbox, LinkCounters, Outbox, PacketSocket};
 use crate::load::thread::pin;
@@ -64,7 +64,7 @@ pub struct PeerCounted {
 /// What the threads work with.
 pub(super) struct Threads<'a> {
     peer: &'a Peer,
-    plan: &'a Plan,
+    plan: &'a NetPlan,
     senders: Vec<PacketSocket>,
     listener: Option<PacketSocket>,
     before: LinkCounters,
@@ -81,7 +81,7 @@ pub(super) struct Running<'scope, 'a> {
 
 impl<'a> Threads<'a> {
     /// Opens the sockets and sets the interface up.
-    pub(super) fn open(peer: &'a Peer, plan: &'a Plan) -> Result<Self> {
+    pub(super) fn open(peer: &'a Peer, plan: &'a NetPlan) -> Result<Self> {
         let sends = plan.mode != Mode::Source;
         let count = if sends { peer.senders.clamp(1, plan.flows) } else { 0 };
         let sender = |_| {

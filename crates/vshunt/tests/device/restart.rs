@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use vshunt_guest::driver::{Code, DriverSeg, Options, Payload, request, status};
-use vshunt_guest::load::{self, Plan, Progress, Rw, Tick};
+use vshunt_guest::load::{self, LoadPlan, Progress, Rw, Tick};
 use vshunt_guest::{Disk, Kind};
 
 use super::rig::{Client, MIB, PATIENCE, Rig, Rng, by_qcow2, header, layouts, shapes, small, thin, wait_for};
@@ -145,7 +145,7 @@ fn many_deaths(rng: &mut Rng, dir: &Path, file: &Path, options: &Options, keys: 
     let mut server = Server::start_with(dir, file, keys);
     let mut disk = connect(dir, &Options { queues: 2, ..options.clone() });
     let (stop, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let plan = Plan {
+    let plan = LoadPlan {
         rw: Rw::Randrw,
         iodepth: 16,
         stop: Some(stop.clone()),
@@ -154,7 +154,7 @@ fn many_deaths(rng: &mut Rng, dir: &Path, file: &Path, options: &Options, keys: 
         flush_every: 50,
         reconnect: Some(PATIENCE),
         stale_packed_base: rng.chance(50),
-        ..Plan::default()
+        ..LoadPlan::default()
     };
     let mut progress = Count(count.clone());
     let runner = std::thread::spawn(move || load::run(&mut disk, &plan, &mut progress));

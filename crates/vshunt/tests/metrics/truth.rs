@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 use vshunt_guest::Disk;
 use vshunt_guest::driver::Options;
-use vshunt_guest::load::{self, Plan, Progress, Rw, Tick};
+use vshunt_guest::load::{self, LoadPlan, Progress, Rw, Tick};
 
 use crate::common::{Daemon, wait_for};
 use crate::openmetrics::Scrape;
@@ -55,11 +55,11 @@ fn a_scrape_says_what_status_says_while_io_runs() {
     let options = Options { queues: 2, ..Options::default() };
     let mut disk = Disk::connect(daemon.path().join("vm0.sock"), options).unwrap();
     let (stop, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let plan = Plan {
+    let plan = LoadPlan {
         rw: Rw::Randrw,
         stop: Some(stop.clone()),
         interval: Duration::from_millis(10),
-        ..Plan::default()
+        ..LoadPlan::default()
     };
     let mut progress = Count(count.clone());
     let load = std::thread::spawn(move || {
