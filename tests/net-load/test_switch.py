@@ -7,7 +7,7 @@ import json
 import random
 import time
 
-import net_switch as s
+import net_guests as s
 import rig as r
 
 FRAMES = 20_000

@@ -7,14 +7,14 @@ import socket
 import time
 
 import net_iperf as v
-import net_switch
+import net_guests
 import pytest
 import rig as r
 import vm
 
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.usefixtures("guest_image")]
 
-PAIRS = net_switch.PAIRS
+PAIRS = net_guests.PAIRS
 MOVES = 20
 SEED = 31
 ADDRESSES = ("10.8.0.1", "10.8.0.2")
@@ -115,7 +115,7 @@ def test_ping_and_iperf3_while_queues_move_and_after_a_kill(rig):
     r.tool("iperf3", "iperf3")
     r.tool("ethtool", "ethtool")
     metrics = rig.dir / "pair.metrics"
-    switch = net_switch.Switch(rig, "pair", more=("--metrics", f"unix:{metrics}"))
+    switch = net_guests.Switch(rig, "pair", more=("--metrics", f"unix:{metrics}"))
     guests = [
         vm.Guest(rig, path, job, queues=PAIRS, vcpus=2, memory_mib=512, reconnect=True, net=mac, name=f"guest-pair{i}")
         for i, (path, job, mac) in enumerate(zip(switch.sockets, (SERVER, CLIENT), MACS))
