@@ -5,7 +5,8 @@
 
 use vshunt_block::Disk;
 use vshunt_engine::{Settings, WorkerId};
-use vshunt_net::{switch, tap};
+use vshunt_net::switch;
+use vshunt_tap as tap;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
     DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,

@@ -3,8 +3,8 @@
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-use vshunt_net::tap::{self, Options};
-use vshunt_net::{Switch, Tap};
+use vshunt_net::Switch;
+use vshunt_tap::{self as tap, Options, Tap};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{NetInfo, NetKind, NetSpec};
 

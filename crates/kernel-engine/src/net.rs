@@ -15,7 +15,8 @@ use virtio::features::{
 };
 use virtio::net::*;
 use vshunt_engine::{KernelWorker, QueueStats, Settings, WorkerId, Workers};
-use vshunt_net::{Tap, TapQueue, negotiated};
+use vshunt_net::negotiated;
+use vshunt_tap::{Tap, TapQueue};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{ExportSpec, Workers as Spread};
 

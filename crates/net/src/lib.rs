@@ -1,9 +1,8 @@
-//! Networks: taps, a switch, and the queue pairs that join guests to them.
+//! Networks: a switch, and the queue pairs that join guests to it or to a tap of the host.
 //!
 //! | module | what it holds | thread |
 //! | --- | --- | --- |
-//! | [`tap`] | an interface of the host with several queues | control, session |
-//! | [`tap_pair`] | a guest's queue pair on a queue of a tap | worker |
+//! | [`tap_pair`] | a guest's queue pair on a queue of a [`Tap`](vshunt_tap::Tap) | worker |
 //! | [`switch`] | ports, addresses, flows; a guest's queue pair on a port; uplinks | worker, control |
 //! | [`control`] | the control virtqueue of a network device | worker, session |
 //! | [`negotiated`] | what the guest's features mean for a tap | session |
@@ -40,21 +39,16 @@
 pub mod control;
 mod counters;
 mod frames;
-mod ifreq;
-mod links;
 pub mod negotiated;
 mod net_virtqueue;
-mod netns;
 mod pair_rings;
 mod rx_buffers;
 mod rx_poll;
 mod slots;
 pub mod switch;
-pub mod tap;
 mod tap_file;
 pub mod tap_pair;
 
 pub use counters::NetStats;
 pub use frames::PAIR_RINGS;
 pub use switch::Switch;
-pub use tap::{Counters, Offloads, Tap, TapQueue};

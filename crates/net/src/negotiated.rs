@@ -6,7 +6,7 @@ use virtio::net::*;
 use vshunt_virtqueue::FrameFormat;
 
 use crate::frames::PAIR_RINGS;
-use crate::tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
+use vshunt_tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
 
 /// Sets the tap's headers and offloads for the features of the guest. Returns the format of frames
 /// in the guest's buffers.

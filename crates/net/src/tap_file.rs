@@ -13,7 +13,7 @@ use io_uring::opcode;
 use vshunt_engine::{Token, Uring, UringFile, on_file};
 use vshunt_types::spec::DropReason;
 
-use crate::tap::TapQueue;
+use vshunt_tap::TapQueue;
 
 /// See the module.
 #[derive(Clone, Copy)]

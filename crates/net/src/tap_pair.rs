@@ -21,8 +21,8 @@ use crate::frames::Direction;
 use crate::net_virtqueue::NetVirtqueue;
 use crate::pair_rings::{OP_OWN, PairRings};
 use crate::rx_buffers::RxBuffers;
-use crate::tap::TapQueue;
 use crate::tap_file::TapFile;
+use vshunt_tap::TapQueue;
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWN;

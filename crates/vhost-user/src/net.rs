@@ -22,10 +22,10 @@ use vshunt_engine::{Queue, QueueSet};
 use vshunt_net::control::ControlQueue;
 use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
 use vshunt_net::switch::{PortGuard, SwitchPair};
-use vshunt_net::tap::{MTU_DEFAULT, check_mtu};
 use vshunt_net::tap_pair::TapPair;
-use vshunt_net::{NetStats, PAIR_RINGS, Tap, TapQueue};
+use vshunt_net::{NetStats, PAIR_RINGS};
 use vshunt_sandbox::ThreadKind;
+use vshunt_tap::{MTU_DEFAULT, Tap, TapQueue, check_mtu};
 use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
 use vshunt_virtqueue::{FrameFormat, RingParts, owner};
 

@@ -21,8 +21,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use vshunt_daemon::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
-use vshunt_net::tap;
 use vshunt_sandbox as sandbox;
+use vshunt_tap as tap;
 use vshunt_types::error::{Error, Result};
 use vshunt_vhost_user as vhost_user;
 

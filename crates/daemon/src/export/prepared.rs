@@ -5,7 +5,8 @@ use std::sync::Arc;
 use vshunt_block::Disk;
 use vshunt_fuse as fuse;
 use vshunt_kernel_engine as kernel_engine;
-use vshunt_net::{Switch, Tap, TapQueue};
+use vshunt_net::Switch;
+use vshunt_tap::{Tap, TapQueue};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportKind, ExportSpec};
 

@@ -9,7 +9,7 @@ use vshunt_fuse::Fuse;
 use vshunt_kernel_engine::{DiskPlan, KernelQueues};
 use vshunt_net::Switch;
 use vshunt_net::switch::{MACS_GUEST, MACS_UPLINK, PortGuard, PortOptions, Uplink, VlanConfig};
-use vshunt_net::tap::MTU_DEFAULT;
+use vshunt_tap::MTU_DEFAULT;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportKind, ExportSpec, Workers as Spread};
 use vshunt_virtqueue::RingServer;

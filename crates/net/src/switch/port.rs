@@ -13,7 +13,7 @@ use super::macs::{Address, Learnt};
 use super::port_queue::PortQueue;
 use super::probe::Probe;
 use super::vlan::{TagForm, VlanConfig};
-use crate::tap::Tap;
+use vshunt_tap::Tap;
 
 /// Default limit of addresses that are learnt behind a guest's port.
 pub const MACS_GUEST: u32 = 256;

@@ -26,7 +26,7 @@ use super::port::{Port, PortOptions};
 use super::port_guard::PortGuard;
 use super::probe::PROBE_EVERY_S;
 use crate::counters::NetStats;
-use crate::tap::{HEADER_LONG, Offloads, Tap, TapQueue};
+use vshunt_tap::{HEADER_LONG, Offloads, Tap, TapQueue};
 
 /// How often the thread checks. Each time is a round of loop probes.
 const CHECK_EVERY: Duration = Duration::from_secs(PROBE_EVERY_S as u64);

@@ -17,8 +17,8 @@ use crate::counters::NetStats;
 use crate::switch::offload::AcceptedOffloads;
 use crate::switch::port_guard::PortGuard;
 use crate::switch::sender::{Finished, OP_OWNER, Sender};
-use crate::tap::TapQueue;
 use crate::tap_file::TapFile;
+use vshunt_tap::TapQueue;
 
 /// Operations of a token.
 const OP_POLL: u8 = OP_OWNER;

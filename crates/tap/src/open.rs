@@ -11,10 +11,10 @@ use rustix::io::Errno;
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
 
-use super::{NAME_MAX, QUEUES_MAX, Steering};
-use crate::ifreq;
 use crate::links::{Link, Links};
 use crate::netns::Netns;
+use crate::steering::Steering;
+use crate::{NAME_MAX, QUEUES_MAX, ifreq};
 
 pub(super) const CLONE_DEVICE: &str = "/dev/net/tun";
 

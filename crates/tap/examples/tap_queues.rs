@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use vshunt_net::tap::{Options, Tap, TapQueue};
+use vshunt_tap::{Options, Tap, TapQueue};
 
 const USAGE: &str = "tap_queues NAME QUEUES [--steering auto|hash|rss|cpu] [--netns NAME|PATH]";
 /// Interval in seconds at which counts are printed, and readers check for the end.

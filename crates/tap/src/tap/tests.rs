@@ -14,8 +14,9 @@ use std::process::Command;
 
 use vshunt_types::error::Kind;
 
-use super::open::CLONE_DEVICE;
 use super::*;
+use crate::open::CLONE_DEVICE;
+use crate::parse_fds;
 
 /// Runs `test` on a new thread in a new network namespace, with a /sys that shows it and an empty
 /// /run.

@@ -13,7 +13,7 @@ fn holds(tap: &Tap, queues: &[Arc<TapQueue>], want: &[usize]) {
         while receive(queue).is_some() {}
     }
     for (index, number) in order.iter().enumerate() {
-        let program = super::super::steering::load_constant(index as u16).unwrap();
+        let program = crate::steering::load_constant(index as u16).unwrap();
         ifreq::set_int(&*queues[0], ifreq::TUNSETSTEERINGEBPF, program.as_raw_fd()).unwrap();
         let frame = frame(60 + index);
         send("vs0", &frame).unwrap();

@@ -12,7 +12,7 @@ use vshunt_types::sync::Locked;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
 use vshunt_types::spec::NetCounters as Counters;
 
-use super::ifreq;
+use crate::ifreq;
 
 // linux/netlink.h, linux/rtnetlink.h
 const HEADER_BYTES: usize = 16;

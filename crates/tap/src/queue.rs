@@ -13,7 +13,7 @@ use crate::ifreq;
 /// Most frames that one [`TapQueue::discard`] drops: a few times the capacity of a queue.
 const DISCARD_MAX: u64 = 10_000;
 
-/// The attached queues of a tap, by their numbers in [`Tap::queues`](super::Tap::queues), at the
+/// The attached queues of a tap, by their numbers in [`Tap::queues`](crate::Tap::queues), at the
 /// kernel's index of each. When a queue is detached, the last one takes its place. A queue that is
 /// attached becomes the last one. The lock is held during each call that changes it, so that it
 /// agrees with the kernel.
@@ -169,7 +169,7 @@ impl TapQueue {
 
     /// Returns its index among the attached queues, which the kernel and steering programs use.
     /// `None` while it is detached. It changes when others are detached: see
-    /// [`Tap::order`](super::Tap::order).
+    /// [`Tap::order`](crate::Tap::order).
     pub fn index(&self) -> Option<u16> {
         let place = self.order.change(|attached| attached.iter().position(|number| *number == self.number));
         place.map(|at| at as u16)
