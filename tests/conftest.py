@@ -36,7 +36,7 @@ MARKS = {
 LONGEST = ("fuse", "qcow2", "net", "kernel-relay", "backup", "snapshot", "kernel", "image")
 
 # Folders whose files may run side by side. The files of the others share something: a setting of the kernel, a network.
-SPREAD = ("backup", "image", "qcow2", "snapshot")
+SPREAD = ("backup", "bad-input", "image", "qcow2", "snapshot")
 
 
 def pytest_addoption(parser):

@@ -161,6 +161,13 @@ class Peer:
         """Writes one descriptor."""
         self.ram[DESC + 16 * index : DESC + 16 * index + 16] = struct.pack("<QIHH", address, length, flags, following)
 
+    def describe_read(self):
+        """Writes the descriptors 0 to 2: a read of one sector, with header, data and status."""
+        self.describe(0, GUEST + DATA, 16, 1, 1)
+        self.describe(1, GUEST + DATA + 4096, 512, 3, 2)
+        self.describe(2, GUEST + DATA + 8192, 1, 2, 0)
+        self.ram[DATA + 8192] = 0xFF
+
     def offer(self, head, kick, position=0, index=None):
         """Makes a chain available and kicks."""
         self.ram[AVAIL + 4 + 2 * position : AVAIL + 6 + 2 * position] = struct.pack("<H", head)
