@@ -6,8 +6,8 @@ import re
 import socket
 import time
 
-import net_iperf as v
 import net_guests
+import net_iperf as v
 import pytest
 import rig as r
 import vm
