@@ -20,7 +20,7 @@ MARKS = {
     "backup": ("root",),
     "fuse": ("root",),
     "net": ("root",),
-    "net-load": ("root", "serial"),
+    "net-load": ("root",),
     "neighbour": ("serial",),
     "guest": ("vm", "slow"),
     "guest-kill": ("vm", "slow"),
@@ -33,10 +33,10 @@ MARKS = {
 
 # Folders that take longest, so that a run with several processes starts with them. Those with few long tests come before
 # those with many short ones: a process takes its next tests while its last two have not ended yet.
-LONGEST = ("fuse", "qcow2", "net", "kernel-relay", "backup", "snapshot", "kernel", "image")
+LONGEST = ("fuse", "net", "kernel", "kernel-relay", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
 
 # Folders whose files may run side by side. The files of the others share something: a setting of the kernel, a network.
-SPREAD = ("backup", "bad-input", "image", "qcow2", "snapshot")
+SPREAD = ("backup", "bad-input", "image", "net", "net-load", "qcow2", "snapshot")
 
 
 def pytest_addoption(parser):
