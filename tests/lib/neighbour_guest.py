@@ -1,4 +1,4 @@
-"""Memory and virtqueues of a guest of which nothing has to be true. For tests/neighbour_attack.py.
+"""Memory and virtqueues of a guest of which nothing has to be true. For tests/lib/neighbour_attack.py.
 
 All is drawn from a `random.Random`. Memory is written by pwrite(), not through a mapping: the attacker cuts its files short
 and must not get SIGBUS itself.

@@ -1,4 +1,3 @@
-#!/usr/bin/env -S python3 -B
 """A vhost-user front end that breaks every rule, at random: one process of tests/neighbour.
 
     neighbour_attack.py SEED SECONDS SOCKET...     a network device's socket is written as net:PATH

@@ -1,15 +1,14 @@
-#!/usr/bin/env -S python3 -B
 """Front ends that break every rule at random, while a verified load runs on another export of the same worker.
 
-    tests/neighbour [--seconds N] [--seed N]...
+Attackers (tests/lib/neighbour_attack.py) connect to two disks and two network cards of a switch, for 20 s
+(`--seconds`) with each seed. The load loses no request, reads no wrong byte, and has no request that takes
+more than a second, besides the time that this machine itself stands still. After the attackers have ended,
+the daemon has as many descriptors, mappings and threads as before, and no more memory. It serves sane front
+ends on each of the attacked exports.
 
-Attackers (tests/neighbour_attack.py) connect to two disks and two network cards of a switch, for N seconds with each seed. The load
-must lose no request, read no wrong byte, and have no request that takes more than a second beside what this machine itself
-stands still. When the attackers are gone, the daemon has as many descriptors, mappings and threads as before, no more memory, and
-serves sane front ends on each of the attacked exports.
+The tests run in order. `VSHUNT_SEED` sets the seed.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from pathlib import Path
 import net_frames as f
 import net_peer as c
 import peer as p
+import pytest
 import rig as r
 from stalls import Stalls
 
@@ -28,8 +28,9 @@ from stalls import Stalls
 DISKS, CARDS = ("a0", "a1"), ("c0", "c1")
 ATTACKERS = 4
 WARM_UP_S = 5
-# Seeds that found something once. A run without a seed has one more, drawn by chance.
-SEEDS = (5, 7)
+SECONDS = 20.0
+# Seeds that found something once. A run without VSHUNT_SEED has one more, drawn by chance.
+SEEDS = [os.environ["VSHUNT_SEED"]] if os.environ.get("VSHUNT_SEED") else [5, 7, "by chance"]
 # The longest time that a request of the load may take, besides stalls of the machine.
 LATE_S = 1.0
 # What memory may be more than before: allocators keep some of what was freed.
@@ -40,9 +41,13 @@ ANONYMOUS_SLACK = 2 * 8 * (os.cpu_count() or 1) + 2 * 20
 
 
 class Neighbour:
-    def __init__(self, rig, seconds, seed):
+    """A daemon with the attacked exports, and the export vm0 with a verified load."""
+
+    def __init__(self, rig, memory, seconds):
         self.rig, self.seconds = rig, seconds
-        memory = rig.memory_dir()
+        self.chance = random.SystemRandom().randrange(1000, 2**31)
+        # Set by the warm-up.
+        self.before = None
         self.sockets = {name: rig.dir / f"{name}.sock" for name in ("vm0", *DISKS, *CARDS)}
         thin = memory / "a1.img"
         r.run([r.binary("vshunt"), "image", "create", "-q", "-f", "qcow2", thin, "16M"])
@@ -68,11 +73,15 @@ class Neighbour:
                 [
                     *(r.binary("vshunt-bench"), "blk", "--socket", self.sockets["vm0"], "--rw", "randrw", "--verify"),
                     *("--queues", "2", "--iodepth", "4", "--bs", "4k", "--flush-every", "16", "--runtime", r.FOREVER),
-                    *("--quiet", "--json", "--seed", seed % 2**32),
+                    *("--quiet", "--json", "--seed", self.seed(SEEDS[-1]) % 2**32),
                 ],
                 stdout=out,
             )
         r.wait_for("the load runs", lambda: self.requests("vm0") > 1000)
+
+    def seed(self, seed):
+        """The number of a seed of SEEDS."""
+        return self.chance if seed == "by chance" else int(seed)
 
     def requests(self, export):
         """Requests of an export so far."""
@@ -118,7 +127,7 @@ class Neighbour:
     def attack(self, name, seed, seconds):
         """Attackers for so long; the sum of what they did."""
         paths = [str(self.sockets[disk]) for disk in DISKS] + [f"net:{self.sockets[card]}" for card in CARDS]
-        script = r.ROOT / "tests" / "neighbour_attack.py"
+        script = r.ROOT / "tests/lib/neighbour_attack.py"
         children = [r.Child(self.rig, f"{name}-{k}", [sys.executable, "-B", script, f"{seed}/{k}", seconds, *paths]) for k in range(ATTACKERS)]
         end = time.monotonic() + seconds + r.WAIT_S
         while any(child.running() for child in children):
@@ -158,7 +167,9 @@ class Neighbour:
         r.wait_for("the attacked exports are free", none)
 
     def warm_up(self):
-        """A short attack, after which allocators and pools have what they keep for good."""
+        """A short attack, once, after which allocators and pools have what they keep for good."""
+        if self.before is not None:
+            return
         self.cold = self.quiet_values()
         self.attack("warm-up", "warm-up", WARM_UP_S)
         self.gone()
@@ -187,10 +198,7 @@ class Neighbour:
             with p.Peer(self.sockets[name]) as front:
                 r.require(front.handshake() == p.ACCEPTED and front.memory() == p.ACCEPTED, f"{name} refuses a sane front end")
                 kick, _ = front.ring()
-                front.describe(0, p.GUEST + p.DATA, 16, 1, 1)
-                front.describe(1, p.GUEST + p.DATA + 4096, 512, 3, 2)
-                front.describe(2, p.GUEST + p.DATA + 8192, 1, 2, 0)
-                front.ram[p.DATA + 8192] = 0xFF
+                front.describe_read()
                 front.offer(0, kick)
                 r.wait_for(f"a request of {name} is done", lambda front=front: front.used() == 1)
                 r.require(front.ram[p.DATA + 8192] == 0, f"a read of {name} ended with status {front.ram[p.DATA + 8192]}")
@@ -227,33 +235,30 @@ class Neighbour:
         r.require(self.daemon.child.stop() == 0, f"the daemon ended with {self.daemon.child.process.returncode}: {self.daemon.child.tail()}")
 
 
-def tests(rig):
-    parser = argparse.ArgumentParser(prog="tests/neighbour")
-    parser.add_argument("--seconds", type=float, default=20, help="of attack with each seed")
-    parser.add_argument("--seed", type=int, action="append", help="may be given several times")
-    chosen = parser.parse_args()
-    seeds = chosen.seed or [int(seed) for seed in [os.environ.get("VSHUNT_SEED")] if seed]
-    if not seeds:
-        seeds = [*SEEDS, random.SystemRandom().randrange(1000, 2**31)]
-        rig.say(f"seeds: {seeds}; the last one is drawn by chance")
-    neighbour = Neighbour(rig, chosen.seconds, seeds[-1])
-    steps = {f"{WARM_UP_S} s of hostile front ends leave no descriptors and threads behind": neighbour.warm_up}
-    for seed in seeds:
-        name = f"{chosen.seconds:g} s of hostile front ends leave nothing behind, seed {seed}"
-        steps[name] = lambda seed=seed: neighbour.attacked(seed)
-    steps |= {
-        "the attacked disks serve a sane front end": neighbour.disks_serve,
-        "the attacked cards serve sane front ends": neighbour.cards_serve,
-        "the load beside them lost nothing and waited for nobody": neighbour.unharmed,
-    }
-    for name, step in steps.items():
-        rig.test(f"neighbour: {name}", step)
-        # Without the daemon the others would only wait.
-        if not neighbour.daemon.child.running():
-            break
-    if rig.failed:
-        rig.say("again: " + " ".join(["tests/neighbour", "--seconds", f"{chosen.seconds:g}", *(f"--seed {seed}" for seed in seeds)]))
+@pytest.fixture(scope="module")
+def neighbour(request, rig, memory):
+    return Neighbour(rig, memory, request.config.getoption("--seconds") or SECONDS)
 
 
-if __name__ == "__main__":
-    r.main("neighbour", tests)
+def test_a_short_attack_leaves_no_descriptors_and_threads_behind(neighbour):
+    neighbour.warm_up()
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids="seed {}".format)
+def test_an_attack_leaves_nothing_behind(neighbour, seed):
+    neighbour.warm_up()
+    number = neighbour.seed(seed)
+    neighbour.rig.say(f"again: VSHUNT_SEED={number} scripts/pytest --seconds {neighbour.seconds:g} tests/neighbour")
+    neighbour.attacked(number)
+
+
+def test_the_attacked_disks_serve_a_sane_front_end(neighbour):
+    neighbour.disks_serve()
+
+
+def test_the_attacked_cards_serve_sane_front_ends(neighbour):
+    neighbour.cards_serve()
+
+
+def test_the_load_beside_them_lost_nothing_and_no_request_was_late(neighbour):
+    neighbour.unharmed()
