@@ -1,5 +1,6 @@
-//! A front-end of hostile bytes on the socket of a live export: every message, fds, rings and memory included.
-//! The daemon, its workers and the export live through all inputs; what an input breaks has to be whole for the next.
+//! A front end that sends hostile bytes to the socket of a live export: every message, with file
+//! descriptors, rings and memory. The daemon, its workers and the export exist during all inputs.
+//! So everything must work again after each input.
 
 use std::io::{ErrorKind, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -13,12 +14,13 @@ use vshunt_types::spec::{DiskSpec, ExportSpec, Format};
 
 use crate::bytes::Bytes;
 
-/// A connection that the back-end does not end within this time after its front-end left hangs.
+/// Time limit for the back end to end a connection after its front end has left.
 const HANG: Duration = Duration::from_secs(20);
 const RAM: usize = 256 << 10;
 const GUEST: u64 = 0x10_0000;
 const USER: u64 = 0x7000_0000_0000;
-/// Where the sane rings lie: one page each for descriptors, available and used, a queue after the other.
+/// Guest address of the valid rings: one page each for descriptors, available and used, one queue
+/// after the other.
 const RING: u64 = 0x4000;
 const QUEUES: u16 = 3;
 
@@ -32,8 +34,8 @@ struct World {
 fn world() -> &'static World {
     static WORLD: OnceLock<World> = OnceLock::new();
     WORLD.get_or_init(|| {
-        // A front-end that left is an error of the write, not of the process.
-        // SAFETY: sets a disposition.
+        // A front end that left is an error of the write, and must not end the process.
+        // SAFETY: the call only sets a signal's disposition to ignore.
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
         let socket = std::env::temp_dir().join(format!("vshunt-fuzz-{}.sock", std::process::id()));
         let daemon = Daemon::new(Options::default()).expect("a daemon");
@@ -54,7 +56,8 @@ fn world() -> &'static World {
         };
         daemon.export_add(export).expect("an export");
         let ram = memfd(RAM);
-        // SAFETY: a fresh shared mapping of RAM bytes, never unmapped.
+        // SAFETY: a new shared mapping of RAM bytes, which is never unmapped. The kernel chooses
+        // the address.
         let map = unsafe {
             let both = libc::PROT_READ | libc::PROT_WRITE;
             libc::mmap(std::ptr::null_mut(), RAM, both, libc::MAP_SHARED, ram.as_raw_fd(), 0)
@@ -65,7 +68,7 @@ fn world() -> &'static World {
 }
 
 fn memfd(len: usize) -> OwnedFd {
-    // SAFETY: a new descriptor, owned from here on.
+    // SAFETY: the call returned a new descriptor, which is owned from here on.
     unsafe {
         let fd = libc::memfd_create(c"fuzz".as_ptr(), libc::MFD_CLOEXEC);
         assert!(fd >= 0);
@@ -75,7 +78,7 @@ fn memfd(len: usize) -> OwnedFd {
 }
 
 fn eventfd() -> OwnedFd {
-    // SAFETY: as above.
+    // SAFETY: the call returned a new descriptor, which is owned from here on.
     unsafe {
         let fd = libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK);
         assert!(fd >= 0);
@@ -87,7 +90,7 @@ struct Peer {
     stream: UnixStream,
     world: &'static World,
     kicks: Vec<OwnedFd>,
-    /// The back-end hung up.
+    /// Whether the back end closed the connection.
     gone: bool,
 }
 
@@ -98,8 +101,8 @@ impl Peer {
         }
         let mut control = [0u64; 32];
         let iov = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
-        // SAFETY: msghdr is plain data; the control buffer has room for 32 fds and is aligned for cmsghdr; all of it
-        // outlives the call.
+        // SAFETY: msghdr is plain data. The control buffer has room for 32 descriptors and is
+        // aligned for cmsghdr. Everything outlives the call.
         let sent = unsafe {
             let mut msg: libc::msghdr = std::mem::zeroed();
             msg.msg_iov = &raw const iov as *mut _;
@@ -134,7 +137,7 @@ impl Peer {
         self.message(kind, 1, &payload, fds);
     }
 
-    /// Replies are not looked at.
+    /// Reads replies and ignores them.
     fn swallow(&mut self) {
         self.stream.set_nonblocking(true).unwrap();
         let mut buffer = [0; 4096];
@@ -151,7 +154,8 @@ impl Peer {
 
     fn poke(&self, at: usize, bytes: &[u8]) {
         if at + bytes.len() <= RAM {
-            // SAFETY: inside of the mapping. The back-end's workers read there meanwhile, as they do with a guest.
+            // SAFETY: the range is inside the mapping. The back end's workers may read there at the
+            // same time, as from a guest's memory.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     bytes.as_ptr(),
@@ -202,7 +206,8 @@ impl Peer {
         self.kicks.push(kick);
     }
 
-    /// A request in ring `index`'s memory: a header, data, a status, bent by the input.
+    /// Puts a request into ring `index`'s memory: a header, data and a status, which the input
+    /// changes.
     fn request(&mut self, index: usize, b: &mut Bytes<'_>) {
         let at = RING as usize * (index & 3) + 0x8000;
         let data = GUEST + 0x1_8000;
@@ -234,7 +239,8 @@ impl Peer {
     fn kick(&self, index: usize) {
         if let Some(kick) = self.kicks.get(index) {
             let one = 1u64;
-            // SAFETY: writes eight bytes to an eventfd of ours.
+            // SAFETY: the call writes eight bytes of a local variable to an eventfd of this
+            // process.
             unsafe { libc::write(kick.as_raw_fd(), (&raw const one).cast(), 8) };
         }
     }
@@ -254,7 +260,7 @@ impl Peer {
         }
     }
 
-    /// A message of any kind, of any bytes.
+    /// Sends a message of any kind with any bytes.
     fn any(&mut self, b: &mut Bytes<'_>) {
         let kind = u32::from(b.u8());
         let kind = if kind < 200 { kind % 46 } else { b.u32() };
@@ -273,7 +279,7 @@ impl Peer {
         let event = eventfd();
         let fds = vec![if fds & 1 == 0 { self.world.ram.as_raw_fd() } else { event.as_raw_fd() }; fds];
         if b.u8() & 15 == 15 {
-            // The header lies about the length.
+            // The header has a wrong length.
             let mut bytes = Vec::new();
             for word in [kind, flags, b.u32()] {
                 bytes.extend_from_slice(&word.to_le_bytes());
@@ -347,11 +353,11 @@ impl Peer {
     }
 }
 
-/// The target.
+/// The fuzz target.
 pub fn messages(data: &[u8]) {
     let world = world();
     let mut b = Bytes(data);
-    // SAFETY: the whole mapping.
+    // SAFETY: the range is the whole mapping.
     unsafe { std::ptr::write_bytes(world.map as *mut u8, 0, RAM) };
     let stream = UnixStream::connect(&world.socket).expect("the export listens");
     let mut peer = Peer { stream, world, kicks: Vec::new(), gone: false };
@@ -361,7 +367,7 @@ pub fn messages(data: &[u8]) {
     while !b.is_empty() && !peer.gone {
         peer.operation(&mut b);
     }
-    // The back-end is to notice that its front-end left.
+    // The back end has to notice that its front end left.
     let _ = peer.stream.shutdown(std::net::Shutdown::Write);
     peer.stream.set_nonblocking(false).unwrap();
     peer.stream.set_read_timeout(Some(HANG)).unwrap();
