@@ -221,7 +221,7 @@ impl Journal {
 
     /// Makes a journal in `memory`, which is all zero. `id` is its random number. `boot` is the
     /// number of this run of the machine, so that a journal of another run is not accepted. The
-    /// image gets the number by [`start`] afterwards.
+    /// image gets the number by [`begin`] afterwards.
     ///
     /// `None`: the memory is too small.
     pub fn new(memory: Box<dyn Words>, id: [u8; 16], boot: [u8; 16]) -> Option<Self> {

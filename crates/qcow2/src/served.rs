@@ -297,7 +297,7 @@ impl Served {
     }
 
     /// Uses this journal for changes of the map from now on. The journal was
-    /// [started](crate::journal::start) in the image.
+    /// [started](crate::journal::begin) in the image.
     pub fn with_journal(self, journal: Journal, begun: Begun) -> Self {
         let journal = Some(journal.with_cluster(self.cluster_size()));
         Self { journal, ..self.with_begun(begun) }

@@ -68,7 +68,7 @@ pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
 /// can be missing.
 ///
 /// # Errors
-/// Those of [`start`].
+/// Those of [`begin`].
 pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<Begun> {
     mark(file, Open::Without { stable }).and_then(|header| Begun::of(file, &header))
 }
