@@ -4,7 +4,6 @@ import random
 import re
 import struct
 import subprocess
-import time
 
 import net_frames as f
 import net_rig as n
@@ -67,7 +66,15 @@ class Testpmd:
 
     def stop(self):
         """Packets received and sent since `forward`."""
-        text = self.tell("stop", "Done.")
+        return self.counts(self.tell("stop", "Done."))
+
+    def received(self):
+        """Packets received since `forward`."""
+        # The line below the numbers.
+        return self.counts(self.tell("show fwd stats all", "+" * 60))[0]
+
+    @staticmethod
+    def counts(text):
         found = re.search(r"Accumulated forward statistics.*?RX-packets: (\d+).*?TX-packets: (\d+)", text, re.S)
         r.require(found, f"testpmd says {text!r}")
         return int(found[1]), int(found[2])
@@ -108,7 +115,7 @@ def test_forwarding(rig, testpmd, pairs, keys):
 
         pmd.forward("rxonly")
         blast(host, chance, lambda: packets(daemon, "to-guest-packets"))
-        time.sleep(0.05)
+        r.wait_for("testpmd has taken them", lambda: pmd.received() >= FRAMES, every_s=0.05)
         got = pmd.stop()[0]
         r.require(got >= FRAMES, f"rxonly: testpmd got {got} of {FRAMES} frames")
 
