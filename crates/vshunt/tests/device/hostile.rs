@@ -597,7 +597,7 @@ fn descriptors_that_are_no_eventfds_are_refused() {
     let mut field = Field::new(&small());
     for fd in [file.as_fd(), null.as_fd(), closed.as_fd(), datagram.as_fd(), socket.as_fd()] {
         for code in [Code::SetVringKick, Code::SetVringCall, Code::SetVringErr] {
-            // A stream socket to notify by is User-mode Linux's way; see tests/bad_memory.py.
+            // A stream socket to notify by is User-mode Linux's way; see tests/bad-input/test_memory.py.
             if code == Code::SetVringCall && fd.as_raw_fd() == socket.as_raw_fd() && !by_kernel() {
                 continue;
             }
