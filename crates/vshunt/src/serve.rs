@@ -50,10 +50,12 @@ pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
     log::start(manner.program, manner.log.verbose, manner.log.quiet);
     let (stop, stopped) = channel();
     raise_file_limit();
+    // Before there are other threads, which a forked process would not have. And before the sockets
+    // are bound: if the daemon were killed before the new process has closed its copies of them, its
+    // successor would find them in use.
+    vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
     let mut inherited = activation::take()?;
     let sockets = Sockets::bind(&setup, &mut inherited)?;
-    // Before there are other threads, which a process that is forked would not have.
-    vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
     // The sandbox looks at images and mountpoints by their names. A dead mount would hide them.
     let mountpoints = setup.exports.iter().filter_map(|export| export.mountpoint.as_deref());
     Daemon::take_over(mountpoints, &setup.disks)?;
